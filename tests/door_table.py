@@ -67,9 +67,7 @@ REASONS: dict[tuple[str, str], dict[str, str]] = {
     ("miles", "loss"): {"dro": NOT_PROPORTIONAL},
     ("slime", "loss"): {"dro": NOT_PROPORTIONAL},
     ("skyrl", "loss"): {"dro": NOT_PROPORTIONAL},
-    ("verl", "KL estimator"): {ANY: "verl's own"},
-    ("nemo_rl", "KL estimator"): {ANY: "NeMo-RL's own"},
-    ("skyrl", "KL estimator"): {ANY: "SkyRL's own"},
+    ("skyrl", "KL estimator"): {ANY: "not in SkyRL"},
 }
 TITLES = {"miles": "miles", "slime": "slime", "verl": "verl", "nemo_rl": "NeMo-RL", "roll": "ROLL", "skyrl": "SkyRL"}
 TITLES["megatron_lm"] = "Megatron-LM"

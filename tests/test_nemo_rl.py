@@ -23,6 +23,7 @@ from host_checkouts import NEMO_RL
 from nemo_rl_cases import Case
 
 from megatron_rl import __main__ as command_line
+from megatron_rl.config import KLEstimator
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import dense_rows, launch, nemo_rl
 from megatron_rl.layout.context_parallel import chunk_spans
@@ -73,19 +74,59 @@ def test_kl_is_the_hosts_and_keeps_its_weight():
     assert with_kl.loss - without.loss == pytest.approx(total, rel=1e-4)
 
 
+@pytest.mark.parametrize("aggregation", ["constant", "prompt_mean"])
+@pytest.mark.parametrize("estimator", KLEstimator)
+def test_kl_by_an_estimator_of_ours_is_the_mean_over_samples(estimator, aggregation):
+    """The reference is 0.3 above the old policy. Against each estimate by its formula, over the N samples of the step."""
+    case = Case(loss="grpo", aggregation=aggregation, sizes=(3, 5), cp=2, packing="a call a sequence")
+    step = cases.make_step(case)
+    settings = {"reference_policy_kl_penalty": 0.1, "megatron_rl_kl_estimator": str(estimator)}
+    without, with_kl = (cases.run_step(case, step, cases.make_loss(case, **given)) for given in ({}, settings))
+    total = 0.0
+    for index, sample in enumerate(step.samples):
+        mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
+        moved = step.log_probs[index].double() - torch.tensor(sample.old_log_probs, dtype=torch.float64)
+        d, rho = moved - 0.3, moved.exp()
+        k3 = (-d).exp() - 1 + d
+        value, derivative = {
+            "k1": (d, torch.ones_like(d)),
+            "k2": (d.square() / 2, d),
+            "k3": (k3, 1 - (-d).exp()),
+            "k3+": (k3, d),
+            "unbiased": (rho * k3, rho * d),
+        }[estimator]
+        weight = 0.1 * mask / max(float(mask.sum()), 1) / len(step.samples)
+        total += float((weight * value).sum())
+        difference = (with_kl.gradients[index] - without.gradients[index]).double()
+        assert torch.allclose(difference, weight * derivative, rtol=1e-4, atol=1e-8)  # a difference of float32 gradients
+    assert with_kl.loss - without.loss == pytest.approx(total, rel=1e-4)
+    assert sum(log["kl_penalty"] for log in with_kl.metrics) == pytest.approx(total / 0.1, rel=1e-4)
+
+
 def test_kl_is_of_unfiltered_log_probs_where_nemo_rl_has_them():
     case = Case(loss="grpo", aggregation="token_mean")
     columns = cases.make_step(case).columns
     mask = (columns["token_mask"] * columns["sample_mask"][:, None])[:, 1:].bool()
     unfiltered = torch.where(mask, -1.0, math.nan).requires_grad_()
     gradients = []
-    for penalty in (0.0, 0.1):
+    for penalty, of_ours in ((0.0, {}), (0.1, {}), (0.1, {"megatron_rl_kl_estimator": "k3"})):
+        unfiltered.grad = None
         log_probs = torch.full(mask.shape, -1.0, requires_grad=True)
-        loss = cases.make_loss(case, reference_policy_kl_penalty=penalty)
+        loss = cases.make_loss(case, reference_policy_kl_penalty=penalty, **of_ours)
         counts = columns["sample_mask"].sum(), mask.sum()
         loss(log_probs, columns | {nemo_rl.UNFILTERED: unfiltered}, *counts)[0].backward()
         gradients.append(log_probs.grad)
-    assert torch.equal(*gradients) and torch.equal(unfiltered.grad != 0, mask)
+        assert not penalty or torch.equal(unfiltered.grad != 0, mask)
+    assert torch.equal(*gradients[:2]) and torch.equal(*gradients[1:])
+
+
+def test_a_kl_term_that_is_not_finite_is_refused():
+    case = Case(loss="grpo", aggregation="token_mean")
+    step = cases.make_step(case)
+    step.columns["reference_policy_logprobs"] = torch.full_like(step.columns["token_mask"].float(), math.nan)
+    loss = cases.make_loss(case, reference_policy_kl_penalty=0.1, megatron_rl_kl_estimator="k3")
+    with pytest.raises(DataError, match="the KL term is not finite: reference_policy_logprobs has an unmasked value"):
+        cases.run_step(case, step, loss)
 
 
 def test_sampling_weights_are_those_of_the_settings():
@@ -207,6 +248,19 @@ def test_advantages_without_the_weights_of_their_step_are_refused(change):
         ({"megatron_rl": "grpo.token_mean", "megatron_rl_clip_ratio_c": 3}, "has no effect: set loss_fn.ratio_clip_c"),
         ({"megatron_rl": "cispo.token_mean", "ratio_clip_c": 3.0}, "loss_fn.ratio_clip_c=3.0 has no effect"),
         ({"megatron_rl": "sapo.token_mean", "ratio_clip_max": 0.3}, "sapo has no clip"),
+        ({"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k4"}, "k4 is not one of k1, k2, k3, k3\\+, unbiased"),
+        (
+            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "reference_policy_kl_penalty": 0.0},
+            "_kl_estimator=k3 has no effect without loss_fn.reference_policy_kl_penalty; remove it",
+        ),
+        (
+            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "use_kl_in_reward": True},
+            "_kl_estimator=k3 has no effect without loss_fn.reference_policy_kl_penalty; remove it",
+        ),
+        (
+            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "unbiased", "use_on_policy_kl_approximation": True},
+            "use_on_policy_kl_approximation=True has no effect beside .*unbiased; remove it",
+        ),
         ({"megatron_rl": "dro.prompt_mean"}, "dro is not: choose another one"),
         (
             {
@@ -394,6 +448,11 @@ def diagnosis(tmp_path, monkeypatch, line: str) -> tuple[int, str]:
             r"clip 0.2/0.28 .*clip, low.*, weight of a token 1/T",
         ),
         (f"{LAUNCH} ++loss_fn.megatron_rl=$LOSS", "loss_fn.megatron_rl: not known here"),
+        (
+            f"{LAUNCH} ++loss_fn.megatron_rl=grpo.constant ++loss_fn.megatron_rl_loss_aggregation_divisor=8 "
+            "loss_fn.reference_policy_kl_penalty=0.02 ++loss_fn.megatron_rl_kl_estimator=k3+",
+            r"KL ours, 0.02 x mean over samples, k3\+",
+        ),
         (
             f"{LAUNCH} ++loss_fn.megatron_rl=grpo.token_mean".replace("run.yaml", "no.yaml"),
             "no.yaml is no file here.* only the over",

@@ -202,6 +202,10 @@ WRONG_LINES = {
         f"{LINE_OF_SKYRL} {OURS}dppo_tv trainer.algorithm.off_policy_correction.sequence_mask_metric=product",
         "would be counted twice",
     ),
+    "an estimate of KL that SkyRL has not": (
+        f"{LINE_OF_SKYRL} {OURS}grpo trainer.algorithm.kl_estimator_type=k3+",
+        "SkyRL has no k3+: set one of k1, k2, k3, abs",
+    ),
     "half a name": (f"{LINE_OF_SKYRL} {OURS}grpo loss_reduction=prompt_mean", f"whole name, {skyrl_launch.REDUCTION}=prompt_mean"),
     "a plus": (f"{LINE_OF_SKYRL} {OURS}grpo +trainer.algorithm.mine=1", "SkyRL refuses settings with a +"),
 }
@@ -329,8 +333,9 @@ def test_a_large_divisor_keeps_its_digits(host):
     ("host", "given", "message"),
     [
         ("roll", ["--policy-temperature", "0.7"], "--policy-temperature=0.7 has no effect in ROLL"),
-        ("nemo_rl", ["--kl-coefficient", "0.1"], "--kl-coefficient=0.1 has no effect in NeMo-RL"),
-        ("skyrl", ["--kl-coefficient", "0.1"], "--kl-coefficient=0.1 has no effect in SkyRL"),
+        ("nemo_rl", ["--entropy-coefficient", "0.1"], "--entropy-coefficient=0.1 has no effect in NeMo-RL"),
+        ("skyrl", ["--entropy-coefficient", "0.1"], "--entropy-coefficient=0.1 has no effect in SkyRL"),
+        ("skyrl", ["--kl-coefficient", "0.1", "--kl-estimator", "unbiased"], "--kl-estimator unbiased: SkyRL's workers compute"),
         ("skyrl", ["--policy-loss", "dro"], "dro: it is not proportional to the advantage"),
     ],
 )

@@ -21,7 +21,8 @@ from forked import forked
 from host_checkouts import SKYRL
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import skyrl
+from megatron_rl.hosts import skyrl, skyrl_launch
+from megatron_rl.ops.ratios import kl_estimate
 
 EMULATED_SKYRL = """
 import sys
@@ -241,6 +242,23 @@ def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
     found = json.loads(out.splitlines()[-1])
     print(f"worst {max(found.values()):.1e} of {len(found)}")
     assert len(found) == 72 and not too_large(found)
+
+
+@pytest.mark.host("SKYRL_ROOT")
+@pytest.mark.parametrize("estimator", skyrl_launch.KL_ESTIMATORS)
+def test_skyrls_estimates_of_kl_are_ours_of_the_same_names(estimator):
+    def work() -> int:
+        new, ref = torch.randn(2, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 2
+        leaf = new.clone().requires_grad_()
+        found = SKYRL.load(skyrl.TABLES).compute_approx_kl(leaf, ref, kl_estimator_type=str(estimator))
+        value, derivative = kl_estimate(estimator, new, ref, torch.zeros(64))
+        gradient = torch.autograd.grad(found.sum(), leaf)[0]
+        assert (value < 10).all()  # SkyRL ends k3 there
+        assert torch.allclose(found, value, atol=1e-12) and torch.allclose(gradient, derivative, atol=1e-12)
+        return 0
+
+    code, _, error = forked(work)
+    assert code == 0, error[-2000:]
 
 
 # What a weight rests on, line by line.

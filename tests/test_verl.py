@@ -24,6 +24,7 @@ from megatron_rl import loss_hub
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import dense_rows, verl, verl_launch
 from megatron_rl.loss_hub import register_policy_loss
+from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS
 
@@ -205,6 +206,39 @@ def test_weights_of_verl_multiply_each_token():
     assert torch.allclose(weighed, plain * weights)
 
 
+@pytest.mark.parametrize("loss", ["grpo", "dppo_tv"])
+def test_the_unbiased_estimate_of_kl_is_of_the_policy_that_sampled(loss):
+    """verl's KL term comes right after our loss of the same micro-batch; dppo compares with the sampler, exp(0.2) away."""
+    generator = torch.Generator().manual_seed(0)
+    new, old, ref = torch.randn(3, 2, 3, generator=generator, dtype=torch.float64) / 4 - 1
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    new[0, 2] = ref[0, 2] = math.nan
+    log_prob = new.float().requires_grad_()
+    weights = torch.full((2, 3), math.exp(0.2))
+    call(
+        f"megatron_rl.{loss}.token_mean",
+        config=ActorConfig(policy_loss={}, kl_loss_type="unbiased"),
+        **{"log_prob": log_prob, "old_log_prob": old.float(), "response_mask": mask, "rollout_is_weights": weights},
+    )
+    estimate = cases.filled_tables().kl_penalty
+    found = estimate(logprob=log_prob, ref_logprob=ref.float(), kl_penalty="unbiased")
+    rho, gap = (new - old + (0.2 if loss == "dppo_tv" else 0.0)).exp(), new - ref
+    value = torch.where(mask, rho * ((-gap).exp() - 1 + gap), 0.0)
+    gradient = torch.where(mask, rho * gap, 0.0)
+    assert torch.allclose(found.double(), value, rtol=1e-5, atol=1e-6)  # float32 inputs
+    assert torch.allclose(torch.autograd.grad(found.sum(), log_prob)[0].double(), gradient, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ConfigError, match="kl_loss_type=unbiased is megatron_rl's.*set .*loss_mode=megatron_rl"):
+        estimate(logprob=log_prob, ref_logprob=ref.float(), kl_penalty="unbiased")  # of no call of ours
+    assert torch.equal(estimate(log_prob, ref.float(), "k1")[1], log_prob[1] - ref.float()[1])
+
+
+def test_the_unbiased_estimate_is_refused_for_other_log_probabilities():
+    call("megatron_rl.grpo.token_mean", config=ActorConfig(policy_loss={}, kl_loss_type="unbiased"))
+    other = torch.zeros(2, 3)
+    with pytest.raises(ConfigError, match="for the KL term beside one of its losses"):
+        cases.filled_tables().kl_penalty(logprob=other, ref_logprob=other, kl_penalty="unbiased")
+
+
 def test_the_metrics_have_verls_names_and_are_numbers():
     _, metrics, _ = call("megatron_rl.grpo.sample_mean")
     assert metrics == {"actor/pg_clipfrac": 0.0, "actor/ppo_kl": pytest.approx(-0.1)}
@@ -352,10 +386,12 @@ def test_tables_of_another_contract_are_refused():
     tables = cases.emulated_tables()
     tables.POLICY_LOSS_REGISTRY["vanilla"] = lambda old_log_prob, log_prob, advantages, loss_mask, config: None
     del tables.register_adv_est
+    tables.kl_penalty = lambda logprob, ref, kl_penalty: logprob
     with pytest.raises(ConfigError) as refused:
         verl.register(tables)
     assert "has no register_adv_est" in str(refused.value) and "loss_mask, config) and" not in str(refused.value)
     assert "advantages, loss_mask, config), and (old_log_prob" in str(refused.value)
+    assert "kl_penalty takes (logprob, ref, kl_penalty), and (logprob, ref_logprob" in str(refused.value)
 
 
 # verl's own code
@@ -441,6 +477,44 @@ def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sa
 
 
 @pytest.mark.host("VERL_ROOT")
+def test_verls_estimates_of_kl_are_ours_of_the_same_names():
+    """Value and gradient, through its ppo_loss for the one that ours adds."""
+
+    def work() -> int:
+        ppo_loss, config_of, _ = load_verl()
+        estimate = VERL.load("verl.trainer.ppo.core_algos").kl_penalty
+        new, old, ref = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 2
+        for name in ("k1", "k2", "k3", "k3+"):
+            leaf = new.clone().requires_grad_()
+            found = estimate(leaf, ref, name)
+            value, derivative = kl_estimate(name, new, ref, new - old)
+            gradient = torch.autograd.grad(found.sum(), leaf)[0]
+            assert (value < 10).all()  # verl ends k3 there
+            assert torch.allclose(found, value, atol=1e-12) and torch.allclose(gradient, derivative, atol=1e-12), name
+
+        case = Case(loss="grpo", aggregation="token_mean")
+        samples, log_probs = samples_of(case)
+        advantages = cases.given_advantages(case, samples)
+        without, with_kl = (dataclasses.replace(config_of(case), use_kl_loss=has_kl) for has_kl in (False, True))
+        with_kl = dataclasses.replace(with_kl, kl_loss_coef=0.1, kl_loss_type="unbiased")
+
+        def asked(config, output, data):  # the reference is 0.3 above the old policy
+            return ppo_loss(config, output, cases.Batch(data | {"ref_log_prob": data["old_log_probs"] + 0.3}))
+
+        given = (case, samples, log_probs, advantages)
+        plain, found = (cases.run_step(*given, call, config) for call, config in ((ppo_loss, without), (asked, with_kl)))
+        num_tokens = sum(sum(sample.loss_mask) for sample in samples)
+        for index, sample in enumerate(samples):
+            gap = log_probs[index].double() - torch.tensor(sample.old_log_probs, dtype=torch.float64)
+            expected = 0.1 * gap.exp() * (gap - 0.3) * torch.tensor(sample.loss_mask) / num_tokens
+            assert torch.allclose((found.gradients[index] - plain.gradients[index]).double(), expected, rtol=1e-4, atol=1e-7)
+        return 0
+
+    code, _, error = forked(work)
+    assert code == 0, error[-2000:]
+
+
+@pytest.mark.host("VERL_ROOT")
 def test_hydra_makes_our_class_and_the_config_that_is_judged():
     """As verl's workers make their actor config; with verl's own class the same line is refused."""
     pytest.importorskip("hydra", reason="hydra-core is verl's own requirement, and not ours")
@@ -514,6 +588,8 @@ LINES = {
         *(f'config.global_batch_info["{key}"] = data["{key}"]' for key in ("dp_size", "batch_num_tokens", "global_batch_size")),
         "pg_loss, pg_metrics = policy_loss_fn(",
         "policy_loss -= entropy_coeff * entropy_loss",
+        "import agg_loss, compute_value_loss, get_policy_loss_fn, kl_penalty",
+        "kld = kl_penalty(logprob=log_prob, ref_logprob=ref_log_prob, kl_penalty=config.kl_loss_type)",
     ],
     "verl/workers/engine/megatron/transformer_impl.py": [
         'scaled_loss = loss * data["num_micro_batch"]',
@@ -544,6 +620,7 @@ LINES = {
             'if kl_penalty == "abs":',
             'if kl_penalty in ("mse", "k2"):',
             'if kl_penalty == "full":',
+            "def kl_penalty(logprob: torch.FloatTensor, ref_logprob: torch.FloatTensor, kl_penalty)",
         ),
         'if kl_penalty in ("low_var_kl", "k3"):',
     ],

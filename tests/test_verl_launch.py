@@ -19,6 +19,7 @@ from megatron_rl.loss_hub import is_built_in
 ROOT = Path(__file__).resolve().parent.parent
 COMPANION = f"{ESTIMATOR}=megatron_rl.grpo_prompt_mean"
 RATIO = "algorithm.rollout_correction.rollout_is"
+KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"]
 UNCUT = verl.rollout_correction_overrides()
 TIS = [f"{LOSS_CLASS}={verl.POLICY_LOSS_CLASS}", f"+{ACTOR}.policy_loss.importance_correction=tis"]
 ONE_MINI_BATCH = f"{BATCH}=256"
@@ -44,6 +45,9 @@ def vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, co
 
 @register_adv_est("grpo")
 def grpo(token_level_rewards, response_mask, index, config=None):
+    pass
+
+def kl_penalty(logprob, ref_logprob, kl_penalty):
     pass
 """
 # What is loaded by `import verl`; then the tables.
@@ -184,7 +188,8 @@ SOUND = [
         [our_mode("grpo.token_mean"), *(f"{ACTOR}.clip_ratio{side}=0.2" for side in ("", "_low", "_high"))],
         id="verl's clip_ratio beside the two that we read",
     ),
-    pytest.param([our_mode("grpo.token_mean"), f"{ACTOR}.kl_loss_type=unbiased"], id="an estimate of KL that nothing uses"),
+    pytest.param([our_mode("grpo.token_mean"), f"{ACTOR}.kl_loss_type=none"], id="an estimate of KL that nothing uses"),
+    pytest.param([our_mode("grpo.token_mean"), *KL, f"{ACTOR}.kl_loss_type=unbiased"], id="an estimate of KL of ours"),
     pytest.param([], id="nothing"),
 ]
 
@@ -260,8 +265,12 @@ WRONG = {
     "a slip of a size": ([our_mode("grpo.token_mean"), f"{ACTOR}.ppo_mini_batch_sise=8"], f"did you mean {MINI_BATCH}\\?"),
     "a clip that nobody reads": ([our_mode("grpo.token_mean"), f"{ACTOR}.clip_ratio=1e-3"], "set .*clip_ratio_low and .*high"),
     "an estimate of KL that verl has not": (
-        [our_mode("grpo.token_mean"), f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=unbiased"],
-        "verl has no unbiased: set one of kl, k1",
+        [our_mode("grpo.token_mean"), *KL, f"{ACTOR}.kl_loss_type=k4"],
+        "verl has no k4: set one of kl, k1.*unbiased comes with a loss of ours",
+    ),
+    "an estimate of KL of ours beside a loss of verl": (
+        [f"{LOSS_MODE}=gspo", *KL, f"{ACTOR}.kl_loss_type=unbiased"],
+        "verl has no unbiased: set one of kl, k1.*unbiased comes with a loss of ours",
     ),
     "the loss that was typed": ([f"{LOSS_MODE}=gspo", COMPANION], f"set {LOSS_MODE}=megatron_rl.gspo.prompt_mean, or an"),
     "a clip too many": ([our_mode("reinforce.token_mean"), f"{ACTOR}.clip_ratio_high=0.28"], "reinforce has no clip"),
@@ -334,9 +343,9 @@ def test_explain_types_what_a_correction_needs():
 
 
 def test_explain_refuses_what_verl_decides_itself():
-    code, out, _ = explain(*STEP, "--host", "verl", "--kl-coefficient", "0.1", "--policy-temperature", "0.7")
+    code, out, _ = explain(*STEP, "--host", "verl", "--entropy-coefficient", "0.1", "--policy-temperature", "0.7")
     assert code == 1
-    for flag in ("--kl-coefficient=0.1", "--policy-temperature=0.7"):
+    for flag in ("--entropy-coefficient=0.1", "--policy-temperature=0.7"):
         assert f"REFUSED: {flag} has no effect in verl" in out
     code, out, _ = explain(*STEP, "--host", "verl", "--policy-loss", "dro", "--loss-aggregation", "prompt_mean")
     assert code == 1 and "dro is not proportional" in out

@@ -45,6 +45,7 @@ class ActorConfig:
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     clip_ratio_c: float = 3.0
+    kl_loss_type: str = "low_var_kl"
     loss_agg_mode: str = "token-mean"
     loss_scale_factor: float | None = None
     tau_pos: float = 1.0
@@ -128,17 +129,25 @@ def emulated_tables() -> SimpleNamespace:
         advantages = torch.stack(centred)[:, None] * response_mask
         return advantages, advantages
 
+    def kl_penalty(logprob, ref_logprob, kl_penalty):
+        return logprob - ref_logprob
+
     tables = SimpleNamespace(__name__="verl", POLICY_LOSS_REGISTRY={"vanilla": vanilla}, ADV_ESTIMATOR_REGISTRY={"grpo": grpo})
+    tables.kl_penalty = kl_penalty
     tables.register_policy_loss = lambda name: lambda function: tables.POLICY_LOSS_REGISTRY.setdefault(name, function)
     tables.register_adv_est = lambda name: lambda function: tables.ADV_ESTIMATOR_REGISTRY.setdefault(name, function)
     return tables
 
 
 @functools.cache
-def verl_tables() -> dict[str, Callable]:
+def filled_tables() -> SimpleNamespace:
     tables = emulated_tables()
     verl.register(tables)
-    return tables.POLICY_LOSS_REGISTRY
+    return tables
+
+
+def verl_tables() -> dict[str, Callable]:
+    return filled_tables().POLICY_LOSS_REGISTRY
 
 
 def known_estimator(token_level_rewards, response_mask, index, config=None):

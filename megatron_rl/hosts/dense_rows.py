@@ -30,6 +30,7 @@ from megatron_rl.loss_hub import (
     policy_loss_names,
 )
 from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
+from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.validation.routes import LaunchOptions
 from megatron_rl.validation.rules import own_loss_is_what_it_declares
 
@@ -232,6 +233,17 @@ def loss_of_rows(
     )
     refuse_nonfinite(output)
     return output
+
+
+def kl_of_tokens(
+    estimator: str,
+    log_probs: Tensor,  # [*] with gradient
+    ref_log_probs: Tensor,  # [*]
+    sampled: Tensor,  # [*] of the policy that sampled
+) -> Tensor:  # [*]: the estimate of each token, with the gradient of ops/ratios.py
+    values = log_probs.detach()
+    estimate, derivative = kl_estimate(estimator, values, ref_log_probs, values - sampled)
+    return estimate + derivative * (log_probs - values)
 
 
 def refuse_nonfinite(output: PolicyLossOutput) -> None:

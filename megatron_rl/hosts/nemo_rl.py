@@ -8,7 +8,7 @@ What NeMo-RL's Megatron worker does with the number that a loss returns, c conte
     -> sum over ranks and micro-batches; with packing NeMo-RL may call a loss once a sequence, and adds
 
 So a loss returns sum_i w_i S_i of what it is given, w_i from the counts of the whole global batch, which NeMo-RL hands over. KL is
-NeMo-RL's own, with its formula and its own mean. So are the metrics.
+NeMo-RL's own, with its formula and its own mean, or ours where an estimator is chosen. The metrics are NeMo-RL's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import LARGEST_RATIO, CorrectionSettings, ImportanceCorrection, PolicyLossConfig, counted_twice
+from megatron_rl.aggregation import StepTotals, regularizer_weights
+from megatron_rl.config import (
+    LARGEST_RATIO,
+    CorrectionSettings,
+    ImportanceCorrection,
+    KLEstimator,
+    PolicyLossConfig,
+    counted_twice,
+)
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import (
     CORRECTION_SETTINGS,
@@ -35,6 +42,7 @@ from megatron_rl.hosts.dense_rows import (
     has_counts_for,
     is_carried,
     is_proportional,
+    kl_of_tokens,
     loss_of_rows,
     marked_rows,
     read_config,
@@ -61,6 +69,14 @@ OTHER_LOSSES = {
 }
 # NeMo-RL's truncation of sampling weights -> our correction. None: weights without bounds.
 CORRECTIONS = {None: ImportanceCorrection.TIS, "tis": ImportanceCorrection.TIS, "icepop": ImportanceCorrection.ICEPOP}
+# Our KL estimator takes the place of these settings of NeMo-RL's KL, and their defaults. The coefficient stays NeMo-RL's.
+KL_ESTIMATOR, KL_PENALTY = f"{KEY}_kl_estimator", ("reference_policy_kl_penalty", 0.01)
+KL_SETTINGS = {
+    "reference_policy_kl_type": "k3",
+    "use_on_policy_kl_approximation": False,
+    "kl_input_clamp_value": 20.0,
+    "kl_output_clamp_value": 10.0,
+}
 # What NeMo-RL writes into advantages after its estimator.
 AFTER_THE_ESTIMATOR = ("advantage_clip_low", "advantage_clip_high", "invalid_tool_call_advantage", "malformed_thinking_advantage")
 # [B, S] each; position t is of token t, so that [:, 1:] belongs to the log-probabilities of next tokens.
@@ -112,6 +128,7 @@ def read_settings(loss_fn: Any) -> NemoSettings:
             "importance_correction_low": settings.get("truncated_importance_sampling_ratio_min") or 0.0,
             "importance_correction_high": settings.get("truncated_importance_sampling_ratio") if truncation else LARGEST_RATIO,
         }
+    estimator, penalty = given(KL_ESTIMATOR), 0.0 if settings.get("use_kl_in_reward") else given(*KL_PENALTY).value
     config, problems = read_config(
         f"{loss_name}.{aggregation}",
         loss_name,
@@ -119,14 +136,24 @@ def read_settings(loss_fn: Any) -> NemoSettings:
         [given(*clip) for clip in CLIPS.items()],
         {name: given(theirs) for name, theirs in PARAMETERS.items()} | {name: given(f"{KEY}_{name}") for name in own},
         given(f"{KEY}_{DIVISOR}"),
+        kl_coefficient=penalty if estimator.is_chosen else 0.0,
+        kl_estimator=estimator.value if estimator.is_chosen else KLEstimator.K3,
         **correction,
     )
+    if estimator.is_chosen:
+        if estimator.value not in tuple(KLEstimator):
+            problems.append(f"{estimator.name}={estimator.value} is not one of {', '.join(KLEstimator)}")
+        if not penalty:
+            problems.append(f"{estimator.name}={estimator.value} has no effect without loss_fn.{KL_PENALTY[0]}; remove it")
+        for theirs in (given(*setting) for setting in KL_SETTINGS.items()):
+            if theirs.is_chosen:
+                problems.append(f"{theirs.name}={theirs.value} has no effect beside {estimator.name}={estimator.value}; remove it")
     found = NemoSettings(config, bool(settings.get("force_on_policy_ratio")))
     if twice:
         problems.append(
             f"{', '.join(twice)} beside loss_fn.use_importance_sampling_correction: two corrections; remove one of them"
         )
-    allowed = [*sorted(own), *CORRECTION_SETTINGS, *([DIVISOR] if record.takes_divisor else [])]
+    allowed = [*sorted(own), *CORRECTION_SETTINGS, "kl_estimator", *([DIVISOR] if record.takes_divisor else [])]
     for key in sorted(key for key in settings if key.startswith(f"{KEY}_")):
         name = key.removeprefix(f"{KEY}_")
         if name not in (*allowed, DIVISOR):
@@ -219,7 +246,7 @@ class NemoLoss:
         global_valid_seqs: Tensor,  # N of the global batch
         global_valid_toks: Tensor,  # T of the global batch
     ) -> tuple[Tensor, dict[str, Any]]:  # 0-d with gradient, NeMo-RL's metrics, which it adds up
-        """sum_i w_i sum_t m_it u_it l_it + NeMo-RL's KL, u: the sampling correction.
+        """sum_i w_i sum_t m_it u_it l_it + KL, u: the sampling correction.
 
         Masked values may be anything. Communication: none. Synchronises as NeMo-RL's own loss does for its metrics.
         Raises DataError for counts that are not those of the step, and for rows whose weight would be wrong.
@@ -230,15 +257,22 @@ class NemoLoss:
         totals = self._read_step(data, mask, global_valid_seqs, global_valid_toks)
         data = {**data, **{name: torch.where(whole_mask, data[name], 0.0) for name in COLUMNS if name in data}}
         log_probs = torch.where(mask, next_token_logprobs, 0.0)
-        advantages = data["advantages"][:, 1:]
+        advantages, counted = data["advantages"][:, 1:], totals
         old = log_probs.detach() if self.settings.is_on_policy else data["prev_logprobs"][:, 1:]
         if self.settings.has_companion:
             self._check_marks(advantages, mask)
             totals = StepTotals(num_samples=self.samples_per_step, num_prompts=None, num_tokens=totals.num_tokens)
-        needs_sampler = correction.is_on or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
+        policy_loss = get_policy_loss(config.policy_loss)
+        needs_sampler = correction.is_on or "rollout_log_probs" in policy_loss.inputs_needed
         sampled = data["generation_logprobs"][:, 1:] if needs_sampler else None
         output = loss_of_rows(config, totals, log_probs, old, advantages, mask, rollout_log_probs=sampled)
         kl, metrics = self._kl_and_metrics(log_probs, data, global_valid_seqs, global_valid_toks)
+        if config.kl_coefficient:
+            unfiltered = torch.where(mask, data[UNFILTERED], 0.0) if UNFILTERED in data else log_probs
+            # As in policy_loss: the importance ratio of `unbiased` has the loss's own denominator.
+            behind = sampled if sampled is not None and policy_loss.anchor == "rollout" else old
+            kl = self._our_kl(unfiltered, data["reference_policy_logprobs"][:, 1:], behind, mask, counted)
+            metrics["kl_penalty"] = kl.item() / config.kl_coefficient
         loss = output.loss if kl is None else output.loss + kl
         clipped = finalise_metrics(output.metrics).get("policy/clipped_ratio_fraction", 0.0) if output.metrics else 0.0
         metrics["loss"] = loss.item()
@@ -248,21 +282,36 @@ class NemoLoss:
         return loss, metrics
 
     def tell(self, totals: StepTotals) -> None:
+        config = self.settings.config
         penalty, mean = self.own.reference_policy_kl_penalty, self.own.loss_type.value.replace("_level", "")
         regularizers = f"KL is NeMo-RL's, {penalty:g} x mean over {mean}s" if penalty else "no KL in the loss"
+        if config.kl_coefficient:
+            regularizers = f"KL {config.kl_coefficient:g} ({config.kl_estimator}) x mean over samples"
         tell_once(f"{KEY}={self.settings} in NeMo-RL", self.settings.config, totals, regularizers)
 
     def _kl_and_metrics(
         self, log_probs: Tensor, data: dict[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """NeMo-RL's own loss at advantages of 0: nothing but its KL, with gradient, is left of it. None: it has no KL."""
-        has_kl = self.own.reference_policy_kl_penalty != 0
+        """NeMo-RL's own loss at advantages of 0: nothing but its KL, with gradient, is left of it. None: it has no KL, or ours."""
+        has_kl = self.own.reference_policy_kl_penalty != 0 and not self.settings.config.kl_coefficient
         mask = (data["token_mask"] * data["sample_mask"][:, None]).bool()[:, 1:]
         unfiltered = torch.where(mask, data[UNFILTERED], 0.0) if UNFILTERED in data else log_probs
         silent = {**data, "advantages": torch.zeros_like(data["advantages"]), UNFILTERED: unfiltered}
         with nullcontext() if has_kl else torch.no_grad():
             loss, metrics = self.own(log_probs.detach(), silent, global_valid_seqs, global_valid_toks)
         return (loss if has_kl else None), dict(metrics)
+
+    def _our_kl(self, log_probs: Tensor, ref_log_probs: Tensor, sampled: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
+        """The coefficient times the mean over the step's samples, 0-d with gradient."""
+        config = self.settings.config
+        kl = torch.where(mask, kl_of_tokens(config.kl_estimator, log_probs, ref_log_probs, sampled), 0.0).sum(-1)
+        found = config.kl_coefficient * (regularizer_weights(mask.sum(-1), totals) * kl).sum()
+        if not bool(found.isfinite()):
+            raise DataError(
+                "the KL term is not finite: reference_policy_logprobs has an unmasked value that is not, or is too far away for "
+                f"the estimator {config.kl_estimator}; mask the token or drop the sample"
+            )
+        return found
 
     def _read_step(self, data: Mapping[str, Any], mask: Tensor, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> StepTotals:
         counted = [data["sample_mask"].sum(), mask.sum(), global_valid_seqs, global_valid_toks]

@@ -32,8 +32,8 @@ LAUNCHER, NAME = "megatron_rl.hosts.launch", f"loss_fn.{nemo_rl.KEY}"
 # What run_grpo.py reads without --config, beside itself.
 DEFAULT_FILE = Path("configs", "grpo_math_1B.yaml")
 # Our settings that reach a loss in NeMo-RL.
-HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS)
-NOT_OURS = "its own settings decide on KL, entropy and temperature"
+HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "kl_estimator")
+NOT_OURS = "its own settings decide on entropy and temperature"
 INHERITS, REPLACES = "defaults", "_override_"
 
 
@@ -79,7 +79,9 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     yield from advice_of(config)
     if CorrectionSettings.of(config).is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
-    if penalty := loss_fn.get("reference_policy_kl_penalty"):
+    if config.kl_coefficient:
+        yield Row("KL", f"ours, {config.kl_coefficient} x mean over samples, {config.kl_estimator}")
+    elif penalty := loss_fn.get("reference_policy_kl_penalty"):
         mean = "samples" if loss_fn.get("token_level_loss") is False else "tokens"
         yield Row(
             "KL", f"NeMo-RL's own, {penalty} x mean over {mean}, whatever {record.name} does to the policy term", is_note=True
@@ -95,6 +97,8 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     default = PolicyLossConfig()
     correction = {name: value for name in CORRECTION_SETTINGS if (value := getattr(config, name)) != getattr(default, name)}
     given |= {f"{nemo_rl.KEY}_{name}": value for name, value in correction.items()}
+    if config.kl_coefficient:
+        given |= {nemo_rl.KL_PENALTY[0]: config.kl_coefficient, nemo_rl.KL_ESTIMATOR: str(config.kl_estimator)}
     given = {name: value for name, value in given.items() if value is not None}
     problems = idle_settings(config, HONOURED, f"NeMo-RL: {NOT_OURS}")
     try:

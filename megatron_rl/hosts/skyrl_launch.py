@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.config import CorrectionSettings, PolicyLossConfig
+from megatron_rl.config import CorrectionSettings, KLEstimator, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import skyrl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "loss_reduction": "token_mean",
     "use_kl_loss": True,
     "kl_loss_coef": 0.001,
+    "kl_estimator_type": "k3",
     "use_entropy_loss": False,
     skyrl.DIVISOR: None,
     **skyrl.CLIPS,
@@ -43,8 +44,11 @@ CORRECTION = "off_policy_correction"
 SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high")
 MASK_SWITCHES = ("token_mask_is_threshold_low", "token_mask_is_threshold_high")
 # Our settings that reach a loss in SkyRL.
-HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS)
-NOT_OURS = "its own settings decide on KL, entropy and temperature"
+HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "kl_estimator")
+NOT_OURS = "its own settings decide on entropy and temperature"
+# SkyRL's estimates of KL that have the name, value and gradient of ours; tests/test_skyrl.py compares them.
+KL_ESTIMATORS = (KLEstimator.K1, KLEstimator.K2, KLEstimator.K3)
+KL_TYPES = (*KL_ESTIMATORS, "abs")
 
 
 def is_of_skyrl(words: Sequence[str]) -> bool:
@@ -99,6 +103,9 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         yield Row(CORRECTION, "SkyRL's own: its weights multiply our loss")
     elif CorrectionSettings.of(config).is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
+    if algorithm.use_kl_loss and algorithm.kl_estimator_type not in KL_TYPES:
+        text = f"SkyRL has no {algorithm.kl_estimator_type}: set one of {', '.join(KL_TYPES)}"
+        yield Row("kl_estimator_type", text, is_wrong=True)
     terms = ["KL"] * bool(algorithm.use_kl_loss) + ["entropy"] * bool(algorithm.use_entropy_loss)
     if terms:
         text = f"SkyRL's own {' and '.join(terms)}: the mean over a micro-batch, then over micro-batches"
@@ -122,6 +129,12 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     clips |= {skyrl.PARAMETERS[name][0]: value for name, value in config.loss_parameters.items() if name in skyrl.PARAMETERS}
     numbers_given = clips | {skyrl.DIVISOR: config.loss_aggregation_divisor}
     given |= {f"{ALGORITHM}.{name}": value for name, value in numbers_given.items() if value is not None}
+    if config.kl_coefficient:
+        given |= {f"{ALGORITHM}.use_kl_loss": True, f"{ALGORITHM}.kl_loss_coef": config.kl_coefficient}
+        given[f"{ALGORITHM}.kl_estimator_type"] = str(config.kl_estimator)
+        if config.kl_estimator not in KL_ESTIMATORS:
+            text = f"SkyRL's workers compute the KL term, and have {', '.join(KL_ESTIMATORS)} of ours"
+            problems.append(f"--kl-estimator {config.kl_estimator}: {text}; choose one of them")
     try:
         if reduction:
             skyrl.read_settings(algorithm_of(given), own, is_corrected=False)

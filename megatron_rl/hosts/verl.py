@@ -11,7 +11,7 @@ What verl does with the number that a loss returns, D data-parallel ranks, c con
                          -> (1 / D) sum over ranks and micro-batches
 
 So a loss returns D sum_i w_i S_i of its micro-batch, w_i from the counts of the whole mini-batch, which verl hands over. KL and
-entropy terms stay verl's own.
+entropy terms stay verl's own; verl's table of KL estimates gets `unbiased`, which it lacks.
 
 verl hands the sampler's log-probabilities to no loss, but it hands over u = exp(old - sampled) under rollout_is=token. Where
 nothing cuts u, sampled = old - log u: so our corrections, dppo_tv and dppo_kl compare with the sampler.
@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -33,7 +34,14 @@ from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.aggregation_record import AggregationRecord
-from megatron_rl.config import CorrectionSettings, ImportanceCorrection, LossAggregation, PolicyLossConfig, counted_twice
+from megatron_rl.config import (
+    CorrectionSettings,
+    ImportanceCorrection,
+    KLEstimator,
+    LossAggregation,
+    PolicyLossConfig,
+    counted_twice,
+)
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import (
     CORRECTION_SETTINGS,
@@ -42,6 +50,7 @@ from megatron_rl.hosts.dense_rows import (
     carry_prompt_weights,
     is_carried,
     is_proportional,
+    kl_of_tokens,
     loss_of_rows,
     marked_rows,
     read_config,
@@ -90,6 +99,9 @@ AGG_MODES: dict[str, str] = {
 }
 # Key of config.global_batch_info -> count of a step.
 STEP_KEYS = {"num_samples": "global_batch_size", "num_tokens": "batch_num_tokens"}
+# The arguments of verl's estimate of KL, and the estimate that ours adds: verl has the others, by the same names.
+KL_ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
+ADDED_ESTIMATOR = KLEstimator.UNBIASED
 # Marked samples with different numbers in a row that cannot be chance: 2^-50.
 TELLING_MARKS = 10
 
@@ -245,7 +257,34 @@ def compute_loss(
         rollout_log_probs=sampled,
     )
     tell_step(mode, settings, totals, config)
+    if setting(config, "kl_loss_type") == ADDED_ESTIMATOR:
+        # As in policy_loss: the importance ratio of `unbiased` has the loss's own denominator.
+        behind = sampled if sampled is not None and get_policy_loss(mode.loss).anchor == "rollout" else old_log_prob
+        _before_kl[:] = [(weakref.ref(log_prob), behind, mask)]
     return output.loss, _metrics(output)
+
+
+# (log_prob, that of the policy that sampled, mask) of our latest call, until verl computes the KL term of the same micro-batch.
+_before_kl: list[tuple[weakref.ref[Tensor], Tensor, Tensor]] = []
+
+
+def with_added_estimator(estimate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """verl's kl_penalty, which knows kl_loss_type=unbiased too. verl tells it nothing of the policy that sampled; our loss has been
+    called with these log-probabilities right before, and knows. Raises ConfigError where it has not."""
+
+    @functools.wraps(estimate)
+    def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:  # [S, R] each -> [S, R]
+        if kl_penalty != ADDED_ESTIMATOR:
+            return estimate(logprob, ref_logprob, kl_penalty)
+        before, sampled, mask = _before_kl.pop() if _before_kl else (None, logprob, logprob)
+        if before is None or before() is not logprob:
+            raise ConfigError(
+                f"kl_loss_type={kl_penalty} is megatron_rl's, for the KL term beside one of its losses: set "
+                f"actor_rollout_ref.actor.policy_loss.loss_mode={PREFIX}<loss>.<aggregation>, or an estimate of verl's own"
+            )
+        return kl_of_tokens(kl_penalty, *(torch.where(mask, values, 0.0) for values in (logprob, ref_logprob, sampled)))
+
+    return kl_penalty
 
 
 def rollout_log_probs_of(mode: LossMode, old_log_prob: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:  # [S, R] each
@@ -379,7 +418,7 @@ def companions(estimators: Mapping[str, Callable[..., Any]]) -> dict[str, Callab
 
 def contract_problems(tables: ModuleType) -> Iterator[str]:
     """What verl's tables lack of the contract that our losses are written for."""
-    for name in ("register_policy_loss", "register_adv_est", "POLICY_LOSS_REGISTRY", "ADV_ESTIMATOR_REGISTRY"):
+    for name in ("register_policy_loss", "register_adv_est", "POLICY_LOSS_REGISTRY", "ADV_ESTIMATOR_REGISTRY", "kl_penalty"):
         if not hasattr(tables, name):
             yield f"{tables.__name__} has no {name}"
     own = getattr(tables, "POLICY_LOSS_REGISTRY", {}).get("vanilla")
@@ -387,10 +426,13 @@ def contract_problems(tables: ModuleType) -> Iterator[str]:
         yield f"{tables.__name__} has no loss 'vanilla'"
     elif problem := signature_problem("verl's own loss", own, LOSS_ARGUMENTS):
         yield problem
+    if hasattr(tables, "kl_penalty") and (problem := signature_problem("kl_penalty", tables.kl_penalty, KL_ARGUMENTS)):
+        yield problem
 
 
 def register(tables: ModuleType) -> None:
-    """Adds our losses and estimators to verl's tables; a loss that the hub has learnt since is added by another call.
+    """Adds our losses and estimators to verl's tables, and ours of KL; a loss that the hub has learnt since is added by another
+    call.
 
     Raises ConfigError for a verl with another contract than the one that was probed.
     """
@@ -402,3 +444,5 @@ def register(tables: ModuleType) -> None:
     for name, estimate in companions(known).items():
         if name not in tables.ADV_ESTIMATOR_REGISTRY:
             tables.register_adv_est(name)(estimate)
+    if not hasattr(tables.kl_penalty, "__wrapped__"):
+        tables.kl_penalty = with_added_estimator(tables.kl_penalty)  # type: ignore[attr-defined]

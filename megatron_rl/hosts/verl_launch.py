@@ -65,8 +65,8 @@ SIMILAR_MODE, CLOSEST_MODE = 0.6, 0.9
 # Its estimates of KL; tests/test_verl.py looks for them in a checkout.
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 # Our settings that reach a loss in verl.
-HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS)
-NOT_OURS = "its own settings decide on KL, entropy and temperature"
+HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "kl_estimator")
+NOT_OURS = "its own settings decide on entropy and temperature"
 
 
 def is_main(word: str) -> bool:
@@ -137,6 +137,9 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     if own:
         given[LOSS_CLASS] = verl.POLICY_LOSS_CLASS
         given |= {f"+{ACTOR}.policy_loss.{name}": value for name, value in own.items()}
+    if config.kl_coefficient:
+        kl = {"use_kl_loss": True, "kl_loss_coef": config.kl_coefficient, "kl_loss_type": str(config.kl_estimator)}
+        given |= {f"{ACTOR}.{name}": value for name, value in kl.items()}
     if needs_rollout_log_probs(config):
         given |= {f"{CORRECTION}.{name}": value for name, value in verl.NEEDED_OF_ROLLOUT_CORRECTION.items()}
     if config.loss_aggregation == LossAggregation.PROMPT_MEAN:
@@ -208,8 +211,10 @@ def _without_effect(line: Overrides) -> Iterator[Row]:
         remedy = f"{' and '.join(sides)} count" if has_both else f"set {' and '.join(sides)}"
         yield Row("clip_ratio", f"our losses do not read it: {remedy}", is_wrong=not has_both, is_note=has_both)
     kind, has_kl = line.given.get(f"{ACTOR}.kl_loss_type"), line[f"{ACTOR}.use_kl_loss"] is not False
-    if isinstance(kind, str) and kind.removesuffix("+") not in KL_TYPES:
+    is_ours = kind == verl.ADDED_ESTIMATOR and (line[LOSS_MODE] is UNKNOWN or str(line[LOSS_MODE]).startswith(verl.PREFIX))
+    if isinstance(kind, str) and kind.removesuffix("+") not in KL_TYPES and not is_ours:
         text = f"verl has no {kind}: set one of {', '.join(KL_TYPES)}, or one with a + behind it"
+        text += f"; {verl.ADDED_ESTIMATOR} comes with a loss of ours"
         yield Row(
             "kl_loss_type", text if has_kl else f"{text}, before you turn use_kl_loss on", is_wrong=has_kl, is_note=not has_kl
         )
