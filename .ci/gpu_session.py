@@ -180,7 +180,7 @@ def read_benchmark(kind: str) -> Callable[[Session, str], dict[str, Any]]:
         medians = {case["title"]: {row["provider"]: row["median_ms"] for row in case["rows"]} for case in report["cases"]}
         rows = [row for case in report["cases"] for row in case["rows"] if row["is_ours"]]
         bad = [f"{row['provider']}: {row['status']}" for row in rows if row["status"] in ("FAIL", "ERROR")]
-        keys = ("name", "verdict", "worst", "direction", "limit", "worst_case")
+        keys = ("name", "verdict", "worst", "direction", "limit", "predicted", "worst_case")
         return {
             "ceilings": report["ceilings"],
             "cases": len(report["cases"]),
@@ -426,7 +426,7 @@ def closing(ends: dict[str, Ended], out: Path) -> list[str]:
     for name in ("losses", "head"):
         for target in ends[name].found.get("targets", []) if name in ends else []:
             if target["verdict"] == "missed":
-                found = f"{target['worst']:.3g}, asked {target['direction']} {target['limit']:g}"
+                found = f"{target['worst']:.3g}, asked {target['direction']} {target['limit']:g}, predicted {target['predicted']}"
                 lines.append(f"missed    {name}: {target['name']}: {found} ({target['worst_case']})"[:160])
     return [*lines[:57], "H200: seconds that were predicted, not measured", f"results: {out}"]
 

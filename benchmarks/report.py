@@ -203,8 +203,9 @@ def target_table(report: dict) -> list[str]:
         if found["verdict"] != NOT_MEASURED:
             cells, verdict = [f"{found['worst']:.3f}", f"{found['best']:.3f}"], f"{verdict} by {abs(found['margin']):.1%}"
             where = f"{found['worst_case']} (worst of {found['num_cases']})"
-        rows.append([found["name"], f"{found['direction']} {found['limit']:g}", *cells, verdict, where])
-    return table(["target", "limit", "worst", "best", "verdict", "where"], rows)
+        predicted = DASH if found["predicted"] is None else f"{found['predicted']:g}"
+        rows.append([found["name"], f"{found['direction']} {found['limit']:g}", predicted, *cells, verdict, where])
+    return table(["target", "limit", "predicted, H200", "worst", "best", "verdict", "where"], rows)
 
 
 def markdown(report: dict, picture: str | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -338,6 +339,12 @@ def test_a_void_case_is_named_and_judged_by_no_target_and_all_of_them_void_the_r
     assert found["is_void"] or f"void, and judged by no target: {void[0]}" in report.summary_lines(found)
     target = targets.Target("", "<=", 1.0, lambda cases: iter([(case["title"], 1.0) for case in cases]))
     assert targets.judge(target, found["cases"])["num_cases"] == 2 - num_moving
+
+
+def test_every_target_of_a_gpu_has_its_prediction_in_the_report():
+    no_cases = {"targets": targets.judge_all("losses", "cuda", []) + targets.judge_all("head", "cuda", [])}
+    rows = report.target_table(no_cases)[2:]
+    assert len(rows) > 30 and all(re.fullmatch(r"[\d.]+", row.split("|")[3].strip()) for row in rows), rows
 
 
 def test_a_lost_device_ends_the_run_with_what_it_had(monkeypatch, capsys):
