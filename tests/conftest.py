@@ -105,18 +105,13 @@ def shared(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests(monkeypatch):
     """No test finds another's registered names or host's arguments, in whatever order they run."""
-    from megatron_rl import loss_hub
+    from helpers import names_forgotten
+
     from megatron_rl.hosts import base
 
     monkeypatch.setattr(base, "_remembered_args", None)
-
-    loss_hub.policy_loss_names()  # the built-in ones are there
-    registries = (loss_hub._AGGREGATIONS, loss_hub._POLICY_LOSSES)
-    known = [dict(registry) for registry in registries]
-    yield
-    for registry, before in zip(registries, known, strict=True):
-        registry.clear()
-        registry.update(before)
+    with names_forgotten():
+        yield
 
 
 @pytest.fixture

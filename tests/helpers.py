@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl import loss_hub
 from megatron_rl.layout.groups import GATHER_INTO_ONE, MESSAGE_BYTES
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.testing.losses_by_hand import REFERENCES, sample_by_hand
@@ -36,6 +37,20 @@ COLLECTIVES = {
     *"reduce gather scatter all_to_all all_to_all_single barrier".split(),
     *(name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)),  # torch 2.13
 }
+
+
+@contextlib.contextmanager
+def names_forgotten() -> Iterator[None]:
+    """The hub forgets the losses and aggregations that are registered inside."""
+    loss_hub.policy_loss_names()  # the built-in ones are there
+    registries = (loss_hub._AGGREGATIONS, loss_hub._POLICY_LOSSES)
+    known = [dict(registry) for registry in registries]
+    try:
+        yield
+    finally:
+        for registry, before in zip(registries, known, strict=True):
+            registry.clear()
+            registry.update(before)
 
 
 def s_masks() -> list[Tensor]:

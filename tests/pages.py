@@ -26,6 +26,7 @@ import door_table
 import field_bugs
 import page_outputs as outputs
 import validation_cases
+from helpers import names_forgotten
 
 from megatron_rl import metrics
 from megatron_rl.arguments import arguments_page
@@ -254,7 +255,7 @@ def main() -> int:
     warnings.simplefilter("ignore")  # of Megatron-Core at import
     for page in chosen:
         before = (ROOT / page).read_text(encoding="utf-8")
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), names_forgotten():
             now = renewed(page, before)
         if now != before:
             (ROOT / page).write_text(now, encoding="utf-8")

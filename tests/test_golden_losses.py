@@ -237,8 +237,8 @@ DUAL = {**CLIP, "clip_ratio_c": 3.0}
 WIDE = {"clip_ratio_low": 1.0, "clip_ratio_high": 0.28}
 TV, KL = ({"divergence_low": b, "divergence_high": b, "ratio_truncation": 2.0} for b in (0.12, 0.03))
 MEAN = {"weights": torch.tensor([1 / n for n in LENGTHS], dtype=torch.float64)}
-# What a peer computes in float32 (SAPO's temperatures in verl and TRL, miles's ratio) or adds to a denominator: verl's GMPO adds 1e-8
-# in three places, for a sample of one token at ratio 4 (2 + ln 4) 1e-8 of a coefficient of 4.
+# What a peer computes in float32 (SAPO's temperatures in verl and TRL, miles's ratio) or adds to a denominator: verl's GMPO adds
+# 1e-8 in three places, for a sample of one token at ratio 4 (2 + ln 4) 1e-8 of a coefficient of 4.
 ROUNDED = {"verl sapo": 2e-7, "trl sapo": 2e-7, "miles grpo": 1e-6, "miles grpo, dual clip": 1e-6, "verl geo_mean": 1.4e-7}
 # Ours with its options; the checkout; its function.
 PEERS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 
 import torch
+from helpers import names_forgotten
 
-from megatron_rl import loss_hub
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.validation import RULES, LaunchOptions, config_warnings
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
@@ -347,19 +347,12 @@ def launch(settings: dict) -> tuple[PolicyLossConfig, LaunchOptions]:
 def judge(rule_name: str, settings: dict) -> list[str]:
     """The messages of one rule."""
     (function,) = [function for function in RULES if function.__name__ == rule_name]
-    loss_hub.policy_loss_names()  # the built-in ones are there
-    registries = (loss_hub._POLICY_LOSSES, loss_hub._AGGREGATIONS)
-    known = [dict(registry) for registry in registries]
-    try:
+    with names_forgotten():  # no message of another rule lists them
         if str(settings.get("policy_loss")).startswith("own_losses.") or "loss_parameters" in settings:
             import own_losses
 
             own_losses.declare()
         return list(function(*launch(settings)))
-    finally:  # no message of another rule, and no page, lists them
-        for registry, before in zip(registries, known, strict=True):
-            registry.clear()
-            registry.update(before)
 
 
 def validation_page() -> str:
