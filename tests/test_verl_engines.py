@@ -14,7 +14,9 @@ import importlib.util
 import os
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +146,10 @@ def as_rollout(samples: list[Sample]) -> Rollout:
     halves = {"prompts": rows["input_ids"][:, :prompts], "responses": rows["input_ids"][:, prompts:]}
     tensors = {**rows, **halves, **of_response, "position_ids": positions}
     tensors["response_mask"] = tensors["response_mask"].long()
+    if samples[0].ref_log_probs is not None:
+        tensors["ref_log_prob"] = torch.zeros(len(samples), width)
+        for row, sample in enumerate(samples):
+            tensors["ref_log_prob"][row, : sample.response_length] = sample.ref_log_probs
     return Rollout(
         tensors=tensors,
         rewards=torch.tensor([sample.reward for sample in samples]),
@@ -152,18 +158,20 @@ def as_rollout(samples: list[Sample]) -> Rollout:
     )
 
 
-def verl_run(loss: str, aggregation: str, mini_batches: int = 1) -> VerlRun:
+def verl_run(loss: str, aggregation: str, mini_batches: int = 1, **actor: Any) -> VerlRun:
     low, high = CLIPS[loss]
     divisor = {"loss_scale_factor": DIVISOR} if aggregation == "constant" else {}
     return VerlRun(
         loss_mode=f"megatron_rl.{loss}.{aggregation}",
         estimator="megatron_rl.grpo_prompt_mean" if aggregation == "prompt_mean" else "grpo",
-        actor={"clip_ratio_low": low, "clip_ratio_high": high, **({} if loss == "cispo" else NO_DUAL_CLIP), **divisor},
+        actor={"clip_ratio_low": low, "clip_ratio_high": high, **({} if loss == "cispo" else NO_DUAL_CLIP), **divisor, **actor},
         mini_batches=mini_batches,
     )
 
 
-def truth_on_rank(rank: int, folder: str, rows: list[tuple[str, str]], steps: list[list[Sample]]) -> list[dict[str, torch.Tensor]]:
+def truth_on_rank(
+    rank: int, folder: str, rows: list[tuple[str, str]], steps: list[list[Sample]], **regularizers: Any
+) -> list[dict[str, torch.Tensor]]:
     """The weights that our trainer leaves, by their names in the folder's format."""
     from safetensors.torch import load_file
 
@@ -178,6 +186,7 @@ def truth_on_rank(rank: int, folder: str, rows: list[tuple[str, str]], steps: li
             clip_ratio_high=high,
             policy_temperature=TEMPERATURE,
             samples_per_prompt=None if aggregation != "prompt_mean" else GROUP_SIZE,
+            **regularizers,
         )
         settings = TrainerSettings(
             num_layers=model.num_layers,
@@ -221,8 +230,10 @@ def before(folder):
     return load_file(folder / "model.safetensors")
 
 
-def trained_by_verl(folder: Path, layout: EngineLayout, runs: list[VerlRun]) -> list[dict[str, torch.Tensor]]:
-    batches = [as_rollout(samples) for samples in rollouts()]
+def trained_by_verl(
+    folder: Path, layout: EngineLayout, runs: list[VerlRun], steps: list[list[Sample]] | None = None
+) -> list[dict[str, torch.Tensor]]:
+    batches = [as_rollout(samples) for samples in steps or rollouts()]
     arguments = (os.environ["VERL_ROOT"], str(folder), layout, ADAM, runs, batches)
     return run_ranks(run_verl, layout.world_size, *arguments, use_megatron=False, timeout=600)[0]
 
@@ -244,6 +255,26 @@ def test_a_batch_of_several_mini_batches_is_several_steps_of_our_trainer(folder,
     expected = run_ranks(truth_on_rank, 1, str(folder), rows, steps, timeout=300)[0]
     errors = {row: differences(*weights, before) for row, *weights in zip(rows, found, expected, strict=True)}
     assert max(errors.values()) < LIMIT, errors
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+def test_verls_kl_term_by_our_estimator_is_that_of_our_trainer(folder, truth, before, engine):
+    """kl_loss_type=unbiased, the mean over samples as ours is; two data-parallel ranks and micro-batches."""
+    numbers = random.Random(6)
+    steps = [
+        [
+            replace(sample, ref_log_probs=torch.tensor([numbers.gauss(-3.2, 0.3) for _ in range(sample.response_length)]))
+            for sample in samples
+        ]
+        for samples in rollouts()
+    ]
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "unbiased", "loss_agg_mode": "seq-mean-token-mean"}
+    layout = replace(FSDP, engine=engine, world_size=2, micro_batch_size=2)
+    (found,) = trained_by_verl(folder, layout, [verl_run("grpo", "sample_mean", **kl)], steps)
+    ours = partial(truth_on_rank, kl_coefficient=0.3, kl_estimator="unbiased")
+    ((expected,),) = run_ranks(ours, 1, str(folder), [("grpo", "sample_mean")], steps, timeout=300)
+    assert differences(found, expected, before) < LIMIT
+    assert differences(truth[0], expected, before) > 1e3 * LIMIT  # without KL it is another model
 
 
 def test_each_aggregation_and_loss_trains_another_model(truth, before):
