@@ -13,6 +13,7 @@ import re
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import nemo_rl_cases as cases
 import pytest
@@ -74,15 +75,10 @@ def test_kl_is_the_hosts_and_keeps_its_weight():
     assert with_kl.loss - without.loss == pytest.approx(total, rel=1e-4)
 
 
-@pytest.mark.parametrize("aggregation", ["constant", "prompt_mean"])
-@pytest.mark.parametrize("estimator", KLEstimator)
-def test_kl_by_an_estimator_of_ours_is_the_mean_over_samples(estimator, aggregation):
-    """The reference is 0.3 above the old policy. Against each estimate by its formula, over the N samples of the step."""
-    case = Case(loss="grpo", aggregation=aggregation, sizes=(3, 5), cp=2, packing="a call a sequence")
-    step = cases.make_step(case)
-    settings = {"reference_policy_kl_penalty": 0.1, "megatron_rl_kl_estimator": str(estimator)}
-    without, with_kl = (cases.run_step(case, step, cases.make_loss(case, **given)) for given in ({}, settings))
-    total = 0.0
+def kl_by_hand(step: cases.Step, estimator: str, coefficient: float) -> tuple[float, list[torch.Tensor]]:
+    """The term and its gradient in float64: each estimate by its formula, a mean over the samples. The reference is 0.3 above the
+    old policy."""
+    total, gradients = 0.0, []
     for index, sample in enumerate(step.samples):
         mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
         moved = step.log_probs[index].double() - torch.tensor(sample.old_log_probs, dtype=torch.float64)
@@ -95,12 +91,28 @@ def test_kl_by_an_estimator_of_ours_is_the_mean_over_samples(estimator, aggregat
             "k3+": (k3, d),
             "unbiased": (rho * k3, rho * d),
         }[estimator]
-        weight = 0.1 * mask / max(float(mask.sum()), 1) / len(step.samples)
+        weight = coefficient * mask / max(float(mask.sum()), 1) / len(step.samples)
         total += float((weight * value).sum())
-        difference = (with_kl.gradients[index] - without.gradients[index]).double()
-        assert torch.allclose(difference, weight * derivative, rtol=1e-4, atol=1e-8)  # a difference of float32 gradients
+        gradients.append(weight * derivative)
+    return total, gradients
+
+
+def check_kl(case: Case, estimator: str, **by: Any) -> None:
+    """by: a call and a cp_group of nemo_rl_cases.run_step, and NeMo-RL's own loss."""
+    step, own = cases.make_step(case), by.pop("own", cases.OwnLoss)
+    settings = {"reference_policy_kl_penalty": 0.1, "megatron_rl_kl_estimator": estimator}
+    without, with_kl = (cases.run_step(case, step, cases.make_loss(case, own, **given), **by) for given in ({}, settings))
+    total, gradients = kl_by_hand(step, estimator, 0.1)
+    for plain, found, expected in zip(without.gradients, with_kl.gradients, gradients, strict=True):
+        assert torch.allclose((found - plain).double(), expected, rtol=1e-4, atol=1e-8)  # a difference of float32 gradients
     assert with_kl.loss - without.loss == pytest.approx(total, rel=1e-4)
     assert sum(log["kl_penalty"] for log in with_kl.metrics) == pytest.approx(total / 0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", ["constant", "prompt_mean"])
+@pytest.mark.parametrize("estimator", KLEstimator)
+def test_kl_by_an_estimator_of_ours_is_the_mean_over_samples(estimator, aggregation):
+    check_kl(Case(loss="grpo", aggregation=aggregation, sizes=(3, 5), cp=2, packing="a call a sequence"), str(estimator))
 
 
 def test_kl_is_of_unfiltered_log_probs_where_nemo_rl_has_them():
@@ -578,6 +590,19 @@ def test_nemo_rls_own_loss_path_is_exact_with_ours(cp):
         assert len(found) == len(chosen) >= 24
         print(f"cp {cp}: worst {max(found.values()):.1e} of {len(found)}")
         assert not too_large(found)
+
+
+def check_kl_by_nemo_rl(rank: int, case: Case) -> None:
+    group = torch.distributed.group.WORLD
+    own, call = load_nemo_rl(group)
+    check_kl(case, "unbiased", own=own, call=call, cp_group=group)
+
+
+@pytest.mark.host("NEMO_RL_ROOT")
+@pytest.mark.parametrize("cp", [1, 2])
+def test_nemo_rls_own_loss_path_is_exact_with_our_kl(cp):
+    case = Case(loss="gspo", aggregation="token_mean", dp=2, cp=cp, sizes=(2, 5), packing="a call a sequence")
+    run_ranks(check_kl_by_nemo_rl, cp, case, timeout=200, use_megatron=False)
 
 
 @pytest.mark.host("NEMO_RL_ROOT")
