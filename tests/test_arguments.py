@@ -76,11 +76,6 @@ def parse(*argv: str) -> Namespace:
     return add_megatron_rl_args(ArgumentParser(allow_abbrev=False)).parse_args(argv)
 
 
-def settings_of(config: PolicyLossConfig) -> dict:
-    """The fields with a flag, and the parameters of the loss that were given."""
-    return {field.name: getattr(config, field.name) for field in flag_fields()} | dict(config.loss_parameters)
-
-
 def from_yaml(**settings: object) -> Namespace:
     """A host's own arguments with a merged file on top: only the keys of the file are there."""
     return Namespace(**{"loss_aggregation": "sample_mean", "lr": 1e-6, "model_name": "m", **settings})

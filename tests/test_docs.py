@@ -125,15 +125,8 @@ def resolves(dotted: str) -> bool:
 
 
 # Files of checkouts that are not this one, and of the reader.
-ELSEWHERE = (
-    "megatron/rl/",
-    "slime/",
-    "miles/",
-    "runs/",
-    "/path/to/",
-    "path/to/",
-    "examples/run_grpo.py",
-    "examples/start_rlvr_pipeline.py",
+ELSEWHERE = tuple(
+    "megatron/rl/ slime/ miles/ runs/ /path/to/ path/to/ examples/run_grpo.py examples/start_rlvr_pipeline.py".split()
 )
 
 

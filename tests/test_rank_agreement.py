@@ -78,13 +78,8 @@ def changed(name: str, value) -> Callable[[dict], None]:
     return lambda given: given.__setitem__(name, value)
 
 
-def nan_at(name: str, position) -> Callable[[dict], None]:
-    def change(given: dict) -> None:
-        given[name] = given[name].detach().clone()
-        given[name][position] = math.nan
-        given[name].requires_grad_(name in ("logits", "hidden"))
-
-    return change
+def nan_old(given: dict) -> None:
+    given["old_log_probs"][0] = math.nan
 
 
 def masked_junk(given: dict) -> None:
@@ -95,14 +90,10 @@ def masked_junk(given: dict) -> None:
 ONE_RANK_ALONE = {
     "tokens": (lambda given: with_rows(given, 4, [0, 2, 4]), "number of tokens differs"),
     "no token": (lambda given: with_rows(given, 0, [0, 0, 0]), "number of tokens differs"),
-    "NaN old_log_probs": (nan_at("old_log_probs", 0), "old_log_probs differs"),
+    "NaN old_log_probs": (nan_old, "old_log_probs differs"),
     "masked tokens": (masked_junk, None),
     "labels": (changed("labels", torch.ones(NUM_TOKENS, dtype=torch.int64)), "labels differs"),
     "loss_mask": (changed("loss_mask", torch.arange(NUM_TOKENS) != 3), "loss_mask differs"),
-    "advantages of tokens": (
-        lambda given: given.update(advantages=torch.tensor([1.0, 1, -1, -1, -1, -2]), advantages_per="token"),
-        "advantages_per differs",
-    ),
     "temperature": (changed("temperature", 2.0), "temperature differs .* rank 0 has 1.0, rank 1 has 2.0"),
     "vocab_size": (changed("vocab_size", 3), "vocab_size differs"),
     "wider shard": (
@@ -112,7 +103,6 @@ ONE_RANK_ALONE = {
         ),
         "number of columns differs",
     ),
-    "importance_weights": (changed("importance_weights", torch.ones(NUM_TOKENS)), "importance_weights differs"),
 }
 EVERYWHERE = {
     "nothing": (lambda given: None, None),
@@ -124,6 +114,11 @@ EVERYWHERE = {
     "token_weights": (changed("token_weights", torch.tensor([0.9, 0.1])), "token_weights differs"),
     "token_counts on one rank": (changed("token_counts", torch.tensor([4, 8])), "token_counts differs"),
     "advantages": (changed("advantages", torch.tensor([-1.0, 1.0])), "advantages differs"),
+    "advantages of tokens": (
+        lambda given: given.update(advantages=torch.tensor([1.0, 1, -1, -1, -1, -1]), advantages_per="token"),
+        "advantages_per differs",
+    ),
+    "importance_weights": (changed("importance_weights", torch.ones(NUM_TOKENS)), "importance_weights differs"),
     "clip": (changed("clip_ratio_high", 0.3), "clip_ratio_high differs"),
     "metrics": (changed("metrics", "basic"), "metrics differs"),
     "entropy": (changed("metrics", "with_entropy"), "with_entropy differs|metrics differs"),
@@ -149,11 +144,6 @@ EVERYWHERE = {
 ONLY_CP = {
     "an empty slice": (lambda given: with_rows(given, 0, [0, 0, 0]), None),
     "a shorter slice": (lambda given: with_rows(given, 3, [0, 1, 3]), None),
-    "advantages of tokens": (
-        lambda given: given.update(advantages=torch.tensor([1.0, 1, -1, -1, -1, -1]), advantages_per="token"),
-        "advantages_per differs",
-    ),
-    "importance_weights": (changed("importance_weights", torch.ones(NUM_TOKENS)), "importance_weights differs"),
     "as many tokens as documents": (lambda given: with_rows(given, 2, [0, 0, 2]), "advantages .* fit both"),
 }
 ONLY_LINEAR = {
