@@ -242,31 +242,28 @@ def test_rows_without_a_gradient_are_never_read():
     torch.testing.assert_close(out[needed].double(), gradient, **TOLERANCE)
 
 
-def join_shards(case, num_shards: int, with_entropy: bool = True, splits: int | None = None):
-    """What `num_shards` ranks compute and exchange, one after the other in this process: (results of the ranks, gradients)."""
+def join_shards(case, num_shards: int):
+    """What `num_shards` ranks compute and exchange, one after the other in this process: (results of the ranks, gradient)."""
     device = KERNEL_DEVICE
     pieces = [piece.contiguous().to(device) for piece in case.logits.chunk(num_shards, 1)]
     ranks = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: num_shards) for rank in range(num_shards)]
     shards = [vocab_shard(pieces[0].shape[1], case.temperature, case.vocab_size, rank) for rank in ranks]
     labels, mask = case.labels.to(device), case.mask.to(device)
-    forward = {"configuration": StatisticsConfiguration(4, 1, 1, splits)}
+    forward = {"configuration": StatisticsConfiguration(4, 1, 1, None), "with_entropy": True}
     gathered = torch.stack(
-        [
-            row_statistics_triton(piece, labels, mask, shard, with_entropy=with_entropy, **forward)
-            for piece, shard in zip(pieces, shards, strict=True)
-        ]
+        [row_statistics_triton(piece, labels, mask, shard, **forward) for piece, shard in zip(pieces, shards, strict=True)]
     )
     results = [RowResult(*merge_shards_triton(gathered, mask, shard)) for shard in shards]
     c, e = (values.float().to(device) for values in coefficients(case))
     gradients = [
         logits_gradient_triton(
-            *(piece, labels, mask, result.maximum, result.total, result.entropy, c, e if with_entropy else None, shard),
+            *(piece, labels, mask, result.maximum, result.total, result.entropy, c, e, shard),
             out=gradient_like(piece),
-            configuration=GradientConfiguration(32, 1, splits),
+            configuration=GradientConfiguration(32, 1, None),
         )
         for piece, result, shard in zip(pieces, results, shards, strict=True)
     ]
-    return gathered, results, torch.cat(gradients, 1)
+    return results, torch.cat(gradients, 1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -274,13 +271,9 @@ def test_two_shards_in_one_process_have_the_float64_result(name):
     """FB-36, FB-37, FB-38, FB-39, FB-56: every row of the table of test_log_probs.py, joined without ranks, on a GPU too."""
     case = CASES[name]
     log_probs, entropy, gradient, _ = expected(case)
-    _, (first, second), joined = join_shards(case, 2)
-    for ours, theirs in zip(
-        (first.maximum, first.total, first.log_probs, first.entropy),
-        (second.maximum, second.total, second.log_probs, second.entropy),
-        strict=True,
-    ):
-        assert torch.equal(ours, theirs), "FB-83: ranks agree bit for bit"
+    (first, second), joined = join_shards(case, 2)
+    for name in ("maximum", "total", "log_probs", "entropy"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), "FB-83: ranks agree bit for bit"
     torch.testing.assert_close(first.log_probs.cpu().double(), log_probs, **TOLERANCE)
     torch.testing.assert_close(first.entropy.cpu().double(), entropy, **TOLERANCE)
     torch.testing.assert_close(joined.cpu().double(), gradient, **TOLERANCE)
