@@ -88,19 +88,12 @@ def errors_on_rank(rank, streams, settings, prefetch):
         return done, first, error_of(lambda: next(steps))
 
 
-class Unreadable(Sequence):
+def unreadable(parts: Sequence, at: int, kind: str = "raises") -> Iterable:
     """A stream whose micro-batch number `at` cannot be read, or is no sequence."""
-
-    def __init__(self, parts: Sequence, at: int, kind: str = "raises"):
-        self._parts, self._at, self._kind = parts, at, kind
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __getitem__(self, index: int):
-        if index == self._at and self._kind == "raises":
+    for number, part in enumerate(parts):
+        if number == at and kind == "raises":
             raise OSError("disk on fire")
-        return 7 if index == self._at else self._parts[index]
+        yield 7 if number == at else part
 
 
 def settings_on_rank(rank, of_rank, state):
@@ -355,7 +348,7 @@ def test_a_group_whose_end_is_hidden_by_an_empty_or_a_broken_micro_batch_is_not_
     found = accumulate([[a], [], [b], [c], [d]], {"docs_per_step": 1, **WHOLE})
     assert [[document.index for document in step.samples] for step in found] == [[0, 1], [2, 3]]
     with pytest.raises(DataError, match="disk on fire"):
-        next(accumulate(Unreadable([[a], [b]], at=1), {"docs_per_step": 1, **WHOLE}))
+        next(accumulate(unreadable([[a], [b]], at=1), {"docs_per_step": 1, **WHOLE}))
 
 
 @BY_MODE
@@ -397,7 +390,7 @@ def test_a_step_of_exactly_as_many_micro_batches_as_allowed_is_handed_out():
 def test_a_stream_that_fails_on_one_rank_is_an_error_on_all_after_the_same_step(pool, kind, prefetch):
     """FB-89: rank 1's third micro-batch belongs to the second step; the first one is handed out although it was read ahead."""
     streams = streams_of([[1] * 6] * 3)
-    streams[1] = Unreadable(streams[1], at=2, kind=kind)
+    streams[1] = unreadable(streams[1], at=2, kind=kind)
     answers = pool.run(errors_on_rank, streams, {"docs_per_step": 6}, prefetch)
     for rank, (done, first, again) in enumerate(answers):
         assert sizes_of(done) == [(6, True, [1, 1])]
