@@ -195,12 +195,8 @@ def count_and_refuse(rank: int):
     cp = resolve_groups().cp
 
     def counted(case: Case):
-        args, samples = case.args(), case.samples()
-        leaves = [sample.logits.clone().requires_grad_() for sample in samples]
-        logits = host_logits(case, samples, samples, leaves, cp.rank(), cp.size())
-        batch = host_batch(case, samples, samples, cp.rank(), cp.size())
         with counted_collectives() as forward:
-            loss, _ = custom_loss(args, batch, logits, never)
+            loss, _, _ = one(case, cp_rank=cp.rank(), cp_size=cp.size())
         with counted_collectives() as backward:
             loss.backward()
         return [(name, shape) for name, shape, _ in forward], len(backward)
@@ -210,11 +206,8 @@ def count_and_refuse(rank: int):
         "gspo without metrics": counted(Case(settings=GSPO | {"policy_metrics": "none"})),
         "grpo slime": counted(Case(host="slime")),
     }
-    return (
-        counts,
-        error_of(lambda: run_part(ALONE_IN_ROW, 2, cp.rank(), cp.size())),
-        run_part(ALONE_IN_ROW, 1, cp.rank(), cp.size()),
-    )
+    place = (cp.rank(), cp.size())
+    return counts, error_of(lambda: run_part(ALONE_IN_ROW, 2, *place)), run_part(ALONE_IN_ROW, 1, *place)
 
 
 @pytest.mark.megatron

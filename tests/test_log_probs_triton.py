@@ -451,15 +451,15 @@ def test_wrapped_memory_that_begins_at_any_address_is_read_right():
 
 
 @pytest.mark.parametrize(
-    ("stride", "offset", "shape"),
-    [(96, 0, "contiguous"), (104, 16, "contiguous"), (97, 0, "rows 1 apart"), (100, 3, "rows 4 apart, shifted")],
+    ("stride", "offset", "expected_stride"),
+    [(96, 0, 96), (104, 16, 96), (97, 0, 97), (100, 3, 100)],
+    ids=["contiguous", "aligned rows", "rows 1 apart", "rows 4 apart, shifted"],
 )
-def test_a_gradient_has_the_logits_aligned_columns(stride, offset, shape):
+def test_a_gradient_has_the_logits_aligned_columns(stride, offset, expected_stride):
     rows = torch.empty(offset + 5 * stride, dtype=torch.bfloat16).as_strided((5, 96), (stride, 1), offset)
     gradient = gradient_like(rows)
     assert flat_rows(gradient).is_aligned_with(flat_rows(rows))
     assert gradient.shape == rows.shape and gradient.dtype == rows.dtype
-    expected_stride = {"contiguous": 96, "rows 1 apart": 97, "rows 4 apart, shifted": 100}[shape]
     assert gradient.stride() == (expected_stride, 1) and gradient.storage_offset() == offset % 8
 
 

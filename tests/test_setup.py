@@ -30,24 +30,28 @@ spec.loader.exec_module(make_venv)
 
 
 @pytest.fixture
-def described(monkeypatch) -> dict:
-    """The keywords that setup.py hands to setuptools."""
+def described_for(monkeypatch):
+    """The keywords that setup.py hands to setuptools, for a REPOSITORY_URL."""
     setuptools = pytest.importorskip("setuptools")
-    captured = {}
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(setuptools, "setup", captured.update)
-    runpy.run_path("setup.py")
-    return captured
 
-
-def test_an_index_gets_absolute_addresses_and_a_checkout_relative_ones(monkeypatch):
-    setuptools = pytest.importorskip("setuptools")
-    found = {}
-    for url in ("https://example.org/rl/", ""):
+    def keywords(url: str) -> dict:
+        captured = {}
+        monkeypatch.chdir(ROOT)
         monkeypatch.setenv("REPOSITORY_URL", url)
-        monkeypatch.setattr(setuptools, "setup", lambda url=url, **options: found.update({url: options}))
-        runpy.run_path(str(ROOT / "setup.py"))
-    on_index, in_checkout = found.values()
+        monkeypatch.setattr(setuptools, "setup", captured.update)
+        runpy.run_path("setup.py")
+        return captured
+
+    return keywords
+
+
+@pytest.fixture
+def described(described_for) -> dict:
+    return described_for("")
+
+
+def test_an_index_gets_absolute_addresses_and_a_checkout_relative_ones(described_for):
+    on_index, in_checkout = described_for("https://example.org/rl/"), described_for("")
     assert in_checkout["long_description"] == (ROOT / "README.md").read_text() and not in_checkout["project_urls"]
     assert "](https://example.org/rl/blob/main/docs/aggregation.md#what" in on_index["long_description"]
     assert "](https://example.org/rl/raw/main/docs/images/" in on_index["long_description"]
