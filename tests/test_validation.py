@@ -18,7 +18,8 @@ ALLOWED_ROWS = [(rule_name, row) for rule_name, rows in ALLOWED.items() for row 
 def only_built_in_names(monkeypatch):
     """Names that other tests registered would show up in messages, and ours in theirs."""
     for registry in ("_AGGREGATIONS", "_POLICY_LOSSES"):
-        built_in = {name: entry for name, entry in vars(loss_hub)[registry].items() if is_built_in(entry)}
+        entries = vars(loss_hub)[registry].items()
+        built_in = {name: entry for name, entry in entries if entry.function.__module__.startswith("megatron_rl.")}
         monkeypatch.setattr(loss_hub, registry, built_in)
 
 
@@ -28,11 +29,6 @@ def own_losses_are_declared(only_built_in_names):
     import own_losses
 
     own_losses.declare()
-
-
-def is_built_in(entry) -> bool:
-    function = entry.function
-    return function.__module__.startswith("megatron_rl.")
 
 
 @pytest.mark.parametrize(("rule_name", "settings", "says"), REFUSED_ROWS, ids=str)
