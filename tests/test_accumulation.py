@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from helpers import counted_collectives, error_of, pool_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_train_command import wait_until
 
 from megatron_rl import accumulation
 from megatron_rl.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator, make_accumulation_group
@@ -283,7 +283,7 @@ def test_the_next_step_is_read_while_this_one_is_held_and_no_further():
         assert not reads[0].is_set(), "nothing is read before a step is asked for"
         assert plain(next(steps))[2] == [[0], [1], [2]]
         assert reads[6].wait(PATIENCE)
-        assert wait_until(lambda: steps._worker.ready.qsize() == 1)
+        wait_until(lambda: steps._worker.ready.qsize() == 1, PATIENCE)
         assert not reads[7].is_set()
         assert steps.state_dict()["positions"] == [3]
         next(steps)
@@ -297,13 +297,6 @@ def test_inline_nothing_is_read_that_the_step_does_not_need():
     steps = accumulate(stream, {"docs_per_step": 4}, prefetch=False)
     assert (reads, plain(next(steps)), reads) == ([0, 1], (4, True, [[0, 1], [2, 3]]), [0, 1])
     assert not docs_per_step_threads()
-
-
-def wait_until(condition) -> bool:
-    deadline = time.monotonic() + PATIENCE
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return condition()
 
 
 WHOLE = {"keep_prompt_groups": True}

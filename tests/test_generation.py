@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import error_of, pool_of
+from test_fused_head import lively
 from trainer_cases import CP, PP, TP, VOCABULARY, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
@@ -32,15 +33,6 @@ LAYOUTS = [
     pytest.param(4, {TP: 2, CP: 2}, {"sequence_parallel": True}, id="TP2+SPxCP2"),
 ]
 pool = pool_of(4)
-
-
-def lively(trainer, factor=20.0):
-    """The policy with larger logits: at its initial weights every token is nearly as likely as any other."""
-    head = find_output_layer(trainer.model)
-    if head is not None:
-        with torch.no_grad():
-            head.weight.mul_(factor)
-    return trainer
 
 
 def settings_of(**others) -> SamplingSettings:

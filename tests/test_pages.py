@@ -7,14 +7,11 @@ import re
 import field_bugs
 import pages
 import pytest
+from markdown_pages import text_of
 from pages import BLOCKS, ROOT, WHOLE_PAGES, renewed
 from test_validation import only_built_in_names  # noqa: F401  (what other tests register would be in messages)
 
 WRITE = "write it anew: python tests/pages.py"
-
-
-def text_of(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", WHOLE_PAGES)
