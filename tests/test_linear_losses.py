@@ -9,7 +9,19 @@ from functools import partial
 import pytest
 import torch
 from helpers import KERNEL_DEVICE, by_loop, without_needless_clip
-from linear_cases import MASKS, ROWS, HeadBatch, budget, by_logits, every_term, head_batch, on_device, run, seen, worst_error
+from linear_cases import (
+    MASKS,
+    ROWS,
+    HeadBatch,
+    budget,
+    by_logits,
+    every_term,
+    head_batch,
+    on_device,
+    run,
+    seen,
+    worst_error,
+)
 from loss_backends import rotated
 
 from megatron_rl import loss_hub

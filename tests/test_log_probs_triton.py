@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -104,11 +105,8 @@ def recorded_accesses() -> Iterator[Accesses]:
         accesses.note(accesses.stores, pointers, mask)
         return store(pointers, value, mask, *others)
 
-    builder.create_masked_load, builder.create_masked_store = noted_load, noted_store
-    try:
+    with mock.patch.multiple(builder, create_masked_load=noted_load, create_masked_store=noted_store):
         yield accesses
-    finally:
-        del builder.create_masked_load, builder.create_masked_store
 
 
 def in_guarded_memory(rows: torch.Tensor, stride: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,10 +200,9 @@ def test_every_part_of_a_row_is_read_and_written_once(width, stride, offset, spl
     inside.as_strided(rows.shape, rows.stride(), offset)[:] = True
     assert memory.cpu()[~inside].isnan().all()
     if IS_INTERPRETED:
-        once = inside.clone()
-        once.as_strided(rows.shape, rows.stride(), offset)[:, real:] = False
+        once = inside.long()
+        once.as_strided(rows.shape, rows.stride(), offset)[:, real:] = 0
         # The label's logit is read a second time.
-        once = once.long()
         once.as_strided(rows.shape, rows.stride(), offset)[torch.arange(2), labels] += 1
         assert torch.equal(counts(reading.loads, memory), once)
         assert torch.equal(counts(writing.stores, memory), inside.long())
