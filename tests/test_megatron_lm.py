@@ -25,16 +25,11 @@ def add_inference_args(parser):
     return parser
 
 
-def test_flags_of_both_providers_are_read():
-    parser = compose_extra_args_provider(add_inference_args)(ArgumentParser())
+def test_flags_of_both_providers_are_read_and_ours_are_there_once():
+    """argparse raises on a second flag of the same name; a script may compose what is composed already."""
+    parser = compose_extra_args_provider(compose_extra_args_provider(add_inference_args))(ArgumentParser())
     args = parser.parse_args(["--inference-max-requests", "3", "--loss-aggregation", "token_mean"])
     assert (args.inference_max_requests, args.loss_aggregation, args.policy_loss) == (3, "token_mean", None)
-
-
-def test_without_a_provider_and_composed_twice_our_flags_are_there_once():
-    """argparse raises on a second flag of the same name; a script may compose what is composed already."""
-    provider = compose_extra_args_provider(compose_extra_args_provider())
-    assert provider(ArgumentParser()).parse_args([]).loss_aggregation is None
 
 
 def test_a_provider_that_forgets_its_return_is_named():
