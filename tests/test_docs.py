@@ -6,8 +6,8 @@ Outputs are in tests/test_pages.py, code in tests/test_docs_code.py. Nothing is 
 from __future__ import annotations
 
 import ast
-import importlib
 import os
+import pkgutil
 import posixpath
 import re
 import shutil
@@ -103,14 +103,10 @@ def test_the_flags_that_both_hosts_have_are_theirs():
 
 def resolves(dotted: str) -> bool:
     """megatron_rl.module.name"""
-    names, found = dotted.split("."), megatron_rl
-    for depth, name in enumerate(names[1:], start=2):
-        with suppress(ImportError):
-            importlib.import_module(".".join(names[:depth]))
-        if not hasattr(found, name):
-            return False
-        found = vars(found)[name]
-    return True
+    with suppress(ImportError, AttributeError):
+        pkgutil.resolve_name(dotted)
+        return True
+    return False
 
 
 # Files of checkouts that are not this one, and of the reader.

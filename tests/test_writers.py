@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import resource
 import signal
 import struct
@@ -14,8 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import error_of
 
-from megatron_rl.errors import ConfigError, DataError, RunError
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.training.plots import plot_curves
 from megatron_rl.training.progress import ProgressBar, describe, format_seconds, room_for_metrics
 from megatron_rl.training.writers import (
@@ -132,23 +133,17 @@ def test_rows_that_a_checkpoint_is_ahead_of_are_told(tmp_path, steps, lost):
 
 def test_a_full_disk_leaves_whole_rows_and_one_line(tmp_path):
     """Catches a traceback, and the part of a row that the disk still took."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def fill_the_disk(rank):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (230, 230))
-        try:
-            write_steps(tmp_path, range(1, 100))
-        except RunError as error:
-            os.write(writer, str(error).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writer)
-    with open(reader) as said:
-        assert said.read() == (
-            f"{tmp_path / METRICS_FILE} cannot be written: File too large; its rows are whole, and --resume goes on from the last "
-            "checkpoint"
-        )
+        return error_of(lambda: write_steps(tmp_path, range(1, 100)))
+
+    [said] = run_ranks(fill_the_disk, 1, use_megatron=False)
+    assert said == (
+        f"RunError: {tmp_path / METRICS_FILE} cannot be written: File too large; its rows are whole, and --resume goes on from the "
+        "last checkpoint"
+    )
     content = (tmp_path / METRICS_FILE).read_bytes()
     assert content.endswith(b"}\n") and len(read_metrics(tmp_path / METRICS_FILE)) == content.count(b"\n") == 3
 
