@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import Parameter, clip_of, declared_parameters
+from megatron_rl.loss_hub import clip_of, declared_parameters
 from megatron_rl.validation import field_of
 
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
@@ -90,11 +90,6 @@ def test_a_parameter_whose_flag_the_parser_has_is_refused_by_name(own_losses):
     parser.add_argument("--scale")
     with pytest.raises(ConfigError, match="--scale of policy loss own_reinforce.* is a flag of this parser already: rename"):
         add_megatron_rl_args(parser)
-
-
-def test_a_parameter_cannot_be_named_like_a_setting():
-    with pytest.raises(ConfigError, match="'clip_ratio_low' is a setting already"):
-        Parameter("clip_ratio_low", default=0.2, help="")
 
 
 def test_the_loss_on_the_launch_line_gives_the_parser_its_flags(monkeypatch):

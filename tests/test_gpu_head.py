@@ -66,14 +66,13 @@ def head_case(dtype: torch.dtype, lengths: list[int] = LENGTHS, seed: int = 0, d
     documents = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths))
     ratios = torch.tensor((LOG_RATIOS * count)[:count])[documents] + torch.where(torch.arange(num_tokens) % 2 == 0, 0.03, -0.03)
     hidden[~loss_mask] = float("nan")
-    bounds = [sum(lengths[:number]) for number in range(count + 1)]
     batch = Batch(
         logits=torch.zeros(0),
         labels=labels,
         old_log_probs=(log_probs - ratios).float(),
         advantages=torch.tensor((ADVANTAGES * count)[:count]),
         loss_mask=loss_mask,
-        documents=[list(range(start, stop)) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)],
+        documents=[document.tolist() for document in torch.arange(num_tokens).split(lengths)],
         token_weights=torch.full((count,), 1.0 / num_tokens),
     )
     return on_device(HeadBatch(hidden, weight, batch), {}, device or DEVICE)[0]
@@ -334,8 +333,7 @@ def wide_case(num_documents: int) -> HeadBatch:
     weight = (torch.randn(vocab_size, hidden_size, device=DEVICE) / hidden_size).bfloat16()
     labels = torch.randint(vocab_size, (num_tokens,), device=DEVICE)
     old = linear_log_probs(hidden, weight, labels, tp_group=SINGLE, max_logits_bytes=2**27)
-    bounds = [sum(lengths[:number]) for number in range(num_documents + 1)]
-    documents = [list(range(start, stop)) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    documents = [document.tolist() for document in torch.arange(num_tokens).split(lengths)]
     mask = torch.ones(num_tokens, dtype=torch.bool, device=DEVICE)
     ones = torch.ones(num_documents, device=DEVICE)
     return HeadBatch(hidden, weight, Batch(torch.zeros(0), labels, old, ones, mask, documents, ones / num_tokens))

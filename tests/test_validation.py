@@ -24,11 +24,8 @@ def only_built_in_names(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def own_losses_are_declared(only_built_in_names):
+def own_losses_are_declared(only_built_in_names, own_losses):
     """Apart from the names, because the pages of the built-in ones take that fixture too."""
-    import own_losses
-
-    own_losses.declare()
 
 
 @pytest.mark.parametrize(("rule_name", "settings", "says"), REFUSED_ROWS, ids=str)
