@@ -28,14 +28,9 @@ def compiling(monkeypatch):
     torch._dynamo.reset()
 
 
-def weight_of_head() -> torch.Tensor:
-    return torch.randn(7, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def hidden_states() -> torch.Tensor:
-    return torch.randn(8, HIDDEN_SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-
-
+WEIGHT, HIDDEN = (
+    torch.randn(rows, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rows), dtype=torch.float64) for rows in (7, 8)
+)
 # Each front door as a function of one leaf: logits [T, V] or hidden states [T, H].
 FRONT_DOORS = {
     "grpo_loss": (BATCH.logits, lambda leaf: megatron_rl.grpo_loss(leaf, *BATCH.arguments(), **GROUPS).loss),
@@ -45,20 +40,20 @@ FRONT_DOORS = {
         lambda leaf: megatron_rl.policy_loss("own_reinforce", leaf, *BATCH.arguments(), **GROUPS).loss,
     ),
     "linear_grpo_loss": (
-        hidden_states(),
-        lambda leaf: megatron_rl.linear_grpo_loss(leaf, weight_of_head(), *BATCH.arguments(), **GROUPS).loss,
+        HIDDEN,
+        lambda leaf: megatron_rl.linear_grpo_loss(leaf, WEIGHT, *BATCH.arguments(), **GROUPS).loss,
     ),
     "linear_gspo_loss": (
-        hidden_states(),
-        lambda leaf: megatron_rl.linear_gspo_loss(leaf, weight_of_head(), *BATCH.arguments(), **GROUPS).loss,
+        HIDDEN,
+        lambda leaf: megatron_rl.linear_gspo_loss(leaf, WEIGHT, *BATCH.arguments(), **GROUPS).loss,
     ),
     "vocab_parallel_log_probs": (
         BATCH.logits,
         lambda leaf: megatron_rl.vocab_parallel_log_probs(leaf, BATCH.labels, tp_group=SINGLE).sum(),
     ),
     "fp32_head_logits": (
-        hidden_states().bfloat16(),
-        lambda leaf: fp32_head_logits(leaf, weight_of_head().bfloat16(), tp_group=SINGLE).square().sum(),
+        HIDDEN.bfloat16(),
+        lambda leaf: fp32_head_logits(leaf, WEIGHT.bfloat16(), tp_group=SINGLE).square().sum(),
     ),
 }
 

@@ -258,13 +258,10 @@ def test_a_long_message_is_cut_to_what_travels(ranks):
                 if rank == 1:
                     raise megatron_rl.ConfigError("prefix " + "\N{SNOWMAN}" * 5000)
 
-        try:
-            refuse()
-        except megatron_rl.ConfigError as error:
-            return str(error)
+        return error_of(refuse)
 
     own, other = reversed(ranks.run(step))
-    assert len(own) > 5000 and other.startswith("tensor-parallel rank 1: prefix \N{SNOWMAN}")
+    assert len(own) > 5000 and other.startswith("ConfigError: tensor-parallel rank 1: prefix \N{SNOWMAN}")
 
 
 # What rank 1 gives count_step -> a text of every rank's error.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from unittest import mock
@@ -30,19 +31,15 @@ def doubles(rows) -> torch.Tensor:
 def statistics(trained, sampled=None, *, masks=None, staleness=None, policy=None) -> PolicyStatistics:
     """Of samples given as lists of the trainer's (old) and the sampler's log-probabilities; `policy`: the current ones."""
     masks = [[1] * len(row) for row in trained] if masks is None else masks
-    flat = [x for row in trained for x in row]
     mask = torch.tensor([bit for row in masks for bit in row], dtype=torch.bool)
-    bounds = [0]
-    for row in trained:
-        bounds.append(bounds[-1] + len(row))
     values = rollout_statistics(
-        log_probs=doubles([flat] if policy is None else policy),
-        old_log_probs=doubles([flat]),
+        log_probs=doubles(trained if policy is None else policy),
+        old_log_probs=doubles(trained),
         rollout_log_probs=None if sampled is None else doubles(sampled),
         staleness=None if staleness is None else torch.tensor(staleness, dtype=torch.int64),
         counts_phantoms=policy is not None,
         loss_mask=mask,
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(map(len, trained))], dtype=torch.int32),
         token_counts=torch.tensor([sum(row) for row in masks], dtype=torch.int64),
     )
     return PolicyStatistics(LOSS_STATISTICS.values, has_entropy=False, rollout=values)
