@@ -70,10 +70,7 @@ def test_the_two_layouts_differ_and_a_wrong_name_is_refused():
 
 
 def test_rows_padded_to_one_length_are_cut_by_that_length():
-    """FB-26: 6 tokens, prompt 2, in a row of 16 at cp 2: chunks of 4, so rank 1 (4..11) has positions 4 and up.
-
-    Without the padded length the chunks would be 2 long and the slices would agree in shape with nothing.
-    """
+    """FB-26: 6 tokens, prompt 2, in a row of 16 at cp 2. Without the padded length the chunks of 4 would be 2 long."""
     # Response index j stands at position 1 + j: rank 0 owns positions 0..3 and 12..15, rank 1 owns 4..11.
     assert response_spans(6, 4, 0, 2, padded_to=16) == [(0, 3), (0, 0)]
     assert response_spans(6, 4, 1, 2, padded_to=16) == [(3, 4), (0, 0)]

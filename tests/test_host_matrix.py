@@ -18,6 +18,8 @@ from host_ranks import StepResult, run_cases
 
 from megatron_rl.testing.ranks import RankPool
 
+pytestmark = pytest.mark.megatron
+
 # Relative to the largest gradient, float32 against float64. Megatron's fused cross-entropy rounds its backward to bf16.
 EXACT, FUSED = 1e-6, 2e-2
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]  # (dp, cp)
@@ -126,7 +128,6 @@ def hosts(request) -> tuple[RankPool, dict[str, str], list[str]]:
     return request.getfixturevalue("checkouts"), ROOTS, sorted(ROOTS)
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_host_trains_the_dense_step(hosts, place):
     """FB-20, FB-21: catches any factor of N, M, dp or cp, a count of a slice, a group's tokens of one micro-batch. A checkout runs
@@ -141,7 +142,6 @@ FUSED_CASES = [
 
 
 @pytest.mark.host
-@pytest.mark.megatron
 def test_a_checkout_trains_the_dense_step_with_the_cross_entropy_it_comes_with(checkouts):
     """Catches an exact cross-entropy that hides what a host does with its own."""
     assert_all_are_the_dense_step(checkouts, ROOTS, [case for case in FUSED_CASES if case.host in ROOTS], 2, 2, FUSED)
@@ -168,7 +168,6 @@ SEGMENTS += [
 ]
 
 
-@pytest.mark.megatron
 def test_rollouts_of_several_samples_train_the_dense_step(hosts):
     ranks, roots, names = hosts
     assert_all_are_the_dense_step(ranks, roots, [case for case in SEGMENTS if case.host in names], 2, 2)
@@ -190,7 +189,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.megatron
 def test_a_host_meets_the_refusal_where_it_loads_the_hook(hosts):
     """FB-11, FB-26: a hook that is loaded by the host must refuse by itself. slime has no bshd."""
     ranks, roots, names = hosts

@@ -205,10 +205,8 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
     ],
 )
 def test_no_size_and_no_setting_has_a_binary_of_its_own(gate, launch, known):
-    """FB-82: vocabularies that are multiples of 16, of 8 and of nothing, one row, views, temperatures, clips: one compilation.
-
-    It is what makes the figures above those of each vocabulary: alignment is not told by a size, so none can lose it.
-    """
+    """FB-82: vocabularies that are multiples of 16, of 8 and of nothing, one row, views, temperatures, clips: one compilation. So
+    the figures above are those of each vocabulary."""
     assert set(gate.launched[launch]) <= {index for name in known for index in gate.launched[name]}
 
 

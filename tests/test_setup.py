@@ -126,7 +126,6 @@ def clean(wheel, tmp_path_factory) -> Path:
     return folder / "env" / "bin"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "said"),
     [

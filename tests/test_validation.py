@@ -53,8 +53,7 @@ def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
 
 @pytest.mark.parametrize(("settings", "says"), WARNED, ids=str)
 def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings, says):
-    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. FB-75: coefficients gain when only the
-    policy loss is rescaled."""
+    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. FB-75: coefficients beside a rescaled loss."""
     (warning,) = config_warnings(launch(settings)[0])
     assert re.search(says, warning), warning
 
