@@ -107,8 +107,7 @@ def collectives_on_rank(rank, streams, settings, prefetch):
         with accumulate(streams[rank], settings, prefetch=prefetch) as steps:
             at_making = len(calls)
             num_microbatches = [len(step.microbatches) for step in steps]
-        calls = list(calls)
-    rows = [(name, shape, used is group) for name, shape, used in calls]
+        rows = [(name, shape, used is group) for name, shape, used in calls]
     return num_microbatches, rows[:at_making], rows[at_making:]
 
 

@@ -41,18 +41,6 @@ def test_a_provider_that_forgets_its_return_is_named():
         compose_extra_args_provider(forgetful)(ArgumentParser())
 
 
-def parse(provider, args_defaults, line):
-    """What Megatron-LM does with them; its own flags are here too."""
-    parser = ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--calculate-per-token-loss", action="store_true")
-    parser.add_argument("--tokenizer-type", default=None)
-    args = provider(parser).parse_args(line)
-    for name, value in args_defaults.items():
-        if vars(args)[name] is None:
-            setattr(args, name, value)
-    return args
-
-
 # pretrain by version of Megatron-LM. It is called by these names.
 SIGNATURES = {
     "up_to_0_17": "train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, extra_args_provider=None, "
@@ -75,7 +63,13 @@ def megatron(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def parse_and_validate_args(extra_args_provider=None, ignore_unknown_args=False, args_defaults=None):
-        args = parse(extra_args_provider, args_defaults or {}, line)
+        parser = ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--calculate-per-token-loss", action="store_true")  # two flags of its own
+        parser.add_argument("--tokenizer-type", default=None)
+        args = extra_args_provider(parser).parse_args(line)
+        for name, value in (args_defaults or {}).items():
+            if vars(args)[name] is None:
+                setattr(args, name, value)
         global_vars.get_args = lambda: args
         return args
 

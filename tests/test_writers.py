@@ -149,10 +149,9 @@ def test_a_full_disk_leaves_whole_rows_and_one_line(tmp_path):
 
 
 def read_events(output_dir) -> dict[str, list[tuple[int, float]]]:
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard: pip install tensorboard"
-    )
-    events = accumulator.EventAccumulator(str(output_dir / "tensorboard"), purge_orphaned_data=True)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(output_dir / "tensorboard"), purge_orphaned_data=True)
     events.Reload()
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
