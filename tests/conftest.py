@@ -115,6 +115,16 @@ def nothing_of_other_tests(monkeypatch):
 
 
 @pytest.fixture
+def schedules(monkeypatch) -> list[list]:
+    """The work items of each schedule of the fused head that is run with a gradient."""
+    from megatron_rl.losses import linear
+
+    seen, run = [], linear.run_with_gradient
+    monkeypatch.setattr(linear, "run_with_gradient", lambda head, items, *rest: seen.append(items) or run(head, items, *rest))
+    return seen
+
+
+@pytest.fixture
 def own_losses():
     """The losses of own_losses.py are registered, and gone after the test."""
     import own_losses
@@ -123,22 +133,13 @@ def own_losses():
 
 
 # Files that start training runs, whole hosts, compilers or many ranks; `make test` runs them, `pytest -m "not slow"` does not.
-SLOW_FILES = {
-    *("test_accumulation", "test_benchmarks", "test_checkpoints", "test_compile"),
-    *("test_doctor", "test_examples", "test_rewards", "test_train_faults"),
-    *("test_fused_head", "test_launch", "test_ranks", "test_setup"),
-    *("test_fused_head_layouts", "test_host_matrix", "test_kernel_code", "test_length_bias", "test_linear_parallel"),
-    *(
-        "test_log_probs_triton",
-        "test_losses_parallel",
-        "test_losses_triton",
-        "test_megatron_cpu",
-        "test_pytest_plugin",
-        "test_selftest",
-        "test_selftest_losses",
-    ),
-    *("test_train_command", "test_train_docs_per_step", "test_train_loop", "test_watchdog", "test_whole_host"),
-}
+SLOW_FILES = set(
+    "test_accumulation test_benchmarks test_checkpoints test_compile test_doctor test_examples test_fused_head "
+    "test_fused_head_layouts test_host_matrix test_kernel_code test_launch test_length_bias test_linear_parallel "
+    "test_log_probs_triton test_losses_parallel test_losses_triton test_megatron_cpu test_pytest_plugin test_ranks test_rewards "
+    "test_selftest test_selftest_losses test_setup test_train_command test_train_docs_per_step test_train_faults test_train_loop "
+    "test_watchdog test_whole_host".split()
+)
 
 
 # All tests that were collected, also those that -m and -k take away.

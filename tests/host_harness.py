@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch import Tensor
@@ -209,14 +209,10 @@ def silent_logging():
 def exact_cross_entropy():
     """An fp32 cross-entropy in the place of Megatron's fused one, whose backward rounds to bf16. For one tensor-parallel rank."""
     module = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
-    original = module.fused_vocab_parallel_cross_entropy
 
     def exact(logits: Tensor, labels: Tensor, group) -> Tensor:  # [s, b, V], [s, b] -> [s, b]
         assert group.size() == 1
         return torch.logsumexp(logits, -1) - logits.gather(-1, labels[..., None])[..., 0]
 
-    module.fused_vocab_parallel_cross_entropy = exact
-    try:
+    with patch.object(module, "fused_vocab_parallel_cross_entropy", exact):
         yield
-    finally:
-        module.fused_vocab_parallel_cross_entropy = original

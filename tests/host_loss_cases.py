@@ -319,14 +319,15 @@ def run_part(case: Case, size: int, cp_rank: int = 0, cp_size: int = 1, dp_rank:
     return total, [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves], metrics, keys
 
 
-def one(case: Case, change=None, **settings):
-    """custom_loss on the whole step in one process; `change(batch)` damages the batch first."""
+def one(case: Case, change=None, cp_rank: int = 0, cp_size: int = 1, **settings):
+    """custom_loss on the whole step in one micro-batch; `change(batch, logits)` damages the batch first, or gives other logits."""
     samples = case.samples()
     leaves = [sample.logits.clone().requires_grad_() for sample in samples]
-    logits, batch = host_logits(case, samples, samples, leaves, 0, 1), host_batch(case, samples, samples, 0, 1)
+    logits = host_logits(case, samples, samples, leaves, cp_rank, cp_size)
+    batch = host_batch(case, samples, samples, cp_rank, cp_size)
     if change is not None:
-        logits = change(batch, logits)
-        logits = host_logits(case, samples, samples, leaves, 0, 1) if logits is None else logits
+        changed = change(batch, logits)
+        logits = logits if changed is None else changed
     args = case.args()
     vars(args).update(settings)
     return *custom_loss(args, batch, logits, never), leaves

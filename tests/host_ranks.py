@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 
+import pytest
 import torch
 import torch.distributed as dist
 from helpers import zigzag
@@ -124,16 +125,11 @@ def converter_stand_ins(host: EmulatedHost):
     module.convert_samples_to_train_data, module.RolloutManager = convert, RolloutManager
     packages = [name[: name.index(".", start)] for start in (0, 6, 10) if "." in name[start:]]
     stand_ins = {**{package: ModuleType(package) for package in packages}, name: module}
-    before = {name: sys.modules.get(name) for name in stand_ins}
-    sys.modules.update(stand_ins)
-    try:
+    # mock.patch.dict would also forget what was imported meanwhile, and what that has registered would stay.
+    with pytest.MonkeyPatch.context() as patch:
+        for path, stand_in in stand_ins.items():
+            patch.setitem(sys.modules, path, stand_in)
         yield
-    finally:  # mock.patch.dict would also forget what was imported meanwhile, and what that has registered would stay
-        for name, known in before.items():
-            if known is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = known
 
 
 def deal(case: HostCase, dp_rank: int, dp_size: int) -> list[list[int]]:

@@ -51,6 +51,10 @@ def rows_of(rows: int, columns: int, stride: int, offset: int, dtype: torch.dtyp
     return torch.empty(offset + rows * stride, dtype=dtype, device="cuda").as_strided((rows, columns), (stride, 1), offset)
 
 
+def large(dtype: str, rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
+    return rows_of(rows, columns, columns, 0, DTYPES[dtype])
+
+
 def column(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(rows, dtype=dtype, device="cuda")
 
@@ -120,15 +124,15 @@ def policy_loss(
     """The loss's forward: the statistics' launches, then the loss's."""
     if has_sampler:
         options |= {"rollout_log_probs": column(rows)}
-    tokens = {"old_log_probs": column(rows), "advantages": column(rows if per_token else documents)}
     if everything:
         options |= {"ref_log_probs": column(rows), "importance_weights": column(rows), "regularizer_weights": column(documents)}
         options |= {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "metrics": "with_entropy"}
     with mock.patch.object(dist, "all_reduce", lambda tensor, *, group: None):
         function(
-            rows_of(rows, COLUMNS, COLUMNS, 0, torch.bfloat16) if logits is None else logits,
+            large("bf16", rows) if logits is None else logits,
             column(rows, torch.int64),
-            *tokens.values(),
+            column(rows),
+            column(rows if per_token else documents),
             column(rows, torch.bool),
             column(documents + 1, torch.int32),
             column(documents),
@@ -144,15 +148,11 @@ def on_policy(function):
 
 def one_read(function, *, dtype: str = "bf16", columns: int = COLUMNS, **options) -> None:
     """The loss's forward where its factor is announced, on logits that get their gradient in place."""
-    logits = rows_of(ROWS, columns, columns, 0, DTYPES[dtype]).requires_grad_()
+    logits = large(dtype, columns=columns).requires_grad_()
     # A torch without CUDA builds no graph of tensors there.
     without_graph = mock.patch.object(api._WithLogitsGradient, "apply", lambda logits, result, *others: result.loss)
     with mock.patch.object(torch, "is_grad_enabled", lambda: True), without_graph:
         policy_loss(function, logits=logits, inplace=True, loss_scale=2.0, **options)
-
-
-def large(dtype: str, rows: int = ROWS) -> Tensor:
-    return rows_of(rows, COLUMNS, COLUMNS, 0, DTYPES[dtype])
 
 
 def each_size(function: Callable[..., None]) -> None:
@@ -181,14 +181,12 @@ def make_launches() -> dict[str, Callable[[], None]]:
     launches["gradient fp32 into bf16"] = lambda: gradient(large("fp32"), out=large("bf16"))
     # In the head: one row and, with entropy in float32, six that a multiprocessor has under way at once.
     launches["unit gradient bf16"] = lambda: unit_gradient(large("bf16"))
-    launches["unit gradient fp32, six rows, entropy"] = lambda: unit_gradient(
-        rows_of(ROWS, 12800, 12800, 0, torch.float32), with_entropy=True
-    )
+    launches["unit gradient fp32, six rows, entropy"] = lambda: unit_gradient(large("fp32", columns=12800), with_entropy=True)
     launches["unit gradient fp32 into bf16, three rows"] = lambda: unit_gradient(
-        rows_of(ROWS, 16384, 16384, 0, torch.float32), out=rows_of(ROWS, 16384, 16384, 0, torch.bfloat16)
+        large("fp32", columns=16384), out=large("bf16", columns=16384)
     )
     launches["unit gradient of each size"] = lambda: [
-        unit_gradient(rows_of(ROWS, columns, columns, 0, torch.bfloat16), temperature=temperature)
+        unit_gradient(large("bf16", columns=columns), temperature=temperature)
         for columns in (COLUMNS, 151928, 151931)
         for temperature in TEMPERATURES
     ]

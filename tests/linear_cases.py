@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from helpers import CLIP, Batch, random_batch, without_needless_clip
@@ -96,12 +96,9 @@ def run(loss, case: HeadBatch, *, on_policy: bool = False, factor: float = 1.0, 
 
 def on_device(case: HeadBatch, options: dict, device: str) -> tuple[HeadBatch, dict]:
     """Everything a caller may keep on a GPU, there."""
-    batch = {
-        field.name: value.to(device) if isinstance(value := getattr(case.batch, field.name), Tensor) else value
-        for field in fields(Batch)
-    }
+    batch = {name: value.to(device) for name, value in vars(case.batch).items() if isinstance(value, Tensor)}
     options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-    return HeadBatch(case.hidden.to(device), case.weight.to(device), Batch(**batch)), options
+    return HeadBatch(case.hidden.to(device), case.weight.to(device), replace(case.batch, **batch)), options
 
 
 def by_logits(kind: str, case: HeadBatch, **options) -> Result:

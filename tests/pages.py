@@ -150,6 +150,8 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
 }
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
 LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
+EXPLAIN = {"megatron-rl explain": Producer(outputs.of_explain)}
+JUDGED = {"megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line)}
 OF_A_HOST = {
     "the init hook on examples/": Producer(outputs.of_the_init_hook, **OF_RANKS),
     "the launcher on examples/": Producer(outputs.of_a_refused_launch),
@@ -159,12 +161,9 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     "README.md": {
         "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest_in_short, is_tested=False, **OF_RANKS),
     },
-    "docs/explain.md": {"megatron-rl explain": Producer(outputs.of_explain)},
-    "docs/corrections.md": {"megatron-rl explain": Producer(outputs.of_explain)},
-    "docs/doctor.md": {
-        "megatron-rl doctor, on a machine with three wrong packages": Producer(outputs.of_a_sick_machine),
-        "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
-    },
+    "docs/explain.md": EXPLAIN,
+    "docs/corrections.md": EXPLAIN,
+    "docs/doctor.md": JUDGED | {"megatron-rl doctor, on a machine with three wrong packages": Producer(outputs.of_a_sick_machine)},
     "docs/selftest.md": {
         "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest, is_tested=False, **OF_RANKS),
         "a forward step that divides by cp": Producer(outputs.of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),
@@ -184,31 +183,23 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
     "docs/hosts/slime.md": LAUNCH_CONFIG | OF_A_HOST,
-    "docs/hosts/verl.md": {
-        "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
-        "megatron-rl explain": Producer(outputs.of_explain),
+    "docs/hosts/verl.md": JUDGED
+    | EXPLAIN
+    | {
         "verl's main with": Producer(outputs.of_a_refused_line_of_verl),
         "the first step of": Producer(outputs.of_the_first_step_in_verl),
     },
-    "docs/hosts/nemo_rl.md": {
-        "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
-        "megatron-rl explain": Producer(outputs.of_explain),
-        "the first step of": Producer(outputs.of_the_first_step_in_nemo_rl),
-    },
+    "docs/hosts/nemo_rl.md": JUDGED | EXPLAIN | {"the first step of": Producer(outputs.of_the_first_step_in_nemo_rl)},
     "docs/hosts/megatron_lm.md": {
         "call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS),
         "take_rollouts": Producer(outputs.of_take_rollouts),
     },
-    "docs/hosts/roll.md": {
+    "docs/hosts/roll.md": EXPLAIN
+    | {
         "megatron-rl doctor --launch-only": Producer(outputs.of_a_line_of_roll),
-        "megatron-rl explain": Producer(outputs.of_explain),
         "the first step of": Producer(outputs.of_the_first_step_in_roll),
     },
-    "docs/hosts/skyrl.md": {
-        "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
-        "megatron-rl explain": Producer(outputs.of_explain),
-        "the first step of": Producer(outputs.of_the_first_step_in_skyrl),
-    },
+    "docs/hosts/skyrl.md": JUDGED | EXPLAIN | {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
 }
 
 

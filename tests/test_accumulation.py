@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from helpers import counted_collectives, error_of, pool_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_train_command import wait_until
 
 from megatron_rl import accumulation
 from megatron_rl.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator, make_accumulation_group
@@ -88,19 +88,12 @@ def errors_on_rank(rank, streams, settings, prefetch):
         return done, first, error_of(lambda: next(steps))
 
 
-class Unreadable(Sequence):
+def unreadable(parts: Sequence, at: int, kind: str = "raises") -> Iterable:
     """A stream whose micro-batch number `at` cannot be read, or is no sequence."""
-
-    def __init__(self, parts: Sequence, at: int, kind: str = "raises"):
-        self._parts, self._at, self._kind = parts, at, kind
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __getitem__(self, index: int):
-        if index == self._at and self._kind == "raises":
+    for number, part in enumerate(parts):
+        if number == at and kind == "raises":
             raise OSError("disk on fire")
-        return 7 if index == self._at else self._parts[index]
+        yield 7 if number == at else part
 
 
 def settings_on_rank(rank, of_rank, state):
@@ -114,8 +107,7 @@ def collectives_on_rank(rank, streams, settings, prefetch):
         with accumulate(streams[rank], settings, prefetch=prefetch) as steps:
             at_making = len(calls)
             num_microbatches = [len(step.microbatches) for step in steps]
-        calls = list(calls)
-    rows = [(name, shape, used is group) for name, shape, used in calls]
+        rows = [(name, shape, used is group) for name, shape, used in calls]
     return num_microbatches, rows[:at_making], rows[at_making:]
 
 
@@ -290,7 +282,7 @@ def test_the_next_step_is_read_while_this_one_is_held_and_no_further():
         assert not reads[0].is_set(), "nothing is read before a step is asked for"
         assert plain(next(steps))[2] == [[0], [1], [2]]
         assert reads[6].wait(PATIENCE)
-        assert wait_until(lambda: steps._worker.ready.qsize() == 1)
+        wait_until(lambda: steps._worker.ready.qsize() == 1, PATIENCE)
         assert not reads[7].is_set()
         assert steps.state_dict()["positions"] == [3]
         next(steps)
@@ -304,13 +296,6 @@ def test_inline_nothing_is_read_that_the_step_does_not_need():
     steps = accumulate(stream, {"docs_per_step": 4}, prefetch=False)
     assert (reads, plain(next(steps)), reads) == ([0, 1], (4, True, [[0, 1], [2, 3]]), [0, 1])
     assert not docs_per_step_threads()
-
-
-def wait_until(condition) -> bool:
-    deadline = time.monotonic() + PATIENCE
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return condition()
 
 
 WHOLE = {"keep_prompt_groups": True}
@@ -355,7 +340,7 @@ def test_a_group_whose_end_is_hidden_by_an_empty_or_a_broken_micro_batch_is_not_
     found = accumulate([[a], [], [b], [c], [d]], {"docs_per_step": 1, **WHOLE})
     assert [[document.index for document in step.samples] for step in found] == [[0, 1], [2, 3]]
     with pytest.raises(DataError, match="disk on fire"):
-        next(accumulate(Unreadable([[a], [b]], at=1), {"docs_per_step": 1, **WHOLE}))
+        next(accumulate(unreadable([[a], [b]], at=1), {"docs_per_step": 1, **WHOLE}))
 
 
 @BY_MODE
@@ -397,7 +382,7 @@ def test_a_step_of_exactly_as_many_micro_batches_as_allowed_is_handed_out():
 def test_a_stream_that_fails_on_one_rank_is_an_error_on_all_after_the_same_step(pool, kind, prefetch):
     """FB-89: rank 1's third micro-batch belongs to the second step; the first one is handed out although it was read ahead."""
     streams = streams_of([[1] * 6] * 3)
-    streams[1] = Unreadable(streams[1], at=2, kind=kind)
+    streams[1] = unreadable(streams[1], at=2, kind=kind)
     answers = pool.run(errors_on_rank, streams, {"docs_per_step": 6}, prefetch)
     for rank, (done, first, again) in enumerate(answers):
         assert sizes_of(done) == [(6, True, [1, 1])]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers import run_in_children
+from launch_settings import CUSTOM_LOSS
 from packaging.requirements import Requirement
 
 from megatron_rl.config import PolicyLossConfig
@@ -47,14 +48,7 @@ def test_no_trainer_is_made_with_a_backend_that_cannot_run(not_interpreted):
 def test_the_init_hook_lists_it_with_the_launchs_other_problems(not_interpreted, monkeypatch):
     """FB-80: in the host's training actor, before any data, and once for all problems."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    launch = {
-        "loss_aggregation": "sample_mean",
-        "loss_type": "custom_loss",
-        "custom_loss_function_path": "megatron_rl.hooks.custom_loss",
-        "advantage_estimator": "grpo",
-        "context_parallel_size": 2,
-        "policy_loss_backend": "triton",
-    }
+    launch = {**CUSTOM_LOSS, "loss_aggregation": "sample_mean", "context_parallel_size": 2, "policy_loss_backend": "triton"}
     with pytest.raises(ConfigError) as error:
         training_hooks.custom_megatron_init(Namespace(**launch))
     assert NEEDS_CUDA in str(error.value) and "--context-parallel-size 2" in str(error.value)

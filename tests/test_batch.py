@@ -104,11 +104,9 @@ def test_the_cp_ranks_hold_each_token_once_with_what_belongs_to_it(shapes, make,
     expected = [(number, prompt + t) for number, (prompt, response) in enumerate(shapes) for t in range(response) if t % 3 != 1]
     assert sorted(seen) == expected
     lengths = [sum(shape) for shape in shapes]
-    if make is packed:  # each document is padded to a multiple of 2 cp_size
-        multiple = 2 * cp_size if cp_size > 1 else 1
-        sizes = [-(-length // multiple) * multiple for length in lengths]
-    else:
-        sizes = [16] * len(lengths)
+    # A row of a padded batch has 16 tokens; a packed document is padded to a multiple of 2 cp_size.
+    multiple = 16 if make is padded else 2 * cp_size if cp_size > 1 else 1
+    sizes = [-(-length // multiple) * multiple for length in lengths]
     assert sorted(whole) == list(range(len(whole))) and len(whole) >= sum(sizes)
     for number, length in enumerate(lengths):
         start = sum(sizes[:number])

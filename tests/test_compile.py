@@ -9,7 +9,6 @@ from helpers import ROOT, random_batch, run_in_children
 import megatron_rl
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.lm_head import fp32_head_logits
-from megatron_rl.loss_hub import register_policy_loss
 
 BATCH = random_batch([5, 3], vocab_size=7)
 HIDDEN_SIZE = 4
@@ -29,44 +28,32 @@ def compiling(monkeypatch):
     torch._dynamo.reset()
 
 
-def weight_of_head() -> torch.Tensor:
-    return torch.randn(7, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
-def hidden_states() -> torch.Tensor:
-    return torch.randn(8, HIDDEN_SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-
-
-def reinforce(log_ratio, advantages, log_probs):
-    return -advantages * log_probs
-
-
-def of_registered(leaf):
-    register_policy_loss("reinforce_compiled")(reinforce)
-    return megatron_rl.policy_loss("reinforce_compiled", leaf, *BATCH.arguments(), **GROUPS).loss
-
-
-def of_linear(name: str):
-    def loss(leaf):
-        return getattr(megatron_rl, name)(leaf, weight_of_head(), *BATCH.arguments(), **GROUPS).loss
-
-    return loss
-
-
+WEIGHT, HIDDEN = (
+    torch.randn(rows, HIDDEN_SIZE, generator=torch.Generator().manual_seed(rows), dtype=torch.float64) for rows in (7, 8)
+)
 # Each front door as a function of one leaf: logits [T, V] or hidden states [T, H].
 FRONT_DOORS = {
     "grpo_loss": (BATCH.logits, lambda leaf: megatron_rl.grpo_loss(leaf, *BATCH.arguments(), **GROUPS).loss),
     "gspo_loss": (BATCH.logits, lambda leaf: megatron_rl.gspo_loss(leaf, *BATCH.arguments(), **GROUPS).loss),
-    "a registered loss": (BATCH.logits, of_registered),
-    "linear_grpo_loss": (hidden_states(), of_linear("linear_grpo_loss")),
-    "linear_gspo_loss": (hidden_states(), of_linear("linear_gspo_loss")),
+    "a registered loss": (
+        BATCH.logits,
+        lambda leaf: megatron_rl.policy_loss("own_reinforce", leaf, *BATCH.arguments(), **GROUPS).loss,
+    ),
+    "linear_grpo_loss": (
+        HIDDEN,
+        lambda leaf: megatron_rl.linear_grpo_loss(leaf, WEIGHT, *BATCH.arguments(), **GROUPS).loss,
+    ),
+    "linear_gspo_loss": (
+        HIDDEN,
+        lambda leaf: megatron_rl.linear_gspo_loss(leaf, WEIGHT, *BATCH.arguments(), **GROUPS).loss,
+    ),
     "vocab_parallel_log_probs": (
         BATCH.logits,
         lambda leaf: megatron_rl.vocab_parallel_log_probs(leaf, BATCH.labels, tp_group=SINGLE).sum(),
     ),
     "fp32_head_logits": (
-        hidden_states().bfloat16(),
-        lambda leaf: fp32_head_logits(leaf, weight_of_head().bfloat16(), tp_group=SINGLE).square().sum(),
+        HIDDEN.bfloat16(),
+        lambda leaf: fp32_head_logits(leaf, WEIGHT.bfloat16(), tp_group=SINGLE).square().sum(),
     ),
 }
 
@@ -83,7 +70,7 @@ CASES = [(name, *(("eager", True), ("aot_eager", False))[number % 2]) for number
 
 
 @pytest.mark.parametrize(("name", "backend", "beside"), CASES)
-def test_a_compiled_caller_gets_the_gradient(name, backend, beside):
+def test_a_compiled_caller_gets_the_gradient(name, backend, beside, own_losses):
     """Catches a loss that keeps its value and loses its gradient. Alone backward would fail; beside another term nothing would."""
     leaf, loss = FRONT_DOORS[name]
 

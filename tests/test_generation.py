@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import error_of, pool_of
+from test_fused_head import lively
 from trainer_cases import CP, PP, TP, VOCABULARY, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
@@ -32,15 +33,6 @@ LAYOUTS = [
     pytest.param(4, {TP: 2, CP: 2}, {"sequence_parallel": True}, id="TP2+SPxCP2"),
 ]
 pool = pool_of(4)
-
-
-def lively(trainer, factor=20.0):
-    """The policy with larger logits: at its initial weights every token is nearly as likely as any other."""
-    head = find_output_layer(trainer.model)
-    if head is not None:
-        with torch.no_grad():
-            head.weight.mul_(factor)
-    return trainer
 
 
 def settings_of(**others) -> SamplingSettings:
@@ -71,20 +63,6 @@ def recomputed_tokens_on_rank(rank, settings, **others):
 def responses(pool):
     """Those of one rank without a cache: each token by a forward of the whole sequence."""
     return pool.run(recomputed_tokens_on_rank, {}, world_size=1)[0]
-
-
-def rows_on_rank(rank):
-    """The shapes of the tokens of each forward."""
-    trainer, shapes = tiny_trainer(), []
-    trainer.model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
-    trainer.sample(prompts_of(3), [0, 1, 2], settings_of(end_tokens=()), NOISE)
-    return shapes
-
-
-@pytest.mark.megatron
-def test_a_new_token_is_one_row_of_the_model(pool):
-    """Catches a cache that is not used: the prompts once, of 3 tokens at most, and then one token of each sample."""
-    assert pool.run(rows_on_rank, world_size=1) == [[(3, 3), *[(1, 3)] * 5]]
 
 
 @pytest.mark.slow
@@ -152,26 +130,28 @@ def test_the_logits_of_a_cached_token_are_those_of_a_whole_forward(pool, world_s
     assert num_compared >= 5 * 4
 
 
-def logits_seen_on_rank(rank, settings):
-    """The shapes of the logits that the output layer computes while three prompts of 1 to 3 tokens are sampled; sp as it was?"""
-    trainer, shapes = tiny_trainer(**settings), set()
+def shapes_seen_on_rank(rank, settings):
+    """The shapes of the tokens of each forward, and of the logits that the output layer computes, while three prompts of 1 to 3
+    tokens are sampled; sp as it was?"""
+    trainer, tokens, logits = tiny_trainer(**settings), [], set()
     head = find_output_layer(trainer.model)
     is_parallel = head.sequence_parallel
-    hook = head.register_forward_hook(lambda _, inputs, out: shapes.add(tuple(out[0].shape)))
+    trainer.model.register_forward_pre_hook(lambda _, given: tokens.append(tuple(given[0].shape)))
+    head.register_forward_hook(lambda _, inputs, out: logits.add(tuple(out[0].shape)))
     trainer.sample(prompts_of(3), [0, 1, 2], settings_of(end_tokens=()), NOISE)
-    hook.remove()
-    return shapes, head.weight.shape[0], head.sequence_parallel == is_parallel
+    return tokens, logits, head.weight.shape[0], head.sequence_parallel == is_parallel
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("layout", [{}, {TP: 2}], ids=["one rank", "TP2+SP"])
-def test_sampling_computes_the_logits_of_the_last_positions_alone(pool, layout):
-    """Catches logits of each token of each sequence, [S, B, V_tp], of which one row is read."""
+def test_sampling_computes_a_row_a_token_and_the_logits_of_the_last_positions_alone(pool, layout):
+    """Catches a cache that is not used: the prompts go once, and then one token of each sample; and logits of each token of each
+    sequence, [S, B, V_tp], of which one row is read."""
     world_size = layout.get(TP, 1)
-    for shapes, width, is_restored in pool.run(
-        logits_seen_on_rank, {"sequence_parallel": world_size > 1}, world_size=world_size, **layout
-    ):
-        assert shapes == {(1, 3, width)} and is_restored
+    settings = {"sequence_parallel": world_size > 1}
+    for tokens, logits, width, is_restored in pool.run(shapes_seen_on_rank, settings, world_size=world_size, **layout):
+        assert logits == {(1, 3, width)} and is_restored
+        assert len(tokens) == 6 and (layout or tokens == [(3, 3), *[(1, 3)] * 5])
 
 
 def frequencies_on_rank(rank, temperature, count):

@@ -6,7 +6,6 @@ It needs neither Megatron-Core nor a second GPU; what shards do to the numbers i
 from __future__ import annotations
 
 import contextlib
-import importlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import CLIP, Batch
-from linear_cases import HeadBatch, by_logits, run
+from linear_cases import HeadBatch, by_logits, on_device, run
 from torch import Tensor
 
 from megatron_rl.layout import SINGLE
@@ -52,7 +51,6 @@ PLANS = {
 # Relative Frobenius norm. float32: sums of 2056 terms in another order. bfloat16: the logits, their gradient and the result are
 # rounded to 2^-9 each, plan scale-last rounds dX twice.
 GRADIENT_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-driver = importlib.import_module("megatron_rl.losses.linear")
 
 
 def head_case(dtype: torch.dtype, lengths: list[int] = LENGTHS, seed: int = 0, device: str | None = None) -> HeadBatch:
@@ -68,22 +66,16 @@ def head_case(dtype: torch.dtype, lengths: list[int] = LENGTHS, seed: int = 0, d
     documents = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths))
     ratios = torch.tensor((LOG_RATIOS * count)[:count])[documents] + torch.where(torch.arange(num_tokens) % 2 == 0, 0.03, -0.03)
     hidden[~loss_mask] = float("nan")
-    bounds = [sum(lengths[:number]) for number in range(count + 1)]
     batch = Batch(
         logits=torch.zeros(0),
         labels=labels,
         old_log_probs=(log_probs - ratios).float(),
         advantages=torch.tensor((ADVANTAGES * count)[:count]),
         loss_mask=loss_mask,
-        documents=[list(range(start, stop)) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)],
+        documents=[document.tolist() for document in torch.arange(num_tokens).split(lengths)],
         token_weights=torch.full((count,), 1.0 / num_tokens),
     )
-    return to(HeadBatch(hidden, weight, batch), device or DEVICE)
-
-
-def to(case: HeadBatch, device: str) -> HeadBatch:
-    batch = {name: value.to(device) for name, value in vars(case.batch).items() if isinstance(value, Tensor)}
-    return HeadBatch(case.hidden.to(device), case.weight.to(device), replace(case.batch, **batch))
+    return on_device(HeadBatch(hidden, weight, batch), {}, device or DEVICE)[0]
 
 
 def exact(case: HeadBatch) -> HeadBatch:
@@ -114,19 +106,6 @@ def fused(kind: str):
 
 def distance(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
-
-
-@pytest.fixture
-def schedules(monkeypatch) -> list[list]:
-    """The work items of each call."""
-    seen, inner = [], driver.run_with_gradient
-
-    def spy(head, items, *rest):
-        seen.append(items)
-        return inner(head, items, *rest)
-
-    monkeypatch.setattr(driver, "run_with_gradient", spy)
-    return seen
 
 
 @pytest.mark.parametrize("fp32_logits", [False, True], ids=["", "fp32 logits"])
@@ -354,8 +333,7 @@ def wide_case(num_documents: int) -> HeadBatch:
     weight = (torch.randn(vocab_size, hidden_size, device=DEVICE) / hidden_size).bfloat16()
     labels = torch.randint(vocab_size, (num_tokens,), device=DEVICE)
     old = linear_log_probs(hidden, weight, labels, tp_group=SINGLE, max_logits_bytes=2**27)
-    bounds = [sum(lengths[:number]) for number in range(num_documents + 1)]
-    documents = [list(range(start, stop)) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    documents = [document.tolist() for document in torch.arange(num_tokens).split(lengths)]
     mask = torch.ones(num_tokens, dtype=torch.bool, device=DEVICE)
     ones = torch.ones(num_documents, device=DEVICE)
     return HeadBatch(hidden, weight, Batch(torch.zeros(0), labels, old, ones, mask, documents, ones / num_tokens))

@@ -18,6 +18,8 @@ from host_ranks import StepResult, run_cases
 
 from megatron_rl.testing.ranks import RankPool
 
+pytestmark = pytest.mark.megatron
+
 # Relative to the largest gradient, float32 against float64. Megatron's fused cross-entropy rounds its backward to bf16.
 EXACT, FUSED = 1e-6, 2e-2
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)]  # (dp, cp)
@@ -118,30 +120,20 @@ def assert_all_are_the_dense_step(pool, roots, cases, dp_size, cp_size, toleranc
         assert_is_the_dense_step(case, by_rank, dp_size, cp_size, tolerance)
 
 
-def test_the_cases_of_the_emulated_hosts_hold_every_pair():
-    """Catches a launch that never meets slime, or small micro-batches under cp; and cases that are no fewer than all."""
-    whole, few = {place: all_cases(place) for place in PLACES}, thinned()
-    pairs = [set().union(*(pairs_of(*row) for row in rows_of(cases))) for cases in (whole, few)]
-    assert pairs[0] == pairs[1] and len(rows_of(few)) < len(rows_of(whole)) / 10
+@pytest.fixture(params=["emulated", pytest.param("checkouts", marks=pytest.mark.host)])
+def hosts(request) -> tuple[RankPool, dict[str, str], list[str]]:
+    """(the ranks, the roots of the checkouts, the hosts that there are): the emulated hosts, or those of the checkouts."""
+    if request.param == "emulated":
+        return request.getfixturevalue("pool"), {}, ["miles", "slime"]
+    return request.getfixturevalue("checkouts"), ROOTS, sorted(ROOTS)
 
 
-def rows_of(cases: dict[Place, list[HostCase]]) -> list[tuple[Place, HostCase]]:
-    return [(place, case) for place, of_place in cases.items() for case in of_place]
-
-
-@pytest.mark.megatron
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_an_emulated_host_trains_the_dense_step(pool, place):
-    """FB-20, FB-21: catches any factor of N, M, dp or cp, a count of a slice, a group's tokens of one micro-batch."""
-    assert_all_are_the_dense_step(pool, {}, thinned()[place], *place[:2])
-
-
-@pytest.mark.host
-@pytest.mark.megatron
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_checkout_trains_the_dense_step(checkouts, place):
-    """The same through the loss code of the checkouts, all cases."""
-    assert_all_are_the_dense_step(checkouts, ROOTS, all_cases(place, sorted(ROOTS)), *place[:2])
+def test_a_host_trains_the_dense_step(hosts, place):
+    """FB-20, FB-21: catches any factor of N, M, dp or cp, a count of a slice, a group's tokens of one micro-batch. A checkout runs
+    all cases."""
+    ranks, roots, names = hosts
+    assert_all_are_the_dense_step(ranks, roots, all_cases(place, names) if roots else thinned()[place], *place[:2])
 
 
 FUSED_CASES = [
@@ -150,7 +142,6 @@ FUSED_CASES = [
 
 
 @pytest.mark.host
-@pytest.mark.megatron
 def test_a_checkout_trains_the_dense_step_with_the_cross_entropy_it_comes_with(checkouts):
     """Catches an exact cross-entropy that hides what a host does with its own."""
     assert_all_are_the_dense_step(checkouts, ROOTS, [case for case in FUSED_CASES if case.host in ROOTS], 2, 2, FUSED)
@@ -177,15 +168,9 @@ SEGMENTS += [
 ]
 
 
-@pytest.mark.megatron
-def test_rollouts_of_several_samples_train_the_dense_step(pool):
-    assert_all_are_the_dense_step(pool, {}, SEGMENTS, 2, 2)
-
-
-@pytest.mark.host
-@pytest.mark.megatron
-def test_rollouts_of_several_samples_train_the_dense_step_in_a_checkout(checkouts):
-    assert_all_are_the_dense_step(checkouts, ROOTS, [case for case in SEGMENTS if case.host in ROOTS], 2, 2)
+def test_rollouts_of_several_samples_train_the_dense_step(hosts):
+    ranks, roots, names = hosts
+    assert_all_are_the_dense_step(ranks, roots, [case for case in SEGMENTS if case.host in names], 2, 2)
 
 
 MILES = HostCase("miles", "reducer", "sample_mean", size=3)
@@ -204,25 +189,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.megatron
-def test_a_host_meets_the_refusal_where_it_loads_the_hook(pool):
-    """FB-11, FB-26: a hook that is loaded by the host must refuse by itself."""
-    found = run_on(pool, {}, list(REFUSED), 1, 2)
-    for case, words in REFUSED.items():
-        for answer in found[case]:
-            assert isinstance(answer, str), f"{case} was trained"
-            assert ("ConfigError" in answer or "DataError" in answer) and words in answer, f"{case}: {answer}"
-
-
-@pytest.mark.host
-@pytest.mark.megatron
-def test_a_checkout_meets_the_refusal_where_it_loads_the_hook(checkouts):
+def test_a_host_meets_the_refusal_where_it_loads_the_hook(hosts):
+    """FB-11, FB-26: a hook that is loaded by the host must refuse by itself. slime has no bshd."""
+    ranks, roots, names = hosts
     rows = {
         replace(case, host=host): words
         for case, words in REFUSED.items()
-        for host in ROOTS
+        for host in names
         if host == "miles" or case.layout != "bshd"
     }
-    found = run_on(checkouts, ROOTS, list(rows), 1, 2)
-    for case, words in rows.items():
-        assert all(isinstance(answer, str) and "Error" in answer and words in answer for answer in found[case]), (case, found[case])
+    for case, answers in run_on(ranks, roots, list(rows), 1, 2).items():
+        for answer in answers:
+            assert isinstance(answer, str), f"{case} was trained"
+            assert ("ConfigError" in answer or "DataError" in answer) and rows[case] in answer, f"{case}: {answer}"

@@ -101,23 +101,16 @@ def test_a_problem_of_one_rank_stops_the_others_too(pool):
 
 def test_every_problem_of_a_launch_is_in_one_error():
     """FB-74: paths, settings, launch and groups, in a process where nothing is initialised."""
-    args = Namespace(
-        loss_aggregation="constant",
-        **REDUCER,
-        context_parallel_size=4,
-        qkv_format="bshd",
-        custom_megatron_init_path="megatron_rl.hooks.no_such_hook",
-    )
+    settings = {"loss_aggregation": "constant", **REDUCER, "context_parallel_size": 4, "qkv_format": "bshd"}
+    args = Namespace(**settings, custom_megatron_init_path="megatron_rl.hooks.no_such_hook")
     problems = pytest.raises(ConfigError, custom_megatron_init, args).value.problems
-    found = [
+    found = (
         "no_such_hook cannot be loaded",
         "needs --loss-aggregation-divisor",
         "--qkv-format bshd",
         "cp process group has 1 ranks",
-    ]
-    assert len(problems) == 4
-    for problem, part in zip(problems, found, strict=True):
-        assert part in problem
+    )
+    assert [part in problem for problem, part in zip(problems, found, strict=True)] == [True] * 4
 
 
 @pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("0", False), ("", False)])

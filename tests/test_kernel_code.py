@@ -160,12 +160,8 @@ def test_no_more_rows_are_under_way_at_once_than_the_cache_was_asked_for(gate):
 # Registers of a thread. What works on [T] and [N] numbers is bounded by launches, not by them; what must not happen is a spill, and
 # a block of 16 warps that does not start: 65536 / 512 = 128. list_rows has half as many: two of its blocks start.
 SMALL = {
-    "list_rows_kernel": 128,
     "combine_kernel": 64,
-    "document_stats_kernel": 128,
-    "loss_and_coefficients_kernel": 128,
-    "document_statistics_kernel": 128,
-    "finish_kernel": 128,
+    **{f"{name}_kernel": 128 for name in "list_rows document_stats loss_and_coefficients document_statistics finish".split()},
 }
 
 
@@ -209,10 +205,8 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
     ],
 )
 def test_no_size_and_no_setting_has_a_binary_of_its_own(gate, launch, known):
-    """FB-82: vocabularies that are multiples of 16, of 8 and of nothing, one row, views, temperatures, clips: one compilation.
-
-    It is what makes the figures above those of each vocabulary: alignment is not told by a size, so none can lose it.
-    """
+    """FB-82: vocabularies that are multiples of 16, of 8 and of nothing, one row, views, temperatures, clips: one compilation. So
+    the figures above are those of each vocabulary."""
     assert set(gate.launched[launch]) <= {index for name in known for index in gate.launched[name]}
 
 

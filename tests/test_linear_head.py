@@ -228,11 +228,6 @@ def test_each_document_is_in_one_bin_and_bins_are_full(sizes, capacity):
     assert is_long == sorted(is_long, reverse=True), "long documents first: the first of them needs no buffer beside dW"
 
 
-def rows_of(*counts: int) -> list[torch.Tensor]:
-    starts = [sum(counts[:i]) for i in range(len(counts))]
-    return [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-
-
 @pytest.mark.parametrize(
     ("counts", "bins", "terms", "idle", "plans"),
     [
@@ -246,9 +241,8 @@ def rows_of(*counts: int) -> list[torch.Tensor]:
     ],
 )
 def test_the_plan_is_chosen_by_what_this_rank_holds(counts, bins, terms, idle, plans):
-    items = schedule_documents(
-        bins, rows_of(*counts), 5, has_row_terms=terms, is_idle=[number in idle for number in range(len(counts))]
-    )
+    rows, is_idle = list(torch.arange(sum(counts)).split(counts)), [number in idle for number in range(len(counts))]
+    items = schedule_documents(bins, rows, 5, has_row_terms=terms, is_idle=is_idle)
     assert " ".join(item.plan for item in items) == plans
     assert [item.documents for item in items] == bins, "one item for each bin, in their order: every rank meets its reduction"
     assert sum(item.num_rows for item in items) == sum(counts)

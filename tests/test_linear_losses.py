@@ -26,7 +26,7 @@ from loss_backends import rotated
 
 from megatron_rl import loss_hub
 from megatron_rl.loss_hub import LossValue, get_policy_loss, register_policy_loss
-from megatron_rl.losses import linear, linear_gspo_loss, linear_policy_loss
+from megatron_rl.losses import linear_gspo_loss, linear_policy_loss
 from megatron_rl.losses.linear import read_together
 from megatron_rl.ops import log_probs_torch
 from megatron_rl.ops.linear_head import linear_log_probs
@@ -72,20 +72,6 @@ def options_of(name: str, case: HeadBatch) -> dict:
     if terms == "importance weights":
         options = {"importance_weights": options["importance_weights"], "metrics": "basic"}
     return {"on_policy": on_policy, "temperature": 0.7, **options}
-
-
-@pytest.fixture
-def schedules(monkeypatch):
-    """The items of each schedule that is run with a gradient."""
-    seen_items = []
-    original = linear.run_with_gradient
-
-    def recording(head, items, coefficients, gradient):
-        seen_items.append(items)
-        return original(head, items, coefficients, gradient)
-
-    monkeypatch.setattr(linear, "run_with_gradient", recording)
-    return seen_items
 
 
 # Each chunk size with half of the rows masked, and each other mask with a chunk size of its own.

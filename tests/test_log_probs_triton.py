@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -104,11 +105,8 @@ def recorded_accesses() -> Iterator[Accesses]:
         accesses.note(accesses.stores, pointers, mask)
         return store(pointers, value, mask, *others)
 
-    builder.create_masked_load, builder.create_masked_store = noted_load, noted_store
-    try:
+    with mock.patch.multiple(builder, create_masked_load=noted_load, create_masked_store=noted_store):
         yield accesses
-    finally:
-        del builder.create_masked_load, builder.create_masked_store
 
 
 def in_guarded_memory(rows: torch.Tensor, stride: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,10 +200,9 @@ def test_every_part_of_a_row_is_read_and_written_once(width, stride, offset, spl
     inside.as_strided(rows.shape, rows.stride(), offset)[:] = True
     assert memory.cpu()[~inside].isnan().all()
     if IS_INTERPRETED:
-        once = inside.clone()
-        once.as_strided(rows.shape, rows.stride(), offset)[:, real:] = False
+        once = inside.long()
+        once.as_strided(rows.shape, rows.stride(), offset)[:, real:] = 0
         # The label's logit is read a second time.
-        once = once.long()
         once.as_strided(rows.shape, rows.stride(), offset)[torch.arange(2), labels] += 1
         assert torch.equal(counts(reading.loads, memory), once)
         assert torch.equal(counts(writing.stores, memory), inside.long())
@@ -242,31 +239,28 @@ def test_rows_without_a_gradient_are_never_read():
     torch.testing.assert_close(out[needed].double(), gradient, **TOLERANCE)
 
 
-def join_shards(case, num_shards: int, with_entropy: bool = True, splits: int | None = None):
-    """What `num_shards` ranks compute and exchange, one after the other in this process: (results of the ranks, gradients)."""
+def join_shards(case, num_shards: int):
+    """What `num_shards` ranks compute and exchange, one after the other in this process: (results of the ranks, gradient)."""
     device = KERNEL_DEVICE
     pieces = [piece.contiguous().to(device) for piece in case.logits.chunk(num_shards, 1)]
     ranks = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: num_shards) for rank in range(num_shards)]
     shards = [vocab_shard(pieces[0].shape[1], case.temperature, case.vocab_size, rank) for rank in ranks]
     labels, mask = case.labels.to(device), case.mask.to(device)
-    forward = {"configuration": StatisticsConfiguration(4, 1, 1, splits)}
+    forward = {"configuration": StatisticsConfiguration(4, 1, 1, None), "with_entropy": True}
     gathered = torch.stack(
-        [
-            row_statistics_triton(piece, labels, mask, shard, with_entropy=with_entropy, **forward)
-            for piece, shard in zip(pieces, shards, strict=True)
-        ]
+        [row_statistics_triton(piece, labels, mask, shard, **forward) for piece, shard in zip(pieces, shards, strict=True)]
     )
     results = [RowResult(*merge_shards_triton(gathered, mask, shard)) for shard in shards]
     c, e = (values.float().to(device) for values in coefficients(case))
     gradients = [
         logits_gradient_triton(
-            *(piece, labels, mask, result.maximum, result.total, result.entropy, c, e if with_entropy else None, shard),
+            *(piece, labels, mask, result.maximum, result.total, result.entropy, c, e, shard),
             out=gradient_like(piece),
-            configuration=GradientConfiguration(32, 1, splits),
+            configuration=GradientConfiguration(32, 1, None),
         )
         for piece, result, shard in zip(pieces, results, shards, strict=True)
     ]
-    return gathered, results, torch.cat(gradients, 1)
+    return results, torch.cat(gradients, 1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -274,13 +268,9 @@ def test_two_shards_in_one_process_have_the_float64_result(name):
     """FB-36, FB-37, FB-38, FB-39, FB-56: every row of the table of test_log_probs.py, joined without ranks, on a GPU too."""
     case = CASES[name]
     log_probs, entropy, gradient, _ = expected(case)
-    _, (first, second), joined = join_shards(case, 2)
-    for ours, theirs in zip(
-        (first.maximum, first.total, first.log_probs, first.entropy),
-        (second.maximum, second.total, second.log_probs, second.entropy),
-        strict=True,
-    ):
-        assert torch.equal(ours, theirs), "FB-83: ranks agree bit for bit"
+    (first, second), joined = join_shards(case, 2)
+    for name in ("maximum", "total", "log_probs", "entropy"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), "FB-83: ranks agree bit for bit"
     torch.testing.assert_close(first.log_probs.cpu().double(), log_probs, **TOLERANCE)
     torch.testing.assert_close(first.entropy.cpu().double(), entropy, **TOLERANCE)
     torch.testing.assert_close(joined.cpu().double(), gradient, **TOLERANCE)
@@ -458,15 +448,15 @@ def test_wrapped_memory_that_begins_at_any_address_is_read_right():
 
 
 @pytest.mark.parametrize(
-    ("stride", "offset", "shape"),
-    [(96, 0, "contiguous"), (104, 16, "contiguous"), (97, 0, "rows 1 apart"), (100, 3, "rows 4 apart, shifted")],
+    ("stride", "offset", "expected_stride"),
+    [(96, 0, 96), (104, 16, 96), (97, 0, 97), (100, 3, 100)],
+    ids=["contiguous", "aligned rows", "rows 1 apart", "rows 4 apart, shifted"],
 )
-def test_a_gradient_has_the_logits_aligned_columns(stride, offset, shape):
+def test_a_gradient_has_the_logits_aligned_columns(stride, offset, expected_stride):
     rows = torch.empty(offset + 5 * stride, dtype=torch.bfloat16).as_strided((5, 96), (stride, 1), offset)
     gradient = gradient_like(rows)
     assert flat_rows(gradient).is_aligned_with(flat_rows(rows))
     assert gradient.shape == rows.shape and gradient.dtype == rows.dtype
-    expected_stride = {"contiguous": 96, "rows 1 apart": 97, "rows 4 apart, shifted": 100}[shape]
     assert gradient.stride() == (expected_stride, 1) and gradient.storage_offset() == offset % 8
 
 
@@ -499,13 +489,9 @@ def test_auto_is_triton_for_cuda_logits_of_at_most_32_bits(monkeypatch):
     assert resolve_backend("auto", torch.zeros(1)) == Backend.TORCH
     assert row_kernels(Backend.TRITON).forward is row_results_triton
     monkeypatch.setitem(sys.modules, "triton", None)
-    backends.why_triton_is_missing.cache_clear()
-    try:
-        for backend in ("auto", "triton"):
-            with pytest.raises(
-                ConfigError, match=f"backend='{backend}' on cuda:0 needs Triton.*install the Triton.*backend='torch'"
-            ):
-                resolve_backend(backend, on_cuda[torch.bfloat16])
-        assert not backends.is_interpreted()
-    finally:
-        backends.why_triton_is_missing.cache_clear()
+    asked_anew = backends.why_triton_is_missing.__wrapped__
+    monkeypatch.setattr(backends, "why_triton_is_missing", asked_anew)
+    for backend in ("auto", "triton"):
+        with pytest.raises(ConfigError, match=f"backend='{backend}' on cuda:0 needs Triton.*install the Triton.*backend='torch'"):
+            resolve_backend(backend, on_cuda[torch.bfloat16])
+    assert not backends.is_interpreted()

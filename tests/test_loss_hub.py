@@ -83,10 +83,6 @@ def values(log_ratio, advantages):
     return -advantages * log_ratio
 
 
-def clipped_values(log_ratio, advantages, *, clip_ratio_low, clip_ratio_high):
-    return -advantages * log_ratio
-
-
 def test_the_registries_start_with_the_built_in_names():
     assert loss_aggregation_names() == tuple(LossAggregation)
     assert {name: (get_policy_loss(name).level, get_policy_loss(name).clip_ratios) for name in policy_loss_names()} == BUILT_IN
@@ -146,7 +142,8 @@ REFUSED = [  # (message, call)
     ("declares a name twice among log_ratio, advantages", add_loss("x", parameters=(Parameter("log_ratio", 1.0, "a taken name"),))),
     (r"cap=3.0 must be a finite number in \[-inf, 2\]", lambda: Parameter("cap", 3.0, "a cap", maximum=2.0)),
     ("must be a Python identifier", lambda: Parameter("a cap", 3.0, "a cap")),
-    ("clip_ratio_high=-1.0", add_loss("x", clip_ratios=(0.2, -1.0), function=clipped_values)),
+    ("'clip_ratio_low' is a setting already", lambda: Parameter("clip_ratio_low", default=0.2, help="")),
+    ("clip_ratio_high=-1.0", add_loss("x", clip_ratios=(0.2, -1.0), function=get_policy_loss("grpo").function)),
     ("must be a non-empty string", add_loss("")),
     ("must be a non-empty string", lambda: register_loss_aggregation(3)(root_mean)),
     ("already registered by megatron_rl.losses.grpo", add_loss("grpo")),

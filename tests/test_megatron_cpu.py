@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import run_in_children
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.megatron import cpu
 from megatron_rl.megatron.model import gpt_layer_spec, transformer_engine_problem
 from megatron_rl.testing.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
 IMPOSTOR = "raise RuntimeError('transformer-engine: found no package for this framework')"
-
-
-def run_python(program, *, path=()):
-    """The program's standard output, from a process of its own without CUDA."""
-    search_path = os.pathsep.join(str(x) for x in (*path, ROOT, *filter(None, [os.environ.get("PYTHONPATH")])))
-    environment = {**os.environ, "PYTHONPATH": search_path, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout
 
 
 def fake_transformer_engine(folder, source):
@@ -44,20 +32,23 @@ def patched_places():
     return of_cuda + of_torch
 
 
+IMPORTS = """
+before = torch.zeros, torch.cuda.current_device, torch.Tensor.type
+import megatron_rl.megatron.cpu as cpu, megatron_rl.megatron.model, megatron_rl.testing.ranks, sys
+assert before == (torch.zeros, torch.cuda.current_device, torch.Tensor.type)
+print(cpu.cpu_support_is_installed(), any(name.startswith("megatron.") for name in sys.modules))
+cpu.install_cpu_support()
+import megatron.core.models.gpt
+print("survived")
+"""
+
+
 @pytest.mark.megatron
 def test_nothing_is_replaced_by_an_import_and_a_broken_transformer_engine_does_not_stop_megatron(tmp_path):
     """Catches support that acts at import. FB-79: Megatron-Core survives ImportError alone."""
-    program = """
-        import torch
-        before = torch.zeros, torch.cuda.current_device, torch.Tensor.type
-        import megatron_rl.megatron.cpu as cpu, megatron_rl.megatron.model, megatron_rl.testing.ranks, sys
-        assert before == (torch.zeros, torch.cuda.current_device, torch.Tensor.type)
-        print(cpu.cpu_support_is_installed(), any(name.startswith("megatron.") for name in sys.modules))
-        cpu.install_cpu_support()
-        import megatron.core.models.gpt
-        print("survived")
-    """
-    assert run_python(program, path=[fake_transformer_engine(tmp_path, IMPOSTOR)]) == "False False\nsurvived\n"
+    path = [str(fake_transformer_engine(tmp_path, IMPOSTOR)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    printed = run_in_children(IMPORTS, PYTHONPATH=os.pathsep.join(path), CUDA_VISIBLE_DEVICES="")
+    assert printed == "False False\nsurvived\n"
 
 
 @pytest.mark.megatron

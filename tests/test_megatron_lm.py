@@ -25,16 +25,11 @@ def add_inference_args(parser):
     return parser
 
 
-def test_flags_of_both_providers_are_read():
-    parser = compose_extra_args_provider(add_inference_args)(ArgumentParser())
+def test_flags_of_both_providers_are_read_and_ours_are_there_once():
+    """argparse raises on a second flag of the same name; a script may compose what is composed already."""
+    parser = compose_extra_args_provider(compose_extra_args_provider(add_inference_args))(ArgumentParser())
     args = parser.parse_args(["--inference-max-requests", "3", "--loss-aggregation", "token_mean"])
     assert (args.inference_max_requests, args.loss_aggregation, args.policy_loss) == (3, "token_mean", None)
-
-
-def test_without_a_provider_and_composed_twice_our_flags_are_there_once():
-    """argparse raises on a second flag of the same name; a script may compose what is composed already."""
-    provider = compose_extra_args_provider(compose_extra_args_provider())
-    assert provider(ArgumentParser()).parse_args([]).loss_aggregation is None
 
 
 def test_a_provider_that_forgets_its_return_is_named():
@@ -44,18 +39,6 @@ def test_a_provider_that_forgets_its_return_is_named():
             parser.add_argument("--x")
 
         compose_extra_args_provider(forgetful)(ArgumentParser())
-
-
-def parse(provider, args_defaults, line):
-    """What Megatron-LM does with them; its own flags are here too."""
-    parser = ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--calculate-per-token-loss", action="store_true")
-    parser.add_argument("--tokenizer-type", default=None)
-    args = provider(parser).parse_args(line)
-    for name, value in args_defaults.items():
-        if vars(args)[name] is None:
-            setattr(args, name, value)
-    return args
 
 
 # pretrain by version of Megatron-LM. It is called by these names.
@@ -80,7 +63,13 @@ def megatron(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def parse_and_validate_args(extra_args_provider=None, ignore_unknown_args=False, args_defaults=None):
-        args = parse(extra_args_provider, args_defaults or {}, line)
+        parser = ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--calculate-per-token-loss", action="store_true")  # two flags of its own
+        parser.add_argument("--tokenizer-type", default=None)
+        args = extra_args_provider(parser).parse_args(line)
+        for name, value in (args_defaults or {}).items():
+            if vars(args)[name] is None:
+                setattr(args, name, value)
         global_vars.get_args = lambda: args
         return args
 

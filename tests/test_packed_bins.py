@@ -77,13 +77,14 @@ def pack(samples, rows, prompts, length=LENGTH) -> PackedBin:
 
 
 def run_schedule(trainer, forward_step, bins):
-    """What a training loop does between two optimiser steps; the iterator hands out indices, as train_rl.py's does."""
+    """(gradients, the schedule's reports) of what a training loop does between two optimiser steps; the iterator hands out indices,
+    as train_rl.py's does."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.rerun_state_machine import RerunDataIterator
 
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
-    get_forward_backward_func()(
+    reports = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=RerunDataIterator(iter(range(len(bins)))),
         model=trainer.model,
@@ -92,7 +93,7 @@ def run_schedule(trainer, forward_step, bins):
         micro_batch_size=1,
         forward_only=False,
     )
-    return gradients_of(trainer)
+    return gradients_of(trainer), reports
 
 
 def forward_step_of(bins, prompts, config, num_microbatches=None):
@@ -113,7 +114,7 @@ def gradients_on_rank(rank, config, fillings, settings, masked_row=None):
     for filling in fillings:
         prompts = [sample.prompt_id for sample in samples]
         bins = [pack(samples, rows, prompts) for rows in filling][dp.rank() :: dp.size()]
-        answers.append(run_schedule(trainer, forward_step_of(bins, prompts, config), bins))
+        answers.append(run_schedule(trainer, forward_step_of(bins, prompts, config), bins)[0])
     return answers
 
 
@@ -204,8 +205,6 @@ def test_temperature_is_applied_and_ratio_is_1_at_step_0(pool):
 
 def metrics_on_rank(rank, config, filling):
     """(all metrics of a step, what train_step would log of it, or None before the last stage)."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     trainer = tiny_trainer(config, clip_grad=NO_CLIPPING, lr=NO_MOVE, packed=True)
     samples = [row[0] for row in with_shifted_old_log_probs(trainer, [[sample] for sample in ragged_step()])]
     prompts = [sample.prompt_id for sample in samples]
@@ -214,15 +213,7 @@ def metrics_on_rank(rank, config, filling):
     bins = [pack(samples, rows, prompts) for rows in mine]
     bins = [replace(packed, rollout_log_probs=packed.old_log_probs - 0.1) for packed in bins]
     forward_step = forward_step_of(bins, prompts, config)
-    reports = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(range(len(bins))),
-        model=trainer.model,
-        num_microbatches=len(bins),
-        seq_length=LENGTH,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    _, reports = run_schedule(trainer, forward_step, bins)
     return forward_step.metrics(), as_train_step_logs(reports, trainer.groups)
 
 
@@ -261,7 +252,7 @@ def corrected_on_rank(rank, config, bound):
     by_hand = [pack(scaled, rows, prompts) for rows in FILLINGS[1]]
     without = replace(config, importance_correction="none", importance_correction_high=None)
     return [
-        run_schedule(trainer, forward_step_of(some, prompts, settings), some)
+        run_schedule(trainer, forward_step_of(some, prompts, settings), some)[0]
         for some, settings in ((bins, config), (by_hand, without))
     ]
 
@@ -303,32 +294,26 @@ def test_a_bin_comes_apart_into_its_samples():
     assert len(samples_of_bin(plain_bin(seq_starts=[0, 3, 5]), PROMPTS)) == 2
 
 
+# What is changed in the bin, or in the prompts of rows, and what is said.
 BAD = [
-    ({}, ["x"] * 4, "row 4 has no entry in prompt_of_row, which holds 4"),
-    ({}, ["x", "x", "q", "x", None, None], "row 4 has 2 unmasked tokens and no prompt"),
-    ({"seq_lengths": [3, 1, 0]}, PROMPTS, "row 2 has 1 tokens from position 3"),
-    ({"seq_starts": [0, 6, 7]}, PROMPTS, "row 2 has 2 tokens from position 6 of a bin of 7"),
-    ({"seq_lengths": [3, 2]}, PROMPTS, "a bin of 3 seq_indices has {'seq_lengths': 2, 'seq_starts': 4}"),
-    ({"advantages": torch.zeros(2)}, PROMPTS, "'advantages': 2"),
-    (
-        {"loss_mask": torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0])},
-        PROMPTS,
-        "loss_mask has 7 entries for a bin of 7 tokens: it is",
-    ),
-    (
-        {"loss_mask": torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0])},
-        PROMPTS,
-        "1 unmasked positions of a bin predict no token of their",
-    ),
-    ({"old_log_probs": torch.zeros(7)}, PROMPTS, "old_log_probs has 7 entries"),
+    ({"prompts": ["x"] * 4}, "row 4 has no entry in prompt_of_row, which holds 4"),
+    ({"prompts": ["x", "x", "q", "x", None, None]}, "row 4 has 2 unmasked tokens and no prompt"),
+    ({"seq_lengths": [3, 1, 0]}, "row 2 has 1 tokens from position 3"),
+    ({"seq_starts": [0, 6, 7]}, "row 2 has 2 tokens from position 6 of a bin of 7"),
+    ({"seq_lengths": [3, 2]}, "a bin of 3 seq_indices has {'seq_lengths': 2, 'seq_starts': 4}"),
+    ({"advantages": torch.zeros(2)}, "'advantages': 2"),
+    ({"loss_mask": torch.tensor([0.0, 1, 1, 0, 1, 0, 0])}, "loss_mask has 7 entries for a bin of 7 tokens: it is"),
+    ({"loss_mask": torch.tensor([1.0, 1, 1, 1, 0, 0])}, "1 unmasked positions of a bin predict no token of their"),
+    ({"old_log_probs": torch.zeros(7)}, "old_log_probs has 7 entries"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "prompts", "message"), BAD)
-def test_a_bin_that_does_not_fit_together_is_refused(changes, prompts, message):
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_a_bin_that_does_not_fit_together_is_refused(changes, message):
     """FB-64: boundaries off by one or two train the next sequence's prompt."""
+    of_bin = {name: value for name, value in changes.items() if name != "prompts"}
     with pytest.raises(DataError) as error:
-        samples_of_bin(plain_bin(**changes), prompts)
+        samples_of_bin(plain_bin(**of_bin), changes.get("prompts", PROMPTS))
     assert message in str(error.value)
 
 

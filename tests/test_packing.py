@@ -81,11 +81,6 @@ def test_wrong_bounds_are_refused_with_a_message(cu_seqlens, message):
         check_cu_seqlens(cu_seqlens, 8)
 
 
-@pytest.mark.parametrize("last", [0, 7, 8])
-def test_bounds_that_end_at_or_before_the_last_token_are_fine(last):
-    check_cu_seqlens(torch.tensor([0, last], dtype=torch.int32), 8)
-
-
 def test_spread_gives_each_token_its_documents_value_and_padding_zero():
     documents = torch.tensor([0, 0, 2, 3, 3])
     assert spread(torch.tensor([1.5, 7.0, float("nan")]), documents).tolist()[:2] == [1.5, 1.5]

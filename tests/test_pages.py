@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import field_bugs
 import pages
 import pytest
+from markdown_pages import text_of
 from pages import BLOCKS, ROOT, WHOLE_PAGES, renewed
 from test_validation import only_built_in_names  # noqa: F401  (what other tests register would be in messages)
 
 WRITE = "write it anew: python tests/pages.py"
-
-
-def text_of(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", WHOLE_PAGES)
@@ -41,14 +37,10 @@ def test_a_block_shows_what_its_command_prints(page, begins, tmp_path, monkeypat
     assert text_of(page) == renewed(page, text_of(page), only=begins), f"{WRITE} {page}"
 
 
-def markdown_files() -> list[Path]:
-    return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-
-
 def test_every_block_has_one_producer_and_every_producer_a_block():
     """Catches an output that nothing would renew, and an entry that outlived its block."""
     found = {page: [command for command, _ in pages.blocks(text_of(page))] for page in BLOCKS}
-    for path in markdown_files():
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         page = path.relative_to(ROOT).as_posix()
         for command, _ in pages.blocks(text_of(page)):
             assert len(pages.beginnings(page, command)) == 1, f"{page}: {command}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -29,19 +31,15 @@ def doubles(rows) -> torch.Tensor:
 def statistics(trained, sampled=None, *, masks=None, staleness=None, policy=None) -> PolicyStatistics:
     """Of samples given as lists of the trainer's (old) and the sampler's log-probabilities; `policy`: the current ones."""
     masks = [[1] * len(row) for row in trained] if masks is None else masks
-    flat = [x for row in trained for x in row]
     mask = torch.tensor([bit for row in masks for bit in row], dtype=torch.bool)
-    bounds = [0]
-    for row in trained:
-        bounds.append(bounds[-1] + len(row))
     values = rollout_statistics(
-        log_probs=doubles([flat] if policy is None else policy),
-        old_log_probs=doubles([flat]),
+        log_probs=doubles(trained if policy is None else policy),
+        old_log_probs=doubles(trained),
         rollout_log_probs=None if sampled is None else doubles(sampled),
         staleness=None if staleness is None else torch.tensor(staleness, dtype=torch.int64),
         counts_phantoms=policy is not None,
         loss_mask=mask,
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(map(len, trained))], dtype=torch.int32),
         token_counts=torch.tensor([sum(row) for row in masks], dtype=torch.int64),
     )
     return PolicyStatistics(LOSS_STATISTICS.values, has_entropy=False, rollout=values)
@@ -128,19 +126,10 @@ def step_on_rank(rank, config, facts, old):
     samples = with_rollout(ragged_step()) if facts else ragged_step()
     if old:
         samples = [replace(sample, old_log_probs=[0.0] * len(sample.loss_mask)) for sample in samples]
-    calls, original = [], forward_step_module.rollout_statistics
-
-    def counting(**keywords):
-        calls.append(keywords["log_probs"] is not None)
-        return original(**keywords)
-
-    forward_step_module.rollout_statistics = counting
-    try:
-        with counted_collectives() as collectives:
-            metrics = trainer.step([samples[:2], samples[2:]], policy_version=6, counts_phantoms=old)
-    finally:
-        forward_step_module.rollout_statistics = original
-    return {name: metrics[name] for name in NAMES & metrics.keys()}, calls, len(collectives)
+    spied = mock.patch.object(forward_step_module, "rollout_statistics", wraps=rollout_statistics)
+    with spied as computed, counted_collectives() as collectives:
+        metrics = trainer.step([samples[:2], samples[2:]], policy_version=6, counts_phantoms=old)
+    return {name: metrics[name] for name in NAMES & metrics.keys()}, computed.call_count, len(collectives)
 
 
 @pytest.mark.megatron
@@ -150,8 +139,8 @@ def test_nothing_is_computed_that_was_not_given_or_not_asked_for(pool):
     collectives = []
     for metrics, facts, expected in cases:
         answers = pool.run(step_on_rank, PolicyLossConfig(policy_metrics=metrics), facts, False, world_size=2)
-        for found_metrics, calls, _ in answers:
-            assert len(calls) == expected and bool(found_metrics) == bool(expected)
+        for found_metrics, num_calls, _ in answers:
+            assert num_calls == expected and bool(found_metrics) == bool(expected)
         collectives.append(answers[0][2])
     nothing, nothing_of_facts, basic, basic_of_facts = collectives
     assert nothing == nothing_of_facts and basic == basic_of_facts == nothing + 1
@@ -161,9 +150,9 @@ def test_nothing_is_computed_that_was_not_given_or_not_asked_for(pool):
 @pytest.mark.parametrize("old", [False, True], ids=["on-policy", "old log-probs"])
 def test_the_fused_head_gives_the_same_rollout_metrics(pool, old):
     """It keeps log-probabilities where a statistic looks at them: on-policy the comparison does, with old ones the phantoms."""
-    plain, calls, _ = pool.run(step_on_rank, PolicyLossConfig(), True, old, world_size=1)[0]
+    plain, num_calls, _ = pool.run(step_on_rank, PolicyLossConfig(), True, old, world_size=1)[0]
     fused, _, _ = pool.run(step_on_rank, PolicyLossConfig(fused_lm_head_loss=True), True, old, world_size=1)[0]
-    assert fused == pytest.approx(plain, rel=1e-5) and len(calls) == 2
+    assert fused == pytest.approx(plain, rel=1e-5) and num_calls == 2
     # Versions 0 to 5 at version 6; every unmasked token's old log-probability is a placeholder of 0, if there is one.
     assert plain["policy/staleness"] == 3.5 and plain["policy/max_staleness"] == 6
     unmasked = sum(sum(sample.loss_mask) for sample in ragged_step())

@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tomllib
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -29,24 +30,28 @@ spec.loader.exec_module(make_venv)
 
 
 @pytest.fixture
-def described(monkeypatch) -> dict:
-    """The keywords that setup.py hands to setuptools."""
+def described_for(monkeypatch):
+    """The keywords that setup.py hands to setuptools, for a REPOSITORY_URL."""
     setuptools = pytest.importorskip("setuptools")
-    captured = {}
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(setuptools, "setup", captured.update)
-    runpy.run_path("setup.py")
-    return captured
 
-
-def test_an_index_gets_absolute_addresses_and_a_checkout_relative_ones(monkeypatch):
-    setuptools = pytest.importorskip("setuptools")
-    found = {}
-    for url in ("https://example.org/rl/", ""):
+    def keywords(url: str) -> dict:
+        captured = {}
+        monkeypatch.chdir(ROOT)
         monkeypatch.setenv("REPOSITORY_URL", url)
-        monkeypatch.setattr(setuptools, "setup", lambda url=url, **options: found.update({url: options}))
-        runpy.run_path(str(ROOT / "setup.py"))
-    on_index, in_checkout = found.values()
+        monkeypatch.setattr(setuptools, "setup", captured.update)
+        runpy.run_path("setup.py")
+        return captured
+
+    return keywords
+
+
+@pytest.fixture
+def described(described_for) -> dict:
+    return described_for("")
+
+
+def test_an_index_gets_absolute_addresses_and_a_checkout_relative_ones(described_for):
+    on_index, in_checkout = described_for("https://example.org/rl/"), described_for("")
     assert in_checkout["long_description"] == (ROOT / "README.md").read_text() and not in_checkout["project_urls"]
     assert "](https://example.org/rl/blob/main/docs/aggregation.md#what" in on_index["long_description"]
     assert "](https://example.org/rl/raw/main/docs/images/" in on_index["long_description"]
@@ -57,17 +62,7 @@ def test_an_index_gets_absolute_addresses_and_a_checkout_relative_ones(monkeypat
 
 def test_torch_and_packaging_are_all_that_the_package_requires(described):
     assert described["install_requires"] == ["torch", "packaging"]
-    assert set(described["extras_require"]) == {
-        "megatron",
-        "triton",
-        "interpreter",
-        "train",
-        "doctor",
-        "hf",
-        "bench",
-        "docs",
-        "dev",
-    }
+    assert set(described["extras_require"]) == set("megatron triton interpreter train doctor hf bench docs dev".split())
 
 
 def test_one_version_stands_in_every_place(described):
@@ -92,14 +87,6 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(described):
     assert "megatron_rl.layout" in described["packages"]
 
 
-def test_what_is_installed_carries_the_mark_of_a_typed_package(tmp_path):
-    """Without py.typed beside it (PEP 561) a user's type checker takes every name of the package for Any."""
-    build = ["setup.py", "-q", "build", "--build-base", tmp_path / "base", "--build-lib", tmp_path / "lib"]
-    subprocess.run([sys.executable, *build], check=True, cwd=ROOT, capture_output=True)
-    built = {str(path.relative_to(tmp_path / "lib")) for path in (tmp_path / "lib").rglob("*") if path.is_file()}
-    assert {"megatron_rl/py.typed", "megatron_rl/layout/groups.py", "pytest_megatron_rl.py"} <= built
-
-
 def test_the_source_distribution_can_run_its_tests(tmp_path):
     """Catches tests without the helpers that they import, and pages that a test compares with."""
     egg = ["egg_info", "--egg-base", tmp_path]
@@ -112,43 +99,33 @@ def test_the_source_distribution_can_run_its_tests(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory) -> Path:
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = ["egg_info", "--egg-base", folder, "build", "--build-base", folder / "base", "bdist_wheel", "-d", folder]
+    subprocess.run([sys.executable, "setup.py", "-q", *command], check=True, cwd=ROOT, capture_output=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_what_is_installed_carries_the_mark_of_a_typed_package(wheel):
+    """Without py.typed beside it (PEP 561) a user's type checker takes every name of the package for Any."""
+    with zipfile.ZipFile(wheel) as archive:
+        assert {"megatron_rl/py.typed", "megatron_rl/layout/groups.py", "pytest_megatron_rl.py"} <= set(archive.namelist())
+
+
+@pytest.fixture(scope="module")
+def clean(wheel, tmp_path_factory) -> Path:
     """The folder of the programs of an environment that has the built wheel, and torch and the rest from here."""
     folder = tmp_path_factory.mktemp("clean")
-    build = [
-        "setup.py",
-        "-q",
-        "egg_info",
-        "--egg-base",
-        folder,
-        "build",
-        "--build-base",
-        folder / "base",
-        "bdist_wheel",
-        "-d",
-        folder,
-    ]
-    subprocess.run([sys.executable, *build], check=True, cwd=ROOT, capture_output=True)
     venv.create(folder / "env", symlinks=True)
     [site] = (folder / "env" / "lib").glob("python*/site-packages")
     # A line of a .pth file adds a folder and reads no .pth file in it: so the checkout, which .venv has as editable, is not seen.
     (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")), encoding="utf-8")
-    install = [
-        "-m",
-        "pip",
-        "--python",
-        folder / "env" / "bin" / "python",
-        "install",
-        "-q",
-        "--no-index",
-        "--no-deps",
-        "--ignore-installed",
-    ]
-    subprocess.run([sys.executable, *install, next(folder.glob("*.whl"))], check=True, capture_output=True)
+    command = ["-m", "pip", "--python", folder / "env" / "bin" / "python", "install"]
+    options = "-q --no-index --no-deps --ignore-installed".split()
+    subprocess.run([sys.executable, *command, *options, wheel], check=True, capture_output=True)
     return folder / "env" / "bin"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -218,11 +195,6 @@ def test_pyproject_holds_settings_of_tools_only():
 # .ci/make_venv.py
 
 
-@pytest.fixture
-def caller_has_torch(monkeypatch):
-    monkeypatch.setattr(make_venv, "caller_torch", lambda: "1.2.3")
-
-
 def test_a_venv_that_somebody_else_made_is_never_deleted(tmp_path):
     (tmp_path / "precious").write_text("mine", encoding="utf-8")
     with pytest.raises(SystemExit, match="was not made by this script and stays as it is: move it away, or call with"):
@@ -231,10 +203,11 @@ def test_a_venv_that_somebody_else_made_is_never_deleted(tmp_path):
 
 
 @pytest.fixture
-def recorded_setup(monkeypatch, tmp_path, caller_has_torch):
+def recorded_setup(monkeypatch, tmp_path):
     """`main` on a folder of its own, with pip and venv replaced by a list of what was done."""
     done = []
     facts = {"pins": {"torch": "1.2.3"}, "has_accelerator": False, "has_triton": False, "folder": "/somewhere/torch"}
+    monkeypatch.setattr(make_venv, "caller_torch", lambda: "1.2.3")
     monkeypatch.setattr(make_venv, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(make_venv.venv, "EnvBuilder", lambda **options: type("Builder", (), {"create": done.append}))
     monkeypatch.setattr(make_venv, "share_packages", lambda folder: None)

@@ -423,10 +423,6 @@ def numbered_batches(sizes_of_rollouts: list[list[int]]) -> list[RolloutBatch]:
     return [make_batch(index, [[1] * size for size in sizes]) for index, sizes in enumerate(sizes_of_rollouts)]
 
 
-def places(parts) -> list[tuple[int, int]]:
-    return [sample.place for part in parts for sample in part]
-
-
 def test_prompt_groups_stay_whole_and_their_names_apart():
     """One prompt asked in two rollouts is two groups. A micro-batch of unset size is a group; no rollout's end cuts one."""
     first, second = (list(stream_of_rank(numbered_batches([[2, 2], [2]]), Deal(2, 3), Done(), rank)) for rank in (0, 1))
@@ -453,7 +449,8 @@ def test_any_chain_of_layouts_trains_on_every_document_once(sizes, deals, data):
         assert len({name for names in groups for name in names}) == sum(len(set(names)) for names in groups)
         is_last = leg == len(deals) - 1
         positions = [len(stream) if is_last else data.draw(st.integers(0, len(stream))) for stream in streams]
-        found += [place for stream, end in zip(streams, positions, strict=True) for place in places(stream[:end])]
+        taken = (part for stream, end in zip(streams, positions, strict=True) for part in stream[:end])
+        found += [sample.place for part in taken for sample in part]
         done = Done.from_lists(json.loads(json.dumps(done_after(batches, deal, done, positions).as_lists())))
         assert sorted(found) == [place for place in everything if place[0] < done.num_rollouts or place in done.samples]
     assert sorted(found) == everything

@@ -6,11 +6,9 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
+from helpers import run_in_children
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
@@ -289,5 +287,4 @@ def test_options_and_writers_load_no_megatron_and_no_drawing_library():
     """Catches seconds of imports before a misspelt flag is reported, and in every rank."""
     modules = ", ".join(f"megatron_rl.training.{name}" for name in ("options", "plots", "progress", "writers"))
     script = f"import sys; import {modules}; print({{'megatron', 'matplotlib', 'rich', 'tensorboard'}} & set(sys.modules))"
-    finished = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert finished.stdout.strip() == "set()"
+    assert run_in_children(script) == "set()\n"

@@ -14,7 +14,6 @@ from trainer_cases import run_loop
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
-from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.options import add_train_args
 from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
@@ -40,6 +39,15 @@ HEALTHY = {
 def names(config, step, **changes) -> list[str]:
     row = HEALTHY | {name if name in HEALTHY else f"policy/{name}": value for name, value in changes.items()}
     return [finding.name for finding in watch(config, WatchdogState(), step, row)[0]]
+
+
+def watched(config, rows, state: WatchdogState | None = None, first: int = 2) -> tuple[list, WatchdogState]:
+    """(step, finding) of all that is told while the rows come, one a step from step `first` on, and the last state."""
+    told, state = [], WatchdogState() if state is None else state
+    for step, row in enumerate(rows, first):
+        found, state = watch(config, state, step, row)
+        told += [(step, finding) for finding in found]
+    return told, state
 
 
 FIRST_STEP = [
@@ -115,11 +123,9 @@ def test_a_correction_that_changes_nothing_is_told_once_after_twenty_steps():
     """FB-120: what is called the sampler's log-probabilities is a copy of the trainer's. One other step begins again."""
     still = {"correction_kept_tokens": 1.0, "correction_effective_sample_size": 1.0, "correction_weight": 1.0}
     row = HEALTHY | {f"policy/{name}": value for name, value in still.items()}
-    moved, state, told = row | {"policy/correction_effective_sample_size": 0.999}, WatchdogState(), []
-    for step, metrics in enumerate([row] * 19 + [moved] + [row] * 25, 2):
-        found, state = watch(GRPO, state, step, metrics)
-        told += [(step, finding.name, finding.can_raise) for finding in found]
-    assert told == [(2 + 19 + 20, "idle_correction", False)]
+    moved = row | {"policy/correction_effective_sample_size": 0.999}
+    [(step, finding)], _ = watched(GRPO, [row] * 19 + [moved] + [row] * 25)
+    assert (step, finding.name, finding.can_raise) == (2 + 19 + 20, "idle_correction", False)
 
 
 SILENT = HEALTHY | {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}
@@ -138,22 +144,17 @@ def test_a_run_without_a_signal_is_told_once_after_twenty_steps(before, reward, 
     rows = [HEALTHY | {"rollout/reward": value} for value in before]
     silent = SILENT | {"rollout/reward": reward}
     rows += [silent] * 19 + [HEALTHY | {"rollout/reward": reward}] + [silent] * 25
-    state, told = WatchdogState(), []
-    for step, row in enumerate(rows, 2):
-        found, state = watch(GRPO, state, step, row)
-        told += [(step, finding.name, said is not None and said in finding.line) for finding in found]
-    assert told == ([] if said is None else [(2 + len(before) + 19 + 20, "no_signal", True)])
+    told, _ = watched(GRPO, rows)
+    assert [(step, finding.name) for step, finding in told] == [(2 + len(before) + 19 + 20, "no_signal")] * (said is not None)
+    assert all(said in finding.line for _, finding in told)
 
 
 def test_a_gradient_that_stays_0_beside_advantages_is_told_once():
     """Where every token is clipped, all metrics but the norm look alive."""
     still = HEALTHY | {"grad_norm": 0.0, "policy/max_advantage": 1.0, "policy/min_advantage": -1.0}
     rows = [still] * 4 + [still | {"grad_norm": 1e-3}] + [still] * 6 + [SILENT | {"grad_norm": 0.0}] * 6
-    state, told = WatchdogState(), []
-    for step, row in enumerate(rows, 2):
-        found, state = watch(GRPO, state, step, row)
-        told += [(step, finding.name, finding.can_raise) for finding in found]
-    assert told == [(2 + 5 + 4, "zero_gradient", True)]
+    [(step, finding)], _ = watched(GRPO, rows)
+    assert (step, finding.name, finding.can_raise) == (2 + 5 + 4, "zero_gradient", True)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +168,9 @@ def test_a_gradient_that_stays_0_beside_advantages_is_told_once():
 def test_responses_that_collapse_are_told_once_after_twenty_steps(length, reward, is_told):
     long = HEALTHY | {"rollout/reward": 0.5, "rollout/response_length": 40.0}
     short = HEALTHY | {"rollout/reward": reward, "rollout/response_length": length}
-    state, told = WatchdogState(), []
-    for step, row in enumerate([long] + [short] * 19 + [long] + [short] * 25, 2):
-        found, state = watch(GRPO, state, step, row)
-        told += [(step, finding.name, "had 40, and the reward 0.200" in finding.line) for finding in found]
-    assert told == ([(2 + 1 + 19 + 20, "collapsed_length", True)] if is_told else [])
+    told, _ = watched(GRPO, [long] + [short] * 19 + [long] + [short] * 25)
+    assert [(step, finding.name) for step, finding in told] == [(2 + 1 + 19 + 20, "collapsed_length")] * is_told
+    assert all("had 40, and the reward 0.200" in finding.line for _, finding in told)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +205,7 @@ def test_each_line_names_a_cause_and_a_flag_that_exists(config):
     found, state = watch(config, WatchdogState(), 1, row)
     found += watch(config, WatchdogState(), 1, HEALTHY | {"policy/kl_new_old": 1.0})[0]
     found += watch(config, WatchdogState(), 1, HEALTHY | OWN | {"policy/kl_new_old": 0.04})[0]
-    found += idle(WIDE)[0]
+    found += idle(WIDE)
     assert len(found) == 7
     for finding in found:
         mentioned = {word.strip(",;:.()") for word in finding.line.split() if word.startswith(("--", "(--"))}
@@ -221,43 +220,35 @@ def rows(clip_fractions, *, rollout=0, **changes):
         yield HEALTHY | {"rollout": rollout + number} | moved | changes
 
 
-def idle(config, clip_fractions=(0.0,) * IDLE_CLIP_STEPS, state=None, **changes):
-    found, state, first = [], WatchdogState() if state is None else state, len(state.clip_fractions) if state else 0
-    for step, row in enumerate(rows(clip_fractions, rollout=first, **changes), 2):
-        more, state = watch(config, state, step, row)
-        found += more
-    return found, state
+def idle(config, clip_fractions=(0.0,) * IDLE_CLIP_STEPS, **changes) -> list:
+    return [finding for _, finding in watched(config, rows(clip_fractions, **changes))[0]]
 
 
 def test_a_gspo_clip_that_never_acts_is_noticed_after_twenty_steps_that_could_clip():
     """verl#2775, TRL#3834: 0.2, the token-level default, clips no mean of log-ratios."""
-    assert idle(WIDE, (0.0,) * 19)[0] == []
-    [finding] = idle(WIDE)[0]
+    assert idle(WIDE, (0.0,) * 19) == []
+    [finding] = idle(WIDE)
     assert finding.name == "idle_clip" and not finding.can_raise
     assert "the clip 0.2/0.2 never acts" in finding.line and "--clip-ratio-low 0.0003 --clip-ratio-high 0.0004" in finding.line
-    assert len(idle(WIDE, (0.0,) * 60)[0]) == 1, "once"
+    assert len(idle(WIDE, (0.0,) * 60)) == 1, "once"
     # 0.1 % of 20 steps: a mean of 0.001 is not below, of 0.00095 it is.
-    assert idle(WIDE, (*[0.0] * 19, 0.02))[0] == []
-    assert len(idle(WIDE, (*[0.0] * 19, 0.019))[0]) == 1
+    assert idle(WIDE, (*[0.0] * 19, 0.02)) == []
+    assert len(idle(WIDE, (*[0.0] * 19, 0.019))) == 1
 
 
 def test_steps_that_could_not_clip_say_nothing_of_the_clip():
     """Another loss; no advantage; a policy that has moved by less than the published clip: one that has learnt everything."""
     no_advantage = {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}
     for config, changes in ((GRPO, {}), (WIDE, no_advantage), (WIDE, {"policy/effective_sample_size": 1 - 1e-8})):
-        assert idle(config, (0.0,) * 40, **changes)[0] == []
-    assert get_policy_loss("gspo").clip_ratios[1] == 4e-4
+        assert idle(config, (0.0,) * 40, **changes) == []
 
 
 def test_first_steps_on_a_rollout_do_not_count():
     """They are on-policy: with one step a rollout nothing ever clips."""
-    state = WatchdogState()
-    for step in range(1, 60):
-        row = HEALTHY | {"rollout": step, "policy/effective_sample_size": 0.9999}
-        found, state = watch(WIDE, state, step, row)
-        assert found == [] and state.clip_fractions == ()
-    for step in range(60, 99):  # rows of somebody else's loop
-        assert watch(WIDE, state, step, row | {"rollout": None})[0] == []
+    row = HEALTHY | {"policy/effective_sample_size": 0.9999}
+    told, state = watched(WIDE, [row | {"rollout": step} for step in range(1, 60)], first=1)
+    assert told == [] and state.clip_fractions == ()
+    assert watched(WIDE, [row | {"rollout": None}] * 40, state, first=60)[0] == []  # rows of somebody else's loop
 
 
 def messages_of(action) -> list[str]:

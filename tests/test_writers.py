@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import resource
 import signal
 import struct
@@ -14,8 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import error_of
 
-from megatron_rl.errors import ConfigError, DataError, RunError
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.training.plots import plot_curves
 from megatron_rl.training.progress import ProgressBar, describe, format_seconds, room_for_metrics
 from megatron_rl.training.writers import (
@@ -132,32 +133,25 @@ def test_rows_that_a_checkpoint_is_ahead_of_are_told(tmp_path, steps, lost):
 
 def test_a_full_disk_leaves_whole_rows_and_one_line(tmp_path):
     """Catches a traceback, and the part of a row that the disk still took."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def fill_the_disk(rank):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (230, 230))
-        try:
-            write_steps(tmp_path, range(1, 100))
-        except RunError as error:
-            os.write(writer, str(error).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(writer)
-    with open(reader) as said:
-        assert said.read() == (
-            f"{tmp_path / METRICS_FILE} cannot be written: File too large; its rows are whole, and --resume goes on from the last "
-            "checkpoint"
-        )
+        return error_of(lambda: write_steps(tmp_path, range(1, 100)))
+
+    [said] = run_ranks(fill_the_disk, 1, use_megatron=False)
+    assert said == (
+        f"RunError: {tmp_path / METRICS_FILE} cannot be written: File too large; its rows are whole, and --resume goes on from the "
+        "last checkpoint"
+    )
     content = (tmp_path / METRICS_FILE).read_bytes()
     assert content.endswith(b"}\n") and len(read_metrics(tmp_path / METRICS_FILE)) == content.count(b"\n") == 3
 
 
 def read_events(output_dir) -> dict[str, list[tuple[int, float]]]:
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard: pip install tensorboard"
-    )
-    events = accumulator.EventAccumulator(str(output_dir / "tensorboard"), purge_orphaned_data=True)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(output_dir / "tensorboard"), purge_orphaned_data=True)
     events.Reload()
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
@@ -283,11 +277,6 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_line_shows_what_is_worth_watching():
-    assert describe(METRICS | {"loss": 3.0}) == "reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234"
-    assert describe({REWARD: None, KL: 0.0}) == "KL 0.00e+00"
-
-
 @pytest.mark.parametrize(
     ("width", "expected"),
     [
@@ -296,9 +285,10 @@ def test_the_line_shows_what_is_worth_watching():
         (40, "reward 0.512"),
     ],
 )
-def test_a_narrow_terminal_shows_the_first_metrics_whole(width, expected):
+def test_the_line_shows_what_is_worth_watching_and_was_measured_as_far_as_it_fits(width, expected):
     """Catches a line of which only its first letter fits."""
-    assert describe(METRICS, room_for_metrics(width)) == expected
+    assert describe(METRICS | {"loss": 3.0}, room_for_metrics(width)) == expected
+    assert describe({REWARD: None, KL: 0.0}, room_for_metrics(width)) == "KL 0.00e+00"
     assert [format_seconds(seconds) for seconds in (0.4, 59.6, 3599, 3725)] == ["0:00", "1:00", "59:59", "1:02:05"]
 
 

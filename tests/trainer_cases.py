@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from megatron_rl.training.loop import TIMING_METRICS, Progress, TrainingRun
 from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
 from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.training.tasks import make_task
-from megatron_rl.training.writers import METRICS_FILE
+from megatron_rl.training.writers import METRICS_FILE, read_metrics
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 VPP = "virtual_pipeline_model_parallel_size"
@@ -162,8 +161,7 @@ def run_loop(
 
 def metrics_of(output_dir: str | Path) -> list[dict]:
     """The rows of metrics.jsonl without those that a clock decides."""
-    with open(Path(output_dir) / METRICS_FILE) as file:
-        rows = [json.loads(line) for line in file]
+    rows = read_metrics(Path(output_dir) / METRICS_FILE)
     return [{name: value for name, value in row.items() if name not in TIMING_METRICS} for row in rows]
 
 
