@@ -1,4 +1,4 @@
-"""`python -m benchmarks losses|head|cpu|scale|overhead`, from a checkout: megatron_rl beside its peers, and what calls cost.
+"""`python -m benchmarks losses|head|cpu|scale|overhead|sampling`, from a checkout: megatron_rl and its peers, and what calls cost.
 
 It measures in one process and one run: ceilings first, then gate, memory and interleaved times of each case; then it judges
 targets. It prints no time of a wrong result, and no ratio of numbers from two runs.
@@ -26,6 +26,7 @@ KINDS = {
     "head": "The loss from hidden states, beside bare matmuls, the unfused path and peers. CUDA or CPU.",
     "cpu": "Log-probabilities, and the loss, forward and backward on this CPU against eager log_softmax + gather.",
     "overhead": "What a call costs beside the logits: launches, host time, allocations, a CUDA graph. CUDA or CPU.",
+    "sampling": "What a new token costs `megatron-rl train` by the length of the response. On a CPU; it needs megatron-core.",
     "scale": "What counting a step costs one rank of up to thousands: host time and bytes, with a simulated process group.",
 }
 PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. 0; 1: our provider failed its gate or raised, or the run is void or unfinished; 2: wrong settings."""
     args = build_parser().parse_args(arguments)
     try:
-        return {"scale": run_scale, "overhead": run_overhead}.get(args.kind, run)(args)
+        return {"scale": run_scale, "overhead": run_overhead, "sampling": run_sampling}.get(args.kind, run)(args)
     except ConfigError as error:
         say(f"benchmarks {args.kind}: ConfigError: {error}")
         return EXIT_CONFIG
@@ -56,6 +57,10 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
             add("--ranks", type=int, nargs="+", metavar="COUNT", help="Default: 1 4 1024 16384.")
             add("--real", action="store_true", help="Processes of this machine over gloo. Default of --ranks: 1 2 4.")
             add("--samples", type=int, nargs="+", default=[16384, 100_000], metavar="COUNT", help="A rank. Default: 16384 100000.")
+            continue
+        if kind == "sampling":
+            add("--new-tokens", type=int, nargs="+", default=[16, 512], metavar="COUNT", help="Of a response. Default: 16 512.")
+            add("--samples", type=int, default=16, metavar="COUNT", help="Responses at once. Default: 16.")
             continue
         if kind == "overhead":
             add("--rows", type=int, nargs="+", default=[16, 128, 4096], metavar="COUNT", help="Tokens. Default: 16 128 4096.")
@@ -135,6 +140,17 @@ def run_overhead(args: Namespace) -> int:
     device = measure.find_device(args.device)
     torch.set_num_threads(1)
     print(*overhead.table(list(overhead.measure_overhead(args.rows, torch.device(device.kind)))), sep="\n")
+    return 0
+
+
+def run_sampling(args: Namespace) -> int:
+    if min(args.new_tokens) < 1 or args.samples < 1:
+        raise ConfigError(f"--new-tokens {args.new_tokens} and --samples {args.samples}: each must be at least 1")
+    try:
+        from benchmarks import sampling
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"sampling needs megatron-core: {error}") from error
+    print(*sampling.table(list(sampling.measure_sampling(args.new_tokens, args.samples))), sep="\n")
     return 0
 
 

@@ -341,6 +341,15 @@ def test_a_void_case_is_named_and_judged_by_no_target_and_all_of_them_void_the_r
     assert targets.judge(target, found["cases"])["num_cases"] == 2 - num_moving
 
 
+@pytest.mark.megatron
+def test_sampling_shows_each_length_with_and_without_kept_keys():
+    command_line = [sys.executable, "-W", "ignore", "-m", "benchmarks", "sampling", "--new-tokens", "2", "150", "--samples", "4"]
+    shown = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True)
+    rows = [line.split(" | ") for line in shown.stdout.splitlines()[2:]]
+    assert [(row[0], row[1]) for row in rows] == [("| yes", "2"), ("| yes", "150"), ("| no", "2"), ("| no", "150")], shown.stderr
+    assert float(rows[1][2]) < 0.7 * float(rows[3][2])  # measured: 0.29; without a cache 1
+
+
 def test_every_target_of_a_gpu_has_its_prediction_in_the_report():
     no_cases = {"targets": targets.judge_all("losses", "cuda", []) + targets.judge_all("head", "cuda", [])}
     rows = report.target_table(no_cases)[2:]
