@@ -186,12 +186,9 @@ def unknown_factor_on_rank(rank):
     config, optimizer = trainer._model_config, trainer.optimizer
     call = partial(delivered_factor, 2, totals=SimpleNamespace(num_tokens=5, num_samples=2), config=config, groups=trainer.groups)
     answers = [call()]
-    config.grad_scale_func = None
-    answers.append(call())
-    config.grad_scale_func = lambda loss: 2.0 * optimizer.scale_loss(loss)
-    answers.append(call())
-    config.grad_scale_func = torch.ones(1).mul  # a method, and no optimiser's
-    answers.append(call())
+    for scale in (None, lambda loss: 2.0 * optimizer.scale_loss(loss), torch.ones(1).mul):  # the last: no optimiser's method
+        config.grad_scale_func = scale
+        answers.append(call())
     return answers
 
 
@@ -276,18 +273,14 @@ class MostLogits(TorchDispatchMode):
 
 def logits_on_rank(rank, config, settings):
     """Of old and reference log-probabilities, and of a step: rows of the largest tensor of logits."""
-    trainer = tiny_trainer(config, vocab_size=246, hidden_size=HIDDEN, **settings)
-    samples, num_rows = ragged_step(), []
-    with MostLogits(246 // trainer.groups.tp.size()) as seen:
-        old, ref = trainer.log_probs([samples]), trainer.log_probs([samples], of_reference=True)
-    num_rows.append(seen.num_rows)
-    samples = [
-        replace(sample, old_log_probs=row, ref_log_probs=ref_row)
-        for sample, row, ref_row in zip(samples, old[0], ref[0], strict=True)
-    ]
-    with MostLogits(246 // trainer.groups.tp.size()) as seen:
-        trainer.step([samples])
-    return [*num_rows, seen.num_rows]
+    trainer, samples = tiny_trainer(config, vocab_size=246, hidden_size=HIDDEN, **settings), ragged_step()
+    measuring, training = (MostLogits(246 // trainer.groups.tp.size()) for _ in range(2))
+    with measuring:
+        [old], [ref] = trainer.log_probs([samples]), trainer.log_probs([samples], of_reference=True)
+    rows = zip(samples, old, ref, strict=True)
+    with training:
+        trainer.step([[replace(sample, old_log_probs=row, ref_log_probs=ref_row) for sample, row, ref_row in rows]])
+    return [measuring.num_rows, training.num_rows]
 
 
 @pytest.mark.parametrize("settings", [{}, {"sequence_parallel": True, "packed": True}], ids=["padded", "SP, packed"])
@@ -438,7 +431,5 @@ def test_what_a_model_s_config_cannot_do_with_the_head_is_told_at_once():
     assert "--fused-lm-head-loss and --fp32-lm-head with mtp_num_layers=1" in mtp and "remove --mtp-num-layers" in mtp
     assert "remove --defer-embedding-wgrad-compute" in deferred
     assert "float32 parameters" in float32
-    config = SimpleNamespace(
-        mtp_num_layers=None, defer_embedding_wgrad_compute=False, bf16=True, fp16=False, params_dtype=torch.bfloat16
-    )
+    vars(config).update(mtp_num_layers=None, defer_embedding_wgrad_compute=False, bf16=True, params_dtype=torch.bfloat16)
     check_head(HeadSettings(is_fused=True, is_fp32=True), config)
