@@ -120,20 +120,29 @@ def test_a_sick_machine_with_a_gpu(changes, message):
     assert problem.startswith(message), problem
 
 
-@pytest.mark.parametrize(
-    ("changes", "subject", "words"),
-    [
-        ({"megatron": {"version": "0.12.1"}}, "megatron", "0.12.1 is outside 0.13 to 0.19"),
-        ({"triton": {"version": "3.6.0"}}, "triton", "its interpreter fails on loops with numpy 2.4"),
-        ({"transformer_engine": {"state": "broken", "error": "OSError: libcuda.so.1"}}, "transformer engine", "needs CUDA"),
-        ({"flash_attn": BROKEN}, "flash attn", "or pip uninstall flash-attn"),
-    ],
-)
-def test_what_is_odd_and_works_is_a_note(changes, subject, words):
+WORKING = [
+    # what is odd
+    ({"megatron": {"version": "0.12.1"}}, "megatron", NOTE, "0.12.1 is outside 0.13 to 0.19"),
+    ({"triton": {"version": "3.6.0"}}, "triton", NOTE, "its interpreter fails on loops with numpy 2.4"),
+    ({"transformer_engine": {"state": "broken", "error": "OSError: libcuda.so.1"}}, "transformer engine", NOTE, "needs CUDA"),
+    ({"flash_attn": BROKEN}, "flash attn", NOTE, "or pip uninstall flash-attn"),
+    # what does not work without what is absent
+    ({"triton": ABSENT}, "triton", "absent", "not installed: no kernels, auto takes torch"),
+    ({"megatron": ABSENT}, "megatron", "absent", "no train, no checkpoints, no Megatron-LM, selftest of the losses alone"),
+    ({}, "megatron", OK, "own scripts need its checkout"),
+    ({"slime": HERE}, "hosts", OK, "slime can be imported"),
+    ({}, "hosts", "absent", "none can be imported from here: run from a checkout of theirs"),
+]
+
+
+@pytest.mark.parametrize(("changes", "subject", "status", "words"), WORKING)
+def test_what_is_odd_or_absent_is_said_and_is_no_problem(changes, subject, status, words):
     """FB-86: the interpreter on a GPU is thousands of times slower."""
     found = findings(machine(**changes))
     assert problems(found) == []
-    assert any(finding.subject == subject and finding.status == NOTE and words in finding.text for finding in found)
+    said = [finding for finding in found if finding.subject == subject]
+    assert any(finding.status == status and words in finding.text for finding in said)
+    assert len(said) == 1 or status == NOTE  # beside the line of what works
 
 
 @pytest.mark.parametrize(
@@ -149,21 +158,6 @@ def test_what_is_odd_and_works_is_a_note(changes, subject, words):
 )
 def test_which_devices_a_torch_has_kernels_for(compute, archs, expected):
     assert has_kernels(compute, archs) is expected
-
-
-@pytest.mark.parametrize(
-    ("facts", "subject", "text"),
-    [
-        (machine(triton=ABSENT), "triton", "not installed: no kernels, auto takes torch"),
-        (machine(megatron=ABSENT), "megatron", "no train, no checkpoints, no Megatron-LM, selftest of the losses alone"),
-        (CPU_MACHINE, "megatron", "own scripts need its checkout"),
-        (machine(slime=HERE), "hosts", "slime can be imported"),
-        (CPU_MACHINE, "hosts", "none can be imported from here: run from a checkout of theirs"),
-    ],
-)
-def test_what_is_absent_says_what_does_not_work_without_it(facts, subject, text):
-    (finding,) = [finding for finding in findings(facts) if finding.subject == subject]
-    assert finding.status in (OK, "absent") and re.search(text, finding.text)
 
 
 # Looking at this machine
@@ -189,7 +183,6 @@ FAKES = {
     "apex/__init__.py": "from pyramid.session import UnencryptedCookieSessionFactoryConfig",
     "apex-0.9.10.dev0.dist-info/METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10.dev0\n",
     "psutil/__init__.py": "import os; os.kill(os.getpid(), 9)",
-    "numpy/__init__.py": "print('hello from numpy'); import time; time.sleep(600)",
     "triton/__init__.py": "__version__ = '3.4.5'\nprint('hello')",
     "flash_attn/__init__.py": "import flash_attn_2_cuda",
     "flash_attn_2_cuda.so": "no library",
@@ -197,14 +190,10 @@ FAKES = {
 
 
 def test_impostors_and_broken_packages_are_told_and_do_not_take_doctor_down(fake_packages, monkeypatch):
-    """FB-79: fake modules of both kinds; beside them one that kills its process and one that hangs."""
+    """FB-79: fake modules of both kinds; beside them one that kills its process."""
     fake_packages(FAKES)
     monkeypatch.setattr(doctor_probes, "PROBED", ("psutil", "triton", "transformer_engine", "flash_attn", "apex"))
     facts = doctor_probes.collect_facts()
-    monkeypatch.setattr(doctor_probes, "PROBED", ("numpy",))
-    monkeypatch.setattr(doctor_probes, "SECONDS", 0.5)
-    facts["numpy"] = doctor_probes.collect_facts()["numpy"]
-    assert facts["numpy"]["state"] == "broken" and facts["numpy"]["error"].startswith("its import hangs: no answer in 0.5 s; ")
     assert facts["flash_attn"]["state"] == "broken" and "flash_attn_2_cuda.so: file too short" in facts["flash_attn"]["error"]
     assert facts["psutil"]["error"].startswith("its import ended the process (signal 9)")
     assert (facts["triton"]["state"], facts["triton"]["version"]) == ("here", "3.4.5") or facts["triton"]["version"]
@@ -288,7 +277,8 @@ def test_packages_that_hang_together_share_one_limit(fake_packages, monkeypatch,
     started = time.monotonic()
     facts = doctor_probes.collect_facts()
     assert time.monotonic() - started < 2.5
-    assert all("its import hangs" in facts[name]["error"] for name in ("numpy", "psutil", "triton"))
+    for name in ("numpy", "psutil", "triton"):
+        assert facts[name]["state"] == "broken" and facts[name]["error"].startswith("its import hangs: no answer in 1 s; ")
     assert "still importing numpy" in capsys.readouterr().err
 
 
@@ -430,24 +420,25 @@ def test_flags_of_the_hosts_are_no_slips_of_ours():
     assert problems(judged(f"{LAUNCH} slime/train.py {DR_GRPO} {hosts_own}").findings) == []
 
 
+MEANT = {
+    "--eps-clip-hihg": "--eps-clip-high",
+    "--contxt-parallel-size": "--context-parallel-size",
+    "--rollout-temprature": "--rollout-temperature",
+    # The host's and ours differ by two letters: the most similar one is told.
+    "--n-samples-per-prompts": "--n-samples-per-prompt",
+    "--samples-per-prompts": "--samples-per-prompt",
+}
+
+
 @pytest.mark.parametrize("host", ["slime", "miles"])
 def test_a_slip_of_a_hosts_flag_is_told(host):
     """slime drops it, and trains with another clip. Only flags that our checks read are known here."""
-    slips = "--eps-clip-hihg 0.28 --contxt-parallel-size 2 --rollout-temprature 0.9 --own-flag 3"
-    found = {f.subject: f.text for f in judged(f"{LAUNCH} {host}/train.py {DR_GRPO} {slips}").flags if f.status == PROBLEM}
-    assert list(found) == ["--eps-clip-hihg", "--contxt-parallel-size", "--rollout-temprature"]
-    assert found["--eps-clip-hihg"].endswith(f"by the launcher of {host}: did you mean --eps-clip-high?")
-
-
-@pytest.mark.parametrize("host", ["slime", "miles"])
-@pytest.mark.parametrize(
-    ("slip", "meant"),
-    [("--n-samples-per-prompts", "--n-samples-per-prompt"), ("--samples-per-prompts", "--samples-per-prompt")],
-)
-def test_a_slip_is_told_by_the_flag_that_is_most_similar(host, slip, meant):
-    """The host's and ours differ by two letters."""
-    (found,) = [f.text for f in judged(f"{LAUNCH} {host}/train.py {DR_GRPO} {slip} 8").flags if f.status == PROBLEM]
-    assert found.endswith(f"did you mean {meant}?")
+    slips = " ".join(f"{slip} 2" for slip in MEANT)
+    found = {
+        f.subject: f.text for f in judged(f"{LAUNCH} {host}/train.py {DR_GRPO} {slips} --own-flag 3").flags if f.status == PROBLEM
+    }
+    assert list(found) == list(MEANT)
+    assert all(found[slip].endswith(f"by the launcher of {host}: did you mean {MEANT[slip]}?") for slip in MEANT)
 
 
 def test_a_script_of_ones_own_may_have_a_flag_as_others_name_ours():
@@ -481,12 +472,10 @@ def test_what_stands_behind_two_dashes_is_no_flag():
     assert problem.startswith("--: a parser reads no flag after it: --loss-aggregation has no effect")
 
 
-@pytest.mark.parametrize(
-    ("flag", "words"), [("--custom-pg-loss-reducer-function", "did you mean --custom-pg-loss-reducer-function-path?")]
-)
-def test_a_function_of_ours_behind_no_hooks_flag_is_told(flag, words):
-    found = problems(judged(f"{LAUNCH} slime/train.py {flag} megatron_rl.reducers.get_pg_loss_reducer").findings)
-    assert len(found) == 1 and found[0].startswith(f"{flag}: ") and words in found[0]
+def test_a_function_of_ours_behind_no_hooks_flag_is_told():
+    flag = "--custom-pg-loss-reducer-function"
+    (found,) = problems(judged(f"{LAUNCH} slime/train.py {flag} megatron_rl.reducers.get_pg_loss_reducer").findings)
+    assert found.startswith(f"{flag}: ") and f"did you mean {flag}-path?" in found
 
 
 # What only the shell knows
