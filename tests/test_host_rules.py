@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -324,17 +325,14 @@ def judge(name: str, settings: dict) -> list[str]:
 def test_the_rule_refuses_and_says_why_and_what_to_do(name, settings, says):
     """FB-08, FB-11, FB-26, FB-39, FB-69, FB-77, FB-114: a launch of a wrong scale, or with a dead half, never starts."""
     (message,) = judge(name, settings)
-    pytest.raises(ConfigError, check_launch, Namespace(**settings)).match(says)
-    assert message in error_of_launch(settings).problems
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_launch(Namespace(**settings))
+    assert message in caught.value.problems
 
 
 @pytest.mark.parametrize(("name", "settings"), rows({name: [(case,) for case in cases] for name, cases in ALLOWED.items()}))
 def test_the_rule_allows_what_is_right(name, settings):
     assert judge(name, settings) == []
-
-
-def error_of_launch(settings: dict) -> ConfigError:
-    return pytest.raises(ConfigError, check_launch, Namespace(**settings)).value
 
 
 @pytest.mark.parametrize("settings", COMPANION_ALLOWED, ids=range(len(COMPANION_ALLOWED)))
@@ -488,8 +486,7 @@ SILENT = [
 def test_a_launch_that_rarely_means_what_it_says_is_told_once(settings, says):
     """FB-72, FB-75: a clip that never clips, a coefficient that gains when only the policy loss is rescaled."""
     (message,) = host_warnings(*check_launch(Namespace(**settings)))
-    with pytest.raises(ValueError, match=says):
-        raise ValueError(message)
+    assert re.search(says, message)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import pool_of
+from helpers import error_of, pool_of
 from trainer_cases import CP, PP, TP, VPP
 
 from megatron_rl.errors import ConfigError
@@ -20,7 +20,8 @@ from megatron_rl.megatron.model import build_gpt_model, find_output_layer, trans
 
 pytestmark = pytest.mark.megatron
 
-VOCABULARY, MAX_LENGTH = 48, 64
+VOCABULARY = 48
+SIZES = {"vocab_size": VOCABULARY, "max_sequence_length": 64}
 # GPT-2's kind of layer, and Llama's with query norms: between them every sort of parameter that a layout shards.
 CLASSIC = {"normalization": "LayerNorm", "add_bias_linear": True}
 MODERN = {
@@ -88,7 +89,7 @@ def run_case(rank, case: Case):
 
     groups, stages, logits_of = resolve_groups(), case.model_parallel.get(VPP), {}
     config = small_config(case.num_layers, sequence_parallel=case.sequence_parallel, pipeline_dtype=case.dtype, **case.style)
-    sizes = {"vocab_size": VOCABULARY, "max_sequence_length": MAX_LENGTH, "tie_embeddings": case.tie_embeddings}
+    sizes = {**SIZES, "tie_embeddings": case.tie_embeddings}
     models = [build_gpt_model(config, vp_stage=stage, **sizes).to(case.dtype) for stage in (range(stages) if stages else [None])]
 
     def forward_step(iterator, model):
@@ -209,14 +210,8 @@ def test_logits_and_gradients_are_those_of_one_rank(pool, on_one_rank, case):
     torch.testing.assert_close(assembled_gradients(actual, is_gated), whole, **tolerance)
 
 
-def one_model(**overrides):
-    config = small_config(**overrides)
-    return build_gpt_model(config, vocab_size=VOCABULARY, max_sequence_length=MAX_LENGTH)
-
-
 def run_weights(rank, seed, tie_embeddings):
-    keywords = {"vocab_size": VOCABULARY, "max_sequence_length": MAX_LENGTH}
-    model = build_gpt_model(small_config(**CLASSIC), seed=seed, tie_embeddings=tie_embeddings, **keywords)
+    model = build_gpt_model(small_config(**CLASSIC), seed=seed, tie_embeddings=tie_embeddings, **SIZES)
     return {whole_name(model, name): parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -237,14 +232,12 @@ def test_weights_depend_on_seed_and_name_alone(pool):
 
 def interleaved_on_rank(rank, settings):
     """Of each settings of eight layers: the two p2p flags that the configuration chose, or what it says."""
-    found = []
-    for overrides in settings:
-        try:
-            config = small_config(8, **overrides)
-            found.append((config.overlap_p2p_comm, config.batch_p2p_comm))
-        except ConfigError as error:
-            found.append(str(error))
-    return found
+
+    def flags_of(overrides):
+        config = small_config(8, **overrides)
+        return config.overlap_p2p_comm, config.batch_p2p_comm
+
+    return [error_of(lambda given=given: flags_of(given)) or flags_of(given) for given in settings]
 
 
 DEFAULT_P2P = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
@@ -277,7 +270,7 @@ def build_refusals(rank):
         config = small_config()
         vars(config).update(changes)
         with pytest.raises(ConfigError) as caught:
-            build_gpt_model(config, **{"vocab_size": VOCABULARY, "max_sequence_length": MAX_LENGTH, **arguments})
+            build_gpt_model(config, **{**SIZES, **arguments})
         messages.append(str(caught.value))
     with pytest.raises(ConfigError) as caught:
         small_config(tensor_model_parallel_size=1, context_parallel_size=4)
@@ -306,7 +299,7 @@ def heads(rank):
     from megatron.core.transformer.module import Float16Module
 
     config = small_config(bf16=True)
-    model = one_model(bf16=True)
+    model = build_gpt_model(config, **SIZES)
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), Float16Module(config, model))
     head = find_output_layer(wrapped)
     return head is not None and head is model.output_layer, head is None
