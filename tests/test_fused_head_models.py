@@ -111,24 +111,6 @@ def test_auxiliary_losses_keep_their_scale_whatever_the_policy_loss_weighs(pool,
 TOKEN_MEAN = PolicyLossConfig(loss_aggregation="token_mean")
 
 
-def auxiliary_gradients_on_rank(rank, is_per_token):
-    """What the experts' own losses add to the routers, as Megatron scales them."""
-    found = []
-    for auxiliary in (0.5, 0.0):
-        of_run = trainer_of_experts(replace(TOKEN_MEAN, router_aux_loss="host"), auxiliary, is_per_token)
-        of_run.step([ragged_step()])
-        found.append(gradients_of(of_run))
-    return {name: (dim, tp, found[0][name][2] - found[1][name][2]) for name, (dim, tp, _) in found[0].items() if "router" in name}
-
-
-def test_the_per_token_contract_multiplies_auxiliary_losses_as_the_refusal_says(pool):
-    """FB-98: one micro-batch routes 8 + 8 + 11 + 5 + 8 + 9 = 49 tokens without padding, of which 4 + 5 + 2 + 1 + 4 + 2 = 18 are
-    unmasked response tokens. The policy loss is the same under both contracts."""
-    unit, per_token = (whole(pool.run(auxiliary_gradients_on_rank, flag, world_size=1)) for flag in (False, True))
-    # Differences of float32 gradients again, as above.
-    assert relative_difference(per_token, {name: value * 49 / 18 for name, value in unit.items()}) < 1e-3
-
-
 def refused_on_rank(rank):
     """What a trainer says at start, and a loop of one's own whose config was changed later, through scale_for_schedule."""
     from megatron_rl.aggregation import StepTotals
