@@ -109,6 +109,7 @@ REFUSED_WEIGHTS = [  # (error, message, aggregation, what is changed of step S)
     ],
     (ConfigError, "'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant", "mean", {}),
     (DataError, "no unmasked token", "token_mean", {"totals": StepTotals(4, 2, 0)}),
+    (DataError, "token_counts is tuple", "token_mean", {"counts": (2, 4)}),
     (DataError, r"prompt_token_counts \(2,\) must have one entry a sample", "prompt_mean", {"prompt_counts": S_PROMPT_COUNTS[:2]}),
     (DataError, "constant gives a weight that is negative or not finite in float32", "constant", {"divisor": 1e-40}),
     (DataError, r"\[20, 40, 1, 1\] hold more tokens than the whole step", "prompt_mean", {"prompt_counts": [20, 40, 1, 1]}),
@@ -137,11 +138,6 @@ def test_wrong_counts_and_settings_are_refused_with_a_message(error, message, mo
     with pytest.raises(error, match=message):
         prompts, divisor = given.pop("prompt_counts"), given.pop("divisor")
         sample_token_weights(mode, *given.values(), prompt_token_counts=prompts, divisor=divisor)
-
-
-def test_a_list_is_no_tensor_of_counts():
-    with pytest.raises(DataError, match="token_counts is list"):
-        weights_of("token_mean", [2, 4], S_TOTALS)
 
 
 @pytest.mark.parametrize(

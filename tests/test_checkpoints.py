@@ -160,6 +160,7 @@ def test_each_rank_s_random_states_come_back(pool, tmp_path):
 
 OTHER_MODELS = [
     pytest.param({"num_layers": 4}, "--num-layers 2, this run has 4", id="more layers"),
+    pytest.param({"num_layers": 4, "hidden_size": 64}, "--num-layers 2, this run has 4", id="two differences, told at once"),
     pytest.param({"hidden_size": 64}, "--hidden-size 32, this run has 64", id="another width"),
     pytest.param({"num_attention_heads": 2}, "--num-attention-heads 4, this run has 2", id="other heads, of the same shapes"),
     pytest.param({"vocab_size": 12}, "--vocab-size 11, this run has 12", id="a vocabulary of the same padded size"),
@@ -174,11 +175,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_flag(pool, saved, setti
     """Catches Megatron's own answers: tracebacks of every rank, KeyError, and for heads and vocabulary none at all."""
     for error in loading(pool, saved / "step_00000002", settings, 2):
         assert error.startswith("ConfigError: ") and f"was saved with {message}: give it the same" in error
-
-
-def test_all_differences_are_told_at_once(pool, saved):
-    [error] = loading(pool, saved / "step_00000001", {"num_layers": 1, "hidden_size": 64})
-    assert "2 problems" in error and "--num-layers 2, this run has 1" in error and "--hidden-size" in error
+        assert len(settings) == 1 or ("2 problems" in error and "--hidden-size 32, this run has 64" in error)
 
 
 def test_a_checkpoint_with_a_damaged_file_is_refused(pool, saved, tmp_path):

@@ -31,7 +31,8 @@ from megatron_rl.hosts.base import meant_host_flag, rollout_hosts
 from megatron_rl.validation import ROUTES_OF_FLAG, field_of
 
 ROOT = Path(__file__).resolve().parent.parent
-REDUCER = "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
+OURS = "megatron_rl.reducers.get_pg_loss_reducer"
+REDUCER = f"--custom-pg-loss-reducer-function-path {OURS}"
 REWARD = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process --global-batch-size 8"
 INIT = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 DR_GRPO = f"--loss-aggregation constant --loss-aggregation-divisor 8192 {REDUCER}"
@@ -367,6 +368,17 @@ UNSOUND = [
         "torchrun --nproc-per-node 3 -m megatron_rl train --tensor-model-parallel-size 2",
         ["rule: 3 ranks do not divide into model replicas of 2"],
     ),
+    # Flags of the hosts are no slips of ours: --kl-coef and --entropy-coef begin as ours do.
+    (f"{LAUNCH} slime/train.py {DR_GRPO} --kl-coef 0 --entropy-coef 0 --kl-loss-coef 0.1 --policy --loss-type policy_loss", []),
+    (f"{LAUNCH} slime/train.py {DR_GRPO} --eps-clip 0.2 --use-kl-loss", []),
+    (
+        f"{LAUNCH} slime/train.py {REDUCER} -- --loss-aggregation constant --seed 1",
+        ["--: a parser reads no flag after it: --loss-aggregation has no effect"],
+    ),
+    (
+        f"{LAUNCH} slime/train.py --custom-pg-loss-reducer-function {OURS}",
+        [f"--custom-pg-loss-reducer-function: {OURS} has no effect with this flag: did you mean {REDUCER.split()[0]}?"],
+    ),
     (
         "python train_rl.py --docs-per-step 3",
         ["--docs-per-step: ignored on the route megatron_lm: it works on train (elsewhere the host's batching decides"],
@@ -414,12 +426,6 @@ def test_a_slip_of_a_flag_is_told_and_never_judged_as_the_flag(flag, words, star
     assert report.route in (None, "train", "megatron_lm")  # in the other hosts nothing of ours is at work
 
 
-def test_flags_of_the_hosts_are_no_slips_of_ours():
-    """--kl-coef and --entropy-coef begin as ours do."""
-    hosts_own = "--kl-coef 0 --entropy-coef 0 --eps-clip 0.2 --kl-loss-coef 0.1 --use-kl-loss --policy --loss-type policy_loss"
-    assert problems(judged(f"{LAUNCH} slime/train.py {DR_GRPO} {hosts_own}").findings) == []
-
-
 MEANT = {
     "--eps-clip-hihg": "--eps-clip-high",
     "--contxt-parallel-size": "--context-parallel-size",
@@ -465,17 +471,6 @@ def test_a_launch_without_a_problem_is_told_what_it_trains():
     (own,) = [f.text for f in judged(f"{LAUNCH} slime/train.py {DR_GRPO} {sizes}").rules if f.subject == "trains"]
     assert own.startswith("loss_aggregation=constant by our reducer | step of 64 samples, 8 prompts | weight of a token 1/(L N)")
     assert not [f for f in judged(f"{LAUNCH} slime/train.py {DR_GRPO} --policy-loss gspo").rules if f.subject == "trains"]
-
-
-def test_what_stands_behind_two_dashes_is_no_flag():
-    (problem,) = problems(judged(f"{LAUNCH} slime/train.py {REDUCER} -- --loss-aggregation constant --seed 1").findings)
-    assert problem.startswith("--: a parser reads no flag after it: --loss-aggregation has no effect")
-
-
-def test_a_function_of_ours_behind_no_hooks_flag_is_told():
-    flag = "--custom-pg-loss-reducer-function"
-    (found,) = problems(judged(f"{LAUNCH} slime/train.py {flag} megatron_rl.reducers.get_pg_loss_reducer").findings)
-    assert found.startswith(f"{flag}: ") and f"did you mean {flag}-path?" in found
 
 
 # What only the shell knows

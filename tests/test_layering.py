@@ -187,21 +187,19 @@ def test_the_front_door_has_the_names_that_it_lists():
         megatron_rl.gspo_los  # noqa: B018
 
 
-def run_without_torch(*arguments: str) -> subprocess.CompletedProcess:
-    code = "import sys; sys.modules['torch'] = None; from megatron_rl.__main__ import main; sys.exit(main())"
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
+
+
+def run_command(first: str, *arguments: str) -> subprocess.CompletedProcess:
+    """`megatron-rl ARGUMENTS` in a process that begins with these statements."""
+    code = f"{first}; from megatron_rl.__main__ import main; raise SystemExit(main())"
     return subprocess.run([sys.executable, "-c", code, *arguments], check=False, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_help_of_train_is_the_same_without_torch():
     """Catches an import of torch on the way to the flags, and a loss whose parameter only its import shows."""
-    without = run_without_torch("train", "--help")
-    code = (
-        "import torch; from megatron_rl import arguments, loss_hub; arguments.parameters_in_sources = loss_hub.declared_parameters"
-    )
-    code += "; from megatron_rl.__main__ import main; main()"
-    with_torch = subprocess.run(
-        [sys.executable, "-c", code, "train", "--help"], check=False, cwd=ROOT, capture_output=True, text=True
-    )
+    declared = "from megatron_rl import arguments, loss_hub; arguments.parameters_in_sources = loss_hub.declared_parameters"
+    without, with_torch = (run_command(first, "train", "--help") for first in (WITHOUT_TORCH, f"import torch; {declared}"))
     assert (without.returncode, without.stderr) == (0, "") and "--divergence-low" in without.stdout
     assert without.stdout.split() == with_torch.stdout.split()
 
@@ -209,6 +207,6 @@ def test_the_help_of_train_is_the_same_without_torch():
 @pytest.mark.parametrize("words", ["train", "explain --response-lengths 1,2"])
 def test_a_command_says_that_torch_is_missing(words):
     command, *rest = words.split()
-    finished = run_without_torch(command, *rest)
+    finished = run_command(WITHOUT_TORCH, command, *rest)
     assert finished.returncode == 2 and "Traceback" not in finished.stderr
     assert f"ConfigError: {command} needs torch" in finished.stderr and "megatron-rl doctor" in finished.stderr
