@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from explain_cases import CLOSE, explain, explain_json
+from test_rollouts import make_sample
 
 from megatron_rl.training.rollout_files import save_rollouts
-from megatron_rl.training.rollouts import RolloutBatch, Sample
+from megatron_rl.training.rollouts import RolloutBatch
 
 
 @pytest.fixture(autouse=True)
@@ -25,19 +26,10 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def rollout(index: int, lengths: list[int]) -> RolloutBatch:
-    samples = [
-        Sample(
-            prompt_id=f"p{number // 2}",
-            tokens=[1] * (length + 2),
-            response_length=length,
-            loss_mask=[1] * (length - 1) + [0],
-            reward=0.0,
-            advantage=0.0,
-            old_log_probs=None,
-            index=number,
-        )
-        for number, length in enumerate(lengths)
-    ]
+    samples = []
+    for number, length in enumerate(lengths):
+        response = {"tokens": [1] * (length + 2), "response_length": length, "loss_mask": [1] * (length - 1) + [0]}
+        samples.append(make_sample(number, f"p{number // 2}", old_log_probs=None, **response))
     return RolloutBatch(samples=samples, rollout_index=index)
 
 

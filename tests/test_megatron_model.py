@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import error_of, pool_of
+from test_attention import rows_of_rank
 from trainer_cases import CP, PP, TP, VPP
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 
@@ -69,10 +69,7 @@ def micro_batch(case: Case, index: int) -> tuple[torch.Tensor, list[int] | None,
 def model_inputs(tokens, bounds):
     """This cp rank's columns, and Megatron's arguments for them."""
     cp_group = resolve_groups().cp
-    edges = bounds or [0, tokens.shape[1]]
-    columns = torch.cat(
-        [start + local_positions(end - start, cp_group.rank(), cp_group.size()) for start, end in itertools.pairwise(edges)]
-    )
+    columns = rows_of_rank(bounds or [0], tokens.shape[1], cp_group.rank(), cp_group.size())
     arguments = {"position_ids": columns[None].expand(len(tokens), -1), "attention_mask": None}
     if bounds is not None:
         from megatron.core.packed_seq_params import PackedSeqParams
