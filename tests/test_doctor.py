@@ -7,15 +7,15 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from doctor_cases import ABSENT, CPU_MACHINE, EMPTY_ENGINE, GPU_MACHINE, HERE, SICK_MACHINE, WEB_TOOLKIT, machine
-from forked import forked
+from forked import forget, forked
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import doctor
@@ -30,7 +30,6 @@ from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES
 from megatron_rl.hosts.base import meant_host_flag, rollout_hosts
 from megatron_rl.validation import ROUTES_OF_FLAG, field_of
 
-ROOT = Path(__file__).resolve().parent.parent
 OURS = "megatron_rl.reducers.get_pg_loss_reducer"
 REDUCER = f"--custom-pg-loss-reducer-function-path {OURS}"
 REWARD = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process --global-batch-size 8"
@@ -283,30 +282,20 @@ def test_packages_that_hang_together_share_one_limit(fake_packages, monkeypatch,
     assert "still importing numpy" in capsys.readouterr().err
 
 
-WITHOUT_TORCH = """
-import importlib, sys, types
-sys.modules["torch"] = None
-package = types.ModuleType("megatron_rl")
-package.__path__, package.__version__ = [sys.argv[1]], "0"
-sys.modules["megatron_rl"] = package
-doctor = importlib.import_module("megatron_rl.commands.doctor")
-from argparse import ArgumentParser
-from megatron_rl.commands.doctor import probes
-probes._is_there = lambda name: False
-parser = ArgumentParser()
-doctor.add_arguments(parser, [])
-sys.exit(doctor.run(parser.parse_args(sys.argv[2:])))
-"""
-
-
 @pytest.mark.parametrize("line", [[], ["--", "python", "slime/train.py"]], ids=["the machine", "and a line"])
 def test_doctor_runs_where_torch_does_not(line):
     """Catches an import of torch on the way to the one command that is to say what is wrong with it."""
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / "megatron_rl"), *line]
-    finished = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
-    assert finished.returncode == 1, finished.stderr
-    assert "PROBLEM  torch" in finished.stdout and "not installed, and everything needs it" in finished.stdout
-    assert ("PROBLEM  rules  they need torch, see above" in finished.stdout) == bool(line)
+
+    def without_torch() -> int:
+        forget("torch")
+        sys.modules["torch"] = None
+        import_module("megatron_rl.commands.doctor.probes")._is_there = lambda name: False
+        return import_module("megatron_rl.__main__").main(["doctor", *line])
+
+    code, out, error = forked(without_torch)
+    assert code == 1, error
+    assert "PROBLEM  torch" in out and "not installed, and everything needs it" in out
+    assert ("PROBLEM  rules  they need torch, see above" in out) == bool(line)
 
 
 # The launch line

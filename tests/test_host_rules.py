@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
-import sys
 from argparse import Namespace
+from importlib import import_module
 
 import pytest
+from forked import forget, forked
 from host_cases import ICEPOP
 from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 
@@ -351,22 +351,19 @@ def test_a_launch_of_a_thousand_names_is_judged_in_each_micro_batch(monkeypatch)
     assert len(compared) == len(set(compared)) >= 1000
 
 
-NAMES_OF_CHECKS = """
-from argparse import Namespace
-from megatron_rl.hosts.base import read_launch
-from megatron_rl.hosts.checks import checks_of
-print(*(check.name for check in checks_of(read_launch(Namespace(**{settings})))))
-"""
-
-
-@pytest.mark.slow
 def test_the_checks_do_not_depend_on_what_was_imported_before():
     """FB-69: a launch that is judged by hosts.checks alone is judged by every check, those of its host included."""
     settings = {**BY_CONVERT, **MILES}
-    program = NAMES_OF_CHECKS.format(settings=settings)
-    finished = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert finished.stdout.split() == [check.name for check in checks_of(read_launch(Namespace(**settings)))]
-    assert "batches_are_split_by_rollout" in finished.stdout and "loss_options_of_the_host_are_honoured" in finished.stdout
+
+    def names_alone() -> None:
+        forget()
+        launch = import_module("megatron_rl.hosts.base").read_launch(Namespace(**settings))
+        print(*(check.name for check in import_module("megatron_rl.hosts.checks").checks_of(launch)))
+
+    code, names, error = forked(names_alone)
+    assert code == 0, error
+    assert names.split() == [check.name for check in checks_of(read_launch(Namespace(**settings)))]
+    assert "batches_are_split_by_rollout" in names and "loss_options_of_the_host_are_honoured" in names
 
 
 def test_each_check_has_a_row_that_it_refuses_and_one_that_it_allows():

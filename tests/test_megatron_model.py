@@ -117,15 +117,13 @@ def run_case(rank, case: Case):
 def summed_gradient(name, parameter, groups):
     gradient = parameter.grad.clone()
     dist.all_reduce(gradient, group=groups.cp)
-    is_marked = "sequence_parallel" in vars(parameter) and parameter.sequence_parallel
-    if is_marked or "q_layernorm" in name or "k_layernorm" in name:
+    if vars(parameter).get("sequence_parallel") or "q_layernorm" in name or "k_layernorm" in name:
         dist.all_reduce(gradient, group=groups.tp)
     return gradient
 
 
 def shard_dim(parameter):
-    is_sharded = "tensor_model_parallel" in vars(parameter) and parameter.tensor_model_parallel
-    return parameter.partition_dim if is_sharded else None
+    return parameter.partition_dim if vars(parameter).get("tensor_model_parallel") else None
 
 
 def whole_name(model, name):
