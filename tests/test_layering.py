@@ -6,16 +6,15 @@ import ast
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from forked import forget, forked
 
 from megatron_rl import arguments, loss_hub
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 
-ROOT = Path(__file__).resolve().parent.parent
 # Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself; benchmarks/ lies
 # beside the package, and the wheel does not hold it.
 ORDER = (

@@ -10,11 +10,10 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import pool_of
+from helpers import ROOT, pool_of
 
 from megatron_rl import grpo_loss, gspo_loss, sample_token_weights, vocab_parallel_log_probs
 from megatron_rl.aggregation import StepTotals
@@ -24,7 +23,6 @@ from megatron_rl.testing.invariance import Layout
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import ragged_samples
 
-ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = ("-p", "pytest_megatron_rl")
 
 
