@@ -10,7 +10,8 @@ from typing import NamedTuple
 import pytest
 from helpers import error_of, pool_of
 from loss_backends import HAS_TRITON
-from test_fused_head import MostLogits
+from test_forward_step import SeenShapes
+from test_fused_head import most_rows
 from trainer_cases import STILL, gradients_of, metrics_of, ragged_step, relative_difference, run_loop, tiny_trainer, whole
 
 from megatron_rl.config import PolicyLossConfig
@@ -89,7 +90,7 @@ def step_of(config, is_bf16, has_experts):
         )
         for s in old
     ]
-    metrics, seen = {}, MostLogits(VOCABULARY)
+    metrics, seen = {}, SeenShapes()
     with seen, counted_launches() if HAS_TRITON else contextlib.nullcontext([]) as launches:
         error = error_of(lambda: metrics.update(trainer.step([step[:3], step[3:]])))
     return {
@@ -97,7 +98,7 @@ def step_of(config, is_bf16, has_experts):
         "metrics": sorted(metrics),
         "gradient": whole([gradients_of(trainer)]) if not error else {},
         "kernels": bool(launches) or "triton" in error,
-        "rows of logits": seen.num_rows,
+        "rows of logits": most_rows(seen, VOCABULARY),
     }
 
 

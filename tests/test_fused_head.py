@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -9,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import error_of, pool_of
+from test_forward_step import SeenShapes
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from trainer_cases import (
     CP,
@@ -255,32 +255,22 @@ def test_the_weight_gradient_is_the_same_in_forward_and_in_backward(pool, option
 # The logits that are never there
 
 
-class MostLogits(TorchDispatchMode):
-    """The most rows of any tensor that an operation takes or gives and that ends with the vocabulary's shard."""
-
-    def __init__(self, num_columns):
-        super().__init__()
-        self.num_columns, self.num_rows = num_columns, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[-1] == self.num_columns:
-                rows = leaf.numel() // self.num_columns
-                self.num_rows = max(self.num_rows, 0 if rows == HIDDEN else rows)  # the weight, transposed
-        return result
+def most_rows(seen: SeenShapes, num_columns: int) -> int:
+    """Of any tensor that an operation takes or gives and that ends with the vocabulary's shard; not the weight, transposed."""
+    rows = {math.prod(shape[:-1]) for shape in seen.shapes if len(shape) > 1 and shape[-1] == num_columns}
+    return max(rows - {HIDDEN}, default=0)
 
 
 def logits_on_rank(rank, config, settings):
     """Of old and reference log-probabilities, and of a step: rows of the largest tensor of logits."""
     trainer, samples = tiny_trainer(config, vocab_size=246, hidden_size=HIDDEN, **settings), ragged_step()
-    measuring, training = (MostLogits(246 // trainer.groups.tp.size()) for _ in range(2))
+    measuring, training = SeenShapes(), SeenShapes()
     with measuring:
         [old], [ref] = trainer.log_probs([samples]), trainer.log_probs([samples], of_reference=True)
     rows = zip(samples, old, ref, strict=True)
     with training:
         trainer.step([[replace(sample, old_log_probs=row, ref_log_probs=ref_row) for sample, row, ref_row in rows]])
-    return [measuring.num_rows, training.num_rows]
+    return [most_rows(seen, 246 // trainer.groups.tp.size()) for seen in (measuring, training)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"sequence_parallel": True, "packed": True}], ids=["padded", "SP, packed"])
