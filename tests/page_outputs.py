@@ -71,12 +71,11 @@ def of_doctor(facts: dict, command: str) -> str:
         return printed(command)
 
 
+of_a_launch_line = functools.partial(of_doctor, CPU_MACHINE)
+
+
 def of_a_sick_machine(command: str) -> str:
     return of_doctor(SICK_MACHINE, "megatron-rl doctor")
-
-
-def of_a_launch_line(command: str) -> str:
-    return of_doctor(CPU_MACHINE, command)
 
 
 def of_torchrun(command: str) -> str:

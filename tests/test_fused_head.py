@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import error_of, pool_of
 from test_forward_step import SeenShapes
+from test_generation import lively
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainer_cases import (
@@ -46,15 +47,6 @@ TINY_BUDGET = 512
 
 
 pool = pool_of(4)
-
-
-def lively(trainer, factor=20.0):
-    """Logits that differ: at its initial weights every token is nearly as likely as any other."""
-    layer = find_output_layer(trainer.model)
-    if layer is not None:
-        with torch.no_grad():
-            layer.weight.mul_(factor)
-    return trainer
 
 
 def config_of(is_fused: bool, **others) -> PolicyLossConfig:

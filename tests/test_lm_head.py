@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import pool_of
-from test_fused_head import FUSED, lively, model_input
+from test_fused_head import FUSED, model_input
+from test_generation import lively
 from torch import nn
 from trainer_cases import STILL, TP, VOCABULARY, ragged_step, tiny_trainer
 
