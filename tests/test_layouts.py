@@ -280,17 +280,19 @@ def test_scale_for_schedule_by_hand():
     what the schedule does to them in place does not reach the report, nor the loss."""
     four = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
     groups, totals = ParallelGroups(dp_cp=four), StepTotals(num_samples=5, num_prompts=None, num_tokens=7)
-    part = torch.tensor(0.5, requires_grad=True)
+    part = torch.ones((), requires_grad=True) * 0.5
 
-    def call(per_token: bool, **others):
-        config = SimpleNamespace(calculate_per_token_loss=per_token)
-        return scale_for_schedule(part, 3, totals=totals, num_local_tokens=2, config=config, groups=groups, **others)
+    def call(per_token: bool, num_microbatches: int = 3, groups: ParallelGroups = groups, **others):
+        given = {"config": SimpleNamespace(calculate_per_token_loss=per_token), "groups": groups, **others}
+        return scale_for_schedule(part, num_microbatches, totals=totals, num_local_tokens=2, **given)
 
     loss, num_tokens, report = call(False)
     assert loss.item() == 6.0 and num_tokens.item() == 1 and num_tokens.dtype == torch.int32  # 0.5 x 4 x 3
-    loss /= 3.0  # as the schedule does
+    assert report["policy/loss"].tolist() == pytest.approx([0.5, 1 / 12])
+    loss, num_tokens, report = call(False, 1, ParallelGroups())  # a factor of 1
+    loss /= 8.0
     num_tokens += 5
-    assert report["policy/loss"].tolist() == pytest.approx([0.5, 1 / 12]) and part.item() == 0.5
+    assert report["policy/loss"][0].item() == part.item() == 0.5
     loss, num_tokens, _ = call(True)
     assert loss.item() == 3.5 and num_tokens.item() == 2 and num_tokens.dtype == torch.int32  # 0.5 x 7
     loss, _, report = call(False, gradient_divisor="num_samples")
