@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -48,27 +49,23 @@ def numbers_in_strings(source: str) -> set[str]:
     return {number for text in strings for number in NUMBER.findall(text)}
 
 
+def _files_by_number(paths: Iterable[Path], numbers_of: Callable[[str], Iterable[str]]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        for number in numbers_of(path.read_text(encoding="utf-8")):
+            found.setdefault(number, set()).add(path.name)
+    return found
+
+
 @cache
 def tested_ids(folder: Path) -> dict[str, set[str]]:
     """{number: names of the test files that carry it}."""
-    found: dict[str, set[str]] = {}
-    for path in sorted(folder.rglob("test_*.py")):
-        for number in numbers_in_strings(path.read_text(encoding="utf-8")):
-            found.setdefault(number, set()).add(path.name)
-    return found
+    return _files_by_number(folder.rglob("test_*.py"), numbers_in_strings)
 
 
 def named_ids(folder: Path) -> dict[str, set[str]]:
     """{number: names of the files that name it anywhere}, comments and what tests share included; this file is left out."""
-    found: dict[str, set[str]] = {}
-    for path in sorted(set(folder.rglob("*.py")) - {Path(__file__).resolve()}):
-        for number in NUMBER.findall(path.read_text(encoding="utf-8")):
-            found.setdefault(number, set()).add(path.name)
-    return found
-
-
-def cell_of(tests: set[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(tests)) or NO_TESTS
+    return _files_by_number(set(folder.rglob("*.py")) - {Path(__file__).resolve()}, NUMBER.findall)
 
 
 def filled(text: str, tested: dict[str, set[str]]) -> str:
@@ -79,7 +76,8 @@ def filled(text: str, tested: dict[str, set[str]]) -> str:
         if found:
             front = line.rstrip()[:-1].rstrip()  # without the last pipe
             start = [cell.end() for cell in BETWEEN_CELLS.finditer(front)][-1]
-            line = f"{front[:start]} {cell_of(tested.get(found[2], set()))} |\n"
+            tests = ", ".join(f"`{name}`" for name in sorted(tested.get(found[2], ())))
+            line = f"{front[:start]} {tests or NO_TESTS} |\n"
         lines.append(line)
     return "".join(lines)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import random
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from dataclasses import dataclass
 
 import torch
 from helpers import loop_log_probs, loop_sample
+from rollout_cases import COMPANIONS, DOORS, launch
 from torch import Tensor
-
-from megatron_rl.arguments import add_megatron_rl_args
 
 VOCAB_SIZE = 7
 DIVISOR = 24.0
@@ -23,8 +22,7 @@ ICEPOP = {
     "miles": "miles.backends.training_utils.loss_hub.corrections.icepop_function",
     "slime": "slime.backends.megatron_utils.loss.icepop_function",
 }
-REDUCER = "megatron_rl.reducers.get_pg_loss_reducer"
-HOOKS = "megatron_rl.hooks."
+DOOR_OF = {"default": "host's reducer", "reducer": "our reducer", "custom_loss": "custom_loss"}
 # (prompt, response) of 4 prompts' samples: one-token responses, a prompt of one token, prompts that fill whole cp chunks.
 SHAPES = [(3, 9), (1, 14), (12, 3), (4, 1), (2, 12), (5, 8), (15, 1), (9, 7), (4, 4), (6, 10), (11, 2), (3, 11)]
 FULLY_MASKED = 5
@@ -174,45 +172,26 @@ def truth(aggregation: str, estimator: str, has_masked_sample: bool, has_segment
 
 
 def host_args(case: HostCase) -> Namespace:
-    """The arguments of that launch: both hosts' defaults, and our flags as add_megatron_rl_args parses them."""
-    ours = [] if case.door == "default" and not case.companion else ["--loss-aggregation", case.aggregation]
-    ours += ["--loss-aggregation-divisor", str(DIVISOR)] if case.aggregation == "constant" and ours else []
+    """The arguments of that launch: those of the rollout process and what training reads beside them, both hosts' defaults."""
+    ours = "" if case.door == "default" and not case.companion else f"--loss-aggregation {case.aggregation}"
+    ours += f" --loss-aggregation-divisor {DIVISOR}" if case.aggregation == "constant" and ours else ""
     low, high = CLIPS[case.estimator]
     shared = dict(
         advantage_estimator=case.estimator, allgather_cp=case.layout == "allgather", calculate_per_token_loss=case.per_token,
-        custom_advantage_function_path=None, custom_loss_function_path=None, custom_tis_function_path=None,
-        custom_convert_samples_to_train_data_path=None, custom_pg_loss_reducer_function_path=None,
-        custom_reward_post_process_path=None, entropy_coef=0.0, eps_clip=low, eps_clip_high=high, eps_clip_c=None,
-        get_mismatch_metrics=False, global_batch_size=len(SHAPES), grpo_std_normalization=True, kl_coef=0.0, kl_loss_coef=0.0,
-        kl_loss_type="k3", log_probs_chunk_size=-1, loss_type="policy_loss", n_samples_per_prompt=GROUP_SIZE,
-        normalize_advantages=False, num_steps_per_rollout=1, opsm_delta=0.1, recompute_loss_function=False, reward_key=None,
-        rewards_normalization=True, rollout_batch_size=len(SHAPES) // GROUP_SIZE, rollout_temperature=1.0, rollout_top_p=1.0,
-        tis_clip=1.5, tis_clip_low=0.5, use_dynamic_global_batch_size=False, use_kl_loss=False, use_opd=False, use_opsm=False,
-        use_rollout_logprobs=False, use_tis=False, use_unbiased_kl=False,
+        custom_reward_post_process_path=None, eps_clip=low, eps_clip_high=high, global_batch_size=len(SHAPES),
+        log_probs_chunk_size=-1, n_samples_per_prompt=GROUP_SIZE, num_steps_per_rollout=1, opsm_delta=0.1,
+        recompute_loss_function=False, rollout_batch_size=len(SHAPES) // GROUP_SIZE, rollout_top_p=1.0, tis_clip=1.5,
+        tis_clip_low=0.5, use_opsm=False, use_rollout_logprobs=False, use_unbiased_kl=False,
     )  # fmt: skip
     if case.host == "miles":
-        shared.update(
-            allow_partial_train_step=False, cp_comm_type="p2p", indep_dp=False, multi_lora_n_adapters=0,
-            observe_training_entropy=False, qkv_format="bshd" if case.layout == "bshd" else "thd", skip_actor_forward_only=False,
-            train_backend="megatron", true_on_policy_mode=False,
-        )  # fmt: skip
-    if case.door == "reducer":
-        shared["custom_pg_loss_reducer_function_path"] = REDUCER
-    if case.door == "custom_loss":
-        shared.update(loss_type="custom_loss", custom_loss_function_path=HOOKS + "custom_loss")
+        shared.update(cp_comm_type="p2p", multi_lora_n_adapters=0, qkv_format="bshd" if case.layout == "bshd" else "thd")
+        shared["skip_actor_forward_only"] = False
     if case.segments:  # the flags count rollouts
         shared.update(n_samples_per_prompt=GROUP_SIZE - 1, global_batch_size=len(SHAPES) // GROUP_SIZE * (GROUP_SIZE - 1))
-    if case.companion == "reward":
-        shared["custom_reward_post_process_path"] = HOOKS + "reward_post_process"
     if case.companion == "convert":
-        shared["custom_convert_samples_to_train_data_path"] = HOOKS + "convert_samples_to_train_data"
         shared["global_batch_size"] = len(SHAPES) // GROUP_SIZE  # counts prompts on this route
-    args = Namespace(**{**parsed(tuple(ours)), **shared, **dict(case.options)})
+    args = launch(case.host, "reward", ours, **{**shared, **DOORS[DOOR_OF[case.door]], **COMPANIONS.get(case.companion, {})})
+    vars(args).update(dict(case.options))
     if args.custom_tis_function_path == "icepop":
         args.custom_tis_function_path = ICEPOP[case.host]
     return args
-
-
-@functools.cache
-def parsed(words: tuple[str, ...]) -> dict[str, object]:
-    return vars(add_megatron_rl_args(ArgumentParser()).parse_args(words))

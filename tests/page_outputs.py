@@ -71,12 +71,11 @@ def of_doctor(facts: dict, command: str) -> str:
         return printed(command)
 
 
+of_a_launch_line = functools.partial(of_doctor, CPU_MACHINE)
+
+
 def of_a_sick_machine(command: str) -> str:
     return of_doctor(SICK_MACHINE, "megatron-rl doctor")
-
-
-def of_a_launch_line(command: str) -> str:
-    return of_doctor(CPU_MACHINE, command)
 
 
 def of_torchrun(command: str) -> str:
@@ -332,9 +331,8 @@ def of_the_first_step_in_nemo_rl(command: str) -> str:
 
     own = make_loss(Case(loss="grpo", aggregation="sample_mean"), reference_policy_kl_penalty=0.01).own
     settings = nemo_rl.read_settings({"megatron_rl": command.split("=")[-1], "megatron_rl_loss_aggregation_divisor": 8192})
-    with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(dense_rows, "_told", set()):
-        nemo_rl.NemoLoss(own, settings, 256).tell(StepTotals(num_samples=256, num_prompts=None, num_tokens=1))
-    return shown.getvalue()
+    totals = StepTotals(num_samples=256, num_prompts=None, num_tokens=1)
+    return said_once(nemo_rl.NemoLoss(own, settings, 256).tell, totals)
 
 
 def of_a_line_of_roll(command: str) -> str:

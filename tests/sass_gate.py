@@ -162,7 +162,9 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
     from triton.compiler import ASTSource
 
     source = ASTSource(fn=binary.function, signature=binary.signature, constexprs=binary.constants, attrs=binary.attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", target, WARP), options=options_of(binary))
+    # Lists were tuples before they travelled as JSON.
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in binary.options.items()}
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, WARP), options=options)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -206,11 +208,6 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
         bulk_copies=everything["UTMALDG"] + everything["UTMASTG"],
         has_hot_loop=bool(hot),
     )
-
-
-def options_of(binary: Binary) -> dict[str, object]:
-    """Lists were tuples before they travelled as JSON."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in binary.options.items()}
 
 
 def tool(name: str, *arguments: object) -> str:

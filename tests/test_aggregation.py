@@ -109,6 +109,7 @@ REFUSED_WEIGHTS = [  # (error, message, aggregation, what is changed of step S)
     ],
     (ConfigError, "'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant", "mean", {}),
     (DataError, "no unmasked token", "token_mean", {"totals": StepTotals(4, 2, 0)}),
+    (DataError, "token_counts is tuple", "token_mean", {"counts": (2, 4)}),
     (DataError, r"prompt_token_counts \(2,\) must have one entry a sample", "prompt_mean", {"prompt_counts": S_PROMPT_COUNTS[:2]}),
     (DataError, "constant gives a weight that is negative or not finite in float32", "constant", {"divisor": 1e-40}),
     (DataError, r"\[20, 40, 1, 1\] hold more tokens than the whole step", "prompt_mean", {"prompt_counts": [20, 40, 1, 1]}),
@@ -137,11 +138,6 @@ def test_wrong_counts_and_settings_are_refused_with_a_message(error, message, mo
     with pytest.raises(error, match=message):
         prompts, divisor = given.pop("prompt_counts"), given.pop("divisor")
         sample_token_weights(mode, *given.values(), prompt_token_counts=prompts, divisor=divisor)
-
-
-def test_a_list_is_no_tensor_of_counts():
-    with pytest.raises(DataError, match="token_counts is list"):
-        weights_of("token_mean", [2, 4], S_TOTALS)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +237,7 @@ GROUP_MASKS = [[torch.ones(2), torch.ones(3)], [torch.ones(4), torch.zeros(2), t
 
 
 def count_over_ranks(rank):
+    """FB-29: a rank that raises alone leaves the others in a collective until the timeout. FB-55, FB-130: no token anywhere."""
     group = dist.group.WORLD
     masks, ids = GROUP_MASKS[rank], GROUP_IDS[rank]
     numbers = [{"p": 10, "q": 11, "r": 12}[name] for name in ids]
@@ -261,28 +258,27 @@ def count_over_ranks(rank):
     assert sorted(name for name, *_ in made) == ["all_gather", *["all_reduce"] * 2, *["all_to_all_single"] * 3], made
     assert "has 2 samples in this step, more than samples_per_prompt=1" in too_large, too_large
     assert "has 1 of samples_per_prompt=2" in too_small and ("prompt 'r'" in too_small) == (rank == 1), too_small
-    errors = {
-        "one rank has a bad mask": error_of(lambda: count_step([torch.ones(2) * (2 if rank == 1 else 1)], None, group)),
-        "one rank lacks prompt ids": error_of(lambda: count_step([torch.ones(1)], None if rank == 1 else ["p"], group)),
-        "no token anywhere": error_of(lambda: count_step([torch.zeros(2)], None, group)),
-        "a group lacks samples": error_of(lambda: count_step(masks, ids, group, samples_per_prompt=2)),
-        "an id that cannot be read": error_of(lambda: count_step([torch.ones(1)], [object()] if rank == 1 else ["p"], group)),
-        "wrong number of ids": error_of(lambda: count_step([torch.ones(1)], ["p"] * (1 + rank % 2), group)),
-    }
+    one, is_culprit = [torch.ones(1)], rank == 1
+    for messages, call in (
+        (["rank 1 of", "loss_masks[0] has values", "rank 1 of"], lambda: count_step([one[0] * (1 + is_culprit)], None, group)),
+        (["given on some"] * 3, lambda: count_step(one, None if is_culprit else ["p"], group)),
+        (["3 samples and not a single unmasked token"] * 3, lambda: count_step([torch.zeros(2)], None, group)),
+        (["a prompt of another", "'r' has 1", "a prompt of"], lambda: count_step(masks, ids, group, samples_per_prompt=2)),
+        (["rank 1 of", "use int or str", "rank 1 of"], lambda: count_step(one, [object()] if is_culprit else ["p"], group)),
+        (["rank 1 of", "2 prompt_ids for 1 samples", "rank 1 of"], lambda: count_step(one, ["p"] * (1 + is_culprit), group)),
+    ):
+        error = error_of(call)
+        assert error.startswith("DataError") and messages[rank] in error, error
     # All ranks are still in step after six errors.
     assert count_step(masks, ids, group)[0] == healthy[0][0]
-    return [(totals, counts.tolist(), None if p is None else p.tolist()) for totals, counts, p in healthy], errors
+    return [(totals, counts.tolist(), None if p is None else p.tolist()) for totals, counts, p in healthy]
 
 
-@pytest.fixture(scope="module")
-def over_ranks():
-    return run_ranks(count_over_ranks, 3, use_megatron=False)
-
-
-def test_prompt_groups_straddle_ranks_and_an_empty_rank_takes_part(over_ranks):
+def test_prompt_groups_straddle_ranks_an_empty_rank_takes_part_and_all_raise_together():
     """FB-17, FB-29: M_p = 2 + 0, M_q = 3 + 4, M_r = 1; rank 2 holds nothing and must not leave the others waiting."""
     expected = [([2, 3], [2, 7]), ([4, 0, 1], [7, 2, 1]), ([], [])]
-    for (by_name, by_number, without), (counts, prompt_counts) in zip([r[0] for r in over_ranks], expected, strict=True):
+    found = run_ranks(count_over_ranks, 3, use_megatron=False)
+    for (by_name, by_number, without), (counts, prompt_counts) in zip(found, expected, strict=True):
         assert by_name == by_number == (StepTotals(5, 3, 10), counts, prompt_counts)
         assert without == (StepTotals(5, None, 10), counts, None)
 
@@ -296,21 +292,3 @@ def test_a_group_of_one_rank_counts_as_one_process_does():
     (counted,) = run_ranks(count, 1, use_megatron=False)
     alone = count_step(s_masks(), S_PROMPTS)
     assert counted[0] == alone[0] and torch.equal(counted[1], alone[1]) and torch.equal(counted[2], alone[2])
-
-
-@pytest.mark.parametrize(
-    ("scenario", "messages"),
-    [
-        pytest.param("one rank has a bad mask", ["rank 1 of the", "loss_masks[0] has values", "rank 1 of the"], id="mask"),
-        pytest.param("one rank lacks prompt ids", ["given on some"] * 3, id="ids on some ranks only"),
-        pytest.param("no token anywhere", ["3 samples and not a single unmasked token"] * 3, id="FB-55, FB-130 no token"),
-        pytest.param(
-            "a group lacks samples", ["a prompt of another", "prompt 'r' has 1", "a prompt of another"], id="FB-17 incomplete group"
-        ),
-        pytest.param("wrong number of ids", ["rank 1 of", "2 prompt_ids for 1 samples", "rank 1 of"], id="ids"),
-    ],
-)
-def test_all_ranks_raise_together(over_ranks, scenario, messages):
-    """FB-29: a rank that raises alone leaves the others in a collective until the timeout."""
-    for (_, errors), message in zip(over_ranks, messages, strict=True):
-        assert errors[scenario].startswith("DataError") and message in errors[scenario], errors[scenario]

@@ -1,4 +1,4 @@
-"""PackedAttention against a loop in float64: values and gradients, alone and on context-parallel ranks."""
+"""PackedAttention against a loop in float64, alone and on context-parallel ranks; SequenceParallelNorm against the textbook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from helpers import error_of, pool_of
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.megatron.attention import PackedAttention, gather_with_gradient, remember_document_bounds
+from megatron_rl.megatron.attention import (
+    PackedAttention,
+    SequenceParallelNorm,
+    gather_with_gradient,
+    remember_document_bounds,
+)
 
 HEADS, GROUPS, DIM = 4, 2, 8
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
@@ -223,3 +228,33 @@ def test_the_gradient_of_a_gather_is_the_sum_over_the_ranks_of_its_group_in_floa
         torch.testing.assert_close(gradient, (1 + 3) * factor * 2 * rank * ones)
     for _, _, gradient in answers:
         assert gradient.dtype == torch.bfloat16 and gradient.item() == torch.tensor(259.0).bfloat16().item() == 260.0
+
+
+# The norm
+
+
+def norm_config(**overrides):
+    values = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "sequence_parallel": True, **overrides}
+    return SimpleNamespace(use_cpu_initialization=True, params_dtype=torch.float64, **values)
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_the_norm_is_the_textbook_one_and_marks_its_parameters(normalization):
+    """Catches a missing mark, without which finalize_model_grads leaves the gradient of one tp rank under SP."""
+    norm = SequenceParallelNorm(norm_config(normalization=normalization), 5, eps=0.1)
+    hidden = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for row, actual in zip(hidden, norm(hidden), strict=True):
+        centred = row - row.sum() / 5 if normalization == "LayerNorm" else row
+        torch.testing.assert_close(actual, centred / ((centred**2).sum() / 5 + 0.1) ** 0.5)
+    names = ["weight", "bias"] if normalization == "LayerNorm" else ["weight"]
+    assert [name for name, _ in norm.named_parameters()] == names
+    assert all(parameter.sequence_parallel for parameter in norm.parameters())
+    unmarked = SequenceParallelNorm(norm_config(normalization=normalization, sequence_parallel=False), 5)
+    assert not any(parameter.sequence_parallel for parameter in unmarked.parameters())
+
+
+def test_a_norm_that_would_be_another_one_is_refused():
+    with pytest.raises(ConfigError, match="normalization='L2Norm' must be 'LayerNorm' or 'RMSNorm'"):
+        SequenceParallelNorm(norm_config(normalization="L2Norm"), 5)
+    with pytest.raises(ConfigError, match="layernorm_zero_centered_gamma"):
+        SequenceParallelNorm(norm_config(layernorm_zero_centered_gamma=True), 5)

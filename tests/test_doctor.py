@@ -7,15 +7,15 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from doctor_cases import ABSENT, CPU_MACHINE, EMPTY_ENGINE, GPU_MACHINE, HERE, SICK_MACHINE, WEB_TOOLKIT, machine
-from forked import forked
+from forked import forget, forked
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import doctor
@@ -30,8 +30,8 @@ from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES
 from megatron_rl.hosts.base import meant_host_flag, rollout_hosts
 from megatron_rl.validation import ROUTES_OF_FLAG, field_of
 
-ROOT = Path(__file__).resolve().parent.parent
-REDUCER = "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
+OURS = "megatron_rl.reducers.get_pg_loss_reducer"
+REDUCER = f"--custom-pg-loss-reducer-function-path {OURS}"
 REWARD = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process --global-batch-size 8"
 INIT = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 DR_GRPO = f"--loss-aggregation constant --loss-aggregation-divisor 8192 {REDUCER}"
@@ -120,20 +120,29 @@ def test_a_sick_machine_with_a_gpu(changes, message):
     assert problem.startswith(message), problem
 
 
-@pytest.mark.parametrize(
-    ("changes", "subject", "words"),
-    [
-        ({"megatron": {"version": "0.12.1"}}, "megatron", "0.12.1 is outside 0.13 to 0.19"),
-        ({"triton": {"version": "3.6.0"}}, "triton", "its interpreter fails on loops with numpy 2.4"),
-        ({"transformer_engine": {"state": "broken", "error": "OSError: libcuda.so.1"}}, "transformer engine", "needs CUDA"),
-        ({"flash_attn": BROKEN}, "flash attn", "or pip uninstall flash-attn"),
-    ],
-)
-def test_what_is_odd_and_works_is_a_note(changes, subject, words):
+WORKING = [
+    # what is odd
+    ({"megatron": {"version": "0.12.1"}}, "megatron", NOTE, "0.12.1 is outside 0.13 to 0.19"),
+    ({"triton": {"version": "3.6.0"}}, "triton", NOTE, "its interpreter fails on loops with numpy 2.4"),
+    ({"transformer_engine": {"state": "broken", "error": "OSError: libcuda.so.1"}}, "transformer engine", NOTE, "needs CUDA"),
+    ({"flash_attn": BROKEN}, "flash attn", NOTE, "or pip uninstall flash-attn"),
+    # what does not work without what is absent
+    ({"triton": ABSENT}, "triton", "absent", "not installed: no kernels, auto takes torch"),
+    ({"megatron": ABSENT}, "megatron", "absent", "no train, no checkpoints, no Megatron-LM, selftest of the losses alone"),
+    ({}, "megatron", OK, "own scripts need its checkout"),
+    ({"slime": HERE}, "hosts", OK, "slime can be imported"),
+    ({}, "hosts", "absent", "none can be imported from here: run from a checkout of theirs"),
+]
+
+
+@pytest.mark.parametrize(("changes", "subject", "status", "words"), WORKING)
+def test_what_is_odd_or_absent_is_said_and_is_no_problem(changes, subject, status, words):
     """FB-86: the interpreter on a GPU is thousands of times slower."""
     found = findings(machine(**changes))
     assert problems(found) == []
-    assert any(finding.subject == subject and finding.status == NOTE and words in finding.text for finding in found)
+    said = [finding for finding in found if finding.subject == subject]
+    assert any(finding.status == status and words in finding.text for finding in said)
+    assert len(said) == 1 or status == NOTE  # beside the line of what works
 
 
 @pytest.mark.parametrize(
@@ -149,21 +158,6 @@ def test_what_is_odd_and_works_is_a_note(changes, subject, words):
 )
 def test_which_devices_a_torch_has_kernels_for(compute, archs, expected):
     assert has_kernels(compute, archs) is expected
-
-
-@pytest.mark.parametrize(
-    ("facts", "subject", "text"),
-    [
-        (machine(triton=ABSENT), "triton", "not installed: no kernels, auto takes torch"),
-        (machine(megatron=ABSENT), "megatron", "no train, no checkpoints, no Megatron-LM, selftest of the losses alone"),
-        (CPU_MACHINE, "megatron", "own scripts need its checkout"),
-        (machine(slime=HERE), "hosts", "slime can be imported"),
-        (CPU_MACHINE, "hosts", "none can be imported from here: run from a checkout of theirs"),
-    ],
-)
-def test_what_is_absent_says_what_does_not_work_without_it(facts, subject, text):
-    (finding,) = [finding for finding in findings(facts) if finding.subject == subject]
-    assert finding.status in (OK, "absent") and re.search(text, finding.text)
 
 
 # Looking at this machine
@@ -189,7 +183,6 @@ FAKES = {
     "apex/__init__.py": "from pyramid.session import UnencryptedCookieSessionFactoryConfig",
     "apex-0.9.10.dev0.dist-info/METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.9.10.dev0\n",
     "psutil/__init__.py": "import os; os.kill(os.getpid(), 9)",
-    "numpy/__init__.py": "print('hello from numpy'); import time; time.sleep(600)",
     "triton/__init__.py": "__version__ = '3.4.5'\nprint('hello')",
     "flash_attn/__init__.py": "import flash_attn_2_cuda",
     "flash_attn_2_cuda.so": "no library",
@@ -197,14 +190,10 @@ FAKES = {
 
 
 def test_impostors_and_broken_packages_are_told_and_do_not_take_doctor_down(fake_packages, monkeypatch):
-    """FB-79: fake modules of both kinds; beside them one that kills its process and one that hangs."""
+    """FB-79: fake modules of both kinds; beside them one that kills its process."""
     fake_packages(FAKES)
     monkeypatch.setattr(doctor_probes, "PROBED", ("psutil", "triton", "transformer_engine", "flash_attn", "apex"))
     facts = doctor_probes.collect_facts()
-    monkeypatch.setattr(doctor_probes, "PROBED", ("numpy",))
-    monkeypatch.setattr(doctor_probes, "SECONDS", 0.5)
-    facts["numpy"] = doctor_probes.collect_facts()["numpy"]
-    assert facts["numpy"]["state"] == "broken" and facts["numpy"]["error"].startswith("its import hangs: no answer in 0.5 s; ")
     assert facts["flash_attn"]["state"] == "broken" and "flash_attn_2_cuda.so: file too short" in facts["flash_attn"]["error"]
     assert facts["psutil"]["error"].startswith("its import ended the process (signal 9)")
     assert (facts["triton"]["state"], facts["triton"]["version"]) == ("here", "3.4.5") or facts["triton"]["version"]
@@ -288,34 +277,25 @@ def test_packages_that_hang_together_share_one_limit(fake_packages, monkeypatch,
     started = time.monotonic()
     facts = doctor_probes.collect_facts()
     assert time.monotonic() - started < 2.5
-    assert all("its import hangs" in facts[name]["error"] for name in ("numpy", "psutil", "triton"))
+    for name in ("numpy", "psutil", "triton"):
+        assert facts[name]["state"] == "broken" and facts[name]["error"].startswith("its import hangs: no answer in 1 s; ")
     assert "still importing numpy" in capsys.readouterr().err
-
-
-WITHOUT_TORCH = """
-import importlib, sys, types
-sys.modules["torch"] = None
-package = types.ModuleType("megatron_rl")
-package.__path__, package.__version__ = [sys.argv[1]], "0"
-sys.modules["megatron_rl"] = package
-doctor = importlib.import_module("megatron_rl.commands.doctor")
-from argparse import ArgumentParser
-from megatron_rl.commands.doctor import probes
-probes._is_there = lambda name: False
-parser = ArgumentParser()
-doctor.add_arguments(parser, [])
-sys.exit(doctor.run(parser.parse_args(sys.argv[2:])))
-"""
 
 
 @pytest.mark.parametrize("line", [[], ["--", "python", "slime/train.py"]], ids=["the machine", "and a line"])
 def test_doctor_runs_where_torch_does_not(line):
     """Catches an import of torch on the way to the one command that is to say what is wrong with it."""
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / "megatron_rl"), *line]
-    finished = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
-    assert finished.returncode == 1, finished.stderr
-    assert "PROBLEM  torch" in finished.stdout and "not installed, and everything needs it" in finished.stdout
-    assert ("PROBLEM  rules  they need torch, see above" in finished.stdout) == bool(line)
+
+    def without_torch() -> int:
+        forget("torch")
+        sys.modules["torch"] = None
+        import_module("megatron_rl.commands.doctor.probes")._is_there = lambda name: False
+        return import_module("megatron_rl.__main__").main(["doctor", *line])
+
+    code, out, error = forked(without_torch)
+    assert code == 1, error
+    assert "PROBLEM  torch" in out and "not installed, and everything needs it" in out
+    assert ("PROBLEM  rules  they need torch, see above" in out) == bool(line)
 
 
 # The launch line
@@ -377,6 +357,17 @@ UNSOUND = [
         "torchrun --nproc-per-node 3 -m megatron_rl train --tensor-model-parallel-size 2",
         ["rule: 3 ranks do not divide into model replicas of 2"],
     ),
+    # Flags of the hosts are no slips of ours: --kl-coef and --entropy-coef begin as ours do.
+    (f"{LAUNCH} slime/train.py {DR_GRPO} --kl-coef 0 --entropy-coef 0 --kl-loss-coef 0.1 --policy --loss-type policy_loss", []),
+    (f"{LAUNCH} slime/train.py {DR_GRPO} --eps-clip 0.2 --use-kl-loss", []),
+    (
+        f"{LAUNCH} slime/train.py {REDUCER} -- --loss-aggregation constant --seed 1",
+        ["--: a parser reads no flag after it: --loss-aggregation has no effect"],
+    ),
+    (
+        f"{LAUNCH} slime/train.py --custom-pg-loss-reducer-function {OURS}",
+        [f"--custom-pg-loss-reducer-function: {OURS} has no effect with this flag: did you mean {REDUCER.split()[0]}?"],
+    ),
     (
         "python train_rl.py --docs-per-step 3",
         ["--docs-per-step: ignored on the route megatron_lm: it works on train (elsewhere the host's batching decides"],
@@ -424,30 +415,25 @@ def test_a_slip_of_a_flag_is_told_and_never_judged_as_the_flag(flag, words, star
     assert report.route in (None, "train", "megatron_lm")  # in the other hosts nothing of ours is at work
 
 
-def test_flags_of_the_hosts_are_no_slips_of_ours():
-    """--kl-coef and --entropy-coef begin as ours do."""
-    hosts_own = "--kl-coef 0 --entropy-coef 0 --eps-clip 0.2 --kl-loss-coef 0.1 --use-kl-loss --policy --loss-type policy_loss"
-    assert problems(judged(f"{LAUNCH} slime/train.py {DR_GRPO} {hosts_own}").findings) == []
+MEANT = {
+    "--eps-clip-hihg": "--eps-clip-high",
+    "--contxt-parallel-size": "--context-parallel-size",
+    "--rollout-temprature": "--rollout-temperature",
+    # The host's and ours differ by two letters: the most similar one is told.
+    "--n-samples-per-prompts": "--n-samples-per-prompt",
+    "--samples-per-prompts": "--samples-per-prompt",
+}
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])
 def test_a_slip_of_a_hosts_flag_is_told(host):
     """slime drops it, and trains with another clip. Only flags that our checks read are known here."""
-    slips = "--eps-clip-hihg 0.28 --contxt-parallel-size 2 --rollout-temprature 0.9 --own-flag 3"
-    found = {f.subject: f.text for f in judged(f"{LAUNCH} {host}/train.py {DR_GRPO} {slips}").flags if f.status == PROBLEM}
-    assert list(found) == ["--eps-clip-hihg", "--contxt-parallel-size", "--rollout-temprature"]
-    assert found["--eps-clip-hihg"].endswith(f"by the launcher of {host}: did you mean --eps-clip-high?")
-
-
-@pytest.mark.parametrize("host", ["slime", "miles"])
-@pytest.mark.parametrize(
-    ("slip", "meant"),
-    [("--n-samples-per-prompts", "--n-samples-per-prompt"), ("--samples-per-prompts", "--samples-per-prompt")],
-)
-def test_a_slip_is_told_by_the_flag_that_is_most_similar(host, slip, meant):
-    """The host's and ours differ by two letters."""
-    (found,) = [f.text for f in judged(f"{LAUNCH} {host}/train.py {DR_GRPO} {slip} 8").flags if f.status == PROBLEM]
-    assert found.endswith(f"did you mean {meant}?")
+    slips = " ".join(f"{slip} 2" for slip in MEANT)
+    found = {
+        f.subject: f.text for f in judged(f"{LAUNCH} {host}/train.py {DR_GRPO} {slips} --own-flag 3").flags if f.status == PROBLEM
+    }
+    assert list(found) == list(MEANT)
+    assert all(found[slip].endswith(f"by the launcher of {host}: did you mean {MEANT[slip]}?") for slip in MEANT)
 
 
 def test_a_script_of_ones_own_may_have_a_flag_as_others_name_ours():
@@ -474,19 +460,6 @@ def test_a_launch_without_a_problem_is_told_what_it_trains():
     (own,) = [f.text for f in judged(f"{LAUNCH} slime/train.py {DR_GRPO} {sizes}").rules if f.subject == "trains"]
     assert own.startswith("loss_aggregation=constant by our reducer | step of 64 samples, 8 prompts | weight of a token 1/(L N)")
     assert not [f for f in judged(f"{LAUNCH} slime/train.py {DR_GRPO} --policy-loss gspo").rules if f.subject == "trains"]
-
-
-def test_what_stands_behind_two_dashes_is_no_flag():
-    (problem,) = problems(judged(f"{LAUNCH} slime/train.py {REDUCER} -- --loss-aggregation constant --seed 1").findings)
-    assert problem.startswith("--: a parser reads no flag after it: --loss-aggregation has no effect")
-
-
-@pytest.mark.parametrize(
-    ("flag", "words"), [("--custom-pg-loss-reducer-function", "did you mean --custom-pg-loss-reducer-function-path?")]
-)
-def test_a_function_of_ours_behind_no_hooks_flag_is_told(flag, words):
-    found = problems(judged(f"{LAUNCH} slime/train.py {flag} megatron_rl.reducers.get_pg_loss_reducer").findings)
-    assert len(found) == 1 and found[0].startswith(f"{flag}: ") and words in found[0]
 
 
 # What only the shell knows

@@ -114,21 +114,19 @@ $Y
     X=4 show $X; show $X""",
     "dirname": """D=$(dirname "$0"); show "$D/x.sh" """,
 }
+NEEDS_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash to compare with: install bash")
 SHOW = "show() { printf '%s\\0' show \"$@\" >&3; }; export -f show; export HOME_OF_TEST=/home\n"
 
 
 @pytest.fixture(scope="module")
 def of_bash(tmp_path_factory):
     """What bash makes of each snippet: {name: (script, its commands)}, in one process for all."""
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip("needs bash to compare with: install bash")
     folder = tmp_path_factory.mktemp("snippets")
     runs = []
     for index, text in enumerate(SNIPPETS.values()):
         (folder / f"{index}.sh").write_text(text + "\n")
         runs.append(f"( exec 3>{folder}/{index}.out; bash {folder}/{index}.sh one 'two words' ) 2>{folder}/{index}.err")
-    subprocess.run([bash, "-c", SHOW + "\n".join(runs)], check=True, cwd=folder)
+    subprocess.run(["bash", "-c", SHOW + "\n".join(runs)], check=True, cwd=folder)
     found = {}
     for index, name in enumerate(SNIPPETS):
         words = (folder / f"{index}.out").read_text().split("\0")[:-1]
@@ -137,6 +135,7 @@ def of_bash(tmp_path_factory):
     return found
 
 
+@NEEDS_BASH
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_script_is_read_as_bash_runs_it(of_bash, name, monkeypatch):
     monkeypatch.setenv("HOME_OF_TEST", "/home")
@@ -167,25 +166,22 @@ UNKNOWN = [
 ]
 
 
-def test_a_sourced_file_that_is_not_here_is_named(tmp_path):
-    script = tmp_path / "run.sh"
-    script.write_text("set -e\nsource models/tiny.sh\npython slime/train.py ${MODEL_ARGS[@]}\n")
-    (unread,) = judge_launch(["bash", str(script)], None).reading
-    assert unread.text.endswith("not judged; sourced, and not here: models/tiny.sh (line 2)")
+def test_a_sourced_file_that_is_not_here_is_named(checkout):
+    script = checkout[1]("set -e\nsource models/gone.sh\npython slime/train.py ${MODEL_ARGS[@]}\n")
+    (unread,) = judge_launch(["bash", script], None).reading
+    assert unread.text.endswith("not judged; sourced, and not here: models/gone.sh (line 2)")
 
 
 @pytest.mark.parametrize(("text", "expected"), UNKNOWN)
-def test_what_cannot_be_known_stays_as_it_is_written(tmp_path, text, expected):
+def test_what_cannot_be_known_stays_as_it_is_written(checkout, text, expected):
     """Never a guess: the word is told as one that was not read."""
-    script = tmp_path / "run.sh"
-    script.write_text(text)
-    (words,) = [line.words[1:] for line in ScriptReader(script, ["an argument"]).lines() if line.words[0] == "show"]
+    lines = ScriptReader(Path(checkout[1](text)), ["an argument"]).lines()
+    (words,) = [line.words[1:] for line in lines if line.words[0] == "show"]
     assert words == expected and all(is_unread(word) for word in words if not word.startswith("--"))
 
 
-def test_what_a_branch_decides_is_told(tmp_path):
-    script = tmp_path / "run.sh"
-    script.write_text('A=(1)\nif x; then\n  A+=(2)\nfi\nB=("${A[@]}")\n[ -n "$D" ] && C=3\nE=4\nshow ${B[@]} $C $E\n')
+def test_what_a_branch_decides_is_told(checkout):
+    script = Path(checkout[1]('A=(1)\nif x; then\n  A+=(2)\nfi\nB=("${A[@]}")\n[ -n "$D" ] && C=3\nE=4\nshow ${B[@]} $C $E\n'))
     (line,) = [line for line in ScriptReader(script).lines() if line.words[0] == "show"]
     assert line.words == ("show", "1", "2", "3", "4") and line.branches == ("A (line 3)", "C (line 6)") and line.line == 8
 
@@ -218,15 +214,12 @@ RUNNING = [
 ]
 
 
+@NEEDS_BASH
 def test_nothing_of_a_script_is_run(tmp_path):
     """Substitutions, traps, sourcing, eval: bash makes every file, doctor makes none and starts no process."""
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip("needs bash to show that the lines do something: install bash")
-    scripts = []
-    for index, text in enumerate(RUNNING):
-        scripts.append(tmp_path / f"{index}.sh")
-        scripts[-1].write_text(text.format(tmp_path / f"{index}.made") + "\npython3 train.py\n")
+    scripts = [tmp_path / f"{index}.sh" for index in range(len(RUNNING))]
+    for script, text in zip(scripts, RUNNING, strict=True):
+        script.write_text(text.format(script.with_suffix(".made")) + "\npython3 train.py\n")
     started = []
     sys.addaudithook(lambda event, _: started.append(event) if event in STARTING and is_watched else None)
     is_watched = True
@@ -236,7 +229,7 @@ def test_nothing_of_a_script_is_run(tmp_path):
     assert started == [] and not list(tmp_path.glob("*.made"))
     show = "show() { :; }; python3() { :; }; export -f show python3\n"
     line = show + "\n".join(f"bash {script} >/dev/null 2>&1 </dev/null" for script in scripts)
-    subprocess.run([bash, "-c", line], check=False, cwd=tmp_path)
+    subprocess.run(["bash", "-c", line], check=False, cwd=tmp_path)
     assert {int(path.stem) for path in tmp_path.glob("*.made")} == set(range(len(RUNNING)))
 
 

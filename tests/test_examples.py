@@ -131,17 +131,12 @@ def test_the_flags_of_the_hosts_are_their_own():
         assert f"def {function}(" in (Path(root) / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
 
 
-def load_train_policy() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("train_policy", EXAMPLES / "megatron_lm" / "train_policy.py")
-    train_policy = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(train_policy)
-    return train_policy
-
-
 @pytest.mark.parametrize("is_correction", [False, True])
 def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch, is_correction):
     """The tuple of load_packed_data_by_index has eleven entries, tensors of one row with the mask already shifted."""
-    train_policy = load_train_policy()
+    specification = importlib.util.spec_from_file_location("train_policy", EXAMPLES / "megatron_lm" / "train_policy.py")
+    train_policy = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(train_policy)
     mask, old = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.bfloat16)
     tokens, advantages, positions = torch.tensor([[7, 8, 9, 0]]), torch.tensor([0.5, 0.0]), torch.arange(4)[None]
     utils, counted = ModuleType("megatron.rl.rl_utils"), []

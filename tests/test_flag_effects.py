@@ -8,11 +8,10 @@ from dataclasses import fields, replace
 from typing import NamedTuple
 
 import pytest
-import torch
 from helpers import error_of, pool_of
 from loss_backends import HAS_TRITON
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from test_forward_step import SeenShapes
+from test_fused_head import most_rows
 from trainer_cases import STILL, gradients_of, metrics_of, ragged_step, relative_difference, run_loop, tiny_trainer, whole
 
 from megatron_rl.config import PolicyLossConfig
@@ -74,22 +73,6 @@ OF_A_HOST = ("one_sample_per_rollout",)  # tests/test_reward_weights.py
 pool = pool_of(1, timeout=240)
 
 
-class RowsOfLogits(TorchDispatchMode):
-    """The most rows of a tensor that ends with the vocabulary; the weight, transposed, is left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[-1] == VOCABULARY:
-                rows = leaf.numel() // VOCABULARY
-                self.most = max(self.most, 0 if rows == HIDDEN else rows)
-        return result
-
-
 def step_of(config, is_bf16, has_experts):
     """What can be seen of one step of two micro-batches."""
     import own_losses
@@ -107,7 +90,7 @@ def step_of(config, is_bf16, has_experts):
         )
         for s in old
     ]
-    metrics, seen = {}, RowsOfLogits()
+    metrics, seen = {}, SeenShapes()
     with seen, counted_launches() if HAS_TRITON else contextlib.nullcontext([]) as launches:
         error = error_of(lambda: metrics.update(trainer.step([step[:3], step[3:]])))
     return {
@@ -115,7 +98,7 @@ def step_of(config, is_bf16, has_experts):
         "metrics": sorted(metrics),
         "gradient": whole([gradients_of(trainer)]) if not error else {},
         "kernels": bool(launches) or "triton" in error,
-        "rows of logits": seen.most,
+        "rows of logits": most_rows(seen, VOCABULARY),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -9,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import error_of, pool_of
+from test_forward_step import SeenShapes
+from test_generation import lively
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from trainer_cases import (
     CP,
@@ -46,15 +47,6 @@ TINY_BUDGET = 512
 
 
 pool = pool_of(4)
-
-
-def lively(trainer, factor=20.0):
-    """Logits that differ: at its initial weights every token is nearly as likely as any other."""
-    layer = find_output_layer(trainer.model)
-    if layer is not None:
-        with torch.no_grad():
-            layer.weight.mul_(factor)
-    return trainer
 
 
 def config_of(is_fused: bool, **others) -> PolicyLossConfig:
@@ -186,12 +178,9 @@ def unknown_factor_on_rank(rank):
     config, optimizer = trainer._model_config, trainer.optimizer
     call = partial(delivered_factor, 2, totals=SimpleNamespace(num_tokens=5, num_samples=2), config=config, groups=trainer.groups)
     answers = [call()]
-    config.grad_scale_func = None
-    answers.append(call())
-    config.grad_scale_func = lambda loss: 2.0 * optimizer.scale_loss(loss)
-    answers.append(call())
-    config.grad_scale_func = torch.ones(1).mul  # a method, and no optimiser's
-    answers.append(call())
+    for scale in (None, lambda loss: 2.0 * optimizer.scale_loss(loss), torch.ones(1).mul):  # the last: no optimiser's method
+        config.grad_scale_func = scale
+        answers.append(call())
     return answers
 
 
@@ -258,36 +247,22 @@ def test_the_weight_gradient_is_the_same_in_forward_and_in_backward(pool, option
 # The logits that are never there
 
 
-class MostLogits(TorchDispatchMode):
-    """The most rows of any tensor that an operation takes or gives and that ends with the vocabulary's shard."""
-
-    def __init__(self, num_columns):
-        super().__init__()
-        self.num_columns, self.num_rows = num_columns, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, result)):
-            if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[-1] == self.num_columns:
-                rows = leaf.numel() // self.num_columns
-                self.num_rows = max(self.num_rows, 0 if rows == HIDDEN else rows)  # the weight, transposed
-        return result
+def most_rows(seen: SeenShapes, num_columns: int) -> int:
+    """Of any tensor that an operation takes or gives and that ends with the vocabulary's shard; not the weight, transposed."""
+    rows = {math.prod(shape[:-1]) for shape in seen.shapes if len(shape) > 1 and shape[-1] == num_columns}
+    return max(rows - {HIDDEN}, default=0)
 
 
 def logits_on_rank(rank, config, settings):
     """Of old and reference log-probabilities, and of a step: rows of the largest tensor of logits."""
-    trainer = tiny_trainer(config, vocab_size=246, hidden_size=HIDDEN, **settings)
-    samples, num_rows = ragged_step(), []
-    with MostLogits(246 // trainer.groups.tp.size()) as seen:
-        old, ref = trainer.log_probs([samples]), trainer.log_probs([samples], of_reference=True)
-    num_rows.append(seen.num_rows)
-    samples = [
-        replace(sample, old_log_probs=row, ref_log_probs=ref_row)
-        for sample, row, ref_row in zip(samples, old[0], ref[0], strict=True)
-    ]
-    with MostLogits(246 // trainer.groups.tp.size()) as seen:
-        trainer.step([samples])
-    return [*num_rows, seen.num_rows]
+    trainer, samples = tiny_trainer(config, vocab_size=246, hidden_size=HIDDEN, **settings), ragged_step()
+    measuring, training = SeenShapes(), SeenShapes()
+    with measuring:
+        [old], [ref] = trainer.log_probs([samples]), trainer.log_probs([samples], of_reference=True)
+    rows = zip(samples, old, ref, strict=True)
+    with training:
+        trainer.step([[replace(sample, old_log_probs=row, ref_log_probs=ref_row) for sample, row, ref_row in rows]])
+    return [most_rows(seen, 246 // trainer.groups.tp.size()) for seen in (measuring, training)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"sequence_parallel": True, "packed": True}], ids=["padded", "SP, packed"])
@@ -438,7 +413,5 @@ def test_what_a_model_s_config_cannot_do_with_the_head_is_told_at_once():
     assert "--fused-lm-head-loss and --fp32-lm-head with mtp_num_layers=1" in mtp and "remove --mtp-num-layers" in mtp
     assert "remove --defer-embedding-wgrad-compute" in deferred
     assert "float32 parameters" in float32
-    config = SimpleNamespace(
-        mtp_num_layers=None, defer_embedding_wgrad_compute=False, bf16=True, fp16=False, params_dtype=torch.bfloat16
-    )
+    vars(config).update(mtp_num_layers=None, defer_embedding_wgrad_compute=False, bf16=True, params_dtype=torch.bfloat16)
     check_head(HeadSettings(is_fused=True, is_fp32=True), config)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
+from unittest import mock
 
 import pytest
 import torch
 from helpers import error_of, pool_of
 from test_fused_head import FUSED, model_input, small_model
-from trainer_cases import CP, CPU, STILL, TP, VOCABULARY, gradients_of, ragged_step, relative_difference, whole
+from trainer_cases import CP, STILL, TP, gradients_of, ragged_step, relative_difference, tiny_trainer, whole
 
 import megatron_rl.megatron.head as head_module
 from megatron_rl.config import PolicyLossConfig
@@ -18,7 +19,7 @@ from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import run_model
 from megatron_rl.megatron.model import find_output_layer, transformer_config
-from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
+from megatron_rl.megatron.trainer import PolicyTrainer
 
 pytestmark = pytest.mark.megatron
 
@@ -31,29 +32,12 @@ pool = pool_of(2)
 # Experts: their auxiliary losses are attached to activations, and the schedule scales them
 
 
-class TrainerOfExperts(PolicyTrainer):
+def trainer_of_experts(config: PolicyLossConfig, auxiliary: float, **settings) -> PolicyTrainer:
     """A policy of four experts a layer, two a token, with a load-balancing and a z loss."""
-
-    auxiliary = 0.0
-    is_per_token = False
-
-    def _transformer_config(self, **others):
-        others["calculate_per_token_loss"] = self.is_per_token
-        experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": False}
-        losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": self.auxiliary}
-        if self.auxiliary:
-            losses["moe_z_loss_coeff"] = self.auxiliary
-        return super()._transformer_config(**others, **experts, **losses)
-
-
-def small_trainer(config: PolicyLossConfig, of_class=PolicyTrainer, **settings) -> PolicyTrainer:
-    values = {"vocab_size": VOCABULARY, "max_sequence_length": 32, **STILL, **SIZES, **settings}
-    return of_class(TrainerSettings(**values), config, CPU)
-
-
-def trainer_of_experts(config: PolicyLossConfig, auxiliary: float, is_per_token: bool = False, **settings) -> PolicyTrainer:
-    of_class = type("Trainer", (TrainerOfExperts,), {"auxiliary": auxiliary, "is_per_token": is_per_token})
-    return small_trainer(config, of_class, **settings)
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": False}
+    experts |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": auxiliary}
+    experts |= {"moe_z_loss_coeff": auxiliary} if auxiliary else {}
+    return tiny_trainer(config, experts=experts, **STILL, **SIZES, **settings)
 
 
 def step_with_experts(rank, settings, is_fused, auxiliary, loss=None, is_silent=False):
@@ -108,27 +92,6 @@ def test_auxiliary_losses_keep_their_scale_whatever_the_policy_loss_weighs(pool,
     assert relative_difference(added, {name: alone[name] for name in routers}) < 1e-3
 
 
-TOKEN_MEAN = PolicyLossConfig(loss_aggregation="token_mean")
-
-
-def auxiliary_gradients_on_rank(rank, is_per_token):
-    """What the experts' own losses add to the routers, as Megatron scales them."""
-    found = []
-    for auxiliary in (0.5, 0.0):
-        of_run = trainer_of_experts(replace(TOKEN_MEAN, router_aux_loss="host"), auxiliary, is_per_token)
-        of_run.step([ragged_step()])
-        found.append(gradients_of(of_run))
-    return {name: (dim, tp, found[0][name][2] - found[1][name][2]) for name, (dim, tp, _) in found[0].items() if "router" in name}
-
-
-def test_the_per_token_contract_multiplies_auxiliary_losses_as_the_refusal_says(pool):
-    """FB-98: one micro-batch routes 8 + 8 + 11 + 5 + 8 + 9 = 49 tokens without padding, of which 4 + 5 + 2 + 1 + 4 + 2 = 18 are
-    unmasked response tokens. The policy loss is the same under both contracts."""
-    unit, per_token = (whole(pool.run(auxiliary_gradients_on_rank, flag, world_size=1)) for flag in (False, True))
-    # Differences of float32 gradients again, as above.
-    assert relative_difference(per_token, {name: value * 49 / 18 for name, value in unit.items()}) < 1e-3
-
-
 def refused_on_rank(rank):
     """What a trainer says at start, and a loop of one's own whose config was changed later, through scale_for_schedule."""
     from megatron_rl.aggregation import StepTotals
@@ -139,7 +102,10 @@ def refused_on_rank(rank):
     given = ({}, {"moe_aux_loss_coeff": 0.01}, {"moe_z_loss_coeff": 0.001})
     configs = [replace(config, **settings) for settings in (*given, {"moe_z_loss_coeff": 0.001, "calculate_per_token_loss": False})]
     scaled = [partial(scale_for_schedule, torch.ones(()), 1, config=changed, **step) for changed in configs]
-    return [error_of(call) for call in (lambda: trainer_of_experts(TOKEN_MEAN, 0.5, True), *scaled)]
+    per_token = partialmethod(PolicyTrainer._transformer_config, calculate_per_token_loss=True)
+    with mock.patch.object(PolicyTrainer, "_transformer_config", per_token):
+        at_start = error_of(lambda: trainer_of_experts(PolicyLossConfig(loss_aggregation="token_mean"), 0.5))
+    return [at_start, *map(error_of, scaled)]
 
 
 def test_the_models_own_config_is_refused_where_it_has_auxiliary_losses(pool):
@@ -188,7 +154,7 @@ def evaluated_on_rank(rank):
     """Sums of main_grad after a forward-only schedule in train and in eval mode, and gradients of a step in either."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    trainer = small_trainer(PolicyLossConfig(fused_lm_head_loss=True))
+    trainer = tiny_trainer(PolicyLossConfig(fused_lm_head_loss=True), **STILL, **SIZES)
     weight, sums, gradients = find_output_layer(trainer.model).weight, [], []
     finish = trainer._forward_step._finish
     trainer._forward_step._finish = lambda output, batch, *rest: batches.append(batch) or finish(output, batch, *rest)
@@ -216,7 +182,7 @@ def test_evaluation_leaves_no_gradient_behind(pool):
 
 def logits_and_gradients(rank, upcasts):
     """(dtype of the logits that the loss gets, gradients of a step) of a bf16 policy."""
-    trainer = small_trainer(PolicyLossConfig(policy_loss="gspo"), bf16=True)
+    trainer = tiny_trainer(PolicyLossConfig(policy_loss="gspo"), bf16=True, **STILL, **SIZES)
     seen, whole_loss, keyword = [], trainer._forward_step.loss_func, head_module.without_upcast
     trainer._forward_step.loss_func = lambda *given, **scale: seen.append(given[-1].dtype) or whole_loss(*given, **scale)
     if upcasts:

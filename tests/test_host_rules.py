@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
+import re
 from argparse import Namespace
+from importlib import import_module
 
 import pytest
+from forked import forget, forked
 from host_cases import ICEPOP
 from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 
@@ -324,17 +325,14 @@ def judge(name: str, settings: dict) -> list[str]:
 def test_the_rule_refuses_and_says_why_and_what_to_do(name, settings, says):
     """FB-08, FB-11, FB-26, FB-39, FB-69, FB-77, FB-114: a launch of a wrong scale, or with a dead half, never starts."""
     (message,) = judge(name, settings)
-    pytest.raises(ConfigError, check_launch, Namespace(**settings)).match(says)
-    assert message in error_of_launch(settings).problems
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_launch(Namespace(**settings))
+    assert message in caught.value.problems
 
 
 @pytest.mark.parametrize(("name", "settings"), rows({name: [(case,) for case in cases] for name, cases in ALLOWED.items()}))
 def test_the_rule_allows_what_is_right(name, settings):
     assert judge(name, settings) == []
-
-
-def error_of_launch(settings: dict) -> ConfigError:
-    return pytest.raises(ConfigError, check_launch, Namespace(**settings)).value
 
 
 @pytest.mark.parametrize("settings", COMPANION_ALLOWED, ids=range(len(COMPANION_ALLOWED)))
@@ -353,22 +351,19 @@ def test_a_launch_of_a_thousand_names_is_judged_in_each_micro_batch(monkeypatch)
     assert len(compared) == len(set(compared)) >= 1000
 
 
-NAMES_OF_CHECKS = """
-from argparse import Namespace
-from megatron_rl.hosts.base import read_launch
-from megatron_rl.hosts.checks import checks_of
-print(*(check.name for check in checks_of(read_launch(Namespace(**{settings})))))
-"""
-
-
-@pytest.mark.slow
 def test_the_checks_do_not_depend_on_what_was_imported_before():
     """FB-69: a launch that is judged by hosts.checks alone is judged by every check, those of its host included."""
     settings = {**BY_CONVERT, **MILES}
-    program = NAMES_OF_CHECKS.format(settings=settings)
-    finished = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert finished.stdout.split() == [check.name for check in checks_of(read_launch(Namespace(**settings)))]
-    assert "batches_are_split_by_rollout" in finished.stdout and "loss_options_of_the_host_are_honoured" in finished.stdout
+
+    def names_alone() -> None:
+        forget()
+        launch = import_module("megatron_rl.hosts.base").read_launch(Namespace(**settings))
+        print(*(check.name for check in import_module("megatron_rl.hosts.checks").checks_of(launch)))
+
+    code, names, error = forked(names_alone)
+    assert code == 0, error
+    assert names.split() == [check.name for check in checks_of(read_launch(Namespace(**settings)))]
+    assert "batches_are_split_by_rollout" in names and "loss_options_of_the_host_are_honoured" in names
 
 
 def test_each_check_has_a_row_that_it_refuses_and_one_that_it_allows():
@@ -488,8 +483,7 @@ SILENT = [
 def test_a_launch_that_rarely_means_what_it_says_is_told_once(settings, says):
     """FB-72, FB-75: a clip that never clips, a coefficient that gains when only the policy loss is rescaled."""
     (message,) = host_warnings(*check_launch(Namespace(**settings)))
-    with pytest.raises(ValueError, match=says):
-        raise ValueError(message)
+    assert re.search(says, message)
 
 
 @pytest.mark.parametrize(

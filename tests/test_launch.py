@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import sys
 from argparse import ArgumentParser, Namespace
@@ -144,17 +145,33 @@ def test_exit_codes_and_errors_of_the_script_are_its_own(host, capsys):
         launch.main(["train.py"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "nothing is where the train script belongs"),
-        (["--loss-aggregation", "constant"], "--loss-aggregation is where the train script belongs"),
-        (["absent.py"], "absent.py is no file in "),
-    ],
-)
-def test_a_missing_script_is_named(arguments, message, host, capsys):
-    code, _, error = run(capsys, *arguments)
-    assert code == 2 and message in error and "Traceback" not in error
+# what the checkout holds, words of the launcher, what the script prints, message
+REFUSED = [
+    ({}, [], "", "nothing is where the train script belongs"),
+    ({}, ["--loss-aggregation", "constant"], "", "--loss-aggregation is where the train script belongs"),
+    ({}, ["absent.py"], "", "absent.py is no file in "),
+    ({"script": "#!/bin/bash\nray job submit -- python3 train.py"}, ["train.py"], "", "is no Python script"),
+    # Its flags would have reached nobody, without a word.
+    (
+        {"script": "import slime\nprint('trained')"},
+        ["train.py", *DR_GRPO],
+        "trained\n",
+        "has not called slime.utils.arguments.parse_args",
+    ),
+    (
+        {"parser": "def parse_args():\n    return None"},
+        ["train.py", *DR_GRPO],
+        "",
+        "takes no add_custom_arguments.*launch-config",
+    ),
+]
+
+
+@pytest.mark.parametrize(("checkout", "arguments", "printed", "message"), REFUSED)
+def test_what_cannot_be_launched_is_refused_by_name(checkout, arguments, printed, message, host, capsys):
+    host("slime", **checkout)
+    code, out, error = run(capsys, *arguments)
+    assert (code, out) == (2, printed) and re.search(message, error) and "Traceback" not in error
 
 
 def test_without_a_host_the_message_says_what_was_looked_for(tmp_path, monkeypatch, capsys):
@@ -167,25 +184,6 @@ def test_without_a_host_the_message_says_what_was_looked_for(tmp_path, monkeypat
     script.write_text("from nor_this.x import parse_args")
     code, _, error = run(capsys, script)
     assert code == 2 and "imports nor_this, which cannot be imported here" in error
-
-
-def test_a_script_that_never_parses_is_told_so(host, capsys):
-    """Its flags would have reached nobody, without a word."""
-    host("slime", "import slime\nprint('trained')")
-    code, out, error = run(capsys, "train.py", *DR_GRPO)
-    assert code == 2 and out == "trained\n" and "has not called slime.utils.arguments.parse_args" in error
-
-
-def test_a_host_without_the_argument_is_refused(host, capsys):
-    host("slime", parser="def parse_args():\n    return None")
-    code, _, error = run(capsys, "train.py", *DR_GRPO)
-    assert code == 2 and "takes no add_custom_arguments" in error and "launch-config" in error
-
-
-def test_a_script_that_is_no_python_is_refused(host, capsys):
-    host("slime", "#!/bin/bash\nray job submit -- python3 train.py")
-    code, _, error = run(capsys, "train.py")
-    assert code == 2 and "is no Python script" in error
 
 
 def test_help_lists_our_flags_without_a_script(capsys):

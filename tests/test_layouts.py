@@ -276,18 +276,23 @@ def test_kl_and_entropy_terms_keep_their_scale_on_every_layout(pool, truth):
 
 
 def test_scale_for_schedule_by_hand():
-    """D = 4 replicas, M = 3: unit returns (12 x, 1); per-token (7 x, tokens). FB-16: num_tokens is an integer in every mode."""
+    """D = 4 replicas, M = 3: unit returns (12 x, 1); per-token (7 x, tokens). FB-16: num_tokens is an integer in every mode. FB-52:
+    what the schedule does to them in place does not reach the report, nor the loss."""
     four = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
     groups, totals = ParallelGroups(dp_cp=four), StepTotals(num_samples=5, num_prompts=None, num_tokens=7)
-    part = torch.tensor(0.5, requires_grad=True)
+    part = torch.ones((), requires_grad=True) * 0.5
 
-    def call(per_token: bool, **others):
-        config = SimpleNamespace(calculate_per_token_loss=per_token)
-        return scale_for_schedule(part, 3, totals=totals, num_local_tokens=2, config=config, groups=groups, **others)
+    def call(per_token: bool, num_microbatches: int = 3, groups: ParallelGroups = groups, **others):
+        given = {"config": SimpleNamespace(calculate_per_token_loss=per_token), "groups": groups, **others}
+        return scale_for_schedule(part, num_microbatches, totals=totals, num_local_tokens=2, **given)
 
     loss, num_tokens, report = call(False)
     assert loss.item() == 6.0 and num_tokens.item() == 1 and num_tokens.dtype == torch.int32  # 0.5 x 4 x 3
     assert report["policy/loss"].tolist() == pytest.approx([0.5, 1 / 12])
+    loss, num_tokens, report = call(False, 1, ParallelGroups())  # a factor of 1
+    loss /= 8.0
+    num_tokens += 5
+    assert report["policy/loss"][0].item() == part.item() == 0.5
     loss, num_tokens, _ = call(True)
     assert loss.item() == 3.5 and num_tokens.item() == 2 and num_tokens.dtype == torch.int32  # 0.5 x 7
     loss, _, report = call(False, gradient_divisor="num_samples")
@@ -298,16 +303,3 @@ def test_scale_for_schedule_by_hand():
     with pytest.raises(DataError, match="without an unmasked token"):
         empty = StepTotals(num_samples=5, num_prompts=None, num_tokens=0)
         scale_for_schedule(part, 1, totals=empty, num_local_tokens=0, config=None, groups=groups)
-
-
-def test_the_report_does_not_change_when_the_schedule_divides_the_loss_in_place():
-    """FB-52: Megatron does `output_tensor /= num_microbatches` on what loss_func returned."""
-    part = torch.ones((), requires_grad=True) * 2.0
-    totals = StepTotals(num_samples=1, num_prompts=None, num_tokens=1)
-    config = SimpleNamespace(calculate_per_token_loss=False)
-    loss, num_tokens, report = scale_for_schedule(
-        part, 1, totals=totals, num_local_tokens=torch.tensor(1), config=config, groups=ParallelGroups()
-    )
-    loss /= 8.0
-    num_tokens += 5
-    assert report["policy/loss"][0].item() == 2.0 and part.item() == 2.0

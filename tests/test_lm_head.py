@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import pool_of
 from test_fused_head import FUSED, model_input
+from test_generation import lively
 from torch import nn
 from trainer_cases import STILL, TP, VOCABULARY, ragged_step, tiny_trainer
 
@@ -16,7 +17,6 @@ from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import all_gather_stack, resolve_groups
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.head import run_model
-from megatron_rl.megatron.model import find_output_layer
 
 TOKENS, HIDDEN, COLUMNS = 48, 64, 40
 # float32 sums of 64 products against float64 ones: 64 roundings of 6e-8 at most, a tenth of it in the mean. bf16 logits: 4e-3.
@@ -129,11 +129,7 @@ def test_a_sharded_vocabulary_gives_whole_hidden_gradients(pool, tp_size, sequen
 def bf16_trainer(is_fp32: bool, is_fused: bool, **settings):
     """A bf16 policy whose logits are as large as those of a trained one, some 10: there bf16 has steps of 0.06."""
     others = {"fused_lm_head_loss": True, "max_logits_bytes": 1024} if is_fused else {}
-    config = PolicyLossConfig(fp32_lm_head=is_fp32, **others)
-    trainer = tiny_trainer(config, bf16=True, **STILL, **settings)
-    with torch.no_grad():
-        find_output_layer(trainer.model).weight.mul_(20.0)
-    return trainer
+    return lively(tiny_trainer(PolicyLossConfig(fp32_lm_head=is_fp32, **others), bf16=True, **STILL, **settings))
 
 
 def reference_log_probs(trainer, samples) -> list[list[float]]:

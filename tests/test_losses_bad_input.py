@@ -157,10 +157,7 @@ WRONG_DATA = [  # (argument, value, message)
     ("logits", torch.ones(5, 4).to_sparse(), "layout torch.sparse_coo"),
     ("logits", torch.ones(5, 4).to(torch.float8_e4m3fn), "float8_e4m3fn"),
     ("logits", torch.zeros(1, 5, 4), "flatten batch and sequence"),
-    *[
-        (name, torch.ones(5, dtype=torch.complex64), f"{name} is torch.complex64")
-        for name in ("old_log_probs", "importance_weights")
-    ],
+    *[(name, torch.ones(5, dtype=torch.complex64), f"{name} is torch.complex64") for name in PER_TOKEN],
     ("cu_seqlens", [0, 2, 5], "cu_seqlens is list: pass a torch tensor"),
     ("advantages", [1.0, -1.0], "advantages is list"),
     ("token_counts", [2, 3], "token_counts is list"),

@@ -21,9 +21,10 @@ from helpers import (
     without_needless_clip,
     zigzag,
 )
-from loss_backends import HAS_TRITON, TORCH, TRITON
+from linear_cases import every_term
+from loss_backends import HAS_TRITON, PER_TOKEN, TORCH, TRITON
 
-from megatron_rl.config import CorrectionSettings, PolicyMetrics
+from megatron_rl.config import CorrectionSettings
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import policy_loss
@@ -77,22 +78,12 @@ def options_of(batch, which: str, positions: list[int]) -> dict:
     the loss; "corrected": a correction too; "kernels": by the interpreted kernels, on float32 logits."""
     if which == "plain":
         return {"token_counts": torch.tensor([int(batch.loss_mask[d].sum()) for d in batch.documents]), **OPTIONS}
-    steps = torch.arange(len(batch.labels), dtype=torch.float64)
-    corrected = {}
+    options = every_term(batch) | {"backend": "triton" if which.endswith("kernels") else "torch", **OPTIONS}
     if which.startswith("corrected"):
-        sampled = batch.old_log_probs + 0.2 * torch.sin(3 * steps) - 0.02
-        corrected = {"correction": CORRECTION, "rollout_log_probs": sampled[positions]}
-    return {
-        "importance_weights": (1.2 + torch.cos(steps))[positions],
-        "ref_log_probs": (batch.old_log_probs + 0.3 * torch.sin(steps))[positions],
-        "kl_coefficient": 0.7,
-        "entropy_coefficient": 0.3,
-        "regularizer_weights": 0.5 + torch.arange(len(batch.documents), dtype=torch.float64),
-        "metrics": PolicyMetrics.WITH_ENTROPY,
-        "backend": "triton" if which.endswith("kernels") else "torch",
-        **corrected,
-        **OPTIONS,
-    }
+        sampled = batch.old_log_probs + 0.2 * torch.sin(3 * torch.arange(len(batch.labels), dtype=torch.float64)) - 0.02
+        options |= {"correction": CORRECTION, "rollout_log_probs": sampled}
+    per_token = {name: options[name][positions] for name in (*PER_TOKEN, "rollout_log_probs") if name in options}
+    return options | per_token
 
 
 @functools.cache

@@ -10,17 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import pool_of
+from helpers import error_of, pool_of
+from test_attention import rows_of_rank
 from trainer_cases import CP, PP, TP, VPP
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 
 pytestmark = pytest.mark.megatron
 
-VOCABULARY, MAX_LENGTH = 48, 64
+VOCABULARY = 48
+SIZES = {"vocab_size": VOCABULARY, "max_sequence_length": 64}
 # GPT-2's kind of layer, and Llama's with query norms: between them every sort of parameter that a layout shards.
 CLASSIC = {"normalization": "LayerNorm", "add_bias_linear": True}
 MODERN = {
@@ -68,10 +69,7 @@ def micro_batch(case: Case, index: int) -> tuple[torch.Tensor, list[int] | None,
 def model_inputs(tokens, bounds):
     """This cp rank's columns, and Megatron's arguments for them."""
     cp_group = resolve_groups().cp
-    edges = bounds or [0, tokens.shape[1]]
-    columns = torch.cat(
-        [start + local_positions(end - start, cp_group.rank(), cp_group.size()) for start, end in itertools.pairwise(edges)]
-    )
+    columns = rows_of_rank(bounds or [0], tokens.shape[1], cp_group.rank(), cp_group.size())
     arguments = {"position_ids": columns[None].expand(len(tokens), -1), "attention_mask": None}
     if bounds is not None:
         from megatron.core.packed_seq_params import PackedSeqParams
@@ -88,7 +86,7 @@ def run_case(rank, case: Case):
 
     groups, stages, logits_of = resolve_groups(), case.model_parallel.get(VPP), {}
     config = small_config(case.num_layers, sequence_parallel=case.sequence_parallel, pipeline_dtype=case.dtype, **case.style)
-    sizes = {"vocab_size": VOCABULARY, "max_sequence_length": MAX_LENGTH, "tie_embeddings": case.tie_embeddings}
+    sizes = {**SIZES, "tie_embeddings": case.tie_embeddings}
     models = [build_gpt_model(config, vp_stage=stage, **sizes).to(case.dtype) for stage in (range(stages) if stages else [None])]
 
     def forward_step(iterator, model):
@@ -119,15 +117,13 @@ def run_case(rank, case: Case):
 def summed_gradient(name, parameter, groups):
     gradient = parameter.grad.clone()
     dist.all_reduce(gradient, group=groups.cp)
-    is_marked = "sequence_parallel" in vars(parameter) and parameter.sequence_parallel
-    if is_marked or "q_layernorm" in name or "k_layernorm" in name:
+    if vars(parameter).get("sequence_parallel") or "q_layernorm" in name or "k_layernorm" in name:
         dist.all_reduce(gradient, group=groups.tp)
     return gradient
 
 
 def shard_dim(parameter):
-    is_sharded = "tensor_model_parallel" in vars(parameter) and parameter.tensor_model_parallel
-    return parameter.partition_dim if is_sharded else None
+    return parameter.partition_dim if vars(parameter).get("tensor_model_parallel") else None
 
 
 def whole_name(model, name):
@@ -209,14 +205,8 @@ def test_logits_and_gradients_are_those_of_one_rank(pool, on_one_rank, case):
     torch.testing.assert_close(assembled_gradients(actual, is_gated), whole, **tolerance)
 
 
-def one_model(**overrides):
-    config = small_config(**overrides)
-    return build_gpt_model(config, vocab_size=VOCABULARY, max_sequence_length=MAX_LENGTH)
-
-
 def run_weights(rank, seed, tie_embeddings):
-    keywords = {"vocab_size": VOCABULARY, "max_sequence_length": MAX_LENGTH}
-    model = build_gpt_model(small_config(**CLASSIC), seed=seed, tie_embeddings=tie_embeddings, **keywords)
+    model = build_gpt_model(small_config(**CLASSIC), seed=seed, tie_embeddings=tie_embeddings, **SIZES)
     return {whole_name(model, name): parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -237,14 +227,12 @@ def test_weights_depend_on_seed_and_name_alone(pool):
 
 def interleaved_on_rank(rank, settings):
     """Of each settings of eight layers: the two p2p flags that the configuration chose, or what it says."""
-    found = []
-    for overrides in settings:
-        try:
-            config = small_config(8, **overrides)
-            found.append((config.overlap_p2p_comm, config.batch_p2p_comm))
-        except ConfigError as error:
-            found.append(str(error))
-    return found
+
+    def flags_of(overrides):
+        config = small_config(8, **overrides)
+        return config.overlap_p2p_comm, config.batch_p2p_comm
+
+    return [error_of(lambda given=given: flags_of(given)) or flags_of(given) for given in settings]
 
 
 DEFAULT_P2P = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
@@ -277,7 +265,7 @@ def build_refusals(rank):
         config = small_config()
         vars(config).update(changes)
         with pytest.raises(ConfigError) as caught:
-            build_gpt_model(config, **{"vocab_size": VOCABULARY, "max_sequence_length": MAX_LENGTH, **arguments})
+            build_gpt_model(config, **{**SIZES, **arguments})
         messages.append(str(caught.value))
     with pytest.raises(ConfigError) as caught:
         small_config(tensor_model_parallel_size=1, context_parallel_size=4)
@@ -306,7 +294,7 @@ def heads(rank):
     from megatron.core.transformer.module import Float16Module
 
     config = small_config(bf16=True)
-    model = one_model(bf16=True)
+    model = build_gpt_model(config, **SIZES)
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), Float16Module(config, model))
     head = find_output_layer(wrapped)
     return head is not None and head is model.output_layer, head is None

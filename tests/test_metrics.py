@@ -9,11 +9,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import counted_collectives, loop_entropy, loop_log_probs, loop_sample, pool_of, random_batch, run_loss
+from helpers import ROOT, counted_collectives, loop_entropy, loop_log_probs, loop_sample, pool_of, random_batch, run_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_backends import LOSSES
@@ -35,7 +34,6 @@ from megatron_rl.metrics import (
 from megatron_rl.step_metrics import combine_statistics, finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
 from megatron_rl.testing.losses_by_hand import REFERENCES
 
-ROOT = Path(__file__).resolve().parent.parent
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 
 

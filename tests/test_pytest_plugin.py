@@ -10,22 +10,19 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import pool_of
+from helpers import ROOT, pool_of
 
 from megatron_rl import grpo_loss, gspo_loss, sample_token_weights, vocab_parallel_log_probs
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.testing import loss_property
-from megatron_rl.testing.invariance import Layout, TinyGPT, step_on_layout
+from megatron_rl.testing.invariance import Layout
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import ragged_samples
 
-ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = ("-p", "pytest_megatron_rl")
 
 
@@ -252,19 +249,6 @@ def test_expert_sizes_are_refused_where_nothing_has_them(pool, assert_layout_inv
             is_invariant(pool, summed, layout)
     with pytest.raises(ConfigError, match="TP2xEP2, M1: expert=2 x expert_tensor=2 must divide its 2 ranks"):
         assert_layout_invariant(summed, layouts=[Layout(tensor=2, expert=2)], use_megatron=True)
-
-
-@pytest.mark.megatron
-def test_the_ranks_of_the_plugin_run_a_step_of_a_mixture_of_experts(megatron_rl_megatron_ranks):
-    """As docs/testing.md says."""
-    model = TinyGPT(experts=(("num_moe_experts", 4), ("moe_ffn_hidden_size", 32)))
-    config = PolicyLossConfig(policy_loss="grpo", loss_aggregation="token_mean")
-    alone, spread = (
-        step_on_layout(megatron_rl_megatron_ranks, layout, ragged_samples(), config, model)
-        for layout in (Layout(), Layout(data=2, expert=2))
-    )
-    assert spread.gradient_error(alone) < 1e-5
-    assert sum(".experts." in name and bool(value.any()) for name, value in spread.gradient.items()) > 16
 
 
 @pytest.fixture

@@ -22,9 +22,8 @@ OURS = {
     "token_mean": "--loss-aggregation token_mean",
     "constant": f"--loss-aggregation constant --loss-aggregation-divisor {DIVISOR}",
 }
-SCHEDULE = dict(
-    micro_batch_size=1, balance_data=False, balance_by_flops=False, rollout_top_p=1.0, disable_rollout_trim_samples=False
-)
+SCHEDULE = dict(micro_batch_size=1, balance_data=False, balance_by_flops=False, rollout_top_p=1.0)
+SCHEDULE |= dict(disable_rollout_trim_samples=False, n_samples_per_prompt=3, rollout_batch_size=4)
 
 # The segments of each rollout, by prompt.
 EQUAL = {3: [1, 1, 1], 4: [1, 1, 1], 8: [1, 1, 1], 9: [1, 1, 1]}
@@ -130,8 +129,7 @@ def expected_weights(samples: list, mode: str, step_of_prompt) -> list[float]:
 
 
 def rewards_of(host: str, mode: str, groups: dict, steps: int) -> tuple[list, list]:
-    options = dict(SCHEDULE, n_samples_per_prompt=3, rollout_batch_size=4)
-    options["global_batch_size"] = sum(map(len, groups.values())) // steps
+    options = dict(SCHEDULE, global_batch_size=sum(map(len, groups.values())) // steps)
     if groups == RAGGED:
         options.update(samples_per_prompt=3, allow_partial_prompt_groups=True, rollout_batch_size=3)
     samples = real_samples(host, groups)
@@ -156,10 +154,8 @@ def test_rewards_weight_samples_as_the_hosts_schedule_and_denominators_need(chec
 
 def weighted_and_own_rewards(host: str, by_deviation: bool) -> tuple[list, list]:
     groups = SEGMENTS if host == "miles" else EQUAL  # slime takes segments for one large group
-    options = dict(
-        SCHEDULE, n_samples_per_prompt=3, rollout_batch_size=4, global_batch_size=12, grpo_std_normalization=by_deviation
-    )
-    ours = launch(host, "reward", "--loss-aggregation constant --loss-aggregation-divisor 1", **options, **DOORS["our reducer"])
+    options = dict(SCHEDULE, global_batch_size=12, grpo_std_normalization=by_deviation, **DOORS["our reducer"])
+    ours = launch(host, "reward", "--loss-aggregation constant --loss-aggregation-divisor 1", **options)
     theirs = Namespace(**{**vars(ours), "custom_reward_post_process_path": None})
     weighted, plain = (own_train_data(host, args, real_samples(host, groups)) for args in (ours, theirs))
     assert weighted["raw_reward"] == plain["raw_reward"]
@@ -175,8 +171,7 @@ def test_normalised_rewards_are_the_hosts_own(checkout, by_deviation):
 
 
 def converted(host: str, groups: dict) -> tuple[set, list, list]:
-    options = dict(SCHEDULE, n_samples_per_prompt=3, rollout_batch_size=4, global_batch_size=2)
-    ours = launch(host, "convert", OURS["prompt_mean"], **options)
+    ours = launch(host, "convert", OURS["prompt_mean"], **SCHEDULE, global_batch_size=2)
     theirs = Namespace(**{**vars(ours), "custom_convert_samples_to_train_data_path": None})
     data, plain = (own_train_data(host, args, real_samples(host, groups)) for args in (ours, theirs))
     changed = {key for key in data.keys() | plain.keys() if data.get(key) != plain.get(key)}
@@ -193,7 +188,7 @@ def test_the_converter_replaces_two_keys_of_the_hosts_training_data(checkout, gr
 
 
 def trimmed(host: str) -> tuple[int, list, list]:
-    options = dict(SCHEDULE, n_samples_per_prompt=3, rollout_batch_size=4, global_batch_size=99, use_dynamic_global_batch_size=True)
+    options = dict(SCHEDULE, global_batch_size=99, use_dynamic_global_batch_size=True)
     args = launch(host, "reward", OURS["token_mean"], **options)
     post = importlib.import_module("miles.ray.rollout.rollout_data_conversion").postprocess_rollout_data
     kept, metadata = post(args, real_samples(host, {3: [1, 1, 1], 4: [1, 1, 1], 5: [1]}), {"dp_size": 2})

@@ -53,7 +53,9 @@ class Command:
 
     def _serve(self, arguments: list[str], rank: int, num_ranks: int, port: int) -> None:
         self._redirect(rank)
-        os.environ.update({name: str(value) for name, value in self.environment(rank, num_ranks, port).items()})
+        # What torchrun tells a rank.
+        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+        os.environ.update({name: str(value) for name, value in sizes.items()}, MASTER_PORT=str(port), MASTER_ADDR="127.0.0.1")
         self._train(arguments)
 
     def _redirect(self, rank: int) -> None:
@@ -69,11 +71,6 @@ class Command:
         sys.stdout.flush()
         sys.stderr.flush()
         raise SystemExit(code)
-
-    def environment(self, rank: int, num_ranks: int, port: int) -> dict[str, object]:
-        """What torchrun tells a rank."""
-        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
-        return {**sizes, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
 
     def wait(self, timeout: float = 60.0) -> list[int]:
         """The exit codes. Whoever is left at the end of the time is killed, with its helpers."""
@@ -283,9 +280,8 @@ def test_ranks_replay_what_the_logits_of_one_rank_recorded(tmp_path, recorded, n
     command = run(f"--preset demo {SMALL} {options} --output-dir out --rollouts {rollouts}", tmp_path / "logs", num_ranks=num_ranks)
     start = next(line for line in command.output().splitlines() if "gspo, prompt_mean, clip 0.0003/0.0004" in line)
     assert "recorded rollouts" in start and says in start
-    assert (
-        "step 6  reward" in command.output()
-    )  # of how many is not known: the preset's --num-rollouts 140 is more than the file has
+    # Of how many is not known: the preset's --num-rollouts 140 is more than the file has.
+    assert "step 6  reward" in command.output()
     assert len(expected) == 6 and unlike_metrics(metrics_of(tmp_path / "out"), expected) == []
     assert [command.output(rank=rank) for rank in range(1, num_ranks)] == [""] * (num_ranks - 1)
 

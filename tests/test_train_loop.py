@@ -102,16 +102,11 @@ def test_every_kind_of_run_trains_the_same_on_one_rank_and_on_a_layout(pool, tmp
         assert rows[0]["loss/kl"] == pytest.approx(0.0, abs=1e-8) and all(row["loss/kl"] > 1e-4 for row in rows[1:])
 
 
-def few_samples_on_rank(rank, output_dir):
-    """One prompt of two samples on four data-parallel ranks: two of them have nothing, in sampling, in the reference's
-    log-probabilities and in the step."""
-    config = PolicyLossConfig(policy_loss="gspo", samples_per_prompt=2, kl_coefficient=0.1, entropy_coefficient=0.1)
-    return run_loop(output_dir, config, {"num_rollouts": 2, "prompts_per_rollout": 1, "steps_per_rollout": 1})[0].progress
-
-
 def test_more_ranks_than_samples_train_all_the_same(pool, tmp_path):
-    """FB-25: ranks without a sample meet every collective, from sampling to the metrics."""
-    progress = pool.run(few_samples_on_rank, tmp_path, timeout=240)
+    """FB-25: ranks without a sample meet every collective, from sampling and the reference to the step and its metrics."""
+    config = PolicyLossConfig(policy_loss="gspo", samples_per_prompt=2, kl_coefficient=0.1, entropy_coefficient=0.1)
+    options = {"num_rollouts": 2, "prompts_per_rollout": 1, "steps_per_rollout": 1}
+    progress = [outcome.progress for outcome in pool.run(run_on_rank, tmp_path, config, options, timeout=240)]
     assert all(found == progress[0] for found in progress)
     assert (progress[0].samples_seen, progress[0].num_steps) == (4, 2)
 
@@ -159,19 +154,12 @@ def test_a_rollout_file_that_starts_elsewhere_is_refused(recorded, tmp_path):
         ReplayedRollouts(str(tmp_path / "r.jsonl"), ReplayRules(vocab_size=9), first=0).get(0)
 
 
-def stopped_run_on_rank(rank, output_dir, options):
-    outcome = run_loop(output_dir, GSPO, options)[0]
-    return outcome.reason, outcome.exit_code, outcome.checkpoint.name, outcome.progress.num_rollouts
-
-
 def test_a_run_that_reaches_its_target_saves_and_ends_with_0(pool, tmp_path):
     """--target-reward over a window of two; a save after each rollout, and the last one not twice."""
     options = {"num_rollouts": 9, "target_reward": 0.0, "target_reward_window": 2, "save_interval": 1}
-    answers = pool.run(stopped_run_on_rank, tmp_path, options, world_size=2, **{TP: 2})
-    assert len(set(answers)) == 1
-    reason, code, checkpoint, rollouts = answers[0]
-    assert reason.endswith("of the last 2 rollouts reached the target") and (code, rollouts) == (0, 2)
-    assert checkpoint == "step_00000004"
+    for outcome in pool.run(run_on_rank, tmp_path, GSPO, options, world_size=2, **{TP: 2}):
+        assert outcome.reason.endswith("of the last 2 rollouts reached the target") and outcome.exit_code == 0
+        assert (outcome.progress.num_rollouts, outcome.checkpoint.name) == (2, "step_00000004")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000002", "step_00000004"]
 
 
