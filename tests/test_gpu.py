@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ from helpers import without_needless_clip
 
 from megatron_rl import StepTotals, grpo_loss, gspo_loss, regularizer_weights, sample_token_weights, vocab_parallel_log_probs
 from megatron_rl.layout import SINGLE
+from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import policy_loss_names, register_policy_loss
 from megatron_rl.losses import policy_loss
+from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.ops import backends
+from megatron_rl.step_metrics import report_pairs
 
 pytestmark = pytest.mark.gpu
 
@@ -86,12 +90,34 @@ def test_the_loss_does_not_synchronise(loss, of_documents):
     options["metrics"] = "with_entropy"
     leaf = logits.requires_grad_()
     loss(leaf, *others, tp_group=SINGLE, cp_group=SINGLE, **options).loss.backward()  # what is allocated once
+    with synchronisation_refused():
+        loss(leaf, *others, tp_group=SINGLE, cp_group=SINGLE, **options).loss.backward()
+
+
+@contextlib.contextmanager
+def synchronisation_refused():
+    """torch raises on each operation for which the host would wait."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss(leaf, *others, tp_group=SINGLE, cp_group=SINGLE, **options).loss.backward()
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["unit", "per-token"])
+def test_the_seam_to_the_schedule_does_not_synchronise(per_token):
+    """It runs in every micro-batch, between forward and backward: a blocking copy there ends the host's run-ahead."""
+    (logits, *others), options = make_step("cuda", torch.bfloat16)
+    output = gspo_loss(logits, *others, tp_group=SINGLE, cp_group=SINGLE, metrics="basic", **options)
+    config = SimpleNamespace(calculate_per_token_loss=per_token)
+    shared = {"totals": StepTotals(3, None, 9), "config": config, "groups": ParallelGroups()}
+    count = others[3].sum()
+    with synchronisation_refused():
+        for tokens in (5, count):
+            _, num_tokens, _ = scale_for_schedule(output.loss, 4, num_local_tokens=tokens, **shared)
+        report_pairs(output.metrics, 4)
+    assert num_tokens.dtype == torch.int32 and num_tokens.item() == (count.item() if per_token else 1)
 
 
 def capturable_step(loss, options):
@@ -173,13 +199,37 @@ def test_no_size_and_no_setting_compiles_anything_anew():
             for temperature in (1.0, 0.7):
                 log_probs_step(num_rows, width, stride=stride, offset=offset, temperature=temperature)
     assert compiled == []
-    clips, coefficients = {"clip_ratio_low": 0.3, "clip_ratio_high": 0.1}, {"kl_coefficient": 0.2, "entropy_coefficient": 0.3}
     for loss in (grpo_loss, gspo_loss):
         capturable_step(loss, {})[1]()
         with counted_compilations() as compiled:
-            for options in (clips, coefficients, {"temperature": 1.0, "vocab_size": 1000}, {"inplace": True}):
+            for options in (
+                {"clip_ratio_low": 0.3, "clip_ratio_high": 0.1},
+                {"temperature": 1.0, "vocab_size": 1000},
+                {"kl_coefficient": 0.2, "entropy_coefficient": 0.3},
+                {"inplace": True},
+            ):
                 capturable_step(loss, options)[1]()
         assert compiled == []
+
+
+def test_the_device_runs_one_kernel_forward_and_one_backward():
+    """Launches as the profiler sees them: torch adds no kernel of its own; a mask is one more."""
+    logits = torch.randn(8192, 1000, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, 1000, (8192,), device="cuda")
+    upstream = torch.randn(8192, device="cuda")
+    for mask, listed in ((None, []), (labels % 2 == 0, ["list_rows_kernel"])):
+        names = []
+        for _ in range(2):  # the first compiles
+            logits.grad = None
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                log_probs = vocab_parallel_log_probs(logits, labels, loss_mask=mask, tp_group=SINGLE)
+                log_probs.backward(upstream)
+                torch.cuda.synchronize()
+            events = sorted(profile.events(), key=lambda event: event.time_range.start)
+            names = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        # conftest.py fills fresh memory with NaN.
+        kernels = [name for name in names if not name.startswith(("Memset", "Memcpy")) and "FillFunctor" not in name]
+        assert kernels == [*listed, "row_statistics_kernel", "logits_gradient_kernel"]
 
 
 def test_logits_of_more_than_two_to_the_31_elements():
