@@ -15,6 +15,7 @@ from unittest import mock
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.megatron import generation
 from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings, initialize_ranks
+from megatron_rl.training.collection import rows_per_forward
 from megatron_rl.training.noise import gumbel_noise
 
 SIZES = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 4096}
@@ -35,7 +36,7 @@ def measure_sampling(lengths: Sequence[int], num_samples: int, rounds: int = ROU
     device = initialize_ranks(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1)
     settings = TrainerSettings(**SIZES, max_sequence_length=len(PROMPT) + max(lengths))
     trainer = PolicyTrainer(settings, PolicyLossConfig(), device)
-    trainer.sample([PROMPT], [0], _settings(1), partial(gumbel_noise, 0, 0))  # the first call loads kernels
+    _seconds(trainer, 1, 1)  # the first call loads kernels
     times = [[_seconds(trainer, length, num_samples) for length in lengths] for _ in range(rounds)]
     for length, of_rounds in zip(lengths, zip(*times, strict=True), strict=True):
         yield SamplingRow(length, True, 1e3 * min(of_rounds) / length)
@@ -44,15 +45,16 @@ def measure_sampling(lengths: Sequence[int], num_samples: int, rounds: int = ROU
             yield SamplingRow(length, False, 1e3 * _seconds(trainer, length, num_samples) / length)
 
 
-def _settings(length: int) -> generation.SamplingSettings:
-    return generation.SamplingSettings(
-        max_new_tokens=length, end_tokens=(), temperature=1.0, vocab_size=SIZES["vocab_size"], rows_per_forward=64
-    )
-
-
 def _seconds(trainer: PolicyTrainer, length: int, num_samples: int) -> float:
+    settings = generation.SamplingSettings(
+        max_new_tokens=length,
+        end_tokens=(),
+        temperature=1.0,
+        vocab_size=SIZES["vocab_size"],
+        rows_per_forward=rows_per_forward(trainer, length, records_routes=False),
+    )
     before = time.process_time()
-    trainer.sample([PROMPT] * num_samples, list(range(num_samples)), _settings(length), partial(gumbel_noise, 0, 0))
+    trainer.sample([PROMPT] * num_samples, list(range(num_samples)), settings, partial(gumbel_noise, 0, 0))
     return time.process_time() - before
 
 

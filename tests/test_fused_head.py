@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers import error_of, pool_of
 from test_forward_step import SeenShapes
-from test_generation import lively
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainer_cases import (
@@ -22,6 +21,7 @@ from trainer_cases import (
     TP,
     VOCABULARY,
     gradients_of,
+    lively,
     ragged_step,
     relative_difference,
     tiny_trainer,

@@ -9,14 +9,14 @@ from unittest import mock
 import pytest
 import torch
 from helpers import error_of, pool_of
-from test_fused_head import lively
-from trainer_cases import CP, PP, TP, VOCABULARY, ragged_step, tiny_trainer
+from trainer_cases import CP, PP, TP, VOCABULARY, lively, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import generation
 from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.megatron.model import find_output_layer
+from megatron_rl.training.collection import rows_per_forward
 from megatron_rl.training.noise import INCREMENT, _scramble, _signed, gumbel_noise
 
 NOISE = partial(gumbel_noise, 7, 0)
@@ -152,6 +152,23 @@ def test_sampling_computes_a_row_a_token_and_the_logits_of_the_last_positions_al
     for tokens, logits, width, is_restored in pool.run(shapes_seen_on_rank, settings, world_size=world_size, **layout):
         assert logits == {(1, 3, width)} and is_restored
         assert len(tokens) == 6 and (layout or tokens == [(3, 3), *[(1, 3)] * 5])
+
+
+def rows_on_rank(rank, records_routes):
+    trainer = tiny_trainer(max_sequence_length=1024, vocab_size=151936)
+    return rows_per_forward(trainer, 1000, records_routes=records_routes)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", [{}, {PP: 2}], ids=["one rank", "PP2"])
+def test_many_rows_of_a_large_vocabulary_are_sampled_at_once(pool, layout):
+    """The logits of all positions would be 622 MB a row; those of the last one are 0.6 MB. All ranks take as many rows."""
+    found = pool.run(rows_on_rank, False, world_size=max(layout.values(), default=1), **layout)
+    logits, activations = 4 * 151936, 24 * (4 * 32 + 2 * 128) * 4
+    keys = 2 // len(found) * 4 * 2 * 8 * 1024 * 4  # layers, groups, keys and values, dim, positions, bytes
+    assert set(found) == {2 * 1024**3 // (logits + activations + keys)} and found[0] > 1000
+    (whole, *_) = pool.run(rows_on_rank, True, world_size=1)
+    assert whole == 2 * 1024**3 // (logits + 1024 * (4 * 32 + 2 * 128) * 4)
 
 
 def frequencies_on_rank(rank, temperature, count):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from helpers import pool_of
 from test_fused_head import FUSED, model_input
-from test_generation import lively
 from torch import nn
-from trainer_cases import STILL, TP, VOCABULARY, ragged_step, tiny_trainer
+from trainer_cases import STILL, TP, VOCABULARY, lively, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout import SINGLE

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.model import find_gpt_model, global_parameter_name
+from megatron_rl.megatron.model import find_gpt_model, find_output_layer, global_parameter_name
 from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.testing.invariance import StepSample
 from megatron_rl.training.collection import SampledRollouts
@@ -43,6 +43,15 @@ def tiny_trainer(config: PolicyLossConfig | None = None, **settings) -> PolicyTr
     }
     config = PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.3) if config is None else config
     return PolicyTrainer(TrainerSettings(**values), config, CPU)
+
+
+def lively(trainer: PolicyTrainer, factor: float = 20.0) -> PolicyTrainer:
+    """The policy with larger logits: at its initial weights every token is nearly as likely as any other."""
+    head = find_output_layer(trainer.model)
+    if head is not None:
+        with torch.no_grad():
+            head.weight.mul_(factor)
+    return trainer
 
 
 def ragged_step(shapes: Sequence[tuple[int, int]] = ((3, 5), (1, 7), (9, 2), (4, 1), (2, 6), (6, 3)), seed: int = 0):

@@ -31,6 +31,14 @@ def _core_attention(layer: nn.Module) -> nn.Module | None:
     return None if attention is None else vars(attention)["_modules"].get("core_attention")
 
 
+def cache_bytes(model: nn.Module, capacity: int) -> int:
+    """Of the keys and values of one row of `capacity` positions, on this rank."""
+    gpt, config = find_gpt_model(model), model_config_of(model)
+    groups = max(config.num_query_groups // config.tensor_model_parallel_size, 1)
+    element = next(gpt.parameters()).element_size()
+    return int(len(gpt.decoder.layers) * groups * 2 * config.kv_channels * capacity * element)
+
+
 class KeyValueCache:
     """The keys and values of some rows, [rows, groups, capacity, key dim + value dim] a layer, in every position from 0."""
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import Overlong, RouterReplay
-from megatron_rl.layout.groups import SINGLE, all_reduce_sum, finish_together, group_device, world_group
+from megatron_rl.layout.groups import SINGLE, all_reduce_max, all_reduce_sum, finish_together, group_device, world_group
 from megatron_rl.megatron.generation import SamplingSettings
+from megatron_rl.megatron.key_value_cache import cache_bytes, can_cache
+from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT, PolicyTrainer
 from megatron_rl.training.noise import gumbel_noise
 from megatron_rl.training.options import TrainOptions
@@ -25,8 +27,26 @@ from megatron_rl.training.rollouts import Microbatches, Prompt, RolloutBatch, Sa
 from megatron_rl.training.tasks import Task
 
 Response = tuple[int, Prompt, list[int]]  # number of the sample, its prompt, the sampled tokens
-# Bound on the logits of one sampling forward; more rows than this take several forwards.
-SAMPLING_LOGITS_BYTES = 1024**3
+# Of a sampling forward: rows that take more go through several forwards. On CUDA an eighth of the device's memory.
+SAMPLING_BYTES, SHARE_OF_DEVICE = 2 * 1024**3, 8
+
+
+def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_routes: bool) -> int:
+    """How many samples are sampled at once: by the logits of their last positions, the activations of a layer in the longest
+    forward, and the keys and values. The same on all ranks. Communication: an all-reduce of a number over all of them."""
+    model, config, length = trainer.model, model_config_of(trainer.model), trainer.settings.max_sequence_length
+    keeps_keys = can_cache(model) and not records_routes
+    longest = length - max_new_tokens if keeps_keys else length  # a prompt, or the whole sequence for each token
+    tp_size, element = trainer.groups.tp.size(), next(model.parameters()).element_size()
+    row_bytes = 4 * trainer.settings.vocab_size // tp_size
+    row_bytes += max(longest, 1) * (4 * config.hidden_size + 2 * config.ffn_hidden_size // tp_size) * element
+    row_bytes += cache_bytes(model, length) if keeps_keys else 0
+    device, memory = trainer.device, SAMPLING_BYTES
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory // SHARE_OF_DEVICE
+    world = world_group()
+    most = torch.tensor([-(memory // row_bytes)], device=group_device(world))
+    return max(1, -int(all_reduce_max(most, world)))
 
 
 class SampledRollouts:
@@ -35,16 +55,15 @@ class SampledRollouts:
     def __init__(self, trainer: PolicyTrainer, task: Task, options: TrainOptions, samples_per_prompt: int):
         self._trainer, self._task, self._options = trainer, task, options
         self._samples_per_prompt = samples_per_prompt
-        row_bytes = 4 * trainer.settings.max_sequence_length * trainer.settings.vocab_size // trainer.groups.tp.size()
+        is_replayed = options.router_replay == RouterReplay.ROLLOUT
+        self._records_routes = is_replayed or (options.check_router_replay and options.router_replay == RouterReplay.NONE)
         self._settings = SamplingSettings(
             max_new_tokens=task.max_new_tokens,
             end_tokens=task.end_tokens,
             temperature=trainer.config.policy_temperature,
             vocab_size=trainer.settings.vocab_size,
-            rows_per_forward=max(1, SAMPLING_LOGITS_BYTES // row_bytes),
+            rows_per_forward=rows_per_forward(trainer, task.max_new_tokens, records_routes=self._records_routes),
         )
-        is_replayed = options.router_replay == RouterReplay.ROLLOUT
-        self._records_routes = is_replayed or (options.check_router_replay and options.router_replay == RouterReplay.NONE)
         timeout = COLLECTIVE_TIMEOUT + datetime.timedelta(seconds=options.reward_timeout)
         is_alone = dist.get_world_size() == 1
         self._reward_group = SINGLE if is_alone else dist.new_group(backend="gloo", timeout=timeout)
