@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What a process gets to write its report, after SIGINT, and to end, after SIGTERM.
 SECONDS_TO_REPORT, SECONDS_TO_END = 15.0, 5.0
 # A benchmark starts no case in the last part of its budget: one case and the report take about that long.
-BENCHMARK_MARGIN = 45.0
+BENCHMARK_MARGIN = 25.0
 MOST_WORKERS = 6
 MOST_FAILURES = 5
 GPU_QUERY = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
@@ -48,6 +48,8 @@ PACKAGES = {
     "liger_kernel": ("liger-kernel", "peers of losses and head"),
     "matplotlib": ("matplotlib", "the pictures of the benchmarks"),
 }
+# Peers that come as checkouts, with --peer NAME=PATH: the benchmarks with a row for them.
+CHECKOUTS = {"fast_llm": "losses", "verl": "losses, head", "rl_engine": "head"}
 # Further peers, by distribution: the benchmark with a row for it, which says so where the peer is missing.
 OPTIONAL_PEERS = {
     "quack-kernels": "head",
@@ -65,6 +67,7 @@ class Session:
     out: Path
     scratch: Path
     is_dry: bool
+    peers: tuple[str, ...] = ()  # NAME=PATH, for the benchmarks
 
     def python(self, *arguments: str) -> list[str]:
         return [sys.executable, *arguments]
@@ -80,6 +83,8 @@ class Stage:
     command: Callable[[Session, float | None], list[str]]
     read: Callable[[Session, str], dict[str, Any]]
     needs: tuple[str, ...] = ("torch", "triton")
+    margin: float = 0.0
+    """Seconds of its budget in which it starts nothing more."""
 
 
 @dataclass(slots=True)
@@ -168,6 +173,7 @@ def benchmark_command(kind: str, smallest: Sequence[str]) -> Callable[[Session, 
         limit = 0.0 if budget is None else max(budget - BENCHMARK_MARGIN, 1.0)
         size = ["--device", "cpu", "--rounds", "1", *smallest] if session.is_dry else ["--preset", "quick"]
         place = ["--output-dir", str(session.out), "--time-limit", f"{limit:.0f}"]
+        place += [word for peer in session.peers for word in ("--peer", peer)]
         return session.python("-m", "benchmarks", kind, *size, *place)
 
     return command
@@ -232,21 +238,23 @@ STAGES = {
     stage.name: stage
     for stage in (
         Stage("selftest", 30.0, selftest_command, read_selftest),
-        Stage("tests", 150.0, tests_command, read_tests, ("torch", "triton", "pytest")),
-        Stage("train", 60.0, train_command, read_train, ("torch", "triton", "megatron.core")),
+        Stage("tests", 120.0, tests_command, read_tests, ("torch", "triton", "pytest")),
+        Stage("train", 40.0, train_command, read_train, ("torch", "triton", "megatron.core")),
         Stage(
             "losses",
             160.0,
             benchmark_command("losses", ("--case", "T 64, V 512", "--provider", "ours, torch", "--provider", "eager")),
             read_benchmark("losses"),
+            margin=BENCHMARK_MARGIN,
         ),
-        Stage("profile", 60.0, profile_command, read_profile),
+        Stage("profile", 40.0, profile_command, read_profile),
         Stage("overhead", 10.0, overhead_command, read_overhead, ("torch", "triton")),
         Stage(
             "head",
             120.0,
             benchmark_command("head", ("--shape", "40,8,70", "--provider", "ours", "--provider", "three matmuls")),
             read_benchmark("head"),
+            margin=BENCHMARK_MARGIN,
         ),
     )
 }
@@ -261,6 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="Where the results are written.")
     parser.add_argument("--seconds", type=float, metavar="NUMBER", help="Time for everything. Default: no limit.")
     parser.add_argument("--stages", default=",".join(STAGES), help=f"Some of {','.join(STAGES)}. Default: all.")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help=f"A checkout of {', '.join(CHECKOUTS)}.")
     parser.add_argument("--dry-run", action="store_true", help="The smallest form of each stage, on a CPU.")
     args = parser.parse_args(arguments)
     names = args.stages.split(",")
@@ -268,9 +277,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--stages {args.stages}: no stage {unknown[0]!r}; there are {','.join(STAGES)}")
     if args.seconds is not None and args.seconds <= 0:
         parser.error(f"--seconds {args.seconds:g} must be above 0; leave it out for no limit")
+    for peer in args.peer:
+        if peer.partition("=")[0] not in CHECKOUTS or not Path(peer.partition("=")[2]).is_dir():
+            parser.error(f"--peer {peer}: write NAME=PATH, a checkout of one of {', '.join(CHECKOUTS)}")
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, (args.out / "session.log").open("w", encoding="utf-8") as log:
-        session = Session(args.out.resolve(), Path(scratch), args.dry_run)
+        peers = tuple(f"{name}={Path(path).resolve()}" for name, _, path in (peer.partition("=") for peer in args.peer))
+        session = Session(args.out.resolve(), Path(scratch), args.dry_run, peers)
         return run_stages([STAGES[name] for name in names], session, args.seconds, log)
 
 
@@ -282,8 +295,7 @@ def run_stages(stages: Sequence[Stage], session: Session, seconds: float | None,
         say(line, log)
     ends: dict[str, Ended] = {}
     for number, stage in enumerate(stages):
-        left = None if seconds is None else seconds - (time.monotonic() - started)
-        budget = None if left is None else left * stage.expected / sum(other.expected for other in stages[number:])
+        budget = None if seconds is None else budget_of(stages[number:], seconds, time.monotonic() - started)
         shown = "" if budget is None else f", at most {budget:.0f} s"
         say(f"[{number + 1}/{len(stages)}] {stage.name}: {stage.expected:.0f} s expected on an H200{shown}", log)
         ended = run_stage(stage, session, budget, log)
@@ -302,6 +314,13 @@ def run_stages(stages: Sequence[Stage], session: Session, seconds: float | None,
     for line in closing(ends, session.out):
         say(line, log)
     return 0 if all(ended.verdict == "ok" for ended in ends.values()) else 1
+
+
+def budget_of(stages: Sequence[Stage], seconds: float, spent: float) -> float:
+    """The first stage's share of what is left, without the seconds that the last one may take to end."""
+    to_end = min(SECONDS_TO_REPORT + SECONDS_TO_END, seconds / 10)
+    shares = [stage.expected + stage.margin for stage in stages]
+    return max(seconds - to_end - spent, 0.0) * shares[0] / sum(shares)
 
 
 def run_stage(stage: Stage, session: Session, budget: float | None, log: TextIO) -> Ended:
@@ -385,6 +404,9 @@ def preflight(session: Session) -> dict[str, Any]:
     if peers := [distribution for distribution in OPTIONAL_PEERS if distribution not in versions]:
         named = ", ".join(f"{distribution} ({OPTIONAL_PEERS[distribution]})" for distribution in peers)
         missing.append(f"optional peers that are missing: {named}; bring them with: pip download --no-deps {' '.join(peers)}")
+    if absent := [name for name in CHECKOUTS if not any(peer.startswith(f"{name}=") for peer in session.peers)]:
+        named = ", ".join(f"{name} ({CHECKOUTS[name]})" for name in absent)
+        missing.append(f"peers that come as checkouts and are not given: {named}; carry a checkout and give --peer NAME=PATH")
     gpu = read_gpu()
     if gpu is None and not session.is_dry:
         missing.append("nvidia-smi finds no GPU: everything will run on the CPU or fail; --dry-run is made for that")

@@ -415,9 +415,9 @@ def _local_counts(
         if loss_masks is not None:
             counts = _count_masks(list(loss_masks))
         else:
-            counts = torch.as_tensor(token_counts)
-            check_counts("token_counts", counts.cpu())
-            counts = counts.reshape(-1).to("cpu", torch.int64)
+            counts = torch.as_tensor(token_counts).cpu()  # the one look
+            check_counts("token_counts", counts)
+            counts = counts.reshape(-1).long()
         if prompt_ids is None:
             return counts, None, None
         if len(prompt_ids) != counts.numel():

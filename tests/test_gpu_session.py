@@ -46,6 +46,27 @@ def session(tmp_path) -> gpu_session.Session:
     return gpu_session.Session(tmp_path / "out", tmp_path / "scratch", is_dry=False)
 
 
+def test_stages_that_take_what_was_predicted_are_cut_by_nothing_and_the_last_one_ends_in_time():
+    """A benchmark that its limit cuts fails its stage, and judges no target."""
+    stages, spent = list(gpu_session.STAGES.values()), 0.0
+    for number, one in enumerate(stages):
+        budget = gpu_session.budget_of(stages[number:], 590.0, spent)
+        assert budget - one.margin >= one.expected, one.name
+        spent += one.expected
+    last = gpu_session.budget_of(stages[-1:], 590.0, 400.0)
+    assert 400.0 + last + gpu_session.SECONDS_TO_REPORT + gpu_session.SECONDS_TO_END <= 590.0
+
+
+def test_checkouts_of_peers_reach_the_benchmarks(tmp_path):
+    """And one that is missing is named before anything runs."""
+    session = gpu_session.Session(tmp_path, tmp_path, False, ("verl=/checkouts/verl",))
+    for name in ("losses", "head"):
+        command = gpu_session.STAGES[name].command(session, 100.0)
+        assert command[-2:] == ["--peer", "verl=/checkouts/verl"]
+    (line,) = [line for line in gpu_session.preflight(session)["missing"] if "come as checkouts" in line]
+    assert "fast_llm (losses)" in line and "verl (" not in line
+
+
 def stage(name: str, program: str, read=lambda session, output: {"passed": len(output)}, expected=1.0, needs=()):
     return gpu_session.Stage(name, expected, lambda session, budget: [sys.executable, "-c", program], read, needs)
 
