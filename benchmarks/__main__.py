@@ -57,6 +57,9 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
             add("--ranks", type=int, nargs="+", metavar="COUNT", help="Default: 1 4 1024 16384.")
             add("--real", action="store_true", help="Processes of this machine over gloo. Default of --ranks: 1 2 4.")
             add("--samples", type=int, nargs="+", default=[16384, 100_000], metavar="COUNT", help="A rank. Default: 16384 100000.")
+            add("--samples-per-prompt", type=int, default=8, metavar="COUNT", help="Default: 8.")
+            add("--tokens", type=int, default=8, metavar="COUNT", help="Of a mask. Default: 8.")
+            add("--dtype", choices=("bool", "int64", "float32"), default="bool", help="Of the masks. Default: bool.")
             continue
         if kind == "sampling":
             add("--new-tokens", type=int, nargs="+", default=[16, 512], metavar="COUNT", help="Of a response. Default: 16 512.")
@@ -123,13 +126,17 @@ def run(args: Namespace) -> int:
 
 def run_scale(args: Namespace) -> int:
     ranks = args.ranks or ([1, 2, 4] if args.real else [1, 4, 1024, 16384])
-    if min(ranks) < 1 or min(args.samples) < 1:
-        raise ConfigError(f"--ranks {ranks} and --samples {args.samples}: each must be at least 1")
+    if min(*ranks, *args.samples, args.samples_per_prompt, args.tokens) < 1:
+        raise ConfigError(
+            f"--ranks {ranks}, --samples {args.samples}, --samples-per-prompt {args.samples_per_prompt} and --tokens "
+            f"{args.tokens}: each must be at least 1"
+        )
+    form = scale.Form(args.samples_per_prompt, args.tokens, args.dtype)
     torch.set_num_threads(1)
     if args.real:
-        lines = scale.table_of_real(list(scale.measure_real(ranks, args.samples)))
+        lines = scale.table_of_real(list(scale.measure_real(ranks, args.samples, form)))
     else:
-        lines = scale.table(list(scale.measure_scale(ranks, args.samples)))
+        lines = scale.table(list(scale.measure_scale(ranks, args.samples, form)))
     print(*lines, sep="\n")
     return 0
 

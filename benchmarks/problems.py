@@ -147,7 +147,7 @@ LOSSES_FULL = (
     *LOSSES_QUICK,
     BenchmarkCase(16384, 128256, documents=1),
     BenchmarkCase(16384, 128256, documents=LOG_NORMAL, masked=0.5),
-    BenchmarkCase(16384, 151936, loss="grpo"),
+    *(BenchmarkCase(*shape, loss="grpo") for shape in ((16384, 151936), (4096, 32768))),
     *(BenchmarkCase(*shape) for shape in FULL_SHAPES),
     *(BenchmarkCase(*shape, shards=8) for shape in SHARD_SHAPES),
     BenchmarkCase(4096, 128256, dtype=torch.float32),

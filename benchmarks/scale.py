@@ -24,6 +24,16 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """Of the samples."""
+
+    samples_per_prompt: int = 8
+    num_tokens: int = 8
+    dtype: str = "bool"
+    """Of the masks."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScaleRow:
     ranks: int
     samples: int
@@ -41,34 +51,32 @@ class ScaleRow:
     """CPU time of the process, the least of the rounds, without that inside the collectives."""
 
 
-def measure_scale(
-    num_ranks: Sequence[int], num_samples: Sequence[int], *, samples_per_prompt: int = 8, num_tokens: int = 8
-) -> Iterator[ScaleRow]:
+def measure_scale(num_ranks: Sequence[int], num_samples: Sequence[int], form: Form) -> Iterator[ScaleRow]:
     """A row for each number of ranks, of samples a rank, and for masks and token counts."""
     for ranks in num_ranks:
         with fake_ranks(ranks):
             for samples in num_samples:
-                prompts = -(-samples // samples_per_prompt)
-                for given, count in _forms(samples, samples_per_prompt, num_tokens).items():
+                prompts = -(-samples // form.samples_per_prompt)
+                for given, count in _forms(samples, form).items():
                     rounds = [_measured(count) for _ in range(ROUNDS)]
                     calls, sent, received, _ = rounds[0]
                     yield ScaleRow(ranks, samples, prompts, given, calls, sent, received, min(round_[3] for round_ in rounds))
 
 
-def measure_real(num_ranks: Sequence[int], num_samples: Sequence[int]) -> Iterator[tuple[int, int, str, float, float]]:
+def measure_real(num_ranks: Sequence[int], num_samples: Sequence[int], form: Form) -> Iterator[tuple[int, int, str, float, float]]:
     """(ranks, samples of each, given, CPU ms and wall ms of the slowest rank, the least of the rounds), over gloo."""
     for ranks in num_ranks:
         for samples in num_samples:
-            times = run_ranks(_seconds_on_rank, ranks, samples, use_megatron=False)
+            times = run_ranks(_seconds_on_rank, ranks, samples, form, use_megatron=False)
             for given in times[0]:
                 cpu, wall = (max(1e3 * of_rank[given][kind] for of_rank in times) for kind in (0, 1))
                 yield ranks, samples, given, cpu, wall
 
 
-def _seconds_on_rank(rank: int, samples: int) -> dict[str, tuple[float, float]]:
+def _seconds_on_rank(rank: int, samples: int, form: Form) -> dict[str, tuple[float, float]]:
     torch.set_num_threads(1)
     found = {}
-    for given, count in _forms(samples).items():
+    for given, count in _forms(samples, form).items():
         rounds = []
         for _ in range(2 * ROUNDS):
             dist.barrier(group=dist.group.WORLD)
@@ -79,12 +87,13 @@ def _seconds_on_rank(rank: int, samples: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _forms(samples: int, samples_per_prompt: int = 8, num_tokens: int = 8) -> dict[str, Callable[[], object]]:
-    ids = [f"prompt {index // samples_per_prompt}" for index in range(samples)]
-    masks = list(torch.ones(samples, num_tokens, dtype=torch.bool).unbind(0))
-    counts = torch.full((samples,), num_tokens)
+def _forms(samples: int, form: Form) -> dict[str, Callable[[], object]]:
+    ids = [f"prompt {index // form.samples_per_prompt}" for index in range(samples)]
+    masks = list(torch.ones(samples, form.num_tokens, dtype=getattr(torch, form.dtype)).unbind(0))
+    counts = torch.full((samples,), form.num_tokens)
+    kind = "" if form.dtype == "bool" else f" {form.dtype}"
     return {
-        f"masks of {num_tokens}": lambda: count_step(masks, ids, dist.group.WORLD),
+        f"masks of {form.num_tokens}{kind}": lambda: count_step(masks, ids, dist.group.WORLD),
         "token counts": lambda: count_step(None, ids, dist.group.WORLD, token_counts=counts),
     }
 

@@ -219,6 +219,8 @@ def make_launches() -> dict[str, Callable[[], None]]:
     launches["grpo, one read, fp32, six rows, everything"] = lambda: one_read(
         grpo_loss, dtype="fp32", columns=12800, everything=True
     )
+    launches["grpo, one read, fp32"] = lambda: one_read(grpo_loss, dtype="fp32", columns=70000)
+    launches["grpo, one read, fp32, everything"] = lambda: one_read(grpo_loss, dtype="fp32", columns=70000, everything=True)
     launches["grpo, one read, fp16"] = lambda: one_read(grpo_loss, dtype="fp16")
     launches["grpo, one read of each size"] = lambda: [
         one_read(grpo_loss, columns=columns, temperature=temperature, clip_ratio_high=0.2 + temperature / 10)

@@ -48,8 +48,22 @@ REGISTER_UNIT, SHARED_PER_BLOCK = 8, 1024
 
 
 @dataclass(frozen=True)
+class Walk:
+    """An innermost loop that reads logits and takes exponentials of them."""
+
+    loads: dict[str, int]
+    stores: dict[str, int]
+    shuffles: int
+    barriers: int
+    instructions_per_logit: float
+    exponentials_per_logit: float
+    nan_maxima_per_logit: float
+    kib_in_flight: float
+
+
+@dataclass(frozen=True)
 class Figures:
-    """One binary's machine code. `*_per_logit` count the hot loop: the innermost loop with most exponentials."""
+    """One binary's machine code."""
 
     launch: str
     kernel: str
@@ -61,18 +75,10 @@ class Figures:
     registers: int
     stack_bytes: int
     local_accesses: int
-    loads: dict[str, int]
-    stores: dict[str, int]
-    shuffles: int
-    barriers: int
-    instructions_per_logit: float
-    exponentials_per_logit: float
-    nan_maxima_per_logit: float
-    kib_in_flight: float
     occupancy: float  # threads that a multiprocessor holds at once, as a share of its 2048
     matmuls: int  # on tensor cores, from shared memory
     bulk_copies: int  # of a tile between memory and shared memory, by a descriptor
-    has_hot_loop: bool
+    walks: list[Walk]  # in the order of the code
 
 
 def main() -> int:
@@ -175,12 +181,6 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
     dtype = next(kind[1:] for kind in binary.signature.values() if kind.startswith("*"))
     num_warps = binary.options["num_warps"]
     everything = Counter(family(instruction) for instruction in instructions(sass))
-    hot = hot_loop(sass)
-    count = Counter(family(instruction) for instruction in hot)
-    loads = [instruction for instruction in hot if family(instruction) == "LDG"]
-    stores = [instruction for instruction in hot if family(instruction) == "STG"]
-    logit_bytes = {"bf16": 2, "fp16": 2}.get(dtype, 4)
-    logits = sum(map(bytes_of, loads)) / logit_bytes  # of one thread in one iteration, whatever ptxas unrolled
     threads = num_warps * WARP
     blocks = blocks_per_sm(registers, shared, threads)
     return Figures(
@@ -195,18 +195,26 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
         registers=registers,
         stack_bytes=stack,
         local_accesses=everything["LDL"] + everything["STL"],
-        loads=dict(Counter(loads)),
-        stores=dict(Counter(stores)),
-        shuffles=count["SHFL"],
-        barriers=count["BAR"],
-        instructions_per_logit=len(hot) / max(logits, 1),
-        exponentials_per_logit=count["MUFU"] / max(logits, 1),
-        nan_maxima_per_logit=sum(x.startswith("FMNMX.NAN") for x in hot) / max(logits, 1),
-        kib_in_flight=blocks * threads * sum(map(bytes_of, loads)) / 1024,
         occupancy=blocks * threads / SM_THREADS,
         matmuls=everything["HGMMA"] + everything["UTCHMMA"],
         bulk_copies=everything["UTMALDG"] + everything["UTMASTG"],
-        has_hot_loop=bool(hot),
+        walks=[walk_of(loop, {"bf16": 2, "fp16": 2}.get(dtype, 4), blocks * threads) for loop in hot_loops(sass)],
+    )
+
+
+def walk_of(loop: list[str], logit_bytes: int, threads: int) -> Walk:
+    count = Counter(family(instruction) for instruction in loop)
+    loads = [instruction for instruction in loop if family(instruction) == "LDG"]
+    logits = sum(map(bytes_of, loads)) / logit_bytes  # of one thread in one iteration, whatever ptxas unrolled
+    return Walk(
+        loads=dict(Counter(loads)),
+        stores=dict(Counter(instruction for instruction in loop if family(instruction) == "STG")),
+        shuffles=count["SHFL"],
+        barriers=count["BAR"],
+        instructions_per_logit=len(loop) / logits,
+        exponentials_per_logit=count["MUFU"] / logits,
+        nan_maxima_per_logit=sum(x.startswith("FMNMX.NAN") for x in loop) / logits,
+        kib_in_flight=threads * sum(map(bytes_of, loads)) / 1024,
     )
 
 
@@ -221,8 +229,8 @@ def instructions(sass: str) -> list[str]:
     return INSTRUCTION.findall(sass)
 
 
-def hot_loop(sass: str) -> list[str]:
-    """The innermost loop with most exponentials, then most loads. A loop: from a label to the branch that returns to it."""
+def hot_loops(sass: str) -> list[list[str]]:
+    """The innermost loops with loads and exponentials. A loop: from a label to the branch that returns to it."""
     lines, labels, bodies = sass.split("\n"), {}, []
     for number, text in enumerate(lines):
         if label := re.match(r"^(\.L_x_\d+):", text):
@@ -232,9 +240,7 @@ def hot_loop(sass: str) -> list[str]:
             bodies.append((labels[branch.group(1)], number))
     inner = [a for a in bodies if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in bodies)]
     loops = [instructions("\n".join(lines[start : end + 1])) for start, end in inner]
-    families = [Counter(family(instruction) for instruction in loop) for loop in loops]
-    reading = [(count["MUFU"], count["LDG"], i) for i, count in enumerate(families) if count["LDG"] and count["MUFU"]]
-    return loops[max(reading)[2]] if reading else []
+    return [loop for loop in loops if {"LDG", "MUFU"} <= {family(instruction) for instruction in loop}]
 
 
 def family(instruction: str) -> str:
@@ -256,11 +262,12 @@ def line(f: Figures) -> str:
     constants = " ".join(f"{name}={value}" for name, value in f.constants.items())
     text = f"{f.launch:44s} {f.kernel} {f.dtype} {constants} w{f.num_warps} | reg {f.registers} stack {f.stack_bytes}"
     text += f" occupancy {f.occupancy:.0%}"
-    if f.has_hot_loop:
-        accesses = " ".join(f"{count}x{name}" for name, count in {**f.loads, **f.stores}.items())
+    for walk in f.walks:
+        accesses = " ".join(f"{count}x{name}" for name, count in {**walk.loads, **walk.stores}.items())
         text += (
-            f" | {f.instructions_per_logit:.2f} instructions, {f.exponentials_per_logit:.3f} exp, {f.nan_maxima_per_logit:.2f} NaN "
-            f"maxima a logit | SHFL {f.shuffles} BAR {f.barriers} | {f.kib_in_flight:.0f} KiB in flight | {accesses}"
+            f" | {walk.instructions_per_logit:.2f} instructions, {walk.exponentials_per_logit:.3f} exp, "
+            f"{walk.nan_maxima_per_logit:.2f} NaN maxima a logit, SHFL {walk.shuffles} BAR {walk.barriers}, "
+            f"{walk.kib_in_flight:.0f} KiB in flight, {accesses}"
         )
     if f.matmuls:
         text += f" | {f.matmuls} matmuls, {f.bulk_copies} bulk copies"

@@ -291,7 +291,12 @@ def test_masks_on_the_device_are_counted_with_one_look_for_all(prompt_ids):
         seen.clear()
         totals, counts, prompt_counts = count_step(moved, prompt_ids, SINGLE)
         assert [(event.kind, event.file) for event in seen] == [(LOOK, "megatron_rl/aggregation.py")]
+        on_device = counts.to("cuda")
+        seen.clear()
+        again = count_step(None, prompt_ids, SINGLE, token_counts=on_device)
+        assert [event.kind for event in seen] == [LOOK]
     assert (totals, counts.tolist()) == (expected[0], expected[1].tolist()) and not counts.is_cuda
+    assert (again[0], again[1].tolist()) == (totals, counts.tolist())
     assert prompt_ids is None or prompt_counts.tolist() == expected[2].tolist()
 
 
