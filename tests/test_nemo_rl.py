@@ -263,11 +263,19 @@ def test_advantages_without_the_weights_of_their_step_are_refused(change):
         ({"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k4"}, "k4 is not one of k1, k2, k3, k3\\+, unbiased"),
         (
             {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "reference_policy_kl_penalty": 0.0},
-            "_kl_estimator=k3 has no effect without loss_fn.reference_policy_kl_penalty; remove it",
+            "_kl_estimator=k3 needs a coefficient: set loss_fn.reference_policy_kl_penalty to a number above 0, it is 0.0",
+        ),
+        (
+            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "reference_policy_kl_penalty": math.nan},
+            "_kl_estimator=k3 needs a coefficient: .*, it is nan",
         ),
         (
             {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "use_kl_in_reward": True},
-            "_kl_estimator=k3 has no effect without loss_fn.reference_policy_kl_penalty; remove it",
+            "_kl_estimator=k3 has no effect beside loss_fn.use_kl_in_reward=true.*remove one of them",
+        ),
+        (
+            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_coefficient": 0.1},
+            "kl_coefficient=0.1 has no effect: set loss_fn.reference_policy_kl_penalty",
         ),
         (
             {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "unbiased", "use_on_policy_kl_approximation": True},

@@ -193,6 +193,7 @@ def test_a_sound_line_of_skyrl_has_no_problem(name, capsys):
     assert code == 0 and re.search(expected, out), out
 
 
+NO_KL = "trainer.algorithm.use_kl_loss=false"
 WRONG_LINES = {
     "no door": (f"python -m {skyrl.ENTRY} {OURS}gspo", f"without {skyrl.DOOR}{skyrl.__name__} SkyRL has no megatron_rl.gspo"),
     "a door that nobody reads": (f"python -m examples.mine {skyrl.DOOR}{skyrl.__name__} {OURS}gspo", "read by skyrl.train.entr"),
@@ -205,6 +206,10 @@ WRONG_LINES = {
     "an estimate of KL that SkyRL has not": (
         f"{LINE_OF_SKYRL} {OURS}grpo trainer.algorithm.kl_estimator_type=k3+",
         "SkyRL has no k3+: set one of k1, k2, k3, abs",
+    ),
+    "an estimate of KL for rewards that SkyRL has not": (
+        f"{LINE_OF_SKYRL} {OURS}grpo {NO_KL} trainer.algorithm.use_kl_in_reward=true trainer.algorithm.kl_estimator_type=unbiased",
+        "SkyRL has no unbiased: set one of k1, k2, k3, abs",
     ),
     "half a name": (f"{LINE_OF_SKYRL} {OURS}grpo loss_reduction=prompt_mean", f"whole name, {skyrl_launch.REDUCTION}=prompt_mean"),
     "a plus": (f"{LINE_OF_SKYRL} {OURS}grpo +trainer.algorithm.mine=1", "SkyRL refuses settings with a +"),
@@ -326,7 +331,18 @@ def test_the_lines_of_skyrl_are_settings_that_doctor_reads(capsys):
 @pytest.mark.parametrize("host", HYDRA_HOST_NAMES)
 def test_a_large_divisor_keeps_its_digits(host):
     given = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "1234567"]
-    assert "1234567" in explain_json(*STEP, *given, "--host", host)["launch_lines"][-1]
+    assert any("1234567" in line for line in explain_json(*STEP, *given, "--host", host)["launch_lines"])
+
+
+@pytest.mark.parametrize(
+    ("host", "word"), [("nemo_rl", "loss_fn.reference_policy_kl_penalty=0"), ("skyrl", "trainer.algorithm.use_kl_loss=False")]
+)
+def test_settings_without_kl_turn_off_the_term_that_is_the_hosts_default(host, word):
+    assert word in explain_json(*STEP, "--host", host)["launch_lines"]
+    assert word not in explain_json(*STEP, "--host", host, "--kl-coefficient", "0.1")["launch_lines"]
+
+
+REJECTED = ["--importance-correction", "icepop", "--rejected-tokens", "dropped"]
 
 
 @pytest.mark.parametrize(
@@ -335,6 +351,10 @@ def test_a_large_divisor_keeps_its_digits(host):
         ("roll", ["--policy-temperature", "0.7"], "--policy-temperature=0.7 has no effect in ROLL"),
         ("nemo_rl", ["--entropy-coefficient", "0.1"], "--entropy-coefficient=0.1 has no effect in NeMo-RL"),
         ("skyrl", ["--entropy-coefficient", "0.1"], "--entropy-coefficient=0.1 has no effect in SkyRL"),
+        *(
+            (host, REJECTED, f"has no effect in {name}: it counts the step")
+            for host, name in (("nemo_rl", "NeMo-RL"), ("roll", "ROLL"))
+        ),
         ("skyrl", ["--kl-coefficient", "0.1", "--kl-estimator", "unbiased"], "--kl-estimator unbiased: SkyRL's workers compute"),
         ("skyrl", ["--policy-loss", "dro"], "dro: it is not proportional to the advantage"),
     ],

@@ -6,6 +6,7 @@ VERL_ROOT=... pytest -m host --require host tests/test_verl.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -227,7 +228,7 @@ def test_the_unbiased_estimate_of_kl_is_of_the_policy_that_sampled(loss):
     gradient = torch.where(mask, rho * gap, 0.0)
     assert torch.allclose(found.double(), value, rtol=1e-5, atol=1e-6)  # float32 inputs
     assert torch.allclose(torch.autograd.grad(found.sum(), log_prob)[0].double(), gradient, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ConfigError, match="kl_loss_type=unbiased is megatron_rl's.*set .*loss_mode=megatron_rl"):
+    with pytest.raises(ConfigError, match="unbiased is megatron_rl's .*algorithm.kl_penalty.*set .*loss_mode=megatron_rl"):
         estimate(logprob=log_prob, ref_logprob=ref.float(), kl_penalty="unbiased")  # of no call of ours
     assert torch.equal(estimate(log_prob, ref.float(), "k1")[1], log_prob[1] - ref.float()[1])
 
@@ -235,8 +236,26 @@ def test_the_unbiased_estimate_of_kl_is_of_the_policy_that_sampled(loss):
 def test_the_unbiased_estimate_is_refused_for_other_log_probabilities():
     call("megatron_rl.grpo.token_mean", config=ActorConfig(policy_loss={}, kl_loss_type="unbiased"))
     other = torch.zeros(2, 3)
-    with pytest.raises(ConfigError, match="for the KL term beside one of its losses"):
+    with pytest.raises(ConfigError, match="beside one of its losses, and not for rewards"):
         cases.filled_tables().kl_penalty(logprob=other, ref_logprob=other, kl_penalty="unbiased")
+
+
+def test_a_reference_that_is_not_finite_is_refused_by_the_unbiased_estimate():
+    log_prob = torch.full((2, 3), -1.0, requires_grad=True)
+    config = ActorConfig(policy_loss={}, kl_loss_type="unbiased")
+    call("megatron_rl.grpo.token_mean", config=config, log_prob=log_prob)
+    with pytest.raises(DataError, match="ref_log_prob has an unmasked value that is not finite"):
+        cases.filled_tables().kl_penalty(log_prob, torch.full((2, 3), math.nan), "unbiased")
+
+
+def test_a_kl_penalty_that_verl_has_decorated_gets_the_estimate_too():
+    tables = cases.emulated_tables()
+    tables.kl_penalty = functools.wraps(tables.kl_penalty)(lambda *given, **named: tables.own(*given, **named))
+    verl.register(tables)
+    once = tables.kl_penalty
+    assert hasattr(once, verl.MARK)
+    verl.register(tables)
+    assert tables.kl_penalty is once
 
 
 def test_the_metrics_have_verls_names_and_are_numbers():

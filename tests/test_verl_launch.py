@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPANION = f"{ESTIMATOR}=megatron_rl.grpo_prompt_mean"
 RATIO = "algorithm.rollout_correction.rollout_is"
 KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"]
+MEAN_OF_KL = f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
 UNCUT = verl.rollout_correction_overrides()
 TIS = [f"{LOSS_CLASS}={verl.POLICY_LOSS_CLASS}", f"+{ACTOR}.policy_loss.importance_correction=tis"]
 ONE_MINI_BATCH = f"{BATCH}=256"
@@ -190,6 +191,7 @@ SOUND = [
     ),
     pytest.param([our_mode("grpo.token_mean"), f"{ACTOR}.kl_loss_type=none"], id="an estimate of KL that nothing uses"),
     pytest.param([our_mode("grpo.token_mean"), *KL, f"{ACTOR}.kl_loss_type=unbiased"], id="an estimate of KL of ours"),
+    pytest.param([our_mode("grpo.constant"), f"{ACTOR}.loss_scale_factor=8", *KL, MEAN_OF_KL], id="our mean of KL"),
     pytest.param([], id="nothing"),
 ]
 
@@ -232,6 +234,7 @@ WRONG = {
         [our_mode("grpo.token_mean"), f"{ACTOR}.loss_agg_mode=token-sum"],
         "set actor_rollout_ref.actor.loss_agg_mode=token-mean$",
     ),
+    "a mean of KL without KL": ([our_mode("grpo.token_mean"), MEAN_OF_KL], "set actor_rollout_ref.actor.loss_agg_mode=token-mean$"),
     "verl refuses it": (
         [
             our_mode("grpo.sample_mean"),
@@ -267,6 +270,14 @@ WRONG = {
     "an estimate of KL that verl has not": (
         [our_mode("grpo.token_mean"), *KL, f"{ACTOR}.kl_loss_type=k4"],
         "verl has no k4: set one of kl, k1.*unbiased comes with a loss of ours",
+    ),
+    "an estimate of KL for rewards": (
+        [our_mode("grpo.token_mean"), "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=unbiased"],
+        "verl has no unbiased for rewards: set one of kl, k1",
+    ),
+    "an estimate of KL that verl itself raises for": (
+        [our_mode("grpo.token_mean"), *KL, f"{ACTOR}.kl_loss_type=full"],
+        "verl has no full: set one of kl, k1, abs, mse, k2, low_var_kl, k3, or",
     ),
     "an estimate of KL of ours beside a loss of verl": (
         [f"{LOSS_MODE}=gspo", *KL, f"{ACTOR}.kl_loss_type=unbiased"],
@@ -340,6 +351,13 @@ def test_explain_types_what_a_correction_needs():
     assert lines == [our_mode("gspo.sample_mean"), *TIS, high, UNCUT[0], f"{RATIO}_threshold=1000000000"]
     lines = explain_json(*STEP, *LAYOUT, "--host", "verl", "--policy-loss", "dppo_tv", "--divergence-low", "0.1")["launch_lines"]
     assert lines[1:3] == [TIS[0], f"+{ACTOR}.policy_loss.divergence_low=0.1"]
+
+
+def test_explain_types_our_mean_of_the_kl_term():
+    lines = explain_json(*STEP, *LAYOUT, "--host", "verl", "--kl-coefficient", "0.1", "--kl-estimator", "unbiased")["launch_lines"]
+    typed = dict(line.removeprefix(f"{ACTOR}.").split("=") for line in lines)
+    expected = {"use_kl_loss": "True", "kl_loss_coef": "0.1", "kl_loss_type": "unbiased", "loss_agg_mode": "seq-mean-token-mean"}
+    assert expected.items() <= typed.items()
 
 
 def test_explain_refuses_what_verl_decides_itself():

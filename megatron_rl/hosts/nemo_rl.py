@@ -128,7 +128,8 @@ def read_settings(loss_fn: Any) -> NemoSettings:
             "importance_correction_low": settings.get("truncated_importance_sampling_ratio_min") or 0.0,
             "importance_correction_high": settings.get("truncated_importance_sampling_ratio") if truncation else LARGEST_RATIO,
         }
-    estimator, penalty = given(KL_ESTIMATOR), 0.0 if settings.get("use_kl_in_reward") else given(*KL_PENALTY).value
+    estimator, penalty = given(KL_ESTIMATOR), given(*KL_PENALTY).value
+    has_penalty = isinstance(penalty, int | float) and not isinstance(penalty, bool) and 0 < penalty < float("inf")
     config, problems = read_config(
         f"{loss_name}.{aggregation}",
         loss_name,
@@ -136,15 +137,23 @@ def read_settings(loss_fn: Any) -> NemoSettings:
         [given(*clip) for clip in CLIPS.items()],
         {name: given(theirs) for name, theirs in PARAMETERS.items()} | {name: given(f"{KEY}_{name}") for name in own},
         given(f"{KEY}_{DIVISOR}"),
-        kl_coefficient=penalty if estimator.is_chosen else 0.0,
+        kl_coefficient=float(penalty) if estimator.is_chosen and has_penalty else 0.0,
         kl_estimator=estimator.value if estimator.is_chosen else KLEstimator.K3,
         **correction,
     )
     if estimator.is_chosen:
         if estimator.value not in tuple(KLEstimator):
             problems.append(f"{estimator.name}={estimator.value} is not one of {', '.join(KLEstimator)}")
-        if not penalty:
-            problems.append(f"{estimator.name}={estimator.value} has no effect without loss_fn.{KL_PENALTY[0]}; remove it")
+        if settings.get("use_kl_in_reward"):
+            problems.append(
+                f"{estimator.name}={estimator.value} has no effect beside loss_fn.use_kl_in_reward=true, which puts the KL into "
+                "the rewards by NeMo-RL's own estimate; remove one of them"
+            )
+        elif not has_penalty:
+            problems.append(
+                f"{estimator.name}={estimator.value} needs a coefficient: set loss_fn.{KL_PENALTY[0]} to a number above 0, it is "
+                f"{penalty}; or remove the estimator"
+            )
         for theirs in (given(*setting) for setting in KL_SETTINGS.items()):
             if theirs.is_chosen:
                 problems.append(f"{theirs.name}={theirs.value} has no effect beside {estimator.name}={estimator.value}; remove it")
@@ -157,7 +166,8 @@ def read_settings(loss_fn: Any) -> NemoSettings:
     for key in sorted(key for key in settings if key.startswith(f"{KEY}_")):
         name = key.removeprefix(f"{KEY}_")
         if name not in (*allowed, DIVISOR):
-            instead = f"set loss_fn.{PARAMETERS[name]}" if name in PARAMETERS else f"{found} has {', '.join(allowed)}"
+            known = PARAMETERS | {"kl_coefficient": KL_PENALTY[0]}
+            instead = f"set loss_fn.{known[name]}" if name in known else f"{found} has {', '.join(allowed)}"
             problems.append(f"loss_fn.{key}={settings[key]} has no effect: {instead}")
     problems += [*_setting_problems(found, settings), *found.correction.problems()]
     if problems:

@@ -97,8 +97,9 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     default = PolicyLossConfig()
     correction = {name: value for name in CORRECTION_SETTINGS if (value := getattr(config, name)) != getattr(default, name)}
     given |= {f"{nemo_rl.KEY}_{name}": value for name, value in correction.items()}
+    given[nemo_rl.KL_PENALTY[0]] = config.kl_coefficient  # NeMo-RL's default is a KL term
     if config.kl_coefficient:
-        given |= {nemo_rl.KL_PENALTY[0]: config.kl_coefficient, nemo_rl.KL_ESTIMATOR: str(config.kl_estimator)}
+        given[nemo_rl.KL_ESTIMATOR] = str(config.kl_estimator)
     given = {name: value for name, value in given.items() if value is not None}
     problems = idle_settings(config, HONOURED, f"NeMo-RL: {NOT_OURS}")
     try:

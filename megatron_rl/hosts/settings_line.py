@@ -68,8 +68,9 @@ def as_typed(value: Any) -> str:
 
 def idle_settings(config: PolicyLossConfig, honoured: Sequence[str], why: str) -> list[str]:
     """A problem for each of our settings that is not its default and reaches no loss there."""
+    whys = {"rejected_tokens": f"{why.partition(':')[0]}: it counts the step before a loss knows which tokens are dropped"}
     return [
-        f"{flag_of(one.name)}={getattr(config, one.name)} has no effect in {why}; remove it"
+        f"{flag_of(one.name)}={getattr(config, one.name)} has no effect in {whys.get(one.name, why)}; remove it"
         for one in flag_fields()
         if one.name not in honoured and getattr(config, one.name) != one.default
     ]

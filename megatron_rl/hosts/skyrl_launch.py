@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "policy_loss_type": "regular",
     "loss_reduction": "token_mean",
     "use_kl_loss": True,
+    "use_kl_in_reward": False,
     "kl_loss_coef": 0.001,
     "kl_estimator_type": "k3",
     "use_entropy_loss": False,
@@ -103,7 +104,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         yield Row(CORRECTION, "SkyRL's own: its weights multiply our loss")
     elif CorrectionSettings.of(config).is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
-    if algorithm.use_kl_loss and algorithm.kl_estimator_type not in KL_TYPES:
+    if (algorithm.use_kl_loss or algorithm.use_kl_in_reward) and algorithm.kl_estimator_type not in KL_TYPES:
         text = f"SkyRL has no {algorithm.kl_estimator_type}: set one of {', '.join(KL_TYPES)}"
         yield Row("kl_estimator_type", text, is_wrong=True)
     terms = ["KL"] * bool(algorithm.use_kl_loss) + ["entropy"] * bool(algorithm.use_entropy_loss)
@@ -129,8 +130,9 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     clips |= {skyrl.PARAMETERS[name][0]: value for name, value in config.loss_parameters.items() if name in skyrl.PARAMETERS}
     numbers_given = clips | {skyrl.DIVISOR: config.loss_aggregation_divisor}
     given |= {f"{ALGORITHM}.{name}": value for name, value in numbers_given.items() if value is not None}
+    given[f"{ALGORITHM}.use_kl_loss"] = bool(config.kl_coefficient)  # SkyRL's default is a KL term
     if config.kl_coefficient:
-        given |= {f"{ALGORITHM}.use_kl_loss": True, f"{ALGORITHM}.kl_loss_coef": config.kl_coefficient}
+        given[f"{ALGORITHM}.kl_loss_coef"] = config.kl_coefficient
         given[f"{ALGORITHM}.kl_estimator_type"] = str(config.kl_estimator)
         if config.kl_estimator not in KL_ESTIMATORS:
             text = f"SkyRL's workers compute the KL term, and have {', '.join(KL_ESTIMATORS)} of ours"

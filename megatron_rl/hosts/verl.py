@@ -101,7 +101,7 @@ AGG_MODES: dict[str, str] = {
 STEP_KEYS = {"num_samples": "global_batch_size", "num_tokens": "batch_num_tokens"}
 # The arguments of verl's estimate of KL, and the estimate that ours adds: verl has the others, by the same names.
 KL_ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
-ADDED_ESTIMATOR = KLEstimator.UNBIASED
+ADDED_ESTIMATOR, MARK = KLEstimator.UNBIASED, "_has_estimator_of_megatron_rl"
 # Marked samples with different numbers in a row that cannot be chance: 2^-50.
 TELLING_MARKS = 10
 
@@ -185,7 +185,7 @@ def read_settings(mode: LossMode, actor: Any) -> PolicyLossConfig:
     problems += found.problems()
     if found.kind != ImportanceCorrection.NONE and loss.anchor == "rollout":
         problems.append(counted_twice(found.kind, loss.name))
-    agg_mode, allowed = setting(actor, "loss_agg_mode") or DEFAULT_AGG_MODE, agg_modes(mode)
+    agg_mode, allowed = setting(actor, "loss_agg_mode") or DEFAULT_AGG_MODE, agg_modes(mode, actor)
     if agg_mode not in allowed:
         problems.append(
             f"actor_rollout_ref.actor.loss_agg_mode={agg_mode} beside {mode}: two aggregations in one launch. Ours is in the "
@@ -203,9 +203,12 @@ def own_settings(mode: LossMode) -> tuple[str, ...]:
     return (*CORRECTION_SETTINGS, *(name for name in parameters if name not in PARAMETERS))
 
 
-def agg_modes(mode: LossMode) -> tuple[str, ...]:
-    """The values of actor.loss_agg_mode that are accepted: verl's default, and verl's name of the loss's aggregation."""
-    return tuple(dict.fromkeys((DEFAULT_AGG_MODE, AGG_MODES.get(mode.aggregation, DEFAULT_AGG_MODE))))
+def agg_modes(mode: LossMode, actor: Any) -> tuple[str, ...]:
+    """The values of actor.loss_agg_mode that are accepted: verl's default, verl's name of the loss's aggregation, and beside a KL
+    or entropy term the mean over samples, which is ours of these terms."""
+    has_terms = setting(actor, "use_kl_loss") or setting(actor, "entropy_coeff")
+    of_terms = [AGG_MODES[LossAggregation.SAMPLE_MEAN]] if has_terms else []
+    return tuple(dict.fromkeys((DEFAULT_AGG_MODE, AGG_MODES.get(mode.aggregation, DEFAULT_AGG_MODE), *of_terms)))
 
 
 # The loss of a micro-batch
@@ -279,11 +282,16 @@ def with_added_estimator(estimate: Callable[..., Tensor]) -> Callable[..., Tenso
         before, sampled, mask = _before_kl.pop() if _before_kl else (None, logprob, logprob)
         if before is None or before() is not logprob:
             raise ConfigError(
-                f"kl_loss_type={kl_penalty} is megatron_rl's, for the KL term beside one of its losses: set "
-                f"actor_rollout_ref.actor.policy_loss.loss_mode={PREFIX}<loss>.<aggregation>, or an estimate of verl's own"
+                f"{kl_penalty} is megatron_rl's estimate for the KL term (actor.kl_loss_type) beside one of its losses, and not "
+                "for rewards (algorithm.kl_penalty): set an estimate of verl's own, or for the term "
+                f"actor_rollout_ref.actor.policy_loss.loss_mode={PREFIX}<loss>.<aggregation>"
             )
-        return kl_of_tokens(kl_penalty, *(torch.where(mask, values, 0.0) for values in (logprob, ref_logprob, sampled)))
+        found = kl_of_tokens(kl_penalty, *(torch.where(mask, values, 0.0) for values in (logprob, ref_logprob, sampled)))
+        if not bool(found.isfinite().all()):
+            raise DataError("ref_log_prob has an unmasked value that is not finite: mask the token or drop the sample")
+        return found
 
+    vars(kl_penalty)[MARK] = True
     return kl_penalty
 
 
@@ -306,7 +314,13 @@ def rollout_correction_overrides() -> list[str]:
 
 
 def tell_step(mode: LossMode, settings: PolicyLossConfig, totals: StepTotals, config: Any) -> None:
-    regularizers = f"KL and entropy are verl's, {setting(config, 'loss_agg_mode') or DEFAULT_AGG_MODE}"
+    terms = []
+    if setting(config, "use_kl_loss"):
+        terms.append(f"KL {setting(config, 'kl_loss_coef')} ({setting(config, 'kl_loss_type')})")
+    if entropy := setting(config, "entropy_coeff"):
+        terms.append(f"entropy {entropy}")
+    mean = setting(config, "loss_agg_mode") or DEFAULT_AGG_MODE
+    regularizers = f"{' and '.join(terms)} averaged by verl, {mean}" if terms else "no KL and no entropy in the loss"
     tell_once(f"loss_mode={mode} in verl", settings, totals, regularizers)
 
 
@@ -444,5 +458,5 @@ def register(tables: ModuleType) -> None:
     for name, estimate in companions(known).items():
         if name not in tables.ADV_ESTIMATOR_REGISTRY:
             tables.register_adv_est(name)(estimate)
-    if not hasattr(tables.kl_penalty, "__wrapped__"):
+    if not hasattr(tables.kl_penalty, MARK):
         tables.kl_penalty = with_added_estimator(tables.kl_penalty)  # type: ignore[attr-defined]

@@ -63,7 +63,7 @@ CLOSEST_SETTING = 0.9
 # For a loss_mode without our prefix: where its loss is one of ours, and where it may be the name of somebody else's.
 SIMILAR_MODE, CLOSEST_MODE = 0.6, 0.9
 # Its estimates of KL; tests/test_verl.py looks for them in a checkout.
-KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # Our settings that reach a loss in verl.
 HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "kl_estimator")
 NOT_OURS = "its own settings decide on entropy and temperature"
@@ -139,6 +139,7 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
         given |= {f"+{ACTOR}.policy_loss.{name}": value for name, value in own.items()}
     if config.kl_coefficient:
         kl = {"use_kl_loss": True, "kl_loss_coef": config.kl_coefficient, "kl_loss_type": str(config.kl_estimator)}
+        kl["loss_agg_mode"] = verl.AGG_MODES[LossAggregation.SAMPLE_MEAN]  # our mean of the term
         given |= {f"{ACTOR}.{name}": value for name, value in kl.items()}
     if needs_rollout_log_probs(config):
         given |= {f"{CORRECTION}.{name}": value for name, value in verl.NEEDED_OF_ROLLOUT_CORRECTION.items()}
@@ -178,8 +179,12 @@ def judge(line: Overrides) -> Iterator[Row]:
     yield from _weights(line, mode)
     yield from _corrections(line, mode)
     if line[f"{ACTOR}.use_kl_loss"] is True:
-        text = f"verl's own, averaged by actor.loss_agg_mode={_agg_mode(line)}, whatever {mode.aggregation} does to the policy term"
-        yield Row("use_kl_loss", text, is_note=True)
+        kind = line.given.get(f"{ACTOR}.kl_loss_type", "low_var_kl")
+        whose = "ours" if kind == verl.ADDED_ESTIMATOR else "verl's own"
+        text = f"{kind}, {whose}, averaged by actor.loss_agg_mode={_agg_mode(line)}, whatever {mode.aggregation} does to the policy"
+        yield Row("use_kl_loss", f"{text} term", is_note=True)
+    elif f"{ACTOR}.kl_loss_type" in line.given and line[f"{ACTOR}.use_kl_loss"] is False:
+        yield Row("kl_loss_type", "nothing reads it without use_kl_loss=True", is_note=True)
 
 
 def _meant_mode(name: str) -> str | None:
@@ -210,6 +215,11 @@ def _without_effect(line: Overrides) -> Iterator[Row]:
         has_both = all(side in line.given for side in sides)
         remedy = f"{' and '.join(sides)} count" if has_both else f"set {' and '.join(sides)}"
         yield Row("clip_ratio", f"our losses do not read it: {remedy}", is_wrong=not has_both, is_note=has_both)
+    in_rewards = line.given.get("algorithm.kl_penalty")
+    if line.given.get("algorithm.use_kl_in_reward") is True and isinstance(in_rewards, str):
+        if in_rewards.removesuffix("+") not in KL_TYPES:
+            text = f"verl has no {in_rewards} for rewards: set one of {', '.join(KL_TYPES)}, or one with a + behind it"
+            yield Row("algorithm.kl_penalty", text, is_wrong=True)
     kind, has_kl = line.given.get(f"{ACTOR}.kl_loss_type"), line[f"{ACTOR}.use_kl_loss"] is not False
     is_ours = kind == verl.ADDED_ESTIMATOR and (line[LOSS_MODE] is UNKNOWN or str(line[LOSS_MODE]).startswith(verl.PREFIX))
     if isinstance(kind, str) and kind.removesuffix("+") not in KL_TYPES and not is_ours:

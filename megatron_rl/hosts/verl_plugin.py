@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 TABLES, CHECKS = "verl.trainer.ppo.core_algos", "verl.utils.config"
+OUR_ESTIMATE = re.compile(r"\.(kl_loss_type|kl_penalty)=['\"]?unbiased")
 OURS = re.compile(r"=['\"]?megatron[-_]rl\.")
 # A name and one of our aggregations: verl's own modes have no dot. Another mode, which somebody registered, is not judged.
 WITHOUT_PREFIX = re.compile(r"policy_loss\.loss_mode=['\"]?[\w-]+\.((sample|prompt|token)[-_]mean|constant)\b")
@@ -59,7 +60,7 @@ def fill(tables: ModuleType) -> None:
 
 def refuse_bad_line(words: Sequence[str]) -> None:
     """Ends the process that a launch line with one of our names starts, where the line has a problem."""
-    if not any(OURS.search(word) or WITHOUT_PREFIX.search(word) for word in words):
+    if not any(pattern.search(word) for word in words for pattern in (OURS, OUR_ESTIMATE, WITHOUT_PREFIX)):
         return
     from megatron_rl.hosts.verl_launch import problems_of
 
