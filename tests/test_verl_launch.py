@@ -111,6 +111,8 @@ def test_a_bad_line_ends_before_verl_is_loaded(checkout):
     assert python(checkout, *main_ppo, f"{LOSS_MODE}=somebody.gspo", f"{ACTOR}.clip_ratio_lo=0.1").stdout == "training 3\n"
     quoted = python(checkout, *main_ppo, f"{LOSS_MODE}='megatron_rl.gspoo.token_mean'")
     assert quoted.returncode == 1 and "gspoo" in quoted.stderr
+    estimate = python(checkout, *main_ppo, f"{LOSS_MODE}=gspo", *KL, f"{ACTOR}.kl_loss_type=unbiased")
+    assert estimate.returncode == 1 and "verl has no unbiased: set one of kl, k1" in estimate.stderr
 
 
 # What verl's main does with its files: the whole config goes to validate_config, before Ray starts.
