@@ -1,4 +1,4 @@
-"""`python -m benchmarks losses|head|cpu|scale|overhead|sampling`, from a checkout: megatron_rl and its peers, and what calls cost.
+"""`python -m benchmarks losses|head|cpu|scale|...`, from a checkout: megatron_rl beside its peers, and what calls cost.
 
 It measures in one process and one run: ceilings first, then gate, memory and interleaved times of each case; then it judges
 targets. It prints no time of a wrong result, and no ratio of numbers from two runs.
@@ -27,6 +27,7 @@ KINDS = {
     "cpu": "Log-probabilities, and the loss, forward and backward on this CPU against eager log_softmax + gather.",
     "overhead": "What a call costs beside the logits: launches, host time, allocations, a CUDA graph. CUDA or CPU.",
     "sampling": "What a new token costs `megatron-rl train` by the length of the response. On a CPU; it needs megatron-core.",
+    "rollouts": "What a sample costs the host in `megatron-rl train`: weighing, batches, files. It needs megatron-core.",
     "scale": "What counting a step costs one rank of up to thousands: host time and bytes, with a simulated process group.",
 }
 PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
@@ -42,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. 0; 1: our provider failed its gate or raised, or the run is void or unfinished; 2: wrong settings."""
     args = build_parser().parse_args(arguments)
     try:
-        return {"scale": run_scale, "overhead": run_overhead, "sampling": run_sampling}.get(args.kind, run)(args)
+        return {"scale": run_scale, "overhead": run_overhead, "sampling": run_sampling, "rollouts": run_rollouts}.get(
+            args.kind, run
+        )(args)
     except ConfigError as error:
         say(f"benchmarks {args.kind}: ConfigError: {error}")
         return EXIT_CONFIG
@@ -64,6 +67,10 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
         if kind == "sampling":
             add("--new-tokens", type=int, nargs="+", default=[16, 512], metavar="COUNT", help="Of a response. Default: 16 512.")
             add("--samples", type=int, default=16, metavar="COUNT", help="Responses at once. Default: 16.")
+            continue
+        if kind == "rollouts":
+            add("--tokens", type=int, nargs="+", default=[2000, 8192], metavar="COUNT", help="Of a sample. Default: 2000 8192.")
+            add("--samples", type=int, default=64, metavar="COUNT", help="Default: 64.")
             continue
         if kind == "overhead":
             add("--rows", type=int, nargs="+", default=[16, 128, 4096], metavar="COUNT", help="Tokens. Default: 16 128 4096.")
@@ -158,6 +165,19 @@ def run_sampling(args: Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"sampling needs megatron-core: {error}") from error
     print(*sampling.table(list(sampling.measure_sampling(args.new_tokens, args.samples))), sep="\n")
+    return 0
+
+
+def run_rollouts(args: Namespace) -> int:
+    if min(args.tokens) < 2 or args.samples < 1:
+        raise ConfigError(f"--tokens {args.tokens} must be at least 2, and --samples {args.samples} at least 1")
+    try:
+        from benchmarks import rollouts
+
+        torch.set_num_threads(1)
+        print(*rollouts.table(list(rollouts.measure_rollouts(args.tokens, args.samples))), sep="\n")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"rollouts needs megatron-core: {error}") from error
     return 0
 
 

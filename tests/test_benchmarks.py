@@ -350,6 +350,16 @@ def test_sampling_shows_each_length_with_and_without_kept_keys():
     assert float(rows[1][2]) < 0.7 * float(rows[3][2])  # measured: 0.29; without a cache 1
 
 
+@pytest.mark.megatron
+def test_rollouts_shows_each_work_for_each_length():
+    command_line = [sys.executable, "-W", "ignore", "-m", "benchmarks", "rollouts", "--tokens", "16", "40", "--samples", "9"]
+    shown = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True)
+    rows = [line.strip("| ").split(" | ") for line in shown.stdout.splitlines()[2:]]
+    works = ["weigh", "packed rows", "padded rows", "write", "read"]
+    assert [(row[0], row[1]) for row in rows] == [(tokens, work) for tokens in ("16", "40") for work in works], shown.stderr
+    assert all(float(row[2]) > 0 for row in rows)
+
+
 def test_every_target_of_a_gpu_has_its_prediction_in_the_report():
     no_cases = {"targets": targets.judge_all("losses", "cuda", []) + targets.judge_all("head", "cuda", [])}
     rows = report.target_table(no_cases)[2:]
