@@ -529,20 +529,23 @@ def _count_masks(masks: list[Tensor]) -> Tensor:  # [S] int64
         given = f"{tuple(masks[first].shape)}" if isinstance(masks[first], Tensor) else type(masks[first]).__name__
         problems[first] = f"loss_masks[{first}] is {given}: it must be a tensor [response_length]"
     masks = masks[:first]
-    kinds = set(zip(map(Tensor.get_device, masks), map(attrgetter("dtype"), masks), strict=True))
+    devices, dtypes = set(map(Tensor.get_device, masks)), set(map(attrgetter("dtype"), masks))
+    is_one_kind = len(devices) == len(dtypes) == 1
+    kinds = {*zip(map(Tensor.get_device, masks), map(attrgetter("dtype"), masks), strict=True)} if not is_one_kind else set()
     counts = torch.zeros(len(masks), dtype=torch.int64)
-    for device in {device for device, _ in kinds}:
-        numbers: list[int] = []  # of the masks on this device, dtype by dtype
+    for device in devices:
+        numbers: list[int] | range = range(len(masks))  # of the masks on this device, dtype by dtype
         found = []
-        for dtype in (dtype for other, dtype in kinds if other == device):
-            is_all = len(kinds) == 1
-            alike = (
-                range(len(masks)) if is_all else [n for n, m in enumerate(masks) if (m.get_device(), m.dtype) == (device, dtype)]
-            )
-            found.append(_counts_of_alike([masks[number] for number in alike]))
-            numbers.extend(alike)
+        if is_one_kind:
+            found.append(_counts_of_alike(masks))
+        else:
+            numbers = []
+            for dtype in (dtype for other, dtype in kinds if other == device):
+                alike = [n for n, m in enumerate(masks) if (m.get_device(), m.dtype) == (device, dtype)]
+                found.append(_counts_of_alike([masks[number] for number in alike]))
+                numbers.extend(alike)
         nonzero, ones = torch.cat(found, dim=1).cpu().long()  # the one look
-        counts[_int64(numbers)] = ones
+        counts[torch.arange(len(masks)) if is_one_kind else _int64(numbers)] = ones
         for place in (nonzero != ones).nonzero()[:, 0].tolist():
             number = numbers[place]
             problems[number] = (
