@@ -53,9 +53,7 @@ class Command:
 
     def _serve(self, arguments: list[str], rank: int, num_ranks: int, port: int) -> None:
         self._redirect(rank)
-        # What torchrun tells a rank.
-        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
-        os.environ.update({name: str(value) for name, value in sizes.items()}, MASTER_PORT=str(port), MASTER_ADDR="127.0.0.1")
+        os.environ.update({name: str(value) for name, value in self.environment(rank, num_ranks, port).items()})
         self._train(arguments)
 
     def _redirect(self, rank: int) -> None:
@@ -71,6 +69,11 @@ class Command:
         sys.stdout.flush()
         sys.stderr.flush()
         raise SystemExit(code)
+
+    def environment(self, rank: int, num_ranks: int, port: int) -> dict[str, object]:
+        """What torchrun tells a rank."""
+        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+        return {**sizes, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
 
     def wait(self, timeout: float = 60.0) -> list[int]:
         """The exit codes. Whoever is left at the end of the time is killed, with its helpers."""
