@@ -35,6 +35,8 @@ EXIT_OUTPUT_IS_CLOSED = 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. 0: done. 1: bad data, a run that cannot go on, or something that explain, doctor or selftest finds
     wrong. 2: wrong settings. 128 + n: signal n; 141: the reader of the output has ended, as `head` does."""
+    if arguments is None and not sys.flags.safe_path:
+        sys.path.append("")  # a module of one's own in the current directory, as with python -m, behind what is installed
     try:
         try:
             code = run_command(list(sys.argv[1:] if arguments is None else arguments))

@@ -396,7 +396,7 @@ def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, TypeError) as error:  # a leading dot asks for a relative import: TypeError
-        places = "PYTHONPATH, and with python -m megatron_rl the current directory, are where modules are looked for"
+        places = "PYTHONPATH, and with megatron-rl the current directory, are where modules are looked for"
         raise ConfigError(f"{purpose} {path!r}: module {module_name!r} cannot be imported ({error}); {places}") from error
     if not hasattr(module, attribute):
         raise ConfigError(f"{purpose} {path!r}: module {module_name!r} has no {attribute!r}; write module.function")

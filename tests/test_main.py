@@ -84,7 +84,7 @@ def test_an_error_moves_no_cursor(monkeypatch, capsys, kind, code):
         pytest.param("selftest cp2 -3", "megatron-rl selftest takes no argument 'cp2 -3'", id="no flag at all"),
         pytest.param("train --xyz --zyx", "2 problems:", id="both"),
         pytest.param(
-            "explain --micro-batch-size 4", "did you mean --num-microbatches, of each rank: samples / (data-parallel", id="a size"
+            "explain --global-batch-size 4", "did you mean --response-lengths, one for each sample of the step?", id="a size"
         ),
     ],
 )

@@ -316,3 +316,18 @@ def test_cispo_in_a_file_of_ones_own_trains_in_train_and_in_an_emulated_host(cis
     assert float((host.gradient - gradient).abs().max() / gradient.abs().max()) < 1e-6
     _, other = truth_of_dense_step(case.aggregation, case.estimator, case.has_masked_sample)
     assert not torch.allclose(gradient, other)
+
+
+def test_the_command_finds_a_module_in_the_folder_where_it_is_typed(tmp_path):
+    """A console script has its own folder in front, and not the current one."""
+    (tmp_path / "mine.py").write_text(
+        "from megatron_rl import register_policy_loss\n\n@register_policy_loss('mine')\ndef mine(log_ratio, advantages):\n"
+        "    return -advantages * log_ratio.exp()\n"
+    )
+    script = tmp_path / "bin" / "megatron-rl"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom megatron_rl.__main__ import main\nsys.exit(main())\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    command = [sys.executable, script, "explain", "--policy-loss", "mine.mine", "--response-lengths", "3,4"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -46,7 +46,7 @@ OTHER_NAMES = {
 }
 OTHER_NAMES_IN_EXPLAIN = OTHER_NAMES | {
     "--dp": "--data-parallel-size",
-    "--micro-batch-size": "--num-microbatches, of each rank: samples / (data-parallel ranks x micro-batch size)",
+    "--global-batch-size": "--response-lengths, one for each sample of the step",
 }
 
 

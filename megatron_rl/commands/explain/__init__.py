@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ LAYOUT_FLAGS = {
 GO_WITH = {
     "response_lengths": ("prompt_ids", "rollout_ids", "loss_masks"),
     "rollouts": ("rollout_index",),
-    "host": (*LAYOUT_FLAGS, "route", "companion", "calculate_per_token_loss", *experts.SETTINGS),
+    "host": (*LAYOUT_FLAGS, "micro_batch_size", "route", "companion", "calculate_per_token_loss", *experts.SETTINGS),
     "num_experts": (*experts.SETTINGS[1:], "num_routed_tokens"),
 }
 # Flags of the loss that a weight, or a factor behind it, depends on. --help lists no others: all are taken, and checked.
@@ -103,6 +104,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         of_rank = "Of each rank. " if name == "num_microbatches" else ""
         default = "as --tensor-model-parallel-size" if name == "expert_tensor_parallel_size" else "1"
         host.add_argument(flag_of(name), type=int, metavar="SIZE", help=f"{of_rank}Default: {default}.")
+    host.add_argument("--micro-batch-size", type=int, metavar="SIZE", help="In place of --num-microbatches: samples of one.")
     host.add_argument("--calculate-per-token-loss", action="store_true", help="The launch sets Megatron's flag of that name.")
     host.add_argument("--num-experts", type=int, metavar="COUNT", help="The model is a mixture of experts.")
     host.add_argument(
@@ -161,6 +163,9 @@ def check_flags(args: Namespace) -> None:
     refusal = HYDRA_HOSTS[args.host].per_token if args.host in HYDRA_HOSTS else None
     if refusal is not None and args.calculate_per_token_loss:
         problems.append(f"--calculate-per-token-loss with --host {args.host}: {refusal}; remove it")
+    if args.micro_batch_size is not None and args.num_microbatches is not None:
+        problems.append("--micro-batch-size and --num-microbatches: each follows from the other; give one of them")
+    sizes |= given_flags(args, "micro_batch_size")
     counts = {**sizes, "--rows": args.rows, **given_flags(args, "num_experts", "num_routed_tokens")}
     problems += [f"{flag} {size} must be at least 1" for flag, size in counts.items() if size < 1]
     if not problems and (problem := experts.layout_problem(args, layout_of(args))) is not None:
@@ -171,6 +176,8 @@ def check_flags(args: Namespace) -> None:
 
 def explain(args: Namespace) -> Explanation:
     step = read_step(args)
+    if args.micro_batch_size is not None:
+        args.num_microbatches = math.ceil(len(step.masks) / (args.data_parallel_size or 1) / args.micro_batch_size)
     configs, left_out = shown_configs(args, route_of(args), step)
     counts = count(step, configs[0])
     shown = Explanation(
