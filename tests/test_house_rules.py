@@ -89,6 +89,17 @@ def find_default_for_an_argument(tree: ast.Module) -> Iterator[int]:
             yield call.lineno
 
 
+def find_default_that_is_no_constant(tree: ast.Module) -> Iterator[int]:
+    """Triton before 3.7 makes constants of numbers, types and functions alone: other defaults reach the compiler as they are."""
+    assigned = {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign)}
+    for node in nodes(tree):
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(name) for name in node.decorator_list):
+            for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
+                is_number = isinstance(default, ast.Constant) and isinstance(default.value, int | float)
+                if not is_number and not assigned.get(ast.unparse(default), "").startswith("tl.constexpr("):
+                    yield default.lineno
+
+
 RULES: list[tuple[str, Callable[[ast.Module], Iterator[int]], list[str], str]] = [
     # name, checker, snippets that break the rule, one that keeps it
     ("FB-58 no nan_to_num", find_nan_to_num, ["x.nan_to_num_(0.0)", "from torch import nan_to_num as clean"], "torch.isnan(x)"),
@@ -114,6 +125,15 @@ RULES: list[tuple[str, Callable[[ast.Module], Iterator[int]], list[str], str]] =
         find_default_for_an_argument,
         ["getattr(self.args, name, None)", "getattr(host_args, 'x', 0)"],
         "getattr(args, 'x')\ngetattr(model, 'module', None)",
+    ),
+    (
+        "a default of a kernel is a constant of the compiler",
+        find_default_that_is_no_constant,
+        [
+            "@triton.jit\ndef f(x, E: tl.constexpr = 'evict_first'): pass",
+            "@triton.jit(do_not_specialize=['x'])\ndef f(x, *, pair=(1, 2)): pass",
+        ],
+        "C = tl.constexpr('c')\n@triton.jit\ndef f(x, A: tl.constexpr = False, B=1.5, D=C): pass\ndef g(x='text'): pass",
     ),
 ]
 

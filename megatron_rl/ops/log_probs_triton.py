@@ -125,6 +125,8 @@ EXPONENT_FLOOR = tl.constexpr(-300.0)
 # By default tl.maximum(NaN, x) is x, so that a NaN logit would be lost.
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 UNIT = tl.constexpr(ALIGNMENT)
+# Triton before 3.7 does not make a constant of a default that is a text.
+EVICT_FIRST = tl.constexpr("evict_first")
 
 
 @triton.jit
@@ -219,7 +221,7 @@ def statistics_of_row(
     U: tl.constexpr,
     VECTOR: tl.constexpr,
     ENTROPY: tl.constexpr,
-    EVICTION: tl.constexpr = "evict_first",
+    EVICTION: tl.constexpr = EVICT_FIRST,
 ):  # m, s, t, w of this split's columns; w in log2 units
     """Full tiles without a mask, then masked whole vectors, then the columns left at both ends. L x VECTOR is at least 2 UNIT.
 
