@@ -39,6 +39,12 @@ MODELS = {
     "qwen3 with experts": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
     "qwen3 with experts, not normalised": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}),
 }
+# Fewer key heads than tensor-parallel ranks: a rank holds a part of a query group.
+FEW_KEY_HEADS = {
+    f"{name}, one key head": (kind, {**settings, "num_key_value_heads": 1})
+    for name, (kind, settings) in MODELS.items()
+    if name in ("llama", "qwen2", "qwen3", "qwen3 with experts")
+}
 # Both compute in float32, in another order; a wrong head, a wrong rotation or a missing bias moves logits of this size by 0.1.
 TOLERANCE = 1e-4
 TOKENS = torch.randint(99, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -48,7 +54,7 @@ TOKENS = torch.randint(99, (2, 12), generator=torch.Generator().manual_seed(0))
 def checkpoints(tmp_path_factory):
     """name -> (folder, the logits of transformers)."""
     made = {}
-    for name, (kind, settings) in MODELS.items():
+    for name, (kind, settings) in (MODELS | FEW_KEY_HEADS).items():
         torch.manual_seed(1)
         config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
         model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
@@ -95,16 +101,25 @@ OF_EXPERTS = [
 CASES = [(name, layout) for name in MODELS for layout in (*ANY, *(OF_EXPERTS if "experts" in name else DENSE))]
 
 
+def tensor_parallel(name, size):
+    is_moe = "experts" in name
+    return Layout(tensor=size, sequence_parallel=is_moe, **({"expert": size, "expert_tensor": 1} if is_moe else {}))
+
+
+CASES += [(name, tensor_parallel(name, size)) for name in FEW_KEY_HEADS for size in (2, 4)]
+CASES += [(name.removesuffix(", one key head"), tensor_parallel(name, 4)) for name in FEW_KEY_HEADS]
+
+
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_logits_are_those_of_transformers_and_the_saved_weights_the_same_bits(pool, checkpoints, tmp_path, name, layout):
-    folder, expected = checkpoints[name]
+    (folder, expected), kind = checkpoints[name], (MODELS | FEW_KEY_HEADS)[name][0]
     found = pool.run(
         logits_on_rank, folder, layout.sequence_parallel, tmp_path / "saved", world_size=layout.world_size, **layout.model_parallel
     )
     for logits in found:
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
-    again = getattr(transformers, f"{MODELS[name][0]}ForCausalLM").from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    before = getattr(transformers, f"{MODELS[name][0]}ForCausalLM").from_pretrained(folder, dtype=torch.float32)
+    again = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    before = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(folder, dtype=torch.float32)
     weights = before.state_dict()
     assert set(again.state_dict()) == set(weights)
     assert [key for key, value in again.state_dict().items() if not torch.equal(value, weights[key])] == []

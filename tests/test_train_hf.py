@@ -11,7 +11,8 @@ from test_train_options import options_of, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.training.hf_tokenizer import HFTokenizer
-from megatron_rl.training.option_rules import LEARNING_RATES
+from megatron_rl.training.option_rules import LEARNING_RATES, check_key_heads
+from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.tasks import make_task
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
@@ -181,6 +182,12 @@ def test_the_folder_decides_the_sizes_and_the_learning_rate_is_small(checkpoint,
     assert options(*own).lr == LEARNING_RATES["prompts"]
     assert options().lr == LEARNING_RATES["task"]
     assert options("--lr", 0.5).lr == 0.5
+
+
+@pytest.mark.parametrize(("size", "is_refused"), [(2, False), (3, False), (12, False), (4, True), (9, True)])
+def test_tensor_parallel_ranks_that_would_cut_key_heads_unequally_are_refused(size, is_refused):
+    said = list(check_key_heads(6, TrainOptions(tensor_model_parallel_size=size, hf_checkpoint="x")))
+    assert [f"--tensor-model-parallel-size {size} with num_key_value_heads=6 in x" in line for line in said] == [True] * is_refused
 
 
 def test_flags_that_the_folder_decides_are_refused(checkpoint, tmp_path, monkeypatch):

@@ -251,7 +251,7 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class Source:
     """The tensors of a parameter. kind: whole; sharded along its dimension; gated: [gate, up], each sharded by itself; qkv: query,
-    key and value, sharded by query groups and mixed group by group, as Megatron holds them. shapes: of the tensors."""
+    key and value, mixed group by group and cut evenly over the ranks, as Megatron holds them. shapes: of the tensors."""
 
     names: tuple[str, ...]
     kind: str
@@ -389,11 +389,14 @@ def load_weights(model: HFModel, gpt: Any) -> None:
         for name, parameter in gpt.named_parameters():
             source = of_parameters[global_parameter_name(gpt, name)]
             dim, group = sharding_of(name, parameter)
-            parts = [
-                _own_slice(files.slice_of(tensor), shape, dim, group.rank(), group.size())
-                for tensor, shape in zip(source.names, source.shapes, strict=True)
-            ]
-            values = _joined(source.kind, parts, model, group.size())
+            if source.kind == "qkv":
+                values = _own_groups(files, source, model.num_query_groups, group.rank(), group.size())
+            else:
+                parts = [
+                    _own_slice(files.slice_of(tensor), shape, dim, group.rank(), group.size())
+                    for tensor, shape in zip(source.names, source.shapes, strict=True)
+                ]
+                values = torch.cat(parts)
             parameter.zero_()
             parameter[tuple(slice(0, size) for size in values.shape)] = values.to(parameter)
 
@@ -409,12 +412,17 @@ def _own_slice(tensor: Any, shape: Sequence[int], dim: int | None, rank: int, si
     return own
 
 
-def _joined(kind: str, parts: list[Tensor], model: HFModel, size: int) -> Tensor:
-    if kind != "qkv":
-        return torch.cat(parts)
-    groups = model.num_query_groups // size
-    by_group = [part.view(groups, part.shape[0] // groups, *part.shape[1:]) for part in parts]
-    return torch.cat(by_group, 1).flatten(0, 1)
+def _own_groups(files: Files, source: Source, num_groups: int, rank: int, size: int) -> Tensor:
+    """This rank's rows of all query groups, which are cut evenly over the ranks. A group is [its queries, its key, its value]. With
+    fewer groups than ranks a rank holds a part of one group, as Megatron's linear_qkv does."""
+    first, end = rank * num_groups // size, -(-(rank + 1) * num_groups // size)
+    by_group, group_width = [], sum(shape[0] for shape in source.shapes) // num_groups
+    for tensor, shape in zip(source.names, source.shapes, strict=True):
+        width = shape[0] // num_groups
+        rows: Tensor = files.slice_of(tensor)[first * width : end * width]
+        by_group.append(rows.view(end - first, width, *rows.shape[1:]))
+    share = num_groups * group_width // size
+    return torch.cat(by_group, 1).flatten(0, 1).narrow(0, rank * share - first * group_width, share)
 
 
 # Writing
@@ -473,11 +481,10 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
 def _separated(source: Source, shards: Sequence[Tensor], dim: int | None, model: HFModel) -> dict[str, Tensor]:
     """The tensors of a parameter, on the CPU, from the shards of all ranks."""
     parts: list[Tensor]
-    if source.kind == "qkv":
-        groups = model.num_query_groups // len(shards)
-        sizes = [shape[0] // model.num_query_groups for shape in source.shapes]
-        split = [shard.view(groups, sum(sizes), *shard.shape[1:]).split(sizes, 1) for shard in shards]
-        parts = [torch.cat([of_shard[place].flatten(0, 1) for of_shard in split]) for place in range(3)]
+    if source.kind == "qkv":  # the groups of all ranks stand one after another, also where a rank holds a part of one
+        joined, sizes = torch.cat(list(shards)), [shape[0] // model.num_query_groups for shape in source.shapes]
+        split = joined.view(model.num_query_groups, sum(sizes), *joined.shape[1:]).split(sizes, 1)
+        parts = [part.flatten(0, 1) for part in split]
     elif source.kind == "gated":
         halves = [shard.chunk(2) for shard in shards]
         parts = [torch.cat([of_shard[place] for of_shard in halves]) for place in range(2)]

@@ -53,7 +53,9 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
     rules = (check_docs_per_step, check_corrections, check_router_replay)
     problems = list(check_hf_checkpoint(options))
     if options.hf_checkpoint is not None and not problems:
-        options = with_sizes_of(read_hf_model(options.hf_checkpoint), options)
+        model = read_hf_model(options.hf_checkpoint)
+        options = with_sizes_of(model, options)
+        problems += check_key_heads(model.num_query_groups, options)
     if options.lr is None:
         kind = "hf_checkpoint" if options.hf_checkpoint is not None else "prompts" if options.prompts is not None else "task"
         options = dataclasses.replace(options, lr=LEARNING_RATES[kind])
@@ -94,6 +96,15 @@ def check_hf_checkpoint(options: TrainOptions) -> Iterator[str]:
         yield f"--hf-checkpoint {options.hf_checkpoint} needs --prompts FILE with --reward, or --rollouts FILE"
     if options.save_hf is not None and Path(options.save_hf).exists() and any(Path(options.save_hf).iterdir()):
         yield f"--save-hf {options.save_hf} holds files already: name a new folder"
+
+
+def check_key_heads(num_query_groups: int, options: TrainOptions) -> Iterator[str]:
+    tensor = options.tensor_model_parallel_size
+    if tensor > 0 and num_query_groups % tensor and tensor % num_query_groups:
+        yield (
+            f"--tensor-model-parallel-size {tensor} with num_key_value_heads={num_query_groups} in {options.hf_checkpoint}: a rank "
+            "holds whole key heads, or an equal part of one; take a multiple or a divisor of that number"
+        )
 
 
 def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
