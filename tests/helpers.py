@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing.connection
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 from megatron_rl import loss_hub
 from megatron_rl.layout.groups import GATHER_INTO_ONE, MESSAGE_BYTES
 from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.testing import ranks as rank_pools
 from megatron_rl.testing.losses_by_hand import REFERENCES, sample_by_hand
 from megatron_rl.testing.ranks import RankPool
 
@@ -329,6 +333,28 @@ class OfLayouts(dict):
         return self.setdefault(name, self._ask(name))
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    """pytest's own limit of minutes ends a wait in vain."""
+    while not condition():
+        time.sleep(0.02)
+
+
+def let_time_run_out(monkeypatch: pytest.MonkeyPatch, num_hanging: int, condition: Callable[[], bool]) -> None:
+    """RankPool's clock stands still until all ranks but these have answered and the condition holds; then no time is left."""
+    is_over = False
+
+    def wait(handles, seconds):
+        nonlocal is_over
+        ready = multiprocessing.connection.wait(handles, 0.05)
+        is_over = not ready and len(handles) == 2 * num_hanging and condition()  # a pipe and a process each
+        return ready
+
+    # The clock of the stacks runs on: it is asked after the time is over.
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6 * is_over, sleep=time.sleep)
+    monkeypatch.setattr(rank_pools, "time", clock)
+    monkeypatch.setattr(rank_pools, "wait", wait)
+
+
 def error_of(function) -> str:
     """`TypeName: message` of what the call raises; empty if it returns. For ranks, whose exceptions do not travel."""
     try:
@@ -357,7 +383,7 @@ def run_in_children(*codes: str, first: str = "", **environment: str) -> str:
     """What the codes print, each in a process of its own that knows no test; Triton compiles there."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
     command = [sys.executable, "-c", FORKING, first, *codes]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

@@ -262,7 +262,7 @@ def of_router_losses(command: str) -> str:
         model = experts.model_of(where, **options | coefficients)
         return experts.Run(where, model, [(step, config)], None if cure.has_mask else without_padding_mask)
 
-    with RankPool(2, timeout=240) as pool:
+    with RankPool(2) as pool:
         scales = pool.run(experts.scales_on_rank, world_size=1)[0]
         for title, layout in layouts.items():
             num_parts = layout.data * layout.num_microbatches
@@ -364,5 +364,5 @@ def of_the_first_step_in_skyrl(command: str) -> str:
 def of_multi_token_prediction(command: str) -> str:
     from test_multi_token_prediction import mtp_table
 
-    with RankPool(2, timeout=240) as pool:
+    with RankPool(2) as pool:
         return mtp_table(pool)

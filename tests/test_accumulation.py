@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers import counted_collectives, error_of, pool_of
+from helpers import counted_collectives, error_of, pool_of, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_train_command import wait_until
 
 from megatron_rl import accumulation
 from megatron_rl.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator, make_accumulation_group
@@ -25,7 +24,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.testing.ranks import RankError
+from megatron_rl.testing.ranks import HANG_SECONDS, RankError
 
 
 @dataclass(frozen=True)
@@ -171,11 +170,9 @@ def state_after_on_rank(rank, streams, settings, num_steps, prefetch):
 
 
 BY_MODE = pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "inline"])
-# Far beyond what a healthy machine needs; only a fault waits so long.
-PATIENCE = 20.0
 
 
-pool = pool_of(3, use_megatron=False, timeout=240)
+pool = pool_of(3, use_megatron=False)
 
 
 def sizes_of(answer) -> list[tuple[int, bool, list[int]]]:
@@ -281,12 +278,12 @@ def test_the_next_step_is_read_while_this_one_is_held_and_no_further():
     with accumulate(stream(), {"docs_per_step": 3}) as steps:
         assert not reads[0].is_set(), "nothing is read before a step is asked for"
         assert plain(next(steps))[2] == [[0], [1], [2]]
-        assert reads[6].wait(PATIENCE)
-        wait_until(lambda: steps._worker.ready.qsize() == 1, PATIENCE)
+        assert reads[6].wait(HANG_SECONDS)
+        wait_until(lambda: steps._worker.ready.qsize() == 1)
         assert not reads[7].is_set()
         assert steps.state_dict()["positions"] == [3]
         next(steps)
-        assert reads[9].wait(PATIENCE)
+        assert reads[9].wait(HANG_SECONDS)
 
 
 def test_inline_nothing_is_read_that_the_step_does_not_need():
@@ -458,7 +455,7 @@ def test_ctrl_c_interrupts_the_wait_for_a_step(monkeypatch, caplog, prefetch):
         yield [Document(0)]
 
     def interrupt():
-        reading.wait(PATIENCE)
+        reading.wait(HANG_SECONDS)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
@@ -470,7 +467,7 @@ def test_ctrl_c_interrupts_the_wait_for_a_step(monkeypatch, caplog, prefetch):
     go_on.set()
     assert len(threads) == prefetch
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive()
 
 

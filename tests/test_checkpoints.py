@@ -36,7 +36,7 @@ CONFIG = PolicyLossConfig(
     policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=4, clip_ratio_low=0.1, clip_ratio_high=0.1
 )
 OPTIONS = {"num_rollouts": 2, "save_interval": 1, "steps_per_rollout": 2}
-pool = pool_of(2, timeout=240)
+pool = pool_of(2)
 
 
 def run_on_rank(rank, output_dir, options, settings, resume=False):

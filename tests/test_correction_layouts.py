@@ -151,7 +151,7 @@ def truths_on_rank(rank: int, tiny: TinyGPT, samples: list[StepSample]) -> dict[
 
 LOSSES, MODEL = ("grpo", "gspo"), TinyGPT(num_layers=2)
 HEADS = ({}, {"fused_lm_head_loss": True, "max_logits_bytes": 16 * 1024})  # a fused head has chunks of a few rows
-pool = pool_of(4, timeout=180.0)
+pool = pool_of(4)
 
 
 def check(pool, layout: Layout, truths: dict[str, Truths], rows: list[tuple[int, str, dict]], **others) -> None:

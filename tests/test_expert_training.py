@@ -27,7 +27,7 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
-pool = pool_of(2, timeout=240)
+pool = pool_of(2)
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_the_preset_learns_on_two_ranks_that_share_the_experts(tmp_path):
         given = ["--preset", "moe", f"--{EP.replace('_', '-')}", "2", *scale, *until, "--output-dir", str(tmp_path / "run")]
         return main(["train", *given])
 
-    assert run_ranks(on_rank, 2, use_megatron=False, timeout=240) == [0, 0]
+    assert run_ranks(on_rank, 2, use_megatron=False) == [0, 0]
     rows = cases.metrics_of(tmp_path / "run")
     rewards = [row[REWARD] for row in rows]
     assert rewards[0] < 0.2 and max(rewards) > 0.9

@@ -70,7 +70,7 @@ OF_A_RUN = ("docs_per_step", "watchdog")
 OF_A_HOST = ("one_sample_per_rollout",)  # tests/test_reward_weights.py
 
 
-pool = pool_of(1, timeout=240)
+pool = pool_of(1)
 
 
 def step_of(config, is_bf16, has_experts):

@@ -151,7 +151,7 @@ FAULTS = [
 
 def test_a_value_that_is_not_finite_stops_every_tp_and_cp_rank_before_the_optimiser(pool):
     """FB-58: nan_to_num trains on as if on-policy; a rank that raises alone leaves the others in a collective."""
-    of_ranks = pool.run(refusals_on_rank, FAULTS, world_size=4, timeout=240, **{cases.TP: 2, cases.CP: 2})
+    of_ranks = pool.run(refusals_on_rank, FAULTS, world_size=4, **{cases.TP: 2, cases.CP: 2})
     for (_, _, named), *answers in zip(FAULTS, *of_ranks, strict=True):
         assert all(message.startswith("DataError: document ") and not moved for message, moved in answers)
         names = [message for message, _ in answers if f"in {named}" in message or f", {named}" in message]

@@ -30,7 +30,7 @@ TERMS = {"policy_metrics": "none", "kl_coefficient": 0.3, "entropy_coefficient":
 UNTIED, TIED, DEEP = TinyGPT(num_layers=2), TinyGPT(num_layers=2, tie_embeddings=True), TinyGPT()
 
 
-pool = pool_of(4, timeout=180.0)
+pool = pool_of(4)
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def both(rank: int, roots: dict[str, str], cases: list[HostCase]) -> tuple:
     return run_cases(rank, {}, cases), run_cases(rank, roots, cases)
 
 
-pool = pool_of(4, timeout=240)
+pool = pool_of(4)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -85,7 +85,7 @@ def run_all(pool: RankPool, roots: dict[str, str], cases: list[HostCase]) -> dic
     return {case: (results[case], results[replace(case, door="default")]) for case in cases}
 
 
-pool = pool_of(2, timeout=240)
+pool = pool_of(2)
 
 
 def plain(case: HostCase) -> HostCase:

@@ -75,7 +75,7 @@ HOSTS = [pytest.param({}, id="emulated"), pytest.param(ROOTS, id="checkout", mar
 @pytest.fixture(scope="module", params=HOSTS)
 def steps(request):
     """guarded_steps on one rank, where a checkout stays loaded."""
-    with RankPool(1, timeout=240) as ranks:
+    with RankPool(1) as ranks:
         yield lambda *arguments: ranks.run(guarded_steps, request.param, *arguments)[0]
 
 

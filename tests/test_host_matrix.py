@@ -92,8 +92,8 @@ def run_on(pool: RankPool, roots: dict[str, str], cases: list[HostCase], dp_size
     return {case: list(results) for case, results in zip(cases, zip(*by_rank, strict=True), strict=True)}
 
 
-pool = pool_of(4, timeout=240)
-checkouts = pool_of(4, timeout=240)  # where a checkout stays loaded
+pool = pool_of(4)
+checkouts = pool_of(4)  # where a checkout stays loaded
 
 
 def assert_is_the_dense_step(case: HostCase, by_rank: list[StepResult | str], dp_size: int, cp_size: int, tolerance=EXACT):

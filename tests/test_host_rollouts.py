@@ -18,7 +18,7 @@ from megatron_rl.training.rollouts import RolloutBatch, Sample, group_advantages
 
 VOCABULARY, GROUP_SIZE = 9, 4
 GSPO = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=GROUP_SIZE)
-pool = pool_of(2, timeout=240)
+pool = pool_of(2)
 
 
 def records_of(rollout: int) -> list[dict]:

@@ -70,7 +70,7 @@ LAYOUTS = [
 
 
 # A layout's rows are one call.
-pool = pool_of(4, timeout=180.0)
+pool = pool_of(4)
 
 
 def model_of(layout: Layout) -> TinyGPT:

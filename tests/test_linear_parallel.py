@@ -229,7 +229,7 @@ def registry_of_this_file_alone():
 
 @pytest.fixture(scope="module")
 def by_layout(registry_of_this_file_alone, shared):
-    with RankPool(4, timeout=240) as pool:
+    with RankPool(4) as pool:
         yield OfLayouts(pool, on_a_rank, LAYOUTS, shared)
 
 

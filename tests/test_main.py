@@ -38,7 +38,7 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(tmp_path, 
     """`megatron-rl explain ... | head`: the code of a shell for a closed pipe, and not a word."""
     process = multiprocessing.get_context("fork").Process(target=run_without_a_reader, args=(arguments, tmp_path / "stderr"))
     process.start()
-    process.join(60)
+    process.join()
     assert (process.exitcode, (tmp_path / "stderr").read_text()) == (141, "")
 
 

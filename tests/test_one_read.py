@@ -411,6 +411,6 @@ def step_on_rank(rank: int, backend: str) -> tuple[dict, list[str]]:
 @only_interpreted
 def test_a_training_step_reads_its_logits_once():
     """The forward step gives the schedule's factor up front; two micro-batches, so that it is not 1."""
-    (found, launches), (truth, _) = (run_ranks(step_on_rank, 1, backend, timeout=120)[0] for backend in ("triton", "torch"))
+    (found, launches), (truth, _) = (run_ranks(step_on_rank, 1, backend)[0] for backend in ("triton", "torch"))
     assert launches.count("one_read_kernel") == 2 and "logits_gradient_kernel" not in launches
     assert trainer_cases.relative_difference(trainer_cases.whole([found]), trainer_cases.whole([truth])) < 1e-5  # float32

@@ -47,7 +47,7 @@ def run(tmp_path, flags, num_ranks=1):
         tmp_path,
         num_ranks,
     )
-    codes, path = command.wait(120), tmp_path / "rollouts.jsonl"
+    codes, path = command.wait(), tmp_path / "rollouts.jsonl"
     batches = list(load_rollouts(path, vocab_size=100)) if existing_parts(path) else []
     return (batches[0].samples if batches else []), codes, command.output()
 

@@ -153,7 +153,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("world_size", "layout", "filling"), LAYOUTS)
 def test_the_gradient_does_not_depend_on_the_layout(pool, world_size, layout, filling):
     config = AGGREGATIONS["prompt_mean"]
-    answers = pool.run(gradients_on_rank, config, [filling], {}, world_size=world_size, timeout=240, **layout)
+    answers = pool.run(gradients_on_rank, config, [filling], {}, world_size=world_size, **layout)
     assert difference_to_the_trainer(answers) < TOLERANCE
 
 

@@ -26,7 +26,7 @@ NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE, MASKED = 6, 8, 4, 2
 ENTRIES = ("grpo_loss", "gspo_loss", "linear_grpo_loss", "linear_gspo_loss")
 
 
-ranks = pool_of(2, use_megatron=False, timeout=240)
+ranks = pool_of(2, use_megatron=False)
 
 
 def arguments(entry: str, group_name: str) -> dict:
@@ -193,7 +193,7 @@ def all_outcomes(rank: int) -> list[str]:
 @pytest.fixture(scope="module")
 def outcomes(ranks, shared):
     """(rank 0's error, rank 1's error) of each case; one call, because the ranks live on after an error."""
-    of_ranks = shared("test_rank_agreement", lambda: ranks.run(all_outcomes, timeout=240))
+    of_ranks = shared("test_rank_agreement", lambda: ranks.run(all_outcomes))
     return dict(zip(CASES, zip(*of_ranks, strict=True), strict=True))
 
 
@@ -215,7 +215,7 @@ def test_an_error_reaches_the_ranks_of_both_groups():
             given["cu_seqlens"] = torch.tensor([0, 2, 7], dtype=torch.int32)
         return error_of(lambda: megatron_rl.grpo_loss(**given))
 
-    with RankPool(4, timeout=240) as pool:
+    with RankPool(4) as pool:
         errors = pool.run(step, tensor_model_parallel_size=2, context_parallel_size=2)
     assert len(errors) == 4 and all("cu_seqlens ends at 7 but there are 6 tokens" in error for error in errors)
 
@@ -325,7 +325,7 @@ def refusals():
         healthy = error_of(lambda: loss("grpo", **given))
         return f"{error} {healthy}".strip()
 
-    with RankPool(2, use_megatron=False, timeout=120) as pool:
+    with RankPool(2, use_megatron=False) as pool:
         return dict(zip(keys, zip(*pool.run(outcomes), strict=True), strict=True))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from helpers import pool_of
+from helpers import let_time_run_out, pool_of, wait_until
 from trainer_cases import CP, PP, TP
 
 from megatron_rl.errors import ConfigError
@@ -143,7 +144,7 @@ FORK_FROM_A_THREADED_PARENT = """
     for _ in range(2):
         weight = torch.randn(256, 256, requires_grad=True)
         torch.softmax(weight @ weight, -1).square().sum().backward()   # starts OpenMP's threads in the parent
-        assert run_ranks(work, 2, timeout=240, use_megatron=False) == [(True, 1)] * 2
+        assert run_ranks(work, 2, use_megatron=False) == [(True, 1)] * 2
     assert torch.get_num_threads() == 2
     print("done")
 """
@@ -154,15 +155,12 @@ def test_ranks_of_a_threaded_parent_work_and_those_of_an_abandoned_pool_end():
     that outlive a killed one. Its own process: this one has a single thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", textwrap.dedent(FORK_FROM_A_THREADED_PARENT)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment)
     *of_pools, last = answer.stdout.splitlines()
     assert last == "done", answer.stderr
     processes = [int(word) for line in of_pools for word in line.split()]
     assert len(processes) == 4, answer.stderr
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and not all(is_gone_or_zombie(process) for process in processes):
-        time.sleep(0.05)
-    assert all(is_gone_or_zombie(process) for process in processes)
+    wait_until(lambda: all(is_gone_or_zombie(process) for process in processes))
 
 
 def is_gone(process_id):
@@ -200,11 +198,10 @@ FAILURES = [
 def test_a_rank_that_fails_is_named_first_and_ends_the_others(plain_pool, failing, how, message):
     """Catches a caller that waits for ever, and a report that names the ranks which only lost their peer."""
     processes = plain_pool.run(own_process)
-    start = time.monotonic()
     with pytest.raises(RankError, match="of 4 ranks failed") as caught:
         plain_pool.run(fail_on_one_rank, failing, how)
-    # The others are in a collective with that rank: they see it close, and nobody waits for a timeout or a grace of 5 s.
-    assert time.monotonic() - start < 4
+    # The others are in a collective with that rank: they see it close, and nobody waits for a timeout.
+    assert not re.search("gave no answer|was still busy", str(caught.value))
     assert next(iter(caught.value.errors)) == failing
     assert message in caught.value.errors[failing] and message in str(caught.value)
     assert all(is_gone(process) for process in processes)
@@ -218,36 +215,40 @@ def test_the_errors_of_all_ranks_are_in_one_exception(plain_pool):
     assert all(f"ValueError: rank {rank} has no labels" in error for rank, error in caught.value.errors.items())
 
 
-def test_ranks_that_hang_are_named_with_the_place_and_leave_no_process(tmp_path):
+def test_ranks_that_hang_are_named_with_the_place_and_leave_no_process(tmp_path, monkeypatch):
     """FB-25, FB-29: a hang is a failure within the timeout, not a test run that never ends: a rank that sleeps, and the ranks in a
     collective that rank 1 has left, as behind `if mask.any()`. Catches ranks that run on, and ended ones that nobody collects."""
 
-    def sleep_on_rank_1(rank, seconds):
+    def sleep_on_rank_1(rank):
         (tmp_path / str(os.getpid())).touch()
-        time.sleep(seconds if rank == 1 else 0)
+        if rank == 1:
+            time.sleep(1000)
 
     def skip_a_collective(rank):
         (tmp_path / str(os.getpid())).touch()
         if rank != 1:
             dist.all_reduce(torch.zeros(1), group=dist.group.WORLD)
 
-    run_ranks(sleep_on_rank_1, 3, 0, use_megatron=False)
-    start = time.monotonic()
+    def have_begun(number):
+        return lambda: len([*tmp_path.iterdir()]) == number
+
+    let_time_run_out(monkeypatch, 1, have_begun(3))
     with pytest.raises(RankError, match=r"1 of 3 ranks failed") as caught:
-        run_ranks(sleep_on_rank_1, 3, 1000, timeout=1.0, use_megatron=False)
-    assert time.monotonic() - start < 4
+        run_ranks(sleep_on_rank_1, 3, use_megatron=False)
     (report,) = caught.value.errors.values()
-    assert "gave no answer within 1 s" in report and "in sleep_on_rank_1" in report
+    assert "gave no answer within 300 s" in report and "in sleep_on_rank_1" in report
+    let_time_run_out(monkeypatch, 2, have_begun(6))
     with pytest.raises(RankError, match=r"2 of 3 ranks failed") as caught:
-        run_ranks(skip_a_collective, 3, timeout=1.0, use_megatron=False)
+        run_ranks(skip_a_collective, 3, use_megatron=False)
     assert sorted(caught.value.errors) == [0, 2]
     assert all("in skip_a_collective" in report for report in caught.value.errors.values())
     processes = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(processes) == 9 and all(is_gone(process) for process in processes)
+    assert len(processes) == 6 and all(is_gone(process) for process in processes)
 
 
 def test_a_pool_starts_anew_when_a_rank_died_between_calls():
     with RankPool(2, use_megatron=False) as pool:
-        os.kill(pool.run(own_process)[1], signal.SIGKILL)
-        time.sleep(0.1)
+        process = pool.run(own_process)[1]
+        os.kill(process, signal.SIGKILL)
+        wait_until(lambda: is_gone_or_zombie(process))
         assert pool.run(sum_of_ranks) == [(0, 2, 1.0), (1, 2, 1.0)]

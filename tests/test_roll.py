@@ -27,7 +27,7 @@ from megatron_rl.testing.ranks import RankPool, run_ranks
 
 @pytest.fixture(scope="module")
 def run():
-    with RankPool(4, timeout=120) as pool:
+    with RankPool(4) as pool:
         yield functools.partial(pool.run, cases.results_on_rank)
 
 

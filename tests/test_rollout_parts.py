@@ -25,7 +25,7 @@ from megatron_rl.training.tasks import make_task
 pytestmark = pytest.mark.megatron
 
 GSPO = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=4, policy_metrics="with_entropy")
-pool = pool_of(4, timeout=240)
+pool = pool_of(4)
 
 
 def run_on_rank(rank, output_dir, options, resume=False):

@@ -39,7 +39,7 @@ SLOW = pytest.mark.slow
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
-pool = pool_of(4, timeout=240)
+pool = pool_of(4)
 
 
 def with_random_routes(samples, num_layers: int = 2, num_experts: int = 4, topk: int = 2):
@@ -457,7 +457,7 @@ def test_the_command_samples_with_routes_and_replays_them_from_a_file(tmp_path):
         return main(["train", "--policy-loss", "grpo", "--check-router-replay", *model, *small, "--output-dir", folder, *more])
 
     for name, more in (("sampled", ["--save-rollouts", file]), ("replayed", ["--rollouts", file])):
-        assert run_ranks(on_rank, 1, str(tmp_path / name), more, use_megatron=False, timeout=240) == [0]
+        assert run_ranks(on_rank, 1, str(tmp_path / name), more, use_megatron=False) == [0]
     sampled, replayed = (cases.metrics_of(tmp_path / name) for name in ("sampled", "replayed"))
     assert cases.unlike_metrics(replayed, sampled) == [] and sampled[0]["policy/route_agreement"] == 1
 

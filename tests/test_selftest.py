@@ -47,7 +47,7 @@ ROWS = 2 * (len(CLIPS) * len(LossAggregation) + len([*term_pairs()]))
 FIFTH = selftest_rows.cases_of(Backend.TORCH)[::5]
 
 
-pool = pool_of(2, timeout=240)
+pool = pool_of(2)
 
 
 def runs_on_rank(rank: int, runs: list[tuple]) -> list[tuple[list[SelftestRow], Setting]]:
@@ -126,7 +126,7 @@ MISTAKES = {
 def of_ranks(shared):
     """Of each rank: name -> (rows, setting)."""
     runs = {name: (*run, None) for name, run in RIGHT.items()} | {name: run[:3] for name, run in MISTAKES.items()}
-    answers = shared("test_selftest", lambda: run_ranks(runs_on_rank, 2, [*runs.values()], timeout=240))
+    answers = shared("test_selftest", lambda: run_ranks(runs_on_rank, 2, [*runs.values()]))
     return [dict(zip(runs, of_rank, strict=True)) for of_rank in answers]
 
 
@@ -210,7 +210,7 @@ def router_runs_on_rank(rank: int) -> dict[str, tuple[list[SelftestRow], Setting
 
 @pytest.fixture(scope="module")
 def of_routers(shared):
-    return shared("test_selftest routers", lambda: run_ranks(router_runs_on_rank, 2, timeout=240)[0])
+    return shared("test_selftest routers", lambda: run_ranks(router_runs_on_rank, 2)[0])
 
 
 @megatron
@@ -255,7 +255,7 @@ def whole_experts_on_rank(rank: int) -> tuple[bool, list]:
 @megatron
 def test_experts_that_all_ranks_hold_are_refused_where_the_installed_megatron_lets_them_drift():
     """FB-105: Megatron-Core 0.13 to 0.18; 0.19 adds them, and the probe measures their factor."""
-    for drifts, (replicas, shards) in run_ranks(whole_experts_on_rank, 2, timeout=240):
+    for drifts, (replicas, shards) in run_ranks(whole_experts_on_rank, 2):
         if drifts:
             assert "the replicas drift apart" in replicas and "ranks hold different shards of an expert" in shards
         else:
@@ -539,7 +539,7 @@ def test_one_process_without_torchrun(tmp_path):
     import_megatron()
     process = multiprocessing.get_context("fork").Process(target=in_a_fork)
     process.start()
-    process.join(240)
+    process.join()
     assert process.exitcode == 0
     report = json.loads((tmp_path / "stdout").read_text())
     assert report["passed"] and len(report["rows"]) == 1 + len(FIFTH) + len(selftest_rows.per_token_cases()[::5])

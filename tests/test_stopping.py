@@ -15,6 +15,7 @@ from dataclasses import asdict
 import pytest
 from helpers import error_of, pool_of
 
+from megatron_rl.testing.ranks import HANG_SECONDS
 from megatron_rl.training import run_lock
 from megatron_rl.training.run_lock import LOCK_FILE, Holder, RunLock
 from megatron_rl.training.stopping import StopRule, StopSignals
@@ -99,9 +100,9 @@ def hold(folder, ready, has_child: bool) -> None:
     lock = RunLock()
     lock.acquire(folder)
     if has_child:
-        multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,), daemon=False).start()
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,), daemon=False).start()
     ready.set()
-    time.sleep(30)
+    time.sleep(1000)
 
 
 @contextlib.contextmanager
@@ -112,7 +113,7 @@ def holder(folder, has_child: bool = False):
     process = context.Process(target=hold, args=(folder, ready, has_child))
     process.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(HANG_SECONDS)
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):

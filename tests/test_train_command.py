@@ -19,12 +19,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers import wait_until
 from torch.distributed import run as torchrun
 from trainer_cases import metrics_of, unlike_metrics
 
 from megatron_rl import __main__ as command_line
 from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.cpu import import_megatron
+from megatron_rl.testing.ranks import HANG_SECONDS
 from megatron_rl.training import option_rules, output_dir
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.tasks import make_task
@@ -75,9 +77,9 @@ class Command:
         sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
         return {**sizes, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
 
-    def wait(self, timeout: float = 60.0) -> list[int]:
-        """The exit codes. Whoever is left at the end of the time is killed, with its helpers."""
-        deadline = time.monotonic() + timeout
+    def wait(self) -> list[int]:
+        """The exit codes. Whoever is left when a run hangs is killed, with its helpers."""
+        deadline = time.monotonic() + HANG_SECONDS
         for rank in self.ranks:
             rank.join(max(0.0, deadline - time.monotonic()))
         codes = [rank.exitcode for rank in self.ranks]
@@ -128,13 +130,6 @@ def in_an_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def latest_step(run_dir: Path) -> int:
@@ -323,7 +318,7 @@ def test_a_policy_that_diverges_ends_every_rank_and_is_not_saved(tmp_path):
     command = Command(
         f"{SMALL} --lr 1e30 --num-rollouts 3 --output-dir out --pipeline-model-parallel-size 2", tmp_path / "logs", num_ranks=2
     )
-    assert command.wait(30.0) == [1, 1]
+    assert command.wait() == [1, 1]
     assert "DataError: document " in command.output(rank=1) and "not finite, in log_probs" in command.output(rank=1)
     assert len(metrics_of(tmp_path / "out")) == 1 and not has_saved(tmp_path / "out")
 
@@ -352,7 +347,7 @@ def test_ctrl_c_on_torchrun_saves_and_ends_it(tmp_path):
     family = psutil.Process(command.ranks[0].pid).children(recursive=True)
     os.kill(command.ranks[0].pid, signal.SIGINT)
     try:
-        (code,) = command.wait(40)
+        (code,) = command.wait()
     finally:
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 GRPO = PolicyLossConfig(samples_per_prompt=4)
 ONCE = {"num_rollouts": 1, "steps_per_rollout": 1}
 TIS = {"importance_correction": "tis"}
-pool = pool_of(1, timeout=240)
+pool = pool_of(1)
 
 
 def on_rank(rank, output_dir, config, options, bf16=False):

@@ -7,17 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import test_train_command as command_line
 from conftest import ROOT
+from helpers import wait_until
 from test_train_command import imported_megatron, in_an_empty_directory
 from trainer_cases import metrics_of
 
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.testing.ranks import HANG_SECONDS
 from megatron_rl.training import output_dir
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.run_lock import LOCK_FILE, RunLock
@@ -32,7 +33,7 @@ TP2 = "--tensor-model-parallel-size 2"
 def test_the_folder_of_a_run_is_its_own_while_it_lives(tmp_path):
     """Catches rows of both runs in one file, checkpoints that the other one removes, and a folder that kill -9 left locked."""
     first = command_line.Command(f"{command_line.ENDLESS} --output-dir out", tmp_path / "first")
-    command_line.wait_until(lambda: command_line.has_saved(tmp_path / "out") or not first.ranks[0].is_alive())
+    wait_until(lambda: command_line.has_saved(tmp_path / "out") or not first.ranks[0].is_alive())
     pid = first.ranks[0].pid
     for how in ("--resume", f"--overwrite {TP2}"):
         ranks = 2 if TP2 in how else 1
@@ -130,7 +131,7 @@ def listens_on(pid: int) -> set[str]:
 def test_a_run_of_one_process_listens_on_the_loopback_alone(tmp_path):
     """Its store and its groups ask for no password: nobody on the network may reach them."""
     command = Alone(f"{command_line.ENDLESS} --output-dir out", tmp_path / "logs")
-    command_line.wait_until(lambda: command_line.has_saved(tmp_path / "out") or not command.ranks[0].is_alive())
+    wait_until(lambda: command_line.has_saved(tmp_path / "out") or not command.ranks[0].is_alive())
     addresses = listens_on(command.ranks[0].pid)
     command.kill_all()
     assert addresses <= {"127.0.0.1", "::1"}, command.output()
@@ -140,9 +141,9 @@ def test_a_run_of_one_process_listens_on_the_loopback_alone(tmp_path):
 def test_a_signal_while_a_rank_waits_for_others_ends_it_with_a_line(tmp_path, number):
     """Catches a rank that answers only when those that never come have been waited for, and one that is gone without a word."""
     command = Early(f"{command_line.ENDLESS} --output-dir out", tmp_path / "logs")
-    command_line.wait_until(lambda: listens_on(command.ranks[0].pid))
+    wait_until(lambda: listens_on(command.ranks[0].pid))
     os.kill(command.ranks[0].pid, number)
-    assert command.wait(20.0) == [128 + number], command.output()
+    assert command.wait() == [128 + number], command.output()
     name = signal.Signals(number).name
     assert command.output() == f"megatron-rl train: stopped by {name} while it started; nothing was trained\n"
 
@@ -153,9 +154,9 @@ def test_sigterm_while_a_command_imports_ends_it_with_a_line(tmp_path):
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log)
     maps = Path(f"/proc/{process.pid}/maps")
-    command_line.wait_until(lambda: "libtorch" in maps.read_text())
+    wait_until(lambda: "libtorch" in maps.read_text())
     process.terminate()
-    assert process.wait(20) == 143
+    assert process.wait() == 143
     assert (tmp_path / "log").read_text() == "megatron-rl train: stopped by SIGTERM while it started; nothing was trained\n"
 
 
@@ -169,10 +170,10 @@ def processes_of_session(leader: int) -> list[psutil.Process]:
 
 
 class SlowDisk(command_line.Command):
-    """A file is on disk three seconds after it was written: there is time to end a rank meanwhile."""
+    """A file is on disk when the test says so: there is time to end a rank meanwhile."""
 
     def _serve(self, arguments, rank, num_ranks, port):
-        os.fsync = lambda file: time.sleep(3)
+        os.fsync = lambda file: wait_until((self.folder / "on disk").exists)
         super()._serve(arguments, rank, num_ranks, port)
 
 
@@ -181,11 +182,12 @@ def test_a_rank_that_is_killed_while_it_saves_takes_everything_along(tmp_path):
     command = SlowDisk(f"{command_line.ENDLESS} --output-dir out {TP2}", tmp_path / "logs", 2)
     saves, (survivor, victim) = tmp_path / "out" / "checkpoints", command.ranks
     try:
-        command_line.wait_until(lambda: any(saves.glob("*.partial/__1_*")) or not survivor.is_alive())
+        wait_until(lambda: any(saves.glob("*.partial/__1_*")) or not survivor.is_alive())
         os.kill(victim.pid, signal.SIGKILL)
         victim.join()
+        (tmp_path / "logs" / "on disk").touch()
         assert processes_of_session(victim.pid) == []
-        survivor.join(20)
+        survivor.join(HANG_SECONDS)
         assert survivor.exitcode == 1, "the other rank waited for the dead one"
         assert "another rank ended, or did not come in time: its own message says why" in command.output()
         assert processes_of_session(survivor.pid) == []

@@ -83,7 +83,7 @@ def test_a_model_of_a_folder_trains_alike_on_one_rank_and_on_two_and_is_saved(ch
             f"--output-dir {folder / 'run'} --save-hf {folder / 'hf'}"
         )
         command = Command(arguments, folder, num_ranks)
-        assert command.wait(120) == [0] * num_ranks, command.output()
+        assert command.wait() == [0] * num_ranks, command.output()
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
         saved.append(model.state_dict())
         assert transformers.AutoTokenizer.from_pretrained(folder / "hf").chat_template == TEMPLATE

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.megatron
 GSPO = PolicyLossConfig(
     policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=4, policy_metrics="with_entropy", watchdog="raise"
 )
-pool = pool_of(4, timeout=240)
+pool = pool_of(4)
 
 
 def run_on_rank(rank, output_dir, config, options, settings=None):
@@ -106,7 +106,7 @@ def test_more_ranks_than_samples_train_all_the_same(pool, tmp_path):
     """FB-25: ranks without a sample meet every collective, from sampling and the reference to the step and its metrics."""
     config = PolicyLossConfig(policy_loss="gspo", samples_per_prompt=2, kl_coefficient=0.1, entropy_coefficient=0.1)
     options = {"num_rollouts": 2, "prompts_per_rollout": 1, "steps_per_rollout": 1}
-    progress = [outcome.progress for outcome in pool.run(run_on_rank, tmp_path, config, options, timeout=240)]
+    progress = [outcome.progress for outcome in pool.run(run_on_rank, tmp_path, config, options)]
     assert all(found == progress[0] for found in progress)
     assert (progress[0].samples_seen, progress[0].num_steps) == (4, 2)
 
@@ -174,6 +174,6 @@ def learning_run_on_rank(rank, output_dir):
 
 def test_the_demo_learns_from_below_a_fifth_to_above_nine_tenths_and_its_watchdog_is_silent(pool, tmp_path):
     """A wrong sign, advantage or mask learns nothing in 140 rollouts. They are more steps than an idle clip is judged by."""
-    [(progress, messages)] = pool.run(learning_run_on_rank, tmp_path, timeout=240, world_size=1)
+    [(progress, messages)] = pool.run(learning_run_on_rank, tmp_path, world_size=1)
     assert progress.first_reward < 0.2 and progress.last_reward > 0.9
     assert progress.num_steps > 40 and messages == []

@@ -28,7 +28,7 @@ def share_of_digits(prompt, response, record):
 def trained(tmp_path, flags, num_ranks=1) -> list[dict]:
     """The rows of metrics.jsonl."""
     command = Command(f"{flags} {SMALL} --output-dir {tmp_path / 'run'}", tmp_path, num_ranks)
-    assert command.wait(120) == [0] * num_ranks, command.output()
+    assert command.wait() == [0] * num_ranks, command.output()
     return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 

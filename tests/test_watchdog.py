@@ -309,7 +309,7 @@ def sharp_run_on_rank(rank, output_dir, config, options):
 def sharp(tmp_path_factory):
     """A pool, and a rollout of 32 samples of a sharp policy with its log-probabilities."""
     path = tmp_path_factory.mktemp("sharp") / "r.jsonl"
-    with RankPool(2, timeout=240) as pool:
+    with RankPool(2) as pool:
         config = PolicyLossConfig(samples_per_prompt=8)
         options = {"num_rollouts": 1, "save_rollouts": str(path)}
         assert pool.run(sharp_run_on_rank, path.parent / "out", config, options, world_size=1) == [[]]

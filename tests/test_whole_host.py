@@ -219,7 +219,7 @@ def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, 
     words = [*case.of_host(recorded), *LAYOUTS[layout].split()]
     # New ranks for each launch: a host leaves its process groups, each with threads, and its functions in torch.distributed.
     given = (host, ROOTS[host], os.environ[MEGATRON_ROOT], words)
-    runs: list[WholeRun] = run_ranks(run_whole, 2, *given, timeout=200, use_megatron=False)
+    runs: list[WholeRun] = run_ranks(run_whole, 2, *given, use_megatron=False)
     first, last, norms = trained(case.loss, case.aggregation)
     found = trainer_cases.whole([run.weights for run in runs], VOCABULARY)
     moved, expected = ({name: weights[name] - value for name, value in first.items()} for weights in (found, last))
@@ -242,7 +242,7 @@ def test_a_run_that_goes_on_from_the_hosts_own_checkpoint_ends_as_the_whole_one(
     place = words.index("--num-rollout") + 1
     for others in ([*words[:place], "1", *words[place + 1 :]], [*words, *goes_on]):
         given = (host, ROOTS[host], os.environ[MEGATRON_ROOT], others)
-        runs: list[WholeRun] = run_ranks(run_whole, 2, *given, timeout=200, use_megatron=False)
+        runs: list[WholeRun] = run_ranks(run_whole, 2, *given, use_megatron=False)
         assert [len(run.steps) for run in runs if run.steps] == [STEPS]
     first, last, norms = trained(case.loss, case.aggregation)
     found = trainer_cases.whole([run.weights for run in runs], VOCABULARY)

@@ -147,7 +147,7 @@ def test_pretrain_trains_what_our_command_trains(tmp_path_factory, layout, loss,
     ours = f"--policy-loss {loss} --clip-ratio-low {low} --clip-ratio-high {high} {AGGREGATIONS[aggregation]}"
     first, last, norms = of_command(tmp_path_factory, ours)
     words = f"{OF_PRETRAIN} {LAYOUTS[layout]} {ours}".split()
-    answers = run_ranks(train_on_rank, 2, os.environ[MEGATRON_ROOT], words, timeout=200, use_megatron=False)
+    answers = run_ranks(train_on_rank, 2, os.environ[MEGATRON_ROOT], words, use_megatron=False)
     found = trainer_cases.whole([weights for weights, _ in answers], VOCABULARY)
     moved, expected = ({name: weights[name] - value for name, value in first.items()} for weights in (found, last))
     assert len(norms) == STEPS and answers[0][1] == pytest.approx(norms, rel=LIMIT)

@@ -27,7 +27,9 @@ from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.testing.rank_process import Job, serve
 
 # After the first failure: how long the other ranks may take to report their own.
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 30.0
+# No answer within this is a hang, on a machine whose cores others share too.
+HANG_SECONDS = 300.0
 # This process's ends of all ranks' pipes. A forked rank closes its copies, so that a pipe ends with its owner.
 _callers_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
@@ -46,7 +48,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args,
-    timeout: float = 60.0,
+    timeout: float = HANG_SECONDS,
     use_megatron: bool = True,
     **model_parallel,
 ) -> list[Any]:
@@ -91,7 +93,7 @@ class RankPool:
     use_megatron=False starts plain torch.distributed ranks, for functions that need no megatron-core.
     """
 
-    def __init__(self, world_size: int = 4, *, timeout: float = 60.0, use_megatron: bool = True):
+    def __init__(self, world_size: int = 4, *, timeout: float = HANG_SECONDS, use_megatron: bool = True):
         if world_size < 1:
             raise ConfigError(f"world_size={world_size} must be at least 1")
         self.world_size, self.timeout, self.use_megatron = world_size, timeout, use_megatron
@@ -266,13 +268,19 @@ def _stacks(ranks: list[_Rank]) -> list[str]:
     """The stack of each of these ranks, also inside a C call: a rank writes it when it gets the signal."""
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGUSR1)  # not yet collected, so the number still belongs to it
-    if ranks:
-        time.sleep(0.3)
-    stacks = []
-    for rank in ranks:
-        with open(rank.stack_file) as file:
-            stacks.append(file.read() or "(it left no stack)")
-    return stacks
+    return [_whole_text(rank.stack_file) or "(it left no stack)" for rank in ranks]
+
+
+def _whole_text(path: str) -> str:
+    """What another process writes there, as soon as it does not grow any more; empty after _GRACE_SECONDS without a word."""
+    text, deadline = "", time.monotonic() + _GRACE_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        with open(path) as file:
+            before, text = text, file.read()
+        if text and text == before:
+            break
+    return text
 
 
 def _end_ranks(ranks: list[_Rank], *, kill: bool) -> None:
