@@ -11,6 +11,9 @@ dispatch mode sees each operation with the marks of its inputs. Everything is un
     copy     a copy to the device that the host waits for: no non_blocking=True, or an index that lies on the CPU
     mixture  a CPU tensor beside a device's, which raises on a GPU; a 0-d one is a number and passes where a GPU lets it
 
+    with seen.capture():     as a CUDA graph sees it: these raise CaptureError at once, and so does a copy from the host that nobody
+        step()               waits for, and a kernel for which Triton has no binary yet. So call the step once before.
+
 It knows what torch's own operations do, not what time they take. It must never be used where there is a GPU: tests/test_gpu.py asks
 that. A gradient cannot cross from one device to the other here.
 """
@@ -37,6 +40,8 @@ from megatron_rl.megatron import cpu
 torch.compile(lambda: None)
 
 LOOK, COPY, MIXTURE = "look", "copy", "mixture"
+# In a capture alone: a copy from the host that the host does not wait for, and a kernel that has to be compiled.
+ASYNC_COPY, COMPILATION = "copy in a capture", "compilation in a capture"
 HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 MARK = "is_on_simulated_cuda"
 # Operations whose result has a size, or is a number, that the host has to be told.
@@ -78,7 +83,7 @@ def means_device(device: object) -> bool:
 
 
 @contextlib.contextmanager
-def simulated_cuda() -> Iterator[list[Seen]]:
+def simulated_cuda() -> Iterator[Record]:
     if torch.cuda.is_available():
         raise RuntimeError("there is a GPU: ask it, and not its simulation")
     record = Record()
@@ -86,18 +91,55 @@ def simulated_cuda() -> Iterator[list[Seen]]:
         for owner, name, replacement in replacements(record):
             stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
         stack.enter_context(Operations(record))
-        yield record.seen
+        yield record
 
 
-class Record:
+class CaptureError(RuntimeError):
+    """What a CUDA graph cannot hold; a GPU says "operation not permitted when stream is capturing"."""
+
+
+class Record(list[Seen]):
+    """What was seen, in order."""
+
     def __init__(self):
-        self.seen: list[Seen] = []
+        super().__init__()
+        self.is_capturing = False
+        self.kernels: set[tuple] = set()  # the launches for which Triton has a binary
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
 
     def add(self, kind: str, operation: str) -> None:
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename.startswith(PLACES_OF_TORCH):
             frame = frame.f_back
-        self.seen.append(Seen(kind, operation, *place_of(frame)))
+        self.append(Seen(kind, operation, *place_of(frame)))
+        if self.is_capturing:
+            raise CaptureError(f"not permitted while a stream is capturing: {self[-1]}")
+
+    def copy(self, operation: str, to_device: bool, is_async: bool) -> None:
+        if not is_async:
+            self.add(COPY if to_device else LOOK, operation)
+        elif self.is_capturing:
+            self.add(ASYNC_COPY, operation)
+
+    def launch(self, name: str, arguments: tuple, options: dict[str, object]) -> None:
+        """Numbers count with their values: Triton's own key holds less of those that it does not specialise on."""
+        key = (name, *map(kind_of, arguments), *((name, kind_of(value)) for name, value in sorted(options.items())))
+        if self.is_capturing and key not in self.kernels:
+            self.add(COMPILATION, name)
+        self.kernels.add(key)
+
+
+def kind_of(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(map(kind_of, value))
+    return (value.dtype, value.storage_offset() * value.itemsize % 16) if isinstance(value, Tensor) else str(value)
 
 
 def place_of(frame: FrameType) -> tuple[str, int, str]:
@@ -139,8 +181,8 @@ class Operations(TorchDispatchMode):
         name, text = operation._overloadpacket.__name__, str(operation._overloadpacket)
         if name == "copy_":
             (target, source), is_async = args[:2], len(args) > 2 and args[2]
-            if is_on_device(target) != is_on_device(source) and not is_async:
-                self.record.add(LOOK if is_on_device(source) else COPY, text)
+            if is_on_device(target) != is_on_device(source):
+                self.record.copy(text, is_on_device(target), is_async)
         elif name in INDEXED:
             self.judge_index(name, text, args)
         elif name in LOOKS and not (name == "repeat_interleave" and kwargs.get("output_size") is not None):
@@ -176,8 +218,7 @@ def moved(record: Record, tensor: Tensor, to_device: bool, dtype: torch.dtype | 
     """A copy of the tensor on the other device."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("a gradient that crosses from one device to the other is not simulated")
-    if not is_async:
-        record.add(COPY if to_device else LOOK, "to" if to_device else "cpu")
+    record.copy("to" if to_device else "cpu", to_device, is_async)
     with _disable_current_modes():
         copy = tensor.detach().clone() if dtype is None else tensor.detach().to(dtype, copy=True)
     return mark(copy) if to_device else copy
@@ -289,7 +330,7 @@ def of_torch_cuda(record: Record) -> Iterator[tuple[object, str, object]]:
         **{name: returning(lambda: None) for name in ("_lazy_init", "set_device", "empty_cache")},
         **{"device": contextlib.nullcontext, "device_of": contextlib.nullcontext, "Stream": stream, "Event": event},
         **{name: returning(stream) for name in ("stream", "current_stream", "default_stream")},
-        **{"synchronize": wait, "is_current_stream_capturing": lambda: False, "default_generators": (generator,)},
+        **{"synchronize": wait, "is_current_stream_capturing": lambda: record.is_capturing, "default_generators": (generator,)},
         **{"get_device_properties": lambda *device: properties, "get_device_capability": lambda *device: (9, 0)},
         **{"get_rng_state": get_state, "set_rng_state": set_state},
         **{"manual_seed": generator.manual_seed, "manual_seed_all": lambda seed: generator.manual_seed(seed)},
@@ -310,6 +351,7 @@ def of_triton(record: Record) -> Iterator[tuple[object, str, object]]:
     def launch_unseen(executor, *args, **kwargs):
         if any(not is_on_device(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)):
             record.add(MIXTURE, f"CPU tensor given to {executor.fn.__name__}")
+        record.launch(executor.fn.__name__, args, kwargs)
         with _disable_current_modes():
             return launch(executor, *args, **kwargs)
 

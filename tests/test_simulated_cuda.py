@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from simulated_cuda import COPY, LOOK, MIXTURE, mark, simulated_cuda
+from simulated_cuda import ASYNC_COPY, COMPILATION, COPY, LOOK, MIXTURE, CaptureError, mark, simulated_cuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
 
@@ -145,6 +145,38 @@ def test_what_costs_no_wait_stays_silent(name):
     with simulated_cuda() as seen:
         HARMLESS[name]()
     assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        (LOOK, lambda: on_device().sum().item()),
+        (COPY, lambda: torch.ones(5).to("cuda")),
+        (ASYNC_COPY, lambda: torch.ones(5).to("cuda", non_blocking=True)),
+        (ASYNC_COPY, lambda: on_device().copy_(torch.ones(5), non_blocking=True)),
+    ],
+    ids=str,
+)
+def test_a_capture_refuses_what_a_graph_cannot_hold(kind, run):
+    with simulated_cuda() as seen:
+        with pytest.raises(CaptureError, match=kind), seen.capture():
+            assert torch.cuda.is_current_stream_capturing()
+            run()
+        assert not torch.cuda.is_current_stream_capturing()
+        with seen.capture():
+            HARMLESS["reductions"]()
+
+
+def test_a_capture_refuses_a_kernel_without_a_binary():
+    """Another constant or another dtype is another binary; a kernel that ran with both is there."""
+    with simulated_cuda() as seen:
+        x = on_device()
+        seen.launch("some_kernel", (x, 5), {"BLOCK": 16})
+        with seen.capture():
+            seen.launch("some_kernel", (x * 2, 5), {"BLOCK": 16})
+            for arguments, options in (((x, 5), {"BLOCK": 32}), ((x.double(), 5), {"BLOCK": 16}), ((None, 5), {"BLOCK": 16})):
+                with pytest.raises(CaptureError, match=COMPILATION):
+                    seen.launch("some_kernel", arguments, options)
 
 
 def torch_as_it_is() -> dict:

@@ -26,6 +26,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import linear_policy_loss
+from megatron_rl.losses.options import LinearLossOptions, LogitsLossOptions, prepare_inputs
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.ops.backends import is_interpreted
@@ -142,6 +143,66 @@ def test_advantages_per_token_wait_for_nothing(kind, backend):
     per_token = torch.cat([batch.advantages[i].repeat(length) for i, length in enumerate(LENGTHS)])
     options = {"advantages_per": "token", "backend": backend}
     check_loss(kind, replace(batch, advantages=per_token), options, "cuda")
+
+
+@pytest.mark.parametrize("name", ["nothing", "everything"])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        *((kind, "torch") for kind in KINDS),
+        *(pytest.param(kind, "triton", marks=ON_TRITON) for kind in OF_EACH_KIND.values()),
+    ],
+)
+def test_a_graph_can_hold_the_second_call(kind, backend, name):
+    """Forward and backward: no look at the device, no copy from the host, and no kernel that the first call did not launch."""
+    batch = make_batch()
+    options = {"backend": backend, "loss_scale": 2.0} | (everything(batch) if name == "everything" else {})
+    with simulated_cuda() as seen:
+        moved, options = there(batch), there(options)
+        labels, old, advantages, mask, _, weights = moved.arguments()
+        arguments = (labels, old, advantages, mask, batch.cu_seqlens.to("cuda"), weights)
+
+        def step():
+            leaf = moved.logits.detach().clone().requires_grad_()
+            output = without_needless_clip(policy_loss, kind, leaf * 1, *arguments, **GROUPS, **CLIP, **options)
+            (output.loss * 2.0).backward()
+
+        step()
+        with seen.capture():
+            step()
+
+
+# [T] = [N] = 3, of which each document has one token, or one has two and one none.
+ONE_TOKEN_EACH, NOT_ONE_EACH = [0, 1, 2, 3], [0, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "place", "lengths", "message"),
+    [
+        (ONE_TOKEN_EACH, "cpu", None, None),
+        (NOT_ONE_EACH, "cpu", None, "not every document has exactly one token"),
+        (ONE_TOKEN_EACH, "cuda", None, "cu_seqlens is on the device, where a loss reads no values"),
+        (ONE_TOKEN_EACH, "cuda", [1, 1, 1], None),
+        (NOT_ONE_EACH, "cuda", [2, 0, 1], "not every document has exactly one token"),
+        ([0, 1], "cuda", None, None),
+        ([0, 0], "cuda", None, None),
+    ],
+)
+def test_what_advantages_of_as_many_tokens_as_samples_mean_is_found_without_a_look(bounds, place, lengths, message):
+    """Only from what the host knows: a look would break a CUDA graph. One number for one sample and one token is the same."""
+    options = LinearLossOptions(document_lengths=lengths) if lengths else LogitsLossOptions()
+    with simulated_cuda() as seen:
+        numbers = torch.ones(len(bounds) - 1, device="cuda")
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(place)
+        seen.clear()
+        arguments = (get_policy_loss("grpo"), options, SINGLE, len(numbers), numbers.device, numbers.dtype)
+        tensors = (numbers, numbers, numbers.bool(), cu_seqlens, numbers)
+        if message is None:
+            assert prepare_inputs(*arguments, *tensors).advantages_per == "sample"
+        else:
+            with pytest.raises(DataError, match=f'fit both 3 samples and 3 tokens, and {message}: pass advantages_per="sample"'):
+                prepare_inputs(*arguments, *tensors)
+        assert seen == []
 
 
 @pytest.mark.parametrize("options", [{}, {"with_entropy": True}, {"inplace": True, "temperature": 0.7}], ids=str)

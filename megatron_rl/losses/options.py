@@ -47,7 +47,8 @@ class LossOptions:
     tp_group, cp_group: None: those of megatron.core.parallel_state, else one rank.
     metrics: "none", "basic" or "with_entropy".
     backend: "auto", "torch" or "triton".
-    advantages_per: "sample" or "token"; None: read from the shape.
+    advantages_per: "sample" or "token"; None: read from the shape. Where N == T it is needed, unless each document has one token
+        and cu_seqlens lies on the host, or document_lengths say so: a loss never reads values of the device.
     importance_weights [T]: constants that multiply a token's part of the loss.
     ref_log_probs [T]: of the reference policy in nats, for the KL term.
     rollout_log_probs [T]: of the sampling engine in nats, for losses that need them.
@@ -355,6 +356,10 @@ def prepare_inputs(
             raise DataError(f"{name} has values that are not finite in {dtype}: {weights.tolist()}")
     if token_counts is not None:
         check_counts("token_counts", token_counts)
+    lengths = options.document_lengths if isinstance(options, LinearLossOptions) and cp_group.size() == 1 else None
+    advantages_per = _meaning_of_advantages(
+        advantages, num_tokens, cu_seqlens, options.advantages_per, lengths, ranks_must_agree=ranks_must_agree
+    )
     # Counts and weights are small and may come from the host: they are copied to the logits' device.
     cu_seqlens, token_weights = (value.to(device, non_blocking=True) for value in (cu_seqlens, token_weights))
     token_counts, regularizer_weights = (
@@ -364,7 +369,7 @@ def prepare_inputs(
     return LossInputs(
         old_log_probs=old_log_probs,
         advantages=advantages,
-        advantages_per=_meaning_of_advantages(advantages, num_tokens, cu_seqlens, options.advantages_per, ranks_must_agree),
+        advantages_per=advantages_per,
         loss_mask=loss_mask.bool() & (torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype) < cu_seqlens[-1]),
         cu_seqlens=cu_seqlens,
         token_weights=token_weights,
@@ -420,8 +425,15 @@ def _check_devices(device: torch.device, tensors: dict[str, Tensor | None]) -> N
 
 
 def _meaning_of_advantages(
-    advantages: Tensor, num_tokens: int, cu_seqlens: Tensor, advantages_per: str | None, ranks_must_agree: bool
+    advantages: Tensor,
+    num_tokens: int,
+    cu_seqlens: Tensor,  # as it was given: on the host or on the device
+    advantages_per: str | None,
+    document_lengths: Sequence[int] | None,
+    *,
+    ranks_must_agree: bool,
 ) -> str:
+    """ "sample" or "token". It reads no value of the device: so a CUDA graph can hold the call."""
     num_documents = cu_seqlens.numel() - 1
     lengths = {"sample": num_documents, "token": num_tokens}
     if advantages_per is not None:
@@ -433,11 +445,18 @@ def _meaning_of_advantages(
             )
         return advantages_per
     if advantages.shape == (num_documents,) and num_documents == num_tokens:
-        # Only this case needs the values of the bounds, which synchronises on CUDA.
         ranks_must_agree = ranks_must_agree and num_documents > 0
-        if not ranks_must_agree and bool((cu_seqlens.diff() == 1).all()):
+        # Of one token and one sample both readings are the same number.
+        is_the_same = num_documents <= 1 or _have_one_token_each(cu_seqlens, document_lengths)
+        if is_the_same and not ranks_must_agree:
             return "sample"
-        why = "documents may have tokens on other ranks" if ranks_must_agree else "not every document has exactly one token"
+        why = (
+            "documents may have tokens on other ranks"
+            if ranks_must_agree
+            else "cu_seqlens is on the device, where a loss reads no values"
+            if is_the_same is None
+            else "not every document has exactly one token"
+        )
         raise DataError(
             f"advantages [{num_tokens}] fit both {num_documents} samples and {num_tokens} tokens, and {why}: pass "
             'advantages_per="sample" or "token"'
@@ -448,6 +467,13 @@ def _meaning_of_advantages(
     raise DataError(
         f"advantages {tuple(advantages.shape)} must be [N={num_documents}], one a sample, or [T={num_tokens}], one a token"
     )
+
+
+def _have_one_token_each(cu_seqlens: Tensor, document_lengths: Sequence[int] | None) -> bool | None:
+    """None: the host does not know."""
+    if not cu_seqlens.is_cuda:
+        return bool((cu_seqlens.diff() == 1).all())
+    return None if document_lengths is None else all(type(length) is int and length == 1 for length in document_lengths)
 
 
 # Relative standard deviation above which a sample's [T] advantages vary. For equal numbers float64 sums give less than 1e-7.
