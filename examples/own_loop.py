@@ -45,11 +45,13 @@ def main():
     (config, model, optimizer), groups = build(), resolve_groups()
     tokens, advantages = torch.randint(VOCABULARY, (SAMPLES, LENGTH), device=device), torch.randn(SAMPLES, device=device)
     prompts = [index // SAMPLES_PER_PROMPT for index in range(SAMPLES)]
+    lengths = 1 + torch.arange(SAMPLES, device=device) * 3 % 7  # responses of 1 to 7 tokens; the rest is padding
     mine = list(range(groups.dp.rank(), SAMPLES, groups.dp.size()))  # any division of the samples will do
     positions = torch.arange(LENGTH, device=device)
-    is_trained = (positions >= PROMPT - 1) & (positions < LENGTH - 1)  # the logits at a position predict the next token
+    places = positions - (PROMPT - 1)  # the logits at a position predict the next token, of this place in the response
+    is_trained = (places >= 0) & (places < lengths[:, None])  # [SAMPLES, LENGTH]
 
-    masks = [torch.ones(LENGTH - PROMPT, dtype=torch.bool)] * len(mine)
+    masks = [torch.ones(int(lengths[index]), dtype=torch.bool) for index in mine]
     totals, counts, prompt_counts = count_step(masks, [prompts[index] for index in mine])  # (1) counts of the whole step
     weights = sample_token_weights("prompt_mean", counts, totals, prompt_token_counts=prompt_counts).to(device)  # (2)
     batches = torch.arange(len(mine)).chunk(MICROBATCHES)
@@ -57,7 +59,7 @@ def main():
     def loss_func(rows, logits):
         index = torch.tensor(mine)[rows]
         bounds = torch.arange(len(rows) + 1, dtype=torch.int32, device=device) * LENGTH
-        mask = is_trained.repeat(len(rows))
+        mask = is_trained[index].flatten()
         labels = tokens[index].roll(-1, 1).flatten()
         output = grpo_loss(logits.flatten(0, 1), labels, None, advantages[index], mask, bounds, weights[rows])  # (3)
         tokens_here = int(mask.sum())
@@ -70,7 +72,9 @@ def main():
         return model(tokens[[mine[row] for row in rows]], positions.expand(len(rows), -1), None), partial(loss_func, rows)
 
     shape = {"seq_length": LENGTH, "micro_batch_size": len(batches[0])}
-    check_own_step(forward_step, batches, model, tokens, advantages, prompts, mine, shape)  # (5) once, before training
+    check_own_step(
+        forward_step, batches, model, tokens, lengths.tolist(), advantages, prompts, mine, shape
+    )  # (5) once, before training
     for step in range(3):
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -84,20 +88,18 @@ def main():
     torch.distributed.destroy_process_group()
 
 
-def check_own_step(forward_step, batches, model, tokens, advantages, prompts, mine, shape):
+def check_own_step(forward_step, batches, model, tokens, lengths, advantages, prompts, mine, shape):
     """Compares the gradient of one step with a dense float64 reference, which knows the samples as plain numbers."""
     samples = [
-        StepSample(tokens=row, loss_mask=[1] * (LENGTH - PROMPT), prompt_id=str(prompt), advantage=advantage)
-        for row, prompt, advantage in zip(tokens.tolist(), prompts, advantages.tolist(), strict=True)
+        StepSample(tokens=row[: PROMPT + length], loss_mask=[1] * length, prompt_id=str(prompt), advantage=advantage)
+        for row, length, prompt, advantage in zip(tokens.tolist(), lengths, prompts, advantages.tolist(), strict=True)
     ]
 
     def places_of(rows):  # of each row of the logits: the number of the sample, and the place in its response
-        places = torch.arange(LENGTH) - (PROMPT - 1)
-        is_response = (places >= 0) & (places < LENGTH - PROMPT)
         numbers = torch.tensor(mine)[rows][:, None].expand(-1, LENGTH)
-        return torch.stack(
-            [torch.where(is_response, of_row, -1) for of_row in (numbers, places.expand(len(rows), -1))], -1
-        ).flatten(0, 1)
+        places = (torch.arange(LENGTH) - (PROMPT - 1)).expand(len(rows), -1)
+        is_response = (places >= 0) & (places < torch.tensor(lengths)[numbers])
+        return torch.stack([torch.where(is_response, of_row, -1) for of_row in (numbers, places)], -1).flatten(0, 1)
 
     config = PolicyLossConfig(policy_loss="grpo", loss_aggregation="prompt_mean")
     found = check_step(

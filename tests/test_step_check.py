@@ -12,6 +12,7 @@ import torch
 from helpers import pool_of
 from torch import Tensor
 
+from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
@@ -19,7 +20,7 @@ from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.forward_step import make_forward_step
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
 from megatron_rl.testing.reference import ragged_samples
-from megatron_rl.testing.step_check import check_step
+from megatron_rl.testing.step_check import aggregations_alike, check_step
 
 pytestmark = pytest.mark.megatron
 
@@ -228,7 +229,12 @@ DP2 = Layout(data=2, num_microbatches=3)
             r"of gspo with .*gradient is 0\.166667 of expected = 1/\(dp x micro-batches\).*; loss_func must return scale_for_sch",
             id="no scale_for_schedule",
         ),
-        pytest.param(PER_TOKEN, partial(changed_batch, change=of_own_counts), "some samples weigh more", id="counts of its own"),
+        pytest.param(
+            PER_TOKEN,
+            partial(changed_batch, change=of_own_counts),
+            "samples weigh otherwise than they should",
+            id="counts of its own",
+        ),
         pytest.param(
             PER_TOKEN, partial(changed_batch, change=labels_of_the_inputs), "no multiple of expected", id="labels not shifted"
         ),
@@ -286,6 +292,26 @@ def test_wrong_places_are_refused(pool, places_of, message):
     for found in found_on(pool, DP2, PER_TOKEN, places_of=places_of):
         assert isinstance(found, str)
         assert re.search(message, found), found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prompts", "alike"),
+    [
+        ([4, 4, 4, 4], "aabb", ["sample_mean", "prompt_mean", "token_mean"]),
+        ([1, 7, 2, 6], "aabb", ["prompt_mean", "token_mean"]),
+        ([3, 5, 2], "abc", ["sample_mean", "prompt_mean"]),
+        ([1, 7, 2, 3], "aabb", []),
+    ],
+    ids=["one length", "prompts of as many tokens", "prompts of one sample", "ragged"],
+)
+def test_samples_that_cannot_tell_aggregations_apart_are_said(lengths, prompts, alike):
+    """A loop with the weights of another aggregation, or with its prompt groups lost, would pass."""
+    samples = [
+        StepSample(tokens=[1] * (length + 1), loss_mask=[1] * length, prompt_id=prompt, advantage=1.0)
+        for length, prompt in zip(lengths, prompts, strict=True)
+    ]
+    totals = StepTotals(num_samples=len(samples), num_prompts=len({*prompts}), num_tokens=sum(lengths))
+    assert aggregations_alike(samples, totals, GSPO) == alike
 
 
 def test_a_loss_that_the_report_does_not_have_is_refused(pool):

@@ -81,8 +81,9 @@ def cause_of_gradient(ratio: float, residual: float, sizes: Mapping[str, int], e
     if residual < MULTIPLE_TOLERANCE * abs(ratio):
         return f"gradient is {ratio:.6g} of {expected} {cause_of(ratio, sizes) or cause_of_product(ratio, sizes)}".rstrip()
     return (
-        f"gradient is no multiple of {expected} (nearest {ratio:.4g}, {residual:.2g} beside it): some samples weigh more than they "
-        "should, as with counts taken after slicing, or a part of the step is lost"
+        f"gradient is no multiple of {expected} (nearest {ratio:.4g}, {residual:.2g} beside it): samples weigh otherwise than they "
+        "should, as with another aggregation or counts taken after slicing; or tokens are paired wrongly, as with labels that are "
+        "not moved by one or a mask that is; or the loss has another derivative; or a part of the step is lost"
     )
 
 

@@ -8,6 +8,7 @@ the same model. So no line of the loop's own loss, counts, weights and scale is 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.aggregation import StepTotals, sample_token_weights
+from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import (
     ParallelGroups,
@@ -87,6 +88,7 @@ def check_step(
         seq_length, micro_batch_size: as given to the schedule.
         reported_loss: the key of loss_func's report that holds the step's loss as a [sum, count] pair; None compares none.
     Returns: the comparison; gradient_error is relative, about 4e-7 in float32.
+    Warns: on rank 0, where the samples weigh the same under another aggregation too, so that a wrong one would pass.
     Communication: two steps of the schedule, the probe's, and gathers of the step's log-probabilities over all ranks.
     Raises: ConfigError, on every rank: for a wrong gradient or reported loss, with the factor by its name where it has one; where
         places_of misses an unmasked token or names one twice; for a model with dropout, and where nothing reduces gradients.
@@ -140,6 +142,12 @@ def check_step(
         found = _with_loss(found, reports, reported_loss, step, groups)
     is_16_bit = any(on_all_ranks(lambda: any(logits.dtype != torch.float32 for logits in own.logits)))
     tolerance = TOLERANCE_OF_16_BITS if is_16_bit else TOLERANCE
+    if (alike := aggregations_alike(samples, totals, config)) and torch.distributed.get_rank() == 0:
+        warnings.warn(
+            f"check_step: every sample of this step weighs the same under {', '.join(alike)}: the check cannot tell these apart. "
+            "Give it responses of different lengths, and prompts with different numbers of tokens",
+            stacklevel=2,
+        )
     if not found.is_within(tolerance):
         layout = Layout(
             tensor=groups.tp.size(),
@@ -154,6 +162,25 @@ def check_step(
         cure = f"; {CURE}" if is_of_schedule else ""
         raise ConfigError(f"check_step of {config.policy_loss} with {config.loss_aggregation}: {cause}{cure}")
     return found
+
+
+def aggregations_alike(samples: Sequence[StepSample], totals: StepTotals, config: PolicyLossConfig) -> list[str]:
+    """The aggregations, with the configured one, whose weights on these samples are the same; empty where it is alone."""
+    own = LossAggregation(config.loss_aggregation) if config.loss_aggregation in [*LossAggregation] else None
+    if own is None or own is LossAggregation.CONSTANT:  # its divisor is a number of the user's
+        return []
+    counts = torch.tensor([sum(sample.loss_mask) for sample in samples])
+    of_prompt = {sample.prompt_id: 0 for sample in samples}
+    for sample in samples:
+        of_prompt[sample.prompt_id] += sum(sample.loss_mask)
+    of_prompts = torch.tensor([of_prompt[sample.prompt_id] for sample in samples])
+    weights = {
+        name: sample_token_weights(name, counts, totals, prompt_token_counts=of_prompts)
+        for name in (LossAggregation.SAMPLE_MEAN, LossAggregation.PROMPT_MEAN, LossAggregation.TOKEN_MEAN)
+    }
+    # 1e-5 of each: TOLERANCE, below which the gradients cannot differ either.
+    alike = [str(name) for name, found in weights.items() if torch.allclose(found, weights[own], rtol=TOLERANCE, atol=0.0)]
+    return alike if len(alike) > 1 else []
 
 
 def _check_settings(models: Sequence[Any], model_config: Any, config: PolicyLossConfig, samples: Sequence[StepSample]) -> None:
