@@ -27,12 +27,12 @@ from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, r
 from megatron_rl.testing.ranks import RankPool
 
 MODULE = "my_aggregations"
-SAMPLE_SUM, OF_GROUPS, SQUARE_ROOT, ODD = (f"{MODULE}.{name}" for name in ("sample_sum", "of_groups", "square_root", "odd"))
+SAMPLE_SUM, OF_GROUPS, SQUARE_ROOT, ODD = (f"{MODULE}.{name}" for name in ("sums_of_this_test", "of_groups", "square_root", "odd"))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def user_file(tmp_path_factory):
-    """sample_sum needs no more than the hosts give; of_groups needs prompts; square_root reads m_i; odd declares nothing."""
+    """sums_of_this_test needs no more than the hosts give; of_groups needs prompts; square_root reads m_i; odd declares nothing."""
     folder = tmp_path_factory.mktemp("of_a_user")
     (folder / f"{MODULE}.py").write_text(
         textwrap.dedent(
@@ -40,8 +40,8 @@ def user_file(tmp_path_factory):
             import torch
             from megatron_rl import register_loss_aggregation
 
-            @register_loss_aggregation("sample_sum", formula="1 / N", source="token sums, averaged over samples")
-            def sample_sum(token_counts, totals, *, prompt_token_counts, divisor):
+            @register_loss_aggregation("sums_of_this_test", formula="1 / N", source="token sums, averaged over samples")
+            def sums_of_this_test(token_counts, totals, *, prompt_token_counts, divisor):
                 return torch.full_like(token_counts, 1 / totals.num_samples)
 
             @register_loss_aggregation("of_groups", formula="m_i / (N M_g)", needs=("num_samples", "prompt_token_counts"))
@@ -247,7 +247,7 @@ def test_it_is_trained_in_the_emulated_hosts(pool, launch):
 
 
 def gradients_on_rank(rank):
-    """Of one step of a tiny model with sample_sum, and with constant at L = 1, which is the same weight."""
+    """Of one step of a tiny model with sums_of_this_test, and with constant at L = 1, which is the same weight."""
     from trainer_cases import NO_CLIPPING, NO_MOVE, gradients_of, ragged_step, tiny_trainer
 
     found = []
