@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from helpers import pool_of
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.files.safetensors_header import read_safetensors_header
 from megatron_rl.layout.groups import all_gather_stack, broadcast_from_last, resolve_groups
 from megatron_rl.megatron.hf_checkpoint import INDEX, read_hf_model, save_hf_checkpoint
 from megatron_rl.megatron.model import transformer_config
@@ -143,6 +145,10 @@ def renamed(known):
     return {key.replace("layers.1.mlp.up_proj", "layers.1.mlp.wide_proj"): value for key, value in known.items()}
 
 
+def cast(dtype):
+    return lambda known: {key: value.to(dtype) for key, value in known.items()}
+
+
 @pytest.mark.parametrize(
     ("settings", "tensors", "message"),
     [
@@ -161,6 +167,37 @@ def renamed(known):
         (None, renamed, "not known for Qwen2ForCausalLM .*: model.layers.1.mlp.wide_proj.weight"),
         ({"intermediate_size": 100}, None, r"of another shape .*gate_proj.weight \(96, 64\) instead of \(100, 64\).* and 2 more"),
         ({"num_hidden_layers": 3}, None, "missing .*model.layers.2.*and 8 more"),
+        # A wrong kind is no other number, and no list is made of a size that the weights do not have.
+        (
+            {"num_hidden_layers": 10**7},
+            None,
+            "num_hidden_layers=10000000 must be a whole number of 1 to 27: the weights hold 27 tensors",
+        ),
+        ({"hidden_size": "64"}, None, "config.json: hidden_size='64' must be a whole number of 1"),
+        ({"num_attention_heads": None}, None, "config.json has no 'num_attention_heads'"),
+        ({"num_key_value_heads": 3}, None, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+        ({"head_dim": 7}, None, "heads of 7 numbers: rotary positions turn pairs"),
+        ({"rms_norm_eps": -1.0}, None, "rms_norm_eps=-1.0 must be a number above 0"),
+        ({"tie_word_embeddings": "false"}, None, "tie_word_embeddings='false' must be true or false"),
+        ({"architectures": {"Qwen2ForCausalLM": 1}}, None, "architectures=.* must be a list, each text"),
+        ({"rope_theta": -1.0}, None, "rope_theta=-1.0 must be a number above 0"),
+        ({"rope_theta": float("nan")}, None, "rope_theta=nan must be a number above 0"),
+        ({"rope_theta": 10000.7}, None, "rope_theta=10000.7 must be a whole number"),
+        ({"partial_rotary_factor": 0.5}, None, "partial_rotary_factor=0.5 must be 1"),
+        ({"rope_scaling": "llama3"}, None, "rope_scaling='llama3' must be an object of settings"),
+        (
+            {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+            None,
+            "rope_theta=1000000.0, and 10000.0 in its rotary settings",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "default"}, "rope_parameters": LLAMA3},
+            None,
+            "rope_parameters=.* and rope_scaling=.* differ",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, None, "quantization_config is given"),
+        (None, cast(torch.int8), "is I8; weights are read as BF16, F16, F32, F64 alone"),
+        (None, cast(torch.float8_e4m3fn), "is F8_E4M3; weights are read as BF16"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused_from_its_headers(checkpoints, tmp_path, settings, tensors, message):
@@ -196,6 +233,52 @@ def test_rotary_settings_as_transformers_5_writes_them(checkpoints, tmp_path):
     }
     found = read_hf_model(changed(checkpoints["llama"][0], tmp_path, settings=settings))
     assert (found.rotary_base, found.rope_factor) == (before.rotary_base, before.rope_factor) == (500000, 8.0)
+
+
+@pytest.mark.parametrize(
+    "scaling", [{"rope_type": "default"}, {**LLAMA3, "original_max_position_embeddings": 8192}], ids=["none", "llama3"]
+)
+def test_the_base_of_rotary_positions_may_stand_beside_their_scaling(checkpoints, tmp_path, scaling):
+    """transformers takes the base at the top where rope_parameters has none. 10000 in its place is another model."""
+    settings = {"rope_theta": 1e6, "rope_scaling": None, "rope_parameters": scaling}
+    found = read_hf_model(changed(checkpoints["llama"][0], tmp_path, settings=settings))
+    assert (found.rotary_base, found.rope_factor) == (1000000, scaling.get("factor"))
+    assert transformers.AutoConfig.from_pretrained(tmp_path).rope_theta == 1e6
+
+
+def test_one_expert_a_token_with_a_normalised_weight_is_refused(checkpoints, tmp_path):
+    """Megatron-Core has a ValueError of its own for it, without the folder's name."""
+    folder = changed(checkpoints["qwen3 with experts"][0], tmp_path, settings={"num_experts_per_tok": 1})
+    with pytest.raises(ConfigError, match=r"config.json: num_experts_per_tok=1 with norm_topk_prob=true"):
+        read_hf_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        (
+            lambda names: dict.fromkeys(names, "../model.safetensors"),
+            "weight_map has '../model.safetensors' for .* beside the index",
+        ),
+        (lambda names: dict.fromkeys(names, "/dev/zero"), "weight_map has '/dev/zero'"),
+        (lambda names: dict.fromkeys(names, "fifo.safetensors"), "fifo.safetensors cannot be read: it is no regular file"),
+        (lambda names: dict.fromkeys(names, 3), "weight_map has 3 for"),
+        (lambda names: list(names), "weight_map=.* must be an object"),
+        (lambda names: {}, "weight_map names no tensor"),
+        (lambda names: {**dict.fromkeys(names, "model.safetensors"), names[0]: "other.safetensors"}, "missing for .*: {0}"),
+    ],
+    ids=["above", "a device", "a fifo", "a number", "a list", "empty", "a file without it"],
+)
+def test_an_index_names_files_beside_itself(checkpoints, tmp_path, weight_map, message):
+    from safetensors.torch import save_file
+
+    folder = changed(checkpoints["llama"][0], tmp_path)
+    os.mkfifo(folder / "fifo.safetensors")
+    save_file({"x": torch.zeros(1)}, folder / "other.safetensors")
+    names = sorted(read_safetensors_header(folder / "model.safetensors"))
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map(names)}))
+    with pytest.raises(ConfigError, match=message.format(re.escape(names[0]))):
+        read_hf_model(folder)
 
 
 def test_a_folder_without_weights_or_settings_is_refused(checkpoints, tmp_path):

@@ -18,7 +18,7 @@ from megatron_rl.hosts import HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 # Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself; benchmarks/ lies
 # beside the package, and the wheel does not hold it.
 ORDER = (
-    *("errors", "config", "plain_pickle", "aggregation_record", "loss_hub", "layout", "ops", "aggregation"),
+    *("errors", "files", "config", "aggregation_record", "loss_hub", "layout", "ops", "aggregation"),
     *("corrections", "metrics", "step_metrics", "losses", "validation", "arguments", "accumulation_rounds", "accumulation"),
     *("lm_head", "__init__", "megatron", "hosts", "reducers", "hooks", "testing", "training", "commands", "__main__", "benchmarks"),
 )
@@ -26,7 +26,12 @@ ROWS_WITH_MEGATRON = ("megatron", "testing")
 FILES_WITH_MEGATRON = ("layout/groups.py",)
 # The command that runs what is in testing/: the others must not import it.
 RUNS_TESTING = "commands/selftest.py"
-FILES_WITHOUT_TORCH = ("errors.py", "config.py", "plain_pickle.py", "aggregation_record.py")
+FILES_WITHOUT_TORCH = (
+    "errors.py",
+    "config.py",
+    *(f"files/{name}.py" for name in ("bounds", "json_values", "yaml_values", "safetensors_header", "plain_pickle")),
+    "aggregation_record.py",
+)
 MAX_LINES, MAX_KERNEL_LINES = 600, 800
 
 

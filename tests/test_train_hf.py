@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
 
 import pytest
 import torch
+from forked import forked
+from helpers import error_of
 from test_train_command import Command
 from test_train_options import options_of, write_prompts
 
@@ -126,6 +131,29 @@ def test_a_tokenizer_without_an_end_or_a_template_is_refused(checkpoint, tmp_pat
     assert tokenizer.encode("1") == [3]
     with pytest.raises(ConfigError, match="the tokenizer has no chat template; write the prompt as text, or add chat_template"):
         tokenizer.encode(MESSAGES[0])
+
+
+def test_a_tokenizer_runs_no_code_of_its_folder_whatever_stdin_says(tmp_path):
+    """transformers asks there, once a rank: `yes | megatron-rl train` would answer."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
+    settings = {"auto_map": {"AutoTokenizer": ["evil.EvilTokenizer", None]}, "tokenizer_class": "EvilTokenizer"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    def read() -> str:
+        sys.stdin = io.StringIO("y\n" * 9)
+        return error_of(lambda: HFTokenizer.of_folder(tmp_path))
+
+    code, out, error = forked(lambda: print(read()))
+    assert code == 0 and "it is code of the folder, which is not run here" in out, out + error
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_a_tokenizer_whose_file_is_a_fifo_is_refused(checkpoint, tmp_path):
+    save_tokenizer(tmp_path)
+    os.mkfifo(tmp_path / "added_tokens.json")
+    with pytest.raises(ConfigError, match="added_tokens.json is no regular file"):
+        HFTokenizer.of_folder(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"eos_token_id": ', "[1]", '{"eos_token_id": "<end>"}', '{"eos_token_id": [0, true]}'])

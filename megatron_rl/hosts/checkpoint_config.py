@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.files.json_values import read_json
 from megatron_rl.hosts.base import HostOptions
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.auxiliary_losses import number
 
 # Mixtral, Qwen, OLMoE and others; DeepSeek and GLM. A bridge copies one of them into moe_aux_loss_coeff.
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_alpha")
-LARGEST_FILE = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,11 @@ def checkpoint_config(options: HostOptions) -> CheckpointConfig | None:
     """That of --hf-checkpoint, else of --ref-load; None where no folder of these is here or its config.json cannot be read."""
     for name in ("hf_checkpoint", "ref_load"):
         path = Path(str(options[name])) / "config.json"
-        if options[name] is None or not path.is_file() or path.stat().st_size > LARGEST_FILE:
+        if options[name] is None or not path.is_file():
             continue
         try:
-            content = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            content = read_json(path)
+        except (OSError, ValueError):
             return None
         return CheckpointConfig(flag_of(name), path, _coefficients(content))
     return None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_rl.errors import DataError, printable
-from megatron_rl.plain_pickle import DAMAGED, PlainUnpickler
+from megatron_rl.files.plain_pickle import DAMAGED, PlainUnpickler
 
 # What pickle calls for plain data: none of it does more than build the value.
 PLAIN = frozenset(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_rl.errors import printable
-from megatron_rl.plain_pickle import DAMAGED, NotPlain, PlainUnpickler
+from megatron_rl.files.plain_pickle import DAMAGED, NotPlain, PlainUnpickler
 
 # In the format of sha256sum, so that `sha256sum -c SHA256SUMS` checks a checkpoint without this package.
 CHECKSUMS = "SHA256SUMS"

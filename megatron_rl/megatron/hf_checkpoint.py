@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron_rl.errors import ConfigError, RunError
+from megatron_rl.errors import ConfigError, RunError, printable
+from megatron_rl.files.json_values import Fields
+from megatron_rl.files.safetensors_header import TensorEntry, read_safetensors_header
 from megatron_rl.layout.groups import all_gather_stack, on_all_ranks, resolve_group, resolve_groups
 from megatron_rl.megatron.checkpoints import kind_of_checkpoint
 from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_parameter_name, is_of_expert, sharding_of
@@ -162,87 +164,127 @@ def read_hf_model(folder: str | Path) -> HFModel:
     other = None if (folder / CONFIG).exists() else kind_of_checkpoint(folder)
     if other is not None:
         raise ConfigError(f"--hf-checkpoint {folder} is no Hugging Face folder: {other}")
-    settings = _read_json(folder / CONFIG, "no folder of a Hugging Face checkpoint")
-    names = settings.get("architectures") or []
+    fields = Fields.of_file(folder / CONFIG, "no folder of a Hugging Face checkpoint")
+    names = fields.items("architectures", str)
     known = [name for name in names if name in ARCHITECTURES]
     if not known:
         raise ConfigError(
             f"{folder / CONFIG}: architectures={names} is not known here; known are {', '.join(ARCHITECTURES)}. Train others in "
             "miles, slime or verl"
         )
-    problems = [
-        f"{name}={settings[name]!r} is not computed here; it must be {allowed[0]!r}"
-        for name, allowed in _MUST_BE.items()
-        if name in settings and settings[name] not in allowed
-    ]
-    layers = set(settings.get("layer_types") or ()) - {"full_attention"}
-    if layers:
-        problems.append(f"layer_types has {', '.join(sorted(layers))}; only full_attention is computed here")
-    # Transformers 5 writes the base and the scaling of rotary positions into one dictionary.
-    rotary = settings.get("rope_parameters") or {"rope_theta": settings.get("rope_theta"), **(settings.get("rope_scaling") or {})}
-    try:
-        model = _described(folder, known[0], settings, int(rotary.get("rope_theta") or 10000), _rope_factor(rotary))
-    except KeyError as missing:
-        raise ConfigError(f"{folder / CONFIG} has no {missing}, which {known[0]} needs") from None
-    except ConfigError as error:
-        raise ConfigError([f"{folder / CONFIG}: {problem}" for problem in (*problems, *error.problems)]) from None
-    if problems:
-        raise ConfigError([f"{folder / CONFIG}: {problem}" for problem in problems])
-    check_tensors(model)
+    problems = _not_computed(fields)
+    with Files(folder) as files:
+        try:
+            model = _described(folder, known[0], fields, len(files.file_of))
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        check_tensors(model, files)
     return model
 
 
-def _described(
-    folder: Path, architecture: str, settings: Mapping[str, Any], rotary_base: int, rope_factor: float | None
-) -> HFModel:
-    num_layers, heads = int(settings["num_hidden_layers"]), int(settings["num_attention_heads"])
+def _not_computed(fields: Fields) -> list[str]:
+    """A line for each setting that makes another model of the same tensors."""
+    problems = [
+        f"{fields.place}: {name}={fields.content[name]!r} is not computed here; it must be {allowed[0]!r}"
+        for name, allowed in _MUST_BE.items()
+        if name in fields.content and fields.content[name] not in allowed
+    ]
+    layers = set(fields.items("layer_types", str)) - {"full_attention"}
+    if layers:
+        problems.append(f"{fields.place}: layer_types has {', '.join(sorted(layers))}; only full_attention is computed here")
+    if fields.has("quantization_config"):
+        problems.append(
+            f"{fields.place}: quantization_config is given, and quantised weights are not trained here: take those before it"
+        )
+    return problems
+
+
+def _described(folder: Path, architecture: str, fields: Fields, num_tensors: int) -> HFModel:
+    """num_tensors: of the weights. A layer, or an expert of a layer, has one at least: no list is longer than that."""
+    of_weights = f": the weights hold {num_tensors} tensors"
+    num_layers = fields.whole("num_hidden_layers", most=max(num_tensors, 1), why=of_weights)
+    hidden_size, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    groups, head_size = fields.whole("num_key_value_heads", heads), fields.whole("head_dim", hidden_size // heads)
+    if heads % groups:
+        raise ConfigError(f"{fields.place}: num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}")
+    if head_size % 2 or not head_size:
+        raise ConfigError(f"{fields.place}: heads of {head_size} numbers: rotary positions turn pairs, so head_dim must be even")
     experts: dict[str, Any] = {}
     if ARCHITECTURES[architecture].has_experts:
-        dense, every = settings.get("mlp_only_layers") or [], int(settings.get("decoder_sparse_step", 1))
+        dense, every = set(fields.items("mlp_only_layers", int)), fields.whole("decoder_sparse_step", 1)
+        num_experts = fields.whole("num_experts", most=max(num_tensors, 1), why=of_weights)
         experts = {
-            "num_experts": int(settings["num_experts"]),
-            "expert_ffn_hidden_size": int(settings["moe_intermediate_size"]),
-            "experts_per_token": int(settings["num_experts_per_tok"]),
-            "normalizes_experts": bool(settings["norm_topk_prob"]),
+            "num_experts": num_experts,
+            "expert_ffn_hidden_size": fields.whole("moe_intermediate_size"),
+            "experts_per_token": fields.whole("num_experts_per_tok", most=num_experts),
+            "normalizes_experts": fields.switch("norm_topk_prob"),
             "expert_layers": tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers)),
         }
+        if sum(experts["expert_layers"]) * num_experts > num_tensors:
+            raise ConfigError(f"{fields.place}: num_experts={num_experts} in {sum(experts['expert_layers'])} layers{of_weights}")
+        if experts["experts_per_token"] == 1 and experts["normalizes_experts"]:
+            raise ConfigError(
+                f"{fields.place}: num_experts_per_tok=1 with norm_topk_prob=true: the weight of the one expert is always 1, so the "
+                "router would not learn, and Megatron-Core refuses it: take a model of 2 experts a token, or without norm_topk_prob"
+            )
+    rotary = _rotary(fields)
     return HFModel(
         folder=folder,
         architecture=architecture,
         num_layers=num_layers,
-        hidden_size=int(settings["hidden_size"]),
+        hidden_size=hidden_size,
         num_attention_heads=heads,
-        num_query_groups=int(settings.get("num_key_value_heads") or heads),
-        head_size=int(settings.get("head_dim") or int(settings["hidden_size"]) // heads),
-        ffn_hidden_size=int(settings["intermediate_size"]),
-        vocab_size=int(settings["vocab_size"]),
-        max_position_embeddings=int(settings["max_position_embeddings"]),
-        tie_embeddings=bool(settings.get("tie_word_embeddings", False)),
-        rotary_base=rotary_base,
-        rope_factor=rope_factor,
-        norm_eps=float(settings["rms_norm_eps"]),
+        num_query_groups=groups,
+        head_size=head_size,
+        ffn_hidden_size=fields.whole("intermediate_size"),
+        vocab_size=fields.whole("vocab_size"),
+        max_position_embeddings=fields.whole("max_position_embeddings"),
+        tie_embeddings=fields.switch("tie_word_embeddings", False),
+        rotary_base=_rotary_base(rotary),
+        rope_factor=_rope_factor(rotary),
+        norm_eps=fields.number("rms_norm_eps", below=1.0),
         **experts,
     )
 
 
-def _rope_factor(rotary: Mapping[str, Any]) -> float | None:
-    kind = rotary.get("rope_type", rotary.get("type"))
-    if kind == "default" or (kind is None and set(rotary) <= {"rope_theta"}):
+def _rotary(fields: Fields) -> Fields:
+    """The settings of rotary positions as transformers 5 has them, in one object. Before, the base stood at the top and the scaling
+    in rope_scaling; a folder may mix both."""
+    inner, scaling = fields.table("rope_parameters").content, fields.table("rope_scaling").content
+    if inner and scaling and {**scaling, **inner} != {**inner, **scaling}:
+        raise ConfigError(f"{fields.place}: rope_parameters={inner} and rope_scaling={scaling} differ: remove the wrong one")
+    found = {**scaling, **inner}
+    for name in ("rope_theta", "partial_rotary_factor"):
+        top = fields.content.get(name)
+        if top is not None and name in found and found[name] != top:
+            raise ConfigError(f"{fields.place}: {name}={top!r}, and {found[name]!r} in its rotary settings: remove the wrong one")
+        found = {**found, name: found.get(name, top)}
+    rotary = Fields({name: value for name, value in found.items() if value is not None}, fields.place)
+    if rotary.number("partial_rotary_factor", 1.0) != 1.0:
+        raise rotary.wrong("partial_rotary_factor", "1: positions that turn a part of a head are not computed here")
+    return rotary
+
+
+def _rotary_base(rotary: Fields) -> int:
+    base = rotary.number("rope_theta", 10000, below=2.0**53)
+    if base != int(base):
+        raise rotary.wrong("rope_theta", "a whole number: Megatron-Core takes no other, and it is not cut here")
+    return int(base)
+
+
+def _rope_factor(rotary: Fields) -> float | None:
+    given = {name: value for name, value in rotary.content.items() if name != "partial_rotary_factor"}
+    kind = given.get("rope_type", given.get("type"))
+    if kind == "default" or (kind is None and set(given) <= {"rope_theta"}):
         return None
     if kind != "llama3":
-        raise ConfigError(f"rope_scaling={dict(rotary)} is not computed here; known is Llama 3's, rope_type llama3")
-    wrong = {name: rotary.get(name) for name, value in LLAMA3_ROPE.items() if rotary.get(name) != value}
+        raise ConfigError(f"{rotary.place}: rope_scaling={given} is not computed here; known is Llama 3's, rope_type llama3")
+    wrong = {name: given.get(name) for name, value in LLAMA3_ROPE.items() if given.get(name) != value}
     if wrong:
-        raise ConfigError(f"rope_scaling has {wrong}; Megatron-Core computes {LLAMA3_ROPE} alone")
-    return float(rotary["factor"])
-
-
-def _read_json(path: Path, what: str) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): {path.parent} is {what}") from None
-    return content
+        raise ConfigError(f"{rotary.place}: rope_scaling has {wrong}; Megatron-Core computes {LLAMA3_ROPE} alone")
+    return float(rotary.number("factor"))
 
 
 # Which tensors make a parameter
@@ -322,16 +364,14 @@ class Files:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._stack, self._open, self._headers = ExitStack(), dict[str, Any](), dict[str, dict[str, TensorEntry]]()
         index = folder / INDEX
         if index.exists():
-            self.file_of: dict[str, str] = dict(_read_json(index, "a broken checkpoint").get("weight_map", {}))
+            self.file_of = _weight_map(index)
         elif (folder / SINGLE_FILE).exists():
-            self.file_of = {}
+            self.file_of = dict.fromkeys(self._header(SINGLE_FILE), SINGLE_FILE)
         else:
             raise ConfigError(f"{folder} has neither {SINGLE_FILE} nor {INDEX}: weights in pickles (*.bin) are not read here")
-        self._stack, self._open = ExitStack(), dict[str, Any]()
-        if not self.file_of:
-            self.file_of = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
 
     def __enter__(self) -> Files:
         return self
@@ -339,30 +379,54 @@ class Files:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
+    def _header(self, name: str) -> dict[str, TensorEntry]:
+        if name not in self._headers:
+            try:
+                self._headers[name] = read_safetensors_header(self.folder / name)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{self.folder / name} cannot be read: {printable(str(error))}") from None
+        return self._headers[name]
+
     def _file(self, name: str) -> Any:
         if name not in self._open:
             try:
                 from safetensors import SafetensorError, safe_open
             except ImportError:
                 raise ConfigError("a Hugging Face checkpoint needs safetensors: pip install safetensors") from None
+            self._header(name)
             try:
                 self._open[name] = self._stack.enter_context(safe_open(str(self.folder / name), framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{self.folder / name} cannot be read: {error}; fetch the folder again") from None
         return self._open[name]
 
+    def shape_of(self, tensor: str) -> tuple[int, ...] | None:
+        """From the header; None where the file lacks what the index says of it."""
+        entry = self._header(self.file_of[tensor]).get(tensor)
+        return None if entry is None else entry.shape
+
     def slice_of(self, tensor: str) -> Any:
         return self._file(self.file_of[tensor]).get_slice(tensor)
 
 
-def check_tensors(model: HFModel) -> None:
+def _weight_map(index: Path) -> dict[str, str]:
+    """tensor -> file beside the index. A link may stand there, as in the cache of the Hub, and no path."""
+    files = dict(Fields.of_file(index, "a broken checkpoint").table("weight_map").content)
+    if not files:
+        raise ConfigError(f"{index}: weight_map names no tensor: fetch the folder again")
+    for tensor, name in files.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", name):
+            raise ConfigError(f"{index}: weight_map has {name!r} for {tensor}: it must be a .safetensors file beside the index")
+    return files
+
+
+def check_tensors(model: HFModel, files: Files) -> None:
     """Raises ConfigError for each tensor that is missing, not known or of another shape, from the headers alone."""
     wanted = {name: shape for source in sources(model).values() for name, shape in zip(source.names, source.shapes, strict=True)}
-    with Files(model.folder) as files:
-        ignored = {"lm_head.weight"} if model.tie_embeddings else set()
-        missing = sorted(set(wanted) - set(files.file_of))
-        unknown = sorted(name for name in set(files.file_of) - set(wanted) - ignored if not IGNORED.fullmatch(name))
-        shapes = {name: tuple(files.slice_of(name).get_shape()) for name in wanted if name in files.file_of}
+    ignored = {"lm_head.weight"} if model.tie_embeddings else set()
+    shapes = {name: shape for name in wanted if name in files.file_of and (shape := files.shape_of(name)) is not None}
+    missing = sorted(set(wanted) - set(shapes))
+    unknown = sorted(name for name in set(files.file_of) - set(wanted) - ignored if not IGNORED.fullmatch(name))
     misshapen = [f"{name} {shape} instead of {wanted[name]}" for name, shape in shapes.items() if shape != wanted[name]]
     problems = [
         f"{model.folder}: {what} for {model.architecture} with the sizes of {CONFIG}: {_shown(names)}; {remedy}"

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError, printable
-from megatron_rl.training.json_lines import read_saved
+from megatron_rl.files.bounds import check_regular
+from megatron_rl.files.json_values import LARGEST_WHOLE, Fields, read_saved
+
+# What transformers and its tokenizers look for in a folder.
+READ_BY_TRANSFORMERS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +33,21 @@ class HFTokenizer:
             ) from None
         folder = Path(folder)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # of any type: transformers raises what its readers raise
+            check_regular(folder, READ_BY_TRANSFORMERS)
+            # Without the word it asks on standard input whether the folder's own code may run.
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # of any type: transformers raises what its readers raise, and those in Rust panic
+            text = printable((str(error).splitlines() or [""])[0])
+            has_code = "trust_remote_code" in str(error)
             raise ConfigError(
-                f"--hf-checkpoint {folder}: its tokenizer cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); "
-                "copy tokenizer.json and tokenizer_config.json into the folder"
+                f"--hf-checkpoint {folder}: its tokenizer cannot be read ({type(error).__name__}: {text}); "
+                + (
+                    "it is code of the folder, which is not run here: take a folder whose tokenizer transformers has"
+                    if has_code
+                    else "copy tokenizer.json and tokenizer_config.json into the folder"
+                )
             ) from error
         end_tokens = _end_tokens(folder, tokenizer.eos_token_id)
         if not end_tokens:
@@ -85,16 +99,17 @@ def _end_tokens(folder: Path, of_tokenizer: int | None) -> tuple[int, ...]:
     """Those of generation_config.json, which may be several, and the tokenizer's."""
     found = [] if of_tokenizer is None else [of_tokenizer]
     path = folder / "generation_config.json"
-    if path.exists():
-        try:
-            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            of_file = given if isinstance(given, list) else [] if given is None else [given]
-            if any(type(token) is not int for token in of_file):
-                raise ValueError(f"eos_token_id is {given!r}, and must be a number or a list of numbers")
-        except (OSError, ValueError, AttributeError) as error:  # AttributeError: not an object
-            raise ConfigError(
-                f"--hf-checkpoint {folder}: {path.name} cannot be read ({printable(str(error))}): fetch the file again, or remove "
-                "it, and only the tokenizer's end token ends a response"
-            ) from error
-        found += of_file
+    if not path.exists():
+        return tuple(sorted(set(found)))
+    try:
+        given = Fields.of_file(path, "no folder of a model").content.get("eos_token_id")
+        of_file = given if isinstance(given, list) else [] if given is None else [given]
+        if any(type(token) is not int or not 0 <= token <= LARGEST_WHOLE for token in of_file):
+            raise ConfigError(f"eos_token_id is {given!r}, and must be a token id or a list of them")
+    except ConfigError as error:
+        raise ConfigError(
+            f"--hf-checkpoint {folder}: {path.name} cannot be read ({error}): fetch the file again, or remove it, and only the "
+            "tokenizer's end token ends a response"
+        ) from error
+    found += of_file
     return tuple(sorted(set(found)))

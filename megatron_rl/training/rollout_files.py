@@ -31,10 +31,10 @@ from torch import Tensor
 
 from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import DataError
+from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.megatron.routes import RouteShape
 from megatron_rl.megatron.samples import route_problem
 from megatron_rl.training.host_rollouts import host_files, host_records, is_of_host
-from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample
 
 # Fields that all samples of a rollout have, or none -> what it means where none has.
@@ -116,9 +116,8 @@ def recorded_vocab_size(path: str | Path) -> int | None:
     first = _existing(path)[0]
     if is_of_host(path):
         return None
-    with first.open("rb") as file:
-        line = file.readline()
-        return None if not line else _vocab_size_of(_parse_line(line, f"{first}, line 1"), f"{first}, line 1")
+    _, line = next(numbered_lines(first), (1, b""))
+    return None if not line else _vocab_size_of(_parse_line(line, f"{first}, line 1"), f"{first}, line 1")
 
 
 def load_rollouts(
@@ -195,17 +194,16 @@ def check_parts(path: str | Path, rollout_index: int, num_parts: Sequence[int], 
 def read_part(file_path: Path, *, vocab_size: int | None = None, route_shape: RouteShape | None = None) -> Iterator[RolloutBatch]:
     """As load_rollouts, of one file and with the samples of its part alone."""
     last_index = None
-    with file_path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            place = f"{file_path}, line {number}"
-            batch = _batch_of(_parse_line(line, place), place, vocab_size, route_shape)
-            if last_index is not None and batch.rollout_index <= last_index:
-                raise DataError(
-                    f"{place}: rollout_index: {batch.rollout_index} follows {last_index}, it must increase: two "
-                    "runs were saved into one file; give each its own"
-                )
-            last_index = batch.rollout_index
-            yield batch
+    for number, line in numbered_lines(file_path):
+        place = f"{file_path}, line {number}"
+        batch = _batch_of(_parse_line(line, place), place, vocab_size, route_shape)
+        if last_index is not None and batch.rollout_index <= last_index:
+            raise DataError(
+                f"{place}: rollout_index: {batch.rollout_index} follows {last_index}, it must increase: two "
+                "runs were saved into one file; give each its own"
+            )
+        last_index = batch.rollout_index
+        yield batch
     if last_index is None:
         raise DataError(f"{file_path}: the file holds no rollout")
 

@@ -10,7 +10,6 @@ import codecs
 import copy
 import functools
 import hashlib
-import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from megatron_rl.errors import ConfigError, DataError, RunError
+from megatron_rl.files.json_values import numbered_lines, parse_json_line, read_saved
 from megatron_rl.loss_hub import import_dotted
 from megatron_rl.training.hf_tokenizer import HFTokenizer
-from megatron_rl.training.json_lines import parse_json_line, read_saved
 from megatron_rl.training.reward_guard import keeps_process_alive
 from megatron_rl.training.rollouts import Prompt
 
@@ -251,12 +250,11 @@ def _read_records(path: Path, *, takes_messages: bool = False) -> Iterator[tuple
     """(prompt_id, record) of each line that is not blank."""
     line_of_id: dict[str, int] = {}
     first_kind = None
-    content = path.read_bytes()
-    for codec, mark in OTHER_ENCODINGS.items():
-        if content.startswith(mark):
-            raise DataError(f"{path}: the file is {codec} (it begins with its byte order mark); save it as UTF-8 without one")
     # Lines of bytes: in text other characters end lines too, and JSON may hold them as they are.
-    for number, line in enumerate(io.BytesIO(content), 1):
+    for number, line in numbered_lines(path):
+        for codec, mark in OTHER_ENCODINGS.items() if number == 1 else ():
+            if line.startswith(mark):
+                raise DataError(f"{path}: the file is {codec} (it begins with its byte order mark); save it as UTF-8 without one")
         if not line.strip():
             continue
         place = f"{path}, line {number}"

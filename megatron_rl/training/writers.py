@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError, DataError, RunError
-from megatron_rl.training.json_lines import parse_json_line
+from megatron_rl.files.json_values import parse_json_line
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError, printable
+from megatron_rl.files.json_values import numbered_lines, parse_json_line
+from megatron_rl.files.plain_pickle import DAMAGED
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import Host, host_named
 from megatron_rl.hosts.companions import positions_of, read_batch
 from megatron_rl.hosts.dumps import load_samples, plain_number
-from megatron_rl.plain_pickle import DAMAGED
-from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollout_files import load_rollouts
 from megatron_rl.validation import field_of
 
@@ -99,8 +97,8 @@ def read_rollouts(path: str, index: int | None) -> StepInput:
     if _holds_one_sample_a_line(path):
         if index is not None:
             raise ConfigError(f"--rollout-index {index}: {path} has one sample a line, which make one step; remove it")
-        lines = Path(path).read_bytes().rstrip().splitlines()
-        records = [parse_json_line(line, f"--rollouts {path}, line {number}") for number, line in enumerate(lines, 1)]
+        lines = [(number, line) for number, line in numbered_lines(path) if line.strip()]
+        records = [parse_json_line(line, f"--rollouts {path}, line {number}") for number, line in lines]
         return _step_of(records, f"--rollouts {path}, line", 1, path)
     try:
         batches = list(load_rollouts(path))
@@ -129,9 +127,8 @@ def _rows_of(values: list[Tensor | None]) -> list[Tensor] | None:
 
 def _holds_one_sample_a_line(path: str) -> bool:
     try:
-        with Path(path).open("rb") as file:
-            first = json.loads(file.readline())
-    except (OSError, ValueError, RecursionError):
+        first = parse_json_line(next(numbered_lines(path), (1, b""))[1], path)
+    except DataError:
         return False  # load_rollouts says what is wrong
     return isinstance(first, dict) and {"samples", "rollout_index"}.isdisjoint(first)
 
