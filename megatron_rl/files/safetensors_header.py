@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron_rl.files.bounds import LARGEST_SETTINGS, open_regular
 from megatron_rl.files.json_values import parse_json
@@ -63,8 +63,8 @@ def _entry_of(name: str, value: Any) -> TensorEntry:
         )
     if offsets[1] - offsets[0] != math.prod(shape) * FLOATS[dtype]:
         raise ValueError(f"{name} of {dtype} {shape} has {offsets[1] - offsets[0]} bytes: {AGAIN}")
-    return TensorEntry(dtype, tuple(shape), *offsets)
+    return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and len(value) <= 8 and all(type(size) is int and 0 <= size < 2**48 for size in value)
