@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation_record import AggregationRecord
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError, DataError, EmptyStep
 from megatron_rl.layout.groups import (
     Group,
     all_gather_stack,
@@ -38,7 +38,6 @@ from megatron_rl.loss_hub import get_loss_aggregation, register_loss_aggregation
 
 # Relative. A function may compute in float32, with a few roundings.
 FORMULA_TOLERANCE = 1e-5
-NO_TOKEN = "not a single unmasked token"  # what the error of an empty step says
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +139,8 @@ def count_step(
     columns = dict(zip(_Header._fields, headers.unbind(1), strict=True))
     num_samples, num_tokens = int(columns["num_samples"].sum()), int(columns["num_tokens"].sum())
     if num_tokens == 0:
-        raise DataError(
-            f"the step has {num_samples} samples and {NO_TOKEN}: there is nothing to learn from; skip the step, "
+        raise EmptyStep(
+            f"the step has {num_samples} samples and not a single unmasked token: there is nothing to learn from; skip the step, "
             "or give it more samples"
         )
     if not has_ids:

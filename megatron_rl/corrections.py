@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import CorrectionLevel, CorrectionSettings, ImportanceCorrection
+from megatron_rl.errors import ConfigError
 from megatron_rl.layout.packing import spread
 from megatron_rl.ops.ratios import bounded_exp
 
@@ -100,6 +101,8 @@ def _sample_ratios(settings: CorrectionSettings, sums: dict[str, Tensor]) -> Ten
     log_ratio = sums["old_to_rollout"]
     if settings.level == CorrectionLevel.SEQUENCE_MEAN:
         log_ratio = log_ratio / sums["counts"].clamp(min=1)
+    elif settings.level != CorrectionLevel.SEQUENCE_SUM:
+        raise ConfigError(f"importance_correction_level={settings.level!r} has no formula for a sample")
     return bounded_exp(log_ratio)
 
 
@@ -113,5 +116,8 @@ def _bounded(settings: CorrectionSettings, ratios: Tensor) -> tuple[Tensor, Tens
     if settings.kind == ImportanceCorrection.TIS:
         return ratios.clamp(low, high), torch.ones_like(ratios, dtype=torch.bool)
     is_kept = (ratios >= low) & (ratios <= high)
-    weights = ratios if settings.kind == ImportanceCorrection.ICEPOP else torch.ones_like(ratios)
-    return torch.where(is_kept, weights, 0.0), is_kept
+    if settings.kind == ImportanceCorrection.ICEPOP:
+        return torch.where(is_kept, ratios, 0.0), is_kept
+    if settings.kind == ImportanceCorrection.MASK:
+        return is_kept.to(ratios.dtype), is_kept
+    raise ConfigError(f"importance_correction={settings.kind!r} has no formula: choose one of {', '.join(ImportanceCorrection)}")

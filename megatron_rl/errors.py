@@ -26,5 +26,9 @@ class DataError(ValueError):
     """Data from which no loss can be computed: a non-finite unmasked token, a wrong length, an empty step."""
 
 
+class EmptyStep(DataError):
+    """A step without a single unmasked token on any rank."""
+
+
 class RunError(RuntimeError):
     """The end of a run with correct settings and data: a full disk, a reward that does not return, a rank that is gone."""

@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import inspect
+import keyword
 import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +39,8 @@ class LossValue:
 
     value: is multiplied by the weights. Masked positions may hold anything.
     derivative: d value / d log-probability of the token, or d value / d mean log-probability of the sample, through log_ratio and
-        log_probs together. At level "batch": of the document's summed values, by the token's log-probability; with importance
+        log_probs together, where `value` has detached what is constant for the gradient: a check at start compares the two. At
+        level "batch": of the document's summed values, by the token's log-probability; with importance
         weights autograd takes it from the value instead. None: autograd.
     is_clipped: bool, what the metrics count as clipped. None: nothing is clipped.
     """
@@ -62,8 +64,8 @@ class Parameter:
     """Whether the minimum itself is refused."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.isidentifier():
-            raise ConfigError(f"Parameter name {self.name!r} must be a Python identifier: it is a keyword of the loss")
+        if not isinstance(self.name, str) or not self.name.isidentifier() or keyword.iskeyword(self.name):
+            raise ConfigError(f"Parameter name {self.name!r} must be a Python identifier and no reserved word: it is a keyword")
         if self.name in {field.name for field in flag_fields()}:
             raise ConfigError(f"Parameter name {self.name!r} is a setting already, and its flag exists: choose another name")
         self.check(self.default)
@@ -233,6 +235,10 @@ def register_policy_loss(
         raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token", "sequence" or "batch"')
     if anchor not in ("old", "rollout"):
         raise ConfigError(f'anchor={anchor!r} of policy loss {name!r} must be "old" or "rollout"')
+    for field, values, kind in (("parameters", parameters, Parameter), ("needs", needs, str)):
+        if not isinstance(values, tuple | list) or not all(isinstance(value, kind) for value in values):
+            raise ConfigError(f"{field}={values!r} of policy loss {name!r} must be a tuple of {kind.__name__}")
+    needs, parameters = tuple(needs), tuple(parameters)
     for need in needs:
         if need not in FURTHER_INPUTS:
             raise ConfigError(f"needs={needs!r} of policy loss {name!r}: {need!r} is none of {', '.join(FURTHER_INPUTS)}")
@@ -242,6 +248,8 @@ def register_policy_loss(
         )
     if level == "batch" and triton is not None:
         raise ConfigError(f'policy loss {name!r}: a twin computes elements, and level "batch" has none; leave out triton')
+    if triton is not None and not isinstance(triton, str):
+        raise ConfigError(f"triton={triton!r} of policy loss {name!r} must be the text module.function, or None")
     if triton is not None and "." not in triton:
         raise ConfigError(f"triton={triton!r} of policy loss {name!r} has no dot: write module.function")
 

@@ -188,7 +188,7 @@ METRICS: tuple[Metric, ...] = (
         "old_logprobs",
         lambda tokens: tokens.old_log_probs,
         unit="nats",
-        formula="mean of the old log-probability of the token taken",
+        formula="mean of the old log-probability of the token taken; of dppo the rollout's",
         healthy="equal to the new one at a first step",
     ),
     sample_mean(
@@ -209,7 +209,8 @@ METRICS: tuple[Metric, ...] = (
         "kl_new_old",
         lambda tokens: k3_estimate(tokens.old_log_probs, tokens.log_probs)[0],
         unit="nats per token",
-        formula="mean of rho_t - 1 - ln rho_t, for GSPO too: KL(old, new) estimated token by token on the old policy's samples",
+        formula="mean of rho_t - 1 - ln rho_t, for GSPO too: KL(old, new) estimated token by token on the old policy's samples; "
+        "of dppo KL(rollout, new)",
         healthy="0 at a first step; later 1e-1 falling to 1e-4",
     ),
     sample_mean(
@@ -371,7 +372,8 @@ CORRECTION_METRICS: tuple[Metric, ...] = (
         lambda given: given.correction.is_off_policy,
         normaliser="num_corrected_samples",
         unit="0 to 1",
-        formula="share of samples that `--off-policy-sequence-delta` drops",
+        formula="mean over samples of the share of its tokens that `--off-policy-sequence-delta` drops: the share of samples, "
+        "unless advantages differ inside one",
         healthy="a few per cent; always 0: the delta never acts",
     ),
     sample_mean(

@@ -125,6 +125,19 @@ def test_a_derivative_that_is_a_multiple_is_found(factor):
     assert f"returns a derivative that is {factor:g} times that of its value" in message
 
 
+def test_a_derivative_of_something_else_is_found():
+    """CISPO by hand whose value is not detached: autograd and the fused head's second pass would train another loss. ASPO, whose
+    derivative has the other sign for one sign of the advantage."""
+
+    def aspo(log_ratio, advantages):
+        weight = torch.where(advantages > 0, bounded_exp(-log_ratio), bounded_exp(log_ratio))
+        return LossValue(-weight * advantages, -weight * advantages * (log_ratio.abs() <= 20))
+
+    for name, function in (("one", truncated(is_detached=False)), ("other", aspo)):
+        (message,) = found_in(function, name=name)
+        assert "returns another derivative than that of its value" in message and "detach" in message
+
+
 class Counting:
     """A loss with a state: its first calls are smaller."""
 
@@ -136,10 +149,14 @@ class Counting:
         return surrogate(log_ratio, advantages) * min(1.0, self.calls / 100)
 
 
-def truncated(log_ratio, advantages, log_probs):
-    """CISPO, its derivative written by hand, its value not detached."""
-    weight = bounded_exp(log_ratio).clamp(max=1.2)
-    return LossValue(-weight * advantages * log_probs, -weight * advantages)
+def truncated(*, is_detached):
+    """CISPO, its derivative written by hand."""
+
+    def cispo(log_ratio, advantages, log_probs):
+        weight = bounded_exp(log_ratio.detach() if is_detached else log_ratio).clamp(max=1.2)
+        return LossValue(-weight * advantages * log_probs, -weight * advantages)
+
+    return cispo
 
 
 def in_bfloat16(log_ratio, advantages):
@@ -166,7 +183,7 @@ RIGHT = {
     "noise": lambda x, a: surrogate(x, a) * (1 + 0.01 * torch.rand_like(x)),
     "a generator of its own": lambda x, a: surrogate(x, a) * (1 + torch.rand(x.shape, generator=OWN_NUMBERS)),
     "a state": Counting(),
-    "CISPO by hand": truncated,
+    "CISPO by hand": truncated(is_detached=True),
     "bfloat16": in_bfloat16,
     "apart by sign": apart_by_sign,
     "one length": lambda x, a: surrogate(x, a) * torch.ones(5),

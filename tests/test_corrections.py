@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import (
     CLIP,
     assert_same,
@@ -18,6 +19,7 @@ from helpers import (
     loop_log_probs,
     loop_policy_loss,
     loop_regularizer,
+    pool_of,
     random_batch,
     run_loss,
     with_gradient,
@@ -26,7 +28,9 @@ from linear_cases import by_logits, head_batch, run
 from loss_backends import FUSED, KERNEL, LOSSES, TORCH, exact, over_backends, rotated, rows_of_losses
 
 from megatron_rl.config import CorrectionSettings
+from megatron_rl.corrections import sample_weights_of
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import importance_correction, linear_policy_loss, policy_loss
 from megatron_rl.metrics import CORRECTION_STATISTICS
@@ -134,6 +138,52 @@ def test_inputs_that_do_not_fit_are_named(change, message):
     given |= {"cu_seqlens": torch.tensor([0, 3], dtype=torch.int32), **change}
     with pytest.raises(DataError, match=message):
         importance_correction(CorrectionSettings(kind="tis"), **given)
+
+
+ranks = pool_of(2, use_megatron=False, timeout=240)
+
+
+def test_context_parallel_ranks_share_the_ratios_of_samples(ranks):
+    """Each rank has half of the tokens: the factors, what is kept, and the fused head's known correction are those of whole
+    samples."""
+    of_samples = CorrectionSettings(kind="icepop", level="sequence_mean", low=0.7, high=1.4, sequence_delta=0.4)
+    known = CorrectionSettings(kind="tis", level="sequence_mean", high=1.2)
+    batch = random_batch([6, 4, 8], num_masked=(0, 1, 0), seed=4)
+    rollout = batch.old_log_probs + torch.linspace(-0.6, 0.8, 18, dtype=torch.float64)
+    token_advantages = batch.advantages.repeat_interleave(torch.tensor([6, 4, 8]))
+    halves = [[document[rank::2] for document in batch.documents] for rank in range(2)]
+
+    def step(rank: int | None):
+        positions, group = (batch.documents, SINGLE) if rank is None else (halves[rank], dist.group.WORLD)
+        own, flat = batch.take(positions), [t for document in positions for t in document]
+        vectors = (own.old_log_probs, rollout[flat], own.loss_mask, own.cu_seqlens)
+        further = {"log_probs": own.old_log_probs - 0.1, "advantages": token_advantages[flat]}
+        found, sums = importance_correction(of_samples, *vectors, **further, cp_group=group)
+        options = {"rollout_log_probs": rollout[flat], "correction": known, "tp_group": SINGLE, "cp_group": group}
+        head = torch.eye(batch.logits.shape[1], dtype=torch.float64)
+        output = linear_policy_loss("grpo", own.logits, head, *own.arguments(), advantages_per="sample", **options, **CLIP)
+        return flat, found.weights, found.is_kept, sums[:-2], output.loss.detach(), output.correction.weights
+
+    _, weights, is_kept, sums, loss, factors = step(None)
+    assert 0 < int(is_kept.sum()) < len(is_kept) and len(set(factors.tolist())) > 2
+    parts = ranks.run(step)
+    for flat, *found in parts:
+        torch.testing.assert_close(found[0], weights[flat])
+        assert torch.equal(found[1], is_kept[flat])
+        torch.testing.assert_close(found[4], factors[flat])
+    torch.testing.assert_close(sum(part[3] for part in parts), sums)
+    torch.testing.assert_close(sum(part[4] for part in parts), loss)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"kind": "sqrt"}, "'sqrt' has no formula"), ({"level": "turn"}, "'turn' has no formula")]
+)
+def test_a_kind_or_level_without_a_formula_raises(change, message):
+    """And does not take the formula of another."""
+    settings = CorrectionSettings(**{"kind": "icepop", "level": "sequence_mean", "low": 0.5, "high": 2.0} | change)
+    ones = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=message):
+        sample_weights_of(settings, {"counts": ones, "old_to_rollout": 0.1 * ones}, ones)
 
 
 def test_masked_tokens_may_hold_anything():

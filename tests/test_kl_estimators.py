@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import CLIP, random_batch, run_loss
+from helpers import CLIP, KERNEL_DEVICE, random_batch, run_loss
 from loss_backends import LOSSES, TORCH, over_backends
 
 from megatron_rl.config import KLEstimator
@@ -131,6 +131,24 @@ def test_the_ratio_of_the_estimator_is_the_token_s_under_gspo_too(backend, estim
     weights = options["regularizer_weights"].repeat_interleave(torch.tensor([5, 3]))
     (wanted,) = torch.autograd.grad((torch.where(batch.loss_mask, 0.5 * weights * derivative, 0.0) * log_probs).sum(), leaf)
     torch.testing.assert_close(found[0][1], wanted, **backend.tolerance)
+
+
+def test_an_estimator_without_a_formula_raises():
+    """And does not take the formula of another."""
+    with pytest.raises(ConfigError, match="kl_estimator='k4' has no formula here"):
+        kl_estimate("k4", LOG_PROBS, REFERENCE, RATIOS.log())
+
+
+@pytest.mark.kernel
+def test_an_estimator_without_a_formula_raises_in_a_kernel():
+    pytest.importorskip("triton")
+    from twin_kernel import kl_kernel
+
+    value = torch.zeros(1, device=KERNEL_DEVICE)
+    for estimator in range(len(KLEstimator)):
+        kl_kernel[(1,)](value, ESTIMATOR=estimator)
+    with pytest.raises(Exception, match="without a formula"):
+        kl_kernel[(1,)](value, ESTIMATOR=len(KLEstimator))
 
 
 def test_an_unknown_estimator_is_refused():

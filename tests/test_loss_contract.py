@@ -16,7 +16,9 @@ from megatron_rl import linear_policy_loss, policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
+from megatron_rl.losses.api import loss_of_log_probs
 from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch
+from megatron_rl.step_metrics import finalise_metrics
 
 ELEMENTWISE = [name for name in policy_loss_names() if get_policy_loss(name).level != "batch"]
 OF_BATCHES = [name for name in policy_loss_names() if name not in ELEMENTWISE]
@@ -66,6 +68,21 @@ def value_alone_of(loss):
         return returned.value if isinstance(returned, LossValue) else returned
 
     return replace(loss, function=value_alone)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=NEEDS_TRITON)])
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_the_probability_of_a_sampler_is_at_most_1(name, backend):
+    """Its log-probability may be above 0 by rounding. pi = 0.9 and mu = 1: the fall of 0.1 is inside a bound of 0.1001, and that
+    from e^0.01 = 1.01 is not. The KL is mu (0.01 - ln 0.9) = 0.1154 for mu = 1, and 0.1165 for mu = 1.01."""
+    low = {"dppo_tv": 0.1001, "dppo_kl": 0.116}[name]
+    log_probs = torch.tensor([math.log(0.9)], dtype=torch.float32 if backend == "triton" else torch.float64)
+    packed = (None, -torch.ones(1), torch.ones(1, dtype=torch.bool), torch.tensor([0, 1], dtype=torch.int32), torch.ones(1))
+    options = {"rollout_log_probs": torch.tensor([0.01]), "loss_parameters": {"divergence_low": low}, "backend": backend}
+    options = {key: value.to(KERNEL_DEVICE) if isinstance(value, Tensor) else value for key, value in options.items()}
+    tensors = [tensor if tensor is None else tensor.to(KERNEL_DEVICE) for tensor in packed]
+    output = loss_of_log_probs(name, log_probs.to(KERNEL_DEVICE), *tensors, **options, metrics="basic", advantages_per="sample")
+    assert finalise_metrics(output.metrics)["policy/clipped_ratio_fraction"] == 0.0
 
 
 @pytest.mark.parametrize("clip", [CLIP, (0.0, 0.0)], ids=["", "an edge at the ratio 1"])
@@ -238,6 +255,13 @@ WRONG = {
     "a number as derivative": (lambda value, derivative: LossValue(value, 0.5), "returned float as its derivative"),
     "nothing": (lambda value, derivative: None, "returned NoneType as its value"),
     "a pair": (lambda value, derivative: (value, derivative), r"returned tuple as its value.*; return megatron_rl.LossValue\("),
+    "a Parameter": (lambda value, derivative: torch.nn.Parameter(value.detach()), "a gradient of its own, and none by log_ratio"),
+    "meta": (lambda value, derivative: value.to("meta"), "torch.strided on meta as its value: .* with torch.strided on cpu"),
+    "sparse": (lambda value, derivative: value.to_sparse(), "with torch.sparse_coo on cpu as its value"),
+    "a sparse derivative": (
+        lambda value, derivative: LossValue(value, derivative.to_sparse()),
+        "sparse_coo on cpu as its derivative",
+    ),
     "numbers as is_clipped": (lambda value, derivative: LossValue(value, derivative, value), "float64 as its is_clipped"),
     "one flag": (lambda value, derivative: LossValue(value, is_clipped=torch.tensor(True)), r"\(\) torch.bool as its is_clipped"),
     "NaN": (lambda value, derivative: value * math.nan, "not finite"),
@@ -282,6 +306,19 @@ def test_what_a_loss_raises_is_what_its_user_sees(level, head):
 
     with pytest.raises(KeyError, match="of the user's own"):
         HEADS[head](register(level, result))
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loss_cannot_end_its_process(level, head):
+    """The other ranks would wait for this one: it becomes an error that RankAgreement passes on."""
+
+    def result(value, derivative):
+        raise SystemExit("enough")
+
+    name = register(level, result)
+    with pytest.raises(DataError, match=rf"policy loss '{name}' raised SystemExit\(enough\)"):
+        HEADS[head](name)
 
 
 @pytest.mark.parametrize("has_derivative", [False, True], ids=["by autograd", "declared"])

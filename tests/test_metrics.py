@@ -15,12 +15,12 @@ import torch
 from helpers import ROOT, counted_collectives, loop_entropy, loop_log_probs, loop_sample, pool_of, random_batch, run_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_backends import LOSSES
+from loss_backends import LOSSES, over_backends
 
 import megatron_rl.losses.reduce_torch as reduce_module
 import megatron_rl.ops.log_probs_torch as reference_module
 from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
+from megatron_rl.layout.groups import SINGLE, ParallelGroups, SingleProcess, resolve_groups
 from megatron_rl.losses import grpo_loss
 from megatron_rl.losses.clipping import clipped_objective
 from megatron_rl.metrics import (
@@ -189,6 +189,49 @@ def test_what_is_not_asked_for_is_not_computed(monkeypatch, metrics, coefficient
     assert (output.metrics is None) == (metrics == "none")
     if metrics != "none":
         assert ("policy/entropy" in finalise_metrics(output.metrics)) == (metrics == "with_entropy")
+
+
+@over_backends
+def test_rounding_is_no_clip_at_a_first_step(backend):
+    """The old log-probabilities of the same weights, by a sum in another order: no ratio is exactly 1."""
+    batch = random_batch([400], num_masked=(0,), vocab_size=50, seed=3)
+    batch.logits[:] = batch.logits.float()  # one number on both sides
+    batch.old_log_probs[:] = loop_log_probs(batch.logits, batch.labels) + 1e-6 * torch.randn(400, dtype=torch.float64)
+    batch.advantages[:] = -1.0
+    output, _ = backend.run(LOSSES["topr"], batch, metrics="basic")
+    assert finalise_metrics(output.metrics)["policy/clipped_ratio_fraction"] == 0.0
+    batch.old_log_probs[:200] -= 0.1
+    output, _ = backend.run(LOSSES["topr"], batch, metrics="basic")
+    assert finalise_metrics(output.metrics)["policy/clipped_ratio_fraction"] == pytest.approx(0.5)
+
+
+class LastOfTwo(SingleProcess):
+    """The second rank of a group in which this process is alone: nothing is sent."""
+
+    def rank(self) -> int:
+        return 1
+
+
+@over_backends
+@pytest.mark.parametrize("name", ["grpo", "gspo", "gmpo"])
+def test_a_document_counts_on_the_first_rank_of_cp_alone(backend, name):
+    batch = random_batch([3, 2])
+    numbers = [
+        backend.run(LOSSES[name], batch, metrics="basic", cp_group=group)[0].metrics.values[0] for group in (SINGLE, LastOfTwo())
+    ]
+    assert numbers == [2, 0]
+
+
+def test_old_of_a_loss_that_compares_with_the_sampler_is_the_sampler():
+    """As the page says."""
+    batch, found = random_batch([3]), {}
+    sampled = batch.old_log_probs - 1.0
+    for name in ("cispo", "dppo_tv", "dppo_kl"):
+        output, _ = run_loss(LOSSES[name], batch, metrics="basic", rollout_log_probs=sampled)
+        found[name] = finalise_metrics(output.metrics)["policy/old_logprobs"]
+    assert found["dppo_tv"] == found["dppo_kl"] == pytest.approx(found["cispo"] - 1.0)
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert "exp(log_probs_t - rollout_log_probs_t)" in page and "of dppo the rollout's" in page
 
 
 def test_huge_log_ratios_keep_metrics_finite():

@@ -174,6 +174,19 @@ REFUSED = [
         "own_truncated", {**ROLLOUT, "clip_ratio_low": 0.1}, "clip_ratio_low=0.1: policy loss 'own_truncated' has no clip", id="low"
     ),
     pytest.param("own_reinforce", {"clip_ratio_high": 0.1}, "clip_ratio_high=0.1: .* 'own_reinforce' has no clip", id="high"),
+    pytest.param(
+        *("grpo", {"clip_ratio_c": 3.0}, r"clip_ratio_c is a parameter .* pass loss_parameters=\{.clip_ratio_c.: 3.0\}"),
+        id="as keyword",
+    ),
+    pytest.param(
+        "cispo", {"clip_ratio_c": 3.0}, "'cispo' has no parameter clip_ratio_c: it is one of .*grpo", id="of another loss"
+    ),
+    pytest.param(
+        *("sapo", {"sapo_temperature_negativ": 1.1}, r"did you mean loss_parameters=\{.sapo_temperature_negative.: 1.1\}\?"),
+        id="misspelt parameter",
+    ),
+    pytest.param("grpo", {"temprature": 1.0}, r"'grpo' takes no keyword temprature: did you mean temperature\?", id="misspelt"),
+    pytest.param("grpo", {"parameters": {}}, r"did you mean loss_parameters\?", id="nearly"),
     pytest.param("grpo", {"clip_ratio_low": 1.0}, r"clip_ratio_low=1.0 must be in \[0, 1\)", id="no lower bound"),
 ]
 

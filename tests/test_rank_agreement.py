@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,7 @@ from loss_backends import KERNEL
 import megatron_rl
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.layout.groups import MESSAGE_BYTES, SINGLE, RankAgreement, checks_microbatch
-from megatron_rl.loss_hub import register_policy_loss
+from megatron_rl.loss_hub import LossValue, register_policy_loss
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.testing.ranks import RankPool
@@ -128,6 +129,8 @@ EVERYWHERE = {
         changed(ref_log_probs=torch.zeros(NUM_TOKENS), kl_coefficient=0.1, regularizer_weights=torch.ones(2)),
         "kl_coefficient differs",
     ),
+    "an unknown keyword": (changed(no_such_keyword=1), "takes no keyword no_such_keyword"),
+    "an unknown loss parameter": (changed(loss_parameters={"no_such": 1.0}), "has no parameter 'no_such'"),
     "labels of a wrong shape": (changed(labels=torch.zeros(5, dtype=torch.int64)), r"labels must be \[T=6\]"),
     "labels of a wrong dtype": (lambda given: given.update(labels=given["labels"].int()), r"labels must be \[T=6\] int64"),
     "labels that are none": (changed(labels=None), "labels are NoneType"),
@@ -225,6 +228,7 @@ def test_what_is_exchanged_and_when(ranks):
 
     def step(rank: int):
         counts = {}
+        megatron_rl.gspo_loss(**arguments("gspo_loss", "cp"), check_ranks=False)  # the first of a group compares nevertheless
         for check_ranks in (None, True, False):
             with counted_collectives(with_checks=True) as calls:
                 megatron_rl.gspo_loss(**arguments("gspo_loss", "cp"), check_ranks=check_ranks)
@@ -237,6 +241,80 @@ def test_what_is_exchanged_and_when(ranks):
         assert counts[None] == counts[True] == [check, *counts[False], check]
         assert counts[False] == [("all_reduce", (2, 3))]
     assert [checks_microbatch(number) for number in range(4)] == [True, True, None, None]
+
+
+@pytest.mark.parametrize("group_name", ["tp", "cp"])
+@pytest.mark.parametrize("entry", ["grpo_loss", "linear_gspo_loss", "vocab_parallel_log_probs"])
+def test_a_rank_that_does_not_compare_is_named(ranks, entry, group_name):
+    """It would leave the others in their exchange."""
+    if (entry, group_name) == ("vocab_parallel_log_probs", "cp"):
+        pytest.skip("it has no cp group")
+
+    def step(rank: int):
+        given = arguments("grpo_loss" if entry.startswith("vocab") else entry, group_name)
+        given[f"{group_name}_group"] = dist.new_group([0, 1])  # no block has been without a comparison on it
+        if entry.startswith("vocab"):
+            given = {name: given[name] for name in ("logits", "labels", "loss_mask", "tp_group")}
+        if rank == 1:
+            given["check_ranks"] = False
+        return error_of(lambda: getattr(megatron_rl, entry)(**given))
+
+    for text in ranks.run(step):
+        assert "whether check_ranks compares differs" in text and "rank 0 has True, rank 1 has False" in text
+
+
+def sums_twice(batch):
+    value = -batch.advantages * batch.log_ratio.exp()
+    for _ in range(1 + (dist.get_rank() == 1)):
+        value = value * batch.of_tokens(batch.sample_mean(batch.log_ratio)).exp()
+    return value
+
+
+def knows_its_derivative(batch):
+    """By data: no derivative where this rank has no negative advantage, as an idle rank may do."""
+    value = -batch.advantages * batch.of_tokens(batch.sample_mean(batch.log_ratio)).exp()
+    return LossValue(value, value.detach()) if dist.get_rank() == 1 else value
+
+
+def columns(batch):
+    k = 1 + dist.get_rank()
+    means = batch.sample_mean(batch.log_ratio[:, None].expand(-1, k))
+    return -batch.advantages * batch.of_tokens(means.sum(1)).exp()
+
+
+def ends(batch):
+    if dist.get_rank() == 1:
+        raise SystemExit("on this rank")
+    return -batch.advantages * batch.of_tokens(batch.sample_mean(batch.log_ratio)).exp()
+
+
+def ends_after_a_sum(batch):
+    value = -batch.advantages * batch.of_tokens(batch.sample_mean(batch.log_ratio)).exp()
+    return value if dist.get_rank() == 0 else sys.exit(3)
+
+
+OTHERS_ON_RANK_1 = {
+    "one more sum": (sums_twice, "policy loss 'unlike' asks for .* sums over samples"),
+    "a derivative": (knows_its_derivative, "policy loss 'unlike' asks for .* sums over samples"),
+    "one more column": (columns, "policy loss 'unlike' asks for .* sums over samples"),
+    "SystemExit": (ends, r"policy loss 'unlike' raised SystemExit\(on this rank\)"),
+    "sys.exit after a sum": (ends_after_a_sum, r"policy loss 'unlike' raised SystemExit\(3\)"),
+}
+
+
+@pytest.mark.parametrize("entry", ["policy_loss", "linear_policy_loss"])
+@pytest.mark.parametrize("name", OTHERS_ON_RANK_1)
+def test_a_loss_whose_collectives_differ_is_named_on_both(ranks, name, entry):
+    """It would wait until its collective runs out of time."""
+    function, message = OTHERS_ON_RANK_1[name]
+
+    def step(rank: int):
+        register_policy_loss("unlike", "batch")(function)
+        given = arguments(entry, "cp")
+        return error_of(lambda: getattr(megatron_rl, entry)("unlike", **given))
+
+    for text in ranks.run(step):
+        assert re.search(message, text), text
 
 
 def test_one_rank_compares_nothing():

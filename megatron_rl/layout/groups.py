@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -153,7 +154,8 @@ def gather_into_one(gathered: Tensor, values: Tensor, group: Group) -> None:  # 
     """One all-gather. With a list of outputs NCCL gathers into a buffer and copies each output from it, and the host makes a tensor
     for each rank; one output avoids all of it."""
     values = values if values.dim() else values.view(1)
-    getattr(dist, GATHER_INTO_ONE)(gathered.view(-1, *values.shape[1:]), values, group=group)
+    rows = gathered.shape[0] * values.shape[0]  # not -1, which torch cannot find for tensors without an element
+    getattr(dist, GATHER_INTO_ONE)(gathered.view(rows, *values.shape[1:]), values, group=group)
 
 
 def all_reduce_sum(values: Tensor, group: Group) -> Tensor:
@@ -271,15 +273,23 @@ class RankAgreement:
 
     At the end of the block the ranks of the tp group, then those of the cp group, exchange their values or their errors. All of
     them raise the same error: ConfigError where a rank raised that, else DataError.
-    check_ranks: whether to compare; None: where the group communicates through the CPU. Equal on all ranks of both groups.
+    check_ranks: whether to compare; None: where the group communicates through the CPU. Equal on all ranks of both groups: where a
+    group communicates through the CPU, the first block with False compares nevertheless, so that a rank with another setting is
+    named.
 
     Communication: one all-gather of [MESSAGE_BYTES] uint8 over each compared group; none at size 1. Synchronises on CUDA.
     """
 
     def __init__(self, tp_group: Group, cp_group: Group, *, check_ranks: bool | None):
         named = (("tensor-parallel", tp_group), ("context-parallel", cp_group))
-        self._groups = [(name, group) for name, group in named if is_checked(group, check_ranks)]
-        self._values: dict[str, dict[str, str]] = {name: {} for name, _ in self._groups}
+        self._groups = [
+            (name, group)
+            for name, group in named
+            if is_checked(group, check_ranks) or (check_ranks is not None and _is_first_unchecked(group))
+        ]
+        self._values: dict[str, dict[str, str]] = {
+            name: {"whether check_ranks compares": str(is_checked(group, check_ranks))} for name, group in self._groups
+        }
 
     @property
     def is_active(self) -> bool:
@@ -314,6 +324,18 @@ def is_checked(group: Group, check_ranks: bool | None) -> bool:
     if group.size() == 1:
         return False
     return group_device(group).type == "cpu" if check_ranks is None else check_ranks
+
+
+# The groups whose ranks have said once that they do not compare.
+_unchecked_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _is_first_unchecked(group: Group) -> bool:
+    """Whether ranks with check_ranks=None would compare over the group, and this is the first time that this rank does not."""
+    if not isinstance(group, dist.ProcessGroup) or not is_checked(group, None) or group in _unchecked_groups:
+        return False
+    _unchecked_groups.add(group)
+    return True
 
 
 def _problem_of(name: str, messages: list[Message]) -> list[str] | None:

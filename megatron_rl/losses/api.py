@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Unpack
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from torch import Tensor
 from megatron_rl.config import Backend
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import RankAgreement, resolve_group
-from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
+from megatron_rl.layout.groups import Group, RankAgreement, resolve_group
+from megatron_rl.loss_hub import PolicyLoss, declared_parameters, get_policy_loss
 from megatron_rl.losses.options import (
     LogitsLossKeywords,
     LogitsLossOptions,
@@ -22,7 +23,6 @@ from megatron_rl.losses.options import (
     LossOptions,
     LossSettings,
     prepare_inputs,
-    read_options,
     resolve_options,
 )
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
@@ -42,6 +42,8 @@ from megatron_rl.ops.log_probs import (
     compare_log_prob_inputs,
     log_probs_dtype,
 )
+
+Options = TypeVar("Options", bound=LossOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,29 @@ def output_of(result: LossResult, loss: Tensor, log_probs: Tensor | None) -> Pol
         result.statistics,
         result.correction,
     )
+
+
+def groups_and_agreement(keywords: Mapping[str, Any]) -> tuple[Group, Group, RankAgreement]:
+    """The tp and cp group, and the agreement that encloses all other checks, so that an error of one rank is named on all."""
+    tp_group, cp_group = resolve_group(keywords.get("tp_group"), "tp"), resolve_group(keywords.get("cp_group"), "cp")
+    return tp_group, cp_group, RankAgreement(tp_group, cp_group, check_ranks=keywords.get("check_ranks"))
+
+
+def read_options(kind: type[Options], loss: PolicyLoss, keywords: Mapping[str, Any]) -> Options:
+    """Raises ConfigError for a keyword that is none of the fields: it may be a parameter of a loss, or a misspelt name."""
+    known = [field.name for field in fields(kind)]
+    if unknown := sorted(keywords.keys() - set(known)):
+        name, losses_of = unknown[0], declared_parameters()
+        if name in losses_of and loss.name not in losses_of[name]:
+            raise ConfigError(f"policy loss {loss.name!r} has no parameter {name}: it is one of {', '.join(losses_of[name])}")
+        own = [parameter.name for parameter in loss.parameters]
+        close = [name] if name in own else get_close_matches(name, [*known, *own], n=1)
+        typed = f'loss_parameters={{"{close[0]}": {keywords[name]!r}}}' if close and close[0] in own else "".join(close)
+        if name in own:
+            raise ConfigError(f"{name} is a parameter of policy loss {loss.name!r} and no keyword: pass {typed}")
+        remedy = f"did you mean {typed}?" if close else f"it takes {', '.join(known)}"
+        raise ConfigError(f"policy loss {loss.name!r} takes no keyword {name}: {remedy}")
+    return kind(**keywords)
 
 
 @runs_eagerly
@@ -112,10 +137,10 @@ def policy_loss(
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
         for a wrong return value of the loss, and on the CPU for unmasked non-finite values. ConfigError for wrong settings.
     """
-    options = read_options(LogitsLossOptions, keywords)
-    tp_group, cp_group = resolve_group(options.tp_group, "tp"), resolve_group(options.cp_group, "cp")
-    with RankAgreement(tp_group, cp_group, check_ranks=options.check_ranks) as agreement:
+    tp_group, cp_group, agreement = groups_and_agreement(keywords)
+    with agreement:
         loss = get_policy_loss(name)
+        options = read_options(LogitsLossOptions, loss, keywords)
         settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, check_logits(logits)))
         tensors = (old_log_probs, advantages, loss_mask, cu_seqlens, token_weights)
         inputs = prepare_inputs(loss, options, cp_group, logits.shape[0], logits.device, log_probs_dtype(logits), *tensors)
@@ -161,13 +186,13 @@ def loss_of_log_probs(
     Everything that needs logits is refused: temperature, vocab_size, an entropy. Communication and errors: as policy_loss, without
     the all-gather over tp.
     """
-    options = read_options(LossOptions, keywords)
-    if (options.temperature, options.vocab_size, options.entropy_coefficient) != (1.0, None, 0.0):
-        raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
     values = log_probs.to(log_probs_dtype(log_probs))
-    tp_group, cp_group = resolve_group(options.tp_group, "tp"), resolve_group(options.cp_group, "cp")
-    with RankAgreement(tp_group, cp_group, check_ranks=options.check_ranks) as agreement:
+    tp_group, cp_group, agreement = groups_and_agreement(keywords)
+    with agreement:
         loss = get_policy_loss(name)
+        options = read_options(LossOptions, loss, keywords)
+        if (options.temperature, options.vocab_size, options.entropy_coefficient) != (1.0, None, 0.0):
+            raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
         settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, values))
         tensors = (old_log_probs, advantages, loss_mask, cu_seqlens, token_weights)
         inputs = prepare_inputs(loss, options, cp_group, values.shape[0], values.device, values.dtype, *tensors)

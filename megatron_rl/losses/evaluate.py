@@ -34,9 +34,14 @@ class RefusedElsewhere(Exception):
     """Another cp rank refused the result of the loss; RankAgreement passes its message on."""
 
 
-@dataclass(frozen=True, slots=True)
+class OtherNumberOfSums(DataError):
+    """A cp rank has ended its sums while another one asks for a further sum."""
+
+
+@dataclass(slots=True)
 class JointSums:
-    """Sums over cp for one call of a loss. is_checked: a rank that refuses tells the others in their next sum.
+    """Sums over cp for one call of a loss. is_checked: a rank that refuses, or that has no further sum, tells the others in their
+    next sum.
 
     Without that they would wait in the sum for a rank that has left, because the number of sums of a loss is not known.
     """
@@ -45,29 +50,42 @@ class JointSums:
     num_documents: int
     device: torch.device
     is_checked: bool
+    num_done: int = 0
 
     def __call__(self, values: Tensor) -> Tensor:  # [N] or [N, k] -> the same, float64
-        """Communication: one all-reduce of it; where checked one of [N + 1] for each column. Raises RefusedElsewhere."""
+        """Communication: one all-reduce of it; where checked one of [N + 2] for each column. Raises RefusedElsewhere, and
+        OtherNumberOfSums."""
         values = values.double()
         if not self.is_checked:
             return all_reduce_sum(values.contiguous(), self.cp_group)
         if values.dim() > 1:  # a rank that refuses does not know k
             return torch.stack([self(column) for column in values.unbind(-1)], dim=-1)
-        found = all_reduce_sum(torch.cat([values, values.new_zeros(1)]), self.cp_group)
-        if found[-1] > 0:
-            raise RefusedElsewhere
-        return found[:-1]
+        return self._exchange(values, is_refused=False, is_end=False)
 
     def end(self, *, is_refused: bool) -> None:
-        """Ends the sums: tells the other ranks that this one refused, or raises RefusedElsewhere where another one did.
+        """Ends the sums: tells the other ranks that this one refused, or raises RefusedElsewhere where another one did, and
+        OtherNumberOfSums where another one has not ended.
 
-        Communication: one all-reduce of [N + 1] where checked.
+        Communication: one all-reduce of [N + 2] where checked.
         """
         if self.is_checked:
-            last = torch.zeros(self.num_documents + 1, dtype=torch.float64, device=self.device)
-            last[-1] = float(is_refused)
-            if all_reduce_sum(last, self.cp_group)[-1] > 0 and not is_refused:
-                raise RefusedElsewhere
+            none = torch.zeros(self.num_documents, dtype=torch.float64, device=self.device)
+            self._exchange(none, is_refused=is_refused, is_end=not is_refused)
+
+    def _exchange(self, values: Tensor, *, is_refused: bool, is_end: bool) -> Tensor:  # [N] -> [N]
+        state = values.new_tensor([float(is_refused), float(is_end)])
+        found = all_reduce_sum(torch.cat([values, state]), self.cp_group)
+        num_refused, num_ended = found[-2:].tolist()
+        if num_refused and not is_refused:
+            raise RefusedElsewhere
+        if 0 < num_ended < self.cp_group.size() and not num_refused:
+            raise OtherNumberOfSums(
+                f"asks for {self.num_done} sums over samples on this rank{'' if is_end else ' and a further one'}, and for another "
+                "number on another context-parallel rank: each rank must make the same sums, also one without a token, and either "
+                "all return a derivative or all leave it to autograd"
+            )
+        self.num_done += 1
+        return found[:-2]
 
 
 @dataclass(frozen=True)
@@ -89,7 +107,7 @@ class TokenBatch:
     def sample_sum(self, values: Tensor) -> Tensor:  # [T] -> [N], or [T, k] -> [N, k]
         """The sum over the unmasked tokens of each sample.
 
-        Communication: one all-reduce of the result over cp, and one in backward; where ranks are checked one of [N + 1] a column.
+        Communication: one all-reduce of the result over cp, and one in backward; where ranks are checked one of [N + 2] a column.
         """
         masked = torch.where(self.loss_mask if values.dim() == 1 else self.loss_mask[:, None], values, 0.0)
         sums: Tensor = _SampleSum.apply(masked, self.cu_seqlens, self.documents, self.sums)  # type: ignore[no-untyped-call]  # torch's
@@ -184,6 +202,8 @@ def evaluate_batch(
     except RefusedElsewhere:
         zeros = torch.zeros_like(batch.log_ratio)
         return LossValues(zeros, zeros, zeros.bool()), False
+    except OtherNumberOfSums as error:  # all ranks know it
+        raise DataError(f"policy loss {loss.name!r} {error}") from error
     except Exception:
         batch.sums.end(is_refused=True)
         raise
@@ -194,8 +214,8 @@ def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameter
     """A text for each way in which an elementwise loss differs from its declaration, at these numbers; found once a process.
 
     Nothing for a loss of level "batch", for one that reads more than log-ratios, advantages and log-probabilities, for one that
-    raises here, and for one that is random: another result then shows nothing. A derivative that the loss gives may be another
-    than that of its value, as it may hold a factor constant; a multiple of it is a mistake.
+    raises here, and for one that is random: another result then shows nothing. A derivative that the loss gives must be that of its
+    value, in which factors that are constant for the gradient are detached; a value without a graph has none to compare.
     """
     if loss.level == "batch" or loss.needs:
         return ()
@@ -260,6 +280,11 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
                 f"{name} returns a derivative that is {factor:g} times that of its value: return d value / d log-probability, or "
                 "leave it to autograd"
             )
+        elif (num_apart := _num_apart(own.derivative, of_value, rtol=_FACTOR_NOISE)) > _FEW:
+            yield (
+                f"{name} returns another derivative than that of its value, for {num_apart} of {_NUM_PROBES} pairs of log-ratio "
+                "and advantage: in the value, detach what is constant for the gradient; or leave the derivative to autograd"
+            )
 
 
 def _probes() -> tuple[Tensor, Tensor, Tensor]:  # log_ratio, advantages and log_probs, [_NUM_PROBES] float32
@@ -272,8 +297,8 @@ def _probes() -> tuple[Tensor, Tensor, Tensor]:  # log_ratio, advantages and log
     return log_ratio, advantages, log_ratio.clamp(max=0.0) - 10 ** (4 * drawn[4] - 3)  # no probability is above 1
 
 
-def _num_apart(values: Tensor, others: Tensor) -> int:
-    return int((~torch.isclose(values.float(), others.float(), rtol=1e-4, atol=_NOISE, equal_nan=True)).sum())
+def _num_apart(values: Tensor, others: Tensor, rtol: float = 1e-4) -> int:
+    return int((~torch.isclose(values.float(), others.float(), rtol=rtol, atol=_NOISE, equal_nan=True)).sum())
 
 
 def nonfinite_values(values: LossValues, is_live: Tensor) -> Tensor:  # [*] bool
@@ -302,7 +327,7 @@ def _checked(
                 leaves[name] = leaves[name].requires_grad_()
         copies = {name: leaf.clone() for name, leaf in leaves.items()}
         kept = dict(copies)
-        returned = call(copies)
+        returned = _returned(loss, call, copies)
         for name, tensor in kept.items():
             if tensor._version:
                 raise DataError(f"policy loss {loss.name!r} writes into {name}: it must leave its inputs as they are")
@@ -311,18 +336,33 @@ def _checked(
         derivative = None if prefers_autograd and result.value.requires_grad else result.derivative
         is_weighted = derivative is None and weights is not None
         if derivative is None:
-            derivative = _derivative(result.value, weights, [leaves[name] for name in by if name in leaves], like)
+            derivative = _derivative(loss, result.value, weights, [leaves[name] for name in by if name in leaves], like)
     is_clipped = torch.zeros_like(like, dtype=torch.bool) if result.is_clipped is None else result.is_clipped
     values = LossValues(result.value.detach(), derivative.detach(), is_clipped)
     return values, is_weighted
 
 
-def _derivative(value: Tensor, weights: Tensor | None, leaves: list[Tensor], like: Tensor) -> Tensor:
+def _returned(loss: PolicyLoss, call: Callable[[dict[str, Tensor]], Any], copies: dict[str, Tensor]) -> Any:
+    try:
+        return call(copies)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit would end this rank without a word to the others
+        raise DataError(f"policy loss {loss.name!r} raised {type(error).__name__}({error}): raise a ValueError instead") from error
+
+
+def _derivative(loss: PolicyLoss, value: Tensor, weights: Tensor | None, leaves: list[Tensor], like: Tensor) -> Tensor:
     if not value.requires_grad:
         return torch.zeros_like(like)
-    total = value.sum() if weights is None else torch.where(weights != 0, weights * value, 0.0).sum()
+    # Of a masked token the weight is 0, and so is what its value, which may be anything, gets as gradient.
+    total = value.sum() if weights is None else (weights * value).sum()
     gradients = torch.autograd.grad(total, leaves, allow_unused=True)
     found = [gradient for gradient in gradients if gradient is not None]
+    if not found:
+        raise DataError(
+            f"policy loss {loss.name!r} returned a value with a gradient of its own, and none by log_ratio or log_probs: compute "
+            "it from them; a number that is trained elsewhere, such as a torch.nn.Parameter, must be detached"
+        )
     return sum(found[1:], found[0])
 
 
@@ -331,9 +371,14 @@ def _check_shapes(loss: PolicyLoss, result: LossValue, like: Tensor) -> None:
         dtype = torch.bool if name == "is_clipped" else like.dtype
         if tensor is None and name != "value":
             continue
-        if not isinstance(tensor, Tensor) or tensor.shape != like.shape or tensor.dtype != dtype:
-            found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            hint = "; return megatron_rl.LossValue(value, derivative, is_clipped)" if isinstance(tensor, tuple | list) else ""
-            raise DataError(
-                f"policy loss {loss.name!r} returned {found} as its {name}: it must be {tuple(like.shape)} {dtype}{hint}"
-            )
+        wanted, found = f"{tuple(like.shape)} {dtype}", type(tensor).__name__
+        if isinstance(tensor, Tensor):
+            given = (tensor.shape, tensor.dtype, tensor.layout, tensor.device)
+            if given == (like.shape, dtype, like.layout, like.device):
+                continue
+            found = f"{tuple(tensor.shape)} {tensor.dtype}"
+            if (tensor.layout, tensor.device) != (like.layout, like.device):
+                wanted += f" with {like.layout} on {like.device}"
+                found += f" with {tensor.layout} on {tensor.device}"
+        hint = "; return megatron_rl.LossValue(value, derivative, is_clipped)" if isinstance(tensor, tuple | list) else ""
+        raise DataError(f"policy loss {loss.name!r} returned {found} as its {name}: it must be {wanted}{hint}")

@@ -16,10 +16,10 @@ from torch import Tensor
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.corrections import Correction, token_weights_of
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, group_device, resolve_group
+from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, group_device
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
-from megatron_rl.losses.api import PolicyLossOutput, compare_inputs, output_of, reducer_of
+from megatron_rl.losses.api import PolicyLossOutput, compare_inputs, groups_and_agreement, output_of, read_options, reducer_of
 from megatron_rl.losses.corrected import is_known_before, with_known_correction
 from megatron_rl.losses.evaluate import evaluate, nonfinite_values
 from megatron_rl.losses.options import (
@@ -33,7 +33,6 @@ from megatron_rl.losses.options import (
     is_known_on_policy,
     prepare_inputs,
     raise_on_nonfinite,
-    read_options,
     resolve_options,
 )
 from megatron_rl.losses.reduce_torch import LossResult, are_finite
@@ -126,10 +125,10 @@ def linear_policy_loss(
     Raises: what policy_loss raises. DataError for operands or document_lengths that do not fit. ConfigError for a max_logits_bytes
         below one row, a wrong loss_scale, float16 without one, and a second backward.
     """
-    options = read_options(LinearLossOptions, keywords)
-    tp_group, cp_group = resolve_group(options.tp_group, "tp"), resolve_group(options.cp_group, "cp")
-    with RankAgreement(tp_group, cp_group, check_ranks=options.check_ranks) as agreement:
+    tp_group, cp_group, agreement = groups_and_agreement(keywords)
+    with agreement:
         loss = get_policy_loss(name)
+        options = read_options(LinearLossOptions, loss, keywords)
         # The head is checked before the settings, because the choice of the backend reads the weight.
         head_options = HeadOptions(
             options.temperature,

@@ -10,10 +10,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -107,20 +106,6 @@ class LinearLossOptions(LossOptions):
     document_lengths: Sequence[int] | None = None
     loss_scale: Tensor | float | None = None
     return_log_probs: bool = True
-
-
-Options = TypeVar("Options", bound=LossOptions)
-
-
-def read_options(kind: type[Options], keywords: Mapping[str, Any]) -> Options:
-    """Raises ConfigError for a keyword that is none of the fields."""
-    known = {field.name for field in fields(kind)}
-    if unknown := sorted(keywords.keys() - known):
-        name = unknown[0]
-        close = get_close_matches(name, known, n=1)
-        remedy = f"did you mean {close[0]}?" if close else f'a parameter of the loss goes into loss_parameters={{"{name}": ...}}'
-        raise ConfigError(f"a policy loss takes no keyword {name}: {remedy}")
-    return kind(**keywords)
 
 
 class LossKeywords(TypedDict, total=False):

@@ -43,7 +43,7 @@ from megatron_rl.losses.options import (
 )
 from megatron_rl.losses.reduce_torch import LossResult, statistics_without_result
 from megatron_rl.metrics import STATISTICS, PolicyStatistics, Reduction
-from megatron_rl.ops.ratios_triton import KL_ESTIMATORS, bounded_exp, k3_estimate, kl_estimate
+from megatron_rl.ops.ratios_triton import KL_ESTIMATORS, UNBIASED, bounded_exp, k3_estimate, kl_estimate
 
 # Tokens that a program loads at once. Documents may be long and few, so a big block keeps many loads in flight. 16 warps hold 4
 # tokens a thread, so that the thirteen accumulators of the statistics stay in registers. 512 threads may use 128 registers each;
@@ -57,7 +57,6 @@ NONFINITE, COUNT = (tl.constexpr(FIRST_COLUMNS.index(name)) for name in ("num_no
 # Columns of the terms.
 POLICY, KL, ENTROPY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NUM_TERMS = tl.constexpr(3)
-UNBIASED = tl.constexpr(KL_ESTIMATORS.index(KLEstimator.UNBIASED))
 
 
 @triton.jit

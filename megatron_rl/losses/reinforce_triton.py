@@ -6,7 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_rl.losses import topr as torch_twin
 from megatron_rl.ops.ratios_triton import bounded_exp
+
+LARGEST_RATIO_OF_ONE_POLICY = tl.constexpr(torch_twin.LARGEST_RATIO_OF_ONE_POLICY)
 
 
 @triton.jit
@@ -17,6 +20,6 @@ def reinforce(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):  #
 @triton.jit
 def topr(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):  # value, derivative, is_clipped
     ratio = bounded_exp(log_ratio)
-    is_truncated = (advantages < 0) & (ratio > 1)
-    weight = tl.where((advantages >= 0) | is_truncated, 1.0, ratio)
-    return -weight * advantages * log_probs, -weight * advantages, is_truncated
+    weight = tl.where((advantages >= 0) | (ratio > 1), 1.0, ratio)
+    is_clipped = (advantages < 0) & (ratio > LARGEST_RATIO_OF_ONE_POLICY)
+    return -weight * advantages * log_probs, -weight * advantages, is_clipped

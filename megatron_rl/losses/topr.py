@@ -8,6 +8,9 @@ from torch import Tensor
 from megatron_rl.loss_hub import LossValue, register_policy_loss
 from megatron_rl.ops.ratios import bounded_exp
 
+# Two sums over a row in another order give one policy's ratio as 1 to about 1e-6, in float32.
+LARGEST_RATIO_OF_ONE_POLICY = 1 + 1e-5
+
 
 @register_policy_loss(
     "topr",
@@ -30,8 +33,9 @@ def topr(
     against the policy that sampled it. Here it is the token's, against the old policy: the product of a thousand ratios is near 0
     or above 1 after a small step, and a negative response would have no gradient or all of it. The log-ratio is bounded to +-20, so
     the weight is at least e^-20. An importance correction multiplies this weight, which may then leave [0, 1]. A token counts as
-    clipped if its ratio is above 1 and A_t < 0.
+    clipped if its ratio is above 1 by more than rounding, and A_t < 0.
     """
     ratio = bounded_exp(log_ratio)
     weight = torch.where(advantages < 0, ratio.clamp(max=1.0), 1.0).detach()
-    return LossValue(-weight * advantages * log_probs, derivative=-weight * advantages, is_clipped=(advantages < 0) & (ratio > 1))
+    is_clipped = (advantages < 0) & (ratio > LARGEST_RATIO_OF_ONE_POLICY)
+    return LossValue(-weight * advantages * log_probs, derivative=-weight * advantages, is_clipped=is_clipped)

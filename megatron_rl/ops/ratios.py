@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import LOG_RATIO_BOUND, KLEstimator
+from megatron_rl.errors import ConfigError
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ def kl_estimate(
         unbiased  rho (exp(-d) + d - 1) derivative rho d: its expectation is the gradient of the KL off-policy too
 
     Schulman, "Approximating KL Divergence", 2020; unbiased: DeepSeek-V3.2, arXiv:2512.02556, equation 7. Exponents are bounded to
-    +-20; beyond, the derivatives of k3 and unbiased are 0. k1 and k2 have no bound.
+    +-20; beyond, the derivatives of k3 and unbiased are 0. k1 and k2 have no bound. Raises ConfigError for another estimator.
     """
     if estimator == KLEstimator.K3:
         return k3_estimate(log_probs, ref_log_probs)
@@ -56,6 +57,8 @@ def kl_estimate(
     value, _ = k3_estimate(log_probs, ref_log_probs)
     if estimator == KLEstimator.K3_PLUS:
         return value, difference
+    if estimator != KLEstimator.UNBIASED:
+        raise ConfigError(f"kl_estimator={estimator!r} has no formula here: choose one of {', '.join(KLEstimator)}")
     ratio = bounded_exp(log_ratio)
     is_inside = (difference.abs() <= LOG_RATIO_BOUND) & (log_ratio.abs() <= LOG_RATIO_BOUND)
     return ratio * value, torch.where(is_inside, ratio * difference, 0.0)

@@ -14,7 +14,9 @@ from megatron_rl.config import KLEstimator
 LOG_RATIO_BOUND = tl.constexpr(config.LOG_RATIO_BOUND)
 # A kernel takes the position of an estimator in this list.
 KL_ESTIMATORS = list(KLEstimator)
-K1, K2, K3, K3_PLUS = (tl.constexpr(KL_ESTIMATORS.index(name)) for name in KL_ESTIMATORS[:4])
+K1, K2, K3, K3_PLUS, UNBIASED = (
+    tl.constexpr(KL_ESTIMATORS.index(getattr(KLEstimator, name))) for name in ("K1", "K2", "K3", "K3_PLUS", "UNBIASED")
+)
 
 
 @triton.jit
@@ -59,6 +61,7 @@ def kl_estimate(
         if ESTIMATOR == K3_PLUS:
             derivative = difference
         elif ESTIMATOR != K3:
+            tl.static_assert(ESTIMATOR == UNBIASED, "a KL estimator without a formula")
             ratio = bounded_exp(log_ratio)
             is_inside = (tl.abs(difference) <= LOG_RATIO_BOUND) & (tl.abs(log_ratio) <= LOG_RATIO_BOUND)
             value, derivative = ratio * value, tl.where(is_inside, ratio * difference, 0.0)

@@ -55,7 +55,8 @@ def advantage_times_log_prob(
 def tapered_log_prob(log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float, numbers: Numbers) -> Result:
     ratio = float(log_ratio.detach().clamp(-20, 20).exp())
     is_above = advantage < 0 and ratio > 1
-    return -(1.0 if advantage >= 0 or is_above else ratio) * advantage * log_prob, is_above
+    # What is above 1 by rounding is not counted as clipped.
+    return -(1.0 if advantage >= 0 or is_above else ratio) * advantage * log_prob, is_above and ratio > 1 + 1e-5
 
 
 def inside_a_bound(name: str, log_ratio: Tensor, advantage: float, log_prob: Tensor, numbers: Numbers) -> Result:

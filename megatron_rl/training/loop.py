@@ -12,9 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.aggregation import NO_TOKEN
 from megatron_rl.config import Overlong, PolicyLossConfig, RouterReplay
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.groups import on_all_ranks
 from megatron_rl.loss_hub import import_dotted, needs_rollout_log_probs
 from megatron_rl.megatron.trainer import PolicyTrainer
@@ -239,12 +238,12 @@ class TrainingRun:
                 policy_version=steps_done,
                 counts_phantoms=self._watchdog.counts_phantoms(steps_done),
             )
-        except DataError as error:
+        except EmptyStep as error:
             is_all_masked = not any(sample.loss_mask.any() for of_microbatch in microbatches for sample in of_microbatch)
-            if self._options.overlong != Overlong.MASK or NO_TOKEN not in str(error) or not is_all_masked:
+            if self._options.overlong != Overlong.MASK or not is_all_masked:
                 raise
             longest = self._options.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-            raise DataError(
+            raise EmptyStep(
                 f"{error}; --overlong mask has masked every response of this step, because --max-new-tokens {longest} cut it: "
                 "raise --max-new-tokens, or choose --overlong penalty or keep"
             ) from error

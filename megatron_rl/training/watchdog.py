@@ -86,7 +86,7 @@ def watch(
     values = {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
     state = _remember(config, state, values)
     found = [*_first_step(config, values)] if step == 1 else []
-    found += _first_kl(values, is_float32) if step == 1 and not found else []  # one line for one cause
+    found += _first_kl(config, values, is_float32) if step == 1 and not found else []  # one line for one cause
     found += [*_phantom_counts(values), *_idle_clip(config, state), *_correction(values, state), *_silence(values, state)]
     found += [*_stillness(config, values, state), *_collapse(values, state)]
     found += [*_first_product(config, values)] if step == 1 else []
@@ -94,21 +94,29 @@ def watch(
     return found, replace(state, reported=(*state.reported, *(finding.name for finding in found)))
 
 
+def _compared(config: PolicyLossConfig) -> tuple[str, str]:
+    """The field that the loss compares with, and what to do where it is of other weights."""
+    if get_policy_loss(config.policy_loss).anchor == "rollout":
+        return "rollout_log_probs", "give those of the engine that sampled"
+    return "old_log_probs", "null in --rollouts takes this policy's own"
+
+
 def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[WatchdogFinding]:
+    compared, remedy = _compared(config)
     ratio = values.get("policy/ratio_new_old", 1.0)
     if not HEALTHY_FIRST_RATIO[0] <= ratio <= HEALTHY_FIRST_RATIO[1]:
         yield WatchdogFinding(
             "first_ratio",
             f"mean importance ratio {ratio:.3f} at the first step, expected 1: check --policy-temperature (that of the rollouts), "
             "--fp32-lm-head (where the sampler's head is float32), the loss masks (prompt tokens unmasked?), and whether "
-            "old_log_probs are of other weights than those that sampled; null in --rollouts takes this policy's own",
+            f"{compared} are of other weights than those that sampled; {remedy}",
         )
     clipped = values.get("policy/clipped_ratio_fraction", 0.0)
     if clipped > LARGEST_FIRST_CLIP_FRACTION:
         yield WatchdogFinding(
             "first_clip_fraction",
             f"clip fraction {clipped:.0%} at the first step, expected 0: the {clip_in_words(config)} is narrower than what sampler "
-            "and trainer differ by before anything moved; check --fp32-lm-head and the old_log_probs of --rollouts, then widen "
+            f"and trainer differ by before anything moved; check --fp32-lm-head and the {compared} of --rollouts, then widen "
             "--clip-ratio-low and --clip-ratio-high",
         )
     level = get_policy_loss(config.policy_loss).level
@@ -118,7 +126,7 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
         yield WatchdogFinding(
             "first_sample_size",
             f"effective sample size {size:.3f} of the {unit} at the first step, expected 1 and at least {least:g}: few of them "
-            "carry the step; check that old_log_probs of --rollouts are not shifted by a token, --policy-temperature and "
+            f"carry the step; check that {compared} of --rollouts are not shifted by a token, --policy-temperature and "
             "--fp32-lm-head",
         )
     phantoms = values.get("policy/num_phantom_tokens", 0)
@@ -131,7 +139,7 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
         )
 
 
-def _first_kl(values: Mapping[str, float], is_float32: bool) -> Iterator[WatchdogFinding]:
+def _first_kl(config: PolicyLossConfig, values: Mapping[str, float], is_float32: bool) -> Iterator[WatchdogFinding]:
     kl, dtype = values.get("policy/kl_new_old", 0.0), "float32" if is_float32 else "bfloat16"
     # Rollouts that carry a version and no log-probabilities of a sampler were measured by the trainer's own engine.
     is_of_these_weights = values.get("policy/staleness") == 0.0 and values.get("policy/max_staleness") == 0.0
@@ -149,8 +157,8 @@ def _first_kl(values: Mapping[str, float], is_float32: bool) -> Iterator[Watchdo
         yield WatchdogFinding(
             "first_kl",
             f"KL from old to new {kl:.2g} nats per token at the first step, expected 0: sampler and trainer do not agree token by "
-            "token although their mean ratio may; check --policy-temperature (that of the rollouts), that old_log_probs of "
-            "--rollouts are not shifted by a token, that they are of the weights that this run starts with, and --fp32-lm-head",
+            f"token although their mean ratio may; check --policy-temperature (that of the rollouts), that {_compared(config)[0]} "
+            "of --rollouts are not shifted by a token, that they are of the weights that this run starts with, and --fp32-lm-head",
         )
 
 
