@@ -30,7 +30,7 @@ DECLARED = {"one_sample_per_rollout": True}
 CUSTOM_TIS = {"use_tis": True, "custom_tis_function_path": "user.rejection"}
 FROM_ROLLOUT = {"use_rollout_logprobs": True}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
-MILES = {"true_on_policy_mode": False}
+MILES, SLIME = {"true_on_policy_mode": False}, {"rollout_batch_size": 8}
 FSDP, BSHD, CP2, OF_4 = {"train_backend": "fsdp"}, {"qkv_format": "bshd"}, {"context_parallel_size": 2}, {"n_samples_per_prompt": 4}
 THEIR_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "user.loss"}
 LOW_VAR, UNBIASED = {**KL, "kl_loss_type": "low_var_kl"}, {"use_unbiased_kl": True}
@@ -126,8 +126,21 @@ REFUSED = {
     ],
     "loss_options_of_the_host_are_honoured": [
         ({**OUR_LOSS, "get_mismatch_metrics": True}, "--get-mismatch-metrics is not implemented .*policy_loss and megatron_rl.r"),
-        ({**OUR_LOSS, **MILES, "rollout_top_p": 0.9}, "--rollout-top-p 0.9 .*of the vocabulary.* is not implemented"),
-        ({**OUR_LOSS, "rollout_batch_size": 8, "rollout_top_k": 20}, "--rollout-top-k 20 .* is not implemented"),
+    ],
+    "sampler_and_trainer_score_alike": [
+        (
+            {**OUR_LOSS, **MILES, **CORRECTED, "rollout_top_p": 0.9},
+            "--rollout-top-p 0.9 beside --importance-correction mask: .*SGLang .*cannot be known here; .*set --rollout-top-p 1, or",
+        ),
+        ({**OUR_LOSS, **MILES, "use_opsm": True, "rollout_top_k": 20}, "--rollout-top-k 20 beside --use-opsm: .*or remove --use-o"),
+        ({**OUR_LOSS, **MILES, **FROM_ROLLOUT, "rollout_top_k": 20}, "--rollout-top-k 20 beside --use-rollout-logprobs: "),
+        ({**OUR_LOSS, **MILES, "policy_loss": "dppo_tv", "rollout_top_k": 20}, "--rollout-top-k 20 beside --policy-loss dppo_tv"),
+        ({**REDUCED, **MILES, "use_tis": True, "rollout_top_p": 0.9}, "--rollout-top-p 0.9 beside --use-tis: .*remove --use-tis"),
+        ({**OUR_LOSS, **SLIME, "rollout_top_p": 0.9}, "--rollout-top-p 0.9: the trainer computes old .*off by the kept mass; set"),
+        (
+            {**OUR_LOSS, **SLIME, "use_tis": True, "rollout_top_k": 20},
+            "--rollout-top-k 20 beside --use-tis: .*set --rollout-top-k -1",
+        ),
     ],
     "custom_correction_is_known": [
         (
@@ -209,8 +222,15 @@ ALLOWED = {
     "replicas_share_one_t": [{**CONSTANT, **REDUCER, "indep_dp": True}],
     "group_sizes_agree": [{**REDUCED, "samples_per_prompt": "4", "n_samples_per_prompt": 4}],
     "loss_options_of_the_host_are_honoured": [
-        {**REDUCED, "eps_clip_c": 3.0, "rollout_top_p": 0.9, "rollout_top_k": 20},
-        {**OUR_LOSS, "rollout_top_p": 1.0, "rollout_top_k": -1},
+        {**REDUCED, "eps_clip_c": 3.0},
+        OUR_LOSS,
+    ],
+    "sampler_and_trainer_score_alike": [
+        {**REDUCED, **MILES, "rollout_top_p": 0.9, "rollout_top_k": 20},
+        {**OUR_LOSS, **MILES, "rollout_top_p": 0.9, "rollout_top_k": 20, "importance_correction": "none"},
+        {**OUR_LOSS, **MILES, **CORRECTED, "rollout_top_p": 1.0, "rollout_top_k": -1},
+        {**REDUCED, **SLIME, "use_tis": True, "rollout_top_p": 0.9},  # its own loss knows the kept tokens
+        {**OUR_LOSS, **SLIME, "rollout_top_k": 20},
     ],
     "custom_correction_is_known": [
         *(

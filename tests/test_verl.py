@@ -560,7 +560,7 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
                 ("grpo.constant", "needs its L"),
             ):
                 whole = compose("ppo_trainer", overrides=[f"{verl_launch.LOSS_MODE}=megatron_rl.{name}"])
-                problems = verl_launch.problems_of_config(whole)
+                problems, _ = verl_launch.judge_config(whole)
                 assert len(problems) == bool(said) and said in "".join(problems), problems
         return 0
 

@@ -25,7 +25,7 @@ from megatron_rl.hosts.batch import HostBatch, read_host_batch
 from megatron_rl.hosts.flags import host_config, known_correction
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import declared_parameters, get_loss_aggregation, import_dotted
-from megatron_rl.validation import HOST_SWITCHES, field_of, flag_of, routes_of_flags
+from megatron_rl.validation import HOST_SWITCHES, config_warnings, field_of, flag_of, routes_of_flags
 from megatron_rl.validation.experts import EXPERT_SETTINGS
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
@@ -168,6 +168,10 @@ class Host:
             # The converter makes each prompt one rollout: the batch size then counts prompts, and no step cuts a group.
             args = Namespace(**{**vars(args), "global_batch_size": None})
         return host_config(args, HostOptions(args), route)
+
+    def warnings(self, config: PolicyLossConfig, args: Namespace) -> list[str]:
+        """What is said at start of a launch that calls our forward step."""
+        return config_warnings(config)
 
     def converter(self) -> Converter | None:
         """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""

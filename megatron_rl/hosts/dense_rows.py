@@ -199,9 +199,11 @@ def loss_of_rows(
     scale: int = 1,
     importance_weights: Tensor | None = None,  # [S, R]
     rollout_log_probs: Tensor | None = None,  # [S, R]
+    counted: Tensor | None = None,  # [S, R] bool
 ) -> PolicyLossOutput:
     """scale times sum_i w_i sum_t m_it u_it l_it, w_i = 1 without totals. Masked values may be anything. Communication: none.
 
+    counted: the tokens of the weights, where they are more than those of the loss; None: the same.
     Raises DataError for unmasked values that are not finite; on CUDA this look synchronises.
     """
     num_rows, width = mask.shape
@@ -210,7 +212,8 @@ def loss_of_rows(
     if totals is None:
         weights = torch.ones(num_rows, device=mask.device)
     else:
-        weights = weigh_tokens(aggregation, token_counts, totals, divisor=config.loss_aggregation_divisor)
+        of_weights = token_counts if counted is None else counted.sum(-1)
+        weights = weigh_tokens(aggregation, of_weights, totals, divisor=config.loss_aggregation_divisor)
     output = loss_of_log_probs(
         config.policy_loss,
         log_probs.flatten(),
@@ -294,6 +297,14 @@ def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals | None, r
         regularizers,
     ]
     print(" | ".join(parts), file=sys.stderr, flush=True)
+
+
+def warn_once(warnings: Sequence[str]) -> None:
+    """On standard error, at the first step, on the first rank that has the loss."""
+    for text in warnings:
+        if text not in _told and _is_first_rank():
+            _told.add(text)
+            print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
 
 
 def numbers(config: PolicyLossConfig) -> str:

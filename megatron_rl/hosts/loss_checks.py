@@ -22,10 +22,8 @@ from megatron_rl.hosts.flags import (
     known_correction,
     mis_problems,
 )
+from megatron_rl.hosts.sampling import SAMPLERS, SamplingVerdict, flags_that_read, judge_sampling
 
-# The values of --rollout-top-k that mean the whole vocabulary, in both hosts and in their engine.
-WHOLE_VOCABULARY = (-1, 0)
-OF_THE_SUPPORT = "log-probabilities over a part of the vocabulary"
 WOULD_LEAVE_OUT = "which would train as if it were not there"
 OR_HOSTS_LOSS = "or train with the host's --loss-type policy_loss and megatron_rl.reducers.get_pg_loss_reducer"
 
@@ -36,8 +34,6 @@ def loss_options_of_the_host_are_honoured(launch: HostLaunch) -> Iterator[str]:
     unsupported = {
         "--get-mismatch-metrics": options["get_mismatch_metrics"],
         "--true-on-policy-mode": options["true_on_policy_mode"],
-        f"--rollout-top-p {options['rollout_top_p']} ({OF_THE_SUPPORT})": options["rollout_top_p"] != 1.0,
-        f"--rollout-top-k {options['rollout_top_k']} ({OF_THE_SUPPORT})": options["rollout_top_k"] not in WHOLE_VOCABULARY,
     }
     for option, is_set in unsupported.items():
         if is_set:
@@ -71,6 +67,26 @@ def correction_is_counted_once(launch: HostLaunch) -> Iterator[str]:
             f"{flag} with --use-rollout-logprobs: the ratio of the loss is to rollout_log_probs already, so the correction would "
             f"be counted twice; remove {flag}, or remove --use-rollout-logprobs"
         )
+
+
+def sampler_and_trainer_score_alike(launch: HostLaunch) -> Iterator[str]:
+    """On each route: the host's own loss may compare with the sampler too."""
+    yield from _sampling(launch).problems
+
+
+def sampler_is_the_policy(launch: HostLaunch) -> Iterator[str]:
+    yield from _sampling(launch).warnings
+
+
+def _sampling(launch: HostLaunch) -> SamplingVerdict:
+    options, is_our_loss = launch.options, launch.route == Route.CUSTOM_LOSS
+    if launch.is_alone or launch.route not in options.host.routes or options.host.name not in SAMPLERS:
+        return SamplingVerdict()
+    readers = ["--use-tis"] * bool(options["use_tis"]) + ["--use-rollout-logprobs"] * bool(options["use_rollout_logprobs"])
+    if is_our_loss:
+        readers += ["--use-opsm"] * bool(options["use_opsm"])
+        readers += flags_that_read(options.ours)
+    return judge_sampling(options.host.name, options.__getitem__, readers, is_our_loss=is_our_loss)
 
 
 def loss_has_a_dual_clip(launch: HostLaunch) -> Iterator[str]:
@@ -167,6 +183,8 @@ LOSS_CHECKS: tuple[Check, ...] = (
     _of_our_loss(loss_options_of_the_host_are_honoured),
     _of_our_loss(custom_correction_is_known),
     _of_our_loss(correction_is_counted_once),
+    Check("sampler_and_trainer_score_alike", sampler_and_trainer_score_alike),
+    Check("sampler_is_the_policy", sampler_is_the_policy, is_warning=True),
     _of_our_loss(loss_has_a_dual_clip),
     _of_our_loss(kl_estimator_is_known),
     _of_our_loss(kl_differs_from_the_hosts, is_warning=True),

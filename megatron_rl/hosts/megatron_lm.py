@@ -10,7 +10,7 @@ import inspect
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -25,6 +25,7 @@ from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossCo
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import Host, HostOptions, current_args
 from megatron_rl.hosts.flags import validated, with_host_values
+from megatron_rl.hosts.sampling import SamplingVerdict, flags_that_read, judge_sampling
 from megatron_rl.hosts.training_hooks import drift_problems, largest_anywhere, layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -58,6 +59,9 @@ class MegatronLM(Host):
 
     def config(self, args: Namespace, route: Route) -> PolicyLossConfig:
         return megatron_lm_config(args) if route == Route.MEGATRON_LM else super().config(args, route)
+
+    def warnings(self, config: PolicyLossConfig, args: Namespace) -> list[str]:
+        return launch_warnings(config, args)
 
 
 HOST = MegatronLM()
@@ -111,6 +115,7 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
             "--rl-use-sequence-packing"
         )
     problems += _log_probs_that_are_not_packed(given, options)
+    problems += _sampling(given, merged).problems
     record = options.record
     if record is not None and record.needs_prompts:
         if not read_switch(given.get("allow_partial_prompt_groups")):
@@ -144,6 +149,19 @@ def _log_probs_that_are_not_packed(given: dict, options: HostOptions) -> list[st
         f"{named} compares with the sampler, and train_rl.py packs the sampler's log-probabilities only with {CORRECTION_FLAG}: "
         "add it"
     ]
+
+
+def _sampling(given: Mapping[str, Any], merged: Mapping[str, Any]) -> SamplingVerdict:
+    """given: train_rl.py's arguments. merged: with its values for our settings."""
+    return judge_sampling("megatron_lm", given.get, flags_that_read(merged.get))
+
+
+def launch_warnings(config: PolicyLossConfig, args: Namespace) -> list[str]:
+    """config_warnings, and what train_rl.py's sampling does to it."""
+    warnings = config_warnings(config)
+    if HostOptions(args)["perform_rl_step"]:
+        warnings += _sampling(vars(args), asdict(config)).warnings
+    return warnings
 
 
 def _cut_prompt_groups(given: dict) -> list[str]:
@@ -219,7 +237,7 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool) -> Non
     probe = probe_schedule(calculate_per_token_loss=calculate_per_token_loss)
     if dist.get_rank() != 0:
         return
-    for warning in config_warnings(config):
+    for warning in launch_warnings(config, current_args()):
         warnings.warn(f"megatron_rl: {warning}", stacklevel=2)
     groups = resolve_groups()
     parts = [

@@ -17,7 +17,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -50,6 +50,7 @@ from megatron_rl.hosts.dense_rows import (
     signature_problem,
     tell_once,
 )
+from megatron_rl.hosts.sampling import UNSCORED, SamplingVerdict, judge_recomputed_sampling, readers_of, value_at
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.step_metrics import finalise_metrics
 
@@ -77,6 +78,8 @@ KL_SETTINGS = {
     "kl_input_clamp_value": 20.0,
     "kl_output_clamp_value": 10.0,
 }
+# A score of 0.0 beside one of the sampler's above this is that of a sure token, rounded.
+SURE = -1e-3
 # What NeMo-RL writes into advantages after its estimator.
 AFTER_THE_ESTIMATOR = ("advantage_clip_low", "advantage_clip_high", "invalid_tool_call_advantage", "malformed_thinking_advantage")
 # [B, S] each; position t is of token t, so that [:, 1:] belongs to the log-probabilities of next tokens.
@@ -90,6 +93,9 @@ LOSS_ATTRIBUTES = ("input_type", "loss_type", "use_fused_linear_logprobs", "metr
 class NemoSettings:
     config: PolicyLossConfig
     is_on_policy: bool  # force_on_policy_ratio: the batch's old log-probabilities are placeholders
+    has_unscored: bool = False
+    """Tokens may have the score 0.0 because NeMo-RL's trainer leaves them out of its distribution."""
+    warnings: tuple[str, ...] = ()
 
     @property
     def correction(self) -> CorrectionSettings:
@@ -204,12 +210,26 @@ def _setting_problems(settings: NemoSettings, given: Mapping[str, Any]) -> Itera
         )
 
 
+def judge_sampling(settings: NemoSettings, value_of: Callable[[str], Any]) -> SamplingVerdict:
+    """value_of: a setting of NeMo-RL by its dotted name; None: not set."""
+    loss, config = get_policy_loss(settings.config.policy_loss), settings.config
+    readers = readers_of(config)
+    if loss.level != "token":
+        readers.append(f"the policy loss {loss.name}, whose ratio is of more than one token")
+    if config.kl_coefficient and config.kl_estimator == KLEstimator.UNBIASED:
+        readers.append(f"++loss_fn.{KL_ESTIMATOR}={config.kl_estimator}")
+    return judge_recomputed_sampling(value_of, readers)
+
+
 def check_launch(master_config: Any) -> NemoSettings:
     """The settings of a whole launch. Raises one ConfigError with every problem."""
     problems: list[str] = []
     settings = None
     try:
         settings = read_settings(master_config.loss_fn)
+        sampling = judge_sampling(settings, functools.partial(value_at, master_config))
+        problems += sampling.problems
+        settings = replace(settings, has_unscored=sampling.keeps_a_part, warnings=sampling.warnings)
     except ConfigError as error:
         problems += error.problems
     policy, grpo = master_config.policy, master_config.grpo
@@ -275,8 +295,11 @@ class NemoLoss:
         policy_loss = get_policy_loss(config.policy_loss)
         needs_sampler = correction.is_on or "rollout_log_probs" in policy_loss.inputs_needed
         sampled = data["generation_logprobs"][:, 1:] if needs_sampler else None
-        output = loss_of_rows(config, totals, log_probs, old, advantages, mask, rollout_log_probs=sampled)
-        kl, metrics = self._kl_and_metrics(log_probs, data, global_valid_seqs, global_valid_toks)
+        unscored = self._unscored(log_probs, data, mask)
+        scored = mask if unscored is None else mask & ~unscored
+        rows = (log_probs, old, advantages, scored)
+        output = loss_of_rows(config, totals, *rows, rollout_log_probs=sampled, counted=mask)
+        kl, metrics = self._kl_and_metrics(log_probs, data, unscored, global_valid_seqs, global_valid_toks)
         if config.kl_coefficient:
             unfiltered = torch.where(mask, data[UNFILTERED], 0.0) if UNFILTERED in data else log_probs
             # As in policy_loss: the importance ratio of `unbiased` has the loss's own denominator.
@@ -287,7 +310,9 @@ class NemoLoss:
         clipped = finalise_metrics(output.metrics).get("policy/clipped_ratio_fraction", 0.0) if output.metrics else 0.0
         metrics["loss"] = loss.item()
         # NeMo-RL adds what its calls return, so each call has its share of the step's tokens.
-        metrics["clipped_ratio_fraction"] = clipped * int(mask.sum()) / totals.num_tokens
+        metrics["clipped_ratio_fraction"] = clipped * int(scored.sum()) / totals.num_tokens
+        if unscored is not None:
+            metrics[UNSCORED] = int(unscored.sum()) / totals.num_tokens
         self.tell(totals)
         return loss, metrics
 
@@ -299,16 +324,42 @@ class NemoLoss:
             regularizers = f"KL {config.kl_coefficient:g} ({config.kl_estimator}) x mean over samples"
         tell_once(f"{KEY}={self.settings} in NeMo-RL", self.settings.config, totals, regularizers)
 
+    def _unscored(self, log_probs: Tensor, data: Mapping[str, Any], mask: Tensor) -> Tensor | None:  # [B, S - 1] bool
+        """The unmasked tokens that NeMo-RL's trainer has left out of its distribution, before this step or in it: their score is
+        0.0, the sampler's is not. None: it leaves none out.
+
+        Of a token that is the only one of both sets, the sampler's score is 0 too. Where it is the only one of the trainer's set
+        alone it counts as left out: its score is a constant there."""
+        if not self.settings.has_unscored:
+            return None
+        is_left_out = log_probs == 0
+        if not self.settings.is_on_policy:
+            is_left_out = is_left_out | (data["prev_logprobs"][:, 1:] == 0)
+        return mask & is_left_out & (data["generation_logprobs"][:, 1:] < SURE)
+
     def _kl_and_metrics(
-        self, log_probs: Tensor, data: dict[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
+        self,
+        log_probs: Tensor,
+        data: dict[str, Any],
+        unscored: Tensor | None,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """NeMo-RL's own loss at advantages of 0: nothing but its KL, with gradient, is left of it. None: it has no KL, or ours."""
+        """NeMo-RL's own loss at advantages of 0: nothing but its KL, with gradient, is left of it. None: it has no KL, or ours.
+
+        In its metrics a token without a score has the sampler's, so that no ratio comes from it."""
         has_kl = self.own.reference_policy_kl_penalty != 0 and not self.settings.config.kl_coefficient
         mask = (data["token_mask"] * data["sample_mask"][:, None]).bool()[:, 1:]
         unfiltered = torch.where(mask, data[UNFILTERED], 0.0) if UNFILTERED in data else log_probs
         silent = {**data, "advantages": torch.zeros_like(data["advantages"]), UNFILTERED: unfiltered}
+        current = log_probs.detach()
+        if unscored is not None:
+            sampled = data["generation_logprobs"]
+            is_left_out = torch.nn.functional.pad(unscored, (1, 0))
+            silent["prev_logprobs"] = torch.where(is_left_out, sampled, data["prev_logprobs"])
+            current = torch.where(unscored, sampled[:, 1:], current)
         with nullcontext() if has_kl else torch.no_grad():
-            loss, metrics = self.own(log_probs.detach(), silent, global_valid_seqs, global_valid_toks)
+            loss, metrics = self.own(current, silent, global_valid_seqs, global_valid_toks)
         return (loss if has_kl else None), dict(metrics)
 
     def _our_kl(self, log_probs: Tensor, ref_log_probs: Tensor, sampled: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
@@ -413,6 +464,8 @@ def loss_in_setup(refuse: Callable[[ConfigError], int], calls: list[str]) -> Ite
             settings = check_launch(master_config)
         except ConfigError as error:
             sys.exit(refuse(error))
+        for text in settings.warnings:
+            print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
         samples = master_config.policy["train_global_batch_size"]
         trainer.ClippedPGLossFn = lambda *given, **options: NemoLoss(own_loss(*given, **options), settings, samples)
         if settings.has_companion:

@@ -14,6 +14,7 @@ from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
+from megatron_rl.hosts.sampling import value_at
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
     UNKNOWN,
@@ -34,6 +35,7 @@ DEFAULT_FILE = Path("configs", "grpo_math_1B.yaml")
 # Our settings that reach a loss in NeMo-RL.
 HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "kl_estimator")
 NOT_OURS = "its own settings decide on entropy and temperature"
+OWN_MODE = {"policy.generation.vllm_cfg.logprobs_mode": "processed_logprobs"}  # in NeMo-RL's own files
 INHERITS, REPLACES = "defaults", "_override_"
 
 
@@ -69,6 +71,12 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         return
     try:
         found = nemo_rl.check_launch(_as_master_config(settings)) if is_whole else nemo_rl.read_settings(loss_fn)
+        warnings = found.warnings
+        if not is_whole:
+            sampling = nemo_rl.judge_sampling(found, lambda name: value_at(settings, name) or OWN_MODE.get(name))
+            warnings = sampling.warnings
+            if sampling.problems:
+                raise ConfigError(sampling.problems)
     except ConfigError as error:
         yield from (Row(NAME, problem, is_wrong=True) for problem in error.problems)
         return
@@ -77,6 +85,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     carried = ", in the advantages" if found.has_companion else ""
     yield Row(NAME, f"{found}, {numbers(config)}, weight of a token {weight}{carried}")
     yield from advice_of(config)
+    yield from (Row("sampling", text, is_note=True) for text in warnings)
     if CorrectionSettings.of(config).is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
     if config.kl_coefficient:

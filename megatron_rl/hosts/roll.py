@@ -37,7 +37,9 @@ from megatron_rl.hosts.dense_rows import (
     refuse_nonfinite,
     signature_problem,
     tell_once,
+    warn_once,
 )
+from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of, value_at
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.losses import PolicyLossOutput, policy_loss
@@ -75,6 +77,7 @@ STRATEGY_METHODS = {
 class RollSettings:
     config: PolicyLossConfig
     is_on_policy: bool  # ROLL has not computed old log-probabilities: the batch has placeholders
+    warnings: tuple[str, ...] = ()
 
     @property
     def record(self) -> AggregationRecord:
@@ -119,7 +122,8 @@ def read_settings(worker: Any, pipeline: Any) -> RollSettings:
         entropy_coefficient=max(pipeline.entropy_loss_coef, 0.0),
         **correction,
     )
-    settings = RollSettings(config, not pipeline.enable_old_logprobs_recompute)
+    sampling = judge_sampler(config, pipeline)
+    settings = RollSettings(config, not pipeline.enable_old_logprobs_recompute, sampling.warnings)
     allowed = [VARIABLES + name.upper() for name in (*parameters, DIVISOR, *CORRECTION_SETTINGS, "kl_estimator")]
     if estimator.is_chosen and estimator.value not in tuple(KLEstimator):
         problems.append(f"{estimator.name}={estimator.value} is not one of {', '.join(KLEstimator)}")
@@ -129,10 +133,17 @@ def read_settings(worker: Any, pipeline: Any) -> RollSettings:
         problems.append(
             f"actor_train.system_envs.{variable}={ours[variable]} has no effect: {settings} has {', '.join(allowed)}; remove it"
         )
-    problems += [*_problems(settings, worker, pipeline), *CorrectionSettings.of(config).problems()]
+    problems += [*_problems(settings, worker, pipeline), *CorrectionSettings.of(config).problems(), *sampling.problems]
     if problems:
         raise ConfigError(problems)
     return settings
+
+
+def judge_sampler(config: PolicyLossConfig, pipeline: Any) -> SamplingVerdict:
+    host = getattr(pipeline, "train_infer_correction", None)
+    theirs = {} if host is None else {"is_weight": host.is_weight.enabled, "filters": any(one.enabled for one in host.filters)}
+    readers = [*readers_of(config), *(f"train_infer_correction.{name}" for name, is_on in theirs.items() if is_on)]
+    return judge_sampling("roll", functools.partial(value_at, pipeline), readers)
 
 
 def _problems(settings: RollSettings, worker: Any, pipeline: Any) -> Iterator[str]:
@@ -260,6 +271,7 @@ def read_totals(data: Any) -> StepTotals:
 
 def tell_step(settings: RollSettings, totals: StepTotals) -> None:
     config = settings.config
+    warn_once(settings.warnings)
     terms = [f"KL {config.kl_coefficient:g} ({config.kl_estimator})"] * bool(config.kl_coefficient)
     terms += [f"entropy {config.entropy_coefficient:g}"] * bool(config.entropy_coefficient)
     regularizers = f"{' and '.join(terms)} x mean over samples" if terms else "no KL and no entropy in the loss"

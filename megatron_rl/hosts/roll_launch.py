@@ -106,6 +106,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     weight = found.record.weight_in_words({"L": config.loss_aggregation_divisor})
     yield Row(VARIANT, f"{found}, {numbers(config)}, weight of a token {weight}")
     yield from advice_of(config)
+    yield from (Row("sampling", text, is_note=True) for text in found.warnings)
     if CorrectionSettings.of(config).is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
     if found.is_on_policy:
@@ -172,6 +173,7 @@ def configs_of(settings: Mapping[str, Any]) -> tuple[SimpleNamespace, SimpleName
         worker.device_mapping = list(range(roll.ranks_of_model(layout)))
         worker.training_args = SimpleNamespace(per_device_train_batch_size=1, gradient_accumulation_steps=batch)
     correction = settings.get("train_infer_correction") or {}
+    pipeline["actor_infer"] = settings.get("actor_infer")
     pipeline["train_infer_correction"] = SimpleNamespace(
         is_weight=SimpleNamespace(enabled=bool((correction.get("is_weight") or {}).get("enabled"))),
         filters=[SimpleNamespace(enabled=bool(one.get("enabled"))) for one in correction.get("filters") or []],

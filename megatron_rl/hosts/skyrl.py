@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -37,6 +37,7 @@ from megatron_rl.hosts.dense_rows import (
     signature_problem,
     tell_once,
 )
+from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of, value_at
 from megatron_rl.hosts.settings_line import read_overrides
 from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, needs_rollout_log_probs, policy_loss_names
 from megatron_rl.step_metrics import finalise_metrics
@@ -150,6 +151,12 @@ def read_settings(algorithm: Any, own: Mapping[str, Any], *, is_corrected: bool)
     return config
 
 
+def judge_sampler(config: PolicyLossConfig, value_of: Callable[[str], Any], *, is_corrected: bool) -> SamplingVerdict:
+    """value_of: a setting of SkyRL by its dotted name; None: not set."""
+    theirs = ["trainer.algorithm.off_policy_correction"] * is_corrected
+    return judge_sampling("skyrl", value_of, [*readers_of(config), *theirs])
+
+
 def corrects(algorithm: Any) -> bool:
     return bool(import_module(CORRECTIONS).off_policy_correction_enabled(algorithm.off_policy_correction))
 
@@ -229,9 +236,15 @@ def main() -> None:
     try:
         if problems := [*contract_problems()]:
             raise ConfigError(problems)
-        algorithm = entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:]).trainer.algorithm
-        read_settings(algorithm, own, is_corrected=corrects(algorithm))
+        config = entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])
+        is_corrected = corrects(config.trainer.algorithm)
+        settings = read_settings(config.trainer.algorithm, own, is_corrected=is_corrected)
+        sampling = judge_sampler(settings, functools.partial(value_at, config), is_corrected=is_corrected)
+        if sampling.problems:
+            raise ConfigError(sampling.problems)
     except ConfigError as error:
         raise SystemExit("\n".join(f"megatron_rl: ConfigError: {problem}" for problem in error.problems)) from None
+    for text in sampling.warnings:
+        print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
     register(tables.PolicyLossRegistry, own)
     entry.main()

@@ -97,6 +97,9 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     except ConfigError as error:
         yield from (Row(LOSS, problem, is_wrong=True) for problem in error.problems)
         return
+    sampling = skyrl.judge_sampler(config, values.get, is_corrected=is_corrected)
+    yield from (Row("sampling", text, is_wrong=True) for text in sampling.problems)
+    yield from (Row("sampling", text, is_note=True) for text in sampling.warnings)
     weight = get_loss_aggregation(config.loss_aggregation).weight_in_words({"L": config.loss_aggregation_divisor})
     yield Row(LOSS, f"{name}, {algorithm.loss_reduction}, {numbers(config)}, weight of a token {weight}, in the advantages")
     yield from advice_of(config)

@@ -15,6 +15,7 @@ from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
+from megatron_rl.hosts.sampling import judge_sampling, names_of, readers_of
 from megatron_rl.hosts.settings_line import LOSS_SETTINGS, UNKNOWN, Row, advice_of, idle_settings, in_words, put, read_overrides
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, needs_rollout_log_probs, policy_loss_names
 from megatron_rl.validation import routes_of_flags
@@ -26,6 +27,7 @@ ESTIMATOR = "algorithm.adv_estimator"
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what each of its processes imports first
 MINI_BATCH, BATCH = f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
 CORRECTION = "algorithm.rollout_correction"
+SAMPLING = "sampling"
 OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 # verl's defaults of what the checks read besides the actor's settings.
 DEFAULTS: dict[str, Any] = {
@@ -106,17 +108,24 @@ def problems_of(words: Sequence[str]) -> list[str]:
     return [f"{row.subject}: {row.text}" for row in judge(Overrides(words)) if row.is_wrong]
 
 
-def problems_of_config(config: Any) -> list[str]:
-    """The same for verl's whole config, from whatever files."""
+def judge_config(config: Any) -> tuple[list[str], list[str]]:
+    """(problems, what is said at start) of verl's whole config, from whatever files."""
     policy_loss = verl.setting(config, f"{ACTOR}.policy_loss") or {}
     names = [
         *(LOSS_MODE, f"{CORRECTION}.rollout_rs_threshold", *DEFAULTS),
         *(f"{ACTOR}.{name}" for name in READ_OF_ACTOR),
         *(f"{ACTOR}.policy_loss.{name}" for name in policy_loss if f"{ACTOR}.policy_loss.{name}" != LOSS_MODE),
+        *names_of("verl"),
     ]
     values = {name: verl.setting(config, name) for name in names}
     words = [f"{name}={value}" for name, value in values.items() if value not in (None, OWN_VALUES.get(name))]
-    return problems_of(words)
+    rows = [*judge(Overrides(words))]
+    problems, said = ([f"{r.subject}: {r.text}" for r in rows if chosen(r)] for chosen in (lambda r: r.is_wrong, _is_said_at_start))
+    return problems, said
+
+
+def _is_said_at_start(row: Row) -> bool:
+    return row.subject == SAMPLING and not row.is_wrong
 
 
 def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
@@ -252,6 +261,7 @@ def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
         yield Row("policy_loss", text, is_wrong=True)
     if needs_rollout_log_probs(settings):
         yield _sampler(line, mode)
+    yield from _sampling(line, settings)
     divisor = None if is_open else settings.loss_aggregation_divisor
     weight = mode.record.weight_in_words({"L": divisor})
     yield Row(LOSS_MODE, f"{mode}, {numbers(settings)}, weight of a token {weight}")
@@ -352,3 +362,13 @@ def _corrections(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
             "take another aggregation, or rollout_is alone"
         )
         yield Row("rollout_correction", text, is_wrong=True)
+
+
+def _sampling(line: Overrides, settings: PolicyLossConfig) -> Iterator[Row]:
+    """A sampler that keeps a part of the vocabulary, beside our loss and verl's own corrections."""
+    given = {name: line[f"{CORRECTION}.{name}"] for name in ("rollout_is", "rollout_rs", "bypass_mode")}
+    theirs = [f"{CORRECTION}.{name}={value}" for name, value in given.items() if value not in (None, False, UNKNOWN)]
+    unset = None if line.knows_defaults else UNKNOWN
+    found = judge_sampling("verl", lambda name: line.given.get(name, unset), [*readers_of(settings), *theirs])
+    yield from (Row(SAMPLING, text, is_wrong=True) for text in found.problems)
+    yield from (Row(SAMPLING, text, is_note=True) for text in found.warnings)

@@ -81,9 +81,12 @@ def judge_files(checks: Any) -> None:
         except Exception:  # of any type, OmegaConf has its own: a config without these places names nothing of ours
             names = "", ""
         if OURS.search(" ".join(names)) or WITHOUT_PREFIX.search(names[0]):
-            from megatron_rl.hosts.verl_launch import problems_of_config
+            from megatron_rl.hosts.verl_launch import judge_config
 
-            _refuse(problems_of_config(config))
+            problems, said = judge_config(config)
+            _refuse(problems)
+            for text in said:
+                print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
         return validate(config, *given, **named)
 
     checks.validate_config = validate_ours_too

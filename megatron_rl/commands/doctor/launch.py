@@ -50,7 +50,7 @@ from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.training_hooks import host_warnings, trained_in_words, without_init_hook
-from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
+from megatron_rl.validation import field_of, flag_of, routes_of_flags
 from megatron_rl.validation.auxiliary_losses import expert_loss_problems
 from megatron_rl.validation.experts import drift_problem, expert_notes, expert_problems
 from megatron_rl.validation.routes import REASONS
@@ -225,7 +225,8 @@ def _own_loop(line: LaunchLine) -> Iterator[Finding]:
         yield Finding("script", NOTE, f"{line.script} is not here: that its parser has our flags is taken for granted")
     host = line.of_host if line.takes_our_flags else None
     if host is not None:
-        yield from _told(line, lambda: config_warnings(host.config(host_arguments(line), host.routes[0])))
+        args = host_arguments(line)
+        yield from _told(line, lambda: host.warnings(host.config(args, host.routes[0]), args))
 
 
 def _train(line: LaunchLine) -> Iterator[Finding]:

@@ -1,0 +1,294 @@
+"""Samplers that keep a part of the vocabulary (top-p, top-k, min-p): one table of the trainers' settings, one check of a launch.
+
+Of a token a of the kept set S, whose mass is M = sum_S pi, a sampler reports one of two log-probabilities:
+
+    of the kept tokens          log mu(a) = log pi(a) - log M, so log pi(a) - log mu(a) = log M <= 0 on every token
+    of the whole vocabulary     log pi(a)
+
+Where the sampler's is of the kept tokens and the trainer's of the whole vocabulary, each importance weight is M although nothing is
+off-policy, and the product over m tokens M^m: whatever compares with the sampler is refused. Where both are of one kind the weights
+are right. The policy that samples still is another one than pi: a token outside S is never sampled. The ratio of two scores of the
+trainer's holds no M, whatever the sampler reports.
+
+megatron-rl train has no such settings: it samples from the whole vocabulary. What others have sampled comes by --rollouts, and the
+watchdog knows the signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from megatron_rl.arguments import read_number
+from megatron_rl.config import CorrectionSettings, ImportanceCorrection, PolicyLossConfig
+from megatron_rl.hosts.settings_line import UNKNOWN, as_typed
+from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.validation import flag_of
+
+
+class Scores(StrEnum):
+    """Over which tokens a log-probability is normalised."""
+
+    KEPT = "among the tokens that it kept"
+    WHOLE = "over the whole vocabulary"
+    UNKNOWN = "over what is not known here"
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A setting that leaves tokens out of sampling. off: the values with which it leaves none out; the first is written."""
+
+    default: Any
+    off: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampler:
+    """How a trainer is told to sample. Names are those that its user types, for flags those of its arguments."""
+
+    filters: Mapping[str, Filter]
+    engines: Mapping[str, Scores | None]
+    """What each engine reports; None: what the settings in `modes` say. An engine that is not here: unknown."""
+    engine: str | None = None
+    """The setting of the engine; None: there is one, the first of `engines`, which also counts where nothing is set."""
+    modes: tuple[str, ...] = ()
+    """Settings of the kind of log-probabilities; the first that is set counts."""
+    default_mode: str = "raw_logprobs"  # vLLM's and Megatron's
+    trainer_keeps: tuple[str, ...] = ()
+    """Filters that the trainer applies to its own scores as well."""
+    typed: Callable[[str, str], str] = "{}={}".format
+
+
+# In NeMo-RL our metric of the tokens that its trainer leaves out.
+UNSCORED = "unscored_token_fraction"
+# The modes of vLLM and of Megatron's engine. A raw score is that of the logits, before the temperature too.
+MODES = {"processed_logprobs": Scores.KEPT, "raw_logprobs": Scores.WHOLE}
+
+
+def _flag(name: str, value: str) -> str:
+    return f"{flag_of(name)} {value}"
+
+
+_ROLLOUT_FLAGS = {"rollout_top_p": Filter(1.0, (1.0,)), "rollout_top_k": Filter(-1, (-1, 0))}
+_VERL, _NEMO, _ROLL, _SKYRL = "actor_rollout_ref.rollout", "policy.generation", "actor_infer", "generator"
+SAMPLERS: dict[str, Sampler] = {
+    # What SGLang reports: the whole vocabulary, or the kept tokens where it returns them as well, by its version and its patches.
+    "miles": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, typed=_flag),
+    # slime's trainer computes old log-probabilities among the tokens that top-p has kept, and none of top-k.
+    "slime": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, trainer_keeps=("rollout_top_p",), typed=_flag),
+    "verl": Sampler(
+        filters={f"{_VERL}.top_p": Filter(1.0, (1.0,)), f"{_VERL}.top_k": Filter(-1, (-1, 0))},
+        engine=f"{_VERL}.name",
+        engines={"vllm": None, "sglang": Scores.WHOLE},
+        modes=(f"{_VERL}.engine_kwargs.vllm.logprobs_mode", f"{_VERL}.logprobs_mode"),
+        default_mode="processed_logprobs",
+    ),
+    # Its trainer computes the kept tokens again, for its own scores.
+    "nemo_rl": Sampler(
+        filters={f"{_NEMO}.top_p": Filter(1.0, (1.0,)), f"{_NEMO}.top_k": Filter(None, ("null", None, -1, 0))},
+        engine=f"{_NEMO}.backend",
+        engines={"vllm": None, "megatron": Scores.KEPT, "dynamo": Scores.KEPT, "sglang": Scores.WHOLE},
+        modes=(f"{_NEMO}.vllm_cfg.logprobs_mode",),
+        trainer_keeps=(f"{_NEMO}.top_p", f"{_NEMO}.top_k"),
+    ),
+    "roll": Sampler(
+        filters={
+            f"{_ROLL}.generating_args.top_p": Filter(0.7, (1.0,)),
+            f"{_ROLL}.generating_args.top_k": Filter(50, (-1, 0)),
+        },
+        engine=f"{_ROLL}.strategy_args.strategy_name",
+        engines={"vllm": None, "sglang": Scores.WHOLE},
+        modes=(f"{_ROLL}.strategy_args.strategy_config.logprobs_mode",),
+        typed="{}: {}".format,
+    ),
+    "skyrl": Sampler(
+        filters={
+            f"{_SKYRL}.sampling_params.top_p": Filter(1.0, (1.0,)),
+            f"{_SKYRL}.sampling_params.top_k": Filter(-1, (-1, 0)),
+            f"{_SKYRL}.sampling_params.min_p": Filter(0.0, (0.0,)),
+        },
+        engines={"vLLM": None},
+        modes=(f"{_SKYRL}.inference_engine.engine_init_kwargs.logprobs_mode",),
+    ),
+    "megatron_lm": Sampler(
+        filters={"rl_default_top_p": Filter(0.0, (0.0, 1.0)), "rl_default_top_k": Filter(-1, (-1, 0))},
+        engines={"Megatron's engine": None},
+        modes=("inference_dynamic_batching_logprobs_mode",),
+        typed=_flag,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingVerdict:
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    keeps_a_part: bool = False
+    """Some filter is on."""
+
+
+class _Launch:
+    """What a launch tells its sampler. on: the filters that leave tokens out. unknown: those whose value is not known here."""
+
+    def __init__(self, sampler: Sampler, value_of: Callable[[str], Any]):
+        self.sampler, self.value_of = sampler, value_of
+        given = {name: self._read(name, one.default) for name, one in sampler.filters.items()}
+        self.unknown = [name for name, value in given.items() if value is UNKNOWN]
+        self.on = {n: value for n, value in given.items() if value is not UNKNOWN and value not in sampler.filters[n].off}
+
+    def _read(self, name: str, default: Any) -> Any:
+        value = self.value_of(name)
+        return default if value is None else read_number(value)
+
+    @property
+    def engine(self) -> Any:
+        first = next(iter(self.sampler.engines))
+        return first if self.sampler.engine is None else self._read(self.sampler.engine, first)
+
+    @property
+    def mode(self) -> tuple[str, Any] | None:
+        """(the setting that counts, its value), where the engine has such settings."""
+        if not self.sampler.modes or self.sampler.engines.get(self.engine, Scores.UNKNOWN) is not None:
+            return None
+        given = ((name, self.value_of(name)) for name in self.sampler.modes)
+        return next(
+            ((name, value) for name, value in given if value is not None), (self.sampler.modes[-1], self.sampler.default_mode)
+        )
+
+    @property
+    def scores(self) -> Scores:
+        if self.engine is UNKNOWN:
+            return Scores.UNKNOWN
+        found = self.sampler.engines.get(self.engine, Scores.UNKNOWN)
+        return found if found is not None else MODES.get(self.mode[1] if self.mode else None, Scores.UNKNOWN)
+
+    def typed(self, name: str, value: Any) -> str:
+        return self.sampler.typed(name, as_typed(value))
+
+    def in_words(self) -> str:
+        return ", ".join(self.typed(name, value) for name, value in self.on.items())
+
+    def off_in_words(self, names: Sequence[str] = ()) -> str:
+        return " and ".join(self.typed(name, self.sampler.filters[name].off[0]) for name in names or self.on)
+
+    def scores_in_words(self) -> str:
+        engine = "the sampler" if self.engine is UNKNOWN else f"{self.engine}"
+        by = f" ({self.typed(*self.mode)})" if self.mode and self.mode[1] is not UNKNOWN else ""
+        if self.scores == Scores.UNKNOWN:
+            return f"whether the log-probabilities of {engine}{by} are {Scores.KEPT} cannot be known here"
+        return f"the log-probabilities of {engine}{by} are {self.scores}"
+
+
+def names_of(host: str) -> tuple[str, ...]:
+    """The settings that the check reads."""
+    sampler = SAMPLERS[host]
+    return (*sampler.filters, *sampler.modes, *([sampler.engine] if sampler.engine else []))
+
+
+def readers_of(config: PolicyLossConfig) -> list[str]:
+    """What of our loss compares with the policy that sampled, in words."""
+    correction, loss = CorrectionSettings.of(config), get_policy_loss(config.policy_loss)
+    found = []
+    if correction.kind != ImportanceCorrection.NONE:
+        found.append(f"importance_correction={correction.kind}")
+    if correction.sequence_delta is not None:
+        found.append(f"off_policy_sequence_delta={correction.sequence_delta:g}")
+    if "rollout_log_probs" in loss.inputs_needed:
+        found.append(f"the policy loss {loss.name}")
+    return found
+
+
+def flags_that_read(value_of: Callable[[str], Any]) -> list[str]:
+    """The same for flags, whose values are not checked yet, by our names."""
+    given = {name: value_of(name) for name in ("importance_correction", "off_policy_sequence_delta")}
+    found = [f"{flag_of(name)} {value}" for name, value in given.items() if value not in (None, ImportanceCorrection.NONE)]
+    loss = value_of("policy_loss")
+    if loss in policy_loss_names() and "rollout_log_probs" in get_policy_loss(loss).inputs_needed:
+        found.append(f"--policy-loss {loss}")
+    return found
+
+
+def judge_sampling(
+    host: str,
+    value_of: Callable[[str], Any],  # of a setting of names_of(host); None: not set; settings_line.UNKNOWN: not known here
+    readers: Sequence[str],  # what compares with the sampler, as it is typed
+    *,
+    is_our_loss: bool = True,
+) -> SamplingVerdict:
+    """Refuses what would take the kept mass for a difference of policies, and warns where the sampler is another policy alone.
+
+    is_our_loss: False where the host's own loss trains, which may know the kept tokens.
+    """
+    launch, read = _Launch(SAMPLERS[host], value_of), " and ".join(readers)
+    warnings = []
+    if launch.unknown and readers:
+        names = ", ".join(launch.unknown)
+        warnings.append(f"{names}: not known here; beside {read} it must be off: {launch.off_in_words(launch.unknown)}")
+    filtered = [name for name in launch.on if name in launch.sampler.trainer_keeps]
+    if filtered and not is_our_loss:  # the trainer's scores and the sampler's are of the same tokens
+        launch = _Launch(launch.sampler, lambda name: None if name in filtered else value_of(name))
+    if not launch.on:
+        return SamplingVerdict(warnings=tuple(warnings))
+    given, off = launch.in_words(), launch.off_in_words()
+    if filtered and is_our_loss:
+        problem = (
+            f"{given}: the trainer computes old log-probabilities among the kept tokens, and our loss those of the whole "
+            f"vocabulary, so that the ratio is off by the kept mass; set {off}, or train with the host's own loss"
+        )
+        return SamplingVerdict((problem,), tuple(warnings), True)
+    if not readers or launch.scores == Scores.WHOLE:
+        right = (
+            f"{launch.scores_in_words()}, so {read} is not off by the kept mass" if readers else "the ratio of the loss is right"
+        )
+        warnings.append(
+            f"{given}: the sampler keeps a part of the vocabulary; {right}, but the policy that samples is another one than the "
+            f"policy that trains, and no weight makes up for tokens that are never sampled; {off} samples from the policy itself"
+        )
+        return SamplingVerdict((), tuple(warnings), True)
+    raw = f", or {launch.typed(launch.mode[0], 'raw_logprobs')} at temperature 1" if launch.mode else ""
+    problem = (
+        f"{given} beside {read}: the sampler keeps a part of the vocabulary, and {launch.scores_in_words()}; the trainer's are "
+        f"{Scores.WHOLE}, so every weight would be the kept mass, which is below 1 although nothing is off-policy; set "
+        f"{off}{raw}, or remove {read}"
+    )
+    return SamplingVerdict((problem,), tuple(warnings), True)
+
+
+def judge_recomputed_sampling(value_of: Callable[[str], Any], readers: Sequence[str]) -> SamplingVerdict:
+    """NeMo-RL: its trainer keeps tokens by the same settings and its own logits, and gives one outside its set the score 0.0.
+
+    readers: what compares with the sampler, or mixes the tokens of a sample. Else such a token is known by a sampler's score other
+    than 0, so this must be of the kept tokens too: where one token is kept, both are 0.
+    """
+    launch, read = _Launch(SAMPLERS["nemo_rl"], value_of), " and ".join(readers)
+    warnings = []
+    if launch.unknown:
+        names = ", ".join(launch.unknown)
+        warnings.append(f"{names}: not known here; our losses are judged as with {launch.off_in_words(launch.unknown)}")
+    if not launch.on:
+        return SamplingVerdict(warnings=tuple(warnings))
+    given, off = launch.in_words(), launch.off_in_words()
+    why = "NeMo-RL's trainer keeps tokens by the same settings, and a token that it leaves out has log-probability 0.0"
+    if launch.scores != Scores.KEPT:
+        how = f"set {launch.typed(launch.mode[0], 'processed_logprobs')}, or {off}" if launch.mode else f"set {off}"
+        problem = f"{given}: {why}; {launch.scores_in_words()}, so such a token cannot be told from a sure one: {how}"
+        return SamplingVerdict((problem,), tuple(warnings), True)
+    if readers:
+        problem = f"{given} beside {read}: {why}, and counts there as one of probability 1; set {off}, or remove {read}"
+        return SamplingVerdict((problem,), tuple(warnings), True)
+    warnings.append(
+        f"{given}: {why}; our loss leaves it out of the policy term and its metrics, and counts it in every weight; its share "
+        f"is {UNSCORED}; {off} samples from the policy itself"
+    )
+    return SamplingVerdict((), tuple(warnings), True)
+
+
+def value_at(tree: Any, name: str) -> Any:
+    """The value of a dotted name in nested mappings and objects; None: not there."""
+    for part in name.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else getattr(tree, part, None)
+        if tree is None:
+            return None
+    return tree
