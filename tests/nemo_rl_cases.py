@@ -73,9 +73,10 @@ def loss_settings(case: Case) -> dict[str, Any]:
     return settings
 
 
-def master_config(loss_fn: Mapping[str, Any], *, samples: int = 16, **grpo: Any) -> SimpleNamespace:
+def master_config(loss_fn: Mapping[str, Any], *, samples: int = 16, top_p: float = 1.0, **grpo: Any) -> SimpleNamespace:
     sizes = {"num_prompts_per_step": samples // 4, "num_generations_per_prompt": 4, **dict.fromkeys(nemo_rl.AFTER_THE_ESTIMATOR)}
-    policy = {"megatron_cfg": {"enabled": True}, "train_global_batch_size": samples}
+    generation = {"top_p": top_p, "vllm_cfg": {"logprobs_mode": "processed_logprobs"}}
+    policy = {"megatron_cfg": {"enabled": True}, "train_global_batch_size": samples, "generation": generation}
     return SimpleNamespace(loss_fn=loss_fn, policy=policy, grpo=SimpleNamespace(**(sizes | grpo)))
 
 

@@ -338,6 +338,67 @@ def test_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
         assert part in line
 
 
+LEFT_OUT = [
+    # which of the trainer's scores of the token is 0.0, settings of NeMo-RL
+    pytest.param(("new",), {}, id="in this step"),
+    pytest.param(("old",), {}, id="before this step"),
+    pytest.param(("new", "old"), {}, id="in both"),
+    pytest.param(("new",), {"force_on_policy_ratio": True}, id="no old score"),
+]
+
+
+@pytest.mark.parametrize("aggregation", ["sample_mean", "constant", "token_mean", "prompt_mean"])
+@pytest.mark.parametrize(("zeros", "settings"), LEFT_OUT)
+def test_a_token_that_the_trainer_leaves_out_has_no_gradient_and_stays_counted(zeros, settings, aggregation):
+    """FB-161: NeMo-RL gives it the log-probability 0.0, beside the sampler's of -5.4; the others learn as if it were not there."""
+    case = Case(loss="grpo", aggregation=aggregation)
+    given = cases.loss_settings(case) | settings
+    found = nemo_rl.check_launch(cases.master_config(given, top_p=0.8))
+    assert found.has_unscored and "its share is unscored_token_fraction" in found.warnings[0]
+    loss = nemo_rl.NemoLoss(cases.OwnLoss(given | {"reference_policy_kl_penalty": 0.0}), found, case.num_samples)
+    columns = cases.make_step(case).columns
+    mask = (columns["token_mask"] * columns["sample_mask"][:, None])[:, 1:].bool()
+    row, place = (int(index) for index in mask.nonzero()[1])
+    columns["generation_logprobs"] = columns["prev_logprobs"].clone()
+    columns["generation_logprobs"][row, place + 1] = -5.4
+
+    def gradient(left_out: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+        log_probs, batch = columns["prev_logprobs"][:, 1:] + 0.1, {n: values.clone() for n, values in columns.items()}
+        if left_out and "new" in zeros:
+            log_probs[row, place] = 0.0
+        if left_out and "old" in zeros:
+            batch["prev_logprobs"][row, place + 1] = 0.0
+        log_probs.requires_grad_()
+        value, metrics = loss(log_probs, batch, columns["sample_mask"].sum(), mask.sum())
+        value.backward()
+        return log_probs.grad, metrics
+
+    (clean, of_clean), (got, metrics) = gradient(False), gradient(True)
+    assert clean[row, place] != 0 and of_clean[nemo_rl.UNSCORED] == 0
+    expected = clean.clone()
+    expected[row, place] = 0
+    assert torch.equal(got, expected)
+    assert metrics[nemo_rl.UNSCORED] == 1 / int(mask.sum())
+    # NeMo-RL's own metrics: a ratio of 1 in its place, and not e^5.
+    ratio = math.exp(0.1)
+    assert metrics["probs_ratio"] == pytest.approx(ratio + (1 - ratio) / int(mask.sum()), rel=1e-5)
+
+
+def test_a_sure_token_and_a_sampler_of_the_whole_vocabulary_leave_none_out():
+    """FB-161: where one token is kept, every score of it is 0; without top-p nothing looks."""
+    case = Case(loss="grpo", aggregation="token_mean")
+    given, columns = cases.loss_settings(case), cases.make_step(case).columns
+    mask = (columns["token_mask"] * columns["sample_mask"][:, None])[:, 1:].bool()
+    columns = columns | dict.fromkeys(("prev_logprobs", "generation_logprobs"), torch.zeros_like(columns["prev_logprobs"]))
+    counts = columns["sample_mask"].sum(), mask.sum()
+    for top_p, sampled, share in ((0.8, 0.0, 0.0), (0.8, -5e-4, 0.0), (0.8, -2e-3, 1.0), (1.0, -2e-3, None)):
+        loss = nemo_rl.NemoLoss(
+            cases.OwnLoss(given), nemo_rl.check_launch(cases.master_config(given, top_p=top_p)), case.num_samples
+        )
+        batch = columns | {"generation_logprobs": columns["generation_logprobs"] + sampled}
+        assert loss(torch.zeros(mask.shape, requires_grad=True), batch, *counts)[1].get(nemo_rl.UNSCORED) == share
+
+
 # The door
 
 TRAINER = """
@@ -357,7 +418,9 @@ sys.path.insert(0, {tests!r})
 import nemo_rl_cases
 from nemo_rl.algorithms.grpo import setup
 import nemo_rl.algorithms.grpo as trainer
-config = nemo_rl_cases.master_config(dict(word.removeprefix("++loss_fn.").split("=") for word in sys.argv[1:]))
+given = dict(word.removeprefix("++loss_fn.").split("=") for word in sys.argv[1:])
+top_p = float(given.pop("policy.generation.top_p", 1))
+config = nemo_rl_cases.master_config(given, top_p=top_p)
 loss = setup(config, "tokenizer")
 print(type(loss).__name__, loss.settings, loss.samples_per_step)
 print(type(trainer._create_advantage_estimator(config).compute_advantage).__name__)
@@ -391,6 +454,14 @@ def test_the_launcher_ends_with_each_problem(script):
     code, out, error = launched(script, "++loss_fn.megatron_rl=gspo.constant", "++loss_fn.use_cispo=1")
     assert (code, out) == (2, "")
     assert "two losses in one launch" in error and "needs its L" in error and "Traceback" not in error
+
+
+def test_the_launcher_judges_the_sampler(script):
+    """FB-161"""
+    code, _, error = launched(script, "++loss_fn.megatron_rl=gspo.token_mean", "policy.generation.top_p=0.8")
+    assert code == 2 and "policy.generation.top_p=0.8 beside the policy loss gspo" in error
+    code, _, error = launched(script, "++loss_fn.megatron_rl=grpo.token_mean", "policy.generation.top_p=0.8")
+    assert code == 0 and "megatron_rl: policy.generation.top_p=0.8: NeMo-RL's trainer keeps tokens" in error
 
 
 @pytest.mark.parametrize(

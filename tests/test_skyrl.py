@@ -191,6 +191,18 @@ def started(*words: str, old: str = "", new: str = "") -> tuple[int | None, str,
     return forked(work)
 
 
+def test_the_entrypoint_judges_the_sampler():
+    """FB-114"""
+    words = ["trainer.algorithm.policy_loss_type=megatron_rl.grpo", "megatron_rl.importance_correction=tis"]
+    modes, trainer = {"engine_init_kwargs": {"logprobs_mode": "processed_logprobs"}}, "config.trainer = cls()"
+    for engine, refuses in (({}, False), (modes, True)):
+        generator = {"sampling_params": {"top_p": 0.8, "min_p": 0.1}, "inference_engine": engine}
+        code, out, error = started(*words, old=trainer, new=f"{trainer}; config.generator = {generator}")
+        assert (code == 0, "trains" in out) == (not refuses, not refuses), error
+        said = "beside importance_correction=tis" if refuses else "megatron_rl: generator.sampling_params.top_p=0.8, generator.sam"
+        assert said in error
+
+
 def test_the_entrypoint_registers_our_losses_and_starts_skyrls():
     words = ["trainer.algorithm.policy_loss_type=megatron_rl.gspo", "trainer.algorithm.loss_reduction=prompt_mean"]
     code, out, error = started(*words, "megatron_rl.off_policy_sequence_delta=0.1")  # SkyRL would refuse it

@@ -1,0 +1,355 @@
+"""Samplers that keep a part of the vocabulary: what each host's door says of it, by doctor and at start."""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import roll_cases
+import yaml
+
+from megatron_rl.__main__ import main
+from megatron_rl.aggregation import StepTotals
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, dense_rows, megatron_lm, roll, verl_plugin
+from megatron_rl.hosts.sampling import SAMPLERS, judge_recomputed_sampling, judge_sampling
+from megatron_rl.hosts.settings_line import UNKNOWN
+
+VERL = (
+    "python3 -m verl.trainer.main_ppo data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=256 "
+    "actor_rollout_ref.actor.policy_loss._target_=megatron_rl.hosts.verl_config.PolicyLoss "
+)
+UNCUT = "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=1000000000.0 "
+GRPO, DPPO = (f"actor_rollout_ref.actor.policy_loss.loss_mode=megatron_rl.{name}.token_mean " for name in ("grpo", "dppo_tv"))
+ICEPOP = f"{GRPO}{UNCUT}+actor_rollout_ref.actor.policy_loss.importance_correction=icepop "
+TOP_P, RAW = "actor_rollout_ref.rollout.top_p=0.8 ", "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs "
+NEMO = "python3 -m megatron_rl.hosts.launch examples/run_grpo.py ++loss_fn.megatron_rl={}.token_mean "
+NEMO_TIS = "++loss_fn.megatron_rl_importance_correction=tis "
+SKYRL = (
+    "python3 -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=megatron_rl.hosts.skyrl "
+    "trainer.algorithm.policy_loss_type=megatron_rl.grpo trainer.strategy=megatron "
+)
+SKYRL_TIS, SKYRL_TOP_P = "megatron_rl.importance_correction=tis ", "generator.sampling_params.top_p=0.8 "
+SKYRL_KEPT = "generator.inference_engine.engine_init_kwargs.logprobs_mode=processed_logprobs "
+ROLLOUTS = (
+    "python3 -m megatron_rl.hosts.launch train.py --loss-type custom_loss "
+    "--custom-loss-function-path megatron_rl.hooks.custom_loss --custom-megatron-init-path megatron_rl.hooks.custom_megatron_init "
+)
+TRAIN_RL = "python train_rl.py --perform-rl-step --rl-use-sequence-packing "
+CORRECTED = "--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 2 "
+KEPT = "--inference-dynamic-batching-logprobs-mode processed_logprobs "
+PROBLEM, NOTE = "PROBLEM", "note"
+# line -> (PROBLEM, note, or nothing of sampling; what is said)
+LINES: dict[str, tuple[str, str | None, str]] = {
+    "verl, icepop": (
+        f"{VERL}{ICEPOP}{TOP_P}actor_rollout_ref.rollout.top_k=20",
+        PROBLEM,
+        "vllm .*processed_logprobs.* kept; .*icepop",
+    ),
+    "verl, dppo": (
+        f"{VERL}{DPPO}{UNCUT}{TOP_P}",
+        PROBLEM,
+        "beside the policy loss dppo_tv and .*set actor_rollout_ref.rollout.top_p=1",
+    ),
+    "verl, its own weights": (f"{VERL}{GRPO}{UNCUT}{TOP_P}", PROBLEM, "beside algorithm.rollout_correction.rollout_is=token: "),
+    "verl, its own rejection": (
+        f"{VERL}{GRPO.replace('token_mean', 'prompt_mean')}algorithm.adv_estimator=megatron_rl.grpo_prompt_mean "
+        f"algorithm.rollout_correction.rollout_rs=token_k1 {TOP_P}",
+        PROBLEM,
+        "rollout_rs=token_k1",
+    ),
+    "verl, the rollout as anchor": (
+        f"{VERL}{GRPO}algorithm.rollout_correction.bypass_mode=true {TOP_P}",
+        PROBLEM,
+        "beside algorithm.rollout_correction.bypass_mode",
+    ),
+    "verl, raw": (
+        f"{VERL}{ICEPOP}{TOP_P}{RAW}",
+        NOTE,
+        "over the whole vocabulary, so .* is not off by the kept mass, but the policy",
+    ),
+    "verl, SGLang": (f"{VERL}{ICEPOP}{TOP_P}actor_rollout_ref.rollout.name=sglang", NOTE, "sglang are over the whole vocabulary"),
+    "verl, another engine": (f"{VERL}{ICEPOP}{TOP_P}actor_rollout_ref.rollout.name=trtllm", PROBLEM, "trtllm .*cannot be known"),
+    "verl, the engine's own": (
+        f"{VERL}{ICEPOP}{TOP_P}{RAW}+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=processed_logprobs",
+        PROBLEM,
+        "engine_kwargs.vllm.logprobs_mode=processed_logprobs",
+    ),
+    "verl, no correction": (f"{VERL}{GRPO}{TOP_P}", NOTE, "the ratio of the loss is right, but the policy that samples is another"),
+    "verl, unknown": (f"{VERL}{ICEPOP}actor_rollout_ref.rollout.top_p=$P", NOTE, "top_p: not known here; beside .* it must be off"),
+    "verl, validation": (f"{VERL}{ICEPOP}actor_rollout_ref.rollout.val_kwargs.top_p=0.7", None, ""),
+    "verl, off": (f"{VERL}{ICEPOP}actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1", None, ""),
+    "NeMo-RL, tis": (
+        f"{NEMO.format('grpo')}{NEMO_TIS}policy.generation.top_p=0.8",
+        PROBLEM,
+        "beside importance_correction=tis: .*0.0",
+    ),
+    "NeMo-RL, gspo": (
+        f"{NEMO.format('gspo')}policy.generation.top_k=20",
+        PROBLEM,
+        "beside the policy loss gspo, whose ratio is of more",
+    ),
+    "NeMo-RL, raw": (
+        f"{NEMO.format('grpo')}policy.generation.top_p=0.8 policy.generation.vllm_cfg.logprobs_mode=raw_logprobs",
+        PROBLEM,
+        "cannot be told from a sure one: set policy.generation.vllm_cfg.logprobs_mode=processed_logprobs",
+    ),
+    "NeMo-RL, SGLang": (
+        f"{NEMO.format('grpo')}policy.generation.top_p=0.8 policy.generation.backend=sglang",
+        PROBLEM,
+        "sure one: set policy.generation.top_p=1",
+    ),
+    "NeMo-RL, unbiased KL": (
+        f"{NEMO.format('grpo')}++loss_fn.megatron_rl_kl_estimator=unbiased loss_fn.reference_policy_kl_penalty=0.01 "
+        "policy.generation.top_p=0.8",
+        PROBLEM,
+        "beside ..loss_fn.megatron_rl_kl_estimator=unbiased",
+    ),
+    "NeMo-RL, no correction": (f"{NEMO.format('grpo')}policy.generation.top_p=0.8", NOTE, "its share is unscored_token_fraction"),
+    "NeMo-RL, off": (f"{NEMO.format('gspo')}{NEMO_TIS}policy.generation.top_p=1 policy.generation.top_k=null", None, ""),
+    "SkyRL, tis": (f"{SKYRL}{SKYRL_TIS}{SKYRL_TOP_P}", NOTE, "vLLM .*raw_logprobs. are over the whole vocabulary"),
+    "SkyRL, processed": (f"{SKYRL}{SKYRL_TIS}{SKYRL_TOP_P}{SKYRL_KEPT}", PROBLEM, "beside importance_correction=tis"),
+    "SkyRL, its own": (
+        f"{SKYRL}generator.sampling_params.min_p=0.1 trainer.algorithm.off_policy_correction.tis_ratio_type=token {SKYRL_KEPT}",
+        PROBLEM,
+        "min_p=0.1 beside trainer.algorithm.off_policy_correction: ",
+    ),
+    "SkyRL, evaluation": (f"{SKYRL}{SKYRL_TIS}{SKYRL_KEPT}generator.eval_sampling_params.top_p=0.7", None, ""),
+    "SkyRL, off": (f"{SKYRL}{SKYRL_TIS}generator.sampling_params.top_p=1.0 {SKYRL_KEPT}", None, ""),
+    "slime, tis": (f"{ROLLOUTS}--use-tis --rollout-top-p 0.8", PROBLEM, "so that the ratio is off by the kept mass"),
+    "slime, top-k": (f"{ROLLOUTS}--rollout-top-k 20", NOTE, "the ratio of the loss is right"),
+    "slime, off": (f"{ROLLOUTS}--use-tis --rollout-top-p 1.0", None, ""),
+    "miles, tis": (f"{ROLLOUTS}--use-tis --rollout-top-p 0.8", PROBLEM, "SGLang .* cannot be known here; .*--use-tis"),
+    "miles, no correction": (f"{ROLLOUTS}--rollout-top-p 0.8", NOTE, "the ratio of the loss is right"),
+    "Megatron-LM, kept": (f"{TRAIN_RL}{CORRECTED}{KEPT}--rl-default-top-p 0.9", PROBLEM, "--rl-default-top-p 0.9 beside --imp"),
+    "Megatron-LM, raw": (f"{TRAIN_RL}{CORRECTED}--rl-default-top-p 0.9", NOTE, "raw_logprobs. are over the whole vocabulary"),
+    "Megatron-LM, off": (f"{TRAIN_RL}{CORRECTED}{KEPT}--rl-default-top-p 1.0 --rl-default-top-k -1", None, ""),
+}
+
+
+HOST_OF = {"slime": "slime", "miles": "miles", "Megatron-LM": "megatron_lm"}
+
+
+def doctor(capsys, line: str, host: str | None = None) -> tuple[int, list[tuple[str, str]]]:
+    """(exit code, (status, text) of each row)."""
+    of_host = [] if host is None else ["--host", host]
+    code = main(["doctor", "--launch-only", *of_host, "--", *line.split()])
+    rows = [row.strip().split(" ", 1) for row in capsys.readouterr().out.splitlines()]
+    return code, [(row[0], row[-1]) for row in rows]
+
+
+def check_rows(code: int, rows: list[tuple[str, str]], status: str | None, says: str) -> None:
+    found = [(row, text) for row, text in rows if re.search("keeps a part|kept|must be off|NeMo-RL's trainer", text)]
+    assert code == (status == PROBLEM), rows
+    assert [row for row, _ in found] == [status] * (status is not None), rows
+    assert not says or re.search(says, found[0][1]), found
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_doctor_refuses_warns_or_says_nothing(name, tmp_path, monkeypatch, capsys):
+    """FB-114, FB-161: refused beside what reads the sampler's log-probabilities, warned of otherwise, from any folder."""
+    monkeypatch.chdir(tmp_path)
+    line, status, says = LINES[name]
+    check_rows(*doctor(capsys, line, HOST_OF.get(name.partition(",")[0])), status, says)
+
+
+OF_ROLL = [
+    # generating_args, strategy_args, further settings, what doctor says, the text
+    pytest.param({}, {}, {}, NOTE, "top_p: 0.7, .*top_k: 50: .*another one", id="its own defaults"),
+    pytest.param({"top_p": 0.8, "top_k": -1}, {}, "tis", NOTE, "vllm .*raw_logprobs. are over the whole", id="raw"),
+    pytest.param({"top_p": 0.8, "top_k": -1}, {"strategy_name": "sglang"}, "tis", NOTE, "sglang are over the whole", id="SGLang"),
+    pytest.param(
+        *({"top_p": 0.8, "top_k": -1}, {"strategy_name": "vllm", "strategy_config": {"logprobs_mode": "processed_logprobs"}}),
+        *("tis", PROBLEM, "top_p: 0.8 beside importance_correction=tis: .*strategy_config.logprobs_mode: processed_logprobs"),
+        id="processed",
+    ),
+    pytest.param(
+        *({"top_p": 1.0, "top_k": 0}, {"strategy_config": {"logprobs_mode": "processed_logprobs"}}, "tis", None, ""), id="off"
+    ),
+]
+
+
+@pytest.mark.parametrize(("generating", "strategy", "correction", "status", "says"), OF_ROLL)
+def test_doctor_reads_the_sampling_of_a_yaml(generating, strategy, correction, status, says, tmp_path, monkeypatch, capsys):
+    """FB-114: ROLL truncates where its YAML says nothing."""
+    folder = tmp_path / "examples" / "mine"
+    folder.mkdir(parents=True)
+    settings = yaml.safe_load((Path(__file__).parents[1] / "examples" / "roll" / "gspo_prompt_mean.yaml").read_text())
+    settings["actor_infer"] = {"generating_args": generating, "strategy_args": strategy}
+    if correction:
+        settings["actor_train"]["system_envs"] = {"MEGATRON_RL_IMPORTANCE_CORRECTION": correction}
+    (folder / "rlvr_config.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path)
+    line = "python examples/start_rlvr_pipeline.py --config_path mine --config_name rlvr_config"
+    check_rows(*doctor(capsys, line), status, says)
+
+
+# At start: what a door is given where it stands, and not what a line says.
+
+
+def test_verls_plugin_ends_such_a_launch_and_warns_of_the_other(capsys):
+    """FB-114: the line where the process starts, and the whole config where verl validates it."""
+    words = f"{ICEPOP}{TOP_P}".split()
+    with pytest.raises(SystemExit, match="sampling: actor_rollout_ref.rollout.top_p=0.8 beside importance_correction=icepop"):
+        verl_plugin.refuse_bad_line(words)
+    validated = []
+    checks: Any = Namespace(validate_config=validated.append)
+    verl_plugin.judge_files(checks)
+    config: dict[str, Any] = {"data": {"train_batch_size": 256}, "algorithm": {"adv_estimator": "grpo"}}
+    rollout: dict[str, Any] = {"top_p": 0.8, "top_k": -1, "logprobs_mode": "processed_logprobs", "name": "vllm"}
+    config["actor_rollout_ref"] = {
+        "actor": {"ppo_mini_batch_size": 256, "policy_loss": {"loss_mode": "megatron_rl.grpo.token_mean"}},
+        "rollout": rollout,
+    }
+    checks.validate_config(config)
+    assert validated == [config] and "the policy that samples is another one" in capsys.readouterr().err
+    config["algorithm"]["rollout_correction"] = {"rollout_is": "token"}
+    with pytest.raises(SystemExit, match="rollout.top_p=0.8 beside algorithm.rollout_correction.rollout_is=token"):
+        checks.validate_config(config)
+    rollout["top_p"] = 1.0
+    checks.validate_config(config)
+    assert capsys.readouterr().err == ""
+
+
+def test_train_rls_arguments_are_judged_when_they_are_parsed():
+    args: dict[str, Any] = {
+        **{"loss_aggregation": "token_mean", "perform_rl_step": True, "rl_use_sequence_packing": True},
+        **{"rl_inference_logprobs_is_correction": True, "rl_importance_sampling_truncation_coef": 2.0},
+        **{"rl_default_top_p": 0.9, "rl_default_top_k": -1},
+    }
+    (warning,) = megatron_lm.launch_warnings(megatron_lm.megatron_lm_config(Namespace(**args)), Namespace(**args))
+    assert "--rl-default-top-p 0.9: " in warning and "is not off by the kept mass" in warning
+    args["inference_dynamic_batching_logprobs_mode"] = "processed_logprobs"
+    with pytest.raises(ConfigError, match="--rl-default-top-p 0.9 beside --importance-correction tis: .*--rl-default-top-p 0"):
+        megatron_lm.megatron_lm_config(Namespace(**args))
+    args["rl_inference_logprobs_is_correction"] = False
+    (warning,) = megatron_lm.launch_warnings(megatron_lm.megatron_lm_config(Namespace(**args)), Namespace(**args))
+    assert "the ratio of the loss is right" in warning
+    args["rl_default_top_p"] = 0.0
+    assert megatron_lm.launch_warnings(megatron_lm.megatron_lm_config(Namespace(**args)), Namespace(**args)) == []
+
+
+def test_rolls_worker_judges_the_sampler_and_says_it_at_the_first_step(capsys, monkeypatch):
+    """FB-114"""
+    monkeypatch.setattr(dense_rows, "_told", set())
+    kept = SimpleNamespace(strategy_name="vllm", strategy_config={"logprobs_mode": "processed_logprobs"})
+    infer = SimpleNamespace(generating_args=SimpleNamespace(top_p=0.8, top_k=-1), strategy_args=kept)
+    pipeline = roll_cases.pipeline_config(actor_infer=infer)
+    settings = roll.read_settings(roll_cases.worker_config("grpo.token_mean"), pipeline)
+    for _ in range(2):
+        roll.tell_step(settings, StepTotals(num_samples=16, num_prompts=None, num_tokens=64))
+    error = capsys.readouterr().err
+    assert error.count("actor_infer.generating_args.top_p: 0.8: the sampler keeps a part") == 1
+    corrected = roll_cases.worker_config("grpo.token_mean", MEGATRON_RL_IMPORTANCE_CORRECTION="tis")
+    with pytest.raises(ConfigError, match="top_p: 0.8 beside importance_correction=tis: .*top_p: 1, or .*mode: raw_logprobs"):
+        roll.read_settings(corrected, pipeline)
+    pipeline.train_infer_correction.is_weight.enabled = True
+    with pytest.raises(ConfigError, match="top_p: 0.8 beside train_infer_correction.is_weight: "):
+        roll.read_settings(roll_cases.worker_config("grpo.token_mean"), pipeline)
+
+
+def test_each_host_has_a_row():
+    assert set(SAMPLERS) == {*HOST_NAMES, *HYDRA_HOST_NAMES}
+
+
+def test_a_value_that_is_not_known_is_said_beside_what_reads_it_alone():
+    """Of the filters; an unknown engine or kind beside a filter is refused."""
+    unknown: Callable[[str], Any] = lambda name: UNKNOWN  # noqa: E731
+    assert judge_sampling("verl", unknown, []).warnings == ()
+    assert "not known here" in judge_sampling("verl", unknown, ["a correction"]).warnings[0]
+    assert "not known here" in judge_recomputed_sampling(unknown, []).warnings[0]
+    half = {"actor_rollout_ref.rollout.top_p": 0.8, "actor_rollout_ref.rollout.name": UNKNOWN}
+    assert "the sampler are among the tokens that it kept cannot" in judge_sampling("verl", half.get, ["a correction"]).problems[0]
+
+
+# What the table says, in the checkouts. Red here: the host has moved; read its sampling anew.
+SOURCES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "verl": (
+        "VERL_ROOT",
+        {
+            "verl/trainer/config/rollout/rollout.yaml": ("\ntop_k: -1\n", "\ntop_p: 1\n", "\nlogprobs_mode: processed_logprobs\n"),
+            "verl/workers/rollout/vllm_rollout/vllm_async_server.py": (
+                '"logprobs_mode": self.config.logprobs_mode,',
+                "            **engine_kwargs,\n",
+            ),
+            "verl/experimental/agent_loop/agent_loop.py": ("top_p=config.top_p,", "top_k=config.top_k,", "config.val_kwargs.top_p"),
+        },
+    ),
+    "nemo_rl": (
+        "NEMO_RL_ROOT",
+        {
+            "examples/configs/grpo_math_1B.yaml": (
+                "    top_p: 1.0\n    top_k: null\n",
+                "      logprobs_mode: processed_logprobs\n",
+            ),
+            "nemo_rl/models/generation/vllm/vllm_worker.py": ('self.cfg["vllm_cfg"].get("logprobs_mode")',),
+            "nemo_rl/models/generation/megatron/megatron_worker.py": ('logprobs_mode="processed_logprobs"',),
+            "nemo_rl/algorithms/utils.py": ("logprobs = torch.where(mask.bool(), logprobs, 0.0)",),
+            "nemo_rl/algorithms/logits_sampling_utils.py": (
+                "top_k is not None and top_k > 0",
+                "top_p is not None and top_p != 1.0",
+            ),
+        },
+    ),
+    "roll": (
+        "ROLL_ROOT",
+        {
+            "roll/configs/generating_args.py": (
+                "top_p: Optional[float] = field(\n        default=0.7,",
+                "top_k: Optional[int] = field(\n        default=50,",
+            ),
+            "roll/distributed/strategy/vllm_strategy.py": (
+                "vllm_config = copy.deepcopy(self.worker_config.strategy_args.strategy_config)",
+                'top_p=gen_kwargs["top_p"],',
+            ),
+        },
+    ),
+    "skyrl": (
+        "SKYRL_ROOT",
+        {
+            "skyrl/train/config/config.py": ("    top_p: float = 1.0\n", "    min_p: float = 0.0\n", "    top_k: int = -1\n"),
+            "skyrl/backends/skyrl_train/inference_servers/engine_utils.py": ('"min_p": sampling_params.min_p,',),
+            "skyrl/backends/skyrl_train/inference_servers/utils.py": (
+                "engine_kwargs = get_config_as_dict(ie_cfg.engine_init_kwargs)",
+            ),
+        },
+    ),
+    "miles": (
+        "MILES_ROOT",
+        {"miles/utils/arguments.py": ('"--rollout-top-p", type=float, default=1.0', '"--rollout-top-k", type=int, default=-1')},
+    ),
+    "slime": (
+        "SLIME_ROOT",
+        {
+            "slime/utils/arguments.py": ('"--rollout-top-p", type=float, default=1.0', '"--rollout-top-k", type=int, default=-1'),
+            "slime/backends/megatron_utils/actor.py": ("use_rollout_top_p_replay=True",),
+            "slime/backends/megatron_utils/loss.py": ("if args.rollout_top_p == 1.0:",),
+        },
+    ),
+    "megatron_lm": (
+        "MEGATRON_LM_ROOT",
+        {
+            "megatron/training/arguments.py": (
+                "'--rl-default-top-p', type=float, default=0,",
+                "'--rl-default-top-k', type=int, default=-1,",
+            ),
+            "megatron/rl/inference/megatron.py": (
+                "top_k=request.generation_args.top_k or 0",
+                "top_p=request.generation_args.top_p or 0.0",
+            ),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("host", [pytest.param(name, marks=pytest.mark.host(SOURCES[name][0])) for name in SOURCES])
+def test_the_names_and_defaults_of_the_table_are_those_of_a_checkout(host):
+    root, files = Path(os.environ[SOURCES[host][0]]), SOURCES[host][1]
+    moved = [(file, line) for file, lines in files.items() for line in lines if line not in (root / file).read_text()]
+    assert set(SOURCES) == set(SAMPLERS) and moved == []
