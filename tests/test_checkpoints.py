@@ -312,19 +312,32 @@ def hide_in_metadata(checkpoint: Path, command: Command) -> str:
 def replace_an_object(checkpoint: Path, command: Command, kind: str = "BytesStorageMetadata") -> str:
     """The payload behind the end of a file, and .metadata that says that it is the entry. Random states are objects between the
     tensors: torch reads those without weights_only."""
-    metadata, payload = metadata_of(checkpoint), archived(command)
+    info = append_piece(checkpoint, archived(command), kind)
+    return f"{info.relative_path}: it asks for posix.mkdir"
+
+
+def append_piece(checkpoint: Path, payload: bytes, kind: str):
+    metadata = metadata_of(checkpoint)
     index = next(index for index in metadata.storage_data if type(metadata.state_dict_metadata[index.fqn]).__name__ == kind)
     info = metadata.storage_data[index]
     with (checkpoint / info.relative_path).open("ab") as file:
         info.offset, info.length = file.tell(), len(payload)
         file.write(payload)
     write_metadata(checkpoint, metadata)
-    return f"{info.relative_path}: it asks for posix.mkdir"
+    return info
 
 
 def replace_a_tensor(checkpoint: Path, command: Command) -> str:
     replace_an_object(checkpoint, command, "TensorStorageMetadata")
     return ": UnpicklingError: Weights only load failed"
+
+
+def replace_a_tensor_by_a_program(checkpoint: Path, command: Command) -> str:
+    """TorchScript: a torch.load without weights_only, and older ones with it, would run it."""
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Identity()), buffer)
+    info = append_piece(checkpoint, buffer.getvalue(), "TensorStorageMetadata")
+    return f"{info.relative_path} cannot be read (ValueError: "
 
 
 def read_another_folder(checkpoint: Path, command: Command) -> str:
@@ -346,11 +359,12 @@ REPLACED = {
     "metadata": (".metadata", pickle.dumps, ": it asks for posix.mkdir"),
     "a class in metadata": (".metadata", lambda command: OF_A_CLASS, ": it sets attributes of"),
     "common": ("common.pt", lambda command: archived({"counters": command}), ": it asks for posix.mkdir"),
-    "plain common": ("common.pt", pickle.dumps, " cannot be read (ValueError: it is no archive of torch.save)"),
+    "plain common": ("common.pt", pickle.dumps, " cannot be read (ValueError: no archive, and torch.save writes one)"),
     "format": ("metadata.json", lambda _: OTHER_FORMAT, " cannot be read (ValueError: its backends are 'zarr' and 'torch'"),
 }
 ATTACKS = {name: partial(replace_file, name=file, content=content, says=says) for name, (file, content, says) in REPLACED.items()}
-ATTACKS |= {attack.__name__: attack for attack in (hide_in_metadata, read_another_folder, replace_an_object, replace_a_tensor)}
+OF_PIECES = (replace_an_object, replace_a_tensor, replace_a_tensor_by_a_program)
+ATTACKS |= {attack.__name__: attack for attack in (hide_in_metadata, read_another_folder, *OF_PIECES)}
 
 
 def test_a_stranger_s_checkpoint_runs_nothing(pool, saved, tmp_path):

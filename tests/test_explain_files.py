@@ -213,7 +213,7 @@ def test_a_damaged_dump_is_read_or_refused(seed):
 def damaged_archive() -> bytes:
     """The pickle of the archive is overwritten; the archive itself is whole."""
     torch.save(DUMP, "whole.pt")
-    return Path("whole.pt").read_bytes().replace(b"group_index", b"group\x00ind\xff", 1)
+    return Path("whole.pt").read_bytes().replace(b"group_index", b"group\x00inde\xff", 1)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def damaged_archive() -> bytes:
         (lambda: b"text", "ValueError: no archive"),
         (lambda: pickle.dumps([1]), "ValueError: no archive"),
         (lambda: b"", "ValueError: no archive"),
-        (damaged_archive, "RuntimeError: "),
+        (damaged_archive, "ValueError: the checksum of data.pkl differs"),
     ],
     ids=["text", "pickle", "empty", "damaged"],
 )
@@ -294,7 +294,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused():
     with zipfile.ZipFile("d.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("d/data.pkl", b"\x80\x02" + b"N0" * 50_000 + b"].")
     code, _, error = explain("--rollout-dump", "d.pt")
-    assert code == 1 and "its members hold 100004 bytes together, and the file has" in error
+    assert code == 1 and "d/data.pkl is compressed or encrypted, and torch.save stores its members as they are" in error
 
 
 def test_the_tokens_of_a_step_are_bounded_wherever_it_comes_from():

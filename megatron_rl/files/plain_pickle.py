@@ -8,7 +8,7 @@ import struct
 import types
 import zipfile
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 # The exceptions of reading a file that is cut short, overwritten or of another format.
 DAMAGED = (
@@ -33,14 +33,16 @@ class NotPlain(pickle.UnpicklingError):
     """A file asks for a class or function that is not plain data."""
 
 
-# Opcode -> its handler.
-_LOAD: Mapping[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
+def opcodes(**handlers: Callable[[Any], None]) -> dict[int, Callable[[Any], None]]:
+    """A table of an unpickler, by the opcodes' names."""
+    return {getattr(pickle, name)[0]: handler for name, handler in handlers.items()}
 
 
 class PlainUnpickler(pickle._Unpickler):  # the one in Python: the one in C allocates as much memory as a damaged file asks for
     """Asks `find_plain` for each class and function that the file names.
 
-    A pickle can also set attributes of a class or function, which would change this process: that raises NotPlain.
+    A pickle can also set attributes of a class or function, which would change this process, and share buffers with it: that raises
+    NotPlain. A whole number of more than 64 bits is damage: no file of ours or of a host has one.
     """
 
     def find_class(self, module: str, name: str) -> object:
@@ -53,11 +55,35 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the one in C allo
     def import_plain(self, module: str, name: str) -> object:
         return super().find_class(module, name)
 
-    stack: list[Any]  # an attribute of the base class; its type stub lacks this and load_build
+    stack: list[Any]  # an attribute of the base class; its type stub lacks this and the handlers
+
+    def check_build(self) -> None:
+        target = self.stack[-2]
+        if isinstance(target, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType | enum.Enum):
+            raise NotPlain(f"it sets attributes of {target!r}")
 
     def load_build(self) -> None:
-        if isinstance(self.stack[-2], type | types.FunctionType | types.BuiltinFunctionType | enum.Enum):
-            raise NotPlain(f"it sets attributes of {self.stack[-2]!r}")
+        self.check_build()
         _LOAD[pickle.BUILD[0]](self)
 
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {**_LOAD, pickle.BUILD[0]: load_build}
+    def refuse(self) -> None:
+        raise NotPlain("it asks for a buffer or for an extension of pickle")
+
+
+def _whole_number(opcode: bytes) -> Callable[[Any], None]:
+    def load(self: PlainUnpickler) -> None:
+        _LOAD[opcode[0]](self)
+        if not -(2**63) <= self.stack[-1] < 2**64:
+            raise pickle.UnpicklingError("it has a whole number of more than 64 bits")
+
+    return load
+
+
+_LOAD: Mapping[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
+_REFUSED = ("BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4")
+DISPATCH: Mapping[int, Callable[[Any], None]] = {
+    **_LOAD,
+    **opcodes(BUILD=PlainUnpickler.load_build, **dict.fromkeys(_REFUSED, PlainUnpickler.refuse)),
+    **opcodes(**{name: _whole_number(getattr(pickle, name)) for name in ("INT", "LONG", "LONG1", "LONG4")}),
+}
+PlainUnpickler.dispatch = dict(DISPATCH)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import re
-import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from megatron_rl.errors import printable
+from megatron_rl.files.archive import read_layout
+from megatron_rl.files.bounds import open_regular
+from megatron_rl.files.json_values import read_json
 from megatron_rl.files.plain_pickle import DAMAGED, NotPlain, PlainUnpickler
 
 # In the format of sha256sum, so that `sha256sum -c SHA256SUMS` checks a checkpoint without this package.
@@ -116,19 +117,22 @@ def _damage_of(checkpoint: Path, name: str, digest: str) -> str | None:
 def _content_problems(checkpoint: Path, listed: set[str], rank: int, num_ranks: int) -> FileProblems:
     problems, name = FileProblems([], []), FORMAT
     try:
-        _check_format((checkpoint / name).read_bytes())
+        _check_format(read_json(checkpoint / name))
         name = METADATA
-        pieces = list(_objects_of(_read_metadata(checkpoint), listed))
+        pieces = list(_pieces_of(_read_metadata(checkpoint), listed))
     except (OSError, *DAMAGED) as error:
         _note(problems, name, error)
         return problems
     if COMMON in listed:
-        pieces.append((COMMON, 0, -1))
-    for name, offset, length in pieces[rank::num_ranks]:
+        pieces.append((COMMON, 0, (checkpoint / COMMON).stat().st_size, False))
+    for name, offset, length, is_tensor in pieces[rank::num_ranks]:
         try:
-            with (checkpoint / name).open("rb") as file:
-                file.seek(offset)
-                _check_plain(io.BytesIO(file.read(length)))
+            with open_regular(checkpoint / name) as file:
+                # An archive that is exactly torch.save's: so torch's reader sees these members, and takes it for no program.
+                read_layout(_Part(file, offset), length)
+                if not is_tensor:
+                    file.seek(offset)
+                    _check_plain(io.BytesIO(file.read(length)))
         except (OSError, *DAMAGED) as error:
             _note(problems, name, error)
     return problems
@@ -141,9 +145,8 @@ def _note(problems: FileProblems, name: str, error: Exception) -> None:
         problems.damaged.append(f"{name} cannot be read ({type(error).__name__}: {printable(str(error))[:200]})")
 
 
-def _check_format(content: bytes) -> None:
+def _check_format(value: Any) -> None:
     """Raises ValueError for another format. Megatron-Core up to 0.15 has some, but their readers may not be safe."""
-    value = json.loads(content)
     backends = value["sharded_backend"], value.get("common_backend", "torch")
     if backends != ("torch_dist", "torch"):
         raise ValueError(f"its backends are {backends[0]!r} and {backends[1]!r}: only torch_dist and torch are read")
@@ -158,24 +161,36 @@ class _MetadataUnpickler(PlainUnpickler):
 
 
 def _read_metadata(checkpoint: Path) -> Any:  # -> torch.distributed.checkpoint.Metadata
-    with (checkpoint / METADATA).open("rb") as file:
+    with open_regular(checkpoint / METADATA) as file:
         return _MetadataUnpickler(file).load()
 
 
-def _objects_of(metadata: Any, listed: set[str]) -> Iterator[tuple[str, int, int]]:
-    """(file, offset, length) of each object that is no tensor. Raises ValueError for a file that the checksums do not list."""
+def _pieces_of(metadata: Any, listed: set[str]) -> Iterator[tuple[str, int, int, bool]]:
+    """(file, offset, length, whether it is a tensor) of each archive. ValueError for a file that the checksums do not list."""
     for index, place in metadata.storage_data.items():
         if place.relative_path not in listed:
             raise ValueError(f"it names the file {place.relative_path!r}, which {CHECKSUMS} does not list")
-        if type(metadata.state_dict_metadata[index.fqn]).__name__ != "TensorStorageMetadata":
-            yield place.relative_path, place.offset, place.length
+        if not all(type(number) is int and number >= 0 for number in (place.offset, place.length)):
+            raise ValueError(f"it names the bytes {place.offset!r} and {place.length!r} of {place.relative_path}")
+        is_tensor = type(metadata.state_dict_metadata[index.fqn]).__name__ == "TensorStorageMetadata"
+        yield place.relative_path, place.offset, place.length, is_tensor
+
+
+class _Part:
+    """A file from `offset` on, for read_layout."""
+
+    def __init__(self, file: BinaryIO, offset: int):
+        self._file, self._offset = file, offset
+
+    def seek(self, position: int) -> int:
+        return self._file.seek(self._offset + position)
+
+    def read(self, size: int) -> bytes:
+        return self._file.read(size)
 
 
 def _check_plain(content: io.BytesIO) -> None:
     """Reads it as torch reads weights. Raises NotPlain where it asks for more, another of DAMAGED where it cannot be read."""
-    if not zipfile.is_zipfile(content):
-        raise ValueError("it is no archive of torch.save")
-    content.seek(0)
     try:
         torch.load(content, map_location="cpu", weights_only=True)
     except DAMAGED as error:
