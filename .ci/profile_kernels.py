@@ -10,17 +10,19 @@ kernel that is not profiled takes nothing from the others. Exit status 1 if one 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import ask  # noqa: E402
 
 NCU_METRICS = {
     "gpu__time_duration.sum": "nanoseconds",
@@ -32,6 +34,10 @@ NCU_METRICS = {
     "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy_percent",
 }
 FACTORS = {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "usecond": 1e3, "us": 1e3, "msecond": 1e6, "ms": 1e6}
+# What ncu says where a user may not read the counters. It says so of every kernel.
+WITHOUT_RIGHTS = "ERR_NVGPUCTRPERM"
+REMEDY = "run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
+RIGHTS = f"ncu may not read the GPU's counters ({WITHOUT_RIGHTS}): {REMEDY}"
 # The gate's launch comes first: on memory full of NaN, and right after the compiler. It is left out.
 SKIPPED, PROFILED = 1, 2
 
@@ -77,6 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return max(subprocess.run(bench).returncode for bench in benches)
     started, profiles = time.monotonic(), []
     for number, profiled in enumerate(KERNELS):
+        if profiles and profiles[-1]["reason"] == RIGHTS:
+            profiles.append({"kernel": profiled.kernel, "launches": [], "reason": RIGHTS})
+            print(json.dumps(profiles[-1]), flush=True)
+            continue
         left = None if args.seconds is None else args.seconds - (time.monotonic() - started)
         share = None if left is None else left / (len(KERNELS) - number)
         profiles.append(profile(profiled, args.ncu, share))
@@ -88,12 +98,14 @@ def profile(profiled: Profiled, ncu: str, seconds: float | None) -> dict[str, An
     """The launches that ncu reports; where there are none, `reason` says what was seen last."""
     command = ncu_command(profiled, ncu, seconds)
     print(f"===== {profiled.kernel}: {' '.join(command)}", flush=True)
-    output, was_stopped = run(command, seconds)
-    print(output, flush=True)
-    launches, reason = read_launches(output), None
-    if not launches:
-        seen = f"stopped after {seconds:.0f} s" if was_stopped else "ncu saw no launch of it"
-        reason = f"{seen}; its output ends: {' '.join(output.split()[-20:])}"
+    answer = ask(command, seconds)
+    print(answer.output, flush=True)
+    launches, reason = read_launches(answer.output), None
+    if WITHOUT_RIGHTS in answer.output:
+        reason = RIGHTS
+    elif not launches:
+        seen = answer.error or "ncu saw no launch of it"
+        reason = f"{seen}; its output ends: {' '.join(answer.output.split()[-20:])}"
     return {"kernel": profiled.kernel, "launches": launches, "reason": reason}
 
 
@@ -105,27 +117,14 @@ def ncu_command(profiled: Profiled, ncu: str, seconds: float | None) -> list[str
     return [ncu, *options, *profiled.command(seconds)]
 
 
-def run(command: list[str], seconds: float | None) -> tuple[str, bool]:  # output, whether it was stopped
-    """In a process group of its own: ncu's end does not end the program that it profiles."""
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    was_stopped, printed = False, b""
-    try:
-        printed, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        was_stopped = True
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    if was_stopped:
-        printed, _ = process.communicate()
-    return printed.decode(errors="replace"), was_stopped
-
-
 def read_launches(output: str) -> list[dict[str, Any]]:
-    """ncu's raw page: a line of names, a line of units, then a line for each launch. Bytes and nanoseconds."""
-    rows = list(csv.DictReader(line for line in output.splitlines() if line.startswith('"')))
+    """ncu's raw page: a line of names, a line of units, then a line for each launch. Bytes and nanoseconds.
+
+    Warnings, and what the program itself prints, may come before and between.
+    """
+    lines = output.splitlines()
+    first = next((number for number, line in enumerate(lines) if line.startswith('"') and '"Kernel Name"' in line), len(lines))
+    rows = list(csv.DictReader(line for line in lines[first:] if line.startswith('"')))
     units, launches = (rows[0], rows[1:]) if rows else ({}, [])
     found = []
     for launch in launches:

@@ -14,9 +14,7 @@ import math
 import os
 import platform
 import re
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import Gpu
 from megatron_rl.errors import ConfigError
 
 FLUSH_BYTES = 256 * 1024**2  # several times the L2 of any GPU until now
@@ -224,18 +223,17 @@ def describe_machine(device: Device) -> dict[str, Any]:
 
 def read_clocks(device: Device) -> dict[str, str] | None:
     """Clocks, power and temperature as nvidia-smi reports them now; None if nvidia-smi is missing or does not answer."""
-    if device.kind != "cuda" or shutil.which("nvidia-smi") is None:
+    if device.kind != "cuda":
         return None
-    command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader"]
-    if torch.cuda.device_count() > 1:
-        # Not the index: CUDA_VISIBLE_DEVICES renumbers the devices only for torch.
-        command.append(f"--id=GPU-{torch.cuda.get_device_properties(device.torch_device).uuid}")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    values = [value.strip() for value in done.stdout.splitlines()[0].split(",")] if done.stdout.strip() else []
-    return dict(zip(CLOCKS, values, strict=True)) if len(values) == len(CLOCKS) else None
+    # Not the index: CUDA_VISIBLE_DEVICES renumbers the devices only for torch.
+    several = torch.cuda.device_count() > 1
+    of_gpu = f"GPU-{torch.cuda.get_device_properties(device.torch_device).uuid}" if several else "0"
+    return _clocks_of(of_gpu).read_or_none()
+
+
+@functools.cache
+def _clocks_of(gpu: str) -> Gpu:
+    return Gpu(CLOCKS, gpu)
 
 
 # Providers in turn

@@ -32,7 +32,7 @@ from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
 from megatron_rl.testing.reference import CLIPS, ragged_samples
 from megatron_rl.testing.selftest import model_for, run_selftest, truths_of
 from megatron_rl.testing.selftest_router_losses import RouterTruth, truth_of_router_losses
-from megatron_rl.testing.selftest_rows import FUSED, Case, SelftestRow, Setting, cases_here, complete_layout, named_sizes
+from megatron_rl.testing.selftest_rows import FUSED, Case, Choice, SelftestRow, Setting, cases_here, complete_layout, named_sizes
 from megatron_rl.testing.selftest_terms import ALL_TERMS, DIVIDED, term_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -515,18 +515,42 @@ def test_a_megatron_that_cannot_be_imported_is_told(monkeypatch):
 
 
 def test_ctrl_c_says_how_far_it_came(monkeypatch, capsys):
-    def rows(*_, **__):
+    """The rows that ended, and the name of the row that ran; with --json as lines that were there before the interrupt."""
+
+    def rows(asked, on_start, on_row, **_):
+        on_start(Setting(Layout(), "cpu", "gloo", None, {"samples": 1, "prompts": 1, "tokens": 1}, ()))
+        on_row("one")
         yield SelftestRow("one", True)
+        on_row("two, which hangs")
+        printed.append(capsys.readouterr().out)
         raise KeyboardInterrupt
 
+    printed: list[str] = []
     monkeypatch.setattr(command, "rows_of", rows)
     assert main(["selftest"]) == 130
-    assert "interrupted after 1 rows: nothing is said of the others" in capsys.readouterr().err
+    assert "PASS  one" in printed.pop()
+    assert "interrupted after 1 rows, in two, which hangs: nothing is said of the others" in capsys.readouterr().err
+    assert main(["selftest", "--json"]) == 130
+    setting, first, row, second = map(json.loads, printed.pop().splitlines())
+    assert setting["setting"]["device"] == "cpu" and (first, second) == ({"running": "one"}, {"running": "two, which hangs"})
+    assert row["row"]["name"] == "one" and row["row"]["passed"]
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["passed"], result["rows"], result["interrupted"]) == (False, 1, "in two, which hangs")
+
+
+def test_rows_are_chosen_by_their_names():
+    cases = selftest_rows.cases_of(Backend.TORCH)
+    found = Choice("grpo", ("token_mean, logits", "fused head, torch, KL")).of(cases)
+    assert {case.policy_loss for case in found} == {"grpo"} and {case.head for case in found} == {"logits", FUSED}
+    assert all("token_mean, logits" in str(case) or "fused head, torch, KL" in str(case) for case in found)
+    assert Choice().of(cases) == cases
+    with pytest.raises(ConfigError, match="--row 'tritn': no row has that in its name"):
+        Choice(None, ("tritn",)).check(Choice(None, ("tritn",)).of(cases))
 
 
 @megatron
 def test_one_process_without_torchrun(tmp_path):
-    """Also the JSON: one object on standard output, whatever Megatron prints. A fork of this process, which saves the imports."""
+    """Also the JSON: lines on standard output, whatever Megatron prints. A fork of this process, which saves the imports."""
 
     def in_a_fork() -> None:
         os.dup2(os.open(tmp_path / "stdout", os.O_CREAT | os.O_WRONLY), 1)
@@ -541,9 +565,12 @@ def test_one_process_without_torchrun(tmp_path):
     process.start()
     process.join()
     assert process.exitcode == 0
-    report = json.loads((tmp_path / "stdout").read_text())
-    assert report["passed"] and len(report["rows"]) == 1 + len(FIFTH) + len(selftest_rows.per_token_cases()[::5])
-    assert report["layout"]["num_microbatches"] == 2 and report["left_out"][0].startswith("Triton: ")
+    lines = [json.loads(line) for line in (tmp_path / "stdout").read_text().splitlines()]
+    number = 1 + len(FIFTH) + len(selftest_rows.per_token_cases()[::5])
+    assert [next(iter(line)) for line in lines] == ["setting", *["running", "row"] * number, "result"]
+    assert lines[-1]["result"]["passed"] and lines[-1]["result"]["rows"] == number
+    setting = lines[0]["setting"]
+    assert setting["layout"]["num_microbatches"] == 2 and setting["left_out"][0].startswith("Triton: ")
 
 
 def failing_rows(rank: int) -> str:

@@ -49,9 +49,12 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--policy-loss", metavar="NAME", help="Run the rows of this loss alone; module.function: a loss of your own. Default: all."
     )
+    parser.add_argument("--row", action="append", default=[], metavar="TEXT", help="Only rows with TEXT in their name. Repeatable.")
     interpreted = "Without CUDA: run a few rows in Triton's interpreter too, some seconds each."
     parser.add_argument("--interpret-triton", action="store_true", help=interpreted)
-    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the rows.")
+    parser.add_argument(
+        "--json", action="store_true", help="Print JSON lines: the setting, each row's name and result, the verdict."
+    )
 
 
 def run(args: Namespace) -> int:
@@ -65,33 +68,64 @@ def run(args: Namespace) -> int:
         asked["sequence_parallel"] = True  # Megatron's routers need it; the first line says that it is on
     if args.interpret_triton:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks where a kernel is defined, which is later
-    shows = os.environ.get("RANK", "0") == "0"
-    is_live, settings, rows = shows and not args.json, [], []
-
-    def on_start(setting) -> None:
-        settings.append(setting)
-        if is_live:
-            print(header(setting), flush=True)
-
+    screen = Screen(as_json=args.json, shows=os.environ.get("RANK", "0") == "0")
     try:
-        chosen = {"interprets_triton": args.interpret_triton, "policy_loss": args.policy_loss}
-        for row in rows_of(asked | of_experts, on_start, has_experts=bool(of_experts), **chosen):
-            rows.append(row)
-            if is_live:
-                print(row_text(row), flush=True)
+        chosen = {"interprets_triton": args.interpret_triton, "policy_loss": args.policy_loss, "texts": tuple(args.row)}
+        for row in rows_of(asked | of_experts, screen.on_start, screen.on_row, has_experts=bool(of_experts), **chosen):
+            screen.show(row)
     except KeyboardInterrupt:
-        if shows:
-            print(f"megatron_rl selftest: interrupted after {len(rows)} rows: nothing is said of the others", file=sys.stderr)
+        screen.interrupted(time.monotonic() - started)
         return EXIT_INTERRUPTED
-    seconds, passed = time.monotonic() - started, all(row.passed for row in rows)
-    if shows:
-        result = {"passed": passed, "seconds": round(seconds, 3), **asdict(settings[0]), "rows": [asdict(row) for row in rows]}
-        print(json.dumps(result) if args.json else closing(settings[0], rows, seconds), flush=True)
+    passed = screen.close(time.monotonic() - started)
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0 if passed else EXIT_FAILED
+
+
+class Screen:
+    """Shows each row as it ends, on rank 0: whatever ends this process leaves the rows before, and with --json the name of the row
+    that ran. JSON lines: {"setting": ...}, then {"running": name} and {"row": ...} in turn, then {"result": ...}."""
+
+    def __init__(self, *, as_json: bool, shows: bool):
+        self.as_json, self.shows = as_json, shows
+        self.setting: Any = None
+        self.rows: list[Any] = []
+        self.running: str | None = None
+
+    def line(self, key: str, value: object, text: str | None) -> None:
+        if not self.shows or (text is None and not self.as_json):
+            return
+        print(json.dumps({key: value}) if self.as_json else text, flush=True)
+
+    def on_start(self, setting) -> None:
+        self.setting = setting
+        self.line("setting", asdict(setting), header(setting))
+
+    def on_row(self, name: str) -> None:
+        self.running = name
+        self.line("running", name, None)
+
+    def show(self, row) -> None:
+        self.rows.append(row)
+        self.running = None
+        self.line("row", asdict(row), row_text(row))
+
+    def result(self, seconds: float, **more: object) -> dict[str, object]:
+        failed = sum(not row.passed for row in self.rows)
+        return {"passed": not failed and not more, "seconds": round(seconds, 3), "rows": len(self.rows), "failed": failed, **more}
+
+    def interrupted(self, seconds: float) -> None:
+        where = "before a row" if self.running is None else f"in {self.running}"
+        self.line("result", self.result(seconds, interrupted=where), None)
+        if self.shows:
+            said = f"interrupted after {len(self.rows)} rows, {where}: nothing is said of the others"
+            print(f"megatron_rl selftest: {said}", file=sys.stderr)
+
+    def close(self, seconds: float) -> bool:
+        self.line("result", self.result(seconds), closing(self.setting, self.rows, seconds))
+        return all(row.passed for row in self.rows)
 
 
 def check_loss(name: str) -> None:
@@ -112,9 +146,19 @@ def check_loss(name: str) -> None:
         raise ConfigError(problems)
 
 
-def rows_of(asked: dict[str, Any], on_start: Callable, *, has_experts: bool, **settings: Any) -> Iterator:
+def rows_of(
+    asked: dict[str, Any],
+    on_start: Callable,
+    on_row: Callable,
+    *,
+    has_experts: bool,
+    interprets_triton: bool,
+    policy_loss: str | None,
+    texts: tuple[str, ...],
+) -> Iterator:
     """Of whole steps where there is a Megatron-Core, else of the losses alone."""
     from megatron_rl.testing.layout_step import Layout
+    from megatron_rl.testing.selftest_rows import Choice
 
     run_rows: Callable[..., Iterator]
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
@@ -127,7 +171,8 @@ def rows_of(asked: dict[str, Any], on_start: Callable, *, has_experts: bool, **s
     else:
         from megatron_rl.testing.selftest_losses import run_losses as run_rows
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    yield from run_rows(Layout(**asked), world_size, on_start, **settings)
+    chosen = {"interprets_triton": interprets_triton, "choice": Choice(policy_loss, texts), "on_row": on_row}
+    yield from run_rows(Layout(**asked), world_size, on_start, **chosen)
 
 
 def header(setting) -> str:

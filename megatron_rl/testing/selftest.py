@@ -39,13 +39,13 @@ from megatron_rl.testing.selftest_router_losses import (
 from megatron_rl.testing.selftest_router_losses import measured as measured_router_loss
 from megatron_rl.testing.selftest_rows import (
     Case,
+    Choice,
     SelftestRow,
     Setting,
     cases_here,
     complete_layout,
     guarded,
     named_sizes,
-    of_loss,
     per_token_cases,
     refuse_tf32,
     row_of,
@@ -63,10 +63,11 @@ def run_selftest(
     *,
     has_experts: bool = False,
     interprets_triton: bool = False,
-    policy_loss: str | None = None,
+    choice: Choice = Choice(),  # noqa: B008  # frozen
+    on_row: Callable[[str], None] = lambda name: None,
 ) -> Iterator[SelftestRow]:
     """Each rank calls it and gets the same rows, one after another. data and num_microbatches of `asked` follow from the rest.
-    policy_loss: run the rows of this loss alone.
+    on_row gets the name of each row before it runs. The rows of the probe run whatever is chosen.
 
     It replaces parallel_state, and initialises torch.distributed from the environment where needed. Raises ConfigError for a layout
     that does not fit these ranks.
@@ -81,34 +82,41 @@ def run_selftest(
         raise ConfigError(problem)
     everyone = dist.new_group(backend="gloo") if world_size > 1 else None
     cases, without_triton = cases_here(device, interprets=interprets_triton)
-    cases, per_token = of_loss(cases, policy_loss), of_loss(per_token_cases(), policy_loss)
+    cases, per_token = choice.of(cases), choice.of(per_token_cases())
     truth = _from_rank_0(lambda: truths_of(samples, tiny, [*cases, *per_token]), everyone)
     with_losses, of_routers = model_of_router_losses(tiny), None
     without_router_losses = missing_router_losses(layout) if has_experts else []
     if has_experts and router_losses_of(layout):
         of_routers = _from_rank_0(lambda: truth_of_router_losses(samples, with_losses, layout), everyone)
+    router_titles = [] if of_routers is None else [_router_title(name) for name in of_routers.by_loss]
+    choice.check([*cases, *per_token, *filter(choice.has, router_titles)])
     _set_layout(layout)
     sizes = named_sizes(layout, samples)
     left_out = (*without_triton, WITHOUT_TRANSFORMER_ENGINE, *without_router_losses)
     cuts = {} if of_routers is None else of_routers.cuts
     on_start(Setting(layout, device.type, dist.get_backend(), megatron_version(), sizes, left_out, cuts))
-    yield guarded("schedule probe", everyone, lambda name: SelftestRow(name, True, probe_schedule().ratio))
+    guard = partial(guarded, on_row=on_row)
+    yield guard("schedule probe", everyone, lambda name: SelftestRow(name, True, probe_schedule().ratio))
     if reduces_experts_apart():
-        yield guarded("schedule probe, experts", everyone, lambda name: SelftestRow(name, True, probe_schedule().expert_ratio))
+        yield guard("schedule probe, experts", everyone, lambda name: SelftestRow(name, True, probe_schedule().expert_ratio))
     for is_per_token, chosen in ((False, cases), (True, per_token)):
         model = LayoutModel(replace(layout, calculate_per_token_loss=is_per_token), row_length(samples, layout), tiny)
         model.announces_factor = False  # a row says how large a wrong factor is
         for case in chosen:
-            yield guarded(str(case), everyone, partial(measured, case=case, model=model, truth=truth, sizes=sizes))
+            yield guard(str(case), everyone, partial(measured, case=case, model=model, truth=truth, sizes=sizes))
         if of_routers is None:
             continue
         of_losses = RouterLossModel(
             replace(layout, calculate_per_token_loss=is_per_token), row_length(samples, layout), with_losses
         )
         for name in of_routers.by_loss:
-            title = f"{name} of routers, exact{', per-token' if is_per_token else ''}"
             make = partial(measured_router_loss, name=name, model=of_losses, truth=of_routers, sizes=sizes)
-            yield guarded(title, everyone, make)
+            if choice.has(title := _router_title(name, is_per_token=is_per_token)):
+                yield guard(title, everyone, make)
+
+
+def _router_title(name: str, *, is_per_token: bool = False) -> str:
+    return f"{name} of routers, exact{', per-token' if is_per_token else ''}"
 
 
 def measured(name: str, case: Case, model: LayoutModel, truth: Truths, sizes: dict[str, int]) -> SelftestRow:

@@ -29,13 +29,13 @@ from megatron_rl.testing.reference import SHAPES, old_log_probs_of, ragged_sampl
 from megatron_rl.testing.selftest_rows import (
     FUSED,
     Case,
+    Choice,
     SelftestRow,
     Setting,
     cases_here,
     complete_layout,
     guarded,
     named_sizes,
-    of_loss,
     refuse_tf32,
     row_of,
 )
@@ -55,7 +55,8 @@ def run_losses(
     on_start: Callable[[Setting], None] = lambda setting: None,
     *,
     interprets_triton: bool = False,
-    policy_loss: str | None = None,
+    choice: Choice = Choice(),  # noqa: B008  # frozen
+    on_row: Callable[[str], None] = lambda name: None,
 ) -> Iterator[SelftestRow]:
     """As run_selftest, for ranks without Megatron-Core. Raises ConfigError for a layout that needs Megatron."""
     if asked.pipeline > 1:
@@ -72,14 +73,15 @@ def run_losses(
     groups = make_groups(dist.get_rank(), layout, backend=dist.get_backend())
     head = SelftestHead(ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches)), layout.tensor)
     cases, without_triton = cases_here(device, interprets=interprets_triton)
-    cases = [case for case in of_loss(cases, policy_loss) if case.term not in OF_STEPS]
+    cases = [case for case in choice.of(cases) if case.term not in OF_STEPS]
+    choice.check(cases)
     truths = head.truths(cases)
     sizes = named_sizes(layout, head.samples)
     left_out = (ALONE, *(name.replace("_", " ") + ": Megatron's" for name in switches), *without_triton)
     on_start(Setting(layout, device.type, dist.get_backend(), None, sizes, left_out))
     for case in cases:
         make = partial(measured, case=case, head=head, rank=HeadRank(layout, groups, device), truths=truths, sizes=sizes)
-        yield guarded(str(case), everyone, make)
+        yield guarded(str(case), everyone, make, on_row)
 
 
 def measured(name: str, case: Case, head: SelftestHead, rank: HeadRank, truths: Truths, sizes: dict[str, int]) -> SelftestRow:

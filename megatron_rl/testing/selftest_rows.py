@@ -137,9 +137,26 @@ def cases_of(backend: Backend) -> list[Case]:
     ] + [Case(loss, aggregation, head, backend, term=term) for head in (LOGITS, FUSED) for loss, aggregation, term in term_pairs()]
 
 
-def of_loss(cases: Sequence[Case], policy_loss: str | None) -> list[Case]:
-    """The rows of one loss; None: all. A loss of a user's own is registered before this package's tables are made, on import."""
-    return [case for case in cases if policy_loss in (None, case.policy_loss)]
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Of the rows. A loss of a user's own is registered before this package's tables are made, on import."""
+
+    policy_loss: str | None = None
+    """The rows of this loss alone; None: of all."""
+    texts: tuple[str, ...] = ()
+    """The rows with one of these in their names; none: all."""
+
+    def has(self, name: str) -> bool:
+        return not self.texts or any(text in name for text in self.texts)
+
+    def of(self, cases: Sequence[Case]) -> list[Case]:
+        return [case for case in cases if self.policy_loss in (None, case.policy_loss) and self.has(str(case))]
+
+    def check(self, names: Sequence[object]) -> None:
+        """Raises ConfigError where a text chooses no row."""
+        if self.texts and not names:
+            texts = " ".join(f"--row {text!r}" for text in self.texts)
+            raise ConfigError(f"{texts}: no row has that in its name; without --row the rows are listed as they run")
 
 
 def is_interpreted_too(case: Case) -> bool:
@@ -217,13 +234,17 @@ def refuse_tf32(device: torch.device) -> None:
         raise ConfigError("float32 products run in TF32 here: start with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE unset")
 
 
-def guarded(name: str, everyone, make: Callable[[str], SelftestRow]) -> SelftestRow:
-    """make(name), or a failed row with what a rank raised. A rank that hangs, or waits too long for the others, ends its process.
+def guarded(
+    name: str, everyone, make: Callable[[str], SelftestRow], on_row: Callable[[str], None] = lambda name: None
+) -> SelftestRow:
+    """on_row(name), then make(name), or a failed row with what a rank raised. A rank that hangs, or waits too long for the others,
+    ends its process.
 
     Communication: the ranks' errors, over all of them.
     """
     faulthandler.dump_traceback_later(SECONDS_FOR_A_ROW, exit=True, file=sys.__stderr__ or sys.stderr)
     row, error, last_words = None, "", None
+    on_row(name)
     try:
         row = make(name)
     except Exception as raised:
