@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.commands.doctor.command_line import read_line, training_line
 from megatron_rl.commands.doctor.launch import judge_launch
-from megatron_rl.commands.doctor.report import PROBLEM
+from megatron_rl.commands.doctor.report import PROBLEM, as_text
 from megatron_rl.commands.doctor.script import ScriptReader, is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
@@ -358,6 +358,51 @@ def test_scripts_that_source_each_other_end(tmp_path):
     (tmp_path / "b.sh").write_text("A=1\nsource a.sh\n")
     lines = list(ScriptReader(tmp_path / "a.sh").lines())
     assert lines and {line.words for line in lines} <= {("show", "1"), ("show", "$A")}
+
+
+LINE = "python3 slime/train.py --loss-aggregation constant --loss-aggregation-divisor 8192"
+HOSTILE = {
+    "doubled 40 times": ("A=x\n" + "A=$A$A\n" * 40 + f"{LINE} --x $A", "become more than 16777216"),
+    "an array doubled": (
+        "A=(x)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 40 + f'{LINE} "${{A[@]}}"',
+        "become more than 16777216",
+    ),
+    "commands in commands": ("A=" + "$(" * 3000 + ")" * 3000 + f"\n{LINE}", "is nested too deeply to be read"),
+    "branches in branches": ("if true; then " * 2000 + LINE + "; fi" * 2000, "is nested too deeply to be read"),
+    "itself, ten times": ("source run.sh\n" * 10 + LINE, "reads more than 200 scripts"),
+    "5 MB": ("# " + "x" * 5_000_000 + f"\n{LINE}", "has more than 4194304 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_script_that_would_take_all_time_or_memory_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    text, message = HOSTILE[name]
+    Path("run.sh").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_line(["bash", "run.sh"], None)
+
+
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "WANDB_KEY", "HF_TOKEN", "MY_SECRET", "DB_PASSWORD"])
+def test_a_secret_of_the_environment_is_not_put_into_the_words(tmp_path, monkeypatch, name):
+    """A message shows a word that is wrong; a launch script has keys, and whoever asks for help pastes what doctor says."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, "0123456789abcdef-secret")
+    monkeypatch.setenv("INPUT_KEY", "prompt")
+    Path("run.sh").write_text(f"K=${name}\n{LINE} --custom-config-path ${name} --wandb-key $K --input-key $INPUT_KEY\n")
+    report = judge_launch(["bash", "run.sh"], None)
+    assert "secret" not in as_text([], report, 0)
+    assert read_line(["bash", "run.sh"], None).flags[-1] == ("--input-key", ("prompt",))
+
+
+def test_what_a_file_holds_reaches_the_terminal_without_its_control_characters(tmp_path, monkeypatch):
+    """A key of YAML or a word of the line that clears the screen and says that all is well."""
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text('"loss_aggregation\\e[2J\\ndoctor: no problems": constant\nloss_aggregation: "\\e[2Jx"\n')
+    words = [*LINE.split(), "--custom-config-path", "c.yaml", "--policy-loss", "\x1b[31mgspo"]
+    text = as_text([], judge_launch(words, None), 1)
+    assert "\\x1b" in text and all(char.isprintable() or char == "\n" for char in text)
+    assert len([line for line in text.splitlines() if line.startswith("doctor: ")]) == 1
 
 
 def test_the_hosts_of_the_option_are_all_hosts():

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import warnings
 import zipfile
 from collections import OrderedDict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.files import archive
 from megatron_rl.files.bounds import check_tree
 from megatron_rl.files.plain_pickle import DAMAGED
+from megatron_rl.files.yaml_values import parse_yaml
 from megatron_rl.hosts.dumps import load_samples
 
 
@@ -225,3 +228,49 @@ def test_a_tree_is_bounded_by_what_it_would_print():
         check_tree([shared, shared], most_values=5)
     with pytest.raises(ValueError, match="more than 2 levels"):
         check_tree({"a": ([],)}, most_values=99, most_depth=2)
+
+
+# YAML: pyyaml raises errors of ten kinds, and a few hundred bytes may stand for 9^9 values
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n" for before, name in pairwise("abcdefghi")
+)
+MERGES = "a: &a {k1: 1, k2: 2}\n" + "".join(
+    f"{name}: &{name} {{<<: [{','.join(['*' + before] * 9)}]}}\n" for before, name in pairwise("abcdefghi")
+)
+HOSTILE_YAML = {
+    "a tag of Python": ("a: !!python/object/apply:os.mkdir [was_run]", "could not determine a constructor"),
+    "a name of Python": ("a: !!python/name:os.system", "could not determine a constructor"),
+    "a date that is none": ("a: 2020-13-45", "month must be in 1..12"),
+    "no number": ("a: !!int x", "invalid literal for int"),
+    "no float": ("a: !!float 8k", "could not convert string to float"),
+    "no time": ("a: !!timestamp x", "."),
+    "no switch": ("a: !!bool x", "'x'"),
+    "5000 digits": ("a: " + "9" * 5000, "a value of 5000 characters that is no text"),
+    "base 60": ("a: " + "1:" * 3000 + "1", "a value of 6001 characters"),
+    "aliases of aliases": (BOMB, "more than 100000 values, each counted wherever it stands"),
+    "merges of merges": (MERGES, "a mapping of more than 10000 keys"),
+    "many aliases": ("a: &a 1\nb: [" + "*a," * 300 + "]", "more than 256 aliases"),
+    "a list in itself": ("a: &a [*a]", "contains itself"),
+    "deep": ("a: " + "[" * 900 + "]" * 900, "nested too deeply: more than 64 levels"),
+    "deep and open": ("a: " + "{a: [" * 50_000, "nested too deeply"),
+    "two documents": ("a: 1\n---\nb: 2", "expected a single document"),
+    "a list as a key": ("[1, 2]: 1", "found unhashable key"),
+    "a long file": ("a" * 300_000, "has 300000 characters: at most 262144 are read"),
+    "an escape": ("a: \x1b[31m", "special characters are not allowed"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_YAML)
+def test_hostile_yaml_is_a_named_error(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text, message = HOSTILE_YAML[name]
+    with pytest.raises(ConfigError, match="^c.yaml ") as refused:
+        parse_yaml(text, "c.yaml")
+    assert re.search(message, str(refused.value)) and str(refused.value).isprintable(), refused.value
+    assert not Path("was_run").exists()
+
+
+def test_yaml_of_a_launch_is_read_with_its_anchors():
+    text = "base: &base {a: 1, b: [x, y]}\nother:\n  <<: *base\n  a: 2.5e-1\ndate: 2020-01-02\nnone: null\n"
+    assert parse_yaml(text, "c.yaml")["other"] == {"a": 0.25, "b": ["x", "y"]}

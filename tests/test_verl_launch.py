@@ -286,6 +286,11 @@ WRONG = {
         "verl has no unbiased: set one of kl, k1.*unbiased comes with a loss of ours",
     ),
     "the loss that was typed": ([f"{LOSS_MODE}=gspo", COMPANION], f"set {LOSS_MODE}=megatron_rl.gspo.prompt_mean, or an"),
+    "a loss in the place of its group": (
+        [f"{ACTOR}.policy_loss=megatron_rl.gspo.prompt_mean", f"{ACTOR}.clip_ratio_low=0.1"],
+        f"it is a group of settings.*did you mean {LOSS_MODE}=megatron_rl.gspo.prompt_mean\\?",
+    ),
+    "100,000 signs": ([our_mode("grpo.token_mean"), f"{ACTOR}.clip_ratio_low={'-' * 100_000}1"], "clip_ratio_low"),
     "a clip too many": ([our_mode("reinforce.token_mean"), f"{ACTOR}.clip_ratio_high=0.28"], "reinforce has no clip"),
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.validation import config_warnings, flag_of
 
+LONGEST_VALUE = 10_000
 UNKNOWN = object()  # a value that only the shell or the trainer knows
 # Our settings that reach the loss in each of these trainers.
 LOSS_SETTINGS = ("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high")
@@ -42,9 +43,10 @@ def read_value(text: str) -> Any:
     if text.lower() in words:
         return words[text.lower()]
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        value = ast.literal_eval(text) if len(text) < LONGEST_VALUE else text
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two of deep nesting
         return text
+    return value if isinstance(value, int | float | str | list | tuple | dict) else text
 
 
 def put(settings: dict[str, Any], names: Sequence[str], value: Any) -> None:

@@ -168,6 +168,9 @@ def judge(line: Overrides) -> Iterator[Row]:
         )
         if place is not None and str(value).startswith(verl.PREFIX):
             yield Row(given, f"verl has no such setting: type its whole name, {place}={value}", is_wrong=True)
+    if groups := list(_groups(line)):
+        yield from groups
+        return
     yield from _without_effect(line)
     name = line[LOSS_MODE]
     if isinstance(name, str) and not name.startswith(verl.PREFIX) and (meant := _meant_mode(name)) is not None:
@@ -194,6 +197,20 @@ def judge(line: Overrides) -> Iterator[Row]:
         yield Row("use_kl_loss", f"{text} term", is_note=True)
     elif f"{ACTOR}.kl_loss_type" in line.given and line[f"{ACTOR}.use_kl_loss"] is False:
         yield Row("kl_loss_type", "nothing reads it without use_kl_loss=True", is_note=True)
+
+
+def _groups(line: Overrides) -> Iterator[Row]:
+    """One value in the place of a group of settings: nothing below it can be judged."""
+    names = [*DEFAULTS, LOSS_MODE]
+    for given, value in line.given.items():
+        if value is UNKNOWN or not any(name.startswith(f"{given}.") for name in names):
+            continue
+        if str(value).startswith("{"):
+            text = "several settings in one word are not read here: type each by its whole name"
+            yield Row(given, text, is_note=True)
+        else:
+            meant = f": did you mean {LOSS_MODE}={value}?" if LOSS_MODE.startswith(f"{given}.") else ""
+            yield Row(given, f"it is a group of settings, and hydra takes no {value} in its place{meant}", is_wrong=True)
 
 
 def _meant_mode(name: str) -> str | None:

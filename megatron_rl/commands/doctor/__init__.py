@@ -50,7 +50,7 @@ def run(args: Namespace) -> int:
         except ConfigError as error:
             if facts is None:
                 raise
-            launch = LaunchReport("not read", None, reading=[Finding("line", PROBLEM, str(error))])
+            launch = LaunchReport("not read", None, reading=[Finding("line", PROBLEM, problem) for problem in error.problems])
     problems = [finding for finding in [*machine, *(launch.findings if launch else [])] if finding.status == PROBLEM]
     show = as_json if args.json else as_text
     print(show(machine, launch, len(problems)), flush=True)

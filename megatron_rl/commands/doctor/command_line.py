@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import base64
-import binascii
 import json
 import math
 import re
@@ -18,8 +17,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch, read_whole_number
-from megatron_rl.commands.doctor.script import ScriptLine, ScriptReader, is_unread
+from megatron_rl.commands.doctor.script import LARGEST_SCRIPT, ScriptLine, ScriptReader, is_unread
 from megatron_rl.errors import ConfigError
+from megatron_rl.files.bounds import is_regular, read_regular
+from megatron_rl.files.yaml_values import parse_yaml
 from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import COMMON_NAMES, OPTIONS, Host, host_named, known_hosts, meant_flag, rollout_hosts
 from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
@@ -100,7 +101,7 @@ class LaunchLine:
 
     @property
     def has_script(self) -> bool:
-        return self.script is not None and self.script.is_file()
+        return self.script is not None and is_regular(self.script)
 
     @property
     def folder(self) -> Path:
@@ -120,7 +121,7 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     script = _script(command, named) if command.endswith(".py") else None
     if script is None and command != TRAIN:
         raise ConfigError(f"megatron-rl {command} trains nothing: give the line that starts the training after --")
-    text = script.read_text(encoding="utf-8", errors="replace") if script is not None and script.is_file() else ""
+    text = read_text(script, "the script") if script is not None and is_regular(script) else ""
     if COMPOSING in text:
         raise ConfigError(
             f"{script} puts its launch line together while it runs: give the line that it prints (EXEC: ...), from python3 on"
@@ -130,7 +131,7 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     clues = [*words, *([str(named)] if named else [])]
     found = TRAIN if script is None else host or _host_of(script, clues, {field_of(flag) for flag, _ in flags})
     # A script of Megatron-LM has a parser of its own; one that is not here is taken to have our flags.
-    is_unseen = script is not None and found not in (TRAIN, *ROLLOUT_HOST_NAMES) and not script.is_file()
+    is_unseen = script is not None and found not in (TRAIN, *ROLLOUT_HOST_NAMES) and not is_regular(script)
     files = [values[0] for flag, values in flags if flag == CONFIG_FILE and values]
     folder = script.parent if script else Path.cwd()
     return LaunchLine(
@@ -147,6 +148,14 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
         stray=stray,
         python_path=tuple(_python_path([*before, f"PYTHONPATH={read_from.python_path}"] if read_from else before)),
     )
+
+
+def read_text(path: Path, what: str) -> str:
+    """ConfigError where it cannot be read, or is larger than a file that a person writes."""
+    try:
+        return read_regular(path, LARGEST_SCRIPT).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error}") from error
 
 
 def _python_path(words: Sequence[str]) -> Iterator[str]:
@@ -167,14 +176,20 @@ def through_shell_scripts(words: list[str]) -> tuple[list[str], Path | None, Scr
     if len(words) == 1 and re.search(r"\s", words[0]):  # a whole line in quotes, as launchers print it
         reader = ScriptReader(Path())
         reader.may_be_anything = True  # whatever script it is from has set more
-        return list(training_line(list(reader.lines_of_text(words[0])), "the line after --")[0].words), None, None, None
+        try:
+            return list(training_line(list(reader.lines_of_text(words[0])), "the line after --")[0].words), None, None, None
+        except RecursionError as error:
+            raise ConfigError("the line after -- is nested too deeply to be read") from error
     if place is None or words[place].endswith(".py"):
         return words, None, None, None
     script = Path(words[place])
-    if not script.is_file():
+    if not is_regular(script):
         raise ConfigError(f"{script} is no file in {Path.cwd()}: start from the folder that the launch starts from")
     settings = dict(word.split("=", 1) for word in words[:place] if re.match(r"[A-Za-z_]\w*=", word))
-    line, stray = training_line(list(ScriptReader(script, words[place + 1 :], settings).lines()), str(script))
+    try:
+        line, stray = training_line(list(ScriptReader(script, words[place + 1 :], settings).lines()), str(script))
+    except RecursionError as error:
+        raise ConfigError(f"{script} is nested too deeply to be read: give the words that start the training after --") from error
     return list(line.words), script, line, stray
 
 
@@ -204,8 +219,8 @@ def _trains(words: Sequence[str]) -> bool:
 def _script(command: str, shell_script: Path | None) -> Path:
     """Where it is from here; a shell script may name one that stands in a folder above itself."""
     script = Path(command)
-    if shell_script is not None and not script.is_absolute() and not script.is_file():
-        return next((folder / script for folder in shell_script.resolve().parents if (folder / script).is_file()), script)
+    if shell_script is not None and not script.is_absolute() and not is_regular(script):
+        return next((folder / script for folder in shell_script.resolve().parents if is_regular(folder / script)), script)
     return script
 
 
@@ -239,10 +254,10 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
     """From the script's imports, a host's name in a word of the line, or flags that it alone has."""
     imported: set[str] = set()
-    if script.is_file():
+    if is_regular(script):
         try:
-            imported = imported_packages(ast.parse(script.read_bytes()))
-        except SyntaxError as error:
+            imported = imported_packages(ast.parse(read_text(script, "the script")))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of a NUL, and of deep nesting
             raise ConfigError(f"{script} is no Python script: {error}") from error
     for host in rollout_hosts():
         if host.package in imported:
@@ -255,7 +270,7 @@ def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
         if names & set(host.own_options) or host.package in imported or has_name:
             return host.name
     remedy = f"add --host {{{','.join((*HOST_NAMES, *HYDRA_HOST_NAMES))}}} before --"
-    if not script.is_file():
+    if not is_regular(script):
         remedy = f"{script.name} is not here; start doctor from the checkout that has it, or {remedy}"
     raise ConfigError(f"nothing on the line tells whose script this is: {remedy}")
 
@@ -301,27 +316,18 @@ def read_config_file(given: str, folder: Path) -> dict[str, object]:
     if given.startswith("base64:"):
         try:
             text = base64.b64decode(given.removeprefix("base64:")).decode("utf-8")
-        except (binascii.Error, UnicodeDecodeError) as error:
+        except ValueError as error:  # of base64 and of UTF-8
             raise ConfigError(f"{CONFIG_FILE} base64:... cannot be decoded: {error}") from error
-    elif path := next((path for path in (Path(given), folder / given) if path.is_file()), None):
-        text = path.read_text(encoding="utf-8", errors="replace")
+    elif path := next((path for path in (Path(given), folder / given) if is_regular(path)), None):
+        text = read_text(path, CONFIG_FILE)
     else:
-        raise ConfigError(f"{CONFIG_FILE} {given} is no file here: start from the folder that the launch starts from")
-    return read_yaml(text, f"{CONFIG_FILE} {given}")
+        raise ConfigError(f"{CONFIG_FILE} {given[:200]} is no file here: start from the folder that the launch starts from")
+    return read_yaml(text, f"{CONFIG_FILE} {given[:200]}")
 
 
 def read_yaml(text: str, name: object) -> dict[str, object]:
     """The keys of a file of settings. Raises ConfigError."""
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError(
-            f"{name} is read with pyyaml, which is not installed: pip install '/path/to/megatron_rl[doctor]'"
-        ) from error
-    try:
-        loaded = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is no YAML: {' '.join(str(error).split())}") from error
+    loaded = parse_yaml(text, name) or {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"{name} holds {type(loaded).__name__}: it must be key: value lines")
     return {str(key): value for key, value in loaded.items()}

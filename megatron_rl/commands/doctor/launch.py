@@ -22,6 +22,7 @@ from megatron_rl.commands.doctor.command_line import (
     Parser,
     host_arguments,
     read_line,
+    read_text,
     read_yaml,
     through_shell_scripts,
 )
@@ -30,6 +31,7 @@ from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, Launc
 from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.files.bounds import is_regular
 from megatron_rl.hosts.base import (
     CUSTOM_LOSS_LINE,
     GUARD_LINE,
@@ -112,10 +114,9 @@ def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | N
 
 
 def _read_yaml_file(path: Path) -> dict[str, object]:
-    try:
-        return read_yaml(path.read_text(encoding="utf-8"), path)
-    except OSError as error:
-        raise ConfigError(f"{path} is no file here: start from the folder that the launch starts from") from error
+    if not is_regular(path):
+        raise ConfigError(f"{path} is no file here: start from the folder that the launch starts from")
+    return read_yaml(read_text(path, "the settings"), path)
 
 
 def _route(line: LaunchLine) -> Route | None:

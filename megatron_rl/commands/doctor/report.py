@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from megatron_rl import __version__
+from megatron_rl.errors import printable
 
 OK, ABSENT, NOTE, PROBLEM = "ok", "absent", "note", "PROBLEM"
 
@@ -43,15 +44,18 @@ class LaunchReport:
 def as_text(machine: Sequence[Finding], launch: LaunchReport | None, num_problems: int) -> str:
     lines = [f"megatron_rl {__version__} on this machine", *_table(machine)] if machine else []
     if launch is not None:
-        lines += [f"launch line: {launch.title}", *_table(launch.findings)]
-    unread = f" in what could be read; not read: {', '.join(launch.unread)}" if launch is not None and launch.unread else ""
+        lines += [f"launch line: {printable(launch.title)}", *_table(launch.findings)]
+    unread = (
+        f" in what could be read; not read: {printable(', '.join(launch.unread))}" if launch is not None and launch.unread else ""
+    )
     lines.append(f"doctor: {num_problems or 'no'} problem{'' if num_problems == 1 else 's'}{unread}")
     return "\n".join(lines)
 
 
 def _table(rows: Sequence[Finding]) -> list[str]:
-    width = max((len(row.subject) for row in rows), default=0)
-    return [f"  {row.status:8s} {row.subject:{width}s}  {row.text}".rstrip() for row in rows]
+    texts = [(printable(row.subject), row.status, printable(row.text)) for row in rows]
+    width = max((len(subject) for subject, _, _ in texts), default=0)
+    return [f"  {status:8s} {subject:{width}s}  {text}".rstrip() for subject, status, text in texts]
 
 
 def as_json(machine: Sequence[Finding], launch: LaunchReport | None, num_problems: int) -> str:

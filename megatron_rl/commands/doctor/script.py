@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.files.bounds import is_regular, read_regular
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -32,6 +33,12 @@ ALL_QUOTED = re.compile(r'"\$(@|\{(@|[A-Za-z_]\w*\[@\])\})"')
 LOST_NAME = re.compile(rb"[A-Za-z_]\w*|[@*0-9]")
 # A script that sources itself, or two that source each other.
 MAX_DEPTH = 8
+# A script, and what it may become: texts it reads, characters of expanded variables, lines that are no bash and are named.
+LARGEST_SCRIPT, MOST_TEXTS, MOST_EXPANDED, MOST_UNPARSED = 2**22, 200, 2**24, 100
+REMEDY = "give the words that start the training after --, from python on"
+# Variables of the environment that hold a secret: a message may show a word of the line.
+SECRET = re.compile(r"(^|_)(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
+OF_A_KEY, SHORTEST_KEY = re.compile(r"(^|_)KEY(_|$)", re.IGNORECASE), 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +99,22 @@ class ScriptReader:
         self.unparsed: list[str] = []
         self.absent: list[str] = []
         self.depth, self.lines_above, self.is_in_function = 0, 0, False
+        self.num_texts = self.num_expanded = 0
         # Names that something unread has set; after an `eval` or an unread `source` any name may be one of them.
         self.unknown: set[str] = set()
         self.may_be_anything = False
 
     def lines(self) -> Iterator[ScriptLine]:
-        yield from self.lines_of_text(self.path.read_text(encoding="utf-8", errors="replace"))
+        try:
+            text = read_regular(self.path, LARGEST_SCRIPT).decode("utf-8", errors="replace")
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be read: {error}") from error
+        yield from self.lines_of_text(text)
 
     def lines_of_text(self, text: str) -> Iterator[ScriptLine]:
-        self.depth += 1
+        self.depth, self.num_texts = self.depth + 1, self.num_texts + 1
+        if self.num_texts > MOST_TEXTS:
+            raise ConfigError(f"{self.started} reads more than {MOST_TEXTS} scripts: {REMEDY}")
         yield from self._walk(syntax_tree(text), is_in_branch=False)
         self.depth -= 1
 
@@ -108,7 +122,8 @@ class ScriptReader:
         """In the order of the text, which is not the order of execution where a script loops or calls functions."""
         body = node.child_by_field_name("body") if node.type == "redirected_statement" else node
         if node.type == "ERROR" or node.is_missing:
-            self.unparsed.append(str(self._line_of(node)))
+            if len(self.unparsed) < MOST_UNPARSED:
+                self.unparsed.append(str(self._line_of(node)))
             self.may_be_anything = True
         if node.type in COUNTING:
             self.unknown |= {_text(child) for child in node.children if child.type in ("variable_name", "word")}
@@ -170,7 +185,7 @@ class ScriptReader:
 
     def _here(self, given: str) -> Path | None:
         places = (Path(given), self.path.parent / given)
-        return None if is_unread(given) else next((path for path in places if path.is_file()), None)
+        return None if is_unread(given) else next((path for path in places if is_regular(path)), None)
 
     def _line_of(self, node: Node) -> int:
         return node.start_point[0] + 1 + self.lines_above
@@ -204,6 +219,12 @@ class ScriptReader:
             return words if words or ALL_QUOTED.fullmatch(text) else [""]
         if node.type in ("simple_expansion", "expansion", "command_substitution"):
             values = self._expansion(node, is_quoted=is_quoted)
+            self.num_expanded += sum(len(value) + 1 for value in values)
+            if self.num_expanded > MOST_EXPANDED:
+                raise ConfigError(
+                    f"{self.path}, line {self._line_of(node)}: variables that are put into each other become more than "
+                    f"{MOST_EXPANDED} characters: {REMEDY}"
+                )
             if is_quoted:
                 return [" ".join(values)] if re.match(r"\s*\$\{?(\w+\[)?\*", text) else values
             return [part for value in values for part in ([value] if is_unread(value) else value.split())]
@@ -251,10 +272,15 @@ class ScriptReader:
             value = self.values[name]
             self.used |= value.branches
             return value.words if index in "@*" else value.words[int(index) : int(index) + 1] or None
-        if name in self.unknown or self.may_be_anything:
+        if name in self.unknown or self.may_be_anything or self._is_secret(name):
             return None
         # No environment carries an array: one that nothing sets is empty.
         return [self.environment[name]] if name in self.environment else [] if index in "@*" else None
+
+    def _is_secret(self, name: str) -> bool:
+        """A key of a service is long; that of a record, as in INPUT_KEY=prompt, is not."""
+        is_key = OF_A_KEY.search(name) is not None and len(self.environment.get(name, "")) >= SHORTEST_KEY
+        return is_key or SECRET.search(name) is not None
 
     def _path_command(self, node: Node) -> str | None:
         """`cd ... && pwd`, `dirname ...` and `basename ...` of what is known: how scripts find their own folder."""
