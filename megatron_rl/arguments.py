@@ -30,6 +30,7 @@ from megatron_rl.validation import (
 )
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS
+from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
@@ -96,7 +97,7 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
         set_flags=frozenset(set_flags),
         host_switches=switches,
         calculate_per_token_loss=switches.get("calculate_per_token_loss"),
-        model={name: given[name] for name in (*MODEL_SETTINGS, *EXPERT_SETTINGS) if name in given},
+        model={name: given[name] for name in (*MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS) if name in given},
         global_batch_size=read_whole_number(given.get("global_batch_size")),
         has_16_bit_parameters=_has_16_bit_parameters(switches),
     )

@@ -95,7 +95,7 @@ def test_a_padded_batch_equals_a_loop_over_tokens(groups):
 
 @pytest.mark.parametrize(("bounds", "rows"), PACKED_ROWS)
 def test_a_packed_row_equals_its_documents_one_by_one(bounds, rows):
-    """Catches attention across documents, a skipped or doubled document, and NaN in the tail behind them."""
+    """FB-148: catches attention across documents, a skipped or doubled document, and NaN in the tail behind them."""
     inputs = random_inputs(rows)
     actual = outputs_and_gradients(attention(), *inputs, packed(bounds))
     torch.testing.assert_close(actual, loop_reference(*inputs, bounds), **EXACT)

@@ -30,7 +30,9 @@ from megatron_rl.hosts import roll, skyrl, verl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS
 from megatron_rl.hosts.verl_launch import ESTIMATORS
 from megatron_rl.validation import flag_of
+from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS
+from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
 PAGES = markdown_pages.pages()
 DOCS = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
@@ -77,7 +79,7 @@ FLAGS_OF_OTHERS = {
     "train_rl.py": "--grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-entropy-term-weight --grpo-kl-beta --grpo-iterations "
     "--rl-default-temperature --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef",
     "Megatron-LM": "--fp8-param-gather --recompute-granularity --mtp-loss-scaling-factor --mtp-num-layers "
-    "--no-check-for-nan-in-loss-and-grad " + " ".join(map(flag_of, EXPERT_SETTINGS)),
+    "--no-check-for-nan-in-loss-and-grad " + " ".join(map(flag_of, (*EXPERT_SETTINGS, *MODEL_SETTINGS, *FURTHER_SETTINGS))),
     "launch scripts of miles in Python, which hand its value on": "--extra-args",
     "OpenRLHF, up to its first dot; miles and slime": "--actor --algo --opsm-delta",
     "flags that other frameworks had, and vLLM's": "--pg-loss-divisor --quantization",

@@ -215,6 +215,14 @@ def test_adapters_of_shared_experts_are_warned_of(flags, number):
     assert not [text for text in texts(f"{line} {flags}".replace("--lora-rank 16", ""), NOTE) if "--lora-rank" in text]
 
 
+@pytest.mark.parametrize(("flags", "number"), [("--lora-rank 16", 1), ("", 0)])
+def test_an_adapter_of_an_overlapped_shared_expert_is_warned_of(flags, number):
+    """FB-151"""
+    line = f"{OURS} {MIXTURE} --expert-tensor-parallel-size 1 --moe-shared-expert-overlap {flags}"
+    found = [text for text in texts(line, NOTE) if "add the shared expert's adapter once on each tensor-parallel rank" in text]
+    assert len(found) == number
+
+
 def test_a_line_with_nothing_of_ours_hears_of_a_rescaled_loss():
     """FB-98: the worse case was silent, because the rule is one of ours."""
     line = "python train.py --num-experts 8 --expert-model-parallel-size 8 --calculate-per-token-loss --moe-aux-loss-coeff 1e-3"

@@ -41,6 +41,14 @@ EXPERTS = {
     "moe_layer_freq": (0, 1),  # a dense layer, then one of experts
     "moe_aux_loss_coeff": 0.0,
 }
+# What the large mixtures of experts have in common.
+OF_THE_FIELD = {
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "normalization": "RMSNorm",
+    "qk_layernorm": True,
+    "num_query_groups": 2,
+}
 # Each row says what it would catch.
 LAYOUTS = [
     pytest.param(Layout(num_microbatches=4), marks=SLOW, id="one rank, four micro-batches"),
@@ -217,7 +225,7 @@ FAULTS = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_kind_of_parameter_has_the_one_process_float64_gradient(pool, truth_of, layout):
     """The routes are compared first: two experts of nearly equal score may change places in float32. The row's fault must show."""
-    model, pairs = model_of(layout), pairs_of(layout)
+    model, pairs = model_of(layout, **OF_THE_FIELD), pairs_of(layout)
     (fault,) = (fault for row, fault in zip(LAYOUTS, FAULTS, strict=True) if row.values[0] == layout)
     truths, routes = truth_of(model)
     right = Run(layout, model, [(truths[name].samples, config_of(name, aggregation)) for name, aggregation in pairs])
@@ -234,13 +242,78 @@ def test_each_kind_of_parameter_has_the_one_process_float64_gradient(pool, truth
     assert worst_error(faulty[0], expected) > 100 * GRADIENT_TOLERANCE, fault
 
 
+def test_layers_of_experts_that_are_recomputed_have_the_same_gradient(pool):
+    """Their routes are seen twice, so a step has none to compare."""
+    step, config = ragged_samples()[:4], config_of("reinforce", "sample_mean")
+    kept, recomputed = (
+        step_on_layout(pool, Layout(num_microbatches=2), step, config, model_of(Layout(), **options))
+        for options in ({}, {"moe_layer_recompute": True})
+    )
+    assert max(errors_by_kind(recomputed.gradient, kept.gradient).values()) < GRADIENT_TOLERANCE
+    assert kept.routes and not recomputed.routes
+
+
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+}
+# As DeepSeek-V3, whose router has sigmoid scores and a bias.
+DEEPSEEK = LATENT | {"qk_layernorm": True, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+LATENT_LAYOUTS = [
+    pytest.param(Layout(data=2, expert=2, packed=True, num_microbatches=2), marks=SLOW, id="DP2xEP2, packed"),
+    pytest.param(Layout(**SP, expert=2, expert_tensor=1, num_microbatches=2), id="TP2+SP, EP2, ETP1: the shared rotary key"),
+    pytest.param(Layout(**SP, expert_tensor=2), marks=SLOW, id="TP2+SP, ETP2"),
+    pytest.param(Layout(**SP, context=2, expert=2, expert_tensor=1), marks=SLOW, id="CP2xTP2+SP, EP2"),
+    pytest.param(Layout(**SP, pipeline=2, expert=2, expert_tensor=1, num_microbatches=2), marks=SLOW, id="PP2xTP2+SP, EP2"),
+]
+
+
+@pytest.mark.parametrize("layout", LATENT_LAYOUTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(LATENT, marks=SLOW, id="plain"),
+        pytest.param(DEEPSEEK, id="deepseek"),
+        pytest.param(LATENT | {"q_lora_rank": None, "rope_type": "yarn"}, marks=SLOW, id="yarn"),
+    ],
+)
+def test_multi_latent_attention_has_the_one_process_float64_gradient(pool, truth_of, layout, options):
+    """Megatron's own layers without Transformer Engine lose a part of the gradient at tensor parallelism 2; these do not."""
+    model = model_of(layout, **options)
+    truths, _ = truth_of(model)
+    result = step_on_layout(pool, layout, truths["grpo"].samples, config_of("grpo", "token_mean"), model)
+    expected = truths["grpo"].by_aggregation["token_mean"]
+    assert max(errors_by_kind(result.gradient, expected.gradient).values()) < GRADIENT_TOLERANCE
+    assert result.optimizer_norm == pytest.approx(expected.norm, rel=GRADIENT_TOLERANCE)
+
+
+def refused_to_build(rank: int, layout: Layout, model: TinyGPT) -> str:
+    return error_of(lambda: LayoutModel(layout, 16, model))
+
+
+def test_multi_latent_attention_with_tensor_parallelism_needs_sequence_parallel(pool):
+    """Its down projections are whole on each rank, whose gradient is then that of its own heads: replicas would drift apart."""
+    layout = Layout(tensor=2)
+    model = TinyGPT(num_layers=1, experts=tuple((LATENT | {"add_bias_linear": False}).items()))
+    for message in pool.run(refused_to_build, layout, model, world_size=2, **layout.model_parallel):
+        assert "multi_latent_attention=True with tensor_model_parallel_size=2 needs sequence_parallel" in message
+
+
 def worst_error(answers: list, expected: dict[str, torch.Tensor]) -> float:
     """Of any parameter on any rank; replicas may differ."""
     worst = 0.0
     for shards in (shards for answer in answers for shards in answer.gradients):
-        for name, (dim, number, size, gradient) in shards.items():
-            part = expected[name] if dim is None else expected[name].chunk(size, dim)[number]
-            worst = max(worst, float((gradient - part).norm() / expected[name].norm().clamp(min=1e-12)))
+        for name, shard in shards.items():
+            difference = shard.gradient - shard.cut_from(expected[name])
+            worst = max(worst, float(difference.norm() / expected[name].norm().clamp(min=1e-12)))
     return worst
 
 

@@ -68,6 +68,20 @@ def test_main_grad_gets_what_the_plain_path_adds(rows, loss_scale, zero_out):
     assert relative(parameter.main_grad, expected) < 1e-5
 
 
+@pytest.mark.parametrize("loss_scale", [None, 1.0])
+@pytest.mark.parametrize("zero_out", [False, True], ids=["", "tied"])
+def test_a_hook_on_the_weight_sees_its_gradient(loss_scale, zero_out):
+    """FB-150: in main_grad no hook would see it, and one that masks or counts the gradient would get a placeholder."""
+    case = head_batch().to(torch.float32)
+    parameter, seen = megatron_parameter(case.weight, zero_out=zero_out, start=0.0), []
+    parameter.register_hook(lambda gradient: gradient * 3)
+    parameter.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    call(case, case.hidden.clone().requires_grad_(), parameter, loss_scale=loss_scale).loss.backward()
+    ddp_hook(parameter)
+    expected = by_logits("gspo", case, factor=3.0).weight_gradient
+    assert relative(parameter.main_grad, expected) < 1e-5 and relative(seen[0], expected) < 1e-5
+
+
 def test_another_factor_than_the_announced_one_raises_with_both():
     case = head_batch()
     hidden, weight = leaves(case)

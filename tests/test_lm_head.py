@@ -76,6 +76,19 @@ def test_the_error_of_the_weight_gradient_does_not_grow_with_micro_batches(num_m
     assert relative(weight.main_grad, truth) < FLOAT32
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_hook_on_the_weight_sees_its_gradient(tied):
+    """FB-150: it changes what Megatron's DDP then adds to main_grad."""
+    hidden, weight, gradient = operands()
+    weight.main_grad = torch.zeros(weight.shape)
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, tied
+    weight.register_hook(lambda gradient: gradient * 2)
+    fp32_head_logits(hidden, weight, tp_group=SINGLE).backward(gradient)
+    *_, truth = exact(hidden, weight, gradient)
+    assert not weight.grad_added_to_main_grad and not weight.main_grad.any()
+    torch.testing.assert_close(weight.grad.double(), 2 * truth, rtol=2.0**-7, atol=1e-3)
+
+
 def test_a_frozen_head_and_frozen_hidden_states_get_no_gradient():
     """The reference policy's head, and a head that is trained alone."""
     hidden, weight, gradient = operands()

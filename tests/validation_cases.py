@@ -11,6 +11,7 @@ from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.validation import RULES, LaunchOptions, config_warnings
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS
+from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
 PAGE_HEAD = """# What is refused before the first step
 
@@ -36,10 +37,11 @@ ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
 SCALED_EXP = {"fused_lm_head_loss": True, "scaled_exp_head": True}
 TIS = {"importance_correction": "tis"}
 # Of a LaunchOptions.model; the other two are read from elsewhere.
-MODEL = {*MODEL_SETTINGS, *EXPERT_SETTINGS} - {"calculate_per_token_loss", "router_aux_loss"}
+MODEL = {*MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS} - {"calculate_per_token_loss", "router_aux_loss"}
 EXPERTS = {**TOKEN_MEAN, **PER_TOKEN, "num_experts": 8}
 SEVERAL = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
 MTP = {**TOKEN_MEAN, **PER_TOKEN, "mtp_num_layers": 1}
+LATENT = {"multi_latent_attention": True}
 ON_A_HOST = {"enable_mtp_training": True, "route": Route.REDUCER}
 OWN = {"loss_aggregation": f"{__name__}.by_hand"}
 
@@ -174,6 +176,10 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
             {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": "1e-3"},
             "moe_aux_loss_coeff='1e-3' of seq_aux_loss",
         ),
+        (
+            {**TOKEN_MEAN, **PER_TOKEN, "dsa_indexer_loss_coeff": 0.01},
+            "dsa_indexer_loss_coeff=0.01 does not go with .* indexer by response tokens, .* to 0, or remove --calc",
+        ),
         ({"mtp_num_layers": 1}, "mtp_num_layers=1: the forward step of .*without labels and loss_mask.*; remove --mtp-num-layers"),
         ({**MTP, "mtp_loss_scaling_factor": 0.3}, "mtp_num_layers=1: .*0.19 trains it on prompts and padding too"),
         ({**MTP, **ON_A_HOST, "context_parallel_size": 2}, "the host multiplies its own loss by .* x 1 / cp; set mtp_loss_"),
@@ -186,6 +192,14 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"num_experts": 8, "moe_input_jitter_eps": "0.01"}, "='0.01': random noise .* the first ratio is not 1; remove it"),
         ({"num_experts": 8, "moe_router_force_load_balancing": True}, "=True: the router's choice is random, for benchmarks"),
         ({"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "='sinkhorn': it balances the tokens"),
+    ],
+    "models_are_right_on_their_layout": [
+        ({"hybrid_context_parallel": True}, "hybrid_context_parallel=True: each sample .* remove --hybrid-context-parallel"),
+        ({**LATENT, "tensor_model_parallel_size": 2}, "size=2 needs sequence_parallel: .* rotary key, .* --sequence-parallel"),
+        (
+            {**LATENT, "tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": "local"},
+            "and transformer_impl='local': .* use --transformer-impl transformer_engine, or --tensor-model-parallel-size 1",
+        ),
     ],
     "steps_hold_whole_prompt_groups": [
         ({**GROUPS_OF_4, "global_batch_size": 30}, "a multiple of 4, or accept .*--allow-partial-prompt-groups")
@@ -270,6 +284,8 @@ ALLOWED: dict[str, list[dict]] = {
     "auxiliary_losses_keep_their_scale": [
         {**EXPERTS, "moe_z_loss_coeff": 1e-3, "router_aux_loss": "exact"},
         {**EXPERTS, "moe_aux_loss_coeff": 1e-3, "router_aux_loss": "host"},
+        {"dsa_indexer_loss_coeff": 0.01},  # the installed Megatron-Core decides
+        {**TOKEN_MEAN, **PER_TOKEN, "dsa_indexer_loss_coeff": 0},
         {**EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
         {**EXPERTS, "moe_aux_loss_coeff": 0.001, "calculate_per_token_loss": False},
         {**EXPERTS, "moe_aux_loss_coeff": 0.001, "moe_router_load_balancing_type": "none"},
@@ -286,6 +302,11 @@ ALLOWED: dict[str, list[dict]] = {
         {"num_experts": 8, "moe_expert_capacity_factor": -1, "moe_input_jitter_eps": 0},
         {"num_experts": 8, "moe_expert_rank_capacity_factor": 2.0, "moe_flex_dispatcher_backend": "ncclep"},
         {"num_experts": None, "moe_expert_capacity_factor": 1.5, "tensor_model_parallel_size": 2},
+    ],
+    "models_are_right_on_their_layout": [
+        {"multi_latent_attention": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"multi_latent_attention": True, "transformer_impl": "local"},
+        {"hybrid_context_parallel": False, "tensor_model_parallel_size": 2, "transformer_impl": "local"},
     ],
     "steps_hold_whole_prompt_groups": [
         {**GROUPS_OF_4, "global_batch_size": 32},

@@ -26,7 +26,9 @@ from megatron_rl.hosts.flags import host_config, known_correction
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import declared_parameters, get_loss_aggregation, import_dotted
 from megatron_rl.validation import HOST_SWITCHES, config_warnings, field_of, flag_of, routes_of_flags
+from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS
+from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
@@ -308,9 +310,10 @@ class HostOptions:
         return self._values.get(field)
 
     @property
-    def experts(self) -> dict[str, object]:
-        """The EXPERT_SETTINGS that the launch gives, not checked."""
-        return {name: self._values[name] for name in EXPERT_SETTINGS if name in self._values}
+    def of_model(self) -> dict[str, object]:
+        """The settings of the model that the launch gives, by which its losses, experts and layers are judged; not checked."""
+        names = (*MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS)
+        return {name: self._values[name] for name in names if name in self._values}
 
     @property
     def aggregation(self) -> Any:  # not checked

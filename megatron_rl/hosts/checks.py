@@ -34,6 +34,7 @@ from megatron_rl.hosts.loss_checks import LOSS_CHECKS
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.experts import expert_notes
+from megatron_rl.validation.model_settings import model_notes
 
 CHECKS: list[Check] = []
 COMPANION_OF_OPTION = {
@@ -497,7 +498,12 @@ def dynamic_batches_are_counted_in_rollouts(launch: HostLaunch) -> Iterator[str]
 
 @check(is_warning=True)
 def experts_keep_the_step(launch: HostLaunch) -> Iterator[str]:
-    yield from (note.text for note in expert_notes(launch.options.experts, launch.route) if note.is_warning)
+    yield from (note.text for note in expert_notes(launch.options.of_model, launch.route) if note.is_warning)
+
+
+@check(is_warning=True)
+def the_model_keeps_the_step(launch: HostLaunch) -> Iterator[str]:
+    yield from (note.text for note in model_notes(launch.options.of_model, launch.route) if note.is_warning)
 
 
 CHECKS.extend(LOSS_CHECKS)

@@ -26,7 +26,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import Host, HostOptions, current_args
 from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.sampling import SamplingVerdict, flags_that_read, judge_sampling
-from megatron_rl.hosts.training_hooks import drift_problems, largest_anywhere, layout_in_words, shift_in_words, terms_in_words
+from megatron_rl.hosts.training_hooks import largest_anywhere, layout_in_words, release_problems, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
@@ -39,6 +39,7 @@ from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.samples import count_routed_tokens
 from megatron_rl.step_metrics import step_metrics
 from megatron_rl.validation import config_warnings, flag_of
+from megatron_rl.validation.model_settings import model_notes
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
 
@@ -277,9 +278,12 @@ def _checked_provider(model_provider):
         config = megatron_lm_config()
         if dist.is_initialized() and not announced:  # a model has several chunks under interleaved pipelining
             announced.append(True)
-            if problems := list(drift_problems(current_args())):
+            if problems := list(release_problems(current_args())):
                 raise ConfigError(problems)
             announce(config, calculate_per_token_loss=HostOptions(current_args())["calculate_per_token_loss"])
+            if dist.get_rank() == 0:
+                for note in model_notes(vars(current_args()), Route.MEGATRON_LM):
+                    warnings.warn(f"megatron_rl: {note.text}", stacklevel=2)
         model = model_provider(*positional, **named)
         if dist.is_initialized() and isinstance(model, nn.Module):
             is_packed = HostOptions(current_args())["rl_use_sequence_packing"]

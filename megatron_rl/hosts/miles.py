@@ -121,7 +121,7 @@ def bridge_leaves_the_router_alone(launch: HostLaunch) -> Iterator[str]:
 
 def adapters_of_experts_are_whole(launch: HostLaunch) -> Iterator[str]:
     """One factor of an adapter is whole on each rank that shares an expert; a bridge must add its gradients, and some do not."""
-    experts, rank = launch.options.experts, launch.options["lora_rank"]
+    experts, rank = launch.options.of_model, launch.options["lora_rank"]
     given = experts.get("expert_tensor_parallel_size")
     size = number(launch.options["tensor_model_parallel_size"] if given is None else given)
     if rank and num_experts_of(experts)[1] != 0 and size > 1:
@@ -129,6 +129,13 @@ def adapters_of_experts_are_whole(launch: HostLaunch) -> Iterator[str]:
             f"--lora-rank {rank} with experts on {size:g} expert-tensor-parallel ranks: releases of Megatron-Bridge do not add the "
             "gradients of an adapter's whole factor over them, and its replicas drift apart (NVIDIA-NeMo/Megatron-Bridge#5634); "
             "set --expert-tensor-parallel-size 1"
+        )
+    tp = number(launch.options["tensor_model_parallel_size"])
+    if rank and experts.get("moe_shared_expert_overlap") and tp > 1:
+        yield (
+            f"--lora-rank {rank} with --moe-shared-expert-overlap and --tensor-model-parallel-size {tp:g}: releases of "
+            "Megatron-Bridge add the shared expert's adapter once on each tensor-parallel rank, so it counts that often "
+            "(radixark/miles#3232); remove --moe-shared-expert-overlap"
         )
 
 

@@ -44,12 +44,14 @@ from megatron_rl.hosts.checks import check_launch, checks_of
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_max, group_device, resolve_groups
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, numbers_in_words, policy_loss_names
 from megatron_rl.megatron.experts import expert_replicas_drift
+from megatron_rl.megatron.indexer import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
 from megatron_rl.validation.experts import drift_problem, expert_problems
+from megatron_rl.validation.model_settings import model_problems
 
 # This variable asks for doctor's report instead of the launch; `python -m megatron_rl.hosts.launch` prints it.
 CHECK_VARIABLE = "MEGATRON_RL_CHECK"
@@ -85,7 +87,7 @@ def custom_megatron_init(args: Namespace) -> None:
             check_backend(config.policy_loss_backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except ConfigError as error:
         problems += error.problems
-    problems += [*group_problems(args, groups), *drift_problems(args)]
+    problems += [*group_problems(args, groups), *release_problems(args)]
     # A rank whose installation lacks a path would leave the others waiting in the probe.
     if largest_anywhere(torch.tensor(len(problems)), groups) and not problems:
         problems = ["another rank refused this launch, and this one agrees with it: see the message of that rank"]
@@ -126,11 +128,12 @@ def group_problems(args: Namespace, groups: ParallelGroups) -> list[str]:
     return problems
 
 
-def drift_problems(args: Namespace) -> Iterator[str]:
-    """Process groups must be up."""
+def release_problems(args: Namespace) -> Iterator[str]:
+    """What the installed Megatron-Core would train wrongly. Process groups must be up."""
     problem = drift_problem(vars(args))
     if problem is not None and expert_replicas_drift():
         yield problem
+    yield from unscaled_indexer(vars(args))
 
 
 def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
@@ -383,7 +386,8 @@ def check_model_contract(args: Namespace, model_config) -> None:
     settings = {"context_parallel_size": options["context_parallel_size"], **settings_of_model(model_config)}
     settings["enable_mtp_training"] = options["enable_mtp_training"]
     problems = list(auxiliary_loss_problems(settings, Route.REDUCER, calculates_per_token_loss=of_model))
-    problems += expert_problems(vars(model_config))
+    problems += [*expert_problems(vars(model_config)), *model_problems(vars(model_config))]
+    problems += unscaled_indexer(settings | {"calculate_per_token_loss": of_model})
     if problems:
         raise ConfigError(problems)
 

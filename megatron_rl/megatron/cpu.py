@@ -61,6 +61,7 @@ def install_cpu_support() -> None:
     _replace_streams()
     _rename_tensor_types()
     _support_experts()
+    support_latent_attention()
     _is_installed = True
 
 
@@ -217,6 +218,15 @@ def _support_experts() -> None:
         all_gather=_with_uneven_parts(dist.all_gather),
         reduce_scatter=_reduce_scatter,
     )
+
+
+def support_latent_attention() -> None:
+    """Without Transformer Engine, Megatron's multi-latent attention asks whether a layer is an instance of what is no class."""
+    with _without_compiler():
+        from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(vars(multi_latent_attention).get("TELinear"), type):
+        _replace(multi_latent_attention, TELinear=type("TELinear", (), {}))
 
 
 def _with_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:

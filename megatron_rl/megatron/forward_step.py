@@ -21,6 +21,7 @@ from megatron_rl.losses.api import PolicyLossOutput
 from megatron_rl.losses.options import LossKeywords
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
+from megatron_rl.megatron.indexer import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.router_losses import prepare_routers
 from megatron_rl.megatron.routes import RouteChecker
@@ -271,6 +272,7 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
             settings, Route.MEGATRON_LM, calculates_per_token_loss=per_token, router_aux_loss=config.router_aux_loss
         )
     )
+    problems += unscaled_indexer(settings | {"calculate_per_token_loss": per_token})
     if settings.get("mtp_num_layers") and not problems and not _takes_no_labels():
         problems.append(
             f"mtp_num_layers={settings['mtp_num_layers']!r} in the model's config: this Megatron-Core reads labels in its forward, "

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.megatron.attention import PackedAttention, SequenceParallelNorm
+from megatron_rl.megatron.cpu import support_latent_attention
 from megatron_rl.megatron.experts import expert_replicas_drift
 from megatron_rl.validation.experts import drift_problem, expert_problems
+from megatron_rl.validation.model_settings import model_problems
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -40,6 +42,8 @@ _PARAMETER_OF_EXPERT = re.compile(r".*\.(linear_fc[12]\.(?:weight|bias))\d*")
 _FUSED_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
 
 
@@ -69,7 +73,7 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
     Raises ConfigError where an override contradicts parallel_state: Megatron would build one layout and communicate as the other.
     """
     from megatron.core import parallel_state
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     accessors = _SIZES_OF_PARALLEL_STATE | (_SIZES_OF_EXPERTS if overrides.get("num_moe_experts") else {})
     sizes = {name: getattr(parallel_state, accessor)() for name, accessor in accessors.items()}
@@ -104,7 +108,8 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
         **({"add_bias_linear": False} if overrides.get("num_moe_experts") else {}),
         **overrides,
     }
-    config = TransformerConfig(num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_attention_heads, **values)
+    kind = MLATransformerConfig if overrides.get("multi_latent_attention") else TransformerConfig
+    config = kind(num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_attention_heads, **values)
     check_pipeline(config)
     return config
 
@@ -147,10 +152,26 @@ def gpt_layer_spec(
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            _whole_down_projections(attention)
+        if config.qk_layernorm and config.multi_latent_attention:
+            attention.q_layernorm = attention.kv_layernorm = SequenceParallelNorm
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
     block.layer_norm = SequenceParallelNorm
     return block
+
+
+def _whole_down_projections(attention: Any) -> None:
+    """Each tensor-parallel rank holds the whole down projections of multi-latent attention, as in Transformer Engine's layers.
+
+    Megatron's own layers shard them and gather the result. The backward of the gather gives a rank the gradient of its own heads,
+    and that of the rotary key, which all heads share, misses the other ranks' heads.
+    """
+    from megatron.core.post_training.modelopt.layers import Linear
+
+    support_latent_attention()
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
 
 
 def build_gpt_model(
@@ -172,7 +193,8 @@ def build_gpt_model(
     with z standard normal. Biases and norms are random too, so that a gradient that a layout loses can be seen. Call it after
     model_parallel_cuda_manual_seed. seed None: the weights are Megatron's, for a caller that loads some. rope_factor: of the
     scaling of rotary positions in Llama 3.
-    Raises ConfigError for a vp_stage or vocab_size that does not fit the layout, for expert_problems and drift_problem.
+    Raises ConfigError for a vp_stage or vocab_size that does not fit the layout, for expert_problems, model_problems and
+    drift_problem.
     """
     _check_layout(config, vocab_size, vp_stage)
     from megatron.core import parallel_state
@@ -219,7 +241,9 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
             "the size without padding to the loss as vocab_size"
         )
     settings = vars(config)
-    problems, drift = list(expert_problems(settings)), drift_problem(settings)
+    # These layers are not those of transformer_impl='local': see _whole_down_projections.
+    problems = [*expert_problems(settings), *model_problems(settings | {"transformer_impl": None})]
+    drift = drift_problem(settings)
     if drift is not None and expert_replicas_drift():
         problems.append(drift)
     if config.num_moe_experts and settings.get("moe_use_legacy_grouped_gemm"):  # up to Megatron-Core 0.16
@@ -239,16 +263,25 @@ def global_parameter_name(model: GPTModel, name: str) -> str:
     if layer is None:
         return name
     module, rest = model.decoder.layers[int(layer[1])], layer[2]
-    has_experts = hasattr(module.mlp, "experts")
     for own, fused in _FUSED_NAMES.items():
-        is_fused = rest.startswith(own) and not (has_experts and fused.startswith("mlp."))
-        rest = rest.replace(own, fused) if is_fused else rest
+        place, _, layer_norm = fused.rpartition(".")
+        # A mixture of experts has no mlp.linear_fc1, and multi-latent attention no linear_qkv: the norm before them is by itself.
+        if rest.startswith(own) and _has_module(module, place):
+            rest = rest.replace(own, f"{place}.{layer_norm}")
     expert = _EXPERT.fullmatch(rest)
     if expert is not None:
         number, name_in_expert, grouped, number_in_group = expert.groups()
         indices = module.mlp.local_expert_indices
         rest = f"mlp.experts.{indices[int(number or number_in_group)]}.{name_in_expert or grouped}"
     return f"decoder.layers.{module.layer_number - 1}.{rest}"
+
+
+def _has_module(module: Any, name: str) -> bool:
+    for part in name.split("."):
+        if not hasattr(module, part):
+            return False
+        module = getattr(module, part)
+    return True
 
 
 def is_of_expert(name: str) -> bool:
@@ -269,6 +302,11 @@ def sharding_of(name: str, parameter: Tensor) -> tuple[int | None, Group]:
     return (vars(parameter)["partition_dim"] if is_sharded else None), resolve_group(None, "tp")
 
 
+def halves_of(name: str, config: TransformerConfig) -> int:
+    """2 for the first layer of a gated MLP, also of experts: it holds [gate, up] on each rank, each half sharded by itself."""
+    return 2 if config.gated_linear_unit and "linear_fc1" in name else 1
+
+
 def layout_independent_normal(
     model: GPTModel,
     name: str,  # as model.named_parameters() gives it
@@ -286,8 +324,7 @@ def layout_independent_normal(
     if dim is None:
         return torch.randn(parameter.shape, generator=generator)
     shape = list(parameter.shape)
-    # A gated MLP's first layer holds [gate, up] on each rank: each half is sharded separately.
-    halves = 2 if model.config.gated_linear_unit and "linear_fc1" in name else 1
+    halves = halves_of(name, model.config)
     shape[dim : dim + 1] = [halves, shape[dim] // halves * group.size()]
     shard = torch.randn(shape, generator=generator).chunk(group.size(), dim + 1)[group.rank()]
     return shard.reshape(parameter.shape)

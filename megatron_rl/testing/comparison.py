@@ -118,11 +118,7 @@ def _shown(chosen: Sequence[tuple[str, int]]) -> str:
 
 def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison:
     """The comparison with the whole gradient: this rank's shards are cut out of it. As compare_shards."""
-    expected = {
-        name: truth.gradient[name] if dim is None else truth.gradient[name].chunk(size, dim)[number]
-        for gradients in found.gradients
-        for name, (dim, number, size, _) in gradients.items()
-    }
+    expected = {name: shard.cut_from(truth.gradient[name]) for shards in found.gradients for name, shard in shards.items()}
     has_experts = any(is_of_expert(name) for name in truth.gradient)
     comparison = compare_shards(found.gradients, expected, groups, has_experts=has_experts)
     return replace(
@@ -186,8 +182,8 @@ def _sums(gradients: Shards, expected: Mapping[str, Tensor]) -> Tensor:  # [4] f
     """found x truth, |found - truth|^2, |found|^2, |truth|^2 of this rank's shards. What all ranks of the group of the shards hold
     counts 1 / size on each."""
     total = torch.zeros(4, dtype=torch.float64)
-    for name, (dim, _, size, found) in gradients.items():
-        truth, share = expected[name], 1.0 / size if dim is None else 1.0
+    for name, shard in gradients.items():
+        found, truth, share = shard.gradient, expected[name], 1.0 / shard.size if shard.dim is None else 1.0
         pairs = [(found, truth), (found - truth, found - truth), (found, found), (truth, truth)]
         total += share * torch.stack([(first * second).sum() for first, second in pairs])
     return total

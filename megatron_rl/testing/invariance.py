@@ -23,9 +23,11 @@ from megatron_rl.testing.layout_step import (
     LayoutModel,
     RankStep,
     Routes,
+    Shard,
     StepSample,
     TinyGPT,
     as_train_step_logs,
+    joined,
     make_step_batches,
     row_length,
 )
@@ -91,20 +93,14 @@ def _run_on_rank(rank: int, layout: Layout, runs, tiny: TinyGPT) -> list[RankSte
 
 def merged(answers: list[RankStep]) -> StepResult:
     """One whole gradient from all ranks' shards. AssertionError where ranks with the same shard hold different numbers."""
-    shards: dict[str, dict[int, Tensor]] = {}
-    dims: dict[str, int | None] = {}
+    shards: dict[str, dict[int, Shard]] = {}
     for answer in answers:
         for model in answer.gradients:
-            for name, (dim, number, _, gradient) in model.items():
-                dims[name] = dim
-                key = number if dim is not None else 0
-                known = shards.setdefault(name, {}).setdefault(key, gradient)
+            for name, shard in model.items():
+                known = shards.setdefault(name, {}).setdefault(0 if shard.dim is None else shard.number, shard).gradient
                 # All-reduce gives each rank the same bits; each tp rank sums sequence-parallel norms in another order.
-                torch.testing.assert_close(gradient, known, rtol=1e-5, atol=1e-7 * float(known.abs().max() + 1e-30))
-    whole = {
-        name: parts[0] if (dim := dims[name]) is None else torch.cat([parts[key] for key in sorted(parts)], dim)
-        for name, parts in shards.items()
-    }
+                torch.testing.assert_close(shard.gradient, known, rtol=1e-5, atol=1e-7 * float(known.abs().max() + 1e-30))
+    whole = {name: joined([parts[number] for number in sorted(parts)]) for name, parts in shards.items()}
     losses = {answer.loss for answer in answers}
     first = answers[0]
     if max(losses) - min(losses) > 1e-6 * max(abs(first.loss), 1e-6):

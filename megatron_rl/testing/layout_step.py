@@ -9,7 +9,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,17 +26,44 @@ from megatron_rl.layout.groups import (
 )
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import check_finite, make_forward_step
-from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, sharding_of, transformer_config
+from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, halves_of, sharding_of, transformer_config
 from megatron_rl.megatron.routes import RouteChecker, RouteLog
 from megatron_rl.megatron.samples import count_routed_tokens
 from megatron_rl.step_metrics import step_metrics
 
 # The version that a step trains, where its samples have one.
 POLICY_VERSION = 10
-# Global name -> (sharded dimension or None, number of this shard, of how many, gradient in float64 on the CPU).
-Shards = dict[str, tuple[int | None, int, int, Tensor]]
 # (global number of the layer, sample of the step, position in the sample) -> the experts that it was sent to.
 Routes = dict[tuple[int, int, int], tuple[int, ...]]
+
+
+class Shard(NamedTuple):
+    """One rank's part of a gradient, in float64 on the CPU. dim: the dimension that is sharded, or None; number: of this shard, of
+    `size`. parts: a gated layer holds [gate, up], of which each is sharded by itself."""
+
+    dim: int | None
+    number: int
+    size: int
+    gradient: Tensor
+    parts: int = 1
+
+    def cut_from(self, whole: Tensor) -> Tensor:
+        """This shard of a whole tensor."""
+        if self.dim is None:
+            return whole
+        return torch.cat([part.chunk(self.size, self.dim)[self.number] for part in whole.chunk(self.parts, self.dim)], self.dim)
+
+
+def joined(shards: Sequence[Shard]) -> Tensor:
+    """The whole tensor, from its shards in order."""
+    dim = shards[0].dim
+    if dim is None:
+        return shards[0].gradient
+    by_shard = [shard.gradient.chunk(shard.parts, dim) for shard in shards]
+    return torch.cat([part for of_part in zip(*by_shard, strict=True) for part in of_part], dim)
+
+
+Shards = dict[str, Shard]  # by global name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +143,7 @@ class TinyGPT:
     tie_embeddings: bool = False
     bf16: bool = False  # with float32 gradient buffers
     use_transformer_engine: bool | None = None  # None: where it works
-    # Of a mixture of experts: fields of TransformerConfig with their values, tuples in place of lists. Empty: a dense model.
+    # Further fields of TransformerConfig with their values, those of a mixture of experts too; tuples in place of lists.
     experts: tuple[tuple[str, object], ...] = ()
 
     @property
@@ -228,10 +255,10 @@ class LayoutModel:
             has_entropy = policy_config.policy_metrics == "with_entropy"
             statistics = [report.statistics for report in reports if report.statistics is not None]
             metrics = step_metrics(statistics, groups, has_entropy=has_entropy)
-            if self.tiny.experts:
+            if self.tiny.expert_options.get("num_moe_experts"):
                 metrics |= forward_step.route_checker.metrics(groups)
         # A layer that is recomputed has its routes twice.
-        is_recomputed = "recompute_granularity" in self.tiny.expert_options
+        is_recomputed = any(self.tiny.expert_options.get(name) for name in ("recompute_granularity", "moe_layer_recompute"))
         routes = {} if is_recomputed else routes_of_step(log, batches, layout, groups)
         return RankStep(float(loss), gradients, float(norm), metrics, reported, routes)
 
@@ -318,7 +345,8 @@ def named_shards(model) -> Shards:
     for name, parameter in bare.named_parameters():
         dim, group = sharding_of(name, parameter)
         gradient = parameter.main_grad.detach().double().cpu().clone()
-        shards[global_parameter_name(bare, name)] = (dim, group.rank(), group.size(), gradient)
+        parts = halves_of(name, model.config)
+        shards[global_parameter_name(bare, name)] = Shard(dim, group.rank(), group.size(), gradient, parts)
     return shards
 
 

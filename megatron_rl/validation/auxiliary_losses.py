@@ -1,4 +1,4 @@
-"""Refuses a loss that the model adds by itself (experts, MTP) where its scale would be wrong.
+"""Refuses a loss that the model adds by itself where its scale would be wrong. ADDED_LOSSES is the table of them.
 
 Megatron's per-token contract sums every gradient over the step's tokens and divides by the tokens that the loss function counts. In
 pretraining these are the same tokens. Here the loss counts response tokens alone. By the source of Megatron-Core 0.13 to 0.19:
@@ -8,8 +8,12 @@ pretraining these are the same tokens. Here the loss counts response tokens alon
     MTP         is summed over the tokens of the loss_mask that the model is called with: x 1 with the response mask of miles and
                 slime, x all / response tokens without a mask. miles and slime multiply their loss by cp, because each
                 context-parallel rank counts whole samples, but not that of MTP: x 1/cp
+    indexer     the loss of the sparse-attention indexer (DeepSeek sparse attention, since 0.16): 0.16 to 0.18 give it no scale at
+                all, so the mean of each micro-batch counts in full, x micro-batches under the default contract; 0.19 scales it as
+                that of experts, with prompts and padding
 
-Under the default contract (a count of 1 a micro-batch) all of them keep Megatron's scale. --router-aux-loss says what is wanted of
+Under the default contract (a count of 1 a micro-batch) the others keep Megatron's scale, a mean over micro-batches and ranks.
+--router-aux-loss says what is wanted of
 those of experts: host takes this scale, exact undoes it (megatron/router_losses.py), refuse refuses them under each contract.
 
 The forward step of this package calls the model without labels, and refuses MTP under each contract. What Megatron-Core makes of
@@ -21,9 +25,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.config import Route, RouterAuxLoss
 from megatron_rl.validation.routes import flag_of
@@ -39,6 +43,7 @@ MODEL_SETTINGS = (
     "mtp_loss_scaling_factor",
     "enable_mtp_training",
     "context_parallel_size",
+    "dsa_indexer_loss_coeff",
 )
 DEFAULT_MTP_FACTOR = 0.1
 # The types of load balancing that add a loss, and so have a coefficient.
@@ -50,7 +55,11 @@ REMEDY_OF_HOSTS = (
 HOSTS = (Route.REDUCER, Route.CUSTOM_LOSS)
 REMEDY = "remove --calculate-per-token-loss: token_mean is exact without it"
 # Since Megatron-Core 0.19: where one is set, the user's function scales these losses.
-SCALES = {"moe_grad_scale_func": "num_moe_experts", "mtp_grad_scale_func": "mtp_num_layers"}
+SCALES = {
+    "moe_grad_scale_func": "num_moe_experts",
+    "mtp_grad_scale_func": "mtp_num_layers",
+    "experimental_attention_variant_loss_scale_func": "dsa_indexer_loss_coeff",
+}
 
 
 def settings_of_model(config) -> dict[str, object]:
@@ -68,13 +77,10 @@ def auxiliary_loss_problems(
     router_aux_loss: str | None = None,
 ) -> Iterator[str]:
     """A message for each loss of the model whose gradient --calculate-per-token-loss would rescale, or that is refused."""
-    yield from expert_loss_problems(
-        settings, route, calculates_per_token_loss=calculates_per_token_loss, router_aux_loss=router_aux_loss
-    )
-    if route not in HOSTS:
-        yield from _mtp_problems(settings)
-    elif calculates_per_token_loss:
-        yield from _mtp_problems_of_hosts(settings)
+    for loss in ADDED_LOSSES:
+        yield from loss.problems(
+            settings, route, calculates_per_token_loss=calculates_per_token_loss, router_aux_loss=router_aux_loss
+        )
 
 
 def expert_loss_problems(
@@ -140,25 +146,71 @@ def active_losses(settings: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def _mtp_problems(settings: Mapping[str, object]) -> Iterator[str]:
-    if _trains_mtp(settings):
+def mtp_problems(
+    settings: Mapping[str, object], route: Route, *, calculates_per_token_loss: bool, router_aux_loss: str | None = None
+) -> Iterator[str]:
+    if not _trains_mtp(settings):
+        return
+    if route not in HOSTS:
         yield (
             f"mtp_num_layers={settings['mtp_num_layers']!r}: the forward step of megatron_rl calls the model without labels and "
             "loss_mask. Then Megatron-Core to 0.16 ends with an error, 0.17 and 0.18 add no loss of multi-token prediction, and "
             "0.19 trains it on prompts and padding too; remove --mtp-num-layers"
         )
+    elif calculates_per_token_loss and hosts_train_mtp(settings) and number(settings.get("context_parallel_size", 1)) != 1:
+        yield (
+            f"mtp_loss_scaling_factor={_mtp_factor(settings)!r} with mtp_num_layers={settings['mtp_num_layers']!r} does not go "
+            "with calculate_per_token_loss=True: the host multiplies its own loss by context_parallel_size and not this one, so "
+            f"its gradient is x 1 / cp; set mtp_loss_scaling_factor to 0, or {REMEDY_OF_HOSTS}"
+        )
 
 
-def _mtp_problems_of_hosts(settings: Mapping[str, object]) -> Iterator[str]:
-    if not (_trains_mtp(settings) and settings.get("enable_mtp_training")):
-        return
-    if number(settings.get("context_parallel_size", 1)) == 1:
-        return
-    yield (
-        f"mtp_loss_scaling_factor={_mtp_factor(settings)!r} with mtp_num_layers={settings['mtp_num_layers']!r} does not go with "
-        "calculate_per_token_loss=True: the host multiplies its own loss by context_parallel_size and not this one, so its "
-        f"gradient is x 1 / cp; set mtp_loss_scaling_factor to 0, or {REMEDY_OF_HOSTS}"
+def indexer_loss_problems(
+    settings: Mapping[str, object], route: Route, *, calculates_per_token_loss: bool, router_aux_loss: str | None = None
+) -> Iterator[str]:
+    """Under the default contract the installed Megatron-Core decides: see unscaled_indexer_problem."""
+    name = "dsa_indexer_loss_coeff"
+    if calculates_per_token_loss and number(settings.get(name)):
+        yield (
+            f"{as_typed(name, settings[name], route)} does not go with calculate_per_token_loss=True: Megatron divides the loss of "
+            "the sparse-attention indexer by response tokens, after the mean of each micro-batch (0.16 to 0.18) or the sum over "
+            f"prompts and padding too (0.19); set {as_typed(name, None, route)} to 0, or {_remedy(route)}"
+        )
+
+
+def unscaled_indexer_problem(settings: Mapping[str, object]) -> str | None:
+    """Why the indexer trains x micro-batches where the installed Megatron-Core gives its loss no scale (scales_indexer_loss)."""
+    coefficient = settings.get("dsa_indexer_loss_coeff")
+    if not number(coefficient) or settings.get("calculate_per_token_loss"):
+        return None
+    return (
+        f"dsa_indexer_loss_coeff={coefficient!r}: Megatron-Core 0.16 to 0.18 gives the loss of the sparse-attention indexer no "
+        "scale, so its gradient is x the micro-batches of a rank; set --dsa-indexer-loss-coeff 0, or install megatron-core 0.19 "
+        "or later"
     )
+
+
+class AddedLoss(NamedTuple):
+    """A loss that a model adds by itself: an autograd Function of megatron.core attaches its gradient to an activation, and the
+    schedule gives this Function a scale. No loss function sees it."""
+
+    scaler: str
+    """The Function, which has a set_loss_scale."""
+    coefficients: tuple[str, ...]
+    problems: Callable[..., Iterator[str]]
+
+
+# A test looks for each such Function of the installed Megatron-Core in this table.
+ADDED_LOSSES = (
+    AddedLoss("MoEAuxLossAutoScaler", ("moe_aux_loss_coeff", "moe_z_loss_coeff"), expert_loss_problems),
+    AddedLoss("MTPLossAutoScaler", ("mtp_loss_scaling_factor",), mtp_problems),
+    AddedLoss("DSAIndexerLossAutoScaler", ("dsa_indexer_loss_coeff",), indexer_loss_problems),
+)
+
+
+def hosts_train_mtp(settings: Mapping[str, object]) -> bool:
+    """In miles and slime, which build the layers without training them too."""
+    return _trains_mtp(settings) and bool(settings.get("enable_mtp_training"))
 
 
 def _trains_mtp(settings: Mapping[str, object]) -> bool:

@@ -7,10 +7,10 @@ a setting that is not named has Megatron's default.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from megatron_rl.config import Route
 from megatron_rl.validation.auxiliary_losses import HOSTS, active_losses, as_typed, listed, num_experts_of, number, size_of
+from megatron_rl.validation.model_settings import SettingNote
 
 # The settings that are read here; flags of miles and slime among them.
 EXPERT_SETTINGS = (
@@ -20,17 +20,11 @@ EXPERT_SETTINGS = (
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_router_force_load_balancing", "moe_router_force_biased"),
     *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_enable_routing_replay"),
     *("use_routing_replay", "use_rollout_routing_replay", "moe_expert_rank_capacity_factor", "moe_flex_dispatcher_backend"),
+    "moe_shared_expert_overlap",
 )
 DEFAULT_BIAS_RATE = 1e-3
 # Megatron-Core that does not add the gradients of replicas: read in the source of each release, and measured on 0.16 and 0.19.
 DRIFTING_VERSIONS = "0.13 to 0.18"
-
-
-class ExpertNote(NamedTuple):
-    name: str
-    text: str
-    is_warning: bool = False
-    """The step depends on its layout, and the launch goes on."""
 
 
 def expert_problems(settings: Mapping[str, object], route: Route | None = None) -> Iterator[str]:
@@ -107,7 +101,7 @@ def drift_problem(settings: Mapping[str, object]) -> str | None:
     )
 
 
-def expert_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[ExpertNote]:
+def expert_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[SettingNote]:
     """What each setting of experts on a launch line does to the step. What is refused has no note. route None: the launch
     does not use this package."""
     if num_experts_of(settings)[1] == 0:
@@ -115,12 +109,12 @@ def expert_notes(settings: Mapping[str, object], route: Route | None) -> Iterato
     yield from _size_notes(settings)
     yield from _loss_notes(settings, route)
     if settings.get("moe_token_drop_policy") and settings.get("moe_expert_capacity_factor") is None:
-        yield ExpertNote("moe_token_drop_policy", "no effect without --moe-expert-capacity-factor: no token is dropped")
+        yield SettingNote("moe_token_drop_policy", "no effect without --moe-expert-capacity-factor: no token is dropped")
     yield from _bias_notes(settings, route)
     yield from _replay_notes(settings)
 
 
-def _size_notes(settings: Mapping[str, object]) -> Iterator[ExpertNote]:
+def _size_notes(settings: Mapping[str, object]) -> Iterator[SettingNote]:
     experts = num_experts_of(settings)[1]
     if ep := settings.get("expert_model_parallel_size"):
         held = (
@@ -128,12 +122,12 @@ def _size_notes(settings: Mapping[str, object]) -> Iterator[ExpertNote]:
             if experts is None
             else f"{experts // size_of(ep)} of {experts} experts a rank"
         )
-        yield ExpertNote("expert_model_parallel_size", f"{held}; the scale of the policy loss stays, as explain shows")
+        yield SettingNote("expert_model_parallel_size", f"{held}; the scale of the policy loss stays, as explain shows")
     if etp := settings.get("expert_tensor_parallel_size"):
-        yield ExpertNote("expert_tensor_parallel_size", f"ranks that share an expert: {etp}; the scale of the policy loss stays")
+        yield SettingNote("expert_tensor_parallel_size", f"ranks that share an expert: {etp}; the scale of the policy loss stays")
 
 
-def _loss_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[ExpertNote]:
+def _loss_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[SettingNote]:
     """Under --calculate-per-token-loss a coefficient is refused, or --router-aux-loss says the factor at the first step."""
     active = active_losses(settings)
     remedy = "" if route is None or route in HOSTS else " or add --router-aux-loss exact"
@@ -144,41 +138,47 @@ def _loss_notes(settings: Mapping[str, object], route: Route | None) -> Iterator
                 "mean over their tokens, padding included in a host, so its strength changes with the layout; set "
                 f"{as_typed(name, None, route)} to 0{remedy}"
             )
-            yield ExpertNote(name, text, is_warning=True)
+            yield SettingNote(name, text, is_warning=True)
         elif settings.get(name) is not None and name not in active:
-            yield ExpertNote(name, "off: the router has no loss of its own from it")
+            yield SettingNote(name, "off: the router has no loss of its own from it")
     if settings.get("moe_router_load_balancing_type") is not None and "moe_aux_loss_coeff" not in active:
-        yield ExpertNote("moe_router_load_balancing_type", "adds no loss: no type with a loss has a coefficient")
+        yield SettingNote("moe_router_load_balancing_type", "adds no loss: no type with a loss has a coefficient")
 
 
-def _bias_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[ExpertNote]:
+def _bias_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[SettingNote]:
     given = settings.get("moe_router_bias_update_rate")
     rate = DEFAULT_BIAS_RATE if given is None else given
     if not settings.get("moe_router_enable_expert_bias"):
         if given is not None:
-            yield ExpertNote("moe_router_bias_update_rate", "no effect without --moe-router-enable-expert-bias")
+            yield SettingNote("moe_router_bias_update_rate", "no effect without --moe-router-enable-expert-bias")
     elif not number(rate):
-        yield ExpertNote("moe_router_enable_expert_bias", "the bias stays as it was loaded: its update rate is 0")
+        yield SettingNote("moe_router_enable_expert_bias", "the bias stays as it was loaded: its update rate is 0")
     elif route is None or route in HOSTS:
+        replay = next((name for name in ("use_rollout_routing_replay", "use_routing_replay") if settings.get(name)), None)
+        moved = f"moe_router_enable_expert_bias with moe_router_bias_update_rate={rate}"
+        counted = "a host's routers count padding too, which the layout places"
         text = (
-            f"moe_router_enable_expert_bias with moe_router_bias_update_rate={rate}: each step moves the bias by the routed tokens "
-            "of an expert, and a host's routers count padding too, which the layout places; add --moe-router-bias-update-rate 0"
+            f"{moved}: each step moves the bias by the routed tokens of an expert, and {counted}; add "
+            "--moe-router-bias-update-rate 0"
+            if replay is None
+            else f"{moved} and {replay}: each step moves the bias by the replayed routes, and not by what the router itself would "
+            f"choose; and {counted}. Add --moe-router-bias-update-rate 0"
         )
-        yield ExpertNote("moe_router_enable_expert_bias", text, is_warning=True)
+        yield SettingNote("moe_router_enable_expert_bias", text, is_warning=True)
     else:
-        yield ExpertNote("moe_router_enable_expert_bias", "each step moves the bias by real tokens, whatever the layout")
+        yield SettingNote("moe_router_enable_expert_bias", "each step moves the bias by real tokens, whatever the layout")
 
 
-def _replay_notes(settings: Mapping[str, object]) -> Iterator[ExpertNote]:
+def _replay_notes(settings: Mapping[str, object]) -> Iterator[SettingNote]:
     weights = "their weights are those of the current router, so the first ratio is near 1 and not 1 where the router differs"
     if settings.get("use_rollout_routing_replay"):
         text = f"R3: old log-probabilities and training take the experts that the sampler chose; {weights}"
-        yield ExpertNote("use_rollout_routing_replay", text)
+        yield SettingNote("use_rollout_routing_replay", text)
     elif settings.get("use_routing_replay"):
         text = "R2: training takes the experts of the pass that computed old log-probabilities; the sampler may have chosen others"
-        yield ExpertNote("use_routing_replay", text)
+        yield SettingNote("use_routing_replay", text)
     if settings.get("moe_enable_routing_replay"):
         text = (
             "Megatron's routers take routes from a queue of the process: who fills it decides the order of micro-batches and layers"
         )
-        yield ExpertNote("moe_enable_routing_replay", text)
+        yield SettingNote("moe_enable_routing_replay", text)

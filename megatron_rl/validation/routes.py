@@ -138,7 +138,7 @@ class LaunchOptions:
     host_switches: Mapping[str, object] = field(default_factory=dict)
     """The HOST_SWITCHES that the launch sets, with their values as given."""
     model: Mapping[str, object] = field(default_factory=dict)
-    """The auxiliary_losses.MODEL_SETTINGS and experts.EXPERT_SETTINGS that the launch sets."""
+    """The auxiliary_losses.MODEL_SETTINGS, experts.EXPERT_SETTINGS and model_settings.FURTHER_SETTINGS that the launch sets."""
     global_batch_size: object = None
     """Samples of a step, as the host counts them. The value is as given, not checked."""
     has_16_bit_parameters: bool | None = None

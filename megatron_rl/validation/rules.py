@@ -37,6 +37,7 @@ from megatron_rl.loss_hub import (
 )
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.experts import expert_problems
+from megatron_rl.validation.model_settings import model_problems
 from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, LaunchOptions, flag_of, routes_of_flags
 
 Rule = Callable[[PolicyLossConfig, LaunchOptions], Iterator[str]]
@@ -298,6 +299,11 @@ def auxiliary_losses_keep_their_scale(config: PolicyLossConfig, options: LaunchO
 def experts_do_not_depend_on_the_layout(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     """Nor on chance. The drift of replicas is judged where Megatron-Core is: at start."""
     yield from expert_problems(options.model, options.route)
+
+
+@rule
+def models_are_right_on_their_layout(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+    yield from model_problems(options.model, options.route)
 
 
 @rule

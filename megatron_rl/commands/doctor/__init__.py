@@ -44,8 +44,9 @@ def run(args: Namespace) -> int:
             if facts is not None and facts["torch"]["state"] != "here":  # the rules count weights with it
                 launch = LaunchReport("not judged", None, rules=[Finding("rules", PROBLEM, "they need torch, see above")])
             else:
+                asked = {} if facts is None else facts["megatron"]
                 launch = import_module("megatron_rl.commands.doctor.launch").judge_launch(
-                    args.launch_line, args.host, replicas_drift=None if facts is None else facts["megatron"].get("replicas_drift")
+                    args.launch_line, args.host, **{name: asked.get(name) for name in ("replicas_drift", "scales_indexer_loss")}
                 )
         except ConfigError as error:
             if facts is None:

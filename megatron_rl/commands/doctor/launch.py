@@ -53,8 +53,9 @@ from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.training_hooks import host_warnings, trained_in_words, without_init_hook
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
-from megatron_rl.validation.auxiliary_losses import expert_loss_problems
+from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, unscaled_indexer_problem
 from megatron_rl.validation.experts import drift_problem, expert_notes, expert_problems
+from megatron_rl.validation.model_settings import default_dropout_note, model_notes, model_problems
 from megatron_rl.validation.routes import REASONS
 
 # Options of both hosts that hold a function; other options that end in -path hold a file.
@@ -69,8 +70,11 @@ OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
 FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
 
-def judge_launch(words: Sequence[str], host: str | None, *, replicas_drift: bool | None = None) -> LaunchReport:
-    """replicas_drift: those of experts in the installed Megatron-Core; None: not known. ConfigError: a line that cannot be read."""
+def judge_launch(
+    words: Sequence[str], host: str | None, *, replicas_drift: bool | None = None, scales_indexer_loss: bool | None = None
+) -> LaunchReport:
+    """replicas_drift, scales_indexer_loss: what the installed Megatron-Core does with replicas of experts, and with the loss of the
+    sparse-attention indexer; None: not known. ConfigError: a line that cannot be read."""
     if report := _judge_settings(words, host):
         return report
     line = read_line(words, host)
@@ -81,7 +85,9 @@ def judge_launch(words: Sequence[str], host: str | None, *, replicas_drift: bool
         paths = resolve_paths(line)
         is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
         route = _route(line)
-        found = [*_judged(line, route), *_experts(line, route, replicas_drift)] if is_importable else []
+        found = []
+        if is_importable:
+            found = [*_judged(line, route), *_experts(line, route, replicas_drift), *_model(line, route, scales_indexer_loss)]
         flags = [*(_read_flags(line, route) if route is not None else []), *_without_effect(line), *_given_twice(line)]
         flags = [row for row in flags if row.status != OK or not any(_refuses(problem, row.subject) for problem in found)]
         return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread)
@@ -181,7 +187,7 @@ def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None)
             yield Finding(flag_of(note.name), NOTE if note.is_warning else OK, note.text)
     if route is None:
         per_token = bool(settings.get("calculate_per_token_loss"))
-        rescaled = expert_loss_problems(settings, Route.REDUCER, calculates_per_token_loss=per_token)
+        rescaled = auxiliary_loss_problems(settings, Route.REDUCER, calculates_per_token_loss=per_token)
         yield from (Finding("experts", PROBLEM, text) for text in (*expert_problems(settings), *rescaled))
     drift = drift_problem(settings)
     if drift is not None and replicas_drift is not False:
@@ -193,6 +199,24 @@ def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None)
     elif config is not None and config.coefficients and route is None:
         text = f"a bridge takes {config} for the routers' loss, which changes with the layout: add --moe-aux-loss-coeff 0"
         yield Finding(config.flag, NOTE, text)
+
+
+def _model(line: LaunchLine, route: Route | None, scales_indexer_loss: bool | None) -> Iterator[Finding]:
+    """What other flags of the model do to the step, as _experts."""
+    if line.of_host is None:  # `train` has no such flag
+        return
+    settings = vars(host_arguments(line))
+    for note in model_notes(settings, route):
+        if not note.is_warning or route is None or not line.is_of_rollouts:  # the advice on a host's launch has the others
+            yield Finding(flag_of(note.name), NOTE if note.is_warning else OK, note.text)
+    if route is None:
+        yield from (Finding("model", PROBLEM, text) for text in model_problems(settings))
+    indexer = unscaled_indexer_problem(settings)
+    if indexer is not None and scales_indexer_loss is not True:
+        yield Finding("indexer", NOTE if scales_indexer_loss is None else PROBLEM, indexer)
+    is_whole = not (line.unread or line.unknown)
+    if is_whole and (dropout := default_dropout_note(settings)) is not None:
+        yield Finding(flag_of(dropout.name), NOTE, dropout.text)
 
 
 def _rollout_host(line: LaunchLine) -> Iterator[Finding]:

@@ -51,6 +51,11 @@ try:
     facts["replicas_drift"] = expert_replicas_drift()
 except Exception as error:
     facts["replicas_drift"] = None
+from megatron_rl.megatron.indexer import scales_indexer_loss
+try:
+    facts["scales_indexer_loss"] = scales_indexer_loss()
+except Exception as error:
+    facts["scales_indexer_loss"] = None
 """
 DETAILS = {
     "torch": """

@@ -1,0 +1,103 @@
+"""Says what settings of the model do to a step, beside those of experts: which are refused, and which are noise.
+
+A step must not depend on its layout. Settings come by their names on a command line or in a TransformerConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from megatron_rl.config import Route
+from megatron_rl.validation.auxiliary_losses import HOSTS, as_typed, hosts_train_mtp, number, size_of
+
+# The settings that are read here, beside those of auxiliary losses and of experts.
+FURTHER_SETTINGS = (
+    *("multi_latent_attention", "transformer_impl", "hybrid_context_parallel", "hidden_dropout", "attention_dropout"),
+    "megatron_to_hf_mode",
+)
+DROPOUTS = ("hidden_dropout", "attention_dropout")
+DEFAULT_DROPOUT = 0.1  # Megatron's, of both
+
+
+class SettingNote(NamedTuple):
+    name: str
+    text: str
+    is_warning: bool = False
+    """The step depends on its layout or on chance, and the launch goes on."""
+
+
+def model_problems(settings: Mapping[str, object], route: Route | None = None) -> Iterator[str]:
+    """Why a step of this model would be wrong on its layout, without an error of Megatron."""
+    if settings.get("hybrid_context_parallel"):
+        yield (
+            f"{as_typed('hybrid_context_parallel', True, route)}: each sample then has context-parallel ranks of its own, and the "
+            "number of micro-batches differs from rank to rank, but the weights and the scale of the loss take one "
+            "context-parallel size and one number for the step; remove --hybrid-context-parallel"
+        )
+    tp = size_of(settings.get("tensor_model_parallel_size"))
+    if not settings.get("multi_latent_attention") or tp == 1:
+        return
+    sizes = f"{as_typed('multi_latent_attention', True, route)} with tensor_model_parallel_size={tp}"
+    misses = "the gradient of the rotary key, which all heads share, misses the heads of the other tensor-parallel ranks"
+    if settings.get("transformer_impl") == "local":
+        yield (
+            f"{sizes} and transformer_impl='local': in these layers of Megatron-Core {misses}, and everything below it trains "
+            "wrongly without an error; use --transformer-impl transformer_engine, or --tensor-model-parallel-size 1"
+        )
+    elif not settings.get("sequence_parallel"):
+        yield (
+            f"{sizes} needs {as_typed('sequence_parallel', None, route)}: without it {misses}, and the copies of the down "
+            "projections drift apart; add --sequence-parallel"
+        )
+
+
+def model_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[SettingNote]:
+    """What a setting on a launch line does to the step. route None: the launch does not use this package."""
+    yield from _mtp_notes(settings, route)
+    coefficient = settings.get("dsa_indexer_loss_coeff")
+    if number(coefficient) and not settings.get("calculate_per_token_loss"):
+        text = (
+            f"{as_typed('dsa_indexer_loss_coeff', coefficient, route)}: Megatron takes a mean over micro-batches and ranks of a "
+            "mean over their positions, prompts and padding included, so its strength changes with the layout; set "
+            f"{as_typed('dsa_indexer_loss_coeff', None, route)} to 0"
+        )
+        yield SettingNote("dsa_indexer_loss_coeff", text, is_warning=True)
+    dropouts = [name for name in DROPOUTS if number(settings.get(name))]
+    if dropouts and settings.get("megatron_to_hf_mode") != "bridge":  # a bridge takes dropout from the checkpoint
+        given = " and ".join(as_typed(name, settings[name], route) for name in dropouts)
+        yield SettingNote(dropouts[0], _of_dropout(given, dropouts), is_warning=True)
+
+
+def default_dropout_note(settings: Mapping[str, object]) -> SettingNote | None:
+    """Of a launch line that leaves dropout out."""
+    absent = [name for name in DROPOUTS if name not in settings]
+    if not absent or settings.get("megatron_to_hf_mode") == "bridge":
+        return None
+    return SettingNote(absent[0], _of_dropout(f"{' and '.join(absent)} left out, which is Megatron's {DEFAULT_DROPOUT}", absent))
+
+
+def _of_dropout(given: str, names: list[str]) -> str:
+    flags = " ".join(f"--{name.replace('_', '-')} 0" for name in names)
+    return (
+        f"{given}: dropout makes the log-probabilities of a training forward random, so the first ratio is not 1 and clipping acts "
+        f"on noise; add {flags}"
+    )
+
+
+def _mtp_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[SettingNote]:
+    """Of miles and slime; the forward step of this package refuses such a model."""
+    if not settings.get("mtp_num_layers") or not (route is None or route in HOSTS):
+        return
+    name = "mtp_num_layers"
+    if not hosts_train_mtp(settings):
+        yield SettingNote(name, "built and not trained: without --enable-mtp-training, or with a factor of 0, it adds no loss")
+    elif not settings.get("calculate_per_token_loss"):
+        text = (
+            f"mtp_num_layers={settings[name]!r} with enable_mtp_training: Megatron takes a mean over micro-batches and ranks of "
+            "the mean over the response tokens of each, so the strength of multi-token prediction changes with the layout; set "
+            "--mtp-loss-scaling-factor 0, or remove --enable-mtp-training"
+        )
+        yield SettingNote(name, text, is_warning=True)
+    elif number(settings.get("context_parallel_size", 1)) == 1:
+        yield SettingNote(name, "trained, and divided by the step's response tokens as the policy loss is")

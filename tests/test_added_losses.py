@@ -1,0 +1,263 @@
+"""Losses that a model adds by itself, and settings of a model: which are known, what they do, and who is told on which host."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from argparse import Namespace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from helpers import error_of, pool_of
+from test_layouts import config_of
+
+from megatron_rl.commands.doctor.launch import judge_launch
+from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
+from megatron_rl.hosts.base import read_launch
+from megatron_rl.hosts.checks import checks_of
+from megatron_rl.megatron import indexer
+from megatron_rl.validation.auxiliary_losses import ADDED_LOSSES, MODEL_SETTINGS
+
+megatron = pytest.mark.megatron
+pool = pool_of(1)
+
+
+# The table
+
+
+def functions_with_a_scale(root: Path) -> set[str]:
+    """Classes of the source below with a set_loss_scale, by their names."""
+    found: set[str] = set()
+    for path in root.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "def set_loss_scale" in text:
+            classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+            found |= {one.name for one in classes if any(getattr(line, "name", "") == "set_loss_scale" for line in one.body)}
+    return found
+
+
+@megatron
+def test_every_function_of_megatron_that_attaches_a_loss_is_in_the_table():
+    """A release that brings another one turns this red: its loss would be scaled by something that no page names."""
+    [root] = find_spec("megatron.core").submodule_search_locations
+    known = {loss.scaler for loss in ADDED_LOSSES}
+    found = functions_with_a_scale(Path(root))
+    assert {"MoEAuxLossAutoScaler", "MTPLossAutoScaler"} <= found <= known
+    assert all(name in MODEL_SETTINGS for loss in ADDED_LOSSES for name in loss.coefficients)
+
+
+def test_the_walk_finds_a_function_that_the_table_does_not_know(tmp_path):
+    (tmp_path / "new.py").write_text("class NewLossAutoScaler(Function):\n    @staticmethod\n    def set_loss_scale(scale): ...\n")
+    assert functions_with_a_scale(tmp_path) == {"NewLossAutoScaler"}
+
+
+# The indexer of sparse attention
+
+
+def indexer_gradients(rank: int, contracts: list[tuple[bool, int]]) -> tuple[bool | None, list[float]]:
+    """What the installed release says, and d / d indexer of a loss that is attached in each of M micro-batches, whose mean is 1."""
+    if indexer.scales_indexer_loss() is None:
+        return None, []
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+
+    from megatron_rl.megatron.model import transformer_config
+
+    class Model(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.policy, self.indexer = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+            self.config, self.model_type = config, None
+
+        def set_input_tensor(self, tensor): ...
+
+        def forward(self):
+            return DSAIndexerLossAutoScaler.apply(self.policy * 1, self.indexer.sum())
+
+    found = []
+    for is_per_token, number in contracts:
+        config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=is_per_token)
+        vars(config)["experimental_attention_variant"] = "dsa"
+        model = Model(config)
+        get_forward_backward_func()(
+            forward_step_func=lambda iterator, model: (model(), lambda output: (output.sum(), torch.tensor(1).int(), {})),
+            data_iterator=None,
+            model=model,
+            num_microbatches=number,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        found.append(float(model.indexer.grad))
+    return indexer.scales_indexer_loss(), found
+
+
+@megatron
+def test_what_the_installed_schedule_makes_of_the_loss_of_the_indexer(pool):
+    """x micro-batches in 0.16 to 0.18, which give it no scale; once in 0.19. The question at start is answered as the schedule
+    acts."""
+    ((is_scaled, found),) = pool.run(indexer_gradients, [(False, 1), (False, 4), (True, 4)], world_size=1)
+    if is_scaled is None:
+        pytest.skip("this Megatron-Core has no sparse attention")
+    assert found == pytest.approx([1, 1, 4] if is_scaled else [1, 4, 4])
+
+
+def contract_on_rank(rank: int, is_scaled: bool | None) -> list[str]:
+    from megatron_rl.megatron import forward_step
+    from megatron_rl.megatron.model import transformer_config
+
+    answers = []
+    with mock.patch.object(indexer, "scales_indexer_loss", lambda: is_scaled):
+        for is_per_token, coefficient in ((False, 0.01), (True, 0.01), (False, 0.0)):
+            config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=is_per_token)
+            vars(config)["dsa_indexer_loss_coeff"] = coefficient
+            answers.append(error_of(lambda c=config: forward_step.check_contract(config_of("grpo", "token_mean"), c)))
+    return answers
+
+
+@megatron
+@pytest.mark.parametrize("is_scaled", [False, True, None])
+def test_the_forward_step_refuses_an_indexer_whose_scale_is_wrong(pool, is_scaled):
+    default, of_tokens, switched_off = pool.run(contract_on_rank, is_scaled, world_size=1)[0]
+    assert ("gives the loss of the sparse-attention indexer no scale, so its gradient is x the micro-" in default) == (
+        is_scaled is False
+    )
+    assert "dsa_indexer_loss_coeff=0.01 does not go with calculate_per_token_loss=True" in of_tokens
+    assert switched_off == ""
+
+
+@megatron
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_the_start_check_of_hosts_and_of_megatron_lm_asks_the_release(is_scaled):
+    from megatron_rl.hosts import training_hooks
+
+    with (
+        mock.patch.object(indexer, "scales_indexer_loss", lambda: is_scaled),
+        mock.patch.object(training_hooks, "expert_replicas_drift", lambda: False),
+    ):
+        found = list(training_hooks.release_problems(Namespace(dsa_indexer_loss_coeff=0.01, calculate_per_token_loss=False)))
+        config = SimpleNamespace(calculate_per_token_loss=False, dsa_indexer_loss_coeff=0.01, hybrid_context_parallel=True)
+        of_model = error_of(lambda: training_hooks.check_model_contract(Namespace(), config))
+    assert len(found) == (not is_scaled) and ("no scale" in of_model) != is_scaled
+    assert "remove --hybrid-context-parallel" in of_model
+
+
+# Launch lines
+
+HOSTS = {
+    **{
+        host: f"python -m megatron_rl.hosts.launch {host}/train.py --loss-aggregation sample_mean "
+        "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
+        for host in ("miles", "slime")
+    },
+    "megatron_lm": "python train_rl.py --perform-rl-step --loss-aggregation token_mean",
+    "miles without us": "python miles/train.py --advantage-estimator grpo",
+    "slime without us": "python slime/train.py --advantage-estimator grpo",
+}
+OF_ROLLOUTS = ("miles", "slime", "miles without us", "slime without us")
+STILL = "--hidden-dropout 0 --attention-dropout 0"
+EXPERTS = "--num-experts 8 --tensor-model-parallel-size 2"
+LATENT = "--multi-latent-attention --tensor-model-parallel-size 2"
+R3 = "--num-experts 8 --use-rollout-routing-replay --moe-router-enable-expert-bias"
+# (hosts, flags, status, the start of what is said)
+LINES = [
+    (
+        HOSTS,
+        "--hidden-dropout 0.1 --attention-dropout 0",
+        NOTE,
+        "hidden_dropout=0.1: dropout makes the log-probabilities of a training",
+    ),
+    (HOSTS, "--attention-dropout 0", NOTE, "hidden_dropout left out, which is Megatron's 0.1: dropout makes"),
+    (HOSTS, f"{STILL} --hybrid-context-parallel", PROBLEM, "hybrid_context_parallel=True: each sample then has"),
+    (HOSTS, f"{STILL} {LATENT}", PROBLEM, "multi_latent_attention=True with tensor_model_parallel_size=2 needs sequence_parallel"),
+    (
+        HOSTS,
+        f"{STILL} {LATENT} --sequence-parallel --transformer-impl local",
+        PROBLEM,
+        "multi_latent_attention=True with tensor_model_parallel_size=2 and transformer_impl='local'",
+    ),
+    (
+        HOSTS,
+        f"{STILL} --dsa-indexer-loss-coeff 0.01",
+        NOTE,
+        "dsa_indexer_loss_coeff=0.01: Megatron takes a mean over micro-batches",
+    ),
+    (HOSTS, f"{STILL} --dsa-indexer-loss-coeff 0.01", PROBLEM, "dsa_indexer_loss_coeff=0.01: Megatron-Core 0.16 to 0.18 gives"),
+    (
+        HOSTS,
+        f"{STILL} --dsa-indexer-loss-coeff 0.01 --calculate-per-token-loss",
+        PROBLEM,
+        "dsa_indexer_loss_coeff=0.01 does not go with calculate_per_token_loss=True",
+    ),
+    (OF_ROLLOUTS, f"{STILL} --mtp-num-layers 1", OK, "built and not trained"),
+    (
+        OF_ROLLOUTS,
+        f"{STILL} --mtp-num-layers 1 --enable-mtp-training",
+        NOTE,
+        "mtp_num_layers=1 with enable_mtp_training: Megatron takes",
+    ),
+    (
+        OF_ROLLOUTS,
+        f"{STILL} --mtp-num-layers 1 --enable-mtp-training --calculate-per-token-loss",
+        OK,
+        "trained, and divided by the step's response tokens",
+    ),
+    (
+        OF_ROLLOUTS,
+        f"{STILL} --mtp-num-layers 1 --enable-mtp-training --calculate-per-token-loss --context-parallel-size 2",
+        PROBLEM,
+        "mtp_loss_scaling_factor=0.1 with mtp_num_layers=1 does not go with calculate_per_token_loss=True",
+    ),
+    (("megatron_lm",), f"{STILL} --mtp-num-layers 1", PROBLEM, "mtp_num_layers=1: the forward step of megatron_rl"),
+    (
+        OF_ROLLOUTS,
+        f"{STILL} {R3}",
+        NOTE,
+        "moe_router_enable_expert_bias with moe_router_bias_update_rate=0.001 and use_rollout_routing_replay: each step moves "
+        "the bias by the replayed routes",
+    ),
+    (HOSTS, f"{STILL} {EXPERTS}", PROBLEM, "tensor_model_parallel_size=2 with experts needs sequence_parallel"),
+    (
+        HOSTS,
+        f"{STILL} {EXPERTS} --sequence-parallel --expert-tensor-parallel-size 1",
+        PROBLEM,
+        "tensor_model_parallel_size=2 with expert_m",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("host", "flags", "status", "said"),
+    [(host, flags, status, said) for hosts, flags, status, said in LINES for host in hosts],
+)
+def test_doctor_says_it_on_each_host_and_nothing_without_the_flags(host, flags, status, said):
+    """FB-103, FB-104, FB-105, FB-127: with the right reason, and as a problem where something trains wrongly."""
+
+    def found(line: str) -> list[str]:
+        report = judge_launch(shlex.split(line), None, replicas_drift=True, scales_indexer_loss=False)
+        return [finding.text for finding in report.findings if finding.status == status and finding.text.startswith(said)]
+
+    assert len(found(f"{HOSTS[host]} {flags}")) == 1
+    assert not found(f"{HOSTS[host]} {STILL}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"hidden_dropout": 0.1, "attention_dropout": 0.1}, "hidden_dropout=0.1 and attention_dropout=0.1: dropout makes"),
+        ({"hidden_dropout": 0.1, "megatron_to_hf_mode": "bridge"}, None),  # the bridge has its own
+        ({"mtp_num_layers": 1, "enable_mtp_training": True}, "mtp_num_layers=1 with enable_mtp_training: Megatron takes"),
+        ({"mtp_num_layers": 1}, None),
+        ({"dsa_indexer_loss_coeff": 0.01}, "dsa_indexer_loss_coeff=0.01: Megatron takes a mean"),
+    ],
+)
+def test_a_host_is_warned_at_start(settings, said):
+    launch = read_launch(
+        Namespace(loss_aggregation="token_mean", custom_loss_function_path="megatron_rl.hooks.custom_loss", **settings)
+    )
+    texts = [text for one in checks_of(launch) if one.name == "the_model_keeps_the_step" for text in one.find(launch)]
+    assert len(texts) == (said is not None) and all(text.startswith(said) for text in texts)
