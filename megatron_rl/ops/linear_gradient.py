@@ -252,8 +252,8 @@ class ReadyGradient:
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """Megatron's float32 gradient buffer of the weight; None without one, with Megatron-FSDP, which makes its own later, and where a
-    hook on the weight must see its gradient: autograd then gets it."""
+    """Megatron's float32 gradient buffer of the weight; None without one, with Megatron-FSDP, which makes its own later, and where
+    a hook on the weight must see its gradient: autograd then gets it."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or hasattr(weight, "__fsdp_param__") or weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
