@@ -10,7 +10,9 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import psutil
 import pytest
@@ -413,13 +415,15 @@ def of_auxiliary_losses(pool, cases: list[tuple[Layout, list[StepSample], str, d
 
 @pytest.fixture(scope="module")
 def stock(pool):
-    """What Megatron itself computes on one rank under the default contract, for a number of micro-batches."""
+    """What Megatron itself computes on one rank under the default contract, for a number of micro-batches; of a global_aux_loss of
+    several, which it divides by another number, what exact computes there."""
 
     @functools.cache
     def of(pipeline: int, num_microbatches: int) -> dict[str, dict[str, torch.Tensor]]:
         layout = Layout(pipeline=pipeline, num_microbatches=num_microbatches)
         names = [name for name in LOSSES if name != BOTH and has_loss(name)]
-        cases = [(layout, ragged_samples(), "host", LOSSES[name]) for name in names]
+        modes = {"global_aux_loss": "exact"} if num_microbatches > 1 and gives_padding_mask() else {}
+        cases = [(layout, ragged_samples(), modes.get(name, "host"), LOSSES[name]) for name in names]
         return dict(zip(names, of_auxiliary_losses(pool, cases), strict=True))
 
     return of
@@ -454,6 +458,21 @@ def test_exact_auxiliary_losses_are_those_of_one_rank(pool, stock, layout):
     for (name, contract), gradient in zip(rows, found, strict=True):
         # Over the whole gradient: an auxiliary loss has none of the last layer's experts.
         assert error_of_whole(gradient, expected[name]) < GRADIENT_TOLERANCE, (name, contract)
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 4], [6, 2, 4]])
+def test_the_global_loss_does_not_depend_on_how_many_tokens_a_micro_batch_has(sizes):
+    """FB-149: each of two experts gets half of the tokens with mean scores of 0.6 and 0.4, so the loss of every micro-batch is
+    2 (0.5 0.6 + 0.5 0.4) = 1. Megatron's, of the second one of 6, 2, 4: (3 + 1) / 2 tokens of 2 an expert, so 2."""
+    router = SimpleNamespace(topk=1, num_experts=2, global_tokens_per_expert=torch.zeros(2), ga_steps=0, tp_dp_cp_group=None)
+    router.get_aux_loss_coeff = lambda name: 1.0
+    router.routed_step = RoutedStep(sum(sizes), len(sizes), len(sizes), 1, 1.0)
+    stand_ins = {"_summed": lambda values, group: values, "_attached": lambda router, probs, name, loss, coefficient: loss}
+    with mock.patch.multiple(router_losses, **stand_ins):
+        for size in sizes:
+            routes = torch.tensor([[True, False], [False, True]] * (size // 2))
+            loss = router_losses._global_aux_loss(router, None, torch.tensor([[0.6, 0.4]] * size), routes)
+            assert float(loss) == pytest.approx(1.0)
 
 
 def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):

@@ -7,10 +7,12 @@ step of T tokens without padding in B samples, with E experts and k routes a tok
     z_loss            c sum_t logsumexp(logits_t)^2 / T
     seq_aux_loss      c E sum_i sum_e (sum_{t in i} f_te) (sum_{t in i} p_te) / (k (T / B)^2 B)
     aux_loss          c E sum_e (sum_{t in b} f_te) (sum_{t in b} p_te) / (k n_b^2), the mean over micro-batches b of n_b tokens
-    global_aux_loss   the same with b a micro-batch of all data-parallel ranks, and f the mean of the step's micro-batches so far
+    global_aux_loss   c E sum_e (sum_{t to b} f_te) (sum_{t in b} p_te) / (k n_b N_b), the mean over micro-batches b of all
+                      data-parallel ranks; "to b": in the micro-batches of the step so far, of N_b tokens
 
 The first two are what stock Megatron computes on one rank for one micro-batch with its padding mask; the last two have the
-micro-batch in their definition, and depend on nothing else. A router adds its part of the loss on this rank; Megatron's scaling
+micro-batch in their definition, and depend on nothing else. In place of N_b Megatron has n_b times the micro-batches so far, which
+is another number where their sizes differ. A router adds its part of the loss on this rank; Megatron's scaling
 of it is undone by step constants, so activation recomputation may repeat a forward in any order.
 """
 
@@ -349,8 +351,11 @@ def host_ranges(
         size_of_all = positions_of[part.microbatch] if counts_padding else real_of[part.microbatch]
         aux_loss = of_part * num_parts * (real / size) ** 2
         found["aux_loss"].append(aux_loss)
-        # The parts of the data-parallel ranks add up to the loss of their micro-batch, which exact does not average.
-        found["global_aux_loss"].append(of_all * num_parts / data_size * (real_of[part.microbatch] / size_of_all) ** 2)
+        # The parts of the data-parallel ranks add up to the loss of their micro-batch, which exact does not average. Megatron takes
+        # the mean of the counts so far over the tokens of this micro-batch.
+        so_far = [count for microbatch, count in real_of.items() if microbatch <= part.microbatch]
+        shares = real_of[part.microbatch] * sum(so_far) / len(so_far) / size_of_all**2
+        found["global_aux_loss"].append(of_all * num_parts / data_size * shares)
         rows = 1 if num_loss_tokens is not None and scales.divides_samples else part.rows
         of_samples = of_part * rows * num_tokens**2 / (num_samples * size**2)
         found["seq_aux_loss"].append(aux_loss if is_packed else of_samples)
@@ -512,9 +517,10 @@ def _global_aux_loss(
     num_tokens = (per_expert.sum() / router.topk).clamp(min=1)
     router.global_tokens_per_expert += per_expert
     router.ga_steps += 1
-    mean_per_expert = router.global_tokens_per_expert / router.ga_steps
+    so_far = router.global_tokens_per_expert.clone()  # the buffer changes before backward
+    tokens_so_far = (so_far.sum() / router.topk).clamp(min=1)
     # The parts of the data-parallel ranks add up to the loss of their common micro-batch, and are not averaged.
-    loss = _balance(router, scores_for_aux_loss, mean_per_expert, coefficient) / num_tokens**2 * step.data_size
+    loss = _balance(router, scores_for_aux_loss, so_far, coefficient) / (num_tokens * tokens_so_far) * step.data_size
     return _attached(router, probs, "global_load_balancing_loss", loss, coefficient)
 
 

@@ -126,11 +126,12 @@ def by_hand(name: str, logits: Sequence[Tensor], topk: int, cut: Cut) -> Tensor:
         parts = [[index for part in of_ranks for index in part] for of_ranks in cut]
     nothing = torch.zeros_like(chosen[0])
     counts = [sum((chosen[index] for index in part), nothing) for part in parts]
+    sizes = so_far = [sum(len(logits[index]) for index in part) for part in parts]
     if name == "global_aux_loss":
-        counts = [total / number for number, total in enumerate(accumulate(counts), 1)]
+        counts, so_far = list(accumulate(counts)), list(accumulate(sizes))
     terms = [
-        scale * (count * scores[index]).sum() / sum(len(logits[other]) for other in part) ** 2
-        for part, count in zip(parts, counts, strict=True)
+        scale * (count * scores[index]).sum() / (size * size_so_far)
+        for part, count, size, size_so_far in zip(parts, counts, sizes, so_far, strict=True)
         for index in part
     ]
     return added(terms) / len(parts)

@@ -128,7 +128,7 @@ def check_step(
     )
     exact = _Exact(forward_step, own.logits, [of_microbatch.target(step, samples) for of_microbatch in microbatches], scale)
     run(exact)
-    expected = {name: shard[-1] for stage in _gradients(models) for name, shard in stage.items()}
+    expected = {name: shard.gradient for stage in _gradients(models) for name, shard in stage.items()}
     for chunk in models:
         chunk.zero_grad_buffer()
     if not all(on_all_ranks(lambda: exact.repeats_logits)):  # after the schedule, in which other ranks wait for one that raises
