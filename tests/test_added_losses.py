@@ -154,7 +154,7 @@ HOSTS = {
         "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
         for host in ("miles", "slime")
     },
-    "megatron_lm": "python train_rl.py --perform-rl-step --loss-aggregation token_mean",
+    "megatron_lm": "python train_rl.py --perform-rl-step --rl-use-sequence-packing --loss-aggregation token_mean",
     "miles without us": "python miles/train.py --advantage-estimator grpo",
     "slime without us": "python slime/train.py --advantage-estimator grpo",
 }

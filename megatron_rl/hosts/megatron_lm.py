@@ -158,8 +158,9 @@ def _sampling(given: Mapping[str, Any], merged: Mapping[str, Any]) -> SamplingVe
 
 
 def launch_warnings(config: PolicyLossConfig, args: Namespace) -> list[str]:
-    """config_warnings, and what train_rl.py's sampling does to it."""
-    warnings = config_warnings(config)
+    """config_warnings, what the model's settings do to a step, and what train_rl.py's sampling does to it."""
+    notes = model_notes(vars(args), Route.MEGATRON_LM)
+    warnings = [*config_warnings(config), *(note.text for note in notes if note.is_warning)]
     if HostOptions(args)["perform_rl_step"]:
         warnings += _sampling(vars(args), asdict(config)).warnings
     return warnings
@@ -281,9 +282,6 @@ def _checked_provider(model_provider):
             if problems := list(release_problems(current_args())):
                 raise ConfigError(problems)
             announce(config, calculate_per_token_loss=HostOptions(current_args())["calculate_per_token_loss"])
-            if dist.get_rank() == 0:
-                for note in model_notes(vars(current_args()), Route.MEGATRON_LM):
-                    warnings.warn(f"megatron_rl: {note.text}", stacklevel=2)
         model = model_provider(*positional, **named)
         if dist.is_initialized() and isinstance(model, nn.Module):
             is_packed = HostOptions(current_args())["rl_use_sequence_packing"]

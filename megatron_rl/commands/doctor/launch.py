@@ -207,7 +207,7 @@ def _model(line: LaunchLine, route: Route | None, scales_indexer_loss: bool | No
         return
     settings = vars(host_arguments(line))
     for note in model_notes(settings, route):
-        if not note.is_warning or route is None or not line.is_of_rollouts:  # the advice on a host's launch has the others
+        if not note.is_warning or route is None or not line.takes_our_flags:  # the advice of _judged has the others
             yield Finding(flag_of(note.name), NOTE if note.is_warning else OK, note.text)
     if route is None:
         yield from (Finding("model", PROBLEM, text) for text in model_problems(settings))
