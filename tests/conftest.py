@@ -138,7 +138,7 @@ SLOW_FILES = set(
     "test_fused_head_layouts test_host_matrix test_kernel_code test_launch test_length_bias test_linear_parallel "
     "test_log_probs_triton test_losses_parallel test_losses_triton test_megatron_cpu test_pytest_plugin test_ranks test_rewards "
     "test_selftest test_selftest_losses test_setup test_train_command test_train_docs_per_step test_train_faults test_train_loop "
-    "test_watchdog test_whole_host".split()
+    "test_triton_versions test_watchdog test_whole_host".split()
 )
 
 

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch._subclasses import fake_tensor
@@ -168,9 +169,7 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
     from triton.compiler import ASTSource
 
     source = ASTSource(fn=binary.function, signature=binary.signature, constexprs=binary.constants, attrs=binary.attributes)
-    # Lists were tuples before they travelled as JSON.
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in binary.options.items()}
-    compiled = triton.compile(source, target=GPUTarget("cuda", target, WARP), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, WARP), options=binary.options)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -323,32 +322,28 @@ class TorchOperations(TorchDispatchMode):
 
 def record(launch: Callable[[], None], operations: list[str], target: int = 90) -> list[Binary]:
     """The binaries that `launch` asks for, in its order, repeated ones too. `operations`: to be filled with torch's."""
-    from triton import knobs
+    from triton.runtime.jit import JITFunction
 
     found: list[Binary] = []
 
-    def hook(*, fn, compile, **others) -> bool:
-        described = json.loads(compile["specialization_data"])
-        names = list(compile["signature"])
-        constants = {names[path[0]]: value for path, value in compile["constants"].items()}
+    def describe(function, hook, key, signature, *others) -> bool:
+        # Triton calls it just before it compiles. Its own hook writes the constants as JSON, which fails for a twin before 3.7.
+        constants, options, configs, _ = others[-4:]
+        names = list(signature)
         found.append(
             Binary(
-                kernel=fn.jit_function.__name__,
-                signature=dict(compile["signature"]),
-                constants={name: getattr(value, "value", value) for name, value in constants.items()},
-                attributes=dict(compile["configs"][0]),
-                options=described["options"],
-                function=fn.jit_function,
+                kernel=function.__name__,
+                signature=dict(signature),
+                constants={names[path[0]]: getattr(value, "value", value) for path, value in constants.items()},
+                attributes=dict(configs[0]),
+                options=dict(options.__dict__),
+                function=function,
             )
         )
         return True  # Triton then neither compiles nor launches
 
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, hook
-    try:
-        with pretended_device(target), TorchOperations(operations):
-            launch()
-    finally:
-        knobs.runtime.jit_cache_hook = before
+    with mock.patch.object(JITFunction, "_call_hook", describe), pretended_device(target), TorchOperations(operations):
+        launch()
     return found
 
 
@@ -380,9 +375,8 @@ def pretended_device(target: int = 90) -> Iterator[None]:
         for owner, name, value in replaced:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-        active = driver._active
-        stack.callback(lambda: setattr(driver, "_active", active))
-        driver.set_active(pretended)
+        holder = "_active" if hasattr(driver, "_active") else "active"  # Triton 3.4
+        stack.enter_context(mock.patch.object(driver, holder, pretended))
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(FakeTensorMode())
         stack.enter_context(torch.no_grad())

@@ -6,8 +6,8 @@ bound finds cliffs, such as loads of two bytes, spills or a shuffle per logit, n
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from other_tritons import EVERY, environment_of, installed
 
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 
@@ -92,20 +93,22 @@ class Gate:
         return figures
 
 
-@pytest.fixture(scope="module")
-def gate(shared) -> Gate:
-    described = json.loads(shared("test_kernel_code", compiled))
+# Triton 3.6 is that of torch 2.10 and 2.11, which many images bring.
+@pytest.fixture(scope="module", params=[installed(), *["3.6"] * EVERY])
+def gate(request, shared) -> Gate:
+    described = json.loads(shared(f"test_kernel_code-{request.param}", functools.partial(compiled, request.param)))
     return Gate(described["figures"], described["launched"], described["torch_operations"])
 
 
-def compiled() -> str:
+def compiled(triton: str | None) -> str:
     """In a process of its own: this one has told Triton to interpret, which it cannot unlearn. The twin of each registered loss
     too: the interpreter runs what may not compile. Of fp16 the loops are bf16's with other conversions."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if triton is None:
+        pytest.skip("Triton is not installed")
     files = (TESTS / "kernel_launches.py", TESTS / "bad_row_kernels.py")
     command = [sys.executable, TESTS / "sass_gate.py", "--json", "--launches", *files]
     command += ["--without", "fp16", "--code-of", *HOT, "rows", "scaled_exp"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment_of(triton))
     if done.returncode == NOT_HERE:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
