@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 from unittest import mock
@@ -179,11 +179,10 @@ TITLES = (
 )
 
 
-def table(rows: Iterable[OverheadRow]) -> Iterator[str]:
-    """A line for each row, as it comes."""
+def table(rows: Sequence[OverheadRow]) -> list[str]:
     names = [field.name for field in fields(OverheadRow)]
-    yield "| " + " | ".join(TITLES) + " |"
-    yield "|---" * len(names) + "|"
+    lines = ["| " + " | ".join(TITLES) + " |", "|---" * len(names) + "|"]
     for row in rows:
         values = [getattr(row, name) for name in names]
-        yield "| " + " | ".join("-" if v is None else f"{v:.0f}" if isinstance(v, float) else str(v) for v in values) + " |"
+        lines.append("| " + " | ".join("-" if v is None else f"{v:.0f}" if isinstance(v, float) else str(v) for v in values) + " |")
+    return lines

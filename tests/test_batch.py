@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -186,6 +187,15 @@ def test_a_sample_whose_parts_do_not_fit_is_refused_by_its_number(fault, message
     """FB-61: a zip that drops the longer list's tail trains on less than was given, without a word."""
     with pytest.raises(DataError, match=message):
         make([sample_of(0, 2, 3), sample_of(1, 2, 3, **fault)])
+
+
+def test_the_staleness_of_a_sample_is_the_step_s_version_less_its_own():
+    samples = [sample_of(0, 2, 3, policy_version=7), sample_of(1, 2, 3, policy_version=4)]
+    context = replace(CONTEXT, policy_version=9)
+    batch = make_padded_batch(samples, context, num_rows=2, row_length=8, cp_group=rank_of(0, 1), device=CPU)
+    assert batch.staleness.tolist() == [2, 5]
+    with pytest.raises(DataError, match="samples have a policy_version and the step has none"):
+        padded(samples)
 
 
 UNFIT = [

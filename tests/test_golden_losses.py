@@ -94,6 +94,16 @@ def test_the_coefficients_are_those_by_hand(key, sign, options, expected):
     assert found == pytest.approx([float(x) for x in expected], abs=6e-7 if key == "sapo" else 1e-12)
 
 
+def test_dppo_kl_bounds_the_rest_of_a_probability_of_1():
+    """pi = 1, mu = 0.999: kl = 0.999 log(0.999) + 0.001 log(0.001 / 1e-8) = -0.0009995 + 0.0115129 = 0.0105, inside 0.05."""
+    log_ratio = torch.tensor([-math.log(0.999)], dtype=torch.float64)
+    found = get_policy_loss("dppo_kl").function(
+        *(log_ratio, torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)),
+        **{"divergence_low": 0.05, "divergence_high": 0.05, "ratio_truncation": 20.0},
+    )
+    assert found.derivative.item() == pytest.approx(-1 / 0.999) and not found.is_clipped.item()
+
+
 # What follows runs code of checkouts: functions are taken out of their files, and nothing is imported.
 
 

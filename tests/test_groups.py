@@ -19,9 +19,11 @@ from megatron_rl.layout.groups import (
     all_reduce_max,
     all_reduce_sum,
     broadcast_from_last,
+    finish_together,
     gather_into_one,
     resolve_group,
     resolve_groups,
+    world_group,
 )
 from megatron_rl.testing.ranks import run_ranks
 
@@ -128,6 +130,17 @@ def test_one_process_without_megatron_is_a_single_rank_whose_collectives_do_noth
     assert (groups.tp.size(), groups.tp.rank(), repr(groups.dp)) == (1, 0, "SINGLE")
     assert all_gather_stack(values, SINGLE).tolist() == [[1.0, 2.0]]
     assert all(f(values, SINGLE) is values for f in (all_reduce_sum, all_reduce_max, broadcast_from_last))
+
+
+def test_work_of_one_process_is_done_in_order_and_its_error_is_its_own():
+    def fails():
+        raise KeyError("no answer")
+
+    assert finish_together([lambda: 1, lambda: 2], SINGLE) == [1, 2]
+    with pytest.raises(KeyError, match="no answer"):
+        finish_together([lambda: 1, fails], SINGLE)
+    with pytest.raises(ConfigError, match="torch.distributed is not initialised"):
+        world_group()
 
 
 def test_an_explicit_group_wins_and_what_is_no_group_is_refused():

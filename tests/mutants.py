@@ -1,0 +1,311 @@
+"""Changes one line of the package at a time and asks the fast tests whether they see it: a list, and the driver that runs it.
+
+    python tests/mutants.py                                     # the whole list, on two processes
+    python tests/mutants.py losses/ aggregation.py              # the mutants of these paths
+    python tests/mutants.py --propose 12 --seed 3 losses/       # twelve more for the list, drawn with this seed
+
+tests/mutants.txt has a block for each mutant: the file, `- ` the line as it is, `+ ` the line as it becomes, and `= ` why no test
+can see it, where none can. A line that is not in its file exactly once is an error, so the list moves with the code. JUDGES says
+which tests are asked, most likely first; the first that fails ends the question. The suite does not run this: it takes an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+sys.dont_write_bytecode = True
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = Path(__file__).with_suffix(".txt")
+# The share of the mutants that must die.
+BAR = 0.97
+# A mutant that makes ranks wait for each other is seen by the time limit of its ranks.
+SECONDS_OF_RANKS = 60.0
+SECONDS_OF_A_MUTANT = 900
+
+# Path within megatron_rl/ -> test files, without "test_" and ".py". The longest path that fits counts.
+JUDGES = {
+    "": "losses loss_contract",
+    "accumulation": "accumulation",
+    "aggregation.py": "aggregation rank_agreement own_aggregation",
+    "aggregation_record.py": "aggregation own_aggregation explain",
+    "corrections.py": "corrections golden_losses",
+    "metrics.py": "metrics golden_losses rollout_metrics",
+    "step_metrics.py": "metrics synchronisation",
+    "lm_head.py": "lm_head",
+    "hosts/": "custom_loss host_rules reward_weights reducer megatron_lm rollout_hosts init_hook step_guard host_flags",
+    "hosts/sampling.py": "sampling",
+    "hosts/dense_rows.py": "verl skyrl nemo_rl roll settings_launch",
+    "hosts/factors.py": "verl skyrl nemo_rl roll explain_table",
+    "hosts/verl": "verl verl_launch settings_launch",
+    "hosts/nemo_rl": "nemo_rl settings_launch",
+    "hosts/roll": "roll settings_launch",
+    "hosts/skyrl": "skyrl settings_launch",
+    "layout/": "context_parallel packing groups rank_agreement losses_parallel losses log_probs",
+    "layout/groups.py": "groups aggregation rank_agreement losses_parallel",
+    "losses/": "loss_contract golden_losses clipping losses losses_bad_input kl_estimators corrections linear_losses",
+    "losses/corrected.py": "corrections linear_losses train_corrections",
+    "losses/evaluate.py": "loss_contract own_losses loss_hub contradictions losses_bad_input",
+    "losses/linear.py": "linear_losses linear_parallel corrections train_corrections",
+    "losses/one_read_triton.py": "one_read losses_triton",
+    "losses/reduce_triton.py": "losses_triton metrics",
+    "megatron/schedule.py": "forward_step probe megatron_model layouts",
+    "megatron/probe.py": "probe",
+    "megatron/router_losses.py": "router_losses_said expert_layouts probe",
+    "megatron/batch.py": "batch packed_bins router_replay",
+    "megatron/forward_step.py": "forward_step router_replay",
+    "ops/": "log_probs linear_head linear_gradients linear_losses log_probs_triton",
+    "ops/log_probs_triton.py": "log_probs_triton losses_triton",
+    "ops/ratios.py": "kl_estimators golden_losses loss_contract",
+    "ops/ratios_triton.py": "losses_triton kl_estimators",
+    "ops/unit_gradient_triton.py": "unit_gradient",
+    "validation/": "validation arguments flag_effects router_losses_said",
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    path: str
+    old: str
+    new: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        why = f"= {self.reason}\n" if self.reason else ""
+        return f"{self.path}\n- {self.old}\n+ {self.new}\n{why}"
+
+    def applied(self, text: str) -> str:
+        lines = text.split("\n")
+        found = [number for number, line in enumerate(lines) if line.strip() == self.old]
+        if len(found) != 1:
+            raise SystemExit(f"tests/mutants.txt: {self.path} has this line {len(found)} times, not once:\n{self.old}")
+        indent = len(lines[found[0]]) - len(lines[found[0]].lstrip())
+        lines[found[0]] = " " * indent + self.new
+        return "\n".join(lines)
+
+    @property
+    def judges(self) -> list[str]:
+        of_path = max((prefix for prefix in JUDGES if self.path.startswith(prefix)), key=len)
+        return [f"tests/test_{name}.py" for name in JUDGES[of_path].split()]
+
+
+def read_list() -> list[Mutant]:
+    blocks = [block.splitlines() for block in LIST.read_text(encoding="utf-8").split("\n\n") if block.strip()]
+    return [Mutant(path, old[2:], new[2:], " ".join(why)[2:]) for path, old, new, *why in blocks]
+
+
+def source(path: str) -> str:
+    return (ROOT / "megatron_rl" / path).read_text(encoding="utf-8")
+
+
+OPERATORS = (ast.BinOp, ast.BoolOp, ast.Compare, ast.UnaryOp, ast.Attribute, ast.Subscript)
+
+
+class Changes(ast.NodeVisitor):
+    """(node, what stands in its place) for what may be changed: code of functions, but not what only words a message."""
+
+    COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+    COMPARED |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
+    COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+    CALLED = {"min": "max", "max": "min", "amin": "amax", "amax": "amin", "minimum": "maximum", "maximum": "minimum"}
+    DROPPED = {"detach", "clamp", "float", "double", "to", "contiguous", "clone", "abs", "exp"}
+
+    def __init__(self) -> None:
+        self.found: list[tuple[ast.AST, ast.AST, bool]] = []  # node, its substitute, whether that needs parentheses
+        self.depth = 0
+        self.is_operand = False
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.depth += 1
+        for statement in node.body:
+            self.visit(statement)
+        self.depth -= 1
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for statement in node.body:
+            self.visit(statement)
+
+    def ignore(self, node: ast.AST) -> None:
+        pass
+
+    visit_Raise = visit_JoinedStr = visit_Assert = visit_AnnAssign = ignore
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Constant):
+            self.generic_visit(node)
+
+    def put(self, node: ast.AST, **fields: object) -> None:
+        other = copy.deepcopy(node)
+        for name, value in fields.items():
+            setattr(other, name, value)
+        self.found.append((node, other, self.is_operand))
+
+    def generic_visit(self, node: ast.AST) -> None:
+        if self.depth:
+            self.change(node)
+        was_operand, self.is_operand = self.is_operand, isinstance(node, OPERATORS)
+        super().generic_visit(node)
+        self.is_operand = was_operand
+
+    def change(self, node: ast.AST) -> None:
+        match node:
+            case ast.Compare(ops=[op]) if type(op) in self.COMPARED:
+                self.put(node, ops=[self.COMPARED[type(op)]()])
+            case ast.BinOp(op=op) if type(op) in self.COMPUTED:
+                self.put(node, op=self.COMPUTED[type(op)]())
+            case ast.BoolOp(op=op):
+                self.put(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
+            case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+                self.found.append((node, operand, self.is_operand))
+            case ast.Constant(value=bool(value)):
+                self.put(node, value=not value)
+            case ast.Constant(value=int(value) | float(value)):
+                self.put(node, value=value + 1)
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in self.DROPPED:
+                self.found.append((node, value, self.is_operand))
+            case ast.Call(func=ast.Attribute(attr=name) as function) if name in self.CALLED:
+                self.put(node, func=ast.Attribute(function.value, self.CALLED[name], ast.Load()))
+            case ast.Call(func=ast.Name(id=name)) if name in self.CALLED:
+                self.put(node, func=ast.Name(self.CALLED[name], ast.Load()))
+            case ast.Call(func=ast.Attribute(attr="where"), args=[condition, first, second]):
+                self.put(node, args=[condition, second, first])
+            case ast.Call(func=ast.Name(id=name), args=[first, *_]) if name.startswith("all_reduce"):
+                self.found.append((node, first, self.is_operand))
+
+
+def proposals(path: str) -> Iterator[Mutant]:
+    text = source(path)
+    lines, changes = text.split("\n"), Changes()
+    changes.visit(ast.parse(text))
+    for node, other, is_operand in changes.found:
+        line = lines[node.lineno - 1]
+        if node.end_lineno != node.lineno or not line.isascii() or sum(line.strip() == each.strip() for each in lines) > 1:
+            continue
+        words = f"({ast.unparse(other)})" if is_operand and isinstance(other, OPERATORS) else ast.unparse(other)
+        yield Mutant(path, line.strip(), (line[: node.col_offset] + words + line[node.end_col_offset :]).strip())
+
+
+def propose(paths: list[str], count: int, seed: int) -> list[Mutant]:
+    package = ROOT / "megatron_rl"
+    names = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
+    known = {(mutant.path, mutant.new) for mutant in read_list()} if LIST.exists() else set()
+    chosen = [name for name in names if any(name.startswith(path) for path in paths)]
+    drawn = [m for name in chosen for m in dict.fromkeys(proposals(name)) if (m.path, m.new) not in known and m.new != m.old]
+    return sorted(random.Random(seed).sample(drawn, min(count, len(drawn))), key=lambda m: m.path)
+
+
+def judge(mutant: Mutant, folder: Path, log: Path) -> str:
+    """The first test that fails, or "" where all pass. The folder is a copy of the checkout of its own."""
+    path = folder / "megatron_rl" / mutant.path
+    text = path.read_text(encoding="utf-8")
+    path.write_text(mutant.applied(text), encoding="utf-8")
+    failed = first_failure(mutant.judges, folder, log)
+    path.write_text(text, encoding="utf-8")
+    return failed
+
+
+def first_failure(tests: list[str], folder: Path, log: Path) -> str:
+    child = os.fork()
+    if child == 0:
+        run_tests(tests, folder, log)
+    _, status = os.waitpid(child, 0)
+    if os.waitstatus_to_exitcode(status) == 0:
+        return ""
+    failed = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0].split(" - ")[0] if failed else f"ended with {os.waitstatus_to_exitcode(status)}"
+
+
+def run_tests(tests: list[str], folder: Path, log: Path) -> None:
+    os.setsid()
+    signal.alarm(SECONDS_OF_A_MUTANT)
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.path[:0] = [str(folder), str(folder / "tests")]
+    try:
+        import pytest
+
+        from megatron_rl.testing import ranks
+
+        for function in (ranks.run_ranks, ranks.RankPool.__init__):
+            function.__kwdefaults__["timeout"] = SECONDS_OF_RANKS
+        code = pytest.main(["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow", *tests])
+    except BaseException as error:
+        print(f"ERROR import: {type(error).__name__}: {error}", flush=True)
+        code = 1
+    os._exit(int(code))
+
+
+def run(mutants: list[Mutant], processes: int) -> int:
+    import hypothesis  # noqa: F401  # once here, and not in each fork
+    import pytest  # noqa: F401
+    import torch._dynamo  # noqa: F401
+
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
+        folders = []
+        for number in range(processes):
+            folders.append(Path(scratch) / str(number))
+            shutil.copytree(ROOT, folders[-1], symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs"))
+
+        waiting = deque(mutants)
+        logs = [Path(scratch) / f"log-{number}" for number in range(processes)]
+        judges = sorted({test for mutant in mutants for test in mutant.judges})
+
+        def work_unchanged(share: int) -> str:
+            return first_failure(judges[share::processes], folders[share], logs[share])
+
+        def work(share: int) -> list[Mutant]:
+            """Judges one after the other, and returns those that live."""
+            alive = []
+            while waiting:
+                mutant = waiting.popleft()
+                killer = judge(mutant, folders[share], logs[share])
+                print(f"{killer or 'LIVES'}  {mutant.path}: {mutant.old}  ->  {mutant.new}", flush=True)
+                alive += [] if killer else [mutant]
+            return alive
+
+        with ThreadPoolExecutor(processes) as pool:
+            if failed := "; ".join(filter(None, pool.map(work_unchanged, range(processes)))):
+                raise SystemExit(f"the tests must pass on the package as it is, but {failed}")
+            alive = [mutant for of_one in pool.map(work, range(processes)) for mutant in of_one]
+    died = len(mutants) - len(alive)
+    share = died / len(mutants)
+    print(f"{died} of {len(mutants)} mutants die: {share:.1%}, the bar is {BAR:.0%}; {time.monotonic() - begun:.0f} s")
+    print("\n".join(map(str, alive)))
+    return 0 if share >= BAR and all(mutant.reason for mutant in alive) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("paths", nargs="*", default=[""], help="within megatron_rl/; all without one")
+    parser.add_argument("--propose", type=int, metavar="COUNT", help="print so many new blocks for the list, and run nothing")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    if args.propose:
+        print("\n".join(map(str, propose(args.paths, args.propose, args.seed))))
+        return 0
+    chosen = [mutant for mutant in read_list() if any(mutant.path.startswith(path) for path in args.paths)]
+    return run(chosen, args.processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
