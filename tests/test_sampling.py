@@ -83,6 +83,11 @@ LINES: dict[str, tuple[str, str | None, str]] = {
     ),
     "verl, no correction": (f"{VERL}{GRPO}{TOP_P}", NOTE, "the ratio of the loss is right, but the policy that samples is another"),
     "verl, unknown": (f"{VERL}{ICEPOP}actor_rollout_ref.rollout.top_p=$P", NOTE, "top_p: not known here; beside .* it must be off"),
+    "verl, another file": (
+        f"{VERL}{ICEPOP}{TOP_P}actor_rollout_ref.rollout.top_k=-1 --config-name mine",
+        NOTE,
+        "name is not known here: importance_corr",
+    ),
     "verl, validation": (f"{VERL}{ICEPOP}actor_rollout_ref.rollout.val_kwargs.top_p=0.7", None, ""),
     "verl, off": (f"{VERL}{ICEPOP}actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1", None, ""),
     "NeMo-RL, tis": (
@@ -259,13 +264,17 @@ def test_each_host_has_a_row():
 
 
 def test_a_value_that_is_not_known_is_said_beside_what_reads_it_alone():
-    """Of the filters; an unknown engine or kind beside a filter is refused."""
+    """Of the filters, the engine and its kind: a file may have them, which is judged where it is read."""
     unknown: Callable[[str], Any] = lambda name: UNKNOWN  # noqa: E731
     assert judge_sampling("verl", unknown, []).warnings == ()
     assert "not known here" in judge_sampling("verl", unknown, ["a correction"]).warnings[0]
     assert "not known here" in judge_recomputed_sampling(unknown, []).warnings[0]
-    half = {"actor_rollout_ref.rollout.top_p": 0.8, "actor_rollout_ref.rollout.name": UNKNOWN}
-    assert "the sampler are among the tokens that it kept cannot" in judge_sampling("verl", half.get, ["a correction"]).problems[0]
+    for name in ("name", "logprobs_mode"):
+        half = {"actor_rollout_ref.rollout.top_p": 0.8, f"actor_rollout_ref.rollout.{name}": UNKNOWN}
+        found = judge_sampling("verl", half.get, ["a correction"])
+        assert found.problems == () and f"{name} is not known here: a correction is right only where" in found.warnings[0]
+    half = {"policy.generation.top_p": 0.8, "policy.generation.backend": UNKNOWN}
+    assert judge_recomputed_sampling(half.get, []).problems == ()
 
 
 # What the table says, in the checkouts. Red here: the host has moved; read its sampling anew.
@@ -313,7 +322,11 @@ SOURCES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "skyrl": (
         "SKYRL_ROOT",
         {
-            "skyrl/train/config/config.py": ("    top_p: float = 1.0\n", "    min_p: float = 0.0\n", "    top_k: int = -1\n"),
+            "skyrl/train/config/config.py": (
+                *("    step_wise_trajectories: bool = False\n", "    engine_init_kwargs: Dict[str, Any] = field("),
+                *("    inference_engine: InferenceEngineConfig = field(", "    sampling_params: SamplingParams = field("),
+                *("    top_p: float = 1.0\n", "    min_p: float = 0.0\n", "    top_k: int = -1\n"),
+            ),
             "skyrl/backends/skyrl_train/inference_servers/engine_utils.py": ('"min_p": sampling_params.min_p,',),
             "skyrl/backends/skyrl_train/inference_servers/utils.py": (
                 "engine_kwargs = get_config_as_dict(ie_cfg.engine_init_kwargs)",

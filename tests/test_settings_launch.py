@@ -423,6 +423,7 @@ def test_doctor_approves_of_our_lines_over_rolls_own_yaml(tmp_path, monkeypatch,
     (folder / "rlvr_config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
     code, out = doctor(capsys, LINE_OF_ROLL)
     assert code == 0 and "gspo.prompt_mean, clip 0.0003/0.0004" in out, out
+    assert "actor_infer.generating_args.top_p: 0.99, actor_infer.generating_args.top_k: 100: the sampler keeps a part" in out, out
 
 
 @pytest.mark.host("SKYRL_ROOT")

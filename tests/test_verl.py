@@ -562,6 +562,19 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
                 whole = compose("ppo_trainer", overrides=[f"{verl_launch.LOSS_MODE}=megatron_rl.{name}"])
                 problems, _ = verl_launch.judge_config(whole)
                 assert len(problems) == bool(said) and said in "".join(problems), problems
+            rollout, mode = "actor_rollout_ref.rollout", f"{verl_launch.LOSS_MODE}=megatron_rl.grpo.token_mean"
+            weights = "algorithm.rollout_correction.rollout_is=token"
+            raw = f"+{rollout}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"
+            for words, refuses, says in (
+                ([f"{rollout}.top_p=0.8", weights], True, f"{rollout}.top_p=0.8 beside {weights}: "),
+                ([f"{rollout}.top_k=20", weights, raw], False, "over the whole vocabulary"),
+                ([f"{rollout}.top_p=0.8", weights, f"{rollout}.name=sglang"], False, "sglang are over the whole vocabulary"),
+                ([f"{rollout}.top_p=0.8"], False, "the ratio of the loss is right"),
+            ):
+                problems, warned = verl_launch.judge_config(compose("ppo_trainer", overrides=[mode, *words]))
+                assert (len(problems), len(warned)) == ((1, 0) if refuses else (0, 1)), (problems, warned)
+                assert says in (problems or warned)[0], (problems, warned)
+            assert verl_launch.judge_config(compose("ppo_trainer", overrides=[mode, weights])) == ([], [])
         return 0
 
     code, _, error = forked(work)

@@ -158,11 +158,18 @@ class _Launch:
         )
 
     @property
+    def asked(self) -> str | None:
+        """The setting of the kind of log-probabilities, or of the engine, whose value is not known here."""
+        if self.engine is UNKNOWN:
+            return self.sampler.engine
+        return self.mode[0] if self.mode is not None and self.mode[1] is UNKNOWN else None
+
+    @property
     def scores(self) -> Scores:
         if self.engine is UNKNOWN:
             return Scores.UNKNOWN
         found = self.sampler.engines.get(self.engine, Scores.UNKNOWN)
-        return found if found is not None else MODES.get(self.mode[1] if self.mode else None, Scores.UNKNOWN)
+        return found if found is not None else MODES.get(str(self.mode[1]) if self.mode else "", Scores.UNKNOWN)
 
     def typed(self, name: str, value: Any) -> str:
         return self.sampler.typed(name, as_typed(value))
@@ -174,11 +181,10 @@ class _Launch:
         return " and ".join(self.typed(name, self.sampler.filters[name].off[0]) for name in names or self.on)
 
     def scores_in_words(self) -> str:
-        engine = "the sampler" if self.engine is UNKNOWN else f"{self.engine}"
-        by = f" ({self.typed(*self.mode)})" if self.mode and self.mode[1] is not UNKNOWN else ""
+        by = f" ({self.typed(*self.mode)})" if self.mode else ""
         if self.scores == Scores.UNKNOWN:
-            return f"whether the log-probabilities of {engine}{by} are {Scores.KEPT} cannot be known here"
-        return f"the log-probabilities of {engine}{by} are {self.scores}"
+            return f"whether the log-probabilities of {self.engine}{by} are {Scores.KEPT} cannot be known here"
+        return f"the log-probabilities of {self.engine}{by} are {self.scores}"
 
 
 def names_of(host: str) -> tuple[str, ...]:
@@ -247,6 +253,12 @@ def judge_sampling(
             f"policy that trains, and no weight makes up for tokens that are never sampled; {off} samples from the policy itself"
         )
         return SamplingVerdict((), tuple(warnings), True)
+    if launch.asked is not None:
+        warnings.append(
+            f"{given}: the sampler keeps a part of the vocabulary, and {launch.asked} is not known here: {read} is right only "
+            f"where the sampler's log-probabilities are {Scores.WHOLE}; else set {off}"
+        )
+        return SamplingVerdict((), tuple(warnings), True)
     raw = f", or {launch.typed(launch.mode[0], 'raw_logprobs')} at temperature 1" if launch.mode else ""
     problem = (
         f"{given} beside {read}: the sampler keeps a part of the vocabulary, and {launch.scores_in_words()}; the trainer's are "
@@ -271,7 +283,7 @@ def judge_recomputed_sampling(value_of: Callable[[str], Any], readers: Sequence[
         return SamplingVerdict(warnings=tuple(warnings))
     given, off = launch.in_words(), launch.off_in_words()
     why = "NeMo-RL's trainer keeps tokens by the same settings, and a token that it leaves out has log-probability 0.0"
-    if launch.scores != Scores.KEPT:
+    if launch.scores != Scores.KEPT and launch.asked is None:
         how = f"set {launch.typed(launch.mode[0], 'processed_logprobs')}, or {off}" if launch.mode else f"set {off}"
         problem = f"{given}: {why}; {launch.scores_in_words()}, so such a token cannot be told from a sure one: {how}"
         return SamplingVerdict((problem,), tuple(warnings), True)
