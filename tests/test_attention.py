@@ -80,9 +80,12 @@ def loop_reference(query, key, value, output_gradient, bounds):
 
 def outputs_and_gradients(module, query, key, value, output_gradient, packed_seq_params=None):
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    # Megatron drops the batch dimension of a packed row.
+    # Megatron drops the batch dimension of a packed row, and since 0.18 takes the result for [T, heads * dim].
     inputs = leaves if packed_seq_params is None else [x.squeeze(1) for x in leaves]
     output = module(*inputs, None, attn_mask_type=MaskType.causal, packed_seq_params=packed_seq_params)
+    if packed_seq_params is not None:
+        assert output.dim() == 2
+        output = output.unsqueeze(1)
     return output.detach(), torch.autograd.grad(output, leaves, output_gradient)
 
 

@@ -165,7 +165,7 @@ class PackedAttention(nn.Module):
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:  # [rows, batch, heads * dim], batch 1 where packed
+    ) -> Tensor:  # [rows, batch, heads * dim], or [T, heads * dim] where packed, as Transformer Engine's
         if attention_bias is not None:
             raise ConfigError("PackedAttention does not take an attention_bias: use Transformer Engine")
         if attn_mask_type is not None and attn_mask_type.name != "causal":
@@ -174,7 +174,8 @@ class PackedAttention(nn.Module):
                 "attention; Megatron's key-value cache uses no_mask: generate with whole forwards"
             )
         cp_group = resolve_group(self.cp_group, "cp")
-        if query.dim() == 3:
+        is_packed = query.dim() == 3
+        if is_packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if self.cache is not None and self.cache.has_new_tokens:
             return self.cache.attend(self, query, key, value)
@@ -198,7 +199,8 @@ class PackedAttention(nn.Module):
             out = _attend(queries, keys, values, run.masks, self.softmax_scale)  # [count * batch, heads, local, dim]
             out = out.unflatten(0, (run.count, -1)).permute(0, 3, 1, 2, 4)  # [count, local, batch, heads, dim]
             outputs.append(out.flatten(3).flatten(0, 1))
-        return torch.cat(outputs)
+        output = torch.cat(outputs)
+        return output.squeeze(1) if is_packed else output
 
 
 def _whole_documents(

@@ -221,12 +221,16 @@ def _support_experts() -> None:
 
 
 def support_latent_attention() -> None:
-    """Without Transformer Engine, Megatron's multi-latent attention asks whether a layer is an instance of what is no class."""
+    """Without Transformer Engine, Megatron's multi-latent attention asks whether a layer is an instance of what is no class, and
+    since 0.17 knows no layer that is whole on each rank."""
     with _without_compiler():
+        from megatron.core.post_training.modelopt.layers import Linear
         from megatron.core.transformer import multi_latent_attention
 
     if not isinstance(vars(multi_latent_attention).get("TELinear"), type):
         _replace(multi_latent_attention, TELinear=type("TELinear", (), {}))
+    if vars(multi_latent_attention).get("Linear") is None:
+        _replace(multi_latent_attention, Linear=Linear)
 
 
 def _with_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
