@@ -262,6 +262,18 @@ def read_profile(session: Session, output: str) -> dict[str, Any]:
     return {"launches": {row["kernel"]: row["launches"] for row in rows if row["launches"]}, "failures": failures}
 
 
+def cliff_command(session: Session, budget: float | None) -> list[str]:
+    size = ["--columns", "512", "--rows", "2", "--device", "cpu"] if session.is_dry else []
+    limit = 0.0 if budget is None else max(budget - SECONDS_TO_END, 1.0)
+    return session.python("-m", "benchmarks", "cliff", *size, "--time-limit", f"{limit:.0f}")
+
+
+def read_cliff(session: Session, output: str) -> dict[str, Any]:
+    """The share of the L2 cache that loses least, and all points."""
+    found = next(json.loads(line)["cliff"] for line in output.splitlines() if line.startswith('{"cliff": '))
+    return {"note": next(line for line in output.splitlines() if line.startswith("on ")), **found}
+
+
 def overhead_command(session: Session, budget: float | None) -> list[str]:
     return session.python("-m", "benchmarks", "overhead", *(["--rows", "16", "--device", "cpu"] if session.is_dry else []))
 
@@ -287,6 +299,7 @@ STAGES = {
             least=90.0,
         ),
         Stage("profile", 60.0, profile_command, read_profile, (*TRITON_NEEDS, NCU), least=36.0),
+        Stage("cliff", 15.0, cliff_command, read_cliff),
         Stage("overhead", 10.0, overhead_command, read_overhead),
         Stage(
             "head",

@@ -10,12 +10,12 @@ import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks import measure, overhead, peers, providers, report, scale, targets
+from benchmarks import cliff, measure, overhead, peers, providers, report, scale, targets
 from benchmarks.measure import Device, Settings
 from benchmarks.problems import LOG_PROBS, NUM_SETS, PRESETS, BenchmarkCase, HeadProblem, Inputs, LogitsProblem, Problem, with_shape
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
@@ -26,6 +26,7 @@ KINDS = {
     "head": "The loss from hidden states, beside bare matmuls, the unfused path and peers. CUDA or CPU.",
     "cpu": "Log-probabilities, and the loss, forward and backward on this CPU against eager log_softmax + gather.",
     "overhead": "What a call costs beside the logits: launches, host time, allocations, a CUDA graph. CUDA or CPU.",
+    "cliff": "The kernel that reads a logit once against two kernels by columns: how much of the L2 cache it may take. For CUDA.",
     "sampling": "What a new token costs `megatron-rl train` by the length of the response. On a CPU; it needs megatron-core.",
     "rollouts": "What a sample costs the host in `megatron-rl train`: weighing, batches, files. It needs megatron-core.",
     "scale": "What counting a step costs one rank of up to thousands: host time and bytes, with a simulated process group.",
@@ -43,9 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. 0; 1: our provider failed its gate or raised, or the run is void or unfinished; 2: wrong settings."""
     args = build_parser().parse_args(arguments)
     try:
-        return {"scale": run_scale, "overhead": run_overhead, "sampling": run_sampling, "rollouts": run_rollouts}.get(
-            args.kind, run
-        )(args)
+        return {
+            "scale": run_scale,
+            "overhead": run_overhead,
+            "cliff": run_cliff,
+            "sampling": run_sampling,
+            "rollouts": run_rollouts,
+        }.get(args.kind, run)(args)
     except ConfigError as error:
         say(f"benchmarks {args.kind}: ConfigError: {error}")
         return EXIT_CONFIG
@@ -71,6 +76,12 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
         if kind == "rollouts":
             add("--tokens", type=int, nargs="+", default=[2000, 8192], metavar="COUNT", help="Of a sample. Default: 2000 8192.")
             add("--samples", type=int, default=64, metavar="COUNT", help="Default: 64.")
+            continue
+        if kind == "cliff":
+            add("--columns", type=int, nargs="+", metavar="COUNT", help=f"Default: {' '.join(map(str, cliff.COLUMNS))}.")
+            add("--rows", type=int, default=cliff.ROWS, metavar="COUNT", help=f"Tokens. Default: {cliff.ROWS}.")
+            add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu, to try it out.")
+            add("--time-limit", type=float, default=0.0, help="No shape starts after these seconds; 0: no limit. Default: 0.")
             continue
         if kind == "overhead":
             add("--rows", type=int, nargs="+", default=[16, 128, 4096], metavar="COUNT", help="Tokens. Default: 16 128 4096.")
@@ -153,8 +164,27 @@ def run_overhead(args: Namespace) -> int:
         raise ConfigError(f"--rows {args.rows}: each must be at least 1")
     device = measure.find_device(args.device)
     torch.set_num_threads(1)
-    print(*overhead.table(list(overhead.measure_overhead(args.rows, torch.device(device.kind)))), sep="\n")
+    for line in overhead.table(overhead.measure_overhead(args.rows, torch.device(device.kind))):
+        print(line, flush=True)
     return 0
+
+
+def run_cliff(args: Namespace) -> int:
+    columns = args.columns or list(cliff.COLUMNS)
+    if min(*columns, args.rows) < 1 or args.time_limit < 0:
+        raise ConfigError(f"--columns {columns} and --rows {args.rows}: each must be at least 1, and --time-limit at least 0")
+    device, points = measure.find_device(args.device), list[cliff.CliffPoint]()
+    for line in cliff.table(noted(cliff.measure_cliff(columns, args.rows, device, args.time_limit), points)):
+        print(line, flush=True)
+    name = measure.describe_machine(device)["device_name"]
+    print(*cliff.verdict(points, name, is_gpu=device.kind == "cuda"), sep="\n", flush=True)
+    return 0
+
+
+def noted(values: Iterable[Any], kept: list[Any]) -> Iterator[Any]:
+    for value in values:
+        kept.append(value)
+        yield value
 
 
 def run_sampling(args: Namespace) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 from unittest import mock
@@ -179,10 +179,11 @@ TITLES = (
 )
 
 
-def table(rows: Sequence[OverheadRow]) -> list[str]:
+def table(rows: Iterable[OverheadRow]) -> Iterator[str]:
+    """A line for each row, as it comes."""
     names = [field.name for field in fields(OverheadRow)]
-    lines = ["| " + " | ".join(TITLES) + " |", "|---" * len(names) + "|"]
+    yield "| " + " | ".join(TITLES) + " |"
+    yield "|---" * len(names) + "|"
     for row in rows:
         values = [getattr(row, name) for name in names]
-        lines.append("| " + " | ".join("-" if v is None else f"{v:.0f}" if isinstance(v, float) else str(v) for v in values) + " |")
-    return lines
+        yield "| " + " | ".join("-" if v is None else f"{v:.0f}" if isinstance(v, float) else str(v) for v in values) + " |"

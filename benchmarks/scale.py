@@ -1,7 +1,8 @@
 """`python -m benchmarks scale [--real]`: what counting a step costs one rank of many, in host time and bytes.
 
-count_step runs as rank 0 of torch's fake process group. Its collectives move nothing and return this rank's own rows, as if the
-other ranks had as many. So the host's work and the sizes of messages are those of a real step; the network's time is left out.
+count_step runs as rank 0 of torch's fake process group. Its collectives move nothing. The other ranks have as many rows as this
+one, and prompts of their own, whose digests are drawn here. So the host's work and the sizes of messages are those of a real step;
+the network's time is left out.
 With --real the ranks are processes of this machine over gloo, and the wall time has the messages in it.
 """
 
@@ -19,6 +20,8 @@ from megatron_rl.aggregation import count_step
 from megatron_rl.layout.groups import GATHER_INTO_ONE
 from megatron_rl.testing.ranks import run_ranks
 
+# Of a row of a prompt: digest, tokens, samples.
+PROMPT_COLUMNS = 3
 COLLECTIVES = (GATHER_INTO_ONE, "all_reduce", "all_to_all_single")
 ROUNDS = 3
 
@@ -63,32 +66,35 @@ def measure_scale(num_ranks: Sequence[int], num_samples: Sequence[int], form: Fo
                     yield ScaleRow(ranks, samples, prompts, given, calls, sent, received, min(round_[3] for round_ in rounds))
 
 
-def measure_real(num_ranks: Sequence[int], num_samples: Sequence[int], form: Form) -> Iterator[tuple[int, int, str, float, float]]:
-    """(ranks, samples of each, given, CPU ms and wall ms of the slowest rank, the least of the rounds), over gloo."""
+def measure_real(
+    num_ranks: Sequence[int], num_samples: Sequence[int], form: Form
+) -> Iterator[tuple[int, int, str, int, float, float]]:
+    """(ranks, samples of each, given, collectives, CPU ms and wall ms of the slowest rank, the least of the rounds), over gloo."""
     for ranks in num_ranks:
         for samples in num_samples:
             times = run_ranks(_seconds_on_rank, ranks, samples, form, use_megatron=False)
             for given in times[0]:
-                cpu, wall = (max(1e3 * of_rank[given][kind] for of_rank in times) for kind in (0, 1))
-                yield ranks, samples, given, cpu, wall
+                cpu, wall = (max(1e3 * of_rank[given][kind] for of_rank in times) for kind in (1, 2))
+                yield ranks, samples, given, times[0][given][0], cpu, wall
 
 
-def _seconds_on_rank(rank: int, samples: int, form: Form) -> dict[str, tuple[float, float]]:
+def _seconds_on_rank(rank: int, samples: int, form: Form) -> dict[str, tuple[int, float, float]]:
+    """given -> (collectives, CPU and wall seconds). The prompts of a rank are its own."""
     torch.set_num_threads(1)
     found = {}
-    for given, count in _forms(samples, form).items():
-        rounds = []
+    for given, count in _forms(samples, form, rank).items():
+        collectives, rounds = _measured(count)[0], []
         for _ in range(2 * ROUNDS):
             dist.barrier(group=dist.group.WORLD)
             began = time.process_time(), time.perf_counter()
             count()
             rounds.append((time.process_time() - began[0], time.perf_counter() - began[1]))
-        found[given] = (min(cpu for cpu, _ in rounds), min(wall for _, wall in rounds))
+        found[given] = (collectives, min(cpu for cpu, _ in rounds), min(wall for _, wall in rounds))
     return found
 
 
-def _forms(samples: int, form: Form) -> dict[str, Callable[[], object]]:
-    ids = [f"prompt {index // form.samples_per_prompt}" for index in range(samples)]
+def _forms(samples: int, form: Form, rank: int = 0) -> dict[str, Callable[[], object]]:
+    ids = [f"prompt {rank}.{index // form.samples_per_prompt}" for index in range(samples)]
     masks = list(torch.ones(samples, form.num_tokens, dtype=getattr(torch, form.dtype)).unbind(0))
     counts = torch.full((samples,), form.num_tokens)
     kind = "" if form.dtype == "bool" else f" {form.dtype}"
@@ -118,8 +124,10 @@ def _measured(count: Callable[[], object]) -> tuple[int, int, int, float]:
         def call(first, *rest, **options):
             began = time.process_time()
             result = originals[name](first, *rest, **options)
-            inside[0] += time.process_time() - began
             sent = first if name == "all_reduce" else rest[0]
+            if dist.get_backend() == "fake" and first.dim() == 2 and first.shape[1] == PROMPT_COLUMNS:
+                _draw_digests(first, sent)
+            inside[0] += time.process_time() - began
             calls.append((_bytes(sent), _bytes(first)))
             return result
 
@@ -137,13 +145,26 @@ def _measured(count: Callable[[], object]) -> tuple[int, int, int, float]:
     return len(calls), sum(sent for sent, _ in calls), sum(received for _, received in calls), 1e3 * seconds
 
 
+def _draw_digests(received: torch.Tensor, sent: torch.Tensor) -> None:  # [R, 3], [U, 3]: digest, tokens, samples
+    """The fake group returns this rank's first rows again and again; the prompts of real ranks differ, which is more to sort.
+
+    After an all-gather this rank's own rows come first, and it looks them up. An owner is sent no digest that it knows.
+    """
+    others = slice(len(sent) if len(received) > len(sent) else 0, None)
+    received[others, 0] = torch.randint(2**62, (len(received[others]),), generator=torch.Generator().manual_seed(0))
+    received[others, 1:] = sent[0, 1:]
+
+
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def table_of_real(rows: Sequence[tuple[int, int, str, float, float]]) -> list[str]:
-    lines = ["| ranks | samples a rank | given | CPU ms | wall ms |", "|---" * 5 + "|"]
-    return lines + [f"| {ranks} | {samples:,} | {given} | {cpu:.1f} | {wall:.1f} |" for ranks, samples, given, cpu, wall in rows]
+def table_of_real(rows: Sequence[tuple[int, int, str, int, float, float]]) -> list[str]:
+    lines = ["| ranks | samples a rank | given | collectives | CPU ms | wall ms |", "|---" * 6 + "|"]
+    return lines + [
+        f"| {ranks} | {samples:,} | {given} | {collectives} | {cpu:.1f} | {wall:.1f} |"
+        for ranks, samples, given, collectives, cpu, wall in rows
+    ]
 
 
 def table(rows: Sequence[ScaleRow]) -> list[str]:

@@ -35,6 +35,7 @@ from benchmarks.providers import (
     OURS,
     OURS_ENTROPY,
     SHIPPED,
+    UNFUSED,
 )
 
 MET, MISSED, NOT_MEASURED = "met", "missed", "not measured"
@@ -100,6 +101,11 @@ def each(provider: str, key: str, shape: dict, over: str | None = None, unit: fl
 
 def time_over(provider: str, base: str, shape: dict) -> Values:
     return each(provider, "median_ms", shape, over=base)
+
+
+def work_over(provider: str, base: str, shape: dict) -> Values:
+    """On a CPU: the least CPU time of the process. Other work on a shared machine moves wall times and medians too much."""
+    return each(provider, "least_host_ms", shape, over=base)
 
 
 def across(provider: str, shape: dict, base_shape: dict, same: tuple[str, ...]) -> Values:
@@ -229,16 +235,16 @@ HEAD_TARGETS = (
     ),
 )
 CPU_HEAD_TARGETS = (
-    Target("CPU: time over the unfused path", "<=", 1.1, each(FUSED, "over_unfused", {"is_dense": True})),
+    Target("CPU: time over the unfused path", "<=", 1.1, work_over(FUSED, UNFUSED, {"is_dense": True})),
     Target("CPU: extra memory over the unfused path's", "<=", 0.5, each(FUSED, "memory_over_unfused", {})),
 )
 CPU_TARGETS = tuple(
     target
     for what, shape in (("log-probabilities", {"kind": "cpu"}), ("the loss", {"kind": "loss"}))
     for target in (
-        Target(f"{what}: time over eager's", "<=", 0.65, time_over(CPU_OURS, EAGER, shape)),
-        Target(f"{what}: Megatron's time over ours", ">=", 1.0, time_over(MEGATRON_UNFUSED, CPU_OURS, shape)),
-        Target(f"{what}: slime's time over ours", ">=", 1.0, time_over(SLIME, CPU_OURS, shape)),
+        Target(f"{what}: time over eager's", "<=", 0.65, work_over(CPU_OURS, EAGER, shape)),
+        Target(f"{what}: Megatron's time over ours", ">=", 1.0, work_over(MEGATRON_UNFUSED, CPU_OURS, shape)),
+        Target(f"{what}: slime's time over ours", ">=", 1.0, work_over(SLIME, CPU_OURS, shape)),
         Target(f"{what}: extra memory over the logits' size", "<=", 1.05, each(CPU_OURS, "memory_over_logits", shape)),
     )
 )

@@ -290,6 +290,15 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         healthy="small and constant; it falls with equal head precision (`--fp32-lm-head`); if it rises, the engines drift apart",
     ),
     Metric(
+        name="train_rollout_logprob_diff",
+        value=lambda given: _shared(given, lambda difference: difference),
+        normaliser="num_rollout_samples",
+        present_with="num_rollout_samples",
+        unit="nats per token",
+        formula="mean of d_t",
+        healthy="near 0, about -1/2 of the mean of d^2; ln M where the sampler keeps tokens of the mass M alone",
+    ),
+    Metric(
         name="train_rollout_kl",
         value=lambda given: _shared(given, lambda difference: k3_estimate(torch.zeros_like(difference), difference)[0]),
         normaliser="num_rollout_samples",

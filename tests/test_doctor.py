@@ -453,9 +453,10 @@ def test_a_launch_without_a_problem_is_told_what_it_trains():
     """The weight of a token and, with our loss, its clip: of the host's own flags too."""
     sizes = "--global-batch-size 64 --n-samples-per-prompt 8"
     (ours,) = [f.text for f in judged(f"{LAUNCH} slime/train.py {OUR_LOSS} {sizes} --eps-clip 0.1").rules if f.subject == "trains"]
-    assert "custom_loss | grpo, clip 0.1/0.1, " in ours and "step of 64 samples, 8 prompts | weight of a token 1/(N M_roll)" in ours
+    step = "step of 64 rollouts (one of several samples counts once), 8 prompts"
+    assert "custom_loss | grpo, clip 0.1/0.1, " in ours and f"{step} | weight of a token 1/(N M_roll)" in ours
     (own,) = [f.text for f in judged(f"{LAUNCH} slime/train.py {DR_GRPO} {sizes}").rules if f.subject == "trains"]
-    assert own.startswith("loss_aggregation=constant by our reducer | step of 64 samples, 8 prompts | weight of a token 1/(L N)")
+    assert own.startswith(f"loss_aggregation=constant by our reducer | {step} | weight of a token 1/(L N)")
     assert not [f for f in judged(f"{LAUNCH} slime/train.py {DR_GRPO} --policy-loss gspo").rules if f.subject == "trains"]
 
 

@@ -276,6 +276,7 @@ def test_the_smallest_form_of_every_stage_runs(tmp_path):
     assert summary["stages"]["selftest"]["passed"] > 100 and summary["stages"]["tests"]["passed"] > 0
     assert summary["stages"]["train"]["steps"] == 4 and summary["stages"]["losses"]["medians_ms"]
     assert {call["path"] for call in summary["stages"]["overhead"]["calls"]} == {"logits", "logits, metrics", "logits, loss_scale"}
+    assert "only that the command runs" in summary["stages"]["cliff"]["note"]
     assert len(result.stdout.splitlines()) < 60 and len(list(tmp_path.iterdir())) <= 8
 
 
@@ -289,6 +290,9 @@ def test_a_selftest_that_is_cut_keeps_the_rows_that_ended_and_names_the_one_that
 
 
 # The machine
+
+
+WITH_KERNELS = "first, tests, losses, profile, cliff, overhead, head"
 
 
 def without(name: str, monkeypatch, tmp_path) -> None:
@@ -308,9 +312,13 @@ def without(name: str, monkeypatch, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "remedy", "stages"),
     [
-        (machine.COMPILER, "install gcc (apt-get install gcc), or set CC", "first, tests, losses, profile, overhead, head"),
-        (machine.HEADERS, "apt-get install python3", "first, tests, losses, profile, overhead, head"),
-        (machine.DRIVER, "set TRITON_LIBCUDA_PATH to the folder of the driver's", "first, tests, losses, profile, overhead, head"),
+        (machine.COMPILER, "install gcc (apt-get install gcc), or set CC", "first, tests, losses, profile, cliff, overhead, head"),
+        (machine.HEADERS, "apt-get install python3", "first, tests, losses, profile, cliff, overhead, head"),
+        (
+            machine.DRIVER,
+            "set TRITON_LIBCUDA_PATH to the folder of the driver's",
+            "first, tests, losses, profile, cliff, overhead, head",
+        ),
         (machine.NCU, "it comes with the CUDA toolkit", "profile"),
     ],
 )

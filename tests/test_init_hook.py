@@ -34,6 +34,7 @@ REWARD = {**HOOK, "global_batch_size": 128, "rollout_batch_size": 16, "n_samples
 CONVERT = {**CONVERTER, "global_batch_size": 16, "rollout_batch_size": 16, "n_samples_per_prompt": 8}
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0, **REDUCER, "global_batch_size": 128}
 TOKEN_MEAN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True, **REDUCER}
+ONCE = "rollouts (one of several samples counts once)"
 pool = pool_of(4)
 
 
@@ -169,11 +170,14 @@ def test_the_line_tells_weight_and_learning_rate_shift(settings, weight, shift):
     ("settings", "step"),
     [
         (SAMPLE_MEAN, "step of as many samples as come"),
-        (CONSTANT, "step of 128 samples"),
+        (CONSTANT, f"step of 128 {ONCE}"),
         # 128 samples in groups of 8; beside the converter a step of 16 prompts holds 16 x 8 samples; 12 are no whole groups of 8.
-        ({**CONSTANT, "n_samples_per_prompt": 8}, "step of 128 samples, 16 prompts"),
+        ({**CONSTANT, "n_samples_per_prompt": 8}, f"step of 128 {ONCE}, 16 prompts"),
         ({**PROMPT_MEAN, **CONVERT}, "step of 128 samples, 16 prompts"),
-        ({**SAMPLE_MEAN, "global_batch_size": 12, "n_samples_per_prompt": 8}, "step of 12 samples"),
+        (
+            {**SAMPLE_MEAN, "global_batch_size": 12, "n_samples_per_prompt": 8},
+            "step of 12 rollouts (one of several samples counts once)",
+        ),
         ({**CONSTANT, "use_dynamic_global_batch_size": True, "n_samples_per_prompt": 8}, "step of as many samples as come"),
     ],
 )

@@ -59,7 +59,11 @@ def test_sampler_against_trainer_by_hand():
     k3 = [math.exp(d) - d - 1 for d in (0.2, -0.2, 0.5)]
     metrics = found(statistics([[-1.0, -2.0], [-1.0], [-9.0]], [[-1.2, -1.8], [-1.5], [math.nan]], masks=[[1, 1], [1], [0]]))
     assert metrics == pytest.approx(
-        {"policy/train_rollout_logprob_abs_diff": (0.2 + 0.5) / 2, "policy/train_rollout_kl": ((k3[0] + k3[1]) / 2 + k3[2]) / 2}
+        {
+            "policy/train_rollout_logprob_abs_diff": (0.2 + 0.5) / 2,
+            "policy/train_rollout_logprob_diff": (0.0 + 0.5) / 2,
+            "policy/train_rollout_kl": ((k3[0] + k3[1]) / 2 + k3[2]) / 2,
+        }
     )
 
 
@@ -102,6 +106,7 @@ def test_rollout_metrics_are_the_same_for_any_split_into_micro_batches(where):
     differences = [[t - s for t, s, m in zip(TRAINED[i], SAMPLED[i], MASKS[i], strict=True) if m] for i in samples]
     expected = {
         "policy/train_rollout_logprob_abs_diff": sum(sum(map(abs, row)) / len(row) for row in differences) / len(samples),
+        "policy/train_rollout_logprob_diff": sum(sum(row) / len(row) for row in differences) / len(samples),
         "policy/train_rollout_kl": sum(sum(math.exp(d) - d - 1 for d in row) / len(row) for row in differences) / len(samples),
         "policy/staleness": sum(STALENESS[i] for i in samples) / len(samples),
         "policy/max_staleness": max(STALENESS[i] for i in samples),

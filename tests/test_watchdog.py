@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from argparse import ArgumentParser
 from unittest import mock
 
 import pytest
+import torch
 from trainer_cases import run_loop
 
 from megatron_rl.arguments import add_megatron_rl_args
@@ -210,6 +212,58 @@ def test_each_line_names_a_cause_and_a_flag_that_exists(config):
     for finding in found:
         mentioned = {word.strip(",;:.()") for word in finding.line.split() if word.startswith(("--", "(--"))}
         assert "\n" not in finding.line and mentioned and mentioned <= flags.keys(), finding.line
+
+
+def sampled_by(probabilities, scored, seed: int = 0, num_tokens: int = 400) -> dict[str, float]:
+    """mean and kl of d = log pi - log mu over tokens that mu has sampled; scored: mu as its engine reports it. [n, V] each."""
+    logits = 3 * torch.randn(num_tokens, 500, generator=torch.Generator().manual_seed(seed))
+    sampler = probabilities(logits)
+    taken = torch.multinomial(sampler, 1, generator=torch.Generator().manual_seed(seed + 1))
+    noise = 0.02 * torch.randn(num_tokens, generator=torch.Generator().manual_seed(seed + 2))  # of two engines
+    d = (logits.log_softmax(-1).gather(1, taken) - scored(logits).gather(1, taken).log())[:, 0] + noise
+    return {"mean": float(d.mean()), "kl": float((d.exp() - 1 - d).mean())}
+
+
+def top_p(mass: float):
+    def kept(logits):
+        whole = logits.softmax(-1)
+        ordered, index = whole.sort(-1, descending=True)
+        keep = torch.zeros_like(whole, dtype=torch.bool).scatter(1, index, (ordered.cumsum(-1) - ordered) < mass)
+        return torch.where(keep, whole, 0.0) / torch.where(keep, whole, 0.0).sum(-1, keepdim=True)
+
+    return kept
+
+
+def heated(temperature: float):
+    return lambda logits: (logits / temperature).softmax(-1)
+
+
+def moved(logits):
+    return (logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(9))).softmax(-1)
+
+
+SAMPLERS = [
+    # the sampler, as what it scores its tokens, whether that is the signature
+    *(pytest.param(top_p(mass), top_p(mass), True, id=f"FB-114 top-p {mass}") for mass in (0.8, 0.9, 0.95)),
+    pytest.param(top_p(0.8), heated(1.0), False, id="top-p 0.8, scored over the whole vocabulary"),
+    *(pytest.param(heated(t), heated(t), False, id=f"temperature {t}") for t in (0.6, 0.9, 1.0, 1.3)),
+    pytest.param(moved, moved, False, id="a policy that has moved"),
+]
+
+
+@pytest.mark.parametrize(("sampler", "scored", "is_truncated"), SAMPLERS)
+def test_the_kept_mass_is_told_from_noise_temperature_and_another_policy(sampler, scored, is_truncated):
+    """At any step of the sampler's scores, at the first of old ones, in the place of what else would be said of it there."""
+    d = sampled_by(sampler, scored)
+    rollout = {"train_rollout_logprob_diff": d["mean"], "train_rollout_kl": d["kl"]}
+    old = {"new_logprobs": d["mean"] - 1, "old_logprobs": -1.0, "kl_new_old": d["kl"]}
+    assert names(GRPO, 9, **rollout) == ["truncated_rollout"] * is_truncated
+    assert ("truncated_old" in names(GRPO, 1, **old)) == is_truncated
+    assert names(GRPO, 9, **old) == []
+    if is_truncated:
+        assert names(GRPO, 1, **old, ratio_new_old=0.8) == ["truncated_old"]
+        line = watch(GRPO, WatchdogState(), 9, HEALTHY | {f"policy/{name}": value for name, value in rollout.items()})[0][0].line
+        assert f"of mass {math.exp(d['mean']):.2f}" in line and "sample with top_p 1, top_k -1 and min_p 0" in line
 
 
 def rows(clip_fractions, *, rollout=0, **changes):

@@ -270,10 +270,27 @@ def _is_first_rank() -> bool:
     return dp_cp.rank() == tp.rank() == 0 and pp.rank() == pp.size() - 1
 
 
-def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals | None, regularizers: str) -> None:
-    """One line at the first step, on the first rank that has the loss: what a token weighs, and who computes KL and entropy.
+def sample_in_words(aggregation: str, several: str | None) -> str:
+    """What a rollout weighs that comes in k rows. several: where it does; None: a row is a rollout, with all its turns."""
+    formula = get_loss_aggregation(aggregation).formula
+    if several is None:
+        return "a sample is a row, and a row is a whole rollout"
+    if formula is None:
+        return f"a sample is a row; a rollout may come in several ({several})"
+    if "m_i" in formula.powers:
+        return f"N counts rows: a rollout that comes in k rows ({several}) weighs k times"
+    if "N" in formula.powers:
+        return f"N counts rows: a rollout that comes in k rows ({several}) counts k times in N, and its tokens weigh as in one"
+    return f"a rollout that comes in k rows ({several}) weighs as in one"
 
-    totals: None where the trainer has put all weights into the advantages."""
+
+def tell_once(
+    title: str, config: PolicyLossConfig, totals: StepTotals | None, regularizers: str, *, several: str | None = None
+) -> None:
+    """One line at the first step, on the first rank that has the loss: what a token and a rollout weigh, and who computes KL and
+    entropy.
+
+    totals: None where the trainer has put all weights into the advantages. several: as in sample_in_words."""
     if title in _told or not _is_first_rank():
         return
     _told.add(title)
@@ -293,6 +310,7 @@ def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals | None, r
         parts.append(f"step of {totals.num_samples} samples")
     parts += [
         f"weight of a token {record.weight_in_words(known)}" + (", in the advantages" if in_advantages else ""),
+        sample_in_words(config.loss_aggregation, several),
         f"learning rate against sample_mean {record.learning_rate_shift(divisor)}",
         regularizers,
     ]

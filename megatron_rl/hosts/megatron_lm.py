@@ -24,6 +24,7 @@ from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_me
 from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import Host, HostOptions, current_args
+from megatron_rl.hosts.dense_rows import sample_in_words
 from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.sampling import SamplingVerdict, flags_that_read, judge_sampling
 from megatron_rl.hosts.training_hooks import largest_anywhere, layout_in_words, release_problems, shift_in_words, terms_in_words
@@ -163,6 +164,9 @@ def launch_warnings(config: PolicyLossConfig, args: Namespace) -> list[str]:
     warnings = [*config_warnings(config), *(note.text for note in notes if note.is_warning)]
     if HostOptions(args)["perform_rl_step"]:
         warnings += _sampling(vars(args), asdict(config)).warnings
+        formula = get_loss_aggregation(config.loss_aggregation).formula
+        if formula is None or "N" in formula.powers:
+            warnings.append(sample_in_words(config.loss_aggregation, "train_rl.py makes one of each turn"))
     return warnings
 
 
@@ -231,7 +235,7 @@ def _parsed_container(pretrain, provider: ArgsProvider, args_defaults: dict, mod
     return make_container(args) if model_config_from_args is None else make_container(args, model_config_from_args(args))
 
 
-def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool) -> None:
+def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool, args: Namespace | None = None) -> None:
     """Probes the installed schedule on the groups that are up, and prints one line, and the warnings, on rank 0.
 
     Communication: the probe's steps. Raises ConfigError when a step's gradient would have a wrong scale.
@@ -239,7 +243,7 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool) -> Non
     probe = probe_schedule(calculate_per_token_loss=calculate_per_token_loss)
     if dist.get_rank() != 0:
         return
-    for warning in launch_warnings(config, current_args()):
+    for warning in config_warnings(config) if args is None else launch_warnings(config, args):
         warnings.warn(f"megatron_rl: {warning}", stacklevel=2)
     groups = resolve_groups()
     parts = [
@@ -281,7 +285,8 @@ def _checked_provider(model_provider):
             announced.append(True)
             if problems := list(release_problems(current_args())):
                 raise ConfigError(problems)
-            announce(config, calculate_per_token_loss=HostOptions(current_args())["calculate_per_token_loss"])
+            args = current_args()
+            announce(config, calculate_per_token_loss=HostOptions(args)["calculate_per_token_loss"], args=args)
         model = model_provider(*positional, **named)
         if dist.is_initialized() and isinstance(model, nn.Module):
             is_packed = HostOptions(current_args())["rl_use_sequence_packing"]

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
-from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
+from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
 from megatron_rl.hosts.sampling import value_at
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
@@ -84,6 +84,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     weight = record.weight_in_words({"L": config.loss_aggregation_divisor})
     carried = ", in the advantages" if found.has_companion else ""
     yield Row(NAME, f"{found}, {numbers(config)}, weight of a token {weight}{carried}")
+    yield Row("sample", sample_in_words(config.loss_aggregation, None))
     yield from advice_of(config)
     yield from (Row("sampling", text, is_note=True) for text in warnings)
     if CorrectionSettings.of(config).is_on:

@@ -40,6 +40,7 @@ from megatron_rl.hosts.dense_rows import (
     warn_once,
 )
 from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of, value_at
+from megatron_rl.hosts.settings_line import UNKNOWN
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.losses import PolicyLossOutput, policy_loss
@@ -143,7 +144,8 @@ def judge_sampler(config: PolicyLossConfig, pipeline: Any) -> SamplingVerdict:
     host = getattr(pipeline, "train_infer_correction", None)
     theirs = {} if host is None else {"is_weight": host.is_weight.enabled, "filters": any(one.enabled for one in host.filters)}
     readers = [*readers_of(config), *(f"train_infer_correction.{name}" for name, is_on in theirs.items() if is_on)]
-    return judge_sampling("roll", functools.partial(value_at, pipeline), readers)
+    is_known = getattr(pipeline, "actor_infer", None) is not None
+    return judge_sampling("roll", functools.partial(value_at, pipeline) if is_known else lambda name: UNKNOWN, readers)
 
 
 def _problems(settings: RollSettings, worker: Any, pipeline: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll
-from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
+from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
     UNKNOWN,
@@ -105,6 +105,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     config = found.config
     weight = found.record.weight_in_words({"L": config.loss_aggregation_divisor})
     yield Row(VARIANT, f"{found}, {numbers(config)}, weight of a token {weight}")
+    yield Row("sample", sample_in_words(config.loss_aggregation, None))
     yield from advice_of(config)
     yield from (Row("sampling", text, is_note=True) for text in found.warnings)
     if CorrectionSettings.of(config).is_on:

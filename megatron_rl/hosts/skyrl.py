@@ -54,6 +54,9 @@ REDUCTIONS = {
     "seq_mean_token_sum_norm": LossAggregation.CONSTANT,
 }
 DIVISOR = "max_seq_len"
+# Where a rollout is more than one row of the batch: a turn is one.
+STEP_WISE = "generator.step_wise_trajectories"
+SEVERAL_ROWS = f"{STEP_WISE}=true"
 # Settings of SkyRL's algorithm that our losses read, and their defaults. Other parameters of a loss are words of ours.
 CLIPS = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
 # Our parameter -> (SkyRL's setting, its default).
@@ -197,7 +200,7 @@ def compute_loss(
     rows = (log_probs, old_log_probs, advantages, mask)
     output = loss_of_rows(settings, None, *rows, importance_weights=weights, rollout_log_probs=sampled if needs_sampler else None)
     regularizers = "KL and entropy are SkyRL's, means over micro-batches"
-    tell_once(f"policy_loss_type={PREFIX}{name} in SkyRL", settings, None, regularizers)
+    tell_once(f"policy_loss_type={PREFIX}{name} in SkyRL", settings, None, regularizers, several=SEVERAL_ROWS)
     found = finalise_metrics(output.metrics) if output.metrics is not None else {}
     return output.loss, {"clip_ratio": found.get("policy/clipped_ratio_fraction", 0.0), **metrics}
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.config import CorrectionSettings, KLEstimator, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import skyrl
-from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
+from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
     UNKNOWN,
@@ -102,6 +102,9 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     yield from (Row("sampling", text, is_note=True) for text in sampling.warnings)
     weight = get_loss_aggregation(config.loss_aggregation).weight_in_words({"L": config.loss_aggregation_divisor})
     yield Row(LOSS, f"{name}, {algorithm.loss_reduction}, {numbers(config)}, weight of a token {weight}, in the advantages")
+    is_step_wise = values.get(skyrl.STEP_WISE, False)
+    several = skyrl.SEVERAL_ROWS if is_step_wise else None
+    yield Row("sample", sample_in_words(config.loss_aggregation, several), is_note=several is not None)
     yield from advice_of(config)
     if is_corrected:
         yield Row(CORRECTION, "SkyRL's own: its weights multiply our loss")

@@ -187,7 +187,8 @@ def counts_of_step(launch: HostLaunch) -> tuple[int | None, int | None]:
 
 
 def step_in_words(launch: HostLaunch) -> str:
-    named = zip(counts_of_step(launch), ("samples", "prompts"), strict=True)
+    unit = "samples" if launch.companion == "convert" else "rollouts (one of several samples counts once)"
+    named = zip(counts_of_step(launch), (unit, "prompts"), strict=True)
     known = [f"{number} {what}" for number, what in named if number is not None]
     return f"step of {', '.join(known)}" if known else "step of as many samples as come"
 

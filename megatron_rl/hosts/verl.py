@@ -91,6 +91,8 @@ POLICY_LOSS_CLASS = "megatron_rl.hosts.verl_config.PolicyLoss"
 LEAST_UNCUT_THRESHOLD = math.exp(20)
 NEEDED_OF_ROLLOUT_CORRECTION = {"rollout_is": "token", "rollout_is_threshold": 1e9}
 DIVISOR = "loss_scale_factor"
+# Where a rollout is more than one row of the batch.
+SEVERAL_ROWS = "an agent loop with several outputs a session"
 DEFAULT_AGG_MODE = "token-mean"
 # Our aggregation -> verl's name of it.
 AGG_MODES: dict[str, str] = {
@@ -321,7 +323,7 @@ def tell_step(mode: LossMode, settings: PolicyLossConfig, totals: StepTotals, co
         terms.append(f"entropy {entropy}")
     mean = setting(config, "loss_agg_mode") or DEFAULT_AGG_MODE
     regularizers = f"{' and '.join(terms)} averaged by verl, {mean}" if terms else "no KL and no entropy in the loss"
-    tell_once(f"loss_mode={mode} in verl", settings, totals, regularizers)
+    tell_once(f"loss_mode={mode} in verl", settings, totals, regularizers, several=SEVERAL_ROWS)
 
 
 def _metrics(output: PolicyLossOutput) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
-from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
+from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
 from megatron_rl.hosts.sampling import judge_sampling, names_of, readers_of
 from megatron_rl.hosts.settings_line import LOSS_SETTINGS, UNKNOWN, Row, advice_of, idle_settings, in_words, put, read_overrides
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, needs_rollout_log_probs, policy_loss_names
@@ -282,6 +282,7 @@ def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
     divisor = None if is_open else settings.loss_aggregation_divisor
     weight = mode.record.weight_in_words({"L": divisor})
     yield Row(LOSS_MODE, f"{mode}, {numbers(settings)}, weight of a token {weight}")
+    yield Row("sample", sample_in_words(mode.aggregation, verl.SEVERAL_ROWS))
     yield from advice_of(settings)
     if _agg_mode(line) == "seq-mean-token-mean" and _context_parallel(line):
         text = "verl's Megatron engine refuses it by name with context parallelism, and it acts on KL and entropy alone"

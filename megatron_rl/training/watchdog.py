@@ -32,6 +32,11 @@ LARGEST_FIRST_KL = 0.05
 # difference of logits, of some 30 at most. Rounding them to bfloat16 gives 30 x 2^-9 = 0.06, and the layers below give as much:
 # d = 0.1. Float32 gives 30 x 2^-24 = 2e-6; the sum of hundreds of these is below d = 4.5e-3.
 LARGEST_FIRST_KL_OF_ONE_ENGINE = {"bfloat16": 5e-3, "float32": 1e-5}
+# A sampler that keeps tokens of mass M, and scores them among themselves, has d = log M on each: a mean of d below 0, and little
+# variance. exp(d) - 1 - d has a mean of about (mean^2 + variance) / 2. Where d is noise or another policy, the variance is the
+# larger part: a temperature of 0.6 or a policy that has moved gave 6 to 25 times what the mean alone gives, top-p 0.8 to 0.95 gave
+# 1.0 to 1.4 times, top-k 20 up to 3. At M = 0.99 it drowns in the rounding of two engines.
+LARGEST_LOG_MASS, LARGEST_EXCESS_OF_CONSTANT = -0.01, 3.0
 # A GSPO clip that acts on less than one token in a thousand, over this number of steps in which it could act, never acts.
 IDLE_CLIP_FRACTION, IDLE_CLIP_STEPS = 1e-3, 20
 # Under these a correction throws away most of a step, or leaves it to few tokens.
@@ -85,7 +90,9 @@ def watch(
     """
     values = {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
     state = _remember(config, state, values)
-    found = [*_first_step(config, values)] if step == 1 else []
+    found = [*_truncation(step, values)]
+    if step == 1 and not any(finding.name == "truncated_old" for finding in found):
+        found += _first_step(config, values)
     found += _first_kl(config, values, is_float32) if step == 1 and not found else []  # one line for one cause
     found += [*_phantom_counts(values), *_idle_clip(config, state), *_correction(values, state), *_silence(values, state)]
     found += [*_stillness(config, values, state), *_collapse(values, state)]
@@ -99,6 +106,26 @@ def _compared(config: PolicyLossConfig) -> tuple[str, str]:
     if get_policy_loss(config.policy_loss).anchor == "rollout":
         return "rollout_log_probs", "give those of the engine that sampled"
     return "old_log_probs", "null in --rollouts takes this policy's own"
+
+
+def _truncation(step: int, values: Mapping[str, float]) -> Iterator[WatchdogFinding]:
+    """Of the sampler's own log-probabilities at any step, and of old ones at the first, where they may be the sampler's."""
+    compared = {"rollout": (values.get("policy/train_rollout_logprob_diff"), values.get("policy/train_rollout_kl"))}
+    new, old = values.get("policy/new_logprobs"), values.get("policy/old_logprobs")
+    if step == 1 and new is not None and old is not None:
+        compared["old"] = (new - old, values.get("policy/kl_new_old"))
+    for name, (mean, kl) in compared.items():
+        if mean is None or kl is None or mean > LARGEST_LOG_MASS:
+            continue
+        if kl <= LARGEST_EXCESS_OF_CONSTANT * (math.exp(mean) - 1 - mean):
+            yield WatchdogFinding(
+                f"truncated_{name}",
+                f"{name}_log_probs are {-mean:.3f} nats above the trainer's on nearly every token: the sampler kept a part of the "
+                f"vocabulary, of mass {math.exp(mean):.2f} (top-p, top-k, min-p, forbidden words), and reports log-probabilities "
+                "among the kept tokens, so each importance weight is that mass; sample with top_p 1, top_k -1 and min_p 0, or let "
+                "the sampler report log-probabilities of the whole vocabulary (vLLM: logprobs_mode=raw_logprobs at temperature 1); "
+                "--importance-correction then has weights near 1",
+            )
 
 
 def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[WatchdogFinding]:

@@ -16,6 +16,7 @@ import yaml
 
 from megatron_rl.__main__ import main
 from megatron_rl.aggregation import StepTotals
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, dense_rows, megatron_lm, roll, verl_plugin
 from megatron_rl.hosts.sampling import SAMPLERS, judge_recomputed_sampling, judge_sampling
@@ -257,6 +258,47 @@ def test_rolls_worker_judges_the_sampler_and_says_it_at_the_first_step(capsys, m
     pipeline.train_infer_correction.is_weight.enabled = True
     with pytest.raises(ConfigError, match="top_p: 0.8 beside train_infer_correction.is_weight: "):
         roll.read_settings(roll_cases.worker_config("grpo.token_mean"), pipeline)
+
+
+# What a sample is: whether a rollout that comes in several rows weighs more.
+
+OF_SAMPLES = {
+    "verl": (
+        f"{VERL}{GRPO.replace('token_mean', 'sample_mean')}",
+        "N counts rows: .* .an agent loop with .* weighs k times",
+    ),
+    "verl, constant": (
+        f"{VERL}{GRPO.replace('token_mean', 'constant')}actor_rollout_ref.actor.loss_scale_factor=8",
+        "counts k times in N, and its tokens weigh as in one",
+    ),
+    "verl, token_mean": (f"{VERL}{GRPO}", "several outputs a session. weighs as in one"),
+    "NeMo-RL": (NEMO.format("grpo"), "a row is a whole rollout"),
+    "SkyRL": (f"{SKYRL}trainer.algorithm.loss_reduction=sequence_mean", "a row is a whole rollout"),
+    "SkyRL, step-wise": (
+        f"{SKYRL}trainer.algorithm.loss_reduction=sequence_mean generator.step_wise_trajectories=true",
+        "N counts rows: a rollout that comes in k rows .generator.step_wise_trajectories=true. weighs k times",
+    ),
+    "slime": (f"{ROLLOUTS}--global-batch-size 64", "step of 64 rollouts .one of several samples counts once."),
+    "miles": (f"{ROLLOUTS}--global-batch-size 64", "step of 64 rollouts .one of several samples counts once."),
+    "Megatron-LM": (f"{TRAIN_RL}--loss-aggregation sample_mean", "k rows .train_rl.py makes one of each turn. weighs k times"),
+}
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_doctor_says_what_a_rollout_of_several_rows_weighs(name, tmp_path, monkeypatch, capsys):
+    """FB-141"""
+    monkeypatch.chdir(tmp_path)
+    line, says = OF_SAMPLES[name]
+    code, rows = doctor(capsys, line, HOST_OF.get(name.partition(",")[0]))
+    assert code == 0 and re.search(says, " ".join(text for _, text in rows)), rows
+
+
+def test_the_first_step_says_what_a_rollout_weighs(capsys, monkeypatch):
+    """FB-141: the weight of N rows, where verl and SkyRL may make several of a rollout."""
+    monkeypatch.setattr(dense_rows, "_told", set())
+    for aggregation, says in (("sample_mean", "weighs k times"), ("prompt_mean", "weighs as in one")):
+        dense_rows.tell_once(aggregation, PolicyLossConfig(loss_aggregation=aggregation), None, "none", several="turns")
+        assert f"a rollout that comes in k rows (turns) {says}" in capsys.readouterr().err
 
 
 def test_each_host_has_a_row():
