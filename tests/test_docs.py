@@ -86,7 +86,7 @@ FLAGS_OF_OTHERS = {
     "OpenRLHF, up to its first dot; miles and slime": "--actor --algo --opsm-delta",
     "flags that other frameworks had, and vLLM's": "--pg-loss-divisor --quantization",
     "pip; hf": "--no-deps --no-index --local-dir",
-    ".ci/gpu_session.py": "--dry-run --seconds --stages",
+    ".ci/gpu_session.py": "--dry-run --measured --seconds --stages",
 }
 
 
