@@ -24,6 +24,7 @@ from pathlib import Path
 import api_page
 import door_table
 import field_bugs
+import kernel_tables
 import page_outputs as outputs
 import validation_cases
 from helpers import names_forgotten
@@ -118,6 +119,11 @@ def of_hosts() -> str:
     return with_tables(text, {f"<!-- table: {kind} -->": door_table.lines(kind) for kind in door_table.LINKS})
 
 
+def of_kernels() -> str:
+    """The page with the figures of the machine code that two versions of Triton make."""
+    return with_tables(kernel_tables.PAGE.read_text(encoding="utf-8"), kernel_tables.tables())
+
+
 # Losses that share a section of the page.
 ANCHORS = {"dppo_tv": "dppo", "dppo_kl": "dppo", "reinforce": "reinforce-and-topr", "topr": "reinforce-and-topr"}
 
@@ -148,6 +154,8 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/metrics.md": of_metrics,
     "docs/hosts/index.md": of_hosts,
 }
+# Compiled with two versions of Triton, and so written only where it is named; tests/test_kernel_code.py compares its tables.
+ON_REQUEST: dict[str, Callable[[], str]] = {"docs/kernels.md": of_kernels}
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
 LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
 EXPLAIN = {"megatron-rl explain": Producer(outputs.of_explain)}
@@ -222,8 +230,8 @@ def normalised(text: str) -> str:
 
 def renewed(page: str, text: str, only: str | None = None) -> str:
     """The page's text with each generated part as it is now; only: of the producer of that name."""
-    if page in WHOLE_PAGES:
-        return WHOLE_PAGES[page]()
+    if page in WHOLE_PAGES | ON_REQUEST:
+        return (WHOLE_PAGES | ON_REQUEST)[page]()
     parts, end = [], 0
     for command, found in blocks(text):
         (begins,) = beginnings(page, command)
@@ -237,10 +245,10 @@ def renewed(page: str, text: str, only: str | None = None) -> str:
 
 
 def main() -> int:
-    known = [*WHOLE_PAGES, *BLOCKS]
+    known, unless_named = [*WHOLE_PAGES, *BLOCKS, *ON_REQUEST], [*WHOLE_PAGES, *BLOCKS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"of {', '.join(known)}; default: all of them")
-    chosen = [Path(page).as_posix() for page in parser.parse_args().pages] or known
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"of {', '.join(known)}; default: all but the last")
+    chosen = [Path(page).as_posix() for page in parser.parse_args().pages] or unless_named
     if set(chosen) - set(known):
         parser.error(f"nothing is generated in {', '.join(sorted(set(chosen) - set(known)))}")
     warnings.simplefilter("ignore")  # of Megatron-Core at import

@@ -88,6 +88,7 @@ def main() -> int:
     own = [Path(__file__).with_name("kernel_launches.py")]
     parser.add_argument("--launches", type=Path, nargs="+", default=own)
     parser.add_argument("--without", nargs="+", default=[], metavar="TEXT", help="not the launches with TEXT in their name")
+    parser.add_argument("--only", nargs="+", metavar="LAUNCH", help="these launches alone, by their whole names")
     parser.add_argument("--code-of", nargs="+", metavar="TEXT", help="read the code of the kernels with TEXT in their name alone")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--target", type=int, choices=tuple(DEVICES), default=90, help="compute capability times ten")
@@ -99,6 +100,7 @@ def main() -> int:
             return NOT_HERE
         launches = {name: launch for path in options.launches for name, launch in load_launches(path).items()}
         launches = {name: launch for name, launch in launches.items() if not any(text in name for text in options.without)}
+        launches = {name: launches[name] for name in options.only or launches}
         operations: dict[str, list[str]] = {}
         recorded = {name: record(function, operations.setdefault(name, []), options.target) for name, function in launches.items()}
         jobs: dict[str, tuple[str, Binary]] = {}
