@@ -685,6 +685,39 @@ def test_nemo_rls_own_loss_path_is_exact_with_our_kl(cp):
 
 
 @pytest.mark.host("NEMO_RL_ROOT")
+def test_the_tokens_that_nemo_rls_own_filter_leaves_out_are_found():
+    """FB-161: sampler and trainer keep by top-p 0.8, their logits differ in rounding; NeMo-RL's filter and mask make the scores."""
+
+    def work() -> int:
+        keep = NEMO_RL.load("nemo_rl.algorithms.logits_sampling_utils").apply_top_k_top_p
+        mask_out = NEMO_RL.load("nemo_rl.algorithms.utils").mask_out_neg_inf_logprobs
+        generator = torch.Generator().manual_seed(0)
+        trainer = 4 * torch.randn(8, 500, 50, generator=generator)
+        sampler = trainer + 0.05 * torch.randn(trainer.shape, generator=generator)
+        of_sampler = keep(sampler, None, 0.8)[0].log_softmax(-1)
+        taken = torch.multinomial(of_sampler.exp().flatten(0, 1), 1, generator=generator).view(8, 500, 1)
+        sampled = of_sampler.gather(-1, taken)[..., 0]
+        kept = keep(trainer, None, 0.8)[0].log_softmax(-1)
+        scored, is_sure = kept.gather(-1, taken)[..., 0], kept.isfinite().sum(-1) == 1
+        is_left_out, mask = scored.isinf(), torch.ones(8, 500)
+        log_probs = mask_out(scored, mask, "curr_logprobs")
+        given = cases.loss_settings(Case(loss="grpo", aggregation="token_mean"))
+        loss = nemo_rl.NemoLoss(cases.OwnLoss(given), nemo_rl.check_launch(cases.master_config(given, top_p=0.8)), 8)
+        columns = [torch.nn.functional.pad(one, (1, 0)) for one in (log_probs, sampled)]
+        data = dict(zip(("prev_logprobs", "generation_logprobs"), columns, strict=True))
+        found = loss._unscored(log_probs, data, mask.bool())
+        print(int(is_left_out.sum()), int(is_sure.sum()), int((found & ~is_left_out).sum()))
+        assert is_left_out.any() and (is_sure & ~is_left_out).any()
+        assert bool(found[is_left_out].all()), "each of them"
+        others = found & ~is_left_out  # one token is left in the trainer's set, and more in the sampler's
+        assert bool(is_sure[others].all()) and int(others.sum()) < int((is_sure & ~is_left_out).sum()) / 10
+        return 0
+
+    code, out, error = forked(work)
+    assert code == 0, out + error[-2000:]
+
+
+@pytest.mark.host("NEMO_RL_ROOT")
 def test_the_door_fits_nemo_rls_own_trainer():
     """Its loss and estimators through the door; setup itself, which starts a cluster, is replaced by what it does with them."""
 
