@@ -16,7 +16,7 @@ from benchmarks.problems import HeadProblem, LogitsProblem
 from benchmarks.providers import LOGITS_MATMUL, ONE_MATMUL, THREE_MATMULS, UNFUSED
 from benchmarks.targets import MISSED, NOT_MEASURED
 
-VOID_HEADING = "VOID: the first provider's time moved by more than {limit:.0%} while other things were measured; measure again"
+VOID_HEADING = "VOID: the first provider's time moved by more than {limit:.0%} from the first half of the rounds to the second"
 CPU_WARNING, CPU_RATIOS = "CPU, not a statement about GPUs", "CPU: wall clock of a machine that may be busy; read the ratios"
 DASH = "-"
 

@@ -317,12 +317,51 @@ def test_whatever_an_adapter_raises_is_a_row_and_the_others_run():
 def test_providers_take_turns_and_input_sets_rotate():
     toy = Toy()
     measure(toy, [toy.provider(name) for name in "AB"], ScriptedDevice(lambda n: 1.0), Settings(rounds=4))
-    # 4 rounds of A and B, each on the round's set, then A again; what came before is the gate.
-    expected = [(name, number % 3) for number in range(4) for name in "AB"] + [("A", number % 3) for number in range(4)]
-    assert toy.events[-12:] == expected
+    # 4 rounds of A and B, each on the round's set; what came before is the gate.
+    assert toy.events[-8:] == [(name, number % 3) for number in range(4) for name in "AB"]
     assert [number for number in range(30) if harness.takes_part(number, 5, 30)] == list(range(5, 30, 6))
     # Six values 0 .. 5: 20 % of the way from the first to the last is 1.
     assert harness.percentiles([5, 3, 1, 0, 2, 4]) == [1.0, 2.5, 4.0]
+
+
+# MHz of an H100 whose clocks nobody locked, by milliseconds since its work began. No trace has been recorded yet: these have the
+# forms and the limits that nvidia-smi has shown (345 MHz idle, 1980 MHz at work), and a limit of power at 1755 MHz.
+CLOCK_TRACES = {
+    "steps of 15 MHz around its highest": (lambda ms, heat: 1980 - 15 * (int(ms) // 7 % 3), False),
+    "rising from idle while the gate runs": (lambda ms, heat: min(1980, 345 + 400 * ms), False),
+    "at its limit of power while matmuls run between": (lambda ms, heat: 1755 if heat > 0.3 else 1980, False),
+    "down by a tenth halfway": (lambda ms, heat: 1980 if ms < 110 else 1755, True),
+    "falling all the time": (lambda ms, heat: 1980 - 2 * ms, True),
+}
+
+
+class ClockedDevice(CpuDevice):
+    """A step takes its milliseconds at 1980 MHz, times 1980 over the clock. heat: the share of matmuls in the last steps."""
+
+    resolution_ms = harness.CudaDevice.resolution_ms
+
+    def __init__(self, clock, step_ms: dict[str, float]):
+        self.clock, self.step_ms, self.now, self.recent = clock, step_ms, 0.0, [0.0] * 4
+
+    def timed(self, run, host_milliseconds=0.0):
+        name = run().__name__
+        self.recent = [*self.recent[1:], float(name == "matmuls")]
+        milliseconds = self.step_ms[name] * 1980 / self.clock(self.now, sum(self.recent) / len(self.recent))
+        self.now += milliseconds
+        return milliseconds, 0.0
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["steps of 1 ms", "steps of 20 us"])
+@pytest.mark.parametrize("trace", CLOCK_TRACES)
+def test_a_case_is_void_where_its_clock_moved_and_not_where_it_is_only_unlocked(trace, small):
+    clock, is_void = CLOCK_TRACES[trace]
+    scale = 0.02 if small else 1.0
+    toy = Toy()
+    step_ms = {"ours": scale, "matmuls": 2 * scale}
+    device = ClockedDevice(lambda ms, heat: clock(ms / scale, heat), step_ms)
+    providers_of_toy = [toy.provider(name, lambda *_, name=name: SimpleNamespace(__name__=name)) for name in step_ms]
+    _, drift = measure(toy, providers_of_toy, device, Settings(rounds=60))
+    assert harness.is_void(drift, Settings(max_drift=command.MAX_DRIFT["cuda"])) == is_void, drift
 
 
 @pytest.mark.parametrize("num_moving", [1, 2])
