@@ -150,6 +150,8 @@ GPU_FILES = pytest.StashKey[set[str]]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     config.stash[COLLECTED_IDS] = [item.nodeid for item in items]
+    if addressed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"an address in the name of a test: workers collect other names. Give it ids: {addressed[0]}")
     for_gpu = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("kernel")]
     config.stash[GPU_FILES] = {item.path.relative_to(ROOT).as_posix() for item in for_gpu}
     for item in items:

@@ -44,7 +44,7 @@ JUDGES = {
     "": "losses loss_contract",
     "accumulation": "accumulation",
     "aggregation.py": "aggregation rank_agreement own_aggregation",
-    "aggregation_record.py": "aggregation own_aggregation explain",
+    "aggregation_record.py": "aggregation own_aggregation explain_table",
     "corrections.py": "corrections golden_losses",
     "metrics.py": "metrics golden_losses rollout_metrics",
     "step_metrics.py": "metrics synchronisation",

@@ -233,7 +233,7 @@ def test_parts_and_gradients_of_all_ranks_are_those_of_one_rank(by_layout, layou
 
 
 # The own sums of a loss of level "batch", with and without importance weights. Where ranks are checked, as here, a sum has one
-# column a collective, and one more says that nobody has refused.
+# column a collective, and two numbers more: ranks that refuse, and ranks that have made all their sums.
 OWN_SUMS = {("gspo_token", which): 2 for which in ("plain", "all", "corrected")} | {("gmpo", "plain"): 3}
 OWN_SUMS |= {("gmpo", which): 5 for which in ("all", "corrected")}
 
@@ -249,7 +249,7 @@ def test_forward_reduces_once_and_backward_not_at_all(by_layout, layout):
             reductions = [call for call in result["forward"] if call[0] == "all_reduce"]
             assert [call for call in result["forward"] if call[0] != "all_reduce"] == gathers * ("tp" in layout)
             (_, shape, group), *own = reductions
-            assert own == [("all_reduce", (len(CASES[name].lengths) + 1,), "cp")] * OWN_SUMS.get((kind, which), 0)
+            assert own == [("all_reduce", (len(CASES[name].lengths) + 2,), "cp")] * OWN_SUMS.get((kind, which), 0)
             most = (6,) if which.startswith("corrected") else (4,)
             assert group == "cp" and shape[0] == len(CASES[name].lengths) and shape[1:] <= most, shape
 

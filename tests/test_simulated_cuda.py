@@ -155,7 +155,7 @@ def test_what_costs_no_wait_stays_silent(name):
         (ASYNC_COPY, lambda: torch.ones(5).to("cuda", non_blocking=True)),
         (ASYNC_COPY, lambda: on_device().copy_(torch.ones(5), non_blocking=True)),
     ],
-    ids=str,
+    ids=["a look", "a copy", "a copy to the device", "a copy from the host"],
 )
 def test_a_capture_refuses_what_a_graph_cannot_hold(kind, run):
     with simulated_cuda() as seen:
