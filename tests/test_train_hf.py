@@ -79,13 +79,14 @@ MESSAGES = [[{"role": "system", "content": "abc "}, {"role": "user", "content": 
 @pytest.mark.parametrize("prompts", [["1+2=", "3+4="], MESSAGES], ids=["text", "messages"])
 def test_a_model_of_a_folder_trains_alike_on_one_rank_and_on_two_and_is_saved(checkpoint, tmp_path, prompts):
     file = write_prompts(tmp_path / "prompts.jsonl", *prompts)
+    held_out = write_prompts(tmp_path / "held_out.jsonl", "a+1=", MESSAGES[0])
     before = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
     saved = []
     for name, layout, num_ranks in (("one", "", 1), ("two", "--tensor-model-parallel-size 2", 2)):
         folder = tmp_path / name
         arguments = (
             f"--hf-checkpoint {checkpoint} --prompts {file} --reward test_train_hf.reward_of_digits {SMALL} {layout} "
-            f"--output-dir {folder / 'run'} --save-hf {folder / 'hf'}"
+            f"--output-dir {folder / 'run'} --save-hf {folder / 'hf'} --eval-prompts {held_out} --eval-interval 1"
         )
         command = Command(arguments, folder, num_ranks)
         assert command.wait() == [0] * num_ranks, command.output()
@@ -94,7 +95,7 @@ def test_a_model_of_a_folder_trains_alike_on_one_rank_and_on_two_and_is_saved(ch
         assert transformers.AutoTokenizer.from_pretrained(folder / "hf").chat_template == TEMPLATE
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
         assert len(rows) == 4
-        assert max(row["grad_norm"] for row in rows) > 0
+        assert max(row["grad_norm"] for row in rows) > 0 and all(0 <= row["eval/reward"] <= 1 for row in rows)
     one, two = saved
     assert any(not torch.equal(one[name], before[name]) for name in before)
     for name in one:

@@ -87,7 +87,8 @@ class PromptFileTask:
         prompts = []
         for prompt_id, record in records:
             shown = record["prompt"]
-            if isinstance(shown, str) == (self.vocabulary is None):
+            # A tokenizer takes text and messages, in one file too.
+            if not isinstance(self.vocabulary, HFTokenizer) and isinstance(shown, str) == (self.vocabulary is None):
                 raise DataError(f"{path}: prompt {prompt_id}: text and token ids in the two files; write all prompts the same way")
             if isinstance(self.vocabulary, CharacterVocabulary) and not set(shown) <= set(self.vocabulary.characters):
                 unknown = "".join(sorted(set(shown) - set(self.vocabulary.characters)))
