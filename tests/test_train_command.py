@@ -201,7 +201,7 @@ def make_run(folder: Path) -> Path:
 
 def prepared(folder: Path, **options) -> tuple[bool, bool]:
     """(checkpoints are still there, metrics are) after the directory was prepared."""
-    output_dir.prepare_output_dir(TrainOptions(output_dir=str(folder), **options), make_task("repeat"))
+    output_dir.prepare_output_dir(TrainOptions(output_dir=str(folder), **options), make_task("repeat"), run_id="a")
     return has_saved(folder), (folder / "metrics.jsonl").exists()
 
 

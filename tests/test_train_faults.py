@@ -21,6 +21,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.testing.ranks import HANG_SECONDS
 from megatron_rl.training import output_dir
 from megatron_rl.training.options import TrainOptions
+from megatron_rl.training.rollout_files import load_rollouts
 from megatron_rl.training.run_lock import LOCK_FILE, RunLock
 from megatron_rl.training.tasks import make_task
 
@@ -82,12 +83,27 @@ def test_overwriting_empties_a_folder_of_checkpoints_on_another_disk(tmp_path, m
 def test_metrics_that_cannot_be_gone_on_with_are_refused_before_the_first_step(tmp_path):
     command_line.make_run(tmp_path / "out")
     options, task = TrainOptions(output_dir=str(tmp_path / "out"), resume=True), make_task("repeat")
-    assert output_dir.prepare_output_dir(options, task, resume_step=2) == []
-    [line] = output_dir.prepare_output_dir(options, task, resume_step=4)
+    assert output_dir.prepare_output_dir(options, task, resume_step=2, run_id="a") == []
+    [line] = output_dir.prepare_output_dir(options, task, resume_step=4, run_id="a")
     assert "holds no rows of steps 3 to 4, which the checkpoint was trained on" in line
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 1}\n')
     with pytest.raises(DataError, match="line 2: step: 1 follows 1"):
-        output_dir.prepare_output_dir(options, task, resume_step=2)
+        output_dir.prepare_output_dir(options, task, resume_step=2, run_id="a")
+
+
+def test_a_resumed_run_does_not_go_on_in_the_rollouts_of_another(tmp_path):
+    """Catches a file of two runs, of which the first was cut to what the second had done."""
+    flags = f"{command_line.SMALL} --num-rollouts 2 --save-interval 1 --save-rollouts"
+    for name in ("a", "b"):
+        command_line.run(f"{flags} {name}.jsonl --output-dir {name}", tmp_path / "logs")
+    before = Path("a.jsonl").read_bytes()
+    for line in (f"{flags} a.jsonl --output-dir b --resume", f"{flags} a.jsonl --output-dir c --load b"):
+        refused = command_line.Command(line.replace("--num-rollouts 2", "--num-rollouts 3"), tmp_path / "logs")
+        assert refused.wait() == [2] and "--save-rollouts a.jsonl: a.jsonl holds rollouts of another run" in refused.output()
+    assert Path("a.jsonl").read_bytes() == before and not Path("c/checkpoints").exists()
+    command_line.run(f"{flags} a.jsonl --output-dir a --resume".replace("--num-rollouts 2", "--num-rollouts 3"), tmp_path / "logs")
+    batches = list(load_rollouts("a.jsonl"))
+    assert [batch.rollout_index for batch in batches] == [0, 1, 2] and len({batch.run_id for batch in batches}) == 1
 
 
 def test_a_resumed_run_says_which_settings_it_changes(tmp_path):

@@ -5,18 +5,21 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from forked import forked
 from helpers import error_of
 from test_train_command import Command
-from test_train_options import options_of, write_prompts
+from test_train_options import options_of, parse, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.megatron.hf_checkpoint import MARKER, copied_files
 from megatron_rl.training.hf_tokenizer import HFTokenizer
-from megatron_rl.training.option_rules import LEARNING_RATES, check_key_heads
+from megatron_rl.training.option_rules import LEARNING_RATES, check_key_heads, train_options
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.tasks import make_task
 
@@ -101,6 +104,71 @@ def test_a_model_of_a_folder_trains_alike_on_one_rank_and_on_two_and_is_saved(ch
     for name in one:
         # Adam divides a gradient by its own size: where that is 1e-7, rounding decides the step. Steps here are 4 of 1e-2.
         torch.testing.assert_close(two[name], one[name], atol=1e-3, rtol=0)
+
+
+def stops_the_run_once(prompt, response, record):
+    """As a scheduler does that takes the machine away, in the first rollout of a folder."""
+    if not Path("stopped").exists():
+        Path("stopped").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return reward_of_digits(prompt, response, record)
+
+
+def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(checkpoint, tmp_path, monkeypatch):
+    """The folder is that of the run without a stop, to the bit. Another run does not write over it."""
+    monkeypatch.chdir(tmp_path)
+    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", "3+4=")
+    line = f"--hf-checkpoint {checkpoint} --prompts {file} {SMALL} --reward test_train_hf."
+    whole, own = f"{line}reward_of_digits --output-dir a --save-hf hf_a", f"{line}stops_the_run_once --output-dir b --save-hf hf_b"
+    assert Command(whole, tmp_path / "logs").wait() == [0]
+    stopped = Command(own, tmp_path / "logs")
+    assert stopped.wait() == [143] and not Path("hf_b").exists()
+    assert "--save-hf hf_b is written when the run is complete: --resume goes on" in stopped.output()
+    for _ in range(2):  # the second time it replaces its own folder
+        assert Command(f"{own} --resume", tmp_path / "logs").wait() == [0]
+        weights = [(Path(folder) / "model-00001-of-00001.safetensors").read_bytes() for folder in ("hf_a", "hf_b")]
+        assert weights[0] == weights[1] and sorted(path.name for path in Path().glob("hf_*")) == ["hf_a", "hf_b"]
+    other = Command(f"{whole.replace('hf_a', 'hf_b')} --resume", tmp_path / "logs")
+    assert other.wait() == [2] and "--save-hf hf_b holds files already, which this run did not write" in other.output()
+
+
+@pytest.mark.parametrize(
+    ("save_hf", "message"),
+    [
+        ("file", "--save-hf file: it is a file; name a new folder"),
+        ("runs/train", "--save-hf runs/train: it is the folder of --output-dir runs/train, or has it inside; name a new folder"),
+        ("runs", "it is the folder of --output-dir runs/train, or has it inside"),
+        ("model", "--save-hf model: it is the folder of --hf-checkpoint"),
+        ("/", "--save-hf /: a disk is mounted there"),
+        ("", "--save-hf : the name is empty"),
+        ("full", "--save-hf full holds files already: name a new folder"),
+    ],
+)
+def test_a_place_for_the_model_that_cannot_be_right_is_refused_by_the_flag(checkpoint, tmp_path, monkeypatch, save_hf, message):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("full").mkdir()
+    Path("full/a").touch()
+    Path("model").symlink_to(checkpoint)
+    with pytest.raises(ConfigError) as refused:
+        train_options({**vars(parse("--hf-checkpoint model")), "save_hf": save_hf})
+    assert message in str(refused.value)
+
+
+def test_links_out_of_the_folder_are_not_copied_and_those_of_the_hub_s_cache_are(tmp_path):
+    """A stranger's folder with a link to a file of this machine would publish that file with the trained model."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1", tmp_path / "models--a--b" / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    (blobs / "f00").touch()
+    (tmp_path / "secret").touch()
+    (snapshot / "config.json").symlink_to(blobs / "f00")
+    (snapshot / "vocab.json").symlink_to(snapshot / "config.json")
+    (snapshot / MARKER).touch()
+    assert [path.name for path in copied_files(snapshot)] == ["config.json", "vocab.json"]
+    (snapshot / "merges.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"merges.txt is a link to .*secret, out of the folder: it is not copied into --save-hf"):
+        copied_files(snapshot)
 
 
 def test_the_tokenizer_encodes_text_and_messages_and_knows_every_end(checkpoint):

@@ -94,13 +94,17 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
             "metrics": metrics,
             "plot": plot,
             "checkpoint": outcome.checkpoint,
+            "save_hf": options.save_hf if outcome.exit_code == 0 else None,
         }
         print(json.dumps(summary, default=str), flush=True)
         return
     if progress.first_reward is None:
         print(f"megatron_rl: {outcome.reason}; nothing was trained", file=sys.stderr)
         return
-    places = ", ".join(str(path) for path in (metrics, plot, outcome.checkpoint, options.save_hf) if path is not None)
+    save_hf = options.save_hf if outcome.exit_code == 0 else None
+    places = ", ".join(str(path) for path in (metrics, plot, outcome.checkpoint, save_hf) if path is not None)
+    if options.save_hf is not None and save_hf is None:
+        places += f"\nmegatron_rl: --save-hf {options.save_hf} is written when the run is complete: --resume goes on"
     print(
         f"megatron_rl: {outcome.reason}; mean reward {progress.first_reward:.3f} -> {progress.last_reward:.3f} in "
         f"{progress.num_rollouts} rollouts, {progress.num_steps} steps, {outcome.seconds:.0f} s\nmegatron_rl: {places}",

@@ -30,6 +30,8 @@ from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_p
 INDEX, SINGLE_FILE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 # Of a folder, besides the weights: what `transformers` reads, and the tokenizer.
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja")
+# In a folder that a run wrote: which one.
+MARKER = "megatron_rl_run.json"
 # Megatron's RotaryEmbedding has these built in; only the factor is an argument.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # What to do where the tensors are not those of config.json.
@@ -499,7 +501,7 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
     Every rank calls it. A rank writes what it holds first: of a pipeline stage the rank 0 of tp and dp-cp, of experts rank 0 of
     their groups. Weights keep the dtype that they have here.
     Communication: an all-gather of each sharded parameter over its group, and the names of the written tensors over all ranks.
-    Raises RunError on all ranks where a file cannot be written.
+    Raises RunError on all ranks where a file cannot be written, and what copied_files raises.
     """
     folder, groups = Path(folder), resolve_groups()
     of_parameters, own = sources(model), dict[str, Tensor]()
@@ -534,12 +536,27 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
             total = sum(size for names in written for _, size in names)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-            for pattern in COPIED:
-                for path in model.folder.glob(pattern):
-                    if path.name != INDEX:
-                        shutil.copyfile(path, folder / path.name)
+            for path in copied_files(model.folder):
+                shutil.copyfile(path, folder / path.name)
 
     on_all_ranks(write)
+
+
+def copied_files(folder: Path) -> list[Path]:
+    """The settings and the tokenizer of a folder. Raises ConfigError for each that is a link out of the folder, because a copy of
+    it would publish another file of this machine. The Hub's cache is such links, from snapshots/<revision> to blobs beside it."""
+    files = sorted(path for pattern in COPIED for path in folder.glob(pattern) if path.name not in (INDEX, MARKER))
+    real = folder.resolve()
+    inside = [real, *([real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [])]
+    problems = [
+        f"{path} is a link to {path.resolve()}, out of the folder: it is not copied into --save-hf; put the file itself there, or "
+        "remove the link"
+        for path in files
+        if not any(path.resolve().is_relative_to(allowed) for allowed in inside)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return files
 
 
 def _separated(source: Source, shards: Sequence[Tensor], dim: int | None, model: HFModel) -> dict[str, Tensor]:

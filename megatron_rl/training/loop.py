@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,9 +94,10 @@ class TrainingRun:
         stream_state: dict | None = None,
         watchdog_state: dict | None = None,
         evaluation: Evaluation | None = None,
+        run_id: str | None = None,
     ):
-        """From a checkpoint: stream_state is counters["stream"], its position in the rollout file; watchdog_state is
-        counters["watchdog"]."""
+        """run_id: written into the recorded rollouts. From a checkpoint: stream_state is counters["stream"], its position in the
+        rollout file; watchdog_state is counters["watchdog"]."""
         if stream_state is not None and options.rollouts is not None and config.docs_per_step is None:
             raise ConfigError(
                 "the checkpoint was saved under --docs-per-step, which stops inside a rollout of its file: add --docs-per-step"
@@ -104,7 +106,7 @@ class TrainingRun:
         self._documents: DocumentSteps | None = None
         self._evaluation = evaluation
         self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, config
-        self._progress = progress
+        self._progress, self._run_id = progress, run_id
         self._recent_rewards = recent_rewards
         self._resume_step = resume_step
         self._is_first_rank = dist.get_rank() == 0
@@ -221,7 +223,7 @@ class TrainingRun:
         groups = self._trainer.groups
         if own.samples and groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
             with names_what_cannot_be_written(path, "; --resume cuts it to what the last checkpoint knows"):
-                save_rollouts(path, own, groups.dp.rank())
+                save_rollouts(path, dataclasses.replace(own, run_id=self._run_id), groups.dp.rank())
 
     def _step(self, microbatches: Microbatches, num_documents: int) -> dict[str, float]:
         steps_done = self._progress.num_steps

@@ -15,13 +15,15 @@ from megatron_rl.config import AdvantageNormalization, ImportanceCorrection, Ove
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
 from megatron_rl.megatron import checkpoints
-from megatron_rl.megatron.hf_checkpoint import HFModel, read_hf_model
+from megatron_rl.megatron.hf_checkpoint import HFModel, copied_files, read_hf_model
+from megatron_rl.training.hf_export import place_problem
 from megatron_rl.training.host_rollouts import is_of_host
 from megatron_rl.training.options import (
     CHECKPOINT_DIRECTORY,
     DEFAULT_NUM_ROLLOUTS,
     DEFAULT_STEPS_PER_ROLLOUT,
     PLOT_FILE,
+    RUN_FILE,
     VOCABULARY_FILE,
     TrainOptions,
 )
@@ -41,7 +43,7 @@ OF_THE_FOLDER = (
     *("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
 )
 # What a run itself writes into its folder.
-OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE)
+OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE)
 
 
 def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainOptions:
@@ -94,8 +96,22 @@ def check_hf_checkpoint(options: TrainOptions) -> Iterator[str]:
             )
     if options.prompts is None and options.rollouts is None:
         yield f"--hf-checkpoint {options.hf_checkpoint} needs --prompts FILE with --reward, or --rollouts FILE"
-    if options.save_hf is not None and Path(options.save_hf).exists() and any(Path(options.save_hf).iterdir()):
-        yield f"--save-hf {options.save_hf} holds files already: name a new folder"
+    if options.save_hf is not None:
+        yield from check_save_hf(options.save_hf, options.hf_checkpoint, options)
+
+
+def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> Iterator[str]:
+    """Before anything runs; the run itself tries the place, and knows its own folder."""
+    problem = path_problem(save_hf) or place_problem(save_hf, hf_checkpoint, options.output_dir)
+    if problem is not None:
+        yield f"--save-hf {printable(save_hf[:200])}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
+    elif not goes_on(options) and os.path.isdir(save_hf) and os.listdir(save_hf):
+        yield f"--save-hf {save_hf} holds files already: name a new folder"
+    if os.path.isdir(hf_checkpoint):
+        try:
+            copied_files(Path(hf_checkpoint))
+        except ConfigError as error:
+            yield from error.problems
 
 
 def check_key_heads(num_query_groups: int, options: TrainOptions) -> Iterator[str]:
@@ -336,6 +352,11 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if problem or own or os.path.isdir(options.save_rollouts):
         why = problem or (f"it is the run's own {own[0]}" if own else "it is a folder")
         yield f"--save-rollouts {printable(options.save_rollouts[:200])}: {why}; name a file of its own"
+    elif is_of_host(options.save_rollouts):
+        yield (
+            f"--save-rollouts {options.save_rollouts} would be JSON lines, and --rollouts reads a .pt file as one of a host: "
+            f"name it {Path(options.save_rollouts).with_suffix('.jsonl')}"
+        )
     elif options.rollouts is not None and _is_same_file(options.rollouts, options.save_rollouts):
         yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
     elif existing_parts(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
@@ -363,6 +384,12 @@ def checkpoint_directory(options: TrainOptions) -> Path:
     given = Path(options.output_dir if options.load is None else options.load)
     inside = given / CHECKPOINT_DIRECTORY
     return inside if options.load is None or inside.is_dir() else given
+
+
+def goes_on(options: TrainOptions) -> bool:
+    """Whether this is the run of the --output-dir, and no new one: with --resume, or with --load of that folder."""
+    own = os.path.join(options.output_dir, CHECKPOINT_DIRECTORY)
+    return options.resume or options.load is not None and _is_same_file(str(checkpoint_directory(options)), own)
 
 
 def check_output_dir(options: TrainOptions) -> Iterator[str]:
@@ -400,8 +427,8 @@ def check_output_dir(options: TrainOptions) -> Iterator[str]:
         how = "--overwrite starts anew" if has_metrics else "start without --resume"
         yield f"--resume: --output-dir {output_dir} holds no {CHECKPOINT_DIRECTORY}; {how}"
     elif (has_checkpoint or has_metrics) and not (options.resume or options.overwrite):
-        goes_on = "--resume goes on, " if has_checkpoint else ""
-        yield f"--output-dir {output_dir} holds a run; {goes_on}--overwrite starts anew, or name another"
+        resume = "--resume goes on, " if has_checkpoint else ""
+        yield f"--output-dir {output_dir} holds a run; {resume}--overwrite starts anew, or name another"
 
 
 def path_problem(path: str) -> str | None:

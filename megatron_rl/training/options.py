@@ -23,6 +23,7 @@ from megatron_rl.validation import flag_of
 CHECKPOINT_DIRECTORY = "checkpoints"
 PLOT_FILE = "curves.png"
 VOCABULARY_FILE = "vocabulary.json"
+RUN_FILE = "run.json"
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
 DEFAULT_SAMPLES_PER_PROMPT = 8
 DEFAULT_NUM_ROLLOUTS = 140

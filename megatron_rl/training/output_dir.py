@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import uuid
 from pathlib import Path
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.files.json_values import read_saved
 from megatron_rl.megatron import checkpoints
-from megatron_rl.training.option_rules import check_output_dir, checkpoint_directory
-from megatron_rl.training.options import CHECKPOINT_DIRECTORY, VOCABULARY_FILE, TrainOptions
+from megatron_rl.training.option_rules import check_output_dir, checkpoint_directory, goes_on
+from megatron_rl.training.options import CHECKPOINT_DIRECTORY, RUN_FILE, VOCABULARY_FILE, TrainOptions
 from megatron_rl.training.run_lock import RunLock
 from megatron_rl.training.tasks import Task
 from megatron_rl.training.user_tasks import PromptFileTask
@@ -27,20 +30,27 @@ def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:
     return [] if line is None else [line]
 
 
-def prepare_output_dir(options: TrainOptions, task: Task, resume_step: int | None = None) -> list[str]:
+def run_id_of(options: TrainOptions) -> str:
+    """That of the run which is gone on with, else a new one: it tells this run's files from those of another."""
+    path = Path(options.output_dir) / RUN_FILE
+    return str(read_saved(path, "run_id")) if goes_on(options) and path.exists() else uuid.uuid4().hex
+
+
+def prepare_output_dir(options: TrainOptions, task: Task, resume_step: int | None = None, *, run_id: str) -> list[str]:
     """A new run must not find an older run's checkpoints and metrics, unless it goes on from them; text prompts keep their
     vocabulary beside them. Returns lines about rows of metrics that are lost; DataError where the file cannot be gone on with."""
     output_dir = Path(options.output_dir)
     own_checkpoints = output_dir / CHECKPOINT_DIRECTORY
-    goes_on = options.resume or options.load and checkpoint_directory(options).resolve() == own_checkpoints.resolve()
     lines = []
     with names_what_cannot_be_written(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        if not goes_on:
+        if not goes_on(options):
             checkpoints.remove_checkpoints(own_checkpoints)
             (output_dir / METRICS_FILE).unlink(missing_ok=True)
         elif resume_step is not None:
             lines = missing_rows(output_dir / METRICS_FILE, resume_step)
+        if not (goes_on(options) and (output_dir / RUN_FILE).exists()):
+            (output_dir / RUN_FILE).write_text(json.dumps({"run_id": run_id}) + "\n", encoding="utf-8")
         if isinstance(task, PromptFileTask) and task.vocabulary is not None:
             task.vocabulary.save(output_dir / VOCABULARY_FILE)
     return lines

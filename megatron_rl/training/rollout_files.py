@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import AdvantageNormalization
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.megatron.routes import RouteShape
 from megatron_rl.megatron.samples import route_problem
@@ -109,6 +109,16 @@ def truncate_rollouts(path: str | Path, num_rollouts: int) -> None:
             file.truncate(kept)
         if not kept:  # a run with fewer data-parallel ranks writes no such part
             part.unlink()
+
+
+def check_rollouts_are_of(path: str | Path, run_id: str | None) -> None:
+    """ConfigError where a file that the name stands for was begun by another run: a resumed run would cut it and go on in it."""
+    for part in existing_parts(path):
+        _, line = next(numbered_lines(part), (1, b""))
+        if line.endswith(b"\n") and _parse_line(line, f"{part}, line 1").get("run_id") != run_id:
+            raise ConfigError(
+                f"--save-rollouts {path}: {part} holds rollouts of another run; name a file of this run, or a new one"
+            )
 
 
 def recorded_vocab_size(path: str | Path) -> int | None:
@@ -236,12 +246,16 @@ def _batch_of(value: dict, place: str, vocab_size: int | None, route_shape: Rout
     digest = value.get("digest")
     if digest is not None and (not _is_int(digest) or not 0 <= digest < DIGEST_LIMIT):
         raise DataError(f"{place}: digest: {digest!r} must be null or an integer in [0, {DIGEST_LIMIT})")
+    run_id = value.get("run_id")
+    if not isinstance(run_id, str | None):
+        raise DataError(f"{place}: run_id: {run_id!r} must be null or the name of the run that wrote the line")
     return RolloutBatch(
         samples=samples,
         rollout_index=value["rollout_index"],
         vocab_size=_vocab_size_of(value, place),
         num_parts=num_parts,
         digest=digest,
+        run_id=run_id,
     )
 
 

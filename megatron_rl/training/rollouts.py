@@ -108,6 +108,8 @@ class RolloutBatch:
     """The files over which --save-rollouts spread the rollout, one a data-parallel rank."""
     digest: int | None = None
     """Of the headers of all its samples, in each of several parts; None: a whole rollout, or not recorded."""
+    run_id: str | None = None
+    """Of the run that wrote it; None: not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

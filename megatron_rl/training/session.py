@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,17 +25,20 @@ from megatron_rl.megatron.hf_checkpoint import read_hf_model
 from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings, initialize_ranks
 from megatron_rl.training.collection import Evaluation, SampledRollouts
 from megatron_rl.training.document_stream import size_of_steps
+from megatron_rl.training.hf_export import HFExport
 from megatron_rl.training.loop import Outcome, Progress, TrainingRun
 from megatron_rl.training.option_rules import checkpoint_directory
 from megatron_rl.training.options import TrainOptions, experts_of, model_vocab_size
-from megatron_rl.training.output_dir import prepare_output_dir, take_output_dir
+from megatron_rl.training.output_dir import prepare_output_dir, run_id_of, take_output_dir
 from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
-from megatron_rl.training.rollout_files import recorded_vocab_size
+from megatron_rl.training.rollout_files import check_rollouts_are_of, recorded_vocab_size
 from megatron_rl.training.run_lock import RunLock
 from megatron_rl.training.settings_record import changed_settings, settings_of
 from megatron_rl.training.tasks import Task
 from megatron_rl.training.user_tasks import PromptFileTask
 from megatron_rl.validation import config_warnings
+
+T = TypeVar("T")
 
 
 def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start: Callable[[], None]) -> Outcome:
@@ -55,6 +58,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
     try:
         trainer = PolicyTrainer(settings, config, device)
         lines = on_first_rank(partial(take_output_dir, lock, options))
+        run_id = on_first_rank(partial(run_id_of, options))
         place, changes = restore(trainer, options, config)
         rollouts: SampledRollouts | ReplayedRollouts
         if options.rollouts:
@@ -65,14 +69,21 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         else:
             rollouts = SampledRollouts(trainer, task, options, config.samples_per_prompt)
         evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options, len(eval_task.prompts))
-        training = TrainingRun(trainer, rollouts, options, config, evaluation=evaluation, **place)
-        lines += changes + on_first_rank(partial(prepare_output_dir, options, task, place["resume_step"]))
+        training = TrainingRun(trainer, rollouts, options, config, evaluation=evaluation, run_id=run_id, **place)
+        export = None if options.save_hf is None else HFExport(options.save_hf, run_id)
+        if options.save_rollouts is not None and place["progress"].num_rollouts:  # which it would cut, and go on in
+            on_first_rank(partial(check_rollouts_are_of, options.save_rollouts, run_id))
+        if export is not None:
+            on_first_rank(export.try_to_write)
+        lines += changes + on_first_rank(partial(prepare_output_dir, options, task, place["resume_step"], run_id=run_id))
         if dist.get_rank() == 0:
             announce(options, config, trainer, lines)
         on_start()
         outcome = training.run()
-        if options.save_hf is not None:
-            trainer.save_hf(options.save_hf)
+        if export is not None and outcome.exit_code == 0:
+            on_first_rank(export.begin)
+            trainer.save_hf(export.partial)
+            on_first_rank(export.finish)
         return outcome
     except RuntimeError as error:
         if not is_lost_rank(error):
@@ -84,9 +95,10 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         dist.destroy_process_group()
 
 
-def on_first_rank(work: Callable[[], list[str]]) -> list[str]:
+def on_first_rank(work: Callable[[], T]) -> T:
     """What the first rank found, on every rank; what it raised too. Communication: on_all_ranks'."""
-    return on_all_ranks(work if os.environ["RANK"] == "0" else list)[0]
+    is_first = os.environ["RANK"] == "0"
+    return next(found for found in on_all_ranks(lambda: [work()] if is_first else []) if found)[0]
 
 
 def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch.device) -> TrainerSettings:
