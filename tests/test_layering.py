@@ -108,7 +108,8 @@ def test_the_layering_check_allows_what_is_right():
 # NeMo-RL is not that of a host with a parser of flags.
 FILES_WITH_HOSTS = {
     **dict.fromkeys(
-        ("hosts/__init__.py", "hosts/hydra.py", "hosts/factors.py", "hosts/sampling.py"), (*ROLLOUT_HOST_NAMES, *HYDRA_HOST_NAMES)
+        ("hosts/__init__.py", "hosts/hydra.py", "hosts/factors.py", "hosts/sampling.py", "hosts/sections.py"),
+        (*ROLLOUT_HOST_NAMES, *HYDRA_HOST_NAMES),
     ),
     "hosts/launch.py": ("nemo_rl",),
 }

@@ -153,6 +153,9 @@ def test_words_of_ours_that_are_not_honoured_are_refused(own, settings, message)
         ("megatron_rl.grpo", {"loss_reduction": "seq_mean_token_sum_norm"}, "needs its L: set trainer.algorithm.max_seq_len"),
         ("megatron_rl.cispo", {"clip_ratio_c": 5.0}, "clip_ratio_c=5.0 has no effect"),
         ("megatron_rl.sapo", {"eps_clip_high": 0.3}, "sapo has no clip"),
+        ("megatron_rl.grpo", {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": True}, "max_seq_len=true is a switch"),
+        ("megatron_rl.gspo", {"eps_clip_high": 0.28}, "eps_clip_low=0.2 beside trainer.algorithm.eps_clip_high=0.28"),
+        ("megatron_rl.gspo.prompt_mean", {}, "in SkyRL the aggregation is loss_reduction"),
         (
             "megatron_rl.dppo_tv",
             {"off_policy_correction": TOKENS_OF_SKYRL},
@@ -212,10 +215,10 @@ def test_the_entrypoint_registers_our_losses_and_starts_skyrls():
 def test_a_registered_loss_can_be_sent_to_workers():
     known: dict[str, object] = {}
     own = skyrl.own_words(["megatron_rl.importance_correction_high=2.5", "trainer.algorithm.policy_loss_type=megatron_rl.gspo"])
-    skyrl.register(types.SimpleNamespace(register=known.__setitem__), own)
+    skyrl.register(types.SimpleNamespace(register=known.__setitem__), own, ("eps_clip_low",))
     function = pickle.loads(pickle.dumps(known["megatron_rl.gspo"]))
     assert isinstance(function, partial) and function.args == ("gspo",)
-    assert function.keywords == {"own": {"importance_correction_high": 2.5}}
+    assert function.keywords == {"own": {"importance_correction_high": 2.5}, "typed": ("eps_clip_low",)}
 
 
 @pytest.mark.parametrize(

@@ -163,9 +163,9 @@ def test_the_clip_of_a_loss_is_its_own_where_verl_has_its_defaults():
         "clip 0.001/0.002,"
     )
     for loss, typed, clip in (
-        ("gspo", {"clip_ratio_high": 2e-3}, "clip 0.0003/0.002"),
-        ("gspo", {"clip_ratio_low": 1e-3}, "clip 0.001/0.0004"),
-        ("cispo", {"clip_ratio_high": 0.3}, "clip 1/0.3"),
+        ("gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 2e-3}, "clip 0.0003/0.002"),
+        ("grpo", {"clip_ratio_high": 0.28}, "clip 0.2/0.28"),
+        ("cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.3}, "clip 1/0.3"),
     ):
         name = f"megatron_rl.{loss}.sample_mean"
         trained = dense_rows.numbers(verl.read_settings(verl.read_mode(name), ActorConfig(policy_loss={}, **typed)))
@@ -283,6 +283,10 @@ def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys, monkeypatch
         pytest.param("grpo.token_mean", {"info": {"batch_num_tokens": None}}, "has no batch_num_tokens", id="no T"),
         pytest.param("grpo.constant", {}, "set actor_rollout_ref.actor.loss_scale_factor", id="no L"),
         pytest.param("grpo.constant", {"loss_scale_factor": -1}, "must be a number above 0", id="a wrong L"),
+        pytest.param("grpo.constant", {"loss_scale_factor": True}, "loss_scale_factor=true is a switch", id="L is a switch"),
+        pytest.param("grpo.sample_mean", {"clip_ratio_low": True}, "clip_ratio_low=true is a switch", id="a clip is a switch"),
+        pytest.param("gspo.sample_mean", {"clip_ratio_high": 0.28}, "clip_ratio_low=0.2 beside .*high=0.28", id="an open low side"),
+        pytest.param("cispo.sample_mean", {"clip_ratio_low": 0.1}, "clip_ratio_high=0.2 beside .*low=0.1", id="an open high side"),
         pytest.param("grpo.sample_mean", {"loss_scale_factor": 5}, "sample_mean has no divisor", id="an L too many"),
         pytest.param("grpo.sample_mean", {"loss_agg_mode": "token-sum"}, "two aggregations", id="verl's aggregation"),
         pytest.param("dro.sample_mean", {"clip_ratio_low": 0.1}, "dro has no clip", id="a clip too many"),

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,13 @@ from megatron_rl.aggregation import StepTotals, weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.given import Given, acting_clip, not_numbers
 from megatron_rl.layout.groups import SINGLE, resolve_group
 from megatron_rl.loss_hub import (
     PolicyLoss,
     get_loss_aggregation,
     get_policy_loss,
+    is_finite_number,
     loss_aggregation_names,
     numbers_in_words,
     policy_loss_names,
@@ -44,18 +46,6 @@ CORRECTION_SETTINGS = (
 
 
 # Settings
-
-
-class Given(NamedTuple):
-    """A setting of the trainer that our loss reads."""
-
-    name: str  # as it is typed
-    value: Any
-    default: Any = None
-
-    @property
-    def is_chosen(self) -> bool:
-        return self.value not in (None, self.default)
 
 
 def aggregations() -> list[AggregationRecord]:
@@ -115,13 +105,19 @@ def read_config(
     title: str,  # what the launch line says of loss and aggregation
     loss_name: str,
     aggregation: str,
-    clips: Sequence[Given],  # low, high
+    clips: tuple[Given, Given],  # low, high
     parameters: Mapping[str, Given],  # by our names
     divisor: Given,
+    keep: str,  # see given.acting_clip
+    more_numbers: Sequence[Given] = (),  # other settings that must be numbers
     **others: Any,
 ) -> tuple[PolicyLossConfig, list[str]]:
     """Our settings, and every problem of them."""
-    loss, record, problems = get_policy_loss(loss_name), get_loss_aggregation(aggregation), []
+    loss, record = get_policy_loss(loss_name), get_loss_aggregation(aggregation)
+    switches = [*not_numbers([*clips, *parameters.values(), divisor, *more_numbers])]
+    if switches:  # what else would be said is of values that nobody meant
+        raise ConfigError(switches)
+    (low, high), problems = acting_clip(loss, *clips, keep)
     declared = {parameter.name for parameter in loss.parameters}
     idle = [(given, "clip") for given in clips if loss.clip_ratios is None]
     idle += [(given, name) for name, given in parameters.items() if name not in declared]
@@ -133,10 +129,8 @@ def read_config(
             problems.append(f"{divisor.name}={divisor.value} has no effect: {aggregation} has no divisor; remove it")
     elif divisor.value is None:
         problems.append(f"{title} needs its L: set {divisor.name}, for Dr. GRPO the longest response in tokens")
-    elif not (isinstance(divisor.value, int | float) and 0 < divisor.value < float("inf")):
+    elif not (is_finite_number(divisor.value) and divisor.value > 0):
         problems.append(f"{divisor.name}={divisor.value!r} must be a number above 0: it is the L of {title}")
-    # A trainer fills in its default for a side that nobody chose, which is another loss's clip: that side is our loss's own.
-    low, high = (given.value if loss.clip_ratios is not None and given.is_chosen else None for given in clips)
     values = {name: given.value for name, given in parameters.items() if name in declared and given.value is not None}
     try:
         loss.clip_bounds(low, high)

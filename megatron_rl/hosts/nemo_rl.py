@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from megatron_rl.config import (
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import (
     CORRECTION_SETTINGS,
-    Given,
     carry_prompt_weights,
     has_counts_for,
     is_carried,
@@ -50,7 +49,10 @@ from megatron_rl.hosts.dense_rows import (
     signature_problem,
     tell_once,
 )
+from megatron_rl.hosts.given import Given, not_numbers
 from megatron_rl.hosts.sampling import UNSCORED, SamplingVerdict, judge_recomputed_sampling, readers_of, value_at
+from megatron_rl.hosts.sections import NEMO_RL
+from megatron_rl.hosts.settings_line import read_overrides
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.step_metrics import finalise_metrics
 
@@ -80,6 +82,8 @@ KL_SETTINGS = {
 }
 # A score of 0.0 beside one of the sampler's above this is that of a sure token, rounded.
 SURE = -1e-3
+GLOBAL_BATCH = "train_global_batch_size"
+SIZES = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", f"policy.{GLOBAL_BATCH}")
 # What NeMo-RL writes into advantages after its estimator.
 AFTER_THE_ESTIMATOR = ("advantage_clip_low", "advantage_clip_high", "invalid_tool_call_advantage", "malformed_thinking_advantage")
 # [B, S] each; position t is of token t, so that [:, 1:] belongs to the log-probabilities of next tokens.
@@ -112,16 +116,18 @@ class NemoSettings:
 # Settings
 
 
-def read_settings(loss_fn: Any) -> NemoSettings:
-    """From NeMo-RL's loss_fn settings: a mapping, or its config model. Raises one ConfigError with every problem."""
-    settings = dict(loss_fn)
+def read_settings(loss_fn: Any, typed: Mapping[str, Any] = MappingProxyType({})) -> NemoSettings:
+    """From NeMo-RL's loss_fn settings: a mapping, or its config model. typed: what the launch line says of loss_fn. Raises one
+    ConfigError with every problem."""
+    # NeMo-RL's model has made 1.0 of a number that was typed as true.
+    settings = dict(loss_fn) | {name: value for name, value in typed.items() if isinstance(value, bool)}
     remedy = f"Add ++loss_fn.{KEY}=<loss>.<aggregation> to the launch line"
     loss_name, aggregation = read_name(f"loss_fn.{KEY}", settings.get(KEY), remedy, has_counts_for)
     loss, record = get_policy_loss(loss_name), get_loss_aggregation(aggregation)
 
     def given(name: str, default: Any = None) -> Given:
         added = "++" if name.startswith(KEY) else ""  # hydra adds a key that NeMo-RL's settings do not have
-        return Given(f"{added}loss_fn.{name}", settings.get(name, default), default)
+        return Given(f"{added}loss_fn.{name}", settings.get(name, default), default, True if name in typed else None)
 
     own = [parameter.name for parameter in loss.parameters if parameter.name not in PARAMETERS]
     ours = {name: given(f"{KEY}_{name}") for name in CORRECTION_SETTINGS}
@@ -135,14 +141,17 @@ def read_settings(loss_fn: Any) -> NemoSettings:
             "importance_correction_high": settings.get("truncated_importance_sampling_ratio") if truncation else LARGEST_RATIO,
         }
     estimator, penalty = given(KL_ESTIMATOR), given(*KL_PENALTY).value
+    low, high = (given(*clip) for clip in CLIPS.items())
     has_penalty = isinstance(penalty, int | float) and not isinstance(penalty, bool) and 0 < penalty < float("inf")
     config, problems = read_config(
         f"{loss_name}.{aggregation}",
         loss_name,
         aggregation,
-        [given(*clip) for clip in CLIPS.items()],
+        (low, high),
         {name: given(theirs) for name, theirs in PARAMETERS.items()} | {name: given(f"{KEY}_{name}") for name in own},
         given(f"{KEY}_{DIVISOR}"),
+        "{name}={value} on the launch line",
+        [given(*KL_PENALTY)],
         kl_coefficient=float(penalty) if estimator.is_chosen and has_penalty else 0.0,
         kl_estimator=estimator.value if estimator.is_chosen else KLEstimator.K3,
         **correction,
@@ -168,6 +177,11 @@ def read_settings(loss_fn: Any) -> NemoSettings:
         problems.append(
             f"{', '.join(twice)} beside loss_fn.use_importance_sampling_correction: two corrections; remove one of them"
         )
+    # A newer NeMo-RL may have more fields; any other name it keeps, and nobody reads it.
+    fields = {*NEMO_RL.names, *getattr(type(loss_fn), "model_fields", ())}
+    others = {f"loss_fn.{name}": value for name, value in settings.items() if name not in fields and not name.startswith(KEY)}
+    problems += [f"{row.subject}={others[row.subject]}: {row.text}" for row in NEMO_RL.judge(others, (KEY,))]
+    problems += not_numbers(given(name) for name in settings if name in NEMO_RL.numbers)
     allowed = [*sorted(own), *CORRECTION_SETTINGS, "kl_estimator", *([DIVISOR] if record.takes_divisor else [])]
     for key in sorted(key for key in settings if key.startswith(f"{KEY}_")):
         name = key.removeprefix(f"{KEY}_")
@@ -179,6 +193,12 @@ def read_settings(loss_fn: Any) -> NemoSettings:
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def typed_of(words: Sequence[str]) -> dict[str, Any]:
+    """The settings of loss_fn among the words of a launch line."""
+    found = read_overrides(words)
+    return {name.removeprefix("loss_fn."): value for name, value in found.items() if name.startswith("loss_fn.")}
 
 
 def _setting_problems(settings: NemoSettings, given: Mapping[str, Any]) -> Iterator[str]:
@@ -221,18 +241,20 @@ def judge_sampling(settings: NemoSettings, value_of: Callable[[str], Any]) -> Sa
     return judge_recomputed_sampling(value_of, readers)
 
 
-def check_launch(master_config: Any) -> NemoSettings:
-    """The settings of a whole launch. Raises one ConfigError with every problem."""
+def check_launch(master_config: Any, typed: Mapping[str, Any] = MappingProxyType({})) -> NemoSettings:
+    """The settings of a whole launch. typed: see read_settings. Raises one ConfigError with every problem."""
     problems: list[str] = []
     settings = None
     try:
-        settings = read_settings(master_config.loss_fn)
+        settings = read_settings(master_config.loss_fn, typed)
         sampling = judge_sampling(settings, functools.partial(value_at, master_config))
         problems += sampling.problems
         settings = replace(settings, has_unscored=sampling.keeps_a_part, warnings=sampling.warnings)
     except ConfigError as error:
         problems += error.problems
     policy, grpo = master_config.policy, master_config.grpo
+    sizes = (grpo.num_prompts_per_step, grpo.num_generations_per_prompt, policy.get(GLOBAL_BATCH))
+    problems += not_numbers(Given(name, size) for name, size in zip(SIZES, sizes, strict=True))
     if not (policy.get("megatron_cfg") or {}).get("enabled"):
         problems.append(
             "policy.megatron_cfg.enabled is not true: our losses are made for NeMo-RL's Megatron worker, and other workers "
@@ -246,9 +268,9 @@ def check_launch(master_config: Any) -> NemoSettings:
                     f"the weights of prompt groups; set grpo.{name}=null, or another aggregation"
                 )
         batch = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-        if policy["train_global_batch_size"] != batch:
+        if policy[GLOBAL_BATCH] != batch:
             problems.append(
-                f"policy.train_global_batch_size={policy['train_global_batch_size']} beside {settings}: an optimiser step must "
+                f"policy.{GLOBAL_BATCH}={policy[GLOBAL_BATCH]} beside {settings}: an optimiser step must "
                 f"have all {batch} samples of a batch, because a smaller one cuts prompt groups; set it to {batch}"
             )
     if problems or settings is None:
@@ -461,12 +483,12 @@ def loss_in_setup(refuse: Callable[[ConfigError], int], calls: list[str]) -> Ite
     def setup_with_our_loss(master_config: Any, *positional: Any, **named: Any) -> Any:
         calls.append(PACKAGE)
         try:
-            settings = check_launch(master_config)
+            settings = check_launch(master_config, typed_of(sys.argv[1:]))
         except ConfigError as error:
             sys.exit(refuse(error))
         for text in settings.warnings:
             print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
-        samples = master_config.policy["train_global_batch_size"]
+        samples = master_config.policy[GLOBAL_BATCH]
         trainer.ClippedPGLossFn = lambda *given, **options: NemoLoss(own_loss(*given, **options), settings, samples)
         if settings.has_companion:
             trainer._create_advantage_estimator = lambda config: with_prompt_weights(create(config))

@@ -5,6 +5,7 @@ A value that only the shell or OmegaConf knows is not judged. Without the settin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,11 @@ from typing import Any
 
 from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import nemo_rl
+from megatron_rl.hosts import launch, nemo_rl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
+from megatron_rl.hosts.given import Given, clip_to_type, not_numbers
 from megatron_rl.hosts.sampling import value_at
+from megatron_rl.hosts.sections import NEMO_RL
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
     UNKNOWN,
@@ -27,7 +30,8 @@ from megatron_rl.hosts.settings_line import (
     read_overrides,
     read_value,
 )
-from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
+from megatron_rl.validation import routes_of_flags
 
 LAUNCHER, NAME = "megatron_rl.hosts.launch", f"loss_fn.{nemo_rl.KEY}"
 # What run_grpo.py reads without --config, beside itself.
@@ -36,6 +40,8 @@ DEFAULT_FILE = Path("configs", "grpo_math_1B.yaml")
 HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "kl_estimator")
 NOT_OURS = "its own settings decide on entropy and temperature"
 OWN_MODE = {"policy.generation.vllm_cfg.logprobs_mode": "processed_logprobs"}  # in NeMo-RL's own files
+# NeMo-RL's scripts of other trainers; tests/test_sections.py looks at those of a checkout.
+OTHER_SCRIPT = re.compile(r"run_(?!.*grpo).*\.py|run_grpo_single_controller\.py")
 INHERITS, REPLACES = "defaults", "_override_"
 
 
@@ -51,6 +57,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         yield Row("launcher", text, is_wrong=is_meant, is_note=not is_meant)
         return
     overrides, path = read_overrides(words), _file_of(words)
+    yield from _script(words)
     try:
         settings, is_whole = _inherited(path, read_file), True
         yield Row("settings", f"{path}, and {len(overrides)} override{'' if len(overrides) == 1 else 's'}")
@@ -60,8 +67,15 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     known = settings.get("loss_fn", {})
     for word in words:  # hydra refuses a key that the file does not have
         name = word.partition("=")[0]
-        if is_whole and name.startswith(NAME) and name.removeprefix("loss_fn.") not in known:
+        if name.startswith(NAME) and name.removeprefix("loss_fn.") not in known:
             yield Row(name, f"NeMo-RL's settings have no {name}, so hydra needs ++ before it: type ++{word}", is_wrong=True)
+        elif name in routes_of_flags():
+            text = f"a flag of miles and slime, and no setting of NeMo-RL: loss and aggregation are ++{NAME}=<loss>.<aggregation>"
+            yield Row(name, text, is_wrong=True)
+    sizes = [Given(name, overrides.get(name)) for name in nemo_rl.SIZES]
+    yield from (Row(NAME, problem, is_wrong=True) for problem in not_numbers(sizes))
+    misplaced = [name for name in overrides if not name.startswith("loss_fn.")]
+    yield from NEMO_RL.judge({name: overrides[name] for name in misplaced}, (nemo_rl.KEY,))
     for name, value in overrides.items():
         put(settings, name.split("."), value)
     loss_fn = settings.get("loss_fn", {})
@@ -70,13 +84,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         yield Row(NAME, f"{unknown}: not known here, so the loss is not judged", is_note=True)
         return
     try:
-        found = nemo_rl.check_launch(_as_master_config(settings)) if is_whole else nemo_rl.read_settings(loss_fn)
-        warnings = found.warnings
-        if not is_whole:
-            sampling = nemo_rl.judge_sampling(found, lambda name: value_at(settings, name) or OWN_MODE.get(name))
-            warnings = sampling.warnings
-            if sampling.problems:
-                raise ConfigError(sampling.problems)
+        found = nemo_rl.check_launch(_as_master_config(settings, is_whole=is_whole), nemo_rl.typed_of(words))
     except ConfigError as error:
         yield from (Row(NAME, problem, is_wrong=True) for problem in error.problems)
         return
@@ -86,7 +94,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     yield Row(NAME, f"{found}, {numbers(config)}, weight of a token {weight}{carried}")
     yield Row("sample", sample_in_words(config.loss_aggregation, None))
     yield from advice_of(config)
-    yield from (Row("sampling", text, is_note=True) for text in warnings)
+    yield from (Row("sampling", text, is_note=True) for text in found.warnings)
     if CorrectionSettings.of(config).is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
     if config.kl_coefficient:
@@ -101,7 +109,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
 def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     """(the overrides that give NeMo-RL these settings, their problems)."""
     given: dict[str, Any] = {nemo_rl.KEY: f"{config.policy_loss}.{config.loss_aggregation}"}
-    given |= dict(zip(nemo_rl.CLIPS, (config.clip_ratio_low, config.clip_ratio_high), strict=True))
+    given |= clip_to_type(get_policy_loss(config.policy_loss), config.clip_ratio_low, config.clip_ratio_high, nemo_rl.CLIPS)
     named = {nemo_rl.PARAMETERS.get(name, f"{nemo_rl.KEY}_{name}"): value for name, value in config.loss_parameters.items()}
     given |= named | {f"{nemo_rl.KEY}_{nemo_rl.DIVISOR}": config.loss_aggregation_divisor}
     default = PolicyLossConfig()
@@ -113,7 +121,7 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     given = {name: value for name, value in given.items() if value is not None}
     problems = idle_settings(config, HONOURED, f"NeMo-RL: {NOT_OURS}")
     try:
-        nemo_rl.read_settings(given)
+        nemo_rl.read_settings(given, given)
     except ConfigError as error:
         problems += error.problems
     return in_words({f"{'++' * name.startswith(nemo_rl.KEY)}loss_fn.{name}": value for name, value in given.items()}), problems
@@ -149,11 +157,34 @@ def _merge(settings: dict[str, Any], others: Mapping[str, Any]) -> None:
             settings[name] = read_value(value) if isinstance(value, str) else value  # PyYAML reads 3e-4 as text
 
 
-def _as_master_config(settings: Mapping[str, Any]) -> SimpleNamespace:
-    grpo, policy = dict(settings.get("grpo", {})), dict(settings.get("policy", {}))
-    batch = [grpo.get("num_prompts_per_step"), grpo.get("num_generations_per_prompt")]
-    size = policy.get("train_global_batch_size")
-    if not all(isinstance(count, int) for count in (*batch, size)):  # not known here, and so not judged
-        grpo |= {"num_prompts_per_step": 1, "num_generations_per_prompt": 1}
-        policy["train_global_batch_size"] = 1
+def _as_master_config(settings: Mapping[str, Any], *, is_whole: bool) -> SimpleNamespace:
+    """What nobody knows here passes: a value of the shell, and without the file all that is not on the line."""
+    grpo, policy = ({k: v for k, v in dict(settings.get(name, {})).items() if v is not UNKNOWN} for name in ("grpo", "policy"))
+    names = ("num_prompts_per_step", "num_generations_per_prompt")
+    if not all(isinstance(count, int) for count in (*map(grpo.get, names), policy.get(nemo_rl.GLOBAL_BATCH))):
+        grpo |= dict.fromkeys(names, 1)
+        policy[nemo_rl.GLOBAL_BATCH] = 1
+    megatron = policy.get("megatron_cfg") or {}
+    if megatron.get("enabled") is UNKNOWN or ("enabled" not in megatron and not is_whole):
+        policy["megatron_cfg"] = {**megatron, "enabled": True}
+    if not is_whole:
+        policy = policy | {"generation": policy.get("generation") or {}}
+        for name, value in OWN_MODE.items():
+            if value_at({"policy": policy}, name) is None:
+                put(policy, name.split(".")[1:], value)
     return SimpleNamespace(loss_fn=settings.get("loss_fn", {}), policy=policy, grpo=SimpleNamespace(**grpo))
+
+
+def _script(words: Sequence[str]) -> Iterator[Row]:
+    """A script of NeMo-RL that starts another trainer: by what it imports, or by its name where it is not here."""
+    path = next((Path(word) for word in words if word.endswith(".py")), None)
+    if path is None:
+        yield Row("script", f"no script is on the line: give one after -m {LAUNCHER}, as examples/run_grpo.py", is_wrong=True)
+    elif path.is_file():
+        try:
+            launch.is_of_nemo_rl(path)
+        except ConfigError as error:
+            yield Row("script", str(error), is_wrong=True)
+    elif OTHER_SCRIPT.fullmatch(path.name):
+        text = f"{path} is not {nemo_rl.TRAINER}, which our losses are made for: start examples/run_grpo.py, or a script like it"
+        yield Row("script", text, is_wrong=True)

@@ -31,7 +31,6 @@ from megatron_rl.config import CorrectionSettings, KLEstimator, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import (
     CORRECTION_SETTINGS,
-    Given,
     read_config,
     read_name,
     refuse_nonfinite,
@@ -39,6 +38,7 @@ from megatron_rl.hosts.dense_rows import (
     tell_once,
     warn_once,
 )
+from megatron_rl.hosts.given import Given
 from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of, value_at
 from megatron_rl.hosts.settings_line import UNKNOWN
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
@@ -52,6 +52,22 @@ STRATEGY = "megatron_train"
 # ROLL's settings drop a name that they do not know without a word. So our numbers are variables of the worker's environment.
 VARIABLES = "MEGATRON_RL_"
 DIVISOR = "loss_aggregation_divisor"
+# ROLL's clip, of both sides or of each with use_pg_clip_range, and the default of all three.
+CLIPS, CLIP = ("pg_clip", "pg_clip_low", "pg_clip_high"), 0.2
+# Others of its numbers that our worker reads, of the pipeline and of actor_train.training_args.
+NUMBERS = (
+    "pg_clip",
+    "kl_loss_coef",
+    "entropy_loss_coef",
+    "rl_loss_coef",
+    "rollout_batch_size",
+    "num_return_sequences_in_group",
+    "ppo_epochs",
+)
+# Switches, of the pipeline and of actor_train: any text is true.
+SWITCHES = ("use_pg_clip_range", "dual_clip_loss", "use_kl_loss", "enable_old_logprobs_recompute")
+WORKER_SWITCHES = ("apply_loss_scale", "use_dynamic_batching_in_train")
+STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 # ROLL's name of our mean of KL and entropy.
 AGG_MODE = "seq-mean-token-mean"
 # What ROLL's own loss reads of a pipeline, the only value that ours accepts, and why.
@@ -106,7 +122,12 @@ def read_settings(worker: Any, pipeline: Any) -> RollSettings:
         variable = VARIABLES + name.upper()
         return Given(f"actor_train.system_envs.{variable}", read_number(ours.get(variable)))
 
-    clips = ("pg_clip_low", "pg_clip_high") if pipeline.use_pg_clip_range else ("pg_clip", "pg_clip")
+    # The switch chooses both sides, whatever their values; without it ROLL's default is nobody's choice.
+    has_range = bool(pipeline.use_pg_clip_range)
+    names = ("pg_clip_low", "pg_clip_high") if has_range else ("pg_clip", "pg_clip")
+    low, high = (Given(name, getattr(pipeline, name), CLIP, True if has_range else None) for name in names)
+    more_numbers = [Given(name, getattr(pipeline, name)) for name in NUMBERS if hasattr(pipeline, name)]
+    more_numbers += [Given(f"actor_train.training_args.{name}", getattr(worker.training_args, name)) for name in STEP]
     dual_clip = 1 + 2 * pipeline.pg_clip if pipeline.dual_clip_loss else None  # ROLL's c
     parameters = [parameter.name for parameter in loss.parameters if parameter.name != "clip_ratio_c"]
     correction = {name: given(name).value for name in CORRECTION_SETTINGS if given(name).is_chosen}
@@ -115,9 +136,11 @@ def read_settings(worker: Any, pipeline: Any) -> RollSettings:
         f"pg_variant: {loss_name}.{aggregation}",
         loss_name,
         aggregation,
-        [Given(name, getattr(pipeline, name), 0.2) for name in clips],
+        (low, high),
         {"clip_ratio_c": Given("dual_clip_loss", dual_clip)} | {name: given(name) for name in parameters},
         given(DIVISOR),
+        "use_pg_clip_range: true and {name}: {value}",
+        more_numbers,
         kl_coefficient=pipeline.kl_loss_coef if pipeline.use_kl_loss else 0.0,
         kl_estimator=KLEstimator.K3 if estimator.value is None else estimator.value,
         entropy_coefficient=max(pipeline.entropy_loss_coef, 0.0),
@@ -134,6 +157,10 @@ def read_settings(worker: Any, pipeline: Any) -> RollSettings:
         problems.append(
             f"actor_train.system_envs.{variable}={ours[variable]} has no effect: {settings} has {', '.join(allowed)}; remove it"
         )
+    for one in (Given(name, getattr(pipeline, name), CLIP) for name in CLIPS):
+        if one.is_chosen and one.name not in (*names, "pg_clip" if dual_clip else ""):
+            switch = "dual_clip_loss: true" if has_range else "use_pg_clip_range: true"
+            problems.append(f"{one.name}: {one.value} has no effect without {switch}; set the switch, or remove it")
     problems += [*_problems(settings, worker, pipeline), *CorrectionSettings.of(config).problems(), *sampling.problems]
     if problems:
         raise ConfigError(problems)
@@ -152,6 +179,10 @@ def _problems(settings: RollSettings, worker: Any, pipeline: Any) -> Iterator[st
     if not hasattr(pipeline, "num_return_sequences_in_group"):
         yield f"{type(pipeline).__name__}: {OUR_PIPELINE}"
         return
+    texts = {name: getattr(pipeline, name) for name in SWITCHES} | {f"actor_train.{n}": getattr(worker, n) for n in WORKER_SWITCHES}
+    for name, value in texts.items():
+        if isinstance(value, str):
+            yield f"{name}: {value!r} is text, which ROLL takes for true: write true or false, without quotes"
     for name, (only, why) in ONLY.items():
         if getattr(pipeline, name) != only:
             yield f"{name}: {getattr(pipeline, name)} beside {settings}: {why}; set {name}: {only}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
+from megatron_rl.hosts.given import Given, not_numbers
+from megatron_rl.hosts.sections import ROLL_CLIPS, ROLL_NUMBERS, ROLL_WORKER
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
     UNKNOWN,
@@ -27,6 +30,7 @@ from megatron_rl.hosts.settings_line import (
     put,
     read_value,
 )
+from megatron_rl.loss_hub import get_policy_loss
 
 SCRIPT = re.compile(r"(?:.*/)?start_\w+_pipeline\.py")
 OUR_SCRIPT = re.compile(r"(?:.*/)?start_rlvr\w*_pipeline\.py")
@@ -57,6 +61,8 @@ DEFAULT_STRATEGY = "fsdp2_train"
 RECOMPUTING = ("step_reinforce", "gigpo")
 HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "kl_estimator", "entropy_coefficient")
 NOT_OURS = "its own settings decide on temperature and batches"
+# A name of a YAML that is more similar than this to one of PIPELINE is a slip: no other of ROLL's is.
+CLOSEST_NAME = 0.85
 INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -93,6 +99,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     if not OUR_SCRIPT.fullmatch(script):
         yield Row("script", f"{script} starts another pipeline: {roll.OUR_PIPELINE}", is_wrong=True)
         return
+    yield from _names_and_numbers(settings, train)
     unknown = sorted(_unknown(settings))
     if unknown:
         yield Row(VARIANT, f"not judged: the value of {', '.join(unknown)} is not known here", is_note=True)
@@ -103,6 +110,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         yield from (Row(VARIANT, problem, is_wrong=True) for problem in error.problems)
         return
     config = found.config
+    yield from _lost_clip(settings, config)
     weight = found.record.weight_in_words({"L": config.loss_aggregation_divisor})
     yield Row(VARIANT, f"{found}, {numbers(config)}, weight of a token {weight}")
     yield Row("sample", sample_in_words(config.loss_aggregation, None))
@@ -114,15 +122,46 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         yield Row("old log-probabilities", "ROLL computes none, so the ratio is 1", is_note=True)
 
 
+def _names_and_numbers(settings: Mapping[str, Any], train: Mapping[str, Any]) -> Iterator[Row]:
+    """ROLL drops a name that it does not have without a word."""
+    for name, value in settings.items():
+        if name in ROLL_NUMBERS:
+            yield from (Row(name, problem, is_wrong=True) for problem in not_numbers([Given(name, value)]))
+        elif name not in PIPELINE:
+            known, cutoff = (ROLL_CLIPS, 0.0) if name.startswith("pg_") else ([*PIPELINE], CLOSEST_NAME)
+            if close := get_close_matches(name, known, 1, cutoff):
+                yield Row(name, f"ROLL has no such setting, and drops it without a word: did you mean {close[0]}?", is_wrong=True)
+    yield from ROLL_WORKER.judge({f"{ROLL_WORKER.prefix}{name}": value for name, value in train.items()})
+
+
+def _lost_clip(settings: Mapping[str, Any], config: PolicyLossConfig) -> Iterator[Row]:
+    """What a YAML says of the clip and a worker, which has ROLL's defaults too, cannot know."""
+    own = get_policy_loss(config.policy_loss).clip_ratios
+    if own is None or own == (roll.CLIP, roll.CLIP):
+        return
+    words = f"{config.policy_loss} has {own[0]:g}/{own[1]:g} of its own"
+    if not settings.get("use_pg_clip_range") and settings.get("pg_clip") == roll.CLIP and not settings.get("dual_clip_loss"):
+        text = f"{roll.CLIP} is ROLL's default too, so its worker cannot tell that you wrote it, and {words}"
+        remedy = f"set use_pg_clip_range: true, pg_clip_low: {roll.CLIP} and pg_clip_high: {roll.CLIP}"
+        yield Row("pg_clip", f"{text}; remove it, or {remedy}", is_wrong=True)
+    elif settings.get("use_pg_clip_range"):
+        for name, side in zip(("pg_clip_low", "pg_clip_high"), own, strict=True):
+            if name not in settings and side != roll.CLIP:
+                text = f"use_pg_clip_range: true without {name} trains ROLL's default, {roll.CLIP}, and {words}; write {name}"
+                yield Row(name, text, is_wrong=True)
+
+
 def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     """(the lines of a YAML that give ROLL these settings, their problems)."""
     given: dict[str, Any] = {WORKER_CLASS: roll.WORKER, VARIANT: f"{config.policy_loss}.{config.loss_aggregation}"}
-    clips = {"pg_clip_low": config.clip_ratio_low, "pg_clip_high": config.clip_ratio_high}
+    clips: dict[str, Any] = {"pg_clip_low": config.clip_ratio_low, "pg_clip_high": config.clip_ratio_high}
     parameters = dict(config.loss_parameters)
     if dual_clip := parameters.pop("clip_ratio_c", None):
         given |= {"dual_clip_loss": True, "pg_clip": (dual_clip - 1) / 2}  # ROLL's c is 1 + 2 pg_clip
     if dual_clip or any(value is not None for value in clips.values()):
-        given |= {"use_pg_clip_range": True, **clips}
+        own = get_policy_loss(config.policy_loss).clip_ratios or (None, None)
+        sides = zip(clips.items(), own, strict=True)
+        given |= {"use_pg_clip_range": True} | {name: side if value is None else value for (name, value), side in sides}
     if config.kl_coefficient:
         given |= {"use_kl_loss": True, "kl_loss_coef": config.kl_coefficient}
     if config.entropy_coefficient:

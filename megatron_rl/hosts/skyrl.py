@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -30,20 +30,21 @@ from megatron_rl.config import CorrectionSettings, ImportanceCorrection, LossAgg
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import (
     CORRECTION_SETTINGS,
-    Given,
     is_proportional,
     loss_of_rows,
     read_config,
     signature_problem,
     tell_once,
 )
+from megatron_rl.hosts.given import Given
 from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of, value_at
+from megatron_rl.hosts.sections import SKYRL
 from megatron_rl.hosts.settings_line import read_overrides
 from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, needs_rollout_log_probs, policy_loss_names
 from megatron_rl.step_metrics import finalise_metrics
 
 PROBED = "NovaSky-AI/SkyRL a9564572e"
-PREFIX, DOOR = "megatron_rl.", "trainer.override_entrypoint="
+PREFIX, DOOR, ALGORITHM = "megatron_rl.", "trainer.override_entrypoint=", "trainer.algorithm."
 ENTRY, UTILITIES = "skyrl.train.entrypoints.main_base", "skyrl.backends.skyrl_train.utils"
 TABLES, CORRECTIONS = f"{UTILITIES}.ppo_utils", f"{UTILITIES}.off_policy_correction_utils"
 # SkyRL's loss_reduction -> our aggregation.
@@ -89,27 +90,39 @@ def own_words(words: Sequence[str]) -> dict[str, Any]:
     return {name.removeprefix(PREFIX): value for name, value in read_overrides([w for w in words if w.startswith(PREFIX)]).items()}
 
 
+def typed_clips(words: Sequence[str]) -> tuple[str, ...]:
+    """Those of CLIPS among the words of a launch line. SkyRL has its settings from there alone."""
+    return tuple(name for name in CLIPS if f"{ALGORITHM}{name}" in read_overrides(words))
+
+
 def own_settings(loss: PolicyLoss) -> tuple[str, ...]:
     """What words of ours may set: the correction, and the loss's parameters that SkyRL has no name for."""
     return (*CORRECTION_SETTINGS, *(one.name for one in loss.parameters if one.name not in PARAMETERS))
 
 
-def read_settings(algorithm: Any, own: Mapping[str, Any], *, is_corrected: bool) -> PolicyLossConfig:
-    """Our settings from SkyRL's algorithm config and our own words. is_corrected: SkyRL's off_policy_correction is on. Raises one
-    ConfigError with every problem."""
+def _why_not(short: str) -> str:
+    """Why a name behind our prefix is no loss in SkyRL."""
+    loss, _, aggregation = short.rpartition(".")
+    reductions = {str(ours): theirs for theirs, ours in REDUCTIONS.items()}
+    if loss in loss_names() and aggregation in reductions:
+        remedy = f"type {ALGORITHM}policy_loss_type={PREFIX}{loss} {ALGORITHM}loss_reduction={reductions[aggregation]}"
+        return f"in SkyRL the aggregation is loss_reduction, and no part of this name; {remedy}"
+    if "." in short:
+        return "SkyRL's workers import megatron_rl, and no module of yours: a loss of your own is not offered"
+    if short in policy_loss_names():
+        return "it is not proportional to the advantage, which carries the weights in SkyRL"
+    return "there is no such loss"
+
+
+def read_settings(
+    algorithm: Any, own: Mapping[str, Any], *, is_corrected: bool, typed: Collection[str] | None = None
+) -> PolicyLossConfig:
+    """Our settings from SkyRL's algorithm config and our own words. Raises one ConfigError with every problem.
+
+    is_corrected: SkyRL's off_policy_correction is on. typed: those of CLIPS on the launch line; None: not known."""
     name, reduction = str(algorithm.policy_loss_type), algorithm.loss_reduction
     if name.removeprefix(PREFIX) not in loss_names() or not name.startswith(PREFIX):
-        why = "it is not a loss of megatron_rl; choose one"
-        if name.startswith(PREFIX):
-            short = name.removeprefix(PREFIX)
-            is_known = short in policy_loss_names()
-            why = (
-                "it is not proportional to the advantage, which carries the weights in SkyRL"
-                if is_known and "." not in short
-                else "SkyRL's workers import megatron_rl, and no module of yours: a loss of your own is not offered"
-                if "." in short
-                else "there is no such loss"
-            )
+        why = _why_not(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else "it is not a loss of megatron_rl; choose one"
         raise ConfigError(
             f"trainer.algorithm.policy_loss_type={name}: {why}. Losses: {', '.join(PREFIX + n for n in loss_names())}"
         )
@@ -121,16 +134,19 @@ def read_settings(algorithm: Any, own: Mapping[str, Any], *, is_corrected: bool)
     loss, record = get_policy_loss(name.removeprefix(PREFIX)), get_loss_aggregation(REDUCTIONS[reduction])
 
     def given(setting: str, default: Any = None) -> Given:
-        return Given(f"trainer.algorithm.{setting}", functools.reduce(getattr, setting.split("."), algorithm), default)
+        is_typed = None if typed is None or setting not in CLIPS else setting in typed
+        return Given(f"{ALGORITHM}{setting}", functools.reduce(getattr, setting.split("."), algorithm), default, is_typed)
 
+    low, high = (given(*clip) for clip in CLIPS.items())
     config, problems = read_config(
         f"loss_reduction={reduction}",
         loss.name,
         record.name,
-        [given(*clip) for clip in CLIPS.items()],
+        (low, high),
         {ours: given(*theirs) for ours, theirs in PARAMETERS.items()}
         | {name: Given(f"{PREFIX}{name}", own.get(name)) for name in own_settings(loss) if name not in CORRECTION_SETTINGS},
         given(DIVISOR) if record.takes_divisor else Given(DIVISOR, None),
+        "{name}={value} on the launch line",
         **{name: value for name, value in own.items() if name in CORRECTION_SETTINGS},
     )
     for name in own:
@@ -174,6 +190,7 @@ def compute_loss(
     rollout_logprobs: Tensor | None = None,  # [S, R]
     *,
     own: Mapping[str, Any] | None = None,  # words of ours
+    typed: Collection[str] | None = None,  # see read_settings
 ) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, SkyRL's names of metrics
     """SkyRL's policy loss of one micro-batch: sum_i sum_t m_it u_it l_it, u: SkyRL's own off-policy correction, or ours.
 
@@ -181,7 +198,7 @@ def compute_loss(
     Raises ConfigError for settings that are not honoured, and without the sampler's log-probabilities where they are needed.
     """
     is_weighed = corrects(config)
-    settings = read_settings(config, own or {}, is_corrected=is_weighed)
+    settings = read_settings(config, own or {}, is_corrected=is_weighed, typed=typed)
     needs_sampler = needs_rollout_log_probs(settings)
     mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
     weights, metrics, sampled = None, {}, None
@@ -219,10 +236,10 @@ def contract_problems() -> Iterator[str]:
                 yield f"{problem} ({PROBED})"
 
 
-def register(registry: Any, own: Mapping[str, Any]) -> None:
+def register(registry: Any, own: Mapping[str, Any], typed: Collection[str] | None = None) -> None:
     """Adds our losses to SkyRL's PolicyLossRegistry. It sends them, with our words, to workers, which must have this package."""
     for name in loss_names():
-        registry.register(f"{PREFIX}{name}", functools.partial(compute_loss, name, own=own))
+        registry.register(f"{PREFIX}{name}", functools.partial(compute_loss, name, own=own, typed=typed))
 
 
 def main() -> None:
@@ -233,15 +250,19 @@ def main() -> None:
     launch = import_module("megatron_rl.hosts.launch")  # not at the top: SkyRL's workers import this module, and need no launcher
     if launch.is_check():
         raise SystemExit(launch.report(ENTRY, sys.argv[1:]))
-    own = own_words(sys.argv[1:])
+    own, typed = own_words(sys.argv[1:]), typed_clips(sys.argv[1:])
     sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith((DOOR, PREFIX))]
     entry, tables = import_module(ENTRY), import_module(TABLES)
     try:
         if problems := [*contract_problems()]:
             raise ConfigError(problems)
+        # Other versions of SkyRL may have more names; this one refuses those that it does not have.
+        rows = SKYRL.judge(read_overrides(sys.argv[1:]), may_have_more=True)
+        if problems := [f"{row.subject}: {row.text}" for row in rows if row.is_wrong]:
+            raise ConfigError(problems)
         config = entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])
         is_corrected = corrects(config.trainer.algorithm)
-        settings = read_settings(config.trainer.algorithm, own, is_corrected=is_corrected)
+        settings = read_settings(config.trainer.algorithm, own, is_corrected=is_corrected, typed=typed)
         sampling = judge_sampler(settings, functools.partial(value_at, config), is_corrected=is_corrected)
         if sampling.problems:
             raise ConfigError(sampling.problems)
@@ -249,5 +270,5 @@ def main() -> None:
         raise SystemExit("\n".join(f"megatron_rl: ConfigError: {problem}" for problem in error.problems)) from None
     for text in sampling.warnings:
         print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
-    register(tables.PolicyLossRegistry, own)
+    register(tables.PolicyLossRegistry, own, typed)
     entry.main()

@@ -13,6 +13,8 @@ from megatron_rl.config import CorrectionSettings, KLEstimator, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import skyrl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
+from megatron_rl.hosts.given import clip_to_type
+from megatron_rl.hosts.sections import SKYRL
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
     UNKNOWN,
@@ -23,7 +25,7 @@ from megatron_rl.hosts.settings_line import (
     in_words,
     read_overrides,
 )
-from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 
 ALGORITHM = "trainer.algorithm"
 LOSS, REDUCTION = f"{ALGORITHM}.policy_loss_type", f"{ALGORITHM}.loss_reduction"
@@ -36,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "kl_loss_coef": 0.001,
     "kl_estimator_type": "k3",
     "use_entropy_loss": False,
+    "entropy_loss_coef": 0.01,
     skyrl.DIVISOR: None,
     **skyrl.CLIPS,
     **dict(skyrl.PARAMETERS.values()),
@@ -68,6 +71,9 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         whole = next((whole for whole in (LOSS, REDUCTION) if name != whole and whole.endswith(f".{name}")), None)
         if whole is not None:
             yield Row(name, f"SkyRL has no such setting: type its whole name, {whole}={value}", is_wrong=True)
+    is_ours = str(values.get(LOSS)).startswith(skyrl.PREFIX)
+    plain = read_overrides([word for word in given if not word.startswith("+")])
+    yield from SKYRL.judge(plain, is_ours=is_ours)
     doors = [word.removeprefix(skyrl.DOOR) for word in given if word.startswith(skyrl.DOOR)]
     name = values.get(LOSS, DEFAULTS["policy_loss_type"])
     if name is UNKNOWN:
@@ -93,7 +99,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         yield Row(LOSS, f"not judged: the value of {', '.join(unknown)} is not known here", is_note=True)
         return
     try:
-        config = skyrl.read_settings(algorithm, own, is_corrected=is_corrected)
+        config = skyrl.read_settings(algorithm, own, is_corrected=is_corrected, typed=skyrl.typed_clips(given))
     except ConfigError as error:
         yield from (Row(LOSS, problem, is_wrong=True) for problem in error.problems)
         return
@@ -129,7 +135,9 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     else:
         text = f"SkyRL's driver scales advantages by {', '.join(reductions)} alone; choose one of them"
         problems.append(f"--loss-aggregation {config.loss_aggregation}: {text}")
-    clips: dict[str, float | None] = dict(zip(skyrl.CLIPS, (config.clip_ratio_low, config.clip_ratio_high), strict=True))
+    clips: dict[str, float | None] = {}
+    clips |= clip_to_type(get_policy_loss(config.policy_loss), config.clip_ratio_low, config.clip_ratio_high, skyrl.CLIPS)
+    typed = tuple(clips)
     default = PolicyLossConfig()
     own = {name: value for name in CORRECTION_SETTINGS if (value := getattr(config, name)) != getattr(default, name)}
     own |= {name: value for name, value in config.loss_parameters.items() if name not in skyrl.PARAMETERS}
@@ -145,7 +153,7 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
             problems.append(f"--kl-estimator {config.kl_estimator}: {text}; choose one of them")
     try:
         if reduction:
-            skyrl.read_settings(algorithm_of(given), own, is_corrected=False)
+            skyrl.read_settings(algorithm_of(given), own, is_corrected=False, typed=typed)
     except ConfigError as error:
         problems += error.problems
     words = in_words(given | {f"{skyrl.PREFIX}{name}": value for name, value in own.items()})

@@ -45,7 +45,6 @@ from megatron_rl.config import (
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import (
     CORRECTION_SETTINGS,
-    Given,
     aggregations,
     carry_prompt_weights,
     is_carried,
@@ -57,6 +56,7 @@ from megatron_rl.hosts.dense_rows import (
     signature_problem,
     tell_once,
 )
+from megatron_rl.hosts.given import Given
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, needs_rollout_log_probs, policy_loss_names
 from megatron_rl.losses import PolicyLossOutput
 from megatron_rl.step_metrics import finalise_metrics
@@ -76,7 +76,8 @@ LOSS_ARGUMENTS = (
 # What verl gives to an estimator of one name alone, and so never to a companion.
 GIVEN_BY_NAME = {"values", "batch", "non_tensor_batch", "reward_baselines", "sum_pi_squared"}
 STD_SWITCH = "norm_adv_by_std_in_grpo"
-# The settings of verl's actor that our losses read, and verl's defaults: a value that is its default is nobody's choice.
+# The settings of verl's actor that our losses read, and verl's defaults. verl's workers do not know what was typed; in
+# actor.policy_loss these names are ours, and there a clip is typed whatever its value.
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 # Our parameter -> (verl's setting, its default).
 PARAMETERS = {
@@ -87,6 +88,7 @@ PARAMETERS = {
 }
 # The class of verl's policy_loss that has fields for the settings of ours that verl has no name for.
 POLICY_LOSS_CLASS = "megatron_rl.hosts.verl_config.PolicyLoss"
+CLASS_LINE = f"actor_rollout_ref.actor.policy_loss._target_={POLICY_LOSS_CLASS}"
 # The overrides with which verl hands over exp(old - sampled). verl itself bounds it at e^20, so a larger threshold cuts nothing.
 LEAST_UNCUT_THRESHOLD = math.exp(20)
 NEEDED_OF_ROLLOUT_CORRECTION = {"rollout_is": "token", "rollout_is_threshold": 1e9}
@@ -174,15 +176,26 @@ def read_settings(mode: LossMode, actor: Any) -> PolicyLossConfig:
 
     loss = get_policy_loss(mode.loss)
     own = {name: given(f"policy_loss.{name}") for name in own_settings(mode)}
+    theirs = {name: given(name, default) for name, default in CLIPS.items()}
+    low, high = (theirs[name] if own[name].value is None else own[name]._replace(is_typed=True) for name in CLIPS)
+    named = own.keys() - {*CORRECTION_SETTINGS, *CLIPS}
     config, problems = read_config(
         str(mode),
         mode.loss,
         mode.aggregation,
-        [given(*clip) for clip in CLIPS.items()],
-        {ours: given(*theirs) for ours, theirs in PARAMETERS.items()} | {n: own[n] for n in own.keys() - {*CORRECTION_SETTINGS}},
+        (low, high),
+        {ours: given(*theirs) for ours, theirs in PARAMETERS.items()} | {name: own[name] for name in named},
         given(DIVISOR),
+        f"{CLASS_LINE} +actor_rollout_ref.actor.policy_loss.clip_ratio_{{side}}={{value}}",
+        [given("kl_loss_coef"), given("entropy_coeff")],
         **{name: own[name].value for name in CORRECTION_SETTINGS if own[name].is_chosen},
     )
+    problems += [
+        f"{own[name].name}={own[name].value} and {theirs[name].name}={theirs[name].value} are the same thing with two values: "
+        "remove one of them"
+        for name in CLIPS
+        if own[name].value is not None and theirs[name].is_chosen and theirs[name].value != own[name].value
+    ]
     found = CorrectionSettings.of(config)
     problems += found.problems()
     if found.kind != ImportanceCorrection.NONE and loss.anchor == "rollout":
@@ -200,9 +213,10 @@ def read_settings(mode: LossMode, actor: Any) -> PolicyLossConfig:
 
 
 def own_settings(mode: LossMode) -> tuple[str, ...]:
-    """Our settings that actor.policy_loss may hold: of the correction, and the loss's parameters that verl has no name for."""
+    """Our settings that actor.policy_loss may hold: the clip, those of the correction, and the loss's parameters that verl has no
+    name for."""
     parameters = [parameter.name for parameter in get_policy_loss(mode.loss).parameters]
-    return (*CORRECTION_SETTINGS, *(name for name in parameters if name not in PARAMETERS))
+    return (*CLIPS, *CORRECTION_SETTINGS, *(name for name in parameters if name not in PARAMETERS))
 
 
 def agg_modes(mode: LossMode, actor: Any) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from verl.workers.config import PolicyLossConfig
 class PolicyLoss(PolicyLossConfig):
     """verl's own, with fields for the settings of our losses that verl has no name for. None: the default of ours."""
 
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
     importance_correction: str | None = None
     importance_correction_level: str | None = None
     importance_correction_low: float | None = None

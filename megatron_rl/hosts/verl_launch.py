@@ -15,9 +15,18 @@ from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
+from megatron_rl.hosts.given import Given, clip_to_type, not_numbers
 from megatron_rl.hosts.sampling import judge_sampling, names_of, readers_of
+from megatron_rl.hosts.sections import VERL_ACTOR, VERL_CORRECTION, VERL_POLICY_LOSS
 from megatron_rl.hosts.settings_line import LOSS_SETTINGS, UNKNOWN, Row, advice_of, idle_settings, in_words, put, read_overrides
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, needs_rollout_log_probs, policy_loss_names
+from megatron_rl.loss_hub import (
+    clip_of,
+    declared_parameters,
+    get_loss_aggregation,
+    get_policy_loss,
+    needs_rollout_log_probs,
+    policy_loss_names,
+)
 from megatron_rl.validation import routes_of_flags
 
 MAIN = "verl.trainer.main_ppo"
@@ -58,10 +67,14 @@ READ_OF_ACTOR = (
     "loss_agg_mode",
     "loss_scale_factor",
     "kl_loss_type",
+    "kl_loss_coef",
+    "entropy_coeff",
 )
 # verl's value of what a launch line would be refused for, because our losses do not read it.
-OWN_VALUES = {f"{ACTOR}.clip_ratio": 0.2}
+OWN_VALUES = {f"{ACTOR}.{name}": value for name, value in {"clip_ratio": 0.2, **verl.CLIPS}.items()}
 CLOSEST_SETTING = 0.9
+# Sections whose every name is known.
+JUDGED = tuple(section.prefix.removesuffix(".") for section in (VERL_ACTOR, VERL_POLICY_LOSS, VERL_CORRECTION))
 # For a loss_mode without our prefix: where its loss is one of ours, and where it may be the name of somebody else's.
 SIMILAR_MODE, CLOSEST_MODE = 0.6, 0.9
 # Its estimates of KL; tests/test_verl.py looks for them in a checkout.
@@ -77,9 +90,10 @@ def is_main(word: str) -> bool:
 
 
 class Overrides:
-    """flags: words that begin with two hyphens, which are hydra's or nobody's."""
+    """flags: words that begin with two hyphens, which are hydra's or nobody's. is_merged: the words are verl's whole config."""
 
-    def __init__(self, words: Sequence[str]):
+    def __init__(self, words: Sequence[str], *, is_merged: bool = False):
+        self.is_merged = is_merged
         start = next((index + 1 for index, word in enumerate(words) if is_main(word)), 0)
         self.given, self.knows_defaults = read_overrides(words[start:]), True
         names = [word for word in words[start:] if word != "--"]
@@ -104,8 +118,10 @@ class Overrides:
         return found
 
 
-def problems_of(words: Sequence[str]) -> list[str]:
-    return [f"{row.subject}: {row.text}" for row in judge(Overrides(words)) if row.is_wrong]
+def problems_of(words: Sequence[str], *, is_merged: bool = False) -> list[str]:
+    """What ends a launch."""
+    rows = {row.text: row for row in judge(Overrides(words, is_merged=is_merged), is_launch=True)}.values()
+    return [f"{row.subject}: {row.text}" for row in rows if row.is_wrong]
 
 
 def judge_config(config: Any) -> tuple[list[str], list[str]]:
@@ -119,7 +135,7 @@ def judge_config(config: Any) -> tuple[list[str], list[str]]:
     ]
     values = {name: verl.setting(config, name) for name in names}
     words = [f"{name}={value}" for name, value in values.items() if value not in (None, OWN_VALUES.get(name))]
-    rows = [*judge(Overrides(words))]
+    rows = [*judge(Overrides(words, is_merged=True), is_launch=True)]
     problems, said = ([f"{r.subject}: {r.text}" for r in rows if chosen(r)] for chosen in (lambda r: r.is_wrong, _is_said_at_start))
     return problems, said
 
@@ -135,13 +151,18 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     dotted = [name for name in (config.policy_loss, config.loss_aggregation) if "." in name]
     modules = ",".join(dict.fromkeys(name.rpartition(".")[0] for name in dotted))
     given: dict[str, Any] = {LOSS_MODE: f"{verl.PREFIX}{loss}.{aggregation}"}
-    clips = {"clip_ratio_low": config.clip_ratio_low, "clip_ratio_high": config.clip_ratio_high}
+    of_loss = get_policy_loss(config.policy_loss)
+    clips = clip_to_type(of_loss, config.clip_ratio_low, config.clip_ratio_high, verl.CLIPS)
+    # verl's workers take verl's default for nobody's choice, unless it is typed by our names.
+    hidden = {} if of_loss.clip_ratios is None else dict(zip(verl.CLIPS, of_loss.clip_ratios, strict=True))
+    hidden = {name: value for name, value in clips.items() if value == verl.CLIPS[name] != hidden.get(name, value)}
+    clips = {name: value for name, value in clips.items() if name not in hidden}
     named = {verl.PARAMETERS[ours][0]: value for ours, value in config.loss_parameters.items() if ours in verl.PARAMETERS}
     for setting, value in {**clips, **named, verl.DIVISOR: config.loss_aggregation_divisor}.items():
         if value is not None:
             given[f"{ACTOR}.{setting}"] = value
     defaults = PolicyLossConfig()
-    own = {name: value for name, value in config.loss_parameters.items() if name not in verl.PARAMETERS}
+    own = hidden | {name: value for name, value in config.loss_parameters.items() if name not in verl.PARAMETERS}
     own |= {n: getattr(config, n) for n in CORRECTION_SETTINGS if getattr(config, n) != getattr(defaults, n)}
     if own:
         given[LOSS_CLASS] = verl.POLICY_LOSS_CLASS
@@ -161,7 +182,8 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     return lines, problems + idle_settings(config, HONOURED, f"verl: {NOT_OURS}")
 
 
-def judge(line: Overrides) -> Iterator[Row]:
+def judge(line: Overrides, *, is_launch: bool = False) -> Iterator[Row]:
+    """is_launch: this verl will look at the names itself, so that one that is like none of ours may be its own."""
     for given, value in line.given.items():
         place = next(
             (whole for whole in (LOSS_MODE, ESTIMATOR) if given != whole and whole.endswith(f".{given.split('.')[-1]}")), None
@@ -171,6 +193,7 @@ def judge(line: Overrides) -> Iterator[Row]:
     if groups := list(_groups(line)):
         yield from groups
         return
+    yield from _names_and_numbers(line, is_launch)
     yield from _without_effect(line)
     name = line[LOSS_MODE]
     if isinstance(name, str) and not name.startswith(verl.PREFIX) and (meant := _meant_mode(name)) is not None:
@@ -213,6 +236,21 @@ def _groups(line: Overrides) -> Iterator[Row]:
             yield Row(given, f"it is a group of settings, and hydra takes no {value} in its place{meant}", is_wrong=True)
 
 
+def _names_and_numbers(line: Overrides, is_launch: bool) -> Iterator[Row]:
+    is_ours = str(line[LOSS_MODE]).startswith(verl.PREFIX) and not line.is_merged
+    has_own_class = line[LOSS_CLASS] not in (None, verl.POLICY_LOSS_CLASS, "verl.workers.config.PolicyLossConfig")
+    policy_loss = (*declared_parameters(), *CORRECTION_SETTINGS, *verl.CLIPS)
+    for section, added, is_open in (
+        (VERL_ACTOR, (), f"{ACTOR}._target_" in line.given),
+        (VERL_POLICY_LOSS, policy_loss, has_own_class),
+        (VERL_CORRECTION, (), False),
+    ):
+        may_have_more = is_launch and section is not VERL_POLICY_LOSS
+        rows = section.judge(line.given, added, is_ours=is_ours, may_have_more=may_have_more)
+        yield from (row for row in rows if not is_open or row.subject.removeprefix(section.prefix) in (*section.names, *added))
+    yield from (Row(BATCH, problem, is_wrong=True) for problem in not_numbers([Given(BATCH, line.given.get(BATCH))]))
+
+
 def _meant_mode(name: str) -> str | None:
     """Our loss_mode that a name without our prefix means; None: it may be verl's own, which has no dot, or somebody else's."""
     ours = {mode.removeprefix(verl.PREFIX): mode for mode in verl.loss_modes()}
@@ -232,7 +270,7 @@ def _without_effect(line: Overrides) -> Iterator[Row]:
     known = {*DEFAULTS, LOSS_MODE, LOSS_CLASS, f"{CORRECTION}.rollout_rs_threshold", *(f"{ACTOR}.{name}" for name in READ_OF_ACTOR)}
     for given in line.given:
         parent, _, last = given.rpartition(".")
-        beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
+        beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent and parent not in JUDGED]
         close = [] if last in beside else get_close_matches(last, beside, n=1, cutoff=CLOSEST_SETTING)
         if close:
             yield Row(given, f"verl has no such setting: did you mean {parent}.{close[0]}?", is_wrong=True)
@@ -262,8 +300,11 @@ def _agg_mode(line: Overrides) -> Any:
 
 def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
     actor = line.tree(ACTOR)
-    # verl fills in its dual clip where nothing is typed.
+    # verl fills in its dual clip where nothing is typed, and its clip.
     actor.setdefault("clip_ratio_c", verl.PARAMETERS["clip_ratio_c"][1])
+    clips = {name: f"{ACTOR}.{name}" for name in verl.CLIPS}
+    if line.knows_defaults:
+        actor = {name: default for name, default in verl.CLIPS.items() if clips[name] not in line.given} | actor
     is_open = line.given.get(f"{ACTOR}.{verl.DIVISOR}") is UNKNOWN
     if is_open and mode.record.takes_divisor:
         actor[verl.DIVISOR] = 1.0
@@ -272,6 +313,11 @@ def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
     except ConfigError as error:
         yield from (Row(LOSS_MODE, problem, is_wrong=True) for problem in error.problems)
         return
+    yield from _replaced_clip(line, mode, settings)
+    idle = actor.get("policy_loss", {}).keys() & declared_parameters().keys() - {*verl.own_settings(mode)}
+    for name in sorted(idle):
+        instead = f"set {ACTOR}.{verl.PARAMETERS[name][0]}" if name in verl.PARAMETERS else f"{mode.loss} has no such parameter"
+        yield Row(f"policy_loss.{name}", f"it has no effect: {instead}", is_wrong=True)
     own = sorted(actor.get("policy_loss", {}).keys() & verl.own_settings(mode))
     if own and line[LOSS_CLASS] not in (verl.POLICY_LOSS_CLASS, UNKNOWN):
         text = f"{', '.join(own)}: verl's own class has no such fields; set {LOSS_CLASS}={verl.POLICY_LOSS_CLASS}"
@@ -289,6 +335,23 @@ def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
         yield Row("loss_agg_mode", f"{text}: set {ACTOR}.loss_agg_mode={verl.DEFAULT_AGG_MODE}", is_wrong=True)
     else:
         yield Row("loss_agg_mode", f"{_agg_mode(line)}, of KL and entropy; our loss does not read it")
+
+
+def _replaced_clip(line: Overrides, mode: verl.LossMode, settings: PolicyLossConfig) -> Iterator[Row]:
+    """A typed clip that verl's workers would take for verl's default."""
+    acting = clip_of(settings)
+    if acting is None:
+        return
+    given = zip(verl.CLIPS, (settings.clip_ratio_low, settings.clip_ratio_high), acting, strict=True)
+    typed = {name: line.given.get(f"{ACTOR}.{name}", UNKNOWN) for name, side, own in given if side is None}
+    lost = {
+        name: typed[name] for name, own in zip(verl.CLIPS, acting, strict=True) if typed.get(name, UNKNOWN) not in (UNKNOWN, own)
+    }
+    if lost:
+        values = " and ".join(f"{name}={value}" for name, value in lost.items())
+        ours = " ".join(f"+{ACTOR}.policy_loss.{name}={value}" for name, value in lost.items())
+        text = f"{values}: verl's default too, so its workers cannot tell that you typed it, and {mode} would train its own clip"
+        yield Row("clip", f"{text}, {acting[0]:g}/{acting[1]:g}; remove it, or type {verl.CLASS_LINE} {ours}", is_wrong=True)
 
 
 def _sampler(line: Overrides, mode: verl.LossMode) -> Row:

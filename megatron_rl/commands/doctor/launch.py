@@ -108,7 +108,7 @@ def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | N
     host = hydra_host_of(given) if named is None else HYDRA_HOSTS[named]
     if host is None:
         return None
-    rows = host.judge(given, _read_yaml_file)
+    rows = {row.text: row for row in host.judge(given, _read_yaml_file)}.values()  # a problem may be found by name and by value
     found = [Finding(row.subject, PROBLEM if row.is_wrong else NOTE if row.is_note else OK, row.text) for row in rows]
     reading = (
         [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []

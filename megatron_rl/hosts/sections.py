@@ -1,0 +1,181 @@
+"""Every name of the sections of a host's settings that our losses read, so that a misspelt one is refused without the host.
+
+A host may drop a name that it does not have, or refuse it in a worker after it has loaded a model. And some hosts take `true` for a
+number, which is 1 then. tests/test_sections.py compares the tables with checkouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from megatron_rl.hosts.given import Given, not_numbers
+from megatron_rl.hosts.settings_line import Row
+
+# A misspelt section is more similar than this to the right one; no two sections of a host are.
+CLOSEST_SECTION = 0.9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """numbers, others: names below the prefix. trees: names with names of their own, which are not judged. idle: a name that none
+    of our losses reads -> what to do."""
+
+    host: str
+    prefix: str  # with its dot
+    numbers: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    trees: tuple[str, ...] = ()
+    idle: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.numbers, *self.others)
+
+    def judge(
+        self, given: Mapping[str, Any], added: Collection[str] = (), *, is_ours: bool = True, may_have_more: bool = False
+    ) -> Iterator[Row]:
+        """given: settings of a line by their whole names. added: names that this host has by us. is_ours: one of our losses trains.
+        may_have_more: a name that is like none of these may be one of another version, and gets a note."""
+        known = (*self.names, *added)
+        for whole, value in given.items():
+            parent, _, last = whole.rpartition(".")
+            name = whole.removeprefix(self.prefix)
+            if name == whole:
+                section = self.prefix.removesuffix(".")
+                if parent != section and last in known and get_close_matches(parent, [section], 1, CLOSEST_SECTION):
+                    yield Row(whole, f"{self.host} has no such setting: did you mean {self.prefix}{last}?", is_wrong=True)
+            elif name in self.numbers:
+                yield from (Row(whole, problem, is_wrong=True) for problem in not_numbers([Given(whole, value)]))
+            elif name not in known and name.partition(".")[0] not in self.trees:
+                close = get_close_matches(name, known, 1)
+                meant = f"did you mean {self.prefix}{close[0]}?" if close else f"remove it; it has {', '.join(sorted(known))}"
+                is_note = may_have_more and not close
+                yield Row(whole, f"{self.host} has no such setting: {meant}", is_wrong=not is_note, is_note=is_note)
+            if is_ours and name != whole and name in self.idle:
+                yield Row(whole, f"{whole}={value} has no effect: our losses do not read it; {self.idle[name]}", is_wrong=True)
+
+
+_ELSEWHERE = "remove it"
+
+SKYRL = Section(
+    host="SkyRL",
+    prefix="trainer.algorithm.",
+    numbers=(
+        *("kl_loss_coef", "entropy_loss_coef", "temperature", "zero_variance_filter_tol", "lambd", "gamma", "eps_clip_low"),
+        *("eps_clip_high", "clip_ratio_c", "tis_imp_ratio_cap", "value_clip", "max_seq_len", "sapo.tau_pos", "sapo.tau_neg"),
+        *("kl_ctrl.kl_target", "kl_ctrl.horizon", "dynamic_sampling.max_sample_batches", "dynamic_sampling.min_replace_ratio"),
+        *("clip_cov.clip_ratio", "clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub", "kl_cov.kl_cov_frac", "kl_cov.ppo_kl_coef"),
+        *("cispo.cispo_eps_clip_low", "cispo.cispo_eps_clip_high", "dppo.delta_low", "dppo.delta_high"),
+        *(
+            f"off_policy_correction.{name}"
+            for name in (
+                *("token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high", "geo_mask_high", "geo_mask_low"),
+                *("product_mask_high", "product_mask_low", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high"),
+                *("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
+            )
+        ),
+    ),
+    others=(
+        *("advantage_estimator", "kl_ctrl", "kl_estimator_type", "use_kl_in_reward", "use_kl_loss", "use_entropy_loss"),
+        *("advantage_batch_normalize", "value_head_prefix", "policy_loss_type", "loss_reduction", "grpo_norm_by_std"),
+        *("zero_variance_filter", "use_tis", "off_policy_correction", "sapo", "dynamic_sampling", "clip_cov", "kl_cov", "cispo"),
+        *("dppo", "kl_ctrl.type", "dynamic_sampling.type", "cispo.cispo_anchor", "dppo.dppo_type"),
+        *("off_policy_correction.tis_ratio_type", "off_policy_correction.sequence_mask_metric"),
+    ),
+    idle={
+        "cispo.cispo_eps_clip_low": "set trainer.algorithm.eps_clip_low",
+        "cispo.cispo_eps_clip_high": "set trainer.algorithm.eps_clip_high",
+        "cispo.cispo_anchor": "a loss of ours has one anchor; choose another loss, or remove it",
+        "dppo.dppo_type": "choose megatron_rl.dppo_tv or megatron_rl.dppo_kl",
+        "dppo.delta_low": "set megatron_rl.divergence_low",
+        "dppo.delta_high": "set megatron_rl.divergence_high",
+        "use_tis": "set trainer.algorithm.off_policy_correction.tis_ratio_type",
+        "tis_imp_ratio_cap": "set trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
+        **dict.fromkeys(("clip_cov.clip_ratio", "clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"), _ELSEWHERE),
+        **dict.fromkeys(("kl_cov.kl_cov_frac", "kl_cov.ppo_kl_coef"), _ELSEWHERE),
+    },
+)
+NEMO_RL = Section(
+    host="NeMo-RL",
+    prefix="loss_fn.",
+    numbers=(
+        *("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "reference_policy_kl_penalty", "kl_input_clamp_value"),
+        *("kl_output_clamp_value", "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"),
+        "positive_example_nll_weight",
+    ),
+    others=(
+        *("disable_ppo_ratio", "token_level_loss", "sequence_level_importance_ratios", "reference_policy_kl_type"),
+        *("use_kl_in_reward", "use_importance_sampling_correction", "truncated_importance_sampling_type"),
+        *("use_on_policy_kl_approximation", "force_on_policy_ratio", "use_cispo"),
+    ),
+)
+VERL_POLICY_LOSS = Section(
+    host="verl",
+    prefix="actor_rollout_ref.actor.policy_loss.",
+    numbers=("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta"),
+    others=("_target_", "loss_mode", "rollout_correction"),
+    trees=("rollout_correction",),
+    idle=dict.fromkeys(("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"), _ELSEWHERE),
+)
+VERL_ACTOR = Section(
+    host="verl",
+    prefix="actor_rollout_ref.actor.",
+    numbers=(
+        *("ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_infer_micro_batch_size_per_gpu"),
+        *("ppo_max_token_len_per_gpu", "ppo_infer_max_token_len_per_gpu", "clip_ratio", "clip_ratio_low", "clip_ratio_high"),
+        *("clip_ratio_c", "loss_scale_factor", "entropy_coeff", "tau_pos", "tau_neg", "kl_loss_coef", "ppo_epochs"),
+        *("data_loader_seed", "rollout_n", "entropy_from_logits_chunk_size", "grad_clip", "ulysses_sequence_parallel_size"),
+        "megatron.context_parallel_size",
+    ),
+    others=(
+        *("_target_", "strategy", "use_dynamic_bsz", "freeze_vision_tower", "loss_agg_mode", "calculate_entropy"),
+        *("calculate_sum_pi_squared", "use_kl_loss", "use_prefix_grouper", "use_torch_compile", "kl_loss_type", "shuffle"),
+        *("use_fused_kernels", "global_batch_info", "entropy_from_logits_with_chunking", "entropy_checkpointing", "pad_to_length"),
+        *("use_remove_padding", "use_rollout_log_probs"),
+    ),
+    trees=(
+        *(
+            "policy_loss",
+            "checkpoint",
+            "optim",
+            "profiler",
+            "profile",
+            "engine",
+            "model_config",
+            "router_replay",
+            "qat",
+            "megatron",
+        ),
+        *("fsdp_config", "veomni", "torchtitan", "global_batch_info"),
+    ),
+)
+VERL_CORRECTION = Section(
+    host="verl",
+    prefix="algorithm.rollout_correction.",
+    numbers=("rollout_is_threshold", "rollout_rs_threshold"),
+    others=("_target_", "rollout_is", "rollout_is_batch_normalize", "rollout_rs", "bypass_mode", "loss_type"),
+)
+# Of a whole YAML of ROLL, which may have names of one's own for its ${...}: the numbers that our worker reads.
+ROLL_NUMBERS = (
+    *("pg_clip", "pg_clip_low", "pg_clip_high", "kl_loss_coef", "entropy_loss_coef", "rl_loss_coef", "init_kl_coef"),
+    *("rollout_batch_size", "num_return_sequences_in_group", "ppo_epochs"),
+)
+ROLL_CLIPS = ("pg_clip", "pg_clip_low", "pg_clip_high")
+ROLL_WORKER = Section(
+    host="ROLL",
+    prefix="actor_train.",
+    numbers=(
+        *("world_size", "num_gpus_per_worker", "model_update_frequency", "infer_batch_size", "backend_timeout"),
+        *("topr_positive_weight", "topr_negative_weight", "max_concurrency", "max_tokens_per_microbatch_in_train"),
+        *("sequence_length_round_in_train", "max_tokens_per_microbatch_in_infer", "sequence_length_round_in_infer", "opd_kl_coef"),
+    ),
+    others=(
+        *("name", "worker_cls", "pg_variant", "device_mapping", "use_dynamic_batching_in_train", "use_dynamic_batching_in_infer"),
+        *("offload_nccl", "use_sequence_packing", "logits_in_fp32", "apply_loss_scale", "mtp_training_mode", "tag_included"),
+        *("model_args", "training_args", "data_args", "generating_args", "strategy_args", "system_envs"),
+        *("sequence_packing_args", "router_replay"),
+    ),
+)
