@@ -74,6 +74,8 @@ def run_command(arguments: list[str]) -> int:
         # All ranks meet a wrong setting, so one of them prints it. Bad data may be on one rank alone.
         if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
             time.sleep(SECONDS_FOR_RANK_0)
+        if isinstance(error, ConfigError):  # a problem is a line, whatever a file has put into it
+            error = ConfigError([printable(problem) for problem in error.problems])
         text = "\n".join(printable(line) for line in str(error).split("\n"))
         print(f"megatron-rl {arguments[0]}: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_DATA

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.__main__ import main
 from megatron_rl.commands.doctor.command_line import read_line, training_line
 from megatron_rl.commands.doctor.launch import judge_launch
 from megatron_rl.commands.doctor.report import PROBLEM, as_text
@@ -403,6 +404,14 @@ def test_what_a_file_holds_reaches_the_terminal_without_its_control_characters(t
     text = as_text([], judge_launch(words, None), 1)
     assert "\\x1b" in text and all(char.isprintable() or char == "\n" for char in text)
     assert len([line for line in text.splitlines() if line.startswith("doctor: ")]) == 1
+
+
+def test_an_error_is_a_line_whatever_a_script_puts_into_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text("python3 'tools/a\ndoctor: no problems \x1b[2J.py'\n")
+    assert main(["doctor", "--launch-only", "--", "bash", "run.sh"]) == 2
+    error = capsys.readouterr().err
+    assert "it runs a\\ndoctor: no problems \\x1b[2J.py" in error and error.count("\n") == 1
 
 
 def test_the_hosts_of_the_option_are_all_hosts():

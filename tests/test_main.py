@@ -53,9 +53,9 @@ def test_a_broken_pipe_of_the_work_itself_is_not_taken_for_the_output_s(monkeypa
         command_line.main(["train"])
 
 
-@pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (DataError, 1), (RunError, 1)])
-def test_an_error_moves_no_cursor(monkeypatch, capsys, kind, code):
-    """What a file holds is part of messages: escapes are shown, lines stay lines."""
+@pytest.mark.parametrize(("kind", "code", "end"), [(ConfigError, 2, "\\n"), (DataError, 1, "\n"), (RunError, 1, "\n")])
+def test_an_error_moves_no_cursor(monkeypatch, capsys, kind, code, end):
+    """What a file holds is part of messages: escapes are shown, lines stay lines, and a problem of a ConfigError is one."""
 
     class Failing:
         @staticmethod
@@ -68,7 +68,7 @@ def test_an_error_moves_no_cursor(monkeypatch, capsys, kind, code):
 
     monkeypatch.setattr(command_line, "command_module", lambda name: Failing)
     assert command_line.main(["train"]) == code
-    assert capsys.readouterr().err == f"megatron-rl train: {kind.__name__}: first\\x1b[2J\\r\\u2028\nsecond\n"
+    assert capsys.readouterr().err == f"megatron-rl train: {kind.__name__}: first\\x1b[2J\\r\\u2028{end}second\n"
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,11 @@ def test_the_share_of_groups_without_signal_by_hand():
     assert share_without_signal(samples) == pytest.approx(1 / 3)
 
 
+def test_rewards_whose_squares_no_float_holds_are_bad_data():
+    with pytest.raises(DataError, match=r"rewards of up to 1e\+300 have no mean and deviation in float64"):
+        group_advantages([1e300, 0.0], ["q", "q"])
+
+
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_not_finite_names_its_prompt(reward):
     """Catches one NaN that would silently become the advantage of its whole group."""

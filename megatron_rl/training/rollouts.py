@@ -177,7 +177,12 @@ def group_advantages(
         if not math.isfinite(reward):
             raise DataError(f"prompt {prompt_id!r} has a reward of {reward}, it must be finite: fix the reward function")
         groups.setdefault(prompt_id, []).append(reward)
-    baselines = {prompt_id: _mean_and_deviation(group) for prompt_id, group in groups.items()}
+    try:
+        baselines = {prompt_id: _mean_and_deviation(group) for prompt_id, group in groups.items()}
+    except OverflowError as error:
+        raise DataError(
+            f"rewards of up to {max(map(abs, rewards)):g} have no mean and deviation in float64: give smaller ones"
+        ) from error
     is_divided = AdvantageNormalization(normalization) == AdvantageNormalization.STD
     return [
         (reward - baselines[prompt_id][0]) / (baselines[prompt_id][1] + DEVIATION_FLOOR if is_divided else 1.0)
