@@ -13,7 +13,8 @@ REPOSITORY_URL = os.environ.get("REPOSITORY_URL", "").rstrip("/")
 EXTRAS = {
     # psutil: dist_checkpointing hangs without it, and megatron-core does not declare it.
     "megatron": ["megatron-core>=0.13", "psutil"],
-    "triton": ["triton; platform_system == 'Linux'"],
+    # 3.4, with torch 2.8: TRITON_OF_TORCH in megatron_rl/config.py lists what the kernels are compiled with in tests.
+    "triton": ["triton>=3.4; platform_system == 'Linux'"],
     # For kernels on the CPU. Not for a CUDA torch, which pins its own triton.
     # 3.7: the interpreter of 3.6 fails on loops with numpy 2.4.
     "interpreter": ["triton>=3.7; platform_system == 'Linux'"],

@@ -23,6 +23,7 @@ CPU_MACHINE = {
         **HERE,
         "version": "2.13.0+cpu",
         "cuda_build": None,
+        "rocm_build": None,
         "has_cuda": False,
         "devices": [],
         "has_nccl": False,

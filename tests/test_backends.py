@@ -4,7 +4,9 @@ test_log_probs_triton.py."""
 from __future__ import annotations
 
 import ast
+import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from helpers import run_in_children
 from launch_settings import CUSTOM_LOSS
 from packaging.requirements import Requirement
 
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import TRITON_OF_TORCH, Backend, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import training_hooks
 from megatron_rl.ops import backends
@@ -63,6 +65,35 @@ def test_the_extra_for_tests_asks_for_an_interpreter_whose_loops_run():
     (wanted,) = (Requirement(line) for line in extras["interpreter"])
     assert wanted.name == "triton"
     assert [wanted.specifier.contains(version) for version in ("3.6.0", "3.7.0")] == [False, True]
+    (wanted,) = (Requirement(line) for line in extras["triton"])
+    oldest = min(TRITON_OF_TORCH.values())
+    assert str(wanted.specifier) == f">={oldest}"
+
+
+ON_CUDA = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda:0")
+
+
+def test_rocm_takes_torch_and_refuses_triton_by_name(not_interpreted, monkeypatch):
+    """Its tensors say is_cuda, and Triton refuses the launch option maxnreg there: a KeyError in each loss."""
+    assert backends.resolve_backend("auto", ON_CUDA) == Backend.TRITON
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert backends.resolve_backend("auto", ON_CUDA) == Backend.TORCH
+    with pytest.raises(ConfigError, match="built for ROCm 7.1: .*--policy-loss-backend torch"):
+        backends.resolve_backend("triton", ON_CUDA)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [("3.3.1", True), ("3.4.0", False), ("3.4.0+git1234", False), ("3.10.0", False)], ids=str
+)
+def test_a_triton_that_is_too_old_is_refused_by_name(monkeypatch, version, is_refused):
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    reason = backends.why_triton_is_missing.__wrapped__()
+    monkeypatch.setattr(backends, "why_triton_is_missing", lambda: reason)
+    if not is_refused:
+        assert reason is None
+        return
+    with pytest.raises(ConfigError, match=f"needs Triton, .*Triton {version} is older than 3.4.*torch, of 2.8 or later"):
+        backends.resolve_backend("auto", ON_CUDA)
 
 
 GRADIENT = """

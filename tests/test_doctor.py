@@ -86,6 +86,8 @@ def test_a_sick_machine_is_told_what_is_broken_and_what_to_do(changes, message):
 
 ON_CUDA = [
     pytest.param({"triton": ABSENT}, "triton: not installed: --policy-loss-backend auto refuses CUDA without it", id="no Triton"),
+    ({"triton": {"version": "3.3.1"}}, "triton: 3.3.1 is older than 3.4, and the kernels .*pass --policy-loss-backend torch"),
+    ({"torch": {"version": "2.7.1+cu128"}}, "torch: 2.7.1.cu128 is older than 2.8, and the kernels .*install torch 2.8 or later"),
     pytest.param({"machine": {"interprets_triton": True}}, "triton: TRITON_INTERPRET is set", id="FB-86 interpreter on a GPU"),
     pytest.param({"torch": {"has_nccl": False}}, "nccl: this torch is built without it", id="no NCCL"),
     (
@@ -116,7 +118,26 @@ ON_CUDA = [
 @pytest.mark.parametrize(("changes", "message"), ON_CUDA)
 def test_a_sick_machine_with_a_gpu(changes, message):
     (problem,) = problems(findings(machine(GPU_MACHINE, **changes)))
-    assert problem.startswith(message), problem
+    assert problem.startswith(message) or re.match(message, problem), problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "text"),
+    [
+        ({"triton": {"version": "3.10.0"}}, "triton", "3.10.0 is newer than 3.9, .*selftest shows whether they run"),
+        ({"torch": {"version": "2.16.0"}}, "torch", "2.16.0 is newer than 2.15"),
+        (
+            {"torch": {"rocm_build": "7.1", "cuda_build": None}, "triton": {"version": "3.3.1"}},
+            "cuda",
+            "ROCm 7.1, 2 x .*auto takes torch",
+        ),
+    ],
+    ids=["a newer Triton", "a newer torch", "ROCm"],
+)
+def test_what_the_kernels_were_not_compiled_with_is_noted(changes, subject, text):
+    found = findings(machine(GPU_MACHINE, **changes))
+    assert problems(found) == []
+    assert any(finding.subject == subject and finding.status == NOTE and re.match(text, finding.text) for finding in found), found
 
 
 WORKING = [
@@ -204,7 +225,7 @@ def test_impostors_and_broken_packages_are_told_and_do_not_take_doctor_down(fake
 
 FAKE_TORCH = """
 __version__ = "2.1.0+cu118"
-class version: cuda = "11.8"
+class version: cuda, hip = "11.8", None
 class cuda:
     is_available = device_count = lambda: 0
     def init(): raise RuntimeError("The NVIDIA driver on your system is too old (found version 10020).\\nPlease update it.")

@@ -17,10 +17,11 @@ from numbers import Real
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rl.config import Backend
+from megatron_rl.config import TRITON_OF_TORCH, Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.ops.log_probs_torch import (
     RowResult,
@@ -38,23 +39,29 @@ def resolve_backend(
     backend: str,
     logits: Tensor,  # any shape: only device and dtype are used
 ) -> Backend:
-    """TORCH or TRITON. `auto` is Triton for CUDA logits of at most 32 bits and torch for all others.
+    """TORCH or TRITON. `auto` is Triton for CUDA logits of at most 32 bits and torch for all others, ROCm's too.
 
     Raises: ConfigError for an unknown name, and for Triton where it cannot run.
     """
     if backend not in set(Backend):
         raise ConfigError(f"backend={backend!r} is not one of {', '.join(Backend)}")
-    if backend == Backend.TORCH or (backend == Backend.AUTO and (not logits.is_cuda or logits.dtype not in TRITON_DTYPES)):
+    has_kernels = logits.is_cuda and logits.dtype in TRITON_DTYPES and torch.version.hip is None
+    if backend == Backend.TORCH or (backend == Backend.AUTO and not has_kernels):
         return Backend.TORCH
     if logits.dtype not in TRITON_DTYPES:
         raise ConfigError(
             f"backend='triton' takes float32, bfloat16 and float16 logits, got {logits.dtype}: pass backend='torch' or cast them"
         )
+    if torch.version.hip is not None:
+        raise ConfigError(
+            f"backend='triton' needs CUDA and this torch is built for ROCm {torch.version.hip}: the kernels ask for options that "
+            "Triton has for CUDA alone; pass backend='torch' (--policy-loss-backend torch), which auto takes there"
+        )
     reason = why_triton_is_missing()
     if reason is not None:
         raise ConfigError(
-            f"backend={str(backend)!r} on {logits.device} needs Triton, and `import triton` fails ({reason}): install the "
-            "Triton of this torch, or pass backend='torch'"
+            f"backend={str(backend)!r} on {logits.device} needs Triton, and there is none that the kernels can use ({reason}): "
+            "install the Triton of this torch, of 2.8 or later, or pass backend='torch'"
         )
     if not logits.is_cuda and not is_interpreted():
         raise ConfigError(
@@ -82,12 +89,15 @@ def is_interpreted() -> bool:
 
 @functools.cache
 def why_triton_is_missing() -> str | None:
-    """The error of `import triton` as text; None if it can be imported."""
+    """The error of `import triton`, or that it is too old, as text; None where the kernels can use it."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError as error:
         return f"{type(error).__name__}: {error}"
-    return None
+    oldest = min(TRITON_OF_TORCH.values(), key=Version)
+    return (
+        f"Triton {triton.__version__} is older than {oldest}" if Version(triton.__version__) < Version(f"{oldest}.dev0") else None
+    )
 
 
 @dataclass(frozen=True, slots=True)

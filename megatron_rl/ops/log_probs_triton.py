@@ -125,8 +125,7 @@ EXPONENT_FLOOR = tl.constexpr(-300.0)
 # By default tl.maximum(NaN, x) is x, so that a NaN logit would be lost.
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 UNIT = tl.constexpr(ALIGNMENT)
-# Triton before 3.7 does not make a constant of a default that is a text.
-EVICT_FIRST = tl.constexpr("evict_first")
+EVICT_FIRST = tl.constexpr("evict_first")  # a text as the default would be no constant before Triton 3.7
 
 
 @triton.jit
@@ -270,9 +269,8 @@ def statistics_of_row(
 
 
 @triton.jit(
-    do_not_specialize=(
-        "inverse_temperature qk num_rows num_columns first_column units_per_split shift stride"  # one binary for all values
-    ).split(),
+    # One binary for all values.
+    do_not_specialize="inverse_temperature qk num_rows num_columns first_column units_per_split shift stride".split(),
     do_not_specialize_on_alignment=["ORDER", "NUM_ACTIVE", "LABELS", "OUT", "LOG_PROBS", "ENTROPIES"],
 )
 def row_statistics_kernel(

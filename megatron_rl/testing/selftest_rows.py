@@ -118,6 +118,8 @@ def cases_here(device: torch.device, *, interprets: bool = False) -> tuple[list[
     if device.type == "cuda":
         if interprets:
             raise ConfigError("--interpret-triton is for ranks without CUDA: here kernels run compiled; remove it")
+        if torch.version.hip is not None:
+            return rows, ["Triton: its kernels need CUDA, and this torch is built for ROCm"]
         return (rows, [f"Triton: {missing}"]) if missing else (rows + cases_of(Backend.TRITON), [])
     if not interprets:
         hint = "" if missing else "; --interpret-triton runs a few rows in its interpreter"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.commands.doctor.report import ABSENT, NOTE, OK, PROBLEM, Finding
+from megatron_rl.config import TRITON_OF_TORCH
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 
 PYTHON = (3, 11)
@@ -43,12 +44,30 @@ def _torch(facts: Facts) -> Iterator[Finding]:
     absent = (PROBLEM, "not installed, and everything needs it: choose a build at https://pytorch.org")
     yield _package("torch", facts, "reinstall it: a library is missing, or another torch's is in its place", absent=absent)
     if facts["torch"]["state"] == "here":
+        is_cuda = facts["torch"]["has_cuda"] and not facts["torch"]["rocm_build"]
+        if is_cuda:
+            yield from _outside("torch", facts["torch"], [*TRITON_OF_TORCH])
         yield from (*_cuda(facts["torch"], facts["machine"]), *_nccl(facts["torch"]))
+
+
+def _outside(name: str, package: Mapping, tested: Sequence[str]) -> Iterator[Finding]:
+    """What the kernels have never been compiled with. An older one is a problem, because `auto` takes them on CUDA."""
+    oldest, newest = (f(tested, key=version) for f in (min, max))
+    shown, why = package["version"], f"the kernels are compiled in tests for {name} {oldest} to {newest}"
+    if version(shown) < version(oldest):
+        remedy = "install torch 2.8 or later, which brings its Triton, or pass --policy-loss-backend torch"
+        yield Finding(name, PROBLEM, f"{shown} is older than {oldest}, and {why}: {remedy}")
+    if version(shown)[:2] > version(newest):
+        remedy = "megatron-rl selftest shows whether they run; --policy-loss-backend torch needs none"
+        yield Finding(name, NOTE, f"{shown} is newer than {newest}, and {why}: {remedy}")
 
 
 def _cuda(torch: Mapping, machine: Mapping) -> Iterator[Finding]:
     built = torch["cuda_build"]
-    if torch["has_cuda"]:
+    if torch["rocm_build"] and torch["has_cuda"]:
+        text = f"ROCm {torch['rocm_build']}, {len(torch['devices'])} x {torch['devices'][0]}: no kernels, auto takes torch"
+        yield Finding("cuda", NOTE, text)
+    elif torch["has_cuda"]:
         devices, archs = torch["devices"], torch["archs"]
         yield Finding("cuda", OK, f"{built}, {len(devices)} x {devices[0]}")
         unfit = sorted({name for name, at in zip(devices, torch["compute"], strict=True) if not has_kernels(at, archs)})
@@ -90,12 +109,15 @@ def _nccl(torch: Mapping) -> Iterator[Finding]:
 
 
 def _triton(facts: Facts) -> Iterator[Finding]:
-    triton, numpy, has_cuda = facts["triton"], facts["numpy"], bool(facts["torch"].get("has_cuda"))
+    triton, numpy, torch = facts["triton"], facts["numpy"], facts["torch"]
+    has_cuda = bool(torch.get("has_cuda")) and not torch.get("rocm_build")
     refused = "not installed: --policy-loss-backend auto refuses CUDA without it; install the one of this torch, or pass torch"
     absent = (PROBLEM, refused) if has_cuda else (ABSENT, "not installed: no kernels, auto takes torch")
     yield _package("triton", facts, "install the one of this torch", absent=absent, broken=PROBLEM if has_cuda else NOTE)
     if triton["state"] != "here":
         return
+    if has_cuda:
+        yield from _outside("triton", triton, [*TRITON_OF_TORCH.values()])
     is_old = version(triton["version"]) < INTERPRETER_VERSION and version(numpy.get("version", "0")) >= INTERPRETER_NUMPY
     if not has_cuda and is_old:
         text = "its interpreter fails on loops with numpy 2.4: pip install 'triton>=3.7' to test kernels"

@@ -64,6 +64,7 @@ import torch.distributed as dist
 cuda = torch.cuda.is_available()
 facts |= {
     "cuda_build": torch.version.cuda,
+    "rocm_build": torch.version.hip,
     "has_cuda": cuda,
     "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if cuda else [],
     "has_nccl": dist.is_available() and dist.is_nccl_available(),
