@@ -1,6 +1,6 @@
 """What a GPU session needs of the machine, and its programs, as nvidia-smi, which may hang, be missing or lack rights.
 
-Each call has a limit, and each failure a name and a remedy. It imports nothing but the standard library: .ci/gpu_session.py runs
+Each call has a limit, and each failure a name and a remedy. It needs nothing but the standard library: .ci/gpu_session.py runs
 without torch too.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,8 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_rl.config import TRITON_OF_TORCH  # its module needs the standard library alone
 
 # Packages: the pip requirement, and what is lost without it.
 PACKAGES = {
@@ -40,8 +41,6 @@ OPTIONAL_PEERS = {
 }
 # Of the machine, beside packages: Triton compiles a launcher in C for each new signature of a kernel.
 COMPILER, HEADERS, DRIVER, NCU = "a C compiler", "Python.h", "libcuda.so.1", "ncu"
-# The first version, and the first that is too new: setup.py says the same.
-TRITON_VERSIONS = ((3, 4), (3, 10))
 GPU_QUERY = ("name", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
 SECONDS_FOR_NVIDIA_SMI = 10.0
 
@@ -99,12 +98,10 @@ def read_csv_line(output: str, number: int) -> list[str] | None:
 
 def problem_of_triton(version: str | None) -> str | None:
     """Of one that no test has compiled these kernels with. The stages are tried all the same: they say more than a number."""
-    numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
-    first, after = (".".join(map(str, limit)) for limit in TRITON_VERSIONS)
-    if len(numbers) < 2 or TRITON_VERSIONS[0] <= tuple(numbers) < TRITON_VERSIONS[1]:
+    tested = sorted(set(TRITON_OF_TORCH.values()))
+    if version is None or ".".join(version.split(".")[:2]) in tested:
         return None
-    range_shown = f"{first} or later and below {after}"
-    return f"triton {version} is out of the range in which the kernels are compiled in tests: install triton {range_shown}"
+    return f"triton {version} is none with which the kernels are compiled in tests: install one of {', '.join(tested)}"
 
 
 def why_no_compiler() -> str | None:

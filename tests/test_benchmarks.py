@@ -450,7 +450,7 @@ def test_the_report_holds_the_numbers_of_the_json(arguments, section, tmp_path, 
     measured_rows = [(case, row) for case in found["cases"] for row in case["rows"] if row["status"] == OK]
     assert section in {case["kind"] for case, _ in measured_rows} and len(measured_rows) >= 3
     for case, row in measured_rows:
-        lines = text.split(f"### {case['title']};")[1].split("###")[0].splitlines()
+        lines = text.split(f"### {case['title']}")[1].split("###")[0].splitlines()
         (line,) = [line for line in lines if line.startswith(f"| {row['provider']} ")]
         cells = [cell.strip() for cell in line.split("|")]
         assert f"{row['median_ms']:.3f}" in cells and str(row["rounds"]) in cells and f"{row['median_ms']:.3f}" in out

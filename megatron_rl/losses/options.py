@@ -341,10 +341,7 @@ def prepare_inputs(
             raise DataError(f"{name} has values that are not finite in {dtype}: {weights.tolist()}")
     if token_counts is not None:
         check_counts("token_counts", token_counts)
-    lengths = options.document_lengths if isinstance(options, LinearLossOptions) and cp_group.size() == 1 else None
-    advantages_per = _meaning_of_advantages(
-        advantages, num_tokens, cu_seqlens, options.advantages_per, lengths, ranks_must_agree=ranks_must_agree
-    )
+    advantages_per = _meaning_of_advantages(advantages, num_tokens, cu_seqlens, options, cp_group, ranks_must_agree)
     # Counts and weights are small and may come from the host: they are copied to the logits' device.
     cu_seqlens, token_weights = (value.to(device, non_blocking=True) for value in (cu_seqlens, token_weights))
     token_counts, regularizer_weights = (
@@ -410,16 +407,10 @@ def _check_devices(device: torch.device, tensors: dict[str, Tensor | None]) -> N
 
 
 def _meaning_of_advantages(
-    advantages: Tensor,
-    num_tokens: int,
-    cu_seqlens: Tensor,  # as it was given: on the host or on the device
-    advantages_per: str | None,
-    document_lengths: Sequence[int] | None,
-    *,
-    ranks_must_agree: bool,
+    advantages: Tensor, num_tokens: int, cu_seqlens: Tensor, options: LossOptions, cp_group: Group, ranks_must_agree: bool
 ) -> str:
     """ "sample" or "token". It reads no value of the device: so a CUDA graph can hold the call."""
-    num_documents = cu_seqlens.numel() - 1
+    num_documents, advantages_per = cu_seqlens.numel() - 1, options.advantages_per
     lengths = {"sample": num_documents, "token": num_tokens}
     if advantages_per is not None:
         if advantages_per not in lengths:
@@ -432,16 +423,12 @@ def _meaning_of_advantages(
     if advantages.shape == (num_documents,) and num_documents == num_tokens:
         ranks_must_agree = ranks_must_agree and num_documents > 0
         # Of one token and one sample both readings are the same number.
-        is_the_same = num_documents <= 1 or _have_one_token_each(cu_seqlens, document_lengths)
+        is_the_same = num_documents <= 1 or _have_one_token_each(cu_seqlens, options, cp_group)
         if is_the_same and not ranks_must_agree:
             return "sample"
-        why = (
-            "documents may have tokens on other ranks"
-            if ranks_must_agree
-            else "cu_seqlens is on the device, where a loss reads no values"
-            if is_the_same is None
-            else "not every document has exactly one token"
-        )
+        unknown = "cu_seqlens is on the device, where a loss reads no values"
+        why = unknown if is_the_same is None else "not every document has exactly one token"
+        why = "documents may have tokens on other ranks" if ranks_must_agree else why
         raise DataError(
             f"advantages [{num_tokens}] fit both {num_documents} samples and {num_tokens} tokens, and {why}: pass "
             'advantages_per="sample" or "token"'
@@ -454,11 +441,12 @@ def _meaning_of_advantages(
     )
 
 
-def _have_one_token_each(cu_seqlens: Tensor, document_lengths: Sequence[int] | None) -> bool | None:
+def _have_one_token_each(cu_seqlens: Tensor, options: LossOptions, cp_group: Group) -> bool | None:
     """None: the host does not know."""
     if not cu_seqlens.is_cuda:
         return bool((cu_seqlens.diff() == 1).all())
-    return None if document_lengths is None else all(type(length) is int and length == 1 for length in document_lengths)
+    lengths = options.document_lengths if isinstance(options, LinearLossOptions) and cp_group.size() == 1 else None
+    return None if lengths is None else all(type(length) is int and length == 1 for length in lengths)
 
 
 # Relative standard deviation above which a sample's [T] advantages vary. For equal numbers float64 sums give less than 1e-7.
