@@ -116,18 +116,20 @@ def contract_on_rank(rank: int, is_scaled: bool | None) -> list[str]:
             config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=is_per_token)
             vars(config)["dsa_indexer_loss_coeff"] = coefficient
             answers.append(error_of(lambda c=config: forward_step.check_contract(config_of("grpo", "token_mean"), c)))
+        vars(config)["hybrid_context_parallel"] = True
+        answers.append(error_of(lambda: forward_step.check_contract(config_of("grpo", "token_mean"), config)))
     return answers
 
 
 @megatron
 @pytest.mark.parametrize("is_scaled", [False, True, None])
 def test_the_forward_step_refuses_an_indexer_whose_scale_is_wrong(pool, is_scaled):
-    default, of_tokens, switched_off = pool.run(contract_on_rank, is_scaled, world_size=1)[0]
+    default, of_tokens, switched_off, hybrid = pool.run(contract_on_rank, is_scaled, world_size=1)[0]
     assert ("gives the loss of the sparse-attention indexer no scale, so its gradient is x the micro-" in default) == (
         is_scaled is False
     )
     assert "dsa_indexer_loss_coeff=0.01 does not go with calculate_per_token_loss=True" in of_tokens
-    assert switched_off == ""
+    assert switched_off == "" and "remove --hybrid-context-parallel" in hybrid
 
 
 @megatron

@@ -29,6 +29,7 @@ from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale
 from megatron_rl.metrics import PolicyStatistics, rollout_statistics
 from megatron_rl.step_metrics import report_pairs
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
+from megatron_rl.validation.model_settings import model_problems
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -264,7 +265,7 @@ def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatist
 
 def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) -> None:
     """Raises ConfigError for calculate_per_token_loss in the model's config with another aggregation than token_mean, or with a
-    model that adds losses by itself. The config may have changed after the arguments were parsed."""
+    model that adds losses by itself or is wrong on its layout. The config may have changed after the arguments were parsed."""
     per_token = bool(model_config.calculate_per_token_loss)
     settings = settings_of_model(model_config)
     problems = list(
@@ -273,6 +274,7 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
         )
     )
     problems += unscaled_indexer(settings | {"calculate_per_token_loss": per_token})
+    problems += model_problems(vars(model_config))
     if settings.get("mtp_num_layers") and not problems and not _takes_no_labels():
         problems.append(
             f"mtp_num_layers={settings['mtp_num_layers']!r} in the model's config: this Megatron-Core reads labels in its forward, "
