@@ -181,6 +181,8 @@ REFUSED_STEPS = [  # (error, message, masks, prompt ids, options)
     ],
     (ConfigError, "samples_per_prompt=2 without prompt_ids: no group can be checked", s_masks(), None, TWO),
     (DataError, "'b' has 1 of samples_per_prompt=2 .*--allow-partial-prompt-groups", s_masks(), ["a", "a", "b", "c"], TWO),
+    (DataError, "step: every prompt has 1, so give --samples-per-prompt 1; or else keep", s_masks(), ["a", "b", "c", "d"], TWO),
+    (DataError, "=2: every prompt has 4, so give --samples-per-prompt 4; or else look for ids", s_masks(), ["a"] * 4, TWO),
     (
         *(DataError, "prompt 'a' has 3 samples in this step, more than samples_per_prompt=2"),
         *(s_masks(), ["a", "a", "a", "c"], {**TWO, "allow_partial_prompt_groups": True}),

@@ -263,11 +263,19 @@ def test_a_step_that_is_there_already_is_replaced_and_never_half_gone(tmp_path, 
     assert (old / "file").read_text() == "new" and not new.exists()
 
 
-def test_without_psutil_nothing_is_started(monkeypatch, tmp_path):
-    """FB-78: Megatron's writers die without it and the save waits for them for ever, without a word."""
+@pytest.mark.parametrize(
+    ("absent", "message"),
+    [
+        (["psutil"], r"needs psutil \(megatron-core does not declare it, .*: pip install psutil; the extra megatron_rl\[megatron,"),
+        (["megatron", "psutil"], "needs megatron-core and psutil .*: pip install megatron-core psutil; the extra"),
+    ],
+    ids=str,
+)
+def test_without_psutil_or_megatron_core_nothing_is_started(monkeypatch, tmp_path, absent, message):
+    """FB-78: Megatron's writers die without psutil and the save waits for them for ever, without a word."""
     find_spec = checkpoints.find_spec
-    monkeypatch.setattr(checkpoints, "find_spec", lambda name: None if name == "psutil" else find_spec(name))
-    with pytest.raises(ConfigError, match="needs psutil, which megatron-core does not declare .*: pip install psutil"):
+    monkeypatch.setattr(checkpoints, "find_spec", lambda name: None if name in absent else find_spec(name))
+    with pytest.raises(ConfigError, match=message):
         checkpoints.save_checkpoint(tmp_path / "checkpoints", 1, None, None, {}, description={})
     assert list(tmp_path.iterdir()) == []
 

@@ -9,6 +9,7 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.commands.launch_config import yaml_text
 
+TO_FILE = ["-o", "megatron_rl.yaml"]
 DR_GRPO = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "8192"]
 
 
@@ -30,7 +31,7 @@ def lines_of(out: str) -> list[str]:
 
 def test_dr_grpo_for_a_stock_launcher(launch_config, tmp_path):
     """FB-70: the file is how our settings pass a launcher that drops or refuses unknown flags."""
-    code, _, error = launch_config(*DR_GRPO)
+    code, _, error = launch_config(*DR_GRPO, *TO_FILE)
     assert (code, error) == (0, "")
     assert (tmp_path / "megatron_rl.yaml").read_text() == 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n'
 
@@ -55,7 +56,7 @@ LINES = [
 
 @pytest.mark.parametrize(("arguments", "expected"), LINES)
 def test_the_lines_are_those_that_the_setting_needs(launch_config, arguments, expected):
-    _, out, _ = launch_config(*arguments)
+    _, out, _ = launch_config(*arguments, *TO_FILE)
     reducer = "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
     always = ["--custom-config-path megatron_rl.yaml", "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"]
     assert lines_of(out) == [*always, *([] if CUSTOM_LOSS in expected else [reducer]), *expected]
@@ -99,16 +100,19 @@ def test_a_setting_that_validation_refuses_is_not_written(launch_config, tmp_pat
 def test_a_file_with_other_contents_is_kept_unless_told(launch_config, tmp_path):
     path = tmp_path / "megatron_rl.yaml"
     path.write_text("mine: 1\n")
-    code, _, error = launch_config(*DR_GRPO)
+    code, _, error = launch_config(*DR_GRPO, *TO_FILE)
     assert code == 2 and "exists with other contents" in error and path.read_text() == "mine: 1\n"
-    assert launch_config(*DR_GRPO, "--overwrite")[0] == 0
-    assert launch_config(*DR_GRPO)[0] == 0  # the same again
+    assert launch_config(*DR_GRPO, *TO_FILE, "--overwrite")[0] == 0
+    assert launch_config(*DR_GRPO, *TO_FILE)[0] == 0  # the same again
 
 
 def test_standard_output_and_json(launch_config, tmp_path):
-    assert launch_config(*DR_GRPO, "-o", "-")[1] == 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n'
-    assert list(tmp_path.iterdir()) == []
-    answer = json.loads(launch_config(*DR_GRPO, "--json")[1])
+    for output in ((), ("-o", "-")):
+        _, out, error = launch_config(*DR_GRPO, *output)
+        assert out == 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n'
+        assert "-o megatron_rl.yaml writes it" in error and "    --custom-config-path megatron_rl.yaml \\\n" in error
+    assert launch_config(*DR_GRPO, "--json")[0] == 0 and list(tmp_path.iterdir()) == []
+    answer = json.loads(launch_config(*DR_GRPO, *TO_FILE, "--json")[1])
     assert answer["settings"] == {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0}
     assert answer["output"] == "megatron_rl.yaml" and len(answer["launch_lines"]) == 3
 

@@ -146,6 +146,10 @@ FAULTS = {
         lambda text: re.sub(r'"digest": \d+', '"digest": 5', text),
         "rollout 0: its parts have different digests",
     ),
+    "another vocabulary": (
+        lambda text: re.sub(r'"vocab_size": \d+', '"vocab_size": 8', text),
+        "rollout 0: its parts have different vocab_size",
+    ),
 }
 
 
@@ -159,6 +163,14 @@ def test_parts_that_do_not_belong_together_are_refused_on_every_rank(pool, saved
     (tmp_path / "two.part-1.jsonl").write_text(first if change is None else change(second))
     error = run(pool, tmp_path / "out", world_size, rollouts=str(tmp_path / "two.jsonl"))
     assert error.startswith("DataError") and message in error, error
+
+
+def test_a_file_whose_number_has_a_leading_zero_stands_for_no_part(saved, tmp_path):
+    for name in ("two.part-0.jsonl", "two.part-1.jsonl"):
+        shutil.copy(saved / name, tmp_path)
+    for name in ("two.part-01.jsonl", "two.part-\u0661.jsonl"):
+        (tmp_path / name).write_text("not this one")
+    assert [file.name for file in existing_parts(tmp_path / "two.jsonl")] == ["two.part-0.jsonl", "two.part-1.jsonl"]
 
 
 def test_a_part_that_is_missing_is_refused(saved, tmp_path):

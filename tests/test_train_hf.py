@@ -120,7 +120,9 @@ def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(c
     file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", "3+4=")
     line = f"--hf-checkpoint {checkpoint} --prompts {file} {SMALL} --reward test_train_hf."
     whole, own = f"{line}reward_of_digits --output-dir a --save-hf hf_a", f"{line}stops_the_run_once --output-dir b --save-hf hf_b"
-    assert Command(whole, tmp_path / "logs").wait() == [0]
+    first = Command(whole, tmp_path / "logs")
+    assert first.wait() == [0]
+    assert "| Qwen3ForCausalLM of 2 layers x 32, float32, lr 0.01 | 2 prompts x 4 samples" in first.output()
     stopped = Command(own, tmp_path / "logs")
     assert stopped.wait() == [143] and not Path("hf_b").exists()
     assert "--save-hf hf_b is written when the run is complete: --resume goes on" in stopped.output()

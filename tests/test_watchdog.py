@@ -52,6 +52,44 @@ def watched(config, rows, state: WatchdogState | None = None, first: int = 2) ->
     return told, state
 
 
+def later_steps(kl, number=40, **changes):
+    """Two steps a rollout; the first has moved nothing yet."""
+    return [
+        HEALTHY
+        | {"rollout": step // 2, "policy/kl_new_old": kl if step % 2 else 0.0, "learning_rate": 1e-6, "rollout/reward": 0.1}
+        | {name: value(step) for name, value in changes.items()}
+        for step in range(number)
+    ]
+
+
+NEVER = lambda step: 0.0  # noqa: E731
+UNMOVED = [
+    pytest.param(later_steps(9e-7), True, id="below 1e-6"),
+    pytest.param(later_steps(0.0), True, id="not at all"),
+    pytest.param(later_steps(2e-6), False, id="above"),
+    pytest.param(later_steps(9e-7, 38), False, id="19 later steps"),
+    pytest.param(later_steps(9e-7, **{"learning_rate": lambda step: 1e-8 * (step + 1)}), False, id="warm-up"),
+    pytest.param(later_steps(9e-7, **{"learning_rate": lambda step: 1e-3 / (step + 1)}), False, id="end of the decay"),
+    pytest.param(later_steps(9e-7, **{"rollout/reward": lambda step: step / 40}), False, id="it learns"),
+    pytest.param(later_steps(9e-7, **{"rollout": lambda step: step}), False, id="one step a rollout"),
+    pytest.param(
+        later_steps(
+            9e-7, **{"policy/max_advantage": NEVER, "policy/min_advantage": NEVER, "rollout/reward": lambda step: step % 2}
+        ),
+        False,
+        id="no signal",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rows", "is_told"), UNMOVED)
+def test_a_policy_that_does_not_move_is_told_once_with_the_learning_rate(rows, is_told):
+    told = [(step, finding) for step, finding in watched(GRPO, rows)[0] if finding.name == "unmoved_policy"]
+    assert [step for step, _ in told] == [2 + 39] * is_told
+    for _, finding in told:
+        assert not finding.can_raise and "raise --lr (now 1e-06) by a factor of 10" in finding.line
+
+
 FIRST_STEP = [
     # loss, metric, what is reported of it, what is allowed, finding
     pytest.param(GRPO, "ratio_new_old", 0.89, 0.91, "first_ratio", id="FB-39 ratio too low"),

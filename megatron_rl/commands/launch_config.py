@@ -19,7 +19,7 @@ from megatron_rl.validation import config_warnings
 
 PER_TOKEN_LINE = "--calculate-per-token-loss"
 LINES_OF_ROUTE: dict[Route | None, list[str]] = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE]}
-STANDARD_OUTPUT = "-"
+STANDARD_OUTPUT, FILE_NAME = "-", "megatron_rl.yaml"
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         "masked sample.",
     )
     group.add_argument(
-        "-o", "--output", default="megatron_rl.yaml", help="The file to write, - for standard output. Default: megatron_rl.yaml."
+        "-o", "--output", default=STANDARD_OUTPUT, help="The file to write, as in megatron_rl.yaml. Default: -, standard output."
     )
     group.add_argument("--overwrite", action="store_true", help="Replace a file with other contents.")
     group.add_argument("--json", action="store_true", help="Print one JSON object instead of the lines.")
@@ -48,17 +48,19 @@ def run(args: Namespace) -> int:
     config = validate_megatron_rl_args(args, Route(args.route))
     settings = settings_of_file(args, config)
     text, lines = yaml_text(settings), launch_lines(args, config)
-    if args.output == STANDARD_OUTPUT:
-        print(text, end="")
-    else:
+    if args.output != STANDARD_OUTPUT:
         write(Path(args.output), text, overwrite=args.overwrite)
     for warning in config_warnings(config):
         print(f"megatron_rl: {warning}", file=sys.stderr)
     if args.json:
         print(json.dumps({"output": args.output, "settings": settings, "launch_lines": lines}))
-    elif args.output != STANDARD_OUTPUT:
-        print(f"wrote {args.output}; add to the launch line:")
-        print(" \\\n".join(f"    {line}" for line in lines))
+        return 0
+    added = " \\\n".join(f"    {line}" for line in lines)
+    if args.output != STANDARD_OUTPUT:
+        print(f"wrote {args.output}; add to the launch line:\n{added}")
+    else:  # the lines beside it, so that a redirection gets the file alone
+        print(text, end="")
+        print(f"megatron_rl: this is the file; -o {FILE_NAME} writes it. Add to the launch line:\n{added}", file=sys.stderr)
     return 0
 
 
@@ -69,7 +71,7 @@ def settings_of_file(args: Namespace, config: PolicyLossConfig) -> dict[str, str
 
 
 def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
-    path = args.output if args.output != STANDARD_OUTPUT else "megatron_rl.yaml"
+    path = args.output if args.output != STANDARD_OUTPUT else FILE_NAME
     lines = [f"--custom-config-path {path}", INIT_LINE, *LINES_OF_ROUTE[Route(args.route)]]
     lines += [PER_TOKEN_LINE] if args.calculate_per_token_loss else []
     return [*lines, REWARD_LINE] if needs_reward_hook(config, per_token=args.calculate_per_token_loss) else lines

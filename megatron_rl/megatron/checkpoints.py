@@ -46,10 +46,18 @@ RESHARDABLE_FORMATS = {
 
 
 def check_can_save() -> None:
-    """Raises ConfigError without psutil: the writers of dist_checkpointing need it, and without it they hang without a message."""
-    if find_spec("psutil") is None:
+    """Raises ConfigError without megatron-core, and without psutil, which the writers of dist_checkpointing need: without it they
+    hang without a message."""
+    whys = {
+        "megatron": "megatron-core",
+        "psutil": "psutil (megatron-core does not declare it, and hangs without it)",
+    }
+    absent = [why for module, why in whys.items() if find_spec(module) is None]
+    if absent:
+        names = " ".join(why.partition(" ")[0] for why in absent)
         raise ConfigError(
-            "saving a checkpoint needs psutil, which megatron-core does not declare and hangs without: pip install psutil"
+            f"training needs {' and '.join(absent)}, which this Python does not have: pip install {names}; the extra "
+            "megatron_rl[megatron,train] brings all that training needs"
         )
 
 

@@ -89,7 +89,7 @@ class ReplayedRollouts:
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> SharedRollout | None:
         """None after the last rollout. policy_version has no effect: the file's samples have their own, or none.
 
-        Communication, where each rank reads its own parts: on_all_ranks', and two all-gathers over dp, of 10 numbers a rank and 6
+        Communication, where each rank reads its own parts: on_all_ranks', and two all-gathers over dp, of 12 numbers a rank and 6
         numbers a sample.
         """
         if self._own_files:
@@ -128,7 +128,8 @@ class ReplayedRollouts:
         given = [all(getattr(sample, name) is not None for sample in samples) for name in GIVEN_FOR_ALL]
         digests = [-1 if part.digest is None else part.digest for part in parts]
         summary = [len(samples), len(parts), max((part.num_parts for part in parts), default=0), min(heads, default=-1)]
-        summary += [min(digests, default=-1), max(digests, default=-1), *given]
+        sizes = [-1 if part.vocab_size is None else part.vocab_size for part in parts]
+        summary += [min(digests, default=-1), max(digests, default=-1), *given, min(sizes, default=-1), max(sizes, default=-1)]
         on_rank = torch.tensor(summary, dtype=torch.int64, device=group_device(self._dp))
         ranks = all_gather_stack(on_rank, self._dp).tolist()
         holders = [of_rank for of_rank in ranks if of_rank[0]]
@@ -138,7 +139,8 @@ class ReplayedRollouts:
                 self._check_index(min(left), due)
             return None
         num_parts = [of_rank[2] for of_rank in holders for _ in range(of_rank[1])]
-        check_parts(self._path, due, num_parts, [digest for of_rank in holders for digest in of_rank[4:6]])
+        digests, sizes = ([value for of_rank in holders for value in of_rank[place]] for place in (slice(4, 6), slice(-2, None)))
+        check_parts(self._path, due, num_parts, digests, sizes)
         for place, (name, without) in enumerate(GIVEN_FOR_ALL.items(), 6):
             if len({of_rank[place] for of_rank in holders}) > 1:
                 raise DataError(

@@ -63,7 +63,7 @@ def existing_parts(path: str | Path) -> list[Path]:
     if is_of_host(path):
         return host_files(path)
     path = Path(path)
-    named = re.compile(re.escape(path.stem) + r"\.part-(\d+)" + re.escape(path.suffix))
+    named = re.compile(re.escape(path.stem) + r"\.part-(0|[1-9][0-9]*)" + re.escape(path.suffix))
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     parts = {int(match[1]): file for file in beside if (match := named.fullmatch(file.name)) and file.is_file()}
     return [*([path] if path.is_file() else []), *(parts[number] for number in sorted(parts))]
@@ -163,7 +163,7 @@ def _existing(path: str | Path) -> list[Path]:
 
 def _alone(path: str | Path, reader: Iterator[RolloutBatch]) -> Iterator[RolloutBatch]:
     for batch in reader:
-        check_parts(path, batch.rollout_index, [batch.num_parts], [batch.digest])
+        check_parts(path, batch.rollout_index, [batch.num_parts], [batch.digest], [])
         yield batch
 
 
@@ -173,7 +173,8 @@ def _joined(path: str | Path, readers: Sequence[Iterator[RolloutBatch]]) -> Iter
     while waiting := [head for head in heads if head is not None]:
         index = min(head.rollout_index for head in waiting)
         found = [head for head in waiting if head.rollout_index == index]
-        check_parts(path, index, [part.num_parts for part in found], [part.digest for part in found])
+        sizes = [part.vocab_size for part in found]
+        check_parts(path, index, [part.num_parts for part in found], [part.digest for part in found], sizes)
         samples = sorted((sample for part in found for sample in part.samples), key=lambda sample: sample.index)
         _check_together(samples, f"{path}, rollout {index}")
         yield dataclasses.replace(found[0], samples=samples, num_parts=1, digest=None)
@@ -183,15 +184,18 @@ def _joined(path: str | Path, readers: Sequence[Iterator[RolloutBatch]]) -> Iter
         ]
 
 
-def check_parts(path: str | Path, rollout_index: int, num_parts: Sequence[int], digests: Sequence[int | None]) -> None:
-    """DataError unless the parts of a rollout that were found, each with its num_parts and digest, are all of it."""
+def check_parts(
+    path: str | Path, rollout_index: int, num_parts: Sequence[int], digests: Sequence[int | None], vocab_sizes: Sequence[int | None]
+) -> None:
+    """DataError unless the parts of a rollout that were found, each with its num_parts, digest and vocab_size, are all of it."""
     if len(num_parts) == 1 < num_parts[0] and (named := re.fullmatch(r"(.+)\.part-\d+", Path(path).stem)):
         whole = Path(path).with_name(named[1] + Path(path).suffix)
         raise DataError(f"{path}, rollout {rollout_index}: this is one of {num_parts[0]} parts; {whole} stands for all of them")
-    if set(num_parts) == {len(num_parts)} and len(set(digests)) > 1:
+    of_other_runs = "digests" if len(set(digests)) > 1 else "vocab_size" if len(set(vocab_sizes)) > 1 else None
+    if set(num_parts) == {len(num_parts)} and of_other_runs is not None:
         raise DataError(
-            f"{path}, rollout {rollout_index}: its parts have different digests, so they are of different runs: copy the parts of "
-            "one run into a folder of their own"
+            f"{path}, rollout {rollout_index}: its parts have different {of_other_runs}, so they are of different runs: "
+            "copy the parts of one run into a folder of their own"
         )
     if set(num_parts) != {len(num_parts)}:
         raise DataError(
@@ -230,7 +234,9 @@ def _parse_line(line: bytes, place: str) -> dict:
     unfinished = "" if line.endswith(b"\n") else "; a killed run leaves its last line unfinished: delete that line"
     value = parse_json_line(line, place, unfinished)
     if not isinstance(value, dict) or not _is_int(value.get("rollout_index")):
-        raise DataError(f"{place}: rollout_index: a line must be an object with an integer rollout_index and samples")
+        is_verl = isinstance(value, dict) and {"input", "output", "score"} <= value.keys()
+        reason = "; this is a line of verl's rollout_data_dir: it has texts and no tokens, and is not read here" if is_verl else ""
+        raise DataError(f"{place}: rollout_index: a line must be an object with an integer rollout_index and samples{reason}")
     return value
 
 

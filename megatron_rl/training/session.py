@@ -163,10 +163,20 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
         samples += f", advantages {'(r - mean) / std' if is_divided else 'r - mean'} of a prompt"
     probe = trainer.probe
     print(
-        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{head} | {samples} | {layout}, "
-        f"{trainer.device.type} | megatron-core {probe.megatron_version}, {probe.contract}: gradient x {probe.ratio:.6f}, PASS",
+        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{head} | "
+        f"{model_in_words(options, trainer.settings)} | {samples} | {layout}, {trainer.device.type} | "
+        f"megatron-core {probe.megatron_version}, {probe.contract}: gradient x {probe.ratio:.6f}, PASS",
         file=sys.stderr,
         flush=True,
     )
     for line in [*lines, *config_warnings(config)]:
         logging.getLogger(__name__).warning(line)
+
+
+def model_in_words(options: TrainOptions, settings: TrainerSettings) -> str:
+    """Its kind, size and type, and the learning rate."""
+    kind = "GPT" if settings.hf_model is None else settings.hf_model.architecture
+    experts = f" with {options.num_experts} experts" if options.num_experts else ""
+    decay = "" if options.lr_decay_style == "constant" else f", {options.lr_decay_style} to {options.min_lr:g}"
+    dtype = "bfloat16" if settings.bf16 else "float32"
+    return f"{kind} of {settings.num_layers} layers x {settings.hidden_size}{experts}, {dtype}, lr {options.lr:g}{decay}"

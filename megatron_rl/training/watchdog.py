@@ -47,6 +47,10 @@ IDLE_CORRECTION_STEPS = 20
 SILENT_STEPS = 20
 # A gradient is exactly 0 only where no token has one: in as many steps in a row, whatever the data, something is wrong.
 STILL_STEPS = 5
+# KL in nats per token that a policy has moved since its rollout was sampled, a mean over as many later steps of rollouts. 1e-6 is a
+# log-ratio of deviation 1.4e-3 (d^2 / 2): the probability of a token changes by a thousandth, and a run of 140 rollouts that all
+# agree by a fifth. A run that learns has 1e-1 falling to 1e-4.
+LEAST_KL, UNMOVED_STEPS = 1e-6, 20
 # Responses of a tenth of the run's longest mean length, for as many steps in a row, where the reward is not the run's best.
 COLLAPSED_SHARE, COLLAPSED_STEPS = 0.1, 20
 
@@ -64,6 +68,10 @@ class WatchdogState:
     """Steps so far, without a break, whose advantages were all 0."""
     still_steps: int = 0
     """Steps so far, without a break, whose gradient was exactly 0 although some advantage was not."""
+    small_moves: tuple[float, ...] = ()
+    """KL from old to new of the last later steps of a rollout with a signal and the full learning rate."""
+    learning_rates: tuple[float, float] = (0.0, 0.0)
+    """The largest so far, and the last."""
     rewards: tuple[float, ...] = ()
     """The least and the largest mean reward of a rollout."""
     longest: float = 0.0
@@ -95,7 +103,7 @@ def watch(
         found += _first_step(config, values)
     found += _first_kl(config, values, is_float32) if step == 1 and not found else []  # one line for one cause
     found += [*_phantom_counts(values), *_idle_clip(config, state), *_correction(values, state), *_silence(values, state)]
-    found += [*_stillness(config, values, state), *_collapse(values, state)]
+    found += [*_stillness(config, values, state), *_collapse(values, state), *_unmoved(values, state)]
     found += [*_first_product(config, values)] if step == 1 else []
     found = [finding for finding in found if finding.name not in state.reported]
     return found, replace(state, reported=(*state.reported, *(finding.name for finding in found)))
@@ -224,6 +232,11 @@ def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[st
         state = replace(state, longest=longest, short_steps=state.short_steps + 1 if is_short else 0)
     if "policy/correction_kept_tokens" in values:
         state = replace(state, idle_corrections=state.idle_corrections + 1 if _is_idle(values) else 0)
+    rate, (largest, last) = values.get("learning_rate", 0.0), state.learning_rates
+    state = replace(state, learning_rates=(max(largest, rate), rate))
+    is_full_rate = rate <= last and rate >= largest / 2  # neither in the warm-up nor at the end of the decay
+    if is_again and has_signal and is_full_rate and "policy/kl_new_old" in values:
+        state = replace(state, small_moves=(*state.small_moves, values["policy/kl_new_old"])[-UNMOVED_STEPS:])
     loss = get_policy_loss(config.policy_loss)
     if loss.level != "sequence" or loss.clip_ratios is None or clipped is None or not (is_again and has_signal):
         return state
@@ -263,6 +276,21 @@ def _stillness(config: PolicyLossConfig, values: Mapping[str, float], state: Wat
         f"the gradient was exactly 0 in {STILL_STEPS} steps although some advantages are not 0{how}: check the old_log_probs of "
         "--rollouts (of other weights, they clip every token), the bounds of the clip and of --importance-correction, the loss "
         "masks, and whether the parameters take a gradient at all",
+    )
+
+
+def _unmoved(values: Mapping[str, float], state: WatchdogState) -> Iterator[WatchdogFinding]:
+    """Where the reward is the best of the run, and was worse, it has learned; zero_gradient names one without a gradient."""
+    mean, (least, best) = sum(state.small_moves) / UNMOVED_STEPS, state.rewards or (0.0, 0.0)
+    has_learned = least < best and values.get(REWARD, best) >= best
+    if len(state.small_moves) < UNMOVED_STEPS or abs(mean) >= LEAST_KL or has_learned or state.still_steps:
+        return
+    yield WatchdogFinding(
+        "unmoved_policy",
+        f"the policy hardly moves: its KL from the policy that sampled is {mean:.1g} nats per token, over {UNMOVED_STEPS} later "
+        f"steps of rollouts whose advantages are not all 0; raise --lr (now {values.get('learning_rate', 0.0):g}) by a factor of "
+        "10, until policy/kl_new_old is 1e-5 or more",
+        can_raise=False,
     )
 
 
