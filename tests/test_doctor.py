@@ -497,7 +497,31 @@ def test_words_that_may_hide_flags_are_told_and_are_nobodys_values():
 def test_a_line_with_nothing_of_ours_says_nothing_of_what_it_hides(on_machine):
     code, out = on_machine(CPU_MACHINE, "--launch-only", "--", "python", "slime/train.py", "${GRPO_ARGS[@]}")
     assert code == 0 and "what could be read of this line has no path and no flag of megatron_rl" in out
-    assert out.endswith("doctor: no problems in what could be read; not read: ${GRPO_ARGS[@]}\n")
+    said = "doctor: nothing of megatron_rl on this line: nothing was judged in what could be read; not read: ${GRPO_ARGS[@]}\n"
+    assert out.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--host miles -- python3 train.py --advantage-estimator grpo --disable-grpo-std-normalization", "nothing was judged"),
+        ("-- python slime/train.py --num-experts 8 --moe-aux-loss-coeff 0", "only what changes any step was judged"),
+        ("-- python -m verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "nothing was judged"),
+        ("-- python -m skyrl.train.entrypoints.main_base trainer.algorithm.policy_loss_type=gspo", "nothing was judged"),
+        ("-- python examples/run_grpo.py loss_fn.ratio_clip_max=0.28", "nothing was judged"),
+    ],
+)
+def test_the_last_line_of_a_stock_launch_does_not_say_that_there_is_no_problem(line, said, on_machine):
+    code, out = on_machine(CPU_MACHINE, "--launch-only", *line.split())
+    assert code == 0 and out.endswith(f"doctor: nothing of megatron_rl on this line: {said}\n"), out
+
+
+@pytest.mark.parametrize("start", ["python3 train.py", "python3 -m megatron_rl.hosts.launch train.py"])
+@pytest.mark.parametrize("switch", ["", " --disable-grpo-std-normalization"])
+def test_dr_grpo_with_the_deviation_is_noted(start, switch, on_machine):
+    line = f"{start} --advantage-estimator grpo --loss-aggregation constant --loss-aggregation-divisor 8{switch}"
+    _, out = on_machine(CPU_MACHINE, "--launch-only", "--host", "miles", "--", *line.split(), *REDUCER.split())
+    assert ("without --disable-grpo-std-normalization" in " ".join(out.split())) == (not switch), out
 
 
 def test_a_value_that_only_the_shell_knows_is_not_judged():

@@ -7,6 +7,7 @@ twice.
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -48,7 +49,7 @@ from megatron_rl.hosts.base import (
     read_launch,
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
-from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.checks import check_launch, constant_is_without_deviation
 from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.training_hooks import host_warnings, trained_in_words, without_init_hook
@@ -67,6 +68,7 @@ FUNCTION_FLAG = re.compile(
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 # Names that are registered or imported; a name without a dot is registered.
 OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
+NOTHING_OF_OURS = "nothing of megatron_rl on this line"
 FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
 
@@ -90,7 +92,9 @@ def judge_launch(
             found = [*_judged(line, route), *_experts(line, route, replicas_drift), *_model(line, route, scales_indexer_loss)]
         flags = [*(_read_flags(line, route) if route is not None else []), *_without_effect(line), *_given_twice(line)]
         flags = [row for row in flags if row.status != OK or not any(_refuses(problem, row.subject) for problem in found)]
-        return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread)
+        scope = "nothing" if all(row.status == NOTE for row in found) else "only what changes any step"
+        unjudged = f"{NOTHING_OF_OURS}: {scope} was judged" if route is None else None
+        return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread, unjudged)
 
 
 def _refuses(row: Finding, flag: str) -> bool:
@@ -116,7 +120,12 @@ def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | N
     if stray:
         reading.append(Finding("script", PROBLEM, f"line {stray.line} has no effect: the line above lacks its \\ at the end"))
     place = f", from line {read_from.line} of the script" if read_from else ""
-    return LaunchReport(f"{host.name}, {host.starts}{place}", None, reading, [], found, [], hidden)
+    # The settings file is read whatever trains; a loss that was judged has a row of its own.
+    is_judged = any(row.status == OK and row.subject != "settings" for row in found)
+    is_open = any("not known here" in row.text for row in found)
+    why = "the loss is not known here" if is_open else NOTHING_OF_OURS
+    unjudged = None if is_judged else f"{why}: nothing was judged"
+    return LaunchReport(f"{host.name}, {host.starts}{place}", None, reading, [], found, [], hidden, unjudged)
 
 
 def _read_yaml_file(path: Path) -> dict[str, object]:
@@ -224,6 +233,7 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
     names = [problem.split()[0] for problem in dropped_flags(args, line.words, routes_of_flags())]
     if names:
         where = "the file that megatron-rl launch-config writes, or start with python -m megatron_rl.hosts.launch"
+        yield from _dr_grpo(line, args)
         yield Finding("launcher", NOTE, f"so that they reach our hooks, put {' and '.join(names)} into {where}")
         return  # what else the rules say would be about settings that nobody meant
     trained: list[str] = []
@@ -243,6 +253,12 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
         yield from (Finding("init hook", NOTE, text) for text in without_init_hook(options))
     elif options["custom_megatron_init_path"] is None:
         yield Finding("init hook", NOTE, f"nothing checks this launch when it starts: add {INIT_LINE}")
+
+
+def _dr_grpo(line: LaunchLine, args: Namespace) -> Iterator[Finding]:
+    """The same advice that the rules give to a line whose launcher reads our flags."""
+    given = Namespace(**vars(args) | {"loss_aggregation": line.ours.get("--loss-aggregation")})
+    yield from (Finding("advice", NOTE, text) for text in constant_is_without_deviation(read_launch(given)))
 
 
 def _own_loop(line: LaunchLine) -> Iterator[Finding]:

@@ -25,7 +25,8 @@ class Finding:
 class LaunchReport:
     """title: whose launcher reads the line, and on which route our loss would be reached. flags: ours, one finding each.
 
-    unread: what stands on the line unexpanded and may hide flags; nothing is said of those.
+    unread: what stands on the line unexpanded and may hide flags; nothing is said of those. unjudged: what is said where no loss
+    was judged, in the place of "no problems"; None: one was.
     """
 
     title: str
@@ -35,6 +36,7 @@ class LaunchReport:
     flags: list[Finding] = field(default_factory=list)
     rules: list[Finding] = field(default_factory=list)
     unread: tuple[str, ...] = ()
+    unjudged: str | None = None
 
     @property
     def findings(self) -> list[Finding]:
@@ -48,7 +50,12 @@ def as_text(machine: Sequence[Finding], launch: LaunchReport | None, num_problem
     unread = (
         f" in what could be read; not read: {printable(', '.join(launch.unread))}" if launch is not None and launch.unread else ""
     )
-    lines.append(f"doctor: {num_problems or 'no'} problem{'' if num_problems == 1 else 's'}{unread}")
+    count = f"{num_problems or 'no'} problem{'' if num_problems == 1 else 's'}"
+    if launch is not None and launch.unjudged is not None and not num_problems:
+        here = "no problems on this machine; " if machine else ""
+        lines.append(f"doctor: {here}{launch.unjudged}{unread}")
+    else:
+        lines.append(f"doctor: {count}{unread}")
     return "\n".join(lines)
 
 
