@@ -27,7 +27,7 @@ from megatron_rl.megatron.experts import expert_replicas_drift
 from megatron_rl.megatron.factors import CAUSES, factor_names
 from megatron_rl.testing import selftest, selftest_router_losses, selftest_rows
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare
-from megatron_rl.testing.layout_step import Layout, RankStep
+from megatron_rl.testing.layout_step import Layout, RankStep, Shard
 from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
 from megatron_rl.testing.reference import CLIPS, ragged_samples
 from megatron_rl.testing.selftest import model_for, run_selftest, truths_of
@@ -276,7 +276,7 @@ def test_an_auxiliary_loss_is_held_to_the_leaves_of_routers_and_of_experts():
     names = ["a", "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.0.linear_fc1.weight"]
     truth = {name: torch.tensor([size]).double() for name, size in zip(names, (1000.0, 0.1, 0.2), strict=True)}
     for wrong, leaves in ((names[1], "routers"), (names[2], "experts"), (None, None)):
-        shards = {name: (None, 0, 1, value * (1.001 if name == wrong else 1.0)) for name, value in truth.items()}
+        shards = {name: Shard(None, 0, 1, value * (1.001 if name == wrong else 1.0)) for name, value in truth.items()}
         model = mock.Mock(groups=ParallelGroups())
         model.step.return_value = RankStep(0.0, [shards], None, {}, {})
         expected = RouterTruth([], {"z_loss": Truth(0.0, 1.0, truth)}, {})
@@ -386,7 +386,7 @@ def test_every_size_that_a_row_names_has_a_cause_and_micro_batches_are_no_other_
 
 
 def found(gradient: torch.Tensor, loss: float = 2.0) -> RankStep:
-    return RankStep(loss, [{"a": (None, 0, 1, gradient)}], float(gradient.norm()), {}, {})
+    return RankStep(loss, [{"a": Shard(None, 0, 1, gradient)}], float(gradient.norm()), {}, {})
 
 
 def test_a_comparison_by_hand():
@@ -398,7 +398,9 @@ def test_a_comparison_by_hand():
         assert getattr(got, name) == pytest.approx(getattr(expected, name)), name
     nan = compare(found(torch.full((2,), math.nan, dtype=torch.float64)), truth, ParallelGroups())
     assert not nan.is_within(1e9) and nan.cause(1e9, {}).startswith("gradient is not finite: a division by 0")
-    without_optimizer = compare(RankStep(4.0, [{"a": (None, 0, 1, truth.gradient["a"])}], None, {}, {}), truth, ParallelGroups())
+    without_optimizer = compare(
+        RankStep(4.0, [{"a": Shard(None, 0, 1, truth.gradient["a"])}], None, {}, {}), truth, ParallelGroups()
+    )
     assert without_optimizer.norm_error is None and without_optimizer.is_within(1e-9) and without_optimizer.cause(1e-9, {}) == ""
     zero = compare(found(torch.zeros(2, dtype=torch.float64), loss=4.0), truth, ParallelGroups())
     assert zero.cause(1e-5, {}) == "no gradient arrives"
@@ -412,7 +414,7 @@ def compared_on_rank(rank: int, wrong_rank: int, dim: int | None) -> Comparison:
     tp_rank = groups.tp.rank()
     own = truth["a"] if dim is None else truth["a"].chunk(2)[tp_rank]
     place = (tp_rank, groups.tp.size())
-    shards = {"a": (dim, *place, own * (rank != wrong_rank)), "b": (None, *place, truth["b"])}
+    shards = {"a": Shard(dim, *place, own * (rank != wrong_rank)), "b": Shard(None, *place, truth["b"])}
     return compare(RankStep(1.0, [shards], 13.0, {}, {}), Truth(1.0, 1.0, truth), groups)
 
 
@@ -435,7 +437,9 @@ def test_a_comparison_over_ranks_by_hand(pool, sizes, wrong_rank, dim, squared_e
 def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient():
     """What clips the gradient is Megatron's own norm; what is logged is the report."""
     gradient = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    got = compare(RankStep(8.0, [{"a": (None, 0, 1, gradient)}], 10.0, {}, {}), Truth(4.0, 8.0, {"a": gradient}), ParallelGroups())
+    got = compare(
+        RankStep(8.0, [{"a": Shard(None, 0, 1, gradient)}], 10.0, {}, {}), Truth(4.0, 8.0, {"a": gradient}), ParallelGroups()
+    )
     assert got.cause(1e-5, {"cp": 2}) == (
         "the optimiser's gradient norm is off by 1, the gradient itself is right; the reported loss is 2 of expected = cp: each "
         "context-parallel rank counts the tokens of all of them"

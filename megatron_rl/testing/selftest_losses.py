@@ -23,7 +23,7 @@ from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.options import LossKeywords
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT
 from megatron_rl.testing.comparison import compare
-from megatron_rl.testing.layout_step import Layout, RankStep, StepSample
+from megatron_rl.testing.layout_step import Layout, RankStep, Shard, StepSample
 from megatron_rl.testing.rank_groups import make_groups
 from megatron_rl.testing.reference import SHAPES, old_log_probs_of, ragged_samples
 from megatron_rl.testing.selftest_rows import (
@@ -159,7 +159,7 @@ class HeadRank:
         of_hidden = gradient_of(hidden) if case.head == FUSED else all_reduce_sum(gradient_of(hidden), groups.tp)
         gradients: dict[str, tuple[int | None, Tensor]] = {WEIGHT: (0, gradient_of(weight)), HIDDEN: (None, of_hidden)}
         shards = {
-            name: (dim, groups.tp.rank(), groups.tp.size(), all_reduce_sum(gradient, groups.dp_cp).double().cpu())
+            name: Shard(dim, groups.tp.rank(), groups.tp.size(), all_reduce_sum(gradient, groups.dp_cp).double().cpu())
             for name, (dim, gradient) in gradients.items()
         }
         return RankStep(float(all_reduce_sum(loss, groups.dp_cp)), [shards], None, {}, {})
