@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -327,3 +328,16 @@ def test_backward_is_a_multiplication_for_each_coefficient_and_one_kernel(monkey
     found = [name for name in operations if not name.startswith("fill_")]
     assert launches == ["logits_gradient_kernel"]
     assert found == ["ones_like.default"] + ["mul.Tensor"] * (2 if coefficient else 1)
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a compiled kernel keeps the number that it was compiled with")
+def test_a_column_without_a_bit_is_refused(monkeypatch):
+    """Which columns are a maximum or a minimum stands in 31 bits; a 32nd column would be summed in silence."""
+    for num_columns in (31, 32):
+        monkeypatch.setattr(reduce_triton, "NUM_STATISTICS", reduce_triton.tl.constexpr(num_columns))
+        outs = {"LOSS": torch.zeros(()), "TERMS_OUT": torch.zeros(3), "STATISTICS_OUT": torch.zeros(num_columns).double()}
+        outs |= {"STATISTICS_IN": torch.ones(2, num_columns).double(), "TERMS": torch.ones(2, 3).double()}
+        numbers = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0, "num_documents": 2, "BLOCK": 4}
+        with pytest.raises(Exception, match="31 bits") if num_columns > 31 else contextlib.nullcontext():
+            reduce_triton.finish_kernel[(1 + num_columns,)](**outs, **numbers)

@@ -59,6 +59,46 @@ def leave(hidden, weight, labels, *, with_entropy=True, rounds_logits=False):
     return result, out.double() * scales[:, None].double()
 
 
+def tensor_map_faults(address: int, shape, strides, block, itemsize: int) -> list[str]:
+    """What cuTensorMapEncodeTiled refuses of a matrix in rows, for a launch that the interpreter runs whatever the driver says."""
+    row, pitch = block[1] * itemsize, strides[0] * itemsize
+    return [
+        *(f"address {address} is not a multiple of 16" for _ in range(address % 16 != 0)),
+        *(f"a size of {size}" for size in shape if not 1 <= size <= 2**32),
+        *(f"rows {pitch} bytes apart" for _ in range(pitch % 16 != 0 or pitch >= 2**40)),
+        *(f"columns {strides[1]} apart" for _ in range(strides[1] != 1)),
+        *(f"a box of {size}" for size in block if not 1 <= size <= 256),
+        *(f"a box of {row} bytes" for _ in range(row % 16 != 0)),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def tensor_maps_that_a_driver_takes(monkeypatch):
+    """Each descriptor of each test of this file. tests/first_launch.py asks a driver of the shipped tiles."""
+    make = scaled_exp_triton.TensorDescriptor.from_tensor
+
+    def checked(tensor, block):
+        assert tensor_map_faults(tensor.data_ptr(), tensor.shape, tensor.stride(), block, tensor.itemsize) == []
+        return make(tensor, block)
+
+    monkeypatch.setattr(scaled_exp_triton.TensorDescriptor, "from_tensor", staticmethod(checked))
+
+
+@pytest.mark.parametrize(
+    ("address", "shape", "strides", "block", "faults"),
+    [
+        (4096, (70, 40), (40, 1), (16, 32), 0),
+        (4104, (70, 40), (40, 1), (16, 32), 1),
+        (4096, (70, 41), (41, 1), (16, 32), 1),
+        (4096, (2**32 + 1, 40), (40, 1), (16, 32), 1),
+        (4096, (70, 40), (80, 2), (512, 4), 3),
+    ],
+    ids=["good", "address", "row", "size", "columns and box"],
+)
+def test_the_rules_of_a_tensor_map(address, shape, strides, block, faults):
+    assert len(tensor_map_faults(address, shape, strides, block, 2)) == faults
+
+
 @pytest.fixture(params=[None, SMALL, replace(SMALL, halves=False)], ids=["shipped tiles", "small tiles", "whole tiles"])
 def tiles(request, monkeypatch):
     if request.param is not None:
