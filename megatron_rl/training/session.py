@@ -30,6 +30,7 @@ from megatron_rl.training.loop import Outcome, Progress, TrainingRun
 from megatron_rl.training.option_rules import checkpoint_directory
 from megatron_rl.training.options import TrainOptions, experts_of, model_vocab_size
 from megatron_rl.training.output_dir import prepare_output_dir, run_id_of, take_output_dir
+from megatron_rl.training.peers import PeerWatch
 from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.training.rollout_files import check_rollouts_are_of, recorded_vocab_size
 from megatron_rl.training.run_lock import RunLock
@@ -54,6 +55,20 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         seed=options.seed,
     )
     settings = trainer_settings(options, [task, *([] if eval_task is None else [eval_task])], device)
+    with PeerWatch() as watch:
+        return _train_together(settings, options, config, task, eval_task, device, watch, on_start)
+
+
+def _train_together(
+    settings: TrainerSettings,
+    options: TrainOptions,
+    config: PolicyLossConfig,
+    task: Task,
+    eval_task: PromptFileTask | None,
+    device: torch.device,
+    watch: PeerWatch,
+    on_start: Callable[[], None],
+) -> Outcome:
     lock = RunLock()
     try:
         trainer = PolicyTrainer(settings, config, device)
@@ -89,7 +104,8 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         if not is_lost_rank(error):
             raise
         first_line = str(error).partition("\n")[0]
-        raise RunError(f"another rank ended, or did not come in time: its own message says why ({first_line})") from error
+        who = watch.who_ended() or "another rank ended, or did not come in time: its own message says why"
+        raise RunError(f"{who} ({first_line})") from error
     finally:
         lock.release()
         dist.destroy_process_group()
