@@ -36,12 +36,10 @@ from megatron_rl.losses import (
     loss_of_log_probs,
     policy_loss,
 )
+from megatron_rl.losses.keywords import LinearLossKeywords, LogitsLossKeywords, LossKeywords
 from megatron_rl.losses.options import (
-    LinearLossKeywords,
     LinearLossOptions,
-    LogitsLossKeywords,
     LogitsLossOptions,
-    LossKeywords,
     LossOptions,
 )
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs

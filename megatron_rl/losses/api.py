@@ -15,11 +15,10 @@ from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, RankAgreement, resolve_group
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters, get_policy_loss
+from megatron_rl.losses.keywords import LogitsLossKeywords, LossKeywords
 from megatron_rl.losses.options import (
-    LogitsLossKeywords,
     LogitsLossOptions,
     LossInputs,
-    LossKeywords,
     LossOptions,
     LossSettings,
     prepare_inputs,

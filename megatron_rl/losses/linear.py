@@ -22,8 +22,8 @@ from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.api import PolicyLossOutput, compare_inputs, groups_and_agreement, output_of, read_options, reducer_of
 from megatron_rl.losses.corrected import is_known_before, with_known_correction
 from megatron_rl.losses.evaluate import evaluate, nonfinite_values
+from megatron_rl.losses.keywords import LinearLossKeywords
 from megatron_rl.losses.options import (
-    LinearLossKeywords,
     LinearLossOptions,
     LossInputs,
     LossSettings,

@@ -1,8 +1,8 @@
 """Defines what a loss is given, and checks it: the keyword arguments, the tensors of a micro-batch, their sums over documents.
 
-Keyword arguments are frozen objects, dicts for type checkers, and settings that are resolved for one loss. Tensors are put into one
-form; no value is changed, and masked values are not read. What the ranks of a document hold together is checked after the one
-reduction over cp, which both twins of the loss (reduce_torch, reduce_triton) need: its columns and their use are here.
+Keyword arguments are frozen objects, and settings that are resolved for one loss. Tensors are put into one form; no value is
+changed, and masked values are not read. What the ranks of a document hold together is checked after the one reduction over cp,
+which both twins of the loss (reduce_torch, reduce_triton) need: its columns and their use are here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,46 +106,6 @@ class LinearLossOptions(LossOptions):
     document_lengths: Sequence[int] | None = None
     loss_scale: Tensor | float | None = None
     return_log_probs: bool = True
-
-
-class LossKeywords(TypedDict, total=False):
-    """LossOptions as keywords."""
-
-    clip_ratio_low: float | None
-    clip_ratio_high: float | None
-    loss_parameters: Mapping[str, float]
-    temperature: float
-    vocab_size: int | None
-    token_counts: Tensor | None
-    tp_group: Group | None
-    cp_group: Group | None
-    metrics: str
-    backend: str
-    advantages_per: str | None
-    importance_weights: Tensor | None
-    ref_log_probs: Tensor | None
-    rollout_log_probs: Tensor | None
-    correction: CorrectionSettings | None
-    kl_coefficient: float
-    kl_estimator: str
-    entropy_coefficient: float
-    regularizer_weights: Tensor | None
-    check_ranks: bool | None
-
-
-class LogitsLossKeywords(LossKeywords, total=False):
-    inplace: bool
-    loss_scale: Tensor | float | None
-
-
-class LinearLossKeywords(LossKeywords, total=False):
-    max_logits_bytes: int
-    sequence_parallel: bool
-    fp32_logits: bool
-    scaled_exp: bool
-    document_lengths: Sequence[int] | None
-    loss_scale: Tensor | float | None
-    return_log_probs: bool
 
 
 @dataclass(frozen=True, slots=True)

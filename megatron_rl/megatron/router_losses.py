@@ -354,8 +354,8 @@ def host_ranges(
         # The parts of the data-parallel ranks add up to the loss of their micro-batch, which exact does not average. Megatron takes
         # the mean of the counts so far over the tokens of this micro-batch.
         so_far = [count for microbatch, count in real_of.items() if microbatch <= part.microbatch]
-        shares = real_of[part.microbatch] * sum(so_far) / len(so_far) / size_of_all**2
-        found["global_aux_loss"].append(of_all * num_parts / data_size * shares)
+        mean_so_far = sum(so_far) / len(so_far)
+        found["global_aux_loss"].append(of_all * num_parts / data_size * real_of[part.microbatch] * mean_so_far / size_of_all**2)
         rows = 1 if num_loss_tokens is not None and scales.divides_samples else part.rows
         of_samples = of_part * rows * num_tokens**2 / (num_samples * size**2)
         found["seq_aux_loss"].append(aux_loss if is_packed else of_samples)
