@@ -589,14 +589,10 @@ def _check_group_sizes(
             continue
         own = (merged.samples[prompts.of_sample] == size).nonzero()[:1, 0].tolist()
         name = f"prompt {prompt_ids[own[0]]!r}" if own else "a prompt of another data-parallel rank"
-        is_of_one_size = merged.smallest == merged.largest
-        declare = f"every prompt has {size}, so give --samples-per-prompt {size}; or else " if is_of_one_size else ""
+        is_usual = merged.smallest == merged.largest
+        declare = f"every prompt has {size}, so give --samples-per-prompt {size}; or else " if is_usual else ""
         if size > samples_per_prompt:
-            raise DataError(
-                f"{name} has {size} samples in this step, more than samples_per_prompt={samples_per_prompt}: {declare}look "
-                "for ids that two prompts share"
-            )
-        raise DataError(
-            f"{name} has {size} of samples_per_prompt={samples_per_prompt} samples in this step: {declare}keep groups whole, or "
-            "allow it with --allow-partial-prompt-groups"
-        )
+            found = f"{size} samples in this step, more than samples_per_prompt={samples_per_prompt}"
+            raise DataError(f"{name} has {found}: {declare}look for ids that two prompts share")
+        found = f"{size} of samples_per_prompt={samples_per_prompt} samples in this step"
+        raise DataError(f"{name} has {found}: {declare}keep groups whole, or allow it with --allow-partial-prompt-groups")
