@@ -348,6 +348,14 @@ def replace_a_tensor_by_a_program(checkpoint: Path, command: Command) -> str:
     return f"{info.relative_path} cannot be read (ValueError: "
 
 
+def nest_a_key(checkpoint: Path, command: Command) -> str:
+    """Forty levels that each hold the one below twice: 2^40 values to hash."""
+    content = (checkpoint / ".metadata").read_bytes()
+    nested = b"}X\x04\x00\x00\x00name" + b"2\x86" * 40 + b"Ns0"  # a dict with that key, taken off the stack again
+    (checkpoint / ".metadata").write_bytes(b"\x80\x04" + nested + pickle.dumps(pickle.loads(content), protocol=2)[2:])
+    return ".metadata cannot be read (UnpicklingError: a key of the kind tuple"
+
+
 def read_another_folder(checkpoint: Path, command: Command) -> str:
     metadata = metadata_of(checkpoint)
     next(iter(metadata.storage_data.values())).relative_path = "../../\x1b[2Jfile"
@@ -372,7 +380,7 @@ REPLACED = {
 }
 ATTACKS = {name: partial(replace_file, name=file, content=content, says=says) for name, (file, content, says) in REPLACED.items()}
 OF_PIECES = (replace_an_object, replace_a_tensor, replace_a_tensor_by_a_program)
-ATTACKS |= {attack.__name__: attack for attack in (hide_in_metadata, read_another_folder, *OF_PIECES)}
+ATTACKS |= {attack.__name__: attack for attack in (hide_in_metadata, nest_a_key, read_another_folder, *OF_PIECES)}
 
 
 def test_a_stranger_s_checkpoint_runs_nothing(pool, saved, tmp_path):

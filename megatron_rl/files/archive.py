@@ -11,10 +11,9 @@ import io
 import math
 import re
 import struct
-import types
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from megatron_rl.errors import printable
 from megatron_rl.files.bounds import check_tree
-from megatron_rl.files.plain_pickle import DISPATCH, PlainUnpickler, opcodes
+from megatron_rl.files.plain_pickle import DISPATCH, PlainUnpickler, opcodes, plain_set
 
 # APPNOTE.TXT of PKWARE: the end of the directory, its forms of 64 bits, an entry of it, a member, and what may stand behind one.
 END, LOCATOR, END64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sLQL"), struct.Struct("<4sQ2H2L4Q")
@@ -170,8 +169,7 @@ def _unpacked(
     return form.unpack(content)
 
 
-# What a pickle of plain data calls: each builds a value and does nothing else. Keys are hashed, so they are scalars: the hash of
-# nested tuples that share their parts takes for ever.
+# What a pickle of plain data calls: each builds a value and does nothing else.
 
 
 class StandIn:
@@ -197,7 +195,6 @@ class Storage:
     elements: Tensor  # [number of elements], of the file
 
 
-SCALARS = frozenset([str, bytes, int, float, bool, types.NoneType])
 _FLOATS = {"Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16}
 _WHOLE = {
     "Long": torch.int64,
@@ -210,21 +207,8 @@ _WHOLE = {
 STORAGES = {("torch", f"{name}Storage"): StorageKind(dtype) for name, dtype in (_FLOATS | _WHOLE).items()}
 
 
-def _check_keys(keys: Iterable[Any]) -> None:
-    for key in keys:
-        if type(key) not in SCALARS and not (type(key) is tuple and SCALARS.issuperset(map(type, key))):
-            raise ValueError(f"a key of the kind {type(key).__name__}: keys are numbers or text")
-
-
-def _set(items: Any = ()) -> set[Any]:
-    if type(items) not in (list, tuple):
-        raise ValueError("a set that is made of no list")
-    _check_keys(items)
-    return set(items)
-
-
 def _frozenset(items: Any = ()) -> frozenset[Any]:
-    return frozenset(_set(items))
+    return frozenset(plain_set(items))
 
 
 def _ordered() -> OrderedDict[Any, Any]:
@@ -245,7 +229,7 @@ def _encoded(text: str, codec: str) -> bytes:
 CALLS: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("_codecs", "encode"): _encoded,
     ("collections", "OrderedDict"): _ordered,
-    **{(module, "set"): _set for module in ("builtins", "__builtin__")},
+    **{(module, "set"): plain_set for module in ("builtins", "__builtin__")},
     **{(module, "frozenset"): _frozenset for module in ("builtins", "__builtin__")},
     ("torch", "Size"): _size,
 }
@@ -302,43 +286,16 @@ class ArchiveUnpickler(PlainUnpickler):
             raise ValueError("tensors of more elements than the file has room for")
         return storage.elements.as_strided(sizes, strides, offset)
 
-    stack: list[Any]
-    pop_mark: Callable[[], list[Any]]
-
     def load_build(self) -> None:
         """A state is left out: it would be attributes."""
         self.check_build()
         self.stack.pop()
 
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set_items([key, value])
+    def set_items(self, items: list[Any]) -> None:
+        if not isinstance(self.stack[-1], StandIn):
+            super().set_items(items)
 
-    def load_setitems(self) -> None:
-        self._set_items(self.pop_mark())
-
-    def _set_items(self, items: list[Any]) -> None:
-        target, keys = self.stack[-1], items[::2]
-        if isinstance(target, StandIn):
-            return
-        if type(target) not in (dict, OrderedDict):
-            raise ValueError(f"items of {type(target).__name__}")
-        _check_keys(keys)
-        target.update(zip(keys, items[1::2], strict=True))
-
-    def load_additems(self) -> None:
-        items, target = self.pop_mark(), self.stack[-1]
-        if type(target) is not set:
-            raise ValueError(f"items of {type(target).__name__}")
-        target |= _set(items)
-
-    def load_frozenset(self) -> None:
-        self.stack.append(_frozenset(self.pop_mark()))
-
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        **DISPATCH,
-        **opcodes(BUILD=load_build, SETITEM=load_setitem, SETITEMS=load_setitems, ADDITEMS=load_additems, FROZENSET=load_frozenset),
-    }
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {**DISPATCH, **opcodes(BUILD=load_build)}
 
 
 def read_archive(file: Readable, size: int) -> tuple[Any, list[str]]:

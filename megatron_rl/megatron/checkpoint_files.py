@@ -168,6 +168,8 @@ def _read_metadata(checkpoint: Path) -> Any:  # -> torch.distributed.checkpoint.
 def _pieces_of(metadata: Any, listed: set[str]) -> Iterator[tuple[str, int, int, bool]]:
     """(file, offset, length, whether it is a tensor) of each archive. ValueError for a file that the checksums do not list."""
     for index, place in metadata.storage_data.items():
+        if type(place.relative_path) is not str or type(index.fqn) is not str:
+            raise ValueError("a file or a tensor whose name is no text")
         if place.relative_path not in listed:
             raise ValueError(f"it names the file {place.relative_path!r}, which {CHECKSUMS} does not list")
         if not all(type(number) is int and number >= 0 for number in (place.offset, place.length)):
