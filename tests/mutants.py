@@ -50,7 +50,7 @@ JUDGES = {
     "step_metrics.py": "metrics synchronisation",
     "lm_head.py": "lm_head",
     "hosts/": "custom_loss host_rules reward_weights reducer megatron_lm rollout_hosts init_hook step_guard host_flags",
-    "hosts/sampling.py": "sampling",
+    "hosts/sampling.py": "sampling_doors",
     "hosts/dense_rows.py": "verl skyrl nemo_rl roll settings_launch",
     "hosts/factors.py": "verl skyrl nemo_rl roll explain_table",
     "hosts/verl": "verl verl_launch settings_launch",
