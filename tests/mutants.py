@@ -283,8 +283,9 @@ def run(mutants: list[Mutant], processes: int) -> int:
             return alive
 
         with ThreadPoolExecutor(processes) as pool:
-            if failed := "; ".join(filter(None, pool.map(work_unchanged, range(processes)))):
-                raise SystemExit(f"the tests must pass on the package as it is, but {failed}")
+            if failed := [number for number, test in enumerate(pool.map(work_unchanged, range(processes))) if test]:
+                texts = [logs[number].read_text(errors="replace") for number in failed]
+                raise SystemExit("\n".join([*texts, "the tests must pass on the package as it is"]))
             alive = [mutant for of_one in pool.map(work, range(processes)) for mutant in of_one]
     died = len(mutants) - len(alive)
     share = died / len(mutants)
