@@ -76,7 +76,9 @@ def our_flags() -> set[str]:
 def namespace_of(settings: dict[str, object], **others) -> Namespace:
     """As the launcher's parser makes it: every flag of ours has an attribute."""
     ours = vars(add_megatron_rl_args(ArgumentParser()).parse_args([]))
-    return Namespace(**ours | others | {flag.removeprefix("--").replace("-", "_"): value for flag, value in settings.items()})
+    named = {flag.removeprefix("--").replace("-", "_"): value for flag, value in settings.items()}
+    named["grpo_std_normalization"] = not named.pop("disable_grpo_std_normalization", False)  # as the hosts' parsers call it
+    return Namespace(**ours | others | named)
 
 
 def whole_numbers(settings: dict[str, object]) -> dict[str, object]:
