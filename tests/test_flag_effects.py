@@ -138,6 +138,11 @@ def run_on_rank(rank, output_dir, config, options):
     return metrics_of(output_dir), error
 
 
+def spread_over(sample) -> list[float]:
+    """Of another policy, and not of one that keeps a part of the vocabulary: the differences are of both signs."""
+    return [-0.1 if place % 2 else -8.0 for place in range(len(sample.old_log_probs))]
+
+
 def test_settings_of_a_run_change_it(pool, tmp_path):
     """FB-69: documents of a step, and what the watchdog does about log-probabilities of another policy."""
     once = {"num_rollouts": 1, "steps_per_rollout": 1}
@@ -148,7 +153,7 @@ def test_settings_of_a_run_change_it(pool, tmp_path):
     assert error == "" and [row["num_samples"] for row in rows] == [4, 4, 4, 4]
     batch = next(load_rollouts(path))
     path = tmp_path / "others.jsonl"
-    save_rollouts(path, replace(batch, samples=[replace(s, old_log_probs=[-0.1] * len(s.old_log_probs)) for s in batch.samples]))
+    save_rollouts(path, replace(batch, samples=[replace(s, old_log_probs=spread_over(s)) for s in batch.samples]))
     for watchdog, says in (("off", ""), ("raise", "mean importance ratio")):
         given = replace(config, watchdog=watchdog)
         [(_, error)] = pool.run(run_on_rank, tmp_path / watchdog, given, {**once, "rollouts": str(path)})
