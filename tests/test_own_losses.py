@@ -227,7 +227,7 @@ def test_trainers_that_hand_over_rows_ask_a_loss_of_ones_own_too():
     """verl, NeMo-RL, ROLL and SkyRL, whose settings no launch rule judges."""
     nothing = Given("a setting", None)
     for name, said in (("own_centred", ["policy_loss=own_centred is declared elementwise"]), ("own_reinforce", [])):
-        _, problems = read_config("title", name, "sample_mean", [nothing] * 2, {}, nothing)
+        _, problems = read_config("title", name, "sample_mean", (nothing, nothing), {}, nothing, keep="")
         assert [problem.partition(",")[0] for problem in problems] == said
 
 
