@@ -269,8 +269,8 @@ def run(mutants: list[Mutant], processes: int) -> int:
         logs = [Path(scratch) / f"log-{number}" for number in range(processes)]
         judges = sorted({test for mutant in mutants for test in mutant.judges})
 
-        def work_unchanged(share: int) -> str:
-            return first_failure(judges[share::processes], folders[share], logs[share])
+        def work_unchanged(share: int) -> list[str]:
+            return [failed for test in judges[share::processes] if (failed := first_failure([test], folders[share], logs[share]))]
 
         def work(share: int) -> list[Mutant]:
             """Judges one after the other, and returns those that live."""
@@ -283,9 +283,8 @@ def run(mutants: list[Mutant], processes: int) -> int:
             return alive
 
         with ThreadPoolExecutor(processes) as pool:
-            if failed := [number for number, test in enumerate(pool.map(work_unchanged, range(processes))) if test]:
-                texts = [logs[number].read_text(errors="replace") for number in failed]
-                raise SystemExit("\n".join([*texts, "the tests must pass on the package as it is"]))
+            if failed := [test for of_one in pool.map(work_unchanged, range(processes)) for test in of_one]:
+                raise SystemExit("\n".join(["the tests must pass on the package as it is:", *failed]))
             alive = [mutant for of_one in pool.map(work, range(processes)) for mutant in of_one]
     died = len(mutants) - len(alive)
     share = died / len(mutants)
