@@ -251,7 +251,7 @@ def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_ra
     rows = shared.metrics_of(tmp_path / "out")
     assert not any("docs-per-step" in threads for _, threads in answers)
     if docs_per_step == 8:
-        expected = "DataError: the step has 8 samples and not a single unmasked token"
+        expected = "EmptyStep: the step has 8 samples and not a single unmasked token"
         assert all(error.startswith(expected) and "give it more samples" in error for error, _ in answers)
         assert [row["num_documents"] for row in rows] == [8, 8] and not (tmp_path / "out" / "checkpoints").exists()
     else:

@@ -196,15 +196,16 @@ def check_checkpoint(checkpoint: str | Path) -> None:
     found = on_all_ranks(lambda: find_problems(Path(checkpoint), rank, num_ranks))
     foreign = list(dict.fromkeys(line for of_rank in found for line in of_rank.foreign))
     damaged = list(dict.fromkeys(line for of_rank in found for line in of_rank.damaged))
-    if foreign:
-        raise ConfigError(
-            f"{checkpoint} holds more than plain data, and none of it was run: {'; '.join(foreign)}. A checkpoint of `megatron-rl "
-            "train` holds only plain data: load a checkpoint that you made, or whose maker you trust"
-        )
+    # First: what another rank found in a damaged file says nothing of its maker.
     if damaged:
         raise ConfigError(
             f"{checkpoint} cannot be read: files are missing or damaged: {'; '.join(damaged)}; `{LATEST}` beside it may name an "
             "earlier checkpoint instead"
+        )
+    if foreign:
+        raise ConfigError(
+            f"{checkpoint} holds more than plain data, and none of it was run: {'; '.join(foreign)}. A checkpoint of `megatron-rl "
+            "train` holds only plain data: load a checkpoint that you made, or whose maker you trust"
         )
 
 
