@@ -204,7 +204,30 @@ WRONG: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "verl, of another loss": ("verl", f"grpo.token_mean {ACTOR}.policy_loss.clip_cov_ratio=0.1", "our losses do not read it"),
     **{
         f"nemo_rl, {name}": ("nemo_rl", f"grpo.token_mean ++loss_fn.{name}=0.28", "NeMo-RL has no such setting")
-        for name in ("ratio_clip_maxx", "ratio_clip_high", "eps_clip_high", "use_importance_sampling_corection", "clip_ratio_low")
+        for name in ("ratio_clip_maxx", "eps_clip_high", "use_importance_sampling_corection")
+    },
+    # Another word for a side: never the other side.
+    **{
+        f"{host}, {name}": (host, f"{loss}{place}{name}=0.28", f"did you mean [a-z_.]*{meant}\\?")
+        for host, loss, place, name, meant in (
+            ("nemo_rl", "grpo.token_mean", " ++loss_fn.", "ratio_clip_high", "ratio_clip_max"),
+            ("nemo_rl", "grpo.token_mean", " ++loss_fn.", "ratio_clip_low", "ratio_clip_min"),
+            ("nemo_rl", "grpo.token_mean", " ++loss_fn.", "clip_ratio_low", "ratio_clip_min"),
+            ("skyrl", "grpo", " trainer.algorithm.", "eps_clip_max", "eps_clip_high"),
+            ("verl", "grpo.token_mean", f" +{ACTOR}.", "clip_ratio_min", "clip_ratio_low"),
+        )
+    },
+    # One value in the place of a group
+    **{
+        f"{host}, {rest}": (host, f"{loss} {rest}", "it is a group of settings, and .* takes no abc in its place")
+        for host, loss, rest in (
+            ("nemo_rl", "grpo.token_mean", "loss_fn=abc"),
+            ("nemo_rl", "grpo.token_mean", "policy.generation=abc"),
+            ("nemo_rl", "grpo.token_mean", "grpo=abc"),
+            ("skyrl", "grpo", "trainer.algorithm.off_policy_correction=abc"),
+            ("skyrl", "grpo", "trainer.algorithm.sapo=abc"),
+            ("skyrl", "grpo", "generator=abc"),
+        )
     },
     "nemo_rl, a section": ("nemo_rl", "grpo.token_mean ++los_fn.ratio_clip_max=0.28", "did you mean loss_fn.ratio_clip_max\\?"),
     "nemo_rl, another worker": ("nemo_rl", "grpo.token_mean policy.megatron_cfg.enabled=false", "enabled is not true"),
@@ -248,6 +271,21 @@ WRONG: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "actor_train.apply_loss_scale",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("host", "rest"),
+    [
+        ("verl", "grpo.token_mean algorithm.rollout_correction={rollout_is:token}"),
+        ("nemo_rl", "grpo.token_mean ++loss_fn={ratio_clip_max:0.28}"),
+        ("nemo_rl", "grpo.token_mean policy={generation:{top_p:0.8}}"),
+        ("skyrl", "grpo trainer.algorithm.sapo={tau_pos:1.0}"),
+        ("skyrl", "grpo generator.sampling_params={top_p:0.8}"),
+    ],
+)
+def test_several_settings_in_one_word_are_told_apart_from_none(host, rest):
+    problems, said = judged(host, rest)
+    assert not problems and "several settings in one word are not read here" in said
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -16,8 +16,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import launch, nemo_rl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
 from megatron_rl.hosts.given import Given, clip_to_type, not_numbers
-from megatron_rl.hosts.sampling import value_at
-from megatron_rl.hosts.sections import NEMO_RL
+from megatron_rl.hosts.sampling import names_of, value_at
+from megatron_rl.hosts.sections import NEMO_RL, values_for_groups
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
     UNKNOWN,
@@ -40,6 +40,7 @@ DEFAULT_FILE = Path("configs", "grpo_math_1B.yaml")
 HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "kl_estimator")
 NOT_OURS = "its own settings decide on entropy and temperature"
 OWN_MODE = {"policy.generation.vllm_cfg.logprobs_mode": "processed_logprobs"}  # in NeMo-RL's own files
+READ = (NAME, *nemo_rl.SIZES, *names_of("nemo_rl"), "policy.megatron_cfg.enabled")
 # NeMo-RL's scripts of other trainers; tests/test_sections.py looks at those of a checkout.
 OTHER_SCRIPT = re.compile(r"run_(?!.*grpo).*\.py|run_grpo_single_controller\.py")
 INHERITS, REPLACES = "defaults", "_override_"
@@ -58,6 +59,9 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         return
     overrides, path = read_overrides(words), _file_of(words)
     yield from _script(words)
+    if groups := list(values_for_groups("NeMo-RL", overrides, READ, NAME)):
+        yield from groups
+        return
     try:
         settings, is_whole = _inherited(path, read_file), True
         yield Row("settings", f"{path}, and {len(overrides)} override{'' if len(overrides) == 1 else 's'}")

@@ -14,7 +14,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import skyrl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
 from megatron_rl.hosts.given import clip_to_type
-from megatron_rl.hosts.sections import SKYRL
+from megatron_rl.hosts.sampling import names_of
+from megatron_rl.hosts.sections import SKYRL, values_for_groups
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
     UNKNOWN,
@@ -53,6 +54,7 @@ NOT_OURS = "its own settings decide on entropy and temperature"
 # SkyRL's estimates of KL that have the name, value and gradient of ours; tests/test_skyrl.py compares them.
 KL_ESTIMATORS = (KLEstimator.K1, KLEstimator.K2, KLEstimator.K3)
 KL_TYPES = (*KL_ESTIMATORS, "abs")
+READ = (*(f"{ALGORITHM}.{name}" for name in (*DEFAULTS, *SKYRL.names)), *names_of("skyrl"))
 
 
 def is_of_skyrl(words: Sequence[str]) -> bool:
@@ -74,6 +76,9 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     is_ours = str(values.get(LOSS)).startswith(skyrl.PREFIX)
     plain = read_overrides([word for word in given if not word.startswith("+")])
     yield from SKYRL.judge(plain, is_ours=is_ours)
+    if groups := list(values_for_groups("SkyRL", values, READ, LOSS)):
+        yield from groups
+        return
     doors = [word.removeprefix(skyrl.DOOR) for word in given if word.startswith(skyrl.DOOR)]
     name = values.get(LOSS, DEFAULTS["policy_loss_type"])
     if name is UNKNOWN:

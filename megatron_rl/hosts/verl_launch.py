@@ -17,7 +17,7 @@ from megatron_rl.hosts import verl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
 from megatron_rl.hosts.given import Given, clip_to_type, not_numbers
 from megatron_rl.hosts.sampling import judge_sampling, names_of, readers_of
-from megatron_rl.hosts.sections import VERL_ACTOR, VERL_CORRECTION, VERL_POLICY_LOSS
+from megatron_rl.hosts.sections import VERL_ACTOR, VERL_CORRECTION, VERL_POLICY_LOSS, values_for_groups
 from megatron_rl.hosts.settings_line import LOSS_SETTINGS, UNKNOWN, Row, advice_of, idle_settings, in_words, put, read_overrides
 from megatron_rl.loss_hub import (
     clip_of,
@@ -190,7 +190,7 @@ def judge(line: Overrides, *, is_launch: bool = False) -> Iterator[Row]:
         )
         if place is not None and str(value).startswith(verl.PREFIX):
             yield Row(given, f"verl has no such setting: type its whole name, {place}={value}", is_wrong=True)
-    if groups := list(_groups(line)):
+    if groups := list(values_for_groups("verl", line.given, [*DEFAULTS, LOSS_MODE], LOSS_MODE)):
         yield from groups
         return
     yield from _names_and_numbers(line, is_launch)
@@ -220,20 +220,6 @@ def judge(line: Overrides, *, is_launch: bool = False) -> Iterator[Row]:
         yield Row("use_kl_loss", f"{text} term", is_note=True)
     elif f"{ACTOR}.kl_loss_type" in line.given and line[f"{ACTOR}.use_kl_loss"] is False:
         yield Row("kl_loss_type", "nothing reads it without use_kl_loss=True", is_note=True)
-
-
-def _groups(line: Overrides) -> Iterator[Row]:
-    """One value in the place of a group of settings: nothing below it can be judged."""
-    names = [*DEFAULTS, LOSS_MODE]
-    for given, value in line.given.items():
-        if value is UNKNOWN or not any(name.startswith(f"{given}.") for name in names):
-            continue
-        if str(value).startswith("{"):
-            text = "several settings in one word are not read here: type each by its whole name"
-            yield Row(given, text, is_note=True)
-        else:
-            meant = f": did you mean {LOSS_MODE}={value}?" if LOSS_MODE.startswith(f"{given}.") else ""
-            yield Row(given, f"it is a group of settings, and hydra takes no {value} in its place{meant}", is_wrong=True)
 
 
 def _names_and_numbers(line: Overrides, is_launch: bool) -> Iterator[Row]:
