@@ -109,6 +109,15 @@ def run(
     return output, leaf.grad
 
 
+def test_out_of_place_a_row_takes_twice_its_bytes_of_the_cache():
+    asked = []
+    choice = mock.patch.object(one_read, "one_read_configuration", lambda rows, row_bytes, device: asked.append(row_bytes))
+    with choice:
+        for inplace in (True, False):
+            run("grpo", make_batch(), inplace=inplace)
+    assert asked == [4 * WIDTH, 8 * WIDTH]
+
+
 def assert_same(found: PolicyLossOutput, wanted: PolicyLossOutput) -> None:
     for field in fields(PolicyLossOutput):
         mine, other = getattr(found, field.name), getattr(wanted, field.name)
