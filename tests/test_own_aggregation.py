@@ -182,6 +182,11 @@ def test_what_is_missing_in_a_host_is_named(formula, missing):
         check_launch(Namespace(loss_aggregation="of_the_step", **REDUCER))
 
 
+def test_which_weights_depend_on_the_tokens_of_other_samples():
+    names = ("sample_mean", "constant", "prompt_mean", "token_mean", ODD)
+    assert [get_loss_aggregation(name).counts_other_samples for name in names] == [False, False, True, True, True]
+
+
 def test_launch_config_adds_the_hook_where_the_record_asks_for_it():
     def lines(name):
         args = Namespace(output="-", route=Route.REDUCER, calculate_per_token_loss=False)
