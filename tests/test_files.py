@@ -17,6 +17,7 @@ import torch
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.files import archive
 from megatron_rl.files.bounds import check_tree
+from megatron_rl.files.json_values import parse_json
 from megatron_rl.files.plain_pickle import DAMAGED
 from megatron_rl.files.yaml_values import parse_yaml
 from megatron_rl.hosts.dumps import load_samples
@@ -210,6 +211,18 @@ HOSTILE = {
     "a long number": (b"\x8b" + struct.pack("<i", 9000) + bytes(8999) + b"\x01", "a whole number of more than 64 bits"),
     "a buffer of 2^40 bytes": (b"\x96" + struct.pack("<Q", 2**40), "a buffer"),
     "bytes of a codec": (b"c_codecs\nencode\n(X\x01\x00\x00\x00aX\x03\x00\x00\x00ziptR", "bytes of the codec 'zip'"),
+    "the same bytes again and again": (
+        b"c_codecs\nencode\nq\x00(X\xe8\x03\x00\x00"
+        + b"a" * 1000
+        + b"X\x06\x00\x00\x00latin1tq\x01]("
+        + b"h\x00h\x01R" * 100
+        + b"e",
+        "more elements than the file has room for",
+    ),
+    "the same set again and again": (
+        b"c__builtin__\nset\nq\x00](" + b"K\x01" * 1000 + b"e\x85q\x01](" + b"h\x00h\x01R" * 100 + b"e",
+        "more elements than the file has room for",
+    ),
     "no storage": (b"X\x01\x00\x00\x00aQ", "a reference that is no storage"),
 }
 
@@ -219,6 +232,21 @@ def test_a_small_pickle_that_would_take_all_time_or_memory_is_refused(name):
     code, message = HOSTILE[name]
     with pytest.raises((*DAMAGED,), match=message):
         read(zipped({"d/data.pkl": b"\x80\x02" + code + b"."}))
+
+
+def test_a_storage_of_booleans_is_copied_once():
+    content = saved([torch.ones(4, dtype=torch.bool)] * 2)
+    members = archive.read_layout(io.BytesIO(content), len(content))
+    reader = archive.ArchiveUnpickler(io.BytesIO(content), len(content), members)
+    first, second = (reader.persistent_load(("storage", archive.StorageKind(torch.bool), "0", "cpu", 4)) for _ in range(2))
+    assert first.elements.data_ptr() == second.elements.data_ptr()
+
+
+def test_an_object_of_many_keys_names_the_one_that_stands_twice():
+    """300,000 keys: a search that counts each among all others takes hours."""
+    keys = ",".join(f'"{number}":0' for number in range(300_000))
+    with pytest.raises(ValueError, match="the key 'z' stands twice in one object"):
+        parse_json(f'{{{keys},"z":1,"z":2}}')
 
 
 def test_a_tree_is_bounded_by_what_it_would_print():

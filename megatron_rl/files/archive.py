@@ -15,6 +15,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -241,6 +242,7 @@ class ArchiveUnpickler(PlainUnpickler):
     def __init__(self, file: Readable, size: int, members: Mapping[str, Member]):
         self.file, self.members, self.elements_left = file, members, 8 * size
         self.storages: dict[str, Tensor] = {}  # bytes
+        self.truths: dict[str, Tensor] = {}  # of the storages that are booleans
         self.not_read: dict[str, None] = {}
         super().__init__(io.BytesIO(self.read_member("data.pkl", LARGEST_PICKLE)), encoding="utf-8")
 
@@ -257,10 +259,22 @@ class ArchiveUnpickler(PlainUnpickler):
     def find_plain(self, module: str, name: str) -> object:
         if (module, name) in (("torch._utils", "_rebuild_tensor"), ("torch._utils", "_rebuild_tensor_v2")):
             return self.tensor
-        found = CALLS.get((module, name)) or STORAGES.get((module, name))
+        if (module, name) in CALLS:
+            return partial(self.call, CALLS[module, name])
+        found = STORAGES.get((module, name))
         if found is None:
             self.not_read[printable(f"{module}.{name}")] = None
         return found or StandIn
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Its result is a copy of what it is given, and a few bytes may give the same text or list again and again."""
+        self.spend(sum(len(part) for part in args if isinstance(part, str | list | tuple)))
+        return function(*args)
+
+    def spend(self, elements: int) -> None:
+        self.elements_left -= elements
+        if self.elements_left < 0:
+            raise ValueError("tensors, sets or bytes of more elements than the file has room for")
 
     def persistent_load(self, pid: Any) -> Storage:
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[2]) is not str:
@@ -274,16 +288,18 @@ class ArchiveUnpickler(PlainUnpickler):
         raw = self.storages[key]
         if type(count) is not int or count * kind.dtype.itemsize != raw.numel():
             raise ValueError(f"data/{key} has {raw.numel()} bytes, which are not {count} elements of {kind.dtype}")
-        return Storage(torch.ne(raw, 0) if kind.dtype == torch.bool else raw.view(kind.dtype))
+        if kind.dtype != torch.bool:
+            return Storage(raw.view(kind.dtype))
+        if key not in self.truths:  # a copy, so one alone
+            self.truths[key] = torch.ne(raw, 0)
+        return Storage(self.truths[key])
 
     def tensor(self, storage: Any, offset: Any, sizes: Any, strides: Any, *others: Any) -> Tensor:
         if not isinstance(storage, Storage) or not all(isinstance(part, tuple) and len(part) <= 64 for part in (sizes, strides)):
             raise ValueError("a tensor without storage, sizes and strides")
         if not all(type(part) is int and 0 <= part < 2**62 for part in (offset, *sizes, *strides)):
             raise ValueError("a tensor whose sizes and strides are no numbers of at least 0")
-        self.elements_left -= math.prod(sizes)
-        if self.elements_left < 0:
-            raise ValueError("tensors of more elements than the file has room for")
+        self.spend(math.prod(sizes))
         return storage.elements.as_strided(sizes, strides, offset)
 
     def load_build(self) -> None:
