@@ -187,6 +187,12 @@ def test_which_weights_depend_on_the_tokens_of_other_samples():
     assert [get_loss_aggregation(name).counts_other_samples for name in names] == [False, False, True, True, True]
 
 
+def test_over_which_samples_a_strength_has_the_mean_1():
+    found = {name: get_loss_aggregation(name).mean_of for name in ("sample_mean", "prompt_mean", "token_mean", "constant", ODD)}
+    means = {"prompt_mean": "its prompt's samples", "token_mean": "the step's samples"}
+    assert found == {name: means.get(name) for name in found}
+
+
 def test_launch_config_adds_the_hook_where_the_record_asks_for_it():
     def lines(name):
         args = Namespace(output="-", route=Route.REDUCER, calculate_per_token_loss=False)
