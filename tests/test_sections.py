@@ -229,6 +229,10 @@ WRONG: dict[str, tuple[str, str | dict[str, Any], str]] = {
             ("skyrl", "grpo", "generator=abc"),
         )
     },
+    **{
+        f"roll, {name}": ("roll", {VARIANT: "grpo.token_mean", name: 5}, "group of settings, and ROLL takes no 5 in its place")
+        for name in ("actor_train", "actor_train.training_args", "actor_train.system_envs", "actor_infer")
+    },
     "nemo_rl, a section": ("nemo_rl", "grpo.token_mean ++los_fn.ratio_clip_max=0.28", "did you mean loss_fn.ratio_clip_max\\?"),
     "nemo_rl, another worker": ("nemo_rl", "grpo.token_mean policy.megatron_cfg.enabled=false", "enabled is not true"),
     "nemo_rl, a part of a batch": (

@@ -18,7 +18,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers, sample_in_words
 from megatron_rl.hosts.given import Given, not_numbers
-from megatron_rl.hosts.sections import ROLL_CLIPS, ROLL_NUMBERS, ROLL_WORKER
+from megatron_rl.hosts.sampling import value_at
+from megatron_rl.hosts.sections import ROLL_CLIPS, ROLL_NUMBERS, ROLL_WORKER, values_for_groups
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
     UNKNOWN,
@@ -63,6 +64,11 @@ HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "kl_estimato
 NOT_OURS = "its own settings decide on temperature and batches"
 # A name of a YAML that is more similar than this to one of PIPELINE is a slip: no other of ROLL's is.
 CLOSEST_NAME = 0.85
+# Sections of a YAML that are read here.
+GROUPS = (
+    *("system_envs", "actor_train", "actor_train.training_args", "actor_train.strategy_args", "actor_train.system_envs"),
+    *("actor_infer", "actor_infer.generating_args", "actor_infer.strategy_args"),
+)
 INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -88,6 +94,12 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     if parents := settings.pop("defaults", None):
         yield Row("settings", f"defaults: {parents} is not read, and what those files set is not judged", is_note=True)
     settings = _resolved(settings, settings)
+    values = {name: value_at(settings, name) for name in GROUPS}
+    if no_groups := {name: value for name, value in values.items() if value is not None and not isinstance(value, Mapping)}:
+        unknown = [name for name, value in no_groups.items() if value is UNKNOWN]
+        yield from (Row(name, "not known here: nothing of this YAML is judged", is_note=True) for name in unknown)
+        yield from values_for_groups("ROLL", no_groups, [f"{name}." for name in GROUPS], VARIANT)
+        return
     train = settings.get("actor_train") or {}
     if train.get("worker_cls") != roll.WORKER:
         variant = train.get("pg_variant")
