@@ -58,6 +58,8 @@ def test_masked_values_change_nothing(poison):
         found = cases.run_step(case, cases.poisoned(step, poison), loss, poison=poison)
         assert largest_error(found, clean.loss, clean.gradients) <= 1e-6, case
         assert found.metrics == clean.metrics and clean.loss != 0, case
+        # NeMo-RL adds the parts up: together they are a share of the step's tokens.
+        assert 0 < sum(metrics["clipped_ratio_fraction"] for metrics in clean.metrics) < 1, case
 
 
 def test_kl_is_the_hosts_and_keeps_its_weight():
