@@ -21,9 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -253,6 +251,28 @@ def run_tests(tests: list[str], folder: Path, log: Path) -> None:
     os._exit(int(code))
 
 
+def in_forks(work: Callable[[int], list[str]], processes: int) -> list[str]:
+    """What `work` returns for 0, 1, ..., each in a process. No threads: a fork of a thread could not end its own forks."""
+    children = []
+    for number in range(processes):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            with open(writer, "w") as answers:
+                answers.write("\n".join(work(number)))
+            os._exit(0)
+        os.close(writer)
+        children.append((child, reader))
+    found = []
+    for child, reader in children:
+        with open(reader) as answers:
+            found += answers.read().splitlines()
+        if os.waitpid(child, 0)[1] != 0:
+            raise SystemExit("a process that judges mutants has ended with an error, see above")
+    return found
+
+
 def run(mutants: list[Mutant], processes: int) -> int:
     import hypothesis  # noqa: F401  # once here, and not in each fork
     import pytest  # noqa: F401
@@ -260,32 +280,28 @@ def run(mutants: list[Mutant], processes: int) -> int:
 
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        folders = []
-        for number in range(processes):
-            folders.append(Path(scratch) / str(number))
-            shutil.copytree(ROOT, folders[-1], symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs"))
-
-        waiting = deque(mutants)
-        logs = [Path(scratch) / f"log-{number}" for number in range(processes)]
+        folders = [Path(scratch) / str(number) for number in range(processes)]
+        for folder in folders:
+            shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs"))
         judges = sorted({test for mutant in mutants for test in mutant.judges})
 
-        def work_unchanged(share: int) -> list[str]:
-            return [failed for test in judges[share::processes] if (failed := first_failure([test], folders[share], logs[share]))]
+        def fail_unchanged(share: int) -> list[str]:
+            log = Path(scratch) / f"log-{share}"
+            return [failed for test in judges[share::processes] if (failed := first_failure([test], folders[share], log))]
 
-        def work(share: int) -> list[Mutant]:
-            """Judges one after the other, and returns those that live."""
+        def live(share: int) -> list[str]:
+            """The numbers of the mutants that no test sees."""
             alive = []
-            while waiting:
-                mutant = waiting.popleft()
-                killer = judge(mutant, folders[share], logs[share])
+            for number in range(share, len(mutants), processes):
+                mutant = mutants[number]
+                killer = judge(mutant, folders[share], Path(scratch) / f"log-{share}")
                 print(f"{killer or 'LIVES'}  {mutant.path}: {mutant.old}  ->  {mutant.new}", flush=True)
-                alive += [] if killer else [mutant]
+                alive += [] if killer else [str(number)]
             return alive
 
-        with ThreadPoolExecutor(processes) as pool:
-            if failed := [test for of_one in pool.map(work_unchanged, range(processes)) for test in of_one]:
-                raise SystemExit("\n".join(["the tests must pass on the package as it is:", *failed]))
-            alive = [mutant for of_one in pool.map(work, range(processes)) for mutant in of_one]
+        if failed := in_forks(fail_unchanged, processes):
+            raise SystemExit("\n".join(["the tests must pass on the package as it is:", *failed]))
+        alive = [mutants[int(number)] for number in in_forks(live, processes)]
     died = len(mutants) - len(alive)
     share = died / len(mutants)
     print(f"{died} of {len(mutants)} mutants die: {share:.1%}, the bar is {BAR:.0%}; {time.monotonic() - begun:.0f} s")
