@@ -187,6 +187,7 @@ REFUSED = [
     ),
     pytest.param("grpo", {"temprature": 1.0}, r"'grpo' takes no keyword temprature: did you mean temperature\?", id="misspelt"),
     pytest.param("grpo", {"parameters": {}}, r"did you mean loss_parameters\?", id="nearly"),
+    pytest.param("grpo", {"clip_ratio_max": 0.28}, r"did you mean clip_ratio_high\?", id="another library's word"),
     pytest.param("grpo", {"clip_ratio_low": 1.0}, r"clip_ratio_low=1.0 must be in \[0, 1\)", id="no lower bound"),
 ]
 

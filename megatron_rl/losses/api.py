@@ -88,7 +88,8 @@ def read_options(kind: type[Options], loss: PolicyLoss, keywords: Mapping[str, A
         if name in losses_of and loss.name not in losses_of[name]:
             raise ConfigError(f"policy loss {loss.name!r} has no parameter {name}: it is one of {', '.join(losses_of[name])}")
         own = [parameter.name for parameter in loss.parameters]
-        close = [name] if name in own else get_close_matches(name, [*known, *own], n=1)
+        side = name.replace("_max", "_high").replace("_min", "_low")  # another library's word: clip_ratio_max
+        close = [name] if name in own else [side] if side in known else get_close_matches(name, [*known, *own], n=1)
         typed = f'loss_parameters={{"{close[0]}": {keywords[name]!r}}}' if close and close[0] in own else "".join(close)
         if name in own:
             raise ConfigError(f"{name} is a parameter of policy loss {loss.name!r} and no keyword: pass {typed}")
