@@ -435,6 +435,7 @@ def test_a_slip_of_a_flag_is_told_and_never_judged_as_the_flag(flag, words, star
 
 MEANT = {
     "--eps-clip-hihg": "--eps-clip-high",
+    "--esp-clip": "--eps-clip",
     "--contxt-parallel-size": "--context-parallel-size",
     "--rollout-temprature": "--rollout-temperature",
     # The host's and ours differ by two letters: the most similar one is told.

@@ -488,7 +488,9 @@ def meant_host_flag(flag: str, host: Host) -> str | None:
     known = {*OPTIONS, *host.own_options, *host.parser_defaults}
     if not flag.startswith("--") or field_of(flag) in known or flag in routes_of_flags():
         return None
-    close = get_close_matches(field_of(flag), sorted({*known, *our_fields()}), n=1, cutoff=CLOSEST_HOST_NAME)
+    name, names = field_of(flag), sorted({*known, *our_fields()})
+    swapped = [one for one in names if sorted(one) == sorted(name)]  # two letters of a short name, as esp_clip, are less similar
+    close = swapped or get_close_matches(name, names, n=1, cutoff=CLOSEST_HOST_NAME)
     return flag_of(close[0]) if close and close[0] in known else None
 
 
