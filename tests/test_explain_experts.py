@@ -6,7 +6,7 @@ import pytest
 from test_explain import explain, explain_json
 
 from megatron_rl.commands.explain import experts
-from megatron_rl.commands.explain.chain import LaunchLayout
+from megatron_rl.commands.explain.step import LaunchLayout
 
 STEP = ["--response-lengths", "3,5,8", "--prompt-ids", "a,a,b", "--num-experts", "8"]
 SIZES = ["--tensor-model-parallel-size", "2", "--data-parallel-size", "2", "--expert-model-parallel-size", "4"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib import import_module
 
 import pytest
@@ -78,6 +79,18 @@ def test_modules_import_only_what_stands_below_them(package_trees, benchmark_tre
     assert package_trees and benchmark_trees, "no module was found: the test looks in the wrong place"
     faults = [fault for path, tree in (package_trees | benchmark_trees).items() for fault in layering_faults(path, tree)]
     assert not faults, "\n".join(faults)
+
+
+def test_no_file_imports_itself_through_others(package_trees):
+    """At module level: an import in a function, or for types alone, runs later or never."""
+    name_of = {path: f"megatron_rl.{path[:-3].replace('/', '.')}".removesuffix(".__init__") for path in package_trees}
+    names = set(name_of.values())
+    graph = {}
+    for path, tree in package_trees.items():
+        top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+        found = {name if name in names else name.rpartition(".")[0] for _, name in imported_names(path, top)}
+        graph[name_of[path]] = (found & names) - {name_of[path], "megatron_rl"}
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the files
 
 
 @pytest.mark.parametrize(

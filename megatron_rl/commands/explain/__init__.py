@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.commands.explain import experts
-from megatron_rl.commands.explain.chain import LaunchLayout, host_chain, hydra_chain, own_chain
+from megatron_rl.commands.explain.chain import host_chain, hydra_chain, own_chain
 from megatron_rl.commands.explain.launch import (
     HOSTS,
     LINES_OF_COMPANION,
@@ -23,7 +23,7 @@ from megatron_rl.commands.explain.launch import (
     route_of,
 )
 from megatron_rl.commands.explain.report import Explanation, as_json, as_text
-from megatron_rl.commands.explain.step import read_step
+from megatron_rl.commands.explain.step import LaunchLayout, read_step
 from megatron_rl.commands.explain.weights import Weighing, correct_step, count, judged_settings, shown_configs
 from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable

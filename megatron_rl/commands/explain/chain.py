@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.commands.explain.launch import CONVERT, REWARD, our_route
+from megatron_rl.commands.explain.step import LaunchLayout
 from megatron_rl.commands.explain.weights import Weighing
 from megatron_rl.config import GradientDivisor, Route
 from megatron_rl.hosts.base import HostLaunch
@@ -26,17 +27,6 @@ REDUCER = "megatron_rl.reducers.get_pg_loss_reducer"
 FINALIZE = "divides by the tokens that all ranks have counted"
 # A factor of float32 weights is equal to one of float64 formulas within this.
 TOLERANCE = 1e-5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchLayout:
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    data: int = 1
-    num_microbatches: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

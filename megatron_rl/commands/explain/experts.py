@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.commands.explain.chain import LaunchLayout
+from megatron_rl.commands.explain.step import LaunchLayout
 from megatron_rl.commands.explain.weights import short
 from megatron_rl.config import RouterAuxLoss
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
-from megatron_rl.commands.explain.chain import Chain, Factor, LaunchLayout
+from megatron_rl.commands.explain.chain import Chain, Factor
 from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
-from megatron_rl.commands.explain.step import StepInput
+from megatron_rl.commands.explain.step import LaunchLayout, StepInput
 from megatron_rl.commands.explain.weights import Corrected, Weighing, shift_lines, short
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import printable

@@ -37,6 +37,17 @@ WHOLE_FILE = "steps: the file is taken as one step; a host cuts its rollouts int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchLayout:
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    data: int = 1
+    num_microbatches: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInput:
     """Whole: what count_step needs, and where it comes from."""
 
