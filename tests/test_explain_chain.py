@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from explain_cases import CLOSE, CONSTANT, LAYOUT, PER_TOKEN, PROMPT_MEAN, STEP, chain_of, explain, explain_json, stages
 
+from megatron_rl.aggregation_record import Formula
+from megatron_rl.hosts import factors
+
 MASKED = [*STEP, "--loss-masks", "11,1111,1,000"]
 
 
@@ -169,3 +172,16 @@ def test_a_converters_chain_by_hand():
     assert "with the converter --global-batch-size counts prompts, and KL, entropy and clip fraction are prompt means too" in text
     assert "KL and entropy terms are" not in text  # they move with the loss
     assert "against sample_mean: " not in text
+
+
+@pytest.mark.parametrize("needs_prompts", [False, True])
+@pytest.mark.parametrize("of_host", [factors.of_verl, factors.of_nemo_rl, factors.of_roll, factors.of_skyrl])
+def test_the_factors_of_each_trainer_of_settings_leave_the_weight(of_host, needs_prompts):
+    """M, dp and cp cancel; in verl's per-token contract R, the tokens of the model, too."""
+    weight = Formula(P=-1, M_g=-1) if needs_prompts else Formula(N=-1, m_i=-1)
+    for per_token in (False, True):
+        stages_of_host = of_host(weight, needs_prompts=needs_prompts, per_token=per_token)
+        product = Formula()
+        for _, factor, _ in (*stages_of_host.of_samples, *stages_of_host.of_step):
+            product = product * factor
+        assert product == weight
