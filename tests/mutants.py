@@ -59,7 +59,7 @@ JUDGES = {
     "layout/groups.py": "groups aggregation rank_agreement losses_parallel",
     "losses/": "loss_contract golden_losses clipping losses losses_bad_input kl_estimators corrections linear_losses",
     "losses/corrected.py": "corrections linear_losses train_corrections",
-    "losses/evaluate.py": "loss_contract own_losses loss_hub contradictions losses_bad_input",
+    "losses/evaluate.py": "loss_contract own_losses loss_hub contradictions rank_agreement",
     "losses/linear.py": "linear_losses linear_parallel corrections train_corrections",
     "losses/one_read_triton.py": "one_read losses_triton",
     "losses/reduce_torch.py": "losses losses_parallel golden_losses metrics linear_losses",
