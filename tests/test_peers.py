@@ -218,12 +218,14 @@ def test_strangers_are_not_heard(start):
                 b"1\n",
                 b"x" * 100_000,
                 b"\xff\n",
+                b"[" * 8000 + b"\n",
             ):
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
                     with contextlib.suppress(OSError):
                         stranger.sendall(line)
                         while stranger.recv(1000):
                             raise AssertionError("an answer")
+            assert watch._thread.is_alive()
         dist.barrier()
 
     ranks = start(body)

@@ -142,7 +142,7 @@ class PeerWatch:
     def _read(self, peer: _Peer) -> None:
         try:
             messages = peer.messages()
-        except (OSError, ValueError):  # ValueError: no rank sends such lines
+        except (OSError, ValueError, RecursionError):  # the last two: no rank sends such lines
             messages = None
         for message in messages or ():
             if peer.rank is None:
