@@ -10,6 +10,7 @@ import types
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 # The exceptions of reading a file that is cut short, overwritten or of another format.
@@ -82,7 +83,7 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the one in C allo
 
     def check_build(self) -> None:
         target = self.stack[-2]
-        if isinstance(target, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType | enum.Enum):
+        if isinstance(target, type | types.FunctionType | types.BuiltinFunctionType | types.MethodType | partial | enum.Enum):
             raise NotPlain(f"it sets attributes of {target!r}")
 
     def load_build(self) -> None:
