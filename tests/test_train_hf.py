@@ -18,6 +18,7 @@ from test_train_options import options_of, parse, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.megatron.hf_checkpoint import MARKER, copied_files
+from megatron_rl.training.hf_export import HFExport
 from megatron_rl.training.hf_tokenizer import HFTokenizer
 from megatron_rl.training.option_rules import LEARNING_RATES, check_key_heads, train_options
 from megatron_rl.training.options import TrainOptions
@@ -132,6 +133,21 @@ def test_a_stopped_run_writes_no_folder_and_its_own_line_goes_on_and_writes_it(c
         assert weights[0] == weights[1] and sorted(path.name for path in Path().glob("hf_*")) == ["hf_a", "hf_b"]
     other = Command(f"{whole.replace('hf_a', 'hf_b')} --resume", tmp_path / "logs")
     assert other.wait() == [2] and "--save-hf hf_b holds files already, which this run did not write" in other.output()
+
+
+def test_ctrl_c_while_the_folder_is_written_says_what_goes_on(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", "3+4=")
+    line = (
+        f"--hf-checkpoint {checkpoint} --prompts {file} {SMALL} --reward test_train_hf.reward_of_digits --output-dir a --save-hf hf"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(HFExport, "finish", lambda export: signal.raise_signal(signal.SIGINT))
+        stopped = Command(line, tmp_path / "logs")
+        assert stopped.wait() == [1]
+    assert "RunError: stopped by Ctrl-C; if a checkpoint is there, the same line with --resume goes on" in stopped.output()
+    assert "Traceback" not in stopped.output() and not Path("hf").exists()
+    assert Command(f"{line} --resume", tmp_path / "logs").wait() == [0] and Path("hf").exists()
 
 
 @pytest.mark.parametrize(

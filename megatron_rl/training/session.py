@@ -100,6 +100,8 @@ def _train_together(
             trainer.save_hf(export.partial)
             on_first_rank(export.finish)
         return outcome
+    except KeyboardInterrupt as error:  # before the run, after it, or the second Ctrl-C of one
+        raise RunError("stopped by Ctrl-C; if a checkpoint is there, the same line with --resume goes on") from error
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
