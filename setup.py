@@ -44,7 +44,7 @@ def readme() -> str:
 
 setup(
     name="megatron_rl",
-    version="0.2.0",
+    version="0.3.0",
     description="Exact policy-gradient losses for Megatron-Core: GRPO, GSPO and CISPO under every parallel layout",
     long_description=readme(),
     long_description_content_type="text/markdown",

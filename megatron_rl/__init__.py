@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_rl.ops.log_probs import vocab_parallel_log_probs
     from megatron_rl.ops.ratios import bounded_exp
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "ConfigError",
