@@ -5,28 +5,18 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.validation import config_warnings, flag_of
+from megatron_rl.validation.checks import Row as Row
 
 LONGEST_VALUE = 10_000
 UNKNOWN = object()  # a value that only the shell or the trainer knows
 # Our settings that reach the loss in each of these trainers.
 LOSS_SETTINGS = ("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high")
 ReadFile = Callable[[Path], Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What is said of one setting. is_wrong: the launch would be refused, or train another weight."""
-
-    subject: str
-    text: str
-    is_wrong: bool = False
-    is_note: bool = False
 
 
 def read_overrides(words: Sequence[str]) -> dict[str, Any]:
