@@ -22,7 +22,7 @@ from megatron_rl.validation import (
     CHOICES,
     HOST_SWITCHES,
     ROUTES_OF_FLAG,
-    LaunchOptions,
+    Settings,
     field_of,
     find_problems,
     flag_of,
@@ -92,7 +92,8 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
     # A value that cannot be read stays as it is; the rules report it.
     parameters: dict[str, Any] = {name: read_number(given[name]) for name in declared_parameters() if given.get(name) is not None}
     switches = {name: given[name] for name in HOST_SWITCHES if name in given}
-    options = LaunchOptions(
+    launch = Settings(
+        config=PolicyLossConfig(**settings, loss_parameters=parameters),
         route=Route(route),
         set_flags=frozenset(set_flags),
         host_switches=switches,
@@ -101,11 +102,10 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
         global_batch_size=read_whole_number(given.get("global_batch_size")),
         has_16_bit_parameters=_has_16_bit_parameters(switches),
     )
-    config = PolicyLossConfig(**settings, loss_parameters=parameters)
-    problems = [*_dropped_flags(given), *find_problems(config, options)]
+    problems = [*_dropped_flags(given), *find_problems(launch)]
     if problems:
         raise ConfigError(problems)
-    return config
+    return launch.config
 
 
 def _meanings_of_parameter(losses: Mapping[str, Parameter]) -> dict[str, list[str]]:

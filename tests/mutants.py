@@ -59,7 +59,7 @@ JUDGES = {
     "layout/groups.py": "groups aggregation rank_agreement losses_parallel",
     "losses/": "loss_contract golden_losses clipping losses losses_bad_input kl_estimators corrections linear_losses",
     "losses/corrected.py": "corrections linear_losses train_corrections",
-    "losses/evaluate.py": "loss_contract own_losses loss_hub contradictions rank_agreement",
+    "losses/evaluate.py": "loss_contract own_losses loss_hub rank_agreement",
     "losses/linear.py": "linear_losses linear_parallel corrections train_corrections",
     "losses/one_read_triton.py": "one_read losses_triton",
     "losses/reduce_torch.py": "losses losses_parallel golden_losses metrics linear_losses",
@@ -75,6 +75,8 @@ JUDGES = {
     "ops/ratios_triton.py": "losses_triton kl_estimators",
     "ops/unit_gradient_triton.py": "unit_gradient",
     "validation/": "validation arguments flag_effects router_losses_said",
+    "validation/checks.py": "checks",
+    "validation/own_loss.py": "contradictions",
 }
 
 

@@ -11,8 +11,8 @@ import torch
 from megatron_rl import LossValue, Parameter, bounded_exp, register_policy_loss
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.loss_hub import get_policy_loss, is_built_in, policy_loss_names
-from megatron_rl.losses.evaluate import contradictions
-from megatron_rl.validation import LaunchOptions, find_problems
+from megatron_rl.validation import Settings, find_problems
+from megatron_rl.validation.own_loss import contradictions
 
 SCALE = Parameter("scale", default=0.0, help="multiplies the loss")
 IDLE = {"zero_advantage_has_no_gradient": True}
@@ -23,7 +23,7 @@ def found_in(function, level="token", *, name="mine", settings=None, **declared)
     """What a launch with this loss and these settings is told."""
     register_policy_loss(name, level, **declared)(function)
     config = PolicyLossConfig(policy_loss=name, loss_aggregation="token_mean", **(settings or {}))
-    return tuple(find_problems(config, LaunchOptions()))
+    return tuple(find_problems(Settings(config=config)))
 
 
 def surrogate(log_ratio, advantages):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from validation_cases import ALLOWED, GSPO, REFUSED, WARNED, judge, launch
+from validation_cases import ALLOWED, GSPO, REFUSED, RULES, WARNED, judge, launch
 
 from megatron_rl import loss_hub
-from megatron_rl.validation import RULES, config_warnings, find_problems, flag_of
+from megatron_rl.validation import config_warnings, find_problems, flag_of
 
 REFUSED_ROWS = [(rule_name, *row) for rule_name, rows in REFUSED.items() for row in rows]
 ALLOWED_ROWS = [(rule_name, row) for rule_name, rows in ALLOWED.items() for row in rows]
@@ -35,7 +35,7 @@ def test_the_rule_refuses_and_says_why_and_what_to_do(rule_name, settings, says)
     assert re.search(says, message), message
     names = {**settings, **settings.get("host_switches", {}), **settings.get("loss_parameters", {})}
     assert any(name in message or flag_of(name) in message for name in names)
-    assert message in find_problems(*launch(settings))
+    assert message in find_problems(launch(settings))
 
 
 @pytest.mark.parametrize(("rule_name", "settings"), ALLOWED_ROWS, ids=str)
@@ -45,7 +45,7 @@ def test_the_rule_allows_what_is_right(rule_name, settings):
 
 
 def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
-    names = [function.__name__ for function in RULES]
+    names = [rule.name for rule in RULES]
     assert names == list(REFUSED) == list(ALLOWED)
     assert all(REFUSED.values())
     assert all(ALLOWED.values())
@@ -54,7 +54,7 @@ def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
 @pytest.mark.parametrize(("settings", "says"), WARNED, ids=str)
 def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings, says):
     """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. FB-75: coefficients beside a rescaled loss."""
-    (warning,) = config_warnings(launch(settings)[0])
+    (warning,) = config_warnings(launch(settings).config)
     assert re.search(says, warning), warning
 
 
@@ -71,4 +71,4 @@ def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings, sa
 )
 def test_a_usual_setting_gives_no_warning(settings):
     """A warning at every start is read by nobody."""
-    assert config_warnings(launch(settings)[0]) == []
+    assert config_warnings(launch(settings).config) == []

@@ -8,7 +8,7 @@ import torch
 from helpers import names_forgotten
 
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
-from megatron_rl.validation import RULES, LaunchOptions, config_warnings
+from megatron_rl.validation import CHECKS_OF_SETTINGS, Settings, config_warnings
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS
 from megatron_rl.validation.model_settings import FURTHER_SETTINGS
@@ -36,7 +36,7 @@ PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no cli
 ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
 SCALED_EXP = {"fused_lm_head_loss": True, "scaled_exp_head": True}
 TIS = {"importance_correction": "tis"}
-# Of a LaunchOptions.model; the other two are read from elsewhere.
+# Of a Settings.model; the other two are read from elsewhere.
 MODEL = {*MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS} - {"calculate_per_token_loss", "router_aux_loss"}
 EXPERTS = {**TOKEN_MEAN, **PER_TOKEN, "num_experts": 8}
 SEVERAL = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
@@ -45,7 +45,8 @@ LATENT = {"multi_latent_attention": True}
 ON_A_HOST = {"enable_mtp_training": True, "route": Route.REDUCER}
 OWN = {"loss_aggregation": f"{__name__}.by_hand"}
 
-# rule: [(fields of PolicyLossConfig and LaunchOptions, a regular expression for the reason and the remedy)]
+RULES = [one for one in CHECKS_OF_SETTINGS if not one.is_warning]
+# rule: [(fields of PolicyLossConfig and Settings, a regular expression for the reason and the remedy)]
 REFUSED: dict[str, list[tuple[dict, str]]] = {
     "host_switches_are_true_or_false": [
         (
@@ -357,32 +358,32 @@ def by_hand(token_counts, totals, *, prompt_token_counts, divisor):
     return torch.ones_like(token_counts)
 
 
-def launch(settings: dict) -> tuple[PolicyLossConfig, LaunchOptions]:
+def launch(settings: dict) -> Settings:
     of_config = {field.name for field in fields(PolicyLossConfig)}
     config = PolicyLossConfig(**{name: value for name, value in settings.items() if name in of_config})
     model = {name: value for name, value in settings.items() if name in MODEL}
-    options = {name: value for name, value in settings.items() if name not in {*of_config, *model}}
-    return config, LaunchOptions(**options, model=model)
+    others = {name: value for name, value in settings.items() if name not in {*of_config, *model}}
+    return Settings(config=config, **others, model=model)
 
 
 def judge(rule_name: str, settings: dict) -> list[str]:
     """The messages of one rule."""
-    (function,) = [function for function in RULES if function.__name__ == rule_name]
+    (rule,) = [rule for rule in RULES if rule.name == rule_name]
     with names_forgotten():  # no message of another rule lists them
         if str(settings.get("policy_loss")).startswith("own_losses.") or "loss_parameters" in settings:
             import own_losses
 
             own_losses.declare()
-        return list(function(*launch(settings)))
+        return [row.text for row in rule(launch(settings))]
 
 
 def validation_page() -> str:
     lines = [PAGE_HEAD]
-    for name in (function.__name__ for function in RULES):
+    for name in (rule.name for rule in RULES):
         lines += [f"## {name}", "", "| launch | message |", "|---|---|"]
         lines += [f"| {as_settings(settings)} | {judge(name, settings)[0]} |" for settings, _ in REFUSED[name]]
         lines.append("")
-    rows = "".join(f"| {as_settings(case)} | {config_warnings(launch(case)[0])[0]} |\n" for case, _ in WARNED)
+    rows = "".join(f"| {as_settings(case)} | {config_warnings(launch(case).config)[0]} |\n" for case, _ in WARNED)
     return "\n".join(lines) + "\n" + WARNINGS_HEAD + rows
 
 

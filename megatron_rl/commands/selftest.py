@@ -133,10 +133,10 @@ def check_loss(name: str) -> None:
     Raises ConfigError for a loss that is not what it declares, and for one that needs what the step has not."""
     from megatron_rl.config import PolicyLossConfig
     from megatron_rl.loss_hub import get_policy_loss
-    from megatron_rl.validation.rules import LaunchOptions, own_loss_is_what_it_declares
+    from megatron_rl.validation.own_loss import own_loss_problems
 
     needs = get_policy_loss(name).needs
-    problems = [*own_loss_is_what_it_declares(PolicyLossConfig(policy_loss=name), LaunchOptions())]
+    problems = [*own_loss_problems(PolicyLossConfig(policy_loss=name))]
     if needs:
         problems.append(
             f"--policy-loss {name} needs {', '.join(needs)}, which the samples of the selftest have not: test it with the pytest "

@@ -33,8 +33,7 @@ from megatron_rl.loss_hub import (
 )
 from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.ops.ratios import kl_estimate
-from megatron_rl.validation.routes import LaunchOptions
-from megatron_rl.validation.rules import own_loss_is_what_it_declares
+from megatron_rl.validation.own_loss import own_loss_problems
 
 # A marked advantage has a code in its last bits: a relative change of at most 16 x 2^-23.
 MARK_BITS = 5
@@ -147,7 +146,7 @@ def read_config(
         policy_metrics=PolicyMetrics.BASIC,
         **others,
     )
-    return config, [*problems, *own_loss_is_what_it_declares(config, LaunchOptions())]
+    return config, [*problems, *own_loss_problems(config)]
 
 
 @functools.cache

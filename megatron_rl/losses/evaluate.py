@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +13,6 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import Group, all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import LossValue, PolicyLoss
-
-# Of `contradictions`. The rest of a loop over vectors may round in another way, so that few elements show nothing: 64 are four
-# rests of 16. With a multiple of 64 there is no rest where the function takes the elements as they are.
-_NUM_PROBES, _FEW = 1024, 64
-_NOISE = 1e-6
-_FACTOR_NOISE = 1e-2  # a loss may compute in bfloat16
 
 
 class LossValues(NamedTuple):
@@ -208,97 +201,6 @@ def evaluate_batch(
         batch.sums.end(is_refused=True)
         raise
     return result
-
-
-def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameters: Mapping[str, float]) -> tuple[str, ...]:
-    """A text for each way in which an elementwise loss differs from its declaration, at these numbers; found once a process.
-
-    Nothing for a loss of level "batch", for one that reads more than log-ratios, advantages and log-probabilities, for one that
-    raises here, and for one that is random: another result then shows nothing. A derivative that the loss gives must be that of its
-    value, in which factors that are constant for the gradient are detached; a value without a graph has none to compare.
-    """
-    if loss.level == "batch" or loss.needs:
-        return ()
-    clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
-    return _kept_contradictions(loss, tuple((clips | dict(parameters)).items()))
-
-
-@lru_cache(maxsize=64)  # the hooks of a host judge a launch in each micro-batch
-def _kept_contradictions(loss: PolicyLoss, keywords: tuple[tuple[str, float], ...]) -> tuple[str, ...]:
-    return tuple(_contradictions(loss, dict(keywords)))
-
-
-def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator[str]:
-    def at(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, *, prefers_autograd: bool = False) -> LossValues:
-        found = []
-        for seed in (0, 1):
-            torch.default_generator.manual_seed(seed)
-            found.append(evaluate(loss, log_ratio, advantages, log_probs, keywords, {}, prefers_autograd=prefers_autograd))
-        if any(map(_num_apart, *found)):
-            raise DataError(f"policy loss {loss.name!r} has two results for the same inputs")
-        return found[0]
-
-    try:
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            log_ratio, advantages, log_probs = probes = _probes()
-            own, of_value = at(*probes), at(*probes, prefers_autograd=True).derivative
-            # Others on both sides: sums, means and the number of elements change, and so does each element's place.
-            others = (log_ratio + 0.5, 3 * advantages + 5, log_probs - 2)
-            among = at(*(torch.stack([b, a, b], dim=1).flatten() for a, b in zip(probes, others, strict=True)))
-            is_idle = torch.arange(_NUM_PROBES) % 2 == 0
-            mixed = at(log_ratio, advantages.masked_fill(is_idle, 0.0), log_probs)
-    except Exception:  # of any type: it is the user's function
-        return
-    numbers = ", ".join(f"{name}={value:g}" for name, value in keywords.items())
-    name = f"policy_loss={loss.name}" + f" with {numbers}" * bool(numbers)
-    # A value that is 0 as well is that of a loss whose coefficient is 0.
-    if own.value.any() and not own.derivative.any():
-        yield (
-            f"{name} has derivative 0 by log_ratio and log_probs everywhere, so nothing would train: compute its value from them "
-            "without detach, or return LossValue(value, derivative, is_clipped)"
-        )
-    idle = {"gradient": mixed.derivative, "value": mixed.value}
-    kept = [what for what, tensor in idle.items() if (tensor[is_idle].abs() > _NOISE).any()]
-    if loss.zero_advantage_has_no_gradient and kept:
-        yield (
-            f"{name} declares zero_advantage_has_no_gradient, and has a {kept[0]} at advantage 0: the fused head would leave it "
-            "out; remove the declaration"
-        )
-    pairs = {"value": (own.value, among.value), "derivative": (own.derivative, among.derivative)}
-    changed = [what for what, (alone, joint) in pairs.items() if _num_apart(alone, joint[1::3]) > _FEW]
-    if changed:
-        element = "sample" if loss.level == "sequence" else "token"
-        yield (
-            f"{name} is declared elementwise, and its {changed[0]} at one {element} depends on the others, so it would change with "
-            'the layout: leave means and sums to the package, or declare level="batch"'
-        )
-    if not changed and own.derivative.any() and of_value.any():
-        is_moved = of_value != 0
-        factor = float((own.derivative[is_moved] / of_value[is_moved]).median())
-        if abs(factor - 1.0) > _FACTOR_NOISE and not _num_apart(own.derivative, factor * of_value):
-            yield (
-                f"{name} returns a derivative that is {factor:g} times that of its value: return d value / d log-probability, or "
-                "leave it to autograd"
-            )
-        elif (num_apart := _num_apart(own.derivative, of_value, rtol=_FACTOR_NOISE)) > _FEW:
-            yield (
-                f"{name} returns another derivative than that of its value, for {num_apart} of {_NUM_PROBES} pairs of log-ratio "
-                "and advantage: in the value, detach what is constant for the gradient; or leave the derivative to autograd"
-            )
-
-
-def _probes() -> tuple[Tensor, Tensor, Tensor]:  # log_ratio, advantages and log_probs, [_NUM_PROBES] float32
-    """All sizes that a run may meet, in all combinations: a loss may be 0 for most of them. Some log-ratios are exactly 0."""
-    drawn = torch.rand(5, _NUM_PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    signs = torch.where(drawn[:2] < 0.5, -1.0, 1.0)
-    log_ratio = signs[0] * 10 ** (6 * drawn[2] - 5)  # 1e-5 to 10
-    log_ratio[::16] = 0.0
-    advantages = signs[1] * 10 ** (5 * drawn[3] - 3)  # 1e-3 to 100
-    return log_ratio, advantages, log_ratio.clamp(max=0.0) - 10 ** (4 * drawn[4] - 3)  # no probability is above 1
-
-
-def _num_apart(values: Tensor, others: Tensor, rtol: float = 1e-4) -> int:
-    return int((~torch.isclose(values.float(), others.float(), rtol=rtol, atol=_NOISE, equal_nan=True)).sum())
 
 
 def nonfinite_values(values: LossValues, is_live: Tensor) -> Tensor:  # [*] bool

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionLevel, KLEstimator, PolicyLossConfig
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionLevel, KLEstimator
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
+from megatron_rl.validation.checks import check
+from megatron_rl.validation.routes import Settings
 
 
-def config_warnings(config: PolicyLossConfig) -> list[str]:
-    """The warnings about a configuration without problems, for the start of a run."""
-    return [*_clip_warnings(config), *_correction_warnings(config), *_regularizer_warnings(config)]
+@check(is_warning=True)
+def clip_of_a_mean_clips(launch: Settings) -> Iterator[str]:
+    config = launch.config
+    loss, clip = get_policy_loss(config.policy_loss), clip_of(config)
+    if not loss.clips_means or clip is None or loss.clip_ratios is None:
+        return
+    if max(clip) > SEQUENCE_CLIP_RATIO_WARNING:
+        (low, high), (default_low, default_high) = clip, loss.clip_ratios
+        yield (
+            f"clip_ratio_low={low:g}, clip_ratio_high={high:g} with policy_loss={config.policy_loss} will hardly ever clip: the "
+            f"ratio is a geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's "
+            f"values are {default_low:g}/{default_high:g}, and unset flags give them"
+        )
 
 
-def _correction_warnings(config: PolicyLossConfig) -> Iterator[str]:
+@check(is_warning=True)
+def estimates_are_not_noise(launch: Settings) -> Iterator[str]:
+    config = launch.config
     if config.importance_correction_level == CorrectionLevel.SEQUENCE_SUM:
         yield (
             "importance_correction_level=sequence_sum multiplies the ratios of all tokens of a sample: over thousands of tokens "
@@ -28,21 +42,10 @@ def _correction_warnings(config: PolicyLossConfig) -> Iterator[str]:
         )
 
 
-def _clip_warnings(config: PolicyLossConfig) -> Iterator[str]:
-    loss, clip = get_policy_loss(config.policy_loss), clip_of(config)
-    if not loss.clips_means or clip is None or loss.clip_ratios is None:
-        return
-    if max(clip) > SEQUENCE_CLIP_RATIO_WARNING:
-        (low, high), (default_low, default_high) = clip, loss.clip_ratios
-        yield (
-            f"clip_ratio_low={low:g}, clip_ratio_high={high:g} with policy_loss={config.policy_loss} will hardly ever clip: the "
-            f"ratio is a geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's "
-            f"values are {default_low:g}/{default_high:g}, and unset flags give them"
-        )
-
-
-def _regularizer_warnings(config: PolicyLossConfig) -> Iterator[str]:
+@check(is_warning=True)
+def coefficients_keep_their_strength(launch: Settings) -> Iterator[str]:
     """One warning for both terms. Against the policy term they are 1 / (N W_i) times as strong, W_i the sum of i's weights."""
+    config = launch.config
     given = [name for name in ("kl_coefficient", "entropy_coefficient") if getattr(config, name) != 0]
     record = get_loss_aggregation(config.loss_aggregation)
     if not given or (record.strength is not None and not record.strength.powers):

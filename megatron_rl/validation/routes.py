@@ -1,24 +1,28 @@
-"""Lists which flag has an effect on which route, and the options of a launch that a rule can read. It contains no rule."""
+"""Lists which flag has an effect on which route, and what of a launch a rule can read. It contains no rule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
+from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import (
     Backend,
     CorrectionLevel,
     GradientDivisor,
     ImportanceCorrection,
     KLEstimator,
+    PolicyLossConfig,
     PolicyMetrics,
     RejectedTokens,
     Route,
     RouterAuxLoss,
     Watchdog,
 )
-from megatron_rl.loss_hub import declared_parameters
+from megatron_rl.errors import ConfigError
+from megatron_rl.loss_hub import PolicyLoss, declared_parameters, get_loss_aggregation, get_policy_loss
 
 _EVERYWHERE = frozenset(Route)
 _WITH_LOGITS = _EVERYWHERE - {Route.REDUCER}
@@ -125,10 +129,11 @@ HOST_SWITCHES: dict[str, bool] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchOptions:
-    """The options of a launch that rules read besides the configuration; None: the launch does not say."""
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What rules judge: our settings, and the options of a launch that they read besides; None: the launch does not say."""
 
+    config: PolicyLossConfig = PolicyLossConfig()
     route: Route = Route.MEGATRON_LM
     """How this launch reaches the loss."""
     set_flags: frozenset[str] = frozenset()
@@ -143,6 +148,22 @@ class LaunchOptions:
     """Samples of a step, as the host counts them. The value is as given, not checked."""
     has_16_bit_parameters: bool | None = None
     """Whether the launch trains bfloat16 or float16 parameters."""
+
+    @cached_property
+    def loss(self) -> PolicyLoss | None:
+        """The declaration of the configured loss; None for an unknown name, which policy_loss_is_known reports."""
+        try:
+            return get_policy_loss(self.config.policy_loss)
+        except ConfigError:
+            return None
+
+    @cached_property
+    def record(self) -> AggregationRecord | None:
+        """The record of the configured aggregation; None for a wrong name, which loss_aggregation_is_known reports."""
+        try:
+            return get_loss_aggregation(self.config.loss_aggregation)
+        except ConfigError:
+            return None
 
 
 def flag_of(field_name: str) -> str:

@@ -1,4 +1,4 @@
-"""Defines the rules: each checks one thing and yields a message for each problem. A rule changes nothing."""
+"""The rules of our settings: each checks one thing and yields a message for each problem. A rule changes nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import Field
 from typing import TypeGuard
 
-from megatron_rl.aggregation_record import TOKEN_MEAN, AggregationRecord
+from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import (
     DEFAULT_MAX_LOGITS_BYTES,
     Backend,
@@ -14,7 +14,6 @@ from megatron_rl.config import (
     CorrectionSettings,
     ImportanceCorrection,
     KLEstimator,
-    PolicyLossConfig,
     PolicyMetrics,
     RejectedTokens,
     Route,
@@ -36,12 +35,11 @@ from megatron_rl.loss_hub import (
     policy_loss_names,
 )
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
+from megatron_rl.validation.checks import check
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import model_problems
-from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, LaunchOptions, flag_of, routes_of_flags
+from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, Settings, flag_of, routes_of_flags
 
-Rule = Callable[[PolicyLossConfig, LaunchOptions], Iterator[str]]
-RULES: list[Rule] = []
 _DEFAULTS = {field.name: field.default for field in flag_fields()}
 
 # Names of aggregations in other frameworks, with underscores. verl: loss_agg_mode; TRL: loss_type; open-instruct: token.
@@ -65,19 +63,13 @@ _COEFFICIENTS = {
     "kl_coefficient": "the loss adds it times the KL",
     "entropy_coefficient": "the loss subtracts it times the entropy",
 }
-_SWITCHES = ("allow_partial_prompt_groups", "one_sample_per_rollout", "fused_lm_head_loss", "scaled_exp_head", "fp32_lm_head")
+_SWITCHES = [name for name, default in _DEFAULTS.items() if isinstance(default, bool)]
 
 
-def rule(function: Rule) -> Rule:
-    """Decorator: adds a rule. A rule must accept a configuration with a value of any type in any field."""
-    RULES.append(function)
-    return function
-
-
-@rule
-def host_switches_are_true_or_false(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def host_switches_are_true_or_false(launch: Settings) -> Iterator[str]:
     """A host takes the value of its YAML file and tests its truth, so the text "false" is on. No other rule checks this."""
-    for name, value in options.host_switches.items():
+    for name, value in launch.host_switches.items():
         is_off = value is None and not HOST_SWITCHES[name]  # an empty value
         if not (isinstance(value, bool) or is_off):
             yield (
@@ -86,36 +78,29 @@ def host_switches_are_true_or_false(config: PolicyLossConfig, options: LaunchOpt
             )
 
 
-@rule
-def loss_aggregation_is_known(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    name = config.loss_aggregation
+@check()
+def loss_aggregation_is_known(launch: Settings) -> Iterator[str]:
+    name = launch.config.loss_aggregation
     yield from _problem_of_name("loss_aggregation", name, get_loss_aggregation, _pointer_to_aggregation)
 
 
-@rule
-def policy_loss_is_known(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    yield from _problem_of_name("policy_loss", config.policy_loss, get_policy_loss, _pointer_to_loss)
+@check()
+def policy_loss_is_known(launch: Settings) -> Iterator[str]:
+    yield from _problem_of_name("policy_loss", launch.config.policy_loss, get_policy_loss, _pointer_to_loss)
 
 
-@rule
-def own_loss_is_what_it_declares(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    """The package knows nothing of a user's loss but its declaration, and the fused head and the layouts rely on it."""
-    loss = _loss_of(config)
-    if loss is not None and not is_built_in(loss.name):
-        from megatron_rl.losses.evaluate import contradictions  # torch, which a user's loss has imported
+@check()
+def own_loss_is_what_it_declares(launch: Settings) -> Iterator[str]:
+    if launch.loss is not None and not is_built_in(launch.loss.name):
+        from megatron_rl.validation.own_loss import own_loss_problems  # torch, which a user's loss has imported
 
-        try:
-            clip = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
-            parameters = loss.resolve_parameters(config.loss_parameters)
-        except ConfigError:  # other rules report it
-            return
-        yield from contradictions(loss, clip, parameters)
+        yield from own_loss_problems(launch.config)
 
 
-@rule
-def divisor_goes_with_constant(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def divisor_goes_with_constant(launch: Settings) -> Iterator[str]:
     """A formula with L needs a divisor, a formula without L refuses it. Without a formula the function may take it."""
-    name, divisor, record = config.loss_aggregation, config.loss_aggregation_divisor, aggregation_record(config)
+    name, divisor, record = launch.config.loss_aggregation, launch.config.loss_aggregation_divisor, launch.record
     if divisor is None:
         if record is not None and record.formula is not None and record.takes_divisor:
             yield (
@@ -134,37 +119,38 @@ def divisor_goes_with_constant(config: PolicyLossConfig, options: LaunchOptions)
         )
 
 
-@rule
-def clip_ratio_low_is_a_distance(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    value = config.clip_ratio_low
-    problem = None if value is None else clip_low_problem(value, _loss_of(config))
+@check()
+def clip_ratio_low_is_a_distance(launch: Settings) -> Iterator[str]:
+    value = launch.config.clip_ratio_low
+    problem = None if value is None else clip_low_problem(value, launch.loss)
     if problem is not None:
-        yield f"{problem}; {_clip_remedy(config, value)}"
+        yield f"{problem}; {_clip_remedy(launch.loss, value)}"
 
 
-@rule
-def clip_ratio_high_is_a_distance(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    value = config.clip_ratio_high
+@check()
+def clip_ratio_high_is_a_distance(launch: Settings) -> Iterator[str]:
+    value = launch.config.clip_ratio_high
     problem = None if value is None else clip_high_problem(value)
     if problem is not None:
-        yield f"{problem}; {_clip_remedy(config, value)}"
+        yield f"{problem}; {_clip_remedy(launch.loss, value)}"
 
 
-@rule
-def clip_goes_with_a_loss_that_clips(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    loss = _loss_of(config)
+@check()
+def clip_goes_with_a_loss_that_clips(launch: Settings) -> Iterator[str]:
+    loss = launch.loss
     if loss is not None and loss.clip_ratios is None:
         for name in ("clip_ratio_low", "clip_ratio_high"):
-            if getattr(config, name) is not None:
-                yield f"{flag_of(name)} {getattr(config, name)} has no effect: policy loss {loss.name!r} has no clip; remove it"
+            value = getattr(launch.config, name)
+            if value is not None:
+                yield f"{flag_of(name)} {value} has no effect: policy loss {loss.name!r} has no clip; remove it"
 
 
-@rule
-def loss_parameters_are_declared(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    loss = _loss_of(config)
+@check()
+def loss_parameters_are_declared(launch: Settings) -> Iterator[str]:
+    loss = launch.loss
     if loss is None:
         return
-    for name, value in config.loss_parameters.items():
+    for name, value in launch.config.loss_parameters.items():
         owners = declared_parameters().get(name, {})
         if loss.name in owners:
             try:
@@ -173,15 +159,15 @@ def loss_parameters_are_declared(config: PolicyLossConfig, options: LaunchOption
                 yield f"{flag_of(name)}: {error}"
         else:
             yield (
-                f"{flag_of(name)} {value} has no effect with --policy-loss {config.policy_loss}: it is a parameter of "
+                f"{flag_of(name)} {value} has no effect with --policy-loss {launch.config.policy_loss}: it is a parameter of "
                 f"{', '.join(owners) or 'no loss'}; remove it, or choose that loss"
             )
 
 
-@rule
-def corrections_fit(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def corrections_fit(launch: Settings) -> Iterator[str]:
     """A wrong name of a correction or level is reported with the other choices."""
-    correction, loss = CorrectionSettings.of(config), _loss_of(config)
+    correction, loss = CorrectionSettings.of(launch.config), launch.loss
     if correction.kind not in tuple(ImportanceCorrection) or correction.level not in tuple(CorrectionLevel):
         return
     yield from correction.problems()
@@ -189,8 +175,9 @@ def corrections_fit(config: PolicyLossConfig, options: LaunchOptions) -> Iterato
         yield counted_twice(correction.kind, loss.name)
 
 
-@rule
-def dropped_tokens_are_known(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def dropped_tokens_are_known(launch: Settings) -> Iterator[str]:
+    config = launch.config
     if config.rejected_tokens != RejectedTokens.DROPPED:
         return
     if config.off_policy_sequence_delta is not None:
@@ -205,15 +192,16 @@ def dropped_tokens_are_known(config: PolicyLossConfig, options: LaunchOptions) -
         )
 
 
-@rule
-def kl_estimator_has_a_term(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def kl_estimator_has_a_term(launch: Settings) -> Iterator[str]:
+    config = launch.config
     if config.kl_estimator != KLEstimator.K3 and config.kl_estimator in tuple(KLEstimator) and config.kl_coefficient == 0:
         yield f"kl_estimator={config.kl_estimator} has no effect without a KL term: set --kl-coefficient, or remove it"
 
 
-@rule
-def temperature_is_positive(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    value = config.policy_temperature
+@check()
+def temperature_is_positive(launch: Settings) -> Iterator[str]:
+    value = launch.config.policy_temperature
     if not (is_finite_number(value) and value > 0):
         yield (
             f"policy_temperature={value!r} must be a finite number above 0: logits are divided by it; pass the "
@@ -221,18 +209,18 @@ def temperature_is_positive(config: PolicyLossConfig, options: LaunchOptions) ->
         )
 
 
-@rule
-def coefficients_are_not_negative(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def coefficients_are_not_negative(launch: Settings) -> Iterator[str]:
     for name, use in _COEFFICIENTS.items():
-        value = getattr(config, name)
+        value = getattr(launch.config, name)
         if not (is_finite_number(value) and value >= 0):
             yield f"{name}={value!r} must be a finite number at or above 0: {use}; {flag_of(name)} 0 turns the term off"
 
 
-@rule
-def counts_are_positive(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def counts_are_positive(launch: Settings) -> Iterator[str]:
     for name, meaning in _COUNTS.items():
-        value = getattr(config, name)
+        value = getattr(launch.config, name)
         if value is not None and not _is_count(value):
             yield (
                 f"{name}={value!r} must be a whole number of at least 1: {meaning}; write it out in digits, or leave "
@@ -240,10 +228,10 @@ def counts_are_positive(config: PolicyLossConfig, options: LaunchOptions) -> Ite
             )
 
 
-@rule
-def choices_are_listed(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def choices_are_listed(launch: Settings) -> Iterator[str]:
     for name, choices in CHOICES.items():
-        value = getattr(config, name)
+        value = getattr(launch.config, name)
         if value not in list(choices) and not (value is None and _DEFAULTS[name] is None):
             # YAML 1.1 reads the bare words on, off, yes and no as booleans.
             remedy = f'in YAML write it in quotes, as in {name}: "{next(iter(choices))}"'
@@ -252,10 +240,10 @@ def choices_are_listed(config: PolicyLossConfig, options: LaunchOptions) -> Iter
             yield f"{name}={value!r} must be one of {', '.join(choices)}: nothing else is implemented; {remedy}"
 
 
-@rule
-def switches_are_true_or_false(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def switches_are_true_or_false(launch: Settings) -> Iterator[str]:
     for name in _SWITCHES:
-        value = getattr(config, name)
+        value = getattr(launch.config, name)
         if not isinstance(value, bool):
             yield (
                 f"{name}={value!r} must be true or false: it is a switch; write {flag_of(name)} without a value on a "
@@ -263,8 +251,9 @@ def switches_are_true_or_false(config: PolicyLossConfig, options: LaunchOptions)
             )
 
 
-@rule
-def partial_groups_need_a_declared_size(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def partial_groups_need_a_declared_size(launch: Settings) -> Iterator[str]:
+    config = launch.config
     if config.allow_partial_prompt_groups is True and config.samples_per_prompt is None:
         yield (
             "allow_partial_prompt_groups=True has no effect without samples_per_prompt: without a declared size no group is "
@@ -272,43 +261,44 @@ def partial_groups_need_a_declared_size(config: PolicyLossConfig, options: Launc
         )
 
 
-@rule
-def per_token_loss_is_token_mean(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    record = aggregation_record(config)
-    if options.calculate_per_token_loss is not True or record is None or record.formula == TOKEN_MEAN:
+@check()
+def per_token_loss_is_token_mean(launch: Settings) -> Iterator[str]:
+    record = launch.record
+    if launch.calculate_per_token_loss is not True or record is None or record.formula == TOKEN_MEAN:
         return
     yield (
-        f"loss_aggregation={config.loss_aggregation} does not go with calculate_per_token_loss=True: the host divides by the "
-        f"step's tokens, the weight 1/T of token_mean, and this one's is {record.weight_in_words({})}; remove "
+        f"loss_aggregation={launch.config.loss_aggregation} does not go with calculate_per_token_loss=True: the host divides by "
+        f"the step's tokens, the weight 1/T of token_mean, and this one's is {record.weight_in_words({})}; remove "
         "--calculate-per-token-loss, or choose --loss-aggregation token_mean"
     )
 
 
-@rule
-def auxiliary_losses_keep_their_scale(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def auxiliary_losses_keep_their_scale(launch: Settings) -> Iterator[str]:
     """Losses that the model adds by itself; validation/auxiliary_losses.py explains the arithmetic."""
     yield from auxiliary_loss_problems(
-        options.model,
-        options.route,
-        calculates_per_token_loss=options.calculate_per_token_loss is True,
-        router_aux_loss=config.router_aux_loss,
+        launch.model,
+        launch.route,
+        calculates_per_token_loss=launch.calculate_per_token_loss is True,
+        router_aux_loss=launch.config.router_aux_loss,
     )
 
 
-@rule
-def experts_do_not_depend_on_the_layout(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def experts_do_not_depend_on_the_layout(launch: Settings) -> Iterator[str]:
     """Nor on chance. The drift of replicas is judged where Megatron-Core is: at start."""
-    yield from expert_problems(options.model, options.route)
+    yield from expert_problems(launch.model, launch.route)
 
 
-@rule
-def models_are_right_on_their_layout(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    yield from model_problems(options.model, options.route)
+@check()
+def models_are_right_on_their_layout(launch: Settings) -> Iterator[str]:
+    yield from model_problems(launch.model, launch.route)
 
 
-@rule
-def steps_hold_whole_prompt_groups(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    samples, size, record = options.global_batch_size, config.samples_per_prompt, aggregation_record(config)
+@check()
+def steps_hold_whole_prompt_groups(launch: Settings) -> Iterator[str]:
+    config = launch.config
+    samples, size, record = launch.global_batch_size, config.samples_per_prompt, launch.record
     if record is None or not record.needs_prompts or config.allow_partial_prompt_groups is True:
         return
     if _is_count(samples) and _is_count(size) and samples % size:
@@ -319,8 +309,9 @@ def steps_hold_whole_prompt_groups(config: PolicyLossConfig, options: LaunchOpti
         )
 
 
-@rule
-def scaled_exp_goes_with_the_fused_head(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def scaled_exp_goes_with_the_fused_head(launch: Settings) -> Iterator[str]:
+    config = launch.config
     if config.scaled_exp_head is not True:
         return
     if config.fused_lm_head_loss is not True:
@@ -337,9 +328,10 @@ def scaled_exp_goes_with_the_fused_head(config: PolicyLossConfig, options: Launc
         yield "scaled_exp_head=True with policy_loss_backend=torch: its kernel is a Triton kernel; remove one of them"
 
 
-@rule
-def logits_budget_goes_with_the_fused_head(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    is_given = "--max-logits-bytes" in options.set_flags or config.max_logits_bytes != DEFAULT_MAX_LOGITS_BYTES
+@check()
+def logits_budget_goes_with_the_fused_head(launch: Settings) -> Iterator[str]:
+    config = launch.config
+    is_given = "--max-logits-bytes" in launch.set_flags or config.max_logits_bytes != DEFAULT_MAX_LOGITS_BYTES
     if is_given and config.fused_lm_head_loss is not True:
         yield (
             f"max_logits_bytes={config.max_logits_bytes!r} has no effect without fused_lm_head_loss: only the fused head computes "
@@ -347,20 +339,21 @@ def logits_budget_goes_with_the_fused_head(config: PolicyLossConfig, options: La
         )
 
 
-@rule
-def fp32_head_has_16_bit_parameters(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def fp32_head_has_16_bit_parameters(launch: Settings) -> Iterator[str]:
     """Logits of float32 parameters are float32 without the flag too, so a user who sets it expects other parameters."""
-    if config.fp32_lm_head is True and options.has_16_bit_parameters is False:
+    if launch.config.fp32_lm_head is True and launch.has_16_bit_parameters is False:
         yield (
             "fp32_lm_head=True has no effect with float32 parameters: their logits are float32 already; remove it, or train 16-bit "
             "parameters with --bf16"
         )
 
 
-@rule
-def watchdog_has_metrics(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+@check()
+def watchdog_has_metrics(launch: Settings) -> Iterator[str]:
     """The default is on for every run. Only a user who sets the flag expects it to work."""
-    is_given = "--watchdog" in options.set_flags or config.watchdog == Watchdog.RAISE
+    config = launch.config
+    is_given = "--watchdog" in launch.set_flags or config.watchdog == Watchdog.RAISE
     if is_given and config.watchdog in (Watchdog.WARN, Watchdog.RAISE) and config.policy_metrics == PolicyMetrics.NONE:
         yield (
             f"watchdog={config.watchdog} has no effect with policy_metrics=none: it checks the metrics of each step; choose "
@@ -368,34 +361,26 @@ def watchdog_has_metrics(config: PolicyLossConfig, options: LaunchOptions) -> It
         )
 
 
-@rule
-def flags_have_an_effect(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    given = {field.name: getattr(config, field.name) for field in flag_fields() if _is_given(config, field, options)}
+@check()
+def flags_have_an_effect(launch: Settings) -> Iterator[str]:
+    given = {field.name: getattr(launch.config, field.name) for field in flag_fields() if _is_given(launch, field)}
     routes_of_flag = routes_of_flags()
-    for name, value in (given | dict(config.loss_parameters)).items():
+    for name, value in (given | dict(launch.config.loss_parameters)).items():
         flag = flag_of(name)
         routes = routes_of_flag.get(flag, routes_of_flag["--policy-loss"])
-        if options.route not in routes:
+        if launch.route not in routes:
             places = ", ".join(route for route in Route if route in routes)
             reason = f" ({REASONS[flag]})" if flag in REASONS else ""
             of_reducer = " to custom_loss: --loss-type custom_loss, or --route custom_loss of launch-config"
-            other = of_reducer if options.route == Route.REDUCER and Route.CUSTOM_LOSS in routes else ""
+            other = of_reducer if launch.route == Route.REDUCER and Route.CUSTOM_LOSS in routes else ""
             yield (
-                f"{name}={value!r} would be ignored on the route {options.route}: {flag} works on {places}{reason}; remove "
+                f"{name}={value!r} would be ignored on the route {launch.route}: {flag} works on {places}{reason}; remove "
                 f"it, or change the route{other}"
             )
 
 
-def _is_given(config: PolicyLossConfig, field: Field, options: LaunchOptions) -> bool:
-    return flag_of(field.name) in options.set_flags or getattr(config, field.name) != field.default
-
-
-def aggregation_record(config: PolicyLossConfig) -> AggregationRecord | None:
-    """The record of the configured aggregation; None for a wrong name, which loss_aggregation_is_known reports."""
-    try:
-        return get_loss_aggregation(config.loss_aggregation)
-    except ConfigError:
-        return None
+def _is_given(launch: Settings, field: Field) -> bool:
+    return flag_of(field.name) in launch.set_flags or getattr(launch.config, field.name) != field.default
 
 
 def _problem_of_name(field_name: str, name: object, look_up: Callable, pointer: Callable[[str], str]) -> Iterator[str]:
@@ -421,20 +406,11 @@ def _pointer_to_loss(plain: str) -> str:
     return f"names an aggregation: it {meaning}; combine --policy-loss grpo with --loss-aggregation" if meaning else ""
 
 
-def _loss_of(config: PolicyLossConfig) -> PolicyLoss | None:
-    """The declaration of the configured loss; None for an unknown name, which policy_loss_is_known reports."""
-    try:
-        return get_policy_loss(config.policy_loss)
-    except ConfigError:
-        return None
-
-
-def _clip_remedy(config: PolicyLossConfig, value: object) -> str:
+def _clip_remedy(loss: PolicyLoss | None, value: object) -> str:
     if is_finite_number(value) and 1 < value < 2:
         return f"did you mean {value - 1:.6g}?"
     if is_finite_number(value) and -1 < value < 0:
         return f"did you mean {-value:g}?"
-    loss = _loss_of(config)
     if loss is None or loss.clip_ratios is None:
         return "leave it unset for the loss's default"
     low, high = loss.clip_ratios
