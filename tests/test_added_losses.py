@@ -261,5 +261,5 @@ def test_a_host_is_warned_at_start(settings, said):
     launch = read_launch(
         Namespace(loss_aggregation="token_mean", custom_loss_function_path="megatron_rl.hooks.custom_loss", **settings)
     )
-    texts = [text for one in checks_of(launch) if one.name == "the_model_keeps_the_step" for text in one.find(launch)]
+    texts = [row.text for one in checks_of(launch) if one.name == "the_model_keeps_the_step" for row in one(launch)]
     assert len(texts) == (said is not None) and all(text.startswith(said) for text in texts)

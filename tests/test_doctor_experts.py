@@ -119,7 +119,7 @@ def test_a_host_is_warned_at_start_of_what_changes_with_the_layout(settings, mes
     """FB-97, FB-99, FB-100: doctor and the init hook read the same registry."""
     reducer = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
     launch = read_launch(Namespace(rollout_batch_size=8, num_experts=8, loss_aggregation="sample_mean", **reducer, **settings))
-    (warning,) = [text for one in checks_of(launch) if one.name == "experts_keep_the_step" for text in one.find(launch)]
+    (warning,) = [row.text for one in checks_of(launch) if one.name == "experts_keep_the_step" for row in one(launch)]
     assert message in warning
     flags = " ".join(f"--{name.replace('_', '-')} {'' if value is True else value}" for name, value in settings.items())
     assert warning in texts(f"{OURS} --num-experts 8 {flags}", NOTE)

@@ -8,12 +8,15 @@ from helpers import run_in_children
 pytestmark = pytest.mark.slow
 
 HOST_FILE = """
-from megatron_rl.hosts.base import Check, Host, HostLoss
+from megatron_rl.hosts.base import Host, HostLoss
+from megatron_rl.validation.checks import check
 
+@check()
 def beams_are_off(launch):
     if launch.options.ours("num_beams"):
         yield "--num-beams with nohost: a beam is no sample; remove it"
 
+@check(is_warning=True)
 def batch_is_small(launch):
     if launch.options["global_batch_size"] == 1:
         yield "--global-batch-size 1 with nohost: one sample a step"
@@ -25,7 +28,6 @@ class NoHost(Host):
     marks = own_options = ("num_beams", "group_samples")
     option_names = {"eps_clip": "clip_width", "n_samples_per_prompt": "group_samples"}
     loss = HostLoss(always_has_entropy=True)
-    checks = (Check("beams_are_off", beams_are_off), Check("batch_is_small", batch_is_small, is_warning=True))
 
 HOST = NoHost()
 """

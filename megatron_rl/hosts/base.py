@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache, cached_property
@@ -40,18 +40,6 @@ CUSTOM_LOSS_LINE = "--loss-type custom_loss --custom-loss-function-path megatron
 
 # Converts (arguments, samples of a rollout batch) into the host's training data.
 Converter = Callable[[Namespace, Sequence], dict]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that may be wrong with a launch in a host. `find` yields messages: what is wrong, why, what to type."""
-
-    name: str
-    find: Callable[[HostLaunch], Iterable[str]]
-    is_warning: bool = False
-    """It is printed at start, and the launch goes on."""
-    companions: tuple[str, ...] = ()
-    """The check is for launches with one of these companions; empty: for any launch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +113,6 @@ class Host:
     divides_by_zero_deviation: bool = False
     """A group of equal rewards is divided by its standard deviation as well."""
     loss: HostLoss = HostLoss()
-    checks: tuple[Check, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -410,6 +397,18 @@ class HostLaunch:
     @property
     def companion(self) -> str | None:
         return companion_of(self.options)
+
+    def has_companion(self) -> bool:
+        return self.companion is not None
+
+    def has_reward_hook(self) -> bool:
+        return self.companion == "reward"
+
+    def has_converter(self) -> bool:
+        return self.companion == "convert"
+
+    def has_our_loss(self) -> bool:
+        return self.route == Route.CUSTOM_LOSS
 
     @property
     def companion_line(self) -> str:

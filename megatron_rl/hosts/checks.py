@@ -1,13 +1,12 @@
-"""The one registry of checks of a launch in a host: what would train on a wrong scale or have no effect, each with its remedy.
+"""What a launch in a host would train on a wrong scale, or without effect, each with its remedy; and who asks them all.
 
-`check_launch` adds the checks of megatron_rl.validation, which know no host, and those of the host's object. The result does not
-depend on what was imported before. Nothing is changed.
+`check_launch` adds the checks of megatron_rl.validation, which know no host. Nothing is changed.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
@@ -21,7 +20,6 @@ from megatron_rl.hosts.base import (
     REDUCER_FLAG,
     REDUCER_LINE,
     REWARD_LINE,
-    Check,
     HostLaunch,
     likely_field,
     names_ours,
@@ -30,13 +28,12 @@ from megatron_rl.hosts.base import (
     read_launch,
 )
 from megatron_rl.hosts.dense_rows import is_proportional
-from megatron_rl.hosts.loss_checks import LOSS_CHECKS
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import flag_of
+from megatron_rl.validation.checks import Asker, Check, check, checks_in, problems_of
 from megatron_rl.validation.experts import expert_notes
 from megatron_rl.validation.model_settings import model_notes
 
-CHECKS: list[Check] = []
 COMPANION_OF_OPTION = {
     "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
     "custom_reward_post_process_path": "reward_post_process",
@@ -46,40 +43,28 @@ DECLARATION = "--one-sample-per-rollout"
 HOMOGENEOUS_ESTIMATORS = ("grpo", "gspo", "cispo")
 
 
-def check(*, companions: Sequence[str] = (), is_warning: bool = False) -> Callable:
-    """Decorator: adds a check for all hosts. A launch may hold a value of any type for each of our settings."""
-
-    def add(find: Callable[[HostLaunch], Iterator[str]]) -> Callable[[HostLaunch], Iterator[str]]:
-        CHECKS.append(Check(find.__name__, find, is_warning, tuple(companions)))
-        return find
-
-    return add
+def checks_of(launch: HostLaunch) -> tuple[Check, ...]:
+    """The checks of all hosts, those of our loss, then those in the file of the launch's host."""
+    return checks_in(__name__, "megatron_rl.hosts.loss_checks", type(launch.options.host).__module__)
 
 
-def checks_of(launch: HostLaunch) -> Iterator[Check]:
-    """The checks of all hosts, then the host's own; a companion's checks where it is on the launch line."""
-    companion = launch.companion
-    for one in (*CHECKS, *launch.options.host.checks):
-        if not one.companions or companion in one.companions:
-            yield one
-
-
-def check_launch(args: Namespace, route: Route | None = None, found: Sequence[str] = ()) -> tuple[PolicyLossConfig, HostLaunch]:
-    """Our settings and the launch that they belong to. `route`: the caller's; None (the init hook): what the launch line says.
+def check_launch(
+    args: Namespace, route: Route | None = None, found: Sequence[str] = (), *, asker: Asker = Asker.DOCTOR
+) -> tuple[PolicyLossConfig, HostLaunch]:
+    """Our settings and the launch that they belong to. `route`: the caller's; None: what the launch line says.
 
     Raises one ConfigError with every problem: those that the caller has `found`, of names, of settings, of the launch and of its
     companion, in this order. A path that does not load and a misspelt name come first, because they cause others.
     """
     launch = read_launch(args, route)
-    config, problems = None, [*found, *names_are_spelled_right(launch)]
+    config, problems = None, [*found, *problems_of([names_are_spelled_right], launch, asker)]
     try:
         config = launch.options.host.config(args, launch.route)
     except ConfigError as error:
-        problems += [problem for problem in error.problems if problem not in problems]
-    of_launch = [problem for one in checks_of(launch) if not one.is_warning for problem in one.find(launch)]
-    problems += [problem for problem in of_launch if problem not in problems]
+        problems += error.problems
+    problems += problems_of(checks_of(launch), launch, asker)
     if problems or config is None:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
     return config, launch
 
 
@@ -294,7 +279,7 @@ def bshd_problem(qkv_format: str, cp_size: int) -> str:
 # rollout. These checks keep the weights exact until the loss.
 
 
-@check(companions=("reward", "convert"))
+@check(when=HostLaunch.has_companion)
 def companion_has_a_use(launch: HostLaunch) -> Iterator[str]:
     # A declared hook looks at the samples; rollouts_are_one_sample judges the declaration.
     is_declared = launch.companion == "reward" and read_switch(launch.options.ours("one_sample_per_rollout")) is True
@@ -307,7 +292,7 @@ def companion_has_a_use(launch: HostLaunch) -> Iterator[str]:
         yield f"{launch.companion_line} has nothing to do with --loss-aggregation sample_mean, which needs no weights: remove it"
 
 
-@check(companions=("convert",))
+@check(when=HostLaunch.has_converter)
 def only_one_companion(launch: HostLaunch) -> Iterator[str]:
     if names_ours(launch.options["custom_reward_post_process_path"], "reward_post_process"):
         yield (
@@ -316,7 +301,7 @@ def only_one_companion(launch: HostLaunch) -> Iterator[str]:
         )
 
 
-@check(companions=("convert",))
+@check(when=HostLaunch.has_converter)
 def converter_gives_prompt_means(launch: HostLaunch) -> Iterator[str]:
     """Its rollout_mask_sums carry the aggregation; sample_mean is refused above."""
     record = launch.record
@@ -329,13 +314,13 @@ def converter_gives_prompt_means(launch: HostLaunch) -> Iterator[str]:
         )
 
 
-@check(companions=("convert",))
+@check(when=HostLaunch.has_converter)
 def host_has_a_converter(launch: HostLaunch) -> Iterator[str]:
     if launch.options.host.name not in ROLLOUT_HOST_NAMES:
         yield f"{CONVERT_LINE} is a hook of {' and '.join(ROLLOUT_HOST_NAMES)}, and these are not their arguments: remove it"
 
 
-@check(companions=("convert",))
+@check(when=HostLaunch.has_converter)
 def prompt_counts_divide(launch: HostLaunch) -> Iterator[str]:
     options, loss_type = launch.options, launch.options["loss_type"]
     reducer, loss = options["custom_pg_loss_reducer_function_path"], options["custom_loss_function_path"]
@@ -351,7 +336,7 @@ def prompt_counts_divide(launch: HostLaunch) -> Iterator[str]:
         )
 
 
-@check(companions=("reward",))
+@check(when=HostLaunch.has_reward_hook)
 def loss_takes_advantages(launch: HostLaunch) -> Iterator[str]:
     if launch.options["loss_type"] not in ("policy_loss", "custom_loss"):
         yield (
@@ -360,7 +345,7 @@ def loss_takes_advantages(launch: HostLaunch) -> Iterator[str]:
         )
 
 
-@check(companions=("reward",))
+@check(when=HostLaunch.has_reward_hook)
 def advantage_is_the_weighted_reward(launch: HostLaunch) -> Iterator[str]:
     """The hook weights samples through their rewards, and counts on a division by rollouts."""
     options, given = launch.options, {}
@@ -390,7 +375,7 @@ def advantage_is_the_weighted_reward(launch: HostLaunch) -> Iterator[str]:
     yield from (f"{flag} with {REWARD_LINE}: {why}" for flag, why in given.items())
 
 
-@check(companions=("reward",))
+@check(when=HostLaunch.has_reward_hook)
 def no_foreign_reduction(launch: HostLaunch) -> Iterator[str]:
     options = launch.options
     reducer, loss = options["custom_pg_loss_reducer_function_path"], options["custom_loss_function_path"]
@@ -406,7 +391,7 @@ def no_foreign_reduction(launch: HostLaunch) -> Iterator[str]:
         )
 
 
-@check(companions=("reward",))
+@check(when=HostLaunch.has_reward_hook)
 def steps_hold_whole_groups(launch: HostLaunch) -> Iterator[str]:
     """N / P is the same in every step only when groups are whole in it; else the rollout batch must be one step."""
     options, record = launch.options, launch.record
@@ -425,7 +410,7 @@ def steps_hold_whole_groups(launch: HostLaunch) -> Iterator[str]:
         )
 
 
-@check(companions=("reward",))
+@check(when=HostLaunch.has_reward_hook)
 def weights_are_equal_in_every_step(launch: HostLaunch) -> Iterator[str]:
     options, record = launch.options, launch.record
     if record is not None and record.is_of_one_step and not options.is_one_step:
@@ -437,7 +422,7 @@ def weights_are_equal_in_every_step(launch: HostLaunch) -> Iterator[str]:
         )
 
 
-@check(companions=("convert",))
+@check(when=HostLaunch.has_converter)
 def step_is_counted_in_prompts(launch: HostLaunch) -> Iterator[str]:
     options = launch.options
     step, prompts = options["global_batch_size"], options["rollout_batch_size"]
@@ -450,7 +435,7 @@ def step_is_counted_in_prompts(launch: HostLaunch) -> Iterator[str]:
         )
 
 
-@check(companions=("convert",))
+@check(when=HostLaunch.has_converter)
 def steps_are_not_given_in_samples(launch: HostLaunch) -> Iterator[str]:
     options = launch.options
     steps, size, in_batch = options["num_steps_per_rollout"], options["global_batch_size"], options.samples_of_batch
@@ -516,6 +501,3 @@ def experts_keep_the_step(launch: HostLaunch) -> Iterator[str]:
 @check(is_warning=True)
 def the_model_keeps_the_step(launch: HostLaunch) -> Iterator[str]:
     yield from (note.text for note in model_notes(launch.options.of_model, launch.route) if note.is_warning)
-
-
-CHECKS.extend(LOSS_CHECKS)

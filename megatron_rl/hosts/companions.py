@@ -44,6 +44,7 @@ from megatron_rl.hosts.base import CONVERT_LINE, CUSTOM_LOSS_LINE, REWARD_LINE, 
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.validation.checks import Asker
 
 # The hosts add it to the standard deviation of a prompt's rewards before they divide.
 DEVIATION_FLOOR = 1e-6
@@ -347,7 +348,7 @@ def _checked_config(args: Namespace, companion: str) -> PolicyLossConfig:
             f"--custom-convert-samples-to-train-data-path {convert}: the loss would not know that each prompt is one rollout; name "
             "megatron_rl.hooks.convert_samples_to_train_data itself on the launch line"
         )
-    return check_launch(args, found=problems)[0]
+    return check_launch(args, found=problems, asker=Asker.HOOK)[0]
 
 
 # The reward hook

@@ -28,6 +28,7 @@ from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
 from megatron_rl.hosts.training_hooks import host_warnings, is_check, without_init_hook
 from megatron_rl.validation import routes_of_flags
+from megatron_rl.validation.checks import Asker
 
 EXIT_CONFIG = 2
 PROGRAM = "python -m megatron_rl.hosts.launch"
@@ -180,10 +181,10 @@ def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: N
         args = parse_args(*bound.args, **bound.kwargs)
         try:
             found = [*path_problems(HostOptions(args)), *dropped_flags(args, sys.argv[1:], routes_of_flags())]
-            config, launch = check_launch(args, found=found)
+            config, launch = check_launch(args, found=found, asker=Asker.LAUNCHER)
         except ConfigError as error:
             sys.exit(_refuse(error))
-        for warning in [*without_init_hook(launch.options), *host_warnings(config, launch)]:
+        for warning in [*without_init_hook(launch.options), *host_warnings(config, launch, Asker.LAUNCHER)]:
             print(f"megatron_rl: {warning}", file=sys.stderr, flush=True)
         return args
 

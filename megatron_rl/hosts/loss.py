@@ -43,6 +43,7 @@ from megatron_rl.losses.keywords import LogitsLossKeywords
 from megatron_rl.losses.options import given, mean_of_documents
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
+from megatron_rl.validation.checks import Asker
 
 # The hosts' keys for the part of the vocabulary that each token was sampled from.
 SUPPORT_KEYS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
@@ -177,7 +178,7 @@ class LossPlan:
 
 def read_plan(args: Namespace) -> LossPlan:
     """Raises one ConfigError with every setting that custom_loss would not honour, or would train on a wrong scale."""
-    config, launch = check_launch(args, Route.CUSTOM_LOSS)
+    config, launch = check_launch(args, Route.CUSTOM_LOSS, asker=Asker.HOOK)
     return LossPlan(config=config, options=launch.options, has_companion=launch.companion is not None)
 
 
@@ -497,7 +498,7 @@ def _reducer_settings(args: Namespace, is_per_token: bool) -> tuple[PolicyLossCo
             f"{options['calculate_per_token_loss']}: one of them was changed after parsing; leave both alone"
         )
     of_call = {} if has_switch else {"calculate_per_token_loss": bool(is_per_token)}
-    return check_launch(Namespace(**vars(args), **of_call), Route.REDUCER)
+    return check_launch(Namespace(**vars(args), **of_call), Route.REDUCER, asker=Asker.HOOK)
 
 
 def _local_part(mask: Tensor, total_length: int, cp_group: Group) -> Tensor:  # [response] -> [local response tokens]

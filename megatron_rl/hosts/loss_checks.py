@@ -5,10 +5,10 @@ flags.HOST_FLAGS has what is honoured. A warning here is a line at start; docs/h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from megatron_rl.config import CorrectionLevel, ImportanceCorrection, Route
-from megatron_rl.hosts.base import Check, HostLaunch
+from megatron_rl.hosts.base import HostLaunch
 from megatron_rl.hosts.flags import (
     DUAL_CLIP,
     KL_ESTIMATORS,
@@ -23,11 +23,13 @@ from megatron_rl.hosts.flags import (
     mis_problems,
 )
 from megatron_rl.hosts.sampling import SAMPLERS, SamplingVerdict, flags_that_read, judge_sampling
+from megatron_rl.validation.checks import check
 
 WOULD_LEAVE_OUT = "which would train as if it were not there"
 OR_HOSTS_LOSS = "or train with the host's --loss-type policy_loss and megatron_rl.reducers.get_pg_loss_reducer"
 
 
+@check(when=HostLaunch.has_our_loss)
 def loss_options_of_the_host_are_honoured(launch: HostLaunch) -> Iterator[str]:
     """Those that flags.HOST_FLAGS has no row for."""
     options = launch.options
@@ -40,6 +42,7 @@ def loss_options_of_the_host_are_honoured(launch: HostLaunch) -> Iterator[str]:
             yield f"{option} is not implemented by megatron_rl.hooks.custom_loss, {WOULD_LEAVE_OUT}: remove it, {OR_HOSTS_LOSS}"
 
 
+@check(when=HostLaunch.has_our_loss)
 def custom_correction_is_known(launch: HostLaunch) -> Iterator[str]:
     """A function of the user's may do anything to the loss and to the masks."""
     options, path = launch.options, launch.options["custom_tis_function_path"]
@@ -54,6 +57,7 @@ def custom_correction_is_known(launch: HostLaunch) -> Iterator[str]:
         )
 
 
+@check(when=HostLaunch.has_our_loss)
 def correction_is_counted_once(launch: HostLaunch) -> Iterator[str]:
     """A ratio to the sampler's policy holds the correction; a second factor counts the gap twice."""
     options = launch.options
@@ -69,11 +73,13 @@ def correction_is_counted_once(launch: HostLaunch) -> Iterator[str]:
         )
 
 
+@check()
 def sampler_and_trainer_score_alike(launch: HostLaunch) -> Iterator[str]:
     """On each route: the host's own loss may compare with the sampler too."""
     yield from _sampling(launch).problems
 
 
+@check(is_warning=True)
 def sampler_is_the_policy(launch: HostLaunch) -> Iterator[str]:
     yield from _sampling(launch).warnings
 
@@ -89,6 +95,7 @@ def _sampling(launch: HostLaunch) -> SamplingVerdict:
     return judge_sampling(options.host.name, options.__getitem__, readers, is_our_loss=is_our_loss)
 
 
+@check(when=HostLaunch.has_our_loss)
 def loss_has_a_dual_clip(launch: HostLaunch) -> Iterator[str]:
     options = launch.options
     loss = options.ours("policy_loss") or POLICY_LOSS_OF_ESTIMATOR.get(options["advantage_estimator"])
@@ -99,6 +106,7 @@ def loss_has_a_dual_clip(launch: HostLaunch) -> Iterator[str]:
         )
 
 
+@check(when=HostLaunch.has_our_loss)
 def kl_estimator_is_known(launch: HostLaunch) -> Iterator[str]:
     kl_type, is_unbiased = kl_key(launch.options)
     is_ours = launch.options.ours("kl_estimator") is not None
@@ -116,6 +124,7 @@ def kl_estimator_is_known(launch: HostLaunch) -> Iterator[str]:
 # Where a flag of the host has another meaning in our loss than in the host's.
 
 
+@check(when=HostLaunch.has_our_loss, is_warning=True)
 def kl_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]:
     kl_type, is_unbiased = kl_key(launch.options)
     if not launch.options["use_kl_loss"] or launch.options.ours("kl_estimator") is not None:
@@ -133,6 +142,7 @@ def kl_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]:
         )
 
 
+@check(when=HostLaunch.has_our_loss, is_warning=True)
 def sequence_masking_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]:
     """DeepSeek-V3.2 compares with the sampler. Log-probabilities that the trainer recomputes are those of the policy itself in the
     first step of a rollout."""
@@ -152,6 +162,7 @@ def sequence_masking_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]
     )
 
 
+@check(when=HostLaunch.has_our_loss, is_warning=True)
 def masked_sampling_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]:
     options, found = launch.options, correction_settings(launch.options)
     if found.kind is not None and is_mis(options):
@@ -162,6 +173,7 @@ def masked_sampling_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]:
         )
 
 
+@check(when=HostLaunch.has_our_loss, is_warning=True)
 def sample_ratios_are_reported(launch: HostLaunch) -> Iterator[str]:
     level = launch.options.ours("importance_correction_level") or correction_settings(launch.options).level
     if level not in (None, CorrectionLevel.TOKEN):
@@ -169,26 +181,3 @@ def sample_ratios_are_reported(launch: HostLaunch) -> Iterator[str]:
             f"tis, tis_clipfrac and tis_abs are those of the sample's ratio (--importance-correction-level {level}); "
             f"{launch.options.host}'s own are those of the token's"
         )
-
-
-def _of_our_loss(find: Callable[[HostLaunch], Iterator[str]], *, is_warning: bool = False) -> Check:
-    def find_on_its_route(launch: HostLaunch) -> Iterator[str]:
-        if launch.route == Route.CUSTOM_LOSS:
-            yield from find(launch)
-
-    return Check(find.__name__, find_on_its_route, is_warning)
-
-
-LOSS_CHECKS: tuple[Check, ...] = (
-    _of_our_loss(loss_options_of_the_host_are_honoured),
-    _of_our_loss(custom_correction_is_known),
-    _of_our_loss(correction_is_counted_once),
-    Check("sampler_and_trainer_score_alike", sampler_and_trainer_score_alike),
-    Check("sampler_is_the_policy", sampler_is_the_policy, is_warning=True),
-    _of_our_loss(loss_has_a_dual_clip),
-    _of_our_loss(kl_estimator_is_known),
-    _of_our_loss(kl_differs_from_the_hosts, is_warning=True),
-    _of_our_loss(sequence_masking_differs_from_the_hosts, is_warning=True),
-    _of_our_loss(masked_sampling_differs_from_the_hosts, is_warning=True),
-    _of_our_loss(sample_ratios_are_reported, is_warning=True),
-)

@@ -11,7 +11,6 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
     CONVERT_LINE,
     REWARD_LINE,
-    Check,
     Converter,
     Host,
     HostLaunch,
@@ -23,6 +22,7 @@ from megatron_rl.hosts.base import (
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.auxiliary_losses import num_experts_of, number
+from megatron_rl.validation.checks import check
 
 CONVERSION = "miles.ray.rollout.train_data_conversion"
 CORRECTIONS = "miles.backends.training_utils.loss_hub.corrections"
@@ -87,6 +87,7 @@ class Miles(Host):
         return convert
 
 
+@check(when=HostLaunch.has_converter)
 def batches_are_split_by_rollout(launch: HostLaunch) -> Iterator[str]:
     options = launch.options
     names = ("delay_split_train_data_by_dp", "indep_dp", "multimodal_keys")
@@ -100,6 +101,7 @@ def batches_are_split_by_rollout(launch: HostLaunch) -> Iterator[str]:
         )
 
 
+@check(is_warning=True)
 def whitening_sees_whole_samples(launch: HostLaunch) -> Iterator[str]:
     cp_size = launch.options["context_parallel_size"]
     if launch.options["normalize_advantages"] and cp_size > 1:
@@ -109,6 +111,7 @@ def whitening_sees_whole_samples(launch: HostLaunch) -> Iterator[str]:
         )
 
 
+@check(is_warning=True)
 def bridge_leaves_the_router_alone(launch: HostLaunch) -> Iterator[str]:
     """Megatron's own parser has 0 where the flag is not typed; the parser of a fork may have None."""
     config = checkpoint_config(launch.options)
@@ -119,6 +122,7 @@ def bridge_leaves_the_router_alone(launch: HostLaunch) -> Iterator[str]:
         )
 
 
+@check(is_warning=True)
 def adapters_of_experts_are_whole(launch: HostLaunch) -> Iterator[str]:
     """One factor of an adapter is whole on each rank that shares an expert; a bridge must add its gradients, and some do not."""
     experts, rank = launch.options.of_model, launch.options["lora_rank"]
@@ -139,10 +143,4 @@ def adapters_of_experts_are_whole(launch: HostLaunch) -> Iterator[str]:
         )
 
 
-Miles.checks = (
-    Check("adapters_of_experts_are_whole", adapters_of_experts_are_whole, is_warning=True),
-    Check("bridge_leaves_the_router_alone", bridge_leaves_the_router_alone, is_warning=True),
-    Check("batches_are_split_by_rollout", batches_are_split_by_rollout, companions=("convert",)),
-    Check("whitening_sees_whole_samples", whitening_sees_whole_samples, is_warning=True),
-)
 HOST = Miles()

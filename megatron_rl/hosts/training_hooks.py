@@ -50,6 +50,7 @@ from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
+from megatron_rl.validation.checks import Asker, warnings_of
 from megatron_rl.validation.experts import drift_problem, expert_problems
 from megatron_rl.validation.model_settings import model_problems
 
@@ -82,7 +83,7 @@ def custom_megatron_init(args: Namespace) -> None:
             "doctor --, or start with python -m megatron_rl.hosts.launch, which stops at the variable in time",
         )
     try:
-        config, launch = check_launch(args)
+        config, launch = check_launch(args, asker=Asker.INIT_HOOK)
         if launch.route == Route.CUSTOM_LOSS:
             check_backend(config.policy_loss_backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except ConfigError as error:
@@ -95,7 +96,7 @@ def custom_megatron_init(args: Namespace) -> None:
         raise ConfigError(problems)
     probe = probe_schedule(calculate_per_token_loss=launch.is_per_token)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for line in host_warnings(config, launch):
+        for line in host_warnings(config, launch, Asker.INIT_HOOK):
             warnings.warn(f"megatron_rl: {line}", stacklevel=2)
         print(summary(config, launch, probe, groups), flush=True)
 
@@ -223,7 +224,7 @@ def layout_in_words(groups: ParallelGroups) -> str:
 # Warnings at start
 
 
-def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
+def host_warnings(config: PolicyLossConfig, launch: HostLaunch, asker: Asker = Asker.DOCTOR) -> list[str]:
     """The warnings of a launch without problems, for its start: config_warnings and what the host adds."""
     if launch.route == Route.CUSTOM_LOSS:
         # The clips are the host's flags, which always have a value: config_warnings would name our flags instead.
@@ -233,7 +234,7 @@ def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
     return [
         *_clip_warning(config, launch),
         *others,
-        *(text for one in checks_of(launch) if one.is_warning for text in one.find(launch)),
+        *warnings_of(checks_of(launch), launch, asker),
     ]
 
 

@@ -258,7 +258,7 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
 def _dr_grpo(line: LaunchLine, args: Namespace) -> Iterator[Finding]:
     """The same advice that the rules give to a line whose launcher reads our flags."""
     given = Namespace(**vars(args) | {"loss_aggregation": line.ours.get("--loss-aggregation")})
-    yield from (Finding("advice", NOTE, text) for text in constant_is_without_deviation(read_launch(given)))
+    yield from (Finding("advice", NOTE, row.text) for row in constant_is_without_deviation(read_launch(given)))
 
 
 def _own_loop(line: LaunchLine) -> Iterator[Finding]:
