@@ -1,0 +1,303 @@
+"""A door is the declaration of a trainer that settings configure: what its settings are called, and what it does with our number.
+
+`door_settings` reads the settings of any door, `door_line` judges a launch line for doctor and writes one for explain, `dense_rows`
+has the loss. A door's own file holds its declaration and its plug: how the trainer is made to call us.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.aggregation_record import AggregationRecord, Formula
+from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig
+from megatron_rl.hosts.sampling import Sampler
+from megatron_rl.hosts.settings import Given, Settings
+from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, loss_aggregation_names
+from megatron_rl.validation.checks import Check, Row
+
+Stage = tuple[str, Formula, str]  # name, factor, what it does
+ReadFile = Callable[[Path], Mapping[str, Any]]  # of a file of settings; raises ConfigError where it cannot be read
+
+# What multiplies a token's weight after the loss function has returned, in Megatron-Core 0.13 to 0.19.
+# tests/test_explain_chain.py holds each door's stages against the code that does them.
+AVERAGED: tuple[Stage, ...] = (
+    ("schedule", Formula(M=-1), "averages over micro-batches"),
+    ("DDP", Formula(dp=-1, cp=-1), "averages over dp x cp ranks"),
+)
+SUMMED: tuple[Stage, ...] = (("schedule", Formula(), "adds micro-batches"), ("DDP", Formula(), "adds ranks"))
+TIMES_CP: Stage = ("schedule", Formula(M=-1, cp=1), "averages over micro-batches, x cp")
+SAMPLE_MEAN = Formula(N=-1, m_i=-1)
+# Our settings of the correction for the sampler, by the names of PolicyLossConfig.
+CORRECTION_SETTINGS = (
+    *("importance_correction", "importance_correction_level", "importance_correction_low", "importance_correction_high"),
+    "off_policy_sequence_delta",
+)
+CLIPS = ("clip_ratio_low", "clip_ratio_high")
+DIVISOR = "loss_aggregation_divisor"
+
+
+class Kind(StrEnum):
+    """NUMBER: true and false are refused. SWITCH: text is refused. GROUP: has names of its own, which are not judged."""
+
+    NUMBER = "number"
+    SWITCH = "switch"
+    OTHER = "other"
+    GROUP = "group"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """field: what it is here, a field of PolicyLossConfig or a parameter of a loss. idle: none of our losses reads it, and this is to
+    be done instead."""
+
+    name: str
+    kind: Kind = Kind.OTHER
+    field: str | None = None
+    default: Any = None
+    idle: str | None = None
+
+
+def names(prefix: str, kind: Kind, listed: str | Mapping[str, str]) -> tuple[Setting, ...]:
+    """Settings that only need to be known. listed: words, or names with what to do instead."""
+    if isinstance(listed, str):
+        return tuple(Setting(prefix + name, kind) for name in listed.split())
+    return tuple(Setting(prefix + name, kind, idle=instead) for name, instead in listed.items())
+
+
+class Prompts(Enum):
+    """Who knows which samples share a prompt."""
+
+    COUNTED = "the loss is given the counts"
+    CARRIED = "the advantages carry prompt_mean, and a loss must be proportional to them"
+    BY_DRIVER = "the trainer scales the advantages by every aggregation, and a loss must be proportional to them"
+    UNKNOWN = "nobody: an aggregation that needs prompts is not offered"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """How a launch chooses loss and aggregation: <prefix><loss>.<aggregation>, or <prefix><loss> where `aggregation` is another
+    setting, with the host's names of ours. remedy: ends a refusal. imports: module.function of a user's own is offered."""
+
+    setting: str
+    prefix: str = ""
+    remedy: str
+    aggregation: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    imports: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Own:
+    """The names of our settings that the host has none for: `prefix`, then our name. added: what its parser wants before a name that
+    it does not know. is_upper: variables of an environment. clips: our clip may be set by our name too. others: further fields that
+    may be set so, as kl_estimator."""
+
+    prefix: str
+    added: str = ""
+    is_upper: bool = False
+    clips: bool = False
+    others: tuple[str, ...] = ()
+
+    def name(self, field: str) -> str:
+        return self.prefix + (field.upper() if self.is_upper else field)
+
+    def typed(self, field: str) -> str:
+        return self.added + self.name(field)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a launch line says. rows: what is said of the line itself. settings: None where nothing can be judged."""
+
+    settings: Settings | None
+    rows: Sequence[Row] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A launch as it is read: our settings, and what they were read from."""
+
+    door: Door
+    settings: Settings
+    config: PolicyLossConfig
+    loss: PolicyLoss
+    record: AggregationRecord
+    theirs: tuple[str, ...]  # the host's own corrections that are on, as typed
+    warnings: tuple[str, ...] = ()
+    keeps_a_part: bool = False  # a filter of the sampler is on
+
+    @property
+    def correction(self) -> CorrectionSettings:
+        return CorrectionSettings.of(self.config)
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether the advantages carry the aggregation, by us."""
+        return self.door.prompts == Prompts.CARRIED and is_carried(self.record.name)
+
+    @property
+    def counts_prompts(self) -> bool:
+        return self.record.needs is None or self.record.needs_prompts
+
+    def __str__(self) -> str:
+        return f"{self.config.policy_loss}.{self.config.loss_aggregation}"
+
+
+def is_carried(aggregation: str) -> bool:
+    """Whether advantages can carry the weights of prompts, see dense_rows.carry_prompt_weights."""
+    return aggregation == LossAggregation.PROMPT_MEAN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Door:
+    """A trainer that settings configure. Names of settings are whole, as a user types them."""
+
+    name: str
+    title: str
+    """As it writes itself."""
+    probed: str
+    """The repository and revision that all of this was measured on."""
+
+    # Its settings.
+    settings: tuple[Setting, ...]
+    """What is known by name: what our losses read, and all of the sections that choose a loss or a correction."""
+    sections: tuple[str, ...]
+    """Prefixes, with their dot, below which `settings` has every name: another one is a slip."""
+    choice: Choice
+    own: Own
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of settings that the checks read, beside those of `settings`."""
+    keep_clip: str = "{name}={value} on the launch line"
+    """How a clip is typed that equals the host's default; {side}, {name} and {value} are filled in."""
+    derive: Callable[[Settings, PolicyLoss, dict[str, Given]], Mapping[str, Given]] = lambda settings, loss, fields: {}
+    """Our fields that are not one setting of the host, from all of them."""
+    is_ours: Callable[[Settings], bool] | None = None
+    """Whether a launch chooses a loss of ours; None: by the prefix of the choice."""
+    stand_ins: Mapping[str, Any] | None = None
+    """What is taken for settings that only the shell knows, so that the others are judged; other unknown ones are left out. None: a
+    launch with an unknown setting that our losses read is not judged."""
+    corrections: Callable[[Settings], Sequence[str]] = lambda settings: ()
+    """The host's own corrections for the sampler that are on, as they are typed."""
+    several: Callable[[Settings], str | None] = lambda settings: None
+    """Where a rollout is more than one row of a batch; None: a row is a rollout."""
+    sampler: Sampler
+    checks: tuple[Check, ...] = ()
+    """What is this host's alone. Each finds, in a `Found`, messages or rows."""
+
+    # What it does with the number.
+    prompts: Prompts
+    carrier: str = ""
+    """What puts the weights into the advantages, for explain."""
+    returns: Formula = field(default_factory=Formula)
+    """What our loss multiplies its weights by."""
+    step: tuple[Stage, ...]
+    """What multiplies the number that our loss returns."""
+    step_per_token: tuple[Stage, ...] | None = None
+    """The same under Megatron's per-token contract, where the host lets its user choose."""
+    why_not_per_token: str | None = None
+    """Why explain refuses --calculate-per-token-loss."""
+    is_per_token: bool = False
+    """Megatron's per-token contract, whatever is typed."""
+
+    # Its launch line.
+    starts: str
+    recognises: Callable[[Sequence[str]], bool]
+    read_line: Callable[[Sequence[str], ReadFile], Line]
+    write: Callable[[PolicyLossConfig, dict[str, Any]], dict[str, Any]] = lambda config, given: given
+    """Completes the settings, by name, that give the host ours."""
+    line_of: Callable[[str, Any], str] = lambda name, value: f"{name}={value}"
+    place: str = "settings on the launch line"
+    separator: str = " "
+    honours: tuple[str, ...] = ("kl_coefficient", "kl_estimator")
+    """Our settings that act there, beside loss, aggregation, clip and corrections."""
+    decides: str = "entropy and temperature"
+    """What the host's own settings decide on."""
+
+    # Its code.
+    contract: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """module:function or module:Class.method -> its arguments; a last "..." takes more."""
+
+    @property
+    def all_defaults(self) -> dict[str, Any]:
+        return {one.name: one.default for one in self.settings if one.default is not None} | dict(self.defaults)
+
+    @property
+    def field_settings(self) -> dict[str, Setting]:
+        """Our field -> the host's setting of it."""
+        return {one.field: one for one in self.settings if one.field is not None}
+
+    @property
+    def read_names(self) -> tuple[str, ...]:
+        """What our losses and the checks read."""
+        ours = [one.name for one in self.settings if one.field is not None or one.default is not None]
+        more = [name for name in (self.choice.setting, self.choice.aggregation) if name]
+        return tuple(dict.fromkeys([*more, *ours, *self.defaults]))
+
+    def own_fields(self, loss: PolicyLoss) -> tuple[str, ...]:
+        """What may be set by our names: corrections, and what the host has no name for."""
+        known = self.field_settings
+        parameters = [one.name for one in loss.parameters if one.name not in known]
+        divisor = [DIVISOR] if DIVISOR not in known else []
+        return (*parameters, *divisor, *CORRECTION_SETTINGS, *self.own.others, *(CLIPS if self.own.clips else ()))
+
+    def gives(self, record: AggregationRecord) -> bool:
+        """Whether the host hands over what the aggregation needs."""
+        if self.choice.aggregation is not None:
+            return record.name in self.choice.names.values()
+        if self.prompts == Prompts.COUNTED:
+            return True
+        carries = self.prompts == Prompts.CARRIED and is_carried(record.name)
+        return record.needs is not None and (not record.needs_prompts or carries)
+
+    def aggregations(self) -> list[AggregationRecord]:
+        records = [get_loss_aggregation(name) for name in loss_aggregation_names() if "." not in name]
+        return [record for record in records if self.gives(record)]
+
+    def stages(self, weight: Formula, *, needs_prompts: bool, per_token: bool) -> tuple[list[Stage], list[Stage]]:
+        """(the factors that weigh samples, those that scale the whole step)."""
+        step = self.step_per_token if per_token and self.step_per_token is not None else self.step
+        words = "" if not self.returns.powers else f"{self.returns} x "
+        if self.prompts == Prompts.BY_DRIVER:
+            driver = ("driver", weight, f"{self.title} scales the sample's advantage, by counts of the mini-batch")
+            return [driver, ("loss", self.returns, "adds the tokens")], [*step]
+        if self.prompts == Prompts.CARRIED and needs_prompts:
+            estimator = ("estimator", weight / SAMPLE_MEAN, f"{self.carrier} scales the sample's advantage")
+            return [estimator, ("loss", SAMPLE_MEAN * self.returns, f"{words}the weight of sample_mean")], [*step]
+        return [("loss", weight * self.returns, f"{words}the weight, from counts of the step")], [*step]
+
+    def contract_problems(self) -> Iterator[str]:
+        """What the trainer that is installed lacks of what was probed, with the line that is another one."""
+        for path, expected in self.contract.items():
+            module, _, name = path.partition(":")
+            try:
+                found = functools.reduce(getattr, name.split("."), import_module(module))
+            except AttributeError:
+                yield f"{self.title}'s {module} has no {name} ({self.probed} was probed)"
+                continue
+            if problem := signature_problem(found, expected):
+                yield f"{self.title}'s {name} {problem}, and {self.probed} was probed ({place_of(found)})"
+
+
+def signature_problem(function: Callable[..., Any], expected: tuple[str, ...]) -> str | None:
+    """What differs from the arguments that our loss is written for. A last "..." in `expected`: others may follow."""
+    found = tuple(inspect.signature(function).parameters)
+    first = expected[:-1] if expected[-1:] == ("...",) else expected
+    if found == first or (first != expected and found[: len(first)] == first):
+        return None
+    return f"takes ({', '.join(found)}), ours is made for ({', '.join(expected)})"
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """file:line of a function of a host, for a message."""
+    function = inspect.unwrap(function)
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+    except (OSError, TypeError):  # made by exec, or compiled
+        return f"{getattr(function, '__module__', 'a module')}, no source"

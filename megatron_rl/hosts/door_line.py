@@ -1,0 +1,231 @@
+"""Judges a launch line of any door for doctor and its trainer's start, and writes one for explain."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from megatron_rl.config import PolicyLossConfig, flag_fields
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.dense_rows import numbers, sample_in_words
+from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
+from megatron_rl.hosts.door_settings import read
+from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, clip_to_type, not_numbers
+from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
+from megatron_rl.validation.checks import Row
+
+# A misspelt section is more similar than this to the right one; no two sections of a host are.
+CLOSEST_SECTION = 0.9
+# Words for the two sides of a range: another trainer says high where this one says max. The wrong side is never what was meant.
+_SIDES = (("low", "min"), ("high", "max"))
+LOSS_SETTINGS = ("policy_loss", "loss_aggregation", DIVISOR, *CLIPS)
+
+
+# doctor
+
+
+def judge(door: Door, words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
+    """What becomes of a launch line. read_file: the mapping of a file of settings; raises ConfigError where it cannot be read."""
+    line = door.read_line(words, read_file)
+    yield from line.rows
+    if line.settings is not None:
+        yield from judge_settings(door, line.settings)
+
+
+def problems_of(door: Door, settings: Settings) -> list[str]:
+    """What ends a launch that the trainer itself starts: names that are like none of ours may be those of another version."""
+    rows = {row.text: row for row in judge_settings(door, settings, is_launch=True)}.values()
+    return [f"{row.subject}: {row.text}" for row in rows if row.is_wrong]
+
+
+def judge_settings(door: Door, settings: Settings, *, is_launch: bool = False) -> Iterator[Row]:
+    choice = door.choice
+    if groups := [*_values_for_groups(door, settings.given)]:
+        yield from groups
+        return
+    name = settings[choice.setting]
+    is_ours = door.is_ours(settings) if door.is_ours else str(name).startswith(choice.prefix)
+    yield from _misplaced(door, settings.given)
+    yield from judge_names(door, settings.given, is_ours=is_ours, may_have_more=is_launch)
+    if name is UNKNOWN:
+        yield Row(choice.setting, "not known here, so the loss is not judged", is_note=True)
+        return
+    if not is_ours:
+        text = f"{name} is {door.title}'s own: none of our losses is chosen; {choice.remedy}"
+        yield Row(choice.setting, text, is_note=True)
+        return
+    if unknown := [one for one in door.read_names if settings[one] is UNKNOWN]:
+        if door.stand_ins is None:
+            yield Row(choice.setting, f"not judged: the value of {', '.join(unknown)} is not known here", is_note=True)
+            return
+        settings = _without(settings, unknown, door.stand_ins)
+    try:
+        found = read(door, settings)
+    except ConfigError as error:
+        yield from (Row(choice.setting, problem, is_wrong=True) for problem in error.problems)
+        return
+    yield from said_of(found)
+
+
+def said_of(found: Found) -> Iterator[Row]:
+    """What a launch without a problem trains, and its warnings."""
+    door, config = found.door, found.config
+    weight = found.record.weight_in_words({"L": config.loss_aggregation_divisor})
+    carried = ", in the advantages" if found.is_carried or door.prompts == Prompts.BY_DRIVER else ""
+    chosen = f"{door.choice.prefix}{found}"
+    yield Row(door.choice.setting, f"{chosen}, {numbers(config)}, weight of a token {weight}{carried}")
+    several = door.several(found.settings)
+    yield Row("sample", sample_in_words(config.loss_aggregation, several), is_note=several is not None)
+    yield from (Row("advice", text, is_note=True) for text in config_warnings(config))
+    yield from (Row("sampling", text, is_note=True) for text in found.warnings)
+    if found.correction.is_on:
+        yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
+    if found.theirs:
+        yield Row("correction", f"{' and '.join(found.theirs)}: {door.title}'s own, whose weights multiply our loss")
+    for one in door.checks:
+        for said in one.find(found):
+            yield said if isinstance(said, Row) else Row(one.name, said, is_note=True)
+
+
+def _without(settings: Settings, unknown: Sequence[str], stand_ins: Mapping[str, Any]) -> Settings:
+    def value_of(name: str) -> Any:
+        return stand_ins.get(name) if name in unknown else settings.value_of(name)
+
+    given = {name: value for name, value in settings.given.items() if name not in unknown}
+    return Settings(value_of, settings.defaults, typed=settings.typed, given=given, knows_defaults=settings.knows_defaults)
+
+
+# Names
+
+
+def judge_names(door: Door, given: Mapping[str, Any], *, is_ours: bool, may_have_more: bool = False) -> Iterator[Row]:
+    """Names below the door's sections that nobody has, numbers that are true or false, and what none of our losses reads.
+
+    may_have_more: a name that is like none of these may be one of another version, and gets a note."""
+    table = {one.name: one for one in door.settings}
+    for whole, value in given.items():
+        if one := table.get(whole):
+            if one.kind == Kind.NUMBER:
+                yield from (Row(whole, problem, is_wrong=True) for problem in not_numbers([Given(whole, value)]))
+            if is_ours and one.idle is not None:
+                yield Row(whole, f"{whole}={value} has no effect: our losses do not read it; {one.idle}", is_wrong=True)
+            continue
+        prefix = next((prefix for prefix in sorted(door.sections, key=len, reverse=True) if whole.startswith(prefix)), None)
+        if prefix is None:
+            yield from _misspelt_section(door, whole, table)
+        elif not _is_below_group(whole, table) and not whole.startswith(door.own.prefix):
+            known = [name.removeprefix(prefix) for name in table if name.startswith(prefix)]
+            close = _closest(whole.removeprefix(prefix), known)
+            meant = f"did you mean {prefix}{close}?" if close else f"remove it; it has {', '.join(sorted(known))}"
+            is_note = may_have_more and not close
+            yield Row(whole, f"{door.title} has no such setting: {meant}", is_wrong=not is_note, is_note=is_note)
+
+
+def _is_below_group(whole: str, table: Mapping[str, Any]) -> bool:
+    parents = [whole[:at] for at, letter in enumerate(whole) if letter == "."]
+    return any(parent in table and table[parent].kind == Kind.GROUP for parent in parents)
+
+
+def _misspelt_section(door: Door, whole: str, table: Collection[str]) -> Iterator[Row]:
+    parent, _, last = whole.rpartition(".")
+    sections = [prefix.removesuffix(".") for prefix in door.sections]
+    if parent and (close := get_close_matches(parent, sections, 1, CLOSEST_SECTION)) and f"{close[0]}.{last}" in table:
+        yield Row(whole, f"{door.title} has no such setting: did you mean {close[0]}.{last}?", is_wrong=True)
+
+
+def _closest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that is most similar; of a name that ends in a side, one of this side, whichever word it has for the side, and
+    whatever the order of its words."""
+    side = next((words for words in _SIDES if name.endswith(words)), None)
+    if side is None:
+        return next(iter(get_close_matches(name, known, 1)), None)
+
+    def stem(one: str) -> str:
+        return "_".join(sorted(one[: -len(next(filter(one.endswith, side)))].split("_")))
+
+    name_of = {stem(one): one for one in known if one.endswith(side)}
+    return next((name_of[one] for one in get_close_matches(stem(name), name_of, 1)), None)
+
+
+def _misplaced(door: Door, given: Mapping[str, Any]) -> Iterator[Row]:
+    """The name that chooses the loss without its section, and flags of other hosts."""
+    choice = door.choice
+    wanted = [name for name in (choice.setting, choice.aggregation) if name and "." in name]
+    for name, value in given.items():
+        whole = next((one for one in wanted if name != one and one.endswith(f".{name.rpartition('.')[2]}")), None)
+        if whole is not None and name not in door.read_names and (choice.prefix == "" or str(value).startswith(choice.prefix)):
+            yield Row(name, f"{door.title} has no such setting: type its whole name, {whole}={value}", is_wrong=True)
+        elif name in routes_of_flags():
+            text = f"a flag of miles and slime, and no setting of {door.title}: {choice.remedy}"
+            yield Row(name, text, is_wrong=True)
+
+
+def _values_for_groups(door: Door, given: Mapping[str, Any]) -> Iterator[Row]:
+    """One value in the place of a group of settings: nothing below it can be judged."""
+    setting = door.choice.setting
+    for whole, value in given.items():
+        if value is UNKNOWN or isinstance(value, Mapping) or not any(name.startswith(f"{whole}.") for name in door.read_names):
+            continue
+        if str(value).startswith("{"):
+            yield Row(whole, "several settings in one word are not read here: type each by its whole name", is_note=True)
+        else:
+            meant = f": did you mean {setting}={value}?" if setting.startswith(f"{whole}.") else ""
+            yield Row(whole, f"it is a group of settings, and {door.title} takes no {value} in its place{meant}", is_wrong=True)
+
+
+# explain
+
+
+def write(door: Door, config: PolicyLossConfig) -> tuple[list[str], list[str]]:
+    """(the settings that give this trainer ours, as they are typed; their problems)."""
+    choice, own, theirs = door.choice, door.own, door.field_settings
+    given: dict[str, Any] = {}
+    problems = _idle(door, config)
+    if choice.aggregation is None:
+        given[choice.setting] = f"{choice.prefix}{config.policy_loss}.{config.loss_aggregation}"
+    else:
+        names = {ours: host for host, ours in choice.names.items()}
+        given[choice.setting] = f"{choice.prefix}{config.policy_loss}"
+        if config.loss_aggregation in names:
+            given[choice.aggregation] = names[config.loss_aggregation]
+        else:
+            text = f"{door.title} has {', '.join(names)} alone; choose one of them"
+            problems.append(f"--loss-aggregation {config.loss_aggregation}: {text}")
+    given |= _clips(door, config)
+    default = PolicyLossConfig()
+    changed = {name: getattr(config, name) for name in (*CORRECTION_SETTINGS, DIVISOR, *door.honours)}
+    changed = {name: value for name, value in changed.items() if value != getattr(default, name)}
+    for name, value in {**config.loss_parameters, **changed}.items():
+        if name in theirs:
+            given[theirs[name].name] = value
+        elif name in door.own_fields(get_policy_loss(config.policy_loss)):
+            given[own.name(name)] = value
+    given = {name: value for name, value in door.write(config, given).items() if value is not None}
+    if not problems or choice.aggregation is None or choice.aggregation in given:
+        try:
+            read(door, Settings.of_names(given, door.all_defaults, typed=given))
+        except ConfigError as error:
+            problems += error.problems
+    return [door.line_of(name, value) for name, value in given.items()], problems
+
+
+def _clips(door: Door, config: PolicyLossConfig) -> dict[str, Any]:
+    sides = [door.field_settings.get(name) for name in CLIPS]
+    if None in sides:
+        return {}
+    defaults = {one.name: one.default for one in sides if one is not None}
+    return clip_to_type(get_policy_loss(config.policy_loss), config.clip_ratio_low, config.clip_ratio_high, defaults)
+
+
+def _idle(door: Door, config: PolicyLossConfig) -> list[str]:
+    """A problem for each of our settings that is not its default and reaches no loss there."""
+    honoured = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, *door.honours)
+    why = {"rejected_tokens": f"{door.title}: it counts the step before a loss knows which tokens are dropped"}
+    common = f"{door.title}: its own settings decide on {door.decides}"
+    return [
+        f"{flag_of(one.name)}={getattr(config, one.name)} has no effect in {why.get(one.name, common)}; remove it"
+        for one in flag_fields()
+        if one.name not in honoured and getattr(config, one.name) != one.default
+    ]

@@ -1,0 +1,276 @@
+"""Reads the settings of a launch for any door: which loss, which weights, and every problem of them. What is true of every trainer
+stands here once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from megatron_rl.config import (
+    CorrectionSettings,
+    ImportanceCorrection,
+    KLEstimator,
+    PolicyLossConfig,
+    PolicyMetrics,
+    counted_twice,
+    flag_fields,
+)
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.dense_rows import is_proportional
+from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, is_carried
+from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of
+from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, acting_clip, not_numbers
+from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
+from megatron_rl.validation.checks import Row
+from megatron_rl.validation.routes import LaunchOptions
+from megatron_rl.validation.rules import own_loss_is_what_it_declares
+
+# Fields of our config that are no parameter of a loss.
+FIELDS = tuple(one.name for one in flag_fields())
+
+
+def read(door: Door, settings: Settings) -> Found:
+    """Raises one ConfigError with every problem."""
+    loss_name, aggregation = read_choice(door, settings)
+    loss, record = get_policy_loss(loss_name), get_loss_aggregation(aggregation)
+    fields = {ours: settings.one(one.name) for ours, one in door.field_settings.items() if ours not in ("policy_loss", "loss_aggregation")}
+    own = {ours: settings.one(door.own.name(ours), door.own.typed(ours)) for ours in door.own_fields(loss)}
+    fields |= {ours: given for ours, given in own.items() if ours not in fields}
+    fields |= door.derive(settings, loss, fields | {f"own {ours}": given for ours, given in own.items()})
+    if switches := [*not_numbers(_numbers(door, settings, fields))]:  # what else would be said is of values that nobody meant
+        raise ConfigError(switches)
+    config, problems = _config(door, loss_name, aggregation, fields)
+    theirs = tuple(door.corrections(settings))
+    sampling = judge_sampler(door, settings, config, theirs)
+    found = Found(
+        door=door,
+        settings=settings,
+        config=config,
+        loss=loss,
+        record=record,
+        theirs=theirs,
+        warnings=sampling.warnings,
+        keeps_a_part=sampling.keeps_a_part,
+    )
+    problems += [*own_loss_is_what_it_declares(config, LaunchOptions()), *_own_names(found), *_corrections(found, fields), *_kl(found, fields)]
+    problems += [*_proportional(found), *_switches(door, settings), *sampling.problems]
+    problems += [text for text in _found_by_checks(found)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return found
+
+
+# Loss and aggregation
+
+
+def losses(door: Door) -> list[str]:
+    """Those by name that the host gives what they need."""
+    records = [get_policy_loss(name) for name in policy_loss_names() if "." not in name]
+    has_all = [loss for loss in records if not {*loss.inputs_needed} - {"rollout_log_probs"}]
+    return [loss.name for loss in has_all if door.prompts != Prompts.BY_DRIVER or is_proportional(loss)]
+
+
+def modes(door: Door) -> dict[str, tuple[str, str]]:
+    """<loss>.<aggregation> -> (loss, aggregation), all that can be trained there by name."""
+    return {
+        f"{loss}.{record.name}": (loss, record.name)
+        for record in door.aggregations()
+        for loss in losses(door)
+        if not (door.prompts == Prompts.CARRIED and is_carried(record.name)) or is_proportional(get_policy_loss(loss))
+    }
+
+
+def read_choice(door: Door, settings: Settings) -> tuple[str, str]:
+    """(loss, aggregation), each a known name or module.function, which is imported here and in a worker. Raises ConfigError, which
+    lists what there is and ends with the remedy."""
+    choice, whole = door.choice, settings[door.choice.setting]
+    name = whole.removeprefix(choice.prefix) if isinstance(whole, str) and whole.startswith(choice.prefix) else None
+    if choice.aggregation is None:
+        return _one_name(door, whole, name)
+    offered, aggregation = losses(door), settings[choice.aggregation]
+    if name not in offered:
+        why = f"there is no such name of ours, which begin with {choice.prefix}" if name is None else _why_no_loss(door, name)
+        raise ConfigError(f"{choice.setting}={whole}: {why}. Losses: {', '.join(choice.prefix + one for one in offered)}")
+    if aggregation not in choice.names:
+        raise ConfigError(f"{choice.aggregation}={aggregation}: ours are {', '.join(choice.names)}; {choice.remedy}")
+    return name, choice.names[aggregation]
+
+
+def _why_no_loss(door: Door, name: str) -> str:
+    loss, _, aggregation = name.rpartition(".")
+    theirs = {ours: theirs for theirs, ours in door.choice.names.items()}
+    if loss in losses(door) and aggregation in theirs:
+        short = str(door.choice.aggregation).rpartition(".")[2]
+        remedy = f"type {door.choice.setting}={door.choice.prefix}{loss} {door.choice.aggregation}={theirs[aggregation]}"
+        return f"in {door.title} the aggregation is {short}, and no part of this name; {remedy}"
+    if "." in name:
+        return f"{door.title}'s workers import megatron_rl, and no module of yours: a loss of your own is not offered"
+    if name in policy_loss_names():
+        return f"it is not proportional to the advantage, which carries the weights in {door.title}"
+    close = get_close_matches(name, losses(door), 1)
+    return "there is no such loss" + (f"; did you mean {door.choice.prefix}{close[0]}?" if close else "")
+
+
+def _one_name(door: Door, whole: object, name: str | None) -> tuple[str, str]:
+    choice, known = door.choice, modes(door)
+    if name in known:
+        return known[name]
+    offered, aggregations = losses(door), [record.name for record in door.aggregations()]
+    why = f"it has one of each, as in {choice.prefix}gspo.{aggregations[0]}"
+    words = name.split(".") if name else []
+    halves = [(".".join(words[:cut]), ".".join(words[cut:])) for cut in range(1, len(words))]
+    halves.sort(key=lambda half: -((half[0] in offered) + (half[1] in aggregations)))
+    refused: ConfigError | None = None
+    for loss, aggregation in halves if choice.imports else ():
+        if not ((loss in offered or "." in loss) and (aggregation in aggregations or "." in aggregation)):
+            continue
+        try:
+            get_policy_loss(loss)
+            record = get_loss_aggregation(aggregation)
+        except ConfigError as error:
+            refused = refused or error
+            continue
+        if not door.gives(record):
+            why = f"{door.title} does not hand over what {aggregation} needs"
+            raise ConfigError(f"{choice.setting}={whole}: {why}. {choice.remedy}")
+        return loss, aggregation  # whether it is proportional is asked with the other problems
+    if refused is not None:
+        raise refused
+    if name and "." in name:
+        loss, _, aggregation = name.rpartition(".")
+        if loss in offered and aggregation in aggregations:
+            why = f"{loss} is not proportional to the advantage, and in {door.title} the advantages carry {aggregation}"
+        else:
+            parts = {"loss": (loss, offered), "aggregation": (aggregation, aggregations)}
+            why = " and ".join(f"{one or 'nothing'!r} is no {kind}" for kind, (one, those) in parts.items() if one not in those)
+    close = get_close_matches(name.replace("-", "_"), known, 1) if name else []
+    meant = f"; did you mean {choice.prefix}{close[0]}?" if close else "."
+    others = ", or module.function" if choice.imports else ""
+    raise ConfigError(
+        f"{choice.setting}={whole} does not name a loss and an aggregation: {why}{meant} Losses: {', '.join(offered)}{others}. "
+        f"Aggregations: {', '.join(aggregations)}{others}. {choice.remedy}"
+    )
+
+
+# Numbers
+
+
+def _numbers(door: Door, settings: Settings, fields: Mapping[str, Given]) -> Iterator[Given]:
+    yield from fields.values()
+    yield from (settings.one(one.name) for one in door.settings if one.kind == Kind.NUMBER and one.field is None)
+
+
+def _switches(door: Door, settings: Settings) -> Iterator[str]:
+    for one in door.settings:
+        value = settings.value_of(one.name) if one.kind == Kind.SWITCH else None
+        if isinstance(value, str):
+            yield f"{one.name}={value!r} is text, which {door.title} may take for true: write true or false"
+
+
+def _config(door: Door, loss_name: str, aggregation: str, fields: Mapping[str, Given]) -> tuple[PolicyLossConfig, list[str]]:
+    """Our settings, and the problems of clip, parameters and divisor."""
+    loss, record = get_policy_loss(loss_name), get_loss_aggregation(aggregation)
+    clips = tuple(fields.get(name, Given(name, None)) for name in CLIPS)
+    parameters = {name: given for name, given in fields.items() if name not in FIELDS}
+    divisor = fields[DIVISOR]
+    (low, high), problems = acting_clip(loss, *clips, door.keep_clip)
+    declared = {parameter.name for parameter in loss.parameters}
+    idle = [(given, "clip") for given in clips if loss.clip_ratios is None]
+    idle += [(given, name) for name, given in parameters.items() if name not in declared]
+    problems += [f"{given.name}={given.value} has no effect: {loss.name} has no {what}; remove it" for given, what in idle if given.is_chosen]
+    title = f"{loss_name}.{aggregation}"
+    if not record.takes_divisor:
+        if divisor.is_chosen:
+            problems.append(f"{divisor.name}={divisor.value} has no effect: {aggregation} has no divisor; remove it")
+    elif divisor.value is None:
+        problems.append(f"{title} needs its L: set {divisor.name}, for Dr. GRPO the longest response in tokens")
+    elif not (is_finite_number(divisor.value) and divisor.value > 0):
+        problems.append(f"{divisor.name}={divisor.value!r} must be a number above 0: it is the L of {title}")
+    values = {name: given.value for name, given in parameters.items() if name in declared and given.value is not None}
+    try:
+        loss.clip_bounds(low, high)
+        loss.resolve_parameters(values)
+    except ConfigError as error:
+        problems += error.problems
+    others = {name: given.value for name, given in fields.items() if name in FIELDS and name not in (*CLIPS, DIVISOR) and given.is_chosen}
+    config = PolicyLossConfig(
+        policy_loss=loss_name,
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=divisor.value if record.takes_divisor else None,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        loss_parameters=values,
+        policy_metrics=PolicyMetrics.BASIC,
+        **others,
+    )
+    return config, problems
+
+
+# What is true of every trainer
+
+
+def _own_names(found: Found) -> Iterator[str]:
+    """Names of ours that act on nothing here. A section of the host's own judges what it has."""
+    own, door = found.door.own, found.door
+    if own.prefix in door.sections:
+        return
+    allowed = door.own_fields(found.loss)
+    for name, value in found.settings.given.items():
+        if not name.startswith(own.prefix) or name in door.read_names:
+            continue
+        short = name.removeprefix(own.prefix)
+        ours = short.lower() if own.is_upper else short
+        if ours in allowed and name == own.name(ours):
+            continue
+        theirs = door.field_settings.get(ours)
+        instead = f"set {theirs.name}" if theirs else f"{found} has {', '.join(map(own.typed, allowed))}; remove it"
+        yield f"{own.added}{name}={value} has no effect: {instead}"
+
+
+def _corrections(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
+    correction, theirs = found.correction, " and ".join(found.theirs)
+    yield from correction.problems()
+    given = [f"{one.name}={one.value}" for name, one in fields.items() if name in CORRECTION_SETTINGS and one.is_chosen]
+    if theirs and correction.is_on:
+        yield f"{', '.join(given)} beside {theirs}: two corrections in one launch; remove one of them"
+    if found.loss.anchor == "rollout" and (theirs or correction.kind != ImportanceCorrection.NONE):
+        yield counted_twice(correction.kind, found.loss.name, theirs or given[0])
+
+
+def _kl(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
+    """Of a trainer where our estimate of KL can be chosen."""
+    estimator = fields.get("kl_estimator")
+    if estimator is None or not estimator.is_chosen:
+        return
+    if estimator.value not in tuple(KLEstimator):
+        yield f"{estimator.name}={estimator.value} is not one of {', '.join(KLEstimator)}"
+    elif not found.config.kl_coefficient:
+        coefficient = fields.get("kl_coefficient")
+        set_it = f"set {coefficient.name} to a number above 0, it is {coefficient.value}" if coefficient else "there is no KL term"
+        yield f"{estimator.name}={estimator.value} has no effect without a coefficient: {set_it}; or remove the estimator"
+
+
+def _proportional(found: Found) -> Iterator[str]:
+    if found.is_carried and not is_proportional(found.loss):
+        yield (
+            f"{found}: in {found.door.title} the advantages carry {found.record.name}, which is right for a loss that is "
+            f"proportional to the advantage, as grpo and gspo are; {found.loss.name} is not: choose another one"
+        )
+
+
+def judge_sampler(door: Door, settings: Settings, config: PolicyLossConfig, theirs: Iterable[str]) -> SamplingVerdict:
+    def value_of(name: str) -> Any:
+        value = settings.value_of(name)
+        return UNKNOWN if value is None and not settings.knows_defaults else value
+
+    return judge_sampling(door.sampler, value_of, [*readers_of(config), *theirs])
+
+
+def _found_by_checks(found: Found) -> Iterator[str]:
+    """The problems of the host's own checks."""
+    for one in found.door.checks:
+        for said in one.find(found):
+            is_wrong = said.is_wrong if isinstance(said, Row) else not one.is_warning
+            if is_wrong:
+                yield f"{said.subject}: {said.text}" if isinstance(said, Row) else said

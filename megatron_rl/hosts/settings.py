@@ -1,0 +1,183 @@
+"""The settings of a launch of a trainer that settings configure: how they are read, what is known of each, how they are typed.
+
+    Given      one setting: its value, the host's default, and whether somebody chose it
+    Settings   all of a launch, from its line, its files or the host's own objects
+
+One rule for the clip in every host. What is typed wins, even where it equals the host's default. Where only merged settings are
+known, both sides at the host's default are nobody's choice, and the loss has its own clip; one side at the default beside a chosen
+one may be either, and is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron_rl.loss_hub import PolicyLoss
+
+LONGEST_VALUE = 10_000
+UNKNOWN = object()  # a value that only the shell or the trainer knows
+
+
+class Given(NamedTuple):
+    """A setting of the trainer that our loss reads."""
+
+    name: str  # as it is typed
+    value: Any
+    default: Any = None
+    is_typed: bool | None = None  # on the launch line; None: not known here
+
+    @property
+    def is_chosen(self) -> bool:
+        return self.value is not None and (self.is_typed is True or self.value != self.default)
+
+
+class Settings:
+    """value_of: the value of a whole name; None: not set there; UNKNOWN. defaults: the host's, where they are known. typed: the names
+    on the launch line; None: not known here. given: all names that the launch sets, with their values, for those that nobody knows."""
+
+    def __init__(
+        self,
+        value_of: Callable[[str], Any],
+        defaults: Mapping[str, Any],
+        *,
+        typed: Collection[str] | None = None,
+        given: Mapping[str, Any] | None = None,
+        knows_defaults: bool = True,
+    ):
+        self.value_of, self.typed, self.given = value_of, typed, given or {}
+        self.defaults, self.knows_defaults = defaults, knows_defaults
+
+    @classmethod
+    def of_names(cls, given: Mapping[str, Any], defaults: Mapping[str, Any], **others: Any) -> Settings:
+        """Of whole names with their values."""
+        return cls(given.get, defaults, given=given, **others)
+
+    @classmethod
+    def of_object(cls, tree: Any, defaults: Mapping[str, Any], prefix: str = "", **others: Any) -> Settings:
+        """Of the host's own object, nested mappings and attributes, whose names stand behind `prefix`."""
+
+        def value_of(name: str) -> Any:
+            return value_at(tree, name.removeprefix(prefix)) if name.startswith(prefix) else None
+
+        return cls(value_of, defaults, **others)
+
+    def __getitem__(self, name: str) -> Any:
+        """The value, the host's default, or UNKNOWN."""
+        value = self.value_of(name)
+        if value is not None:
+            return value
+        return self.defaults.get(name) if self.knows_defaults else UNKNOWN
+
+    def is_typed(self, name: str) -> bool | None:
+        return None if self.typed is None else name in self.typed
+
+    def one(self, name: str, shown: str | None = None) -> Given:
+        """shown: how it is typed, where that is not its name."""
+        value, default = self.value_of(name), self.defaults.get(name)
+        if value is None and self.knows_defaults:
+            value = default
+        return Given(shown or name, value, default, self.is_typed(name))
+
+
+def value_at(tree: Any, name: str) -> Any:
+    """The value of a dotted name in nested mappings and objects; None: not there."""
+    for part in name.split("."):
+        get = getattr(tree, "get", None)
+        tree = get(part) if callable(get) else getattr(tree, part, None)
+        if tree is None or tree is UNKNOWN:
+            return tree
+    return tree
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by their whole names. An empty mapping is a leaf."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def put(settings: dict[str, Any], names: Sequence[str], value: Any) -> None:
+    """Sets settings[a][b] for the names a, b."""
+    *parents, last = names
+    for parent in parents:
+        if not isinstance(settings.get(parent), dict):
+            settings[parent] = {}
+        settings = settings[parent]
+    settings[last] = value
+
+
+# Words of a launch line
+
+
+def read_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """The settings a.b=value among the words, by name."""
+    found = [word.partition("=") for word in words if "=" in word and not word.startswith("-")]
+    return {name.lstrip("+~"): read_value(value) for name, _, value in found}
+
+
+def read_value(text: str) -> Any:
+    """As hydra reads a plain value."""
+    if "$" in text or "`" in text:
+        return UNKNOWN
+    words = {"true": True, "false": False, "null": None, "none": None, "inf": math.inf}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        value = ast.literal_eval(text) if len(text) < LONGEST_VALUE else text
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two of deep nesting
+        return text
+    return value if isinstance(value, int | float | str | list | tuple | dict) else text
+
+
+def as_typed(value: Any) -> str:
+    """A number with all its digits, a whole one without a dot."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+# Numbers and clips
+
+
+def not_numbers(settings: Iterable[Given]) -> Iterator[str]:
+    """A problem for each number that is true or false: Python counts them as 1 and 0."""
+    for one in settings:
+        if isinstance(one.value, bool):
+            yield f"{one.name}={str(one.value).lower()} is a switch, and must be a number: type the number, or remove it"
+
+
+def acting_clip(
+    loss: PolicyLoss,
+    low: Given,
+    high: Given,
+    keep: str,  # how to type a value that is the host's default; {side}, {name} and {value} are filled in
+) -> tuple[tuple[Any, Any], list[str]]:
+    """((low, high), problems); None: the loss's own. A loss without a clip has (None, None)."""
+    if loss.clip_ratios is None or not (low.is_chosen or high.is_chosen):
+        return (None, None), []
+    problems = []
+    for side, one, other, own in (("low", low, high, loss.clip_ratios[0]), ("high", high, low, loss.clip_ratios[1])):
+        if one.is_chosen or one.value is None or one.value == own or one.is_typed is not None:
+            continue
+        problems.append(
+            f"{one.name}={one.value} beside {other.name}={other.value}: {one.value} is the host's default, so it is not known "
+            f"whether you chose it, and {loss.name} has {own:g} of its own; type {one.name}={own:g} for that, or "
+            f"{keep.format(side=side, name=one.name, value=one.value)} for {one.value}"
+        )
+    return (low.value if low.is_chosen else None, high.value if high.is_chosen else None), problems
+
+
+def clip_to_type(
+    loss: PolicyLoss, low: float | None, high: float | None, defaults: Mapping[str, float]
+) -> dict[str, float]:  # by the host's names
+    """What to type for this clip: nothing for the loss's own; else each side that the host's default would leave open."""
+    if (low is None and high is None) or loss.clip_ratios is None:
+        return {name: value for name, value in zip(defaults, (low, high), strict=True) if value is not None}
+    sides = zip(defaults.items(), (low, high), loss.clip_ratios, strict=True)
+    pairs = [(name, own if value is None else value, value is not None or own != default) for (name, default), value, own in sides]
+    return {name: value for name, value, is_needed in pairs if is_needed}
