@@ -5,9 +5,8 @@ The driver's scaling is emulated, or SkyRL's own.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import dense_row_cases
@@ -16,11 +15,12 @@ from dense_row_cases import AGGREGATIONS, LAYOUTS, Result, RowCase, gradients_of
 from torch import Tensor
 
 from megatron_rl.hosts import skyrl
+from megatron_rl.hosts.settings import Settings
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
 
-NAMES = {str(ours): theirs for theirs, ours in skyrl.REDUCTIONS.items()}
+NAMES = {str(ours): theirs for theirs, ours in skyrl.DOOR.choice.names.items()}
 Scale = Callable[..., Tensor]
 
 
@@ -38,6 +38,14 @@ def algorithm_config(policy_loss_type: str, loss_reduction: str = "token_mean", 
         "off_policy_correction": SimpleNamespace(tis_ratio_type=None),
     }
     return SimpleNamespace(policy_loss_type=policy_loss_type, loss_reduction=loss_reduction, **(own | settings))
+
+
+def named(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{skyrl.PREFIX}{name}": value for name, value in own.items()}
+
+
+def settings(name: str, own: Mapping[str, Any] = MappingProxyType({}), **given: Any) -> Settings:
+    return skyrl.settings_of(algorithm_config(name, **given), named(own), None)
 
 
 def config_of(case: RowCase, **settings: Any) -> SimpleNamespace:
@@ -96,7 +104,7 @@ def run_step(
     is_kept = columns["loss_mask"].bool()
     if poison is not None:
         columns |= {name: torch.where(is_kept, columns[name], poison) for name in columns if name != "loss_mask"}
-    loss_of = functools.partial(skyrl.compute_loss, case.loss, own=own)
+    loss_of = skyrl.SkyrlLoss(case.loss, named(own or {}))
     total, metrics = 0.0, []
     for micro_batches in case.micro_batches():
         for chosen in micro_batches:

@@ -153,7 +153,7 @@ def test_the_check_for_named_hosts_finds_each_form():
     for code in (*forms, "from . import roll_launch"):
         assert len(named_hosts("hosts/checks.py", ast.parse(code))) == 1, code
     assert named_hosts("hosts/checks.py", ast.parse('"""miles and slime."""\nraise ValueError("run from miles")')) == []
-    assert named_hosts("hosts/skyrl_launch.py", ast.parse("from . import skyrl")) == []
+    assert named_hosts("hosts/roll_launch.py", ast.parse("from . import roll")) == []
 
 
 def test_no_file_is_longer_than_a_head_holds():

@@ -23,7 +23,7 @@ from test_skyrl import emulated_skyrl, started
 from torch import Tensor
 
 from megatron_rl.__main__ import main
-from megatron_rl.hosts import HYDRA_HOST_NAMES, roll, roll_launch, skyrl, skyrl_launch
+from megatron_rl.hosts import HYDRA_HOST_NAMES, roll, roll_launch, skyrl
 from megatron_rl.hosts.hydra import HYDRA_HOSTS
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import DIVISOR
@@ -31,7 +31,9 @@ from megatron_rl.testing.reference import DIVISOR
 ROOT = Path(__file__).resolve().parent.parent
 OUR_YAML = ROOT / "examples" / "roll" / "gspo_prompt_mean.yaml"
 LINE_OF_ROLL = "python examples/start_rlvr_pipeline.py --config_path mine --config_name rlvr_config"
-LINE_OF_SKYRL = f"uv run -m {skyrl.ENTRY} {skyrl.DOOR}{skyrl.__name__}"
+DOOR_OF_SKYRL = f"{skyrl.ENTRYPOINT}={skyrl.__name__}"
+LOSS_OF_SKYRL, REDUCTION = skyrl.DOOR.choice.setting, skyrl.DOOR.choice.aggregation
+LINE_OF_SKYRL = f"uv run -m {skyrl.ENTRY} {DOOR_OF_SKYRL}"
 
 
 def test_each_name_of_the_list_has_its_object():
@@ -157,14 +159,14 @@ def test_another_pipeline_of_roll_is_refused(checkout, capsys):
 
 # SkyRL
 
-OURS = f"{skyrl_launch.LOSS}=megatron_rl."
+OURS = f"{LOSS_OF_SKYRL}=megatron_rl."
 SOUND_LINES = {
     "prompt_mean": (
-        f"{LINE_OF_SKYRL} {OURS}gspo {skyrl_launch.REDUCTION}=prompt_mean",
+        f"{LINE_OF_SKYRL} {OURS}gspo {REDUCTION}=prompt_mean",
         r"gspo, prompt_mean, .* 1/\(P M_g\), in the",
     ),
     "constant": (
-        f"{LINE_OF_SKYRL} {OURS}grpo {skyrl_launch.REDUCTION}=seq_mean_token_sum_norm trainer.algorithm.max_seq_len=8192",
+        f"{LINE_OF_SKYRL} {OURS}grpo {REDUCTION}=seq_mean_token_sum_norm trainer.algorithm.max_seq_len=8192",
         r"1/\(L N\) = 1/\(8192 N\), in the advantages",
     ),
     "a correction": (
@@ -180,9 +182,12 @@ SOUND_LINES = {
         "note advice clip_ratio_low=0.0003, clip_ratio_high=0.28 with policy_loss=gspo will hardly ever clip",
     ),
     "no regularisers": (f"{LINE_OF_SKYRL} {OURS}grpo trainer.algorithm.use_kl_loss=false", "^(?!.*KL and entropy)"),
-    "a value of the shell": (f"{LINE_OF_SKYRL} {OURS}grpo {skyrl_launch.REDUCTION}=$REDUCTION", "loss_reduction is not known here"),
-    "a loss of the shell": (f"{LINE_OF_SKYRL} {skyrl_launch.LOSS}=$LOSS", "not known here, so the loss is not judged"),
-    "SkyRL's own": (f"python -m {skyrl.ENTRY} {skyrl_launch.LOSS}=gspo", "gspo is SkyRL's own: none of our losses"),
+    "a value of the shell": (
+        f"{LINE_OF_SKYRL} {OURS}grpo {REDUCTION}=$REDUCTION",
+        "loss_reduction is not known here",
+    ),
+    "a loss of the shell": (f"{LINE_OF_SKYRL} {LOSS_OF_SKYRL}=$LOSS", "not known here, so the loss is not judged"),
+    "SkyRL's own": (f"python -m {skyrl.ENTRY} {LOSS_OF_SKYRL}=gspo", "gspo is SkyRL's own: none of our losses"),
 }
 
 
@@ -195,8 +200,14 @@ def test_a_sound_line_of_skyrl_has_no_problem(name, capsys):
 
 NO_KL = "trainer.algorithm.use_kl_loss=false"
 WRONG_LINES = {
-    "no door": (f"python -m {skyrl.ENTRY} {OURS}gspo", f"without {skyrl.DOOR}{skyrl.__name__} SkyRL has no megatron_rl.gspo"),
-    "a door that nobody reads": (f"python -m examples.mine {skyrl.DOOR}{skyrl.__name__} {OURS}gspo", "read by skyrl.train.entr"),
+    "no door": (
+        f"python -m {skyrl.ENTRY} {OURS}gspo",
+        f"without {DOOR_OF_SKYRL} SkyRL has no megatron_rl.gspo",
+    ),
+    "a door that nobody reads": (
+        f"python -m examples.mine {DOOR_OF_SKYRL} {OURS}gspo",
+        "read by skyrl.train.entr",
+    ),
     "a door and SkyRL's loss": (LINE_OF_SKYRL, "policy_loss_type=regular: it is not a loss of megatron_rl"),
     "a parameter of nobody": (f"{LINE_OF_SKYRL} {OURS}grpo trainer.algorithm.sapo.tau_pos=2.0", "tau_pos=2.0 has no effect"),
     "a gap counted twice": (
@@ -211,7 +222,10 @@ WRONG_LINES = {
         f"{LINE_OF_SKYRL} {OURS}grpo {NO_KL} trainer.algorithm.use_kl_in_reward=true trainer.algorithm.kl_estimator_type=unbiased",
         "SkyRL has no unbiased: set one of k1, k2, k3, abs",
     ),
-    "half a name": (f"{LINE_OF_SKYRL} {OURS}grpo loss_reduction=prompt_mean", f"whole name, {skyrl_launch.REDUCTION}=prompt_mean"),
+    "half a name": (
+        f"{LINE_OF_SKYRL} {OURS}grpo loss_reduction=prompt_mean",
+        f"whole name, {REDUCTION}=prompt_mean",
+    ),
     "a plus": (f"{LINE_OF_SKYRL} {OURS}grpo +trainer.algorithm.mine=1", "SkyRL refuses settings with a +"),
 }
 
@@ -431,8 +445,10 @@ def test_the_defaults_of_skyrl_are_its_own():
     source = SKYRL.source("skyrl/train/config/config.py")
     own = defaults_of(source, "AlgorithmConfig")
     own |= {f"sapo.{name}": value for name, value in defaults_of(source, "SAPOConfig").items()}
-    assert {name: own[name] for name in skyrl_launch.DEFAULTS} == skyrl_launch.DEFAULTS
-    switches = (*skyrl_launch.SWITCHES, *skyrl_launch.MASK_SWITCHES)
+    theirs = {name.removeprefix(skyrl.ALGORITHM): value for name, value in skyrl.DOOR.all_defaults.items()}
+    theirs.pop(skyrl.STEP_WISE)
+    assert {name: own[name] for name in theirs} == theirs and own["max_seq_len"] is None
+    switches = (*skyrl.SWITCHES, *skyrl.MASK_SWITCHES)
     assert dict.fromkeys(switches).items() <= defaults_of(source, "OffPolicyCorrectionConfig").items()
     utilities = SKYRL.source("skyrl/backends/skyrl_train/utils/off_policy_correction_utils.py")
     enabled = utilities[utilities.index("def off_policy_correction_enabled") : utilities.index("def compute_tis_ratio")]

@@ -11,7 +11,6 @@ import pickle
 import re
 import sys
 import types
-from functools import partial
 
 import pytest
 import skyrl_cases as cases
@@ -21,7 +20,8 @@ from forked import forked
 from host_checkouts import SKYRL
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import skyrl, skyrl_launch
+from megatron_rl.hosts import skyrl
+from megatron_rl.hosts.door_settings import losses, read
 from megatron_rl.ops.ratios import kl_estimate
 
 EMULATED_SKYRL = """
@@ -77,7 +77,7 @@ def test_the_step_is_exact_in_each_layout(loss):
     assert len(found) == 24 and not too_large(found)
 
 
-@pytest.mark.parametrize("loss", [name for name in skyrl.loss_names() if name not in LOSSES])
+@pytest.mark.parametrize("loss", [name for name in losses(skyrl.DOOR) if name not in LOSSES])
 def test_each_loss_that_the_advantages_can_weigh_is_exact(loss):
     assert cases.error_of(RowCase(loss=loss, aggregation="prompt_mean", dp=2, sizes=(2, 5), num_samples=14)) <= TOLERANCE
 
@@ -140,7 +140,7 @@ TOKENS_OF_SKYRL = types.SimpleNamespace(tis_ratio_type="token")
 )
 def test_words_of_ours_that_are_not_honoured_are_refused(own, settings, message):
     with pytest.raises(ConfigError, match=message):
-        skyrl.read_settings(cases.algorithm_config("megatron_rl.grpo", **settings), own, is_corrected=bool(settings))
+        read(skyrl.DOOR, cases.settings("megatron_rl.grpo", own, **settings))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_words_of_ours_that_are_not_honoured_are_refused(own, settings, message)
 )
 def test_settings_that_are_not_honoured_are_refused(name, settings, message):
     with pytest.raises(ConfigError, match=message):
-        skyrl.read_settings(cases.algorithm_config(name, **settings), {}, is_corrected="off_policy_correction" in settings)
+        read(skyrl.DOOR, cases.settings(name, **settings))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_settings_that_are_not_honoured_are_refused(name, settings, message):
 def test_a_batch_that_cannot_be_trained_is_refused(loss, change, error, message):
     given = {name: torch.zeros(1, 2) for name in ("log_probs", "old_log_probs", "advantages", "rollout_logprobs")} | change
     with pytest.raises(error, match=message):
-        skyrl.compute_loss(loss, config=cases.algorithm_config(f"megatron_rl.{loss}"), **given)
+        skyrl.SkyrlLoss(loss)(config=cases.algorithm_config(f"megatron_rl.{loss}"), **given)
 
 
 # The door
@@ -209,16 +209,16 @@ def test_the_entrypoint_judges_the_sampler():
 def test_the_entrypoint_registers_our_losses_and_starts_skyrls():
     words = ["trainer.algorithm.policy_loss_type=megatron_rl.gspo", "trainer.algorithm.loss_reduction=prompt_mean"]
     code, out, error = started(*words, "megatron_rl.off_policy_sequence_delta=0.1")  # SkyRL would refuse it
-    assert (code, out) == (0, f"trains {words} {len(skyrl.loss_names())}\n"), error
+    assert (code, out) == (0, f"trains {words} {len(losses(skyrl.DOOR))}\n"), error
 
 
 def test_a_registered_loss_can_be_sent_to_workers():
     known: dict[str, object] = {}
-    own = skyrl.own_words(["megatron_rl.importance_correction_high=2.5", "trainer.algorithm.policy_loss_type=megatron_rl.gspo"])
-    skyrl.register(types.SimpleNamespace(register=known.__setitem__), own, ("eps_clip_low",))
+    own = {"megatron_rl.importance_correction_high": 2.5}
+    skyrl.register(types.SimpleNamespace(register=known.__setitem__), own, ("trainer.algorithm.eps_clip_low",))
     function = pickle.loads(pickle.dumps(known["megatron_rl.gspo"]))
-    assert isinstance(function, partial) and function.args == ("gspo",)
-    assert function.keywords == {"own": {"importance_correction_high": 2.5}, "typed": ("eps_clip_low",)}
+    assert isinstance(function, skyrl.SkyrlLoss) and function.name == "gspo"
+    assert (function.own, function.typed) == (own, ("trainer.algorithm.eps_clip_low",))
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,9 @@ def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
 
     def work() -> int:
         tables = SKYRL.load(skyrl.TABLES)
-        assert list(skyrl.contract_problems()) == []
+        assert list(skyrl.DOOR.contract_problems()) == []
         skyrl.register(tables.PolicyLossRegistry, {})
-        assert set(skyrl.loss_names()) <= {name.removeprefix("megatron_rl.") for name in tables.PolicyLossRegistry.list_available()}
+        assert set(losses(skyrl.DOOR)) <= {name.removeprefix("megatron_rl.") for name in tables.PolicyLossRegistry.list_available()}
         corrections = SKYRL.load(skyrl.CORRECTIONS)
         corrections.off_policy_correction_enabled = lambda off_policy_correction: False
         scale = tables.apply_loss_reduction_to_advantages_minibatch
@@ -260,7 +260,7 @@ def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
 
 
 @pytest.mark.host("SKYRL_ROOT")
-@pytest.mark.parametrize("estimator", skyrl_launch.KL_ESTIMATORS)
+@pytest.mark.parametrize("estimator", skyrl.KL_ESTIMATORS)
 def test_skyrls_estimates_of_kl_are_ours_of_the_same_names(estimator):
     def work() -> int:
         new, ref = torch.randn(2, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 2

@@ -54,8 +54,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """field: what it is here, a field of PolicyLossConfig or a parameter of a loss. idle: none of our losses reads it, and this is to
-    be done instead."""
+    """field: what it is here, a field of PolicyLossConfig or a parameter of a loss. idle: what to do instead, where none of our
+    losses reads it."""
 
     name: str
     kind: Kind = Kind.OTHER
@@ -91,13 +91,15 @@ class Choice:
     aggregation: str | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     imports: bool = False
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    """The host's names of aggregations that ours have no equal of -> why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Own:
-    """The names of our settings that the host has none for: `prefix`, then our name. added: what its parser wants before a name that
-    it does not know. is_upper: variables of an environment. clips: our clip may be set by our name too. others: further fields that
-    may be set so, as kl_estimator."""
+    """The names of our settings that the host has none for: `prefix`, then our name. added: what its parser wants before a name
+    that it does not know. is_upper: variables of an environment. clips: our clip may be set by our name too. others: further fields
+    that may be set so, as kl_estimator."""
 
     prefix: str
     added: str = ""
@@ -217,6 +219,8 @@ class Door:
     separator: str = " "
     honours: tuple[str, ...] = ("kl_coefficient", "kl_estimator")
     """Our settings that act there, beside loss, aggregation, clip and corrections."""
+    estimators: tuple[str, ...] | None = None
+    """Estimates of KL that the host computes by itself and that are ours; None: each of ours acts there."""
     decides: str = "entropy and temperature"
     """What the host's own settings decide on."""
 
@@ -277,7 +281,7 @@ class Door:
         for path, expected in self.contract.items():
             module, _, name = path.partition(":")
             try:
-                found = functools.reduce(getattr, name.split("."), import_module(module))
+                found: Any = functools.reduce(getattr, name.split("."), import_module(module))
             except AttributeError:
                 yield f"{self.title}'s {module} has no {name} ({self.probed} was probed)"
                 continue

@@ -84,9 +84,7 @@ def said_of(found: Found) -> Iterator[Row]:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
     if found.theirs:
         yield Row("correction", f"{' and '.join(found.theirs)}: {door.title}'s own, whose weights multiply our loss")
-    for one in door.checks:
-        for said in one.find(found):
-            yield said if isinstance(said, Row) else Row(one.name, said, is_note=True)
+    yield from (row for one in door.checks for row in one(found))
 
 
 def _without(settings: Settings, unknown: Sequence[str], stand_ins: Mapping[str, Any]) -> Settings:
@@ -193,6 +191,9 @@ def write(door: Door, config: PolicyLossConfig) -> tuple[list[str], list[str]]:
         else:
             text = f"{door.title} has {', '.join(names)} alone; choose one of them"
             problems.append(f"--loss-aggregation {config.loss_aggregation}: {text}")
+    if config.kl_coefficient and door.estimators is not None and config.kl_estimator not in door.estimators:
+        text = f"{door.title} computes the KL term, and has {', '.join(door.estimators)} of ours; choose one of them"
+        problems.append(f"--kl-estimator {config.kl_estimator}: {text}")
     given |= _clips(door, config)
     default = PolicyLossConfig()
     changed = {name: getattr(config, name) for name in (*CORRECTION_SETTINGS, DIVISOR, *door.honours)}

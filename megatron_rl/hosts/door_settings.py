@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron_rl.config import (
-    CorrectionSettings,
     ImportanceCorrection,
     KLEstimator,
     PolicyLossConfig,
@@ -21,8 +20,7 @@ from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, is_carried
 from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of
 from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, acting_clip, not_numbers
-from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
-from megatron_rl.validation.checks import Row
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
 from megatron_rl.validation.routes import LaunchOptions
 from megatron_rl.validation.rules import own_loss_is_what_it_declares
 
@@ -34,7 +32,7 @@ def read(door: Door, settings: Settings) -> Found:
     """Raises one ConfigError with every problem."""
     loss_name, aggregation = read_choice(door, settings)
     loss, record = get_policy_loss(loss_name), get_loss_aggregation(aggregation)
-    fields = {ours: settings.one(one.name) for ours, one in door.field_settings.items() if ours not in ("policy_loss", "loss_aggregation")}
+    fields = {ours: settings.one(one.name) for ours, one in door.field_settings.items()}
     own = {ours: settings.one(door.own.name(ours), door.own.typed(ours)) for ours in door.own_fields(loss)}
     fields |= {ours: given for ours, given in own.items() if ours not in fields}
     fields |= door.derive(settings, loss, fields | {f"own {ours}": given for ours, given in own.items()})
@@ -53,9 +51,10 @@ def read(door: Door, settings: Settings) -> Found:
         warnings=sampling.warnings,
         keeps_a_part=sampling.keeps_a_part,
     )
-    problems += [*own_loss_is_what_it_declares(config, LaunchOptions()), *_own_names(found), *_corrections(found, fields), *_kl(found, fields)]
-    problems += [*_proportional(found), *_switches(door, settings), *sampling.problems]
-    problems += [text for text in _found_by_checks(found)]
+    problems += own_loss_is_what_it_declares(config, LaunchOptions())
+    for find in (_own_names, _corrections, _kl, _proportional):
+        problems += find(found, fields)
+    problems += [*_switches(door, settings), *sampling.problems, *_found_by_checks(found)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return found
@@ -93,7 +92,8 @@ def read_choice(door: Door, settings: Settings) -> tuple[str, str]:
         why = f"there is no such name of ours, which begin with {choice.prefix}" if name is None else _why_no_loss(door, name)
         raise ConfigError(f"{choice.setting}={whole}: {why}. Losses: {', '.join(choice.prefix + one for one in offered)}")
     if aggregation not in choice.names:
-        raise ConfigError(f"{choice.aggregation}={aggregation}: ours are {', '.join(choice.names)}; {choice.remedy}")
+        why = f"; {choice.why_not[aggregation]}" if aggregation in choice.why_not else ""
+        raise ConfigError(f"{choice.aggregation}={aggregation}: ours are {', '.join(choice.names)}{why}")
     return name, choice.names[aggregation]
 
 
@@ -171,14 +171,16 @@ def _switches(door: Door, settings: Settings) -> Iterator[str]:
 def _config(door: Door, loss_name: str, aggregation: str, fields: Mapping[str, Given]) -> tuple[PolicyLossConfig, list[str]]:
     """Our settings, and the problems of clip, parameters and divisor."""
     loss, record = get_policy_loss(loss_name), get_loss_aggregation(aggregation)
-    clips = tuple(fields.get(name, Given(name, None)) for name in CLIPS)
+    clips = [fields.get(name, Given(name, None)) for name in CLIPS]
     parameters = {name: given for name, given in fields.items() if name not in FIELDS}
     divisor = fields[DIVISOR]
-    (low, high), problems = acting_clip(loss, *clips, door.keep_clip)
+    (low, high), problems = acting_clip(loss, clips[0], clips[1], door.keep_clip)
     declared = {parameter.name for parameter in loss.parameters}
     idle = [(given, "clip") for given in clips if loss.clip_ratios is None]
     idle += [(given, name) for name, given in parameters.items() if name not in declared]
-    problems += [f"{given.name}={given.value} has no effect: {loss.name} has no {what}; remove it" for given, what in idle if given.is_chosen]
+    problems += [
+        f"{given.name}={given.value} has no effect: {loss.name} has no {what}; remove it" for given, what in idle if given.is_chosen
+    ]
     title = f"{loss_name}.{aggregation}"
     if not record.takes_divisor:
         if divisor.is_chosen:
@@ -193,7 +195,9 @@ def _config(door: Door, loss_name: str, aggregation: str, fields: Mapping[str, G
         loss.resolve_parameters(values)
     except ConfigError as error:
         problems += error.problems
-    others = {name: given.value for name, given in fields.items() if name in FIELDS and name not in (*CLIPS, DIVISOR) and given.is_chosen}
+    others = {
+        name: given.value for name, given in fields.items() if name in FIELDS and name not in (*CLIPS, DIVISOR) and given.is_chosen
+    }
     config = PolicyLossConfig(
         policy_loss=loss_name,
         loss_aggregation=aggregation,
@@ -210,7 +214,7 @@ def _config(door: Door, loss_name: str, aggregation: str, fields: Mapping[str, G
 # What is true of every trainer
 
 
-def _own_names(found: Found) -> Iterator[str]:
+def _own_names(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
     """Names of ours that act on nothing here. A section of the host's own judges what it has."""
     own, door = found.door.own, found.door
     if own.prefix in door.sections:
@@ -251,7 +255,7 @@ def _kl(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
         yield f"{estimator.name}={estimator.value} has no effect without a coefficient: {set_it}; or remove the estimator"
 
 
-def _proportional(found: Found) -> Iterator[str]:
+def _proportional(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
     if found.is_carried and not is_proportional(found.loss):
         yield (
             f"{found}: in {found.door.title} the advantages carry {found.record.name}, which is right for a loss that is "
@@ -269,8 +273,20 @@ def judge_sampler(door: Door, settings: Settings, config: PolicyLossConfig, thei
 
 def _found_by_checks(found: Found) -> Iterator[str]:
     """The problems of the host's own checks."""
-    for one in found.door.checks:
-        for said in one.find(found):
-            is_wrong = said.is_wrong if isinstance(said, Row) else not one.is_warning
-            if is_wrong:
-                yield f"{said.subject}: {said.text}" if isinstance(said, Row) else said
+    return (f"{row.subject}: {row.text}" for one in found.door.checks for row in one(found) if row.is_wrong)
+
+
+class OnceRead:
+    """Reads the host's own config objects at each call of a loss, and judges them where a setting that we read has changed."""
+
+    def __init__(self, door: Door):
+        self.door, self.names = door, door.read_names
+        self.values: list[Any] | None = None
+        self.found: Found | None = None
+
+    def read(self, settings: Settings) -> Found:
+        """Raises one ConfigError with every problem."""
+        values = [settings.value_of(name) for name in self.names]
+        if self.found is None or values != self.values:
+            self.found, self.values = read(self.door, settings), values
+        return self.found

@@ -8,16 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.aggregation_record import Formula
-
-Stage = tuple[str, Formula, str]
-# Megatron-Core 0.13 to 0.19, after the loss function has returned.
-AVERAGED: tuple[Stage, ...] = (
-    ("schedule", Formula(M=-1), "averages over micro-batches"),
-    ("DDP", Formula(dp=-1, cp=-1), "averages over dp x cp ranks"),
-)
-SUMMED: tuple[Stage, ...] = (("schedule", Formula(), "adds micro-batches"), ("DDP", Formula(), "adds ranks"))
-TIMES_CP: Stage = ("schedule", Formula(M=-1, cp=1), "averages over micro-batches, x cp")
-SAMPLE_MEAN = Formula(N=-1, m_i=-1)
+from megatron_rl.hosts.door import AVERAGED as AVERAGED
+from megatron_rl.hosts.door import SAMPLE_MEAN as SAMPLE_MEAN
+from megatron_rl.hosts.door import SUMMED as SUMMED
+from megatron_rl.hosts.door import TIMES_CP as TIMES_CP
+from megatron_rl.hosts.door import Stage as Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +49,6 @@ def of_roll(weight: Formula, *, needs_prompts: bool, per_token: bool) -> Stages:
     """Its Megatron strategy. Each context-parallel rank has the loss of its own tokens."""
     scale = ("ROLL", Formula(M=1, dp=1), "apply_loss_scale: multiplies by micro-batches and data-parallel ranks")
     return Stages([("loss", weight, "the weight, from counts of the step")], [scale, TIMES_CP, AVERAGED[1]])
-
-
-def of_skyrl(weight: Formula, *, needs_prompts: bool, per_token: bool) -> Stages:
-    """Its Megatron worker. Each context-parallel rank has the loss of whole responses, and the gradient of its own tokens."""
-    driver = ("driver", weight, "SkyRL scales the sample's advantage, by counts of the mini-batch")
-    scale = ("SkyRL", Formula(M=1, dp=1), "multiplies by micro-batches and data-parallel ranks")
-    return Stages([driver, ("loss", Formula(), "adds the tokens")], [scale, TIMES_CP, AVERAGED[1]])
 
 
 def _carried(weight: Formula, needs_prompts: bool, estimator: str, ranks: Formula, words: str) -> list[Stage]:

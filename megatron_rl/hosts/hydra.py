@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts import factors, nemo_rl_launch, roll_launch, skyrl, skyrl_launch, verl_launch
+from megatron_rl.hosts import door_line, factors, nemo_rl_launch, roll_launch, skyrl, verl_launch
+from megatron_rl.hosts.door import Door
 from megatron_rl.hosts.settings_line import ReadFile, Row
 
 
@@ -60,16 +62,24 @@ ROLL = HydraHost(
     separator="; ",
     per_token="ROLL's factors are made for the mean over ranks, and our worker refuses it",
 )
-SKYRL = HydraHost(
-    name="skyrl",
-    starts=skyrl.ENTRY,
-    recognises=skyrl_launch.is_of_skyrl,
-    judge=skyrl_launch.judge,
-    judge_settings=skyrl_launch.judge_settings,
-    stages=factors.of_skyrl,
-    place="settings on the launch line",
-    per_token="SkyRL's factors are made for the mean over ranks",
-)
+
+
+def of_door(door: Door) -> HydraHost:
+    return HydraHost(
+        name=door.name,
+        starts=door.starts,
+        recognises=door.recognises,
+        judge=functools.partial(door_line.judge, door),
+        judge_settings=functools.partial(door_line.write, door),
+        stages=lambda weight, **named: factors.Stages(*door.stages(weight, **named)),
+        place=door.place,
+        separator=door.separator,
+        per_token=door.why_not_per_token,
+        is_per_token=door.is_per_token,
+    )
+
+
+SKYRL = of_door(skyrl.DOOR)
 HYDRA_HOSTS = {host.name: host for host in (VERL, NEMO_RL, ROLL, SKYRL)}
 
 

@@ -23,7 +23,8 @@ from typing import Any
 
 from megatron_rl.arguments import read_number
 from megatron_rl.config import CorrectionSettings, ImportanceCorrection, PolicyLossConfig
-from megatron_rl.hosts.settings_line import UNKNOWN, as_typed
+from megatron_rl.hosts.settings import UNKNOWN, as_typed
+from megatron_rl.hosts.settings import value_at as value_at
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.validation import flag_of
 
@@ -58,6 +59,8 @@ class Sampler:
     default_mode: str = "raw_logprobs"  # vLLM's and Megatron's
     trainer_keeps: tuple[str, ...] = ()
     """Filters that the trainer applies to its own scores as well."""
+    recomputes: bool = False
+    """It does so by its own logits, and gives a token outside its set the score 0.0."""
     typed: Callable[[str, str], str] = "{}={}".format
 
 
@@ -72,7 +75,7 @@ def _flag(name: str, value: str) -> str:
 
 
 _ROLLOUT_FLAGS = {"rollout_top_p": Filter(1.0, (1.0,)), "rollout_top_k": Filter(-1, (-1, 0))}
-_VERL, _NEMO, _ROLL, _SKYRL = "actor_rollout_ref.rollout", "policy.generation", "actor_infer", "generator"
+_VERL, _NEMO, _ROLL = "actor_rollout_ref.rollout", "policy.generation", "actor_infer"
 SAMPLERS: dict[str, Sampler] = {
     # What SGLang reports: the whole vocabulary, or the kept tokens where it returns them as well, by its version and its patches.
     "miles": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, typed=_flag),
@@ -102,15 +105,6 @@ SAMPLERS: dict[str, Sampler] = {
         engines={"vllm": None, "sglang": Scores.WHOLE},
         modes=(f"{_ROLL}.strategy_args.strategy_config.logprobs_mode",),
         typed="{}: {}".format,
-    ),
-    "skyrl": Sampler(
-        filters={
-            f"{_SKYRL}.sampling_params.top_p": Filter(1.0, (1.0,)),
-            f"{_SKYRL}.sampling_params.top_k": Filter(-1, (-1, 0)),
-            f"{_SKYRL}.sampling_params.min_p": Filter(0.0, (0.0,)),
-        },
-        engines={"vLLM": None},
-        modes=(f"{_SKYRL}.inference_engine.engine_init_kwargs.logprobs_mode",),
     ),
     "megatron_lm": Sampler(
         filters={"rl_default_top_p": Filter(0.0, (0.0, 1.0)), "rl_default_top_k": Filter(-1, (-1, 0))},
@@ -187,9 +181,9 @@ class _Launch:
         return f"the log-probabilities of {self.engine}{by} are {self.scores}"
 
 
-def names_of(host: str) -> tuple[str, ...]:
+def names_of(sampler: Sampler | str) -> tuple[str, ...]:
     """The settings that the check reads."""
-    sampler = SAMPLERS[host]
+    sampler = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
     return (*sampler.filters, *sampler.modes, *([sampler.engine] if sampler.engine else []))
 
 
@@ -217,8 +211,8 @@ def flags_that_read(value_of: Callable[[str], Any]) -> list[str]:
 
 
 def judge_sampling(
-    host: str,
-    value_of: Callable[[str], Any],  # of a setting of names_of(host); None: not set; settings_line.UNKNOWN: not known here
+    sampler: Sampler | str,
+    value_of: Callable[[str], Any],  # of a setting of names_of(sampler); None: not set; settings.UNKNOWN: not known here
     readers: Sequence[str],  # what compares with the sampler, as it is typed
     *,
     is_our_loss: bool = True,
@@ -227,7 +221,10 @@ def judge_sampling(
 
     is_our_loss: False where the host's own loss trains, which may know the kept tokens.
     """
-    launch, read = _Launch(SAMPLERS[host], value_of), " and ".join(readers)
+    sampler = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
+    if sampler.recomputes:
+        return judge_recomputed_sampling(value_of, readers, sampler)
+    launch, read = _Launch(sampler, value_of), " and ".join(readers)
     warnings = []
     if launch.unknown and readers:
         names = ", ".join(launch.unknown)
@@ -268,13 +265,15 @@ def judge_sampling(
     return SamplingVerdict((problem,), tuple(warnings), True)
 
 
-def judge_recomputed_sampling(value_of: Callable[[str], Any], readers: Sequence[str]) -> SamplingVerdict:
+def judge_recomputed_sampling(
+    value_of: Callable[[str], Any], readers: Sequence[str], sampler: Sampler | None = None
+) -> SamplingVerdict:
     """NeMo-RL: its trainer keeps tokens by the same settings and its own logits, and gives one outside its set the score 0.0.
 
     readers: what compares with the sampler, or mixes the tokens of a sample. Else such a token is known by a sampler's score other
     than 0, so this must be of the kept tokens too: where one token is kept, both are 0.
     """
-    launch, read = _Launch(SAMPLERS["nemo_rl"], value_of), " and ".join(readers)
+    launch, read = _Launch(sampler or SAMPLERS["nemo_rl"], value_of), " and ".join(readers)
     warnings = []
     if launch.unknown:
         names = ", ".join(launch.unknown)
@@ -295,12 +294,3 @@ def judge_recomputed_sampling(value_of: Callable[[str], Any], readers: Sequence[
         f"is {UNSCORED}; {off} samples from the policy itself"
     )
     return SamplingVerdict((), tuple(warnings), True)
-
-
-def value_at(tree: Any, name: str) -> Any:
-    """The value of a dotted name in nested mappings and objects; None: not there."""
-    for part in name.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else getattr(tree, part, None)
-        if tree is None:
-            return None
-    return tree

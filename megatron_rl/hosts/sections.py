@@ -90,44 +90,6 @@ def values_for_groups(host: str, given: Mapping[str, Any], names: Iterable[str],
 
 _ELSEWHERE = "remove it"
 
-SKYRL = Section(
-    host="SkyRL",
-    prefix="trainer.algorithm.",
-    numbers=(
-        *("kl_loss_coef", "entropy_loss_coef", "temperature", "zero_variance_filter_tol", "lambd", "gamma", "eps_clip_low"),
-        *("eps_clip_high", "clip_ratio_c", "tis_imp_ratio_cap", "value_clip", "max_seq_len", "sapo.tau_pos", "sapo.tau_neg"),
-        *("kl_ctrl.kl_target", "kl_ctrl.horizon", "dynamic_sampling.max_sample_batches", "dynamic_sampling.min_replace_ratio"),
-        *("clip_cov.clip_ratio", "clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub", "kl_cov.kl_cov_frac", "kl_cov.ppo_kl_coef"),
-        *("cispo.cispo_eps_clip_low", "cispo.cispo_eps_clip_high", "dppo.delta_low", "dppo.delta_high"),
-        *(
-            f"off_policy_correction.{name}"
-            for name in (
-                *("token_tis_ratio_clip_high", "sequence_tis_ratio_clip_high", "geo_mask_high", "geo_mask_low"),
-                *("product_mask_high", "product_mask_low", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high"),
-                *("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
-            )
-        ),
-    ),
-    others=(
-        *("advantage_estimator", "kl_ctrl", "kl_estimator_type", "use_kl_in_reward", "use_kl_loss", "use_entropy_loss"),
-        *("advantage_batch_normalize", "value_head_prefix", "policy_loss_type", "loss_reduction", "grpo_norm_by_std"),
-        *("zero_variance_filter", "use_tis", "off_policy_correction", "sapo", "dynamic_sampling", "clip_cov", "kl_cov", "cispo"),
-        *("dppo", "kl_ctrl.type", "dynamic_sampling.type", "cispo.cispo_anchor", "dppo.dppo_type"),
-        *("off_policy_correction.tis_ratio_type", "off_policy_correction.sequence_mask_metric"),
-    ),
-    idle={
-        "cispo.cispo_eps_clip_low": "set trainer.algorithm.eps_clip_low",
-        "cispo.cispo_eps_clip_high": "set trainer.algorithm.eps_clip_high",
-        "cispo.cispo_anchor": "a loss of ours has one anchor; choose another loss, or remove it",
-        "dppo.dppo_type": "choose megatron_rl.dppo_tv or megatron_rl.dppo_kl",
-        "dppo.delta_low": "set megatron_rl.divergence_low",
-        "dppo.delta_high": "set megatron_rl.divergence_high",
-        "use_tis": "set trainer.algorithm.off_policy_correction.tis_ratio_type",
-        "tis_imp_ratio_cap": "set trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high",
-        **dict.fromkeys(("clip_cov.clip_ratio", "clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"), _ELSEWHERE),
-        **dict.fromkeys(("kl_cov.kl_cov_frac", "kl_cov.ppo_kl_coef"), _ELSEWHERE),
-    },
-)
 NEMO_RL = Section(
     host="NeMo-RL",
     prefix="loss_fn.",

@@ -35,8 +35,8 @@ class Given(NamedTuple):
 
 
 class Settings:
-    """value_of: the value of a whole name; None: not set there; UNKNOWN. defaults: the host's, where they are known. typed: the names
-    on the launch line; None: not known here. given: all names that the launch sets, with their values, for those that nobody knows."""
+    """value_of: the value of a whole name; None: not set there; UNKNOWN. defaults: the host's. typed: the names on the launch line;
+    None: not known. given: all names that the launch sets, with their values. knows_defaults: what is not set has its default."""
 
     def __init__(
         self,

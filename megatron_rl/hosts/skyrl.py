@@ -17,229 +17,265 @@ SkyRL's.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import CorrectionSettings, ImportanceCorrection, LossAggregation, PolicyLossConfig, counted_twice
+from megatron_rl.aggregation_record import Formula
+from megatron_rl.config import KLEstimator, LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.dense_rows import (
-    CORRECTION_SETTINGS,
-    is_proportional,
-    loss_of_rows,
-    read_config,
-    signature_problem,
-    tell_once,
-)
-from megatron_rl.hosts.given import Given
-from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of, value_at
-from megatron_rl.hosts.sections import SKYRL
-from megatron_rl.hosts.settings_line import read_overrides
-from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, needs_rollout_log_probs, policy_loss_names
+from megatron_rl.hosts.dense_rows import loss_of_rows, tell_once
+from megatron_rl.hosts.door import AVERAGED, TIMES_CP, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
+from megatron_rl.hosts.door_line import judge_names
+from megatron_rl.hosts.door_settings import OnceRead, losses, read
+from megatron_rl.hosts.sampling import Filter, Sampler
+from megatron_rl.hosts.settings import Settings, read_overrides, value_at
+from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.step_metrics import finalise_metrics
+from megatron_rl.validation.checks import Row, check
 
-PROBED = "NovaSky-AI/SkyRL a9564572e"
-PREFIX, DOOR, ALGORITHM = "megatron_rl.", "trainer.override_entrypoint=", "trainer.algorithm."
+PREFIX, ENTRYPOINT, ALGORITHM = "megatron_rl.", "trainer.override_entrypoint", "trainer.algorithm."
 ENTRY, UTILITIES = "skyrl.train.entrypoints.main_base", "skyrl.backends.skyrl_train.utils"
 TABLES, CORRECTIONS = f"{UTILITIES}.ppo_utils", f"{UTILITIES}.off_policy_correction_utils"
-# SkyRL's loss_reduction -> our aggregation.
-REDUCTIONS = {
-    "sequence_mean": LossAggregation.SAMPLE_MEAN,
-    "prompt_mean": LossAggregation.PROMPT_MEAN,
-    "token_mean": LossAggregation.TOKEN_MEAN,
-    "seq_mean_token_sum_norm": LossAggregation.CONSTANT,
-}
-DIVISOR = "max_seq_len"
-# Where a rollout is more than one row of the batch: a turn is one.
+CORRECTION = f"{ALGORITHM}off_policy_correction"
+# SkyRL's correction is on where one of the first is set, or both of the last.
+SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high")
+MASK_SWITCHES = ("token_mask_is_threshold_low", "token_mask_is_threshold_high")
 STEP_WISE = "generator.step_wise_trajectories"
-SEVERAL_ROWS = f"{STEP_WISE}=true"
-# Settings of SkyRL's algorithm that our losses read, and their defaults. Other parameters of a loss are words of ours.
-CLIPS = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
-# Our parameter -> (SkyRL's setting, its default).
-PARAMETERS = {
-    "clip_ratio_c": ("clip_ratio_c", 3.0),
-    "sapo_temperature_positive": ("sapo.tau_pos", 1.0),
-    "sapo_temperature_negative": ("sapo.tau_neg", 1.05),
-}
-ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
-    TABLES: {
-        "ppo_policy_loss": ("log_probs", "old_log_probs", "advantages", "config", "loss_mask", "rollout_logprobs"),
-        "apply_loss_reduction_to_advantages_minibatch": (
+# SkyRL's estimates of KL that have the name, value and gradient of ours.
+KL_ESTIMATORS = (KLEstimator.K1, KLEstimator.K2, KLEstimator.K3)
+KL_TYPES = (*KL_ESTIMATORS, "abs")
+
+
+def corrections(settings: Settings) -> list[str]:
+    def is_set(name: str) -> bool:
+        return settings[f"{CORRECTION}.{name}"] is not None
+
+    return [CORRECTION] if any(map(is_set, SWITCHES)) or all(map(is_set, MASK_SWITCHES)) else []
+
+
+@check()
+def estimate_of_kl_is_known(found: Found) -> Iterator[Row]:
+    switches = ("use_kl_loss", "use_kl_in_reward")
+    kind = found.settings[f"{ALGORITHM}kl_estimator_type"]
+    if any(found.settings[ALGORITHM + name] for name in switches) and kind not in KL_TYPES:
+        yield Row("kl_estimator_type", f"SkyRL has no {kind}: set one of {', '.join(KL_TYPES)}", is_wrong=True)
+
+
+@check(is_warning=True, subject="KL and entropy")
+def regularizers_are_means_of_means(found: Found) -> Iterator[str]:
+    terms = [word for word in ("KL", "entropy") if found.settings[f"{ALGORITHM}use_{word.lower()}_loss"]]
+    if terms:
+        yield f"SkyRL's own {' and '.join(terms)}: the mean over a micro-batch, then over micro-batches"
+
+
+def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
+    """All of SkyRL's settings are on the line, the first door counts, and words with a + are refused."""
+    start = words.index(ENTRY) + 1 if ENTRY in words else 0
+    rows = [
+        Row(word.partition("=")[0], "SkyRL refuses settings with a +: remove it", is_wrong=True)
+        for word in words[start:]
+        if word.startswith("+")
+    ]
+    given = read_overrides([word for word in words[start:] if not word.startswith("+")])
+    doors = [word.partition("=")[2] for word in words[start:] if word.startswith(f"{ENTRYPOINT}=")]
+    name = given.get(f"{ALGORITHM}policy_loss_type")
+    if __name__ not in doors[:1] and str(name).startswith(PREFIX):
+        rows.append(Row(ENTRYPOINT, f"without {ENTRYPOINT}={__name__} SkyRL has no {name}: add it", is_wrong=True))
+    elif __name__ in doors[:1] and ENTRY not in words:
+        rows.append(Row(ENTRYPOINT, f"it is read by {ENTRY} alone: start -m {ENTRY}", is_wrong=True))
+    return Line(Settings.of_names(given, DOOR.all_defaults, typed=given), rows)
+
+
+def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
+    kl: dict[str, Any] = {"use_kl_loss": bool(config.kl_coefficient)}  # SkyRL's default is a KL term
+    if config.kl_coefficient:
+        kl |= {"kl_loss_coef": config.kl_coefficient, "kl_estimator_type": str(config.kl_estimator)}
+    return {ENTRYPOINT: __name__, **given, **{ALGORITHM + name: value for name, value in kl.items()}}
+
+
+DOOR = Door(
+    name="skyrl",
+    title="SkyRL",
+    probed="NovaSky-AI/SkyRL a9564572e",
+    settings=(
+        Setting(f"{ALGORITHM}eps_clip_low", Kind.NUMBER, "clip_ratio_low", 0.2),
+        Setting(f"{ALGORITHM}eps_clip_high", Kind.NUMBER, "clip_ratio_high", 0.2),
+        Setting(f"{ALGORITHM}clip_ratio_c", Kind.NUMBER, "clip_ratio_c", 3.0),
+        Setting(f"{ALGORITHM}sapo.tau_pos", Kind.NUMBER, "sapo_temperature_positive", 1.0),
+        Setting(f"{ALGORITHM}sapo.tau_neg", Kind.NUMBER, "sapo_temperature_negative", 1.05),
+        Setting(f"{ALGORITHM}max_seq_len", Kind.NUMBER, "loss_aggregation_divisor"),
+        Setting(f"{ALGORITHM}policy_loss_type", default="regular"),
+        Setting(f"{ALGORITHM}loss_reduction", default="token_mean"),
+        Setting(f"{ALGORITHM}use_kl_loss", Kind.SWITCH, default=True),
+        Setting(f"{ALGORITHM}use_kl_in_reward", Kind.SWITCH, default=False),
+        Setting(f"{ALGORITHM}kl_loss_coef", Kind.NUMBER, default=0.001),
+        Setting(f"{ALGORITHM}kl_estimator_type", default="k3"),
+        Setting(f"{ALGORITHM}use_entropy_loss", Kind.SWITCH, default=False),
+        Setting(f"{ALGORITHM}entropy_loss_coef", Kind.NUMBER, default=0.01),
+        *names(
+            ALGORITHM,
+            Kind.NUMBER,
+            "temperature zero_variance_filter_tol lambd gamma value_clip kl_ctrl.kl_target kl_ctrl.horizon "
+            "dynamic_sampling.max_sample_batches dynamic_sampling.min_replace_ratio",
+        ),
+        *names(
+            f"{CORRECTION}.",
+            Kind.NUMBER,
+            "token_tis_ratio_clip_high sequence_tis_ratio_clip_high geo_mask_high geo_mask_low product_mask_high product_mask_low "
+            "outlier_token_is_threshold_low outlier_token_is_threshold_high token_mask_is_threshold_low "
+            "token_mask_is_threshold_high",
+        ),
+        *names(f"{CORRECTION}.", Kind.OTHER, "tis_ratio_type sequence_mask_metric"),
+        *names(
+            ALGORITHM,
+            Kind.NUMBER,
+            {
+                "cispo.cispo_eps_clip_low": f"set {ALGORITHM}eps_clip_low",
+                "cispo.cispo_eps_clip_high": f"set {ALGORITHM}eps_clip_high",
+                "dppo.delta_low": f"set {PREFIX}divergence_low",
+                "dppo.delta_high": f"set {PREFIX}divergence_high",
+                "tis_imp_ratio_cap": f"set {CORRECTION}.token_tis_ratio_clip_high",
+                **dict.fromkeys(("clip_cov.clip_ratio", "clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"), "remove it"),
+                **dict.fromkeys(("kl_cov.kl_cov_frac", "kl_cov.ppo_kl_coef"), "remove it"),
+            },
+        ),
+        *names(
+            ALGORITHM,
+            Kind.OTHER,
+            {
+                "cispo.cispo_anchor": "a loss of ours has one anchor; choose another loss, or remove it",
+                "dppo.dppo_type": f"choose {PREFIX}dppo_tv or {PREFIX}dppo_kl",
+                "use_tis": f"set {CORRECTION}.tis_ratio_type",
+            },
+        ),
+        *names(
+            ALGORITHM,
+            Kind.OTHER,
+            "advantage_estimator advantage_batch_normalize value_head_prefix grpo_norm_by_std zero_variance_filter kl_ctrl.type "
+            "dynamic_sampling.type kl_ctrl off_policy_correction sapo dynamic_sampling clip_cov kl_cov cispo dppo",
+        ),
+    ),
+    sections=(ALGORITHM,),
+    choice=Choice(
+        setting=f"{ALGORITHM}policy_loss_type",
+        prefix=PREFIX,
+        aggregation=f"{ALGORITHM}loss_reduction",
+        names={
+            "sequence_mean": LossAggregation.SAMPLE_MEAN,
+            "prompt_mean": LossAggregation.PROMPT_MEAN,
+            "token_mean": LossAggregation.TOKEN_MEAN,
+            "seq_mean_token_sum_norm": LossAggregation.CONSTANT,
+        },
+        remedy=f"{ENTRYPOINT}={__name__} and {ALGORITHM}policy_loss_type={PREFIX}<loss> choose one",
+        why_not={
+            "token_mean_legacy": "it divides by the tokens of a micro-batch, so its weights depend on the micro-batch size",
+        },
+    ),
+    own=Own(prefix=PREFIX),
+    defaults={STEP_WISE: False},
+    corrections=corrections,
+    several=lambda settings: f"{STEP_WISE}=true" if settings[STEP_WISE] else None,
+    sampler=Sampler(
+        filters={
+            "generator.sampling_params.top_p": Filter(1.0, (1.0,)),
+            "generator.sampling_params.top_k": Filter(-1, (-1, 0)),
+            "generator.sampling_params.min_p": Filter(0.0, (0.0,)),
+        },
+        engines={"vLLM": None},
+        modes=("generator.inference_engine.engine_init_kwargs.logprobs_mode",),
+    ),
+    checks=(estimate_of_kl_is_known, regularizers_are_means_of_means),
+    prompts=Prompts.BY_DRIVER,
+    step=(("SkyRL", Formula(M=1, dp=1), "multiplies by micro-batches and data-parallel ranks"), TIMES_CP, AVERAGED[1]),
+    why_not_per_token="SkyRL's factors are made for the mean over ranks",
+    starts=ENTRY,
+    recognises=lambda words: any(
+        word == ENTRY or word.startswith((f"{ENTRYPOINT}=", f"{ALGORITHM}policy_loss_type={PREFIX}")) for word in words
+    ),
+    read_line=read_line,
+    write=write,
+    estimators=KL_ESTIMATORS,
+    contract={
+        f"{TABLES}:ppo_policy_loss": ("log_probs", "old_log_probs", "advantages", "config", "loss_mask", "rollout_logprobs"),
+        f"{TABLES}:apply_loss_reduction_to_advantages_minibatch": (
             *("advantages", "loss_mask", "loss_reduction", "micro_batch_size", "max_seq_len", "prompt_boundaries"),
         ),
+        f"{CORRECTIONS}:off_policy_correction_enabled": ("off_policy_correction",),
+        f"{CORRECTIONS}:apply_off_policy_correction": (
+            *("loss", "old_log_probs", "rollout_logprobs", "loss_mask", "off_policy_correction"),
+        ),
     },
-    CORRECTIONS: {
-        "off_policy_correction_enabled": ("off_policy_correction",),
-        "apply_off_policy_correction": ("loss", "old_log_probs", "rollout_logprobs", "loss_mask", "off_policy_correction"),
-    },
-}
+)
 
 
-def loss_names() -> list[str]:
-    """The losses that SkyRL's scaled advantages can weigh."""
-    return [name for name in policy_loss_names() if "." not in name and is_proportional(get_policy_loss(name))]
+class SkyrlLoss:
+    """An entry of SkyRL's PolicyLossRegistry. It is pickled to the workers, which must have this package."""
+
+    def __init__(self, name: str, own: Mapping[str, Any] | None = None, typed: Sequence[str] | None = None):
+        """own: words of ours by their whole names. typed: the names on the launch line; None: not known."""
+        self.name, self.own, self.typed, self.reader = name, dict(own or {}), typed, OnceRead(DOOR)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.own, self.typed)
+
+    def __call__(
+        self,
+        log_probs: Tensor,  # [S, R] with gradient: whole responses, on each context-parallel rank
+        old_log_probs: Tensor,  # [S, R]
+        advantages: Tensor,  # [S, R] with the weights in them
+        config: Any,
+        loss_mask: Tensor | None = None,  # [S, R]
+        rollout_logprobs: Tensor | None = None,  # [S, R]
+    ) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, SkyRL's names of metrics
+        """SkyRL's policy loss of one micro-batch: sum_i sum_t m_it u_it l_it, u: SkyRL's own off-policy correction, or ours.
+
+        Masked values may be anything. Communication: none. Synchronises once, as SkyRL's own losses do for their metrics.
+        Raises ConfigError for settings that are not honoured, and without the sampler's log-probabilities where they are needed.
+        """
+        found = self.reader.read(settings_of(config, self.own, self.typed))
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
+        needs_sampler, weights, metrics, sampled = needs_rollout_log_probs(found.config), None, {}, None
+        if needs_sampler or found.theirs:
+            if rollout_logprobs is None:
+                raise ConfigError(
+                    f"SkyRL's batch has no rollout_logprobs, which {PREFIX}{self.name} or a correction needs: set "
+                    "generator.sampling_params.logprobs=1"
+                )
+            sampled = torch.where(mask, rollout_logprobs, 0.0)
+        if found.theirs:
+            old = torch.where(mask, old_log_probs, 0.0)
+            given = (torch.ones_like(old), old, sampled, mask.float(), config.off_policy_correction)
+            weights, kept, metrics = import_module(CORRECTIONS).apply_off_policy_correction(*given)
+            weights = weights * kept
+        rows = (log_probs, old_log_probs, advantages, mask)
+        sampled = sampled if needs_sampler else None
+        output = loss_of_rows(found.config, None, *rows, importance_weights=weights, rollout_log_probs=sampled)
+        regularizers = "KL and entropy are SkyRL's, means over micro-batches"
+        tell_once(f"policy_loss_type={PREFIX}{self.name} in SkyRL", found.config, None, regularizers, several=f"{STEP_WISE}=true")
+        policy = finalise_metrics(output.metrics) if output.metrics is not None else {}
+        return output.loss, {"clip_ratio": policy.get("policy/clipped_ratio_fraction", 0.0), **metrics}
 
 
-def own_words(words: Sequence[str]) -> dict[str, Any]:
-    """The settings of the loss among the words of a launch line, megatron_rl.<setting>=<value>, by our names."""
-    return {name.removeprefix(PREFIX): value for name, value in read_overrides([w for w in words if w.startswith(PREFIX)]).items()}
+def settings_of(tree: Any, own: Mapping[str, Any], typed: Sequence[str] | None, section: str = ALGORITHM) -> Settings:
+    """tree: SkyRL's config, or the section of it that a loss is given. The others: see SkyrlLoss."""
+
+    def value_of(name: str) -> Any:
+        if name.startswith(PREFIX):
+            return own.get(name)
+        return value_at(tree, name.removeprefix(section)) if name.startswith(section) else None
+
+    return Settings(value_of, DOOR.all_defaults, typed=typed, given=own)
 
 
-def typed_clips(words: Sequence[str]) -> tuple[str, ...]:
-    """Those of CLIPS among the words of a launch line. SkyRL has its settings from there alone."""
-    return tuple(name for name in CLIPS if f"{ALGORITHM}{name}" in read_overrides(words))
-
-
-def own_settings(loss: PolicyLoss) -> tuple[str, ...]:
-    """What words of ours may set: the correction, and the loss's parameters that SkyRL has no name for."""
-    return (*CORRECTION_SETTINGS, *(one.name for one in loss.parameters if one.name not in PARAMETERS))
-
-
-def _why_not(short: str) -> str:
-    """Why a name behind our prefix is no loss in SkyRL."""
-    loss, _, aggregation = short.rpartition(".")
-    reductions = {str(ours): theirs for theirs, ours in REDUCTIONS.items()}
-    if loss in loss_names() and aggregation in reductions:
-        remedy = f"type {ALGORITHM}policy_loss_type={PREFIX}{loss} {ALGORITHM}loss_reduction={reductions[aggregation]}"
-        return f"in SkyRL the aggregation is loss_reduction, and no part of this name; {remedy}"
-    if "." in short:
-        return "SkyRL's workers import megatron_rl, and no module of yours: a loss of your own is not offered"
-    if short in policy_loss_names():
-        return "it is not proportional to the advantage, which carries the weights in SkyRL"
-    return "there is no such loss"
-
-
-def read_settings(
-    algorithm: Any, own: Mapping[str, Any], *, is_corrected: bool, typed: Collection[str] | None = None
-) -> PolicyLossConfig:
-    """Our settings from SkyRL's algorithm config and our own words. Raises one ConfigError with every problem.
-
-    is_corrected: SkyRL's off_policy_correction is on. typed: those of CLIPS on the launch line; None: not known."""
-    name, reduction = str(algorithm.policy_loss_type), algorithm.loss_reduction
-    if name.removeprefix(PREFIX) not in loss_names() or not name.startswith(PREFIX):
-        why = _why_not(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else "it is not a loss of megatron_rl; choose one"
-        raise ConfigError(
-            f"trainer.algorithm.policy_loss_type={name}: {why}. Losses: {', '.join(PREFIX + n for n in loss_names())}"
-        )
-    if reduction not in REDUCTIONS:
-        raise ConfigError(
-            f"trainer.algorithm.loss_reduction={reduction}: ours are {', '.join(REDUCTIONS)}; token_mean_legacy divides by the "
-            "tokens of a micro-batch, so its weights depend on the micro-batch size"
-        )
-    loss, record = get_policy_loss(name.removeprefix(PREFIX)), get_loss_aggregation(REDUCTIONS[reduction])
-
-    def given(setting: str, default: Any = None) -> Given:
-        is_typed = None if typed is None or setting not in CLIPS else setting in typed
-        return Given(f"{ALGORITHM}{setting}", functools.reduce(getattr, setting.split("."), algorithm), default, is_typed)
-
-    low, high = (given(*clip) for clip in CLIPS.items())
-    config, problems = read_config(
-        f"loss_reduction={reduction}",
-        loss.name,
-        record.name,
-        (low, high),
-        {ours: given(*theirs) for ours, theirs in PARAMETERS.items()}
-        | {name: Given(f"{PREFIX}{name}", own.get(name)) for name in own_settings(loss) if name not in CORRECTION_SETTINGS},
-        given(DIVISOR) if record.takes_divisor else Given(DIVISOR, None),
-        "{name}={value} on the launch line",
-        **{name: value for name, value in own.items() if name in CORRECTION_SETTINGS},
-    )
-    for name in own:
-        if name not in own_settings(loss):
-            theirs = f"set trainer.algorithm.{PARAMETERS[name][0]}" if name in PARAMETERS else f"{loss.name} has "
-            allowed = "" if name in PARAMETERS else ", ".join(f"{PREFIX}{one}" for one in own_settings(loss))
-            problems.append(f"{PREFIX}{name}={own[name]} has no effect: {theirs}{allowed}")
-    correction = CorrectionSettings.of(config)
-    problems += correction.problems()
-    if is_corrected and correction.is_on:
-        problems.append(
-            f"{PREFIX}importance_correction={correction.kind} beside trainer.algorithm.off_policy_correction: two corrections in "
-            "one launch; remove one of them"
-        )
-    if loss.anchor == "rollout" and is_corrected:
-        problems.append(counted_twice("", loss.name, "trainer.algorithm.off_policy_correction"))
-    elif loss.anchor == "rollout" and correction.kind != ImportanceCorrection.NONE:
-        problems.append(counted_twice(correction.kind, loss.name, f"{PREFIX}importance_correction={correction.kind}"))
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def judge_sampler(config: PolicyLossConfig, value_of: Callable[[str], Any], *, is_corrected: bool) -> SamplingVerdict:
-    """value_of: a setting of SkyRL by its dotted name; None: not set."""
-    theirs = ["trainer.algorithm.off_policy_correction"] * is_corrected
-    return judge_sampling("skyrl", value_of, [*readers_of(config), *theirs])
-
-
-def corrects(algorithm: Any) -> bool:
-    return bool(import_module(CORRECTIONS).off_policy_correction_enabled(algorithm.off_policy_correction))
-
-
-def compute_loss(
-    name: str,  # of ours
-    log_probs: Tensor,  # [S, R] with gradient: whole responses, on each context-parallel rank
-    old_log_probs: Tensor,  # [S, R]
-    advantages: Tensor,  # [S, R] with the weights in them
-    config: Any,
-    loss_mask: Tensor | None = None,  # [S, R]
-    rollout_logprobs: Tensor | None = None,  # [S, R]
-    *,
-    own: Mapping[str, Any] | None = None,  # words of ours
-    typed: Collection[str] | None = None,  # see read_settings
-) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, SkyRL's names of metrics
-    """SkyRL's policy loss of one micro-batch: sum_i sum_t m_it u_it l_it, u: SkyRL's own off-policy correction, or ours.
-
-    Masked values may be anything. Communication: none. Synchronises once, as SkyRL's own losses do for their metrics.
-    Raises ConfigError for settings that are not honoured, and without the sampler's log-probabilities where they are needed.
-    """
-    is_weighed = corrects(config)
-    settings = read_settings(config, own or {}, is_corrected=is_weighed, typed=typed)
-    needs_sampler = needs_rollout_log_probs(settings)
-    mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
-    weights, metrics, sampled = None, {}, None
-    if is_weighed or needs_sampler:
-        if rollout_logprobs is None:
-            raise ConfigError(
-                f"SkyRL's batch has no rollout_logprobs, which {PREFIX}{name} or a correction needs: set "
-                "generator.sampling_params.logprobs=1"
-            )
-        sampled = torch.where(mask, rollout_logprobs, 0.0)
-    if is_weighed:
-        old = torch.where(mask, old_log_probs, 0.0)
-        given = (torch.ones_like(old), old, sampled, mask.float(), config.off_policy_correction)
-        weights, kept, metrics = import_module(CORRECTIONS).apply_off_policy_correction(*given)
-        weights = weights * kept
-    rows = (log_probs, old_log_probs, advantages, mask)
-    output = loss_of_rows(settings, None, *rows, importance_weights=weights, rollout_log_probs=sampled if needs_sampler else None)
-    regularizers = "KL and entropy are SkyRL's, means over micro-batches"
-    tell_once(f"policy_loss_type={PREFIX}{name} in SkyRL", settings, None, regularizers, several=SEVERAL_ROWS)
-    found = finalise_metrics(output.metrics) if output.metrics is not None else {}
-    return output.loss, {"clip_ratio": found.get("policy/clipped_ratio_fraction", 0.0), **metrics}
-
-
-# The door
-
-
-def contract_problems() -> Iterator[str]:
-    """What SkyRL lacks of the contract that our losses are written for."""
-    for path, functions in ARGUMENTS.items():
-        module = import_module(path)
-        for name, arguments in functions.items():
-            found = getattr(module, name, None)
-            problem = f"{path} has no {name}" if found is None else signature_problem(name, found, arguments)
-            if problem:
-                yield f"{problem} ({PROBED})"
-
-
-def register(registry: Any, own: Mapping[str, Any], typed: Collection[str] | None = None) -> None:
-    """Adds our losses to SkyRL's PolicyLossRegistry. It sends them, with our words, to workers, which must have this package."""
-    for name in loss_names():
-        registry.register(f"{PREFIX}{name}", functools.partial(compute_loss, name, own=own, typed=typed))
+def register(registry: Any, own: Mapping[str, Any], typed: Sequence[str] | None = None) -> None:
+    """Adds our losses to SkyRL's PolicyLossRegistry, which sends them, with our words, to its workers."""
+    for name in losses(DOOR):
+        registry.register(f"{PREFIX}{name}", SkyrlLoss(name, own, typed))
 
 
 def main() -> None:
@@ -250,25 +286,21 @@ def main() -> None:
     launch = import_module("megatron_rl.hosts.launch")  # not at the top: SkyRL's workers import this module, and need no launcher
     if launch.is_check():
         raise SystemExit(launch.report(ENTRY, sys.argv[1:]))
-    own, typed = own_words(sys.argv[1:]), typed_clips(sys.argv[1:])
-    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith((DOOR, PREFIX))]
+    given = read_overrides(sys.argv[1:])
+    own, typed = {name: value for name, value in given.items() if name.startswith(PREFIX)}, tuple(given)
+    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith((f"{ENTRYPOINT}=", PREFIX))]
     entry, tables = import_module(ENTRY), import_module(TABLES)
+    theirs = read_overrides(sys.argv[1:])
     try:
-        if problems := [*contract_problems()]:
-            raise ConfigError(problems)
         # Other versions of SkyRL may have more names; this one refuses those that it does not have.
-        rows = SKYRL.judge(read_overrides(sys.argv[1:]), may_have_more=True)
-        if problems := [f"{row.subject}: {row.text}" for row in rows if row.is_wrong]:
+        rows = judge_names(DOOR, theirs, is_ours=True, may_have_more=True)
+        if problems := [*DOOR.contract_problems(), *(f"{row.subject}: {row.text}" for row in rows if row.is_wrong)]:
             raise ConfigError(problems)
         config = entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])
-        is_corrected = corrects(config.trainer.algorithm)
-        settings = read_settings(config.trainer.algorithm, own, is_corrected=is_corrected, typed=typed)
-        sampling = judge_sampler(settings, functools.partial(value_at, config), is_corrected=is_corrected)
-        if sampling.problems:
-            raise ConfigError(sampling.problems)
+        found = read(DOOR, settings_of(config, own, typed, section=""))
     except ConfigError as error:
         raise SystemExit("\n".join(f"megatron_rl: ConfigError: {problem}" for problem in error.problems)) from None
-    for text in sampling.warnings:
+    for text in found.warnings:
         print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
     register(tables.PolicyLossRegistry, own, typed)
     entry.main()
