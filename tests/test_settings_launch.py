@@ -163,7 +163,7 @@ OURS = f"{LOSS_OF_SKYRL}=megatron_rl."
 SOUND_LINES = {
     "prompt_mean": (
         f"{LINE_OF_SKYRL} {OURS}gspo {REDUCTION}=prompt_mean",
-        r"gspo, prompt_mean, .* 1/\(P M_g\), in the",
+        r"gspo.prompt_mean, .* 1/\(P M_g\), in the",
     ),
     "constant": (
         f"{LINE_OF_SKYRL} {OURS}grpo {REDUCTION}=seq_mean_token_sum_norm trainer.algorithm.max_seq_len=8192",
@@ -175,7 +175,7 @@ SOUND_LINES = {
     ),
     "half of a switch": (
         f"{LINE_OF_SKYRL} {OURS}dppo_tv trainer.algorithm.off_policy_correction.token_mask_is_threshold_low=0.5",
-        "megatron_rl.dppo_tv, token_mean",
+        "megatron_rl.dppo_tv.token_mean",
     ),
     "a clip of another loss": (
         f"{LINE_OF_SKYRL} {OURS}gspo trainer.algorithm.eps_clip_high=0.28",
@@ -339,7 +339,7 @@ def test_the_lines_of_skyrl_are_settings_that_doctor_reads(capsys):
     given = ["--policy-loss", "sapo", "--loss-aggregation", "constant", "--loss-aggregation-divisor", "8192"]
     found = explain_json(*STEP, *given, "--sapo-temperature-negative", "1.5", "--host", "skyrl")
     code, out = doctor(capsys, " ".join([f"python -m {skyrl.ENTRY}", *found["launch_lines"]]))
-    assert code == 0 and "megatron_rl.sapo, seq_mean_token_sum_norm" in out and "8192" in out and "1.5" in out, out
+    assert code == 0 and "megatron_rl.sapo.constant" in out and "8192" in out and "1.5" in out, out
 
 
 @pytest.mark.parametrize("host", HYDRA_HOST_NAMES)
@@ -369,7 +369,7 @@ REJECTED = ["--importance-correction", "icepop", "--rejected-tokens", "dropped"]
             (host, REJECTED, f"has no effect in {name}: it counts the step")
             for host, name in (("nemo_rl", "NeMo-RL"), ("roll", "ROLL"))
         ),
-        ("skyrl", ["--kl-coefficient", "0.1", "--kl-estimator", "unbiased"], "--kl-estimator unbiased: SkyRL's workers compute"),
+        ("skyrl", ["--kl-coefficient", "0.1", "--kl-estimator", "unbiased"], "--kl-estimator unbiased: SkyRL computes"),
         ("skyrl", ["--policy-loss", "dro"], "dro: it is not proportional to the advantage"),
     ],
 )

@@ -132,7 +132,11 @@ TOKENS_OF_SKYRL = types.SimpleNamespace(tis_ratio_type="token")
 @pytest.mark.parametrize(
     ("own", "settings", "message"),
     [
-        ({"importance_corection": "tis"}, {}, "importance_corection=tis has no effect: grpo has megatron_rl.importance_correction"),
+        (
+            {"importance_corection": "tis"},
+            {},
+            "importance_corection=tis has no effect: grpo.token_mean has megatron_rl.import",
+        ),
         ({"sapo_temperature_positive": 1.0}, {}, "has no effect: set trainer.algorithm.sapo.tau_pos"),
         ({"importance_correction": "cut"}, {}, "'cut' is not one of"),
         ({"importance_correction": "tis"}, {"off_policy_correction": TOKENS_OF_SKYRL}, "two corrections in one launch"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig
-from megatron_rl.hosts.sampling import Sampler
+from megatron_rl.hosts.sampling import Sampler, names_of
 from megatron_rl.hosts.settings import Given, Settings
 from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, loss_aggregation_names
 from megatron_rl.validation.checks import Check, Row
@@ -243,6 +243,10 @@ class Door:
         ours = [one.name for one in self.settings if one.field is not None or one.default is not None]
         more = [name for name in (self.choice.setting, self.choice.aggregation) if name]
         return tuple(dict.fromkeys([*more, *ours, *self.defaults]))
+
+    @property
+    def known_names(self) -> tuple[str, ...]:
+        return (*(one.name for one in self.settings), *self.defaults, *names_of(self.sampler), self.choice.setting)
 
     def own_fields(self, loss: PolicyLoss) -> tuple[str, ...]:
         """What may be set by our names: corrections, and what the host has no name for."""

@@ -83,7 +83,7 @@ def said_of(found: Found) -> Iterator[Row]:
     if found.correction.is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
     if found.theirs:
-        yield Row("correction", f"{' and '.join(found.theirs)}: {door.title}'s own, whose weights multiply our loss")
+        yield Row("correction", f"{' and '.join(found.theirs)}: {door.title}'s own: its weights multiply our loss")
     yield from (row for one in door.checks for row in one(found))
 
 
@@ -153,7 +153,8 @@ def _misplaced(door: Door, given: Mapping[str, Any]) -> Iterator[Row]:
     wanted = [name for name in (choice.setting, choice.aggregation) if name and "." in name]
     for name, value in given.items():
         whole = next((one for one in wanted if name != one and one.endswith(f".{name.rpartition('.')[2]}")), None)
-        if whole is not None and name not in door.read_names and (choice.prefix == "" or str(value).startswith(choice.prefix)):
+        is_meant = choice.prefix == "" or str(value).startswith(choice.prefix) or str(value) in choice.names
+        if whole is not None and name not in door.known_names and is_meant:
             yield Row(name, f"{door.title} has no such setting: type its whole name, {whole}={value}", is_wrong=True)
         elif name in routes_of_flags():
             text = f"a flag of miles and slime, and no setting of {door.title}: {choice.remedy}"
@@ -162,9 +163,9 @@ def _misplaced(door: Door, given: Mapping[str, Any]) -> Iterator[Row]:
 
 def _values_for_groups(door: Door, given: Mapping[str, Any]) -> Iterator[Row]:
     """One value in the place of a group of settings: nothing below it can be judged."""
-    setting = door.choice.setting
+    setting, known = door.choice.setting, door.known_names
     for whole, value in given.items():
-        if value is UNKNOWN or isinstance(value, Mapping) or not any(name.startswith(f"{whole}.") for name in door.read_names):
+        if value is UNKNOWN or isinstance(value, Mapping) or not any(name.startswith(f"{whole}.") for name in known):
             continue
         if str(value).startswith("{"):
             yield Row(whole, "several settings in one word are not read here: type each by its whole name", is_note=True)

@@ -89,10 +89,10 @@ def read_choice(door: Door, settings: Settings) -> tuple[str, str]:
         return _one_name(door, whole, name)
     offered, aggregation = losses(door), settings[choice.aggregation]
     if name not in offered:
-        why = f"there is no such name of ours, which begin with {choice.prefix}" if name is None else _why_no_loss(door, name)
+        why = "it is not a loss of megatron_rl; choose one" if name is None else _why_no_loss(door, name)
         raise ConfigError(f"{choice.setting}={whole}: {why}. Losses: {', '.join(choice.prefix + one for one in offered)}")
-    if aggregation not in choice.names:
-        why = f"; {choice.why_not[aggregation]}" if aggregation in choice.why_not else ""
+    if str(aggregation) not in choice.names:
+        why = f"; {choice.why_not[aggregation]}" if str(aggregation) in choice.why_not else ""
         raise ConfigError(f"{choice.aggregation}={aggregation}: ours are {', '.join(choice.names)}{why}")
     return name, choice.names[aggregation]
 

@@ -177,6 +177,7 @@ DOOR = Door(
         },
     ),
     own=Own(prefix=PREFIX),
+    is_ours=lambda settings: __name__ == settings[ENTRYPOINT] or str(settings[f"{ALGORITHM}policy_loss_type"]).startswith(PREFIX),
     defaults={STEP_WISE: False},
     corrections=corrections,
     several=lambda settings: f"{STEP_WISE}=true" if settings[STEP_WISE] else None,
