@@ -30,7 +30,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import dense_rows, launch, nemo_rl, roll, skyrl, verl, verl_launch
+from megatron_rl.hosts import dense_rows, launch, nemo_rl, roll, verl, verl_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.train_rl import take_rollouts
@@ -357,8 +357,7 @@ def of_the_first_step_in_skyrl(command: str) -> str:
     from skyrl_cases import RowCase, run_step, samples_of
 
     case = RowCase(loss=re.search(r"megatron_rl\.(\w+)", command)[1], aggregation=command.split()[-1])
-    with mock.patch.object(skyrl, "corrects", lambda algorithm: False):
-        return said_once(run_step, case, *samples_of(case))
+    return said_once(run_step, case, *samples_of(case))
 
 
 def of_multi_token_prediction(command: str) -> str:

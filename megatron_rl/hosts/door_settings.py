@@ -21,8 +21,7 @@ from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Fo
 from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of
 from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, acting_clip, not_numbers
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
-from megatron_rl.validation.routes import LaunchOptions
-from megatron_rl.validation.rules import own_loss_is_what_it_declares
+from megatron_rl.validation.own_loss import own_loss_problems
 
 # Fields of our config that are no parameter of a loss.
 FIELDS = tuple(one.name for one in flag_fields())
@@ -51,7 +50,7 @@ def read(door: Door, settings: Settings) -> Found:
         warnings=sampling.warnings,
         keeps_a_part=sampling.keeps_a_part,
     )
-    problems += own_loss_is_what_it_declares(config, LaunchOptions())
+    problems += own_loss_problems(config)
     for find in (_own_names, _corrections, _kl, _proportional):
         problems += find(found, fields)
     problems += [*_switches(door, settings), *sampling.problems, *_found_by_checks(found)]
