@@ -1,0 +1,67 @@
+"""The state of one trainer in a host: what it has told, and whatever its door adds. Two trainers of a process have one each.
+
+A door makes one `Runs` of its own subclass of `Run`, and finds the run by an object that lives as long as the trainer and that the
+host hands over in each call: a Namespace, a config, a worker. Nothing here knows a host.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+
+from megatron_rl.layout.groups import SINGLE, resolve_group
+
+
+class Run:
+    """told: what this trainer has said already, lines and warnings. A subclass must not hold the owner, or it is never freed."""
+
+    def __init__(self) -> None:
+        self.told: set[str] = set()
+
+    def tell(self, title: str, line: Callable[[], str]) -> None:
+        """One line for a title, on standard error of the first rank that has the loss. `line` is called only then."""
+        if title not in self.told and is_first_rank():
+            self.told.add(title)
+            print(f"megatron_rl: {line()}", file=sys.stderr, flush=True)
+
+    def warn(self, text: str) -> None:
+        self.tell(text, lambda: text)
+
+
+R = TypeVar("R", bound=Run)
+
+
+class Runs(Generic[R]):
+    """The runs of a door by their owners. An owner is known by identity, as configs and Namespaces have no hash, and weakly: its
+    run goes with it."""
+
+    def __init__(self, make: Callable[[], R]):
+        self._make = make
+        self._found: dict[int, tuple[weakref.ref[object], R]] = {}
+
+    def of(self, owner: object) -> R:
+        """The run of this owner, made at the first call. TypeError for an owner that takes no weak reference, as a dict."""
+        key = id(owner)
+        if key not in self._found:
+            # The call comes before the number of the object can be given out again.
+            reference = weakref.ref(owner, lambda _: self._found.pop(key, None))
+            self._found[key] = reference, self._make()
+        return self._found[key][1]
+
+    def forget(self, owner: object) -> None:
+        self._found.pop(id(owner), None)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def is_first_rank() -> bool:
+    """Of those that have the loss: the last pipeline stage."""
+    dp_cp, tp, pp = (resolve_group(None, name) for name in ("dp_cp", "tp", "pp"))
+    if dp_cp is SINGLE:  # no Megatron here
+        return not dist.is_initialized() or dist.get_rank() == 0
+    return dp_cp.rank() == tp.rank() == 0 and pp.rank() == pp.size() - 1
