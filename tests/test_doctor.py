@@ -26,7 +26,8 @@ from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES
-from megatron_rl.hosts.base import meant_host_flag, rollout_hosts
+from megatron_rl.hosts.base import rollout_hosts
+from megatron_rl.hosts.names import meant_host_flag
 from megatron_rl.validation import ROUTES_OF_FLAG, field_of
 
 OURS = "megatron_rl.reducers.get_pg_loss_reducer"

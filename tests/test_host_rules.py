@@ -13,12 +13,12 @@ from host_cases import ICEPOP
 from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import ROLLOUT_HOST_NAMES, base
-from megatron_rl.hosts.base import dropped_flags, known_hosts, read_launch
+from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES, names
+from megatron_rl.hosts.base import HostOptions, known_hosts, read_launch
 from megatron_rl.hosts.checks import check_launch, checks_of
+from megatron_rl.hosts.names import dropped_flags
 from megatron_rl.hosts.training_hooks import host_warnings
-from megatron_rl.validation import ROUTES_OF_FLAG
-from megatron_rl.validation.checks import checks_in
+from megatron_rl.validation.checks import EVERYONE, checks_in
 
 ONE_STEP = {"global_batch_size": 32, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
 TWO_STEPS = {**ONE_STEP, "global_batch_size": 16}
@@ -365,7 +365,7 @@ def test_a_sound_companion_is_allowed(settings):
 def test_a_launch_of_a_thousand_names_is_judged_in_each_micro_batch(monkeypatch):
     """The reducer and custom_loss judge it again each time: a name is compared with ours once in a process."""
     compared = []
-    monkeypatch.setattr(base, "get_close_matches", lambda name, *others, **options: compared.append(name) or [])
+    monkeypatch.setattr(names, "get_close_matches", lambda name, *others, **options: compared.append(name) or [])
     args = Namespace(**REDUCED, **{f"an_option_of_somebody_{number}": number for number in range(1000)})
     for _ in range(3):
         check_launch(args)
@@ -388,8 +388,9 @@ def test_the_checks_do_not_depend_on_what_was_imported_before():
 
 
 def test_each_check_has_a_row_that_it_refuses_and_one_that_it_allows():
-    of_hosts = [type(host).__module__ for host in known_hosts()]
-    every = checks_in("megatron_rl.hosts.checks", "megatron_rl.hosts.loss_checks", *of_hosts)
+    """tests/validation_cases.py has those of settings, tests/test_init_hook.py those that a launcher and the init hook ask."""
+    files = [f"megatron_rl.hosts.{name}" for name in ("names", "checks", "loss_checks", *HOST_NAMES)]
+    every = [check for check in checks_in(*files) if check.asked_by == EVERYONE and check.name != "settings_are_valid"]
     refusing = sorted(check.name for check in every if not check.is_warning)
     assert refusing == sorted([*REFUSED, *COMPANION_REFUSED]) and sorted(REFUSED) == sorted(ALLOWED)
 
@@ -416,11 +417,11 @@ def test_six_faults_give_one_error_with_six_remedies_and_change_nothing():
 )
 def test_flags_that_the_launcher_dropped_are_found_on_the_command_line(words, found):
     """FB-70: slime drops unknown flags and trains its default."""
-    problems = dropped_flags(Namespace(lr=1), words, ROUTES_OF_FLAG)
+    problems = list(dropped_flags(HostOptions(Namespace(lr=1)), words))
     assert [problem.split()[0] for problem in problems] == found
     assert all("put loss_aggregation" in problem and "--custom-config-path" in problem for problem in problems)
     kept = Namespace(loss_aggregation="constant", loss_aggregation_divisor=1.0)
-    assert dropped_flags(kept, words, ROUTES_OF_FLAG) == []
+    assert list(dropped_flags(HostOptions(kept), words)) == []
 
 
 @pytest.mark.parametrize(
@@ -436,7 +437,7 @@ def test_flags_that_the_launcher_dropped_are_found_on_the_command_line(words, fo
 )
 def test_a_slip_that_the_launcher_dropped_is_found_on_the_command_line(word, why):
     """FB-70: slime drops --loss_aggregation constant, under our launcher too, and trains sample_mean; its own are no slips."""
-    problems = dropped_flags(Namespace(lr=1), ["train.py", word, "constant"], ROUTES_OF_FLAG)
+    problems = list(dropped_flags(HostOptions(Namespace(lr=1)), ["train.py", word, "constant"]))
     assert problems == ([f"{word.partition('=')[0]} has no effect: {why}"] if why else [])
 
 

@@ -18,8 +18,9 @@ from launch_settings import REWARD as HOOK
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import base
-from megatron_rl.hosts.base import HostOptions, path_problems
+from megatron_rl.hosts.base import read_launch
 from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.names import paths_load
 from megatron_rl.hosts.training_hooks import (
     custom_megatron_init,
     learning_rate_shift,
@@ -135,7 +136,7 @@ def test_a_check_that_has_become_a_run_is_refused(value, is_refused, monkeypatch
 )
 def test_a_path_that_the_hosts_loader_would_not_find_is_refused(path, says):
     """FB-71: the hosts split on the last dot, and find out at the first batch."""
-    (problem,) = path_problems(HostOptions(Namespace(custom_pg_loss_reducer_function_path=path)))
+    (problem,) = (row.text for row in paths_load(read_launch(Namespace(custom_pg_loss_reducer_function_path=path))))
     assert problem.startswith(f"--custom-pg-loss-reducer-function-path {path}")
     assert re.search(says, problem), problem
 

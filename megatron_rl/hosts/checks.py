@@ -1,7 +1,4 @@
-"""What a launch in a host would train on a wrong scale, or without effect, each with its remedy; and who asks them all.
-
-`check_launch` adds the checks of megatron_rl.validation, which know no host. Nothing is changed.
-"""
+"""What a launch in a host would train on a wrong scale, or without effect, each with its remedy. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -21,13 +18,11 @@ from megatron_rl.hosts.base import (
     REDUCER_LINE,
     REWARD_LINE,
     HostLaunch,
-    likely_field,
     names_ours,
-    our_fields,
-    path_problems,
     read_launch,
 )
 from megatron_rl.hosts.dense_rows import is_proportional
+from megatron_rl.hosts.names import paths_load
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import Asker, Check, check, checks_in, problems_of
@@ -44,8 +39,9 @@ HOMOGENEOUS_ESTIMATORS = ("grpo", "gspo", "cispo")
 
 
 def checks_of(launch: HostLaunch) -> tuple[Check, ...]:
-    """The checks of all hosts, those of our loss, then those in the file of the launch's host."""
-    return checks_in(__name__, "megatron_rl.hosts.loss_checks", type(launch.options.host).__module__)
+    """Those of names, because such a fault causes others; of settings; of all hosts; of our loss; of the launch's own host."""
+    files = ("names", "checks", "loss_checks")
+    return checks_in(*(f"megatron_rl.hosts.{name}" for name in files), type(launch.options.host).__module__)
 
 
 def check_launch(
@@ -53,19 +49,22 @@ def check_launch(
 ) -> tuple[PolicyLossConfig, HostLaunch]:
     """Our settings and the launch that they belong to. `route`: the caller's; None: what the launch line says.
 
-    Raises one ConfigError with every problem: those that the caller has `found`, of names, of settings, of the launch and of its
-    companion, in this order. A path that does not load and a misspelt name come first, because they cause others.
+    Raises one ConfigError with every problem: those that the caller has `found`, then those of the checks, in their order.
     """
     launch = read_launch(args, route)
-    config, problems = None, [*found, *problems_of([names_are_spelled_right], launch, asker)]
+    problems = [*found, *problems_of(checks_of(launch), launch, asker)]
+    if problems:
+        raise ConfigError(problems)
+    return launch.config, launch
+
+
+@check()
+def settings_are_valid(launch: HostLaunch) -> Iterator[str]:
+    """By the rules of megatron_rl.validation, with the host's values where ours are unset."""
     try:
-        config = launch.options.host.config(args, launch.route)
+        launch.config  # noqa: B018
     except ConfigError as error:
-        problems += error.problems
-    problems += problems_of(checks_of(launch), launch, asker)
-    if problems or config is None:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return config, launch
+        yield from error.problems
 
 
 @check()
@@ -92,16 +91,6 @@ def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
                 f"weigh as much as a whole rollout, which a reducer cannot see; if each rollout is one sample, add {DECLARATION} "
                 f"and {REWARD_LINE}; or use {CUSTOM_LOSS_LINE}, or --loss-aggregation constant, exact for any number of samples"
             )
-
-
-@check()
-def names_are_spelled_right(launch: HostLaunch) -> Iterator[str]:
-    """A host merges any key of its YAML file into the arguments; a misspelt one has no effect."""
-    fields = our_fields()
-    for name in launch.options.names():
-        field = likely_field(name, fields)
-        if field is not None and launch.options.ours(name) is not None:
-            yield f"{name}={launch.options.ours(name)!r} has no effect: did you mean {field}? Write {field}, or remove it"
 
 
 @check()
@@ -132,7 +121,7 @@ def aggregation_is_given_its_counts(launch: HostLaunch) -> Iterator[str]:
 
 @check()
 def something_of_ours_is_at_work(launch: HostLaunch) -> Iterator[str]:
-    if launch.is_alone and not path_problems(launch.options):  # a path of megatron_rl that does not load is told by itself
+    if launch.is_alone and not list(paths_load(launch)):  # a path of megatron_rl that does not load is told by itself
         yield (
             f"--loss-aggregation {launch.aggregation} has no effect: neither our reducer nor our loss is on the launch line; "
             f"add {REDUCER_LINE}"

@@ -23,11 +23,10 @@ from typing import Any
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
-from megatron_rl.hosts.base import Host, HostOptions, dropped_flags, path_problems, rollout_hosts
+from megatron_rl.hosts.base import Host, rollout_hosts
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
 from megatron_rl.hosts.training_hooks import host_warnings, is_check, without_init_hook
-from megatron_rl.validation import routes_of_flags
 from megatron_rl.validation.checks import Asker
 
 EXIT_CONFIG = 2
@@ -180,8 +179,7 @@ def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: N
         bound.arguments["add_custom_arguments"] = compose_extra_args_provider(given)
         args = parse_args(*bound.args, **bound.kwargs)
         try:
-            found = [*path_problems(HostOptions(args)), *dropped_flags(args, sys.argv[1:], routes_of_flags())]
-            config, launch = check_launch(args, found=found, asker=Asker.LAUNCHER)
+            config, launch = check_launch(args, asker=Asker.LAUNCHER)
         except ConfigError as error:
             sys.exit(_refuse(error))
         for warning in [*without_init_hook(launch.options), *host_warnings(config, launch, Asker.LAUNCHER)]:

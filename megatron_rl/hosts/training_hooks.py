@@ -9,7 +9,6 @@ argument and no gradient is changed.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -35,9 +34,7 @@ from megatron_rl.hosts.base import (
     INIT_LINE,
     HostLaunch,
     HostOptions,
-    dropped_flags,
     names_ours,
-    path_problems,
     remember_args,
 )
 from megatron_rl.hosts.checks import check_launch, checks_of
@@ -48,7 +45,7 @@ from megatron_rl.megatron.indexer import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.ops.backends import check_backend
-from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
+from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
 from megatron_rl.validation.checks import Asker, warnings_of
 from megatron_rl.validation.experts import drift_problem, expert_problems
@@ -74,10 +71,9 @@ def custom_megatron_init(args: Namespace) -> None:
     """
     remember_args(args)
     groups = resolve_groups()
-    config, launch, problems = None, None, [*path_problems(HostOptions(args)), *dropped_flags(args, sys.argv, routes_of_flags())]
+    config, launch, problems = None, None, []
     if is_check():
-        problems.insert(
-            0,
+        problems.append(
             f"{CHECK_VARIABLE}={os.environ[CHECK_VARIABLE]} asks for a report without a run, and this run has started: a host "
             "calls the init hook when Ray, process groups and GPUs are up; unset it, or give the launch line to megatron-rl "
             "doctor --, or start with python -m megatron_rl.hosts.launch, which stops at the variable in time",

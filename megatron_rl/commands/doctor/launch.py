@@ -38,20 +38,22 @@ from megatron_rl.hosts.base import (
     GUARD_LINE,
     INIT_LINE,
     OPTIONS,
-    OUR_HOOKS,
     HostOptions,
-    dropped_flags,
-    is_hook_place,
     known_hosts,
-    meant_host_flag,
-    misspelling_hint,
-    path_problem,
     read_launch,
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.hosts.checks import check_launch, constant_is_without_deviation
 from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
 from megatron_rl.hosts.launch import first_on_path
+from megatron_rl.hosts.names import (
+    OUR_HOOKS,
+    dropped_flags,
+    is_hook_place,
+    meant_host_flag,
+    misspelling_hint,
+    path_problem,
+)
 from megatron_rl.hosts.training_hooks import host_warnings, trained_in_words, without_init_hook
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, unscaled_indexer_problem
@@ -230,7 +232,7 @@ def _model(line: LaunchLine, route: Route | None, scales_indexer_loss: bool | No
 
 def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
     args = host_arguments(line)
-    names = [problem.split()[0] for problem in dropped_flags(args, line.words, routes_of_flags())]
+    names = [problem.split()[0] for problem in dropped_flags(HostOptions(args), line.words)]
     if names:
         where = "the file that megatron-rl launch-config writes, or start with python -m megatron_rl.hosts.launch"
         yield from _dr_grpo(line, args)
