@@ -18,7 +18,7 @@ from typing import Any
 from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig
 from megatron_rl.hosts.sampling import Sampler, names_of
-from megatron_rl.hosts.settings import Given, Settings
+from megatron_rl.hosts.settings import Given, Settings, as_typed
 from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, loss_aggregation_names
 from megatron_rl.validation.checks import Check, Row
 
@@ -214,7 +214,7 @@ class Door:
     read_line: Callable[[Sequence[str], ReadFile], Line]
     write: Callable[[PolicyLossConfig, dict[str, Any]], dict[str, Any]] = lambda config, given: given
     """Completes the settings, by name, that give the host ours."""
-    line_of: Callable[[str, Any], str] = lambda name, value: f"{name}={value}"
+    line_of: Callable[[str, Any], str] = lambda name, value: f"{name}={as_typed(value)}"
     place: str = "settings on the launch line"
     separator: str = " "
     honours: tuple[str, ...] = ("kl_coefficient", "kl_estimator")

@@ -11,7 +11,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import read
-from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, clip_to_type, not_numbers
+from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, clip_to_type, not_numbers
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
 from megatron_rl.validation.checks import Row
@@ -89,7 +89,7 @@ def said_of(found: Found) -> Iterator[Row]:
 
 def _without(settings: Settings, unknown: Sequence[str], stand_ins: Mapping[str, Any]) -> Settings:
     def value_of(name: str) -> Any:
-        return stand_ins.get(name) if name in unknown else settings.value_of(name)
+        return stand_ins.get(name, ABSENT) if name in unknown else settings.value_of(name)
 
     given = {name: value for name, value in settings.given.items() if name not in unknown}
     return Settings(value_of, settings.defaults, typed=settings.typed, given=given, knows_defaults=settings.knows_defaults)
@@ -153,7 +153,7 @@ def _misplaced(door: Door, given: Mapping[str, Any]) -> Iterator[Row]:
     wanted = [name for name in (choice.setting, choice.aggregation) if name and "." in name]
     for name, value in given.items():
         whole = next((one for one in wanted if name != one and one.endswith(f".{name.rpartition('.')[2]}")), None)
-        is_meant = choice.prefix == "" or str(value).startswith(choice.prefix) or str(value) in choice.names
+        is_meant = whole is not None and whole.endswith(f".{name}") or str(value).startswith(choice.prefix)
         if whole is not None and name not in door.known_names and is_meant:
             yield Row(name, f"{door.title} has no such setting: type its whole name, {whole}={value}", is_wrong=True)
         elif name in routes_of_flags():

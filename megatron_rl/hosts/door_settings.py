@@ -19,7 +19,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, is_carried
 from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of
-from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, acting_clip, not_numbers
+from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, acting_clip, not_numbers
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
 from megatron_rl.validation.own_loss import own_loss_problems
 
@@ -263,9 +263,9 @@ def _proportional(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
 
 
 def judge_sampler(door: Door, settings: Settings, config: PolicyLossConfig, theirs: Iterable[str]) -> SamplingVerdict:
-    def value_of(name: str) -> Any:
+    def value_of(name: str) -> Any:  # None: the sampler's default
         value = settings.value_of(name)
-        return UNKNOWN if value is None and not settings.knows_defaults else value
+        return (None if settings.knows_defaults else UNKNOWN) if value is ABSENT else value
 
     return judge_sampling(door.sampler, value_of, [*readers_of(config), *theirs])
 

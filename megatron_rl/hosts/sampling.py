@@ -23,8 +23,8 @@ from typing import Any
 
 from megatron_rl.arguments import read_number
 from megatron_rl.config import CorrectionSettings, ImportanceCorrection, PolicyLossConfig
+from megatron_rl.hosts import settings
 from megatron_rl.hosts.settings import UNKNOWN, as_typed
-from megatron_rl.hosts.settings import value_at as value_at
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.validation import flag_of
 
@@ -294,3 +294,9 @@ def judge_recomputed_sampling(
         f"is {UNSCORED}; {off} samples from the policy itself"
     )
     return SamplingVerdict((), tuple(warnings), True)
+
+
+def value_at(tree: Any, name: str) -> Any:
+    """The value of a dotted name in nested mappings and objects; None: not there."""
+    found = settings.value_at(tree, name)
+    return None if found is settings.ABSENT else found

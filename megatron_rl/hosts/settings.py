@@ -19,6 +19,7 @@ from megatron_rl.loss_hub import PolicyLoss
 
 LONGEST_VALUE = 10_000
 UNKNOWN = object()  # a value that only the shell or the trainer knows
+ABSENT = object()  # a name that is not set, where None is a value that somebody has set
 
 
 class Given(NamedTuple):
@@ -35,7 +36,7 @@ class Given(NamedTuple):
 
 
 class Settings:
-    """value_of: the value of a whole name; None: not set there; UNKNOWN. defaults: the host's. typed: the names on the launch line;
+    """value_of: the value of a whole name, UNKNOWN or ABSENT. defaults: the host's. typed: the names on the launch line;
     None: not known. given: all names that the launch sets, with their values. knows_defaults: what is not set has its default."""
 
     def __init__(
@@ -53,21 +54,21 @@ class Settings:
     @classmethod
     def of_names(cls, given: Mapping[str, Any], defaults: Mapping[str, Any], **others: Any) -> Settings:
         """Of whole names with their values."""
-        return cls(given.get, defaults, given=given, **others)
+        return cls(lambda name: given.get(name, ABSENT), defaults, given=given, **others)
 
     @classmethod
     def of_object(cls, tree: Any, defaults: Mapping[str, Any], prefix: str = "", **others: Any) -> Settings:
         """Of the host's own object, nested mappings and attributes, whose names stand behind `prefix`."""
 
         def value_of(name: str) -> Any:
-            return value_at(tree, name.removeprefix(prefix)) if name.startswith(prefix) else None
+            return value_at(tree, name.removeprefix(prefix)) if name.startswith(prefix) else ABSENT
 
         return cls(value_of, defaults, **others)
 
     def __getitem__(self, name: str) -> Any:
         """The value, the host's default, or UNKNOWN."""
         value = self.value_of(name)
-        if value is not None:
+        if value is not ABSENT:
             return value
         return self.defaults.get(name) if self.knows_defaults else UNKNOWN
 
@@ -77,17 +78,17 @@ class Settings:
     def one(self, name: str, shown: str | None = None) -> Given:
         """shown: how it is typed, where that is not its name."""
         value, default = self.value_of(name), self.defaults.get(name)
-        if value is None and self.knows_defaults:
-            value = default
+        if value is ABSENT:
+            value = default if self.knows_defaults else None
         return Given(shown or name, value, default, self.is_typed(name))
 
 
 def value_at(tree: Any, name: str) -> Any:
-    """The value of a dotted name in nested mappings and objects; None: not there."""
+    """The value of a dotted name in nested mappings and objects; ABSENT: not there."""
     for part in name.split("."):
         get = getattr(tree, "get", None)
-        tree = get(part) if callable(get) else getattr(tree, part, None)
-        if tree is None or tree is UNKNOWN:
+        tree = get(part, ABSENT) if callable(get) else getattr(tree, part, ABSENT)
+        if tree is ABSENT or tree is UNKNOWN:
             return tree
     return tree
 

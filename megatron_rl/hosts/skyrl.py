@@ -33,7 +33,7 @@ from megatron_rl.hosts.door import AVERAGED, TIMES_CP, Choice, Door, Found, Kind
 from megatron_rl.hosts.door_line import judge_names
 from megatron_rl.hosts.door_settings import OnceRead, losses, read
 from megatron_rl.hosts.sampling import Filter, Sampler
-from megatron_rl.hosts.settings import Settings, read_overrides, value_at
+from megatron_rl.hosts.settings import ABSENT, Settings, read_overrides, value_at
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.validation.checks import Row, check
@@ -241,17 +241,19 @@ class SkyrlLoss:
         found = self.reader.read(settings_of(config, self.own, self.typed))
         mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
         needs_sampler, weights, metrics, sampled = needs_rollout_log_probs(found.config), None, {}, None
-        if needs_sampler or found.theirs:
+        theirs = import_module(CORRECTIONS)
+        is_weighed = theirs.off_policy_correction_enabled(config.off_policy_correction)
+        if needs_sampler or is_weighed:
             if rollout_logprobs is None:
                 raise ConfigError(
                     f"SkyRL's batch has no rollout_logprobs, which {PREFIX}{self.name} or a correction needs: set "
                     "generator.sampling_params.logprobs=1"
                 )
             sampled = torch.where(mask, rollout_logprobs, 0.0)
-        if found.theirs:
+        if is_weighed:
             old = torch.where(mask, old_log_probs, 0.0)
             given = (torch.ones_like(old), old, sampled, mask.float(), config.off_policy_correction)
-            weights, kept, metrics = import_module(CORRECTIONS).apply_off_policy_correction(*given)
+            weights, kept, metrics = theirs.apply_off_policy_correction(*given)
             weights = weights * kept
         rows = (log_probs, old_log_probs, advantages, mask)
         sampled = sampled if needs_sampler else None
@@ -267,8 +269,8 @@ def settings_of(tree: Any, own: Mapping[str, Any], typed: Sequence[str] | None, 
 
     def value_of(name: str) -> Any:
         if name.startswith(PREFIX):
-            return own.get(name)
-        return value_at(tree, name.removeprefix(section)) if name.startswith(section) else None
+            return own.get(name, ABSENT)
+        return value_at(tree, name.removeprefix(section)) if name.startswith(section) else ABSENT
 
     return Settings(value_of, DOOR.all_defaults, typed=typed, given=own)
 
