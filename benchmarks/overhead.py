@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.launches import counted_launches, watched_launches
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.ops.backends import is_interpreted, why_triton_is_missing
-from megatron_rl.testing.launches import counted_launches, watched_launches
 
 LOSSES, DOCUMENTS, COLUMNS, HIDDEN_SIZE = ("grpo", "gspo"), 4, 1024, 64
 # Rounds of CALLS calls each; the least of the rounds is shown, which other load disturbs least.

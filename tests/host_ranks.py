@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from helpers import zigzag
 from host_cases import ORDER, ROLLOUT_GAP, DenseStep, HostCase, host_args
+from host_emulator import EmulatedHost, EmulatedSample
 from host_harness import GLOBAL_VARS, RealHost, exact_cross_entropy, set_global_args
 from torch import Tensor
 
 from megatron_rl.hosts.base import host_named, remember_args
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.testing.host_emulator import EmulatedHost, EmulatedSample
 
 ROW_LENGTH = 24  # of bshd: beyond the longest sample, a multiple of 2 cp
 PADDING = 8  # a thd row is padded to a multiple

@@ -14,8 +14,8 @@ from test_forward_step import SeenShapes
 from test_fused_head import most_rows
 from trainer_cases import STILL, gradients_of, metrics_of, ragged_step, relative_difference, run_loop, tiny_trainer, whole
 
+from benchmarks.launches import counted_launches
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.testing.launches import counted_launches
 from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
 
 pytestmark = pytest.mark.megatron

@@ -16,6 +16,7 @@ from helpers import CLIP, Batch
 from linear_cases import HeadBatch, by_logits, on_device, run
 from torch import Tensor
 
+from benchmarks.launches import counted_launches
 from megatron_rl.layout import SINGLE
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.losses import linear_gspo_loss, linear_policy_loss
@@ -29,7 +30,6 @@ from megatron_rl.ops.linear_head import (
     linear_log_probs,
 )
 from megatron_rl.ops.linear_schedule import MOVE_DIVISOR, Plan
-from megatron_rl.testing.launches import counted_launches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of:UserWarning")]
 

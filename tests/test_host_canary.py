@@ -16,13 +16,13 @@ import pytest
 import torch
 from helpers import pool_of
 from host_cases import HostCase, host_args
+from host_emulator import merge_custom_config
 from host_harness import RealHost, roots_by_environment
+from host_rank import load_function
 from host_ranks import make_host, run_cases, train_data
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.hosts.base import OPTIONS, host_named
-from megatron_rl.testing.host_emulator import merge_custom_config
-from megatron_rl.testing.host_rank import load_function
 from megatron_rl.validation import HOST_SWITCHES
 
 pytestmark = [pytest.mark.host, pytest.mark.megatron]

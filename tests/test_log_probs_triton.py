@@ -19,6 +19,7 @@ import torch
 from helpers import KERNEL_DEVICE
 from test_log_probs import CASES, TOLERANCE, LargestNewTensor, coefficients, expected
 
+from benchmarks.launches import counted_launches
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
@@ -34,7 +35,6 @@ from megatron_rl.ops.backends import (
 )
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
 from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, logits_gradient_torch, merge_shards
-from megatron_rl.testing.launches import counted_launches
 
 pytest.importorskip("triton")
 import megatron_rl.ops.log_probs_triton as log_probs_triton

@@ -9,8 +9,8 @@ import pytest
 from helpers import CLIP, KERNEL_DEVICE, random_batch, without_needless_clip
 
 import megatron_rl
+from benchmarks.launches import counted_launches, watched_launches
 from megatron_rl.losses import policy_loss
-from megatron_rl.testing.launches import counted_launches, watched_launches
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernel

@@ -11,6 +11,7 @@ from helpers import CLIP, KERNEL_DEVICE, PARAMETERS, clip_for, loop_sample, rand
 from sass_gate import TorchOperations
 from torch import Tensor
 
+from benchmarks.launches import counted_launches
 from megatron_rl.config import Backend
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
@@ -20,7 +21,6 @@ from megatron_rl.losses.options import LossOptions, prepare_inputs, resolve_opti
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.metrics import PolicyStatistics
 from megatron_rl.step_metrics import finalise_metrics
-from megatron_rl.testing.launches import counted_launches
 
 pytest.importorskip("triton")
 import megatron_rl.losses.reduce_triton as reduce_triton

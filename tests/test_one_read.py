@@ -19,6 +19,7 @@ from helpers import KERNEL_DEVICE, Batch, clip_for, random_batch, without_needle
 from simulated_cuda import simulated_cuda
 from torch import Tensor
 
+from benchmarks.launches import counted_launches, watched_launches
 from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
@@ -32,7 +33,6 @@ from megatron_rl.ops.backends import (
     StatisticsConfiguration,
     one_read_configuration,
 )
-from megatron_rl.testing.launches import counted_launches, watched_launches
 from megatron_rl.testing.ranks import run_ranks
 
 pytest.importorskip("triton")

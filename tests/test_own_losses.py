@@ -35,6 +35,7 @@ from linear_cases import budget, by_logits, head_batch, on_device, run, seen, wo
 from loss_backends import KERNEL, TRITON, over_backends
 from trainer_cases import metrics_of, run_loop
 
+from benchmarks.launches import counted_launches
 from megatron_rl import linear_policy_loss, policy_loss
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import Route
@@ -43,7 +44,6 @@ from megatron_rl.hosts.dense_rows import Given, read_config
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.step_metrics import finalise_metrics
-from megatron_rl.testing.launches import counted_launches
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("own_losses")

@@ -18,6 +18,7 @@ from linear_cases import HeadBatch, budget, every_term, head_batch, on_device, r
 from test_linear_losses import KINDS, fused, options_of
 
 import megatron_rl.ops.scaled_exp_triton as scaled_exp_triton
+from benchmarks.launches import counted_launches
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
@@ -25,7 +26,6 @@ from megatron_rl.ops import linear_head
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_shard
 from megatron_rl.ops.scaled_exp_triton import TileConfiguration, scaled_exp
-from megatron_rl.testing.launches import counted_launches
 from megatron_rl.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.kernel

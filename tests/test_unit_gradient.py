@@ -16,12 +16,12 @@ from test_linear_losses import KINDS, fused, options_of
 from test_log_probs_triton import SMALL, SMALL_GRADIENT, in_guarded_memory, random_rows, truth
 
 import megatron_rl.ops.unit_gradient_triton as unit_gradient_triton
+from benchmarks.launches import counted_launches
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.log_probs import vocab_shard
 from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
 from megatron_rl.ops.unit_gradient_triton import plan_unit_gradient, unit_gradient
-from megatron_rl.testing.launches import counted_launches
 
 pytestmark = pytest.mark.kernel
 # Lanes and tiles of the statistics as in SMALL, blocks as in SMALL_GRADIENT: the kernel then has the numbers of the two kernels.

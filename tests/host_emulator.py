@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from host_losses import emulated_policy_loss
+from host_rank import HostRank, load_function
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.hosts.base import Host
 from megatron_rl.layout.groups import all_reduce_sum
-from megatron_rl.testing.host_losses import emulated_policy_loss
-from megatron_rl.testing.host_rank import HostRank, load_function
 
 
 def merge_custom_config(args: Namespace, settings: Mapping[str, object] | None) -> None:

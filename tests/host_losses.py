@@ -5,10 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 
 import torch
+from host_rank import HostRank, Reducer, load_function
 from torch import Tensor
 
 from megatron_rl.layout.groups import all_reduce_sum
-from megatron_rl.testing.host_rank import HostRank, Reducer, load_function
 
 
 def emulated_policy_loss(
