@@ -311,7 +311,7 @@ def of_a_refused_line_of_verl(command: str) -> str:
 
 def said_once(function, *arguments) -> str:
     """The line of a loss's first step, whatever this process has said before."""
-    with mock.patch.object(dense_rows, "_told", set()):
+    with mock.patch.object(dense_rows._OLD, "told", set()):
         return said(function, *arguments)
 
 

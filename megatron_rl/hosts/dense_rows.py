@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, weigh_tokens
@@ -21,7 +19,8 @@ from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.given import Given, acting_clip, not_numbers
-from megatron_rl.layout.groups import SINGLE, resolve_group
+from megatron_rl.hosts.run import Run
+from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import (
     PolicyLoss,
     get_loss_aggregation,
@@ -252,15 +251,7 @@ def refuse_nonfinite(output: PolicyLossOutput) -> None:
         )
 
 
-_told: set[str] = set()
-
-
-def _is_first_rank() -> bool:
-    """Of those that have the loss: the last pipeline stage."""
-    dp_cp, tp, pp = (resolve_group(None, name) for name in ("dp_cp", "tp", "pp"))
-    if dp_cp is SINGLE:  # no Megatron here
-        return not dist.is_initialized() or dist.get_rank() == 0
-    return dp_cp.rank() == tp.rank() == 0 and pp.rank() == pp.size() - 1
+_OLD = Run()  # of the doors that are not yet tables
 
 
 def sample_in_words(aggregation: str, several: str | None) -> str:
@@ -277,16 +268,12 @@ def sample_in_words(aggregation: str, several: str | None) -> str:
     return f"a rollout that comes in k rows ({several}) weighs as in one"
 
 
-def tell_once(
+def step_line(
     title: str, config: PolicyLossConfig, totals: StepTotals | None, regularizers: str, *, several: str | None = None
-) -> None:
-    """One line at the first step, on the first rank that has the loss: what a token and a rollout weigh, and who computes KL and
-    entropy.
+) -> str:
+    """The line of the first step: what a token and a rollout weigh, and who computes KL and entropy. A `Run` tells it once.
 
     totals: None where the trainer has put all weights into the advantages. several: as in sample_in_words."""
-    if title in _told or not _is_first_rank():
-        return
-    _told.add(title)
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
     correction = CorrectionSettings.of(config)
     known: dict[str, float | None] = {"L": divisor}
@@ -295,7 +282,7 @@ def tell_once(
     in_advantages = totals is None or (is_carried(record.name) and totals.num_prompts is None)
     if totals is not None and record.needs is not None and "num_tokens" in record.needs:
         known["T"] = totals.num_tokens
-    parts = [f"megatron_rl: {title}", numbers(config)]
+    parts = [title, numbers(config)]
     if correction.is_on:
         low, high = correction.bounds
         parts.append(f"sampling weights {correction.kind} {low:g} to {high:g}")
@@ -307,15 +294,16 @@ def tell_once(
         f"learning rate against sample_mean {record.learning_rate_shift(divisor)}",
         regularizers,
     ]
-    print(" | ".join(parts), file=sys.stderr, flush=True)
+    return " | ".join(parts)
+
+
+def tell_once(title: str, *given: Any, **named: Any) -> None:
+    _OLD.tell(title, lambda: step_line(title, *given, **named))
 
 
 def warn_once(warnings: Sequence[str]) -> None:
-    """On standard error, at the first step, on the first rank that has the loss."""
     for text in warnings:
-        if text not in _told and _is_first_rank():
-            _told.add(text)
-            print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
+        _OLD.warn(text)
 
 
 def numbers(config: PolicyLossConfig) -> str:

@@ -28,10 +28,11 @@ from torch import Tensor
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import KLEstimator, LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.dense_rows import loss_of_rows, tell_once
+from megatron_rl.hosts.dense_rows import loss_of_rows, step_line
 from megatron_rl.hosts.door import AVERAGED, TIMES_CP, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
 from megatron_rl.hosts.door_line import judge_names
 from megatron_rl.hosts.door_settings import OnceRead, losses, read
+from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import Filter, Sampler
 from megatron_rl.hosts.settings import ABSENT, Settings, read_overrides, value_at
 from megatron_rl.loss_hub import needs_rollout_log_probs
@@ -219,7 +220,8 @@ class SkyrlLoss:
 
     def __init__(self, name: str, own: Mapping[str, Any] | None = None, typed: Sequence[str] | None = None):
         """own: words of ours by their whole names. typed: the names on the launch line; None: not known."""
-        self.name, self.own, self.typed, self.reader = name, dict(own or {}), typed, OnceRead(DOOR)
+        self.name, self.own, self.typed = name, dict(own or {}), typed
+        self.reader, self.run = OnceRead(DOOR), Run()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self.own, self.typed)
@@ -259,7 +261,8 @@ class SkyrlLoss:
         sampled = sampled if needs_sampler else None
         output = loss_of_rows(found.config, None, *rows, importance_weights=weights, rollout_log_probs=sampled)
         regularizers = "KL and entropy are SkyRL's, means over micro-batches"
-        tell_once(f"policy_loss_type={PREFIX}{self.name} in SkyRL", found.config, None, regularizers, several=f"{STEP_WISE}=true")
+        title, several = f"policy_loss_type={PREFIX}{self.name} in SkyRL", f"{STEP_WISE}=true"
+        self.run.tell(title, lambda: step_line(title, found.config, None, regularizers, several=several))
         policy = finalise_metrics(output.metrics) if output.metrics is not None else {}
         return output.loss, {"clip_ratio": policy.get("policy/clipped_ratio_fraction", 0.0), **metrics}
 
