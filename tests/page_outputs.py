@@ -15,6 +15,7 @@ import tempfile
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -357,7 +358,9 @@ def of_the_first_step_in_skyrl(command: str) -> str:
     from skyrl_cases import RowCase, run_step, samples_of
 
     case = RowCase(loss=re.search(r"megatron_rl\.(\w+)", command)[1], aggregation=command.split()[-1])
-    return said_once(run_step, case, *samples_of(case))
+    without_correction = SimpleNamespace(off_policy_correction_enabled=lambda settings: False)
+    with mock.patch.object(skyrl, "import_module", lambda name: without_correction):
+        return said_once(run_step, case, *samples_of(case))
 
 
 def of_multi_token_prediction(command: str) -> str:
