@@ -31,7 +31,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import dense_rows, launch, nemo_rl, roll, verl, verl_launch
+from megatron_rl.hosts import dense_rows, launch, nemo_rl, roll, skyrl, verl, verl_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.train_rl import take_rollouts
