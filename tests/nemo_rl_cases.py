@@ -27,12 +27,13 @@ from dense_row_cases import (
 )
 from torch import Tensor
 
-from megatron_rl.hosts import nemo_rl
+from megatron_rl.hosts import nemo_rl, nemo_rl_plugin
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
 
 PACKINGS = ("rows", "a call a sequence", "one call")
+AFTER_THE_ESTIMATOR = [name.removeprefix("grpo.") for name in nemo_rl.AFTER_THE_ESTIMATOR]
 # What the samples that sample_mask drops are filled with: they are in no count.
 DROPPED = (3, 9)
 
@@ -74,7 +75,7 @@ def loss_settings(case: Case) -> dict[str, Any]:
 
 
 def master_config(loss_fn: Mapping[str, Any], *, samples: int = 16, top_p: float = 1.0, **grpo: Any) -> SimpleNamespace:
-    sizes = {"num_prompts_per_step": samples // 4, "num_generations_per_prompt": 4, **dict.fromkeys(nemo_rl.AFTER_THE_ESTIMATOR)}
+    sizes = {"num_prompts_per_step": samples // 4, "num_generations_per_prompt": 4, **dict.fromkeys(AFTER_THE_ESTIMATOR)}
     generation = {"top_p": top_p, "vllm_cfg": {"logprobs_mode": "processed_logprobs"}}
     policy = {"megatron_cfg": {"enabled": True}, "train_global_batch_size": samples, "generation": generation}
     return SimpleNamespace(loss_fn=loss_fn, policy=policy, grpo=SimpleNamespace(**(sizes | grpo)))
@@ -104,9 +105,9 @@ class OwnLoss:
         return loss, {"loss": loss.item(), "probs_ratio": float((ratio.detach() * mask).sum() / global_valid_toks)}
 
 
-def make_loss(case: Case, own: Callable[..., Any] = OwnLoss, **settings: Any) -> nemo_rl.NemoLoss:
+def make_loss(case: Case, own: Callable[..., Any] = OwnLoss, **settings: Any) -> nemo_rl_plugin.NemoLoss:
     given = loss_settings(case) | settings
-    return nemo_rl.NemoLoss(own(given), nemo_rl.check_launch(master_config(given)), case.num_samples)
+    return nemo_rl_plugin.NemoLoss(own(given), nemo_rl.check_launch(master_config(given)), case.num_samples)
 
 
 @dataclass
@@ -134,7 +135,7 @@ def make_step(case: Case) -> Step:
         names = [sample.prompt_id for sample in samples]
         prompts = torch.tensor([[names.index(name), 7] for name in names])
         estimator = SimpleNamespace(compute_advantage=lambda prompt_ids, mask, rewards: rewards)
-        advantages = nemo_rl.with_prompt_weights(estimator).compute_advantage(
+        advantages = nemo_rl_plugin.with_prompt_weights(estimator).compute_advantage(
             prompt_ids=prompts, rewards=advantages, mask=mask * sample_mask[:, None]
         )
     columns = {

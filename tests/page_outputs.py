@@ -31,7 +31,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import dense_rows, launch, nemo_rl, roll, skyrl, verl, verl_launch
+from megatron_rl.hosts import dense_rows, launch, nemo_rl, nemo_rl_plugin, roll, skyrl, verl, verl_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.train_rl import take_rollouts
@@ -328,12 +328,12 @@ def of_the_first_step_in_verl(command: str) -> str:
 
 def of_the_first_step_in_nemo_rl(command: str) -> str:
     """The line of our loss, for a step of 256 samples."""
-    from nemo_rl_cases import Case, make_loss
+    from nemo_rl_cases import Case, make_loss, master_config
 
     own = make_loss(Case(loss="grpo", aggregation="sample_mean"), reference_policy_kl_penalty=0.01).own
-    settings = nemo_rl.read_settings({"megatron_rl": command.split("=")[-1], "megatron_rl_loss_aggregation_divisor": 8192})
+    config = master_config({"megatron_rl": command.split("=")[-1], "megatron_rl_loss_aggregation_divisor": 8192})
     totals = StepTotals(num_samples=256, num_prompts=None, num_tokens=1)
-    return said_once(nemo_rl.NemoLoss(own, settings, 256).tell, totals)
+    return said(nemo_rl_plugin.NemoLoss(own, nemo_rl.check_launch(config), 256).tell, totals)
 
 
 def of_a_line_of_roll(command: str) -> str:

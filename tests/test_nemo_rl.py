@@ -26,7 +26,7 @@ from nemo_rl_cases import Case
 from megatron_rl import __main__ as command_line
 from megatron_rl.config import KLEstimator
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import dense_rows, launch, nemo_rl
+from megatron_rl.hosts import dense_rows, launch, nemo_rl, nemo_rl_plugin, run
 from megatron_rl.layout.context_parallel import chunk_spans
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.testing.ranks import run_ranks
@@ -128,7 +128,7 @@ def test_kl_is_of_unfiltered_log_probs_where_nemo_rl_has_them():
         log_probs = torch.full(mask.shape, -1.0, requires_grad=True)
         loss = cases.make_loss(case, reference_policy_kl_penalty=penalty, **of_ours)
         counts = columns["sample_mask"].sum(), mask.sum()
-        loss(log_probs, columns | {nemo_rl.UNFILTERED: unfiltered}, *counts)[0].backward()
+        loss(log_probs, columns | {nemo_rl_plugin.UNFILTERED: unfiltered}, *counts)[0].backward()
         gradients.append(log_probs.grad)
         assert not penalty or torch.equal(unfiltered.grad != 0, mask)
     assert torch.equal(*gradients[:2]) and torch.equal(*gradients[1:])
@@ -206,8 +206,8 @@ def test_a_worker_imports_a_loss_of_ones_own(tmp_path, monkeypatch):
     case = Case(loss="gmpo", aggregation="token_mean", sizes=(3, 5))
 
     def driver() -> int:
-        settings = nemo_rl.read_settings({"megatron_rl": "my_losses.mine.token_mean"})
-        (tmp_path / "loss").write_bytes(pickle.dumps(nemo_rl.NemoLoss(cases.make_loss(case).own, settings, 16)))
+        found = nemo_rl.check_launch(cases.master_config({"megatron_rl": "my_losses.mine.token_mean"}))
+        (tmp_path / "loss").write_bytes(pickle.dumps(nemo_rl_plugin.NemoLoss(cases.make_loss(case).own, found, 16)))
         return 0
 
     def worker() -> int:
@@ -241,7 +241,8 @@ def test_advantages_without_the_weights_of_their_step_are_refused(change):
             torch.rand(16, 1, generator=torch.Generator().manual_seed(1)) < 2
         )
         step.columns["token_mask"][:, -8:] = 0
-    loss = nemo_rl.NemoLoss(cases.make_loss(case).own, cases.make_loss(case).settings, 15 if change == "batch" else 16)
+    loss = cases.make_loss(case)
+    loss.samples_per_step = 15 if change == "batch" else 16
     with pytest.raises(DataError, match="do not have the weights of their prompt groups"):
         cases.run_step(case, step, loss)
 
@@ -268,11 +269,11 @@ def test_advantages_without_the_weights_of_their_step_are_refused(change):
         ({"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k4"}, "k4 is not one of k1, k2, k3, k3\\+, unbiased"),
         (
             {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "reference_policy_kl_penalty": 0.0},
-            "_kl_estimator=k3 needs a coefficient: set loss_fn.reference_policy_kl_penalty to a number above 0, it is 0.0",
+            "_kl_estimator=k3 has no effect without a coefficient: set loss_fn.reference_policy_kl_penalty to .*, it is 0.0",
         ),
         (
             {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "reference_policy_kl_penalty": math.nan},
-            "_kl_estimator=k3 needs a coefficient: .*, it is nan",
+            "_kl_estimator=k3 has no effect without a coefficient: .*, it is nan",
         ),
         (
             {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "use_kl_in_reward": True},
@@ -284,7 +285,7 @@ def test_advantages_without_the_weights_of_their_step_are_refused(change):
         ),
         (
             {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "unbiased", "use_on_policy_kl_approximation": True},
-            "use_on_policy_kl_approximation=True has no effect beside .*unbiased; remove it",
+            "use_on_policy_kl_approximation=true has no effect beside .*unbiased; remove it",
         ),
         ({"megatron_rl": "dro.prompt_mean"}, "dro is not: choose another one"),
         (
@@ -313,7 +314,7 @@ def test_settings_that_are_not_honoured_are_refused(loss_fn, message):
         nemo_rl.check_launch(cases.master_config(loss_fn))
 
 
-@pytest.mark.parametrize("name", nemo_rl.AFTER_THE_ESTIMATOR)
+@pytest.mark.parametrize("name", cases.AFTER_THE_ESTIMATOR)
 def test_advantages_that_are_written_after_the_estimator_are_refused_with_prompt_mean_alone(name):
     nemo_rl.check_launch(cases.master_config({"megatron_rl": "grpo.sample_mean"}, **{name: -5.0}))
     with pytest.raises(ConfigError, match=f"grpo.{name}=-5.0 beside grpo.prompt_mean"):
@@ -327,8 +328,7 @@ def test_a_step_that_cuts_a_batch_and_another_backend_are_refused():
         nemo_rl.check_launch(config)
 
 
-def test_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
-    monkeypatch.setattr(dense_rows, "_told", set())
+def test_the_first_step_says_what_a_token_weighs(capsys):
     case = Case(loss="gspo", aggregation="constant", sizes=(3, 5))
     loss = pickle.loads(pickle.dumps(cases.make_loss(case, reference_policy_kl_penalty=0.01)))  # as it comes to a worker
     cases.run_step(case, cases.make_step(case), loss)
@@ -341,6 +341,13 @@ def test_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
         "KL is NeMo-RL's, 0.01 x mean over tokens",
     ):
         assert part in line
+
+
+def test_two_trainers_of_a_process_say_their_line_each(capsys):
+    case = Case(loss="gspo", aggregation="sample_mean", sizes=(3, 5))
+    for loss in (cases.make_loss(case), cases.make_loss(case)):
+        cases.run_step(case, cases.make_step(case), loss)
+    assert capsys.readouterr().err.count("megatron_rl=gspo.sample_mean in NeMo-RL") == 2
 
 
 LEFT_OUT = [
@@ -359,8 +366,8 @@ def test_a_token_that_the_trainer_leaves_out_has_no_gradient_and_stays_counted(z
     case = Case(loss="grpo", aggregation=aggregation)
     given = cases.loss_settings(case) | settings
     found = nemo_rl.check_launch(cases.master_config(given, top_p=0.8))
-    assert found.has_unscored and "its share is unscored_token_fraction" in found.warnings[0]
-    loss = nemo_rl.NemoLoss(cases.OwnLoss(given | {"reference_policy_kl_penalty": 0.0}), found, case.num_samples)
+    assert found.keeps_a_part and "its share is unscored_token_fraction" in found.warnings[0]
+    loss = nemo_rl_plugin.NemoLoss(cases.OwnLoss(given | {"reference_policy_kl_penalty": 0.0}), found, case.num_samples)
     columns = cases.make_step(case).columns
     mask = (columns["token_mask"] * columns["sample_mask"][:, None])[:, 1:].bool()
     row, place = (int(index) for index in mask.nonzero()[1])
@@ -379,11 +386,11 @@ def test_a_token_that_the_trainer_leaves_out_has_no_gradient_and_stays_counted(z
         return log_probs.grad, metrics
 
     (clean, of_clean), (got, metrics) = gradient(False), gradient(True)
-    assert clean[row, place] != 0 and of_clean[nemo_rl.UNSCORED] == 0
+    assert clean[row, place] != 0 and of_clean[nemo_rl_plugin.UNSCORED] == 0
     expected = clean.clone()
     expected[row, place] = 0
     assert torch.equal(got, expected)
-    assert metrics[nemo_rl.UNSCORED] == 1 / int(mask.sum())
+    assert metrics[nemo_rl_plugin.UNSCORED] == 1 / int(mask.sum())
     # NeMo-RL's own metrics: a ratio of 1 in its place, and not e^5.
     ratio = math.exp(0.1)
     assert metrics["probs_ratio"] == pytest.approx(ratio + (1 - ratio) / int(mask.sum()), rel=1e-5)
@@ -397,11 +404,11 @@ def test_a_sure_token_and_a_sampler_of_the_whole_vocabulary_leave_none_out():
     columns = columns | dict.fromkeys(("prev_logprobs", "generation_logprobs"), torch.zeros_like(columns["prev_logprobs"]))
     counts = columns["sample_mask"].sum(), mask.sum()
     for top_p, sampled, share in ((0.8, 0.0, 0.0), (0.8, -5e-4, 0.0), (0.8, -2e-3, 1.0), (1.0, -2e-3, None)):
-        loss = nemo_rl.NemoLoss(
+        loss = nemo_rl_plugin.NemoLoss(
             cases.OwnLoss(given), nemo_rl.check_launch(cases.master_config(given, top_p=top_p)), case.num_samples
         )
         batch = columns | {"generation_logprobs": columns["generation_logprobs"] + sampled}
-        assert loss(torch.zeros(mask.shape, requires_grad=True), batch, *counts)[1].get(nemo_rl.UNSCORED) == share
+        assert loss(torch.zeros(mask.shape, requires_grad=True), batch, *counts)[1].get(nemo_rl_plugin.UNSCORED) == share
 
 
 # The door
@@ -427,7 +434,7 @@ given = dict(word.removeprefix("++loss_fn.").split("=") for word in sys.argv[1:]
 top_p = float(given.pop("policy.generation.top_p", 1))
 config = nemo_rl_cases.master_config(given, top_p=top_p)
 loss = setup(config, "tokenizer")
-print(type(loss).__name__, loss.settings, loss.samples_per_step)
+print(type(loss).__name__, loss.name, loss.samples_per_step)
 print(type(trainer._create_advantage_estimator(config).compute_advantage).__name__)
 """
 
@@ -459,6 +466,29 @@ def test_the_launcher_ends_with_each_problem(script):
     code, out, error = launched(script, "++loss_fn.megatron_rl=gspo.constant", "++loss_fn.use_cispo=1")
     assert (code, out) == (2, "")
     assert "two losses in one launch" in error and "needs its L" in error and "Traceback" not in error
+
+
+def test_names_are_judged_at_start_and_newer_fields_of_nemo_rl_are_its_own():
+    class Newer(dict):
+        model_fields = ("quantum_speed", "ratio_clip_min")
+
+    for loss_fn in (dict, Newer):
+        given = loss_fn(megatron_rl="grpo.token_mean", quantum_speed=3)
+        if loss_fn is Newer:
+            assert nemo_rl.check_launch(cases.master_config(given)).loss.name == "grpo"
+            continue
+        with pytest.raises(ConfigError, match="loss_fn.quantum_speed: NeMo-RL has no such setting: remove it"):
+            nemo_rl.check_launch(cases.master_config(given))
+    right = cases.master_config({"megatron_rl": "grpo.token_mean"})
+    with pytest.raises(
+        ConfigError, match="los_fn.ratio_clip_max: NeMo-RL has no such setting: did you mean loss_fn.ratio_clip_max"
+    ):
+        nemo_rl.check_launch(right, ["++los_fn.ratio_clip_max=0.3"])
+    with pytest.raises(ConfigError, match="type its whole name, \\+\\+loss_fn.megatron_rl=gspo.token_mean"):
+        nemo_rl.check_launch(right, ["++megatron_rl=gspo.token_mean"])
+    with pytest.raises(ConfigError, match="ratio_clip_max=true is a switch"):  # NeMo-RL's model has made 1.0 of it
+        words = ["loss_fn.ratio_clip_max=true"]
+        nemo_rl.check_launch(cases.master_config({"megatron_rl": "grpo.token_mean", "ratio_clip_max": 1.0}), words)
 
 
 def test_the_launcher_judges_the_sampler(script):
@@ -505,8 +535,8 @@ def test_one_rank_of_the_last_stage_says_the_line(places, speaks, monkeypatch):
         rank, size = places[name]
         return SimpleNamespace(rank=lambda: rank, size=lambda: size)
 
-    monkeypatch.setattr(dense_rows, "resolve_group", group)
-    assert dense_rows._is_first_rank() is speaks
+    monkeypatch.setattr(run, "resolve_group", group)
+    assert run.is_first_rank() is speaks
 
 
 # Doctor
@@ -543,7 +573,7 @@ def diagnosis(tmp_path, monkeypatch, line: str) -> tuple[int, str]:
             f"{LAUNCH} ++loss_fn.megatron_rl=grpo.token_mean loss_fn.ratio_clip_max=0.28",
             r"clip 0.2/0.28 .*clip, low.*, weight of a token 1/T",
         ),
-        (f"{LAUNCH} ++loss_fn.megatron_rl=$LOSS", "loss_fn.megatron_rl: not known here"),
+        (f"{LAUNCH} ++loss_fn.megatron_rl=$LOSS", "loss_fn.megatron_rl not known here"),
         (
             f"{LAUNCH} ++loss_fn.megatron_rl=grpo.constant ++loss_fn.megatron_rl_loss_aggregation_divisor=8 "
             "loss_fn.reference_policy_kl_penalty=0.02 ++loss_fn.megatron_rl_kl_estimator=k3+",
@@ -707,7 +737,7 @@ def test_the_tokens_that_nemo_rls_own_filter_leaves_out_are_found():
         is_left_out, mask = scored.isinf(), torch.ones(8, 500)
         log_probs = mask_out(scored, mask, "curr_logprobs")
         given = cases.loss_settings(Case(loss="grpo", aggregation="token_mean"))
-        loss = nemo_rl.NemoLoss(cases.OwnLoss(given), nemo_rl.check_launch(cases.master_config(given, top_p=0.8)), 8)
+        loss = nemo_rl_plugin.NemoLoss(cases.OwnLoss(given), nemo_rl.check_launch(cases.master_config(given, top_p=0.8)), 8)
         columns = [torch.nn.functional.pad(one, (1, 0)) for one in (log_probs, sampled)]
         data = dict(zip(("prev_logprobs", "generation_logprobs"), columns, strict=True))
         found = loss._unscored(log_probs, data, mask.bool())
@@ -728,7 +758,7 @@ def test_the_door_fits_nemo_rls_own_trainer():
 
     def work() -> int:
         trainer = NEMO_RL.load(nemo_rl.TRAINER)
-        assert list(nemo_rl.contract_problems(trainer)) == []
+        assert list(nemo_rl.DOOR.contract_problems()) == []
 
         def setup(master_config):
             return trainer.ClippedPGLossFn(master_config.loss_fn, use_fused_linear_logprobs=False)
@@ -737,9 +767,9 @@ def test_the_door_fits_nemo_rls_own_trainer():
         settings = trainer.ClippedPGLossConfig(megatron_rl="gspo.prompt_mean", reference_policy_kl_penalty=0.0)
         config = cases.master_config(settings, samples=4, num_prompts_per_step=2, num_generations_per_prompt=2)
         config.grpo.adv_estimator = trainer.AdvEstimatorConfig()
-        with nemo_rl.loss_in_setup(lambda error: 2, []):
+        with nemo_rl_plugin.loss_in_setup(lambda error: 2, []):
             loss = trainer.setup(config)
-            assert isinstance(loss, nemo_rl.NemoLoss) and type(loss.own).__name__ == "ClippedPGLossFn"
+            assert isinstance(loss, nemo_rl_plugin.NemoLoss) and type(loss.own).__name__ == "ClippedPGLossFn"
             prompts, rewards = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]]), torch.tensor([1.0, 0.0, 0.0, 1.0])
             mask = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 0, 0]])
             given = {"prompt_ids": prompts, "rewards": rewards, "mask": mask, "repeated_batch": {}}

@@ -18,8 +18,9 @@ from megatron_rl.__main__ import main
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, dense_rows, megatron_lm, roll, skyrl, verl_plugin
-from megatron_rl.hosts.sampling import SAMPLERS, judge_recomputed_sampling, judge_sampling
+from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, dense_rows, megatron_lm, nemo_rl, roll, skyrl, verl_plugin
+from megatron_rl.hosts.run import Run
+from megatron_rl.hosts.sampling import SAMPLERS, judge_sampling
 from megatron_rl.hosts.settings_line import UNKNOWN
 
 VERL = (
@@ -243,7 +244,7 @@ def test_train_rls_arguments_are_judged_when_they_are_parsed():
 
 def test_rolls_worker_judges_the_sampler_and_says_it_at_the_first_step(capsys, monkeypatch):
     """FB-114"""
-    monkeypatch.setattr(dense_rows, "_told", set())
+    monkeypatch.setattr(dense_rows, "_OLD", Run())
     kept = SimpleNamespace(strategy_name="vllm", strategy_config={"logprobs_mode": "processed_logprobs"})
     infer = SimpleNamespace(generating_args=SimpleNamespace(top_p=0.8, top_k=-1), strategy_args=kept)
     pipeline = roll_cases.pipeline_config(actor_infer=infer)
@@ -295,14 +296,14 @@ def test_doctor_says_what_a_rollout_of_several_rows_weighs(name, tmp_path, monke
 
 def test_the_first_step_says_what_a_rollout_weighs(capsys, monkeypatch):
     """FB-141: the weight of N rows, where verl and SkyRL may make several of a rollout."""
-    monkeypatch.setattr(dense_rows, "_told", set())
+    monkeypatch.setattr(dense_rows, "_OLD", Run())
     for aggregation, says in (("sample_mean", "weighs k times"), ("prompt_mean", "weighs as in one")):
         dense_rows.tell_once(aggregation, PolicyLossConfig(loss_aggregation=aggregation), None, "none", several="turns")
         assert f"a rollout that comes in k rows (turns) {says}" in capsys.readouterr().err
 
 
 def test_each_host_has_a_row():
-    assert {*SAMPLERS, skyrl.DOOR.name} == {*HOST_NAMES, *HYDRA_HOST_NAMES}
+    assert {*SAMPLERS, nemo_rl.DOOR.name, skyrl.DOOR.name} == {*HOST_NAMES, *HYDRA_HOST_NAMES}
 
 
 def test_a_value_that_is_not_known_is_said_beside_what_reads_it_alone():
@@ -310,13 +311,13 @@ def test_a_value_that_is_not_known_is_said_beside_what_reads_it_alone():
     unknown: Callable[[str], Any] = lambda name: UNKNOWN  # noqa: E731
     assert judge_sampling("verl", unknown, []).warnings == ()
     assert "not known here" in judge_sampling("verl", unknown, ["a correction"]).warnings[0]
-    assert "not known here" in judge_recomputed_sampling(unknown, []).warnings[0]
+    assert "not known here" in judge_sampling(nemo_rl.DOOR.sampler, unknown, []).warnings[0]
     for name in ("name", "logprobs_mode"):
         half = {"actor_rollout_ref.rollout.top_p": 0.8, f"actor_rollout_ref.rollout.{name}": UNKNOWN}
         found = judge_sampling("verl", half.get, ["a correction"])
         assert found.problems == () and f"{name} is not known here: a correction is right only where" in found.warnings[0]
     half = {"policy.generation.top_p": 0.8, "policy.generation.backend": UNKNOWN}
-    assert judge_recomputed_sampling(half.get, []).problems == ()
+    assert judge_sampling(nemo_rl.DOOR.sampler, half.get, []).problems == ()
 
 
 # What the table says, in the checkouts. Red here: the host has moved; read its sampling anew.
@@ -407,4 +408,4 @@ SOURCES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 def test_the_names_and_defaults_of_the_table_are_those_of_a_checkout(host):
     root, files = Path(os.environ[SOURCES[host][0]]), SOURCES[host][1]
     moved = [(file, line) for file, lines in files.items() for line in lines if line not in (root / file).read_text()]
-    assert set(SOURCES) == {*SAMPLERS, skyrl.DOOR.name} and moved == []
+    assert set(SOURCES) == {*SAMPLERS, nemo_rl.DOOR.name, skyrl.DOOR.name} and moved == []

@@ -16,7 +16,7 @@ import yaml
 from host_checkouts import NEMO_RL, ROLL, SKYRL, VERL, Checkout
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import nemo_rl_launch, roll, roll_launch, sections, skyrl, verl, verl_launch
+from megatron_rl.hosts import nemo_rl, roll, roll_launch, sections, skyrl, verl, verl_launch
 from megatron_rl.hosts.door import Door, Kind
 from megatron_rl.hosts.hydra import HYDRA_HOSTS
 from megatron_rl.hosts.settings import Given, acting_clip, clip_to_type
@@ -319,7 +319,7 @@ def test_nemo_rls_script_and_hydras_plus_are_judged_without_a_file(line, said, t
     def no_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no file here")
 
-    (row,) = [row for row in nemo_rl_launch.judge(line.split(), no_file) if row.is_wrong]
+    (row,) = [row for row in HYDRA_HOSTS["nemo_rl"].judge(line.split(), no_file) if row.is_wrong]
     assert re.search(said, row.text), row.text
 
 
@@ -394,7 +394,8 @@ def differences(section: sections.Section, found: dict[str, str]) -> dict[str, s
 def section_of(door: Door) -> sections.Section:
     """The names below a door's first section."""
     prefix = door.sections[0]
-    by_kind = {kind: tuple(one.name.removeprefix(prefix) for one in door.settings if one.kind == kind) for kind in Kind}
+    below = [one for one in door.settings if one.name.startswith(prefix)]
+    by_kind = {kind: tuple(one.name.removeprefix(prefix) for one in below if one.kind == kind) for kind in Kind}
     others = (*by_kind[Kind.OTHER], *by_kind[Kind.SWITCH])
     return sections.Section(host=door.title, prefix=prefix, numbers=by_kind[Kind.NUMBER], others=others, trees=by_kind[Kind.GROUP])
 
@@ -411,16 +412,17 @@ def test_the_names_of_skyrl_are_its_own():
 
 @pytest.mark.host("NEMO_RL_ROOT")
 def test_the_names_of_nemo_rl_are_its_own():
-    found = fields(NEMO_RL, "nemo_rl/algorithms/loss/loss_functions.py", "ClippedPGLossConfig")
-    assert not any(differences(sections.NEMO_RL, found).values()), differences(sections.NEMO_RL, found)
+    found = fields(NEMO_RL, "nemo_rl/algorithms/loss/loss_functions.py", "ClippedPGLossConfig") | {"megatron_rl": "of ours"}
+    table = section_of(nemo_rl.DOOR)
+    assert not any(differences(table, found).values()), differences(table, found)
     for file in NEMO_RL.path("examples").rglob("*grpo*.yaml"):
         named = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("loss_fn") or {}
-        assert set(named) <= {*sections.NEMO_RL.names, "_override_"}, file
+        assert set(named) <= {*table.names, "_override_"}, file
     for script in NEMO_RL.path("examples").glob("run_*.py"):
         is_ours = "setup" in script.read_text(encoding="utf-8") and "nemo_rl.algorithms.grpo import" in script.read_text(
             encoding="utf-8"
         )
-        assert bool(nemo_rl_launch.OTHER_SCRIPT.fullmatch(script.name)) == (not is_ours), script
+        assert bool(nemo_rl.OTHER_SCRIPT.fullmatch(script.name)) == (not is_ours), script
 
 
 @pytest.mark.host("VERL_ROOT")

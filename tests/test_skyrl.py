@@ -135,7 +135,7 @@ TOKENS_OF_SKYRL = types.SimpleNamespace(tis_ratio_type="token")
         (
             {"importance_corection": "tis"},
             {},
-            "importance_corection=tis has no effect: grpo.token_mean has megatron_rl.import",
+            "importance_corection=tis has no effect: did you mean megatron_rl.importance_correction",
         ),
         ({"sapo_temperature_positive": 1.0}, {}, "has no effect: set trainer.algorithm.sapo.tau_pos"),
         ({"importance_correction": "cut"}, {}, "'cut' is not one of"),

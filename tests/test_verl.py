@@ -24,6 +24,7 @@ from verl_cases import ActorConfig, Case
 from megatron_rl import loss_hub
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import dense_rows, verl, verl_launch
+from megatron_rl.hosts.run import Run
 from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.testing.layout_step import StepSample
@@ -267,7 +268,7 @@ def test_the_metrics_have_verls_names_and_are_numbers():
 
 
 def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
-    monkeypatch.setattr(dense_rows, "_told", set())
+    monkeypatch.setattr(dense_rows, "_OLD", Run())
     for _ in range(2):
         call("megatron_rl.grpo.constant", config=ActorConfig(policy_loss={}, loss_scale_factor=4))
     (line,) = capsys.readouterr().err.splitlines()

@@ -39,6 +39,8 @@ CORRECTION_SETTINGS = (
     *("importance_correction", "importance_correction_level", "importance_correction_low", "importance_correction_high"),
     "off_policy_sequence_delta",
 )
+# Of ours that a door may set, those that are a word.
+WORDS = ("importance_correction", "importance_correction_level", "kl_estimator")
 CLIPS = ("clip_ratio_low", "clip_ratio_high")
 DIVISOR = "loss_aggregation_divisor"
 

@@ -10,7 +10,7 @@ from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
-from megatron_rl.hosts.door_settings import read
+from megatron_rl.hosts.door_settings import in_words, read
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, clip_to_type, not_numbers
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
@@ -31,18 +31,34 @@ def judge(door: Door, words: Sequence[str], read_file: ReadFile) -> Iterator[Row
     line = door.read_line(words, read_file)
     yield from line.rows
     if line.settings is not None:
+        yield from _flags_of_others(door, words, line.settings.given)
         yield from judge_settings(door, line.settings)
 
 
 def problems_of(door: Door, settings: Settings) -> list[str]:
     """What ends a launch that the trainer itself starts: names that are like none of ours may be those of another version."""
     rows = {row.text: row for row in judge_settings(door, settings, is_launch=True)}.values()
-    return [f"{row.subject}: {row.text}" for row in rows if row.is_wrong]
+    return [in_words(row) for row in rows if row.is_wrong]
+
+
+def read_launch(door: Door, settings: Settings, *, may_have_more: bool = False) -> Found:
+    """A launch of ours that the trainer itself starts. may_have_more: see judge_names.
+
+    Raises one ConfigError with every problem, of names too."""
+    rows = [*_misplaced(door, settings.given), *judge_names(door, settings.given, is_ours=True, may_have_more=may_have_more)]
+    problems, found = [in_words(row) for row in rows if row.is_wrong], None
+    try:
+        found = read(door, settings)
+    except ConfigError as error:
+        problems += error.problems
+    if problems or found is None:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return found
 
 
 def judge_settings(door: Door, settings: Settings, *, is_launch: bool = False) -> Iterator[Row]:
     choice = door.choice
-    if groups := [*_values_for_groups(door, settings.given)]:
+    if groups := [*_values_for_groups(door, settings)]:
         yield from groups
         return
     name = settings[choice.setting]
@@ -56,7 +72,8 @@ def judge_settings(door: Door, settings: Settings, *, is_launch: bool = False) -
         text = f"{name} is {door.title}'s own: none of our losses is chosen; {choice.remedy}"
         yield Row(choice.setting, text, is_note=True)
         return
-    if unknown := [one for one in door.read_names if settings[one] is UNKNOWN]:
+    own = [name for name in settings.given if name.startswith(door.own.prefix)]
+    if unknown := [one for one in dict.fromkeys([*door.read_names, *own]) if settings[one] is UNKNOWN]:
         if door.stand_ins is None:
             yield Row(choice.setting, f"not judged: the value of {', '.join(unknown)} is not known here", is_note=True)
             return
@@ -92,7 +109,14 @@ def _without(settings: Settings, unknown: Sequence[str], stand_ins: Mapping[str,
         return stand_ins.get(name, ABSENT) if name in unknown else settings.value_of(name)
 
     given = {name: value for name, value in settings.given.items() if name not in unknown}
-    return Settings(value_of, settings.defaults, typed=settings.typed, given=given, knows_defaults=settings.knows_defaults)
+    return Settings(
+        value_of,
+        settings.defaults,
+        typed=settings.typed,
+        has_files=settings.has_files,
+        given=given,
+        knows_defaults=settings.knows_defaults,
+    )
 
 
 # Names
@@ -148,24 +172,29 @@ def _closest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _misplaced(door: Door, given: Mapping[str, Any]) -> Iterator[Row]:
-    """The name that chooses the loss without its section, and flags of other hosts."""
+    """The name that chooses the loss without its section."""
     choice = door.choice
     wanted = [name for name in (choice.setting, choice.aggregation) if name and "." in name]
     for name, value in given.items():
         whole = next((one for one in wanted if name != one and one.endswith(f".{name.rpartition('.')[2]}")), None)
         is_meant = whole is not None and whole.endswith(f".{name}") or str(value).startswith(choice.prefix)
         if whole is not None and name not in door.known_names and is_meant:
-            yield Row(name, f"{door.title} has no such setting: type its whole name, {whole}={value}", is_wrong=True)
-        elif name in routes_of_flags():
-            text = f"a flag of miles and slime, and no setting of {door.title}: {choice.remedy}"
-            yield Row(name, text, is_wrong=True)
+            yield Row(name, f"{door.title} has no such setting: type its whole name, {door.line_of(whole, value)}", is_wrong=True)
 
 
-def _values_for_groups(door: Door, given: Mapping[str, Any]) -> Iterator[Row]:
-    """One value in the place of a group of settings: nothing below it can be judged."""
+def _flags_of_others(door: Door, words: Sequence[str], given: Mapping[str, Any]) -> Iterator[Row]:
+    for name in (word.partition("=")[0] for word in words):
+        if name in routes_of_flags() and name not in given:
+            yield Row(name, f"a flag of miles and slime, and no setting of {door.title}: {door.choice.remedy}", is_wrong=True)
+
+
+def _values_for_groups(door: Door, settings: Settings) -> Iterator[Row]:
+    """One value in the place of a group of settings: nothing below it can be judged. A file may leave a group out by null."""
     setting, known = door.choice.setting, door.known_names
-    for whole, value in given.items():
+    for whole, value in settings.given.items():
         if value is UNKNOWN or isinstance(value, Mapping) or not any(name.startswith(f"{whole}.") for name in known):
+            continue
+        if value is None and settings.has_files and not settings.is_typed(whole):
             continue
         if str(value).startswith("{"):
             yield Row(whole, "several settings in one word are not read here: type each by its whole name", is_note=True)
@@ -197,7 +226,7 @@ def write(door: Door, config: PolicyLossConfig) -> tuple[list[str], list[str]]:
         problems.append(f"--kl-estimator {config.kl_estimator}: {text}")
     given |= _clips(door, config)
     default = PolicyLossConfig()
-    changed = {name: getattr(config, name) for name in (*CORRECTION_SETTINGS, DIVISOR, *door.honours)}
+    changed = {name: getattr(config, name) for name in (DIVISOR, *CORRECTION_SETTINGS, *door.honours)}
     changed = {name: value for name, value in changed.items() if value != getattr(default, name)}
     for name, value in {**config.loss_parameters, **changed}.items():
         if name in theirs:

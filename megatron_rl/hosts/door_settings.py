@@ -17,14 +17,17 @@ from megatron_rl.config import (
 )
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import is_proportional
-from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, is_carried
-from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of
+from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, WORDS, Door, Found, Kind, Prompts, is_carried
+from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, mixers_of, readers_of
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, acting_clip, not_numbers
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
+from megatron_rl.validation.checks import Row
 from megatron_rl.validation.own_loss import own_loss_problems
 
 # Fields of our config that are no parameter of a loss.
 FIELDS = tuple(one.name for one in flag_fields())
+# A name that is more similar than this to one of ours is a slip; the parameter of another loss is less similar to any.
+CLOSEST_NAME = 0.85
 
 
 def read(door: Door, settings: Settings) -> Found:
@@ -36,7 +39,7 @@ def read(door: Door, settings: Settings) -> Found:
     fields |= {ours: given for ours, given in own.items() if ours not in fields}
     fields |= door.derive(settings, loss, fields | {f"own {ours}": given for ours, given in own.items()})
     if switches := [*not_numbers(_numbers(door, settings, fields))]:  # what else would be said is of values that nobody meant
-        raise ConfigError(switches)
+        raise ConfigError(list(dict.fromkeys(switches)))
     config, problems = _config(door, loss_name, aggregation, fields)
     theirs = tuple(door.corrections(settings))
     sampling = judge_sampler(door, settings, config, theirs)
@@ -156,8 +159,8 @@ def _one_name(door: Door, whole: object, name: str | None) -> tuple[str, str]:
 
 
 def _numbers(door: Door, settings: Settings, fields: Mapping[str, Given]) -> Iterator[Given]:
-    yield from fields.values()
-    yield from (settings.one(one.name) for one in door.settings if one.kind == Kind.NUMBER and one.field is None)
+    yield from (one for name, one in fields.items() if name not in WORDS)
+    yield from (settings.one(one.name) for one in door.settings if one.kind == Kind.NUMBER)
 
 
 def _switches(door: Door, settings: Settings) -> Iterator[str]:
@@ -219,6 +222,7 @@ def _own_names(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
     if own.prefix in door.sections:
         return
     allowed = door.own_fields(found.loss)
+    offered = [one for one in allowed if one != DIVISOR or found.record.takes_divisor]
     for name, value in found.settings.given.items():
         if not name.startswith(own.prefix) or name in door.read_names:
             continue
@@ -226,8 +230,13 @@ def _own_names(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
         ours = short.lower() if own.is_upper else short
         if ours in allowed and name == own.name(ours):
             continue
-        theirs = door.field_settings.get(ours)
-        instead = f"set {theirs.name}" if theirs else f"{found} has {', '.join(map(own.typed, allowed))}; remove it"
+        if theirs := door.field_settings.get(ours):
+            instead = f"set {theirs.name}"
+        elif close := get_close_matches(ours, offered, 1, CLOSEST_NAME):
+            instead = f"did you mean {own.typed(close[0])}?"
+        else:
+            shown = ", ".join(own.name(one).removeprefix(own.prefix) for one in offered)
+            instead = f"{found} has {own.added}{own.prefix} with {shown}; remove it"
         yield f"{own.added}{name}={value} has no effect: {instead}"
 
 
@@ -248,7 +257,7 @@ def _kl(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
         return
     if estimator.value not in tuple(KLEstimator):
         yield f"{estimator.name}={estimator.value} is not one of {', '.join(KLEstimator)}"
-    elif not found.config.kl_coefficient:
+    elif not (is_finite_number(found.config.kl_coefficient) and found.config.kl_coefficient > 0):
         coefficient = fields.get("kl_coefficient")
         set_it = f"set {coefficient.name} to a number above 0, it is {coefficient.value}" if coefficient else "there is no KL term"
         yield f"{estimator.name}={estimator.value} has no effect without a coefficient: {set_it}; or remove the estimator"
@@ -267,12 +276,20 @@ def judge_sampler(door: Door, settings: Settings, config: PolicyLossConfig, thei
         value = settings.value_of(name)
         return (None if settings.knows_defaults else UNKNOWN) if value is ABSENT else value
 
-    return judge_sampling(door.sampler, value_of, [*readers_of(config), *theirs])
+    readers = [*readers_of(config), *theirs]
+    if door.sampler.recomputes:
+        readers += mixers_of(config, door.own.typed("kl_estimator"))
+    return judge_sampling(door.sampler, value_of, readers)
+
+
+def in_words(row: Row) -> str:
+    """What is said of a setting, with its name."""
+    return row.text if row.text.startswith(row.subject) else f"{row.subject}: {row.text}"
 
 
 def _found_by_checks(found: Found) -> Iterator[str]:
     """The problems of the host's own checks."""
-    return (f"{row.subject}: {row.text}" for one in found.door.checks for row in one(found) if row.is_wrong)
+    return (in_words(row) for one in found.door.checks for row in one(found) if row.is_wrong)
 
 
 class OnceRead:

@@ -1,4 +1,4 @@
-"""What multiplies a token's weight between our loss and its gradient, in the trainers that configure by settings: four tables.
+"""What multiplies a token's weight between our loss and its gradient, in verl and ROLL: two tables.
 
 A stage is (name, factor, what it does). tests/test_explain_chain.py holds each table against the code that does it.
 """
@@ -32,17 +32,6 @@ def of_verl(weight: Formula, *, needs_prompts: bool, per_token: bool) -> Stages:
             of_samples, [tokens, *SUMMED, ("finalize", Formula(R=-1), "divides by the tokens that all ranks have counted")]
         )
     return Stages(of_samples, [("verl", Formula(M=1), "multiplies by micro-batches"), TIMES_CP, AVERAGED[1]])
-
-
-def of_nemo_rl(weight: Formula, *, needs_prompts: bool, per_token: bool) -> Stages:
-    """Its Megatron worker, whose model always has the per-token contract."""
-    of_step = [
-        ("NeMo-RL", Formula(M=1, cp=-2), "its wrappers divide by cp, and multiply by M / cp"),
-        TIMES_CP,
-        ("gather", Formula(cp=1), "each cp rank has the whole loss, and the gather of log-probabilities adds their gradients"),
-        SUMMED[1],
-    ]
-    return Stages(_carried(weight, needs_prompts, "the launcher's estimator", Formula(), ""), of_step)
 
 
 def of_roll(weight: Formula, *, needs_prompts: bool, per_token: bool) -> Stages:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts import door_line, factors, nemo_rl_launch, roll_launch, skyrl, verl_launch
+from megatron_rl.hosts import door_line, factors, nemo_rl, roll_launch, skyrl, verl_launch
 from megatron_rl.hosts.door import Door
 from megatron_rl.hosts.settings_line import ReadFile, Row
 
@@ -41,16 +41,6 @@ VERL = HydraHost(
     judge_settings=verl_launch.judge_settings,
     stages=factors.of_verl,
 )
-NEMO_RL = HydraHost(
-    name="nemo_rl",
-    starts="run_grpo.py",
-    recognises=nemo_rl_launch.is_of_nemo_rl,
-    judge=nemo_rl_launch.judge,
-    judge_settings=nemo_rl_launch.judge_settings,
-    stages=factors.of_nemo_rl,
-    per_token="its Megatron worker always sets it",
-    is_per_token=True,
-)
 ROLL = HydraHost(
     name="roll",
     starts="start_rlvr_pipeline.py",
@@ -79,7 +69,7 @@ def of_door(door: Door) -> HydraHost:
     )
 
 
-SKYRL = of_door(skyrl.DOOR)
+NEMO_RL, SKYRL = of_door(nemo_rl.DOOR), of_door(skyrl.DOOR)
 HYDRA_HOSTS = {host.name: host for host in (VERL, NEMO_RL, ROLL, SKYRL)}
 
 

@@ -6,7 +6,6 @@ the script goes on. No file of a host is changed, and the host's parser reads al
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import runpy
@@ -22,10 +21,11 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import nemo_rl
+from megatron_rl.hosts import nemo_rl, nemo_rl_plugin
 from megatron_rl.hosts.base import Host, rollout_hosts
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
+from megatron_rl.hosts.scripts import imported_packages, syntax_tree
 from megatron_rl.hosts.training_hooks import host_warnings, is_check, without_init_hook
 from megatron_rl.validation.checks import Asker
 
@@ -56,14 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         script = script_of(arguments)
-        trains_nemo_rl = is_of_nemo_rl(script)
+        trains_nemo_rl = nemo_rl.is_script_of_ours(script)
         hosts = [] if trains_nemo_rl else hosts_of(script)
     except ConfigError as error:
         return _refuse(error)
     if is_check():
         return report("megatron_rl.hosts.launch", arguments, hosts)
     if trains_nemo_rl:
-        return run(script, arguments[1:], functools.partial(nemo_rl.loss_in_setup, _refuse), f"{nemo_rl.TRAINER}.setup")
+        return run(script, arguments[1:], functools.partial(nemo_rl_plugin.loss_in_setup, _refuse), f"{nemo_rl.TRAINER}.setup")
     paths = " nor ".join(f"{host.parser_module}.parse_args" for host in hosts)
     return run(script, arguments[1:], functools.partial(flags_in_parsers, hosts), paths)
 
@@ -100,25 +100,6 @@ def script_of(arguments: Sequence[str]) -> Path:
             f"{script} is no file in {Path.cwd()}: run from the checkout of miles or slime, or give the script's path"
         )
     return script
-
-
-def is_of_nemo_rl(script: Path) -> bool:
-    """Whether the script trains with NeMo-RL. Raises ConfigError for a script of another trainer of NeMo-RL."""
-    tree = syntax_tree(script)
-    if nemo_rl.PACKAGE not in imported_packages(tree):
-        return False
-    taken = [
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == nemo_rl.TRAINER
-        for alias in node.names
-    ]
-    if "setup" not in taken:
-        raise ConfigError(
-            f"{script} does not import setup from {nemo_rl.TRAINER}: our losses are made for that trainer, as examples/run_grpo.py "
-            "starts it. Others send a step in parts, with 1 in the place of its counts, or train with another loss"
-        )
-    return True
 
 
 def hosts_of(script: Path) -> list[Host]:
@@ -209,24 +190,6 @@ def first_on_path(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(entry)
-
-
-def syntax_tree(script: Path) -> ast.Module:
-    try:
-        return ast.parse(script.read_bytes(), filename=str(script))
-    except SyntaxError as error:
-        raise ConfigError(f"{script} is no Python script: {error}") from error
-
-
-def imported_packages(tree: ast.Module) -> set[str]:
-    """The top-level names that a script imports, wherever it does."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-            names.add(node.module)
-    return {name.split(".")[0] for name in names}
 
 
 def _is_package(name: str) -> bool:

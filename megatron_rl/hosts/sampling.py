@@ -22,7 +22,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_rl.arguments import read_number
-from megatron_rl.config import CorrectionSettings, ImportanceCorrection, PolicyLossConfig
+from megatron_rl.config import CorrectionSettings, ImportanceCorrection, KLEstimator, PolicyLossConfig
 from megatron_rl.hosts import settings
 from megatron_rl.hosts.settings import UNKNOWN, as_typed
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
@@ -75,7 +75,7 @@ def _flag(name: str, value: str) -> str:
 
 
 _ROLLOUT_FLAGS = {"rollout_top_p": Filter(1.0, (1.0,)), "rollout_top_k": Filter(-1, (-1, 0))}
-_VERL, _NEMO, _ROLL = "actor_rollout_ref.rollout", "policy.generation", "actor_infer"
+_VERL, _ROLL = "actor_rollout_ref.rollout", "actor_infer"
 SAMPLERS: dict[str, Sampler] = {
     # What SGLang reports: the whole vocabulary, or the kept tokens where it returns them as well, by its version and its patches.
     "miles": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, typed=_flag),
@@ -87,14 +87,6 @@ SAMPLERS: dict[str, Sampler] = {
         engines={"vllm": None, "sglang": Scores.WHOLE},
         modes=(f"{_VERL}.engine_kwargs.vllm.logprobs_mode", f"{_VERL}.logprobs_mode"),
         default_mode="processed_logprobs",
-    ),
-    # Its trainer computes the kept tokens again, for its own scores.
-    "nemo_rl": Sampler(
-        filters={f"{_NEMO}.top_p": Filter(1.0, (1.0,)), f"{_NEMO}.top_k": Filter(None, ("null", None, -1, 0))},
-        engine=f"{_NEMO}.backend",
-        engines={"vllm": None, "megatron": Scores.KEPT, "dynamo": Scores.KEPT, "sglang": Scores.WHOLE},
-        modes=(f"{_NEMO}.vllm_cfg.logprobs_mode",),
-        trainer_keeps=(f"{_NEMO}.top_p", f"{_NEMO}.top_k"),
     ),
     "roll": Sampler(
         filters={
@@ -200,6 +192,16 @@ def readers_of(config: PolicyLossConfig) -> list[str]:
     return found
 
 
+def mixers_of(config: PolicyLossConfig, estimator: str) -> list[str]:
+    """What of our loss mixes a token's score with those of others, or compares two of them for the KL, in words. estimator: the
+    setting of the KL estimator, as it is typed."""
+    loss = get_policy_loss(config.policy_loss)
+    found = [] if loss.level == "token" else [f"the policy loss {loss.name}, whose ratio is of more than one token"]
+    if config.kl_coefficient and config.kl_estimator == KLEstimator.UNBIASED:
+        found.append(f"{estimator}={config.kl_estimator}")
+    return found
+
+
 def flags_that_read(value_of: Callable[[str], Any]) -> list[str]:
     """The same for flags, whose values are not checked yet, by our names."""
     given = {name: value_of(name) for name in ("importance_correction", "off_policy_sequence_delta")}
@@ -223,7 +225,7 @@ def judge_sampling(
     """
     sampler = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
     if sampler.recomputes:
-        return judge_recomputed_sampling(value_of, readers, sampler)
+        return judge_recomputed_sampling(sampler, value_of, readers)
     launch, read = _Launch(sampler, value_of), " and ".join(readers)
     warnings = []
     if launch.unknown and readers:
@@ -265,15 +267,13 @@ def judge_sampling(
     return SamplingVerdict((problem,), tuple(warnings), True)
 
 
-def judge_recomputed_sampling(
-    value_of: Callable[[str], Any], readers: Sequence[str], sampler: Sampler | None = None
-) -> SamplingVerdict:
+def judge_recomputed_sampling(sampler: Sampler, value_of: Callable[[str], Any], readers: Sequence[str]) -> SamplingVerdict:
     """NeMo-RL: its trainer keeps tokens by the same settings and its own logits, and gives one outside its set the score 0.0.
 
     readers: what compares with the sampler, or mixes the tokens of a sample. Else such a token is known by a sampler's score other
     than 0, so this must be of the kept tokens too: where one token is kept, both are 0.
     """
-    launch, read = _Launch(sampler or SAMPLERS["nemo_rl"], value_of), " and ".join(readers)
+    launch, read = _Launch(sampler, value_of), " and ".join(readers)
     warnings = []
     if launch.unknown:
         names = ", ".join(launch.unknown)

@@ -90,20 +90,6 @@ def values_for_groups(host: str, given: Mapping[str, Any], names: Iterable[str],
 
 _ELSEWHERE = "remove it"
 
-NEMO_RL = Section(
-    host="NeMo-RL",
-    prefix="loss_fn.",
-    numbers=(
-        *("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "reference_policy_kl_penalty", "kl_input_clamp_value"),
-        *("kl_output_clamp_value", "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"),
-        "positive_example_nll_weight",
-    ),
-    others=(
-        *("disable_ppo_ratio", "token_level_loss", "sequence_level_importance_ratios", "reference_policy_kl_type"),
-        *("use_kl_in_reward", "use_importance_sampling_correction", "truncated_importance_sampling_type"),
-        *("use_on_policy_kl_approximation", "force_on_policy_ratio", "use_cispo"),
-    ),
-)
 VERL_POLICY_LOSS = Section(
     host="verl",
     prefix="actor_rollout_ref.actor.policy_loss.",

@@ -37,7 +37,8 @@ class Given(NamedTuple):
 
 class Settings:
     """value_of: the value of a whole name, UNKNOWN or ABSENT. defaults: the host's. typed: the names on the launch line;
-    None: not known. given: all names that the launch sets, with their values. knows_defaults: what is not set has its default."""
+    None: not known. has_files: what is not on the line may be in a file, by choice or not. given: all names that the launch sets,
+    with their values. knows_defaults: what is not set has its default."""
 
     def __init__(
         self,
@@ -45,10 +46,11 @@ class Settings:
         defaults: Mapping[str, Any],
         *,
         typed: Collection[str] | None = None,
+        has_files: bool = False,
         given: Mapping[str, Any] | None = None,
         knows_defaults: bool = True,
     ):
-        self.value_of, self.typed, self.given = value_of, typed, given or {}
+        self.value_of, self.typed, self.has_files, self.given = value_of, typed, has_files, given or {}
         self.defaults, self.knows_defaults = defaults, knows_defaults
 
     @classmethod
@@ -73,7 +75,9 @@ class Settings:
         return self.defaults.get(name) if self.knows_defaults else UNKNOWN
 
     def is_typed(self, name: str) -> bool | None:
-        return None if self.typed is None else name in self.typed
+        if self.typed is None or (self.has_files and name not in self.typed):
+            return None
+        return name in self.typed
 
     def one(self, name: str, shown: str | None = None) -> Given:
         """shown: how it is typed, where that is not its name."""

@@ -24,8 +24,8 @@ from megatron_rl.files.yaml_values import parse_yaml
 from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollout_hosts
 from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
-from megatron_rl.hosts.launch import imported_packages
 from megatron_rl.hosts.names import COMMON_NAMES, meant_flag
+from megatron_rl.hosts.scripts import imported_packages
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 TRAIN = "train"
