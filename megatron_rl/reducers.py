@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_rl.hosts.loss import get_pg_loss_reducer
+from megatron_rl.hosts.reducer import get_pg_loss_reducer
 
 __all__ = ["get_pg_loss_reducer"]

@@ -105,13 +105,16 @@ def shared(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests(monkeypatch):
     """No test finds another's registered names or host's arguments, in whatever order they run."""
-    from helpers import names_forgotten
+    from helpers import GLOBAL_VARS, names_forgotten
 
-    from megatron_rl.hosts import base
+    from megatron_rl.hosts.host_run import RUNS
 
-    monkeypatch.setattr(base, "_remembered_args", None)
+    monkeypatch.setattr(RUNS, "_found", {})
+    had_globals = GLOBAL_VARS in sys.modules
     with names_forgotten():
         yield
+    if not had_globals:
+        sys.modules.pop(GLOBAL_VARS, None)
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -353,6 +354,16 @@ def let_time_run_out(monkeypatch: pytest.MonkeyPatch, num_hanging: int, conditio
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6 * is_over, sleep=time.sleep)
     monkeypatch.setattr(rank_pools, "time", clock)
     monkeypatch.setattr(rank_pools, "wait", wait)
+
+
+GLOBAL_VARS = "megatron.training.global_vars"
+
+
+def set_global_args(args: Namespace) -> None:
+    """Megatron's get_args() gives these, as in a host's training actor; to the end of the test."""
+    if GLOBAL_VARS not in sys.modules:
+        sys.modules[GLOBAL_VARS] = ModuleType(GLOBAL_VARS)
+    vars(sys.modules[GLOBAL_VARS])["get_args"] = lambda: args
 
 
 def error_of(function) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest.mock import MagicMock, patch
 
 import torch
+from helpers import GLOBAL_VARS
 from torch import Tensor
 
 from megatron_rl.hosts.base import Host
@@ -29,7 +30,6 @@ STUBBED = (
     "aiohttp flash_attn httpx huggingface_hub mbridge megatron.bridge megatron.training mooncake pydantic ray requests safetensors "
     "sglang sglang_router torch_memory_saver transformers urllib3 uvloop wandb"
 ).split()
-GLOBAL_VARS = "megatron.training.global_vars"
 
 
 def roots_by_environment() -> dict[str, str]:
@@ -79,12 +79,6 @@ def load_checkout(root: str, stubbed: Sequence[str] = STUBBED, module_type: type
         sys.meta_path.insert(0, StubFinder(stubbed, module_type))
     if root not in sys.path:
         sys.path.append(root)
-
-
-def set_global_args(args: Namespace) -> None:
-    """As the hosts' training actors do: Megatron's get_args() gives these."""
-    module = importlib.import_module(GLOBAL_VARS)
-    module.get_args = lambda: args
 
 
 class RealHost:

@@ -12,13 +12,13 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import zigzag
+from helpers import set_global_args, zigzag
 from host_cases import ORDER, ROLLOUT_GAP, DenseStep, HostCase, host_args
 from host_emulator import EmulatedHost, EmulatedSample
-from host_harness import GLOBAL_VARS, RealHost, exact_cross_entropy, set_global_args
+from host_harness import RealHost, exact_cross_entropy
 from torch import Tensor
 
-from megatron_rl.hosts.base import host_named, remember_args
+from megatron_rl.hosts.base import host_named
 from megatron_rl.layout.groups import resolve_groups
 
 ROW_LENGTH = 24  # of bshd: beyond the longest sample, a multiple of 2 cp
@@ -54,17 +54,10 @@ def make_host(name: str, roots: dict[str, str]):
     return RealHost(host, groups, roots[name]) if name in roots else EmulatedHost(host, groups)
 
 
-def announce(args: Namespace) -> None:
-    """Where our hooks look for arguments: Megatron's globals, where a checkout runs in this rank, else the init hook's."""
-    remember_args(args)
-    if GLOBAL_VARS in sys.modules:
-        set_global_args(args)
-
-
 def run_case(host, case: HostCase) -> StepResult:
     """One optimiser step's gradient: Megatron's scaling of the tuple, DDP's average and finalize as sums over ranks."""
     step, args, groups = case.step(), host_args(case), host.groups
-    announce(args)
+    set_global_args(args)
     data = train_data(host, args, step)
     num_rollouts = len(set(data["rollout_ids"]))
     micro_batches = deal(case, groups.dp.rank(), groups.dp.size())

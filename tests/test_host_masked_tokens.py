@@ -11,13 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import error_of
+from helpers import error_of, set_global_args
 from host_cases import HostCase, host_args
 from host_harness import exact_cross_entropy, roots_by_environment
-from host_ranks import announce, deal, logits_of, make_host, micro_batch, train_data
+from host_ranks import deal, logits_of, make_host, micro_batch, train_data
 from torch import nn
 
-from megatron_rl.hosts import training_hooks
 from megatron_rl.hosts.training_hooks import before_train_step
 from megatron_rl.testing.ranks import RankPool
 
@@ -43,9 +42,8 @@ class Policy(nn.Module):
 
 def guarded_steps(rank: int, roots: dict[str, str], case: HostCase, fp16: bool = False, skips: bool = False) -> dict:
     """Two steps, in the second of which each masked token has an old log-probability of -inf."""
-    training_hooks.disarm()
     host, args, step = make_host(case.host, roots), host_args(case), case.step()
-    announce(args)
+    set_global_args(args)
     data = train_data(host, args, step)
     policy = Policy(step.logits.float(), fp16)
     optimizer, found = torch.optim.SGD(policy.parameters(), lr=0.0), {"losses": [], "gradients": [], "errors": []}

@@ -17,9 +17,9 @@ from launch_settings import CUSTOM_LOSS, REDUCER
 from launch_settings import REWARD as HOOK
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import base
 from megatron_rl.hosts.base import read_launch
 from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.host_run import current_args
 from megatron_rl.hosts.names import paths_load
 from megatron_rl.hosts.training_hooks import (
     custom_megatron_init,
@@ -49,7 +49,7 @@ def init_on_rank(
         warnings.simplefilter("always")
         error = error_of(lambda: custom_megatron_init(args))
     told = [str(warning.message) for warning in caught if str(warning.message).startswith("megatron_rl")]
-    return out.getvalue(), error, vars(args) == before and base.current_args() is args, "\n".join(told)
+    return out.getvalue(), error, vars(args) == before and current_args() is args, "\n".join(told)
 
 
 @pytest.mark.megatron

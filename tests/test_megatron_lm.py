@@ -10,10 +10,10 @@ from argparse import ArgumentParser, Namespace
 from types import ModuleType
 
 import pytest
+from helpers import set_global_args
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import base
 from megatron_rl.hosts.megatron_lm import call_pretrain, compose_extra_args_provider, megatron_lm_config
 from megatron_rl.testing.ranks import RankPool
 
@@ -134,7 +134,7 @@ def test_a_wrong_scale_stops_before_the_model_is_built(megatron, version):
 def announced_on_rank(rank):
     """(whether the model was built, what the rank has printed) with two chunks of a model."""
     printed = io.StringIO()
-    base.remember_args(args_of("--policy-loss", "gspo", "--policy-temperature", "0.7"))
+    set_global_args(args_of("--policy-loss", "gspo", "--policy-temperature", "0.7"))
 
     def pretrain(
         train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, extra_args_provider, args_defaults, store

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from argparse import Namespace
+from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import counted_collectives, error_of, pool_of, zigzag
+from helpers import counted_collectives, error_of, pool_of, set_global_args, zigzag
 
+import megatron_rl
 from megatron_rl import hooks, reducers  # noqa: F401  (the names that the launch line gives)
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import base
-from megatron_rl.hosts.loss import get_pg_loss_reducer
+from megatron_rl.hosts.host_run import RUNS
+from megatron_rl.hosts.reducer import get_pg_loss_reducer
 
 MODES = {
     "sample_mean": {"loss_aggregation": "sample_mean"},
@@ -39,7 +43,7 @@ FULLY_MASKED = (8, [0, 0, 0])
 
 def arguments(**settings) -> Namespace:
     args = Namespace(**settings)
-    base.remember_args(args)
+    set_global_args(args)
     return args
 
 
@@ -95,7 +99,7 @@ def reduce_on_rank(rank: int, mode: str, responses) -> tuple[float, list[tuple[i
     from megatron.core import parallel_state
 
     cp_size, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    base.remember_args(Namespace(context_parallel_size=cp_size, **MODES[mode]))
+    set_global_args(Namespace(context_parallel_size=cp_size, **MODES[mode]))
     losses, places, values = token_losses(responses), [], []
     for sample, (total_length, mask) in enumerate(responses):
         for index in local_indices(total_length, len(mask), cp_rank, cp_size):
@@ -129,7 +133,7 @@ def test_context_parallel_ranks_sum_to_the_unsharded_loss(pool, mode, cp_size):
 
 
 def refuse_bshd(rank: int) -> str:
-    base.remember_args(Namespace(loss_aggregation="sample_mean", qkv_format="bshd"))
+    set_global_args(Namespace(loss_aggregation="sample_mean", qkv_format="bshd"))
     return error_of(lambda: call_as_hosts(RESPONSES, False))
 
 
@@ -233,6 +237,87 @@ def test_a_launch_of_a_wrong_scale_never_gets_a_reducer(settings, per_token, say
         arguments(**settings)
     with pytest.raises(ConfigError, match=says):
         call_as_hosts(RESPONSES, per_token)
+
+
+def later(change: Callable[[Namespace], object], settings: dict, per_token: bool = False) -> None:
+    """A call, the change of its arguments, and a second call."""
+    args = arguments(**settings)
+    call_as_hosts(RESPONSES, per_token)
+    change(args)
+    call_as_hosts(RESPONSES, per_token)
+
+
+ROUTED = {"loss_aggregation": "token_mean", "num_moe_experts": 8, "moe_aux_loss_coeff": [0.0], "calculate_per_token_loss": True}
+CHANGED_LATER = {
+    "a value": (lambda args: vars(args).update(loss_aggregation_divisor=-1.0), MODES["constant"], False, "divisor=-1.0"),
+    "a value of another kind": (
+        lambda args: setattr(args, "calculate_per_token_loss", 1),
+        MODES["token_mean"],
+        True,
+        "=1 must be",
+    ),
+    "a misspelt name": (lambda args: vars(args).update(los_aggregation="constant"), MODES["sample_mean"], False, "did you mean"),
+    "a name that is gone": (lambda args: delattr(args, "loss_aggregation"), MODES["sample_mean"], False, "is missing from args"),
+    "an element of a list": (lambda args: args.moe_aux_loss_coeff.append(0.1), ROUTED, True, "moe_aux_loss_coeff"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_LATER)
+def test_arguments_that_change_between_two_calls_are_judged_again(name):
+    """A launch is judged at its first call; FB-15: what is changed after parsing is refused at the next call, and again."""
+    change, settings, per_token, says = CHANGED_LATER[name]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=says):
+            later(change, {**settings}, per_token)
+        with pytest.raises(ConfigError, match=says):
+            call_as_hosts(RESPONSES, per_token)
+
+
+def test_a_launch_that_is_changed_back_is_sound_again():
+    args = arguments(**MODES["constant"])
+    x = torch.arange(32.0)
+    first = call_as_hosts(RESPONSES, False)(x)
+    args.loss_aggregation_divisor = 2 * 40960.0
+    assert torch.equal(2 * call_as_hosts(RESPONSES, False)(x), first)
+    args.loss_aggregation_divisor = 40960.0
+    assert torch.equal(call_as_hosts(RESPONSES, False)(x), first)
+
+
+PACKAGE = os.path.dirname(megatron_rl.__file__) + os.sep
+# Of the package, from the call of the factory to the sum and its gradient, once the launch is judged.
+MOST_FILES = {"one rank": 7, "cp 2, guarded": 8}
+
+
+def files_of_a_call(rank: int, cp_size: int, is_guarded: bool) -> set[str]:
+    args = arguments(loss_aggregation="constant", loss_aggregation_divisor=2.0)
+    if is_guarded:
+        RUNS.of(args).guard.arm(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    files: set[str] = set()
+
+    def profile(frame, event: str, argument) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            files.add(frame.f_code.co_filename.removeprefix(PACKAGE))
+
+    x = torch.ones(len(local_indices(32, 16, rank, cp_size)), requires_grad=True)
+    for profiler in (None, profile):
+        sys.setprofile(profiler)
+        try:
+            get_pg_loss_reducer([32], [16], [torch.ones(16, dtype=torch.int32)])(x).backward()
+        finally:
+            sys.setprofile(None)
+    return files - {"megatron/cpu.py"}  # torch's functions for ranks without a GPU
+
+
+def test_few_files_lie_between_the_call_of_a_reducer_and_its_sum():
+    """The first call judges the launch and enters twenty more."""
+    files = files_of_a_call(0, 1, False)
+    assert len(files) == MOST_FILES["one rank"], sorted(files)
+
+
+@pytest.mark.megatron
+def test_context_parallelism_and_the_guard_add_one_file(pool):
+    for files in pool.run(files_of_a_call, 2, True, world_size=2, context_parallel_size=2):
+        assert len(files) == MOST_FILES["cp 2, guarded"], sorted(files)
 
 
 MASK = torch.tensor([1, 0, 1])

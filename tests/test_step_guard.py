@@ -9,23 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import counted_collectives, error_of, pool_of
+from helpers import counted_collectives, error_of, pool_of, set_global_args
 from torch import nn
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import training_hooks
-from megatron_rl.hosts.base import remember_args
-from megatron_rl.hosts.loss import get_pg_loss_reducer
-from megatron_rl.hosts.training_hooks import before_train_step, is_armed, record_nonfinite, torch_optimizers
-
-PLAIN = Namespace(calculate_per_token_loss=False)
-
-
-@pytest.fixture(autouse=True)
-def disarmed():
-    training_hooks.disarm()
-    yield
-    training_hooks.disarm()
+from megatron_rl.hosts.host_run import RUNS, torch_optimizers
+from megatron_rl.hosts.reducer import get_pg_loss_reducer
+from megatron_rl.hosts.training_hooks import before_train_step
 
 
 class Wrapped:
@@ -50,79 +40,85 @@ def make_model(per_token: bool = False) -> nn.Module:
     return outer
 
 
-def make_optimizer() -> tuple[Wrapped, nn.Parameter]:
-    parameter = nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-    return Wrapped(Wrapped(optimizer=torch.optim.SGD([parameter], lr=0.5))), parameter
+class Trainer:
+    """A host's arguments and optimiser; its parameter is 1, and each step takes 0.5 from it."""
 
+    def __init__(self, optimizer=NotImplemented, **args):
+        self.args = Namespace(**{"calculate_per_token_loss": False, **args})
+        self.parameter = nn.Parameter(torch.ones(1))
+        self.parameter.grad = torch.ones(1)
+        own = Wrapped(Wrapped(optimizer=torch.optim.SGD([self.parameter], lr=0.5)))
+        self.optimizer = own if optimizer is NotImplemented else optimizer
+        self.guard = RUNS.of(self.args).guard
 
-def begin(optimizer, step_id: int = 0, model=None, args=PLAIN) -> None:
-    before_train_step(args, 7, step_id, [make_model()] if model is None else model, optimizer, None)
+    def begin(self, step_id: int = 0, model=None) -> None:
+        before_train_step(self.args, 7, step_id, [make_model()] if model is None else model, self.optimizer, None)
 
 
 def test_a_clean_step_is_taken_and_a_step_with_non_finite_tokens_is_not():
     """FB-58: the parameter has not moved when the error is raised, and the error names the step."""
-    optimizer, parameter = make_optimizer()
-    begin(optimizer)
-    record_nonfinite(torch.zeros(3, dtype=torch.int32))
-    optimizer.step()
-    assert parameter.item() == 0.5
-    begin(optimizer, 1)
-    record_nonfinite(torch.tensor([0, 2, 1], dtype=torch.int32))
-    record_nonfinite(torch.tensor(0, dtype=torch.int32))
+    trainer = Trainer()
+    trainer.begin()
+    trainer.guard.record_nonfinite(torch.zeros(3, dtype=torch.int32))
+    trainer.optimizer.step()
+    assert trainer.parameter.item() == 0.5
+    trainer.begin(1)
+    trainer.guard.record_nonfinite(torch.tensor([0, 2, 1], dtype=torch.int32))
+    trainer.guard.record_nonfinite(torch.tensor(0, dtype=torch.int32))
     with pytest.raises(DataError, match="rollout 7, step 1: 3 non-finite .* is refused on all of them. Look at logits, log_probs"):
-        optimizer.step()
-    assert parameter.item() == 0.5
+        trainer.optimizer.step()
+    assert trainer.parameter.item() == 0.5
 
 
 def test_the_reducer_records_non_finite_unmasked_tokens_for_an_armed_guard():
     """FB-58: on the reducer route too; a masked NaN is none of them, and without the guard the reducer records nothing."""
-    remember_args(Namespace(loss_aggregation="sample_mean"))
+    trainer = Trainer(loss_aggregation="sample_mean")
+    set_global_args(trainer.args)
     reducer = get_pg_loss_reducer([5, 4], [3, 2], [torch.tensor([1, 0, 1]), torch.tensor([1, 1])])
     bad, masked = torch.tensor([1.0, 2.0, math.inf, math.nan, 1.0]), torch.tensor([1.0, math.nan, 1.0, 1.0, 1.0])
-    optimizer, parameter = make_optimizer()
     reducer(bad)  # nothing is armed
-    begin(optimizer)
+    trainer.begin()
     reducer(masked)
-    optimizer.step()
-    assert parameter.item() == 0.5
-    begin(optimizer, 1)
+    trainer.optimizer.step()
+    assert trainer.parameter.item() == 0.5
+    trainer.begin(1)
     reducer(bad.requires_grad_())
     with pytest.raises(DataError, match="rollout 7, step 1: 2 non-finite unmasked tokens"):
-        optimizer.step()
-    assert parameter.item() == 0.5
+        trainer.optimizer.step()
+    assert trainer.parameter.item() == 0.5
 
 
 def test_a_step_that_the_host_skipped_is_looked_at_by_the_next_call():
     """The hosts skip the optimiser when the gradient norm is not finite: the bad data would go by in silence."""
-    optimizer, _ = make_optimizer()
-    begin(optimizer, 3)
-    record_nonfinite(torch.tensor(2))
+    trainer = Trainer()
+    trainer.begin(3)
+    trainer.guard.record_nonfinite(torch.tensor(2))
     with pytest.raises(DataError, match="rollout 7, step 3: 2 non-finite"):
-        begin(optimizer, 4)
+        trainer.begin(4)
 
 
 def test_it_is_registered_once_however_often_it_is_called():
     """A second registration would look, and on several ranks communicate, twice a step."""
-    optimizer, parameter = make_optimizer()
-    (inner,) = torch_optimizers(optimizer)
+    trainer = Trainer()
+    (inner,) = torch_optimizers(trainer.optimizer)
     for step in range(3):
-        begin(optimizer, step)
-        optimizer.step()
+        trainer.begin(step)
+        trainer.optimizer.step()
     assert len(vars(inner)["_optimizer_step_pre_hooks"]) == 1
-    assert parameter.item() == -0.5
+    assert trainer.parameter.item() == -0.5
 
 
 @pytest.mark.parametrize("optimizer", [None, Wrapped(optimizer=None), Wrapped(Wrapped(optimizer=None))])
 def test_without_an_optimiser_the_loss_is_told_to_look_itself(optimizer):
     """miles with --debug-disable-optimizer, a rank whose parameters are all frozen."""
-    assert not is_armed()
+    trainer = Trainer(optimizer)
+    assert not trainer.guard.is_armed
     with pytest.warns(UserWarning, match="no torch optimiser on this rank.*custom_loss looks at each micro-batch itself"):
-        begin(optimizer)
-    assert not is_armed()
+        trainer.begin()
+    assert not trainer.guard.is_armed
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        begin(optimizer, 1)
+        trainer.begin(1)
 
 
 @pytest.mark.parametrize(
@@ -134,33 +130,32 @@ def test_without_an_optimiser_the_loss_is_told_to_look_itself(optimizer):
 )
 def test_a_model_whose_contract_was_flipped_after_parsing_is_refused(of_args, of_model, says):
     """FB-15: a bridge forces per-token loss for some models under context parallelism; each chunk of the model is looked at."""
-    optimizer, _ = make_optimizer()
+    trainer = Trainer(calculate_per_token_loss=of_args)
     chunks = [make_model(of_args), make_model(of_model)]
     with pytest.raises(ConfigError, match=says):
-        begin(optimizer, model=chunks, args=Namespace(calculate_per_token_loss=of_args))
+        trainer.begin(model=chunks)
 
 
 def test_a_model_whose_own_losses_the_contract_would_rescale_is_refused():
     """FB-98: a bridge takes the coefficient of a checkpoint's config, where the arguments say nothing of it."""
-    optimizer, model = make_optimizer()[0], make_model(per_token=True)
+    args = {"calculate_per_token_loss": True, "enable_mtp_training": True, "context_parallel_size": 2}
+    trainer, model = Trainer(**args), make_model(per_token=True)
     vars(model.module.config).update(num_moe_experts=8, moe_aux_loss_coeff=0.001, mtp_num_layers=1)
-    args = Namespace(calculate_per_token_loss=True, enable_mtp_training=True, context_parallel_size=2)
     with pytest.raises(ConfigError, match="2 problems") as caught:
-        begin(optimizer, model=model, args=args)
+        trainer.begin(model=model)
     assert "moe_aux_loss_coeff=0.001 of aux_loss does not go with" in caught.value.problems[0]
     assert "add --custom-reward-post-process-path" in caught.value.problems[0]
     assert "mtp_num_layers=1 does not go with" in caught.value.problems[1]
     model.module.config.calculate_per_token_loss = False
-    training_hooks.disarm()
-    begin(optimizer, model=model, args=PLAIN)
+    Trainer().begin(model=model)
 
 
 def test_a_model_whose_routers_are_random_is_refused():
     """FB-102: what a bridge has set, no argument shows."""
-    optimizer, model = make_optimizer()[0], make_model(per_token=False)
+    trainer, model = Trainer(), make_model(per_token=False)
     vars(model.module.config).update(num_moe_experts=8, moe_input_jitter_eps=0.01)
     with pytest.raises(ConfigError, match="moe_input_jitter_eps=0.01: random noise"):
-        begin(optimizer, model=model, args=PLAIN)
+        trainer.begin(model=model)
 
 
 def test_recording_keeps_no_graph_and_does_not_look():
@@ -172,8 +167,9 @@ def test_recording_keeps_no_graph_and_does_not_look():
 
         __int__ = __float__ = item = tolist = __bool__
 
-    record_nonfinite(torch.ones(2, dtype=torch.int32).as_subclass(Unreadable))
-    record_nonfinite(torch.ones((), dtype=torch.int32).as_subclass(Unreadable))
+    guard = Trainer().guard
+    guard.record_nonfinite(torch.ones(2, dtype=torch.int32).as_subclass(Unreadable))
+    guard.record_nonfinite(torch.ones((), dtype=torch.int32).as_subclass(Unreadable))
 
 
 pool = pool_of(4)
@@ -181,17 +177,16 @@ pool = pool_of(4)
 
 def steps_on_rank(rank: int, bad_rank: int) -> tuple[list[str], float, list[int]]:
     """(what each of two steps raised, the parameter, collectives of each step): the second step is bad on one rank alone."""
-    training_hooks.disarm()
-    optimizer, parameter = make_optimizer()
+    trainer = Trainer()
     errors, numbers = [], []
     for step in range(2):
         with counted_collectives() as calls:
-            begin(optimizer, step)
+            trainer.begin(step)
             if step == 1 and rank == bad_rank:
-                record_nonfinite(torch.tensor(5))
-            errors.append(error_of(optimizer.step))
+                trainer.guard.record_nonfinite(torch.tensor(5))
+            errors.append(error_of(trainer.optimizer.step))
         numbers.append(len(calls))
-    return errors, parameter.item(), numbers
+    return errors, trainer.parameter.item(), numbers
 
 
 LAYOUTS = [
@@ -212,15 +207,12 @@ def test_no_rank_steps_when_one_of_them_saw_a_non_finite_token(pool, layout, bad
 
 
 def frozen_on_rank(rank: int, frozen: int) -> tuple[bool, str]:
-    training_hooks.disarm()
-    optimizer, _ = make_optimizer()
-    if rank == frozen:
-        optimizer = Wrapped(optimizer=None)
+    trainer = Trainer(Wrapped(optimizer=None)) if rank == frozen else Trainer()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        begin(optimizer)
-        begin(optimizer, 1)
-    return is_armed(), error_of(optimizer.step)
+        trainer.begin()
+        trainer.begin(1)
+    return trainer.guard.is_armed, error_of(trainer.optimizer.step)
 
 
 @pytest.mark.megatron
@@ -236,23 +228,22 @@ def real_step_on_rank(rank: int) -> tuple[list[str], bool]:
 
     from megatron_rl.megatron.model import transformer_config
 
-    training_hooks.disarm()
     config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1)
     module = nn.Linear(4, 4)
     module.config = config
     model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), module)
     settings = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True, clip_grad=1.0)
-    optimizer = get_megatron_optimizer(settings, [model])
+    trainer = Trainer(get_megatron_optimizer(settings, [model]))
     errors = []
     for step in range(2):
         model.zero_grad_buffer()
-        begin(optimizer, step, [model])
+        trainer.begin(step, [model])
         before = module.weight.detach().clone()
         model(torch.ones(2, 4)).sum().backward()
         model.finish_grad_sync()
         if step == 1 and rank == 0:
-            record_nonfinite(torch.tensor(1))
-        errors.append(error_of(optimizer.step))
+            trainer.guard.record_nonfinite(torch.tensor(1))
+        errors.append(error_of(trainer.optimizer.step))
     return errors, torch.equal(before, module.weight)
 
 

@@ -6,17 +6,19 @@ from argparse import Namespace
 from collections.abc import Callable
 
 import pytest
+from helpers import set_global_args
 from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import OPTIONS, HostOptions, remember_args
+from megatron_rl.hosts.base import OPTIONS, HostOptions
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.companions import convert_samples_to_train_data, reward_post_process
 from megatron_rl.hosts.launch import with_our_flags
-from megatron_rl.hosts.loss import get_pg_loss_reducer, read_plan
+from megatron_rl.hosts.loss import read_plan
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
+from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.validation.routes import HOST_SWITCHES
 
@@ -24,7 +26,7 @@ MILES, SLIME = {"true_on_policy_mode": False}, {"rollout_batch_size": 8}
 
 
 def by_reducer(args: Namespace) -> None:
-    remember_args(args)
+    set_global_args(args)
     get_pg_loss_reducer([], [], [], bool(vars(args)["calculate_per_token_loss"]))
 
 

@@ -5,7 +5,6 @@ Each host has its own file beside this one. All other code asks the object, and 
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -254,8 +253,6 @@ OPTIONS: dict[str, object] = {
     "train_backend": "megatron",
 }
 
-_remembered_args: Namespace | None = None
-
 
 class HostOptions:
     """A read-only view of the options of a launch in a host. Only this class reads a host's Namespace.
@@ -350,32 +347,6 @@ def companion_of(args: Namespace | HostOptions) -> str | None:
     if names_ours(options["custom_convert_samples_to_train_data_path"], "convert_samples_to_train_data"):
         return "convert"
     return "reward" if names_ours(options["custom_reward_post_process_path"], "reward_post_process") else None
-
-
-def remember_args(args: Namespace) -> None:
-    """Keeps the init hook's arguments for hooks that get none, where Megatron's global arguments are not set."""
-    global _remembered_args
-    _remembered_args = args
-
-
-def current_args() -> Namespace:
-    """Megatron's global arguments, which both hosts set in each training actor before the init hook, else the init hook's.
-
-    The module is looked up, not imported: the host has loaded it before it set them. Raises ConfigError when there are none.
-    """
-    global_vars = sys.modules.get("megatron.training.global_vars")
-    if global_vars is not None:
-        try:
-            return global_vars.get_args()
-        except AssertionError:  # "args is not initialized"
-            pass
-    if _remembered_args is not None:
-        return _remembered_args
-    raise ConfigError(
-        "the loss reducer gets no arguments from its host and Megatron's global ones are not set: add "
-        "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init to the launch line. The FSDP backend of miles never "
-        "calls it and sets no global arguments: the reducer needs --train-backend megatron"
-    )
 
 
 @dataclass(frozen=True)

@@ -42,14 +42,13 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import CONVERT_LINE, CUSTOM_LOSS_LINE, REWARD_LINE, Host, HostOptions, companion_of, names_ours
 from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation.checks import Asker
 
 # The hosts add it to the standard deviation of a prompt's rewards before they divide.
 DEVIATION_FLOOR = 1e-6
-
-_printed: set[str] = set()
 
 
 def reward_post_process(
@@ -80,9 +79,9 @@ def reward_post_process(
         rewards = normalize_rewards(rewards, batch, by_deviation=options["grpo_std_normalization"])
     weights = reward_weights(batch, config, options).tolist()
     if get_loss_aggregation(config.loss_aggregation) is not get_loss_aggregation("sample_mean"):
-        print_once(
-            f"megatron_rl: {config.loss_aggregation} through sample weights on the rewards; logged rewards, advantages and returns "
-            "are scaled by them, raw rewards are not"
+        RUNS.of(args).warn(
+            f"{config.loss_aggregation} through sample weights on the rewards; logged rewards, advantages and returns are scaled "
+            "by them, raw rewards are not"
         )
     return raw_rewards, [reward * weight for reward, weight in zip(rewards, weights, strict=True)]
 
@@ -160,9 +159,9 @@ def convert_samples_to_train_data(
     masks, size = [torch.as_tensor(mask) for mask in train_data["loss_masks"]], config.samples_per_prompt
     counts = count_rollouts(masks, batch.known_prompts, batch.rollouts, config, size or options["n_samples_per_prompt"])
     train_data["rollout_mask_sums"] = [] if counts.prompt_tokens is None else counts.prompt_tokens.tolist()
-    print_once(
-        f"megatron_rl: prompt_mean with each prompt as one rollout; --global-batch-size {options['global_batch_size']} counts "
-        "prompts, and so does the learning-rate schedule; entropy, KL and clip fraction are prompt means too"
+    RUNS.of(args).warn(
+        f"prompt_mean with each prompt as one rollout; --global-batch-size {options['global_batch_size']} counts prompts, and so "
+        "does the learning-rate schedule; entropy, KL and clip fraction are prompt means too"
     )
     return train_data
 
@@ -324,13 +323,6 @@ def positions_of(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
     for position, key in enumerate(keys):
         positions.setdefault(key, []).append(position)
     return positions
-
-
-def print_once(line: str) -> None:
-    """A hook runs for each rollout batch; a line that does not change is printed for the first one only."""
-    if line not in _printed:
-        _printed.add(line)
-        print(line, flush=True)
 
 
 def _checked_config(args: Namespace, companion: str) -> PolicyLossConfig:

@@ -1,6 +1,5 @@
-"""What miles and slime call for a micro-batch: our reducer of their loss, or our loss in its place.
+"""What miles and slime call for a micro-batch in the place of their loss.
 
-    --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer
     --loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss
 
 Afterwards the host divides the result by the step's rollouts (--calculate-per-token-loss: tokens). Nothing here divides by them, by
@@ -9,10 +8,9 @@ M, by cp or by dp: base.Host says what the host does with the result, and so wha
 
 from __future__ import annotations
 
-import itertools
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +25,13 @@ from megatron_rl.config import (
     PolicyMetrics,
     Route,
 )
-from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import training_hooks
-from megatron_rl.hosts.base import REWARD_LINE, HostLaunch, HostLoss, HostOptions, current_args
+from megatron_rl.errors import DataError
+from megatron_rl.hosts.base import HostLoss, HostOptions
 from megatron_rl.hosts.batch import HostBatch, is_absent, require
-from megatron_rl.hosts.checks import bshd_problem, check_launch
+from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.flags import KL_ESTIMATORS, kl_key
-from megatron_rl.layout.context_parallel import slice_response
+from megatron_rl.hosts.host_run import RUNS, StepGuard
+from megatron_rl.hosts.reducer import check_no_phantom_tokens
 from megatron_rl.layout.groups import Group, all_reduce_sum, checks_microbatch, resolve_group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import clip_of, get_policy_loss, needs_rollout_log_probs
@@ -47,8 +45,6 @@ from megatron_rl.validation.checks import Asker
 
 # The hosts' keys for the part of the vocabulary that each token was sampled from.
 SUPPORT_KEYS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
-
-_microbatches = itertools.count()
 
 
 def custom_loss(
@@ -72,7 +68,8 @@ def custom_loss(
     [N, k <= 2]; tp one where the host reports an entropy at coefficient 0); --allgather-cp one more. Backward none.
     Raises: ConfigError, DataError: settings that are not honoured, an absent key, a wrong length, a non-finite unmasked token.
     """
-    plan = read_plan(args)
+    run = RUNS.of(args)
+    plan = run.judged(Route.CUSTOM_LOSS, args, read_plan)
     cp_group, tp_group = resolve_group(None, "cp"), resolve_group(None, "tp")
     rows = plan.options.host.batch(batch, logits, plan.options, cp_group)
     check_keys(plan, batch)
@@ -96,7 +93,7 @@ def custom_loss(
         "regularizer_weights": mean_weights,
         "tp_group": tp_group,
         "cp_group": cp_group,
-        "check_ranks": checks_microbatch(next(_microbatches)),
+        "check_ranks": checks_microbatch(next(run.numbers)),
     }
     output = policy_loss(
         config.policy_loss,
@@ -110,7 +107,7 @@ def custom_loss(
         **options,
     )
     if output.num_nonfinite.is_cuda:  # on the CPU the loss has raised by itself
-        stop_on_nonfinite(output.num_nonfinite)
+        stop_on_nonfinite(run.guard, output.num_nonfinite)
     inputs = MetricInputs(
         old_log_probs=given(output.log_probs) if old_log_probs is None else old_log_probs,
         weights=mean_weights,
@@ -206,16 +203,6 @@ def sample_weights(
     return torch.where(token_counts > 0, weights, 0.0), mean_weights
 
 
-def check_no_phantom_tokens(token_counts: Tensor) -> None:  # [N]
-    """For the per-token contract. One look at the device a micro-batch; the host synchronises there too, for the metrics."""
-    if bool((token_counts == 0).any()):
-        masked = torch.nonzero(token_counts == 0).flatten().tolist()
-        raise DataError(
-            f"samples {masked} of the micro-batch are fully masked, and under --calculate-per-token-loss the host counts one "
-            f"token for each of them, which shrinks the gradient: drop them, or take {REWARD_LINE} in place of the flag"
-        )
-
-
 def check_keys(plan: LossPlan, batch: Mapping) -> None:
     """DataError, with the key, where the host's batch lacks what these settings need, or has what this loss cannot honour."""
     options = plan.options
@@ -241,10 +228,10 @@ def check_keys(plan: LossPlan, batch: Mapping) -> None:
             )
 
 
-def stop_on_nonfinite(num_nonfinite: Tensor) -> None:  # [N] int32 over all cp ranks
+def stop_on_nonfinite(guard: StepGuard, num_nonfinite: Tensor) -> None:  # [N] int32 over all cp ranks
     """Gives the count to hooks.before_train_step where that guards the optimiser; else looks at it, once a micro-batch."""
-    if training_hooks.is_armed():
-        training_hooks.record_nonfinite(num_nonfinite.sum())
+    if guard.is_armed:
+        guard.record_nonfinite(num_nonfinite.sum())
     elif bool((num_nonfinite > 0).any()):
         samples = torch.nonzero(num_nonfinite > 0).flatten().tolist()
         raise DataError(
@@ -414,123 +401,3 @@ def _rollout_metrics(plan: LossPlan, batch: HostBatch, log_probs: Tensor, old_lo
     if host_loss.has_rollout_kl:
         metrics["train_rollout_kl"] = mean(k3_estimate(rollout_log_probs, trained)[0])
     return metrics
-
-
-# The reducer: a weighted sum of this rank's tokens
-
-
-def get_pg_loss_reducer(
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    loss_masks: Sequence[Tensor],  # S tensors [response_length], 0/1: whole responses, never cp slices
-    calculate_per_token_loss: bool = False,
-) -> Callable[[Tensor], Tensor]:
-    """reducer(x): x [local response tokens] float32, sample after sample -> 0-d, attached to x.
-
-        sample_mean    sum_i S_i / m_i         S_i: the sum of x over sample i's unmasked tokens on this cp rank
-        constant       sum_i S_i / divisor     m_i: unmasked tokens of the whole response
-        token_mean     sum_i S_i               under --calculate-per-token-loss
-
-    With hooks.reward_post_process on the launch line each aggregation is sum_i S_i / m_i of advantages that it has scaled.
-    The masks that a custom rejection function hands over count as they are: with sample_mean our m_i then leaves rejected tokens
-    out, where the host's own reducer keeps them in.
-
-    A masked value may be NaN. A fully masked sample, an empty slice and an empty micro-batch give 0. The one side effect is the
-    count of non-finite unmasked values for an armed hooks.before_train_step: under --recompute-loss-function the hosts call the
-    reducer twice, and counting twice does no harm. Communication: none. Under the per-token contract it synchronises
-    once, to see whether a sample is fully masked.
-
-    Raises ConfigError for a launch whose scale would be wrong, see hosts/checks.py; DataError for lists of different lengths, a
-    mask or x of the wrong length, and for a fully masked sample under the per-token contract, which the host counts as one token.
-
-    >>> from megatron_rl.hosts.base import remember_args
-    >>> remember_args(Namespace(loss_aggregation="constant", loss_aggregation_divisor=4.0))
-    >>> reducer = get_pg_loss_reducer([5, 4], [3, 2], [torch.tensor([1, 0, 1]), torch.tensor([1, 1])])
-    >>> reducer(torch.tensor([1.0, float("nan"), 2.0, 3.0, 4.0]))
-    tensor(2.5000)
-    """
-    config, launch = _reducer_settings(current_args(), calculate_per_token_loss)
-    if not launch.options.host.loss.drops_masked_values and training_hooks.is_armed():
-        training_hooks.expect_finite_gradients()
-    _check_lengths(total_lengths, response_lengths, loss_masks)
-    cp_group = resolve_group(None, "cp")
-    if cp_group.size() > 1 and launch.options["qkv_format"] != "thd":
-        raise ConfigError(bshd_problem(launch.options["qkv_format"], cp_group.size()))
-    if not loss_masks:
-        return _nothing_to_sum
-    masks = [_as_bool(index, mask) for index, mask in enumerate(loss_masks)]
-    token_counts = torch.stack([mask.sum() for mask in masks])
-    if calculate_per_token_loss:
-        check_no_phantom_tokens(token_counts)
-    name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
-    if launch.companion is not None:
-        name, divisor = LossAggregation.SAMPLE_MEAN, None
-    # What is left of each token's weight when the host has divided by N or by T.
-    weights = weigh_tokens(name, token_counts, launch.options.host.denominators(launch.options), divisor=divisor)
-    local = [_local_part(mask, total, cp_group) for mask, total in zip(masks, total_lengths, strict=True)]
-    local_mask = torch.cat(local)
-    sizes = torch.tensor([part.shape[0] for part in local], device=weights.device)
-    token_weights = weights.repeat_interleave(sizes, output_size=local_mask.shape[0])
-
-    def reducer(
-        x: Tensor,  # [local response tokens]
-    ) -> Tensor:  # 0-d
-        if x.shape != local_mask.shape:
-            raise DataError(
-                f"the loss has shape {tuple(x.shape)} and this rank's responses hold {local_mask.shape[0]} tokens (cp rank "
-                f"{cp_group.rank()} of {cp_group.size()}): pass one value for each of them, in the order of the samples"
-            )
-        if training_hooks.is_armed():
-            training_hooks.record_nonfinite((~torch.isfinite(x.detach()) & local_mask).sum())
-        # where before the product: 0 x NaN is NaN, in the gradient too.
-        return (torch.where(local_mask, x, 0.0) * token_weights).sum()
-
-    return reducer
-
-
-def _reducer_settings(args: Namespace, is_per_token: bool) -> tuple[PolicyLossConfig, HostLaunch]:
-    """The call says what the host does with the result. Arguments that say something else were changed after parsing."""
-    options = HostOptions(args)
-    has_switch = options.has("calculate_per_token_loss")
-    if has_switch and options["calculate_per_token_loss"] != bool(is_per_token):
-        raise ConfigError(
-            f"the reducer is called with calculate_per_token_loss={is_per_token} and the arguments say "
-            f"{options['calculate_per_token_loss']}: one of them was changed after parsing; leave both alone"
-        )
-    of_call = {} if has_switch else {"calculate_per_token_loss": bool(is_per_token)}
-    return check_launch(Namespace(**vars(args), **of_call), Route.REDUCER, asker=Asker.HOOK)
-
-
-def _local_part(mask: Tensor, total_length: int, cp_group: Group) -> Tensor:  # [response] -> [local response tokens]
-    if cp_group.size() == 1 or not mask.shape[0]:
-        return mask
-    return slice_response(mask, total_length, cp_group.rank(), cp_group.size())
-
-
-def _as_bool(index: int, mask: Tensor) -> Tensor:
-    is_set = mask != 0
-    # On CUDA looking would synchronise; the hosts' masks are int32 zeros and ones.
-    if not mask.is_cuda and mask.dtype != torch.bool and not torch.equal(is_set, mask == 1):
-        raise DataError(f"loss_masks[{index}] has values other than 0 and 1: a mask selects tokens, weights belong elsewhere")
-    return is_set
-
-
-def _check_lengths(total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> None:
-    sizes = (len(total_lengths), len(response_lengths), len(loss_masks))
-    if len(set(sizes)) > 1:
-        raise DataError(
-            f"{sizes[0]} total_lengths, {sizes[1]} response_lengths and {sizes[2]} loss_masks: pass one of each for each sample"
-        )
-    for index, (mask, length) in enumerate(zip(loss_masks, response_lengths, strict=True)):
-        if mask.shape != (length,):
-            raise DataError(
-                f"loss_masks[{index}] has shape {tuple(mask.shape)} for a response of {length} tokens: pass the whole response's "
-                "mask, not its context-parallel slice"
-            )
-
-
-def _nothing_to_sum(x: Tensor) -> Tensor:  # [0] -> 0-d
-    """A micro-batch without samples: its zero stays in the graph, so that this rank meets the collectives of the backward."""
-    if x.numel():
-        raise DataError(f"the loss has {x.numel()} values for 0 samples: pass an empty one")
-    return x.sum() * 0

@@ -23,12 +23,13 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
 from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import Host, HostOptions, current_args
+from megatron_rl.hosts.base import Host, HostOptions
 from megatron_rl.hosts.dense_rows import sample_in_words
 from megatron_rl.hosts.flags import validated, with_host_values
+from megatron_rl.hosts.host_run import current_args
 from megatron_rl.hosts.sampling import SamplingVerdict, flags_that_read, judge_sampling
-from megatron_rl.hosts.training_hooks import largest_anywhere, layout_in_words, release_problems, shift_in_words, terms_in_words
-from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.hosts.training_hooks import layout_in_words, release_problems, shift_in_words, terms_in_words
+from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite, make_forward_step
@@ -439,7 +440,7 @@ class PackedForwardStep:
         self.reports = [] if self._forward_step is None else self._forward_step.take_reports()
         counts = [report.num_nonfinite.sum() for report in self.reports]
         worst = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
-        if largest_anywhere(worst, self._groups_of_step or resolve_groups()):
+        if maxima_anywhere(worst[None], self._groups_of_step or resolve_groups()) != [0]:
             check_finite(self.reports)
             raise DataError("another rank met an unmasked token that is not finite: the optimiser step is refused; see its message")
 

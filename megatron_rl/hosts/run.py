@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import torch.distributed as dist
@@ -54,6 +54,10 @@ class Runs(Generic[R]):
 
     def forget(self, owner: object) -> None:
         self._found.pop(id(owner), None)
+
+    def __iter__(self) -> Iterator[tuple[object, R]]:
+        """(owner, run) of those that are alive."""
+        return ((owner, run) for reference, run in [*self._found.values()] if (owner := reference()) is not None)
 
     def __len__(self) -> int:
         return len(self._found)

@@ -1,0 +1,178 @@
+"""What miles and slime call to sum their own loss of a micro-batch: a weighted sum of this rank's tokens.
+
+    --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer
+
+Afterwards the host divides the result by the step's rollouts (--calculate-per-token-loss: tokens). Nothing here divides by them, by
+M, by cp or by dp. The launch is judged at the first call; a later call looks whether an argument has changed.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_rl.aggregation import StepTotals, weigh_tokens
+from megatron_rl.config import LossAggregation, Route
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.base import REWARD_LINE, HostOptions
+from megatron_rl.hosts.checks import bshd_problem, check_launch
+from megatron_rl.hosts.host_run import RUNS, current_args
+from megatron_rl.layout.context_parallel import slice_response
+from megatron_rl.layout.groups import resolve_group
+from megatron_rl.validation.checks import Asker
+
+
+def get_pg_loss_reducer(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    loss_masks: Sequence[Tensor],  # S tensors [response_length], 0/1: whole responses, never cp slices
+    calculate_per_token_loss: bool = False,
+) -> Callable[[Tensor], Tensor]:
+    """reducer(x): x [local response tokens] float32, sample after sample -> 0-d, attached to x.
+
+        sample_mean    sum_i S_i / m_i         S_i: the sum of x over sample i's unmasked tokens on this cp rank
+        constant       sum_i S_i / divisor     m_i: unmasked tokens of the whole response
+        token_mean     sum_i S_i               under --calculate-per-token-loss
+
+    With hooks.reward_post_process on the launch line each aggregation is sum_i S_i / m_i of advantages that it has scaled.
+    The masks that a custom rejection function hands over count as they are: with sample_mean our m_i then leaves rejected tokens
+    out, where the host's own reducer keeps them in.
+
+    A masked value may be NaN. A fully masked sample, an empty slice and an empty micro-batch give 0. The one side effect is the
+    count of non-finite unmasked values for an armed hooks.before_train_step: under --recompute-loss-function the hosts call the
+    reducer twice, and counting twice does no harm. Communication: none. Under the per-token contract it synchronises
+    once, to see whether a sample is fully masked.
+
+    Raises ConfigError for a launch whose scale would be wrong, see hosts/checks.py; DataError for lists of different lengths, a
+    mask or x of the wrong length, and for a fully masked sample under the per-token contract, which the host counts as one token.
+
+    >>> from megatron_rl.hosts.host_run import begin_run
+    >>> args = Namespace(loss_aggregation="constant", loss_aggregation_divisor=4.0)
+    >>> run = begin_run(args)
+    >>> reducer = get_pg_loss_reducer([5, 4], [3, 2], [torch.tensor([1, 0, 1]), torch.tensor([1, 1])])
+    >>> reducer(torch.tensor([1.0, float("nan"), 2.0, 3.0, 4.0]))
+    tensor(2.5000)
+    """
+    args, is_per_token = current_args(), bool(calculate_per_token_loss)
+    run = RUNS.of(args)
+    plan = run.judged((Route.REDUCER, is_per_token), args, partial(read_plan, is_per_token=is_per_token))
+    guard = run.guard
+    if not plan.drops_masked_values and guard.is_armed:
+        guard.watches_gradients = True
+    _check_lengths(total_lengths, response_lengths, loss_masks)
+    cp_group = resolve_group(None, "cp")
+    cp_rank, cp_size = cp_group.rank(), cp_group.size()
+    if cp_size > 1 and plan.qkv_format != "thd":
+        raise ConfigError(bshd_problem(plan.qkv_format, cp_size))
+    if not loss_masks:
+        return _nothing_to_sum
+    masks = _as_bool(loss_masks)
+    token_counts = torch.stack([mask.sum() for mask in masks])
+    if is_per_token:
+        check_no_phantom_tokens(token_counts)
+    # What is left of each token's weight when the host has divided by N or by T.
+    weights = weigh_tokens(plan.aggregation, token_counts, plan.totals, divisor=plan.divisor)
+    if cp_size > 1:
+        masks = [
+            slice_response(mask, total, cp_rank, cp_size) if mask.shape[0] else mask
+            for mask, total in zip(masks, total_lengths, strict=True)
+        ]
+    local_mask = torch.cat(masks)
+    sizes = torch.tensor([mask.shape[0] for mask in masks], device=weights.device)
+    token_weights = weights.repeat_interleave(sizes, output_size=local_mask.shape[0])
+
+    def reducer(
+        x: Tensor,  # [local response tokens]
+    ) -> Tensor:  # 0-d
+        if x.shape != local_mask.shape:
+            raise DataError(
+                f"the loss has shape {tuple(x.shape)} and this rank's responses hold {local_mask.shape[0]} tokens (cp rank "
+                f"{cp_rank} of {cp_size}): pass one value for each of them, in the order of the samples"
+            )
+        if guard.is_armed:
+            guard.record_nonfinite((~torch.isfinite(x.detach()) & local_mask).sum())
+        # where before the product: 0 x NaN is NaN, in the gradient too.
+        return (torch.where(local_mask, x, 0.0) * token_weights).sum()
+
+    return reducer
+
+
+@dataclass(frozen=True, slots=True)
+class ReducerPlan:
+    """What a launch asks of the reducer. aggregation: sample_mean where a companion hook has weighted the samples."""
+
+    aggregation: str
+    divisor: float | None
+    totals: StepTotals
+    qkv_format: str
+    drops_masked_values: bool
+    """The host does, before anything is computed."""
+
+
+def read_plan(args: Namespace, *, is_per_token: bool) -> ReducerPlan:
+    """The call says what the host does with the result. Arguments that say something else were changed after parsing.
+
+    Raises one ConfigError with every problem of the launch."""
+    options = HostOptions(args)
+    has_switch = options.has("calculate_per_token_loss")
+    if has_switch and options["calculate_per_token_loss"] != is_per_token:
+        raise ConfigError(
+            f"the reducer is called with calculate_per_token_loss={is_per_token} and the arguments say "
+            f"{options['calculate_per_token_loss']}: one of them was changed after parsing; leave both alone"
+        )
+    of_call = {} if has_switch else {"calculate_per_token_loss": is_per_token}
+    config, launch = check_launch(Namespace(**vars(args), **of_call), Route.REDUCER, asker=Asker.HOOK)
+    name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
+    if launch.companion is not None:
+        name, divisor = LossAggregation.SAMPLE_MEAN, None
+    host = launch.options.host
+    return ReducerPlan(
+        name, divisor, host.denominators(launch.options), launch.options["qkv_format"], host.loss.drops_masked_values
+    )
+
+
+def check_no_phantom_tokens(token_counts: Tensor) -> None:  # [S]
+    """For the per-token contract. One look at the device a micro-batch; the host synchronises there too, for the metrics."""
+    if bool((token_counts == 0).any()):
+        masked = torch.nonzero(token_counts == 0).flatten().tolist()
+        raise DataError(
+            f"samples {masked} of the micro-batch are fully masked, and under --calculate-per-token-loss the host counts one "
+            f"token for each of them, which shrinks the gradient: drop them, or take {REWARD_LINE} in place of the flag"
+        )
+
+
+def _as_bool(loss_masks: Sequence[Tensor]) -> list[Tensor]:
+    whole = torch.cat(list(loss_masks))
+    is_set = whole != 0
+    masks = list(is_set.split([mask.shape[0] for mask in loss_masks]))
+    # On CUDA looking would synchronise; the hosts' masks are int32 zeros and ones.
+    if not whole.is_cuda and whole.dtype != torch.bool and not torch.equal(is_set, whole == 1):
+        index = next(i for i, mask in enumerate(loss_masks) if not torch.equal(mask != 0, mask == 1))
+        raise DataError(f"loss_masks[{index}] has values other than 0 and 1: a mask selects tokens, weights belong elsewhere")
+    return masks
+
+
+def _check_lengths(total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> None:
+    sizes = (len(total_lengths), len(response_lengths), len(loss_masks))
+    if len(set(sizes)) > 1:
+        raise DataError(
+            f"{sizes[0]} total_lengths, {sizes[1]} response_lengths and {sizes[2]} loss_masks: pass one of each for each sample"
+        )
+    for index, (mask, length) in enumerate(zip(loss_masks, response_lengths, strict=True)):
+        if mask.shape != (length,):
+            raise DataError(
+                f"loss_masks[{index}] has shape {tuple(mask.shape)} for a response of {length} tokens: pass the whole response's "
+                "mask, not its context-parallel slice"
+            )
+
+
+def _nothing_to_sum(x: Tensor) -> Tensor:  # [0] -> 0-d
+    """A micro-batch without samples: its zero stays in the graph, so that this rank meets the collectives of the backward."""
+    if x.numel():
+        raise DataError(f"the loss has {x.numel()} values for 0 samples: pass an empty one")
+    return x.sum() * 0
