@@ -100,6 +100,37 @@ def find_default_that_is_no_constant(tree: ast.Module) -> Iterator[int]:
                     yield default.lineno
 
 
+WRITES = frozenset("add append appendleft clear discard extend insert pop popitem popleft remove setdefault sort update".split())
+
+
+def find_state_of_a_module(tree: ast.Module) -> Iterator[int]:
+    """Two trainers of a process share it. A function writes it: `global`, an item, an attribute, a method, next()."""
+    bound = {node.id for statement in tree.body for node in ast.walk(statement) if is_bound(node) and not is_scope(statement)}
+
+    def is_module_s(node: ast.AST | None) -> bool:
+        return isinstance(node, ast.Name) and node.id in bound
+
+    functions = [node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+    for node in {inner for function in functions for inner in ast.walk(function)}:
+        if isinstance(node, ast.Global):
+            yield node.lineno
+        elif isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load) and is_module_s(node.value):
+            yield node.lineno
+        elif isinstance(node, ast.Call):
+            is_write = isinstance(node.func, ast.Attribute) and node.func.attr in WRITES and is_module_s(node.func.value)
+            is_next = isinstance(node.func, ast.Name) and node.func.id == "next" and is_module_s(node.args[0])
+            if is_write or is_next:
+                yield node.lineno
+
+
+def is_bound(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def is_scope(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+
 RULES: list[tuple[str, Callable[[ast.Module], Iterator[int]], list[str], str]] = [
     # name, checker, snippets that break the rule, one that keeps it
     ("FB-58 no nan_to_num", find_nan_to_num, ["x.nan_to_num_(0.0)", "from torch import nan_to_num as clean"], "torch.isnan(x)"),
@@ -144,6 +175,27 @@ def test_the_package_keeps_the_rule(name, find, bad, good, package_trees, benchm
     found = [f"{path}:{line}: {name}" for path, tree in (package_trees | benchmark_trees).items() for line in find(tree)]
     assert not found, "\n".join(found)
     assert all(list(find(ast.parse(snippet))) for snippet in bad) and list(find(ast.parse(good))) == []
+
+
+WRITTEN = [
+    "told = set()\ndef f():\n    told.add(1)",
+    "args = None\ndef f(new):\n    global args\n    args = new",
+    "seen: list[int] = []\ndef f(x):\n    seen[:] = [x]",
+    "class C:\n    def f(self):\n        guard.step = 1\nguard = C()",
+    "numbers = count()\nf = lambda: next(numbers)",
+    "kept = {}\nasync def f(x):\n    del kept[x]",
+]
+READ = "TABLE = {'a': 1}\nRUNS = Runs(Run)\ndef f(args):\n    told = set()\n    told.add(TABLE['a'])\n    RUNS.of(args).told.add(1)"
+
+
+def test_no_module_of_a_host_remembers_a_run(package_trees):
+    """What a trainer writes is in its run, hosts/run.py: two trainers of one process would share a module's names."""
+    trees = {path: tree for path, tree in package_trees.items() if path.startswith(("hosts/", "hooks.py", "reducers.py"))}
+    trees.pop("hosts/verl.py", None)  # still a door of its own form
+    found = [f"{path}:{line}: a module's name is written" for path, tree in trees.items() for line in find_state_of_a_module(tree)]
+    assert not found, "\n".join(found)
+    assert len(trees) > 3 and all(list(find_state_of_a_module(ast.parse(snippet))) for snippet in WRITTEN)
+    assert list(find_state_of_a_module(ast.parse(READ))) == []
 
 
 def test_fresh_memory_of_the_package_is_nan():
