@@ -140,8 +140,11 @@ def test_each_row_has_the_prompt_of_its_rollout(form, num_ranks, capsys):
     assert line.startswith("megatron_rl: replaced in megatron.rl.rl_utils: compute_group_stats and prepare_trajectories")
 
 
-def test_old_log_probabilities_are_those_of_the_temperature():
-    take_rollouts(utils, lambda: 0.5, SINGLE)
+@pytest.mark.parametrize("temperatures", [[0.5], [4.0, 0.5]], ids=["once", "a second trainer of the process"])
+def test_old_log_probabilities_are_those_of_the_temperature(temperatures):
+    """Applied once, however many trainers of the process have taken their rollouts."""
+    for temperature in temperatures:
+        take_rollouts(utils, lambda temperature=temperature: temperature, SINGLE)
     logits, tokens = torch.tensor([[[0.0, 1.0], [3.0, 1.0]]]), torch.tensor([[0, 1]])
     expected = 2.0 - math.log(1 + math.exp(2.0))  # of logits 0 and 1, divided by 1/2
     assert float(get_logprobs(logits, tokens)) == pytest.approx(expected)

@@ -30,6 +30,8 @@ REPLACED = {
 # What an edit by hand leaves in their callers.
 EDITS = {"prepare_data_for_update": "prompt_of_row", "get_logprobs": "rl_default_temperature"}
 PADDING = -1
+# Where a function of ours holds the one that it has replaced.
+OWN = "_megatron_rl_replaced"
 
 
 class Rollouts:
@@ -83,14 +85,14 @@ def take_rollouts(
     temperature: Callable[[], float],
     dp_group: Group | None = None,
 ) -> Rollouts:
-    """Call it before training; one line of the first rank says what is replaced.
+    """Call it before training; one line of the first rank says what is replaced. Of two trainers, the last to call is served.
 
     Raises ConfigError for functions with other arguments than those that are known, and for a checkout that was edited by hand.
     """
     if problems := [*_problems(utils)]:
         raise ConfigError(problems)
     found = Rollouts(dp_group)
-    own_stats, own_rows, own_softmax = (getattr(utils, name) for name in REPLACED)
+    own_stats, own_rows, own_softmax = own = [vars(getattr(utils, name)).get(OWN, getattr(utils, name)) for name in REPLACED]
 
     @functools.wraps(own_stats)
     def compute_group_stats(rollouts: Sequence[Sequence[object]], *others: Any, **named: Any) -> Any:
@@ -107,7 +109,9 @@ def take_rollouts(
     def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
         return own_softmax(logits if temperature() == 1 else logits / temperature(), index)
 
-    for name, function in zip(REPLACED, (compute_group_stats, prepare_trajectories, selective_log_softmax), strict=True):
+    ours = (compute_group_stats, prepare_trajectories, selective_log_softmax)
+    for name, function, replaced in zip(REPLACED, ours, own, strict=True):
+        vars(function)[OWN] = replaced
         setattr(utils, name, function)
     if os.environ.get("RANK", "0") == "0":  # before torch.distributed is initialised
         print(
