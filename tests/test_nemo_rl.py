@@ -462,6 +462,19 @@ def test_the_launcher_puts_our_loss_and_our_estimator_into_nemo_rl(script, aggre
     assert out.split("\n")[:2] == [f"NemoLoss gspo.{aggregation} 16", kind]
 
 
+def test_two_trainers_of_a_process_have_their_own_estimators(script):
+    """Each is made after the setup of both."""
+    text = script.read_text().partition("given = ")[0] + textwrap.dedent("""
+        configs = [nemo_rl_cases.master_config({"megatron_rl": f"gspo.{name}"}) for name in ("prompt_mean", "sample_mean")]
+        print(*(setup(config, "tokenizer").name for config in configs))
+        print(*(type(trainer._create_advantage_estimator(config).compute_advantage).__name__ for config in configs))
+    """)
+    script.write_text(text)
+    code, out, error = launched(script)
+    assert code == 0, error
+    assert out.split("\n")[:2] == ["gspo.prompt_mean gspo.sample_mean", "function method"]
+
+
 def test_the_launcher_ends_with_each_problem(script):
     code, out, error = launched(script, "++loss_fn.megatron_rl=gspo.constant", "++loss_fn.use_cispo=1")
     assert (code, out) == (2, "")
@@ -504,7 +517,12 @@ def test_the_launcher_judges_the_sampler(script):
     [
         ("run_grpo.py", "algorithms.grpo import setup", "algorithms.ppo import setup", "does not import setup"),
         ("run_grpo.py", "loss = setup", "sys.exit(0)\nloss = setup", None),
-        ("nemo_rl/algorithms/grpo.py", "global_valid_seqs", "step_counts", "ClippedPGLossFn.__call__ takes .*step_counts"),
+        (
+            "nemo_rl/algorithms/grpo.py",
+            "global_valid_seqs",
+            "step_counts",
+            "ClippedPGLossFn.__call__ takes .*step_counts.*grpo.py:4\\)",
+        ),
         ("nemo_rl/algorithms/grpo.py", "def _create", "def create", "has no _create_advantage_estimator"),
         ("nemo_rl/algorithms/grpo.py", "class Clipped", "import no_such_module\nclass Clipped", "cannot be imported"),
     ],

@@ -257,9 +257,12 @@ DOOR = Door(
 
 
 def check_launch(master_config: Any, words: Sequence[str] = ()) -> Found:
-    """What NeMo-RL's whole config trains. words: of the launch line. Raises one ConfigError with every problem.
+    """What NeMo-RL's whole config trains. words: of the launch line. Raises one ConfigError with every problem."""
+    return read_launch(DOOR, settings_of(master_config, words))
 
-    NeMo-RL keeps any name below loss_fn and reads none that its model does not have: another one is a slip."""
+
+def settings_of(master_config: Any, words: Sequence[str] = ()) -> Settings:
+    """NeMo-RL keeps any name below loss_fn and reads none that its model does not have: another one is a slip."""
     typed, loss_fn = read_overrides(words), master_config.loss_fn
     # NeMo-RL's model has made 1.0 of a number that was typed as true.
     of_line = {name: value for name, value in typed.items() if isinstance(value, bool)}
@@ -267,14 +270,13 @@ def check_launch(master_config: Any, words: Sequence[str] = ()) -> Found:
     of_line[WORKER] = worker is not ABSENT and bool(worker)
     given = typed | {f"{LOSS_FN}{name}": value for name, value in dict(loss_fn).items()} | of_line
     newer = {f"{LOSS_FN}{name}" for name in getattr(type(loss_fn), "model_fields", ())} - {one.name for one in DOOR.settings}
-    settings = Settings(
+    return Settings(
         lambda name: of_line[name] if name in of_line else value_at(master_config, name),
         DOOR.all_defaults,
         typed=typed,
         has_files=True,
         given={name: value for name, value in given.items() if name not in newer},
     )
-    return read_launch(DOOR, settings)
 
 
 # Its launch line

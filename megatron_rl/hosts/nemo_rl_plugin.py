@@ -19,8 +19,9 @@ from megatron_rl.aggregation import StepTotals, regularizer_weights
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, loss_of_rows, marked_rows, step_line
-from megatron_rl.hosts.door import Found
-from megatron_rl.hosts.nemo_rl import BATCH, DOOR, LOSS_FN, NAME, PACKAGE, TRAINER, check_launch
+from megatron_rl.hosts.door import Found, is_carried
+from megatron_rl.hosts.door_settings import read_choice
+from megatron_rl.hosts.nemo_rl import BATCH, DOOR, LOSS_FN, NAME, PACKAGE, TRAINER, check_launch, settings_of
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import UNSCORED
 from megatron_rl.hosts.settings import value_at
@@ -233,11 +234,14 @@ def loss_in_setup(refuse: Callable[[ConfigError], int], calls: list[str]) -> Ite
             print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
         samples = value_at(master_config, BATCH)
         trainer.ClippedPGLossFn = lambda *given, **options: NemoLoss(own_loss(*given, **options), found, samples)
-        if found.is_carried:
-            trainer._create_advantage_estimator = lambda config: with_prompt_weights(create(config))
         return setup(master_config, *positional, **named)
 
-    trainer.setup = setup_with_our_loss
+    def create_for_our_loss(master_config: Any) -> Any:
+        """After setup, for each trainer by its own config: another one of the process may have another aggregation."""
+        _, aggregation = read_choice(DOOR, settings_of(master_config))
+        return with_prompt_weights(create(master_config)) if is_carried(aggregation) else create(master_config)
+
+    trainer.setup, trainer._create_advantage_estimator = setup_with_our_loss, create_for_our_loss
     try:
         yield
     finally:

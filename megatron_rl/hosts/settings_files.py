@@ -74,7 +74,8 @@ def nested(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """With the text of a YAML file as hydra reads it: PyYAML leaves 3e-4 as text. References stay."""
+    """With the text of a YAML file as hydra reads it, of which PyYAML leaves 3e-4 as text, and quotes nobody can see any more.
+    References stay."""
     return {name: _each_text(value, lambda text: text if "${" in text else read_value(text)) for name, value in tree.items()}
 
 
