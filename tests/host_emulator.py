@@ -15,11 +15,10 @@ from functools import partial
 
 import torch
 from host_losses import emulated_policy_loss
-from host_rank import HostRank, load_function
+from host_rank import HostRank, OwnCode, load_function
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl.hosts.base import Host
 from megatron_rl.layout.groups import all_reduce_sum
 
 
@@ -38,7 +37,7 @@ class EmulatedHost(HostRank):
         if args.custom_convert_samples_to_train_data_path is not None:
             return load_function(args.custom_convert_samples_to_train_data_path)(args, samples)
         hook = args.custom_reward_post_process_path
-        raw, rewards = load_function(hook)(args, samples) if hook else _normalised_rewards(self.host, args, samples)
+        raw, rewards = load_function(hook)(args, samples) if hook else _normalised_rewards(self.own, args, samples)
         masks = [list(s.loss_mask) if s.loss_mask is not None else [1] * s.response_length for s in samples]
         masks = [[0] * len(mask) if s.remove_sample else mask for s, mask in zip(samples, masks, strict=True)]
         rollouts = [_rollout_of(s) for s in samples]
@@ -71,7 +70,7 @@ class EmulatedHost(HostRank):
             function = load_function(args.custom_loss_function_path)
         operands = (args, batch, logits, self.default_reducer(args, batch, masks))
         if args.recompute_loss_function:
-            loss, log = checkpoint(function, *operands, use_reentrant=self.host.loss.reenters_checkpoint)
+            loss, log = checkpoint(function, *operands, use_reentrant=self.own.reenters_checkpoint)
         else:
             loss, log = function(*operands)
         if args.allgather_cp and self.groups.cp.size() > 1:
@@ -81,7 +80,7 @@ class EmulatedHost(HostRank):
             loss, count = loss * self.groups.cp.size(), num_tokens
         else:
             loss, num_tokens = loss * num_microbatches / num_rollouts * self.groups.dp_cp.size(), 1
-            count = len(masks) if self.host.loss.logs_sample_count else 0
+            count = len(masks) if self.own.logs_sample_count else 0
         values = torch.tensor([count, *log.values()], dtype=torch.float32)
         return loss, torch.tensor(num_tokens), {"keys": list(log), "values": values}
 
@@ -112,7 +111,7 @@ class EmulatedSample:
 
 
 def _normalised_rewards(
-    host: Host, args: Namespace, samples: Sequence[EmulatedSample]
+    own: OwnCode, args: Namespace, samples: Sequence[EmulatedSample]
 ) -> tuple[list[float], list[float]]:  # raw, normalised
     """(Reward - mean of the prompt group) / (its standard deviation + 1e-6). Some hosts make groups of samples in their order."""
     raw = [s.get_reward_value(args) for s in samples]
@@ -120,15 +119,15 @@ def _normalised_rewards(
         return raw, raw
     size = args.n_samples_per_prompt
     is_full = len(samples) == size * args.rollout_batch_size
-    groups = [s.group_index for s in samples] if host.groups_by_prompt else [i // size if is_full else 0 for i in range(len(raw))]
+    groups = [s.group_index for s in samples] if own.groups_by_prompt else [i // size if is_full else 0 for i in range(len(raw))]
     # By prompt, one reward of each rollout counts, and those of its other samples do not.
-    rollouts = [_rollout_of(s) if host.groups_by_prompt else i for i, s in enumerate(samples)]
+    rollouts = [_rollout_of(s) if own.groups_by_prompt else i for i, s in enumerate(samples)]
     normalised = []
     for reward, group in zip(raw, groups, strict=True):
         triples = zip(raw, groups, rollouts, strict=True)
         peers = torch.tensor(list({rollout: other for other, its, rollout in triples if its == group}.values()))
         centred = reward - float(peers.mean())
-        if args.grpo_std_normalization and (host.divides_by_zero_deviation or (len(peers) > 1 and float(peers.std()) > 0)):
+        if args.grpo_std_normalization and (own.divides_by_zero_deviation or (len(peers) > 1 and float(peers.std()) > 0)):
             centred /= float(peers.std()) + 1e-6
         normalised.append(centred)
     return raw, normalised

@@ -114,7 +114,7 @@ def clipped_values(
     log_probs: Tensor,  # [local response tokens]
 ) -> tuple[Tensor, Tensor]:  # loss per token, 1.0 where clipped
     ratio = _bounded(host, log_ratio).exp()
-    if host.host.loss.has_cispo and args.advantage_estimator == "cispo":
+    if host.own.has_cispo and args.advantage_estimator == "cispo":
         weight = ratio.detach().clamp(1 - args.eps_clip, 1 + args.eps_clip_high)
         return -weight * advantages * log_probs, (weight != ratio).to(ratio.dtype)
     free, kept = -ratio * advantages, -ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high) * advantages
@@ -140,13 +140,13 @@ def approximate_kl(host: HostRank, kind: str, log_ratio: Tensor, importance_rati
 
 
 def _bounded(host: HostRank, log_ratio: Tensor) -> Tensor:
-    bound = host.host.loss.log_ratio_bound
+    bound = host.own.log_ratio_bound
     return log_ratio if bound is None else log_ratio.clamp(-bound, bound)
 
 
 def _sample_log_ratios(host: HostRank, args: Namespace, batch: dict, log_probs: list[Tensor], old: list[Tensor]) -> Tensor:
     """Each local token gets the mean log-ratio of its whole sample."""
-    if host.host.pads_rows and args.qkv_format == "bshd" and host.groups.cp.size() > 1:
+    if host.own.pads_rows and args.qkv_format == "bshd" and host.groups.cp.size() > 1:
         raise AssertionError(f"{host.host} gathers by thd slices: GSPO with bshd and context parallelism does not run")
     owned = [host.owned(args, batch, sample) for sample in range(len(log_probs))]
     difference = [new - before for new, before in zip(log_probs, old, strict=True)]

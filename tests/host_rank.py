@@ -24,6 +24,32 @@ def load_function(path: str):
     return getattr(import_module(module), attribute)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnCode:
+    """What a host's own code does where no hook of ours looks; what our loss must know is in the host's object."""
+
+    log_ratio_bound: float | None = None
+    """Log-ratios are clamped to +- this before exp; None: they are not."""
+    has_cispo: bool = False
+    """--advantage-estimator cispo trains CISPO."""
+    logs_sample_count: bool = False
+    """The log of a micro-batch begins with the number of samples, else with 0."""
+    reenters_checkpoint: bool = False
+    """--recompute-loss-function uses the reentrant form of torch.utils.checkpoint."""
+    pads_rows: bool = False
+    """--qkv-format bshd, rows padded to one length, exists."""
+    groups_by_prompt: bool = True
+    """Rewards are normalised over the samples of one group_index, with one reward a rollout; else over samples in their order."""
+    divides_by_zero_deviation: bool = False
+    """A group of equal rewards is divided by its standard deviation as well."""
+
+
+OWN_CODE = {
+    "miles": OwnCode(log_ratio_bound=20.0, logs_sample_count=True, reenters_checkpoint=True, pads_rows=True),
+    "slime": OwnCode(has_cispo=True, groups_by_prompt=False, divides_by_zero_deviation=True),
+}
+
+
 @dataclass(frozen=True)
 class HostRank:
     """It finds positions token by token; the hosts and layout/context_parallel.py do it otherwise."""
@@ -37,6 +63,10 @@ class HostRank:
             raise ConfigError(
                 f"host={self.host} on {self.groups.tp.size()} tensor-parallel ranks: the emulator knows {known}, on one"
             )
+
+    @property
+    def own(self) -> OwnCode:
+        return OWN_CODE[self.host.name]
 
     def default_reducer(
         self,
@@ -107,7 +137,7 @@ class HostRank:
         return self.groups.cp.rank() == (chunk if chunk < cp_size else 2 * cp_size - 1 - chunk)
 
     def _row_length(self, args: Namespace, batch: dict, sample: int) -> int:
-        is_padded = self.host.pads_rows and args.qkv_format == "bshd"
+        is_padded = self.own.pads_rows and args.qkv_format == "bshd"
         return batch["max_seq_lens"][sample] if is_padded else batch["total_lengths"][sample]
 
 

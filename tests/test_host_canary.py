@@ -18,11 +18,11 @@ from helpers import pool_of
 from host_cases import HostCase, host_args
 from host_emulator import merge_custom_config
 from host_harness import RealHost, roots_by_environment
-from host_rank import load_function
+from host_rank import OWN_CODE, load_function
 from host_ranks import make_host, run_cases, train_data
 
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.hosts.base import OPTIONS, host_named
+from megatron_rl.hosts.base import OPTIONS
 from megatron_rl.validation import HOST_SWITCHES
 
 pytestmark = [pytest.mark.host, pytest.mark.megatron]
@@ -72,7 +72,7 @@ CASES = [
     for host in sorted(ROOTS) or ["miles"]
     for name, case in PLAIN.items()
     for layout in ("thd", "bshd", "allgather")
-    if name != "CISPO" or host_named(host).loss.has_cispo
+    if name != "CISPO" or OWN_CODE[host].has_cispo
     if layout == "thd" or (name in LAID_OUT and (host, layout) != ("slime", "bshd"))
 ]
 

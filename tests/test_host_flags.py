@@ -12,9 +12,9 @@ import pytest
 from helpers import pool_of
 from host_cases import ROLLOUT_GAP, HostCase, host_args, normalised_rewards, sample_log_probs
 from host_harness import roots_by_environment
+from host_rank import OWN_CODE
 from host_ranks import StepResult, run_cases
 
-from megatron_rl.hosts.base import host_named
 from megatron_rl.hosts.flags import has_dual_clip
 from megatron_rl.testing.ranks import RankPool
 
@@ -72,7 +72,7 @@ def cases_of(host: str) -> dict[str, Flags]:
     return {
         name: replace(flags, case=replace(flags.case, host=host))
         for name, flags in LAUNCHES.items()
-        if flags.case.estimator != "cispo" or host_named(host).loss.has_cispo
+        if flags.case.estimator != "cispo" or OWN_CODE[host].has_cispo
     }
 
 

@@ -42,10 +42,8 @@ Converter = Callable[[Namespace, Sequence], dict]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLoss:
-    """What the host's own policy loss does. Our loss reports the same metrics, and the emulator imitates it."""
+    """What the host's own policy loss does, as far as our loss reports the same metrics."""
 
-    log_ratio_bound: float | None = None
-    """Log-ratios are clamped to +- this before exp; None: they are not."""
     drops_masked_values: bool = True
     """Masked tokens are replaced before anything is computed; else their values are multiplied by 0, in the backward too."""
     always_has_entropy: bool = False
@@ -58,14 +56,8 @@ class HostLoss:
     """Under --use-rollout-logprobs that difference is taken of the log-probabilities in training, else of the old ones."""
     needs_log_probs: bool = False
     """Old log-probabilities are in each batch, unless the settings say that they are not needed."""
-    has_cispo: bool = False
-    """--advantage-estimator cispo trains CISPO."""
-    logs_sample_count: bool = False
-    """The log of a micro-batch begins with the number of samples, else with 0."""
     correction_functions: Mapping[str, str] = field(default_factory=dict)
     """The host's own values of --custom-tis-function-path -> our correction with the same weights. They leave the masks alone."""
-    reenters_checkpoint: bool = False
-    """--recompute-loss-function uses the reentrant form of torch.utils.checkpoint."""
 
 
 class Host:
@@ -104,12 +96,6 @@ class Host:
     """Its parser's defaults for options that our checks read."""
     rollout_functions: tuple[str, ...] = ()
     """The host's own values of --rollout-function-path: each function makes one sample of a rollout."""
-    pads_rows: bool = False
-    """--qkv-format bshd, rows padded to one length, exists."""
-    groups_by_prompt: bool = True
-    """Rewards are normalised over the samples of one group_index, with one reward a rollout; else over samples in their order."""
-    divides_by_zero_deviation: bool = False
-    """A group of equal rewards is divided by its standard deviation as well."""
     loss: HostLoss = HostLoss()
 
     def __str__(self) -> str:

@@ -40,16 +40,12 @@ class Miles(Host):
         "miles.rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn",
         "miles.rollout.sglang_rollout.generate_rollout",
     )
-    pads_rows = True
     loss = HostLoss(
-        log_ratio_bound=20.0,
         has_ess_ratio=True,
         has_rollout_kl=True,
         compares_trained_with_rollout=False,
         needs_log_probs=True,
-        logs_sample_count=True,
         correction_functions={f"{CORRECTIONS}.vanilla_tis_function": "tis", f"{CORRECTIONS}.icepop_function": "icepop"},
-        reenters_checkpoint=True,
     )
 
     def takes_checkpoint_coefficient(self, options: HostOptions) -> bool:

@@ -21,12 +21,9 @@ class Slime(Host):
     refuses_unknown_flags = False
     marks = ("rollout_batch_size",)
     rollout_functions = ("slime.rollout.sglang_rollout.generate_rollout",)
-    groups_by_prompt = False
-    divides_by_zero_deviation = True
     loss = HostLoss(
         drops_masked_values=False,
         always_has_entropy=True,
-        has_cispo=True,
         correction_functions={f"{LOSSES}.vanilla_tis_function": "tis", f"{LOSSES}.icepop_function": "icepop"},
     )
 
