@@ -32,6 +32,8 @@ from host_loss_cases import (
 
 from megatron_rl import losses
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import loss
+from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.flags import has_dual_clip
 from megatron_rl.hosts.host_run import StepGuard
 from megatron_rl.hosts.loss import custom_loss, stop_on_nonfinite
@@ -238,6 +240,23 @@ def test_running_twice_gives_the_same_and_changes_nothing():
     first, second = (custom_loss(args, batch, logits, never) for _ in range(2))
     assert first[0] == second[0] and first[1] == second[1]
     assert repr((args, batch, logits)) == repr(before)
+
+
+def test_a_launch_is_judged_at_its_first_micro_batch_and_where_an_argument_was_set(monkeypatch):
+    judged = []
+    monkeypatch.setattr(loss, "check_launch", lambda *given, **named: judged.append(given) or check_launch(*given, **named))
+    case = Case()
+    args, samples = case.args(), case.samples()
+    logits = host_logits(case, samples, samples, [sample.logits for sample in samples], 0, 1)
+    batch = host_batch(case, samples, samples, 0, 1)
+    first, same = (custom_loss(args, batch, logits, never)[0] for _ in range(2))
+    assert torch.equal(first, same) and len(judged) == 1
+    args.rollout_temperature = 1.0
+    assert custom_loss(args, batch, logits, never)[0] != first and len(judged) == 2
+    args.eps_clip = math.nan
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="eps-clip"):
+            custom_loss(args, batch, logits, never)
 
 
 def test_reported_loss_does_not_share_memory_with_the_loss():

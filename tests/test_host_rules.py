@@ -362,8 +362,8 @@ def test_a_sound_companion_is_allowed(settings):
     assert [check.name for check in checks_of(launch) if check.name in COMPANION_REFUSED and list(check(launch))] == []
 
 
-def test_a_launch_of_a_thousand_names_is_judged_in_each_micro_batch(monkeypatch):
-    """The reducer and custom_loss judge it again each time: a name is compared with ours once in a process."""
+def test_a_launch_of_a_thousand_names_may_be_judged_often(monkeypatch):
+    """Launcher, init hook, loss and the hooks of a rollout judge it: a name is compared with ours once in a process."""
     compared = []
     monkeypatch.setattr(names, "get_close_matches", lambda name, *others, **options: compared.append(name) or [])
     args = Namespace(**REDUCED, **{f"an_option_of_somebody_{number}": number for number in range(1000)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from functools import cache
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import read_switch
@@ -256,7 +255,6 @@ def converted_rollouts_are_divided_by_prompts(launch: HostLaunch) -> Iterator[st
         )
 
 
-@cache  # a reducer's call judges a thousand names
 def bshd_problem(qkv_format: str, cp_size: int) -> str:
     return (
         f"--qkv-format {qkv_format} with --context-parallel-size {cp_size}: a reducer is not told how long rows are padded, and "

@@ -90,7 +90,7 @@ def our_fields() -> tuple[str, ...]:
     return (*(field.name for field in flag_fields()), *declared_parameters())
 
 
-@cache  # our hooks judge a launch in each micro-batch, and a host has a thousand names
+@cache  # launcher, hooks and losses of a process judge one launch each, and a host has a thousand names
 def likely_field(name: str, fields: tuple[str, ...]) -> str | None:
     """Our field that `name` misspells; None for a field, for a host's option, and for a name that is similar to no field."""
     # A key with dashes is reported by megatron_rl.arguments.
