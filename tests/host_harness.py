@@ -28,7 +28,7 @@ ROOT_VARIABLES = {"miles": "MILES_ROOT", "slime": "SLIME_ROOT"}
 # What the hosts import on the way to their loss and never use there. A package of this list that is installed is stubbed too.
 STUBBED = (
     "aiohttp flash_attn httpx huggingface_hub mbridge megatron.bridge megatron.training mooncake pydantic ray requests safetensors "
-    "sglang sglang_router torch_memory_saver transformers urllib3 uvloop wandb"
+    "sglang sglang_router torch.utils.tensorboard torch_memory_saver transformers urllib3 uvloop wandb"
 ).split()
 
 
@@ -148,24 +148,7 @@ class RealHost:
         kind = importlib.import_module(f"{self.host}.utils.types").Sample
         names = "group_index index response_length reward tokens loss_mask rollout_id remove_sample".split()
         samples = [kind(**{name: vars(sample)[name] for name in names}) for sample in samples]
-        hooks = {
-            name: self.load_function(path) if path else None
-            for name, path in [
-                ("custom_convert_samples_to_train_data_func", args.custom_convert_samples_to_train_data_path),
-                ("custom_reward_post_process_func", args.custom_reward_post_process_path),
-            ]
-        }
-        if self.host.name == "miles":
-            conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
-            return conversion.convert_samples_to_train_data(args, samples, {}, **hooks)
-        return self._slime_manager(args, hooks)._convert_samples_to_train_data(samples)
-
-    def _slime_manager(self, args: Namespace, hooks: dict):
-        """Its conversion is a method of the rollout manager, an actor, which cannot be started here."""
-        manager_class = importlib.import_module("slime.ray.rollout").RolloutManager
-        manager = object.__new__(manager_class)
-        vars(manager).update(args=args, **hooks)
-        return manager
+        return own_train_data(self.host.name, args, samples)
 
     @cached_property
     def merge_custom_config(self) -> Callable[[Namespace, dict], None]:
@@ -186,6 +169,21 @@ class RealHost:
             exec(code, {"args": args, **names})
 
         return merge
+
+
+def own_train_data(host: str, args: Namespace, samples: list, metadata: dict | None = None) -> dict:
+    """Through the host's conversion, with our hooks where `args` names them, loaded by the host's own loader."""
+    load = importlib.import_module(f"{host}.utils.misc").load_function
+    hooks = {
+        f"custom_{name}_func": load(path) if (path := vars(args)[f"custom_{name}_path"]) else None
+        for name in ("convert_samples_to_train_data", "reward_post_process")
+    }
+    if host == "miles":
+        conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
+        return conversion.convert_samples_to_train_data(args, samples, metadata or {}, **hooks)
+    manager = object.__new__(importlib.import_module("slime.ray.rollout").RolloutManager)
+    vars(manager).update(args=args, **hooks)
+    return manager._convert_samples_to_train_data(samples)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import random
 from argparse import Namespace
 
 import pytest
-from host_harness import load_checkout, roots_by_environment, silent_logging
+from host_harness import load_checkout, own_train_data, roots_by_environment, silent_logging
 from rollout_cases import DOORS, launch
 
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
@@ -69,21 +69,6 @@ def real_samples(host: str, groups: dict[int, list[int]], *, seed: int = 0) -> l
     samples[2].loss_mask = [0] * samples[2].response_length
     samples[-1].loss_mask = None
     return samples
-
-
-def own_train_data(host: str, args: Namespace, samples: list, metadata: dict | None = None) -> dict:
-    """Through the host's conversion, with our hooks where `args` names them, loaded by the host's own loader."""
-    load = importlib.import_module(f"{host}.utils.misc").load_function
-    hooks = {
-        f"custom_{name}_func": load(path) if (path := vars(args)[f"custom_{name}_path"]) else None
-        for name in ("convert_samples_to_train_data", "reward_post_process")
-    }
-    if host == "miles":
-        conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
-        return conversion.convert_samples_to_train_data(args, samples, metadata or {}, **hooks)
-    manager = object.__new__(importlib.import_module("slime.ray.rollout").RolloutManager)
-    vars(manager).update(args=args, **hooks)
-    return manager._convert_samples_to_train_data(samples)
 
 
 def token_weights(host: str, args: Namespace, samples: list, metadata: dict | None = None) -> list[float | None]:
