@@ -14,8 +14,7 @@ from forked import forget, forked
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts.training_hooks import learning_rate_shift
-from megatron_rl.loss_hub import loss_aggregation_names, register_loss_aggregation
+from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 
 RAGGED = ["--response-lengths", "64,512,4096,64", "--prompt-ids", "a,a,b,b"]
 
@@ -108,7 +107,7 @@ def test_the_gradients_scale_is_the_one_that_the_init_hook_announces():
     lengths = ["--response-lengths", "3,5,8"]
     found = explain_json(*lengths, "--loss-aggregation-divisor", "8192")
     config = PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=8192.0)
-    announced = learning_rate_shift(config)
+    announced = get_loss_aggregation(config.loss_aggregation).learning_rate_shift(config.loss_aggregation_divisor)
     mean, divisor = 16 / 3, float(re.match(r"x m/([\d.]+) ", announced)[1])
     constant = found["aggregations"]["constant"]
     assert constant["gradient_scale"] == pytest.approx(mean / divisor, **CLOSE)

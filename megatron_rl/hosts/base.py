@@ -105,9 +105,6 @@ class Host:
         """Whether options of these names are a launch of this host."""
         return any(mark in names for mark in self.marks)
 
-    def options(self, args: Namespace) -> HostOptions:
-        return HostOptions(args, self)
-
     def denominators(self, options: HostOptions) -> StepTotals:
         """The step's totals for our losses: 1 where the host divides by the total afterwards (rollouts, or tokens per token), None
         where the loss cannot know it (prompts)."""

@@ -108,12 +108,9 @@ def custom_loss(
     )
     if output.num_nonfinite.is_cuda:  # on the CPU the loss has raised by itself
         stop_on_nonfinite(run.guard, output.num_nonfinite)
-    inputs = MetricInputs(
-        old_log_probs=given(output.log_probs) if old_log_probs is None else old_log_probs,
-        weights=mean_weights,
-        entropy=_entropy(plan, rows, flat_logits, output, mean_weights, tp_group),
-    )
-    return output.loss, host_metrics(plan, rows, output, inputs, cp_group)
+    entropy = _entropy(plan, rows, flat_logits, output, mean_weights, tp_group)
+    old_log_probs = given(output.log_probs) if old_log_probs is None else old_log_probs
+    return output.loss, host_metrics(plan, rows, output, old_log_probs, mean_weights, entropy, cp_group)
 
 
 # What the arguments ask for, read once a micro-batch, and the weights of tokens
@@ -275,18 +272,15 @@ def _entropy(
 # The host's own metric names and divisor, from what the loss has computed; no gradient goes through them
 
 
-@dataclass(frozen=True, slots=True)
-class MetricInputs:
-    """What host_metrics needs beside the batch and the loss."""
-
-    old_log_probs: Tensor  # [T]
-    weights: Tensor  # [N] the hosts' weight of a token: 1 / M_roll, per token 1
-    entropy: Tensor | None  # 0-d, weighted and summed; None: the host does not compute it
-
-
 @torch.no_grad()
 def host_metrics(
-    plan: LossPlan, batch: HostBatch, output: PolicyLossOutput, inputs: MetricInputs, cp_group: Group
+    plan: LossPlan,
+    batch: HostBatch,
+    output: PolicyLossOutput,
+    old_log_probs: Tensor,  # [T]
+    mean_weights: Tensor,  # [N] the hosts' weight of a token: 1 / M_roll, per token 1
+    entropy: Tensor | None,  # 0-d, weighted and summed; None: the host does not compute it
+    cp_group: Group,
 ) -> dict[str, Tensor]:  # name -> 0-d float32
     """This rank's share of each metric: the host sums over micro-batches, dp and cp and divides by the step's rollouts (tokens).
 
@@ -296,18 +290,18 @@ def host_metrics(
     miles' ess_ratio), and the sums of a loss of level "batch"; none with --policy-metrics none.
     """
     documents = document_ids(batch.cu_seqlens, batch.labels.numel())
-    weights = spread(inputs.weights.double(), documents)
+    weights = spread(mean_weights.double(), documents)
 
     def mean(values: Tensor) -> Tensor:  # [T] -> 0-d
         return torch.where(batch.loss_mask, values.double() * weights, 0.0).sum()
 
-    log_probs, old_log_probs = given(output.log_probs), inputs.old_log_probs
+    log_probs = given(output.log_probs)
     is_basic = plan.config.policy_metrics != PolicyMetrics.NONE
     metrics = {"loss": output.loss.detach(), "pg_loss": output.policy_loss}
-    metrics["entropy_loss"] = torch.zeros_like(output.policy_loss) if inputs.entropy is None else inputs.entropy
+    metrics["entropy_loss"] = torch.zeros_like(output.policy_loss) if entropy is None else entropy
     if is_basic:
         log_ratio, effective_samples = _log_ratio(plan, batch, log_probs - old_log_probs, documents, cp_group)
-        metrics["pg_clipfrac"] = mean(_is_clipped(plan, batch, inputs, log_probs, log_ratio, cp_group))
+        metrics["pg_clipfrac"] = mean(_is_clipped(plan, batch, old_log_probs, log_probs, log_ratio, cp_group))
         metrics["ppo_kl"] = mean(-log_ratio)
         if effective_samples is not None:
             metrics["ess_ratio"] = effective_samples
@@ -354,7 +348,7 @@ def _log_ratio(
 
 
 def _is_clipped(
-    plan: LossPlan, batch: HostBatch, inputs: MetricInputs, log_probs: Tensor, log_ratio: Tensor, cp_group: Group
+    plan: LossPlan, batch: HostBatch, old_log_probs: Tensor, log_probs: Tensor, log_ratio: Tensor, cp_group: Group
 ) -> Tensor:  # [T] bool
     """What the loss counts as clipped, without the dual clip, which the hosts leave out too.
 
@@ -372,8 +366,8 @@ def _is_clipped(
     if clip is not None:
         keywords |= {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
     vectors = {name: batch.per_token[name].to(log_probs.dtype) for name in loss.needs}
-    old_log_probs = batch.per_token["rollout_log_probs"] if loss.anchor == "rollout" else inputs.old_log_probs
-    log_ratio, advantages = log_probs - old_log_probs.to(log_probs.dtype), advantages.to(log_probs.dtype)
+    behind = batch.per_token["rollout_log_probs"] if loss.anchor == "rollout" else old_log_probs
+    log_ratio, advantages = log_probs - behind.to(log_probs.dtype), advantages.to(log_probs.dtype)
     if loss.level == "token":
         return evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors).is_clipped
     tokens = TokenBatch(

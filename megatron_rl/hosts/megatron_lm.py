@@ -28,7 +28,7 @@ from megatron_rl.hosts.dense_rows import sample_in_words
 from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.host_run import current_args
 from megatron_rl.hosts.sampling import SamplingVerdict, flags_that_read, judge_sampling
-from megatron_rl.hosts.training_hooks import layout_in_words, release_problems, shift_in_words, terms_in_words
+from megatron_rl.hosts.training_hooks import release_problems, shift_in_words, start_line, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
@@ -247,17 +247,9 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool, args: 
     for warning in config_warnings(config) if args is None else launch_warnings(config, args):
         warnings.warn(f"megatron_rl: {warning}", stacklevel=2)
     groups = resolve_groups()
-    parts = [
-        f"megatron_rl: policy_loss={config.policy_loss}, loss_aggregation={config.loss_aggregation}",
-        _weight_in_words(config),
-        _head_in_words(config, groups.tp.size()),
-        terms_in_words(config),
-        "host megatron_lm",
-        f"Megatron-Core {probe.megatron_version}",
-        f"contract {probe.contract}, {probe.in_words} on {layout_in_words(groups)}",
-        "PASS",
-    ]
-    print(" | ".join(parts), flush=True)
+    losses = f"policy_loss={config.policy_loss}, loss_aggregation={config.loss_aggregation}"
+    parts = [losses, _weight_in_words(config), _head_in_words(config, groups.tp.size()), terms_in_words(config)]
+    print(start_line(parts, HOST, probe, groups), flush=True)
 
 
 def _weight_in_words(config: PolicyLossConfig) -> str:

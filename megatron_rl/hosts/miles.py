@@ -70,7 +70,7 @@ class Miles(Host):
                 # The metadata belongs to multi-LoRA and to dynamic batch sizes, both refused.
                 "metadata": {},
                 "custom_convert_samples_to_train_data_func": None,
-                "custom_reward_post_process_func": reward_function(self.options(args)),
+                "custom_reward_post_process_func": reward_function(HostOptions(args)),
             }
             try:
                 inspect.signature(function).bind(args, samples, **keywords)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import MethodType
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import REWARD_LINE, Converter, Host, HostLoss, import_of_host, reward_function
+from megatron_rl.hosts.base import REWARD_LINE, Converter, Host, HostLoss, HostOptions, import_of_host, reward_function
 
 MANAGER_MODULE = "slime.ray.rollout"
 LOSSES = "slime.backends.megatron_utils.loss"
@@ -51,7 +51,7 @@ class _RolloutManager:
         self._host_class = host_class
         self.args = args
         self.custom_convert_samples_to_train_data_func = None
-        self.custom_reward_post_process_func = reward_function(HOST.options(args))
+        self.custom_reward_post_process_func = reward_function(HostOptions(args))
 
     def __getattr__(self, name: str):
         method = inspect.getattr_static(self._host_class, name, None)

@@ -28,6 +28,7 @@ from megatron_rl.config import (
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
     INIT_LINE,
+    Host,
     HostLaunch,
     HostOptions,
     names_ours,
@@ -90,7 +91,9 @@ def custom_megatron_init(args: Namespace) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         for line in host_warnings(config, launch, Asker.INIT_HOOK):
             warnings.warn(f"megatron_rl: {line}", stacklevel=2)
-        print(summary(config, launch, probe, groups), flush=True)
+        print(
+            start_line([trained_in_words(config, launch), shift_in_words(config)], launch.options.host, probe, groups), flush=True
+        )
 
 
 def is_check() -> bool:
@@ -130,16 +133,13 @@ def release_problems(args: Namespace) -> Iterator[str]:
 
 
 def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
-    return " | ".join(
-        [
-            f"megatron_rl: {trained_in_words(config, launch)}",
-            shift_in_words(config),
-            f"host {launch.options.host}",
-            f"Megatron-Core {probe.megatron_version}",
-            f"contract {probe.contract}, {probe.in_words} on {layout_in_words(groups)}",
-            "PASS",
-        ]
-    )
+    return start_line([trained_in_words(config, launch), shift_in_words(config)], launch.options.host, probe, groups)
+
+
+def start_line(parts: Sequence[str], host: Host, probe: ProbeResult, groups: ParallelGroups) -> str:
+    layout = " x ".join(f"{name} {getattr(groups, name).size()}" for name in ("dp", "cp", "tp", "pp"))
+    contract = f"contract {probe.contract}, {probe.in_words} on {layout}"
+    return "megatron_rl: " + " | ".join([*parts, f"host {host}", f"Megatron-Core {probe.megatron_version}", contract, "PASS"])
 
 
 def trained_in_words(config: PolicyLossConfig, launch: HostLaunch) -> str:
@@ -197,20 +197,12 @@ def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
 
 def shift_in_words(config: PolicyLossConfig) -> str:
     """How the policy's gradient changes against sample_mean, and so the strength of the terms that keep sample_mean."""
-    shift = f"learning rate against sample_mean {learning_rate_shift(config)}"
-    strength = get_loss_aggregation(config.loss_aggregation).mean_strength
-    if strength is None:
+    record = get_loss_aggregation(config.loss_aggregation)
+    shift = f"learning rate against sample_mean {record.learning_rate_shift(config.loss_aggregation_divisor)}"
+    if record.mean_strength is None:
         return shift
-    terms = strength.inverse().with_names({"L": f"{config.loss_aggregation_divisor or 0:g}"})
+    terms = record.mean_strength.inverse().with_names({"L": f"{config.loss_aggregation_divisor or 0:g}"})
     return f"{shift}: Adam hides it, clipping does not; KL and entropy x {terms} beside it"
-
-
-def learning_rate_shift(config: PolicyLossConfig) -> str:
-    return get_loss_aggregation(config.loss_aggregation).learning_rate_shift(config.loss_aggregation_divisor)
-
-
-def layout_in_words(groups: ParallelGroups) -> str:
-    return " x ".join(f"{name} {getattr(groups, name).size()}" for name in ("dp", "cp", "tp", "pp"))
 
 
 # Warnings at start
