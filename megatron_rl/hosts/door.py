@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from importlib import import_module
@@ -19,7 +19,7 @@ from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig
 from megatron_rl.hosts.sampling import Sampler, names_of
 from megatron_rl.hosts.settings import Given, Settings, as_typed
-from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, loss_aggregation_names
+from megatron_rl.loss_hub import PolicyLoss, declared_parameters, get_loss_aggregation, loss_aggregation_names
 from megatron_rl.validation.checks import Check, Row
 
 Stage = tuple[str, Formula, str]  # name, factor, what it does
@@ -188,12 +188,21 @@ class Door:
     """What is taken for settings that only the shell knows, so that the others are judged; other unknown ones are left out. None: a
     launch with an unknown setting that our losses read is not judged."""
     corrections: Callable[[Settings], Sequence[str]] = lambda settings: ()
-    """The host's own corrections for the sampler that are on, as they are typed."""
+    """The host's own corrections for the sampler that are on and multiply our loss, as they are typed."""
+    readers: Callable[[Settings], Sequence[str]] = lambda settings: ()
+    """What else of the host compares with the sampler, as it is typed."""
     several: Callable[[Settings], str | None] = lambda settings: None
     """Where a rollout is more than one row of a batch; None: a row is a rollout."""
     sampler: Sampler
     checks: tuple[Check, ...] = ()
     """What is this host's alone. Each finds, in a `Found`, messages or rows."""
+
+    of_any_launch: Callable[[Settings], Iterable[Row]] = lambda settings: ()
+    """What is said of a launch whoever's loss trains."""
+    unchosen: Callable[[Settings], Iterable[Row]] = lambda settings: ()
+    """What is said of a launch that chooses no loss of ours, and means one."""
+    is_open: Callable[[Settings, str], bool] = lambda settings, section: False
+    """Whether a class of the user's own may have given a section more names."""
 
     # What it does with the number.
     prompts: Prompts
@@ -215,7 +224,7 @@ class Door:
     recognises: Callable[[Sequence[str]], bool]
     read_line: Callable[[Sequence[str], ReadFile], Line]
     write: Callable[[PolicyLossConfig, dict[str, Any]], dict[str, Any]] = lambda config, given: given
-    """Completes the settings, by name, that give the host ours."""
+    """Completes the settings, by name, that give the host ours. What is UNKNOWN is neither judged nor typed."""
     line_of: Callable[[str, Any], str] = lambda name, value: f"{name}={as_typed(value)}"
     place: str = "settings on the launch line"
     separator: str = " "
@@ -256,6 +265,11 @@ class Door:
         parameters = [one.name for one in loss.parameters if one.name not in known]
         divisor = [DIVISOR] if DIVISOR not in known else []
         return (*parameters, *divisor, *CORRECTION_SETTINGS, *self.own.others, *(CLIPS if self.own.clips else ()))
+
+    def own_names(self) -> set[str]:
+        """All that may be set by our names, whichever loss trains."""
+        fields = {*declared_parameters(), DIVISOR, *CORRECTION_SETTINGS, *self.own.others, *(CLIPS if self.own.clips else ())}
+        return {self.own.name(one) for one in fields}
 
     def gives(self, record: AggregationRecord) -> bool:
         """Whether the host hands over what the aggregation needs."""

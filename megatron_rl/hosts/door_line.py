@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,14 +10,16 @@ from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
-from megatron_rl.hosts.door_settings import in_words, read
-from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, clip_to_type, not_numbers
+from megatron_rl.hosts.door_settings import in_words, losses, modes, read
+from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, clip_to_type, not_numbers
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
 from megatron_rl.validation.checks import Row
 
 # A misspelt section is more similar than this to the right one; no two sections of a host are.
 CLOSEST_SECTION = 0.9
+# The same for a name without our prefix whose loss is one of ours; another one may be somebody else's.
+SIMILAR_MODE = 0.6
 # Words for the two sides of a range: another trainer says high where this one says max. The wrong side is never what was meant.
 _SIDES = (("low", "min"), ("high", "max"))
 LOSS_SETTINGS = ("policy_loss", "loss_aggregation", DIVISOR, *CLIPS)
@@ -45,7 +47,7 @@ def read_launch(door: Door, settings: Settings, *, may_have_more: bool = False) 
     """A launch of ours that the trainer itself starts. may_have_more: see judge_names.
 
     Raises one ConfigError with every problem, of names too."""
-    rows = [*_misplaced(door, settings.given), *judge_names(door, settings.given, is_ours=True, may_have_more=may_have_more)]
+    rows = [*_misplaced(door, settings.given), *judge_names(door, settings, is_ours=True, may_have_more=may_have_more)]
     problems, found = [in_words(row) for row in rows if row.is_wrong], None
     try:
         found = read(door, settings)
@@ -64,11 +66,17 @@ def judge_settings(door: Door, settings: Settings, *, is_launch: bool = False) -
     name = settings[choice.setting]
     is_ours = door.is_ours(settings) if door.is_ours else str(name).startswith(choice.prefix)
     yield from _misplaced(door, settings.given)
-    yield from judge_names(door, settings.given, is_ours=is_ours, may_have_more=is_launch)
+    yield from judge_names(door, settings, is_ours=is_ours, may_have_more=is_launch)
+    yield from door.of_any_launch(settings)
     if name is UNKNOWN:
         yield Row(choice.setting, "not known here, so the loss is not judged", is_note=True)
+        yield from door.unchosen(settings)
         return
     if not is_ours:
+        if meant := _meant(door, name):
+            yield Row(choice.setting, f"{name} is neither ours nor {door.title}'s: set {choice.setting}={meant}", is_wrong=True)
+            return
+        yield from door.unchosen(settings)
         text = f"{name} is {door.title}'s own: none of our losses is chosen; {choice.remedy}"
         yield Row(choice.setting, text, is_note=True)
         return
@@ -77,7 +85,7 @@ def judge_settings(door: Door, settings: Settings, *, is_launch: bool = False) -
         if door.stand_ins is None:
             yield Row(choice.setting, f"not judged: the value of {', '.join(unknown)} is not known here", is_note=True)
             return
-        settings = _without(settings, unknown, door.stand_ins)
+        settings.stand_ins = door.stand_ins
     try:
         found = read(door, settings)
     except ConfigError as error:
@@ -89,7 +97,9 @@ def judge_settings(door: Door, settings: Settings, *, is_launch: bool = False) -
 def said_of(found: Found) -> Iterator[Row]:
     """What a launch without a problem trains, and its warnings."""
     door, config = found.door, found.config
-    weight = found.record.weight_in_words({"L": config.loss_aggregation_divisor})
+    divisor = door.field_settings.get(DIVISOR)
+    is_known = divisor is None or found.settings.value_of(divisor.name) is not UNKNOWN
+    weight = found.record.weight_in_words({"L": config.loss_aggregation_divisor if is_known else None})
     carried = ", in the advantages" if found.is_carried or door.prompts == Prompts.BY_DRIVER else ""
     chosen = f"{door.choice.prefix}{found}"
     yield Row(door.choice.setting, f"{chosen}, {numbers(config)}, weight of a token {weight}{carried}")
@@ -104,30 +114,15 @@ def said_of(found: Found) -> Iterator[Row]:
     yield from (row for one in door.checks for row in one(found))
 
 
-def _without(settings: Settings, unknown: Sequence[str], stand_ins: Mapping[str, Any]) -> Settings:
-    def value_of(name: str) -> Any:
-        return stand_ins.get(name, ABSENT) if name in unknown else settings.value_of(name)
-
-    given = {name: value for name, value in settings.given.items() if name not in unknown}
-    return Settings(
-        value_of,
-        settings.defaults,
-        typed=settings.typed,
-        has_files=settings.has_files,
-        given=given,
-        knows_defaults=settings.knows_defaults,
-    )
-
-
 # Names
 
 
-def judge_names(door: Door, given: Mapping[str, Any], *, is_ours: bool, may_have_more: bool = False) -> Iterator[Row]:
+def judge_names(door: Door, settings: Settings, *, is_ours: bool, may_have_more: bool = False) -> Iterator[Row]:
     """Names below the door's sections that nobody has, numbers that are true or false, and what none of our losses reads.
 
     may_have_more: a name that is like none of these may be one of another version, and gets a note."""
-    table = {one.name: one for one in door.settings}
-    for whole, value in given.items():
+    table, known, own = {one.name: one for one in door.settings}, door.known_names, door.own_names()
+    for whole, value in settings.given.items():
         if one := table.get(whole):
             if one.kind == Kind.NUMBER:
                 yield from (Row(whole, problem, is_wrong=True) for problem in not_numbers([Given(whole, value)]))
@@ -135,13 +130,13 @@ def judge_names(door: Door, given: Mapping[str, Any], *, is_ours: bool, may_have
                 yield Row(whole, f"{whole}={value} has no effect: our losses do not read it; {one.idle}", is_wrong=True)
             continue
         prefix = next((prefix for prefix in sorted(door.sections, key=len, reverse=True) if whole.startswith(prefix)), None)
-        if prefix is None:
-            yield from _misspelt_section(door, whole, table)
-        elif not _is_below_group(whole, table) and not whole.startswith(door.own.prefix):
-            known = [name.removeprefix(prefix) for name in table if name.startswith(prefix)]
-            close = _closest(whole.removeprefix(prefix), known)
-            meant = f"did you mean {prefix}{close}?" if close else f"remove it; it has {', '.join(sorted(known))}"
-            is_note = may_have_more and not close
+        if prefix is None or _is_below_group(whole, table):
+            yield from _misspelt_section(door, whole)
+        elif not (whole in known or whole in own or _is_apart(door, whole) or door.is_open(settings, prefix)):
+            names = [name.removeprefix(prefix) for name in (*known, *sorted(own)) if name.startswith(prefix)]
+            close = _closest(whole.removeprefix(prefix), names)
+            meant = f"did you mean {prefix}{close}?" if close else f"remove it; it has {', '.join(sorted(names))}"
+            is_note = may_have_more and not close and prefix != door.own.prefix
             yield Row(whole, f"{door.title} has no such setting: {meant}", is_wrong=not is_note, is_note=is_note)
 
 
@@ -150,10 +145,29 @@ def _is_below_group(whole: str, table: Mapping[str, Any]) -> bool:
     return any(parent in table and table[parent].kind == Kind.GROUP for parent in parents)
 
 
-def _misspelt_section(door: Door, whole: str, table: Collection[str]) -> Iterator[Row]:
+def _is_apart(door: Door, whole: str) -> bool:
+    """A name of ours in a place of its own, which `door_settings` judges with the loss."""
+    return whole.startswith(door.own.prefix) and door.own.prefix not in door.sections
+
+
+def _meant(door: Door, name: Any) -> str | None:
+    """The name of ours that one without our prefix means; None: it may be the host's own, which has no dot, or somebody else's."""
+    if not (isinstance(name, str) and "." in name and door.choice.prefix and door.choice.aggregation is None):
+        return None
+    known, short = modes(door), name.replace("-", "_").removeprefix(door.choice.prefix)
+    cutoff = SIMILAR_MODE if short.partition(".")[0] in losses(door) else CLOSEST_SECTION
+    close = get_close_matches(short, known, 1, cutoff)
+    return door.choice.prefix + close[0] if close else None
+
+
+def _misspelt_section(door: Door, whole: str) -> Iterator[Row]:
     parent, _, last = whole.rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in door.known_names if name.rpartition(".")[0] == parent}
+    if whole not in door.known_names and (close := get_close_matches(last, beside, 1, CLOSEST_SECTION)):
+        yield Row(whole, f"{door.title} has no such setting: did you mean {beside[close[0]]}?", is_wrong=True)
+        return
     sections = [prefix.removesuffix(".") for prefix in door.sections]
-    if parent and (close := get_close_matches(parent, sections, 1, CLOSEST_SECTION)) and f"{close[0]}.{last}" in table:
+    if parent and (close := get_close_matches(parent, sections, 1, CLOSEST_SECTION)) and f"{close[0]}.{last}" in door.known_names:
         yield Row(whole, f"{door.title} has no such setting: did you mean {close[0]}.{last}?", is_wrong=True)
 
 
@@ -174,11 +188,14 @@ def _closest(name: str, known: Sequence[str]) -> str | None:
 def _misplaced(door: Door, given: Mapping[str, Any]) -> Iterator[Row]:
     """The name that chooses the loss without its section."""
     choice = door.choice
-    wanted = [name for name in (choice.setting, choice.aggregation) if name and "." in name]
     for name, value in given.items():
-        whole = next((one for one in wanted if name != one and one.endswith(f".{name.rpartition('.')[2]}")), None)
-        is_meant = whole is not None and whole.endswith(f".{name}") or str(value).startswith(choice.prefix)
-        if whole is not None and name not in door.known_names and is_meant:
+        if name in door.known_names:
+            continue
+        has_ours = bool(choice.prefix) and str(value).startswith(choice.prefix)
+        last = f".{name.rpartition('.')[2]}"
+        wanted = [one for one in (choice.setting, choice.aggregation) if one and (one.endswith(f".{name}") or has_ours)]
+        whole = next((one for one in [*wanted, *(door.read_names if has_ours else ())] if one.endswith(last)), None)
+        if whole is not None:
             yield Row(name, f"{door.title} has no such setting: type its whole name, {door.line_of(whole, value)}", is_wrong=True)
 
 
@@ -239,7 +256,7 @@ def write(door: Door, config: PolicyLossConfig) -> tuple[list[str], list[str]]:
             read(door, Settings.of_names(given, door.all_defaults, typed=given))
         except ConfigError as error:
             problems += error.problems
-    return [door.line_of(name, value) for name, value in given.items()], problems
+    return [door.line_of(name, value) for name, value in given.items() if value is not UNKNOWN], problems
 
 
 def _clips(door: Door, config: PolicyLossConfig) -> dict[str, Any]:

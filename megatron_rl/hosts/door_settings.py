@@ -219,12 +219,11 @@ def _config(door: Door, loss_name: str, aggregation: str, fields: Mapping[str, G
 def _own_names(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
     """Names of ours that act on nothing here. A section of the host's own judges what it has."""
     own, door = found.door.own, found.door
-    if own.prefix in door.sections:
-        return
-    allowed = door.own_fields(found.loss)
+    allowed, all_names = door.own_fields(found.loss), door.own_names()
+    is_shared = own.prefix in door.sections  # with names of the host, and what is neither is judged by name
     offered = [one for one in allowed if one != DIVISOR or found.record.takes_divisor]
     for name, value in found.settings.given.items():
-        if not name.startswith(own.prefix) or name in door.read_names:
+        if not name.startswith(own.prefix) or name in door.read_names or (is_shared and name not in all_names):
             continue
         short = name.removeprefix(own.prefix)
         ours = short.lower() if own.is_upper else short
@@ -276,7 +275,7 @@ def judge_sampler(door: Door, settings: Settings, config: PolicyLossConfig, thei
         value = settings.value_of(name)
         return (None if settings.knows_defaults else UNKNOWN) if value is ABSENT else value
 
-    readers = [*readers_of(config), *theirs]
+    readers = [*readers_of(config), *theirs, *door.readers(settings)]
     if door.sampler.recomputes:
         readers += mixers_of(config, door.own.typed("kl_estimator"))
     return judge_sampling(door.sampler, value_of, readers)

@@ -23,17 +23,6 @@ class Stages:
     of_step: list[Stage]
 
 
-def of_verl(weight: Formula, *, needs_prompts: bool, per_token: bool) -> Stages:
-    """Its Megatron engine. Each context-parallel rank has the loss of whole responses, and the gradient of its own tokens."""
-    of_samples = _carried(weight, needs_prompts, "megatron_rl.<estimator>_prompt_mean", Formula(dp=1), "D x ")
-    if per_token:
-        tokens = ("verl", Formula(R=1, dp=-1), "R: the tokens that the model is given; here those of the responses")
-        return Stages(
-            of_samples, [tokens, *SUMMED, ("finalize", Formula(R=-1), "divides by the tokens that all ranks have counted")]
-        )
-    return Stages(of_samples, [("verl", Formula(M=1), "multiplies by micro-batches"), TIMES_CP, AVERAGED[1]])
-
-
 def of_roll(weight: Formula, *, needs_prompts: bool, per_token: bool) -> Stages:
     """Its Megatron strategy. Each context-parallel rank has the loss of its own tokens."""
     scale = ("ROLL", Formula(M=1, dp=1), "apply_loss_scale: multiplies by micro-batches and data-parallel ranks")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts import door_line, factors, nemo_rl, roll_launch, skyrl, verl_launch
+from megatron_rl.hosts import door_line, factors, nemo_rl, roll_launch, skyrl, verl
 from megatron_rl.hosts.door import Door
 from megatron_rl.hosts.settings_line import ReadFile, Row
 
@@ -33,14 +33,6 @@ class HydraHost:
     is_per_token: bool = False  # Megatron's per-token contract, whatever is typed
 
 
-VERL = HydraHost(
-    name="verl",
-    starts=verl_launch.MAIN,
-    recognises=lambda words: any(map(verl_launch.is_main, words)),
-    judge=lambda words, read_file: verl_launch.judge(verl_launch.Overrides(words)),
-    judge_settings=verl_launch.judge_settings,
-    stages=factors.of_verl,
-)
 ROLL = HydraHost(
     name="roll",
     starts="start_rlvr_pipeline.py",
@@ -69,7 +61,7 @@ def of_door(door: Door) -> HydraHost:
     )
 
 
-NEMO_RL, SKYRL = of_door(nemo_rl.DOOR), of_door(skyrl.DOOR)
+VERL, NEMO_RL, SKYRL = of_door(verl.DOOR), of_door(nemo_rl.DOOR), of_door(skyrl.DOOR)
 HYDRA_HOSTS = {host.name: host for host in (VERL, NEMO_RL, ROLL, SKYRL)}
 
 

@@ -81,13 +81,6 @@ SAMPLERS: dict[str, Sampler] = {
     "miles": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, typed=_flag),
     # slime's trainer computes old log-probabilities among the tokens that top-p has kept, and none of top-k.
     "slime": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, trainer_keeps=("rollout_top_p",), typed=_flag),
-    "verl": Sampler(
-        filters={f"{_VERL}.top_p": Filter(1.0, (1.0,)), f"{_VERL}.top_k": Filter(-1, (-1, 0))},
-        engine=f"{_VERL}.name",
-        engines={"vllm": None, "sglang": Scores.WHOLE},
-        modes=(f"{_VERL}.engine_kwargs.vllm.logprobs_mode", f"{_VERL}.logprobs_mode"),
-        default_mode="processed_logprobs",
-    ),
     "roll": Sampler(
         filters={
             f"{_ROLL}.generating_args.top_p": Filter(0.7, (1.0,)),

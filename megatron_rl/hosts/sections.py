@@ -90,52 +90,6 @@ def values_for_groups(host: str, given: Mapping[str, Any], names: Iterable[str],
 
 _ELSEWHERE = "remove it"
 
-VERL_POLICY_LOSS = Section(
-    host="verl",
-    prefix="actor_rollout_ref.actor.policy_loss.",
-    numbers=("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta"),
-    others=("_target_", "loss_mode", "rollout_correction"),
-    trees=("rollout_correction",),
-    idle=dict.fromkeys(("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"), _ELSEWHERE),
-)
-VERL_ACTOR = Section(
-    host="verl",
-    prefix="actor_rollout_ref.actor.",
-    numbers=(
-        *("ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_infer_micro_batch_size_per_gpu"),
-        *("ppo_max_token_len_per_gpu", "ppo_infer_max_token_len_per_gpu", "clip_ratio", "clip_ratio_low", "clip_ratio_high"),
-        *("clip_ratio_c", "loss_scale_factor", "entropy_coeff", "tau_pos", "tau_neg", "kl_loss_coef", "ppo_epochs"),
-        *("data_loader_seed", "rollout_n", "entropy_from_logits_chunk_size", "grad_clip", "ulysses_sequence_parallel_size"),
-        "megatron.context_parallel_size",
-    ),
-    others=(
-        *("_target_", "strategy", "use_dynamic_bsz", "freeze_vision_tower", "loss_agg_mode", "calculate_entropy"),
-        *("calculate_sum_pi_squared", "use_kl_loss", "use_prefix_grouper", "use_torch_compile", "kl_loss_type", "shuffle"),
-        *("use_fused_kernels", "global_batch_info", "entropy_from_logits_with_chunking", "entropy_checkpointing", "pad_to_length"),
-        *("use_remove_padding", "use_rollout_log_probs"),
-    ),
-    trees=(
-        *(
-            "policy_loss",
-            "checkpoint",
-            "optim",
-            "profiler",
-            "profile",
-            "engine",
-            "model_config",
-            "router_replay",
-            "qat",
-            "megatron",
-        ),
-        *("fsdp_config", "veomni", "torchtitan", "global_batch_info"),
-    ),
-)
-VERL_CORRECTION = Section(
-    host="verl",
-    prefix="algorithm.rollout_correction.",
-    numbers=("rollout_is_threshold", "rollout_rs_threshold"),
-    others=("_target_", "rollout_is", "rollout_is_batch_normalize", "rollout_rs", "bypass_mode", "loss_type"),
-)
 # Of a whole YAML of ROLL, which may have names of one's own for its ${...}: the numbers that our worker reads.
 ROLL_NUMBERS = (
     *("pg_clip", "pg_clip_low", "pg_clip_high", "kl_loss_coef", "entropy_loss_coef", "rl_loss_coef", "init_kl_coef"),

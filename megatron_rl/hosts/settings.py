@@ -52,6 +52,7 @@ class Settings:
     ):
         self.value_of, self.typed, self.has_files, self.given = value_of, typed, has_files, given or {}
         self.defaults, self.knows_defaults = defaults, knows_defaults
+        self.stand_ins: Mapping[str, Any] = {}  # what is read for an UNKNOWN value; None without one
 
     @classmethod
     def of_names(cls, given: Mapping[str, Any], defaults: Mapping[str, Any], **others: Any) -> Settings:
@@ -84,6 +85,8 @@ class Settings:
         value, default = self.value_of(name), self.defaults.get(name)
         if value is ABSENT:
             value = default if self.knows_defaults else None
+        elif value is UNKNOWN:
+            value = self.stand_ins.get(name)
         return Given(shown or name, value, default, self.is_typed(name))
 
 

@@ -299,7 +299,7 @@ def main() -> None:
     theirs = read_overrides(sys.argv[1:])
     try:
         # Other versions of SkyRL may have more names; this one refuses those that it does not have.
-        rows = judge_names(DOOR, theirs, is_ours=True, may_have_more=True)
+        rows = judge_names(DOOR, Settings.of_names(theirs, DOOR.all_defaults), is_ours=True, may_have_more=True)
         if problems := [*DOOR.contract_problems(), *(f"{row.subject}: {row.text}" for row in rows if row.is_wrong)]:
             raise ConfigError(problems)
         config = entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])

@@ -13,466 +13,480 @@ What verl does with the number that a loss returns, D data-parallel ranks, c con
 So a loss returns D sum_i w_i S_i of its micro-batch, w_i from the counts of the whole mini-batch, which verl hands over. KL and
 entropy terms stay verl's own; verl's table of KL estimates gets `unbiased`, which it lacks.
 
-verl hands the sampler's log-probabilities to no loss, but it hands over u = exp(old - sampled) under rollout_is=token. Where
-nothing cuts u, sampled = old - log u: so our corrections, dppo_tv and dppo_kl compare with the sampler.
+The plugin ends a launch with a problem; `megatron-rl doctor` prints all of it. A setting that is not on the line has the default of
+verl's own files; with another --config-name, or a value that only the shell knows, it is not known and not judged. The settings of
+a file are judged by the plugin, from verl's whole config. `verl_loss` has the loss.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
-from types import ModuleType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from megatron_rl.aggregation import StepTotals
-from megatron_rl.aggregation_record import AggregationRecord
-from megatron_rl.config import (
-    CorrectionSettings,
-    ImportanceCorrection,
-    KLEstimator,
-    LossAggregation,
-    PolicyLossConfig,
-    counted_twice,
+from megatron_rl.aggregation_record import Formula
+from megatron_rl.config import KLEstimator, LossAggregation, PolicyLossConfig
+from megatron_rl.hosts.door import (
+    AVERAGED,
+    CLIPS,
+    DIVISOR,
+    SUMMED,
+    TIMES_CP,
+    Choice,
+    Door,
+    Found,
+    Kind,
+    Line,
+    Own,
+    Prompts,
+    ReadFile,
+    Setting,
+    names,
 )
-from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.dense_rows import (
-    CORRECTION_SETTINGS,
-    aggregations,
-    carry_prompt_weights,
-    is_carried,
-    is_proportional,
-    kl_of_tokens,
-    loss_of_rows,
-    marked_rows,
-    read_config,
-    signature_problem,
-    tell_once,
+from megatron_rl.hosts.door_line import judge_settings
+from megatron_rl.hosts.sampling import Filter, Sampler, Scores
+from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, read_overrides, read_value, value_at
+from megatron_rl.loss_hub import (
+    PolicyLoss,
+    clip_of,
+    get_loss_aggregation,
+    get_policy_loss,
+    needs_rollout_log_probs,
+    policy_loss_names,
 )
-from megatron_rl.hosts.given import Given
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, needs_rollout_log_probs, policy_loss_names
-from megatron_rl.losses import PolicyLossOutput
-from megatron_rl.step_metrics import finalise_metrics
+from megatron_rl.validation.checks import Row, check
 
+MAIN = "verl.trainer.main_ppo"
 PREFIX, COMPANION_SUFFIX = "megatron_rl.", "_prompt_mean"
-PROBED = "verl-project/verl 1dda039b9"
-# The arguments of verl's call of a loss.
-LOSS_ARGUMENTS = (
-    "old_log_prob",
-    "log_prob",
-    "advantages",
-    "response_mask",
-    "loss_agg_mode",
-    "config",
-    "rollout_is_weights",
-)
-# What verl gives to an estimator of one name alone, and so never to a companion.
-GIVEN_BY_NAME = {"values", "batch", "non_tensor_batch", "reward_baselines", "sum_pi_squared"}
-STD_SWITCH = "norm_adv_by_std_in_grpo"
-# The settings of verl's actor that our losses read, and verl's defaults. verl's workers do not know what was typed; in
-# actor.policy_loss these names are ours, and there a clip is typed whatever its value.
-CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
-# Our parameter -> (verl's setting, its default).
-PARAMETERS = {
-    "clip_ratio_c": ("clip_ratio_c", 3.0),
-    "sapo_temperature_positive": ("tau_pos", 1.0),
-    "sapo_temperature_negative": ("tau_neg", 1.05),
-    "log_ratio_penalty": ("policy_loss.dro_beta", None),
-}
+ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
+LOSS_MODE, LOSS_CLASS = f"{ACTOR}policy_loss.loss_mode", f"{ACTOR}policy_loss._target_"
+ESTIMATOR = "algorithm.adv_estimator"
+MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what each of its processes imports first
+MINI_BATCH, BATCH = f"{ACTOR}ppo_mini_batch_size", "data.train_batch_size"
+OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 # The class of verl's policy_loss that has fields for the settings of ours that verl has no name for.
 POLICY_LOSS_CLASS = "megatron_rl.hosts.verl_config.PolicyLoss"
-CLASS_LINE = f"actor_rollout_ref.actor.policy_loss._target_={POLICY_LOSS_CLASS}"
+CLASS_LINE = f"{LOSS_CLASS}={POLICY_LOSS_CLASS}"
+OWN_CLASSES = (None, POLICY_LOSS_CLASS, "verl.workers.config.PolicyLossConfig", UNKNOWN)
 # The overrides with which verl hands over exp(old - sampled). verl itself bounds it at e^20, so a larger threshold cuts nothing.
 LEAST_UNCUT_THRESHOLD = math.exp(20)
-NEEDED_OF_ROLLOUT_CORRECTION = {"rollout_is": "token", "rollout_is_threshold": 1e9}
-DIVISOR = "loss_scale_factor"
+UNCUT_WEIGHTS = {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_threshold": 1e9}
 # Where a rollout is more than one row of the batch.
 SEVERAL_ROWS = "an agent loop with several outputs a session"
-DEFAULT_AGG_MODE = "token-mean"
+AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
 # Our aggregation -> verl's name of it.
 AGG_MODES: dict[str, str] = {
     LossAggregation.SAMPLE_MEAN: "seq-mean-token-mean",
     LossAggregation.CONSTANT: "seq-mean-token-sum-norm",
 }
-# Key of config.global_batch_info -> count of a step.
-STEP_KEYS = {"num_samples": "global_batch_size", "num_tokens": "batch_num_tokens"}
-# The arguments of verl's estimate of KL, and the estimate that ours adds: verl has the others, by the same names.
-KL_ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
-ADDED_ESTIMATOR, MARK = KLEstimator.UNBIASED, "_has_estimator_of_megatron_rl"
-# Marked samples with different numbers in a row that cannot be chance: 2^-50.
-TELLING_MARKS = 10
+# verl's estimates of KL, and the one that ours adds: verl has the others, by the same names.
+KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+ADDED_ESTIMATOR = KLEstimator.UNBIASED
+# Estimators that have a companion, of the verl that was probed; tests/test_verl.py compares them with a checkout.
+ESTIMATORS = (
+    *("grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo"),
+    *("reinforce_plus_plus", "gpg"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class LossMode:
-    loss: str
-    aggregation: str
-
-    def __str__(self) -> str:
-        return f"{PREFIX}{self.loss}.{self.aggregation}"
-
-    @property
-    def record(self) -> AggregationRecord:
-        return get_loss_aggregation(self.aggregation)
-
-    @property
-    def has_companion(self) -> bool:
-        return is_carried(self.aggregation)
+def is_main(word: str) -> bool:
+    """Whether the word of a command line is verl's main program, as a module or as a file."""
+    return word == MAIN or word.endswith(f"{MAIN.replace('.', '/')}.py")
 
 
-def loss_modes() -> dict[str, LossMode]:
-    """All that verl can train, by its loss_mode. Not among them: losses that need another vector than the sampler's
-    log-probabilities; other aggregations that need prompts; and prompt_mean of a loss that is not proportional to the advantage."""
-    losses = [get_policy_loss(name) for name in policy_loss_names() if "." not in name]
-    modes = [
-        LossMode(loss.name, record.name)
-        for record in aggregations()
-        for loss in losses
-        if not {*loss.inputs_needed} - {"rollout_log_probs"} and (not is_carried(record.name) or is_proportional(loss))
-    ]
-    return {str(mode): mode for mode in modes}
+def is_ours(settings: Settings) -> bool:
+    return str(settings[LOSS_MODE]).startswith(PREFIX)
 
 
-def read_mode(name: str) -> LossMode:
-    """Raises ConfigError, which lists what there is."""
-    modes = loss_modes()
-    if name in modes:
-        return modes[name]
-    loss, _, aggregation = name.removeprefix(PREFIX).rpartition(".")
-    losses, known = ([*dict.fromkeys(getattr(mode, part) for mode in modes.values())] for part in ("loss", "aggregation"))
-    why = "megatron_rl.<loss>.<aggregation> has one of each"
-    if loss in losses and aggregation in known:
-        why = f"{loss} is not proportional to the advantage, and in verl the advantages carry {aggregation}"
-    close = get_close_matches(name.replace("-", "_"), modes, n=1)
-    meant = f"; did you mean {close[0]}?" if close else "."
-    raise ConfigError(
-        f"loss_mode={name!r} is not a loss of megatron_rl in verl: {why}{meant} Losses: {', '.join(losses)}. "
-        f"Aggregations: {', '.join(known)}"
-    )
+def uncut_weights() -> list[str]:
+    return [f"{name}={value}" for name, value in UNCUT_WEIGHTS.items()]
 
 
-# Settings
+def derive(settings: Settings, loss: PolicyLoss, fields: Mapping[str, Given]) -> dict[str, Given]:
+    """A clip by our name is typed, whatever its value; verl's workers cannot tell that its own was."""
+    own = {name: fields[f"own {name}"] for name in CLIPS}
+    return {name: one._replace(is_typed=True) for name, one in own.items() if one.value is not None}
 
 
-def setting(actor: Any, name: str) -> Any:
-    """actor.name or actor.policy_loss.name of verl's actor config, or of the overrides of a launch line; None: not there."""
-    for part in name.split("."):
-        actor = actor.get(part) if actor is not None else None
-    return actor
+# What is verl's alone. The settings of other sections than the actor's are UNKNOWN in verl's workers.
 
 
-def read_settings(mode: LossMode, actor: Any) -> PolicyLossConfig:
-    """Our settings from verl's actor config. Raises one ConfigError with every problem."""
-
-    def given(name: str, default: Any = None) -> Given:
-        return Given(f"actor_rollout_ref.actor.{name}", setting(actor, name), default)
-
-    loss = get_policy_loss(mode.loss)
-    own = {name: given(f"policy_loss.{name}") for name in own_settings(mode)}
-    theirs = {name: given(name, default) for name, default in CLIPS.items()}
-    low, high = (theirs[name] if own[name].value is None else own[name]._replace(is_typed=True) for name in CLIPS)
-    named = own.keys() - {*CORRECTION_SETTINGS, *CLIPS}
-    config, problems = read_config(
-        str(mode),
-        mode.loss,
-        mode.aggregation,
-        (low, high),
-        {ours: given(*theirs) for ours, theirs in PARAMETERS.items()} | {name: own[name] for name in named},
-        given(DIVISOR),
-        f"{CLASS_LINE} +actor_rollout_ref.actor.policy_loss.clip_ratio_{{side}}={{value}}",
-        [given("kl_loss_coef"), given("entropy_coeff")],
-        **{name: own[name].value for name in CORRECTION_SETTINGS if own[name].is_chosen},
-    )
-    problems += [
-        f"{own[name].name}={own[name].value} and {theirs[name].name}={theirs[name].value} are the same thing with two values: "
-        "remove one of them"
-        for name in CLIPS
-        if own[name].value is not None and theirs[name].is_chosen and theirs[name].value != own[name].value
-    ]
-    found = CorrectionSettings.of(config)
-    problems += found.problems()
-    if found.kind != ImportanceCorrection.NONE and loss.anchor == "rollout":
-        problems.append(counted_twice(found.kind, loss.name))
-    agg_mode, allowed = setting(actor, "loss_agg_mode") or DEFAULT_AGG_MODE, agg_modes(mode, actor)
-    if agg_mode not in allowed:
-        problems.append(
-            f"actor_rollout_ref.actor.loss_agg_mode={agg_mode} beside {mode}: two aggregations in one launch. Ours is in the "
-            "loss_mode, and verl's acts on its KL and entropy alone; set actor_rollout_ref.actor.loss_agg_mode="
-            + " or ".join(allowed)
-        )
-    if problems:
-        raise ConfigError(problems)
-    return config
+@check(subject="clip")
+def clip_is_given_once(found: Found) -> Iterator[str]:
+    own, theirs = DOOR.own, DOOR.field_settings
+    for name in CLIPS:
+        ours, host = found.settings.one(own.name(name), own.name(name)), found.settings.one(theirs[name].name)
+        if ours.value is not None and host.is_chosen and host.value != ours.value:
+            yield f"{ours.name}={ours.value} and {host.name}={host.value} are the same thing with two values: remove one of them"
 
 
-def own_settings(mode: LossMode) -> tuple[str, ...]:
-    """Our settings that actor.policy_loss may hold: the clip, those of the correction, and the loss's parameters that verl has no
-    name for."""
-    parameters = [parameter.name for parameter in get_policy_loss(mode.loss).parameters]
-    return (*CLIPS, *CORRECTION_SETTINGS, *(name for name in parameters if name not in PARAMETERS))
-
-
-def agg_modes(mode: LossMode, actor: Any) -> tuple[str, ...]:
-    """The values of actor.loss_agg_mode that are accepted: verl's default, verl's name of the loss's aggregation, and beside a KL
-    or entropy term the mean over samples, which is ours of these terms."""
-    has_terms = setting(actor, "use_kl_loss") or setting(actor, "entropy_coeff")
-    of_terms = [AGG_MODES[LossAggregation.SAMPLE_MEAN]] if has_terms else []
-    return tuple(dict.fromkeys((DEFAULT_AGG_MODE, AGG_MODES.get(mode.aggregation, DEFAULT_AGG_MODE), *of_terms)))
-
-
-# The loss of a micro-batch
-
-
-def read_step(mode: LossMode, info: Mapping[str, Any]) -> tuple[int, StepTotals]:
-    """(D, totals of the mini-batch). Raises ConfigError, with the key, where verl's call does not say what the weights need."""
-    keys: dict[str, Any] = {"dp_size": info.get("dp_size")} | {key: info.get(key) for key in STEP_KEYS.values()}
-    needs = (mode.record.needs or ()) if not mode.has_companion else ("num_samples",)
-    for key in ("dp_size", *(STEP_KEYS[need] for need in needs)):
-        if keys[key] is None:
-            raise ConfigError(
-                f"verl's config.global_batch_info has no {key}, which {mode} needs: this verl has another contract than the one "
-                f"that was probed ({PROBED}); it has {', '.join(name for name, value in info.items() if value is not None)}"
-            )
-    counts = {name: max(int(keys[key] or 1), 1) for name, key in STEP_KEYS.items()}
-    return int(keys["dp_size"]), StepTotals(num_prompts=None, **counts)
-
-
-def compute_loss(
-    mode: LossMode,
-    *,
-    old_log_prob: Tensor,  # [S, R]
-    log_prob: Tensor,  # [S, R] with gradient: the whole responses, on each context-parallel rank
-    advantages: Tensor,  # [S, R]
-    response_mask: Tensor,  # [S, R] bool
-    loss_agg_mode: str,
-    config: Any,
-    rollout_is_weights: Tensor | None = None,  # [S, R]
-) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, verl's names of metrics
-    """verl's policy loss of one micro-batch: D sum_i w_i sum_t m_it u_it l_it, u = rollout_is_weights.
-
-    Masked values may be anything. Communication: none. Synchronises once, as verl's own losses do for their metrics.
-    Raises ConfigError for settings that are not honoured, and DataError for rows whose weight would be wrong.
-    """
-    settings = read_settings(mode, config)
-    num_ranks, totals = read_step(mode, config.global_batch_info)
-    mask = response_mask.bool()
-    _check_rows(mode, log_prob.detach(), advantages, mask, totals)
-    sampled = None
-    if needs_rollout_log_probs(settings):
-        sampled, rollout_is_weights = rollout_log_probs_of(mode, old_log_prob, rollout_is_weights, mask), None
-    output = loss_of_rows(
-        settings,
-        totals,
-        *(log_prob, old_log_prob, advantages, mask),
-        scale=num_ranks,
-        importance_weights=rollout_is_weights,
-        rollout_log_probs=sampled,
-    )
-    tell_step(mode, settings, totals, config)
-    if setting(config, "kl_loss_type") == ADDED_ESTIMATOR:
-        # As in policy_loss: the importance ratio of `unbiased` has the loss's own denominator.
-        behind = sampled if sampled is not None and get_policy_loss(mode.loss).anchor == "rollout" else old_log_prob
-        _before_kl[:] = [(weakref.ref(log_prob), behind, mask)]
-    return output.loss, _metrics(output)
-
-
-# (log_prob, that of the policy that sampled, mask) of our latest call, until verl computes the KL term of the same micro-batch.
-_before_kl: list[tuple[weakref.ref[Tensor], Tensor, Tensor]] = []
-
-
-def with_added_estimator(estimate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """verl's kl_penalty, which knows kl_loss_type=unbiased too. verl tells it nothing of the policy that sampled; our loss has been
-    called with these log-probabilities right before, and knows. Raises ConfigError where it has not."""
-
-    @functools.wraps(estimate)
-    def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:  # [S, R] each -> [S, R]
-        if kl_penalty != ADDED_ESTIMATOR:
-            return estimate(logprob, ref_logprob, kl_penalty)
-        before, sampled, mask = _before_kl.pop() if _before_kl else (None, logprob, logprob)
-        if before is None or before() is not logprob:
-            raise ConfigError(
-                f"{kl_penalty} is megatron_rl's estimate for the KL term (actor.kl_loss_type) beside one of its losses, and not "
-                "for rewards (algorithm.kl_penalty): set an estimate of verl's own, or for the term "
-                f"actor_rollout_ref.actor.policy_loss.loss_mode={PREFIX}<loss>.<aggregation>"
-            )
-        found = kl_of_tokens(kl_penalty, *(torch.where(mask, values, 0.0) for values in (logprob, ref_logprob, sampled)))
-        if not bool(found.isfinite().all()):
-            raise DataError("ref_log_prob has an unmasked value that is not finite: mask the token or drop the sample")
-        return found
-
-    vars(kl_penalty)[MARK] = True
-    return kl_penalty
-
-
-def rollout_log_probs_of(mode: LossMode, old_log_prob: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:  # [S, R] each
-    """The sampler's log-probabilities, old - log u; masked ones may be anything. Raises ConfigError where u is not there or cut."""
-    problem = "verl gives no rollout_is_weights" if weights is None else None
-    if weights is not None and bool((mask & (weights == 0)).any()):
-        problem = "verl has set some rollout_is_weights to 0"
-    if problem is not None:
-        raise ConfigError(
-            f"{problem}, from which {mode} with these settings gets the sampler's log-probabilities; set "
-            f"{' '.join(rollout_correction_overrides())}, without bypass_mode"
-        )
-    assert weights is not None
-    return old_log_prob - weights.log()
-
-
-def rollout_correction_overrides() -> list[str]:
-    return [f"algorithm.rollout_correction.{name}={value}" for name, value in NEEDED_OF_ROLLOUT_CORRECTION.items()]
-
-
-def tell_step(mode: LossMode, settings: PolicyLossConfig, totals: StepTotals, config: Any) -> None:
-    terms = []
-    if setting(config, "use_kl_loss"):
-        terms.append(f"KL {setting(config, 'kl_loss_coef')} ({setting(config, 'kl_loss_type')})")
-    if entropy := setting(config, "entropy_coeff"):
-        terms.append(f"entropy {entropy}")
-    mean = setting(config, "loss_agg_mode") or DEFAULT_AGG_MODE
-    regularizers = f"{' and '.join(terms)} averaged by verl, {mean}" if terms else "no KL and no entropy in the loss"
-    tell_once(f"loss_mode={mode} in verl", settings, totals, regularizers, several=SEVERAL_ROWS)
-
-
-def _metrics(output: PolicyLossOutput) -> dict[str, float]:
-    """By the names that verl's own losses use. verl averages them over micro-batches."""
-    found = finalise_metrics(output.metrics) if output.metrics is not None else {}
-    return {
-        "actor/pg_clipfrac": found.get("policy/clipped_ratio_fraction", 0.0),
-        "actor/ppo_kl": found.get("policy/old_logprobs", 0.0) - found.get("policy/new_logprobs", 0.0),
-    }
-
-
-# Rows whose weight would be wrong
-
-
-@dataclass
-class _Seen:
-    """Samples with a mark in a loss that wants none: different numbers in a row from the start; None after the first without."""
-
-    marked: set[tuple[int, float]] | None
-
-
-_seen = _Seen(set())
-
-
-def _check_rows(mode: LossMode, log_prob: Tensor, advantages: Tensor, mask: Tensor, totals: StepTotals) -> None:
-    """Raises DataError for advantages that lack the companion's weights, or have them where none are wanted, and for samples that
-    verl has added to fill a mini-batch, where a weight divides by the number of samples."""
-    token_counts = mask.sum(-1)
-    divides_by_samples = not mode.has_companion and (mode.record.needs is None or "num_samples" in mode.record.needs)
-    if divides_by_samples:
-        # verl's v1 trainer fills a batch with responses of one masked token: a row without a log-probability after the first.
-        is_filling = (token_counts == 0) & (log_prob[:, 1:] == 0).all(-1)
-        if bool(is_filling.any()):
-            raise DataError(
-                f"{int(is_filling.sum())} samples of the micro-batch are fully masked responses of one token: verl adds such "
-                f"samples to fill a mini-batch, and its global_batch_size counts them, so {mode} would divide by too many; make "
-                "data.train_batch_size a multiple of actor.ppo_mini_batch_size, or train token_mean or prompt_mean"
-            )
-    if not mode.has_companion and _seen.marked is None:
+@check()
+def clip_reaches_the_workers(found: Found) -> Iterator[Row]:
+    """A typed clip that verl's workers would take for verl's default."""
+    acting, theirs = clip_of(found.config), DOOR.field_settings
+    if acting is None:
         return
-    is_marked, has_advantage = marked_rows(advantages, mask, totals.num_samples)
-    if mode.has_companion:
-        if not bool((is_marked | ~has_advantage).all()):
-            raise DataError(
-                f"the advantages of {mode} do not have the weights of their prompt groups in a mini-batch of {totals.num_samples} "
-                f"samples. Set algorithm.adv_estimator={PREFIX}grpo{COMPANION_SUFFIX} (or another estimator), and one mini-batch a "
-                "batch: actor.ppo_mini_batch_size = data.train_batch_size. Masks and advantages must stay as the estimator has "
-                "left them"
-            )
-    elif bool(has_advantage.any()):
-        if not bool(is_marked[has_advantage].all()):
-            _seen.marked = None
-            return
-        first = torch.where(mask, advantages, -torch.inf).max(-1).values
-        assert _seen.marked is not None
-        _seen.marked.update(zip(token_counts[has_advantage].tolist(), first[has_advantage].tolist(), strict=True))
-        if len(_seen.marked) >= TELLING_MARKS:
-            raise DataError(
-                f"the advantages have the weights of {LossAggregation.PROMPT_MEAN} in them, and {mode} weighs once more: set "
-                f"loss_mode={PREFIX}{mode.loss}.{LossAggregation.PROMPT_MEAN}, or an estimator of verl"
-            )
+    lost = {}
+    for name, own in zip(CLIPS, acting, strict=True):
+        typed = found.settings.given.get(theirs[name].name, UNKNOWN)
+        if getattr(found.config, name) is None and typed not in (UNKNOWN, own):
+            lost[name] = typed
+    if lost:
+        values = " and ".join(f"{name}={value}" for name, value in lost.items())
+        ours = " ".join(f"{DOOR.own.typed(name)}={value}" for name, value in lost.items())
+        text = f"{values}: verl's default too, so its workers cannot tell that you typed it, and {PREFIX}{found} would train"
+        yield Row(
+            "clip", f"{text} its own clip, {acting[0]:g}/{acting[1]:g}; remove it, or type {CLASS_LINE} {ours}", is_wrong=True
+        )
 
 
-# prompt_mean: an estimator of verl, with the weights of prompt groups in its advantages
+@check()
+def clip_of_both_sides_is_not_read(found: Found) -> Iterator[Row]:
+    if f"{ACTOR}clip_ratio" not in found.settings.given:
+        return
+    sides = [f"{ACTOR}{name}" for name in CLIPS]
+    has_both = all(side in found.settings.given for side in sides)
+    remedy = f"{' and '.join(sides)} count" if has_both else f"set {' and '.join(sides)}"
+    yield Row("clip_ratio", f"our losses do not read it: {remedy}", is_wrong=not has_both, is_note=has_both)
 
 
-def with_prompt_weights(advantages: Tensor, response_mask: Tensor, prompts: Sequence[object]) -> Tensor:  # [S, R] each, [S]
-    """Samples that verl has added to fill the batch, in a group of their own, have no token and are in no prompt."""
-    numbers: dict[object, int] = {}
-    group = torch.tensor([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], device=advantages.device)
-    num_prompts = max(sum(not str(prompt).startswith("pad") for prompt in numbers), min(1, len(prompts)))
-    return carry_prompt_weights(advantages, response_mask, response_mask.bool().sum(-1), group, num_prompts)
+@check()
+def class_has_our_fields(found: Found) -> Iterator[Row]:
+    prefix = DOOR.own.prefix
+    own = sorted(name for name in found.settings.given if name.removeprefix(prefix) in DOOR.own_fields(found.loss))
+    own = [name.removeprefix(prefix) for name in own if name.startswith(prefix)]
+    if own and found.settings[LOSS_CLASS] not in (POLICY_LOSS_CLASS, UNKNOWN):
+        text = f"{', '.join(own)}: verl's own class has no such fields; set {CLASS_LINE}"
+        yield Row("policy_loss", text, is_wrong=True)
 
 
-def estimate_with_prompt_weights(
-    estimate: Callable[..., tuple[Tensor, Tensor]],
-    *,
-    token_level_rewards: Tensor,  # [S, R], all samples of the batch
-    response_mask: Tensor,  # [S, R]
-    config: Any = None,
-    index: Sequence[object] | None = None,  # the prompt of each sample
-    **others: object,  # rewards of a baseline, which no estimator here takes
-) -> tuple[Tensor, Tensor]:  # advantages, returns [S, R]
-    """verl's estimator, its advantages multiplied and marked. Returns stay as they are. Raises ConfigError without prompts."""
-    if index is None:
-        raise ConfigError("the batch has no uid, so it is not known which samples share a prompt: prompt_mean needs it")
-    given = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "config": config, "index": index}
-    parameters = inspect.signature(estimate).parameters
-    if STD_SWITCH in parameters and config is not None:
-        given[STD_SWITCH] = config.get(STD_SWITCH, True)
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    advantages, returns = estimate(**{name: value for name, value in given.items() if takes_any or name in parameters})
-    return with_prompt_weights(advantages, response_mask, list(index)), returns
+@check()
+def one_aggregation_acts(found: Found) -> Iterator[Row]:
+    """verl's acts on its KL and entropy alone."""
+    settings, mode = found.settings, found.settings[AGG_MODE]
+    if mode is UNKNOWN:
+        return
+    mode = mode or DEFAULT_AGG_MODE
+    has_terms = settings[f"{ACTOR}use_kl_loss"] is True or settings[f"{ACTOR}entropy_coeff"] not in (0, None, UNKNOWN)
+    of_terms = [AGG_MODES[LossAggregation.SAMPLE_MEAN]] if has_terms else []
+    allowed = dict.fromkeys((DEFAULT_AGG_MODE, AGG_MODES.get(found.record.name, DEFAULT_AGG_MODE), *of_terms))
+    size = settings[f"{ACTOR}megatron.context_parallel_size"]
+    if mode not in allowed:
+        text = (
+            f"{AGG_MODE}={mode} beside {PREFIX}{found}: two aggregations in one launch. Ours is in the loss_mode, and verl's acts "
+            f"on its KL and entropy alone; set {AGG_MODE}={' or '.join(allowed)}"
+        )
+        yield Row("loss_agg_mode", text, is_wrong=True)
+    elif mode == "seq-mean-token-mean" and isinstance(size, int) and size > 1:
+        text = "verl's Megatron engine refuses it by name with context parallelism, and it acts on KL and entropy alone"
+        yield Row("loss_agg_mode", f"{text}: set {AGG_MODE}={DEFAULT_AGG_MODE}", is_wrong=True)
+    else:
+        yield Row("loss_agg_mode", f"{mode}, of KL and entropy; our loss does not read it")
 
 
-def companions(estimators: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """An estimator for each of verl's that needs neither a critic, nor rollouts of a baseline, nor the batch."""
-    found: dict[str, Callable[..., Any]] = {}
-    for name, estimate in estimators.items():
-        names = set(inspect.signature(estimate).parameters)
-        if not name.startswith(PREFIX) and not names & GIVEN_BY_NAME:
-            found[f"{PREFIX}{name}{COMPANION_SUFFIX}"] = functools.partial(estimate_with_prompt_weights, estimate)
-    return found
+@check(when=lambda found: needs_rollout_log_probs(found.config))
+def weights_are_uncut(found: Found) -> Iterator[Row]:
+    """Whether verl hands over what the sampler's log-probabilities are computed from."""
+    settings = found.settings
+    switches = [f"{CORRECTION}{name}" for name in ("rollout_is_batch_normalize", "bypass_mode")]
+    level, threshold = settings[f"{CORRECTION}rollout_is"], settings[f"{CORRECTION}rollout_is_threshold"]
+    wrong = [] if level in ("token", UNKNOWN) else [f"rollout_is={level}"]
+    if threshold is not UNKNOWN and not (isinstance(threshold, int | float) and threshold >= LEAST_UNCUT_THRESHOLD):
+        wrong.append(f"rollout_is_threshold={threshold}")
+    wrong += [f"{name.removeprefix(CORRECTION)}=true" for name in switches if settings[name] is True]
+    if settings[f"{ROLLOUT}calculate_log_probs"] is False:
+        wrong.append(f"{ROLLOUT}calculate_log_probs=false")
+    if wrong:
+        text = f"{PREFIX}{found} with these settings compares with the sampler, and gets it from verl's uncut weights"
+        yield Row("rollout_correction", f"{', '.join(wrong)}: {text}; set {' '.join(uncut_weights())}", is_wrong=True)
+    elif level is not UNKNOWN:
+        text = "verl's uncut weights give our loss the sampler's log-probabilities, and multiply nothing"
+        yield Row("rollout_correction", text)
 
 
-# Registration
+@check()
+def counts_are_of_a_step(found: Found) -> Iterator[Row]:
+    """Whether the counts that verl hands over are those of a step, and who weighs prompt groups."""
+    estimator, batch, mini_batch = (found.settings[name] for name in (ESTIMATOR, BATCH, MINI_BATCH))
+    has_sizes = isinstance(batch, int) and isinstance(mini_batch, int)
+    if found.is_carried:
+        yield from _companion(estimator)
+        if has_sizes:
+            text = f"{mini_batch} of {batch} prompts a step"
+            if batch != mini_batch:
+                text += ": a mini-batch cuts prompt groups, and the estimator sees the whole batch alone; set "
+                text += f"{MINI_BATCH}={batch}, or {BATCH}={mini_batch}"
+            yield Row("mini-batch", text, is_wrong=batch != mini_batch)
+        return
+    if isinstance(estimator, str) and estimator.startswith(PREFIX):
+        text = f"{estimator} puts the weights of prompt groups into the advantages, and {PREFIX}{found} weighs once more; set "
+        text += f"{LOSS_MODE}={PREFIX}{found.loss.name}.{LossAggregation.PROMPT_MEAN}, or an estimator of verl"
+        yield Row(ESTIMATOR, text, is_wrong=True)
+    if divides_by_samples(found) and has_sizes and mini_batch and batch % mini_batch:
+        text = (
+            f"{BATCH}={batch} is no multiple of {MINI_BATCH}={mini_batch}: verl fills the last mini-batch with samples without a "
+            f"token, and {PREFIX}{found} would divide by them too; change one of them"
+        )
+        yield Row("mini-batch", text, is_wrong=True)
 
 
-def contract_problems(tables: ModuleType) -> Iterator[str]:
-    """What verl's tables lack of the contract that our losses are written for."""
-    for name in ("register_policy_loss", "register_adv_est", "POLICY_LOSS_REGISTRY", "ADV_ESTIMATOR_REGISTRY", "kl_penalty"):
-        if not hasattr(tables, name):
-            yield f"{tables.__name__} has no {name}"
-    own = getattr(tables, "POLICY_LOSS_REGISTRY", {}).get("vanilla")
-    if own is None:
-        yield f"{tables.__name__} has no loss 'vanilla'"
-    elif problem := signature_problem("verl's own loss", own, LOSS_ARGUMENTS):
-        yield problem
-    if hasattr(tables, "kl_penalty") and (problem := signature_problem("kl_penalty", tables.kl_penalty, KL_ARGUMENTS)):
-        yield problem
+def divides_by_samples(found: Found) -> bool:
+    return not found.is_carried and (found.record.needs is None or "num_samples" in found.record.needs)
 
 
-def register(tables: ModuleType) -> None:
-    """Adds our losses and estimators to verl's tables, and ours of KL; a loss that the hub has learnt since is added by another
-    call.
+def _companion(estimator: Any) -> Iterator[Row]:
+    ours = [f"{PREFIX}{name}{COMPANION_SUFFIX}" for name in ESTIMATORS]
+    if estimator is UNKNOWN:
+        yield Row(ESTIMATOR, f"not known here; it must be one of {', '.join(ours)}", is_note=True)
+    elif estimator in ours:
+        yield Row(ESTIMATOR, f"{estimator}: the advantages carry {LossAggregation.PROMPT_MEAN}")
+    else:
+        like = f"{PREFIX}{estimator}{COMPANION_SUFFIX}"
+        why = f"{estimator} does not weigh prompt groups, and verl tells a loss nothing of prompts"
+        remedy = f"set {ESTIMATOR}={like if like in ours else ours[0]} (for {', '.join(ESTIMATORS)} of verl)"
+        yield Row(ESTIMATOR, f"{why}; {remedy}", is_wrong=True)
 
-    Raises ConfigError for a verl with another contract than the one that was probed.
-    """
-    if problems := [f"{problem} ({PROBED})" for problem in contract_problems(tables)]:
-        raise ConfigError(problems)
-    for name, mode in loss_modes().items():
-        tables.register_policy_loss(name)(functools.partial(compute_loss, mode))
-    known = {str(getattr(name, "value", name)): estimate for name, estimate in tables.ADV_ESTIMATOR_REGISTRY.items()}
-    for name, estimate in companions(known).items():
-        if name not in tables.ADV_ESTIMATOR_REGISTRY:
-            tables.register_adv_est(name)(estimate)
-    if not hasattr(tables.kl_penalty, MARK):
-        tables.kl_penalty = with_added_estimator(tables.kl_penalty)  # type: ignore[attr-defined]
+
+@check(subject="rollout_correction")
+def rejection_is_counted(found: Found) -> Iterator[str]:
+    is_v1, bypasses, rejects = (
+        found.settings[name] for name in ("trainer.use_v1", f"{CORRECTION}bypass_mode", f"{CORRECTION}rollout_rs")
+    )
+    if bypasses is True and is_v1 is False:
+        yield "bypass_mode=true of the old trainer puts verl's own loss in the place of ours; remove it, or trainer.use_v1=false"
+    counts_tokens = found.record.needs is None or "num_tokens" in found.record.needs
+    if rejects not in (None, UNKNOWN) and counts_tokens and is_v1 is not False and not found.is_carried:
+        yield (
+            f"rollout_rs={rejects}: verl counts batch_num_tokens before it rejects, and {PREFIX}{found} would divide by rejected "
+            "tokens; take another aggregation, or rollout_is alone"
+        )
+
+
+def readers(settings: Settings) -> list[str]:
+    """verl's own corrections that compare with the sampler."""
+    given = {f"{CORRECTION}{name}": settings[f"{CORRECTION}{name}"] for name in ("rollout_is", "rollout_rs", "bypass_mode")}
+    return [f"{name}={value}" for name, value in given.items() if value not in (None, False, UNKNOWN)]
+
+
+@check()
+def kl_term_is(found: Found) -> Iterator[Row]:
+    """Not a problem: what the term is, for doctor."""
+    kind, has_kl = found.settings[f"{ACTOR}kl_loss_type"], found.settings[f"{ACTOR}use_kl_loss"]
+    if has_kl is True:
+        whose = "ours" if kind == ADDED_ESTIMATOR else "verl's own"
+        mean = found.settings[AGG_MODE] or DEFAULT_AGG_MODE
+        text = f"{'not known here' if kind is UNKNOWN else kind}, {whose}, averaged by actor.loss_agg_mode={mean}"
+        yield Row("use_kl_loss", f"{text}, whatever {found.record.name} does to the policy term", is_note=True)
+    elif f"{ACTOR}kl_loss_type" in found.settings.given and has_kl is False:
+        yield Row("kl_loss_type", "nothing reads it without use_kl_loss=True", is_note=True)
+
+
+# Of any launch of verl, with our loss or its own.
+
+
+def estimates_of_kl(settings: Settings) -> Iterator[Row]:
+    given = settings.given
+    in_rewards = given.get("algorithm.kl_penalty")
+    if given.get("algorithm.use_kl_in_reward") is True and isinstance(in_rewards, str):
+        if in_rewards.removesuffix("+") not in KL_TYPES:
+            text = f"verl has no {in_rewards} for rewards: set one of {', '.join(KL_TYPES)}, or one with a + behind it"
+            yield Row("algorithm.kl_penalty", text, is_wrong=True)
+    kind, has_kl = given.get(f"{ACTOR}kl_loss_type"), settings[f"{ACTOR}use_kl_loss"] is not False
+    is_added = kind == ADDED_ESTIMATOR and (settings[LOSS_MODE] is UNKNOWN or is_ours(settings))
+    if isinstance(kind, str) and kind.removesuffix("+") not in KL_TYPES and not is_added:
+        text = f"verl has no {kind}: set one of {', '.join(KL_TYPES)}, or one with a + behind it"
+        text += f"; {ADDED_ESTIMATOR} comes with a loss of ours"
+        text = text if has_kl else f"{text}, before you turn use_kl_loss on"
+        yield Row("kl_loss_type", text, is_wrong=has_kl, is_note=not has_kl)
+
+
+def unchosen(settings: Settings) -> Iterator[Row]:
+    """A companion without our loss."""
+    estimator, mode = settings[ESTIMATOR], settings[LOSS_MODE]
+    if isinstance(estimator, str) and estimator.startswith(PREFIX):
+        text = f"{estimator} puts the weights of prompt groups into the advantages, and this loss has weights of its own"
+        loss = mode if mode in policy_loss_names() else "grpo"
+        remedy = f"set {LOSS_MODE}={PREFIX}{loss}.{LossAggregation.PROMPT_MEAN}, or an estimator of verl"
+        yield Row(ESTIMATOR, f"{text}; {remedy}", is_wrong=True)
+
+
+def is_open(settings: Settings, section: str) -> bool:
+    """A class of the user's own may have more fields."""
+    if section == f"{ACTOR}policy_loss.":
+        return settings[LOSS_CLASS] not in OWN_CLASSES
+    return section == ACTOR and f"{ACTOR}_target_" in settings.given
+
+
+def read_line(words: Sequence[str], read_file: ReadFile | None = None) -> Line:
+    """The overrides behind the main program, over the defaults of verl's own files where the line takes no other one."""
+    start = next((index + 1 for index, word in enumerate(words) if is_main(word)), 0)
+    behind, knows_defaults = [word for word in words[start:] if word != "--"], True
+    for index, word in enumerate(behind):
+        flag, _, value = word.partition("=")
+        if flag in ("--config-name", "-cn"):
+            name = value or (behind[index + 1] if index + 1 < len(behind) else "")
+            knows_defaults &= name.removesuffix(".yaml") in OWN_CONFIGS
+    return Line(Settings.of_names(read_overrides(behind), DOOR.all_defaults, knows_defaults=knows_defaults))
+
+
+def settings_of_config(config: Any) -> Settings:
+    """Of verl's whole config, from whatever files: what somebody has set, as far as it differs from verl's own values."""
+    policy_loss, idle = value_at(config, f"{ACTOR}policy_loss"), {one.name for one in DOOR.settings if one.idle is not None}
+    own = [f"{DOOR.own.prefix}{name}" for name in (policy_loss if policy_loss not in (ABSENT, None) else ())]
+    given = {}
+    for name in dict.fromkeys([*DOOR.known_names, *own]):
+        value, default = value_at(config, name), DOOR.all_defaults.get(name)
+        value = read_value(value) if isinstance(value, str) else value
+        is_set = value not in (ABSENT, None, default) or isinstance(value, bool) != isinstance(default, bool)
+        if value not in (ABSENT, None) and is_set and (name not in idle or isinstance(value, bool)):
+            given[name] = value
+    return Settings.of_names(given, DOOR.all_defaults)
+
+
+def problems_of(settings: Settings) -> tuple[list[str], list[str]]:
+    """(what ends a launch, what is said at its start)."""
+    rows = {row.text: row for row in judge_settings(DOOR, settings, is_launch=True)}.values()
+    said = [f"{row.subject}: {row.text}" for row in rows if row.subject == "sampling" and not row.is_wrong]
+    return [f"{row.subject}: {row.text}" for row in rows if row.is_wrong], said
+
+
+def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
+    # verl's table has them by their declared names, as soon as the module that declares them is imported.
+    loss, aggregation = get_policy_loss(config.policy_loss), get_loss_aggregation(config.loss_aggregation)
+    modules = dict.fromkeys(one.rpartition(".")[0] for one in (config.policy_loss, config.loss_aggregation) if "." in one)
+    found: dict[str, Any] = {MODULES: ",".join(modules)} if modules else {}
+    found |= given | {LOSS_MODE: f"{PREFIX}{loss.name}.{aggregation.name}"}
+    # verl's workers take verl's default for nobody's choice, unless it is typed by our names.
+    for name, own in zip(CLIPS, loss.clip_ratios or (), strict=False):
+        host = DOOR.field_settings[name]
+        if found.get(host.name) == host.default != own:
+            found[DOOR.own.name(name)] = found.pop(host.name)
+    if any(name.startswith(DOOR.own.prefix) and name != LOSS_MODE and name not in HOSTS_OWN for name in found):
+        found = _before(found, DOOR.own.prefix, {LOSS_CLASS: POLICY_LOSS_CLASS})
+    if config.kl_coefficient:
+        kl = {"use_kl_loss": True, "kl_loss_coef": config.kl_coefficient, "kl_loss_type": str(config.kl_estimator)}
+        kl["loss_agg_mode"] = AGG_MODES[LossAggregation.SAMPLE_MEAN]  # our mean of the term
+        found = {name: value for name, value in found.items() if not name.endswith(("kl_coefficient", "kl_estimator"))}
+        found |= {f"{ACTOR}{name}": value for name, value in kl.items()}
+    if needs_rollout_log_probs(config):
+        found |= UNCUT_WEIGHTS
+    if config.loss_aggregation == LossAggregation.PROMPT_MEAN:
+        found[ESTIMATOR] = f"{PREFIX}grpo{COMPANION_SUFFIX}"
+    return found | {BATCH: UNKNOWN}  # the step is what explain was given
+
+
+def _before(found: dict[str, Any], prefix: str, added: Mapping[str, Any]) -> dict[str, Any]:
+    """With `added` before the first of our own names."""
+    own = {name: value for name, value in found.items() if name.startswith(prefix) and name != LOSS_MODE}
+    return {name: value for name, value in found.items() if name not in own} | dict(added) | own
+
+
+DOOR = Door(
+    name="verl",
+    title="verl",
+    probed="verl-project/verl 1dda039b9",
+    settings=(
+        Setting(LOSS_MODE),
+        Setting(f"{ACTOR}clip_ratio_low", Kind.NUMBER, "clip_ratio_low", 0.2),
+        Setting(f"{ACTOR}clip_ratio_high", Kind.NUMBER, "clip_ratio_high", 0.2),
+        Setting(f"{ACTOR}clip_ratio_c", Kind.NUMBER, "clip_ratio_c", 3.0),
+        Setting(f"{ACTOR}tau_pos", Kind.NUMBER, "sapo_temperature_positive", 1.0),
+        Setting(f"{ACTOR}tau_neg", Kind.NUMBER, "sapo_temperature_negative", 1.05),
+        Setting(f"{ACTOR}policy_loss.dro_beta", Kind.NUMBER, "log_ratio_penalty"),
+        Setting(f"{ACTOR}loss_scale_factor", Kind.NUMBER, DIVISOR),
+        Setting(AGG_MODE, default=DEFAULT_AGG_MODE),
+        Setting(f"{ACTOR}clip_ratio", Kind.NUMBER, default=0.2),
+        Setting(f"{ACTOR}use_kl_loss", Kind.SWITCH, default=False),
+        Setting(f"{ACTOR}kl_loss_coef", Kind.NUMBER, default=0.001),
+        Setting(f"{ACTOR}kl_loss_type", default="low_var_kl"),
+        Setting(f"{ACTOR}entropy_coeff", Kind.NUMBER, default=0),
+        Setting(MINI_BATCH, Kind.NUMBER, default=256),
+        Setting(BATCH, Kind.NUMBER, default=1024),
+        Setting(f"{ACTOR}megatron.context_parallel_size", Kind.NUMBER, default=1),
+        *names(
+            ACTOR,
+            Kind.NUMBER,
+            "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_infer_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
+            "ppo_infer_max_token_len_per_gpu ppo_epochs data_loader_seed rollout_n entropy_from_logits_chunk_size grad_clip "
+            "ulysses_sequence_parallel_size",
+        ),
+        *names(
+            ACTOR,
+            Kind.OTHER,
+            "_target_ strategy use_dynamic_bsz freeze_vision_tower calculate_entropy calculate_sum_pi_squared use_prefix_grouper "
+            "use_torch_compile shuffle use_fused_kernels global_batch_info entropy_from_logits_with_chunking entropy_checkpointing "
+            "pad_to_length use_remove_padding use_rollout_log_probs",
+        ),
+        *names(
+            ACTOR,
+            Kind.GROUP,
+            "checkpoint optim profiler profile engine model_config router_replay qat megatron fsdp_config veomni torchtitan "
+            "global_batch_info policy_loss.rollout_correction",
+        ),
+        *names(f"{ACTOR}policy_loss.", Kind.OTHER, "_target_"),
+        *names(
+            f"{ACTOR}policy_loss.",
+            Kind.NUMBER,
+            dict.fromkeys(("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"), "remove it"),
+        ),
+        Setting(f"{CORRECTION}rollout_is_threshold", Kind.NUMBER, default=2.0),
+        *names(CORRECTION, Kind.NUMBER, "rollout_rs_threshold"),
+        *names(CORRECTION, Kind.OTHER, "_target_ loss_type"),
+    ),
+    sections=(ACTOR, f"{ACTOR}policy_loss.", CORRECTION),
+    choice=Choice(setting=LOSS_MODE, prefix=PREFIX, remedy=f"{LOSS_MODE}={PREFIX}<loss>.<aggregation> chooses one of ours"),
+    own=Own(prefix=f"{ACTOR}policy_loss.", added="+", clips=True),
+    defaults={
+        ESTIMATOR: "gae",
+        "trainer.use_v1": True,
+        f"{CORRECTION}bypass_mode": False,
+        f"{CORRECTION}rollout_rs": None,
+        f"{CORRECTION}rollout_is": None,
+        f"{CORRECTION}rollout_is_batch_normalize": False,
+        f"{ROLLOUT}calculate_log_probs": True,
+        "algorithm.use_kl_in_reward": False,
+        "algorithm.kl_penalty": "kl",
+        LOSS_CLASS: None,
+    },
+    keep_clip=f"{CLASS_LINE} +{ACTOR}policy_loss.clip_ratio_{{side}}={{value}}",
+    derive=derive,
+    stand_ins={f"{ACTOR}loss_scale_factor": 1.0},
+    readers=readers,
+    several=lambda settings: SEVERAL_ROWS,
+    sampler=Sampler(
+        filters={f"{ROLLOUT}top_p": Filter(1.0, (1.0,)), f"{ROLLOUT}top_k": Filter(-1, (-1, 0))},
+        engine=f"{ROLLOUT}name",
+        engines={"vllm": None, "sglang": Scores.WHOLE},
+        modes=(f"{ROLLOUT}engine_kwargs.vllm.logprobs_mode", f"{ROLLOUT}logprobs_mode"),
+        default_mode="processed_logprobs",
+    ),
+    checks=(
+        *(clip_is_given_once, clip_reaches_the_workers, clip_of_both_sides_is_not_read, class_has_our_fields),
+        *(one_aggregation_acts, weights_are_uncut, counts_are_of_a_step, rejection_is_counted, kl_term_is),
+    ),
+    of_any_launch=estimates_of_kl,
+    unchosen=unchosen,
+    is_open=is_open,
+    prompts=Prompts.CARRIED,
+    carrier="megatron_rl.<estimator>_prompt_mean",
+    returns=Formula(dp=1),
+    step=(("verl", Formula(M=1), "multiplies by micro-batches"), TIMES_CP, AVERAGED[1]),
+    step_per_token=(
+        ("verl", Formula(R=1, dp=-1), "R: the tokens that the model is given; here those of the responses"),
+        *SUMMED,
+        ("finalize", Formula(R=-1), "divides by the tokens that all ranks have counted"),
+    ),
+    starts=MAIN,
+    recognises=lambda words: any(map(is_main, words)),
+    read_line=read_line,
+    write=write,
+    line_of=lambda name, value: f"{'+' * is_added(name)}{name}={as_typed(value)}",
+    place="overrides on the launch line",
+)
+# Names below policy_loss that are verl's own.
+HOSTS_OWN = tuple(one.name for one in DOOR.settings if one.name.startswith(DOOR.own.prefix))
+
+
+def is_added(name: str) -> bool:
+    """Whether hydra needs a + before it: verl's own class does not have it."""
+    return name.startswith(DOOR.own.prefix) and name not in HOSTS_OWN

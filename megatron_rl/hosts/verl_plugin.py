@@ -50,10 +50,10 @@ class _After(importlib.abc.MetaPathFinder):
 def fill(tables: ModuleType) -> None:
     """Registers our losses and estimators. A verl that has another contract keeps its own alone, and says so."""
     from megatron_rl.errors import ConfigError
-    from megatron_rl.hosts import verl
+    from megatron_rl.hosts import verl_loss
 
     try:
-        verl.register(tables)
+        verl_loss.register(tables)
     except ConfigError as error:
         print(f"megatron_rl: none of its losses is registered in verl: {error}", file=sys.stderr, flush=True)
 
@@ -62,9 +62,10 @@ def refuse_bad_line(words: Sequence[str]) -> None:
     """Ends the process that a launch line with one of our names starts, where the line has a problem."""
     if not any(pattern.search(word) for word in words for pattern in (OURS, OUR_ESTIMATE, WITHOUT_PREFIX)):
         return
-    from megatron_rl.hosts.verl_launch import problems_of
+    from megatron_rl.hosts.verl import problems_of, read_line
 
-    _refuse(problems_of(words))
+    settings = read_line(words).settings
+    _refuse(problems_of(settings)[0] if settings else [])
 
 
 def judge_files(checks: Any) -> None:
@@ -81,9 +82,9 @@ def judge_files(checks: Any) -> None:
         except Exception:  # of any type, OmegaConf has its own: a config without these places names nothing of ours
             names = "", ""
         if OURS.search(" ".join(names)) or WITHOUT_PREFIX.search(names[0]):
-            from megatron_rl.hosts.verl_launch import judge_config
+            from megatron_rl.hosts.verl import problems_of, settings_of_config
 
-            problems, said = judge_config(config)
+            problems, said = problems_of(settings_of_config(config))
             _refuse(problems)
             for text in said:
                 print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
