@@ -17,7 +17,7 @@ from test_examples import FLAGS_OF_HOSTS, FLAGS_OF_MEGATRON
 import benchmarks.__main__ as benchmarks
 from megatron_rl.__main__ import COMMANDS, command_module
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.hosts import skyrl, verl_launch
+from megatron_rl.hosts import skyrl, verl
 from megatron_rl.hosts.base import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,7 +123,7 @@ def _module(words: list[str]) -> None:
             benchmarks.build_parser(Parser).parse_args(rest)
     elif name == "megatron_rl.hosts.launch":
         _our_launcher(rest)
-    elif name in (verl_launch.MAIN, skyrl.ENTRY):  # no package of ours: it takes NAME=VALUE
+    elif name in (verl.MAIN, skyrl.ENTRY):  # no package of ours: it takes NAME=VALUE
         if wrong := [word for word in rest if not re.fullmatch(r"[+~]*[\w.]+=.*", word)]:
             raise ValueError(f"no overrides: {', '.join(wrong)}")
     else:

@@ -31,9 +31,11 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import dense_rows, launch, nemo_rl, nemo_rl_plugin, roll, skyrl, verl, verl_launch
+from megatron_rl.hosts import dense_rows, launch, nemo_rl, nemo_rl_plugin, roll, skyrl, verl, verl_loss
 from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.megatron_lm import announce
+from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.train_rl import take_rollouts
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.megatron.model import find_gpt_model
@@ -307,7 +309,8 @@ def of_first_ratios(command: str) -> str:
 def of_a_refused_line_of_verl(command: str) -> str:
     """What ends verl's main, for the loss_mode that the command names."""
     mode = re.search(r"with (\S+)", command)[1]
-    return "".join(f"megatron_rl: ConfigError: {line}\n" for line in verl_launch.problems_of([f"{verl_launch.LOSS_MODE}={mode}"]))
+    settings = verl.read_line([f"{verl.LOSS_MODE}={mode}"]).settings
+    return "".join(f"megatron_rl: ConfigError: {line}\n" for line in verl.problems_of(settings)[0])
 
 
 def said_once(function, *arguments) -> str:
@@ -320,10 +323,10 @@ def of_the_first_step_in_verl(command: str) -> str:
     """The line of our loss, for a mini-batch of 256 samples."""
     from verl_cases import ActorConfig
 
-    mode = verl.read_mode(command.split()[-1])
     config = ActorConfig(policy_loss={}, loss_scale_factor=8192)
+    found = read(verl.DOOR, verl_loss.settings_of(command.split()[-1], config))
     info = {"dp_size": 1, "batch_num_tokens": 4, "global_batch_size": 256}
-    return said_once(verl.tell_step, mode, verl.read_settings(mode, config), verl.read_step(mode, info)[1], config)
+    return said(verl_loss.tell_step, found, Run(), verl_loss.read_step(found, info)[1])
 
 
 def of_the_first_step_in_nemo_rl(command: str) -> str:

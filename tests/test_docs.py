@@ -26,10 +26,9 @@ from host_harness import roots_by_environment
 from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
-from megatron_rl.hosts import roll, skyrl, verl
+from megatron_rl.hosts import roll, skyrl, verl, verl_loss
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS
 from megatron_rl.hosts.sampling import names_of
-from megatron_rl.hosts.verl_launch import ESTIMATORS
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS
@@ -124,7 +123,7 @@ def test_every_module_and_path_of_a_page_exists(page):
     """In code, from the root of the repository, from megatron_rl/ or from the page; test_x.py stands in tests/."""
     words = [word.rstrip(",;") for text in [*spans(page), *(f.text for f in markdown_pages.fences(page))] for word in text.split()]
     dotted = {found[0].rstrip(".") for word in words if (found := re.match(r"megatron_rl(\.(?!yaml)\w+)+", word))}
-    in_verl = {*verl.loss_modes(), *(f"{verl.PREFIX}{name}{verl.COMPANION_SUFFIX}" for name in ESTIMATORS)}
+    in_verl = {*verl_loss.loss_modes(), *(f"{verl.PREFIX}{name}{verl.COMPANION_SUFFIX}" for name in verl.ESTIMATORS)}
     in_roll = {roll.WORKER}  # importable beside ROLL alone; test_roll.py starts it
     in_skyrl = {f"{skyrl.PREFIX}{name}" for name in CORRECTION_SETTINGS}
     assert sorted(name for name in dotted - in_verl - in_roll - in_skyrl if not resolves(name)) == []

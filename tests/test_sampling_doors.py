@@ -18,7 +18,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, dense_rows, megatron_lm, nemo_rl, roll, skyrl, verl_plugin
+from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, dense_rows, megatron_lm, nemo_rl, roll, skyrl, verl, verl_plugin
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import SAMPLERS, judge_sampling
 from megatron_rl.hosts.settings_line import UNKNOWN
@@ -203,7 +203,7 @@ def test_doctor_reads_the_sampling_of_a_yaml(generating, strategy, correction, s
 def test_verls_plugin_ends_such_a_launch_and_warns_of_the_other(capsys):
     """FB-114: the line where the process starts, and the whole config where verl validates it."""
     words = f"{ICEPOP}{TOP_P}".split()
-    with pytest.raises(SystemExit, match="sampling: actor_rollout_ref.rollout.top_p=0.8 beside importance_correction=icepop"):
+    with pytest.raises(SystemExit, match="actor_rollout_ref.rollout.top_p=0.8 beside importance_correction=icepop"):
         verl_plugin.refuse_bad_line(words)
     validated = []
     checks: Any = Namespace(validate_config=validated.append)
@@ -303,18 +303,18 @@ def test_the_first_step_says_what_a_rollout_weighs(capsys, monkeypatch):
 
 
 def test_each_host_has_a_row():
-    assert {*SAMPLERS, nemo_rl.DOOR.name, skyrl.DOOR.name} == {*HOST_NAMES, *HYDRA_HOST_NAMES}
+    assert {*SAMPLERS, nemo_rl.DOOR.name, skyrl.DOOR.name, verl.DOOR.name} == {*HOST_NAMES, *HYDRA_HOST_NAMES}
 
 
 def test_a_value_that_is_not_known_is_said_beside_what_reads_it_alone():
     """Of the filters, the engine and its kind: a file may have them, which is judged where it is read."""
     unknown: Callable[[str], Any] = lambda name: UNKNOWN  # noqa: E731
-    assert judge_sampling("verl", unknown, []).warnings == ()
-    assert "not known here" in judge_sampling("verl", unknown, ["a correction"]).warnings[0]
+    assert judge_sampling(verl.DOOR.sampler, unknown, []).warnings == ()
+    assert "not known here" in judge_sampling(verl.DOOR.sampler, unknown, ["a correction"]).warnings[0]
     assert "not known here" in judge_sampling(nemo_rl.DOOR.sampler, unknown, []).warnings[0]
     for name in ("name", "logprobs_mode"):
         half = {"actor_rollout_ref.rollout.top_p": 0.8, f"actor_rollout_ref.rollout.{name}": UNKNOWN}
-        found = judge_sampling("verl", half.get, ["a correction"])
+        found = judge_sampling(verl.DOOR.sampler, half.get, ["a correction"])
         assert found.problems == () and f"{name} is not known here: a correction is right only where" in found.warnings[0]
     half = {"policy.generation.top_p": 0.8, "policy.generation.backend": UNKNOWN}
     assert judge_sampling(nemo_rl.DOOR.sampler, half.get, []).problems == ()
@@ -408,4 +408,4 @@ SOURCES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 def test_the_names_and_defaults_of_the_table_are_those_of_a_checkout(host):
     root, files = Path(os.environ[SOURCES[host][0]]), SOURCES[host][1]
     moved = [(file, line) for file, lines in files.items() for line in lines if line not in (root / file).read_text()]
-    assert set(SOURCES) == {*SAMPLERS, nemo_rl.DOOR.name, skyrl.DOOR.name} and moved == []
+    assert set(SOURCES) == {*SAMPLERS, nemo_rl.DOOR.name, skyrl.DOOR.name, verl.DOOR.name} and moved == []

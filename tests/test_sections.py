@@ -16,7 +16,7 @@ import yaml
 from host_checkouts import NEMO_RL, ROLL, SKYRL, VERL, Checkout
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import nemo_rl, roll, roll_launch, sections, skyrl, verl, verl_launch
+from megatron_rl.hosts import nemo_rl, roll, roll_launch, sections, skyrl, verl
 from megatron_rl.hosts.door import Door, Kind
 from megatron_rl.hosts.hydra import HYDRA_HOSTS
 from megatron_rl.hosts.settings import Given, acting_clip, clip_to_type
@@ -67,7 +67,7 @@ def clips(host: str, low: object = None, high: object = None) -> str:
     return " ".join(f" {name}={value}" for name, value in zip(names[host], (low, high), strict=True) if value is not None)
 
 
-CLASS = f" {ACTOR}.policy_loss._target_={verl.POLICY_LOSS_CLASS}"
+CLASS = f" {verl.CLASS_LINE}"
 OWN_CLIP = f"{CLASS} +{ACTOR}.policy_loss.clip_ratio_low=0.2 +{ACTOR}.policy_loss.clip_ratio_high="
 RANGE = {"use_pg_clip_range": True}
 RIGHT = {
@@ -323,10 +323,16 @@ def test_nemo_rls_script_and_hydras_plus_are_judged_without_a_file(line, said, t
     assert re.search(said, row.text), row.text
 
 
+def problems_of(words: list[str]) -> list[str]:
+    settings = verl.read_line(words).settings
+    assert settings is not None
+    return verl.problems_of(settings)[0]
+
+
 def test_a_name_of_a_newer_verl_does_not_end_a_launch():
     words = [*(LINES["verl"] + "grpo.token_mean").split(), f"+{ACTOR}.quantum_speed=3"]
-    assert verl_launch.problems_of(words) == []
-    assert verl_launch.problems_of([*words, f"+{ACTOR}.clip_ratio_hgih=3"]) != []
+    assert problems_of(words) == []
+    assert problems_of([*words, f"+{ACTOR}.clip_ratio_hgih=3"]) != []
     assert judged("verl", f"grpo.token_mean +{ACTOR}.quantum_speed=3")[0]
 
 
@@ -391,13 +397,17 @@ def differences(section: sections.Section, found: dict[str, str]) -> dict[str, s
     }
 
 
-def section_of(door: Door) -> sections.Section:
-    """The names below a door's first section."""
-    prefix = door.sections[0]
-    below = [one for one in door.settings if one.name.startswith(prefix)]
-    by_kind = {kind: tuple(one.name.removeprefix(prefix) for one in below if one.kind == kind) for kind in Kind}
-    others = (*by_kind[Kind.OTHER], *by_kind[Kind.SWITCH])
-    return sections.Section(host=door.title, prefix=prefix, numbers=by_kind[Kind.NUMBER], others=others, trees=by_kind[Kind.GROUP])
+def section_of(door: Door, place: int = 0) -> sections.Section:
+    """The names below one of a door's sections, without those of a section within."""
+    prefix = door.sections[place]
+    inner = [one for one in door.sections if one != prefix and one.startswith(prefix)]
+    names = {one.name: one.kind for one in door.settings if not one.name.startswith(tuple(inner) or "no")}
+    names |= {name: Kind.OTHER for name in door.defaults if name not in names}
+    own = {name.removeprefix(prefix): kind for name, kind in names.items() if name.startswith(prefix)}
+    of_kind = {kind: tuple(name for name, found in own.items() if found == kind) for kind in Kind}
+    others = (*of_kind[Kind.OTHER], *of_kind[Kind.SWITCH])
+    trees = (*of_kind[Kind.GROUP], *(one.removeprefix(prefix).partition(".")[0] for one in inner))
+    return sections.Section(host=door.title, prefix=prefix, numbers=of_kind[Kind.NUMBER], others=others, trees=trees)
 
 
 @pytest.mark.host("SKYRL_ROOT")
@@ -431,11 +441,8 @@ def test_the_names_of_verl_are_its_own():
     actor = fields(VERL, "verl/workers/config/actor.py", *engines)
     policy_loss = fields(VERL, "verl/workers/config/actor.py", "PolicyLossConfig")
     correction = fields(VERL, "verl/trainer/config/algorithm.py", "RolloutCorrectionConfig")
-    for section, found in (
-        (sections.VERL_ACTOR, actor),
-        (sections.VERL_POLICY_LOSS, policy_loss),
-        (sections.VERL_CORRECTION, correction),
-    ):
+    for place, found in enumerate((actor, policy_loss, correction)):
+        section = section_of(verl.DOOR, place)
         assert not any(differences(section, found).values()), (section.prefix, differences(section, found))
 
 

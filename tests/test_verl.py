@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,8 +24,10 @@ from verl_cases import ActorConfig, Case
 
 from megatron_rl import loss_hub
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import dense_rows, verl, verl_launch
-from megatron_rl.hosts.run import Run
+from megatron_rl.hosts import dense_rows, door_line, verl, verl_loss
+from megatron_rl.hosts.door import Setting
+from megatron_rl.hosts.door_settings import modes
+from megatron_rl.hosts.settings import Settings, value_at
 from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.testing.layout_step import StepSample
@@ -120,12 +123,12 @@ def test_the_step_is_exact_in_each_layout_and_engine(loss, aggregation):
 
 def test_every_loss_of_the_hub_is_exact_that_verl_can_train():
     chosen = [
-        Case(loss=mode.loss, aggregation=mode.aggregation, dp=2, cp=2, sizes=(1, 3), num_samples=14)
-        for mode in verl.loss_modes().values()
+        Case(loss=loss, aggregation=aggregation, dp=2, cp=2, sizes=(1, 3), num_samples=14)
+        for loss, aggregation in modes(verl.DOOR).values()
     ]
     losses = {case.loss for case in chosen}
     assert losses == CLIPS.keys() and {"dppo_tv", "dppo_kl"} <= losses
-    assert len(chosen) == len(AGGREGATIONS) * len(losses) - 1 and "megatron_rl.dro.prompt_mean" not in verl.loss_modes()
+    assert len(chosen) == len(AGGREGATIONS) * len(losses) - 1 and "megatron_rl.dro.prompt_mean" not in verl_loss.loss_modes()
     found = {str(case): error_of(case) for case in chosen}
     assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
 
@@ -156,31 +159,36 @@ def test_masked_values_change_nothing(poison):
 
 def test_the_clip_of_a_loss_is_its_own_where_verl_has_its_defaults():
     """verl fills in 0.2 for any loss; a ratio of a sample never gets there."""
-    settings = verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), ActorConfig(policy_loss={}))
+    settings = cases.read_settings("megatron_rl.gspo.sample_mean", ActorConfig(policy_loss={}))
     assert (settings.clip_ratio_low, settings.clip_ratio_high) == (None, None)
     assert dense_rows.numbers(settings) == "clip 0.0003/0.0004, clip_ratio_c 3 (the loss's own clip)"
     given = ActorConfig(policy_loss={}, clip_ratio_low=1e-3, clip_ratio_high=2e-3)
-    assert dense_rows.numbers(verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), given)).startswith(
-        "clip 0.001/0.002,"
-    )
+    assert dense_rows.numbers(cases.read_settings("megatron_rl.gspo.sample_mean", given)).startswith("clip 0.001/0.002,")
     for loss, typed, clip in (
         ("gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 2e-3}, "clip 0.0003/0.002"),
         ("grpo", {"clip_ratio_high": 0.28}, "clip 0.2/0.28"),
         ("cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.3}, "clip 1/0.3"),
     ):
         name = f"megatron_rl.{loss}.sample_mean"
-        trained = dense_rows.numbers(verl.read_settings(verl.read_mode(name), ActorConfig(policy_loss={}, **typed)))
-        words = [f"{verl_launch.LOSS_MODE}={name}", *(f"{verl_launch.ACTOR}.{key}={value}" for key, value in typed.items())]
-        rows = verl_launch.judge(verl_launch.Overrides(words))
-        (told,) = [row.text for row in rows if row.subject == verl_launch.LOSS_MODE]
+        trained = dense_rows.numbers(cases.read_settings(name, ActorConfig(policy_loss={}, **typed)))
+        rows = cases.judge(f"{verl.LOSS_MODE}={name}", *(f"{verl.ACTOR}{key}={value}" for key, value in typed.items()))
+        (told,) = [row.text for row in rows if row.subject == verl.LOSS_MODE]
         assert trained.startswith(clip) and trained in told, (trained, told)
-    sapo = verl.read_settings(verl.read_mode("megatron_rl.sapo.token_mean"), ActorConfig(policy_loss={}, tau_neg=1.5))
+    sapo = cases.read_settings("megatron_rl.sapo.token_mean", ActorConfig(policy_loss={}, tau_neg=1.5))
     assert sapo.loss_parameters == {"sapo_temperature_positive": 1.0, "sapo_temperature_negative": 1.5}
-    dro = verl.read_settings(verl.read_mode("megatron_rl.dro.token_mean"), ActorConfig(policy_loss={"dro_beta": 0.3}))
+    dro = cases.read_settings("megatron_rl.dro.token_mean", ActorConfig(policy_loss={"dro_beta": 0.3}))
     assert dro.loss_parameters == {"log_ratio_penalty": 0.3}
 
 
 # One call of a loss: two samples, three tokens
+
+
+def setting_named(name: str) -> Setting:
+    return next(one for one in verl.DOOR.settings if one.name == name)
+
+
+def judge_config(config: object) -> tuple[list[str], list[str]]:
+    return verl.problems_of(verl.settings_of_config(config))
 
 
 def call(mode: str, *, info: dict | None = None, config: ActorConfig | None = None, **changes):
@@ -252,10 +260,10 @@ def test_a_reference_that_is_not_finite_is_refused_by_the_unbiased_estimate():
 def test_a_kl_penalty_that_verl_has_decorated_gets_the_estimate_too():
     tables = cases.emulated_tables()
     tables.kl_penalty = functools.wraps(tables.kl_penalty)(lambda *given, **named: tables.own(*given, **named))
-    verl.register(tables)
+    verl_loss.register(tables)
     once = tables.kl_penalty
-    assert hasattr(once, verl.MARK)
-    verl.register(tables)
+    assert hasattr(once, verl_loss.MARK)
+    verl_loss.register(tables)
     assert tables.kl_penalty is once
 
 
@@ -267,10 +275,10 @@ def test_the_metrics_have_verls_names_and_are_numbers():
     assert float(loss) == 0 and metrics == {"actor/pg_clipfrac": 0.0, "actor/ppo_kl": 0.0} and not gradient.any()
 
 
-def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
-    monkeypatch.setattr(dense_rows, "_OLD", Run())
+def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys):
+    config = ActorConfig(policy_loss={}, loss_scale_factor=4)
     for _ in range(2):
-        call("megatron_rl.grpo.constant", config=ActorConfig(policy_loss={}, loss_scale_factor=4))
+        call("megatron_rl.grpo.constant", config=config)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("megatron_rl: loss_mode=megatron_rl.grpo.constant in verl | clip 0.2/0.2, clip_ratio_c 3")
     assert "| weight of a token 1/(L N) = 1/(4 N) = 1/(4 x 8) = 0.03125 |" in line
@@ -330,7 +338,7 @@ def weighed_step() -> tuple[torch.Tensor, torch.Tensor]:
     """(advantages of the companion, mask) of 12 samples of 3 prompts."""
     mask = torch.arange(12)[None] <= torch.arange(12)[:, None]
     rewards = torch.linspace(-1, 1, 12)[:, None] * mask
-    companion = verl.companions({"known": cases.known_estimator})["megatron_rl.known_prompt_mean"]
+    companion = verl_loss.companions({"known": cases.known_estimator})["megatron_rl.known_prompt_mean"]
     index = [f"prompt {i // 4}" for i in range(12)]
     return companion(token_level_rewards=rewards, response_mask=mask, config={}, index=index)[0], mask
 
@@ -354,17 +362,18 @@ def test_a_missing_or_broken_companion_is_refused():
             pytest.fail(name)
 
 
-def test_weights_of_prompts_under_another_aggregation_are_refused(monkeypatch):
-    monkeypatch.setattr(verl, "_seen", verl._Seen(set()))
+def test_weights_of_prompts_under_another_aggregation_are_refused():
     advantages, mask = weighed_step()
+    first, second = (ActorConfig(policy_loss={}) for _ in range(2))
     with pytest.raises(DataError, match="weighs once more"):
         for row in range(12):
             chosen = {"advantages": advantages[row : row + 1], "response_mask": mask[row : row + 1]}
-            call("megatron_rl.grpo.token_mean", info={"global_batch_size": 12}, **chosen)
-    assert row == verl.TELLING_MARKS - 1
-    monkeypatch.setattr(verl, "_seen", verl._Seen(set()))
-    call("megatron_rl.grpo.token_mean", advantages=torch.linspace(-1, 1, 12)[:, None] * mask, response_mask=mask)
-    assert verl._seen.marked is None
+            call("megatron_rl.grpo.token_mean", info={"global_batch_size": 12}, config=first, **chosen)
+    assert row == verl_loss.TELLING_MARKS - 1
+    plain = torch.linspace(-1, 1, 12)[:, None] * mask
+    call("megatron_rl.grpo.token_mean", config=second, advantages=plain, response_mask=mask)
+    runs = vars(cases.filled_tables().kl_penalty)[verl_loss.MARK].runs
+    assert runs.of(second).has_unmarked and not runs.of(first).has_unmarked  # a trainer does not see another one's
 
 
 def test_factors_of_prompts_by_hand():
@@ -373,12 +382,12 @@ def test_factors_of_prompts_by_hand():
     groups = ["a", "a", "b", "b", "b", "pad7", "pad7"]
     mask = torch.arange(4) < counts[:, None]
     expected = torch.tensor([7 / 2 * 2 / 6, 7 / 2 * 4 / 6, 7 / 2 * 1 / 4, 7 / 2 * 3 / 4, 0, 0, 0])[:, None] * mask
-    assert torch.allclose(verl.with_prompt_weights(torch.ones(7, 4), mask, groups), expected, rtol=MARK_ERROR, atol=0)
+    assert torch.allclose(verl_loss.with_prompt_weights(torch.ones(7, 4), mask, groups), expected, rtol=MARK_ERROR, atol=0)
 
 
 def test_a_companion_asks_verls_estimator_as_verl_does():
     tables = cases.emulated_tables()
-    verl.register(tables)
+    verl_loss.register(tables)
     grpo, companion = tables.ADV_ESTIMATOR_REGISTRY["grpo"], tables.ADV_ESTIMATOR_REGISTRY["megatron_rl.grpo_prompt_mean"]
     rewards, mask = torch.tensor([[0.0, 1.0], [0.5, 0.0], [0.0, 3.0], [1.0, 0.0]]), torch.tensor([[1, 1], [1, 0], [1, 1], [1, 0]])
     index = ["a", "a", "b", "b"]
@@ -386,11 +395,11 @@ def test_a_companion_asks_verls_estimator_as_verl_does():
     for switch in (True, False):
         plain, returns = grpo(**given, norm_adv_by_std_in_grpo=switch)
         found, kept = companion(**given, config={"norm_adv_by_std_in_grpo": switch})
-        expected = verl.with_prompt_weights(plain, mask, index)
+        expected = verl_loss.with_prompt_weights(plain, mask, index)
         assert torch.equal(found, expected) and float(expected.abs().sum()) > 0 and torch.equal(kept, returns)
     with pytest.raises(ConfigError, match="has no uid"):
         companion(token_level_rewards=rewards, response_mask=mask, config={})
-    assert not verl.companions({"gae": lambda token_level_rewards, values, response_mask, gamma, lam: None})
+    assert not verl_loss.companions({"gae": lambda token_level_rewards, values, response_mask, gamma, lam: None})
 
 
 # Registration
@@ -398,11 +407,11 @@ def test_a_companion_asks_verls_estimator_as_verl_does():
 
 def test_a_loss_that_is_declared_later_comes_with_the_next_registration(monkeypatch):
     tables = cases.emulated_tables()
-    verl.register(tables)
+    verl_loss.register(tables)
     assert "megatron_rl.halved.constant" not in tables.POLICY_LOSS_REGISTRY
     monkeypatch.setattr(loss_hub, "_POLICY_LOSSES", dict(loss_hub._POLICY_LOSSES))
     register_policy_loss("halved")(lambda log_ratio, advantages: -advantages * log_ratio / 2)
-    verl.register(tables)
+    verl_loss.register(tables)
     assert {"megatron_rl.halved.constant", "megatron_rl.halved.prompt_mean"} <= tables.POLICY_LOSS_REGISTRY.keys()
 
 
@@ -412,10 +421,10 @@ def test_tables_of_another_contract_are_refused():
     del tables.register_adv_est
     tables.kl_penalty = lambda logprob, ref, kl_penalty: logprob
     with pytest.raises(ConfigError) as refused:
-        verl.register(tables)
+        verl_loss.register(tables)
     assert "has no register_adv_est" in str(refused.value) and "loss_mask, config) and" not in str(refused.value)
-    assert "advantages, loss_mask, config), and (old_log_prob" in str(refused.value)
-    assert "kl_penalty takes (logprob, ref, kl_penalty), and (logprob, ref_logprob" in str(refused.value)
+    assert "advantages, loss_mask, config), ours is made for (old_log_prob" in str(refused.value)
+    assert re.search(r"kl_penalty takes \(logprob, ref, kl_penalty\), .*test_verl.py:\d+ \(verl-project", str(refused.value))
 
 
 # verl's own code
@@ -427,7 +436,7 @@ def load_verl():
 
     tables = VERL.load("verl.trainer.ppo.core_algos")
     tables.register_adv_est("known")(cases.known_estimator)
-    verl.register(tables)
+    verl_loss.register(tables)
     own, configs = VERL.load("verl.workers.utils.losses"), VERL.load("verl.workers.config")
 
     def config_of(case: Case, **settings):
@@ -444,7 +453,7 @@ def load_verl():
 def weights_of_verl(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """As the trainers compute them with the overrides that our loss asks for."""
     compute = VERL.load("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_weights
-    return compute(log_ratio, mask, **verl.NEEDED_OF_ROLLOUT_CORRECTION)[0]
+    return compute(log_ratio, mask, **{name.removeprefix(verl.CORRECTION): value for name, value in verl.UNCUT_WEIGHTS.items()})[0]
 
 
 def errors_by_verl(chosen: list[Case], poison: float | None = None) -> dict[str, float]:
@@ -490,8 +499,9 @@ def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sa
             error = error_of(case, ppo_loss, config, None, estimators, weights_of_verl, name)
             assert error <= TOLERANCE, (case, name, error)
         fields = {one.name for one in dataclasses.fields(PolicyLoss)}
-        for mode in verl.loss_modes().values():
-            assert {*verl.own_settings(mode)} <= fields, mode
+        assert {name.removeprefix(verl.DOOR.own.prefix) for name in verl.DOOR.own_names()} - fields <= set(
+            [*verl.DOOR.field_settings]
+        )
         print(len(chosen))
         return 0
 
@@ -543,9 +553,9 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
     """As verl's workers make their actor config; with verl's own class the same line is refused."""
     pytest.importorskip("hydra", reason="hydra-core is verl's own requirement, and not ours")
     line = [
-        f"{verl_launch.LOSS_CLASS}={verl.POLICY_LOSS_CLASS}",
-        *(f"+{verl_launch.ACTOR}.policy_loss.{name}={value}" for name, value in CORRECTIONS["icepop"][0].items()),
-        f"{verl_launch.ACTOR}.ppo_micro_batch_size_per_gpu=1",
+        verl.CLASS_LINE,
+        *(f"+{verl.ACTOR}policy_loss.{name}={value}" for name, value in CORRECTIONS["icepop"][0].items()),
+        f"{verl.ACTOR}ppo_micro_batch_size_per_gpu=1",
     ]
 
     def work() -> int:
@@ -554,7 +564,7 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
 
         with initialize_config_dir(str(VERL.path("verl/trainer/config")), version_base=None):
             actor = make(compose("ppo_trainer", overrides=line).actor_rollout_ref.actor)
-            settings = verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), actor)
+            settings = cases.read_settings("megatron_rl.gspo.sample_mean", actor)
             assert {name: getattr(settings, name) for name in CORRECTIONS["icepop"][0]} == CORRECTIONS["icepop"][0]
             with pytest.raises(Exception, match="unexpected keyword argument 'importance_correction"):
                 make(compose("ppo_trainer", overrides=line[1:]).actor_rollout_ref.actor)
@@ -564,10 +574,10 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
                 ("gspoo.token_mean", "is not a loss of megatron_rl"),
                 ("grpo.constant", "needs its L"),
             ):
-                whole = compose("ppo_trainer", overrides=[f"{verl_launch.LOSS_MODE}=megatron_rl.{name}"])
-                problems, _ = verl_launch.judge_config(whole)
+                whole = compose("ppo_trainer", overrides=[f"{verl.LOSS_MODE}=megatron_rl.{name}"])
+                problems, _ = judge_config(whole)
                 assert len(problems) == bool(said) and said in "".join(problems), problems
-            rollout, mode = "actor_rollout_ref.rollout", f"{verl_launch.LOSS_MODE}=megatron_rl.grpo.token_mean"
+            rollout, mode = "actor_rollout_ref.rollout", f"{verl.LOSS_MODE}=megatron_rl.grpo.token_mean"
             weights = "algorithm.rollout_correction.rollout_is=token"
             raw = f"+{rollout}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"
             for words, refuses, says in (
@@ -576,10 +586,10 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
                 ([f"{rollout}.top_p=0.8", weights, f"{rollout}.name=sglang"], False, "sglang are over the whole vocabulary"),
                 ([f"{rollout}.top_p=0.8"], False, "the ratio of the loss is right"),
             ):
-                problems, warned = verl_launch.judge_config(compose("ppo_trainer", overrides=[mode, *words]))
+                problems, warned = judge_config(compose("ppo_trainer", overrides=[mode, *words]))
                 assert (len(problems), len(warned)) == ((1, 0) if refuses else (0, 1)), (problems, warned)
                 assert says in (problems or warned)[0], (problems, warned)
-            assert verl_launch.judge_config(compose("ppo_trainer", overrides=[mode, weights])) == ([], [])
+            assert judge_config(compose("ppo_trainer", overrides=[mode, weights])) == ([], [])
         return 0
 
     code, _, error = forked(work)
@@ -604,19 +614,19 @@ def test_verls_contract_is_the_one_that_was_probed():
         tables = VERL.load("verl.trainer.ppo.core_algos")
         own = {str(getattr(name, "value", name)): fn for name, fn in tables.ADV_ESTIMATOR_REGISTRY.items()}
         names = [
-            name for name in verl.companions({n: f for n, f in own.items() if not n.startswith("megatron_rl.") and n != "known"})
+            name
+            for name in verl_loss.companions({n: f for n, f in own.items() if not n.startswith("megatron_rl.") and n != "known"})
         ]
         actor = VERL.load("verl.workers.config").ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-        settings = [*verl.CLIPS, *(theirs for theirs, _ in verl.PARAMETERS.values()), "loss_agg_mode", verl.DIVISOR]
-        print(json.dumps([names, {name: verl.setting(actor, name) for name in settings}]))
+        settings = [one.name for one in (*verl.DOOR.field_settings.values(), setting_named(verl.AGG_MODE))]
+        print(json.dumps([names, {name: value_at(actor, name.removeprefix(verl.ACTOR)) for name in settings}]))
         return 0
 
     code, out, error = forked(work)
     assert code == 0, error[-2000:]
     names, defaults = json.loads(out)
-    assert sorted(names) == sorted(f"megatron_rl.{name}_prompt_mean" for name in verl_launch.ESTIMATORS)
-    expected = verl.CLIPS | dict(verl.PARAMETERS.values()) | {"loss_agg_mode": verl.DEFAULT_AGG_MODE, verl.DIVISOR: None}
-    assert defaults == expected
+    assert sorted(names) == sorted(f"megatron_rl.{name}_prompt_mean" for name in verl.ESTIMATORS)
+    assert defaults == {one.name: one.default for one in (*verl.DOOR.field_settings.values(), setting_named(verl.AGG_MODE))}
 
 
 LINES = {
@@ -688,9 +698,9 @@ LINES = {
         "actor_config: ActorConfig = omega_conf_to_dataclass(self.config.actor)",
     ],
     "verl/utils/config.py": ['return instantiate(config, _convert_="partial")'],
-    "verl/trainer/config/data/legacy_data.yaml": [f"train_batch_size: {verl_launch.DEFAULTS[verl_launch.BATCH]}"],
+    "verl/trainer/config/data/legacy_data.yaml": [f"train_batch_size: {verl.DOOR.all_defaults[verl.BATCH]}"],
     "verl/trainer/config/actor/actor.yaml": [
-        f"ppo_mini_batch_size: {verl_launch.DEFAULTS[verl_launch.MINI_BATCH]}",
+        f"ppo_mini_batch_size: {verl.DOOR.all_defaults[verl.MINI_BATCH]}",
         "_target_: verl.workers.config.PolicyLossConfig",
     ],
 }
@@ -715,7 +725,7 @@ def test_no_setting_of_verl_is_taken_for_a_slip():
             yield from names(value, f"{parent}{name}.") if isinstance(value, dict) else ()
 
     given = {name for file in files for name in names(yaml.safe_load(file.read_text(encoding="utf-8")))}
-    given.remove(f"{verl_launch.ACTOR}.kl_loss_type")
+    given.remove(f"{verl.ACTOR}kl_loss_type")
     assert len(given) > 1000
-    line = verl_launch.Overrides(["-m", verl_launch.MAIN, *(f"{name}=1" for name in given)])
-    assert list(verl_launch._without_effect(line)) == []
+    said = door_line.judge_names(verl.DOOR, Settings.of_names(dict.fromkeys(given, 1), verl.DOOR.all_defaults), is_ours=False)
+    assert [row for row in said if row.is_wrong] == []

@@ -10,19 +10,22 @@ from pathlib import Path
 
 import pytest
 from explain_cases import LAYOUT, STEP, explain, explain_json, stages
+from verl_cases import judge
 
 from megatron_rl.__main__ import main
-from megatron_rl.hosts import verl, verl_launch
-from megatron_rl.hosts.verl_launch import ACTOR, BATCH, ESTIMATOR, LOSS_CLASS, LOSS_MODE, MINI_BATCH, Overrides
+from megatron_rl.hosts import verl
+from megatron_rl.hosts.door_settings import modes
+from megatron_rl.hosts.verl import BATCH, CLASS_LINE, ESTIMATOR, LOSS_CLASS, LOSS_MODE, MINI_BATCH
 from megatron_rl.loss_hub import is_built_in
 
+ACTOR = verl.ACTOR.removesuffix(".")
 ROOT = Path(__file__).resolve().parent.parent
 COMPANION = f"{ESTIMATOR}=megatron_rl.grpo_prompt_mean"
 RATIO = "algorithm.rollout_correction.rollout_is"
 KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"]
 MEAN_OF_KL = f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
-UNCUT = verl.rollout_correction_overrides()
-TIS = [f"{LOSS_CLASS}={verl.POLICY_LOSS_CLASS}", f"+{ACTOR}.policy_loss.importance_correction=tis"]
+UNCUT = verl.uncut_weights()
+TIS = [CLASS_LINE, f"+{ACTOR}.policy_loss.importance_correction=tis"]
 ONE_MINI_BATCH = f"{BATCH}=256"
 # A package verl that loads plugins as verl does, with the tables in a module of their own.
 LOADING = """
@@ -84,7 +87,7 @@ def test_the_plugin_imports_nothing_until_verl_has_its_tables(checkout):
     assert done.returncode == 0, done.stderr
     at_import, *tables = done.stdout.splitlines()
     assert at_import == "False ['megatron_rl', 'megatron_rl.hosts', 'megatron_rl.hosts.verl_plugin']"
-    num_modes = 1 + sum(is_built_in(mode.loss) for mode in verl.loss_modes().values())  # and verl's own
+    num_modes = 1 + sum(is_built_in(loss) for loss, _ in modes(verl.DOOR).values())  # and verl's own
     assert tables == [f"{num_modes} True", "['grpo', 'megatron_rl.grpo_prompt_mean'] False"]
 
 
@@ -134,7 +137,7 @@ print("training")
         (
             {"loss_mode": "megatron_rl.gspoo.token_mean"},
             {},
-            "loss_mode='megatron_rl.gspoo.token_mean' is not a loss of megatron_rl in verl",
+            "'gspoo' is no loss; did you mean megatron_rl.gspo.token_mean?",
         ),
         ({"loss_mode": "gspo.token_mean"}, {}, f"set {LOSS_MODE}=megatron_rl.gspo.token_mean"),
         ({"loss_mode": "megatron_rl.gspo.constant"}, {}, "needs its L"),
@@ -164,7 +167,7 @@ def test_settings_of_files_are_judged_before_verl_starts(checkout, policy_loss, 
 
 
 def rows(*words: str) -> list[tuple[str, str, bool]]:
-    return [(row.subject, row.text, row.is_wrong) for row in verl_launch.judge(Overrides(["-m", verl_launch.MAIN, *words]))]
+    return [(row.subject, row.text, row.is_wrong) for row in judge(*words)]
 
 
 def our_mode(name: str) -> str:

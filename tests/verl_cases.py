@@ -16,10 +16,13 @@ import torch
 from dense_row_cases import AGGREGATIONS, LAYOUTS, Result, RowCase, gradients_of, own_part, padded
 from torch import Tensor
 
-from megatron_rl.hosts import verl
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.hosts import door_line, verl, verl_loss
+from megatron_rl.hosts.door_settings import read
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
+from megatron_rl.validation.checks import Row
 
 ENGINES = ("megatron", "megatron per token", "fsdp")
 # What each engine's ppo_loss hands over beside the rows.
@@ -139,10 +142,19 @@ def emulated_tables() -> SimpleNamespace:
     return tables
 
 
+def read_settings(name: str, actor: Any) -> PolicyLossConfig:
+    """Ours, as a worker reads them from its actor config."""
+    return read(verl.DOOR, verl_loss.settings_of(name, actor)).config
+
+
+def judge(*words: str) -> list[Row]:
+    return [*door_line.judge(verl.DOOR, ["-m", verl.MAIN, *words], dict)]
+
+
 @functools.cache
 def filled_tables() -> SimpleNamespace:
     tables = emulated_tables()
-    verl.register(tables)
+    verl_loss.register(tables)
     return tables
 
 
@@ -164,7 +176,7 @@ def given_advantages(
     advantages = torch.tensor([sample.advantage for sample in samples])[:, None] * mask
     if case.aggregation != "prompt_mean":
         return advantages
-    estimators = verl.companions({"known": known_estimator}) if estimators is None else estimators
+    estimators = verl_loss.companions({"known": known_estimator}) if estimators is None else estimators
     index = np.array([sample.prompt_id for sample in samples], dtype=object)
     return estimators["megatron_rl.known_prompt_mean"](
         token_level_rewards=advantages, response_mask=mask.int(), config={}, index=index

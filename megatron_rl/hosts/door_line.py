@@ -10,7 +10,7 @@ from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
-from megatron_rl.hosts.door_settings import in_words, losses, modes, read
+from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
 from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, clip_to_type, not_numbers
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
@@ -88,6 +88,9 @@ def judge_settings(door: Door, settings: Settings, *, is_launch: bool = False) -
         settings.stand_ins = door.stand_ins
     try:
         found = read(door, settings)
+    except Refused as refused:
+        yield from refused.rows
+        return
     except ConfigError as error:
         yield from (Row(choice.setting, problem, is_wrong=True) for problem in error.problems)
         return

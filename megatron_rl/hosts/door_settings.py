@@ -30,8 +30,16 @@ FIELDS = tuple(one.name for one in flag_fields())
 CLOSEST_NAME = 0.85
 
 
+class Refused(ConfigError):
+    """rows: the problems, each with the setting that it is of, and what else the checks say."""
+
+    def __init__(self, rows: Iterable[Row]):
+        self.rows = tuple(rows)
+        super().__init__(list(dict.fromkeys(in_words(row) for row in self.rows if row.is_wrong)))
+
+
 def read(door: Door, settings: Settings) -> Found:
-    """Raises one ConfigError with every problem."""
+    """Raises Refused with every problem, or the ConfigError of what chooses the loss."""
     loss_name, aggregation = read_choice(door, settings)
     loss, record = get_policy_loss(loss_name), get_loss_aggregation(aggregation)
     fields = {ours: settings.one(one.name) for ours, one in door.field_settings.items()}
@@ -56,9 +64,11 @@ def read(door: Door, settings: Settings) -> Found:
     problems += own_loss_problems(config)
     for find in (_own_names, _corrections, _kl, _proportional):
         problems += find(found, fields)
-    problems += [*_switches(door, settings), *sampling.problems, *_found_by_checks(found)]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    rows = [Row(door.choice.setting, text, is_wrong=True) for text in (*problems, *_switches(door, settings))]
+    rows += [Row("sampling", text, is_wrong=True) for text in sampling.problems]
+    rows += [row for one in door.checks for row in one(found)]
+    if any(row.is_wrong for row in rows):
+        raise Refused(rows)
     return found
 
 
@@ -282,13 +292,8 @@ def judge_sampler(door: Door, settings: Settings, config: PolicyLossConfig, thei
 
 
 def in_words(row: Row) -> str:
-    """What is said of a setting, with its name."""
-    return row.text if row.text.startswith(row.subject) else f"{row.subject}: {row.text}"
-
-
-def _found_by_checks(found: Found) -> Iterator[str]:
-    """The problems of the host's own checks."""
-    return (in_words(row) for one in found.door.checks for row in one(found) if row.is_wrong)
+    """What is said of a setting, with its name where the text does not begin with one."""
+    return row.text if "=" in row.text.partition(" ")[0] else f"{row.subject}: {row.text}"
 
 
 class OnceRead:

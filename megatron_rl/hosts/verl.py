@@ -44,6 +44,7 @@ from megatron_rl.hosts.door import (
     names,
 )
 from megatron_rl.hosts.door_line import judge_settings
+from megatron_rl.hosts.door_settings import in_words
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, read_overrides, read_value, value_at
 from megatron_rl.loss_hub import (
@@ -346,8 +347,11 @@ def settings_of_config(config: Any) -> Settings:
 def problems_of(settings: Settings) -> tuple[list[str], list[str]]:
     """(what ends a launch, what is said at its start)."""
     rows = {row.text: row for row in judge_settings(DOOR, settings, is_launch=True)}.values()
-    said = [f"{row.subject}: {row.text}" for row in rows if row.subject == "sampling" and not row.is_wrong]
-    return [f"{row.subject}: {row.text}" for row in rows if row.is_wrong], said
+    return [in_words(row) for row in rows if row.is_wrong], [in_words(row) for row in rows if _is_said(row)]
+
+
+def _is_said(row: Row) -> bool:
+    return row.subject == "sampling" and not row.is_wrong
 
 
 def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -357,9 +361,9 @@ def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {MODULES: ",".join(modules)} if modules else {}
     found |= given | {LOSS_MODE: f"{PREFIX}{loss.name}.{aggregation.name}"}
     # verl's workers take verl's default for nobody's choice, unless it is typed by our names.
-    for name, own in zip(CLIPS, loss.clip_ratios or (), strict=False):
+    for name, own in zip(CLIPS, loss.clip_ratios or (None, None), strict=True):
         host = DOOR.field_settings[name]
-        if found.get(host.name) == host.default != own:
+        if own is not None and found.get(host.name) == host.default != own:
             found[DOOR.own.name(name)] = found.pop(host.name)
     if any(name.startswith(DOOR.own.prefix) and name != LOSS_MODE and name not in HOSTS_OWN for name in found):
         found = _before(found, DOOR.own.prefix, {LOSS_CLASS: POLICY_LOSS_CLASS})
