@@ -135,13 +135,13 @@ def test_the_forward_step_refuses_an_indexer_whose_scale_is_wrong(pool, is_scale
 @megatron
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_the_start_check_of_hosts_and_of_megatron_lm_asks_the_release(is_scaled):
-    from megatron_rl.hosts import training_hooks
+    from megatron_rl.hosts import actor_checks, training_hooks
 
     with (
         mock.patch.object(indexer, "scales_indexer_loss", lambda: is_scaled),
-        mock.patch.object(training_hooks, "expert_replicas_drift", lambda: False),
+        mock.patch.object(actor_checks, "expert_replicas_drift", lambda: False),
     ):
-        found = list(training_hooks.release_problems(Namespace(dsa_indexer_loss_coeff=0.01, calculate_per_token_loss=False)))
+        found = list(actor_checks.release_problems({"dsa_indexer_loss_coeff": 0.01, "calculate_per_token_loss": False}))
         config = SimpleNamespace(calculate_per_token_loss=False, dsa_indexer_loss_coeff=0.01, hybrid_context_parallel=True)
         of_model = error_of(lambda: training_hooks.check_model_contract(Namespace(), config))
     assert len(found) == (not is_scaled) and ("no scale" in of_model) != is_scaled

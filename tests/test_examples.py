@@ -18,9 +18,8 @@ from host_harness import roots_by_environment
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number
 from megatron_rl.config import LossAggregation, Route
-from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.megatron_lm import megatron_lm_config, samples_of_bin
-from megatron_rl.hosts.training_hooks import host_warnings
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # script -> route, loss, aggregation, companion. The hosts' own loss is named by their estimator.
@@ -108,7 +107,7 @@ def test_a_script_starts_a_launch_that_is_sound_and_does_what_it_says(words, hos
     route, loss, aggregation, companion = EXPECTED[name]
     assert (launch.route, config.loss_aggregation, launch.companion) == (route, aggregation, companion)
     assert settings["--advantage-estimator"] == loss
-    assert host_warnings(config, launch) == []
+    assert host_warnings(launch) == []
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -15,9 +15,8 @@ from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES, names
 from megatron_rl.hosts.base import HostOptions, known_hosts, read_launch
-from megatron_rl.hosts.checks import check_launch, checks_of
+from megatron_rl.hosts.checks import check_launch, checks_of, host_warnings
 from megatron_rl.hosts.names import dropped_flags
-from megatron_rl.hosts.training_hooks import host_warnings
 from megatron_rl.validation.checks import EVERYONE, checks_in
 
 ONE_STEP = {"global_batch_size": 32, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
@@ -504,7 +503,7 @@ SILENT = [
 @pytest.mark.parametrize(("settings", "says"), WARNED)
 def test_a_launch_that_rarely_means_what_it_says_is_told_once(settings, says):
     """FB-72, FB-75: a clip that never clips, a coefficient that gains when only the policy loss is rescaled."""
-    (message,) = host_warnings(*check_launch(Namespace(grpo_std_normalization=False, **settings)))
+    (message,) = host_warnings(check_launch(Namespace(grpo_std_normalization=False, **settings))[1])
     assert re.search(says, message)
 
 
@@ -513,7 +512,7 @@ def test_a_launch_that_rarely_means_what_it_says_is_told_once(settings, says):
 )
 def test_sequence_masking_that_reads_the_sampler_is_told(steps, says):
     """OPSM whose anchor is recomputed drops nothing in the one step of a rollout, and says nothing of it."""
-    anchor, report = host_warnings(*check_launch(Namespace(**OUR_LOSS, **MILES, **steps, use_opsm=True, opsm_delta=0.01)))
+    anchor, report = host_warnings(check_launch(Namespace(**OUR_LOSS, **MILES, **steps, use_opsm=True, opsm_delta=0.01))[1])
     assert anchor.startswith(
         "--use-opsm --opsm-delta 0.01 in our loss compares the policy with rollout_log_probs, as DeepSeek-V3.2"
     )
@@ -550,11 +549,11 @@ def test_a_flag_of_the_host_gives_the_setting_that_is_unset(settings, expected):
 
 @pytest.mark.parametrize("settings", SILENT, ids=range(len(SILENT)))
 def test_a_plain_launch_is_not_warned_about(settings):
-    assert host_warnings(*check_launch(Namespace(**settings))) == []
+    assert host_warnings(check_launch(Namespace(**settings))[1]) == []
 
 
 @pytest.mark.parametrize("name", ["own_reinforce", "own_losses.reinforce"])
 def test_the_clip_of_a_host_does_not_reach_a_loss_without_one(name, own_losses):
     config, launch = check_launch(Namespace(**OUR_LOSS, policy_loss=name, eps_clip=0.2))
     assert (config.policy_loss, config.clip_ratio_low, config.clip_ratio_high) == (name, None, None)
-    assert host_warnings(config, launch) == []
+    assert host_warnings(launch) == []

@@ -14,9 +14,8 @@ from test_host_rules import OUR_LOSS
 
 from megatron_rl import CorrectionSettings, importance_correction
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.flags import MIS_FUNCTION
-from megatron_rl.hosts.training_hooks import host_warnings
 
 PATHS = {
     "miles": f"examples.infra_features.{MIS_FUNCTION}",
@@ -71,7 +70,7 @@ def test_a_setting_of_the_function_is_a_correction_of_ours(settings, expected):
     config, found = launch(**settings)
     names = ("", "_level", "_low", "_high")
     assert tuple(getattr(config, f"importance_correction{name}") for name in names) == expected
-    assert any("the same weights over the same denominators" in line for line in host_warnings(config, found))
+    assert any("the same weights over the same denominators" in line for line in host_warnings(found))
 
 
 @pytest.mark.parametrize(

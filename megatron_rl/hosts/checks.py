@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import read_switch
-from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import (
     CONVERT_LINE,
     CUSTOM_LOSS_LINE,
+    INIT_LINE,
     REDUCER_FLAG,
     REDUCER_LINE,
     REWARD_LINE,
@@ -22,9 +24,9 @@ from megatron_rl.hosts.base import (
 )
 from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.names import paths_load
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
-from megatron_rl.validation import flag_of
-from megatron_rl.validation.checks import Asker, Check, check, checks_in, problems_of
+from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, policy_loss_names
+from megatron_rl.validation import config_warnings, flag_of
+from megatron_rl.validation.checks import Asker, Check, check, checks_in, problems_of, warnings_of
 from megatron_rl.validation.experts import expert_notes
 from megatron_rl.validation.model_settings import model_notes
 
@@ -32,15 +34,18 @@ COMPANION_OF_OPTION = {
     "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
     "custom_reward_post_process_path": "reward_post_process",
 }
+# Below this distance from 1 a clip is that of a mean: one bfloat16 rounding of a logit moves a token's ratio as far.
+LEAST_TOKEN_CLIP = 0.01
+OF_ALL = ("megatron_rl.hosts.names", __name__, "megatron_rl.hosts.loss_checks")
+OF_ACTORS = "megatron_rl.hosts.actor_checks"
 DECLARATION = "--one-sample-per-rollout"
 # Estimators whose advantage is the reward, so that scaling the reward scales the advantage.
 HOMOGENEOUS_ESTIMATORS = ("grpo", "gspo", "cispo")
 
 
 def checks_of(launch: HostLaunch) -> tuple[Check, ...]:
-    """Those of names, because such a fault causes others; of settings; of all hosts; of our loss; of the launch's own host."""
-    files = ("names", "checks", "loss_checks")
-    return checks_in(*(f"megatron_rl.hosts.{name}" for name in files), type(launch.options.host).__module__)
+    """Those of names, because such a fault causes others; of all hosts; of our loss; of the launch's own host; of its actors."""
+    return checks_in(*OF_ALL, type(launch.options.host).__module__, OF_ACTORS)
 
 
 def check_launch(
@@ -55,6 +60,11 @@ def check_launch(
     if problems:
         raise ConfigError(problems)
     return launch.config, launch
+
+
+def host_warnings(launch: HostLaunch, asker: Asker = Asker.DOCTOR) -> list[str]:
+    """The warnings of a launch without problems, for its start."""
+    return warnings_of(checks_of(launch), launch, asker)
 
 
 @check()
@@ -434,6 +444,68 @@ def steps_are_not_given_in_samples(launch: HostLaunch) -> Iterator[str]:
 
 
 # Warnings: launches that run, and rarely do what their user wants
+
+
+@check(asked_by=(Asker.LAUNCHER,), is_warning=True, subject="init hook")
+def actors_are_checked(launch: HostLaunch) -> Iterator[str]:
+    """What a launch that the launcher has checked loses without the hook. The FSDP backend of miles calls no hook."""
+    path = launch.options["custom_megatron_init_path"]
+    if launch.options["train_backend"] == "megatron" and not names_ours(path, "custom_megatron_init"):
+        flag, _, hook = INIT_LINE.partition(" ")
+        what = f"{flag} {path} is not ours: call {hook} in it" if path else f"no {flag} is on the launch line: add {INIT_LINE}"
+        yield (
+            f"{what}. Without it no training actor is checked: no probe of the installed Megatron, no line at start, no look at "
+            "the process groups"
+        )
+
+
+@check(is_warning=True)
+def clip_fits_the_ratio(launch: HostLaunch) -> Iterator[str]:
+    """The clips are the host's flags, which always have a value."""
+    options, is_our_loss = launch.options, launch.has_our_loss()
+    loss, low = options["advantage_estimator"], options["eps_clip"]
+    high = low if options["eps_clip_high"] is None else options["eps_clip_high"]
+    if is_our_loss:
+        loss, (low, high) = launch.config.policy_loss, clip_of(launch.config) or (None, None)
+    if loss not in policy_loss_names() or low is None:
+        return
+    declared, clips_means = get_policy_loss(loss).clip_ratios, get_policy_loss(loss).clips_means
+    is_chosen = is_our_loss and options.ours("policy_loss")
+    given = f"--eps-clip {low:g}, --eps-clip-high {high:g}"
+    by = f"{given} with {'--policy-loss' if is_chosen else '--advantage-estimator'} {loss}"
+    if clips_means and max(low, high) > SEQUENCE_CLIP_RATIO_WARNING:
+        yield (
+            f"{by} will hardly ever clip: the ratio is a geometric mean over the sample, which does not move by "
+            f"{SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's values are --eps-clip 3e-4 --eps-clip-high 4e-4"
+        )
+    elif declared and not clips_means and 0 < high < LEAST_TOKEN_CLIP:
+        yield (
+            f"{by} will clip nearly every token: its ratio is of a token, and is clipped at about 0.2; these are values for a mean "
+            "over a sample, as in gspo"
+        )
+    elif is_chosen and declared is not None and declared != (low, high):
+        if options["eps_clip_high"] is None and low == options.host.parser_defaults.get("eps_clip"):
+            yield (
+                f"{given} act on --policy-loss {loss}, because the host fills them in; the loss's own values are "
+                f"--eps-clip {declared[0]:g} --eps-clip-high {declared[1]:g}"
+            )
+
+
+@check(is_warning=True)
+def settings_do_what_they_seem_to(launch: HostLaunch) -> Iterator[str]:
+    """The advice of validation, without that on clips. The host's own loss keeps KL and entropy at its scale, that of sample_mean;
+    under the converter all terms change together."""
+    config, options = launch.config, launch.options
+    if launch.route == Route.CUSTOM_LOSS:
+        yield from config_warnings(replace(config, clip_ratio_low=None, clip_ratio_high=None))
+    elif not launch.has_converter():
+        terms = PolicyLossConfig(
+            loss_aggregation=config.loss_aggregation,
+            loss_aggregation_divisor=config.loss_aggregation_divisor,
+            kl_coefficient=options["kl_loss_coef"] if options["use_kl_loss"] else 0.0,
+            entropy_coefficient=options["entropy_coef"],
+        )
+        yield from (f"{line} (--kl-loss-coef, --entropy-coef)" for line in config_warnings(terms))
 
 
 @check(is_warning=True)

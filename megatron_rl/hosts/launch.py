@@ -22,11 +22,11 @@ from typing import Any
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl, nemo_rl_plugin
+from megatron_rl.hosts.actor_checks import is_check
 from megatron_rl.hosts.base import Host, rollout_hosts
-from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree
-from megatron_rl.hosts.training_hooks import host_warnings, is_check, without_init_hook
 from megatron_rl.validation.checks import Asker
 
 EXIT_CONFIG = 2
@@ -160,10 +160,10 @@ def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: N
         bound.arguments["add_custom_arguments"] = compose_extra_args_provider(given)
         args = parse_args(*bound.args, **bound.kwargs)
         try:
-            config, launch = check_launch(args, asker=Asker.LAUNCHER)
+            _, launch = check_launch(args, asker=Asker.LAUNCHER)
         except ConfigError as error:
             sys.exit(_refuse(error))
-        for warning in [*without_init_hook(launch.options), *host_warnings(config, launch, Asker.LAUNCHER)]:
+        for warning in host_warnings(launch, Asker.LAUNCHER):
             print(f"megatron_rl: {warning}", file=sys.stderr, flush=True)
         return args
 

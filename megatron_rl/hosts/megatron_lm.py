@@ -23,12 +23,13 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
 from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.actor_checks import release_problems
 from megatron_rl.hosts.base import Host, HostOptions
 from megatron_rl.hosts.dense_rows import sample_in_words
 from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.host_run import current_args
 from megatron_rl.hosts.sampling import SamplingVerdict, flags_that_read, judge_sampling
-from megatron_rl.hosts.training_hooks import release_problems, shift_in_words, start_line, terms_in_words
+from megatron_rl.hosts.training_hooks import shift_in_words, start_line, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
@@ -276,7 +277,7 @@ def _checked_provider(model_provider):
         config = megatron_lm_config()
         if dist.is_initialized() and not announced:  # a model has several chunks under interleaved pipelining
             announced.append(True)
-            if problems := list(release_problems(current_args())):
+            if problems := list(release_problems(vars(current_args()))):
                 raise ConfigError(problems)
             args = current_args()
             announce(config, calculate_per_token_loss=HostOptions(args)["calculate_per_token_loss"], args=args)

@@ -8,17 +8,14 @@ argument and no gradient is changed.
 
 from __future__ import annotations
 
-import os
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.config import (
-    SEQUENCE_CLIP_RATIO_WARNING,
     CorrectionSettings,
     ImportanceCorrection,
     KLEstimator,
@@ -27,34 +24,21 @@ from megatron_rl.config import (
 )
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
-    INIT_LINE,
     Host,
     HostLaunch,
     HostOptions,
-    names_ours,
 )
-from megatron_rl.hosts.checks import check_launch, checks_of
+from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.host_run import RUNS, begin_run
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
-from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, numbers_in_words, policy_loss_names
-from megatron_rl.megatron.experts import expert_replicas_drift
+from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
 from megatron_rl.megatron.indexer import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
-from megatron_rl.ops.backends import check_backend
-from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
-from megatron_rl.validation.checks import Asker, warnings_of
-from megatron_rl.validation.experts import drift_problem, expert_problems
+from megatron_rl.validation.checks import Asker
+from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import model_problems
-
-# This variable asks for doctor's report instead of the launch; `python -m megatron_rl.hosts.launch` prints it.
-CHECK_VARIABLE = "MEGATRON_RL_CHECK"
-# The arguments' name of a size -> the group that must have it.
-SIZES = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp"}
-
-# Below this distance from 1 a clip is that of a mean: one bfloat16 rounding of a logit moves a token's ratio as far.
-LEAST_TOKEN_CLIP = 0.01
 
 
 def custom_megatron_init(args: Namespace) -> None:
@@ -68,20 +52,11 @@ def custom_megatron_init(args: Namespace) -> None:
     """
     begin_run(args)
     groups = resolve_groups()
-    config, launch, problems = None, None, []
-    if is_check():
-        problems.append(
-            f"{CHECK_VARIABLE}={os.environ[CHECK_VARIABLE]} asks for a report without a run, and this run has started: a host "
-            "calls the init hook when Ray, process groups and GPUs are up; unset it, or give the launch line to megatron-rl "
-            "doctor --, or start with python -m megatron_rl.hosts.launch, which stops at the variable in time",
-        )
+    config, launch, problems = None, None, list[str]()
     try:
         config, launch = check_launch(args, asker=Asker.INIT_HOOK)
-        if launch.route == Route.CUSTOM_LOSS:
-            check_backend(config.policy_loss_backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except ConfigError as error:
         problems += error.problems
-    problems += [*group_problems(args, groups), *release_problems(args)]
     # A rank whose installation lacks a path would leave the others waiting in the probe.
     if maxima_anywhere(torch.tensor([len(problems)]), groups) != [0] and not problems:
         problems = ["another rank refused this launch, and this one agrees with it: see the message of that rank"]
@@ -89,47 +64,11 @@ def custom_megatron_init(args: Namespace) -> None:
         raise ConfigError(problems)
     probe = probe_schedule(calculate_per_token_loss=launch.is_per_token)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for line in host_warnings(config, launch, Asker.INIT_HOOK):
+        for line in host_warnings(launch, Asker.INIT_HOOK):
             warnings.warn(f"megatron_rl: {line}", stacklevel=2)
         print(
             start_line([trained_in_words(config, launch), shift_in_words(config)], launch.options.host, probe, groups), flush=True
         )
-
-
-def is_check() -> bool:
-    return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
-
-
-def without_init_hook(options: HostOptions) -> Iterator[str]:
-    """What a launch that the launcher has checked loses without the hook. The FSDP backend of miles calls no hook."""
-    path = options["custom_megatron_init_path"]
-    if options["train_backend"] == "megatron" and not names_ours(path, "custom_megatron_init"):
-        flag, _, hook = INIT_LINE.partition(" ")
-        what = f"{flag} {path} is not ours: call {hook} in it" if path else f"no {flag} is on the launch line: add {INIT_LINE}"
-        yield (
-            f"{what}. Without it no training actor is checked: no probe of the installed Megatron, no line at start, no look at "
-            "the process groups"
-        )
-
-
-def group_problems(args: Namespace, groups: ParallelGroups) -> list[str]:
-    options, problems = HostOptions(args), []
-    for option, name in SIZES.items():
-        size, given = getattr(groups, name).size(), options[option]
-        if options.has(option) and given != size:
-            problems.append(
-                f"{flag_of(option)} {given} and the {name} process group has {size} ranks, which losses follow: "
-                "the arguments were changed after Megatron was initialised, or it was not initialised"
-            )
-    return problems
-
-
-def release_problems(args: Namespace) -> Iterator[str]:
-    """What the installed Megatron-Core would train wrongly. Process groups must be up."""
-    problem = drift_problem(vars(args))
-    if problem is not None and expert_replicas_drift():
-        yield problem
-    yield from unscaled_indexer(vars(args))
 
 
 def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
@@ -203,70 +142,6 @@ def shift_in_words(config: PolicyLossConfig) -> str:
         return shift
     terms = record.mean_strength.inverse().with_names({"L": f"{config.loss_aggregation_divisor or 0:g}"})
     return f"{shift}: Adam hides it, clipping does not; KL and entropy x {terms} beside it"
-
-
-# Warnings at start
-
-
-def host_warnings(config: PolicyLossConfig, launch: HostLaunch, asker: Asker = Asker.DOCTOR) -> list[str]:
-    """The warnings of a launch without problems, for its start: config_warnings and what the host adds."""
-    if launch.route == Route.CUSTOM_LOSS:
-        # The clips are the host's flags, which always have a value: config_warnings would name our flags instead.
-        others = config_warnings(replace(config, clip_ratio_low=None, clip_ratio_high=None))
-    else:
-        others = _regularizer_warnings(config, launch)
-    return [
-        *_clip_warning(config, launch),
-        *others,
-        *warnings_of(checks_of(launch), launch, asker),
-    ]
-
-
-def _clip_warning(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]:
-    options = launch.options
-    loss, low = options["advantage_estimator"], options["eps_clip"]
-    high = low if options["eps_clip_high"] is None else options["eps_clip_high"]
-    if launch.route == Route.CUSTOM_LOSS:
-        loss, (low, high) = config.policy_loss, clip_of(config) or (None, None)
-    asked_by = "--policy-loss" if launch.route == Route.CUSTOM_LOSS and options.ours("policy_loss") else "--advantage-estimator"
-    clips_means = loss in policy_loss_names() and get_policy_loss(loss).clips_means
-    if clips_means and low is not None and max(low, high) > SEQUENCE_CLIP_RATIO_WARNING:
-        yield (
-            f"--eps-clip {low:g}, --eps-clip-high {high:g} with {asked_by} {loss} will hardly ever clip: the ratio is a "
-            f"geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's values are "
-            "--eps-clip 3e-4 --eps-clip-high 4e-4"
-        )
-    elif (
-        loss in policy_loss_names() and get_policy_loss(loss).clip_ratios and not clips_means and 0 < (high or 0) < LEAST_TOKEN_CLIP
-    ):
-        yield (
-            f"--eps-clip {low:g}, --eps-clip-high {high:g} with {asked_by} {loss} will clip nearly every token: its ratio is of a "
-            "token, and is clipped at about 0.2; these are values for a mean over a sample, as in gspo"
-        )
-    elif launch.route == Route.CUSTOM_LOSS and options.ours("policy_loss") and low is not None:
-        declared = get_policy_loss(loss).clip_ratios
-        left_alone = options["eps_clip_high"] is None and low == options.host.parser_defaults.get("eps_clip")
-        if left_alone and declared is not None and declared != (low, high):
-            yield (
-                f"--eps-clip {low:g}, --eps-clip-high {high:g} act on --policy-loss {loss}, because the host fills them in; the "
-                f"loss's own values are --eps-clip {declared[0]:g} --eps-clip-high {declared[1]:g}"
-            )
-
-
-def _regularizer_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
-    """The host's KL and entropy terms keep the host's scale, that of sample_mean; under the converter all terms change together."""
-    options = launch.options
-    if launch.companion == "convert":
-        return []
-    kl = options["kl_loss_coef"] if options["use_kl_loss"] else 0.0
-    plain = replace(PolicyLossConfig(), loss_aggregation=config.loss_aggregation)
-    terms = replace(
-        plain,
-        loss_aggregation_divisor=config.loss_aggregation_divisor,
-        kl_coefficient=kl,
-        entropy_coefficient=options["entropy_coef"],
-    )
-    return [f"{line} (--kl-loss-coef, --entropy-coef)" for line in config_warnings(terms)]
 
 
 # Before each optimiser step

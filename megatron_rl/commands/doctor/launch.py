@@ -43,7 +43,7 @@ from megatron_rl.hosts.base import (
     read_launch,
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
-from megatron_rl.hosts.checks import check_launch, constant_is_without_deviation
+from megatron_rl.hosts.checks import actors_are_checked, check_launch, constant_is_without_deviation, host_warnings
 from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.names import (
@@ -54,7 +54,7 @@ from megatron_rl.hosts.names import (
     misspelling_hint,
     path_problem,
 )
-from megatron_rl.hosts.training_hooks import host_warnings, trained_in_words, without_init_hook
+from megatron_rl.hosts.training_hooks import trained_in_words
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, unscaled_indexer_problem
 from megatron_rl.validation.experts import drift_problem, expert_notes, expert_problems
@@ -243,7 +243,7 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
     def judge() -> Iterable[str]:
         config, launch = check_launch(args)
         trained.append(trained_in_words(config, launch))
-        return host_warnings(config, launch)
+        return host_warnings(launch)
 
     yield from _told(line, judge)
     yield from (Finding("trains", OK, text) for text in trained)
@@ -252,7 +252,7 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
         text = "our loss looks for tokens that are not finite once a micro-batch, and waits for the device there"
         yield Finding("step guard", NOTE, f"{text}; to look once a step, add {GUARD_LINE}")
     if line.uses_our_launcher:
-        yield from (Finding("init hook", NOTE, text) for text in without_init_hook(options))
+        yield from (Finding(row.subject, NOTE, row.text) for row in actors_are_checked(read_launch(args)))
     elif options["custom_megatron_init_path"] is None:
         yield Finding("init hook", NOTE, f"nothing checks this launch when it starts: add {INIT_LINE}")
 

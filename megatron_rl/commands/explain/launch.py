@@ -11,9 +11,8 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, HostLaunch, host_named, read_launch
-from megatron_rl.hosts.checks import HOMOGENEOUS_ESTIMATORS, check_launch
+from megatron_rl.hosts.checks import HOMOGENEOUS_ESTIMATORS, check_launch, host_warnings
 from megatron_rl.hosts.companions import RolloutCounts
-from megatron_rl.hosts.training_hooks import host_warnings
 from megatron_rl.validation import field_of
 
 TRAIN = "train"
@@ -36,7 +35,7 @@ def refusals_and_warnings(launch: HostLaunch, args: Namespace, num_masked: int) 
     problems, warnings, route = [], [], our_route(launch)
     if not launch.is_alone or args.loss_aggregation is not None:  # else nothing of megatron_rl looks at it
         try:
-            warnings = host_warnings(*check_launch(args))
+            warnings = host_warnings(check_launch(args)[1])
         except ConfigError as error:
             problems = list(error.problems)
     if num_masked and launch.is_per_token and route is not None:
