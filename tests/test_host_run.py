@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 from argparse import Namespace
 from dataclasses import dataclass
 
 import pytest
+from helpers import pool_of
 
 from megatron_rl.hosts.run import Run, Runs
 
@@ -46,3 +49,20 @@ def test_a_line_comes_once_a_run_and_is_made_only_then(capfd):
             runs.of(owner).warn("careful")
     assert len(made) == 2
     assert capfd.readouterr().err.splitlines() == ["megatron_rl: of a step", "megatron_rl: careful"] * 2
+
+
+pool = pool_of(4)
+
+
+def told_on_rank(rank: int) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        Run().warn("careful")
+    return printed.getvalue()
+
+
+@pytest.mark.megatron
+def test_one_rank_of_those_that_have_the_loss_tells(pool):
+    """Ranks 2 and 3 are the last stage, and 2 the first of its tensor-parallel ranks."""
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    assert pool.run(told_on_rank, **layout) == ["", "", "megatron_rl: careful\n", ""]
