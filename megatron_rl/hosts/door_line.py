@@ -228,6 +228,12 @@ def _values_for_groups(door: Door, settings: Settings) -> Iterator[Row]:
 
 def write(door: Door, config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     """(the settings that give this trainer ours, as they are typed; their problems)."""
+    given, problems = given_by(door, config)
+    return [door.line_of(name, value) for name, value in given.items() if value is not UNKNOWN], problems
+
+
+def given_by(door: Door, config: PolicyLossConfig) -> tuple[dict[str, Any], list[str]]:
+    """The same by whole names, with their values."""
     choice, own, theirs = door.choice, door.own, door.field_settings
     given: dict[str, Any] = {}
     problems = _idle(door, config)
@@ -259,7 +265,7 @@ def write(door: Door, config: PolicyLossConfig) -> tuple[list[str], list[str]]:
             read(door, Settings.of_names(given, door.all_defaults, typed=given))
         except ConfigError as error:
             problems += error.problems
-    return [door.line_of(name, value) for name, value in given.items() if value is not UNKNOWN], problems
+    return given, problems
 
 
 def _clips(door: Door, config: PolicyLossConfig) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""What each door refuses by its own table of settings: every number that is true, text for every switch, every misspelt name, every
+setting that none of our losses reads, one value in the place of a group. Whatever one door has learnt, each door refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import toy_door
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.hosts import door_line, nemo_rl, skyrl, verl
+from megatron_rl.hosts.door import CORRECTION_SETTINGS, Door, Kind
+from megatron_rl.hosts.settings import UNKNOWN, Settings
+from megatron_rl.validation.checks import Row
+
+DOORS = {door.name: door for door in (verl.DOOR, nemo_rl.DOOR, skyrl.DOOR, toy_door.DOOR)}
+# Each host refuses at least so many wrong lines by name.
+LEAST = 40
+
+
+def sound(door: Door) -> dict[str, Any]:
+    """Settings by name with which our loss trains there: those that explain types."""
+    for aggregation in ("token_mean", "sample_mean"):
+        given, problems = door_line.given_by(door, PolicyLossConfig(loss_aggregation=aggregation))
+        if not problems:
+            return {name: value for name, value in given.items() if value is not UNKNOWN}
+    raise AssertionError(problems)
+
+
+def judged(door: Door, given: Mapping[str, Any]) -> list[Row]:
+    settings = Settings.of_names(given, door.all_defaults, typed=given)
+    return [row for row in door_line.judge_settings(door, settings) if row.is_wrong]
+
+
+def misspelt(name: str) -> str:
+    """With the last two letters that differ in the other order, or one letter more."""
+    for at in range(len(name) - 2, name.rfind("."), -1):
+        if name[at] != name[at + 1] and "." not in name[at : at + 2]:
+            return name[:at] + name[at + 1] + name[at] + name[at + 2 :]
+    return name + name[-1]
+
+
+def wrong_settings(door: Door) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(kind of fault, settings beside the sound ones, what the message names)."""
+    known = {one.name for one in door.settings} | door.own_names()
+    for one in door.settings:
+        if one.kind == Kind.NUMBER:
+            yield "a number that is true", {one.name: True}, one.name
+        if one.kind == Kind.SWITCH:
+            yield "text for a switch", {one.name: "maybe"}, one.name
+        if one.idle is not None:
+            yield "idle", {one.name: 0.5}, one.idle.split(";")[0][:20]
+        slip = misspelt(one.name)
+        if one.name.startswith(door.sections) and one.kind != Kind.GROUP and slip not in known:
+            yield "a slip", {slip: 0.5}, slip
+    for field in CORRECTION_SETTINGS:
+        yield "a slip", {misspelt(door.own.name(field)): 0.5}, misspelt(door.own.name(field))
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_each_wrong_setting_is_refused_by_name(door):
+    base = sound(door)
+    assert not judged(door, base)
+    found, silent = 0, []
+    for fault, given, named in wrong_settings(door):
+        rows = judged(door, base | given)
+        found += 1
+        if not any(named in f"{row.subject} {row.text}" for row in rows):
+            silent.append((fault, given, [row.text for row in rows]))
+    assert not silent, "\n".join(map(str, silent))
+    assert found >= LEAST or door is toy_door.DOOR, found
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_each_known_setting_is_no_slip(door):
+    """A value that the host has itself is never refused for its name."""
+    base = sound(door)
+    for one in door.settings:
+        if one.field is None and one.idle is None and one.name not in base and one.default is not None:
+            assert not judged(door, base | {one.name: one.default}), one.name
