@@ -349,11 +349,11 @@ def of_a_line_of_roll(command: str) -> str:
 
 def of_the_first_step_in_roll(command: str) -> str:
     """The line of our loss, for a step of 512 samples of 64 prompts."""
-    from roll_cases import pipeline_config, worker_config
+    from roll_cases import loss_of, pipeline_config, worker_config
 
     worker = worker_config(command.split()[-1], samples=512, MEGATRON_RL_LOSS_AGGREGATION_DIVISOR=8192)
     settings = roll.read_settings(worker, pipeline_config(512, use_kl_loss=True))
-    return said_once(roll.tell_step, settings, StepTotals(num_samples=512, num_prompts=None, num_tokens=1))
+    return said_once(loss_of(settings).tell, StepTotals(num_samples=512, num_prompts=None, num_tokens=1))
 
 
 def of_the_first_step_in_skyrl(command: str) -> str:

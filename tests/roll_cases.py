@@ -29,6 +29,8 @@ from dense_row_cases import (
 from torch import Tensor
 
 from megatron_rl.hosts import roll
+from megatron_rl.hosts.door import Found
+from megatron_rl.hosts.roll_loss import RollLoss, loss_mask_of
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -95,12 +97,12 @@ def pipeline_config(samples: int = 16, **settings: Any) -> SimpleNamespace:
         "kl_loss_coef": 0.01,
         "entropy_loss_coef": 0,
         "train_infer_correction": correction,
-        **{name: only for name, (only, _) in roll.ONLY.items()},
+        **{name: only for name, (_, only, _) in roll.ONLY.items()},
     }
     return SimpleNamespace(**(own | settings))
 
 
-def settings_of(case: Case, **pipeline: Any) -> roll.RollSettings:
+def settings_of(case: Case, **pipeline: Any) -> Found:
     clip, numbers = CLIPS[case.loss], {name: pipeline.pop(name) for name in [*pipeline] if name.startswith(roll.VARIABLES)}
     if clip is not None:
         pipeline |= {"use_pg_clip_range": True, "pg_clip_low": clip[0], "pg_clip_high": clip[1]}
@@ -165,7 +167,7 @@ FLOATS = ("advantages", "old_log_probs", "ref_log_probs", "infer_logprobs", "tra
 
 def poisoned(step: Step, poison: float) -> Step:
     """The step with this in each masked position; logits are poisoned by run_step."""
-    mask = roll.loss_mask_of(step.columns)
+    mask = loss_mask_of(step.columns)
     columns = {name: torch.where(mask, step.columns[name], poison) for name in FLOATS if name in step.columns}
     return Step(step.samples, step.log_probs, step.columns | columns)
 
@@ -206,7 +208,7 @@ class Strategy:
         return metrics
 
     def logits(self, data: Data) -> Tensor:  # [B, W / c, V / tp], packed [1, tokens / c, V / tp]
-        width, mask = data.batch["input_ids"].shape[1], roll.loss_mask_of(data.batch)
+        width, mask = data.batch["input_ids"].shape[1], loss_mask_of(data.batch)
         rows = []
         for row, number in enumerate(data.batch["number"].tolist()):
             length = int(data.batch["attention_mask"][row].sum())
@@ -222,6 +224,11 @@ class Strategy:
         size = VOCABULARY // self.case.tp
         shard = slice(self.groups.tp.rank() * size, (self.groups.tp.rank() + 1) * size)
         return torch.cat(rows, dim=1 if self.use_sequence_packing else 0)[..., shard].contiguous()
+
+
+def loss_of(settings: Found) -> RollLoss:
+    """On a strategy that trains nothing."""
+    return RollLoss(settings, object.__new__(Strategy))
 
 
 def emulated_forward_step(strategy: Strategy, loss_func, data_iterator: Iterator[Data], model):
@@ -259,20 +266,16 @@ def cut(values: Tensor, length: int, width: int) -> Tensor:
 def run_step(
     case: Case,
     step: Step,
-    settings: roll.RollSettings,
+    settings: Found,
     poison: float | None = None,
     forward_step: Callable[..., Any] = emulated_forward_step,
 ) -> Result:
     """What this rank adds to the gradient, and to the reported losses. On the ranks of an initialised Megatron."""
     strategy = Strategy(case, step, poison, forward_step)
-    roll.weigh_steps(strategy, settings)
+    loss = RollLoss(settings, strategy)
     order = [index for batch in list(case.micro_batches())[strategy.groups.dp.rank()] for index in batch]
     data = Data({name: column[order] for name, column in step.columns.items()}, {})
-
-    def loss_func(data: Data, logits: Tensor) -> tuple[Tensor, dict]:
-        return roll.compute_loss(settings, strategy, data, logits)
-
-    metrics = strategy.train_step(batch=data, loss_func=loss_func)
+    metrics = strategy.train_step(batch=data, loss_func=loss)
     is_first = strategy.groups.cp.rank() == strategy.groups.tp.rank() == 0
     total = sum(log["actor/total_loss@sum"] for log in metrics) if is_first else 0.0
     return Result(total, gradients_of(strategy.leaves), metrics)

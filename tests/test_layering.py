@@ -150,10 +150,10 @@ def test_a_host_is_named_in_its_own_file_alone(package_trees):
 
 def test_the_check_for_named_hosts_finds_each_form():
     forms = ('if host == "miles":\n    pass', "is_new = host == Host.SLIME", "from .miles import HOST", 'host.name == "verl"')
-    for code in (*forms, "from . import roll_launch"):
+    for code in (*forms, "from . import roll_loss"):
         assert len(named_hosts("hosts/checks.py", ast.parse(code))) == 1, code
     assert named_hosts("hosts/checks.py", ast.parse('"""miles and slime."""\nraise ValueError("run from miles")')) == []
-    assert named_hosts("hosts/roll_launch.py", ast.parse("from . import roll")) == []
+    assert named_hosts("hosts/roll_loss.py", ast.parse("from . import roll")) == []
 
 
 def test_no_file_is_longer_than_a_head_holds():

@@ -22,6 +22,7 @@ from roll_cases import Case
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import roll
+from megatron_rl.hosts.roll_loss import read_totals
 from megatron_rl.testing.ranks import RankPool, run_ranks
 
 
@@ -129,14 +130,20 @@ def test_without_old_log_probs_the_ratio_is_one():
         ({"pg_variant": "gspo.constant"}, {}, "needs its L: set actor_train.system_envs.MEGATRON_RL_LOSS_AGGREGATION_DIVISOR"),
         ({"MEGATRON_RL_LOSS_AGGREGATION_DIVISOR": "8"}, {}, "token_mean has no divisor"),
         ({"MEGATRON_RL_DIVISOR": "8"}, {}, "MEGATRON_RL_DIVISOR=8 has no effect"),
-        ({"MEGATRON_RL_KL_ESTIMATOR": "k1"}, {}, "KL_ESTIMATOR=k1 has no effect without use_kl_loss: true"),
+        (
+            {"MEGATRON_RL_KL_ESTIMATOR": "k1"},
+            {},
+            "KL_ESTIMATOR=k1 has no effect without a coefficient: set use_kl_loss: true and kl_loss_coef",
+        ),
         ({"MEGATRON_RL_KL_ESTIMATOR": "k9"}, {"use_kl_loss": True}, "KL_ESTIMATOR=k9 is not one of k1"),
+        ({"MEGATRON_RL_CLIP_RATIO_C": "5"}, {}, "CLIP_RATIO_C=5 has no effect: set dual_clip_loss"),
+        ({}, {"kl_loss_coef": "high"}, "kl_loss_coef='high' is text, and must be a number"),
         ({"pg_variant": "grpo.constant", "MEGATRON_RL_LOSS_AGGREGATION_DIVISOR": "8k"}, {}, "'8k' must be a number above 0"),
         ({"MEGATRON_RL_IMPORTANCE_CORRECTION": "mean"}, {}, "importance_correction='mean' is not one of"),
         ({}, {"pg_clip_high": 0.28}, "pg_clip_high: 0.28 has no effect without use_pg_clip_range: true"),
         ({"pg_variant": "grpo.token_mean"}, {"pg_clip": True}, "pg_clip=true is a switch"),
         ({}, {"rollout_batch_size": True}, "rollout_batch_size=true is a switch"),
-        ({"apply_loss_scale": "no"}, {}, "apply_loss_scale: 'no' is text, which ROLL takes for true"),
+        ({"apply_loss_scale": "no"}, {}, "apply_loss_scale='no' is text, which ROLL may take for true"),
         ({}, {"dual_clip_loss": True}, "dual_clip_loss=1.4 has no effect: cispo has no clip_ratio_c"),
         ({}, {"importance_sampling": "seq"}, "two losses in one launch; ours is gspo"),
         ({}, {"difficulty_loss_weight": True}, "in each micro-batch"),
@@ -169,7 +176,8 @@ def test_settings_that_are_not_honoured_are_refused(worker, pipeline, message):
     ("loss", "worker", "is_weighed", "is_filtered", "recomputes", "message"),
     [
         ("grpo", {}, False, True, False, "drops tokens after it has counted them"),
-        ("grpo", {"MEGATRON_RL_IMPORTANCE_CORRECTION": "tis"}, True, False, True, "would be counted twice"),
+        ("grpo", {"MEGATRON_RL_IMPORTANCE_CORRECTION": "tis"}, True, False, True, "two corrections in one launch"),
+        ("grpo", {"MEGATRON_RL_IMPORTANCE_CORRECTION": "tis"}, False, True, True, None),
         ("dppo_tv", {}, True, False, True, "counted twice"),
         ("grpo", {}, True, True, True, None),
     ],
@@ -210,7 +218,7 @@ def test_a_batch_that_cannot_be_weighed_is_refused(loss, change, error, message)
 def test_a_call_without_the_counts_of_the_step_is_refused():
     data = cases.Data({"final_response_mask": torch.ones(1, 1)}, {"global_valid_samples": {"default": 1}, "batch_num_tokens": {}})
     with pytest.raises(ConfigError, match="no 'final_response_mask'.*another contract"):
-        roll.read_totals(data)
+        read_totals(data)
 
 
 # The door
@@ -245,7 +253,7 @@ def started(old: str = "", new: str = "", **settings: object) -> tuple[int | Non
 
         worker = ActorWorker(cases.worker_config("gspo.prompt_mean"))
         worker.initialize(cases.pipeline_config(**settings))
-        print(worker.loss_settings, worker.strategy.train_step.__wrapped__.__name__)
+        print(worker.loss.found, worker.strategy.train_step.__wrapped__.__name__)
         return 0
 
     return forked(work)
@@ -315,8 +323,9 @@ def test_our_worker_and_settings_fit_roll():
         strategy = ROLL.load("roll.distributed.strategy.megatron_strategy").MegatronTrainStrategy
         from megatron_rl.hosts.roll_worker import ActorWorker, RollWorker
 
-        assert [*roll.contract_problems(strategy, roll.STRATEGY_METHODS)] == []
-        assert [*roll.contract_problems(RollWorker, roll.WORKER_METHODS)] == []
+        differences = (roll.DOOR.differences(strategy, name, arguments) for name, arguments in roll.STRATEGY_CONTRACT.items())
+        assert [problem for each in differences for problem in each] == [*roll.DOOR.contract_problems()] == []
+        assert issubclass(ActorWorker, RollWorker)
         decorator = ROLL.load("roll.distributed.scheduler.decorator")
         assert hasattr(ActorWorker.initialize, decorator.BIND_WORKER_METHOD_FLAG)  # so that ROLL's clusters call it
         config = ROLL.load("roll.pipeline.rlvr.rlvr_config")
@@ -324,7 +333,7 @@ def test_our_worker_and_settings_fit_roll():
             fields = owner.__dataclass_fields__
             assert vars(given).keys() <= fields.keys()
         defaults = {name: config.RLVRConfig.__dataclass_fields__[name].default for name in roll.ONLY}
-        assert defaults == {name: only for name, (only, _) in roll.ONLY.items()}
+        assert defaults == {name: only for name, (_, only, _) in roll.ONLY.items()}
         return 0
 
     code, _, error = forked(work)

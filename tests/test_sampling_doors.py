@@ -249,8 +249,9 @@ def test_rolls_worker_judges_the_sampler_and_says_it_at_the_first_step(capsys, m
     infer = SimpleNamespace(generating_args=SimpleNamespace(top_p=0.8, top_k=-1), strategy_args=kept)
     pipeline = roll_cases.pipeline_config(actor_infer=infer)
     settings = roll.read_settings(roll_cases.worker_config("grpo.token_mean"), pipeline)
+    loss = roll_cases.loss_of(settings)
     for _ in range(2):
-        roll.tell_step(settings, StepTotals(num_samples=16, num_prompts=None, num_tokens=64))
+        loss.tell(StepTotals(num_samples=16, num_prompts=None, num_tokens=64))
     error = capsys.readouterr().err
     assert error.count("actor_infer.generating_args.top_p: 0.8: the sampler keeps a part") == 1
     corrected = roll_cases.worker_config("grpo.token_mean", MEGATRON_RL_IMPORTANCE_CORRECTION="tis")
@@ -303,7 +304,7 @@ def test_the_first_step_says_what_a_rollout_weighs(capsys, monkeypatch):
 
 
 def test_each_host_has_a_row():
-    assert {*SAMPLERS, nemo_rl.DOOR.name, skyrl.DOOR.name, verl.DOOR.name} == {*HOST_NAMES, *HYDRA_HOST_NAMES}
+    assert {*SAMPLERS, nemo_rl.DOOR.name, roll.DOOR.name, skyrl.DOOR.name, verl.DOOR.name} == {*HOST_NAMES, *HYDRA_HOST_NAMES}
 
 
 def test_a_value_that_is_not_known_is_said_beside_what_reads_it_alone():
@@ -408,4 +409,4 @@ SOURCES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 def test_the_names_and_defaults_of_the_table_are_those_of_a_checkout(host):
     root, files = Path(os.environ[SOURCES[host][0]]), SOURCES[host][1]
     moved = [(file, line) for file, lines in files.items() for line in lines if line not in (root / file).read_text()]
-    assert set(SOURCES) == {*SAMPLERS, nemo_rl.DOOR.name, skyrl.DOOR.name, verl.DOOR.name} and moved == []
+    assert set(SOURCES) == {*SAMPLERS, nemo_rl.DOOR.name, roll.DOOR.name, skyrl.DOOR.name, verl.DOOR.name} and moved == []

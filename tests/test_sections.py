@@ -16,10 +16,11 @@ import yaml
 from host_checkouts import NEMO_RL, ROLL, SKYRL, VERL, Checkout
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import nemo_rl, roll, roll_launch, sections, skyrl, verl
+from megatron_rl.hosts import nemo_rl, roll, sections, skyrl, verl
 from megatron_rl.hosts.door import Door, Kind
+from megatron_rl.hosts.door_line import judge_names
 from megatron_rl.hosts.hydra import HYDRA_HOSTS
-from megatron_rl.hosts.settings import Given, acting_clip, clip_to_type
+from megatron_rl.hosts.settings import Given, Settings, acting_clip, clip_to_type
 from megatron_rl.loss_hub import get_policy_loss
 
 ACTOR = "actor_rollout_ref.actor"
@@ -113,6 +114,11 @@ RIGHT = {
     ),
     "roll, grpo, high alone": ("roll", {"actor_train.pg_variant": "grpo.token_mean", **RANGE, "pg_clip_high": 0.28}, "0.2/0.28"),
     "roll, grpo, pg_clip": ("roll", {"actor_train.pg_variant": "grpo.token_mean", "pg_clip": 0.2, "lr": 1e-6}, "clip 0.2/0.2"),
+    "roll, a name of one's own": (
+        "roll",
+        {"actor_train.pg_variant": "${pg_variant}", "pg_variant": "grpo.token_mean", "my_name": 3},
+        "clip 0.2/0.2",
+    ),
     "roll, both sides": ("roll", {"actor_train.pg_variant": "gspo.token_mean", "pg_clip": 1e-3}, "clip 0.001/0.001"),
 }
 
@@ -269,6 +275,23 @@ WRONG: dict[str, tuple[str, str | dict[str, Any], str]] = {
     ),
     "skyrl, two in one": ("skyrl", "gspo.prompt_mean", "type .*policy_loss_type=megatron_rl.gspo .*loss_reduction=prompt_mean"),
     "roll, pg_clip_hi": ("roll", {VARIANT: "grpo.token_mean", **RANGE, "pg_clip_hi": 0.28}, "did you mean pg_clip_high\\?"),
+    **{
+        f"roll, {name}": ("roll", {VARIANT: "grpo.token_mean", name: value}, said)
+        for name, value, said in (
+            ("kl_loss_coeff", 0.1, "did you mean kl_loss_coef\\?"),
+            ("advantage_clp", 0.1, "did you mean advantage_clip\\?"),
+            (
+                "actor_train.training_args",
+                {"gradient_acumulation_steps": 4},
+                "did you mean .*s.gradient_accumulation_steps",
+            ),
+            ("use_topr_loss", True, "our losses do not read it; choose a loss in actor_train.pg_variant"),
+            ("max_grad_norm", True, f"max_grad_norm{SWITCH}"),
+            ("system_envs", 5, "group of settings, and ROLL takes no 5 in its place"),
+            ("kl_loss_coef", "high", "kl_loss_coef='high' is text"),
+            ("max_len_mask", "yes", "max_len_mask='yes' is text"),
+        )
+    },
     "roll, a slip": ("roll", {VARIANT: "grpo.token_mean", "dual_clip_los": True}, "did you mean dual_clip_loss\\?"),
     "roll, of the worker": (
         "roll",
@@ -371,6 +394,9 @@ def test_what_explain_types_leaves_no_side_open():
 
 # Checkouts
 
+# Of Megatron's sizes, which are settings of ROLL's strategy, those that are like one that we read.
+MEGATRON_NAMES = ("virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "seq_length")
+
 
 def fields(checkout: Checkout, path: str, *owners: str) -> dict[str, str]:
     """Name -> annotation of the fields of dataclasses."""
@@ -448,11 +474,26 @@ def test_the_names_of_verl_are_its_own():
 
 @pytest.mark.host("ROLL_ROOT")
 def test_the_names_of_roll_are_its_own():
-    worker = fields(ROLL, "roll/configs/worker_config.py", "WorkerConfig")
-    assert not any(differences(sections.ROLL_WORKER, worker).values()), differences(sections.ROLL_WORKER, worker)
-    own = fields(ROLL, "roll/configs/base_config.py", "BaseConfig", "PPOConfig") | fields(
+    base, worker = "roll/configs/base_config.py", "roll/configs/worker_config.py"
+    table, of_worker = section_of(roll.DOOR), fields(ROLL, worker, "WorkerConfig")
+    assert not any(differences(table, of_worker).values()), differences(table, of_worker)
+    own = fields(ROLL, base, "ScheduleConfig", "BaseConfig", "PPOConfig") | fields(
         ROLL, "roll/pipeline/rlvr/rlvr_config.py", "RLVRConfig"
     )
-    assert {name for name in own if name.startswith("pg_")} == set(sections.ROLL_CLIPS) and set(sections.ROLL_NUMBERS) <= own.keys()
-    slips = list(roll_launch._names_and_numbers(dict.fromkeys(own), {}))
+    at_top = [one for one in roll.DOOR.settings if "." not in one.name and one.name != "pg_variant"]
+    assert {one.name for one in at_top} == own.keys()
+    kinds = {one.name: one.kind for one in at_top}
+    assert {name for name, kind in own.items() if kind == "bool"} <= {n for n, kind in kinds.items() if kind == Kind.SWITCH} | {
+        one.name for one in at_top if one.idle
+    }
+    numbers = {name for name, kind in own.items() if {"int", "float"} & set(re.findall(r"\w+", kind))}
+    assert numbers == {name for name, kind in kinds.items() if kind == Kind.NUMBER}
+    groups = {
+        roll.TRAINING: fields(ROLL, "roll/configs/training_args.py", "TrainingArguments"),
+        f"{roll.INFER}generating_args.": fields(ROLL, "roll/configs/generating_args.py", "GeneratingArguments"),
+        f"{roll.TRAIN}strategy_args.strategy_config.": MEGATRON_NAMES,
+    }
+    given = dict.fromkeys([*own, *(prefix + name for prefix, known in groups.items() for name in known)])
+    settings = Settings.of_names(given, roll.DOOR.all_defaults)
+    slips = [row for row in judge_names(roll.DOOR, settings, is_ours=False) if row.is_wrong]
     assert not slips, "a name of ROLL's is taken for a slip"

@@ -23,8 +23,10 @@ from test_skyrl import emulated_skyrl, started
 from torch import Tensor
 
 from megatron_rl.__main__ import main
-from megatron_rl.hosts import HYDRA_HOST_NAMES, roll, roll_launch, skyrl
+from megatron_rl.hosts import HYDRA_HOST_NAMES, roll, skyrl
+from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.hydra import HYDRA_HOSTS
+from megatron_rl.hosts.settings import put
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import DIVISOR
 
@@ -68,7 +70,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
 def change(path: Path, **values: object) -> None:
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     for name, value in values.items():
-        roll_launch.put(settings, name.split("__"), value)
+        put(settings, name.split("__"), value)
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
 
 
@@ -88,7 +90,7 @@ WRONG_YAML: dict[str, tuple[dict[str, Any], str]] = {
     "cut groups, one GPU list": ({"actor_train__device_mapping": "list(range(0,4)) + [7]"}, "a step of 160 of 512 samples"),
     "a variable of nobody": ({"system_envs": {"MEGATRON_RL_DIVISOR": "8"}}, "MEGATRON_RL_DIVISOR=8 has no effect"),
     "an interpolation": ({"importance_sampling": "${mode}", "mode": "seq"}, "two losses in one launch"),
-    "another strategy": ({"actor_train__strategy_args": None}, "strategy_name: fsdp2_train: our worker needs the logits"),
+    "another strategy": ({"actor_train__strategy_args": None}, "strategy_name fsdp2_train: our worker needs the logits"),
     "our loss, their worker": (
         {"actor_train__worker_cls": "roll.pipeline.rlvr.actor_worker.ActorWorker"},
         "ROLL trains its own loss, and actor_train.pg_variant: gspo.prompt_mean has no effect; for ours set actor_train.worker_cls",
@@ -118,7 +120,7 @@ def test_a_wrong_yaml_is_refused_by_name(name, checkout, capsys):
         (
             {"actor_train__worker_cls": None, "actor_train__pg_variant": None},
             LINE_OF_ROLL,
-            "ROLL trains its own loss; for ours set actor_train.worker_cls: megatron_rl.hosts.roll_worker.ActorWorker and actor_tr",
+            "None is ROLL's own: none of our losses is chosen; for ours set actor_train.worker_cls: megatron_rl.hosts.roll_w",
         ),
         ({"rollout_batch_size": "${oc.env:BATCH}"}, LINE_OF_ROLL, "not judged: the value of rollout_batch_size is not known"),
         ({"rollout_batch_size": "${size}"}, LINE_OF_ROLL, "not judged: the value of rollout_batch_size is not known"),
@@ -321,18 +323,17 @@ def test_the_lines_of_roll_are_a_yaml_that_doctor_reads(checkout, capsys):
     given += ["--clip-ratio-low", "0.1", "--clip-ratio-high", "0.3", "--clip-ratio-c", "5", "--kl-coefficient", "0.01"]
     given += ["--entropy-coefficient", "0.02", "--importance-correction", "tis", "--importance-correction-high", "3"]
     lines = explain_json(*STEP, *given, "--host", "roll")["launch_lines"]
-    settings: dict[str, Any] = {"actor_train": {"strategy_args": {"strategy_name": "megatron_train"}}}
+    settings: dict[str, Any] = {}
     for line in lines:
         name, value = next(iter(yaml.safe_load(line).items()))
-        roll_launch.put(settings, name.split("."), value)
+        put(settings, name.split("."), value)
     checkout.write_text(yaml.safe_dump(settings), encoding="utf-8")
     code, out = doctor(capsys, LINE_OF_ROLL)
     assert code == 0 and "grpo.constant, clip 0.1/0.3, clip_ratio_c 5, weight of a token 1/(L N) = 1/(8192 N)" in out, out
     assert "correction tis, for the gap" in out
-    worker, pipeline = roll_launch.configs_of(settings)
-    config = roll.read_settings(worker, pipeline).config
+    config = read(roll.DOOR, roll.settings_of_yaml(settings)).config
     assert (config.kl_coefficient, config.entropy_coefficient, config.importance_correction_high) == (0.01, 0.02, 3)
-    assert all(type(value) is str for value in worker.system_envs.values())
+    assert all(type(value) is str for value in settings["actor_train"]["system_envs"].values())
 
 
 def test_the_lines_of_skyrl_are_settings_that_doctor_reads(capsys):
@@ -412,11 +413,13 @@ def test_the_defaults_of_roll_are_its_own():
         ROLL.source("roll/configs/training_args.py"),
     )
     own = defaults_of(base, "BaseConfig") | defaults_of(base, "PPOConfig") | defaults_of(rlvr, "RLVRConfig")
-    assert {name: own[name] for name in roll_launch.PIPELINE} == roll_launch.PIPELINE
-    of_worker = defaults_of(worker, "WorkerConfig")
-    assert {name: of_worker[name] for name in roll_launch.WORKER} == roll_launch.WORKER
-    assert roll_launch.TRAINING.items() <= defaults_of(training, "TrainingArguments").items()
-    assert defaults_of(worker, "StrategyArguments")["strategy_name"] == roll_launch.DEFAULT_STRATEGY
+    sources = {roll.TRAINING: defaults_of(training, "TrainingArguments"), roll.TRAIN: defaults_of(worker, "WorkerConfig"), "": own}
+    for name, default in roll.DOOR.all_defaults.items():
+        prefix = next(prefix for prefix in sources if name.startswith(prefix))
+        if (last := name.removeprefix(prefix)).count(".") == 0:
+            assert sources[prefix][last] == default, name
+    assert defaults_of(worker, "StrategyArguments")["strategy_name"] == roll.DOOR.all_defaults[f"{roll.STRATEGY_ARGS}strategy_name"]
+    assert not defaults_of(base, "TrainInferISWeightConfig")["enabled"]
     for line in (
         "if backward_steps_per_rank > 1:",
         "if self.init_kl_coef > 0:",

@@ -300,13 +300,18 @@ class Door:
         """What the trainer that is installed lacks of what was probed, with the line that is another one."""
         for path, expected in self.contract.items():
             module, _, name = path.partition(":")
-            try:
-                found: Any = functools.reduce(getattr, name.split("."), import_module(module))
-            except AttributeError:
-                yield f"{self.title}'s {module} has no {name} ({self.probed} was probed)"
-                continue
-            if problem := signature_problem(found, expected):
-                yield f"{self.title}'s {name} {problem}, and {self.probed} was probed ({place_of(found)})"
+            yield from self.differences(import_module(module), name, expected)
+
+    def differences(self, owner: Any, name: str, expected: tuple[str, ...]) -> Iterator[str]:
+        """The same of one function. owner: a module or a class of the trainer. expected: see `contract`."""
+        try:
+            found: Any = functools.reduce(getattr, name.split("."), owner)
+        except AttributeError:
+            yield f"{self.title}'s {owner.__name__} has no {name} ({self.probed} was probed)"
+            return
+        if problem := signature_problem(found, expected):
+            shown = f"{owner.__name__}.{name}" if inspect.isclass(owner) else name
+            yield f"{self.title}'s {shown} {problem}, and {self.probed} was probed ({place_of(found)})"
 
 
 def signature_problem(function: Callable[..., Any], expected: tuple[str, ...]) -> str | None:

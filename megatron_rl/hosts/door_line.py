@@ -211,8 +211,10 @@ def _flags_of_others(door: Door, words: Sequence[str], given: Mapping[str, Any])
 def _values_for_groups(door: Door, settings: Settings) -> Iterator[Row]:
     """One value in the place of a group of settings: nothing below it can be judged. A file may leave a group out by null."""
     setting, known = door.choice.setting, door.known_names
+    groups = {one.name for one in door.settings if one.kind == Kind.GROUP}
     for whole, value in settings.given.items():
-        if value is UNKNOWN or isinstance(value, Mapping) or not any(name.startswith(f"{whole}.") for name in known):
+        is_group = whole in groups or any(name.startswith(f"{whole}.") for name in known)
+        if value is UNKNOWN or isinstance(value, Mapping) or not is_group:
             continue
         if value is None and settings.has_files and not settings.is_typed(whole):
             continue

@@ -64,7 +64,7 @@ def read(door: Door, settings: Settings) -> Found:
     problems += own_loss_problems(config)
     for find in (_own_names, _corrections, _kl, _proportional):
         problems += find(found, fields)
-    rows = [Row(door.choice.setting, text, is_wrong=True) for text in (*problems, *_switches(door, settings))]
+    rows = [Row(door.choice.setting, text, is_wrong=True) for text in (*problems, *_texts(door, settings))]
     rows += [Row("sampling", text, is_wrong=True) for text in sampling.problems]
     rows += [row for one in door.checks for row in one(found)]
     if any(row.is_wrong for row in rows):
@@ -173,11 +173,16 @@ def _numbers(door: Door, settings: Settings, fields: Mapping[str, Given]) -> Ite
     yield from (settings.one(one.name) for one in door.settings if one.kind == Kind.NUMBER)
 
 
-def _switches(door: Door, settings: Settings) -> Iterator[str]:
+def _texts(door: Door, settings: Settings) -> Iterator[str]:
+    """Text for a switch, and for a number that no loss judges."""
     for one in door.settings:
-        value = settings.value_of(one.name) if one.kind == Kind.SWITCH else None
-        if isinstance(value, str):
+        value = settings.value_of(one.name)
+        if not isinstance(value, str):
+            continue
+        if one.kind == Kind.SWITCH:
             yield f"{one.name}={value!r} is text, which {door.title} may take for true: write true or false"
+        elif one.kind == Kind.NUMBER and (one.field is None or one.field.endswith("_coefficient")):
+            yield f"{one.name}={value!r} is text, and must be a number"
 
 
 def _config(door: Door, loss_name: str, aggregation: str, fields: Mapping[str, Given]) -> tuple[PolicyLossConfig, list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts import door_line, factors, nemo_rl, roll_launch, skyrl, verl
+from megatron_rl.hosts import door_line, factors, nemo_rl, roll, skyrl, verl
 from megatron_rl.hosts.door import Door
 from megatron_rl.hosts.settings_line import ReadFile, Row
 
@@ -33,19 +33,6 @@ class HydraHost:
     is_per_token: bool = False  # Megatron's per-token contract, whatever is typed
 
 
-ROLL = HydraHost(
-    name="roll",
-    starts="start_rlvr_pipeline.py",
-    recognises=roll_launch.is_of_roll,
-    judge=roll_launch.judge,
-    judge_settings=roll_launch.judge_settings,
-    stages=factors.of_roll,
-    place="lines of the YAML",
-    separator="; ",
-    per_token="ROLL's factors are made for the mean over ranks, and our worker refuses it",
-)
-
-
 def of_door(door: Door) -> HydraHost:
     return HydraHost(
         name=door.name,
@@ -61,8 +48,7 @@ def of_door(door: Door) -> HydraHost:
     )
 
 
-VERL, NEMO_RL, SKYRL = of_door(verl.DOOR), of_door(nemo_rl.DOOR), of_door(skyrl.DOOR)
-HYDRA_HOSTS = {host.name: host for host in (VERL, NEMO_RL, ROLL, SKYRL)}
+HYDRA_HOSTS = {one.DOOR.name: of_door(one.DOOR) for one in (verl, nemo_rl, roll, skyrl)}
 
 
 def hydra_host_of(words: Sequence[str]) -> HydraHost | None:

@@ -1,8 +1,11 @@
-"""ROLL: our losses on the logits of its Megatron strategy, with the weights of the step.
+"""ROLL: our losses on the logits of its Megatron strategy, with the weights of the step. The loss is in roll_loss.
 
     actor_train:
       worker_cls: megatron_rl.hosts.roll_worker.ActorWorker
       pg_variant: <loss>.<aggregation>
+
+ROLL's settings drop a name that they do not know without a word. So ours are variables of the worker's environment,
+actor_train.system_envs.MEGATRON_RL_<NAME>. A launch line names a YAML, which hydra finds beside the script.
 
 What ROLL and Megatron do with the number that a loss returns, D data-parallel and c context-parallel ranks, M micro-batches:
 
@@ -15,393 +18,455 @@ logits of its own tokens, so KL and entropy come from the same pass, with ROLL's
 
 from __future__ import annotations
 
-import functools
+import ast
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, weigh_tokens
-from megatron_rl.aggregation_record import AggregationRecord
+from megatron_rl.aggregation_record import Formula
 from megatron_rl.arguments import read_number
-from megatron_rl.config import CorrectionSettings, KLEstimator, PolicyLossConfig, counted_twice
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.dense_rows import (
-    CORRECTION_SETTINGS,
-    read_config,
-    read_name,
-    refuse_nonfinite,
-    signature_problem,
-    tell_once,
-    warn_once,
-)
-from megatron_rl.hosts.given import Given
-from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, readers_of, value_at
-from megatron_rl.hosts.settings_line import UNKNOWN
-from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
-from megatron_rl.losses import PolicyLossOutput, policy_loss
-from megatron_rl.step_metrics import finalise_metrics, reduce_statistics
+from megatron_rl.hosts.door import AVERAGED, TIMES_CP, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
+from megatron_rl.hosts.door_settings import read
+from megatron_rl.hosts.sampling import Filter, Sampler, Scores
+from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
+from megatron_rl.hosts.settings_files import resolved, with_values
+from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
+from megatron_rl.validation.checks import Row, check
 
-PROBED = "alibaba/ROLL 8eb27cc2"
-WORKER = "megatron_rl.hosts.roll_worker.ActorWorker"
-STRATEGY = "megatron_train"
-# ROLL's settings drop a name that they do not know without a word. So our numbers are variables of the worker's environment.
-VARIABLES = "MEGATRON_RL_"
-DIVISOR = "loss_aggregation_divisor"
+WORKER, STRATEGY = "megatron_rl.hosts.roll_worker.ActorWorker", "megatron_train"
+SCRIPT, OUR_SCRIPT = re.compile(r"(?:.*/)?start_\w+_pipeline\.py"), re.compile(r"(?:.*/)?start_rlvr\w*_pipeline\.py")
+TRAIN, INFER, CORRECTION = "actor_train.", "actor_infer.", "train_infer_correction."
+WORKER_CLASS, VARIANT, VARIABLES = f"{TRAIN}worker_cls", f"{TRAIN}pg_variant", "MEGATRON_RL_"
+ENVIRONMENT, TRAINING, STRATEGY_ARGS = f"{TRAIN}system_envs.", f"{TRAIN}training_args.", f"{TRAIN}strategy_args."
+BATCH = ("rollout_batch_size", "num_return_sequences_in_group")
+STEP = (f"{TRAINING}per_device_train_batch_size", f"{TRAINING}gradient_accumulation_steps")
+LAYOUT = tuple(f"{STRATEGY_ARGS}strategy_config.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
+RECOMPUTE, NEVER_RECOMPUTE = "enable_old_logprobs_recompute", "force_disable_old_logprobs_recompute"
+# Estimators for which ROLL always computes old log-probabilities.
+RECOMPUTING = ("step_reinforce", "gigpo")
 # ROLL's clip, of both sides or of each with use_pg_clip_range, and the default of all three.
 CLIPS, CLIP = ("pg_clip", "pg_clip_low", "pg_clip_high"), 0.2
-# Others of its numbers that our worker reads, of the pipeline and of actor_train.training_args.
-NUMBERS = (
-    "pg_clip",
-    "kl_loss_coef",
-    "entropy_loss_coef",
-    "rl_loss_coef",
-    "rollout_batch_size",
-    "num_return_sequences_in_group",
-    "ppo_epochs",
-)
-# Switches, of the pipeline and of actor_train: any text is true.
-SWITCHES = ("use_pg_clip_range", "dual_clip_loss", "use_kl_loss", "enable_old_logprobs_recompute")
-WORKER_SWITCHES = ("apply_loss_scale", "use_dynamic_batching_in_train")
-STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
-# ROLL's name of our mean of KL and entropy.
-AGG_MODE = "seq-mean-token-mean"
-# What ROLL's own loss reads of a pipeline, the only value that ours accepts, and why.
+PER_TOKEN = f"{STRATEGY_ARGS}strategy_config.calculate_per_token_loss"
+# What ROLL's own loss reads, the only value that ours accepts, and why.
+_NORMALISED = "ROLL normalises these weights in each micro-batch, so they depend on its size"
 ONLY = {
-    "importance_sampling": ("token", "two losses in one launch; ours is gspo: set pg_variant: gspo.<aggregation>"),
-    "difficulty_loss_weight": (False, "ROLL normalises these weights in each micro-batch, so they depend on its size"),
-    "length_loss_weight": (False, "ROLL normalises these weights in each micro-batch, so they depend on its size"),
-    "rl_loss_coef": (1.0, "it would multiply the weights; change the learning rate"),
-    "loss_agg_mode": (AGG_MODE, "our aggregation is in pg_variant, and KL and entropy are means over samples"),
+    "importance_sampling": (Kind.OTHER, "token", "two losses in one launch; ours is gspo: set pg_variant: gspo.<aggregation>"),
+    "difficulty_loss_weight": (Kind.SWITCH, False, _NORMALISED),
+    "length_loss_weight": (Kind.SWITCH, False, _NORMALISED),
+    "rl_loss_coef": (Kind.NUMBER, 1.0, "it would multiply the weights; change the learning rate"),
+    "loss_agg_mode": (
+        Kind.OTHER,
+        "seq-mean-token-mean",
+        "our aggregation is in pg_variant, and KL and entropy are means over samples",
+    ),
 }
 OUR_PIPELINE = "our worker is made for ROLL's RLVR pipeline; start examples/start_rlvr_pipeline.py"
-# Columns that we add to ROLL's batch of a step, [B] int64, and to its meta_info.
-PROMPT_TOKENS, NUM_PROMPTS = "megatron_rl_prompt_tokens", "megatron_rl_num_prompts"
-# What we call, replace or are called by.
-WORKER_METHODS = {"loss_func": ("self", "data", "output_tensor"), "initialize": ("self", "pipeline_config")}
-STRATEGY_METHODS = {
-    "train_step": ("self", "batch", "loss_func"),
-    "inner_forward_step": ("self", "loss_func", "data_iterator", "model"),
-    "_get_feature_on_this_cp_rank": ("self", "feature", "feature_name"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RollSettings:
-    config: PolicyLossConfig
-    is_on_policy: bool  # ROLL has not computed old log-probabilities: the batch has placeholders
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def record(self) -> AggregationRecord:
-        return get_loss_aggregation(self.config.loss_aggregation)
-
-    @property
-    def counts_prompts(self) -> bool:
-        return self.record.needs is None or self.record.needs_prompts
-
-    def __str__(self) -> str:
-        return f"{self.config.policy_loss}.{self.config.loss_aggregation}"
 
 
 # Settings
 
 
-def read_settings(worker: Any, pipeline: Any) -> RollSettings:
-    """From ROLL's config of the worker and of the pipeline. Raises one ConfigError with every problem."""
-    remedy = "Set actor_train.pg_variant: <loss>.<aggregation>"
-    loss_name, aggregation = read_name("actor_train.pg_variant", worker.pg_variant, remedy, lambda record: True)
-    loss = get_policy_loss(loss_name)
-    ours = {name: value for name, value in worker.system_envs.items() if name.startswith(VARIABLES)}
+def settings_of(worker: Any, pipeline: Any, given: Mapping[str, Any] | None = None) -> Settings:
+    """Of ROLL's configs of the worker and of the pipeline, objects or mappings. given: all names of a YAML; None: the variables of
+    the worker. What a YAML says is not known to be typed: ROLL's objects have its defaults too."""
 
-    def given(name: str) -> Given:
-        variable = VARIABLES + name.upper()
-        return Given(f"actor_train.system_envs.{variable}", read_number(ours.get(variable)))
+    def value_of(name: str) -> Any:
+        if name.startswith(TRAIN):
+            value = value_at(worker, name.removeprefix(TRAIN))
+            return read_number(value) if name.startswith(ENVIRONMENT) else value
+        if name.startswith(INFER) and value_at(pipeline, INFER.removesuffix(".")) in (None, ABSENT):
+            return UNKNOWN
+        return value_at(pipeline, name)
+
+    if given is None:
+        given = {f"{ENVIRONMENT}{name}": value for name, value in worker.system_envs.items()}
+    return Settings(value_of, DOOR.all_defaults, typed=(), has_files=True, given=given)
+
+
+def read_settings(worker: Any, pipeline: Any) -> Found:
+    """From ROLL's config objects. Raises one ConfigError with every problem."""
+    if not hasattr(pipeline, "num_return_sequences_in_group"):
+        raise ConfigError(f"{type(pipeline).__name__}: {OUR_PIPELINE}")
+    return read(DOOR, settings_of(worker, pipeline))
+
+
+def derive(settings: Settings, loss: PolicyLoss, fields: Mapping[str, Given]) -> dict[str, Given]:
+    """The clip of both sides, or of each; ROLL's c of the dual clip; KL and entropy. Text stays as it is, and is refused."""
+
+    def number(name: str, of: Any) -> Any:
+        value = settings[name]
+        return of(value) if isinstance(value, int | float) else value
 
     # The switch chooses both sides, whatever their values; without it ROLL's default is nobody's choice.
-    has_range = bool(pipeline.use_pg_clip_range)
-    names = ("pg_clip_low", "pg_clip_high") if has_range else ("pg_clip", "pg_clip")
-    low, high = (Given(name, getattr(pipeline, name), CLIP, True if has_range else None) for name in names)
-    more_numbers = [Given(name, getattr(pipeline, name)) for name in NUMBERS if hasattr(pipeline, name)]
-    more_numbers += [Given(f"actor_train.training_args.{name}", getattr(worker.training_args, name)) for name in STEP]
-    dual_clip = 1 + 2 * pipeline.pg_clip if pipeline.dual_clip_loss else None  # ROLL's c
-    parameters = [parameter.name for parameter in loss.parameters if parameter.name != "clip_ratio_c"]
-    correction = {name: given(name).value for name in CORRECTION_SETTINGS if given(name).is_chosen}
-    estimator = given("kl_estimator")
-    config, problems = read_config(
-        f"pg_variant: {loss_name}.{aggregation}",
-        loss_name,
-        aggregation,
-        (low, high),
-        {"clip_ratio_c": Given("dual_clip_loss", dual_clip)} | {name: given(name) for name in parameters},
-        given(DIVISOR),
-        "use_pg_clip_range: true and {name}: {value}",
-        more_numbers,
-        kl_coefficient=pipeline.kl_loss_coef if pipeline.use_kl_loss else 0.0,
-        kl_estimator=KLEstimator.K3 if estimator.value is None else estimator.value,
-        entropy_coefficient=max(pipeline.entropy_loss_coef, 0.0),
-        **correction,
-    )
-    sampling = judge_sampler(config, pipeline)
-    settings = RollSettings(config, not pipeline.enable_old_logprobs_recompute, sampling.warnings)
-    allowed = [VARIABLES + name.upper() for name in (*parameters, DIVISOR, *CORRECTION_SETTINGS, "kl_estimator")]
-    if estimator.is_chosen and estimator.value not in tuple(KLEstimator):
-        problems.append(f"{estimator.name}={estimator.value} is not one of {', '.join(KLEstimator)}")
-    elif estimator.is_chosen and not config.kl_coefficient:
-        problems.append(f"{estimator.name}={estimator.value} has no effect without use_kl_loss: true and kl_loss_coef; remove it")
-    for variable in sorted(ours.keys() - set(allowed)):
-        problems.append(
-            f"actor_train.system_envs.{variable}={ours[variable]} has no effect: {settings} has {', '.join(allowed)}; remove it"
-        )
-    for one in (Given(name, getattr(pipeline, name), CLIP) for name in CLIPS):
-        if one.is_chosen and one.name not in (*names, "pg_clip" if dual_clip else ""):
-            switch = "dual_clip_loss: true" if has_range else "use_pg_clip_range: true"
-            problems.append(f"{one.name}: {one.value} has no effect without {switch}; set the switch, or remove it")
-    problems += [*_problems(settings, worker, pipeline), *CorrectionSettings.of(config).problems(), *sampling.problems]
-    if problems:
-        raise ConfigError(problems)
-    return settings
-
-
-def judge_sampler(config: PolicyLossConfig, pipeline: Any) -> SamplingVerdict:
-    host = getattr(pipeline, "train_infer_correction", None)
-    theirs = {} if host is None else {"is_weight": host.is_weight.enabled, "filters": any(one.enabled for one in host.filters)}
-    readers = [*readers_of(config), *(f"train_infer_correction.{name}" for name, is_on in theirs.items() if is_on)]
-    is_known = getattr(pipeline, "actor_infer", None) is not None
-    return judge_sampling("roll", functools.partial(value_at, pipeline) if is_known else lambda name: UNKNOWN, readers)
-
-
-def _problems(settings: RollSettings, worker: Any, pipeline: Any) -> Iterator[str]:
-    if not hasattr(pipeline, "num_return_sequences_in_group"):
-        yield f"{type(pipeline).__name__}: {OUR_PIPELINE}"
-        return
-    texts = {name: getattr(pipeline, name) for name in SWITCHES} | {f"actor_train.{n}": getattr(worker, n) for n in WORKER_SWITCHES}
-    for name, value in texts.items():
-        if isinstance(value, str):
-            yield f"{name}: {value!r} is text, which ROLL takes for true: write true or false, without quotes"
-    for name, (only, why) in ONLY.items():
-        if getattr(pipeline, name) != only:
-            yield f"{name}: {getattr(pipeline, name)} beside {settings}: {why}; set {name}: {only}"
-    layout = worker.strategy_args.strategy_config
-    if worker.strategy_args.strategy_name != STRATEGY:
-        yield (
-            f"actor_train.strategy_args.strategy_name: {worker.strategy_args.strategy_name}: our worker needs the logits of ROLL's "
-            f"Megatron strategy; set {STRATEGY}"
-        )
-        return
-    if not worker.apply_loss_scale:
-        yield "actor_train.apply_loss_scale: false: Megatron and DDP would average over micro-batches and ranks; set it to true"
-    if layout.get("calculate_per_token_loss"):
-        yield "strategy_config.calculate_per_token_loss: true: ROLL's factors are made for the mean over ranks; remove it"
-    step = step_of(worker)
-    batch = pipeline.rollout_batch_size * pipeline.num_return_sequences_in_group
-    is_one_step = step == batch and not worker.use_dynamic_batching_in_train
-    if settings.counts_prompts and not is_one_step:
-        how = "dynamic batching" if worker.use_dynamic_batching_in_train else f"a step of {step} of {batch} samples"
-        yield (
-            f"{how} beside {settings}: an optimiser step must have all samples of a batch, because a smaller one cuts prompt "
-            f"groups; set actor_train.training_args.gradient_accumulation_steps so that per_device_train_batch_size x "
-            "gradient_accumulation_steps x data-parallel ranks is rollout_batch_size x num_return_sequences_in_group, and "
-            "use_dynamic_batching_in_train: false"
-        )
-    if settings.is_on_policy and not (is_one_step and pipeline.ppo_epochs == 1):
-        yield (
-            "enable_old_logprobs_recompute: false with several optimiser steps a batch: the batch has no old log-probabilities, "
-            "and the ratio of the later steps would be 1; set enable_old_logprobs_recompute: true, and no "
-            "force_disable_old_logprobs_recompute"
-        )
-    yield from _correction_problems(settings, pipeline.train_infer_correction)
-
-
-def ranks_of_model(layout: Mapping[str, Any]) -> int:
-    """layout: ROLL's strategy_config."""
-    return math.prod(layout.get(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "pipeline_model", "context"))
-
-
-def step_of(worker: Any) -> int:
-    """Samples of an optimiser step, by ROLL's config of the worker."""
-    training, layout = worker.training_args, worker.strategy_args.strategy_config
-    ranks = len(worker.device_mapping) // ranks_of_model(layout)
-    return training.per_device_train_batch_size * training.gradient_accumulation_steps * ranks
-
-
-def _correction_problems(settings: RollSettings, host: Any) -> Iterator[str]:
-    """host: ROLL's train_infer_correction."""
-    is_weighed, is_filtered = host.is_weight.enabled, any(one.enabled for one in host.filters)
-    loss = get_policy_loss(settings.config.policy_loss)
-    if settings.is_on_policy and (is_weighed or is_filtered):
-        yield (
-            "train_infer_correction with enable_old_logprobs_recompute: false: ROLL drops tokens after it has counted them; set "
-            "enable_old_logprobs_recompute: true"
-        )
-    kind = settings.config.importance_correction
-    if is_weighed and CorrectionSettings.of(settings.config).is_on:
-        yield (
-            f"train_infer_correction.is_weight.enabled: true beside {VARIABLES}IMPORTANCE_CORRECTION={kind}: the gap between "
-            "sampler and trainer would be counted twice; remove one of them"
-        )
-    if is_weighed and loss.anchor == "rollout":
-        yield counted_twice(kind, loss.name, "train_infer_correction.is_weight.enabled: true")
-
-
-# The step
-
-
-def weigh_steps(strategy: Any, settings: RollSettings) -> None:
-    """From now on the strategy counts the prompts of a step before it trains, where weights need them, and tells its first step.
-
-    Raises ConfigError for a strategy with another contract than the one that was probed."""
-    if problems := [*contract_problems(type(strategy), STRATEGY_METHODS)]:
-        raise ConfigError(problems)
-    train_step = strategy.train_step
-
-    @functools.wraps(train_step)
-    def counted_train_step(batch: Any, loss_func: Callable[..., Any]) -> Any:
-        if settings.counts_prompts:
-            count_prompts(batch)
-        metrics = train_step(batch=batch, loss_func=loss_func)
-        tell_step(settings, read_totals(batch))
-        return metrics
-
-    strategy.train_step = counted_train_step
-
-
-def count_prompts(data: Any) -> None:
-    """Adds the tokens of each sample's prompt group to this rank's batch of a step. Samples with equal prompts are a group.
-
-    Communication: that of count_step over the data-parallel ranks. Raises what it raises.
-    """
-    columns = data.batch
-    ids, is_prompt = columns["input_ids"].cpu(), columns["prompt_mask"].bool().cpu()
-    prompts = [str(row[kept].tolist()) for row, kept in zip(ids, is_prompt, strict=True)]
-    totals, _, prompt_counts = count_step(None, prompts, token_counts=loss_mask_of(columns).sum(-1).cpu())
-    columns[PROMPT_TOKENS] = prompt_counts.to(columns["input_ids"].device)
-    data.meta_info[NUM_PROMPTS] = totals.num_prompts
-
-
-def loss_mask_of(columns: Any) -> Tensor:  # [B, S - 1] bool
-    final = columns.get("final_response_mask", None)
-    return (columns["response_mask"][:, 1:] if final is None else final).bool()
-
-
-def read_totals(data: Any) -> StepTotals:
-    """Raises ConfigError, with the key, where ROLL's call does not have the counts of the step."""
-    meta = data.meta_info
-    key = "response_mask" if data.batch.get("final_response_mask", None) is None else "final_response_mask"
-    try:
-        num_samples, num_tokens = int(meta["global_valid_samples"]["default"]), int(meta["batch_num_tokens"][key])
-    except KeyError as error:
-        raise ConfigError(
-            f"ROLL's meta_info has no {error}, which our weights need: this ROLL has another contract than the one that was probed "
-            f"({PROBED})"
-        ) from None
-    return StepTotals(num_samples=num_samples, num_prompts=meta.get(NUM_PROMPTS), num_tokens=num_tokens)
-
-
-def tell_step(settings: RollSettings, totals: StepTotals) -> None:
-    config = settings.config
-    warn_once(settings.warnings)
-    terms = [f"KL {config.kl_coefficient:g} ({config.kl_estimator})"] * bool(config.kl_coefficient)
-    terms += [f"entropy {config.entropy_coefficient:g}"] * bool(config.entropy_coefficient)
-    regularizers = f"{' and '.join(terms)} x mean over samples" if terms else "no KL and no entropy in the loss"
-    tell_once(f"pg_variant: {settings} in ROLL", config, totals, regularizers)
-
-
-# The loss
-
-
-def compute_loss(
-    settings: RollSettings,
-    strategy: Any,
-    data: Any,  # ROLL's micro-batch of whole samples: [B, S] and [B, S - 1] columns; position t of the latter is of token t + 1
-    logits: Tensor,  # [B, S / c, V / tp] with gradient: of this rank's tokens
-) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, ROLL's names of metrics
-    """This rank's part of sum_i w_i sum_t m_it u_it l_it + KL - entropy, u: ROLL's train_infer_is_weight, or our correction.
-
-    Masked values may be anything. Communication: that of policy_loss, and over context-parallel ranks two sums for metrics.
-    Synchronises, as ROLL's own loss does for its metrics. Raises ConfigError for a call without the step's counts or the sampler's
-    log-probabilities, and DataError for unmasked values that are not finite.
-    """
-    config, columns, totals = settings.config, data.batch, read_totals(data)
-    mask = loss_mask_of(columns)
-    token_counts, correction = mask.sum(-1), CorrectionSettings.of(config)
-
-    def on_this_rank(values: Tensor) -> Tensor:  # [B, S - 1] -> [B S / c]
-        return strategy._get_feature_on_this_cp_rank(torch.nn.functional.pad(values, (0, 1)), PROMPT_TOKENS).flatten()
-
-    needs_sampler = correction.is_on or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
-    sampled = columns.get("infer_logprobs", None) if needs_sampler else None
-    if needs_sampler and (sampled is None or len(sampled) == 0):
-        raise ConfigError(
-            f"the batch has no infer_logprobs, which {settings} needs: set actor_infer.generating_args.logprobs: 1, so that the "
-            "sampler reports them"
-        )
-    importance = columns.get("train_infer_is_weight", None)
-    rows, width = logits.shape[:2]
-    output = policy_loss(
-        config.policy_loss,
-        logits.flatten(0, 1),
-        on_this_rank(torch.where(mask, columns["input_ids"][:, 1:], 0)),
-        None if settings.is_on_policy else on_this_rank(columns["old_log_probs"].float()),
-        on_this_rank(columns["advantages"].float()),
-        on_this_rank(mask),
-        torch.arange(rows + 1, dtype=torch.int32, device=logits.device) * width,
-        weigh_tokens(
-            config.loss_aggregation,
-            token_counts,
-            totals,
-            prompt_token_counts=columns[PROMPT_TOKENS] if settings.counts_prompts else None,
-            divisor=config.loss_aggregation_divisor,
-        ),
-        clip_ratio_low=config.clip_ratio_low,
-        clip_ratio_high=config.clip_ratio_high,
-        loss_parameters=config.loss_parameters,
-        importance_weights=None if importance is None else on_this_rank(importance),
-        rollout_log_probs=None if sampled is None else on_this_rank(sampled),
-        correction=correction if correction.is_on else None,
-        ref_log_probs=on_this_rank(columns["ref_log_probs"].float()) if config.kl_coefficient else None,
-        kl_coefficient=config.kl_coefficient,
-        kl_estimator=config.kl_estimator,
-        entropy_coefficient=config.entropy_coefficient,
-        regularizer_weights=regularizer_weights(token_counts, totals),
-        advantages_per="token",
-        token_counts=token_counts,
-        metrics=config.policy_metrics,
-    )
-    refuse_nonfinite(output)
-    return output.loss, _metrics(output)
-
-
-def _metrics(output: PolicyLossOutput) -> dict[str, float]:
-    """ROLL adds what ends with @sum over its calls and data-parallel ranks, and averages what ends with @mean. It reads one
-    context-parallel rank, so the parts are added up here."""
-    cp_group = resolve_group(None, "cp")
-    sums = {
-        "actor/total_loss@sum": output.loss.detach(),
-        "actor/pg_loss@sum": output.policy_loss,
-        "actor/kl_loss@sum": output.kl_loss,
-    }
-    parts = {name: value for name, value in sums.items() if value is not None}
-    totals = all_reduce_sum(torch.stack(list(parts.values())).double(), cp_group).tolist()
-    statistics = reduce_statistics(output.metrics, ParallelGroups(dp_cp=cp_group), has_entropy=False)
-    found = finalise_metrics(statistics)
+    has_range = bool(settings["use_pg_clip_range"])
+    low, high = (settings.one(name)._replace(is_typed=has_range or None) for name in acting_clips(settings))
+    dual_clip = number("pg_clip", lambda clip: 1 + 2 * clip) if settings["dual_clip_loss"] else None
+    kl = settings.one("kl_loss_coef") if settings["use_kl_loss"] else Given("use_kl_loss: true and kl_loss_coef", 0, 0)
     return {
-        **dict(zip(parts, totals, strict=True)),
-        "actor/ppo_ratio_clipfrac@mean": found.get("policy/clipped_ratio_fraction", 0.0),
-        "actor/policykl@mean": found.get("policy/new_logprobs", 0.0) - found.get("policy/old_logprobs", 0.0),
+        "clip_ratio_low": low,
+        "clip_ratio_high": high,
+        "clip_ratio_c": Given("dual_clip_loss", dual_clip),
+        "kl_coefficient": kl,
+        "entropy_coefficient": Given("entropy_loss_coef", number("entropy_loss_coef", lambda value: max(value, 0)), 0),
     }
 
 
-def contract_problems(owner: type, methods: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """What a class of ROLL lacks of the contract that our loss is written for."""
-    for name, arguments in methods.items():
-        found = getattr(owner, name, None)
-        path = f"{owner.__name__}.{name}"
-        if found is None:
-            yield f"ROLL's {owner.__name__} has no {name} ({PROBED} was probed)"
-        elif problem := signature_problem(path, found, arguments):
-            yield f"{problem} ({PROBED})"
+def acting_clips(settings: Settings) -> tuple[str, str]:
+    return CLIPS[1:] if settings["use_pg_clip_range"] else (CLIPS[0], CLIPS[0])
+
+
+def corrections(settings: Settings) -> list[str]:
+    return [f"{CORRECTION}is_weight"] if settings[f"{CORRECTION}is_weight.enabled"] else []
+
+
+def readers(settings: Settings) -> list[str]:
+    return (
+        [f"{CORRECTION}filters"] if any(value_at(one, "enabled") is True for one in settings[f"{CORRECTION}filters"] or ()) else []
+    )
+
+
+def recomputes(settings: Settings) -> Any:
+    """Whether ROLL computes old log-probabilities, as its PPOConfig decides it. A worker has the decision."""
+    asked, never, coefficient = (settings[name] for name in (RECOMPUTE, NEVER_RECOMPUTE, "init_kl_coef"))
+    if any(isinstance(one, str) or one is UNKNOWN for one in (asked, never)):
+        return asked
+    step, batch = step_of(settings), batch_of(settings)
+    has_several_steps = step is not None and batch is not None and batch >= 2 * step
+    has_rewards_with_kl = isinstance(coefficient, int | float) and coefficient > 0
+    return not never and (asked or settings["adv_estimator"] in RECOMPUTING or has_rewards_with_kl or has_several_steps)
+
+
+def product(values: Sequence[Any]) -> int | None:
+    return math.prod(values) if all(isinstance(value, int | float) for value in values) else None
+
+
+def batch_of(settings: Settings) -> int | None:
+    """Samples of a batch; None: a setting is no number."""
+    return product([settings[name] for name in BATCH])
+
+
+def step_of(settings: Settings) -> int | None:
+    """Samples of an optimiser step; None where its devices are not known."""
+    devices = devices_of(settings[f"{TRAIN}device_mapping"])
+    ranks = product([settings[name] or 1 for name in LAYOUT])
+    step = product([settings[name] for name in STEP])
+    return None if devices is None or not ranks or step is None else int(step * (len(devices) // ranks))
+
+
+def devices_of(given: Any) -> list[int] | None:
+    """Of a list; in a YAML also of list(range(0,16)) and sums of such lists, which ROLL evaluates. None: of another text."""
+    if not isinstance(given, str):
+        return list(given) if isinstance(given, list | tuple) else None
+    found: list[int] = []
+    for part in given.split("+"):
+        match = re.fullmatch(r"\s*list\(range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\)\s*", part)
+        try:
+            found += range(*(int(number) for number in match.groups() if number)) if match else ast.literal_eval(part.strip())
+        except (ValueError, SyntaxError, TypeError):
+            return None
+    return found
+
+
+# What is ROLL's alone
+
+
+@check()
+def clip_that_its_switch_turns_off(found: Found) -> Iterator[Row]:
+    settings = found.settings
+    acting = {*acting_clips(settings), *(["pg_clip"] if settings["dual_clip_loss"] else [])}
+    for one in map(settings.one, CLIPS):
+        if one.is_chosen and one.name not in acting:
+            switch = "dual_clip_loss: true" if settings["use_pg_clip_range"] else "use_pg_clip_range: true"
+            yield Row(one.name, f"{one.value} has no effect without {switch}; set the switch, or remove it", is_wrong=True)
+
+
+@check()
+def clip_that_a_worker_cannot_know(found: Found) -> Iterator[Row]:
+    """What a YAML says of the clip and a worker, which has ROLL's defaults too, cannot know."""
+    settings, written, own = found.settings, found.settings.given, found.loss.clip_ratios
+    if own is None or own == (CLIP, CLIP) or WORKER_CLASS not in written:
+        return
+    words = f"{found.loss.name} has {own[0]:g}/{own[1]:g} of its own"
+    if not settings["use_pg_clip_range"] and written.get("pg_clip") == CLIP and not settings["dual_clip_loss"]:
+        text = f"{CLIP} is ROLL's default too, so its worker cannot tell that you wrote it, and {words}"
+        remedy = f"set use_pg_clip_range: true, pg_clip_low: {CLIP} and pg_clip_high: {CLIP}"
+        yield Row("pg_clip", f"{text}; remove it, or {remedy}", is_wrong=True)
+    elif settings["use_pg_clip_range"]:
+        for name, side in zip(CLIPS[1:], own, strict=True):
+            if name not in written and side != CLIP:
+                text = f"use_pg_clip_range: true without {name} trains ROLL's default, {CLIP}, and {words}; write {name}"
+                yield Row(name, text, is_wrong=True)
+
+
+@check()
+def only_values_that_ours_accept(found: Found) -> Iterator[Row]:
+    for name, (_, only, why) in ONLY.items():
+        if found.settings[name] != only:
+            yield Row(name, f"{found.settings[name]} beside {found}: {why}; set {name}: {only}", is_wrong=True)
+
+
+@check()
+def strategy_is_megatrons(found: Found) -> Iterator[Row]:
+    settings, name = found.settings, f"{STRATEGY_ARGS}strategy_name"
+    if settings[name] != STRATEGY:
+        why = "our worker needs the logits of ROLL's Megatron strategy"
+        yield Row(name, f"{settings[name]}: {why}; set {STRATEGY}", is_wrong=True)
+        return
+    if not settings[f"{TRAIN}apply_loss_scale"]:
+        why = "Megatron and DDP would average over micro-batches and ranks"
+        yield Row(f"{TRAIN}apply_loss_scale", f"false: {why}; set it to true", is_wrong=True)
+    if settings[PER_TOKEN]:
+        why = "ROLL's factors are made for the mean over ranks"
+        yield Row(PER_TOKEN, f"true: {why}; remove it", is_wrong=True)
+
+
+@check()
+def step_has_what_weights_and_ratios_need(found: Found) -> Iterator[Row]:
+    settings, step, batch = found.settings, step_of(found.settings), batch_of(found.settings)
+    if settings[f"{STRATEGY_ARGS}strategy_name"] != STRATEGY:
+        return
+    is_dynamic = bool(settings[f"{TRAIN}use_dynamic_batching_in_train"])
+    is_one_step = not is_dynamic and (step is None or batch is None or step == batch)
+    if found.counts_prompts and not is_one_step:
+        how = "dynamic batching" if is_dynamic else f"a step of {step} of {batch} samples"
+        yield Row(
+            "step",
+            f"{how} beside {found}: an optimiser step must have all samples of a batch, because a smaller one cuts prompt groups; "
+            f"set {STEP[1]} so that per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks is "
+            f"{' x '.join(BATCH)}, and use_dynamic_batching_in_train: false",
+            is_wrong=True,
+        )
+    if settings[RECOMPUTE]:
+        return
+    if not (is_one_step and settings["ppo_epochs"] == 1):
+        yield Row(
+            RECOMPUTE,
+            "false with several optimiser steps a batch: the batch has no old log-probabilities, and the ratio of the later steps "
+            f"would be 1; set {RECOMPUTE}: true, and no {NEVER_RECOMPUTE}",
+            is_wrong=True,
+        )
+    if found.theirs or readers(settings):
+        why = "ROLL drops tokens after it has counted them"
+        yield Row("train_infer_correction", f"with {RECOMPUTE}: false: {why}; set {RECOMPUTE}: true", is_wrong=True)
+
+
+@check(is_warning=True, subject="old log-probabilities")
+def ratio_is_one(found: Found) -> Iterator[str]:
+    if not found.settings[RECOMPUTE]:
+        yield "ROLL computes none, so the ratio is 1"
+
+
+# The launch line
+
+
+def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
+    """The YAML of a line. Files below its defaults are not read."""
+    script = next((word for word in words if SCRIPT.fullmatch(word)), "")
+    path = file_of(words, Path(script))
+    if read_value(str(path)) is UNKNOWN:
+        return Line(None, [Row("settings", f"{path} is not known here: nothing of ROLL's YAML is judged", is_note=True)])
+    try:
+        tree = with_values(read_file(path))
+    except ConfigError as error:
+        text = f"{error}. ROLL looks in the folder --config_path beside its script for --config_name"
+        return Line(None, [Row("settings", text, is_wrong=True)])
+    rows = [Row("settings", f"{path}")]
+    if path.is_absolute() and not Path(script).is_absolute():
+        rows.append(Row("settings", f"Hydra takes a --config_path that is relative to the folder of {script}", is_wrong=True))
+    if parents := tree.pop("defaults", None):
+        rows.append(Row("settings", f"defaults: {parents} is not read, and what those files set is not judged", is_note=True))
+    settings = settings_of_yaml(resolved(tree))
+    if settings[WORKER_CLASS] == WORKER and not OUR_SCRIPT.fullmatch(script):
+        return Line(None, [*rows, Row("script", f"{script} starts another pipeline: {OUR_PIPELINE}", is_wrong=True)])
+    return Line(settings, rows)
+
+
+def unchosen(settings: Settings) -> Iterator[Row]:
+    variant = settings[VARIANT]
+    if isinstance(variant, str) and "." in variant:
+        text = f"ROLL trains its own loss, and {VARIANT}: {variant} has no effect; for ours set {WORKER_CLASS}: {WORKER}"
+        yield Row(WORKER_CLASS, text, is_wrong=True)
+
+
+def settings_of_yaml(tree: Mapping[str, Any]) -> Settings:
+    """As ROLL makes its objects of a YAML: the pipeline's variables are the worker's, and it decides on old log-probabilities."""
+    train, variables = tree.get("actor_train"), tree.get("system_envs")
+    if isinstance(train, Mapping) and isinstance(variables, Mapping):
+        own = train.get("system_envs")
+        train = {**train, "system_envs": {**variables, **own} if isinstance(own, Mapping) else own or variables}
+    tree = {**tree, "actor_train": train}
+    tree[RECOMPUTE] = recomputes(settings_of(train, tree, {}))
+    return settings_of(train, tree, flat(tree))
+
+
+def file_of(words: Sequence[str], script: Path) -> Path:
+    """Hydra looks for the folder beside the script."""
+    given = {"--config_path": "config", "--config_name": "sppo_config"}  # the script's defaults
+    for index, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag in given:
+            given[flag] = value or "".join(words[index + 1 : index + 2])
+    folder, name = given.values()
+    return script.parent / folder / f"{name.removesuffix('.yaml')}.yaml"
+
+
+def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """Of the clip both sides are written, as its switch chooses both."""
+    lines = {WORKER_CLASS: WORKER, f"{STRATEGY_ARGS}strategy_name": STRATEGY, **given}
+    if dual_clip := given.get("dual_clip_loss"):
+        lines |= {"dual_clip_loss": True, "pg_clip": (dual_clip - 1) / 2}
+    if dual_clip or any(name in given for name in CLIPS[1:]):
+        own = get_policy_loss(config.policy_loss).clip_ratios or (None, None)
+        sides = zip(CLIPS[1:], (config.clip_ratio_low, config.clip_ratio_high), own, strict=True)
+        lines |= {"use_pg_clip_range": True} | {name: side if value is None else value for name, value, side in sides}
+    return lines | ({"use_kl_loss": True} if "kl_loss_coef" in given else {})
+
+
+def line_of(name: str, value: Any) -> str:
+    """A line of YAML. Variables of an environment are text."""
+    shown = str(value).lower() if isinstance(value, bool) else as_typed(value)
+    return f"{name}: '{shown}'" if name.startswith(ENVIRONMENT) and isinstance(value, float) else f"{name}: {shown}"
+
+
+DOOR = Door(
+    name="roll",
+    title="ROLL",
+    probed="alibaba/ROLL 8eb27cc2",
+    settings=(
+        # The pipeline's, of a YAML that may have names of one's own for its ${...}.
+        Setting("pg_clip", Kind.NUMBER, default=CLIP),
+        Setting("pg_clip_low", Kind.NUMBER, "clip_ratio_low", CLIP),
+        Setting("pg_clip_high", Kind.NUMBER, "clip_ratio_high", CLIP),
+        Setting("use_pg_clip_range", Kind.SWITCH, default=False),
+        Setting("dual_clip_loss", Kind.SWITCH, "clip_ratio_c", False),
+        Setting("use_kl_loss", Kind.SWITCH, default=False),
+        Setting("kl_loss_coef", Kind.NUMBER, "kl_coefficient", 0),
+        Setting("entropy_loss_coef", Kind.NUMBER, "entropy_coefficient", 0),
+        Setting("rollout_batch_size", Kind.NUMBER, default=128),
+        Setting("num_return_sequences_in_group", Kind.NUMBER, default=1),
+        Setting("ppo_epochs", Kind.NUMBER, default=1),
+        Setting("adv_estimator", default="gae"),
+        Setting("init_kl_coef", Kind.NUMBER, default=0.2),
+        Setting(RECOMPUTE, Kind.SWITCH, default=False),
+        Setting(NEVER_RECOMPUTE, Kind.SWITCH, default=False),
+        *(Setting(name, kind, default=only) for name, (kind, only, _) in ONLY.items()),
+        Setting(f"{CORRECTION}is_weight.enabled", Kind.SWITCH, default=False),
+        Setting(f"{CORRECTION}filters", default=()),
+        *names(
+            "",
+            Kind.NUMBER,
+            "generate_opt_level max_running_requests max_additional_running_prompts seed rpc_timeout max_steps save_steps "
+            "max_ckpt_to_keep logging_steps eval_steps val_batch_size local_rank prompt_length response_length sequence_length "
+            "val_prompt_length val_sequence_length model_update_buffer_size_mb num_nodes num_gpus_per_node async_generation_ratio "
+            "max_grad_norm l2 lambd gamma value_clip target_kl kl_horizon reward_clip advantage_clip critic_warmup val_n_sample "
+            "minibatch_data_iter_num difficulty_low_threshold difficulty_high_threshold error_max_len_threshold",
+        ),
+        *names(
+            "",
+            Kind.SWITCH,
+            "is_num_return_sequences_expand is_use_additional_prompts profiler_timeline profiler_memory "
+            "report_length_and_rewards is_offload_states is_offload_optimizer_states_in_train_step use_reward_scaling "
+            "add_len_reward use_reward_norm whiten_rewards whiten_advantages add_token_level_kl enable_reference is_pure_opd "
+            "use_opd val_greedy max_len_mask difficulty_mask balance_length error_max_len_clip",
+        ),
+        *names(
+            "",
+            Kind.OTHER,
+            "user_defined_rollout_loop_cls exp_name output_dir base_dir logging_dir rollout_dump_dir track_with "
+            "resume_from_checkpoint length_profiler_dir profiler_output_dir otlp_output_dir model_download_type pretrain "
+            "reward_pretrain kl_penalty norm_mean_type norm_std_type pure_opd_pipeline_type global_template "
+            "save_logging_board_dir mask_type",
+        ),
+        *names(
+            "",
+            Kind.GROUP,
+            "router_args tracker_kwargs checkpoint_config system_envs rollout_mock transfer_backend actor_train actor_infer critic "
+            "reference reward train_infer_correction teacher student_train student_infer tag_to_template dataset_filter validation "
+            "rewards reward_model",
+        ),
+        *names("", Kind.NUMBER, dict.fromkeys(("postive_loss_coef", "use_topr_neg_loss_coef"), "remove it")),
+        *names("", Kind.OTHER, dict.fromkeys(("use_topr_loss", "use_policy_loss_type"), f"choose a loss in {VARIANT}")),
+        Setting("pg_variant"),  # ROLL's own YAMLs give it to roles by ${pg_variant}
+        # The worker's.
+        Setting(VARIANT),
+        Setting(WORKER_CLASS),
+        Setting(f"{TRAIN}apply_loss_scale", Kind.SWITCH, default=True),
+        Setting(f"{TRAIN}use_dynamic_batching_in_train", Kind.SWITCH, default=False),
+        Setting(f"{STRATEGY_ARGS}strategy_name", default="fsdp2_train"),
+        Setting(PER_TOKEN, Kind.SWITCH, default=False),
+        *(Setting(name, Kind.NUMBER, default=1) for name in LAYOUT),
+        # A right name that is like one that we read.
+        Setting(f"{STRATEGY_ARGS}strategy_config.virtual_pipeline_model_parallel_size", Kind.NUMBER),
+        Setting(STEP[0], Kind.NUMBER, default=8),
+        Setting(STEP[1], Kind.NUMBER, default=1),
+        *names(
+            TRAIN,
+            Kind.NUMBER,
+            "world_size num_gpus_per_worker model_update_frequency infer_batch_size backend_timeout max_concurrency "
+            "max_tokens_per_microbatch_in_train sequence_length_round_in_train max_tokens_per_microbatch_in_infer "
+            "sequence_length_round_in_infer opd_kl_coef",
+        ),
+        *names(TRAIN, Kind.NUMBER, dict.fromkeys(("topr_positive_weight", "topr_negative_weight"), "remove it")),
+        *names(TRAIN, Kind.SWITCH, "use_dynamic_batching_in_infer offload_nccl use_sequence_packing logits_in_fp32"),
+        *names(TRAIN, Kind.OTHER, "name device_mapping mtp_training_mode tag_included"),
+        *names(
+            TRAIN,
+            Kind.GROUP,
+            "model_args training_args data_args generating_args strategy_args system_envs sequence_packing_args router_replay",
+        ),
+    ),
+    sections=(TRAIN, "pg_"),
+    choice=Choice(
+        setting=VARIANT, remedy=f"for ours set {WORKER_CLASS}: {WORKER} and {VARIANT}: <loss>.<aggregation>", imports=True
+    ),
+    own=Own(prefix=f"{ENVIRONMENT}{VARIABLES}", is_upper=True, others=("kl_estimator",)),
+    keep_clip="use_pg_clip_range: true and {name}: {value}",
+    derive=derive,
+    is_ours=lambda settings: settings[WORKER_CLASS] in (WORKER, UNKNOWN),
+    corrections=corrections,
+    readers=readers,
+    unchosen=unchosen,
+    sampler=Sampler(
+        filters={
+            f"{INFER}generating_args.top_p": Filter(0.7, (1.0,)),
+            f"{INFER}generating_args.top_k": Filter(50, (-1, 0)),
+        },
+        engine=f"{INFER}strategy_args.strategy_name",
+        engines={"vllm": None, "sglang": Scores.WHOLE},
+        modes=(f"{INFER}strategy_args.strategy_config.logprobs_mode",),
+        typed="{}: {}".format,
+    ),
+    checks=(
+        *(clip_that_its_switch_turns_off, clip_that_a_worker_cannot_know, only_values_that_ours_accept, strategy_is_megatrons),
+        *(step_has_what_weights_and_ratios_need, ratio_is_one),
+    ),
+    prompts=Prompts.COUNTED,
+    step=(
+        ("ROLL", Formula(M=1, dp=1), "apply_loss_scale: multiplies by micro-batches and data-parallel ranks"),
+        *(TIMES_CP, AVERAGED[1]),
+    ),
+    why_not_per_token="ROLL's factors are made for the mean over ranks, and our worker refuses it",
+    starts="start_rlvr_pipeline.py",
+    recognises=lambda words: any(map(SCRIPT.fullmatch, words)),
+    read_line=read_line,
+    write=write,
+    line_of=line_of,
+    place="lines of the YAML",
+    separator="; ",
+    honours=("kl_coefficient", "kl_estimator", "entropy_coefficient"),
+    decides="temperature and batches",
+    contract={
+        "roll.pipeline.rlvr.actor_worker:ActorWorker.loss_func": ("self", "data", "output_tensor"),
+        "roll.pipeline.rlvr.actor_worker:ActorWorker.initialize": ("self", "pipeline_config"),
+    },
+)
+# Of the strategy that ROLL gives the worker.
+STRATEGY_CONTRACT = {
+    "train_step": ("self", "batch", "loss_func"),
+    "inner_forward_step": ("self", "loss_func", "data_iterator", "model"),
+    "_get_feature_on_this_cp_rank": ("self", "feature", "feature_name"),
+}

@@ -9,7 +9,8 @@ from roll.pipeline.rlvr.actor_worker import ActorWorker as RollWorker
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import roll
+from megatron_rl.hosts.roll import DOOR, read_settings
+from megatron_rl.hosts.roll_loss import RollLoss
 
 
 class ActorWorker(RollWorker):
@@ -18,11 +19,11 @@ class ActorWorker(RollWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def initialize(self, pipeline_config: Any) -> None:
         """Raises ConfigError for settings that are not honoured, before the model is made, and for a ROLL with another contract."""
-        if problems := [*roll.contract_problems(RollWorker, roll.WORKER_METHODS)]:
+        if problems := [*DOOR.contract_problems()]:
             raise ConfigError(problems)
-        self.loss_settings = roll.read_settings(self.worker_config, pipeline_config)
+        found = read_settings(self.worker_config, pipeline_config)
         super().initialize(pipeline_config)
-        roll.weigh_steps(self.strategy, self.loss_settings)
+        self.loss = RollLoss(found, self.strategy)
 
     def loss_func(self, data: Any, output_tensor: Tensor) -> tuple[Tensor, dict[str, float]]:
-        return roll.compute_loss(self.loss_settings, self.strategy, data, output_tensor)
+        return self.loss(data, output_tensor)

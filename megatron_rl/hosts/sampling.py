@@ -81,16 +81,6 @@ SAMPLERS: dict[str, Sampler] = {
     "miles": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, typed=_flag),
     # slime's trainer computes old log-probabilities among the tokens that top-p has kept, and none of top-k.
     "slime": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, trainer_keeps=("rollout_top_p",), typed=_flag),
-    "roll": Sampler(
-        filters={
-            f"{_ROLL}.generating_args.top_p": Filter(0.7, (1.0,)),
-            f"{_ROLL}.generating_args.top_k": Filter(50, (-1, 0)),
-        },
-        engine=f"{_ROLL}.strategy_args.strategy_name",
-        engines={"vllm": None, "sglang": Scores.WHOLE},
-        modes=(f"{_ROLL}.strategy_args.strategy_config.logprobs_mode",),
-        typed="{}: {}".format,
-    ),
     "megatron_lm": Sampler(
         filters={"rl_default_top_p": Filter(0.0, (0.0, 1.0)), "rl_default_top_k": Filter(-1, (-1, 0))},
         engines={"Megatron's engine": None},

@@ -86,28 +86,3 @@ def values_for_groups(host: str, given: Mapping[str, Any], names: Iterable[str],
         else:
             meant = f": did you mean {mode}={value}?" if mode.startswith(f"{whole}.") else ""
             yield Row(whole, f"it is a group of settings, and {host} takes no {value} in its place{meant}", is_wrong=True)
-
-
-_ELSEWHERE = "remove it"
-
-# Of a whole YAML of ROLL, which may have names of one's own for its ${...}: the numbers that our worker reads.
-ROLL_NUMBERS = (
-    *("pg_clip", "pg_clip_low", "pg_clip_high", "kl_loss_coef", "entropy_loss_coef", "rl_loss_coef", "init_kl_coef"),
-    *("rollout_batch_size", "num_return_sequences_in_group", "ppo_epochs"),
-)
-ROLL_CLIPS = ("pg_clip", "pg_clip_low", "pg_clip_high")
-ROLL_WORKER = Section(
-    host="ROLL",
-    prefix="actor_train.",
-    numbers=(
-        *("world_size", "num_gpus_per_worker", "model_update_frequency", "infer_batch_size", "backend_timeout"),
-        *("topr_positive_weight", "topr_negative_weight", "max_concurrency", "max_tokens_per_microbatch_in_train"),
-        *("sequence_length_round_in_train", "max_tokens_per_microbatch_in_infer", "sequence_length_round_in_infer", "opd_kl_coef"),
-    ),
-    others=(
-        *("name", "worker_cls", "pg_variant", "device_mapping", "use_dynamic_batching_in_train", "use_dynamic_batching_in_infer"),
-        *("offload_nccl", "use_sequence_packing", "logits_in_fp32", "apply_loss_scale", "mtp_training_mode", "tag_included"),
-        *("model_args", "training_args", "data_args", "generating_args", "strategy_args", "system_envs"),
-        *("sequence_packing_args", "router_replay"),
-    ),
-)

@@ -1,4 +1,4 @@
-"""What the readers of launch lines with settings share: verl_launch, nemo_rl_launch, roll_launch, skyrl_launch."""
+"""What verl_launch shares with the table of doors."""
 
 from __future__ import annotations
 

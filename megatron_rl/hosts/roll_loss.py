@@ -1,0 +1,176 @@
+"""What ROLL's worker calls: our loss on the logits of its Megatron strategy. What ROLL's settings are to us is in roll.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, weigh_tokens
+from megatron_rl.config import CorrectionSettings
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.dense_rows import refuse_nonfinite, step_line
+from megatron_rl.hosts.door import Found
+from megatron_rl.hosts.roll import DOOR, RECOMPUTE, STRATEGY_CONTRACT
+from megatron_rl.hosts.run import Run
+from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
+from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.losses import PolicyLossOutput, policy_loss
+from megatron_rl.step_metrics import finalise_metrics, reduce_statistics
+
+# Columns that we add to ROLL's batch of a step, [B] int64, and to its meta_info.
+PROMPT_TOKENS, NUM_PROMPTS = "megatron_rl_prompt_tokens", "megatron_rl_num_prompts"
+
+
+class RollLoss:
+    """The loss of one worker, with what it has told."""
+
+    def __init__(self, found: Found, strategy: Any):
+        """strategy: ROLL's, which from now on counts the prompts of a step before it trains, where weights need them, and tells its
+        first step. Raises ConfigError for a strategy with another contract than the one that was probed."""
+        owner = type(strategy)
+        differences = (DOOR.differences(owner, name, arguments) for name, arguments in STRATEGY_CONTRACT.items())
+        if problems := [problem for each in differences for problem in each]:
+            raise ConfigError(problems)
+        self.found, self.strategy, self.run = found, strategy, Run()
+        # The batch has placeholders for old log-probabilities.
+        self.is_on_policy = not found.settings[RECOMPUTE]
+        train_step = strategy.train_step
+
+        @functools.wraps(train_step)
+        def counted_train_step(batch: Any, loss_func: Callable[..., Any]) -> Any:
+            if found.counts_prompts:
+                count_prompts(batch)
+            metrics = train_step(batch=batch, loss_func=loss_func)
+            self.tell(read_totals(batch))
+            return metrics
+
+        strategy.train_step = counted_train_step
+
+    def tell(self, totals: StepTotals) -> None:
+        config = self.found.config
+        for text in self.found.warnings:
+            self.run.warn(text)
+        terms = [f"KL {config.kl_coefficient:g} ({config.kl_estimator})"] * bool(config.kl_coefficient)
+        terms += [f"entropy {config.entropy_coefficient:g}"] * bool(config.entropy_coefficient)
+        regularizers = f"{' and '.join(terms)} x mean over samples" if terms else "no KL and no entropy in the loss"
+        title = f"pg_variant: {self.found} in ROLL"
+        self.run.tell(title, lambda: step_line(title, config, totals, regularizers))
+
+    def __call__(
+        self,
+        data: Any,  # ROLL's micro-batch of whole samples: [B, S] and [B, S - 1] columns; position t of the latter is of token t + 1
+        logits: Tensor,  # [B, S / c, V / tp] with gradient: of this rank's tokens
+    ) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, ROLL's names of metrics
+        """This rank's part of sum_i w_i sum_t m_it u_it l_it + KL - entropy, u: ROLL's train_infer_is_weight, or our correction.
+
+        Masked values may be anything. Communication: that of policy_loss, and over context-parallel ranks two sums for metrics.
+        Synchronises, as ROLL's own loss does for its metrics. Raises ConfigError for a call without the step's counts or the
+        sampler's log-probabilities, and DataError for unmasked values that are not finite.
+        """
+        config, strategy, columns, totals = self.found.config, self.strategy, data.batch, read_totals(data)
+        mask = loss_mask_of(columns)
+        token_counts, correction = mask.sum(-1), CorrectionSettings.of(config)
+
+        def on_this_rank(values: Tensor) -> Tensor:  # [B, S - 1] -> [B S / c]
+            return strategy._get_feature_on_this_cp_rank(torch.nn.functional.pad(values, (0, 1)), PROMPT_TOKENS).flatten()
+
+        needs_sampler = correction.is_on or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
+        sampled = columns.get("infer_logprobs", None) if needs_sampler else None
+        if needs_sampler and (sampled is None or len(sampled) == 0):
+            raise ConfigError(
+                f"the batch has no infer_logprobs, which {self.found} needs: set actor_infer.generating_args.logprobs: 1, so that "
+                "the sampler reports them"
+            )
+        importance = columns.get("train_infer_is_weight", None)
+        rows, width = logits.shape[:2]
+        output = policy_loss(
+            config.policy_loss,
+            logits.flatten(0, 1),
+            on_this_rank(torch.where(mask, columns["input_ids"][:, 1:], 0)),
+            None if self.is_on_policy else on_this_rank(columns["old_log_probs"].float()),
+            on_this_rank(columns["advantages"].float()),
+            on_this_rank(mask),
+            torch.arange(rows + 1, dtype=torch.int32, device=logits.device) * width,
+            weigh_tokens(
+                config.loss_aggregation,
+                token_counts,
+                totals,
+                prompt_token_counts=columns[PROMPT_TOKENS] if self.found.counts_prompts else None,
+                divisor=config.loss_aggregation_divisor,
+            ),
+            clip_ratio_low=config.clip_ratio_low,
+            clip_ratio_high=config.clip_ratio_high,
+            loss_parameters=config.loss_parameters,
+            importance_weights=None if importance is None else on_this_rank(importance),
+            rollout_log_probs=None if sampled is None else on_this_rank(sampled),
+            correction=correction if correction.is_on else None,
+            ref_log_probs=on_this_rank(columns["ref_log_probs"].float()) if config.kl_coefficient else None,
+            kl_coefficient=config.kl_coefficient,
+            kl_estimator=config.kl_estimator,
+            entropy_coefficient=config.entropy_coefficient,
+            regularizer_weights=regularizer_weights(token_counts, totals),
+            advantages_per="token",
+            token_counts=token_counts,
+            metrics=config.policy_metrics,
+        )
+        refuse_nonfinite(output)
+        return output.loss, _metrics(output)
+
+
+# The step
+
+
+def count_prompts(data: Any) -> None:
+    """Adds the tokens of each sample's prompt group to this rank's batch of a step. Samples with equal prompts are a group.
+
+    Communication: that of count_step over the data-parallel ranks. Raises what it raises.
+    """
+    columns = data.batch
+    ids, is_prompt = columns["input_ids"].cpu(), columns["prompt_mask"].bool().cpu()
+    prompts = [str(row[kept].tolist()) for row, kept in zip(ids, is_prompt, strict=True)]
+    totals, _, prompt_counts = count_step(None, prompts, token_counts=loss_mask_of(columns).sum(-1).cpu())
+    columns[PROMPT_TOKENS] = prompt_counts.to(columns["input_ids"].device)
+    data.meta_info[NUM_PROMPTS] = totals.num_prompts
+
+
+def loss_mask_of(columns: Any) -> Tensor:  # [B, S - 1] bool
+    final = columns.get("final_response_mask", None)
+    return (columns["response_mask"][:, 1:] if final is None else final).bool()
+
+
+def read_totals(data: Any) -> StepTotals:
+    """Raises ConfigError, with the key, where ROLL's call does not have the counts of the step."""
+    meta = data.meta_info
+    key = "response_mask" if data.batch.get("final_response_mask", None) is None else "final_response_mask"
+    try:
+        num_samples, num_tokens = int(meta["global_valid_samples"]["default"]), int(meta["batch_num_tokens"][key])
+    except KeyError as error:
+        raise ConfigError(
+            f"ROLL's meta_info has no {error}, which our weights need: this ROLL has another contract than the one that was probed "
+            f"({DOOR.probed})"
+        ) from None
+    return StepTotals(num_samples=num_samples, num_prompts=meta.get(NUM_PROMPTS), num_tokens=num_tokens)
+
+
+def _metrics(output: PolicyLossOutput) -> dict[str, float]:
+    """ROLL adds what ends with @sum over its calls and data-parallel ranks, and averages what ends with @mean. It reads one
+    context-parallel rank, so the parts are added up here."""
+    cp_group = resolve_group(None, "cp")
+    sums = {
+        "actor/total_loss@sum": output.loss.detach(),
+        "actor/pg_loss@sum": output.policy_loss,
+        "actor/kl_loss@sum": output.kl_loss,
+    }
+    parts = {name: value for name, value in sums.items() if value is not None}
+    totals = all_reduce_sum(torch.stack(list(parts.values())).double(), cp_group).tolist()
+    statistics = reduce_statistics(output.metrics, ParallelGroups(dp_cp=cp_group), has_entropy=False)
+    found = finalise_metrics(statistics)
+    return {
+        **dict(zip(parts, totals, strict=True)),
+        "actor/ppo_ratio_clipfrac@mean": found.get("policy/clipped_ratio_fraction", 0.0),
+        "actor/policykl@mean": found.get("policy/new_logprobs", 0.0) - found.get("policy/old_logprobs", 0.0),
+    }
