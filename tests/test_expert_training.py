@@ -16,7 +16,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.testing.ranks import run_ranks
-from megatron_rl.training.option_rules import check_experts, check_world_size
+from megatron_rl.training.option_rules import TrainLaunch, check_experts, check_world_size
 from megatron_rl.training.options import TrainOptions, experts_of
 from megatron_rl.training.writers import MAX_VIO, REWARD, ROUTE_AGREEMENT
 from megatron_rl.validation.experts import expert_problems
@@ -93,7 +93,7 @@ def test_ranks_with_unlike_numbers_of_prompts_sample_together(pool):
 )
 def test_experts_that_do_not_fit_are_refused_by_name(options, message):
     def problems(options: TrainOptions) -> list[str]:
-        return [*check_experts(options), *expert_problems(dataclasses.asdict(options))]
+        return [*(row.text for row in check_experts(options)), *expert_problems(dataclasses.asdict(options))]
 
     assert [problem for problem in problems(TrainOptions(**options)) if problem.startswith(message)]
     assert not problems(TrainOptions(num_experts=4, **{EP: 2}))
@@ -101,8 +101,9 @@ def test_experts_that_do_not_fit_are_refused_by_name(options, message):
 
 def test_ranks_hold_whole_groups_of_experts():
     options = TrainOptions(num_experts=4, **{EP: 2, ETP: 2})
-    assert any("2 ranks do not hold the experts in groups of 4" in problem for problem in check_world_size(options, 2))
-    assert not list(check_world_size(options, 4))
+    said = [row.text for row in check_world_size(TrainLaunch.of(options, {}, world_size=2))]
+    assert any("2 ranks do not hold the experts in groups of 4" in text for text in said)
+    assert not list(check_world_size(TrainLaunch.of(options, {}, world_size=4)))
 
 
 def test_a_dense_model_has_no_options_of_experts():

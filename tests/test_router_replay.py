@@ -29,7 +29,7 @@ from megatron_rl.testing.invariance import Layout, TinyGPT, merged
 from megatron_rl.testing.layout_step import LayoutModel
 from megatron_rl.testing.ranks import RankError, run_ranks
 from megatron_rl.testing.reference import ragged_samples
-from megatron_rl.training.option_rules import check_router_replay
+from megatron_rl.training.option_rules import TrainLaunch, check_router_replay
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.rollout_files import load_rollouts
 
@@ -517,16 +517,16 @@ def test_wrong_routes_are_named(routes, message):
 
 def test_a_dense_model_has_no_routers():
     options = TrainOptions(router_replay="rollout", check_router_replay=True)
-    problems = list(check_router_replay(options, {"policy_metrics": "basic"}))
-    assert [problem.split(" needs ")[0] for problem in problems] == ["--router-replay rollout", "--check-router-replay"]
+    rows = check_router_replay(TrainLaunch.of(options, {"policy_metrics": "basic"}))
+    assert [row.text.split(" needs ")[0] for row in rows] == ["--router-replay rollout", "--check-router-replay"]
 
 
 def test_a_check_that_nothing_shows_is_refused():
     options, metrics = TrainOptions(num_experts=4, check_router_replay=True), {"policy_metrics": "none"}
-    (problem,) = check_router_replay(options, metrics)
-    assert problem.startswith("--check-router-replay with --policy-metrics none and without --router-replay has no effect")
-    assert not list(check_router_replay(replace(options, router_replay="rollout"), metrics))
-    assert not list(check_router_replay(options, {"policy_metrics": "basic"}))
+    (row,) = check_router_replay(TrainLaunch.of(options, metrics))
+    assert row.text.startswith("--check-router-replay with --policy-metrics none and without --router-replay has no effect")
+    assert not list(check_router_replay(TrainLaunch.of(replace(options, router_replay="rollout"), metrics)))
+    assert not list(check_router_replay(TrainLaunch.of(options, {"policy_metrics": "basic"})))
 
 
 def test_the_largest_load_and_the_agreement_by_hand(pool):

@@ -20,7 +20,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.megatron.hf_checkpoint import MARKER, copied_files
 from megatron_rl.training.hf_export import HFExport
 from megatron_rl.training.hf_tokenizer import HFTokenizer
-from megatron_rl.training.option_rules import LEARNING_RATES, check_key_heads, train_options
+from megatron_rl.training.option_rules import LEARNING_RATES, TrainLaunch, check_key_heads, train_options
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.tasks import make_task
 
@@ -301,7 +301,8 @@ def test_the_folder_decides_the_sizes_and_the_learning_rate_is_small(checkpoint,
 
 @pytest.mark.parametrize(("size", "is_refused"), [(2, False), (3, False), (12, False), (4, True), (9, True)])
 def test_tensor_parallel_ranks_that_would_cut_key_heads_unequally_are_refused(size, is_refused):
-    said = list(check_key_heads(6, TrainOptions(tensor_model_parallel_size=size, hf_checkpoint="x")))
+    options = TrainOptions(tensor_model_parallel_size=size, hf_checkpoint="x")
+    said = [row.text for row in check_key_heads(TrainLaunch.of(options, {}, num_query_groups=6))]
     assert [f"--tensor-model-parallel-size {size} with num_key_value_heads=6 in x" in line for line in said] == [True] * is_refused
 
 

@@ -7,6 +7,7 @@ import errno
 import math
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from megatron_rl.training.tasks import task_problems
 from megatron_rl.training.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.training.writers import METRICS_FILE
 from megatron_rl.validation import flag_of
+from megatron_rl.validation.checks import Asker, check, checks_in, problems_of
 
 # Adam's, by what is trained. A pretrained model takes far smaller steps than one from random weights; with 3e-3 the policy of a
 # prompt file collapses on most seeds.
@@ -46,52 +48,75 @@ OF_THE_FOLDER = (
 OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE)
 
 
+DIVISIONS = (
+    ("hidden_size", "num_attention_heads", "each head has the same width"),
+    ("num_attention_heads", "tensor_model_parallel_size", "each tensor-parallel rank holds whole heads"),
+    ("num_layers", "pipeline_model_parallel_size", "each pipeline stage holds as many layers"),
+)
+MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainLaunch(TrainOptions):
+    """What these rules judge: the options, with the run's values for flags that are not typed, and what is beside them."""
+
+    settings: Mapping[str, Any]
+    """All flags as typed, by field name, those of the loss included."""
+    world_size: int = 1
+    num_query_groups: int = 0
+    """Of the model of --hf-checkpoint, where its folder can be read."""
+
+    @classmethod
+    def of(cls, options: TrainOptions, settings: Mapping[str, Any], **beside: Any) -> TrainLaunch:
+        given = {one.name: getattr(options, one.name) for one in dataclasses.fields(TrainOptions)}
+        return cls(**given, settings=settings, **beside)
+
+
 def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainOptions:
     """The options of a run, from the values of its flags by field name. Raises one ConfigError with every problem.
 
     It looks at files: call it before the process group is made, so that no rank sees what another has begun to write.
     """
-    options = TrainOptions(**{field.name: settings[field.name] for field in dataclasses.fields(TrainOptions)})
-    rules = (check_docs_per_step, check_corrections, check_router_replay)
-    problems = list(check_hf_checkpoint(options))
-    if options.hf_checkpoint is not None and not problems:
+    options, num_query_groups = TrainOptions(**{one.name: settings[one.name] for one in dataclasses.fields(TrainOptions)}), 0
+    if options.hf_checkpoint is not None and not list(check_hf_checkpoint(TrainLaunch.of(options, settings))):
         model = read_hf_model(options.hf_checkpoint)
-        options = with_sizes_of(model, options)
-        problems += check_key_heads(model.num_query_groups, options)
-    if options.lr is None:
-        kind = "hf_checkpoint" if options.hf_checkpoint is not None else "prompts" if options.prompts is not None else "task"
-        options = dataclasses.replace(options, lr=LEARNING_RATES[kind])
-    problems += [problem for rule in rules for problem in rule(options, settings)]
-    if options.steps_per_rollout is None:
-        # With --docs-per-step no other rule depends on the number.
-        steps = DEFAULT_STEPS_PER_ROLLOUT if settings["docs_per_step"] is None else 1
-        options = dataclasses.replace(options, steps_per_rollout=steps)
-    if options.num_rollouts is None and options.rollouts is None:
-        options = dataclasses.replace(options, num_rollouts=DEFAULT_NUM_ROLLOUTS)
-    if options.lr_decay_style != "constant" and options.lr_decay_iters is None:
-        if options.num_rollouts is None or settings["docs_per_step"] is not None:
-            problems.append(
-                f"--lr-decay-style {options.lr_decay_style} needs --lr-decay-iters: the run's number of steps is not known"
-            )
-        else:
-            options = dataclasses.replace(options, lr_decay_iters=options.num_rollouts * options.steps_per_rollout)
-    problems += [problem for rule in RULES for problem in rule(options)]
-    problems += check_world_size(options, world_size)
+        options, num_query_groups = with_sizes_of(model, options), model.num_query_groups
+    options = with_defaults(options, settings)
+    launch = TrainLaunch.of(options, settings, world_size=world_size, num_query_groups=num_query_groups)
+    problems = problems_of(checks_in(__name__), launch, Asker.TRAIN)
     if problems:
         raise ConfigError(problems)
     return options
 
 
-def check_hf_checkpoint(options: TrainOptions) -> Iterator[str]:
+def with_defaults(options: TrainOptions, settings: Mapping[str, Any]) -> TrainOptions:
+    """The options with values for flags that are not typed, where they depend on others."""
+    if options.lr is None:
+        kind = "hf_checkpoint" if options.hf_checkpoint is not None else "prompts" if options.prompts is not None else "task"
+        options = dataclasses.replace(options, lr=LEARNING_RATES[kind])
+    if options.steps_per_rollout is None:
+        # With --docs-per-step no rule depends on the number.
+        steps = DEFAULT_STEPS_PER_ROLLOUT if settings["docs_per_step"] is None else 1
+        options = dataclasses.replace(options, steps_per_rollout=steps)
+    if options.num_rollouts is None and options.rollouts is None:
+        options = dataclasses.replace(options, num_rollouts=DEFAULT_NUM_ROLLOUTS)
+    is_open = options.lr_decay_style != "constant" and options.lr_decay_iters is None
+    if is_open and options.num_rollouts is not None and settings["docs_per_step"] is None:
+        options = dataclasses.replace(options, lr_decay_iters=options.num_rollouts * options.steps_per_rollout)
+    return options
+
+
+@check()
+def check_hf_checkpoint(options: TrainLaunch) -> Iterator[str]:
     if options.hf_checkpoint is None:
         if options.save_hf is not None:
             yield f"--save-hf {options.save_hf} needs --hf-checkpoint: it writes the format that the model was read from"
         return
     defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
     for name in OF_THE_FOLDER:
-        if getattr(options, name) != defaults[name]:
+        if options.settings[name] != defaults[name]:
             yield (
-                f"{flag_of(name)} {getattr(options, name)} has no effect with --hf-checkpoint: {options.hf_checkpoint} decides it; "
+                f"{flag_of(name)} {options.settings[name]} has no effect with --hf-checkpoint: {options.hf_checkpoint} decides it; "
                 "remove the flag"
             )
     if options.prompts is None and options.rollouts is None:
@@ -114,11 +139,12 @@ def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> It
             yield from error.problems
 
 
-def check_key_heads(num_query_groups: int, options: TrainOptions) -> Iterator[str]:
-    tensor = options.tensor_model_parallel_size
-    if tensor > 0 and num_query_groups % tensor and tensor % num_query_groups:
+@check()
+def check_key_heads(options: TrainLaunch) -> Iterator[str]:
+    tensor, heads = options.tensor_model_parallel_size, options.num_query_groups
+    if tensor > 0 and heads % tensor and tensor % heads:
         yield (
-            f"--tensor-model-parallel-size {tensor} with num_key_value_heads={num_query_groups} in {options.hf_checkpoint}: a rank "
+            f"--tensor-model-parallel-size {tensor} with num_key_value_heads={heads} in {options.hf_checkpoint}: a rank "
             "holds whole key heads, or an equal part of one; take a multiple or a divisor of that number"
         )
 
@@ -136,21 +162,23 @@ def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
     )
 
 
+@check()
 def check_learning_rate(options: TrainOptions) -> Iterator[str]:
-    warmup, end, is_constant = options.lr_warmup_iters, options.lr_decay_iters, options.lr_decay_style == "constant"
-    if warmup < 0:
-        yield f"--lr-warmup-iters {warmup} must be at least 0: {meaning_of('lr_warmup_iters')}"
-    if is_constant:
+    warmup, end = options.lr_warmup_iters, options.lr_decay_iters
+    if options.lr_decay_style == "constant":
         for name, value in (("lr_decay_iters", end), ("min_lr", options.min_lr or None)):
             if value is not None:
                 yield f"{flag_of(name)} {value} has no effect with --lr-decay-style constant: remove it, or choose linear or cosine"
         return
+    if end is None:
+        yield f"--lr-decay-style {options.lr_decay_style} needs --lr-decay-iters: the run's number of steps is not known"
     if options.lr is not None and not options.min_lr < options.lr:
         yield f"--min-lr {options.min_lr} must be below --lr {options.lr}: the learning rate decays"
     if end is not None and end <= warmup:
         yield f"--lr-decay-iters {end} (unset: the last step) must be above --lr-warmup-iters {warmup}: the decay follows it"
 
 
+@check()
 def check_evaluation(options: TrainOptions) -> Iterator[str]:
     if options.eval_prompts is None:
         return
@@ -164,6 +192,7 @@ def check_evaluation(options: TrainOptions) -> Iterator[str]:
         yield "--eval-prompts has no effect with --rollouts, where nothing is sampled: remove it"
 
 
+@check()
 def check_overlong(options: TrainOptions) -> Iterator[str]:
     buffer, longest = options.overlong_buffer, options.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
     if options.overlong == Overlong.KEEP:
@@ -182,11 +211,13 @@ def check_overlong(options: TrainOptions) -> Iterator[str]:
         )
 
 
+@check()
 def check_reward_batched(options: TrainOptions) -> Iterator[str]:
     if options.reward_batched and options.prompts is None:
         yield "--reward-batched needs --prompts and --reward"
 
 
+@check()
 def check_wandb(options: TrainOptions) -> Iterator[str]:
     if options.wandb_project is None:
         if options.wandb_exp_name is not None:
@@ -195,27 +226,21 @@ def check_wandb(options: TrainOptions) -> Iterator[str]:
         yield f"--wandb-project {options.wandb_project} needs wandb: pip install wandb"
 
 
-def meaning_of(field_name: str) -> str:
+def meaning_of(option: dataclasses.Field[Any]) -> str:
     """The flag's help line and its default, for a message about a wrong value."""
-    (field,) = (field for field in dataclasses.fields(TrainOptions) if field.name == field_name)
-    line = field.metadata["help"].rstrip(".")
-    return line if field.default is None else f"{line}; default {field.default}"
+    line = option.metadata["help"].rstrip(".")
+    return line if option.default is None else f"{line}; default {option.default}"
 
 
-def check_counts(options: TrainOptions) -> Iterator[str]:
-    for name in COUNTS:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            yield f"{flag_of(name)} {value} must be at least 1: {meaning_of(name)}"
-
-
+@check()
 def check_numbers(options: TrainOptions) -> Iterator[str]:
-    for name, (is_allowed, allowed) in NUMBERS.items():
-        value = getattr(options, name)
-        if value is not None and not (math.isfinite(value) and is_allowed(value)):
-            yield f"{flag_of(name)} {value} must be {allowed}: {meaning_of(name)}"
+    for one in dataclasses.fields(TrainOptions):
+        value, must = getattr(options, one.name), one.metadata["must"]
+        if must is not None and value is not None and not (math.isfinite(value) and must.allows(value)):
+            yield f"{flag_of(one.name)} {value} must be {must.words}: {meaning_of(one)}"
 
 
+@check()
 def check_task(options: TrainOptions) -> Iterator[str]:
     yield from task_problems(
         options.task,
@@ -226,6 +251,7 @@ def check_task(options: TrainOptions) -> Iterator[str]:
     )
 
 
+@check()
 def check_divisions(options: TrainOptions) -> Iterator[str]:
     for whole, part, why in DIVISIONS:
         value, divisor = getattr(options, whole), getattr(options, part)
@@ -233,6 +259,7 @@ def check_divisions(options: TrainOptions) -> Iterator[str]:
             yield f"{flag_of(whole)} {value} must be a multiple of {flag_of(part)} {divisor}: {why}"
 
 
+@check()
 def check_head_width(options: TrainOptions) -> Iterator[str]:
     heads = options.num_attention_heads
     if heads > 0 and options.hidden_size > 0 and options.hidden_size % heads == 0 and options.hidden_size // heads % 2:
@@ -242,11 +269,13 @@ def check_head_width(options: TrainOptions) -> Iterator[str]:
         )
 
 
+@check()
 def check_sequence_parallel(options: TrainOptions) -> Iterator[str]:
     if options.sequence_parallel and options.tensor_model_parallel_size == 1:
         yield "--sequence-parallel needs --tensor-model-parallel-size 2 or more: it shares what those ranks repeat"
 
 
+@check()
 def check_experts(options: TrainOptions) -> Iterator[str]:
     """Beside the rule experts_do_not_depend_on_the_layout."""
     experts = options.num_experts
@@ -263,8 +292,9 @@ def check_experts(options: TrainOptions) -> Iterator[str]:
         yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {experts}"
 
 
-def check_router_replay(options: TrainOptions, settings: Mapping[str, object]) -> Iterator[str]:
-    replays, metrics = options.router_replay != RouterReplay.NONE, settings["policy_metrics"]
+@check()
+def check_router_replay(options: TrainLaunch) -> Iterator[str]:
+    replays, metrics = options.router_replay != RouterReplay.NONE, options.settings["policy_metrics"]
     if options.num_experts is None:
         if replays:
             yield f"--router-replay {options.router_replay} needs --num-experts: a dense model has no routers"
@@ -277,6 +307,7 @@ def check_router_replay(options: TrainOptions, settings: Mapping[str, object]) -
         )
 
 
+@check()
 def check_steps(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is None and options.steps_per_rollout > options.prompts_per_rollout >= 1:
         yield (
@@ -285,6 +316,7 @@ def check_steps(options: TrainOptions) -> Iterator[str]:
         )
 
 
+@check()
 def check_advantage_normalization(options: TrainOptions) -> Iterator[str]:
     has_advantages = options.rollouts is not None and not is_of_host(options.rollouts)
     if has_advantages and options.advantage_normalization != AdvantageNormalization.STD:
@@ -294,10 +326,12 @@ def check_advantage_normalization(options: TrainOptions) -> Iterator[str]:
         )
 
 
-def check_corrections(options: TrainOptions, settings: Mapping[str, object]) -> Iterator[str]:
+@check()
+def check_corrections(options: TrainLaunch) -> Iterator[str]:
     """A run that samples by itself has one engine: sampler and trainer agree, and what compares them does nothing."""
     if options.rollouts is not None:
         return
+    settings = options.settings
     kind, delta = settings["importance_correction"], settings["off_policy_sequence_delta"]
     if kind not in (None, ImportanceCorrection.NONE):
         yield (
@@ -306,7 +340,7 @@ def check_corrections(options: TrainOptions, settings: Mapping[str, object]) -> 
         )
     docs, of_prompt = settings["docs_per_step"], settings["samples_per_prompt"]
     is_whole = docs is None or (isinstance(of_prompt, int) and docs == options.prompts_per_rollout * of_prompt)
-    if delta is not None and options.steps_per_rollout in (None, 1) and is_whole:
+    if delta is not None and settings["steps_per_rollout"] in (None, 1) and is_whole:
         yield (
             f"--off-policy-sequence-delta {delta} has no effect with one optimiser step a rollout: the policy in training is the "
             "one that sampled; give --steps-per-rollout 2 or more, fewer --docs-per-step than a rollout has, or rollouts of "
@@ -314,14 +348,15 @@ def check_corrections(options: TrainOptions, settings: Mapping[str, object]) -> 
         )
 
 
-def check_docs_per_step(options: TrainOptions, settings: Mapping[str, object]) -> Iterator[str]:
+@check()
+def check_docs_per_step(options: TrainLaunch) -> Iterator[str]:
     """A flag of the loss that acts on the loop. The loss's own rules refuse what is no number of documents."""
-    docs, of_prompt = settings["docs_per_step"], settings["samples_per_prompt"]
+    docs, of_prompt = options.settings["docs_per_step"], options.settings["samples_per_prompt"]
     if docs is None:
         if options.max_microbatches is not None:
             yield f"--max-microbatches {options.max_microbatches} bounds the steps of --docs-per-step: add that flag, or remove it"
         return
-    if (options.steps_per_rollout or 1) > 1:
+    if options.steps_per_rollout > 1:
         yield (f"--steps-per-rollout {options.steps_per_rollout} and --docs-per-step {docs} both say where a step ends: remove one")
     if options.rollouts is not None:
         if options.save_rollouts is not None:
@@ -334,6 +369,7 @@ def check_docs_per_step(options: TrainOptions, settings: Mapping[str, object]) -
         )
 
 
+@check()
 def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
     if options.metrics_writer is not None:
         try:
@@ -342,6 +378,7 @@ def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
             yield str(error)
 
 
+@check()
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is not None and not existing_parts(options.rollouts):
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
@@ -366,6 +403,7 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
         )
 
 
+@check()
 def check_start(options: TrainOptions) -> Iterator[str]:
     other = "--load" if options.load is not None else "--overwrite"
     if options.resume and (options.load is not None or options.overwrite):
@@ -392,6 +430,7 @@ def goes_on(options: TrainOptions) -> bool:
     return options.resume or options.load is not None and _is_same_file(str(checkpoint_directory(options)), own)
 
 
+@check()
 def check_output_dir(options: TrainOptions) -> Iterator[str]:
     output_dir = options.output_dir
     problem = path_problem(output_dir)
@@ -449,68 +488,21 @@ def _is_same_file(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def check_world_size(options: TrainOptions, world_size: int) -> Iterator[str]:
+@check()
+def check_world_size(options: TrainLaunch) -> Iterator[str]:
     expert_tensor = options.expert_tensor_parallel_size or options.tensor_model_parallel_size
     of_experts = expert_tensor * options.expert_model_parallel_size * options.pipeline_model_parallel_size
-    if options.num_experts is not None and of_experts > 0 and world_size % of_experts:
+    if options.num_experts is not None and of_experts > 0 and options.world_size % of_experts:
         yield (
-            f"{world_size} ranks do not hold the experts in groups of {of_experts} (expert tensor {expert_tensor} x expert model "
-            f"{options.expert_model_parallel_size} x pipeline {options.pipeline_model_parallel_size}): start a multiple of "
+            f"{options.world_size} ranks do not hold the experts in groups of {of_experts} (expert tensor {expert_tensor} x expert "
+            f"model {options.expert_model_parallel_size} x pipeline {options.pipeline_model_parallel_size}): start a multiple of "
             f"{of_experts}: torchrun --nproc-per-node {of_experts}"
         )
     sizes = {name: getattr(options, name) for name in MODEL_PARALLEL_SIZES}
     product = math.prod(sizes.values())
-    if min(sizes.values()) > 0 and world_size % product:
+    if min(sizes.values()) > 0 and options.world_size % product:
         shown = " x ".join(f"{flag_of(name)} {size}" for name, size in sizes.items())
         yield (
-            f"{world_size} ranks do not divide into model replicas of {product} ({shown}); start a multiple of "
+            f"{options.world_size} ranks do not divide into model replicas of {product} ({shown}); start a multiple of "
             f"{product}: torchrun --nproc-per-node {product}"
         )
-
-
-MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-COUNTS = (
-    *("num_rollouts", "prompts_per_rollout", "steps_per_rollout", "micro_batch_size", "max_microbatches", "num_layers"),
-    *("hidden_size", "num_attention_heads", "vocab_size", "target_reward_window", "save_interval", *MODEL_PARALLEL_SIZES),
-    *("eval_interval", "lr_decay_iters"),
-    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-)
-NUMBERS = {
-    "lr": (lambda value: value > 0, "above 0"),
-    "min_lr": (lambda value: value >= 0, "at least 0"),
-    "adam_beta2": (lambda value: 0 <= value < 1, "in [0, 1)"),
-    "clip_grad": (lambda value: value >= 0, "at least 0; 0 does not clip"),
-    "weight_decay": (lambda value: value >= 0, "at least 0"),
-    "seed": (lambda value: value >= 0, "at least 0"),
-    "moe_aux_loss_coeff": (lambda value: value >= 0, "at least 0; 0 turns it off"),
-    "moe_z_loss_coeff": (lambda value: value >= 0, "at least 0; 0 turns it off"),
-    "max_seconds": (lambda value: value > 0, "above 0"),
-    "reward_timeout": (lambda value: 0 < value <= 604800, "above 0 and at most 604800, a week"),
-    "target_reward": (lambda value: True, "finite"),
-}
-DIVISIONS = (
-    ("hidden_size", "num_attention_heads", "each head has the same width"),
-    ("num_attention_heads", "tensor_model_parallel_size", "each tensor-parallel rank holds whole heads"),
-    ("num_layers", "pipeline_model_parallel_size", "each pipeline stage holds as many layers"),
-)
-RULES = (
-    check_learning_rate,
-    check_evaluation,
-    check_wandb,
-    check_overlong,
-    check_reward_batched,
-    check_counts,
-    check_numbers,
-    check_task,
-    check_divisions,
-    check_head_width,
-    check_sequence_parallel,
-    check_experts,
-    check_steps,
-    check_metrics_writer,
-    check_rollout_files,
-    check_advantage_normalization,
-    check_start,
-    check_output_dir,
-)

@@ -9,9 +9,10 @@ import argparse
 import dataclasses
 import typing
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from megatron_rl.config import AdvantageNormalization, LossAggregation, Overlong, RouterAuxLoss, RouterReplay
 from megatron_rl.errors import ConfigError
@@ -52,9 +53,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def flag(default: Any, help: str, /, **argparse_settings: Any) -> Any:
-    """A field of TrainOptions: its default, its help line, and further settings of argparse."""
-    return dataclasses.field(default=default, metadata={"help": help, "argparse": argparse_settings})
+class Range(NamedTuple):
+    """What a number may be; each is finite."""
+
+    words: str
+    allows: Callable[[float], bool]
+
+
+def flag(default: Any, help: str, /, *, must: Range | None = None, **argparse_settings: Any) -> Any:
+    """A field of TrainOptions: its default, its help line, the range of a number, and further settings of argparse."""
+    return dataclasses.field(default=default, metadata={"help": help, "must": must, "argparse": argparse_settings})
+
+
+count = partial(flag, must=Range("at least 1", lambda value: value >= 1))
+positive = partial(flag, must=Range("above 0", lambda value: value > 0))
+not_negative = partial(flag, must=Range("at least 0", lambda value: value >= 0))
+coefficient = partial(flag, must=Range("at least 0; 0 turns it off", lambda value: value >= 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +81,11 @@ class TrainOptions:
     reward_batched: bool = flag(
         False, "Call the reward once for all samples of a rank: fn(prompts, responses, records), lists of equal length -> numbers."
     )
-    reward_timeout: float = flag(300.0, "Seconds that one call of the reward may take.")
+    reward_timeout: float = flag(
+        300.0,
+        "Seconds that one call of the reward may take.",
+        must=Range("above 0 and at most 604800, a week", lambda value: 0 < value <= 604800),
+    )
     hf_checkpoint: str | None = flag(
         None,
         "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Qwen2 or Qwen3, dense or with experts.",
@@ -84,34 +102,36 @@ class TrainOptions:
     end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
     preset: str | None = flag(None, "Values for flags that are not given.", choices=tuple(PRESETS))
     output_dir: str = flag("runs/train", "Where metrics, curves and checkpoints go.")
-    num_rollouts: int | None = flag(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
-    prompts_per_rollout: int = flag(16, "Prompts sampled between two weight updates of the sampling policy.")
+    num_rollouts: int | None = count(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
+    prompts_per_rollout: int = count(16, "Prompts sampled between two weight updates of the sampling policy.")
     # The default on the command line is None: --docs-per-step, the other flag for where a step ends, must tell 2 from unset.
-    steps_per_rollout: int = flag(
+    steps_per_rollout: int = count(
         DEFAULT_STEPS_PER_ROLLOUT, "Optimiser steps on each rollout; prompt groups stay whole.", default=None
     )
-    micro_batch_size: int | None = flag(
+    micro_batch_size: int | None = count(
         None, "Samples in a micro-batch. Unset: all of a rank's; with --docs-per-step a prompt group."
     )
-    max_microbatches: int | None = flag(None, "Bound on a rank's micro-batches in a step of --docs-per-step. Unset: none.")
+    max_microbatches: int | None = count(None, "Bound on a rank's micro-batches in a step of --docs-per-step. Unset: none.")
     advantage_normalization: str = flag(
         AdvantageNormalization.STD.value,
         "An advantage is the reward minus the mean of its prompt group; std: divided by the standard deviation of the group, as in "
         "GRPO; none: not divided, as in Dr. GRPO.",
         choices=tuple(kind.value for kind in AdvantageNormalization),
     )
-    num_layers: int = flag(2, "Transformer layers.")
-    hidden_size: int = flag(64, "Width of the transformer.")
-    num_attention_heads: int = flag(4, "Attention heads.")
-    num_experts: int | None = flag(None, "Experts of each layer. Unset: a dense model.")
-    moe_router_topk: int = flag(2, "Experts that each token is sent to.")
-    moe_ffn_hidden_size: int | None = flag(None, "Width of an expert. Unset: 4 x --hidden-size.")
-    moe_shared_expert_intermediate_size: int | None = flag(None, "Width of the expert that each token passes. Unset: none.")
+    num_layers: int = count(2, "Transformer layers.")
+    hidden_size: int = count(64, "Width of the transformer.")
+    num_attention_heads: int = count(4, "Attention heads.")
+    num_experts: int | None = count(None, "Experts of each layer. Unset: a dense model.")
+    moe_router_topk: int = count(2, "Experts that each token is sent to.")
+    moe_ffn_hidden_size: int | None = count(None, "Width of an expert. Unset: 4 x --hidden-size.")
+    moe_shared_expert_intermediate_size: int | None = count(None, "Width of the expert that each token passes. Unset: none.")
     moe_router_load_balancing_type: str = flag(
         "aux_loss", "What --moe-aux-loss-coeff weighs.", choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
     )
-    moe_aux_loss_coeff: float = flag(0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled.")
-    moe_z_loss_coeff: float | None = flag(None, "Weight of the loss that keeps the router's logits small. Unset: none.")
+    moe_aux_loss_coeff: float = coefficient(
+        0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled."
+    )
+    moe_z_loss_coeff: float | None = coefficient(None, "Weight of the loss that keeps the router's logits small. Unset: none.")
     router_replay: str = flag(
         RouterReplay.NONE.value,
         "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): those of the "
@@ -123,30 +143,34 @@ class TrainOptions:
         "Compare the experts of each micro-batch and layer in training with those of --router-replay, and stop where they differ; "
         "without replay measure the share of tokens that go to the sampler's experts.",
     )
-    vocab_size: int | None = flag(None, "Vocabulary of the model. Unset: that of --rollouts, if the file has it, else the task's.")
-    lr: float | None = flag(
+    vocab_size: int | None = count(None, "Vocabulary of the model. Unset: that of --rollouts, if the file has it, else the task's.")
+    lr: float | None = positive(
         None, "Learning rate of Adam, its largest. Unset: 3e-3 for a built-in task, 5e-4 with --prompts, 1e-6 with --hf-checkpoint."
     )
     lr_decay_style: str = flag(
         "constant", "How the learning rate goes from --lr to --min-lr after the warm-up.", choices=("constant", "linear", "cosine")
     )
-    lr_warmup_iters: int = flag(0, "Optimiser steps in which the learning rate grows to --lr.")
-    lr_decay_iters: int | None = flag(None, "Optimiser step at which --min-lr is reached. Unset: the last of the run.")
-    min_lr: float = flag(0.0, "Learning rate at the end of the decay.")
-    adam_beta2: float = flag(0.95, "Decay of Adam's second moment.")
-    clip_grad: float = flag(1.0, "Largest gradient norm; 0 does not clip.")
-    weight_decay: float = flag(0.0, "Weight decay of Adam.")
-    seed: int = flag(0, "Decides initial weights, prompts and sampling noise.")
-    target_reward: float | None = flag(None, "Stop when the mean reward of the last rollouts is at least this.")
-    target_reward_window: int = flag(5, "Rollouts that --target-reward averages over.")
-    max_seconds: float | None = flag(None, "Stop after the rollout that is under way at this time.")
+    lr_warmup_iters: int = not_negative(0, "Optimiser steps in which the learning rate grows to --lr.")
+    lr_decay_iters: int | None = count(None, "Optimiser step at which --min-lr is reached. Unset: the last of the run.")
+    min_lr: float = not_negative(0.0, "Learning rate at the end of the decay.")
+    adam_beta2: float = flag(0.95, "Decay of Adam's second moment.", must=Range("in [0, 1)", lambda value: 0 <= value < 1))
+    clip_grad: float = flag(
+        1.0, "Largest gradient norm; 0 does not clip.", must=Range("at least 0; 0 does not clip", lambda value: value >= 0)
+    )
+    weight_decay: float = not_negative(0.0, "Weight decay of Adam.")
+    seed: int = not_negative(0, "Decides initial weights, prompts and sampling noise.")
+    target_reward: float | None = flag(
+        None, "Stop when the mean reward of the last rollouts is at least this.", must=Range("finite", lambda value: True)
+    )
+    target_reward_window: int = count(5, "Rollouts that --target-reward averages over.")
+    max_seconds: float | None = positive(None, "Stop after the rollout that is under way at this time.")
     eval_prompts: str | None = flag(
         None, "Prompts that are not trained on, as --prompts; their mean reward and length are reported."
     )
-    eval_interval: int = flag(20, "Rollouts between two evaluations on --eval-prompts.")
+    eval_interval: int = count(20, "Rollouts between two evaluations on --eval-prompts.")
     rollouts: str | None = flag(None, "Train on recorded rollouts instead: of --save-rollouts, or .pt files of miles or slime.")
     save_rollouts: str | None = flag(None, "Write the rollouts to this file, for --rollouts.")
-    save_interval: int | None = flag(50, "Rollouts between two checkpoints; one is saved at the end too.")
+    save_interval: int | None = count(50, "Rollouts between two checkpoints; one is saved at the end too.")
     resume: bool = flag(False, "Go on from the latest checkpoint in --output-dir.")
     load: str | None = flag(None, "Go on from the latest checkpoint in this directory.")
     overwrite: bool = flag(False, "Start anew in an --output-dir that holds a run.")
@@ -160,11 +184,11 @@ class TrainOptions:
     plot: bool = flag(True, "Write the curves as a picture; on by default.")
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")
     packed: bool = flag(False, "Batches without padding (--packed) or with (--padded).")
-    tensor_model_parallel_size: int = flag(1, "Ranks that share each layer.")
-    pipeline_model_parallel_size: int = flag(1, "Ranks that share the stack of layers.")
-    context_parallel_size: int = flag(1, "Ranks that share each sequence.")
-    expert_model_parallel_size: int = flag(1, "Ranks that share the experts of each layer.")
-    expert_tensor_parallel_size: int | None = flag(None, "Ranks that share each expert. Unset: as --tensor-model-parallel-size.")
+    tensor_model_parallel_size: int = count(1, "Ranks that share each layer.")
+    pipeline_model_parallel_size: int = count(1, "Ranks that share the stack of layers.")
+    context_parallel_size: int = count(1, "Ranks that share each sequence.")
+    expert_model_parallel_size: int = count(1, "Ranks that share the experts of each layer.")
+    expert_tensor_parallel_size: int | None = count(None, "Ranks that share each expert. Unset: as --tensor-model-parallel-size.")
     sequence_parallel: bool = flag(False, "Share activations between layers over the tensor-parallel ranks too.")
     use_distributed_optimizer: bool = flag(False, "Share optimiser state over the data-parallel ranks.")
     bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")

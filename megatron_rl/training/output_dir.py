@@ -15,6 +15,7 @@ from megatron_rl.training.run_lock import RunLock
 from megatron_rl.training.tasks import Task
 from megatron_rl.training.user_tasks import PromptFileTask
 from megatron_rl.training.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
+from megatron_rl.validation.checks import Asker, problems_of
 
 
 def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:
@@ -24,7 +25,7 @@ def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:
     with names_what_cannot_be_written(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
         line = lock.acquire(output_dir)
-    problems = list(check_output_dir(options))
+    problems = problems_of([check_output_dir], options, Asker.TRAIN)
     if problems:
         raise ConfigError(problems)
     return [] if line is None else [line]
