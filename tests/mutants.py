@@ -56,7 +56,6 @@ JUDGES = {
     "hosts/door": "skyrl nemo_rl settings_launch toy_door",
     "hosts/run.py": "host_run nemo_rl two_trainers",
     "hosts/settings": "settings_files sections nemo_rl",
-    "hosts/factors.py": "explain_chain explain_table",
     "hosts/verl": "verl verl_launch settings_launch sections",
     "hosts/nemo_rl": "nemo_rl settings_launch",
     "hosts/roll": "roll settings_launch",

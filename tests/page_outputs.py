@@ -31,7 +31,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import dense_rows, launch, nemo_rl, nemo_rl_plugin, roll, skyrl, verl, verl_loss
+from megatron_rl.hosts import launch, nemo_rl, nemo_rl_plugin, roll, skyrl, verl, verl_loss
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.megatron_lm import announce
@@ -313,12 +313,6 @@ def of_a_refused_line_of_verl(command: str) -> str:
     return "".join(f"megatron_rl: ConfigError: {line}\n" for line in verl.problems_of(settings)[0])
 
 
-def said_once(function, *arguments) -> str:
-    """The line of a loss's first step, whatever this process has said before."""
-    with mock.patch.object(dense_rows._OLD, "told", set()):
-        return said(function, *arguments)
-
-
 def of_the_first_step_in_verl(command: str) -> str:
     """The line of our loss, for a mini-batch of 256 samples."""
     from verl_cases import ActorConfig
@@ -353,7 +347,7 @@ def of_the_first_step_in_roll(command: str) -> str:
 
     worker = worker_config(command.split()[-1], samples=512, MEGATRON_RL_LOSS_AGGREGATION_DIVISOR=8192)
     settings = roll.read_settings(worker, pipeline_config(512, use_kl_loss=True))
-    return said_once(loss_of(settings).tell, StepTotals(num_samples=512, num_prompts=None, num_tokens=1))
+    return said(loss_of(settings).tell, StepTotals(num_samples=512, num_prompts=None, num_tokens=1))
 
 
 def of_the_first_step_in_skyrl(command: str) -> str:
@@ -363,7 +357,7 @@ def of_the_first_step_in_skyrl(command: str) -> str:
     case = RowCase(loss=re.search(r"megatron_rl\.(\w+)", command)[1], aggregation=command.split()[-1])
     without_correction = SimpleNamespace(off_policy_correction_enabled=lambda settings: False)
     with mock.patch.object(skyrl, "import_module", lambda name: without_correction):
-        return said_once(run_step, case, *samples_of(case))
+        return said(run_step, case, *samples_of(case))
 
 
 def of_multi_token_prediction(command: str) -> str:

@@ -27,7 +27,7 @@ from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
 from megatron_rl.hosts import roll, skyrl, verl, verl_loss
-from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS
+from megatron_rl.hosts.door import CORRECTION_SETTINGS
 from megatron_rl.hosts.sampling import names_of
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS

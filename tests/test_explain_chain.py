@@ -180,8 +180,8 @@ def test_the_factors_of_each_trainer_of_settings_leave_the_weight(of_host, needs
     """M, dp and cp cancel; in verl's per-token contract R, the tokens of the model, too."""
     weight = Formula(P=-1, M_g=-1) if needs_prompts else Formula(N=-1, m_i=-1)
     for per_token in (False, True):
-        stages_of_host = of_host(weight, needs_prompts=needs_prompts, per_token=per_token)
+        of_samples, of_step = of_host(weight, needs_prompts=needs_prompts, per_token=per_token)
         product = Formula()
-        for _, factor, _ in (*stages_of_host.of_samples, *stages_of_host.of_step):
+        for _, factor, _ in (*of_samples, *of_step):
             product = product * factor
         assert product == weight

@@ -196,7 +196,6 @@ READ = "TABLE = {'a': 1}\nRUNS = Runs(Run)\ndef f(args):\n    told = set()\n    
 def test_no_module_of_a_host_remembers_a_run(package_trees):
     """What a trainer writes is in its run, hosts/run.py: two trainers of one process would share a module's names."""
     trees = {path: tree for path, tree in package_trees.items() if path.startswith(("hosts/", "hooks.py", "reducers.py"))}
-    trees.pop("hosts/dense_rows.py")  # it tells the lines of ROLL, whose door is of an older form
     found = [f"{path}:{line}: a module's name is written" for path, tree in trees.items() for line in find_state_of_a_module(tree)]
     assert not found, "\n".join(found)
     assert len(trees) > 3 and all(list(find_state_of_a_module(ast.parse(snippet))) for snippet in WRITTEN)

@@ -117,11 +117,11 @@ def test_the_layering_check_allows_what_is_right():
     assert layering_faults("training/loop.py", ast.parse("from megatron_rl import __version__")) == []
 
 
-# The list of hosts, the objects of those that settings configure, their factors and samplers, and the launcher, whose door to
+# The list of hosts, the objects of those that settings configure, their samplers, and the launcher, whose door to
 # NeMo-RL is not that of a host with a parser of flags.
 FILES_WITH_HOSTS = {
     **dict.fromkeys(
-        ("hosts/__init__.py", "hosts/hydra.py", "hosts/factors.py", "hosts/sampling.py", "hosts/sections.py"),
+        ("hosts/__init__.py", "hosts/hydra.py", "hosts/sampling.py"),
         (*ROLLOUT_HOST_NAMES, *HYDRA_HOST_NAMES),
     ),
     "hosts/launch.py": ("nemo_rl",),

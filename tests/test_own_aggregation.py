@@ -19,9 +19,10 @@ from megatron_rl.aggregation_record import Formula
 from megatron_rl.commands.launch_config import launch_lines
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import megatron_lm
+from megatron_rl.hosts import megatron_lm, nemo_rl
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.dense_rows import has_counts_for, read_name
+from megatron_rl.hosts.door_settings import read_choice
+from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.training_hooks import shift_in_words, weight_of_a_token
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.testing.ranks import RankPool
@@ -344,7 +345,7 @@ def test_a_name_of_two_halves_may_have_dots_in_each():
         f"{loss}.{SAMPLE_SUM}": (loss, SAMPLE_SUM),
         "gspo.prompt_mean": ("gspo", "prompt_mean"),
     }.items():
-        assert read_name("setting", name, "remedy", has_counts_for) == halves
+        assert read_choice(nemo_rl.DOOR, Settings.of_names({nemo_rl.NAME: name}, {})) == halves
     for name, message in {
         f"gspo.{OF_GROUPS}": "does not hand over what my_aggregations.of_groups needs",
         "gspo.my_aggregations.nothing": "my_aggregations",
@@ -352,4 +353,4 @@ def test_a_name_of_two_halves_may_have_dots_in_each():
         "gspo": "it has one of each",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            read_name("setting", name, "remedy", has_counts_for)
+            read_choice(nemo_rl.DOOR, Settings.of_names({nemo_rl.NAME: name}, {}))

@@ -40,7 +40,9 @@ from megatron_rl import linear_policy_loss, policy_loss
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.dense_rows import Given, read_config
+from megatron_rl.hosts.door_settings import read
+from megatron_rl.hosts.hydra import HYDRA_HOSTS
+from megatron_rl.hosts.settings import Settings
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.step_metrics import finalise_metrics
@@ -225,11 +227,15 @@ def test_a_command_that_python_calls_knows_the_parameters_of_its_own_line():
 
 
 def test_trainers_that_hand_over_rows_ask_a_loss_of_ones_own_too():
-    """verl, NeMo-RL, ROLL and SkyRL, whose settings no launch rule judges."""
-    nothing = Given("a setting", None)
-    for name, said in (("own_centred", ["policy_loss=own_centred is declared elementwise"]), ("own_reinforce", [])):
-        _, problems = read_config("title", name, "sample_mean", (nothing, nothing), {}, nothing, keep="")
-        assert [problem.partition(",")[0] for problem in problems] == said
+    """Of verl, NeMo-RL, ROLL and SkyRL, whose settings no launch rule judges, NeMo-RL: all have one reader."""
+    door = HYDRA_HOSTS["nemo_rl"]
+
+    def read_loss(name: str) -> None:
+        read(door, Settings.of_names({door.choice.setting: f"{name}.sample_mean"}, door.all_defaults))
+
+    read_loss("own_reinforce")
+    with pytest.raises(ConfigError, match="policy_loss=own_centred is declared elementwise"):
+        read_loss("own_centred")
 
 
 # A file of a user; the name of the built-in loss is taken.

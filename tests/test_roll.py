@@ -140,7 +140,7 @@ def test_without_old_log_probs_the_ratio_is_one():
         ({}, {"kl_loss_coef": "high"}, "kl_loss_coef='high' is text, and must be a number"),
         ({"pg_variant": "grpo.constant", "MEGATRON_RL_LOSS_AGGREGATION_DIVISOR": "8k"}, {}, "'8k' must be a number above 0"),
         ({"MEGATRON_RL_IMPORTANCE_CORRECTION": "mean"}, {}, "importance_correction='mean' is not one of"),
-        ({}, {"pg_clip_high": 0.28}, "pg_clip_high: 0.28 has no effect without use_pg_clip_range: true"),
+        ({}, {"pg_clip_high": 0.28}, "pg_clip_high=0.28 has no effect without use_pg_clip_range: true"),
         ({"pg_variant": "grpo.token_mean"}, {"pg_clip": True}, "pg_clip=true is a switch"),
         ({}, {"rollout_batch_size": True}, "rollout_batch_size=true is a switch"),
         ({"apply_loss_scale": "no"}, {}, "apply_loss_scale='no' is text, which ROLL may take for true"),
@@ -263,7 +263,7 @@ def test_our_worker_reads_its_settings_before_the_model_is_made():
     code, out, error = started()
     assert (code, out.split("\n")[:2]) == (0, ["made the model", "gspo.prompt_mean train_step"]), error
     code, out, error = started(rl_loss_coef=2.0, length_loss_weight=True)
-    assert (code, out) == (1, "") and "rl_loss_coef: 2.0" in error and "length_loss_weight: True" in error
+    assert (code, out) == (1, "") and "rl_loss_coef=2.0" in error and "length_loss_weight=True" in error
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, dense_rows, megatron_lm, nemo_rl, roll, skyrl, verl, verl_plugin
-from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import SAMPLERS, judge_sampling
-from megatron_rl.hosts.settings_line import UNKNOWN
+from megatron_rl.hosts.settings import UNKNOWN
 
 VERL = (
     "python3 -m verl.trainer.main_ppo data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=256 "
@@ -244,7 +243,6 @@ def test_train_rls_arguments_are_judged_when_they_are_parsed():
 
 def test_rolls_worker_judges_the_sampler_and_says_it_at_the_first_step(capsys, monkeypatch):
     """FB-114"""
-    monkeypatch.setattr(dense_rows, "_OLD", Run())
     kept = SimpleNamespace(strategy_name="vllm", strategy_config={"logprobs_mode": "processed_logprobs"})
     infer = SimpleNamespace(generating_args=SimpleNamespace(top_p=0.8, top_k=-1), strategy_args=kept)
     pipeline = roll_cases.pipeline_config(actor_infer=infer)
@@ -295,12 +293,11 @@ def test_doctor_says_what_a_rollout_of_several_rows_weighs(name, tmp_path, monke
     assert code == 0 and re.search(says, " ".join(text for _, text in rows)), rows
 
 
-def test_the_first_step_says_what_a_rollout_weighs(capsys, monkeypatch):
+def test_the_first_step_says_what_a_rollout_weighs():
     """FB-141: the weight of N rows, where verl and SkyRL may make several of a rollout."""
-    monkeypatch.setattr(dense_rows, "_OLD", Run())
     for aggregation, says in (("sample_mean", "weighs k times"), ("prompt_mean", "weighs as in one")):
-        dense_rows.tell_once(aggregation, PolicyLossConfig(loss_aggregation=aggregation), None, "none", several="turns")
-        assert f"a rollout that comes in k rows (turns) {says}" in capsys.readouterr().err
+        line = dense_rows.step_line(aggregation, PolicyLossConfig(loss_aggregation=aggregation), None, "none", several="turns")
+        assert f"a rollout that comes in k rows (turns) {says}" in line
 
 
 def test_each_host_has_a_row():

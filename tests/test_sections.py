@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import yaml
 from host_checkouts import NEMO_RL, ROLL, SKYRL, VERL, Checkout
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import nemo_rl, roll, sections, skyrl, verl
+from megatron_rl.hosts import nemo_rl, roll, skyrl, verl
 from megatron_rl.hosts.door import Door, Kind
-from megatron_rl.hosts.door_line import judge_names
+from megatron_rl.hosts.door_line import judge, judge_names
 from megatron_rl.hosts.hydra import HYDRA_HOSTS
 from megatron_rl.hosts.settings import Given, Settings, acting_clip, clip_to_type
 from megatron_rl.loss_hub import get_policy_loss
@@ -56,7 +57,7 @@ def judged(host: str, rest: str | dict[str, Any]) -> tuple[list[str], str]:
             return settings
         raise ConfigError(f"{path} is no file here")
 
-    rows = list(HYDRA_HOSTS[host].judge(words, read_file))
+    rows = list(judge(HYDRA_HOSTS[host], words, read_file))
     return [f"{row.subject}: {row.text}" for row in rows if row.is_wrong], " ".join(row.text for row in rows if not row.is_wrong)
 
 
@@ -155,7 +156,7 @@ WRONG: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "roll, the other clip": (
         "roll",
         {VARIANT: "grpo.token_mean", **RANGE, "pg_clip_low": 0.1, "pg_clip_high": 0.2, "pg_clip": 0.3},
-        "pg_clip: 0.3 has no effect without dual_clip_loss: true",
+        "pg_clip=0.3 has no effect without dual_clip_loss: true",
     ),
     "roll, ROLL's default": ("roll", {VARIANT: "gspo.token_mean", "pg_clip": 0.2}, "its worker cannot tell that you wrote it"),
     "roll, half a range": ("roll", {VARIANT: "gspo.token_mean", **RANGE, "pg_clip_high": 4e-4}, "without pg_clip_low trains ROLL"),
@@ -278,6 +279,7 @@ WRONG: dict[str, tuple[str, str | dict[str, Any], str]] = {
     **{
         f"roll, {name}": ("roll", {VARIANT: "grpo.token_mean", name: value}, said)
         for name, value, said in (
+            ("actor_train.namee", "a", "did you mean actor_train.name\\?"),
             ("kl_loss_coeff", 0.1, "did you mean kl_loss_coef\\?"),
             ("advantage_clp", 0.1, "did you mean advantage_clip\\?"),
             (
@@ -342,7 +344,7 @@ def test_nemo_rls_script_and_hydras_plus_are_judged_without_a_file(line, said, t
     def no_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no file here")
 
-    (row,) = [row for row in HYDRA_HOSTS["nemo_rl"].judge(line.split(), no_file) if row.is_wrong]
+    (row,) = [row for row in judge(HYDRA_HOSTS["nemo_rl"], line.split(), no_file) if row.is_wrong]
     assert re.search(said, row.text), row.text
 
 
@@ -407,7 +409,21 @@ def fields(checkout: Checkout, path: str, *owners: str) -> dict[str, str]:
     return found
 
 
-def differences(section: sections.Section, found: dict[str, str]) -> dict[str, set[str]]:
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """numbers, others: names below the prefix. trees: names with names of their own, which are not judged."""
+
+    prefix: str  # with its dot
+    numbers: tuple[str, ...]
+    others: tuple[str, ...]
+    trees: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.numbers, *self.others)
+
+
+def differences(section: Section, found: dict[str, str]) -> dict[str, set[str]]:
     """found: name -> annotation; a name of a tree is in no table."""
     found = {name: kind for name, kind in found.items() if name not in section.trees}
     numbers = {
@@ -423,7 +439,7 @@ def differences(section: sections.Section, found: dict[str, str]) -> dict[str, s
     }
 
 
-def section_of(door: Door, place: int = 0) -> sections.Section:
+def section_of(door: Door, place: int = 0) -> Section:
     """The names below one of a door's sections, without those of a section within."""
     prefix = door.sections[place]
     inner = [one for one in door.sections if one != prefix and one.startswith(prefix)]
@@ -433,7 +449,7 @@ def section_of(door: Door, place: int = 0) -> sections.Section:
     of_kind = {kind: tuple(name for name, found in own.items() if found == kind) for kind in Kind}
     others = (*of_kind[Kind.OTHER], *of_kind[Kind.SWITCH])
     trees = (*of_kind[Kind.GROUP], *(one.removeprefix(prefix).partition(".")[0] for one in inner))
-    return sections.Section(host=door.title, prefix=prefix, numbers=of_kind[Kind.NUMBER], others=others, trees=trees)
+    return Section(prefix=prefix, numbers=of_kind[Kind.NUMBER], others=others, trees=trees)
 
 
 @pytest.mark.host("SKYRL_ROOT")

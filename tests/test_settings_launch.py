@@ -90,7 +90,7 @@ WRONG_YAML: dict[str, tuple[dict[str, Any], str]] = {
     "cut groups, one GPU list": ({"actor_train__device_mapping": "list(range(0,4)) + [7]"}, "a step of 160 of 512 samples"),
     "a variable of nobody": ({"system_envs": {"MEGATRON_RL_DIVISOR": "8"}}, "MEGATRON_RL_DIVISOR=8 has no effect"),
     "an interpolation": ({"importance_sampling": "${mode}", "mode": "seq"}, "two losses in one launch"),
-    "another strategy": ({"actor_train__strategy_args": None}, "strategy_name fsdp2_train: our worker needs the logits"),
+    "another strategy": ({"actor_train__strategy_args": None}, "strategy_name=fsdp2_train: our worker needs the logits"),
     "our loss, their worker": (
         {"actor_train__worker_cls": "roll.pipeline.rlvr.actor_worker.ActorWorker"},
         "ROLL trains its own loss, and actor_train.pg_variant: gspo.prompt_mean has no effect; for ours set actor_train.worker_cls",

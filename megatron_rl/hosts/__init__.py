@@ -4,6 +4,6 @@
 # host's object as HOST. A launch belongs to the first host that recognises its options; the last one takes any. Needs no torch.
 ROLLOUT_HOST_NAMES = ("miles", "slime")
 HOST_NAMES = (*ROLLOUT_HOST_NAMES, "megatron_lm")
-# Hosts without a parser of flags: settings configure them, a.b=value on the line or in a YAML. megatron_rl.hosts.<name> holds our
-# losses there, megatron_rl.hosts.<name>_launch reads a launch line, megatron_rl.hosts.hydra has an object for each.
+# Hosts without a parser of flags: settings configure them, a.b=value on the line or in a YAML. megatron_rl.hosts.<name> holds the
+# host's object as DOOR, megatron_rl.hosts.hydra has them all.
 HYDRA_HOST_NAMES = ("verl", "nemo_rl", "roll", "skyrl")

@@ -7,145 +7,27 @@ verl and NeMo-RL say nothing of prompts. So under prompt_mean the advantages car
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, weigh_tokens
-from megatron_rl.aggregation_record import AggregationRecord
-from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig, PolicyMetrics
-from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.given import Given, acting_clip, not_numbers
-from megatron_rl.hosts.run import Run
+from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig
+from megatron_rl.errors import DataError
+from megatron_rl.hosts.door import is_carried
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import (
     PolicyLoss,
     get_loss_aggregation,
     get_policy_loss,
-    is_finite_number,
-    loss_aggregation_names,
     numbers_in_words,
-    policy_loss_names,
 )
 from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.ops.ratios import kl_estimate
-from megatron_rl.validation.own_loss import own_loss_problems
 
 # A marked advantage has a code in its last bits: a relative change of at most 16 x 2^-23.
 MARK_BITS = 5
-# Our settings of the correction for the sampler, by the names of PolicyLossConfig.
-CORRECTION_SETTINGS = (
-    *("importance_correction", "importance_correction_level", "importance_correction_low", "importance_correction_high"),
-    "off_policy_sequence_delta",
-)
-
-
-# Settings
-
-
-def aggregations() -> list[AggregationRecord]:
-    """Those that such a trainer has the counts for."""
-    return [get_loss_aggregation(name) for name in _aggregations_of(has_counts_for)]
-
-
-def has_counts_for(record: AggregationRecord) -> bool:
-    return record.needs is not None and (not record.needs_prompts or is_carried(record.name))
-
-
-def _aggregations_of(gives: Callable[[AggregationRecord], bool]) -> list[str]:
-    return [name for name in loss_aggregation_names() if "." not in name and gives(get_loss_aggregation(name))]
-
-
-def is_carried(aggregation: str) -> bool:
-    """Whether the advantages carry it."""
-    return aggregation == LossAggregation.PROMPT_MEAN
-
-
-def read_name(setting: str, name: object, remedy: str, gives: Callable[[AggregationRecord], bool]) -> tuple[str, str]:
-    """(loss, aggregation) of <loss>.<aggregation>, each a known name or module.function, which is imported here and in a worker.
-
-    gives: whether the trainer has the counts of an aggregation. Raises ConfigError, which lists what there is and ends with the
-    remedy."""
-    losses, names = [loss for loss in policy_loss_names() if "." not in loss], _aggregations_of(gives)
-    why = "it has one of each, as in gspo.prompt_mean"
-    if isinstance(name, str) and "." in name:
-        words = name.split(".")
-        halves = [(".".join(words[:cut]), ".".join(words[cut:])) for cut in range(1, len(words))]
-        halves.sort(key=lambda half: -((half[0] in losses) + (half[1] in names)))
-        refused = None
-        for loss, aggregation in halves:
-            if not ((loss in losses or "." in loss) and (aggregation in names or "." in aggregation)):
-                continue
-            try:
-                get_policy_loss(loss)
-                record = get_loss_aggregation(aggregation)
-            except ConfigError as error:
-                refused = refused or error
-                continue
-            if gives(record):
-                return loss, aggregation
-            raise ConfigError(f"{setting}={name}: this trainer does not hand over what {aggregation} needs. {remedy}")
-        if refused is not None:
-            raise refused
-        loss, _, aggregation = name.rpartition(".")
-        unknown, known = {"loss": loss, "aggregation": aggregation}, {"loss": losses, "aggregation": names}
-        why = " and ".join(f"{unknown[kind] or 'nothing'!r} is no {kind}" for kind in known if unknown[kind] not in known[kind])
-    raise ConfigError(
-        f"{setting}={name} does not name a loss and an aggregation: {why}. Losses: {', '.join(losses)}, or module.function. "
-        f"Aggregations: {', '.join(names)}, or module.function. {remedy}"
-    )
-
-
-def read_config(
-    title: str,  # what the launch line says of loss and aggregation
-    loss_name: str,
-    aggregation: str,
-    clips: tuple[Given, Given],  # low, high
-    parameters: Mapping[str, Given],  # by our names
-    divisor: Given,
-    keep: str,  # see given.acting_clip
-    more_numbers: Sequence[Given] = (),  # other settings that must be numbers
-    **others: Any,
-) -> tuple[PolicyLossConfig, list[str]]:
-    """Our settings, and every problem of them."""
-    loss, record = get_policy_loss(loss_name), get_loss_aggregation(aggregation)
-    switches = [*not_numbers([*clips, *parameters.values(), divisor, *more_numbers])]
-    if switches:  # what else would be said is of values that nobody meant
-        raise ConfigError(switches)
-    (low, high), problems = acting_clip(loss, *clips, keep)
-    declared = {parameter.name for parameter in loss.parameters}
-    idle = [(given, "clip") for given in clips if loss.clip_ratios is None]
-    idle += [(given, name) for name, given in parameters.items() if name not in declared]
-    problems += [
-        f"{given.name}={given.value} has no effect: {loss.name} has no {what}; remove it" for given, what in idle if given.is_chosen
-    ]
-    if not record.takes_divisor:
-        if divisor.is_chosen:
-            problems.append(f"{divisor.name}={divisor.value} has no effect: {aggregation} has no divisor; remove it")
-    elif divisor.value is None:
-        problems.append(f"{title} needs its L: set {divisor.name}, for Dr. GRPO the longest response in tokens")
-    elif not (is_finite_number(divisor.value) and divisor.value > 0):
-        problems.append(f"{divisor.name}={divisor.value!r} must be a number above 0: it is the L of {title}")
-    values = {name: given.value for name, given in parameters.items() if name in declared and given.value is not None}
-    try:
-        loss.clip_bounds(low, high)
-        loss.resolve_parameters(values)
-    except ConfigError as error:
-        problems += error.problems
-    config = PolicyLossConfig(
-        policy_loss=loss_name,
-        loss_aggregation=aggregation,
-        loss_aggregation_divisor=divisor.value if record.takes_divisor else None,
-        clip_ratio_low=low,
-        clip_ratio_high=high,
-        loss_parameters=values,
-        policy_metrics=PolicyMetrics.BASIC,
-        **others,
-    )
-    return config, [*problems, *own_loss_problems(config)]
 
 
 @functools.cache
@@ -165,16 +47,6 @@ def is_proportional(loss: PolicyLoss) -> bool:
         return torch.cat([torch.autograd.grad(output.loss, log_probs)[0], output.loss.detach()[None]])
 
     return torch.allclose(trial(2.0), 2 * trial(1.0), rtol=1e-9, atol=1e-12)
-
-
-def signature_problem(
-    name: str, function: Callable[..., Any], expected: tuple[str, ...], *, takes_more: bool = False
-) -> str | None:
-    """What differs from the arguments that our loss is written for. takes_more: others may follow."""
-    found = tuple(inspect.signature(function).parameters)
-    if found == expected or (takes_more and found[: len(expected)] == expected):
-        return None
-    return f"{name} takes ({', '.join(found)}), and ({', '.join(expected)}) was probed"
 
 
 # The loss
@@ -251,9 +123,6 @@ def refuse_nonfinite(output: PolicyLossOutput) -> None:
         )
 
 
-_OLD = Run()  # of the doors that are not yet tables
-
-
 def sample_in_words(aggregation: str, several: str | None) -> str:
     """What a rollout weighs that comes in k rows. several: where it does; None: a row is a rollout, with all its turns."""
     formula = get_loss_aggregation(aggregation).formula
@@ -295,15 +164,6 @@ def step_line(
         regularizers,
     ]
     return " | ".join(parts)
-
-
-def tell_once(title: str, *given: Any, **named: Any) -> None:
-    _OLD.tell(title, lambda: step_line(title, *given, **named))
-
-
-def warn_once(warnings: Sequence[str]) -> None:
-    for text in warnings:
-        _OLD.warn(text)
 
 
 def numbers(config: PolicyLossConfig) -> str:

@@ -133,7 +133,7 @@ def judge_names(door: Door, settings: Settings, *, is_ours: bool, may_have_more:
                 yield Row(whole, f"{whole}={value} has no effect: our losses do not read it; {one.idle}", is_wrong=True)
             continue
         prefix = next((prefix for prefix in sorted(door.sections, key=len, reverse=True) if whole.startswith(prefix)), None)
-        if prefix is None or _is_below_group(whole, table):
+        if prefix is None or _is_below_group(whole[len(prefix) :], prefix, table):
             yield from _misspelt_section(door, whole)
         elif not (whole in known or whole in own or _is_apart(door, whole) or door.is_open(settings, prefix)):
             names = [name.removeprefix(prefix) for name in (*known, *sorted(own)) if name.startswith(prefix)]
@@ -143,8 +143,8 @@ def judge_names(door: Door, settings: Settings, *, is_ours: bool, may_have_more:
             yield Row(whole, f"{door.title} has no such setting: {meant}", is_wrong=not is_note, is_note=is_note)
 
 
-def _is_below_group(whole: str, table: Mapping[str, Any]) -> bool:
-    parents = [whole[:at] for at, letter in enumerate(whole) if letter == "."]
+def _is_below_group(name: str, prefix: str, table: Mapping[str, Any]) -> bool:
+    parents = [prefix + name[:at] for at, letter in enumerate(name) if letter == "."]
     return any(parent in table and table[parent].kind == Kind.GROUP for parent in parents)
 
 

@@ -181,7 +181,8 @@ def clip_that_its_switch_turns_off(found: Found) -> Iterator[Row]:
     for one in map(settings.one, CLIPS):
         if one.is_chosen and one.name not in acting:
             switch = "dual_clip_loss: true" if settings["use_pg_clip_range"] else "use_pg_clip_range: true"
-            yield Row(one.name, f"{one.value} has no effect without {switch}; set the switch, or remove it", is_wrong=True)
+            text = f"{one.name}={one.value} has no effect without {switch}; set the switch, or remove it"
+            yield Row(one.name, text, is_wrong=True)
 
 
 @check()
@@ -192,7 +193,7 @@ def clip_that_a_worker_cannot_know(found: Found) -> Iterator[Row]:
         return
     words = f"{found.loss.name} has {own[0]:g}/{own[1]:g} of its own"
     if not settings["use_pg_clip_range"] and written.get("pg_clip") == CLIP and not settings["dual_clip_loss"]:
-        text = f"{CLIP} is ROLL's default too, so its worker cannot tell that you wrote it, and {words}"
+        text = f"pg_clip={CLIP} is ROLL's default too, so its worker cannot tell that you wrote it, and {words}"
         remedy = f"set use_pg_clip_range: true, pg_clip_low: {CLIP} and pg_clip_high: {CLIP}"
         yield Row("pg_clip", f"{text}; remove it, or {remedy}", is_wrong=True)
     elif settings["use_pg_clip_range"]:
@@ -206,7 +207,7 @@ def clip_that_a_worker_cannot_know(found: Found) -> Iterator[Row]:
 def only_values_that_ours_accept(found: Found) -> Iterator[Row]:
     for name, (_, only, why) in ONLY.items():
         if found.settings[name] != only:
-            yield Row(name, f"{found.settings[name]} beside {found}: {why}; set {name}: {only}", is_wrong=True)
+            yield Row(name, f"{name}={found.settings[name]} beside {found}: {why}; set {name}: {only}", is_wrong=True)
 
 
 @check()
@@ -214,14 +215,14 @@ def strategy_is_megatrons(found: Found) -> Iterator[Row]:
     settings, name = found.settings, f"{STRATEGY_ARGS}strategy_name"
     if settings[name] != STRATEGY:
         why = "our worker needs the logits of ROLL's Megatron strategy"
-        yield Row(name, f"{settings[name]}: {why}; set {STRATEGY}", is_wrong=True)
+        yield Row(name, f"{name}={settings[name]}: {why}; set {STRATEGY}", is_wrong=True)
         return
     if not settings[f"{TRAIN}apply_loss_scale"]:
         why = "Megatron and DDP would average over micro-batches and ranks"
-        yield Row(f"{TRAIN}apply_loss_scale", f"false: {why}; set it to true", is_wrong=True)
+        yield Row(f"{TRAIN}apply_loss_scale", f"{TRAIN}apply_loss_scale=false: {why}; set it to true", is_wrong=True)
     if settings[PER_TOKEN]:
         why = "ROLL's factors are made for the mean over ranks"
-        yield Row(PER_TOKEN, f"true: {why}; remove it", is_wrong=True)
+        yield Row(PER_TOKEN, f"{PER_TOKEN}=true: {why}; remove it", is_wrong=True)
 
 
 @check()
@@ -245,13 +246,13 @@ def step_has_what_weights_and_ratios_need(found: Found) -> Iterator[Row]:
     if not (is_one_step and settings["ppo_epochs"] == 1):
         yield Row(
             RECOMPUTE,
-            "false with several optimiser steps a batch: the batch has no old log-probabilities, and the ratio of the later steps "
-            f"would be 1; set {RECOMPUTE}: true, and no {NEVER_RECOMPUTE}",
+            f"{RECOMPUTE}=false with several optimiser steps a batch: the batch has no old log-probabilities, and the ratio of the "
+            f"later steps would be 1; set {RECOMPUTE}: true, and no {NEVER_RECOMPUTE}",
             is_wrong=True,
         )
     if found.theirs or readers(settings):
         why = "ROLL drops tokens after it has counted them"
-        yield Row("train_infer_correction", f"with {RECOMPUTE}: false: {why}; set {RECOMPUTE}: true", is_wrong=True)
+        yield Row("train_infer_correction", f"{RECOMPUTE}=false beside it: {why}; set {RECOMPUTE}: true", is_wrong=True)
 
 
 @check(is_warning=True, subject="old log-probabilities")

@@ -44,6 +44,7 @@ from megatron_rl.hosts.base import (
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.hosts.checks import actors_are_checked, check_launch, constant_is_without_deviation, host_warnings
+from megatron_rl.hosts.door_line import judge as judge_line
 from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.names import (
@@ -114,7 +115,8 @@ def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | N
     host = hydra_host_of(given) if named is None else HYDRA_HOSTS[named]
     if host is None:
         return None
-    rows = {row.text: row for row in host.judge(given, _read_yaml_file)}.values()  # a problem may be found by name and by value
+    # A problem may be found by name and by value.
+    rows = {row.text: row for row in judge_line(host, given, _read_yaml_file)}.values()
     found = [Finding(row.subject, PROBLEM if row.is_wrong else NOTE if row.is_note else OK, row.text) for row in rows]
     reading = (
         [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []

@@ -27,6 +27,7 @@ from megatron_rl.commands.explain.step import LaunchLayout, read_step
 from megatron_rl.commands.explain.weights import Weighing, correct_step, count, judged_settings, shown_configs
 from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable
+from megatron_rl.hosts.door_line import write
 from megatron_rl.hosts.hydra import HYDRA_HOSTS
 from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.auxiliary_losses import TYPES_WITH_A_LOSS
@@ -160,7 +161,7 @@ def check_flags(args: Namespace) -> None:
         ]
     if args.host == TRAIN and args.calculate_per_token_loss:
         problems.append("--calculate-per-token-loss with --host train: `megatron-rl train` has no such flag; remove it")
-    refusal = HYDRA_HOSTS[args.host].per_token if args.host in HYDRA_HOSTS else None
+    refusal = HYDRA_HOSTS[args.host].why_not_per_token if args.host in HYDRA_HOSTS else None
     if refusal is not None and args.calculate_per_token_loss:
         problems.append(f"--calculate-per-token-loss with --host {args.host}: {refusal}; remove it")
     if args.micro_batch_size is not None and args.num_microbatches is not None:
@@ -213,7 +214,7 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         shown.left_out.append(NO_CHAIN)
     elif hydra_host is not None:
         shown.chain = hydra_chain(hydra_host, weighing, shown.layout, per_token=per_token)
-        shown.launch_lines, shown.problems = hydra_host.judge_settings(weighing.config)
+        shown.launch_lines, shown.problems = write(hydra_host, weighing.config)
     elif args.host in WITHOUT_ROUTES:
         shown.chain = own_chain(weighing, shown.layout, per_token=per_token)
         try:  # `train` has no per-token contract

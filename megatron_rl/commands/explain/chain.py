@@ -18,8 +18,7 @@ from megatron_rl.commands.explain.weights import Weighing
 from megatron_rl.config import GradientDivisor, Route
 from megatron_rl.hosts.base import HostLaunch
 from megatron_rl.hosts.companions import RolloutCounts
-from megatron_rl.hosts.factors import AVERAGED, SUMMED
-from megatron_rl.hosts.hydra import HydraHost
+from megatron_rl.hosts.door import AVERAGED, SUMMED, Door
 
 # The weight of an aggregation that declares no formula.
 OWN_WEIGHT = Formula(w_i=1)
@@ -96,11 +95,11 @@ def own_chain(weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> C
     return _chain(of_samples, rest, weighing, layout)
 
 
-def hydra_chain(host: HydraHost, weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> Chain:
+def hydra_chain(door: Door, weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> Chain:
     """A trainer that settings configure."""
     weight = weighing.record.formula or OWN_WEIGHT
-    stages = host.stages(weight, needs_prompts=weighing.record.needs_prompts, per_token=per_token)
-    return _chain(stages.of_samples, stages.of_step, weighing, layout)
+    stages = door.stages(weight, needs_prompts=weighing.record.needs_prompts, per_token=per_token)
+    return _chain(*stages, weighing, layout)
 
 
 def _reduced(launch: HostLaunch, counts: RolloutCounts, formula: Formula) -> tuple[str, Formula, str] | None:
