@@ -241,7 +241,7 @@ def test_train_rls_arguments_are_judged_when_they_are_parsed():
     assert megatron_lm.launch_warnings(megatron_lm.megatron_lm_config(Namespace(**args)), Namespace(**args)) == []
 
 
-def test_rolls_worker_judges_the_sampler_and_says_it_at_the_first_step(capsys, monkeypatch):
+def test_rolls_worker_judges_the_sampler_and_says_it_at_the_first_step(capsys):
     """FB-114"""
     kept = SimpleNamespace(strategy_name="vllm", strategy_config={"logprobs_mode": "processed_logprobs"})
     infer = SimpleNamespace(generating_args=SimpleNamespace(top_p=0.8, top_k=-1), strategy_args=kept)
