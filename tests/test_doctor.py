@@ -25,7 +25,7 @@ from megatron_rl.commands.doctor.machine import findings, has_kernels
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES
+from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES
 from megatron_rl.hosts.base import rollout_hosts
 from megatron_rl.hosts.names import meant_host_flag
 from megatron_rl.validation import ROUTES_OF_FLAG, field_of
@@ -692,7 +692,7 @@ def test_each_flag_of_ours_is_judged_by_the_table_of_routes():
         (
             "python train.py --rollout-batch-size 8",
             "tells whose script this is: train.py is not here; start doctor from the checkout .*, or add --host {"
-            + ",".join((*HOST_NAMES, *HYDRA_HOST_NAMES)),
+            + ",".join((*HOST_NAMES, *DOOR_NAMES)),
         ),
         ("python", "no train script and no megatron-rl command after --"),
         ("python -m verl.trainer.main_pp a.b=1", "did you mean verl.trainer.main_ppo?"),

@@ -17,7 +17,7 @@ from megatron_rl.commands.doctor.report import PROBLEM, as_text
 from megatron_rl.commands.doctor.script import ScriptReader, is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import known_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -297,7 +297,7 @@ def test_flags_that_a_missing_backslash_cuts_off_are_told(checkout):
         assert found[0].startswith("script: --advantage-estimator and 7 words after it are alone on line"), found
 
 
-SCRIPTS = [path for path in sorted((ROOT / "examples").rglob("*.sh")) if path.parent.name in (*HOST_NAMES, *HYDRA_HOST_NAMES)]
+SCRIPTS = [path for path in sorted((ROOT / "examples").rglob("*.sh")) if path.parent.name in (*HOST_NAMES, *DOOR_NAMES)]
 
 
 @pytest.mark.parametrize("path", [path.relative_to(ROOT).as_posix() for path in SCRIPTS])

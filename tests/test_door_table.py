@@ -8,14 +8,14 @@ import torch
 from door_table import ANY, DOORS, REASONS
 from test_validation import only_built_in_names  # noqa: F401  (what other tests register would be refused too)
 
-from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES
+from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES
 from megatron_rl.loss_hub import register_loss_aggregation
 
 NAMES = [(kind, name) for kind, names in door_table.settings().items() for name in names]
 
 
 def test_each_host_has_a_column():
-    assert sorted(DOORS) == sorted((*HOST_NAMES, *HYDRA_HOST_NAMES)) == sorted(door_table.TITLES)
+    assert sorted(DOORS) == sorted((*HOST_NAMES, *DOOR_NAMES)) == sorted(door_table.TITLES)
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)

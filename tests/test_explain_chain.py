@@ -6,7 +6,7 @@ import pytest
 from explain_cases import CLOSE, CONSTANT, LAYOUT, PER_TOKEN, PROMPT_MEAN, STEP, chain_of, explain, explain_json, stages
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.hosts.hydra import HYDRA_HOSTS
+from megatron_rl.hosts.doors import DOORS
 
 MASKED = [*STEP, "--loss-masks", "11,1111,1,000"]
 
@@ -175,7 +175,7 @@ def test_a_converters_chain_by_hand():
 
 
 @pytest.mark.parametrize("needs_prompts", [False, True])
-@pytest.mark.parametrize("of_host", [host.stages for host in HYDRA_HOSTS.values()], ids=[*HYDRA_HOSTS])
+@pytest.mark.parametrize("of_host", [host.stages for host in DOORS.values()], ids=[*DOORS])
 def test_the_factors_of_each_trainer_of_settings_leave_the_weight(of_host, needs_prompts):
     """M, dp and cp cancel; in verl's per-token contract R, the tokens of the model, too."""
     weight = Formula(P=-1, M_g=-1) if needs_prompts else Formula(N=-1, m_i=-1)

@@ -16,7 +16,7 @@ from megatron_rl.aggregation import StepTotals, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import host_named
+from megatron_rl.hosts.base import HostOptions, host_named
 from megatron_rl.hosts.companions import HostRollouts, reward_weights
 from megatron_rl.hosts.loss import LossPlan, sample_weights
 from megatron_rl.layout.groups import ParallelGroups
@@ -88,7 +88,7 @@ def reduced(host, route, companion, per_token, config, counts, of_rollout, of_pr
     tokens, denominators = torch.tensor(counts), of_prompt if companion == "convert" else of_rollout
     if route == "host":
         return own_reducer(host, per_token, denominators)
-    options = host_named(host).options(Namespace(calculate_per_token_loss=per_token))
+    options = HostOptions(Namespace(calculate_per_token_loss=per_token), host_named(host))
     try:
         if route == "reducer":
             name = "sample_mean" if companion != "none" else config.loss_aggregation
@@ -140,7 +140,7 @@ def test_every_row_of_a_host_is_what_its_code_does(host, route, companion, per_t
             masks = [torch.tensor([1] * count or [0]) for count in counts]
             reducer = "megatron_rl.reducers.get_pg_loss_reducer" if route == "reducer" else None
             of_step = {"use_dynamic_global_batch_size": False, "global_batch_size": num_rollouts, "n_samples_per_prompt": None}
-            options = host_named(host).options(Namespace(**of_step, custom_pg_loss_reducer_function_path=reducer))
+            options = HostOptions(Namespace(**of_step, custom_pg_loss_reducer_function_path=reducer), host_named(host))
             weights = reward_weights(HostRollouts(masks, PROMPTS, rollouts), config, options)
             assert found["reward hook"] == pytest.approx(weights.tolist(), **CLOSE), name
 

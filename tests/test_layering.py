@@ -14,7 +14,7 @@ from forked import forget, forked
 
 from megatron_rl import arguments, loss_hub
 from megatron_rl.__main__ import main
-from megatron_rl.hosts import HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts import DOOR_NAMES, ROLLOUT_HOST_NAMES
 
 # Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself; benchmarks/ lies
 # beside the package, and the wheel does not hold it.
@@ -117,13 +117,10 @@ def test_the_layering_check_allows_what_is_right():
     assert layering_faults("training/loop.py", ast.parse("from megatron_rl import __version__")) == []
 
 
-# The list of hosts, the objects of those that settings configure, their samplers, and the launcher, whose door to
-# NeMo-RL is not that of a host with a parser of flags.
+# The list of hosts, the samplers of those with a parser of flags, and the launcher, whose door to NeMo-RL is of another kind.
 FILES_WITH_HOSTS = {
-    **dict.fromkeys(
-        ("hosts/__init__.py", "hosts/hydra.py", "hosts/sampling.py"),
-        (*ROLLOUT_HOST_NAMES, *HYDRA_HOST_NAMES),
-    ),
+    "hosts/__init__.py": (*ROLLOUT_HOST_NAMES, *DOOR_NAMES),
+    "hosts/sampling.py": ROLLOUT_HOST_NAMES,
     "hosts/launch.py": ("nemo_rl",),
 }
 
@@ -132,7 +129,7 @@ def named_hosts(path: str, tree: ast.Module) -> list[str]:
     """Where code asks which host it has: by name, class or module. Messages and docstrings may say it."""
     allowed = FILES_WITH_HOSTS.get(path, ())
     hosts = [host for host in ROLLOUT_HOST_NAMES if path != f"hosts/{host}.py" and host not in allowed]
-    hosts += [host for host in HYDRA_HOST_NAMES if not path.startswith(f"hosts/{host}") and host not in allowed]
+    hosts += [host for host in DOOR_NAMES if not path.startswith(f"hosts/{host}") and host not in allowed]
     words, faults = {ast.Constant: "value", ast.Name: "id", ast.Attribute: "attr"}, []
     for node in ast.walk(tree):
         word = getattr(node, words[type(node)]) if type(node) in words else None

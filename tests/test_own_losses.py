@@ -41,7 +41,7 @@ from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_arg
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door_settings import read
-from megatron_rl.hosts.hydra import HYDRA_HOSTS
+from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import clip_of, get_policy_loss
@@ -228,7 +228,7 @@ def test_a_command_that_python_calls_knows_the_parameters_of_its_own_line():
 
 def test_trainers_that_hand_over_rows_ask_a_loss_of_ones_own_too():
     """Of verl, NeMo-RL, ROLL and SkyRL, whose settings no launch rule judges, NeMo-RL: all have one reader."""
-    door = HYDRA_HOSTS["nemo_rl"]
+    door = DOORS["nemo_rl"]
 
     def read_loss(name: str) -> None:
         read(door, Settings.of_names({door.choice.setting: f"{name}.sample_mean"}, door.all_defaults))

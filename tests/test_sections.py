@@ -20,7 +20,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl, roll, skyrl, verl
 from megatron_rl.hosts.door import Door, Kind
 from megatron_rl.hosts.door_line import judge, judge_names
-from megatron_rl.hosts.hydra import HYDRA_HOSTS
+from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import Given, Settings, acting_clip, clip_to_type
 from megatron_rl.loss_hub import get_policy_loss
 
@@ -57,7 +57,7 @@ def judged(host: str, rest: str | dict[str, Any]) -> tuple[list[str], str]:
             return settings
         raise ConfigError(f"{path} is no file here")
 
-    rows = list(judge(HYDRA_HOSTS[host], words, read_file))
+    rows = list(judge(DOORS[host], words, read_file))
     return [f"{row.subject}: {row.text}" for row in rows if row.is_wrong], " ".join(row.text for row in rows if not row.is_wrong)
 
 
@@ -344,7 +344,7 @@ def test_nemo_rls_script_and_hydras_plus_are_judged_without_a_file(line, said, t
     def no_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is no file here")
 
-    (row,) = [row for row in judge(HYDRA_HOSTS["nemo_rl"], line.split(), no_file) if row.is_wrong]
+    (row,) = [row for row in judge(DOORS["nemo_rl"], line.split(), no_file) if row.is_wrong]
     assert re.search(said, row.text), row.text
 
 

@@ -23,9 +23,9 @@ from test_skyrl import emulated_skyrl, started
 from torch import Tensor
 
 from megatron_rl.__main__ import main
-from megatron_rl.hosts import HYDRA_HOST_NAMES, roll, skyrl
+from megatron_rl.hosts import DOOR_NAMES, roll, skyrl
 from megatron_rl.hosts.door_settings import read
-from megatron_rl.hosts.hydra import HYDRA_HOSTS
+from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import put
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import DIVISOR
@@ -39,7 +39,7 @@ LINE_OF_SKYRL = f"uv run -m {skyrl.ENTRY} {DOOR_OF_SKYRL}"
 
 
 def test_each_name_of_the_list_has_its_object():
-    assert tuple(HYDRA_HOSTS) == HYDRA_HOST_NAMES
+    assert tuple(DOORS) == DOOR_NAMES
 
 
 def doctor(capsys, line: str) -> tuple[int, str]:
@@ -240,7 +240,7 @@ def test_a_wrong_line_of_skyrl_is_refused_by_name(name, capsys):
 
 
 def test_the_host_of_a_line_can_be_named(capsys):
-    for name in HYDRA_HOSTS:
+    for name in DOORS:
         assert f"launch line: {name}, " in " ".join(doctor(capsys, f"--host {name} -- python mine.py")[1].split())
 
 
@@ -343,7 +343,7 @@ def test_the_lines_of_skyrl_are_settings_that_doctor_reads(capsys):
     assert code == 0 and "megatron_rl.sapo.constant" in out and "8192" in out and "1.5" in out, out
 
 
-@pytest.mark.parametrize("host", HYDRA_HOST_NAMES)
+@pytest.mark.parametrize("host", DOOR_NAMES)
 def test_a_large_divisor_keeps_its_digits(host):
     given = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "1234567"]
     assert any("1234567" in line for line in explain_json(*STEP, *given, "--host", host)["launch_lines"])

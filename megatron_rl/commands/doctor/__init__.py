@@ -13,7 +13,7 @@ from megatron_rl.commands.doctor.machine import findings
 from megatron_rl.commands.doctor.probes import collect_facts
 from megatron_rl.commands.doctor.report import PROBLEM, Finding, LaunchReport, as_json, as_text
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES
+from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES
 
 EXIT_PROBLEM = 1
 
@@ -21,9 +21,7 @@ EXIT_PROBLEM = 1
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the text.")
     parser.add_argument("--launch-only", action="store_true", help="Judge the launch line and not the machine.")
-    parser.add_argument(
-        "--host", choices=(*HOST_NAMES, *HYDRA_HOST_NAMES), help="Whose launch line it is. Default: what the line says."
-    )
+    parser.add_argument("--host", choices=(*HOST_NAMES, *DOOR_NAMES), help="Whose launch line it is. Default: what the line says.")
     parser.add_argument(
         "launch_line",
         nargs="*",

@@ -21,9 +21,9 @@ from megatron_rl.commands.doctor.script import LARGEST_SCRIPT, ScriptLine, Scrip
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.bounds import is_regular, read_regular
 from megatron_rl.files.yaml_values import parse_yaml
-from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollout_hosts
-from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
+from megatron_rl.hosts.doors import DOORS, door_of
 from megatron_rl.hosts.names import COMMON_NAMES, meant_flag
 from megatron_rl.hosts.scripts import imported_packages
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
@@ -211,7 +211,7 @@ def training_line(lines: Sequence[ScriptLine], name: str) -> tuple[ScriptLine, S
 def _trains(words: Sequence[str]) -> bool:
     is_ours = (
         OUR_LAUNCHER in words
-        or hydra_host_of(words) is not None
+        or door_of(words) is not None
         or any(a.endswith(("megatron_rl", "megatron-rl")) and b == TRAIN for a, b in pairwise(words))
     )
     return is_ours or any(TRAINING_SCRIPT.fullmatch(word) for word in words)
@@ -233,7 +233,7 @@ def _anchor(words: list[str]) -> int:
         is_ours = word == "megatron_rl" and words[index - 1 : index] == ["-m"] or Path(word).name == "megatron-rl"
         if is_ours and index + 1 < len(words):
             return index + 1
-    starts = [host.starts for host in HYDRA_HOSTS.values()]
+    starts = [door.starts for door in DOORS.values()]
     for word in words:
         if close := get_close_matches(word, starts, 1, cutoff=0.85):
             raise ConfigError(f"{word} starts no training that is known here: did you mean {close[0]}?")
@@ -270,7 +270,7 @@ def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
         has_name = bool(host.script_name and re.search(host.script_name, script.name))
         if names & set(host.own_options) or host.package in imported or has_name:
             return host.name
-    remedy = f"add --host {{{','.join((*HOST_NAMES, *HYDRA_HOST_NAMES))}}} before --"
+    remedy = f"add --host {{{','.join((*HOST_NAMES, *DOOR_NAMES))}}} before --"
     if not is_regular(script):
         remedy = f"{script.name} is not here; start doctor from the checkout that has it, or {remedy}"
     raise ConfigError(f"nothing on the line tells whose script this is: {remedy}")

@@ -45,7 +45,7 @@ from megatron_rl.hosts.base import (
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.hosts.checks import actors_are_checked, check_launch, constant_is_without_deviation, host_warnings
 from megatron_rl.hosts.door_line import judge as judge_line
-from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
+from megatron_rl.hosts.doors import DOORS, door_of
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.names import (
     OUR_HOOKS,
@@ -108,15 +108,15 @@ def _refuses(row: Finding, flag: str) -> bool:
 def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | None:
     """A line of a trainer that settings configure; None: it is another host's."""
     is_script = any(word.endswith((".sh", ".bash")) or re.search(r"\s", word) for word in words)
-    if named is not None and named not in HYDRA_HOSTS or not is_script and named is None and hydra_host_of(words) is None:
+    if named is not None and named not in DOORS or not is_script and named is None and door_of(words) is None:
         return None
     given, _, read_from, stray = through_shell_scripts(list(words))
     hidden = tuple(word for word in given if HIDES_FLAGS.fullmatch(word))
-    host = hydra_host_of(given) if named is None else HYDRA_HOSTS[named]
-    if host is None:
+    door = door_of(given) if named is None else DOORS[named]
+    if door is None:
         return None
     # A problem may be found by name and by value.
-    rows = {row.text: row for row in judge_line(host, given, _read_yaml_file)}.values()
+    rows = {row.text: row for row in judge_line(door, given, _read_yaml_file)}.values()
     found = [Finding(row.subject, PROBLEM if row.is_wrong else NOTE if row.is_note else OK, row.text) for row in rows]
     reading = (
         [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []
@@ -129,7 +129,7 @@ def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | N
     is_open = any("not known here" in row.text for row in found)
     why = "the loss is not known here" if is_open else NOTHING_OF_OURS
     unjudged = None if is_judged else f"{why}: nothing was judged"
-    return LaunchReport(f"{host.name}, {host.starts}{place}", None, reading, [], found, [], hidden, unjudged)
+    return LaunchReport(f"{door.name}, {door.starts}{place}", None, reading, [], found, [], hidden, unjudged)
 
 
 def _read_yaml_file(path: Path) -> dict[str, object]:

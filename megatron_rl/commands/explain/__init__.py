@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.commands.explain import experts
-from megatron_rl.commands.explain.chain import host_chain, hydra_chain, own_chain
+from megatron_rl.commands.explain.chain import door_chain, host_chain, own_chain
 from megatron_rl.commands.explain.launch import (
     HOSTS,
     LINES_OF_COMPANION,
@@ -28,7 +28,7 @@ from megatron_rl.commands.explain.weights import Weighing, correct_step, count, 
 from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.hosts.door_line import write
-from megatron_rl.hosts.hydra import HYDRA_HOSTS
+from megatron_rl.hosts.doors import DOORS
 from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.auxiliary_losses import TYPES_WITH_A_LOSS
 
@@ -161,7 +161,7 @@ def check_flags(args: Namespace) -> None:
         ]
     if args.host == TRAIN and args.calculate_per_token_loss:
         problems.append("--calculate-per-token-loss with --host train: `megatron-rl train` has no such flag; remove it")
-    refusal = HYDRA_HOSTS[args.host].why_not_per_token if args.host in HYDRA_HOSTS else None
+    refusal = DOORS[args.host].why_not_per_token if args.host in DOORS else None
     if refusal is not None and args.calculate_per_token_loss:
         problems.append(f"--calculate-per-token-loss with --host {args.host}: {refusal}; remove it")
     if args.micro_batch_size is not None and args.num_microbatches is not None:
@@ -209,12 +209,12 @@ def layout_of(args: Namespace) -> LaunchLayout:
 def judge_host(args: Namespace, shown: Explanation) -> None:
     """Adds what --host says of the launch. A refused one has a chain as far as it can be computed."""
     weighing, counts, per_token = shown.weighings[0], shown.counts, args.calculate_per_token_loss
-    hydra_host = HYDRA_HOSTS.get(args.host)
+    door = DOORS.get(args.host)
     if args.host is None:
         shown.left_out.append(NO_CHAIN)
-    elif hydra_host is not None:
-        shown.chain = hydra_chain(hydra_host, weighing, shown.layout, per_token=per_token)
-        shown.launch_lines, shown.problems = write(hydra_host, weighing.config)
+    elif door is not None:
+        shown.chain = door_chain(door, weighing, shown.layout, per_token=per_token)
+        shown.launch_lines, shown.problems = write(door, weighing.config)
     elif args.host in WITHOUT_ROUTES:
         shown.chain = own_chain(weighing, shown.layout, per_token=per_token)
         try:  # `train` has no per-token contract
@@ -235,6 +235,6 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
     if shown.chain is not None and args.num_experts is not None:
         shown.expert_row = experts.expert_row(shown.layout, per_token=per_token)
         shown.router_losses = list(experts.loss_rows(args, shown.layout, counts))
-    is_always = hydra_host is not None and hydra_host.is_per_token
+    is_always = door is not None and door.is_per_token
     if shown.chain is not None:
         shown.left_out += [NOT_RUN, ALWAYS_MULTIPLIED if is_always else MULTIPLIED if per_token else UNTOUCHED]

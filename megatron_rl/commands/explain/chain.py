@@ -95,7 +95,7 @@ def own_chain(weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> C
     return _chain(of_samples, rest, weighing, layout)
 
 
-def hydra_chain(door: Door, weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> Chain:
+def door_chain(door: Door, weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> Chain:
     """A trainer that settings configure."""
     weight = weighing.record.formula or OWN_WEIGHT
     stages = door.stages(weight, needs_prompts=weighing.record.needs_prompts, per_token=per_token)

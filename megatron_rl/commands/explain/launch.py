@@ -9,16 +9,16 @@ from megatron_rl.commands.explain import experts
 from megatron_rl.commands.launch_config import LINES_OF_ROUTE, needs_reward_hook
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, HostLaunch, host_named, read_launch
 from megatron_rl.hosts.checks import HOMOGENEOUS_ESTIMATORS, check_launch, host_warnings
 from megatron_rl.hosts.companions import RolloutCounts
 from megatron_rl.validation import field_of
 
 TRAIN = "train"
-HOSTS = (*HOST_NAMES, *HYDRA_HOST_NAMES, TRAIN)
+HOSTS = (*HOST_NAMES, *DOOR_NAMES, TRAIN)
 # Whose loop calls our forward step: no reducer, no hook.
-WITHOUT_ROUTES = (None, TRAIN, *HYDRA_HOST_NAMES, *(name for name in HOST_NAMES if name not in ROLLOUT_HOST_NAMES))
+WITHOUT_ROUTES = (None, TRAIN, *DOOR_NAMES, *(name for name in HOST_NAMES if name not in ROLLOUT_HOST_NAMES))
 OWN_REDUCER = "host"
 ROUTES = (str(Route.REDUCER), str(Route.CUSTOM_LOSS), OWN_REDUCER)
 REWARD, CONVERT, NO_COMPANION = "reward", "convert", "none"
@@ -57,7 +57,7 @@ def route_name(args: Namespace) -> str | None:
 
 def route_of(args: Namespace) -> Route:
     """The route whose rules judge our flags."""
-    if args.host in (None, TRAIN, *HYDRA_HOST_NAMES):
+    if args.host in (None, TRAIN, *DOOR_NAMES):
         return Route.TRAIN
     if args.host in WITHOUT_ROUTES:
         return host_named(args.host).routes[0]

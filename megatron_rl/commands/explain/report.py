@@ -15,7 +15,7 @@ from megatron_rl.commands.explain.weights import Corrected, Weighing, shift_line
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import printable
 from megatron_rl.hosts.companions import RolloutCounts
-from megatron_rl.hosts.hydra import HYDRA_HOSTS
+from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.training_hooks import corrections_in_words
 from megatron_rl.loss_hub import get_policy_loss
 
@@ -73,8 +73,8 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
     if explanation.router_losses:
         lines += ["auxiliary losses of routers, beside one rank on the whole step:", *columns(explanation.router_losses)]
     if explanation.launch_lines:
-        host = HYDRA_HOSTS.get(explanation.host or "")
-        place, separator = ("hooks on the launch line", " ") if host is None else (host.place, host.separator)
+        door = DOORS.get(explanation.host or "")
+        place, separator = ("hooks on the launch line", " ") if door is None else (door.place, door.separator)
         lines.append(f"{place}: {separator.join(explanation.launch_lines)}")
     lines += [f"REFUSED: {line}" for line in explanation.problems]
     if explanation.left_out:

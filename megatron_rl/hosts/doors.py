@@ -1,0 +1,16 @@
+"""The trainers that settings configure, by name: what doctor and explain ask is asked of their `Door`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from megatron_rl.hosts import DOOR_NAMES
+from megatron_rl.hosts.door import Door
+
+DOORS: dict[str, Door] = {name: import_module(f"megatron_rl.hosts.{name}").DOOR for name in DOOR_NAMES}
+
+
+def door_of(words: Sequence[str]) -> Door | None:
+    """Whose launch line it is; None: none of these."""
+    return next((door for door in DOORS.values() if door.recognises(words)), None)
