@@ -159,7 +159,10 @@ def test_a_step_before_any_rollout_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prepare_trajectories": lambda turns, tokenizer: None}, "prepare_trajectories takes turns first, and rollouts or roll"),
+        (
+            {"prepare_trajectories": lambda turns, tokenizer: None},
+            r"takes turns first.* was expected \(.*test_train_rl.py:\d+\): edit",
+        ),
         ({"compute_group_stats": None}, "compute_group_stats is missing, and rollouts was expected"),
         ({"get_logprobs": None}, "get_logprobs is missing; undo the edit"),
     ],

@@ -39,7 +39,7 @@ from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.router_losses import check_routers
-from megatron_rl.megatron.samples import count_routed_tokens
+from megatron_rl.megatron.samples import count_routed_tokens, unweighted
 from megatron_rl.step_metrics import step_metrics
 from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.model_settings import model_notes
@@ -455,7 +455,7 @@ class PackedForwardStep:
         groups = resolve_groups(model) if self._groups is None else self._groups
         prompts, context = self._prompt_of_row(), StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
         rows = [samples_of_bin(packed, prompts) for packed in bins]
-        plain = [[_measured(sample) for sample in samples] for samples in rows]
+        plain = [[unweighted(sample) for sample in samples] for samples in rows]
         batches = [_batch(packed, samples, context, groups) for packed, samples in zip(bins, plain, strict=True)]
         lengths = [[(len(sample.tokens), len(sample.tokens) - 1) for sample in samples] for samples in rows]
         values = response_log_probs(
@@ -523,18 +523,6 @@ def batches_of_step(
 def _batch(packed: PackedBin, samples: Sequence[PolicySample], context: StepContext, groups: ParallelGroups) -> PolicyBatch:
     """Rows keep the bin's length, so that shapes agree over a pipeline."""
     return make_packed_batch(samples, context, row_length=packed.tokens.numel(), cp_group=groups.cp, device=packed.tokens.device)
-
-
-def _measured(sample: BinSample) -> PolicySample:
-    """For a forward that only measures: every token after the first counts."""
-    number = len(sample.tokens) - 1
-    return PolicySample(
-        tokens=torch.tensor(sample.tokens),
-        loss_mask=torch.ones(number, dtype=torch.bool),
-        advantage=0.0,
-        token_weight=0.0,
-        token_count=number,
-    )
 
 
 def _prompt_of(row: int, prompt_of_row: PromptOfRow) -> int | str | None:

@@ -75,7 +75,6 @@ def _flag(name: str, value: str) -> str:
 
 
 _ROLLOUT_FLAGS = {"rollout_top_p": Filter(1.0, (1.0,)), "rollout_top_k": Filter(-1, (-1, 0))}
-_VERL, _ROLL = "actor_rollout_ref.rollout", "actor_infer"
 SAMPLERS: dict[str, Sampler] = {
     # What SGLang reports: the whole vocabulary, or the kept tokens where it returns them as well, by its version and its patches.
     "miles": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, typed=_flag),

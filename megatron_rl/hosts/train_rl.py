@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.door import place_of
 from megatron_rl.layout.groups import Group, all_gather_stack, group_device, resolve_group
 
 # Function -> the names that its first argument has had.
@@ -132,7 +133,7 @@ def _problems(utils: ModuleType) -> list[str]:
         if first not in known:
             problems.append(
                 f"{utils.__name__}.{name} {'is missing' if function is None else f'takes {first} first'}, and {' or '.join(known)} "
-                f"was expected: {by_hand}"
+                f"was expected{'' if function is None else f' ({place_of(function)})'}: {by_hand}"
             )
     for name, word in EDITS.items():
         function = getattr(utils, name, None)

@@ -136,6 +136,18 @@ def weigh_samples(
     ], totals
 
 
+def unweighted(sample: UnweightedSample, has_routes: bool = False) -> PolicySample:
+    """The sample for a forward that only measures: every response token counts, so that masked tokens are measured too."""
+    return PolicySample(
+        tokens=torch.as_tensor(sample.tokens),
+        loss_mask=torch.ones(len(sample.loss_mask), dtype=torch.bool),
+        advantage=0.0,
+        token_weight=0.0,
+        token_count=len(sample.loss_mask),
+        routes=torch.as_tensor(sample.routes) if has_routes and sample.routes is not None else None,
+    )
+
+
 def _routes_of(sample: UnweightedSample, place: int) -> Tensor | None:
     if sample.routes is None:
         return None

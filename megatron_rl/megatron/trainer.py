@@ -34,7 +34,7 @@ from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.router_replay import forget_recomputations, replay_problems
 from megatron_rl.megatron.routes import RouteChecker, RouteRecorder, RouteShape
-from megatron_rl.megatron.samples import PolicySample, UnweightedSample, count_routed_tokens, weigh_samples
+from megatron_rl.megatron.samples import PolicySample, UnweightedSample, count_routed_tokens, unweighted, weigh_samples
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_metrics import step_metrics
 
@@ -213,7 +213,7 @@ class PolicyTrainer:
         if model is None:
             raise ConfigError("of_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
         has_routes = self.settings.router_replay == RouterReplay.ROLLOUT and not of_reference
-        plain = [[_unweighted(sample, has_routes) for sample in samples] for samples in microbatches]
+        plain = [[unweighted(sample, has_routes) for sample in samples] for samples in microbatches]
         context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
         batches = self._batches(plain, context)
         sizes = [[(sample.tokens.shape[0], sample.response_length) for sample in samples] for samples in plain]
@@ -442,15 +442,3 @@ class PolicyTrainer:
 
 def _sum_of(values: Sequence[Tensor | None], zero: Tensor) -> Tensor:
     return torch.stack([zero.double() if value is None else value.double() for value in values]).sum()
-
-
-def _unweighted(sample: UnweightedSample, has_routes: bool) -> PolicySample:
-    """The sample for a forward that only measures: every response token counts, so that masked tokens are measured too."""
-    return PolicySample(
-        tokens=torch.as_tensor(sample.tokens),
-        loss_mask=torch.ones(len(sample.loss_mask), dtype=torch.bool),
-        advantage=0.0,
-        token_weight=0.0,
-        token_count=len(sample.loss_mask),
-        routes=torch.as_tensor(sample.routes) if has_routes and sample.routes is not None else None,
-    )
