@@ -18,9 +18,10 @@ from test_layouts import config_of
 from megatron_rl.commands.doctor.launch import judge_launch
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.hosts.base import read_launch
-from megatron_rl.hosts.checks import checks_of
+from megatron_rl.hosts.checks import the_model_keeps_the_step
 from megatron_rl.megatron import indexer
 from megatron_rl.validation.auxiliary_losses import ADDED_LOSSES, MODEL_SETTINGS
+from megatron_rl.validation.checks import Asker, warnings_of
 
 megatron = pytest.mark.megatron
 pool = pool_of(1)
@@ -261,5 +262,5 @@ def test_a_host_is_warned_at_start(settings, said):
     launch = read_launch(
         Namespace(loss_aggregation="token_mean", custom_loss_function_path="megatron_rl.hooks.custom_loss", **settings)
     )
-    texts = [row.text for one in checks_of(launch) if one.name == "the_model_keeps_the_step" for row in one(launch)]
+    texts = warnings_of([the_model_keeps_the_step], launch, Asker.DOCTOR)
     assert len(texts) == (said is not None) and all(text.startswith(said) for text in texts)

@@ -214,21 +214,16 @@ def test_no_built_in_loss_contradicts_its_declaration(name):
     assert contradictions(loss, loss.clip_ratios, loss.resolve_parameters({})) == ()
 
 
-def test_a_loss_is_tried_once_for_each_of_its_numbers():
-    """miles and slime read the configuration at every micro-batch."""
+def test_a_loss_is_tried_a_few_times_a_launch():
+    """Each trial calls the function with and without its derivative, twice, as a random result shows nothing."""
     calls = []
 
-    def scaled(log_ratio, advantages, *, scale):
-        calls.append(scale)
-        return (1 + scale) * surrogate(log_ratio, advantages)
+    def counted(log_ratio, advantages):
+        calls.append(len(log_ratio))
+        return surrogate(log_ratio, advantages)
 
-    assert found_in(scaled, parameters=(SCALE,)) == ()
-    loss, number = get_policy_loss("mine"), len(calls)
-    assert 0 < number < 10
-    contradictions(loss, None, {"scale": 0.0})
-    assert len(calls) == number
-    contradictions(loss, None, {"scale": 2.0})
-    assert calls[number:] == [2.0] * number
+    assert found_in(counted) == ()
+    assert 0 < len(calls) < 10
 
 
 def test_the_run_s_random_numbers_are_as_if_nothing_was_tried():

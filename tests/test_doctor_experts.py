@@ -16,8 +16,9 @@ from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.config import Route
 from megatron_rl.hosts.base import HostOptions, read_launch
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
-from megatron_rl.hosts.checks import checks_of
+from megatron_rl.hosts.checks import experts_keep_the_step
 from megatron_rl.validation.auxiliary_losses import expert_loss_problems
+from megatron_rl.validation.checks import Asker, warnings_of
 from megatron_rl.validation.experts import drift_problem, expert_notes, expert_problems
 
 REDUCER = "--loss-aggregation sample_mean --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
@@ -119,7 +120,7 @@ def test_a_host_is_warned_at_start_of_what_changes_with_the_layout(settings, mes
     """FB-97, FB-99, FB-100: doctor and the init hook read the same registry."""
     reducer = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
     launch = read_launch(Namespace(rollout_batch_size=8, num_experts=8, loss_aggregation="sample_mean", **reducer, **settings))
-    (warning,) = [row.text for one in checks_of(launch) if one.name == "experts_keep_the_step" for row in one(launch)]
+    (warning,) = warnings_of([experts_keep_the_step], launch, Asker.DOCTOR)
     assert message in warning
     flags = " ".join(f"--{name.replace('_', '-')} {'' if value is True else value}" for name, value in settings.items())
     assert warning in texts(f"{OURS} --num-experts 8 {flags}", NOTE)
@@ -144,8 +145,8 @@ QUIET = [
 
 @pytest.mark.parametrize(("settings", "route", "name", "words"), QUIET)
 def test_what_leaves_the_step_alone_is_told_and_warns_nobody(settings, route, name, words):
-    found = {note.name: note for note in expert_notes({"num_experts": 8, **settings}, route)}
-    assert not any(note.is_warning for note in found.values())
+    found = {note.subject: note for note in expert_notes({"num_experts": 8, **settings}, route)}
+    assert not any(note.is_note for note in found.values())
     assert (name not in found) if words is None else (words in found[name].text)
 
 

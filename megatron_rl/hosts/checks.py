@@ -26,7 +26,7 @@ from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.names import paths_load
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import config_warnings, flag_of
-from megatron_rl.validation.checks import Asker, Check, check, checks_in, problems_of, warnings_of
+from megatron_rl.validation.checks import Asker, Check, Row, check, checks_in, problems_of, warnings_of
 from megatron_rl.validation.experts import expert_notes
 from megatron_rl.validation.model_settings import model_notes
 
@@ -553,10 +553,10 @@ def dynamic_batches_are_counted_in_rollouts(launch: HostLaunch) -> Iterator[str]
 
 
 @check(is_warning=True)
-def experts_keep_the_step(launch: HostLaunch) -> Iterator[str]:
-    yield from (note.text for note in expert_notes(launch.options.of_model, launch.route) if note.is_warning)
+def experts_keep_the_step(launch: HostLaunch) -> Iterator[Row]:
+    yield from expert_notes(launch.options.of_model, launch.route)
 
 
 @check(is_warning=True)
-def the_model_keeps_the_step(launch: HostLaunch) -> Iterator[str]:
-    yield from (note.text for note in model_notes(launch.options.of_model, launch.route) if note.is_warning)
+def the_model_keeps_the_step(launch: HostLaunch) -> Iterator[Row]:
+    yield from model_notes(launch.options.of_model, launch.route)

@@ -163,7 +163,7 @@ def _sampling(given: Mapping[str, Any], merged: Mapping[str, Any]) -> SamplingVe
 def launch_warnings(config: PolicyLossConfig, args: Namespace) -> list[str]:
     """config_warnings, what the model's settings do to a step, and what train_rl.py's sampling does to it."""
     notes = model_notes(vars(args), Route.MEGATRON_LM)
-    warnings = [*config_warnings(config), *(note.text for note in notes if note.is_warning)]
+    warnings = [*config_warnings(config), *(note.text for note in notes if note.is_note)]
     if HostOptions(args)["perform_rl_step"]:
         warnings += _sampling(vars(args), asdict(config)).warnings
         formula = get_loss_aggregation(config.loss_aggregation).formula

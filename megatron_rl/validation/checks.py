@@ -112,4 +112,5 @@ def problems_of(checks: Iterable[Check], launch: Any, asker: Asker) -> list[str]
 
 def warnings_of(checks: Iterable[Check], launch: Any, asker: Asker) -> list[str]:
     """The texts that are said at start of a launch without problems, each once. Only checks that warn are asked."""
-    return list(dict.fromkeys(row.text for row in ask((one for one in checks if one.is_warning), launch, asker)))
+    found = ask((one for one in checks if one.is_warning), launch, asker)
+    return list(dict.fromkeys(row.text for row in found if row.is_note))

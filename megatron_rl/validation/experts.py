@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from megatron_rl.config import Route
 from megatron_rl.validation.auxiliary_losses import HOSTS, active_losses, as_typed, listed, num_experts_of, number, size_of
-from megatron_rl.validation.model_settings import SettingNote
+from megatron_rl.validation.checks import Row
 
 # The settings that are read here; flags of miles and slime among them.
 EXPERT_SETTINGS = (
@@ -101,7 +101,7 @@ def drift_problem(settings: Mapping[str, object]) -> str | None:
     )
 
 
-def expert_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[SettingNote]:
+def expert_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
     """What each setting of experts on a launch line does to the step. What is refused has no note. route None: the launch
     does not use this package."""
     if num_experts_of(settings)[1] == 0:
@@ -109,12 +109,12 @@ def expert_notes(settings: Mapping[str, object], route: Route | None) -> Iterato
     yield from _size_notes(settings)
     yield from _loss_notes(settings, route)
     if settings.get("moe_token_drop_policy") and settings.get("moe_expert_capacity_factor") is None:
-        yield SettingNote("moe_token_drop_policy", "no effect without --moe-expert-capacity-factor: no token is dropped")
+        yield Row("moe_token_drop_policy", "no effect without --moe-expert-capacity-factor: no token is dropped")
     yield from _bias_notes(settings, route)
     yield from _replay_notes(settings)
 
 
-def _size_notes(settings: Mapping[str, object]) -> Iterator[SettingNote]:
+def _size_notes(settings: Mapping[str, object]) -> Iterator[Row]:
     experts = num_experts_of(settings)[1]
     if ep := settings.get("expert_model_parallel_size"):
         held = (
@@ -122,12 +122,12 @@ def _size_notes(settings: Mapping[str, object]) -> Iterator[SettingNote]:
             if experts is None
             else f"{experts // size_of(ep)} of {experts} experts a rank"
         )
-        yield SettingNote("expert_model_parallel_size", f"{held}; the scale of the policy loss stays, as explain shows")
+        yield Row("expert_model_parallel_size", f"{held}; the scale of the policy loss stays, as explain shows")
     if etp := settings.get("expert_tensor_parallel_size"):
-        yield SettingNote("expert_tensor_parallel_size", f"ranks that share an expert: {etp}; the scale of the policy loss stays")
+        yield Row("expert_tensor_parallel_size", f"ranks that share an expert: {etp}; the scale of the policy loss stays")
 
 
-def _loss_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[SettingNote]:
+def _loss_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
     """Under --calculate-per-token-loss a coefficient is refused, or --router-aux-loss says the factor at the first step."""
     active = active_losses(settings)
     remedy = "" if route is None or route in HOSTS else " or add --router-aux-loss exact"
@@ -138,21 +138,21 @@ def _loss_notes(settings: Mapping[str, object], route: Route | None) -> Iterator
                 "mean over their tokens, padding included in a host, so its strength changes with the layout; set "
                 f"{as_typed(name, None, route)} to 0{remedy}"
             )
-            yield SettingNote(name, text, is_warning=True)
+            yield Row(name, text, is_note=True)
         elif settings.get(name) is not None and name not in active:
-            yield SettingNote(name, "off: the router has no loss of its own from it")
+            yield Row(name, "off: the router has no loss of its own from it")
     if settings.get("moe_router_load_balancing_type") is not None and "moe_aux_loss_coeff" not in active:
-        yield SettingNote("moe_router_load_balancing_type", "adds no loss: no type with a loss has a coefficient")
+        yield Row("moe_router_load_balancing_type", "adds no loss: no type with a loss has a coefficient")
 
 
-def _bias_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[SettingNote]:
+def _bias_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
     given = settings.get("moe_router_bias_update_rate")
     rate = DEFAULT_BIAS_RATE if given is None else given
     if not settings.get("moe_router_enable_expert_bias"):
         if given is not None:
-            yield SettingNote("moe_router_bias_update_rate", "no effect without --moe-router-enable-expert-bias")
+            yield Row("moe_router_bias_update_rate", "no effect without --moe-router-enable-expert-bias")
     elif not number(rate):
-        yield SettingNote("moe_router_enable_expert_bias", "the bias stays as it was loaded: its update rate is 0")
+        yield Row("moe_router_enable_expert_bias", "the bias stays as it was loaded: its update rate is 0")
     elif route is None or route in HOSTS:
         replay = next((name for name in ("use_rollout_routing_replay", "use_routing_replay") if settings.get(name)), None)
         moved = f"moe_router_enable_expert_bias with moe_router_bias_update_rate={rate}"
@@ -164,21 +164,21 @@ def _bias_notes(settings: Mapping[str, object], route: Route | None) -> Iterator
             else f"{moved} and {replay}: each step moves the bias by the replayed routes, and not by what the router itself would "
             f"choose; and {counted}. Add --moe-router-bias-update-rate 0"
         )
-        yield SettingNote("moe_router_enable_expert_bias", text, is_warning=True)
+        yield Row("moe_router_enable_expert_bias", text, is_note=True)
     else:
-        yield SettingNote("moe_router_enable_expert_bias", "each step moves the bias by real tokens, whatever the layout")
+        yield Row("moe_router_enable_expert_bias", "each step moves the bias by real tokens, whatever the layout")
 
 
-def _replay_notes(settings: Mapping[str, object]) -> Iterator[SettingNote]:
+def _replay_notes(settings: Mapping[str, object]) -> Iterator[Row]:
     weights = "their weights are those of the current router, so the first ratio is near 1 and not 1 where the router differs"
     if settings.get("use_rollout_routing_replay"):
         text = f"R3: old log-probabilities and training take the experts that the sampler chose; {weights}"
-        yield SettingNote("use_rollout_routing_replay", text)
+        yield Row("use_rollout_routing_replay", text)
     elif settings.get("use_routing_replay"):
         text = "R2: training takes the experts of the pass that computed old log-probabilities; the sampler may have chosen others"
-        yield SettingNote("use_routing_replay", text)
+        yield Row("use_routing_replay", text)
     if settings.get("moe_enable_routing_replay"):
         text = (
             "Megatron's routers take routes from a queue of the process: who fills it decides the order of micro-batches and layers"
         )
-        yield SettingNote("moe_enable_routing_replay", text)
+        yield Row("moe_enable_routing_replay", text)

@@ -6,10 +6,10 @@ A step must not depend on its layout. Settings come by their names on a command 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from megatron_rl.config import Route
 from megatron_rl.validation.auxiliary_losses import HOSTS, as_typed, hosts_train_mtp, number, size_of
+from megatron_rl.validation.checks import Row
 
 # The settings that are read here, beside those of auxiliary losses and of experts.
 FURTHER_SETTINGS = (
@@ -18,13 +18,6 @@ FURTHER_SETTINGS = (
 )
 DROPOUTS = ("hidden_dropout", "attention_dropout")
 DEFAULT_DROPOUT = 0.1  # Megatron's, of both
-
-
-class SettingNote(NamedTuple):
-    name: str
-    text: str
-    is_warning: bool = False
-    """The step depends on its layout or on chance, and the launch goes on."""
 
 
 def model_problems(settings: Mapping[str, object], route: Route | None = None) -> Iterator[str]:
@@ -52,7 +45,7 @@ def model_problems(settings: Mapping[str, object], route: Route | None = None) -
         )
 
 
-def model_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[SettingNote]:
+def model_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
     """What a setting on a launch line does to the step. route None: the launch does not use this package."""
     yield from _mtp_notes(settings, route)
     coefficient = settings.get("dsa_indexer_loss_coeff")
@@ -62,19 +55,19 @@ def model_notes(settings: Mapping[str, object], route: Route | None) -> Iterator
             "mean over their positions, prompts and padding included, so its strength changes with the layout; set "
             f"{as_typed('dsa_indexer_loss_coeff', None, route)} to 0"
         )
-        yield SettingNote("dsa_indexer_loss_coeff", text, is_warning=True)
+        yield Row("dsa_indexer_loss_coeff", text, is_note=True)
     dropouts = [name for name in DROPOUTS if number(settings.get(name))]
     if dropouts and settings.get("megatron_to_hf_mode") != "bridge":  # a bridge takes dropout from the checkpoint
         given = " and ".join(as_typed(name, settings[name], route) for name in dropouts)
-        yield SettingNote(dropouts[0], _of_dropout(given, dropouts), is_warning=True)
+        yield Row(dropouts[0], _of_dropout(given, dropouts), is_note=True)
 
 
-def default_dropout_note(settings: Mapping[str, object]) -> SettingNote | None:
+def default_dropout_note(settings: Mapping[str, object]) -> Row | None:
     """Of a launch line that leaves dropout out."""
     absent = [name for name in DROPOUTS if name not in settings]
     if not absent or settings.get("megatron_to_hf_mode") == "bridge":
         return None
-    return SettingNote(absent[0], _of_dropout(f"{' and '.join(absent)} left out, which is Megatron's {DEFAULT_DROPOUT}", absent))
+    return Row(absent[0], _of_dropout(f"{' and '.join(absent)} left out, which is Megatron's {DEFAULT_DROPOUT}", absent))
 
 
 def _of_dropout(given: str, names: list[str]) -> str:
@@ -85,19 +78,19 @@ def _of_dropout(given: str, names: list[str]) -> str:
     )
 
 
-def _mtp_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[SettingNote]:
+def _mtp_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
     """Of miles and slime; the forward step of this package refuses such a model."""
     if not settings.get("mtp_num_layers") or not (route is None or route in HOSTS):
         return
     name = "mtp_num_layers"
     if not hosts_train_mtp(settings):
-        yield SettingNote(name, "built and not trained: without --enable-mtp-training, or with a factor of 0, it adds no loss")
+        yield Row(name, "built and not trained: without --enable-mtp-training, or with a factor of 0, it adds no loss")
     elif not settings.get("calculate_per_token_loss"):
         text = (
             f"mtp_num_layers={settings[name]!r} with enable_mtp_training: Megatron takes a mean over micro-batches and ranks of "
             "the mean over the response tokens of each, so the strength of multi-token prediction changes with the layout; set "
             "--mtp-loss-scaling-factor 0, or remove --enable-mtp-training"
         )
-        yield SettingNote(name, text, is_warning=True)
+        yield Row(name, text, is_note=True)
     elif number(settings.get("context_parallel_size", 1)) == 1:
-        yield SettingNote(name, "trained, and divided by the step's response tokens as the policy loss is")
+        yield Row(name, "trained, and divided by the step's response tokens as the policy loss is")

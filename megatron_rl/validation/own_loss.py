@@ -6,7 +6,6 @@ The package knows nothing of such a loss but its declaration, and the fused head
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ def own_loss_problems(config: PolicyLossConfig) -> tuple[str, ...]:
 
 
 def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameters: Mapping[str, float]) -> tuple[str, ...]:
-    """A text for each way in which an elementwise loss differs from its declaration, at these numbers; found once a process.
+    """A text for each way in which an elementwise loss differs from its declaration, at these numbers.
 
     Nothing for a loss of level "batch", for one that reads more than log-ratios, advantages and log-probabilities, for one that
     raises here, and for one that is random: another result then shows nothing. A derivative that the loss gives must be that of its
@@ -45,12 +44,7 @@ def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameter
     if loss.level == "batch" or loss.needs:
         return ()
     clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
-    return _kept_contradictions(loss, tuple((clips | dict(parameters)).items()))
-
-
-@lru_cache(maxsize=64)  # the hooks of a host judge a launch in each micro-batch
-def _kept_contradictions(loss: PolicyLoss, keywords: tuple[tuple[str, float], ...]) -> tuple[str, ...]:
-    return tuple(_contradictions(loss, dict(keywords)))
+    return tuple(_contradictions(loss, clips | dict(parameters)))
 
 
 def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator[str]:

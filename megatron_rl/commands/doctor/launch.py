@@ -196,8 +196,8 @@ def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None)
     args = host_arguments(line)
     settings = vars(args)
     for note in expert_notes(settings, route):
-        if route is None or not note.is_warning:
-            yield Finding(flag_of(note.name), NOTE if note.is_warning else OK, note.text)
+        if route is None or not note.is_note:
+            yield Finding(flag_of(note.subject), NOTE if note.is_note else OK, note.text)
     if route is None:
         per_token = bool(settings.get("calculate_per_token_loss"))
         rescaled = auxiliary_loss_problems(settings, Route.REDUCER, calculates_per_token_loss=per_token)
@@ -220,8 +220,8 @@ def _model(line: LaunchLine, route: Route | None, scales_indexer_loss: bool | No
         return
     settings = vars(host_arguments(line))
     for note in model_notes(settings, route):
-        if not note.is_warning or route is None or not line.takes_our_flags:  # the advice of _judged has the others
-            yield Finding(flag_of(note.name), NOTE if note.is_warning else OK, note.text)
+        if not note.is_note or route is None or not line.takes_our_flags:  # the advice of _judged has the others
+            yield Finding(flag_of(note.subject), NOTE if note.is_note else OK, note.text)
     if route is None:
         yield from (Finding("model", PROBLEM, text) for text in model_problems(settings))
     indexer = unscaled_indexer_problem(settings)
@@ -229,7 +229,7 @@ def _model(line: LaunchLine, route: Route | None, scales_indexer_loss: bool | No
         yield Finding("indexer", NOTE if scales_indexer_loss is None else PROBLEM, indexer)
     is_whole = not (line.unread or line.unknown)
     if is_whole and (dropout := default_dropout_note(settings)) is not None:
-        yield Finding(flag_of(dropout.name), NOTE, dropout.text)
+        yield Finding(flag_of(dropout.subject), NOTE, dropout.text)
 
 
 def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
