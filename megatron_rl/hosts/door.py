@@ -307,7 +307,7 @@ class Door:
         try:
             found: Any = functools.reduce(getattr, name.split("."), owner)
         except AttributeError:
-            yield f"{self.title}'s {owner.__name__} has no {name} ({self.probed} was probed)"
+            yield f"{self.title}'s {owner.__name__} has no {name}, and {self.probed} was probed ({place_of(owner)})"
             return
         if problem := signature_problem(found, expected):
             shown = f"{owner.__name__}.{name}" if inspect.isclass(owner) else name
