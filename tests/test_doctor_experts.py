@@ -237,5 +237,5 @@ def test_a_line_with_nothing_of_ours_hears_of_a_rescaled_loss():
 
 def test_a_hidden_number_of_experts_is_not_none():
     settings = {"expert_model_parallel_size": 8, "moe_aux_loss_coeff": 1e-3, "calculate_per_token_loss": True}
-    assert len(list(expert_loss_problems(settings, Route.REDUCER, calculates_per_token_loss=True))) == 1
-    assert not list(expert_loss_problems({"moe_aux_loss_coeff": None}, Route.REDUCER, calculates_per_token_loss=True))
+    assert len(list(expert_loss_problems({**settings, "calculate_per_token_loss": True}, Route.REDUCER))) == 1
+    assert not list(expert_loss_problems({"moe_aux_loss_coeff": None, "calculate_per_token_loss": True}, Route.REDUCER))

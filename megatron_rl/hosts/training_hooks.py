@@ -184,7 +184,7 @@ def check_model_contract(args: Namespace, model_config) -> None:
         )
     settings = {"context_parallel_size": options["context_parallel_size"], **settings_of_model(model_config)}
     settings["enable_mtp_training"] = options["enable_mtp_training"]
-    problems = list(auxiliary_loss_problems(settings, Route.REDUCER, calculates_per_token_loss=of_model))
+    problems = list(auxiliary_loss_problems(settings | {"calculate_per_token_loss": of_model}, Route.REDUCER))
     problems += [*expert_problems(vars(model_config)), *model_problems(vars(model_config))]
     problems += unscaled_indexer(settings | {"calculate_per_token_loss": of_model})
     if problems:

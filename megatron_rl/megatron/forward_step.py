@@ -267,13 +267,8 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
     """Raises ConfigError for calculate_per_token_loss in the model's config with another aggregation than token_mean, or with a
     model that adds losses by itself or is wrong on its layout. The config may have changed after the arguments were parsed."""
     per_token = bool(model_config.calculate_per_token_loss)
-    settings = settings_of_model(model_config)
-    problems = list(
-        auxiliary_loss_problems(
-            settings, Route.MEGATRON_LM, calculates_per_token_loss=per_token, router_aux_loss=config.router_aux_loss
-        )
-    )
-    problems += unscaled_indexer(settings | {"calculate_per_token_loss": per_token})
+    settings = settings_of_model(model_config) | {"calculate_per_token_loss": per_token, "router_aux_loss": config.router_aux_loss}
+    problems = [*auxiliary_loss_problems(settings, Route.MEGATRON_LM), *unscaled_indexer(settings)]
     problems += model_problems(vars(model_config))
     if settings.get("mtp_num_layers") and not problems and not _takes_no_labels():
         problems.append(

@@ -68,12 +68,8 @@ def scale_for_schedule(
     if loss_part.dim() != 0:
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
     factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
-    per_token = bool(config.calculate_per_token_loss)
-    problems = list(
-        expert_loss_problems(
-            settings_of_model(config), Route.MEGATRON_LM, calculates_per_token_loss=per_token, router_aux_loss=router_aux_loss
-        )
-    )
+    of_loss = {"calculate_per_token_loss": config.calculate_per_token_loss, "router_aux_loss": router_aux_loss}
+    problems = list(expert_loss_problems(settings_of_model(config) | of_loss, Route.MEGATRON_LM))
     if problems:
         raise ConfigError(problems)
     num_tokens = _checked_count(num_local_tokens)

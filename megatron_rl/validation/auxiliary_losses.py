@@ -69,23 +69,17 @@ def settings_of_model(config) -> dict[str, object]:
     return settings | {name: None for scale, name in SCALES.items() if given.get(scale) is not None}
 
 
-def auxiliary_loss_problems(
-    settings: Mapping[str, object],  # MODEL_SETTINGS that a launch or a model's config sets
-    route: Route,
-    *,
-    calculates_per_token_loss: bool,
-    router_aux_loss: str | None = None,
-) -> Iterator[str]:
-    """A message for each loss of the model whose gradient --calculate-per-token-loss would rescale, or that is refused."""
+def auxiliary_loss_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
+    """A message for each loss of the model whose gradient --calculate-per-token-loss would rescale, or that is refused.
+
+    settings: MODEL_SETTINGS that a launch or a model's config sets; beside them calculate_per_token_loss and router_aux_loss.
+    """
     for loss in ADDED_LOSSES:
-        yield from loss.problems(
-            settings, route, calculates_per_token_loss=calculates_per_token_loss, router_aux_loss=router_aux_loss
-        )
+        yield from loss.problems(settings, route)
 
 
-def expert_loss_problems(
-    settings: Mapping[str, object], route: Route, *, calculates_per_token_loss: bool, router_aux_loss: str | None = None
-) -> Iterator[str]:
+def expert_loss_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
+    router_aux_loss, calculates_per_token_loss = settings.get("router_aux_loss"), settings.get("calculate_per_token_loss")
     if router_aux_loss in (RouterAuxLoss.HOST, RouterAuxLoss.EXACT):
         return
     if not (calculates_per_token_loss or router_aux_loss == RouterAuxLoss.REFUSE):
@@ -146,9 +140,7 @@ def active_losses(settings: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def mtp_problems(
-    settings: Mapping[str, object], route: Route, *, calculates_per_token_loss: bool, router_aux_loss: str | None = None
-) -> Iterator[str]:
+def mtp_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
     if not _trains_mtp(settings):
         return
     if route not in HOSTS:
@@ -157,7 +149,11 @@ def mtp_problems(
             "loss_mask. Then Megatron-Core to 0.16 ends with an error, 0.17 and 0.18 add no loss of multi-token prediction, and "
             "0.19 trains it on prompts and padding too; remove --mtp-num-layers"
         )
-    elif calculates_per_token_loss and hosts_train_mtp(settings) and number(settings.get("context_parallel_size", 1)) != 1:
+    elif (
+        settings.get("calculate_per_token_loss")
+        and hosts_train_mtp(settings)
+        and number(settings.get("context_parallel_size", 1)) != 1
+    ):
         yield (
             f"mtp_loss_scaling_factor={_mtp_factor(settings)!r} with mtp_num_layers={settings['mtp_num_layers']!r} does not go "
             "with calculate_per_token_loss=True: the host multiplies its own loss by context_parallel_size and not this one, so "
@@ -165,12 +161,10 @@ def mtp_problems(
         )
 
 
-def indexer_loss_problems(
-    settings: Mapping[str, object], route: Route, *, calculates_per_token_loss: bool, router_aux_loss: str | None = None
-) -> Iterator[str]:
+def indexer_loss_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
     """Under the default contract the installed Megatron-Core decides: see unscaled_indexer_problem."""
     name = "dsa_indexer_loss_coeff"
-    if calculates_per_token_loss and number(settings.get(name)):
+    if settings.get("calculate_per_token_loss") and number(settings.get(name)):
         yield (
             f"{as_typed(name, settings[name], route)} does not go with calculate_per_token_loss=True: Megatron divides the loss of "
             "the sparse-attention indexer by response tokens, after the mean of each micro-batch (0.16 to 0.18) or the sum over "
@@ -197,7 +191,7 @@ class AddedLoss(NamedTuple):
     scaler: str
     """The Function, which has a set_loss_scale."""
     coefficients: tuple[str, ...]
-    problems: Callable[..., Iterator[str]]
+    problems: Callable[[Mapping[str, object], Route], Iterator[str]]
 
 
 # A test looks for each such Function of the installed Megatron-Core in this table.

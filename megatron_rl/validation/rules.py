@@ -276,12 +276,11 @@ def per_token_loss_is_token_mean(launch: Settings) -> Iterator[str]:
 @check()
 def auxiliary_losses_keep_their_scale(launch: Settings) -> Iterator[str]:
     """Losses that the model adds by itself; validation/auxiliary_losses.py explains the arithmetic."""
-    yield from auxiliary_loss_problems(
-        launch.model,
-        launch.route,
-        calculates_per_token_loss=launch.calculate_per_token_loss is True,
-        router_aux_loss=launch.config.router_aux_loss,
-    )
+    of_loss = {
+        "calculate_per_token_loss": launch.calculate_per_token_loss is True,
+        "router_aux_loss": launch.config.router_aux_loss,
+    }
+    yield from auxiliary_loss_problems({**launch.model, **of_loss}, launch.route)
 
 
 @check()

@@ -199,8 +199,7 @@ def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None)
         if route is None or not note.is_note:
             yield Finding(flag_of(note.subject), NOTE if note.is_note else OK, note.text)
     if route is None:
-        per_token = bool(settings.get("calculate_per_token_loss"))
-        rescaled = auxiliary_loss_problems(settings, Route.REDUCER, calculates_per_token_loss=per_token)
+        rescaled = auxiliary_loss_problems({**settings, "router_aux_loss": None}, Route.REDUCER)
         yield from (Finding("experts", PROBLEM, text) for text in (*expert_problems(settings), *rescaled))
     drift = drift_problem(settings)
     if drift is not None and replicas_drift is not False:
