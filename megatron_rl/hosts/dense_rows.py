@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, weigh_tokens
+from megatron_rl.aggregation import StepTotals, regularizer_weights, weigh_tokens
 from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.door import is_carried
@@ -64,20 +64,29 @@ def loss_of_rows(
     importance_weights: Tensor | None = None,  # [S, R]
     rollout_log_probs: Tensor | None = None,  # [S, R]
     counted: Tensor | None = None,  # [S, R] bool
+    prompt_token_counts: Tensor | None = None,  # [S]
+    ref_log_probs: Tensor | None = None,  # [S, R]
 ) -> PolicyLossOutput:
     """scale times sum_i w_i sum_t m_it u_it l_it, w_i = 1 without totals. Masked values may be anything. Communication: none.
 
-    counted: the tokens of the weights, where they are more than those of the loss; None: the same.
+    counted: the tokens of the weights, where they are more than those of the loss; None: the same. prompt_token_counts: the tokens
+    of each sample's prompt group; None: the advantages carry prompt_mean. ref_log_probs: for our KL; None: the trainer has its own.
     Raises DataError for unmasked values that are not finite; on CUDA this look synchronises.
     """
     num_rows, width = mask.shape
     token_counts, correction = mask.sum(-1), CorrectionSettings.of(config)
-    aggregation = LossAggregation.SAMPLE_MEAN.value if is_carried(config.loss_aggregation) else config.loss_aggregation
+    is_in_advantages = is_carried(config.loss_aggregation) and prompt_token_counts is None
+    aggregation = LossAggregation.SAMPLE_MEAN.value if is_in_advantages else config.loss_aggregation
     if totals is None:
         weights = torch.ones(num_rows, device=mask.device)
     else:
         of_weights = token_counts if counted is None else counted.sum(-1)
-        weights = weigh_tokens(aggregation, of_weights, totals, divisor=config.loss_aggregation_divisor)
+        divisor = config.loss_aggregation_divisor
+        weights = weigh_tokens(aggregation, of_weights, totals, prompt_token_counts=prompt_token_counts, divisor=divisor)
+    kl: dict[str, Any] = {}
+    if ref_log_probs is not None and totals is not None:
+        kl = {"kl_coefficient": config.kl_coefficient, "kl_estimator": config.kl_estimator}
+        kl |= {"ref_log_probs": ref_log_probs.flatten(), "regularizer_weights": scale * regularizer_weights(token_counts, totals)}
     output = loss_of_log_probs(
         config.policy_loss,
         log_probs.flatten(),
@@ -97,6 +106,7 @@ def loss_of_rows(
         metrics=config.policy_metrics,
         tp_group=SINGLE,
         cp_group=SINGLE,
+        **kl,
     )
     refuse_nonfinite(output)
     return output

@@ -1,0 +1,218 @@
+"""Our losses in TRL: through a stand-in of its trainer always, through its own with a checkout.
+
+TRL_ROOT=... pytest -m host --require host tests/test_trl.py          with torch, transformers, accelerate and datasets
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import trl_cases as cases
+from dense_row_cases import AGGREGATIONS, LOSSES, TOLERANCE, largest_error, too_large, truth
+from trl_cases import Case
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import door_line, trl
+from megatron_rl.hosts.door_settings import losses
+from megatron_rl.testing.reference import CLIPS
+
+LAYOUTS = (
+    {"dp": 1, "accumulation": 1, "generated": 1},
+    {"dp": 2, "accumulation": 2, "generated": 2},
+    {"dp": 4, "accumulation": 4, "generated": 4},
+    {"dp": 2, "accumulation": 2, "generated": 2, "iterations": 2},
+)
+
+
+@pytest.fixture(autouse=True)
+def trainer(monkeypatch) -> Iterator[type]:
+    """Ours on the stand-in."""
+    with monkeypatch.context() as patch:
+        for name in [name for name in sys.modules if name.split(".")[0] == "trl" or name == trl.MODULE]:
+            patch.delitem(sys.modules, name)
+        kept = dict(sys.modules)
+        cases.emulated_trl()
+        yield trl.GRPOTrainer
+        for name in sys.modules.keys() - kept.keys():
+            if name.split(".")[0] == "trl" or name == trl.MODULE:
+                del sys.modules[name]
+
+
+def error_of(case: Case, trainer: type, **settings) -> float:
+    samples, log_probs = cases.step_of(case)
+    return largest_error(cases.run_step(case, samples, log_probs, trainer, **settings), *truth(case, samples, log_probs))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_step_is_exact_in_each_layout(loss, trainer):
+    chosen = [Case(loss=loss, aggregation=one, num_samples=16, **layout) for one in AGGREGATIONS for layout in LAYOUTS]
+    found = {str(case): error_of(case, trainer) for case in chosen}
+    assert len(found) == 16 and not too_large(found)
+
+
+def test_each_loss_by_name_is_exact(trainer):
+    """dppo compares with the sampler."""
+    found = {}
+    for loss in losses(trl.DOOR):
+        case = Case(loss=loss, aggregation="prompt_mean", dp=2, accumulation=2, generated=2)
+        vllm = {"use_vllm": True, "vllm_importance_sampling_correction": False} if loss.startswith("dppo") else {}
+        found[str(case)] = error_of(case, trainer, **vllm)
+    assert len(found) == len(CLIPS) and not too_large(found)
+
+
+def test_half_of_a_generation_is_a_step_of_its_own(trainer):
+    """Two steps a generation: the counts are those of the first two of four micro-batches, whatever is in them."""
+    for aggregation in ("sample_mean", "token_mean", "constant"):
+        case = Case(loss="grpo", aggregation=aggregation, dp=2, accumulation=4, generated=4)
+        whole = cases.run_step(case, *cases.step_of(case), trainer)
+        half = Case(loss="grpo", aggregation=aggregation, dp=2, accumulation=2, generated=4)
+        part = cases.run_step(half, *cases.step_of(half), trainer)
+        trained = [bool(gradient.any()) for gradient in part.gradients]
+        assert 0 < sum(trained) < sum(bool(gradient.any()) for gradient in whole.gradients)
+        if aggregation == "constant":  # 1 / (L N): of half the samples each weighs twice
+            ratio = [float(p.sum() / w.sum()) for p, w, has in zip(part.gradients, whole.gradients, trained, strict=True) if has]
+            assert ratio == pytest.approx([2.0] * len(ratio), rel=1e-5)  # float32 sums
+
+
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
+def test_masked_values_change_nothing(poison, trainer):
+    for aggregation in AGGREGATIONS:
+        case = Case(loss="gspo", aggregation=aggregation, dp=2, accumulation=2, generated=2)
+        assert error_of(case, trainer, poison=poison) <= TOLERANCE
+
+
+def test_our_kl_and_entropy_are_means_over_samples(trainer):
+    """By hand: 0.5 x the mean of k3 over a sample's tokens, minus 0.25 x that of the entropy, which is minus log p here."""
+    case = Case(loss="grpo", aggregation="token_mean", dp=2, accumulation=2, generated=2)
+    samples, log_probs = cases.step_of(case)
+    plain = cases.run_step(case, samples, log_probs, trainer)
+    terms = cases.run_step(case, samples, log_probs, trainer, gap=0.3, beta=0.5, entropy_coef=0.25)
+    k3, entropy = math.exp(-0.3) - 1 + 0.3, 0.0
+    for sample, values in zip(samples, log_probs, strict=True):
+        mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
+        entropy += float(-values[mask].mean()) if mask.any() else 0.0
+    share = sum(any(sample.loss_mask) for sample in samples) / len(samples)
+    expected = 0.5 * k3 * share - 0.25 * entropy / len(samples)
+    assert terms.loss - plain.loss == pytest.approx(expected, rel=1e-5)  # float32
+    for metrics in terms.metrics:  # of each rank; TRL logs the mean over micro-batches
+        assert sum(metrics["kl"]) / case.accumulation == pytest.approx(k3 * share, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "own", "message"),
+    [
+        ({"loss_type": "dapo"}, {}, "it is not a loss|does not name a loss"),
+        ({"loss_type": "megatron_rl.gspoo.token_mean"}, {}, "did you mean megatron_rl.gspo.token_mean"),
+        ({"importance_sampling_level": "sequence"}, {}, "ours is gspo"),
+        ({"top_entropy_quantile": 0.2}, {}, "depend on its size"),
+        ({"use_adaptive_entropy": True}, {}, "set entropy_coef"),
+        ({"use_liger_kernel": True}, {}, "another loss"),
+        ({"off_policy_mask_threshold": 0.5}, {}, "off_policy_sequence_delta"),
+        ({"beta": True}, {}, "beta=true is a switch"),
+        ({"use_bias_correction_kl": True}, {}, "needs a coefficient|has no effect without a coefficient"),
+        ({"sapo_temperature_pos": 2.0}, {}, "grpo has no sapo_temperature_positive"),
+        ({"epsilon": 0.1, "loss_type": "megatron_rl.reinforce.token_mean"}, {}, "reinforce has no clip"),
+        ({"loss_type": "megatron_rl.gspo.token_mean", "epsilon_high": 0.28}, {}, "epsilon=0.2 beside epsilon_high=0.28"),
+        ({"loss_type": "megatron_rl.grpo.constant"}, {}, "needs its L: set megatron_rl.loss_aggregation_divisor"),
+        ({}, {"importance_corection": "tis"}, "importance_corection=tis has no effect"),
+        ({}, {"importance_correction": "tis"}, "set use_vllm=True"),
+        ({"use_vllm": True}, {"importance_correction": "tis"}, "two corrections in one launch"),
+        ({"use_vllm": True, "loss_type": "megatron_rl.dppo_tv.token_mean"}, {}, "counted twice"),
+        ({"use_vllm": True, "top_p": 0.9}, {}, "every weight would be the kept mass"),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, {}, "its counts are not known; set steps_per_generation=4"),
+        (
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "megatron_rl.grpo.prompt_mean"},
+            {},
+            "cuts prompt groups",
+        ),
+    ],
+)
+def test_settings_that_are_not_honoured_are_refused_before_a_model_is_made(settings, own, message, trainer):
+    args = cases.Config(**({"loss_type": "megatron_rl.grpo.token_mean"} | settings))
+    with pytest.raises(ConfigError, match=message):
+        trainer(None, args=args, megatron_rl=own)
+
+
+def test_a_batch_that_cannot_be_trained_is_refused(trainer):
+    case = Case(loss="grpo", aggregation="token_mean")
+    samples, log_probs = cases.step_of(case)
+    with pytest.raises(DataError, match="not finite"):
+        cases.run_step(case, samples, [values * math.nan for values in log_probs], trainer)
+
+
+def test_one_line_and_metrics_by_trls_names(trainer, capsys):
+    case = Case(loss="grpo", aggregation="token_mean", accumulation=2, generated=2)
+    found = cases.run_step(case, *cases.step_of(case), trainer)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron_rl: loss_type=megatron_rl.grpo.token_mean in TRL | ") and "weight of a token 1/T = " in line
+    assert set(found.metrics[0]) == {"clip_ratio/region_mean", "entropy"} and len(found.metrics[0]["entropy"]) == 2
+
+
+def test_another_contract_is_named_with_its_line(trainer, monkeypatch):
+    monkeypatch.setattr(cases.GRPOTrainer, "_compute_loss", lambda self, model, inputs, num_items: None)
+    with pytest.raises(ConfigError, match=r"_compute_loss takes \(self, model, inputs, num_items\).*test_trl.py:\d+"):
+        trainer(None, args=cases.Config("megatron_rl.grpo.token_mean"))
+
+
+# Its launch line
+
+
+def said(line: str) -> str:
+    return " ".join(f"{row.subject} {row.text}" for row in door_line.judge(trl.DOOR, line.split(), lambda path: {"beta": 0.04}))
+
+
+def test_doctor_reads_flags_and_a_file():
+    line = "accelerate launch train.py --loss_type megatron_rl.gspo.prompt_mean --config grpo.yaml --epsilon=0.1"
+    assert trl.DOOR.recognises(line.split()) and "gspo.prompt_mean, clip 0.1/0.1" in said(line)
+    assert "did you mean epsilon_high" in said(f"{line} --epsilonhigh 0.2")
+    assert "makes TRL's own trainer" in said("trl grpo --loss_type dapo")
+    assert not trl.DOOR.recognises("accelerate launch train.py --loss_type dapo".split())
+
+
+# TRL's own code
+
+
+@pytest.mark.host("TRL_ROOT")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trls_own_trainer_is_exact_with_ours(ranks):
+    """Whole training of a random Llama: each optimiser step's gradient against a dense float64 step, see trl_real.py."""
+    for name in ("transformers", "accelerate", "datasets"):
+        pytest.importorskip(name, reason="TRL's own requirements, and not ours")
+    script = Path(__file__).with_name("trl_real.py")
+    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    path = os.pathsep.join([os.environ["TRL_ROOT"], *sys.path])
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)], capture_output=True, text=True, timeout=900, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(f"worst {max(found.values()):.1e} of {len(found)}")
+    # Weights are float32: a relative error of 6e-8 for each of the few factors.
+    assert len(found) >= 20 and max(found.values()) < 1e-6, {name: error for name, error in found.items() if not error < 1e-6}
+
+
+@pytest.mark.host("TRL_ROOT")
+def test_the_names_and_defaults_of_trl_are_its_own():
+    """Red here: TRL has moved; read what the setting does, then what our trainer makes of it."""
+    source = Path(os.environ["TRL_ROOT"], "trl", "trainer", "grpo_config.py").read_text()
+    of_transformers = {"gradient_accumulation_steps", "use_liger_kernel"}
+    for one in trl.DOOR.settings:
+        if one.name not in of_transformers:
+            assert f"    {one.name}: " in source, one.name
+    trainer = Path(os.environ["TRL_ROOT"], "trl", "trainer", "grpo_trainer.py").read_text()
+    for line in (
+        "generate_every = self.args.steps_per_generation * self.num_iterations",
+        "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]",
+        'normalizer = self.current_gradient_accumulation_steps if mode == "train" else 1.0',
+        'output["importance_sampling_ratio"] = vllm_importance_sampling_ratio',
+        'output["sampling_per_token_logps"] = sampling_per_token_logps',
+    ):
+        assert line in trainer, line
