@@ -23,6 +23,7 @@ DOORS = {
     "nemo_rl": (),
     "roll": (),
     "skyrl": (),
+    "trl": (),
     "megatron_lm": (),
 }
 STEP = ("--response-lengths", "3,5", "--prompt-ids", "a,b")
@@ -70,6 +71,7 @@ REASONS: dict[tuple[str, str], dict[str, str]] = {
     ("skyrl", "KL estimator"): {ANY: "not in SkyRL"},
 }
 TITLES = {"miles": "miles", "slime": "slime", "verl": "verl", "nemo_rl": "NeMo-RL", "roll": "ROLL", "skyrl": "SkyRL"}
+TITLES["trl"] = "TRL"
 TITLES["megatron_lm"] = "Megatron-LM"
 LINKS = {"loss": "losses.md", "aggregation": "aggregation.md", "correction": "corrections.md", "KL estimator": "corrections.md"}
 

@@ -27,7 +27,7 @@ from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
 from megatron_rl.hosts import roll, skyrl, verl, verl_loss
-from megatron_rl.hosts.door import CORRECTION_SETTINGS
+from megatron_rl.hosts.door import CORRECTION_SETTINGS, DIVISOR
 from megatron_rl.hosts.sampling import names_of
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
@@ -85,6 +85,7 @@ FLAGS_OF_OTHERS = {
     "OpenRLHF, up to its first dot; miles and slime": "--actor --algo --opsm-delta",
     "flags that other frameworks had, and vLLM's": "--pg-loss-divisor --quantization",
     "pip; hf": "--no-deps --no-index --local-dir",
+    "TRL": "--loss_type --epsilon_high",
     ".ci/gpu_session.py": "--dry-run --measured --seconds --stages",
 }
 
@@ -125,7 +126,8 @@ def test_every_module_and_path_of_a_page_exists(page):
     dotted = {found[0].rstrip(".") for word in words if (found := re.match(r"megatron_rl(\.(?!yaml)\w+)+", word))}
     in_verl = {*verl_loss.loss_modes(), *(f"{verl.PREFIX}{name}{verl.COMPANION_SUFFIX}" for name in verl.ESTIMATORS)}
     in_roll = {roll.WORKER}  # importable beside ROLL alone; test_roll.py starts it
-    in_skyrl = {f"{skyrl.PREFIX}{name}" for name in CORRECTION_SETTINGS}
+    in_skyrl = {f"{skyrl.PREFIX}{name}" for name in CORRECTION_SETTINGS}  # and in TRL
+    in_skyrl.add(f"{skyrl.PREFIX}{DIVISOR}")
     assert sorted(name for name in dotted - in_verl - in_roll - in_skyrl if not resolves(name)) == []
     paths = {word for word in words if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|sh|md)|test_\w+\.py", word)}
     homes = (ROOT, ROOT / "megatron_rl", ROOT / "tests", (ROOT / page).parent)

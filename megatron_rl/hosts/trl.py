@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,14 @@ def sampler_reports_its_scores(found: Found) -> Iterator[Row]:
     if not found.settings["use_vllm"]:
         text = f"{PREFIX}{found} with these settings compares with the sampler, whose log-probabilities TRL has from vLLM alone"
         yield Row("use_vllm", f"use_vllm=False: {text}; set use_vllm=True", is_wrong=True)
+
+
+def is_launch(words: Sequence[str]) -> bool:
+    """A line that names one of our losses, or TRL's own command."""
+    pairs = pairwise([*words, ""])
+    names_ours = any(name == f"--{CHOICE}" and value.startswith(PREFIX) for name, value in pairs)
+    is_command = "grpo" in words and "trl" in [Path(word).name for word in words]
+    return names_ours or is_command or any(word.startswith(f"--{CHOICE}={PREFIX}") for word in words)
 
 
 def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
@@ -170,11 +179,7 @@ DOOR = Door(
     step=(("accelerate", Formula(), "adds micro-batches"), ("DDP", Formula(dp=-1), "averages over ranks")),
     why_not_per_token="TRL's trainer is no Megatron",
     starts="GRPOTrainer",
-    recognises=lambda words: (
-        any(word.startswith(PREFIX) and before == f"--{CHOICE}" for before, word in zip(["", *words], words, strict=False))
-        or any(word.startswith(f"--{CHOICE}={PREFIX}") for word in words)
-        or ("grpo" in words and "trl" in [Path(word).name for word in words])
-    ),
+    recognises=is_launch,
     read_line=read_line,
     write=write,
     line_of=line_of,
