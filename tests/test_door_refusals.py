@@ -12,11 +12,11 @@ import toy_door
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts import door_line
 from megatron_rl.hosts.door import CORRECTION_SETTINGS, Door, Kind
-from megatron_rl.hosts.hydra import HYDRA_HOSTS
+from megatron_rl.hosts.doors import DOORS as BY_NAME
 from megatron_rl.hosts.settings import UNKNOWN, Settings
 from megatron_rl.validation.checks import Row
 
-DOORS = HYDRA_HOSTS | {toy_door.DOOR.name: toy_door.DOOR}
+DOORS = BY_NAME | {toy_door.DOOR.name: toy_door.DOOR}
 # Each host refuses at least so many wrong lines by name.
 LEAST = 40
 
