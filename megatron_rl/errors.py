@@ -10,6 +10,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def name_of(function: object) -> str:
+    """module.function, for a message. A functools.partial has no name."""
+    return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
+
+
 class ConfigError(ValueError):
     """A setting that is wrong, would train on a wrong scale, or has no effect. `problems` holds one line for each problem."""
 

@@ -19,7 +19,7 @@ from megatron_rl.aggregation_record import Formula
 from megatron_rl.commands.launch_config import launch_lines
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import megatron_lm, nemo_rl
+from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.door_settings import read_choice
 from megatron_rl.hosts.settings import Settings
@@ -137,7 +137,6 @@ def test_the_start_line_states_the_records_formula():
     assert weight_of_a_token(config, launch) == "1/N = 1/256 = 0.003906"
     assert "sample_mean x m (m: mean tokens of a sample)" in shift_in_words(config)
     assert shift_in_words(config).endswith("Adam hides it, clipping does not; KL and entropy x 1/m beside it")
-    assert megatron_lm._weight_in_words(config).startswith("weight of a token 1/N | learning rate against sample_mean x m (m:")
     of_batch = {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "advantage_estimator": "grpo", "loss_type": "policy_loss"}
     of_groups, launch = check_launch(Namespace(**{**settings, **REWARD, **of_batch, "loss_aggregation": OF_GROUPS}))
     assert weight_of_a_token(of_groups, launch) == "m_i/(N M_g) = m_i/(256 M_g)"
@@ -149,7 +148,6 @@ def test_the_start_line_says_what_it_does_not_know():
     _, launch = check_launch(Namespace(loss_aggregation="sample_mean", **REDUCER))
     assert weight_of_a_token(config, launch) == unknown
     assert shift_in_words(config) == f"learning rate against sample_mean {unknown}"
-    assert megatron_lm._weight_in_words(config) == f"weight of a token {unknown}"
 
 
 def test_a_host_that_gives_too_little_refuses_it_by_name():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,14 +21,14 @@ from torch import Tensor, nn
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
 from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossConfig, PolicyMetrics, Route
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError, DataError, name_of
 from megatron_rl.hosts.actor_checks import release_problems
 from megatron_rl.hosts.base import Host, HostOptions
 from megatron_rl.hosts.dense_rows import sample_in_words
 from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.host_run import current_args
 from megatron_rl.hosts.sampling import SamplingVerdict, flags_that_read, judge_sampling
-from megatron_rl.hosts.training_hooks import shift_in_words, start_line, terms_in_words
+from megatron_rl.hosts.training_hooks import shift_in_words, start_line, tell_start, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
@@ -90,7 +89,7 @@ def compose_extra_args_provider(provider: ArgsProvider | None = None) -> ArgsPro
         if provider is not None:
             parser = provider(parser)
             if not isinstance(parser, ArgumentParser):
-                raise ConfigError(f"{_name(provider)} returned {type(parser).__name__}: an arguments provider returns the parser")
+                raise ConfigError(f"{name_of(provider)} returned {type(parser).__name__}: an arguments provider returns the parser")
         known = {flag for action in parser._actions for flag in action.option_strings}
         return parser if OWN_FLAG in known else add_megatron_rl_args(parser)
 
@@ -219,12 +218,12 @@ def call_pretrain(pretrain, *, dataset_provider, model_provider, model_type, for
         call |= {"extra_args_provider": provider, "args_defaults": args_defaults}
     else:
         raise ConfigError(
-            f"{_name(pretrain)}({', '.join(parameters)}) is no pretrain of Megatron-LM 0.13 to 0.20: neither cfg_container nor "
+            f"{name_of(pretrain)}({', '.join(parameters)}) is no pretrain of Megatron-LM 0.13 to 0.20: neither cfg_container nor "
             "extra_args_provider; call it yourself, with compose_extra_args_provider at its parser"
         )
     unknown = sorted(call.keys() - parameters.keys())
     if unknown:
-        raise ConfigError(f"{_name(pretrain)} of this Megatron-LM takes no {', '.join(unknown)}: it has {', '.join(parameters)}")
+        raise ConfigError(f"{name_of(pretrain)} of this Megatron-LM takes no {', '.join(unknown)}: it has {', '.join(parameters)}")
     return pretrain(**call)
 
 
@@ -243,21 +242,13 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool, args: 
     Communication: the probe's steps. Raises ConfigError when a step's gradient would have a wrong scale.
     """
     probe = probe_schedule(calculate_per_token_loss=calculate_per_token_loss)
-    if dist.get_rank() != 0:
-        return
-    for warning in config_warnings(config) if args is None else launch_warnings(config, args):
-        warnings.warn(f"megatron_rl: {warning}", stacklevel=2)
-    groups = resolve_groups()
-    losses = f"policy_loss={config.policy_loss}, loss_aggregation={config.loss_aggregation}"
-    parts = [losses, _weight_in_words(config), _head_in_words(config, groups.tp.size()), terms_in_words(config)]
-    print(start_line(parts, HOST, probe, groups), flush=True)
-
-
-def _weight_in_words(config: PolicyLossConfig) -> str:
-    """N, P and the counts of tokens are those of each step; its metrics hold them."""
-    record = get_loss_aggregation(config.loss_aggregation)
+    groups, record = resolve_groups(), get_loss_aggregation(config.loss_aggregation)
+    # N, P and the counts of tokens are those of each step; its metrics hold them.
     weight = f"weight of a token {record.weight_in_words({'L': config.loss_aggregation_divisor})}"
-    return weight if record.formula is None else f"{weight} | {shift_in_words(config)}"
+    losses = f"policy_loss={config.policy_loss}, loss_aggregation={config.loss_aggregation}"
+    parts = [losses, weight, shift_in_words(config), _head_in_words(config, groups.tp.size()), terms_in_words(config)]
+    told = config_warnings(config) if args is None else launch_warnings(config, args)
+    tell_start(start_line(parts, HOST, probe, groups), told)
 
 
 def _head_in_words(config: PolicyLossConfig, tp_size: int) -> str:
@@ -274,25 +265,21 @@ def _checked_provider(model_provider):
     announced: list[bool] = []
 
     def build(*positional, **named):
-        config = megatron_lm_config()
+        args = current_args()
+        config, options = megatron_lm_config(args), HostOptions(args)
         if dist.is_initialized() and not announced:  # a model has several chunks under interleaved pipelining
             announced.append(True)
-            if problems := list(release_problems(vars(current_args()))):
+            if problems := list(release_problems(vars(args))):
                 raise ConfigError(problems)
-            args = current_args()
-            announce(config, calculate_per_token_loss=HostOptions(args)["calculate_per_token_loss"], args=args)
+            announce(config, calculate_per_token_loss=options["calculate_per_token_loss"], args=args)
         model = model_provider(*positional, **named)
         if dist.is_initialized() and isinstance(model, nn.Module):
-            is_packed = HostOptions(current_args())["rl_use_sequence_packing"]
+            is_packed = options["rl_use_sequence_packing"]
             check_routers(config.router_aux_loss, model, model_config_of(model), is_packed=is_packed)
         return model
 
     # A functools.partial, which Megatron-LM's scripts pass, has no name to take over.
     return wraps(model_provider)(build)
-
-
-def _name(function) -> str:
-    return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
 
 
 # Packed bins, as train_rl.py has: the forward step takes bins, weights them, and returns Megatron's 3-tuple. Counts are those of

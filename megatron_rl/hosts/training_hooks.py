@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,16 +63,19 @@ def custom_megatron_init(args: Namespace) -> None:
     if problems or config is None or launch is None:
         raise ConfigError(problems)
     probe = probe_schedule(calculate_per_token_loss=launch.is_per_token)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        for line in host_warnings(launch, Asker.INIT_HOOK):
-            warnings.warn(f"megatron_rl: {line}", stacklevel=2)
-        print(
-            start_line([trained_in_words(config, launch), shift_in_words(config)], launch.options.host, probe, groups), flush=True
-        )
+    tell_start(summary(config, launch, probe, groups), host_warnings(launch, Asker.INIT_HOOK))
 
 
 def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
     return start_line([trained_in_words(config, launch), shift_in_words(config)], launch.options.host, probe, groups)
+
+
+def tell_start(line: str, told: Iterable[str]) -> None:
+    """The warnings of a launch that starts, and its line, on rank 0, in the name of the caller's caller."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for warning in told:
+            warnings.warn(f"megatron_rl: {warning}", stacklevel=3)
+        print(line, flush=True)
 
 
 def start_line(parts: Sequence[str], host: Host, probe: ProbeResult, groups: ParallelGroups) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from megatron_rl.errors import ConfigError, DataError, RunError
+from megatron_rl.errors import ConfigError, DataError, RunError, name_of
 from megatron_rl.files.json_values import numbered_lines, parse_json_line, read_saved
 from megatron_rl.loss_hub import import_dotted
 from megatron_rl.training.hf_tokenizer import HFTokenizer
@@ -117,7 +117,7 @@ class PromptFileTask:
         """As reward, of all samples by one call: the function gets three lists, and returns as many numbers."""
         shown = [self._shown(response) for response in responses]
         records = [prompt.record for prompt in prompts]
-        name = _name_of(self.reward_function)
+        name = name_of(self.reward_function)
         function: Callable[..., Any] = self.reward_function
         values = function(*copy.deepcopy(([record["prompt"] for record in records], shown, records)))
         try:
@@ -156,17 +156,13 @@ def call_reward(function: RewardFunction, prompt: Prompt, shown_prompt: Any, sho
 
     The function gets copies: a change of them affects neither training nor the next call.
     """
-    name = _name_of(function)
+    name = name_of(function)
     try:
         value = function(*copy.deepcopy((shown_prompt, shown_response, prompt.record)))
     except Exception as error:
         error.add_note(f"raised by the reward {name} for prompt {prompt.prompt_id!r}")
         raise
     return _checked_reward(value, name, prompt)
-
-
-def _name_of(function: RewardFunction) -> str:
-    return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)  # a partial
 
 
 def _checked_reward(value: Any, name: str, prompt: Prompt) -> float:
