@@ -37,12 +37,6 @@ def judge(door: Door, words: Sequence[str], read_file: ReadFile) -> Iterator[Row
         yield from judge_settings(door, line.settings)
 
 
-def problems_of(door: Door, settings: Settings) -> list[str]:
-    """What ends a launch that the trainer itself starts: names that are like none of ours may be those of another version."""
-    rows = {row.text: row for row in judge_settings(door, settings, is_launch=True)}.values()
-    return [in_words(row) for row in rows if row.is_wrong]
-
-
 def read_launch(door: Door, settings: Settings, *, may_have_more: bool = False) -> Found:
     """A launch of ours that the trainer itself starts. may_have_more: see judge_names.
 

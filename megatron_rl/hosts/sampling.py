@@ -23,7 +23,6 @@ from typing import Any
 
 from megatron_rl.arguments import read_number
 from megatron_rl.config import CorrectionSettings, ImportanceCorrection, KLEstimator, PolicyLossConfig
-from megatron_rl.hosts import settings
 from megatron_rl.hosts.settings import UNKNOWN, as_typed
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.validation import flag_of
@@ -276,9 +275,3 @@ def judge_recomputed_sampling(sampler: Sampler, value_of: Callable[[str], Any], 
         f"is {UNSCORED}; {off} samples from the policy itself"
     )
     return SamplingVerdict((), tuple(warnings), True)
-
-
-def value_at(tree: Any, name: str) -> Any:
-    """The value of a dotted name in nested mappings and objects; None: not there."""
-    found = settings.value_at(tree, name)
-    return None if found is settings.ABSENT else found
