@@ -23,6 +23,7 @@ DOORS = {
     "nemo_rl": (),
     "roll": (),
     "skyrl": (),
+    "prime_rl": (),
     "trl": (),
     "megatron_lm": (),
 }
@@ -69,9 +70,19 @@ REASONS: dict[tuple[str, str], dict[str, str]] = {
     ("slime", "loss"): {"dro": NOT_PROPORTIONAL},
     ("skyrl", "loss"): {"dro": NOT_PROPORTIONAL},
     ("skyrl", "KL estimator"): {ANY: "not in SkyRL"},
+    ("prime_rl", "aggregation"): {"prompt_mean": "no prompts there"},
+    ("prime_rl", "KL estimator"): {ANY: "no reference there"},
 }
-TITLES = {"miles": "miles", "slime": "slime", "verl": "verl", "nemo_rl": "NeMo-RL", "roll": "ROLL", "skyrl": "SkyRL"}
-TITLES["trl"] = "TRL"
+TITLES = {
+    "miles": "miles",
+    "slime": "slime",
+    "verl": "verl",
+    "nemo_rl": "NeMo-RL",
+    "roll": "ROLL",
+    "skyrl": "SkyRL",
+    "prime_rl": "prime-rl",
+    "trl": "TRL",
+}
 TITLES["megatron_lm"] = "Megatron-LM"
 LINKS = {"loss": "losses.md", "aggregation": "aggregation.md", "correction": "corrections.md", "KL estimator": "corrections.md"}
 

@@ -151,3 +151,43 @@ SKYRL = Checkout(
     stubbed="cloudpickle jaxtyping loguru omegaconf ray skyrl.backends.backend skyrl.train.config tensordict transformers".split(),
     prepare=without_ray,
 )
+
+
+# prime-rl
+
+
+class ModuleForPrime(ModuleForNemoRL):
+    """Its settings are pydantic's, its messages msgspec's: both are classes of plain fields here."""
+
+    def __getattr__(self, name: str):
+        if self.__name__ == "pydantic_config" and name == "BaseConfig":
+            return Settings
+        return Message if self.__name__ == "msgspec" and name == "Struct" else super().__getattr__(name)
+
+    def class_of(self, name: str) -> type:
+        of_any = {"__init__": lambda self, *given, **options: None, "__class_getitem__": classmethod(lambda cls, item: cls)}
+        return AnyAttribute(name, (), of_any)
+
+
+class Message:
+    """What msgspec's Struct is to a message without an encoder."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        dataclass(cls)
+
+
+def of_two_packages() -> None:
+    for folder in ("src", "packages/prime-rl-configs/src"):
+        sys.path.insert(0, str(PRIME_RL.path(folder)))
+
+
+PRIME_RL = Checkout(
+    title="prime-rl",
+    variable="PRIME_RL_ROOT",
+    stubbed=(
+        "beartype httpx jaxtyping loguru msgspec openai pydantic pydantic_config renderers ring_flash_attn tenacity transformers "
+        "verifiers wandb zmq"
+    ).split(),
+    module_type=ModuleForPrime,
+    prepare=of_two_packages,
+)

@@ -31,7 +31,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import launch, nemo_rl, nemo_rl_plugin, roll, skyrl, verl, verl_loss
+from megatron_rl.hosts import launch, nemo_rl, nemo_rl_plugin, prime_rl, prime_rl_loss, roll, skyrl, verl, verl_loss
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.megatron_lm import announce
@@ -358,6 +358,13 @@ def of_the_first_step_in_skyrl(command: str) -> str:
     without_correction = SimpleNamespace(off_policy_correction_enabled=lambda settings: False)
     with mock.patch.object(skyrl, "import_module", lambda name: without_correction):
         return said(run_step, case, *samples_of(case))
+
+
+def of_the_first_step_in_prime_rl(command: str) -> str:
+    """The line of our loss."""
+    path = command.split()[-1]
+    found = read(prime_rl.DOOR, prime_rl_loss.settings_of(path, {"policy_loss": "gspo"}))
+    return said(prime_rl_loss.tell_step, Run(), path, found)
 
 
 def of_multi_token_prediction(command: str) -> str:

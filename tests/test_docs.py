@@ -26,7 +26,7 @@ from host_harness import roots_by_environment
 from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
-from megatron_rl.hosts import roll, skyrl, verl, verl_loss
+from megatron_rl.hosts import prime_rl, roll, skyrl, verl, verl_loss
 from megatron_rl.hosts.door import CORRECTION_SETTINGS, DIVISOR
 from megatron_rl.hosts.sampling import names_of
 from megatron_rl.validation import flag_of
@@ -82,7 +82,7 @@ FLAGS_OF_OTHERS = {
     "Megatron-LM": "--fp8-param-gather --recompute-granularity --mtp-loss-scaling-factor --mtp-num-layers "
     "--no-check-for-nan-in-loss-and-grad " + " ".join(map(flag_of, (*EXPERT_SETTINGS, *MODEL_SETTINGS, *FURTHER_SETTINGS))),
     "launch scripts of miles in Python, which hand its value on": "--extra-args",
-    "OpenRLHF, up to its first dot; miles and slime": "--actor --algo --opsm-delta",
+    "OpenRLHF and prime-rl, up to the first dot; miles and slime": "--actor --trainer --algo --opsm-delta",
     "flags that other frameworks had, and vLLM's": "--pg-loss-divisor --quantization",
     "pip; hf": "--no-deps --no-index --local-dir",
     "TRL": "--loss_type --epsilon_high",
@@ -128,7 +128,8 @@ def test_every_module_and_path_of_a_page_exists(page):
     in_roll = {roll.WORKER}  # importable beside ROLL alone; test_roll.py starts it
     in_skyrl = {f"{skyrl.PREFIX}{name}" for name in CORRECTION_SETTINGS}  # and in TRL
     in_skyrl.add(f"{skyrl.PREFIX}{DIVISOR}")
-    assert sorted(name for name in dotted - in_verl - in_roll - in_skyrl if not resolves(name)) == []
+    in_prime = set(prime_rl.DOOR.choice.names)  # made beside prime-rl alone
+    assert sorted(name for name in dotted - in_verl - in_roll - in_skyrl - in_prime if not resolves(name)) == []
     paths = {word for word in words if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|sh|md)|test_\w+\.py", word)}
     homes = (ROOT, ROOT / "megatron_rl", ROOT / "tests", (ROOT / page).parent)
     missing = [path for path in paths if not path.startswith(ELSEWHERE) and not any((home / path).exists() for home in homes)]

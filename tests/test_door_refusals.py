@@ -11,7 +11,7 @@ import toy_door
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts import door_line
-from megatron_rl.hosts.door import CORRECTION_SETTINGS, Door, Kind
+from megatron_rl.hosts.door import WORDS, Door, Kind
 from megatron_rl.hosts.doors import DOORS as BY_NAME
 from megatron_rl.hosts.settings import UNKNOWN, Settings
 from megatron_rl.validation.checks import Row
@@ -56,8 +56,10 @@ def wrong_settings(door: Door) -> Iterator[tuple[str, dict[str, Any], str]]:
         slip = misspelt(one.name)
         if one.name.startswith(door.sections) and one.kind != Kind.GROUP and slip not in known:
             yield "a slip", {slip: 0.5}, slip
-    for field in CORRECTION_SETTINGS:
-        yield "a slip", {misspelt(door.own.name(field)): 0.5}, misspelt(door.own.name(field))
+    for name in sorted(door.own_names()):
+        yield "a slip", {misspelt(name): 0.5}, misspelt(name)
+        if not name.lower().endswith(WORDS):
+            yield "a number of ours that is true", {name: True}, name
 
 
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)

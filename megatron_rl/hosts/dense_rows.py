@@ -148,17 +148,25 @@ def sample_in_words(aggregation: str, several: str | None) -> str:
 
 
 def step_line(
-    title: str, config: PolicyLossConfig, totals: StepTotals | None, regularizers: str, *, several: str | None = None
+    title: str,
+    config: PolicyLossConfig,
+    totals: StepTotals | None,
+    regularizers: str,
+    *,
+    several: str | None = None,
+    in_advantages: bool | None = None,
 ) -> str:
     """The line of the first step: what a token and a rollout weigh, and who computes KL and entropy. A `Run` tells it once.
 
-    totals: None where the trainer has put all weights into the advantages. several: as in sample_in_words."""
+    totals: None where they are not told, as where the trainer has put all weights into the advantages. several: as in
+    sample_in_words. in_advantages: whether the weights are there; None: as the totals say."""
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
     correction = CorrectionSettings.of(config)
     known: dict[str, float | None] = {"L": divisor}
     if totals is not None:
         known |= {"N": totals.num_samples, "P": totals.num_prompts}
-    in_advantages = totals is None or (is_carried(record.name) and totals.num_prompts is None)
+    if in_advantages is None:
+        in_advantages = totals is None or (is_carried(record.name) and totals.num_prompts is None)
     if totals is not None and record.needs is not None and "num_tokens" in record.needs:
         known["T"] = totals.num_tokens
     parts = [title, numbers(config)]

@@ -71,7 +71,8 @@ def judge_settings(door: Door, settings: Settings, *, is_launch: bool = False) -
             yield Row(choice.setting, f"{name} is neither ours nor {door.title}'s: set {choice.setting}={meant}", is_wrong=True)
             return
         yield from door.unchosen(settings)
-        text = f"{name} is {door.title}'s own: none of our losses is chosen; {choice.remedy}"
+        loss = "the loss" if name is None else name
+        text = f"{loss} is {door.title}'s own: none of our losses is chosen; {choice.remedy}"
         yield Row(choice.setting, text, is_note=True)
         return
     own = [name for name in settings.given if name.startswith(door.own.prefix)]
@@ -267,7 +268,7 @@ def given_by(door: Door, config: PolicyLossConfig) -> tuple[dict[str, Any], list
 def _clips(door: Door, config: PolicyLossConfig) -> dict[str, Any]:
     sides = [door.field_settings.get(name) for name in CLIPS]
     if None in sides:
-        return {}
+        return {door.own.name(name): getattr(config, name) for name in CLIPS} if door.own.clips else {}
     defaults = {one.name: one.default for one in sides if one is not None}
     return clip_to_type(get_policy_loss(config.policy_loss), config.clip_ratio_low, config.clip_ratio_high, defaults)
 

@@ -23,8 +23,6 @@ from megatron_rl.commands.doctor.command_line import (
     Parser,
     host_arguments,
     read_line,
-    read_text,
-    read_yaml,
     through_shell_scripts,
 )
 from megatron_rl.commands.doctor.probes import look_up
@@ -32,7 +30,7 @@ from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, Launc
 from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.files.bounds import is_regular
+from megatron_rl.files.settings_file import read_settings_file
 from megatron_rl.hosts.base import (
     CUSTOM_LOSS_LINE,
     GUARD_LINE,
@@ -116,7 +114,7 @@ def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | N
     if door is None:
         return None
     # A problem may be found by name and by value.
-    rows = {row.text: row for row in judge_line(door, given, _read_yaml_file)}.values()
+    rows = {row.text: row for row in judge_line(door, given, read_settings_file)}.values()
     found = [Finding(row.subject, PROBLEM if row.is_wrong else NOTE if row.is_note else OK, row.text) for row in rows]
     reading = (
         [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []
@@ -130,12 +128,6 @@ def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | N
     why = "the loss is not known here" if is_open else NOTHING_OF_OURS
     unjudged = None if is_judged else f"{why}: nothing was judged"
     return LaunchReport(f"{door.name}, {door.starts}{place}", None, reading, [], found, [], hidden, unjudged)
-
-
-def _read_yaml_file(path: Path) -> dict[str, object]:
-    if not is_regular(path):
-        raise ConfigError(f"{path} is no file here: start from the folder that the launch starts from")
-    return read_yaml(read_text(path, "the settings"), path)
 
 
 def _route(line: LaunchLine) -> Route | None:
