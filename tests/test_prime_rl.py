@@ -15,12 +15,14 @@ from pathlib import Path
 import prime_rl_cases as cases
 import pytest
 import torch
+from conftest import ROOT
 from dense_row_cases import LOSSES, RowCase, largest_error, samples_of
 from forked import forked
 from helpers import pool_of
 from host_checkouts import PRIME_RL
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.files.settings_file import read_settings_file
 from megatron_rl.hosts import prime_rl, prime_rl_loss
 from megatron_rl.hosts.door_line import judge
 from megatron_rl.hosts.door_settings import losses
@@ -404,3 +406,39 @@ def gathered_gradient(rank: int) -> list[float]:
     cp = PRIME_RL.load("prime_rl.utils.cp")
     cp.gather_for_cp(parts, torch.distributed.group.WORLD).sum().backward()
     return parts.grad[0].tolist()
+
+
+# Files of settings
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "a = " + "[" * 20000, "a.toml is no TOML"),
+        ("a.toml", "a." * 100_000 + "b = 1", "a key of more than 64 parts"),
+        ("a.toml", "a = 0x" + "f" * 100_000, "more than 64 bits"),
+        ("a.toml", "a = 1\n" * 2, "Cannot overwrite a value"),
+        ("a.toml", "# " + "x" * 2**18, "at most 262144 are read"),
+        ("a.toml", "a." * 70 + "b = 1", "a key of more than 64 parts"),
+        ("a.json", '{"a": 1, "a": 2}', "stands twice"),
+        ("a.json", "[1]", "holds list: it must be key: value lines"),
+        ("a.toml", None, "a.toml is no file here"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_settings_file(tmp_path / name)
+
+
+def test_a_file_is_read_by_its_suffix(tmp_path):
+    for name, text in (("a.toml", "[a]\nb = 1"), ("a.json", '{"a": {"b": 1}}'), ("a.yaml", "a: {b: 1}")):
+        (tmp_path / name).write_text(text)
+        assert read_settings_file(tmp_path / name) == {"a": {"b": 1}}
+
+
+def test_the_example_is_right():
+    example = ROOT / "examples" / "prime_rl" / "gspo_sample_mean.toml"
+    problems, said = judged("uv run rl @ loss.toml", loss=read_settings_file(example))
+    assert not problems and "gspo.sample_mean, clip 0.0003/0.0004, weight" in said

@@ -120,7 +120,7 @@ def test_a_wrong_yaml_is_refused_by_name(name, checkout, capsys):
         (
             {"actor_train__worker_cls": None, "actor_train__pg_variant": None},
             LINE_OF_ROLL,
-            "None is ROLL's own: none of our losses is chosen; for ours set actor_train.worker_cls: megatron_rl.hosts.roll_w",
+            "the loss is ROLL's own: none of our losses is chosen; for ours set actor_train.worker_cls: megatron_rl.hosts.roll_w",
         ),
         ({"rollout_batch_size": "${oc.env:BATCH}"}, LINE_OF_ROLL, "not judged: the value of rollout_batch_size is not known"),
         ({"rollout_batch_size": "${size}"}, LINE_OF_ROLL, "not judged: the value of rollout_batch_size is not known"),
