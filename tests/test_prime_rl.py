@@ -220,7 +220,7 @@ def test_a_launch_line_with_problems_ends_in_the_trainer_before_its_first_batch(
 def test_another_prime_rl_is_named(monkeypatch):
     module = import_module(prime_rl.LOSSES)
     monkeypatch.delattr(module, "LossOutputs")
-    with pytest.raises(ConfigError, match=r"prime_rl.trainer.rl.loss has no LossOutputs .*559b44772"):
+    with pytest.raises(ConfigError, match=r"prime_rl.trainer.rl.loss has no LossOutputs.*559b44772"):
         _ = prime_rl.token_mean
 
 
