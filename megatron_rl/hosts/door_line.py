@@ -208,10 +208,10 @@ def _values_for_groups(door: Door, settings: Settings) -> Iterator[Row]:
     setting, known = door.choice.setting, door.known_names
     groups = {one.name for one in door.settings if one.kind == Kind.GROUP}
     for whole, value in settings.given.items():
-        is_group = whole in groups or any(name.startswith(f"{whole}.") for name in known)
-        if value is UNKNOWN or isinstance(value, Mapping) or not is_group:
+        is_read = any(name.startswith(f"{whole}.") for name in known)
+        if value is UNKNOWN or isinstance(value, Mapping) or not (is_read or whole in groups):
             continue
-        if value is None and settings.has_files and not settings.is_typed(whole):
+        if value is None and (not is_read or (settings.has_files and not settings.is_typed(whole))):
             continue
         if str(value).startswith("{"):
             yield Row(whole, "several settings in one word are not read here: type each by its whole name", is_note=True)
