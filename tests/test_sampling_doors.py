@@ -18,7 +18,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, dense_rows, megatron_lm, nemo_rl, roll, skyrl, verl, verl_plugin
+from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, dense_rows, megatron_lm, nemo_rl, roll, verl, verl_plugin
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.sampling import SAMPLERS, judge_sampling
 from megatron_rl.hosts.settings import UNKNOWN
@@ -387,6 +387,26 @@ SOURCES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "slime/backends/megatron_utils/loss.py": ("if args.rollout_top_p == 1.0:",),
         },
     ),
+    "prime_rl": (
+        "PRIME_RL_ROOT",
+        {
+            "packages/prime-rl-configs/src/prime_rl/configs/inference.py": ('namespace.logprobs_mode = "processed_logprobs"',),
+            "packages/prime-rl-configs/src/prime_rl/configs/orchestrator.py": (
+                "    top_p: float | None = None\n",
+                "    top_k: int | None = None\n",
+            ),
+        },
+    ),
+    "trl": (
+        "TRL_ROOT",
+        {
+            "trl/generation/vllm_generation.py": ('logprobs_mode="processed_logprobs"',),
+            "trl/trainer/grpo_config.py": (
+                "    top_p: float = field(\n        default=1.0,",
+                "    top_k: int = field(\n        default=0,",
+            ),
+        },
+    ),
     "megatron_lm": (
         "MEGATRON_LM_ROOT",
         {
@@ -407,4 +427,4 @@ SOURCES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 def test_the_names_and_defaults_of_the_table_are_those_of_a_checkout(host):
     root, files = Path(os.environ[SOURCES[host][0]]), SOURCES[host][1]
     moved = [(file, line) for file, lines in files.items() for line in lines if line not in (root / file).read_text()]
-    assert set(SOURCES) == {*SAMPLERS, nemo_rl.DOOR.name, roll.DOOR.name, skyrl.DOOR.name, verl.DOOR.name} and moved == []
+    assert set(SOURCES) == {*SAMPLERS, *DOORS} and moved == []
