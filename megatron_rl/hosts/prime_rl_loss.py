@@ -18,8 +18,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.files.settings_file import read_settings_file
 from megatron_rl.hosts import prime_rl
 from megatron_rl.hosts.dense_rows import loss_of_rows, step_line
-from megatron_rl.hosts.door import Found, Line
-from megatron_rl.hosts.door_line import problems_of
+from megatron_rl.hosts.door import Found
+from megatron_rl.hosts.door_line import read_launch
 from megatron_rl.hosts.door_settings import OnceRead
 from megatron_rl.hosts.prime_rl import BATCHES, DOOR, IMPORT_PATH, KWARGS, LOSSES, TYPE, read_line
 from megatron_rl.hosts.pydantic_line import SIGN
@@ -35,11 +35,11 @@ class PrimeLoss:
 
     def __init__(self, aggregation: str):
         """Raises ConfigError, in each trainer before its first batch, for a launch line with problems and for another prime-rl."""
-        problems = [*DOOR.contract_problems()]
-        line = read_line(["trainer", *sys.argv[1:]], read_settings_file) if SIGN in sys.argv else Line(None)
-        problems += problems_of(DOOR, line.settings) if line.settings else []
-        if problems:
+        if problems := [*DOOR.contract_problems()]:
             raise ConfigError(problems)
+        settings = read_line(["trainer", *sys.argv[1:]], read_settings_file).settings if SIGN in sys.argv else None
+        if settings is not None and settings[IMPORT_PATH] == f"{prime_rl.__name__}.{aggregation}":
+            read_launch(DOOR, settings, may_have_more=True)
         self.path, self.reader = f"{prime_rl.__name__}.{aggregation}", OnceRead(DOOR)
         self.run = Run()
         self.totals: StepTotals | None = None  # of the step; under token_mean nobody counts
