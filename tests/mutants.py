@@ -60,6 +60,8 @@ JUDGES = {
     "hosts/nemo_rl": "nemo_rl settings_launch",
     "hosts/roll": "roll settings_launch",
     "hosts/skyrl": "skyrl settings_launch",
+    "hosts/prime_rl": "prime_rl",
+    "hosts/pydantic_line.py": "prime_rl",
     "layout/": "context_parallel packing groups rank_agreement losses_parallel losses log_probs",
     "layout/groups.py": "groups aggregation rank_agreement losses_parallel",
     "losses/": "loss_contract golden_losses clipping losses losses_bad_input kl_estimators corrections linear_losses",

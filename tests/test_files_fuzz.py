@@ -289,6 +289,26 @@ def read_settings() -> None:
     show(OF_MILES, "miles")
 
 
+TOML = rb"""[trainer.loss]
+type = "custom"
+import_path = "megatron_rl.hosts.prime_rl.constant"
+kwargs = {policy_loss = "gspo", loss_aggregation_divisor = 8192, clip_ratio_low = 3e-4}
+[[orchestrator.train.source]]
+algo.type = "grpo"
+sampling = {temperature = 1.0, extra_body = {top_k = -1}}
+when = 2020-01-02
+text = '''raw \e text'''
+"""
+
+
+def toml(rng: random.Random) -> None:
+    Path("rl.toml").write_bytes(with_bytes_changed(rng, TOML))
+
+
+def read_toml() -> None:
+    show("uv run rl @ rl.toml".split(), "prime_rl")
+
+
 SCRIPTS = [path.read_bytes() for path in sorted((ROOT / "examples").rglob("*.sh"))]
 
 
@@ -327,6 +347,7 @@ KINDS: dict[str, tuple[Callable[[random.Random], None], Callable[[], None]]] = {
     "rollouts": (rollouts, read_rollouts),
     "prompts": (prompts, read_prompts),
     "yaml": (settings, read_settings),
+    "toml": (toml, read_toml),
     "script": (script, read_script),
     "words": (words, read_words),
 }

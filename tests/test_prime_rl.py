@@ -309,11 +309,12 @@ def test_a_line_without_ours_is_no_problem():
 
 def test_the_line_is_read_as_pydantic_config_reads_it():
     """Checked by hand against prime-pydantic-config 0.4.3."""
-    files = {"a": {"x": {"y": 1, "w": 2}}, "t": {"lr": 1}, "b": {"x": {"y": 5}}}
-    line = '--t @ t.toml @ a.toml @ b.toml --x.w-z 3 --no-clean --deep --eq=7 --none None --list [1,2] --json {"a":1} --of $V'
+    files = {"a": {"x": {"y": 1, "w": 2}}, "t": {"lr": 1}, "b": {"x": {"y": 5}}, "x": {"w": 9}}
+    files_first = "--x @ x.toml --t @ t.toml @ a.toml @ b.toml"
+    line = files_first + ' --x.w-z 3 --no-clean --deep --eq=7 --none None --list [1,2] --json {"a":1} --of $V'
     found, unknown = read_pydantic_line([*line.split(), "@", "$F"], lambda path: files[path.stem])
     assert found == {
-        **{"x": {"y": 5, "w": 2, "w_z": 3}, "t": {"lr": 1}, "clean": False, "deep": True, "eq": 7, "none": None},
+        **{"x": {"y": 5, "w": 9, "w_z": 3}, "t": {"lr": 1}, "clean": False, "deep": True, "eq": 7, "none": None},
         **{"list": [1, 2], "json": {"a": 1}, "of": UNKNOWN},
     }
     assert unknown == ["$F"]

@@ -73,7 +73,7 @@ class PrimeLoss:
             self.totals,
             *(row[None] for row in (inputs.trainer_logprobs, old, inputs.advantages, mask)),
             scale=1 if self.totals is None else self.totals.num_tokens,
-            importance_weights=None if inputs.loss_weights is None else torch.where(mask, inputs.loss_weights, 0.0)[None],
+            importance_weights=None if inputs.loss_weights is None else inputs.loss_weights[None],
             rollout_log_probs=sampled[None] if needs_rollout_log_probs(config) else None,
         )
         tell_step(self.run, self.path, found)
