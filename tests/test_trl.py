@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,22 @@ def test_our_kl_and_entropy_are_means_over_samples(trainer):
         assert sum(metrics["kl"]) / case.accumulation == pytest.approx(k3 * share, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_entropy_of_a_model_of_another_dtype_is_trained(dtype, trainer, monkeypatch):
+    case = Case(loss="grpo", aggregation="token_mean", accumulation=2, generated=2)
+    samples, log_probs = cases.step_of(case)
+    expected = cases.run_step(case, samples, log_probs, trainer, entropy_coef=0.25).loss
+    scores = cases.GRPOTrainer._get_per_token_logps_and_entropies
+
+    def of_dtype(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **others):
+        found = scores(self, model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **others)
+        return found[0], found[1].to(dtype), None
+
+    monkeypatch.setattr(cases.GRPOTrainer, "_get_per_token_logps_and_entropies", of_dtype)
+    found = cases.run_step(case, samples, log_probs, trainer, entropy_coef=0.25).loss
+    assert found == pytest.approx(expected, abs=0.01)  # bfloat16: 2^-9 of an entropy of about 1, times 0.25
+
+
 @pytest.mark.parametrize(
     ("settings", "own", "message"),
     [
@@ -127,6 +144,11 @@ def test_our_kl_and_entropy_are_means_over_samples(trainer):
         ({"use_vllm": True}, {"importance_correction": "tis"}, "two corrections in one launch"),
         ({"use_vllm": True, "loss_type": "megatron_rl.dppo_tv.token_mean"}, {}, "counted twice"),
         ({"use_vllm": True, "top_p": 0.9}, {}, "every weight would be the kept mass"),
+        ({"use_vllm": True, "generation_kwargs": {"top_p": 0.9}}, {}, "top_p to 0.9 for the sampler alone; set top_p=0.9"),
+        ({"generation_kwargs": {"temperature": 0.7}}, {}, "temperature to 0.7 for the sampler alone; set temperature=0.7"),
+        ({"vespo_k_pos": 5.0}, {}, "vespo_k_pos=5.0 has no effect"),
+        ({"entropy_target": 0.5}, {}, "entropy_target=0.5 has no effect.*set entropy_coef"),
+        ({}, "tis", "megatron_rl='tis' must be a mapping"),
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, {}, "its counts are not known; set steps_per_generation=4"),
         (
             {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": "megatron_rl.grpo.prompt_mean"},
@@ -139,6 +161,19 @@ def test_settings_that_are_not_honoured_are_refused_before_a_model_is_made(setti
     args = cases.Config(**({"loss_type": "megatron_rl.grpo.token_mean"} | settings))
     with pytest.raises(ConfigError, match=message):
         trainer(None, args=args, megatron_rl=own)
+
+
+def test_a_rollout_function_reports_the_samplers_scores(trainer):
+    args, own = cases.Config("megatron_rl.dppo_tv.token_mean"), {"divergence_low": 0.1}
+    with pytest.raises(ConfigError, match="set use_vllm=True, or give the trainer a rollout_func"):
+        trainer(None, args=args, megatron_rl=own)
+    model = SimpleNamespace(accelerator=None)
+    assert trainer(model, args=args, rollout_func=print, megatron_rl=own).found.loss.name == "dppo_tv"
+
+
+def test_generation_settings_that_change_nothing_are_accepted(trainer):
+    args = cases.Config("megatron_rl.grpo.token_mean", generation_kwargs={"top_p": 1.0, "suppress_tokens": [3]})
+    assert trainer(SimpleNamespace(accelerator=None), args=args).found.config.policy_loss == "grpo"
 
 
 def test_a_batch_that_cannot_be_trained_is_refused(trainer):

@@ -53,6 +53,10 @@ class Config:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float | None = None
+    temperature: float = 1.0
+    generation_kwargs: dict | None = None
+    vespo_k_pos: float = 2.0
+    entropy_target: float = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +116,7 @@ class Model:
 class GRPOTrainer:
     """The contract of TRL's."""
 
-    def __init__(self, model, reward_funcs=None, args=None, train_dataset=None):
+    def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, rollout_func=None):
         self.model, self.args, self.accelerator = model, args, model.accelerator
         self.num_generations = self.num_generations_eval = GENERATIONS
         self.num_iterations, self.aux_loss_enabled = args.num_iterations, False

@@ -34,6 +34,7 @@ STEPS = (
     {"gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4},
     {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 2},
 )
+REGULARIZED = {"gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 4, "beta": 0.3, "entropy_coef": 0.2}
 HALF = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 4}
 
 
@@ -44,12 +45,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def llama() -> LlamaForCausalLM:
+def llama(folder: str) -> LlamaForCausalLM:
+    """From a folder, because TRL loads the reference model of a KL term by its path."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, initializer_range=0.3, **sizes, **ids)
-    return LlamaForCausalLM(config).double()
+    LlamaForCausalLM(config).save_pretrained(f"{folder}/model")
+    return LlamaForCausalLM.from_pretrained(f"{folder}/model").double()
 
 
 def reward(completions, completion_ids, **others) -> list[float]:
@@ -85,13 +88,18 @@ class Compared(TrainerCallback):
         model = self.trainer.accelerator.unwrap_model(model)
         dense = copy.deepcopy(model)
         dense.zero_grad()
-        samples, log_probs = [], []
+        samples, log_probs, regularizers = [], [], []
         for inputs in (inputs for of_rank in of_all for inputs in of_rank):
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
             attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
             width = inputs["completion_ids"].shape[1]
             logits = dense(input_ids=ids, attention_mask=attention).logits[:, :-1][:, -width:]
-            new = logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
+            all_log_probs = logits.log_softmax(-1)
+            new = all_log_probs.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+            terms = args.entropy_coef * (all_log_probs.exp() * all_log_probs).sum(-1)  # minus the entropy
+            if args.beta:
+                gap = inputs["ref_per_token_logps"] - new
+                terms = terms + args.beta * (gap.exp() - gap - 1)
             old = inputs.get("old_per_token_logps")
             old = new.detach() if old is None else old
             for row in range(len(ids)):
@@ -110,10 +118,13 @@ class Compared(TrainerCallback):
                     )
                 )
                 log_probs.append(new[row])
+                regularizers.append((terms[row] * inputs["completion_mask"][row]).sum())
         loss = get_policy_loss(self.loss)
         clip = None if loss.clip_ratios is None else loss.clip_bounds(None, None)
         sums = torch.stack(losses_by_hand(samples, log_probs, self.loss, {}, None, clip))
-        (torch.tensor(weights_by_hand(samples, self.aggregation, DIVISOR)) @ sums).backward()
+        policy = torch.tensor(weights_by_hand(samples, self.aggregation, DIVISOR)) @ sums
+        # Both terms are means over samples under every aggregation.
+        (policy + torch.tensor(weights_by_hand(samples, "sample_mean")) @ torch.stack(regularizers)).backward()
         pairs = list(zip((p.grad for p in model.parameters()), (p.grad for p in dense.parameters()), strict=True))
         scale = max(float(expected.abs().max()) for _, expected in pairs) or 1.0
         self.errors.append(max(float((found - expected).abs().max()) for found, expected in pairs) / scale)
@@ -128,7 +139,6 @@ def largest_error(loss: str, aggregation: str, steps: dict, folder: str) -> floa
         num_generations=4,
         max_completion_length=8,
         mask_truncated_completions=True,
-        beta=0.0,
         learning_rate=0.05,
         optim="sgd",
         lr_scheduler_type="constant",
@@ -139,13 +149,13 @@ def largest_error(loss: str, aggregation: str, steps: dict, folder: str) -> floa
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
-        **({"max_steps": 3} | steps),
+        **({"max_steps": 3, "beta": 0.0} | steps),
     )
     prompts = Dataset.from_dict({"prompt": [f"w{number + 5} w{number + 9} w{number + 20}" for number in range(16)]})
     own = {"loss_aggregation_divisor": DIVISOR} if takes_divisor else {}
     Recorded.seen = []
     trainer = Recorded(
-        llama(), reward_funcs=reward, args=args, train_dataset=prompts, processing_class=tokenizer(), megatron_rl=own
+        llama(folder), reward_funcs=reward, args=args, train_dataset=prompts, processing_class=tokenizer(), megatron_rl=own
     )
     compared = Compared(trainer, loss, aggregation)
     trainer.add_callback(compared)
@@ -160,6 +170,7 @@ def main() -> None:
     cases = [(loss, "sample_mean", steps) for loss in ("grpo", "gspo", "cispo") for steps in STEPS[1:3]]
     cases += [("grpo", aggregation, steps) for aggregation in ("prompt_mean", "token_mean", "constant") for steps in STEPS]
     cases += [("gspo", aggregation, HALF) for aggregation in ("sample_mean", "token_mean", "constant")]
+    cases += [(loss, "token_mean", REGULARIZED) for loss in ("grpo", "gspo")]
     with tempfile.TemporaryDirectory() as folder:
         found = {
             f"{loss}.{aggregation} {steps}": largest_error(loss, aggregation, steps, folder) for loss, aggregation, steps in cases

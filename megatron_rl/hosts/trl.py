@@ -85,9 +85,22 @@ def a_step_has_its_completions(found: Found) -> Iterator[str]:
 
 @check(when=lambda found: bool(found.correction.is_on or "rollout_log_probs" in found.loss.inputs_needed))
 def sampler_reports_its_scores(found: Found) -> Iterator[Row]:
-    if not found.settings["use_vllm"]:
-        text = f"{PREFIX}{found} with these settings compares with the sampler, whose log-probabilities TRL has from vLLM alone"
-        yield Row("use_vllm", f"use_vllm=False: {text}; set use_vllm=True", is_wrong=True)
+    if not (found.settings["use_vllm"] or found.settings["rollout_func"]):
+        text = f"{PREFIX}{found} with these settings compares with the sampler, and transformers reports no log-probabilities"
+        yield Row("use_vllm", f"use_vllm=False: {text}; set use_vllm=True, or give the trainer a rollout_func", is_wrong=True)
+
+
+@check()
+def sampler_follows_the_settings(found: Found) -> Iterator[Row]:
+    """generation_kwargs overrides them in generation alone: the trainer's scores and our rules of sampling do not see it."""
+    given, filters = found.settings["generation_kwargs"], DOOR.sampler.filters
+    for name in ("temperature", *filters) if isinstance(given, Mapping) else ():
+        expected = found.settings[name]
+        if expected is None and name in filters:
+            expected = filters[name].default
+        if name in given and given[name] != expected:
+            text = f"generation_kwargs sets {name} to {given[name]} for the sampler alone; set {name}={given[name]}"
+            yield Row("generation_kwargs", text, is_wrong=True)
 
 
 def is_launch(words: Sequence[str]) -> bool:
@@ -153,7 +166,8 @@ DOOR = Door(
         Setting("vllm_importance_sampling_mode", default="sequence_mask"),
         Setting("gradient_accumulation_steps", Kind.NUMBER, default=1),
         Setting("num_iterations", Kind.NUMBER, default=1),
-        *names("", Kind.NUMBER, "steps_per_generation num_generations num_generations_eval max_completion_length temperature"),
+        Setting("temperature", Kind.NUMBER, default=1.0),
+        *names("", Kind.NUMBER, "steps_per_generation num_generations num_generations_eval max_completion_length"),
         *names("", Kind.NUMBER, "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"),
         *names("", Kind.NUMBER, dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "remove it")),
         *names(
@@ -162,6 +176,7 @@ DOOR = Door(
             dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), "set entropy_coef"),
         ),
         *names("", Kind.OTHER, "scale_rewards reward_weights mask_truncated_completions generation_batch_size repetition_penalty"),
+        *names("", Kind.OTHER, "generation_kwargs"),
     ),
     sections=(),
     choice=Choice(setting=CHOICE, prefix=PREFIX, remedy=REMEDY, imports=True),
@@ -173,7 +188,7 @@ DOOR = Door(
         filters={"top_p": Filter(1.0, (1.0,)), "top_k": Filter(0, (0, -1)), "min_p": Filter(None, (None, 0.0))},
         engines={"vLLM": Scores.KEPT},
     ),
-    checks=(one_loss_trains, a_step_has_its_completions, sampler_reports_its_scores),
+    checks=(one_loss_trains, a_step_has_its_completions, sampler_reports_its_scores, sampler_follows_the_settings),
     prompts=Prompts.COUNTED,
     returns=Formula(dp=1),
     step=(("accelerate", Formula(), "adds micro-batches"), ("DDP", Formula(dp=-1), "averages over ranks")),

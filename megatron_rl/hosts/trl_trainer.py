@@ -32,12 +32,17 @@ MODEL_INPUTS = (
 )
 
 
-def read_args(args: Any, own: Mapping[str, Any]) -> Found:
+def read_args(args: Any, own: Mapping[str, Any], *, rollout_func: Any = None) -> Found:
     """args: TRL's GRPOConfig. own: our settings by our names. Raises one ConfigError with every problem."""
-    given = {f"{PREFIX}{name}": value for name, value in own.items()}
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"megatron_rl={own!r} must be a mapping: {{'importance_correction': 'tis'}}")
+    ours = {f"{PREFIX}{name}": value for name, value in own.items()} | {"rollout_func": rollout_func is not None}
+    # An object has every setting; those that differ from the default of its class are somebody's.
+    idle = {one.name: value_at(args, one.name) for one in DOOR.settings if one.idle is not None}
+    given = ours | {name: value for name, value in idle.items() if value not in (ABSENT, getattr(type(args), name, None))}
 
     def value_of(name: str) -> Any:
-        return given.get(name, ABSENT) if name.startswith(PREFIX) else value_at(args, name)
+        return ours.get(name, ABSENT) if name.startswith(PREFIX) or name in ours else value_at(args, name)
 
     return read_launch(DOOR, Settings(value_of, DOOR.all_defaults, given=given))
 
@@ -66,8 +71,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     def __init__(self, *given: Any, megatron_rl: Mapping[str, Any] | None = None, **named: Any):
         if problems := [*DOOR.contract_problems()]:
             raise ConfigError(problems)
-        args = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *given, **named).arguments.get("args")
-        self.found, self.run = read_args(args, megatron_rl or {}), Run()
+        known = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *given, **named).arguments
+        self.found = read_args(known.get("args"), megatron_rl or {}, rollout_func=known.get("rollout_func"))
+        self.run = Run()
         super().__init__(*given, **named)
         for text in self.found.warnings:
             self.run.warn(text)
@@ -123,7 +129,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         old, weights = inputs.get("old_per_token_logps"), inputs.get("importance_sampling_ratio")
         sampled = inputs.get("sampling_per_token_logps") if needs_rollout_log_probs(config) else None
         if needs_rollout_log_probs(config) and sampled is None:
-            raise ConfigError(f"TRL's batch has no sampling_per_token_logps, which {PREFIX}{found} needs: set use_vllm=True")
+            raise ConfigError(
+                f"TRL's batch has no sampling_per_token_logps, which {PREFIX}{found} needs: set use_vllm=True, or "
+                "return logprobs from rollout_func"
+            )
         output = loss_of_rows(
             config,
             totals,
@@ -137,9 +146,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             ref_log_probs=inputs.get("ref_per_token_logps"),
             prompt_token_counts=inputs[PROMPT_TOKENS] if found.counts_prompts else None,
         )
-        loss, entropy_of_rows = output.loss, torch.where(mask, entropies, 0.0).sum(-1)
+        loss = output.loss
+        entropy_of_rows = torch.where(mask, entropies.to(loss.dtype), 0.0).sum(-1)  # a model of 16 bits has them in 16
         if config.entropy_coefficient:
-            loss = loss - ranks * config.entropy_coefficient * (regularizer_weights(mask.sum(-1), totals) @ entropy_of_rows)
+            of_samples = regularizer_weights(mask.sum(-1), totals).to(loss.dtype)
+            loss = loss - ranks * config.entropy_coefficient * (of_samples @ entropy_of_rows)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * router_loss / self._num_micro_batches
         self._tell(totals)
