@@ -78,8 +78,8 @@ class PrimeLoss:
         )
         tell_step(self.run, self.path, found)
         metrics = finalise_metrics(output.metrics) if output.metrics is not None else {}
-        tensors = {name: torch.tensor(value, device=mask.device) for name, value in metrics.items()}
-        return import_module(LOSSES).LossOutputs(loss=output.loss, metrics=tensors)
+        on_cpu = torch.tensor([*metrics.values()]).unbind()  # where prime-rl takes them
+        return import_module(LOSSES).LossOutputs(loss=output.loss, metrics=dict(zip(metrics, on_cpu, strict=True)))
 
 
 def settings_of(path: str, kwargs: Mapping[str, Any]) -> Settings:
