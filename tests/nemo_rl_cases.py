@@ -122,8 +122,9 @@ class Step:
         return [index for index, bit in enumerate(self.columns["sample_mask"].tolist()) if bit]
 
 
-def make_step(case: Case) -> Step:
-    samples, log_probs = samples_of(case)
+def make_step(case: Case, given: tuple[list[StepSample], list[Tensor]] | None = None) -> Step:
+    """given: samples, and log-probabilities of their responses; None: samples_of."""
+    samples, log_probs = given or samples_of(case)
     width = max(len(sample.tokens) for sample in samples)
 
     column = functools.partial(in_place, samples, width=width)

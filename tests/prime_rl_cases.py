@@ -5,9 +5,10 @@ Packing and the sum over samples are emulated, or prime-rl's own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import dense_row_cases
@@ -168,6 +169,21 @@ class DataLoader:
 class FakeDataLoader(DataLoader):
     def get_batch(self): return self.micro_batches
 """
+
+
+def emulated_prime(monkeypatch: Any) -> None:
+    """The modules of prime-rl that ours imports."""
+    for path, text in ((prime_rl.LOSSES, EMULATED_LOSS), (prime_rl.BATCHES, EMULATED_DATA)):
+        names = path.split(".")
+        for end in range(1, len(names) + 1):
+            name = ".".join(names[:end])
+            if name not in sys.modules:
+                module = ModuleType(name)
+                module.__path__ = []
+                monkeypatch.setitem(sys.modules, name, module)
+                if end > 1:
+                    monkeypatch.setattr(sys.modules[".".join(names[: end - 1])], names[end - 1], module, raising=False)
+        exec(text, vars(sys.modules[path]))
 
 
 def run_step(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import types
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -38,26 +37,11 @@ CUSTOM = f"rl @ rl.toml --trainer.loss.type custom --trainer.loss.import-path {P
 ranks = pool_of(2, use_megatron=False)
 
 
-def emulated_prime(monkeypatch) -> None:
-    """The modules of prime-rl that ours imports."""
-    for path, text in ((prime_rl.LOSSES, cases.EMULATED_LOSS), (prime_rl.BATCHES, cases.EMULATED_DATA)):
-        names = path.split(".")
-        for end in range(1, len(names) + 1):
-            name = ".".join(names[:end])
-            if name not in sys.modules:
-                module = types.ModuleType(name)
-                module.__path__ = []
-                monkeypatch.setitem(sys.modules, name, module)
-                if end > 1:
-                    monkeypatch.setattr(sys.modules[".".join(names[: end - 1])], names[end - 1], module, raising=False)
-        exec(text, vars(sys.modules[path]))
-
-
 @pytest.fixture(autouse=True)
 def prime_modules(request, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py"])
     if not any(request.node.iter_markers("host")):
-        emulated_prime(monkeypatch)
+        cases.emulated_prime(monkeypatch)
 
 
 def too_large(found: dict[str, float]) -> dict[str, float]:

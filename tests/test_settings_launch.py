@@ -19,7 +19,7 @@ import yaml
 from dense_row_cases import AGGREGATIONS, RowCase, samples_of
 from explain_cases import explain, explain_json, stages
 from host_checkouts import ROLL, SKYRL
-from test_skyrl import emulated_skyrl, started
+from test_skyrl import started
 from torch import Tensor
 
 from megatron_rl.__main__ import main
@@ -283,7 +283,7 @@ def by_the_chain(chain: dict[str, Any], samples: list[StepSample]) -> list[float
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_chain_of_skyrl_is_what_its_driver_and_worker_do(aggregation, monkeypatch):
-    for name, module in emulated_skyrl().items():
+    for name, module in skyrl_cases.emulated_skyrl().items():
         monkeypatch.setitem(sys.modules, name, module)
     case = RowCase(loss="reinforce", aggregation=aggregation, dp=2, cp=2, sizes=(4,))
     samples, log_probs = samples_of(case)

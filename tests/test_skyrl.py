@@ -24,50 +24,11 @@ from megatron_rl.hosts import skyrl
 from megatron_rl.hosts.door_settings import losses, read
 from megatron_rl.ops.ratios import kl_estimate
 
-EMULATED_SKYRL = """
-import sys
-def off_policy_correction_enabled(off_policy_correction): return off_policy_correction.tis_ratio_type is not None
-def apply_off_policy_correction(loss, old_log_probs, rollout_logprobs, loss_mask, off_policy_correction):
-    weights = (old_log_probs - rollout_logprobs).exp().clamp(max=off_policy_correction.token_tis_ratio_clip_high)
-    return loss * weights, loss_mask, {"tis": 1.0}
-def ppo_policy_loss(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None): pass
-def apply_loss_reduction_to_advantages_minibatch(
-    advantages, loss_mask, loss_reduction, micro_batch_size, max_seq_len, prompt_boundaries=None): pass
-class PolicyLossRegistry:
-    known = {}
-    @classmethod
-    def register(cls, name, function): cls.known[name] = function
-class SkyRLTrainConfig:
-    @classmethod
-    def from_cli_overrides(cls, words):
-        import skyrl_cases
-        given = dict(word.removeprefix("trainer.algorithm.").split("=") for word in words)
-        config = cls()
-        config.trainer = cls()
-        config.trainer.algorithm = skyrl_cases.algorithm_config(**given)
-        return config
-def main(): print("trains", sys.argv[1:], len(sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"].PolicyLossRegistry.known))
-"""
-
-
-def emulated_skyrl(old: str = "", new: str = "") -> dict[str, types.ModuleType]:
-    """The modules of SkyRL that ours imports, each with all of EMULATED_SKYRL, in which `old` is `new`."""
-    assert old in EMULATED_SKYRL
-    modules = {}
-    for path in (skyrl.ENTRY, skyrl.TABLES, skyrl.CORRECTIONS):
-        names = path.split(".")
-        for end in range(1, len(names) + 1):
-            name = ".".join(names[:end])
-            modules[name] = types.ModuleType(name)
-            modules[name].__path__ = []
-        exec(EMULATED_SKYRL.replace(old, new, 1), vars(modules[path]))
-    return modules
-
 
 @pytest.fixture(autouse=True)
 def skyrl_modules(request, monkeypatch):
     if not any(request.node.iter_markers("host")):
-        for name, module in emulated_skyrl().items():
+        for name, module in cases.emulated_skyrl().items():
             monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -190,7 +151,7 @@ def test_a_batch_that_cannot_be_trained_is_refused(loss, change, error, message)
 
 def started(*words: str, old: str = "", new: str = "") -> tuple[int | None, str, str]:
     def work() -> int:
-        sys.modules.update(emulated_skyrl(old, new))
+        sys.modules.update(cases.emulated_skyrl(old, new))
         sys.argv[1:] = [f"trainer.override_entrypoint={skyrl.__name__}", *words]
         skyrl.main()
         return 0

@@ -1,0 +1,207 @@
+"""What holds of each door: the step is exact, masked values change nothing, corrections and lines are those of the settings.
+
+What is one host's alone, and what needs its checkout, is in test_<host>.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from dense_row_cases import LOSSES, largest_error
+from door_adapters import ADAPTERS, CORRECTIONS, Adapter
+from helpers import pool_of
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.hosts import door as door_module
+from megatron_rl.hosts.door import Door
+from megatron_rl.hosts.door_line import given_by, judge_settings
+from megatron_rl.hosts.door_settings import losses, modes, read
+from megatron_rl.hosts.doors import DOORS
+from megatron_rl.hosts.settings import UNKNOWN, Settings
+from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.testing.reference import CLIPS, DIVISOR
+
+pool = pool_of(4)
+
+of_each_host = pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS, indirect=True)
+on_ranks = pytest.mark.parametrize(
+    "adapter",
+    [pytest.param(one, id=name, marks=[pytest.mark.megatron] * (one.num_ranks > 1)) for name, one in ADAPTERS.items()],
+    indirect=True,
+)
+
+
+@pytest.fixture
+def adapter(request, monkeypatch) -> Iterator[Adapter]:
+    """With the modules of its host."""
+    with monkeypatch.context() as patch:
+        request.param.install(patch)
+        yield request.param
+
+
+def few(adapter: Adapter) -> list:
+    """Each aggregation and each of LOSSES, in one process."""
+    return [
+        adapter.case(loss=loss, aggregation=one, **layout)
+        for loss in LOSSES
+        for one in adapter.aggregations
+        for layout in adapter.shorts
+    ]
+
+
+def too_large(adapter: Adapter, found: dict[str, float]) -> dict[str, float]:
+    return {name: error for name, error in found.items() if not error <= adapter.tolerance}
+
+
+def test_each_door_has_its_adapter():
+    assert ADAPTERS.keys() == DOORS.keys()
+
+
+# The step
+
+
+@on_ranks
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_step_is_exact_in_each_layout(adapter, loss, request):
+    """Ranks, micro-batches and packings of the host, ragged prompt groups, fully masked samples; against float64."""
+    chosen = adapter.layouts(loss)
+    assert Counter(case.aggregation for case in chosen).keys() == {*adapter.aggregations} and len({*map(str, chosen)}) >= 16
+    found = adapter.errors(chosen, partial(request.getfixturevalue, "pool"))
+    assert len(found) == len(chosen) and not too_large(adapter, found)
+
+
+@on_ranks
+def test_each_other_loss_by_name_is_exact(adapter, request):
+    chosen = adapter.others(LOSSES)
+    assert {case.loss for case in chosen} | {*LOSSES} == {*losses(adapter.door)} <= CLIPS.keys()
+    found = adapter.errors(chosen, partial(request.getfixturevalue, "pool"))
+    assert len(found) == len(chosen) and not too_large(adapter, found)
+
+
+@of_each_host
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
+def test_masked_values_change_nothing(adapter, poison):
+    """Neither our loss, nor the host's terms beside it, nor a metric."""
+    for case in few(adapter):
+        step = adapter.step(case)
+        clean, found = (adapter.run(case, step, poison=value, **adapter.terms) for value in (None, poison))
+        # In float32, where sums may come in another order.
+        assert largest_error(found, clean.loss, clean.gradients) <= 1e-6 and clean.loss != 0, case
+        assert found.metrics == clean.metrics, case
+
+
+@of_each_host
+def test_a_micro_batch_without_a_trained_token_is_exact(adapter):
+    """One of each rank. Without a response of one token where there is such: verl fills batches with them, and ours refuses them."""
+    for case in few(adapter):
+        samples, log_probs = adapter.step(case)
+        is_long = [len(one.loss_mask) > 1 for one in samples]
+        ranks = adapter.micro_batches(case)
+        chosen = [next((batch for batch in of_rank if all(is_long[i] for i in batch)), of_rank[0]) for of_rank in ranks]
+        first = {index for batch in chosen for index in batch}
+        empty = [replace(one, loss_mask=[0] * len(one.loss_mask)) if i in first else one for i, one in enumerate(samples)]
+        step = empty, log_probs
+        found = adapter.run(case, step)
+        assert largest_error(found, *adapter.truth(case, step)) <= adapter.tolerance and found.loss != 0, case
+        assert not any(found.gradients[index].any() for index in first)
+
+
+@of_each_host
+@pytest.mark.parametrize(("own", "factor"), CORRECTIONS, ids=str)
+def test_a_correction_of_ours_is_set_by_its_names_here(adapter, own, factor):
+    """The sampler's log-probabilities are 0.1 lower, so each weight is exp(0.1), and 1.05 under a bound of 1.05."""
+    case = adapter.case(loss="cispo", aggregation="token_mean", **adapter.shorts[0])
+    plain, found = adapter.corrected(case, own)
+    assert found == pytest.approx(plain * factor, rel=1e-5, abs=1e-9) and plain != 0  # float32
+
+
+# What is said
+
+
+@of_each_host
+def test_two_trainers_of_a_process_say_one_line_each(adapter, capsys):
+    """At the first of several micro-batches."""
+    case = adapter.case(loss="gspo", aggregation="sample_mean", **adapter.shorts[0] | {"dp": 1})
+    for number in (1, 2):
+        adapter.run(case, adapter.step(case))
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megatron_rl: ")]
+        assert len(lines) == 1, (number, lines)
+        assert f" in {adapter.door.title} | " in lines[0] and "| weight of a token " in lines[0], lines
+
+
+@of_each_host
+def test_metrics_have_the_hosts_names(adapter):
+    case = adapter.case(loss="grpo", aggregation="token_mean", **adapter.shorts[0])
+    assert adapter.metric_names(adapter.run(case, adapter.step(case), **adapter.terms)) == adapter.metrics
+
+
+# What doctor and explain say
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_what_explain_types_is_read_back_without_a_problem(door):
+    """Each loss by name under each aggregation."""
+    for loss, aggregation in modes(door).values():
+        divisor = DIVISOR if get_loss_aggregation(aggregation).takes_divisor else None
+        clip = CLIPS[loss] or (None, None)
+        config = PolicyLossConfig(
+            policy_loss=loss,
+            loss_aggregation=aggregation,
+            loss_aggregation_divisor=divisor,
+            clip_ratio_low=clip[0],
+            clip_ratio_high=clip[1],
+        )
+        given, problems = given_by(door, config)
+        known = {name: value for name, value in given.items() if value is not UNKNOWN}
+        known |= ADAPTERS[door.name].beside
+        settings = Settings.of_names(known, door.all_defaults, typed=known)
+        assert problems == [] == [row.text for row in judge_settings(door, settings) if row.is_wrong], (loss, aggregation)
+        found = read(door, settings).config
+        assert (found.policy_loss, found.loss_aggregation, found.loss_aggregation_divisor) == (loss, aggregation, divisor)
+        assert CLIPS[loss] is None or (found.clip_ratio_low, found.clip_ratio_high) == clip
+
+
+# Another revision of the host
+
+
+def function_of(arguments: tuple[str, ...]) -> Callable:
+    names = ", ".join(name for name in arguments if name != "...")
+    return eval(f"lambda {names}: None")
+
+
+def another(one, two, three, four, five): ...
+
+
+def stand_in(door: Door, changed: str) -> dict[str, SimpleNamespace]:
+    """The modules of its contract with the functions that it names, one of them `another`."""
+    modules: dict[str, SimpleNamespace] = {}
+    for path, arguments in door.contract.items():
+        module, _, name = path.partition(":")
+        owner = modules.setdefault(module, SimpleNamespace(__name__=module))
+        *outer, last = name.split(".")
+        for part in outer:
+            owner = vars(owner).setdefault(part, SimpleNamespace(__name__=part))
+        setattr(owner, last, another if path == changed else function_of(arguments))
+    return modules
+
+
+# Of verl, whose losses are a table, test_verl.py has the same.
+@pytest.mark.parametrize("door", [pytest.param(one, id=name) for name, one in DOORS.items() if name != "verl"])
+def test_another_revisions_contract_is_named_with_its_line(door, monkeypatch):
+    assert door.contract
+    for changed in ("", *door.contract):
+        monkeypatch.setattr(door_module, "import_module", stand_in(door, changed).__getitem__)
+        problems = [*door.contract_problems()]
+        if not changed:
+            assert problems == []
+            continue
+        (problem,) = problems
+        name = changed.partition(":")[2]
+        assert f"{door.title}'s {name} takes (one, two, three, four, five), ours is made for (" in problem
+        assert f"test_doors.py:{another.__code__.co_firstlineno})" in problem and door.probed in problem
