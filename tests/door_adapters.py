@@ -2,8 +2,8 @@
 
 A new door adds a class here and its name to ADAPTERS. `run` sends one optimiser step through what the host sees: its micro-batches,
 its factors, the call of our loss under its name, with settings as a launch types them. tests/<host>_cases.py emulates the host; the
-samples and the float64 truth are those of dense_row_cases.py. What the adapter does not say, such as the losses and aggregations, is
-read from the door's declaration.
+samples and the float64 truth are those of dense_row_cases.py. What the adapter does not say, such as the losses, is read from
+the door's declaration.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Adapter:
     """What the suite asks of a host.
 
     tolerance: of a step against float64, relative. metrics: what our loss reports there, by the host's names. num_ranks: processes
-    that the layouts need, on Megatron's groups; 1: ranks are a loop. shorts: layouts of several micro-batches in one process. other:
-    the layout of the losses beside LOSSES. terms: the host's own terms that read masked positions too, for `run`. of_sampler: its
-    settings beside a correction of ours. beside: settings of a launch by their whole names, that explain leaves to the user."""
+    that the layouts need, on Megatron's groups; 1: ranks are a loop. shorts: layouts of several micro-batches in one process.
+    other: the layout of the losses beside LOSSES. terms: the host's own terms that read masked positions too, for `run`.
+    of_sampler: its settings beside a correction of ours. beside: settings of a launch, that explain leaves to the user."""
 
     name: str
     metrics: frozenset[str]
@@ -147,7 +147,9 @@ class Roll(Adapter):
     """On gloo ranks, with logits of vocabulary-parallel heads."""
 
     name, case, num_ranks = "roll", roll_cases.Case, 4
-    metrics = frozenset()
+    metrics = frozenset(
+        {"actor/total_loss@sum", "actor/pg_loss@sum", "actor/kl_loss@sum", "actor/ppo_ratio_clipfrac@mean", "actor/policykl@mean"}
+    )
     shorts = ({"sizes": (3, 5)}, {"sizes": (3, 5), "packing": "a call a sequence"})
     other = {"cp": 2, "sizes": (4, 12)}
     terms = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.02}
@@ -167,7 +169,7 @@ class Roll(Adapter):
 
 class SkyRL(Adapter):
     name = "skyrl"
-    metrics = frozenset()
+    metrics = frozenset({"clip_ratio", "tis"})
     terms = {"off_policy_correction": SimpleNamespace(tis_ratio_type="token", token_tis_ratio_clip_high=1.05)}
 
     def layouts(self, loss):
@@ -185,7 +187,7 @@ class Trl(Adapter):
     """Ranks are threads, with collectives of their own."""
 
     name, case = "trl", trl_cases.Case
-    metrics = frozenset()
+    metrics = frozenset({"clip_ratio/region_mean", "entropy", "kl"})
     other = {"dp": 2, "accumulation": 2, "generated": 2}
     shorts = (other,)
     terms = {"gap": 0.3, "beta": 0.5, "entropy_coef": 0.25}
@@ -225,11 +227,18 @@ class Trl(Adapter):
         return trl_cases.run_step(case, *step, self.trainer, poison, own, **settings)
 
 
+POLICY_METRICS = (
+    *("num_documents", "num_tokens", "ratio_new_old_sum", "ratio_new_old_squared_sum", "old_logprobs", "new_logprobs"),
+    *("ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "clipped_low", "clipped_high", "advantage", "max_advantage"),
+    *("min_advantage", "effective_sample_size"),
+)
+
+
 class PrimeRL(Adapter):
     """Its old policy is the sampler, and beside a correction the trainer's own."""
 
     name = "prime_rl"
-    metrics = frozenset()
+    metrics = frozenset(f"policy/{name}" for name in POLICY_METRICS)
     tolerance = 1e-6  # float32 log-probabilities and advantages, 6e-8 each; the largest error of all cases here is 3e-7
 
     def layouts(self, loss):

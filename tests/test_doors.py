@@ -98,7 +98,7 @@ def test_masked_values_change_nothing(adapter, poison):
 
 @of_each_host
 def test_a_micro_batch_without_a_trained_token_is_exact(adapter):
-    """One of each rank. Without a response of one token where there is such: verl fills batches with them, and ours refuses them."""
+    """One of each rank. No response of one token is in it where such is to be had: verl fills batches with them."""
     for case in few(adapter):
         samples, log_probs = adapter.step(case)
         is_long = [len(one.loss_mask) > 1 for one in samples]
