@@ -150,5 +150,5 @@ PROGRAMS = {
     "python": _python,
     "python3": _python,
     "torchrun": _torchrun,
-    **dict.fromkeys((".", "accelerate", "bash", "make", "pip", "pre-commit", "pytest", "ray"), _others),
+    **dict.fromkeys((".", "accelerate", "bash", "make", "pip", "pre-commit", "pytest", "ray", "uv"), _others),
 }

@@ -47,7 +47,7 @@ def wrong_settings(door: Door) -> Iterator[tuple[str, dict[str, Any], str]]:
     """(kind of fault, settings beside the sound ones, what the message names)."""
     known = {one.name for one in door.settings} | door.own_names()
     for one in door.settings:
-        if one.kind == Kind.NUMBER:
+        if one.kind in (Kind.NUMBER, Kind.BOUNDS):
             yield "a number that is true", {one.name: True}, one.name
         if one.kind == Kind.SWITCH:
             yield "text for a switch", {one.name: "maybe"}, one.name

@@ -159,7 +159,7 @@ def refused_on_rank(rank: int) -> list[str]:
     )
     chunk = LayoutModel(Layout(), 16, model_of(Layout(), **LOSSES["seq_aux_loss"])).models[0]
     args = Namespace(rl_use_sequence_packing=True)
-    stand_ins = {"megatron_lm_config": lambda: config, "current_args": lambda: args}
+    stand_ins = {"megatron_lm_config": lambda given=None: config, "current_args": lambda: args}
     with mock.patch.multiple(megatron_lm, **stand_ins, announce=mock.DEFAULT, release_problems=lambda args: []):
         of_megatron_lm = error_of(megatron_lm._checked_provider(lambda: chunk.module))
         args.rl_use_sequence_packing = False

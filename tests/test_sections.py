@@ -449,7 +449,7 @@ def section_of(door: Door, place: int = 0) -> Section:
     of_kind = {kind: tuple(name for name, found in own.items() if found == kind) for kind in Kind}
     others = (*of_kind[Kind.OTHER], *of_kind[Kind.SWITCH])
     trees = (*of_kind[Kind.GROUP], *(one.removeprefix(prefix).partition(".")[0] for one in inner))
-    return Section(prefix=prefix, numbers=of_kind[Kind.NUMBER], others=others, trees=trees)
+    return Section(prefix=prefix, numbers=(*of_kind[Kind.NUMBER], *of_kind[Kind.BOUNDS]), others=others, trees=trees)
 
 
 @pytest.mark.host("SKYRL_ROOT")

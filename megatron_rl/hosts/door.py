@@ -46,9 +46,11 @@ DIVISOR = "loss_aggregation_divisor"
 
 
 class Kind(StrEnum):
-    """NUMBER: true and false are refused. SWITCH: text is refused. GROUP: has names of its own, which are not judged."""
+    """NUMBER: true, false and text are refused. BOUNDS: a number, or text of bounds. SWITCH: text is refused. GROUP: has names of
+    its own, which are not judged."""
 
     NUMBER = "number"
+    BOUNDS = "bounds"
     SWITCH = "switch"
     OTHER = "other"
     GROUP = "group"

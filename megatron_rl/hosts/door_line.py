@@ -122,7 +122,7 @@ def judge_names(door: Door, settings: Settings, *, is_ours: bool, may_have_more:
     table, known, own = {one.name: one for one in door.settings}, door.known_names, door.own_names()
     for whole, value in settings.given.items():
         if one := table.get(whole):
-            if one.kind == Kind.NUMBER:
+            if one.kind in (Kind.NUMBER, Kind.BOUNDS):
                 yield from (Row(whole, problem, is_wrong=True) for problem in not_numbers([Given(whole, value)]))
             if is_ours and one.idle is not None:
                 yield Row(whole, f"{whole}={value} has no effect: our losses do not read it; {one.idle}", is_wrong=True)
@@ -133,7 +133,7 @@ def judge_names(door: Door, settings: Settings, *, is_ours: bool, may_have_more:
         elif not (whole in known or whole in own or _is_apart(door, whole) or door.is_open(settings, prefix)):
             names = [name.removeprefix(prefix) for name in (*known, *sorted(own)) if name.startswith(prefix)]
             close = _closest(whole.removeprefix(prefix), names)
-            meant = f"did you mean {prefix}{close}?" if close else f"remove it; it has {', '.join(sorted(names))}"
+            meant = f"did you mean {prefix}{close}?" if close else f"remove it; it has {', '.join(sorted(set(names)))}"
             is_note = may_have_more and not close and prefix != door.own.prefix
             yield Row(whole, f"{door.title} has no such setting: {meant}", is_wrong=not is_note, is_note=is_note)
 

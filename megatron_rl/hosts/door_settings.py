@@ -170,7 +170,7 @@ def _one_name(door: Door, whole: object, name: str | None) -> tuple[str, str]:
 
 def _numbers(door: Door, settings: Settings, fields: Mapping[str, Given]) -> Iterator[Given]:
     yield from (one for name, one in fields.items() if name not in WORDS)
-    yield from (settings.one(one.name) for one in door.settings if one.kind == Kind.NUMBER)
+    yield from (settings.one(one.name) for one in door.settings if one.kind in (Kind.NUMBER, Kind.BOUNDS))
 
 
 def _texts(door: Door, settings: Settings) -> Iterator[str]:
