@@ -3,6 +3,7 @@ setting that none of our losses reads, one value in the place of a group. Whatev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -83,3 +84,18 @@ def test_each_known_setting_is_no_slip(door):
     for one in door.settings:
         rows = judged(door, base | {one.name: 1 if one.default is None else one.default})
         assert not [row.text for row in rows if "has no such setting" in row.text], one.name
+
+
+# What a file or a line may hold in the place of anything.
+ODD = (None, "", "1", "nan", "é", -1, 0, 10**400, math.nan, math.inf, [1, 2], {"a": 1}, [], "[" * 3000, UNKNOWN)
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_no_value_of_a_setting_ends_in_another_error(door):
+    """A value is judged, or is not known: each row is text of one setting."""
+    base = sound(door)
+    for name in {*door.known_names, *door.own_names()}:
+        for value in ODD:
+            given = base | {name: value}
+            rows = [*door_line.judge_settings(door, Settings.of_names(given, door.all_defaults, typed=given))]
+            assert all(isinstance(row.text, str) and row.subject for row in rows)

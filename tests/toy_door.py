@@ -20,7 +20,7 @@ from megatron_rl.validation.checks import check
 
 @check()
 def epochs_have_their_ratio(found: Found):
-    if found.settings["toy.epochs"] > 1 and found.config.policy_loss == "reinforce":
+    if found.settings["toy.epochs"] != 1 and found.config.policy_loss == "reinforce":
         yield f"toy.epochs={found.settings['toy.epochs']} with reinforce, which has no ratio: set toy.epochs=1, or take grpo"
 
 

@@ -46,8 +46,9 @@ def read(door: Door, settings: Settings) -> Found:
     own = {ours: settings.one(door.own.name(ours), door.own.typed(ours)) for ours in door.own_fields(loss)}
     fields |= {ours: given for ours, given in own.items() if ours not in fields}
     fields |= door.derive(settings, loss, fields | {f"own {ours}": given for ours, given in own.items()})
-    if switches := [*not_numbers(_numbers(door, settings, fields))]:  # what else would be said is of values that nobody meant
-        raise ConfigError(list(dict.fromkeys(switches)))
+    wrong = [*not_numbers(_numbers(door, settings, fields)), *_no_numbers(fields)]
+    if wrong:  # what else would be said is of values that nobody meant
+        raise ConfigError(list(dict.fromkeys(wrong)))
     config, problems = _config(door, loss_name, aggregation, fields)
     theirs = tuple(door.corrections(settings))
     sampling = judge_sampler(door, settings, config, theirs)
@@ -171,6 +172,14 @@ def _one_name(door: Door, whole: object, name: str | None) -> tuple[str, str]:
 def _numbers(door: Door, settings: Settings, fields: Mapping[str, Given]) -> Iterator[Given]:
     yield from (one for name, one in fields.items() if name not in WORDS)
     yield from (settings.one(one.name) for one in door.settings if one.kind in (Kind.NUMBER, Kind.BOUNDS))
+
+
+def _no_numbers(fields: Mapping[str, Given]) -> Iterator[str]:
+    """Of ours that no loss judges."""
+    for name in ("off_policy_sequence_delta", "kl_coefficient", "entropy_coefficient"):
+        one = fields.get(name)
+        if one is not None and one.value is not None and not isinstance(one.value, int | float):
+            yield f"{one.name}={one.value!r} must be a number"
 
 
 def _texts(door: Door, settings: Settings) -> Iterator[str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.aggregation_record import Formula
+from megatron_rl.arguments import read_number
 from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import (
@@ -93,7 +94,8 @@ def correction_of(settings: Settings) -> ImportanceCorrection | None:
 def derive(settings: Settings, loss: PolicyLoss, fields: Mapping[str, Given]) -> dict[str, Given]:
     """The coefficient of our KL term, where our estimator is chosen, and our correction in the place of NeMo-RL's."""
     penalty = fields["kl_coefficient"].value
-    number = float(penalty) if isinstance(penalty, int) and not isinstance(penalty, bool) else penalty
+    is_whole = isinstance(penalty, int) and not isinstance(penalty, bool)
+    number = read_number(penalty) if is_whole else penalty
     is_ours = fields["kl_estimator"].is_chosen
     found = {"kl_coefficient": Given(PENALTY, number if is_ours else 0.0, is_typed=is_ours)}
     if settings[WEIGHTS] and (kind := correction_of(settings)) is not None:

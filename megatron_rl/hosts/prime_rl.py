@@ -47,7 +47,7 @@ def loss_is_custom(found: Found) -> Iterator[str]:
 @check(subject=ALGORITHM)
 def tokens_reach_our_loss(found: Found) -> Iterator[str]:
     kind = found.settings[ALGORITHM]
-    if kind in OTHER_LOSSES:
+    if str(kind) in OTHER_LOSSES:
         yield f"the tokens of {kind} go to prime-rl's {OTHER_LOSSES[kind]} loss, and ours gets none: choose grpo, or remove ours"
 
 
@@ -84,7 +84,7 @@ def _of_sources(sources: Sequence[Any], algorithm: Any) -> dict[str, Any]:
     """The algorithm of a source that has our loss, if there is one, and each filter that is on in some source."""
     kinds = [value_at(source, "algo.type") for source in sources]
     kinds = [algorithm if kind is ABSENT else kind for kind in kinds]
-    found = {ALGORITHM: next((kind for kind in kinds if kind not in OTHER_LOSSES), kinds[0])}
+    found = {ALGORITHM: next((kind for kind in kinds if str(kind) not in OTHER_LOSSES), kinds[0])}
     for name, one in DOOR.sampler.filters.items():
         values = [value_at(source, name.removeprefix("orchestrator.train.")) for source in sources]
         if on := [value for value in values if value is not ABSENT and value not in one.off]:

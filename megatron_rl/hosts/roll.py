@@ -21,7 +21,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +124,9 @@ def corrections(settings: Settings) -> list[str]:
 
 
 def readers(settings: Settings) -> list[str]:
-    return (
-        [f"{CORRECTION}filters"] if any(value_at(one, "enabled") is True for one in settings[f"{CORRECTION}filters"] or ()) else []
-    )
+    filters = settings[f"{CORRECTION}filters"]
+    is_on = isinstance(filters, Iterable) and any(value_at(one, "enabled") is True for one in filters)
+    return [f"{CORRECTION}filters"] * is_on
 
 
 def recomputes(settings: Settings) -> Any:

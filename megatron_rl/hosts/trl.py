@@ -71,6 +71,9 @@ def a_step_has_its_completions(found: Found) -> Iterator[str]:
     steps, generated, iterations = (found.settings[name] for name in names_of)
     if not all(isinstance(count, int) for count in (steps, generated, iterations)):
         return
+    if min(steps, generated, iterations) < 1:
+        yield f"{', '.join(names_of)} are {steps}, {generated}, {iterations}: each must be 1 or more"
+        return
     if generated * iterations % steps:
         yield (
             f"steps_per_generation={generated} with gradient_accumulation_steps={steps}: completions of the optimiser step are "

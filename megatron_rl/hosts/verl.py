@@ -172,7 +172,7 @@ def one_aggregation_acts(found: Found) -> Iterator[Row]:
     of_terms = [AGG_MODES[LossAggregation.SAMPLE_MEAN]] if has_terms else []
     allowed = dict.fromkeys((DEFAULT_AGG_MODE, AGG_MODES.get(found.record.name, DEFAULT_AGG_MODE), *of_terms))
     size = settings[f"{ACTOR}megatron.context_parallel_size"]
-    if mode not in allowed:
+    if str(mode) not in allowed:
         text = (
             f"{AGG_MODE}={mode} beside {PREFIX}{found}: two aggregations in one launch. Ours is in the loss_mode, and verl's acts "
             f"on its KL and entropy alone; set {AGG_MODE}={' or '.join(allowed)}"
