@@ -99,3 +99,14 @@ def test_no_value_of_a_setting_ends_in_another_error(door):
             given = base | {name: value}
             rows = [*door_line.judge_settings(door, Settings.of_names(given, door.all_defaults, typed=given))]
             assert all(isinstance(row.text, str) and row.subject for row in rows)
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_a_known_name_with_a_word_more_is_another_setting(door):
+    """NeMo-RL's own files have grpo.val_num_generations_per_prompt beside grpo.num_generations_per_prompt."""
+    base, known = sound(door), {*door.known_names, *door.own_names()}
+    for name in (one.name for one in door.settings if not one.name.startswith(door.sections or ("-",))):
+        parent, _, last = name.rpartition(".")
+        other = f"{parent}.val_{last}" if parent else f"val_{last}"
+        rows = judged(door, base | {other: 8}) if other not in known else []
+        assert not [row.text for row in rows if "did you mean" in row.text], other

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.settings import UNKNOWN
+from megatron_rl.hosts.settings import UNKNOWN, read_overrides
 from megatron_rl.hosts.settings_files import inherited, merge, nested, resolved, with_values
 
 FILES: dict[str, Any] = {
@@ -64,3 +64,8 @@ def test_references_are_those_of_the_whole_tree_and_a_ring_is_not_known():
     assert found["a"] == {"b": [1, 3e-4], "size": 3e-4} and found["kind"] is True
     assert [found[name] for name in ("of", "not", "ring")] == [UNKNOWN] * 3
     assert resolved({"typed": "1"}) == {"typed": "1"}, "a text of the line has been read"
+
+
+def test_a_setting_that_the_line_takes_away_is_none_of_its_settings():
+    words = ["a.b=1", "~a.b", "~a.c=7", "+a.d=2", "a.e='0.5'", "a.f=1e-6", "--flag=3", "a.g=", "a.h=\u00fc"]
+    assert read_overrides(words) == {"a.d": 2, "a.e": "0.5", "a.f": 1e-6, "a.g": "", "a.h": "\u00fc"}

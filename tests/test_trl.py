@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ import trl_cases as cases
 from dense_row_cases import largest_error, truth
 from trl_cases import Case
 
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import door_line, trl
 
@@ -184,6 +186,51 @@ def test_doctor_reads_flags_and_a_file():
     assert "did you mean epsilon_high" in said(f"{line} --epsilonhigh 0.2")
     assert "makes TRL's own trainer" in said("trl grpo --loss_type dapo")
     assert not trl.DOOR.recognises("accelerate launch train.py --loss_type dapo".split())
+
+
+def test_switches_and_numbers_are_read_as_trls_parser_reads_them():
+    line = "train.py --loss_type megatron_rl.grpo.token_mean --use_vllm yes"
+    assert "its weights multiply our loss" in said(line)
+    assert not set(said(f"{line} --no_vllm_importance_sampling_correction").split()) & {"such", "multiply"}
+    assert "use_vllm='maybe' is text" in said(f"{line} --use_vllm maybe")
+    file = {"loss_type": "megatron_rl.grpo.token_mean", "beta": "1e-3", "use_vllm": "T"}  # PyYAML leaves 1e-3 as text
+    assert not [
+        row.text for row in door_line.judge(trl.DOOR, ["train.py", "--config", "a.yaml"], lambda path: file) if row.is_wrong
+    ]
+    assert "epsilon given with 2 values (0.1, 0.3): the last one counts" in said(f"{line} --epsilon 0.1 --epsilon=0.3")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"epsilon": 0.2}, "the trainer cannot tell that you typed it"),
+        ({"epsilon": 0.2, "epsilon_high": 0.3}, "beside epsilon_high=0.3: 0.2 is the host's default"),
+        ({"epsilon": 0.1}, None),
+        ({}, None),
+    ],
+)
+def test_doctor_approves_of_no_clip_that_the_trainer_does_not_have(given, message, trainer):
+    """gspo has a clip of its own, and a GRPOConfig does not tell a typed epsilon=0.2 from TRL's default."""
+    loss = "megatron_rl.gspo.token_mean"
+    words = " ".join(f"--{name} {value}" for name, value in given.items())
+    of_doctor = said(f"train.py --loss_type {loss} {words}")
+    read_args = import_module(trl.MODULE).read_args
+    try:
+        found = read_args(cases.Config(loss_type=loss, **given), {})
+        acting = f"clip {found.config.clip_ratio_low or 3e-4:g}/{found.config.clip_ratio_high or 4e-4:g}"
+    except ConfigError as error:
+        acting = str(error)
+    if message is None:
+        assert acting in of_doctor
+    else:
+        assert message in of_doctor and f"{loss}, clip" not in of_doctor
+
+
+def test_what_explain_types_for_a_clip_is_what_the_trainer_has():
+    config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="token_mean", clip_ratio_low=0.2, importance_correction="tis")
+    lines, problems = door_line.write(trl.DOOR, config)
+    assert not problems and "epsilon=0.2" not in lines
+    assert lines[-1] == "megatron_rl={'importance_correction': 'tis', 'clip_ratio_low': 0.2}", "one argument, once"
 
 
 # TRL's own code

@@ -228,6 +228,8 @@ class Door:
     write: Callable[[PolicyLossConfig, dict[str, Any]], dict[str, Any]] = lambda config, given: given
     """Completes the settings, by name, that give the host ours. What is UNKNOWN is neither judged nor typed."""
     line_of: Callable[[str, Any], str] = lambda name, value: f"{name}={as_typed(value)}"
+    lines_of: Callable[[Mapping[str, Any]], list[str]] | None = None
+    """The same of all settings at once, where several are typed in one."""
     place: str = "settings on the launch line"
     separator: str = " "
     honours: tuple[str, ...] = ("kl_coefficient", "kl_estimator")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 from megatron_rl.config import PolicyLossConfig, flag_fields
@@ -34,6 +35,7 @@ def judge(door: Door, words: Sequence[str], read_file: ReadFile) -> Iterator[Row
     yield from line.rows
     if line.settings is not None:
         yield from _flags_of_others(door, words, line.settings.given)
+        yield from _given_twice(door, words)
         yield from judge_settings(door, line.settings)
 
 
@@ -131,7 +133,7 @@ def judge_names(door: Door, settings: Settings, *, is_ours: bool, may_have_more:
         if prefix is None or _is_below_group(whole[len(prefix) :], prefix, table):
             yield from _misspelt_section(door, whole)
         elif not (whole in known or whole in own or _is_apart(door, whole) or door.is_open(settings, prefix)):
-            names = [name.removeprefix(prefix) for name in (*known, *sorted(own)) if name.startswith(prefix)]
+            names = [name.removeprefix(prefix) for name in {*known, *own} if name.startswith(prefix)]
             close = _closest(whole.removeprefix(prefix), names)
             meant = f"did you mean {prefix}{close}?" if close else f"remove it; it has {', '.join(sorted(set(names)))}"
             is_note = may_have_more and not close and prefix != door.own.prefix
@@ -161,12 +163,19 @@ def _meant(door: Door, name: Any) -> str | None:
 def _misspelt_section(door: Door, whole: str) -> Iterator[Row]:
     parent, _, last = whole.rpartition(".")
     beside = {name.rpartition(".")[2]: name for name in door.known_names if name.rpartition(".")[0] == parent}
-    if whole not in door.known_names and (close := get_close_matches(last, beside, 1, CLOSEST_SECTION)):
+    close = [one for one in get_close_matches(last, beside, 1, CLOSEST_SECTION) if not _has_a_word_more(last, one)]
+    if whole not in door.known_names and close:
         yield Row(whole, f"{door.title} has no such setting: did you mean {beside[close[0]]}?", is_wrong=True)
         return
     sections = [prefix.removesuffix(".") for prefix in door.sections]
     if parent and (close := get_close_matches(parent, sections, 1, CLOSEST_SECTION)) and f"{close[0]}.{last}" in door.known_names:
         yield Row(whole, f"{door.title} has no such setting: did you mean {close[0]}.{last}?", is_wrong=True)
+
+
+def _has_a_word_more(name: str, other: str) -> bool:
+    """Whether one is the other with further words, as val_num_generations is: that is another setting, and no slip."""
+    words, others = name.split("_"), other.split("_")
+    return len(words) != len(others) and (set(words) < set(others) or set(others) < set(words))
 
 
 def _closest(name: str, known: Sequence[str]) -> str | None:
@@ -203,6 +212,21 @@ def _flags_of_others(door: Door, words: Sequence[str], given: Mapping[str, Any])
             yield Row(name, f"a flag of miles and slime, and no setting of {door.title}: {door.choice.remedy}", is_wrong=True)
 
 
+def _given_twice(door: Door, words: Sequence[str]) -> Iterator[Row]:
+    """Hydra, OmegaConf and argparse keep the last value and say nothing."""
+    values: dict[str, dict[str, None]] = {}
+    for word, behind in pairwise([*words, ""]):
+        name, equals, value = word.lstrip("+").partition("=")
+        if word.startswith("--"):
+            name, value = name.removeprefix("--").replace("-", "_"), value if equals else behind
+        elif not equals:
+            continue
+        values.setdefault(name, {})[value] = None
+    for name, each in values.items():
+        if len(each) > 1 and (name in door.known_names or name.startswith(door.own.prefix)):
+            yield Row(name, f"given with {len(each)} values ({', '.join(each)}): the last one counts", is_note=True)
+
+
 def _values_for_groups(door: Door, settings: Settings) -> Iterator[Row]:
     """One value in the place of a group of settings: nothing below it can be judged. A file may leave a group out by null."""
     setting, known = door.choice.setting, door.known_names
@@ -226,7 +250,9 @@ def _values_for_groups(door: Door, settings: Settings) -> Iterator[Row]:
 def write(door: Door, config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     """(the settings that give this trainer ours, as they are typed; their problems)."""
     given, problems = given_by(door, config)
-    return [door.line_of(name, value) for name, value in given.items() if value is not UNKNOWN], problems
+    known = {name: value for name, value in given.items() if value is not UNKNOWN}
+    lines = door.lines_of(known) if door.lines_of is not None else [door.line_of(name, value) for name, value in known.items()]
+    return lines, problems
 
 
 def given_by(door: Door, config: PolicyLossConfig) -> tuple[dict[str, Any], list[str]]:

@@ -183,9 +183,11 @@ def _no_numbers(fields: Mapping[str, Given]) -> Iterator[str]:
 
 
 def _texts(door: Door, settings: Settings) -> Iterator[str]:
-    """Text for a switch, and for a number that no loss judges."""
+    """Text for a switch; text and lists for a number that no loss judges."""
     for one in door.settings:
         value = settings.value_of(one.name)
+        if isinstance(value, list | tuple | Mapping) and one.kind == Kind.NUMBER:
+            yield f"{one.name}={value} must be one number"
         if not isinstance(value, str):
             continue
         if one.kind == Kind.SWITCH:

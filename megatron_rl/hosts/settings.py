@@ -126,9 +126,15 @@ def put(settings: dict[str, Any], names: Sequence[str], value: Any) -> None:
 
 
 def read_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """The settings a.b=value among the words, by name."""
-    found = [word.partition("=") for word in words if "=" in word and not word.startswith("-")]
-    return {name.lstrip("+~"): read_value(value) for name, _, value in found}
+    """The settings a.b=value among the words, by name. ~a.b and ~a.b=value take one away."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("~"):
+            found.pop(name.removeprefix("~"), None)
+        elif equals and not word.startswith("-"):
+            found[name.lstrip("+")] = read_value(value)
+    return found
 
 
 def read_value(text: str) -> Any:

@@ -27,12 +27,14 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import CLIPS, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.settings import Given, Settings, read_value
-from megatron_rl.loss_hub import PolicyLoss, needs_rollout_log_probs
+from megatron_rl.loss_hub import PolicyLoss, get_policy_loss, needs_rollout_log_probs
 from megatron_rl.validation.checks import Row, check
 
 PREFIX, CHOICE = "megatron_rl.", "loss_type"
 MODULE, TRAINER = "megatron_rl.hosts.trl_trainer", "trl.trainer.grpo_trainer:GRPOTrainer"
 REMEDY = f'GRPOConfig({CHOICE}="{PREFIX}<loss>.<aggregation>") with {__name__}.GRPOTrainer chooses one of ours'
+# Words of HfArgumentParser for a switch.
+TRUTH = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
 # What TRL's own loss selects or weighs in each micro-batch by itself, the only value that ours accepts, and why.
 ONLY = {
     "use_liger_kernel": (False, "Liger's kernel is another loss; remove it"),
@@ -106,6 +108,17 @@ def sampler_follows_the_settings(found: Found) -> Iterator[Row]:
             yield Row("generation_kwargs", text, is_wrong=True)
 
 
+@check()
+def clip_reaches_the_trainer(found: Found) -> Iterator[Row]:
+    """A typed epsilon that the trainer takes for TRL's default: both are the same in a GRPOConfig. `given` has those of a line."""
+    own, default = found.loss.clip_ratios, DOOR.all_defaults["epsilon"]
+    is_lost = found.settings.given.get("epsilon") == default and found.settings["epsilon_high"] is None
+    if own is not None and is_lost and own[0] != default and found.config.clip_ratio_low is None:
+        text = f"TRL's default too, so the trainer cannot tell that you typed it, and {PREFIX}{found} would train its own clip, "
+        text += f"{own[0]:g}/{own[1]:g}; remove it, or give the trainer megatron_rl={{'clip_ratio_low': {default}}}"
+        yield Row("epsilon", f"epsilon={default}: {text}", is_wrong=True)
+
+
 def is_launch(words: Sequence[str]) -> bool:
     """A line that names one of our losses, or TRL's own command."""
     pairs = pairwise([*words, ""])
@@ -121,22 +134,37 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
         name, is_joined, value = word.removeprefix("--").partition("=")
         behind = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else "true"
         if word.startswith("--"):
-            given[name.replace("-", "_")] = read_value(value if is_joined else behind)
+            given |= read_flag(name.replace("-", "_"), value if is_joined else behind)
     unseen = "what the script sets itself is not seen here: our trainer judges all of it when it is made"
     rows = [Row("script", unseen, is_note=True)]
     if "trl" in [Path(word).name for word in words[:3]]:
         rows.append(Row("trl", f"the command makes TRL's own trainer: write a script with {__name__}.GRPOTrainer", is_wrong=True))
     if isinstance(given.get("config"), str):
         try:
-            tree = dict(read_file(Path(given["config"])))
+            for name, value in read_file(Path(given["config"])).items():
+                tree |= read_flag(name, value) if isinstance(value, str) else {name: value}
         except ConfigError as error:
             rows.append(Row("config", str(error), is_wrong=True))
     given = tree | given
-    return Line(Settings.of_names(given, DOOR.all_defaults, typed=given), rows)
+    # Not typed=given: a GRPOConfig does not tell the trainer what was typed, and doctor says what the trainer does.
+    return Line(Settings.of_names(given, DOOR.all_defaults), rows)
+
+
+def read_flag(name: str, text: str) -> dict[str, Any]:
+    """As HfArgumentParser reads text, of a flag and of a file. It gives a switch that is on by default a flag with no_ before it."""
+    kinds = {one.name: one.kind for one in DOOR.settings}
+    if kinds.get(name.removeprefix("no_")) == Kind.SWITCH:
+        is_on = TRUTH.get(text.lower(), text)
+        return {name.removeprefix("no_"): not is_on if name.startswith("no_") else is_on}
+    return {name: read_value(text)}
 
 
 def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Of both sides TRL takes epsilon where epsilon_high is not set, and has the sampler's log-probabilities from vLLM."""
+    """Of both sides TRL takes epsilon where epsilon_high is not set, and has the sampler's log-probabilities from vLLM. Its trainer
+    takes TRL's default for nobody's choice, unless it is given by our name."""
+    own = get_policy_loss(config.policy_loss).clip_ratios
+    if own is not None and given.get("epsilon") == DOOR.all_defaults["epsilon"] != own[0]:
+        given[DOOR.own.name(CLIPS[0])] = given.pop("epsilon")
     if "epsilon" in given and "epsilon_high" not in given and config.clip_ratio_high is not None:
         given["epsilon_high"] = config.clip_ratio_high
     if needs_rollout_log_probs(config):
@@ -145,8 +173,14 @@ def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def line_of(name: str, value: Any) -> str:
-    own = name.startswith(PREFIX)
-    return f"megatron_rl={{{name.removeprefix(PREFIX)!r}: {value!r}}}" if own else f"{name}={value!r}"
+    return lines_of({name: value})[0]
+
+
+def lines_of(given: Mapping[str, Any]) -> list[str]:
+    """Arguments of GRPOConfig, then the trainer's one with all of ours."""
+    own = {name.removeprefix(PREFIX): value for name, value in given.items() if name.startswith(PREFIX)}
+    theirs = [f"{name}={value!r}" for name, value in given.items() if not name.startswith(PREFIX)]
+    return [*theirs, *([f"megatron_rl={own!r}"] if own else [])]
 
 
 DOOR = Door(
@@ -191,7 +225,13 @@ DOOR = Door(
         filters={"top_p": Filter(1.0, (1.0,)), "top_k": Filter(0, (0, -1)), "min_p": Filter(None, (None, 0.0))},
         engines={"vLLM": Scores.KEPT},
     ),
-    checks=(one_loss_trains, a_step_has_its_completions, sampler_reports_its_scores, sampler_follows_the_settings),
+    checks=(
+        one_loss_trains,
+        clip_reaches_the_trainer,
+        a_step_has_its_completions,
+        sampler_reports_its_scores,
+        sampler_follows_the_settings,
+    ),
     prompts=Prompts.COUNTED,
     returns=Formula(dp=1),
     step=(("accelerate", Formula(), "adds micro-batches"), ("DDP", Formula(dp=-1), "averages over ranks")),
@@ -201,6 +241,7 @@ DOOR = Door(
     read_line=read_line,
     write=write,
     line_of=line_of,
+    lines_of=lines_of,
     place="arguments of GRPOConfig and GRPOTrainer",
     separator=", ",
     honours=("kl_coefficient", "kl_estimator", "entropy_coefficient"),

@@ -130,7 +130,7 @@ def clip_reaches_the_workers(found: Found) -> Iterator[Row]:
     lost = {}
     for name, own in zip(CLIPS, acting, strict=True):
         typed = found.settings.given.get(theirs[name].name, UNKNOWN)
-        if getattr(found.config, name) is None and typed not in (UNKNOWN, own):
+        if getattr(found.config, name) is None and typed not in (UNKNOWN, None, own):
             lost[name] = typed
     if lost:
         values = " and ".join(f"{name}={value}" for name, value in lost.items())
