@@ -107,6 +107,6 @@ def test_a_known_name_with_a_word_more_is_another_setting(door):
     base, known = sound(door), {*door.known_names, *door.own_names()}
     for name in (one.name for one in door.settings if not one.name.startswith(door.sections or ("-",))):
         parent, _, last = name.rpartition(".")
-        other = f"{parent}.val_{last}" if parent else f"val_{last}"
+        other = f"{parent}.gadget_{last}" if parent else f"gadget_{last}"
         rows = judged(door, base | {other: 8}) if other not in known else []
         assert not [row.text for row in rows if "did you mean" in row.text], other

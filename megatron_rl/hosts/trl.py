@@ -151,7 +151,7 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
 
 
 def read_flag(name: str, text: str) -> dict[str, Any]:
-    """As HfArgumentParser reads text, of a flag and of a file. It gives a switch that is on by default a flag with no_ before it."""
+    """As HfArgumentParser reads text, of a flag and of a file. A switch that is on by default has a flag with no_ before it."""
     kinds = {one.name: one.kind for one in DOOR.settings}
     if kinds.get(name.removeprefix("no_")) == Kind.SWITCH:
         is_on = TRUTH.get(text.lower(), text)
