@@ -3,6 +3,7 @@ setting that none of our losses reads, one value in the place of a group. Whatev
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,10 +13,10 @@ import toy_door
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts import door_line
-from megatron_rl.hosts.door import WORDS, Door, Kind
+from megatron_rl.hosts.door import WORDS, Door, Found, Kind
 from megatron_rl.hosts.doors import DOORS as BY_NAME
 from megatron_rl.hosts.settings import UNKNOWN, Settings
-from megatron_rl.validation.checks import Row
+from megatron_rl.validation.checks import Row, check
 
 DOORS = BY_NAME | {toy_door.DOOR.name: toy_door.DOOR}
 # Each host refuses at least so many wrong lines by name.
@@ -110,3 +111,19 @@ def test_a_known_name_with_a_word_more_is_another_setting(door):
         other = f"{parent}.gadget_{last}" if parent else f"gadget_{last}"
         rows = judged(door, base | {other: 8}) if other not in known else []
         assert not [row.text for row in rows if "did you mean" in row.text], other
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+def test_a_check_of_a_door_gets_no_text_and_no_list_for_a_number(door):
+    """It compares numbers, as CONTRIBUTING shows: without this its TypeError would hide what is wrong."""
+
+    @check()
+    def compares(found: Found) -> Iterator[str]:
+        yield from (one.name for one in door.settings if one.kind == Kind.NUMBER and (found.settings[one.name] or 0) < -1e9)
+
+    strict, base = dataclasses.replace(door, checks=(compares,)), sound(door)
+    for name in (one.name for one in door.settings if one.kind == Kind.NUMBER):
+        for value in ("many", [1]):
+            assert any(
+                name in f"{row.subject} {row.text}" or "must be" in row.text for row in judged(strict, base | {name: value})
+            ), name

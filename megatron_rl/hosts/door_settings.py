@@ -65,9 +65,11 @@ def read(door: Door, settings: Settings) -> Found:
     problems += own_loss_problems(config)
     for find in (_own_names, _corrections, _kl, _proportional):
         problems += find(found, fields)
-    rows = [Row(door.choice.setting, text, is_wrong=True) for text in (*problems, *_texts(door, settings))]
+    rows = [Row(door.choice.setting, text, is_wrong=True) for text in (*problems, *_texts(door, settings, fields))]
     rows += [Row("sampling", text, is_wrong=True) for text in sampling.problems]
-    rows += [row for one in door.checks for row in one(found)]
+    # A check of a door compares numbers.
+    if all(_is_number(settings.value_of(one.name)) for one in door.settings if one.kind == Kind.NUMBER):
+        rows += [row for one in door.checks for row in one(found)]
     if any(row.is_wrong for row in rows):
         raise Refused(rows)
     return found
@@ -182,17 +184,22 @@ def _no_numbers(fields: Mapping[str, Given]) -> Iterator[str]:
             yield f"{one.name}={one.value!r} must be a number"
 
 
-def _texts(door: Door, settings: Settings) -> Iterator[str]:
-    """Text for a switch; text and lists for a number that no loss judges."""
+def _is_number(value: object) -> bool:
+    return not isinstance(value, str | list | tuple | Mapping)
+
+
+def _texts(door: Door, settings: Settings, fields: Mapping[str, Given]) -> Iterator[str]:
+    """Text for a switch; text and lists for a number that no loss judges, as that of a clip that the host's switch turns off."""
+    judged = {given.name for name, given in fields.items() if not name.endswith("_coefficient")}
     for one in door.settings:
         value = settings.value_of(one.name)
-        if isinstance(value, list | tuple | Mapping) and one.kind == Kind.NUMBER:
+        if one.kind == Kind.NUMBER and not (_is_number(value) or isinstance(value, str)):
             yield f"{one.name}={value} must be one number"
         if not isinstance(value, str):
             continue
         if one.kind == Kind.SWITCH:
             yield f"{one.name}={value!r} is text, which {door.title} may take for true: write true or false"
-        elif one.kind == Kind.NUMBER and (one.field is None or one.field.endswith("_coefficient")):
+        elif one.kind == Kind.NUMBER and one.name not in judged:
             yield f"{one.name}={value!r} is text, and must be a number"
 
 
