@@ -53,7 +53,7 @@ JUDGES = {
     "hosts/train_rl.py": "train_rl",
     "hosts/sampling.py": "sampling_doors",
     "hosts/dense_rows.py": "verl skyrl nemo_rl roll settings_launch doors",
-    "hosts/door": "skyrl nemo_rl settings_launch toy_door doors",
+    "hosts/door": "door_refusals skyrl nemo_rl settings_launch toy_door doors",
     "hosts/run.py": "host_run nemo_rl two_trainers doors",
     "hosts/settings": "settings_files sections nemo_rl",
     "hosts/verl": "verl doors verl_launch settings_launch sections",

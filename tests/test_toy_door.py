@@ -24,8 +24,9 @@ from toy_door import DOOR, ToyLoss
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import door_line
-from megatron_rl.hosts.door_settings import modes
+from megatron_rl.hosts.door_settings import OnceRead, modes
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
@@ -71,6 +72,19 @@ def test_what_explain_writes_is_what_doctor_reads():
     for _, factor, _ in (*of_samples, *of_step):
         product = product * factor
     assert product == Formula(N=-1, m_i=-1)
+
+
+def test_settings_are_judged_again_where_one_has_changed():
+    """At each call a host may hand over another config, or the same one with another value."""
+    reader, given = OnceRead(DOOR), {"toy.loss": "megatron_rl.grpo.token_mean"}
+    settings = Settings.of_names(given, DOOR.all_defaults)
+    found = reader.read(settings)
+    assert reader.read(settings) is found and found.config.clip_ratio_high is None
+    given["toy.clip_high"] = 0.3
+    assert reader.read(settings).config.clip_ratio_high == 0.3
+    given["toy.clip_high"] = True
+    with pytest.raises(ConfigError, match="toy.clip_high=true is a switch"):
+        reader.read(settings)
 
 
 @pytest.mark.parametrize("aggregation", [name for name in AGGREGATIONS if not get_loss_aggregation(name).needs_prompts])
