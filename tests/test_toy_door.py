@@ -26,6 +26,7 @@ from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import door_line
+from megatron_rl.hosts.dense_rows import carry_prompt_weights
 from megatron_rl.hosts.door_settings import OnceRead, modes
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -124,3 +125,14 @@ def test_contributing_shows_this_door():
     guide, declaration = (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / "tests" / "toy_door.py").read_text()
     assert declaration[declaration.index("DOOR = Door(") : declaration.index("\n\n\nclass")] in guide
     assert len(declaration.splitlines()) <= 60
+
+
+def test_a_marked_advantage_stays_a_number():
+    """The smallest denormals, of either sign, would become NaN with a code in their last bits."""
+    mask, counts = torch.ones(2, 3, dtype=torch.bool), torch.tensor([3, 3])
+    for scale in (0.0, 1e-45, 1e-40, 1e-37, 1.0):
+        given = scale * torch.tensor([[1.0, -1.0, 2.0], [-1.0, 1.0, 0.0]])
+        found = carry_prompt_weights(given, mask, counts, torch.tensor([0, 0]), 1)
+        assert torch.isfinite(found).all(), scale
+        # A mark changes 5 of 23 bits; what is not normal is 0.
+        torch.testing.assert_close(found, given, rtol=16 * 2**-23, atol=1.2e-38)

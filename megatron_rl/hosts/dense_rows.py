@@ -218,14 +218,16 @@ def _codes(token_counts: Tensor, num_samples: int) -> Tensor:  # [S] -> [S] int3
 
 
 def _mark(advantages: Tensor, token_counts: Tensor, num_samples: int) -> Tensor:  # [S, R] float32, [S] -> [S, R]
-    """Writes a code of the sample's tokens and the step's samples into the last bits of each advantage that is not 0.
+    """Writes a code of the sample's tokens and the step's samples into the last bits of each advantage that is not 0. Denormal ones become 0.
 
     The loss recognises it. Whatever changes advantages, masks or the step after the estimator breaks it.
     """
     bits, codes = advantages.contiguous().view(torch.int32), _codes(token_counts, num_samples)[:, None]
     half, all_bits = 1 << (MARK_BITS - 1), (1 << MARK_BITS) - 1
     marked = ((bits - codes + half) & ~all_bits) | codes
-    return torch.where(advantages == 0, advantages, marked.view(torch.float32))
+    # Below the smallest normal number the code would be the value, or carry into the sign.
+    is_none = advantages.abs() < torch.finfo(torch.float32).tiny
+    return torch.where(is_none, 0.0, marked.view(torch.float32))
 
 
 def marked_rows(
