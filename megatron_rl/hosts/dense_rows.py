@@ -218,7 +218,7 @@ def _codes(token_counts: Tensor, num_samples: int) -> Tensor:  # [S] -> [S] int3
 
 
 def _mark(advantages: Tensor, token_counts: Tensor, num_samples: int) -> Tensor:  # [S, R] float32, [S] -> [S, R]
-    """Writes a code of the sample's tokens and the step's samples into the last bits of each advantage. 0 and denormal ones become 0.
+    """Writes a code of the sample's tokens and the step's samples into the last bits of each advantage; 0 and denormals are 0.
 
     The loss recognises it. Whatever changes advantages, masks or the step after the estimator breaks it.
     """
