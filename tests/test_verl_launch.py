@@ -21,7 +21,7 @@ from megatron_rl.loss_hub import is_built_in
 ACTOR = verl.ACTOR.removesuffix(".")
 ROOT = Path(__file__).resolve().parent.parent
 COMPANION = f"{ESTIMATOR}=megatron_rl.grpo_prompt_mean"
-RATIO = "algorithm.rollout_correction.rollout_is"
+RATIO, REJECTION = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs"
 KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"]
 MEAN_OF_KL = f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
 UNCUT = verl.uncut_weights()
@@ -188,6 +188,10 @@ SOUND = [
     pytest.param([our_mode("dppo_tv.token_mean"), *UNCUT], id="a loss of the sampler"),
     pytest.param([our_mode("gspo.sample_mean"), *TIS, *UNCUT], id="a correction of ours"),
     pytest.param([our_mode("gspo.sample_mean"), f"{RATIO}=token"], id="a correction of verl's own"),
+    pytest.param([our_mode("gspo.sample_mean"), f"{RATIO}=token", f"{RATIO}_threshold=0.5_5.0"], id="verl's own IcePop"),
+    pytest.param(
+        [our_mode("gspo.sample_mean"), f"{REJECTION}=token_k1", f"{REJECTION}_threshold=0.5_2.0"], id="verl's own rejection"
+    ),
     pytest.param([f"{LOSS_MODE}=gspo"], id="verl's own"),
     *(pytest.param([f"{LOSS_MODE}={name}"], id=f"somebody else's {name}") for name in ("acme.grpo", "acme.token_mean", "a.b.c")),
     pytest.param(
