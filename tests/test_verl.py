@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import json
 import math
 import os
@@ -220,6 +221,39 @@ def test_the_unbiased_estimate_is_refused_for_other_log_probabilities():
     other = torch.zeros(2, 3)
     with pytest.raises(ConfigError, match="beside one of its losses, and not for rewards"):
         cases.filled_tables().kl_penalty(logprob=other, ref_logprob=other, kl_penalty="unbiased")
+
+
+def test_two_trainers_of_a_process_have_their_own_kl_terms_and_their_state_goes_with_them():
+    """Each has called its loss before either computes its KL term; rho = exp(new - old) by hand."""
+    tables = cases.filled_tables()
+    shared = vars(tables.kl_penalty)[verl_loss.MARK]
+    gc.collect()
+    before, ref = len(shared.runs), torch.full((2, 3), -1.5)
+    configs = [ActorConfig(policy_loss={}, kl_loss_type="unbiased") for _ in range(2)]
+    leaves = [torch.full((2, 3), value, requires_grad=True) for value in (-1.0, -2.0)]
+    for config, leaf, old in zip(configs, leaves, (-1.1, -2.5), strict=True):
+        call("megatron_rl.grpo.token_mean", config=config, log_prob=leaf, old_log_prob=torch.full((2, 3), old))
+    assert len(shared.runs) == before + 2
+    for leaf, rho, gap in zip(leaves, (math.exp(0.1), math.exp(0.5)), (0.5, -0.5), strict=True):
+        found = tables.kl_penalty(leaf, ref, "unbiased")
+        expected = torch.full((2, 3), rho * (math.exp(-gap) - 1 + gap))
+        assert torch.allclose(found, expected, rtol=1e-5)  # float32 inputs
+    call("megatron_rl.grpo.token_mean", config=configs[0], log_prob=leaves[0])  # its KL term is never computed
+    kept = len(shared.before_kl)
+    del leaves, leaf, configs, config
+    gc.collect()
+    assert len(shared.runs) == before and len(shared.before_kl) == kept - 1
+
+
+def test_a_setting_that_changes_is_judged_again():
+    config = ActorConfig(policy_loss={})
+    call("megatron_rl.grpo.token_mean", config=config)
+    config.policy_loss["importance_correction"] = "tis"
+    with pytest.raises(ConfigError, match="gets the sampler's log-probabilities"):
+        call("megatron_rl.grpo.token_mean", config=config)
+    config.policy_loss["importance_correction"] = "mean"
+    with pytest.raises(ConfigError, match="is not one of"):
+        call("megatron_rl.grpo.token_mean", config=config)
 
 
 def test_a_reference_that_is_not_finite_is_refused_by_the_unbiased_estimate():

@@ -4,6 +4,7 @@ stands here once."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_rl.config import (
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, WORDS, Door, Found, Kind, Prompts, is_carried
-from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, mixers_of, readers_of
+from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, mixers_of, names_of, readers_of
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, acting_clip, not_numbers
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
 from megatron_rl.validation.checks import Row
@@ -319,17 +320,36 @@ def in_words(row: Row) -> str:
     return row.text if "=" in row.text.partition(" ")[0] else f"{row.subject}: {row.text}"
 
 
+class _Asked(Settings):
+    """A launch that notes what is asked of it by name, beside what is looked at for its kind alone."""
+
+    def __init__(self, settings: Settings):
+        vars(self).update(vars(settings))
+        self.names: dict[str, None] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        self.names[name] = None
+        return super().__getitem__(name)
+
+
 class OnceRead:
-    """Reads the host's own config objects at each call of a loss, and judges them where a setting that we read has changed."""
+    """Reads the host's own config objects at each call of a loss, and judges them where a setting that decides has changed. What it
+    keeps are values: no object of the host."""
 
     def __init__(self, door: Door):
-        self.door, self.names = door, door.read_names
-        self.values: list[Any] | None = None
+        self.door = door
+        self.values: dict[str, Any] = {}
         self.found: Found | None = None
 
     def read(self, settings: Settings) -> Found:
         """Raises one ConfigError with every problem."""
-        values = [settings.value_of(name) for name in self.names]
-        if self.found is None or values != self.values:
-            self.found, self.values = read(self.door, settings), values
+        if self.found is not None and [*map(settings.value_of, self.values)] == [*self.values.values()]:
+            return self.found
+        asked = _Asked(settings)
+        found = read(self.door, asked)
+        own = map(self.door.own.name, self.door.own_fields(found.loss))
+        names = (*self.door.read_names, *own, *names_of(self.door.sampler), *asked.names)
+        values = {name: settings.value_of(name) for name in names}
+        kept = settings.read_by(lambda name: values.get(name, ABSENT))
+        self.found, self.values = replace(found, settings=kept), values
         return self.found

@@ -14,6 +14,7 @@ import ast
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 from megatron_rl.loss_hub import PolicyLoss
@@ -68,6 +69,12 @@ class Settings:
             return value_at(tree, name.removeprefix(prefix)) if name.startswith(prefix) else ABSENT
 
         return cls(value_of, defaults, **others)
+
+    def read_by(self, value_of: Callable[[str], Any]) -> Settings:
+        """The same launch, whose values come from `value_of`."""
+        found = copy(self)
+        found.value_of = value_of
+        return found
 
     def __getitem__(self, name: str) -> Any:
         """The value, the host's default, or UNKNOWN."""
