@@ -78,6 +78,7 @@ FILES = {
     "settings": ("validation.rules", "validation.advice"),
     "host": ("hosts.names", "hosts.checks", "hosts.loss_checks", *(f"hosts.{name}" for name in HOST_NAMES), "hosts.actor_checks"),
     "train": ("training.option_rules",),
+    "train_rl": ("hosts.train_rl_checks",),
 }
 MODULES = [f"megatron_rl.{name}" for of_kind in FILES.values() for name in of_kind]
 # A launch with something wrong for most of these files.

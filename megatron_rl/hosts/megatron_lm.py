@@ -19,15 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
+from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError, name_of
 from megatron_rl.hosts.actor_checks import release_problems
 from megatron_rl.hosts.base import Host, HostOptions
-from megatron_rl.hosts.dense_rows import sample_in_words
 from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.host_run import current_args
-from megatron_rl.hosts.sampling import SamplingVerdict, flags_that_read, judge_sampling
+from megatron_rl.hosts.train_rl_checks import CORRECTION_FLAG, TRAIN_RL_CHECKS, TrainRl
 from megatron_rl.hosts.training_hooks import shift_in_words, start_line, tell_start, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -41,6 +40,7 @@ from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.samples import count_routed_tokens, unweighted
 from megatron_rl.step_metrics import step_metrics
 from megatron_rl.validation import config_warnings, flag_of
+from megatron_rl.validation.checks import Asker, problems_of, warnings_of
 from megatron_rl.validation.model_settings import model_notes
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
@@ -70,7 +70,6 @@ class MegatronLM(Host):
 HOST = MegatronLM()
 # The first of our flags: a parser that has it has all of them.
 OWN_FLAG = "--loss-aggregation"
-CORRECTION_FLAG = "--rl-inference-logprobs-is-correction"
 # Our field -> train_rl.py's option for the same thing, and its default: the user may not have typed a value equal to it.
 SAME_THING: dict[str, tuple[str, float]] = {
     "clip_ratio_low": ("grpo_clamp_eps_lower", 0.01),
@@ -112,19 +111,15 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     if options["rl_inference_logprobs_is_correction"]:
         theirs |= _correction_of_train_rl(given)
     merged, problems = with_host_values(given, theirs)
-    if not options["rl_use_sequence_packing"]:
-        problems.append(
-            "--perform-rl-step without --rl-use-sequence-packing: megatron_rl.hosts.megatron_lm reads packed bins; add "
-            "--rl-use-sequence-packing"
-        )
-    problems += _log_probs_that_are_not_packed(given, options)
-    problems += _sampling(given, merged).problems
-    record = options.record
-    if record is not None and record.needs_prompts:
-        if not read_switch(given.get("allow_partial_prompt_groups")):
-            problems += _cut_prompt_groups(given)
-        elif given.get("samples_per_prompt") is None and given.get("grpo_group_size"):
-            merged["allow_partial_prompt_groups"] = None  # train_rl's group size is the declared one; no other size is checked
+    launch = TrainRl(given, merged, options)
+    problems += problems_of(TRAIN_RL_CHECKS, launch, Asker.VALIDATION)
+    if (
+        launch.counts_prompts
+        and launch.allows_cut_groups
+        and given.get("samples_per_prompt") is None
+        and given.get("grpo_group_size")
+    ):
+        merged["allow_partial_prompt_groups"] = None  # train_rl's group size is the declared one; no other size is checked
     return validated(merged, Route.MEGATRON_LM, problems)
 
 
@@ -141,51 +136,13 @@ def _correction_of_train_rl(given: dict) -> dict[str, tuple[str, Any, bool]]:
     return theirs
 
 
-def _log_probs_that_are_not_packed(given: dict, options: HostOptions) -> list[str]:
-    """train_rl.py packs the sampler's log-probabilities under one flag alone."""
-    asked = {name: given.get(name) for name in ("importance_correction", "off_policy_sequence_delta")}
-    asked = {name: value for name, value in asked.items() if value not in (None, ImportanceCorrection.NONE)}
-    if options["rl_inference_logprobs_is_correction"] or not asked:
-        return []
-    named = ", ".join(f"{flag_of(name)} {value}" for name, value in asked.items())
-    return [
-        f"{named} compares with the sampler, and train_rl.py packs the sampler's log-probabilities only with {CORRECTION_FLAG}: "
-        "add it"
-    ]
-
-
-def _sampling(given: Mapping[str, Any], merged: Mapping[str, Any]) -> SamplingVerdict:
-    """given: train_rl.py's arguments. merged: with its values for our settings."""
-    return judge_sampling("megatron_lm", given.get, flags_that_read(merged.get))
-
-
 def launch_warnings(config: PolicyLossConfig, args: Namespace) -> list[str]:
     """config_warnings, what the model's settings do to a step, and what train_rl.py's sampling does to it."""
     notes = model_notes(vars(args), Route.MEGATRON_LM)
-    warnings = [*config_warnings(config), *(note.text for note in notes if note.is_note)]
-    if HostOptions(args)["perform_rl_step"]:
-        warnings += _sampling(vars(args), asdict(config)).warnings
-        formula = get_loss_aggregation(config.loss_aggregation).formula
-        if formula is None or "N" in formula.powers:
-            warnings.append(sample_in_words(config.loss_aggregation, "train_rl.py makes one of each turn"))
+    warnings, options = [*config_warnings(config), *(note.text for note in notes if note.is_note)], HostOptions(args)
+    if options["perform_rl_step"]:
+        warnings += warnings_of(TRAIN_RL_CHECKS, TrainRl(vars(args), asdict(config), options), Asker.VALIDATION)
     return warnings
-
-
-def _cut_prompt_groups(given: dict) -> list[str]:
-    """train_rl.py splits rows over ranks, packs them, and gives a step its share of the bins: only all bins hold whole groups.
-
-    --grpo-iterations uses the same bins again. Where one of the three sizes is unset, nothing is checked.
-    """
-    step, prompts, size = (given.get(name) for name in ("global_batch_size", "grpo_prompts_per_step", "grpo_group_size"))
-    if not (step and prompts and size) or step == prompts * size:
-        return []
-    iterations = f" in each of --grpo-iterations {given['grpo_iterations']} passes" if given.get("grpo_iterations") else ""
-    return [
-        f"--global-batch-size {step} with --loss-aggregation {given['loss_aggregation']}: a collection is --grpo-prompts-per-step "
-        f"{prompts} x --grpo-group-size {size} = {prompts * size} samples, and a step takes its share of the packed "
-        f"bins{iterations}, whatever prompts they hold, so it cuts prompt groups; set --global-batch-size {prompts * size}, or "
-        "accept cut groups with --allow-partial-prompt-groups"
-    ]
 
 
 def call_pretrain(pretrain, *, dataset_provider, model_provider, model_type, forward_step, extra_args_provider=None, **options):
