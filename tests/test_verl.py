@@ -578,7 +578,7 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
             # What verl's main gives to validate_config, whatever file it is from.
             for name, said in (
                 ("gspo.token_mean", ""),
-                ("gspoo.token_mean", "is not a loss of megatron_rl"),
+                ("gspoo.token_mean", "does not name a loss and an aggregation"),
                 ("grpo.constant", "needs its L"),
             ):
                 whole = compose("ppo_trainer", overrides=[f"{verl.LOSS_MODE}=megatron_rl.{name}"])
