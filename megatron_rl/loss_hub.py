@@ -9,6 +9,7 @@ import inspect
 import keyword
 import math
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,8 @@ class PolicyLoss:
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """An int must be one that a float holds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def clip_low_problem(value: object, loss: PolicyLoss | None) -> str | None:

@@ -28,7 +28,7 @@ from markdown_pages import ROOT, spans, text_of
 import megatron_rl
 from megatron_rl.hosts import prime_rl, roll, skyrl, verl, verl_loss
 from megatron_rl.hosts.door import CORRECTION_SETTINGS, DIVISOR
-from megatron_rl.hosts.sampling import names_of
+from megatron_rl.hosts.sampling import SAMPLERS, names_of
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS
@@ -78,7 +78,7 @@ FLAGS_OF_OTHERS = {
     "NeMo-RL; ROLL; hydra; uv": "--config --config_path --config_name --config-name --extra --isolated",
     "train_rl.py": "--grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-entropy-term-weight --grpo-kl-beta --grpo-iterations "
     "--rl-default-temperature --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef "
-    + " ".join(map(flag_of, names_of("megatron_lm"))),
+    + " ".join(map(flag_of, names_of(SAMPLERS["megatron_lm"]))),
     "Megatron-LM": "--fp8-param-gather --recompute-granularity --mtp-loss-scaling-factor --mtp-num-layers "
     "--no-check-for-nan-in-loss-and-grad " + " ".join(map(flag_of, (*EXPERT_SETTINGS, *MODEL_SETTINGS, *FURTHER_SETTINGS))),
     "launch scripts of miles in Python, which hand its value on": "--extra-args",

@@ -182,7 +182,7 @@ class Door:
     """Of settings that the checks read, beside those of `settings`."""
     keep_clip: str = "{name}={value} on the launch line"
     """How a clip is typed that equals the host's default; {side}, {name} and {value} are filled in."""
-    derive: Callable[[Settings, PolicyLoss, dict[str, Given]], Mapping[str, Given]] = lambda settings, loss, fields: {}
+    derive: Callable[[Settings, Mapping[str, Given]], Mapping[str, Given]] = lambda settings, fields: {}
     """Our fields that are not one setting of the host, from all of them."""
     is_ours: Callable[[Settings], bool] | None = None
     """Whether a launch chooses a loss of ours; None: by the prefix of the choice."""

@@ -43,8 +43,7 @@ def read_launch(door: Door, settings: Settings, *, may_have_more: bool = False) 
     """A launch of ours that the trainer itself starts. may_have_more: see judge_names.
 
     Raises one ConfigError with every problem, of names too."""
-    rows = [*_misplaced(door, settings.given), *judge_names(door, settings, is_ours=True, may_have_more=may_have_more)]
-    problems, found = [in_words(row) for row in rows if row.is_wrong], None
+    problems, found = name_problems(door, settings, may_have_more=may_have_more), None
     try:
         found = read(door, settings)
     except ConfigError as error:
@@ -54,7 +53,14 @@ def read_launch(door: Door, settings: Settings, *, may_have_more: bool = False) 
     return found
 
 
-def judge_settings(door: Door, settings: Settings, *, is_launch: bool = False) -> Iterator[Row]:
+def name_problems(door: Door, settings: Settings, *, may_have_more: bool = False) -> list[str]:
+    """Of the names of a launch of ours."""
+    rows = [*_misplaced(door, settings.given), *judge_names(door, settings, is_ours=True, may_have_more=may_have_more)]
+    return [in_words(row) for row in rows if row.is_wrong]
+
+
+def judge_settings(door: Door, settings: Settings, *, may_have_more: bool = False) -> Iterator[Row]:
+    """may_have_more: see judge_names."""
     choice = door.choice
     if groups := [*_values_for_groups(door, settings)]:
         yield from groups
@@ -62,7 +68,7 @@ def judge_settings(door: Door, settings: Settings, *, is_launch: bool = False) -
     name = settings[choice.setting]
     is_ours = door.is_ours(settings) if door.is_ours else str(name).startswith(choice.prefix)
     yield from _misplaced(door, settings.given)
-    yield from judge_names(door, settings, is_ours=is_ours, may_have_more=is_launch)
+    yield from judge_names(door, settings, is_ours=is_ours, may_have_more=may_have_more)
     yield from door.of_any_launch(settings)
     if name is UNKNOWN:
         yield Row(choice.setting, "not known here, so the loss is not judged", is_note=True)

@@ -46,8 +46,11 @@ def read(door: Door, settings: Settings) -> Found:
     fields = {ours: settings.one(one.name) for ours, one in door.field_settings.items()}
     own = {ours: settings.one(door.own.name(ours), door.own.typed(ours)) for ours in door.own_fields(loss)}
     fields |= {ours: given for ours, given in own.items() if ours not in fields}
-    fields |= door.derive(settings, loss, fields | {f"own {ours}": given for ours, given in own.items()})
-    wrong = [*not_numbers(_numbers(door, settings, fields)), *_no_numbers(fields)]
+    fields |= door.derive(settings, fields)
+    twice = [*_clips_given_twice(door, fields, own)]
+    # A clip by our name is typed, whatever its value; some workers cannot tell that their own was.
+    fields |= {name: own[name]._replace(is_typed=True) for name in CLIPS if name in own and own[name].value is not None}
+    wrong = [*not_numbers(_numbers(door, settings, fields)), *_no_coefficients(fields)]
     if wrong:  # what else would be said is of values that nobody meant
         raise ConfigError(list(dict.fromkeys(wrong)))
     config, problems = _config(door, loss_name, aggregation, fields)
@@ -63,7 +66,7 @@ def read(door: Door, settings: Settings) -> Found:
         warnings=sampling.warnings,
         keeps_a_part=sampling.keeps_a_part,
     )
-    problems += own_loss_problems(config)
+    problems += [*twice, *own_loss_problems(config)]
     for find in (_own_names, _corrections, _kl, _proportional):
         problems += find(found, fields)
     rows = [Row(door.choice.setting, text, is_wrong=True) for text in (*problems, *_texts(door, settings, fields))]
@@ -177,16 +180,25 @@ def _numbers(door: Door, settings: Settings, fields: Mapping[str, Given]) -> Ite
     yield from (settings.one(one.name) for one in door.settings if one.kind in (Kind.NUMBER, Kind.BOUNDS))
 
 
-def _no_numbers(fields: Mapping[str, Given]) -> Iterator[str]:
-    """Of ours that no loss judges."""
-    for name in ("off_policy_sequence_delta", "kl_coefficient", "entropy_coefficient"):
+def _no_coefficients(fields: Mapping[str, Given]) -> Iterator[str]:
+    for name in ("kl_coefficient", "entropy_coefficient"):
         one = fields.get(name)
-        if one is not None and one.value is not None and not isinstance(one.value, int | float):
-            yield f"{one.name}={one.value!r} must be a number"
+        if one is not None and one.value is not None and not (is_finite_number(one.value) and one.value >= 0):
+            yield f"{one.name}={one.value!r} must be a finite number at or above 0"
 
 
 def _is_number(value: object) -> bool:
     return not isinstance(value, str | list | tuple | Mapping)
+
+
+def _clips_given_twice(door: Door, fields: Mapping[str, Given], own: Mapping[str, Given]) -> Iterator[str]:
+    """By the host's name and by ours."""
+    for name in CLIPS:
+        ours, host = own.get(name), fields.get(name)
+        if ours is None or host is None or ours.value is None or host.name == ours.name:
+            continue
+        if host.is_chosen and host.value != ours.value:
+            yield f"{ours.name}={ours.value} and {host.name}={host.value} are the same thing with two values: remove one of them"
 
 
 def _texts(door: Door, settings: Settings, fields: Mapping[str, Given]) -> Iterator[str]:

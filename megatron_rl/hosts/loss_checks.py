@@ -92,7 +92,7 @@ def _sampling(launch: HostLaunch) -> SamplingVerdict:
     if is_our_loss:
         readers += ["--use-opsm"] * bool(options["use_opsm"])
         readers += flags_that_read(options.ours)
-    return judge_sampling(options.host.name, options.__getitem__, readers, is_our_loss=is_our_loss)
+    return judge_sampling(SAMPLERS[options.host.name], options.__getitem__, readers, is_our_loss=is_our_loss)
 
 
 @check(when=HostLaunch.has_our_loss)

@@ -44,7 +44,6 @@ from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, put, read_overrides, value_at
 from megatron_rl.hosts.settings_files import inherited, merge, nested, resolved, with_values
-from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.validation.checks import Row, check
 
 PACKAGE, TRAINER, LAUNCHER = "nemo_rl", "nemo_rl.algorithms.grpo", "megatron_rl.hosts.launch"
@@ -91,7 +90,7 @@ def correction_of(settings: Settings) -> ImportanceCorrection | None:
     return CORRECTIONS.get(truncation) if isinstance(truncation, str | None) else None
 
 
-def derive(settings: Settings, loss: PolicyLoss, fields: Mapping[str, Given]) -> dict[str, Given]:
+def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:
     """The coefficient of our KL term, where our estimator is chosen, and our correction in the place of NeMo-RL's."""
     penalty = fields["kl_coefficient"].value
     is_whole = isinstance(penalty, int) and not isinstance(penalty, bool)

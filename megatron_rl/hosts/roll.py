@@ -34,7 +34,7 @@ from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
 from megatron_rl.hosts.settings_files import resolved, with_values
-from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation.checks import Row, check
 
 WORKER, STRATEGY = "megatron_rl.hosts.roll_worker.ActorWorker", "megatron_train"
@@ -94,7 +94,7 @@ def read_settings(worker: Any, pipeline: Any) -> Found:
     return read(DOOR, settings_of(worker, pipeline))
 
 
-def derive(settings: Settings, loss: PolicyLoss, fields: Mapping[str, Given]) -> dict[str, Given]:
+def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:
     """The clip of both sides, or of each; ROLL's c of the dual clip; KL and entropy. Text stays as it is, and is refused."""
 
     def number(name: str, of: Any) -> Any:

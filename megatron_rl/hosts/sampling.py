@@ -154,9 +154,8 @@ class _Launch:
         return f"the log-probabilities of {self.engine}{by} are {self.scores}"
 
 
-def names_of(sampler: Sampler | str) -> tuple[str, ...]:
+def names_of(sampler: Sampler) -> tuple[str, ...]:
     """The settings that the check reads."""
-    sampler = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
     return (*sampler.filters, *sampler.modes, *([sampler.engine] if sampler.engine else []))
 
 
@@ -167,7 +166,7 @@ def readers_of(config: PolicyLossConfig) -> list[str]:
     if correction.kind != ImportanceCorrection.NONE:
         found.append(f"importance_correction={correction.kind}")
     if correction.sequence_delta is not None:
-        found.append(f"off_policy_sequence_delta={correction.sequence_delta:g}")
+        found.append(f"off_policy_sequence_delta={correction.sequence_delta}")
     if "rollout_log_probs" in loss.inputs_needed:
         found.append(f"the policy loss {loss.name}")
     return found
@@ -194,7 +193,7 @@ def flags_that_read(value_of: Callable[[str], Any]) -> list[str]:
 
 
 def judge_sampling(
-    sampler: Sampler | str,
+    sampler: Sampler,
     value_of: Callable[[str], Any],  # of a setting of names_of(sampler); None: not set; settings.UNKNOWN: not known here
     readers: Sequence[str],  # what compares with the sampler, as it is typed
     *,
@@ -204,7 +203,6 @@ def judge_sampling(
 
     is_our_loss: False where the host's own loss trains, which may know the kept tokens.
     """
-    sampler = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
     if sampler.recomputes:
         return judge_recomputed_sampling(sampler, value_of, readers)
     launch, read = _Launch(sampler, value_of), " and ".join(readers)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
@@ -167,12 +166,10 @@ def as_typed(value: Any) -> str:
 
 
 def not_numbers(settings: Iterable[Given]) -> Iterator[str]:
-    """A problem for each number that is true or false, which Python counts as 1 and 0, or a whole one that no float holds."""
+    """A problem for each number that is true or false: Python counts them as 1 and 0."""
     for one in settings:
         if isinstance(one.value, bool):
             yield f"{one.name}={str(one.value).lower()} is a switch, and must be a number: type the number, or remove it"
-        elif isinstance(one.value, int) and abs(one.value) > sys.float_info.max:
-            yield f"{one.name} is a number of more than 308 digits: type another one, or remove it"
 
 
 def acting_clip(

@@ -30,7 +30,7 @@ from megatron_rl.config import KLEstimator, LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import loss_of_rows, step_line
 from megatron_rl.hosts.door import AVERAGED, TIMES_CP, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
-from megatron_rl.hosts.door_line import judge_names
+from megatron_rl.hosts.door_line import name_problems
 from megatron_rl.hosts.door_settings import OnceRead, losses, read
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import Filter, Sampler
@@ -296,11 +296,10 @@ def main() -> None:
     own, typed = {name: value for name, value in given.items() if name.startswith(PREFIX)}, tuple(given)
     sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith((f"{ENTRYPOINT}=", PREFIX))]
     entry, tables = import_module(ENTRY), import_module(TABLES)
-    theirs = read_overrides(sys.argv[1:])
+    line = Settings.of_names(read_overrides(sys.argv[1:]), DOOR.all_defaults)
     try:
-        # Other versions of SkyRL may have more names; this one refuses those that it does not have.
-        rows = judge_names(DOOR, Settings.of_names(theirs, DOOR.all_defaults), is_ours=True, may_have_more=True)
-        if problems := [*DOOR.contract_problems(), *(f"{row.subject}: {row.text}" for row in rows if row.is_wrong)]:
+        # Before SkyRL reads the line, which refuses names too, without what was meant. Other versions may have more names.
+        if problems := [*DOOR.contract_problems(), *name_problems(DOOR, line, may_have_more=True)]:
             raise ConfigError(problems)
         config = entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])
         found = read(DOOR, settings_of(config, own, typed, section=""))

@@ -10,7 +10,7 @@ from megatron_rl.arguments import read_switch
 from megatron_rl.config import ImportanceCorrection
 from megatron_rl.hosts.base import HostOptions
 from megatron_rl.hosts.dense_rows import sample_in_words
-from megatron_rl.hosts.sampling import SamplingVerdict, flags_that_read, judge_sampling
+from megatron_rl.hosts.sampling import SAMPLERS, SamplingVerdict, flags_that_read, judge_sampling
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import check, checks_in
@@ -68,7 +68,7 @@ def sampler_is_the_policy(launch: TrainRl) -> Iterator[str]:
 
 
 def _sampling(launch: TrainRl) -> SamplingVerdict:
-    return judge_sampling("megatron_lm", launch.given.get, flags_that_read(launch.merged.get))
+    return judge_sampling(SAMPLERS["megatron_lm"], launch.given.get, flags_that_read(launch.merged.get))
 
 
 @check(is_warning=True)

@@ -27,7 +27,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import CLIPS, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.settings import Given, Settings, read_value
-from megatron_rl.loss_hub import PolicyLoss, get_policy_loss, needs_rollout_log_probs
+from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
 from megatron_rl.validation.checks import Row, check
 
 PREFIX, CHOICE = "megatron_rl.", "loss_type"
@@ -45,11 +45,10 @@ ONLY = {
 }
 
 
-def derive(settings: Settings, loss: PolicyLoss, fields: Mapping[str, Given]) -> dict[str, Given]:
-    """epsilon is of both sides unless epsilon_high is set. A clip by our name is typed. The bias correction of KL is `unbiased`."""
+def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:
+    """epsilon is of both sides unless epsilon_high is set. The bias correction of KL is `unbiased`."""
     low, high = (fields[name] for name in CLIPS)
     found = {CLIPS[1]: high if high.value is not None else low._replace(name="epsilon_high")}
-    found |= {name: one._replace(is_typed=True) for name in CLIPS if (one := fields[f"own {name}"]).value is not None}
     if settings["use_bias_correction_kl"] and fields["kl_estimator"].value is None:
         found["kl_estimator"] = Given("use_bias_correction_kl", KLEstimator.UNBIASED.value)
     return found

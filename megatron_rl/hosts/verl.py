@@ -46,9 +46,8 @@ from megatron_rl.hosts.door import (
 from megatron_rl.hosts.door_line import judge_settings
 from megatron_rl.hosts.door_settings import in_words
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
-from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, read_overrides, read_value, value_at
+from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, as_typed, read_overrides, read_value, value_at
 from megatron_rl.loss_hub import (
-    PolicyLoss,
     clip_of,
     get_loss_aggregation,
     get_policy_loss,
@@ -103,22 +102,7 @@ def uncut_weights() -> list[str]:
     return [f"{name}={value}" for name, value in UNCUT_WEIGHTS.items()]
 
 
-def derive(settings: Settings, loss: PolicyLoss, fields: Mapping[str, Given]) -> dict[str, Given]:
-    """A clip by our name is typed, whatever its value; verl's workers cannot tell that its own was."""
-    own = {name: fields[f"own {name}"] for name in CLIPS}
-    return {name: one._replace(is_typed=True) for name, one in own.items() if one.value is not None}
-
-
 # What is verl's alone. The settings of other sections than the actor's are UNKNOWN in verl's workers.
-
-
-@check(subject="clip")
-def clip_is_given_once(found: Found) -> Iterator[str]:
-    own, theirs = DOOR.own, DOOR.field_settings
-    for name in CLIPS:
-        ours, host = found.settings.one(own.name(name), own.name(name)), found.settings.one(theirs[name].name)
-        if ours.value is not None and host.is_chosen and host.value != ours.value:
-            yield f"{ours.name}={ours.value} and {host.name}={host.value} are the same thing with two values: remove one of them"
 
 
 @check()
@@ -346,7 +330,7 @@ def settings_of_config(config: Any) -> Settings:
 
 def problems_of(settings: Settings) -> tuple[list[str], list[str]]:
     """(what ends a launch, what is said at its start)."""
-    rows = {row.text: row for row in judge_settings(DOOR, settings, is_launch=True)}.values()
+    rows = {row.text: row for row in judge_settings(DOOR, settings, may_have_more=True)}.values()
     return [in_words(row) for row in rows if row.is_wrong], [in_words(row) for row in rows if _is_said(row)]
 
 
@@ -453,7 +437,6 @@ DOOR = Door(
         LOSS_CLASS: None,
     },
     keep_clip=f"{CLASS_LINE} +{ACTOR}policy_loss.clip_ratio_{{side}}={{value}}",
-    derive=derive,
     stand_ins={f"{ACTOR}loss_scale_factor": 1.0},
     readers=readers,
     several=lambda settings: SEVERAL_ROWS,
@@ -465,7 +448,7 @@ DOOR = Door(
         default_mode="processed_logprobs",
     ),
     checks=(
-        *(clip_is_given_once, clip_reaches_the_workers, clip_of_both_sides_is_not_read, class_has_our_fields),
+        *(clip_reaches_the_workers, clip_of_both_sides_is_not_read, class_has_our_fields),
         *(one_aggregation_acts, weights_are_uncut, counts_are_of_a_step, rejection_is_counted, kl_term_is),
     ),
     of_any_launch=estimates_of_kl,
