@@ -211,7 +211,6 @@ WRONG_LINES = {
         "read by skyrl.train.entr",
     ),
     "a door and SkyRL's loss": (LINE_OF_SKYRL, "policy_loss_type=regular: it is not a loss of megatron_rl"),
-    "a parameter of nobody": (f"{LINE_OF_SKYRL} {OURS}grpo trainer.algorithm.sapo.tau_pos=2.0", "tau_pos=2.0 has no effect"),
     "a gap counted twice": (
         f"{LINE_OF_SKYRL} {OURS}dppo_tv trainer.algorithm.off_policy_correction.sequence_mask_metric=product",
         "would be counted twice",
@@ -223,10 +222,6 @@ WRONG_LINES = {
     "an estimate of KL for rewards that SkyRL has not": (
         f"{LINE_OF_SKYRL} {OURS}grpo {NO_KL} trainer.algorithm.use_kl_in_reward=true trainer.algorithm.kl_estimator_type=unbiased",
         "SkyRL has no unbiased: set one of k1, k2, k3, abs",
-    ),
-    "half a name": (
-        f"{LINE_OF_SKYRL} {OURS}grpo loss_reduction=prompt_mean",
-        f"whole name, {REDUCTION}=prompt_mean",
     ),
     "a plus": (f"{LINE_OF_SKYRL} {OURS}grpo +trainer.algorithm.mine=1", "SkyRL refuses settings with a +"),
 }
