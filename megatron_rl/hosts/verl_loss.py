@@ -23,7 +23,7 @@ from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, los
 from megatron_rl.hosts.door import Found, place_of, signature_problem
 from megatron_rl.hosts.door_settings import OnceRead, modes
 from megatron_rl.hosts.run import Run, Runs
-from megatron_rl.hosts.settings import ABSENT, Settings
+from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.verl import (
     ACTOR,
     ADDED_ESTIMATOR,
@@ -85,17 +85,8 @@ class Tables:
 def settings_of(mode: str, actor: Any) -> Settings:
     """Of verl's actor config, in a worker. Other sections are not known there, and nobody knows what was typed."""
 
-    def value_of(name: str) -> Any:
-        if name == LOSS_MODE:
-            return mode
-        if not name.startswith(ACTOR):
-            return ABSENT
-        found = actor
-        for part in name.removeprefix(ACTOR).split("."):
-            found = found.get(part) if found is not None else None
-        return ABSENT if found is None else found
-
-    return Settings(value_of, DOOR.all_defaults, knows_defaults=False)
+    of_actor = Settings.of_object(actor, DOOR.all_defaults, ACTOR, knows_defaults=False)
+    return of_actor.read_by(lambda name: mode if name == LOSS_MODE else of_actor.value_of(name))
 
 
 # The loss of a micro-batch
