@@ -13,8 +13,8 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.samples import weigh_samples
-from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
-from megatron_rl.training.rollouts import RolloutBatch, Sample
+from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
+from megatron_rl.train.rollouts import RolloutBatch, Sample
 
 ROUNDS, VOCAB_SIZE, IN_A_BATCH = 5, 50_000, 8
 

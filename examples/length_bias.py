@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_rl import count_step, grpo_loss, sample_token_weights
 from megatron_rl.config import LossAggregation
-from megatron_rl.training.rollouts import group_advantages
+from megatron_rl.train.rollouts import group_advantages
 
 PROMPTS, SAMPLES = 16, 8
 SHORT, LONG = 0, 1  # kinds of prompts: their answers have 4 and 16 tokens on average at the start

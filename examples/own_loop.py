@@ -11,8 +11,8 @@ import torch
 from megatron_rl import count_step, grpo_loss, sample_token_weights
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout import resolve_groups
+from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.megatron.schedule import scale_for_schedule
-from megatron_rl.megatron.trainer import initialize_ranks
 from megatron_rl.testing.invariance import StepSample
 from megatron_rl.testing.step_check import check_step
 

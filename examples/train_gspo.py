@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from megatron_rl import count_step, gspo_loss, sample_token_weights
 from megatron_rl.layout import resolve_groups
-from megatron_rl.megatron.generation import SamplingSettings, sample_responses
 from megatron_rl.megatron.model import build_gpt_model, transformer_config
 from megatron_rl.megatron.probe import probe_schedule
+from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.megatron.schedule import scale_for_schedule
-from megatron_rl.megatron.trainer import initialize_ranks
-from megatron_rl.training.noise import gumbel_noise
-from megatron_rl.training.rollouts import group_advantages
-from megatron_rl.training.tasks import make_task
+from megatron_rl.train.generation import SamplingSettings, sample_responses
+from megatron_rl.train.noise import gumbel_noise
+from megatron_rl.train.rollouts import group_advantages
+from megatron_rl.train.tasks import make_task
 
 PROMPTS, SAMPLES, MICROBATCHES, STEPS_PER_ROLLOUT = 16, 8, 2, 2
 

@@ -27,14 +27,14 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron_rl.losses.evaluate": ("TokenBatch",),
     },
     "In Megatron-Core": {
-        "megatron_rl.megatron.trainer": ("initialize_ranks",),
+        "megatron_rl.megatron.ranks": ("initialize_ranks",),
         "megatron_rl.layout": ("resolve_groups", "local_positions", "local_cu_seqlens"),
         "megatron_rl.megatron.schedule": ("scale_for_schedule",),
         "megatron_rl.megatron.probe": ("probe_schedule", "ProbeResult"),
         "megatron_rl.megatron.forward_step": ("make_forward_step",),
         "megatron_rl.megatron.cpu": ("install_cpu_support",),
         "megatron_rl.step_metrics": ("step_metrics",),
-        "megatron_rl.training.watchdog": ("watch", "WatchdogState", "WatchdogFinding"),
+        "megatron_rl.train.watchdog": ("watch", "WatchdogState", "WatchdogFinding"),
         "megatron_rl": ("PolicyLossConfig",),
     },
     "Testing": {

@@ -8,8 +8,8 @@ import json
 import math
 
 from megatron_rl.__main__ import main
-from megatron_rl.training.rollout_files import save_rollouts
-from megatron_rl.training.rollouts import RolloutBatch, Sample
+from megatron_rl.train.rollout_files import save_rollouts
+from megatron_rl.train.rollouts import RolloutBatch, Sample
 
 # Step S of tests/helpers.py; the last response has no unmasked token.
 S = ["--response-lengths", "2,4,1,3", "--prompt-ids", "a,a,b,b", "--loss-masks", "11,1111,1,000"]

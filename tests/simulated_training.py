@@ -45,9 +45,9 @@ def sample_of(index: int, response: list[int], old_log_probs=None, ref_log_probs
 
 def phases(device: torch.device, settings: dict, options: dict, seen: list) -> dict:
     from megatron_rl.config import PolicyLossConfig
-    from megatron_rl.megatron.generation import SamplingSettings
-    from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
-    from megatron_rl.training.noise import gumbel_noise
+    from megatron_rl.train.generation import SamplingSettings
+    from megatron_rl.train.noise import gumbel_noise
+    from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY, "max_sequence_length": 16}
     config = PolicyLossConfig(policy_loss="gspo", policy_loss_backend="torch", policy_metrics="with_entropy", **options)
@@ -76,7 +76,7 @@ def main() -> None:
     start = dist.init_process_group
     replaced = {"init_process_group": lambda backend, **kwargs: start("gloo", **kwargs), "get_backend": lambda *group: "nccl"}
     with simulated_cuda() as seen, mock.patch.multiple(dist, **replaced):
-        from megatron_rl.megatron.trainer import initialize_ranks
+        from megatron_rl.megatron.ranks import initialize_ranks
 
         sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
         device = initialize_ranks(**sizes)

@@ -40,7 +40,7 @@ def test_what_can_run_is_not_refused(not_interpreted, backend):
 @pytest.mark.megatron
 def test_no_trainer_is_made_with_a_backend_that_cannot_run(not_interpreted):
     """FB-80: before a model is built and a rollout is sampled."""
-    from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
+    from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 
     settings = TrainerSettings(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=4, max_sequence_length=4)
     with pytest.raises(ConfigError, match=NEEDS_CUDA):

@@ -24,10 +24,10 @@ from helpers import error_of, pool_of
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron import checkpoints
-from megatron_rl.megatron.checkpoint_files import CHECKSUMS, checksums_of, write_checksums
-from megatron_rl.megatron.hf_checkpoint import read_hf_model
 from megatron_rl.testing.ranks import RankError
+from megatron_rl.train import checkpoints
+from megatron_rl.train.checkpoint_files import CHECKSUMS, checksums_of, write_checksums
+from megatron_rl.train.hf_checkpoint import read_hf_model
 
 pytestmark = pytest.mark.megatron
 

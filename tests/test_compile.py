@@ -118,8 +118,6 @@ def test_the_step_of_the_example_trains_the_same_compiled():
         f"import sys; sys.argv = ['example', '--rollouts', '1']\n{text}"
         for text in (source, source.replace(place, decorator + place))
     ]
-    printed = run_in_children(
-        *codes, first="import megatron.core.optimizer, megatron_rl.megatron.trainer", TORCH_COMPILE_DISABLE="0"
-    )
+    printed = run_in_children(*codes, first="import megatron.core.optimizer, megatron_rl.train.trainer", TORCH_COMPILE_DISABLE="0")
     plain, compiled = [line for line in printed.splitlines() if line.startswith("norm")]
     assert plain == compiled

@@ -13,12 +13,12 @@ from test_checkpoints import CONFIG, OPTIONS, run_on_rank
 from test_expert_layouts import gives_padding_mask
 
 from megatron_rl.__main__ import main
-from megatron_rl.megatron import checkpoints
-from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.testing.ranks import run_ranks
-from megatron_rl.training.option_rules import TrainLaunch, check_experts, check_world_size
-from megatron_rl.training.options import TrainOptions, experts_of
-from megatron_rl.training.writers import MAX_VIO, REWARD, ROUTE_AGREEMENT
+from megatron_rl.train import checkpoints
+from megatron_rl.train.generation import SamplingSettings
+from megatron_rl.train.option_rules import TrainLaunch, check_experts, check_world_size
+from megatron_rl.train.options import TrainOptions, experts_of
+from megatron_rl.train.writers import MAX_VIO, REWARD, ROUTE_AGREEMENT
 from megatron_rl.validation.experts import expert_problems
 
 pytestmark = pytest.mark.megatron

@@ -16,8 +16,8 @@ import torch
 from explain_cases import CLOSE, explain, explain_json
 from test_rollouts import make_sample
 
-from megatron_rl.training.rollout_files import save_rollouts
-from megatron_rl.training.rollouts import RolloutBatch
+from megatron_rl.train.rollout_files import save_rollouts
+from megatron_rl.train.rollouts import RolloutBatch
 
 
 @pytest.fixture(autouse=True)

@@ -33,10 +33,10 @@ from megatron_rl.commands.doctor.launch import judge_launch
 from megatron_rl.commands.doctor.report import as_text
 from megatron_rl.errors import ConfigError, DataError, RunError
 from megatron_rl.megatron import checkpoint_files
-from megatron_rl.megatron.hf_checkpoint import read_hf_model
-from megatron_rl.training.hf_tokenizer import _end_tokens
-from megatron_rl.training.rollout_files import load_rollouts
-from megatron_rl.training.user_tasks import _read_records
+from megatron_rl.train.hf_checkpoint import read_hf_model
+from megatron_rl.train.hf_tokenizer import _end_tokens
+from megatron_rl.train.rollout_files import load_rollouts
+from megatron_rl.train.user_tasks import _read_records
 
 pytestmark = pytest.mark.megatron
 NUM_CASES, FIRST = int(os.environ.get("FUZZ_CASES", "40")), int(os.environ.get("FUZZ_SEED", "0"))

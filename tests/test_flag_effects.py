@@ -16,7 +16,7 @@ from trainer_cases import STILL, gradients_of, metrics_of, ragged_step, relative
 
 from benchmarks.launches import counted_launches
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
+from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
 
 pytestmark = pytest.mark.megatron
 

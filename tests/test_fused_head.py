@@ -32,11 +32,11 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.megatron.head import HeadSettings, check_head, run_model
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.schedule import delivered_factor
-from megatron_rl.training.noise import gumbel_noise
+from megatron_rl.train.generation import SamplingSettings
+from megatron_rl.train.noise import gumbel_noise
 
 pytestmark = pytest.mark.megatron
 

@@ -19,7 +19,7 @@ from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import run_model
 from megatron_rl.megatron.model import find_output_layer, transformer_config
-from megatron_rl.megatron.trainer import PolicyTrainer
+from megatron_rl.train.trainer import PolicyTrainer
 
 pytestmark = pytest.mark.megatron
 

@@ -13,9 +13,9 @@ from helpers import pool_of
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.safetensors_header import read_safetensors_header
 from megatron_rl.layout.groups import all_gather_stack, broadcast_from_last, resolve_groups
-from megatron_rl.megatron.hf_checkpoint import INDEX, read_hf_model, save_hf_checkpoint
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.testing.layout_step import Layout
+from megatron_rl.train.hf_checkpoint import INDEX, read_hf_model, save_hf_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 pytestmark = pytest.mark.megatron

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import ConfigError, RunError
-from megatron_rl.training.hf_export import PARTIAL, HFExport
+from megatron_rl.train.hf_export import PARTIAL, HFExport
 
 FILES = ("config.json", "model-00001-of-00001.safetensors")
 

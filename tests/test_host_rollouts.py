@@ -11,10 +11,10 @@ from trainer_cases import metrics_of, run_loop, unlike_metrics
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
-from megatron_rl.training.option_rules import check_advantage_normalization
-from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
-from megatron_rl.training.rollouts import RolloutBatch, Sample, group_advantages
+from megatron_rl.train.option_rules import check_advantage_normalization
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
+from megatron_rl.train.rollouts import RolloutBatch, Sample, group_advantages
 
 VOCABULARY, GROUP_SIZE = 9, 4
 GSPO = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=GROUP_SIZE)

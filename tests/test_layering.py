@@ -21,9 +21,9 @@ from megatron_rl.hosts import DOOR_NAMES, ROLLOUT_HOST_NAMES
 ORDER = (
     *("errors", "files", "config", "aggregation_record", "loss_hub", "layout", "ops", "aggregation"),
     *("corrections", "metrics", "step_metrics", "losses", "validation", "arguments", "accumulation_rounds", "accumulation"),
-    *("lm_head", "__init__", "megatron", "hosts", "reducers", "hooks", "testing", "training", "commands", "__main__", "benchmarks"),
+    *("lm_head", "__init__", "megatron", "hosts", "reducers", "hooks", "testing", "train", "commands", "__main__", "benchmarks"),
 )
-ROWS_WITH_MEGATRON = ("megatron", "testing")
+ROWS_WITH_MEGATRON = ("megatron", "testing", "train")
 FILES_WITH_MEGATRON = ("layout/groups.py",)
 # The command that runs what is in testing/: the others must not import it.
 RUNS_TESTING = "commands/selftest.py"
@@ -114,7 +114,7 @@ def test_the_layering_check_finds_each_kind_of_fault(path, code, expected):
 def test_the_layering_check_allows_what_is_right():
     assert layering_faults("losses/grpo.py", ast.parse("from . import clipping\nfrom ..ops import y")) == []
     assert layering_faults("layout/groups.py", ast.parse("from megatron.core import parallel_state")) == []
-    assert layering_faults("training/loop.py", ast.parse("from megatron_rl import __version__")) == []
+    assert layering_faults("train/loop.py", ast.parse("from megatron_rl import __version__")) == []
 
 
 # The list of hosts, the samplers of those with a parser of flags, and the launcher, whose door to NeMo-RL is of another kind.

@@ -10,9 +10,9 @@ from test_train_options import options_of, write_prompts
 
 from megatron_rl.config import Overlong
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.training.collection import SampledRollouts
-from megatron_rl.training.rollout_files import existing_parts, load_rollouts
-from megatron_rl.training.tasks import make_task
+from megatron_rl.train.collection import SampledRollouts
+from megatron_rl.train.rollout_files import existing_parts, load_rollouts
+from megatron_rl.train.tasks import make_task
 
 pytestmark = pytest.mark.megatron
 

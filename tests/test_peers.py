@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from helpers import wait_until
 
-from megatron_rl.training import peers
-from megatron_rl.training.peers import PeerWatch
+from megatron_rl.train import peers
+from megatron_rl.train.peers import PeerWatch
 
 HOST = socket.gethostname()
 

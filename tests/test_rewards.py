@@ -22,12 +22,12 @@ from trainer_cases import CP, PP, TP, tiny_trainer
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout import groups
-from megatron_rl.training import collection, reward_guard
-from megatron_rl.training.collection import SampledRollouts
-from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.reward_guard import TimeLimit, keeps_process_alive
-from megatron_rl.training.rollout_files import record_of
-from megatron_rl.training.tasks import make_task
+from megatron_rl.train import collection, reward_guard
+from megatron_rl.train.collection import SampledRollouts
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.reward_guard import TimeLimit, keeps_process_alive
+from megatron_rl.train.rollout_files import record_of
+from megatron_rl.train.tasks import make_task
 
 pytestmark = pytest.mark.megatron
 

@@ -16,11 +16,11 @@ from trainer_cases import PP, TP, metrics_of, run_loop, tiny_trainer, unlike_met
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import all_reduce_sum
-from megatron_rl.training import collection, replay
-from megatron_rl.training.collection import SampledRollouts
-from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.rollout_files import existing_parts, load_rollouts, record_of
-from megatron_rl.training.tasks import make_task
+from megatron_rl.train import collection, replay
+from megatron_rl.train.collection import SampledRollouts
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.rollout_files import existing_parts, load_rollouts, record_of
+from megatron_rl.train.tasks import make_task
 
 pytestmark = pytest.mark.megatron
 

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.training.options import TrainOptions, model_vocab_size
-from megatron_rl.training.rollout_files import load_rollouts, record_of, recorded_vocab_size, save_rollouts, truncate_rollouts
-from megatron_rl.training.rollouts import (
+from megatron_rl.train.options import TrainOptions, model_vocab_size
+from megatron_rl.train.rollout_files import load_rollouts, record_of, recorded_vocab_size, save_rollouts, truncate_rollouts
+from megatron_rl.train.rollouts import (
     RolloutBatch,
     Sample,
     SharedRollout,

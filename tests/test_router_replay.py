@@ -19,7 +19,6 @@ from test_layouts import GRADIENT_TOLERANCE, config_of
 
 from megatron_rl.__main__ import main
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.router_losses import routers_of
 from megatron_rl.megatron.router_replay import GivenRoutes, replay_problems
@@ -29,9 +28,10 @@ from megatron_rl.testing.invariance import Layout, TinyGPT, merged
 from megatron_rl.testing.layout_step import LayoutModel
 from megatron_rl.testing.ranks import RankError, run_ranks
 from megatron_rl.testing.reference import ragged_samples
-from megatron_rl.training.option_rules import TrainLaunch, check_router_replay
-from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.rollout_files import load_rollouts
+from megatron_rl.train.generation import SamplingSettings
+from megatron_rl.train.option_rules import TrainLaunch, check_router_replay
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.rollout_files import load_rollouts
 
 pytestmark = pytest.mark.megatron
 

@@ -16,9 +16,9 @@ import pytest
 from helpers import error_of, pool_of
 
 from megatron_rl.testing.ranks import HANG_SECONDS
-from megatron_rl.training import run_lock
-from megatron_rl.training.run_lock import LOCK_FILE, Holder, RunLock
-from megatron_rl.training.stopping import StopRule, StopSignals
+from megatron_rl.train import run_lock
+from megatron_rl.train.run_lock import LOCK_FILE, Holder, RunLock
+from megatron_rl.train.stopping import StopRule, StopSignals
 
 pool = pool_of(2, use_megatron=False)
 

@@ -383,7 +383,7 @@ def test_the_first_mask_that_is_none_is_named_wherever_the_others_lie():
 # The training command
 
 
-GENERATION, TRAINER = "megatron_rl/megatron/generation.py", "megatron_rl/megatron/trainer.py"
+GENERATION, TRAINER = "megatron_rl/train/generation.py", "megatron_rl/train/trainer.py"
 COUNTING, FINITE, METRICS = "megatron_rl/aggregation.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/step_metrics.py"
 GRADIENT_NORM = "megatron/core/optimizer/clip_grads.py"
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.training.tasks import BUILT_IN_TASKS, make_task
-from megatron_rl.training.user_tasks import CharacterVocabulary
+from megatron_rl.train.tasks import BUILT_IN_TASKS, make_task
+from megatron_rl.train.user_tasks import CharacterVocabulary
 
 SEEN = []
 

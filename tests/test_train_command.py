@@ -24,12 +24,11 @@ from torch.distributed import run as torchrun
 from trainer_cases import metrics_of, unlike_metrics
 
 from megatron_rl import __main__ as command_line
-from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.testing.ranks import HANG_SECONDS
-from megatron_rl.training import option_rules, output_dir
-from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.tasks import make_task
+from megatron_rl.train import checkpoints, option_rules, output_dir
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.tasks import make_task
 
 pytestmark = pytest.mark.megatron
 

@@ -9,7 +9,7 @@ from helpers import error_of, pool_of
 from trainer_cases import metrics_of, run_loop
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
+from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 

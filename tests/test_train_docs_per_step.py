@@ -23,15 +23,15 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.loss_hub import loss_aggregation_names
-from megatron_rl.megatron import checkpoints
 from megatron_rl.testing.reference import DIVISOR, weights_by_hand
-from megatron_rl.training.collection import with_ref_log_probs
-from megatron_rl.training.docs_per_step import DocumentSteps
-from megatron_rl.training.document_stream import Deal, Done, done_after, size_of_steps, stream_of_rank
-from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
-from megatron_rl.training.rollout_files import save_rollouts
-from megatron_rl.training.rollouts import RolloutBatch, Sample
+from megatron_rl.train import checkpoints
+from megatron_rl.train.collection import with_ref_log_probs
+from megatron_rl.train.docs_per_step import DocumentSteps
+from megatron_rl.train.document_stream import Deal, Done, done_after, size_of_steps, stream_of_rank
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.train.rollout_files import save_rollouts
+from megatron_rl.train.rollouts import RolloutBatch, Sample
 
 pytestmark = pytest.mark.megatron
 imported_megatron, in_an_empty_directory = imported_megatron, in_an_empty_directory  # fixtures of each test here too

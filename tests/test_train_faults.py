@@ -21,11 +21,11 @@ from trainer_cases import metrics_of
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.testing.ranks import HANG_SECONDS
-from megatron_rl.training import output_dir
-from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.rollout_files import load_rollouts
-from megatron_rl.training.run_lock import LOCK_FILE, RunLock
-from megatron_rl.training.tasks import make_task
+from megatron_rl.train import output_dir
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.rollout_files import load_rollouts
+from megatron_rl.train.run_lock import LOCK_FILE, RunLock
+from megatron_rl.train.tasks import make_task
 
 pytestmark = pytest.mark.megatron
 imported_megatron, in_an_empty_directory = imported_megatron, in_an_empty_directory  # the fixtures

@@ -17,12 +17,12 @@ from test_train_command import Command
 from test_train_options import options_of, parse, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.megatron.hf_checkpoint import MARKER, copied_files
-from megatron_rl.training.hf_export import HFExport
-from megatron_rl.training.hf_tokenizer import HFTokenizer
-from megatron_rl.training.option_rules import LEARNING_RATES, TrainLaunch, check_key_heads, train_options
-from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.tasks import make_task
+from megatron_rl.train.hf_checkpoint import MARKER, copied_files
+from megatron_rl.train.hf_export import HFExport
+from megatron_rl.train.hf_tokenizer import HFTokenizer
+from megatron_rl.train.option_rules import LEARNING_RATES, TrainLaunch, check_key_heads, train_options
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.tasks import make_task
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 pytestmark = pytest.mark.megatron

@@ -17,14 +17,14 @@ from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import all_gather_objects
 from megatron_rl.metrics import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS
-from megatron_rl.training.collection import SampledRollouts, with_old_log_probs
-from megatron_rl.training.loop import TIMING_METRICS
-from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
-from megatron_rl.training.rollout_files import load_rollouts, record_of
-from megatron_rl.training.rollouts import partition
-from megatron_rl.training.tasks import make_task
-from megatron_rl.training.writers import MAX_VIO, ROUTE_AGREEMENT
+from megatron_rl.train.collection import SampledRollouts, with_old_log_probs
+from megatron_rl.train.loop import TIMING_METRICS
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.train.rollout_files import load_rollouts, record_of
+from megatron_rl.train.rollouts import partition
+from megatron_rl.train.tasks import make_task
+from megatron_rl.train.writers import MAX_VIO, ROUTE_AGREEMENT
 
 pytestmark = pytest.mark.megatron
 
@@ -167,7 +167,7 @@ def learning_run_on_rank(rank, output_dir):
     """(progress, what the watchdog says) of the values of `--preset demo`."""
     config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=8)
     options = {"prompts_per_rollout": 16, "num_rollouts": 140, "target_reward": 0.92, "save_interval": None}
-    logger, messages = logging.getLogger("megatron_rl.training.watchdog"), []
+    logger, messages = logging.getLogger("megatron_rl.train.watchdog"), []
     with mock.patch.object(logger, "warning", lambda *given: messages.append(given)):
         return run_loop(output_dir, config, options, settings={"hidden_size": 64})[0].progress, messages
 

@@ -14,8 +14,8 @@ from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_arg
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import clip_of
-from megatron_rl.training.option_rules import train_options
-from megatron_rl.training.options import PRESETS, TrainOptions, add_train_args, model_vocab_size, set_preset_defaults
+from megatron_rl.train.option_rules import train_options
+from megatron_rl.train.options import PRESETS, TrainOptions, add_train_args, model_vocab_size, set_preset_defaults
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -286,6 +286,6 @@ def test_the_vocabulary_is_the_tasks_unless_a_larger_one_is_asked_for():
 @pytest.mark.slow
 def test_options_and_writers_load_no_megatron_and_no_drawing_library():
     """Catches seconds of imports before a misspelt flag is reported, and in every rank."""
-    modules = ", ".join(f"megatron_rl.training.{name}" for name in ("options", "plots", "progress", "writers"))
+    modules = ", ".join(f"megatron_rl.train.{name}" for name in ("options", "plots", "progress", "writers"))
     script = f"import sys; import {modules}; print({{'megatron', 'matplotlib', 'rich', 'tensorboard'}} & set(sys.modules))"
     assert run_in_children(script) == "set()\n"

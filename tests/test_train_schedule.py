@@ -13,8 +13,8 @@ from test_train_command import Command
 from test_train_options import options_of, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.training.tasks import make_task
-from megatron_rl.training.writers import weights_and_biases
+from megatron_rl.train.tasks import make_task
+from megatron_rl.train.writers import weights_and_biases
 
 pytestmark = pytest.mark.megatron
 
@@ -115,7 +115,7 @@ def test_prompts_of_an_evaluation_that_do_not_fit_are_refused(tmp_path):
 )
 def test_flags_without_an_effect_are_refused(tmp_path, monkeypatch, line, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_rl.training.option_rules.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_rl.train.option_rules.find_spec", lambda name: None)
     write_prompts(tmp_path / "own.jsonl", "1+2=")
     with pytest.raises(ConfigError) as refused:
         options_of(line)

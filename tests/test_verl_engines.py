@@ -24,10 +24,10 @@ from test_train_hf import save_tokenizer
 from verl_engines import EngineLayout, Optimizer, Rollout, VerlRun, run_verl
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.megatron.hf_checkpoint import read_hf_model
-from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.testing.ranks import run_ranks
-from megatron_rl.training.rollouts import Sample, group_advantages
+from megatron_rl.train.hf_checkpoint import read_hf_model
+from megatron_rl.train.rollouts import Sample, group_advantages
+from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 NEEDED = (

@@ -17,9 +17,9 @@ from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.testing.ranks import RankPool
-from megatron_rl.training.options import add_train_args
-from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
-from megatron_rl.training.watchdog import IDLE_CLIP_STEPS, RunWatchdog, WatchdogState, watch
+from megatron_rl.train.options import add_train_args
+from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
+from megatron_rl.train.watchdog import IDLE_CLIP_STEPS, RunWatchdog, WatchdogState, watch
 
 GRPO, GSPO = PolicyLossConfig(policy_loss="grpo"), PolicyLossConfig(policy_loss="gspo")
 WIDE = PolicyLossConfig(policy_loss="gspo", clip_ratio_low=0.2, clip_ratio_high=0.2)
@@ -345,7 +345,7 @@ def test_first_steps_on_a_rollout_do_not_count():
 
 def messages_of(action) -> list[str]:
     messages = []
-    with mock.patch.object(logging.getLogger("megatron_rl.training.watchdog"), "warning", messages.append):
+    with mock.patch.object(logging.getLogger("megatron_rl.train.watchdog"), "warning", messages.append):
         action()
     return messages
 

@@ -26,10 +26,10 @@ from host_harness import roots_by_environment
 from whole_host import MEGATRON_ROOT, WholeRun, run_whole
 
 from megatron_rl import __main__ as command_line
-from megatron_rl.megatron.trainer import PolicyTrainer
 from megatron_rl.testing.ranks import run_ranks
-from megatron_rl.training.rollout_files import save_rollouts
-from megatron_rl.training.rollouts import RolloutBatch, Sample, group_advantages
+from megatron_rl.train.rollout_files import save_rollouts
+from megatron_rl.train.rollouts import RolloutBatch, Sample, group_advantages
+from megatron_rl.train.trainer import PolicyTrainer
 
 ROOTS = roots_by_environment()
 pytestmark = [

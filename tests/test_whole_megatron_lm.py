@@ -28,8 +28,8 @@ from megatron_rl.hosts.megatron_lm import PackedForwardStep, call_pretrain
 from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.model import find_gpt_model, gpt_layer_spec
 from megatron_rl.testing.ranks import run_ranks
-from megatron_rl.training.rollout_files import save_rollouts
-from megatron_rl.training.rollouts import RolloutBatch
+from megatron_rl.train.rollout_files import save_rollouts
+from megatron_rl.train.rollouts import RolloutBatch
 
 pytestmark = [pytest.mark.host("MEGATRON_LM_ROOT"), pytest.mark.megatron]
 STEPS, PROMPTS, BINS, LENGTH = 3, 4, 4, 96

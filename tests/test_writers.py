@@ -17,9 +17,9 @@ from helpers import error_of
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.testing.ranks import run_ranks
-from megatron_rl.training.plots import plot_curves
-from megatron_rl.training.progress import ProgressBar, describe, format_seconds, room_for_metrics
-from megatron_rl.training.writers import (
+from megatron_rl.train.plots import plot_curves
+from megatron_rl.train.progress import ProgressBar, describe, format_seconds, room_for_metrics
+from megatron_rl.train.writers import (
     CLIP_FRACTION,
     ENTROPY,
     KL,
@@ -295,7 +295,7 @@ def test_the_line_shows_what_is_worth_watching_and_was_measured_as_far_as_it_fit
 def test_plain_lines_come_seldom_and_end_with_the_last_state(monkeypatch):
     """200 steps of 0.1 s: a line at the start, one every 5 s, one at the end. Catches a log of one line a step."""
     now = [0.0]
-    monkeypatch.setattr("megatron_rl.training.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megatron_rl.train.progress.time.monotonic", lambda: now[0])
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with ProgressBar(total=400, enabled=True, initial=200) as bar:
         for step in range(201, 401):

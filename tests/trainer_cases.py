@@ -12,14 +12,14 @@ import torch
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, global_parameter_name
-from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.testing.invariance import StepSample
-from megatron_rl.training.collection import SampledRollouts
-from megatron_rl.training.loop import TIMING_METRICS, Progress, TrainingRun
-from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
-from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
-from megatron_rl.training.tasks import make_task
-from megatron_rl.training.writers import METRICS_FILE, read_metrics
+from megatron_rl.train.collection import SampledRollouts
+from megatron_rl.train.loop import TIMING_METRICS, Progress, TrainingRun
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions
+from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.train.tasks import make_task
+from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
+from megatron_rl.train.writers import METRICS_FILE, read_metrics
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 VPP = "virtual_pipeline_model_parallel_size"
@@ -150,7 +150,7 @@ def run_loop(
         on_trainer(trainer)
     progress, recent_rewards, resume_step, states = Progress(), [], None, {}
     if resume:
-        from megatron_rl.megatron import checkpoints
+        from megatron_rl.train import checkpoints
 
         counters = trainer.load(checkpoints.latest_checkpoint(Path(output_dir) / CHECKPOINT_DIRECTORY))
         progress, recent_rewards = Progress(**counters["progress"]), counters["recent_rewards"]

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.megatron.cpu import install_cpu_support
-from megatron_rl.megatron.hf_checkpoint import read_hf_model, save_hf_checkpoint
 from megatron_rl.megatron.model import transformer_config
+from megatron_rl.train.hf_checkpoint import read_hf_model, save_hf_checkpoint
 
 MAX_SEQUENCE_LENGTH = 64
 

@@ -47,9 +47,9 @@ from torch import Tensor
 from trainer_cases import named_shards
 
 from megatron_rl.hosts.launch import with_our_flags
-from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.model import find_gpt_model, gpt_layer_spec, layout_independent_normal
+from megatron_rl.train import checkpoints
 
 MEGATRON_ROOT = "MEGATRON_LM_ROOT"
 # megatron.training is Megatron-LM's own here; its RL folder needs pydantic, its tokenizers six and regex.

@@ -21,10 +21,10 @@ from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_arg
 from megatron_rl.commands.start_signals import hand_over
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.training.options import PLOT_FILE, TrainOptions, add_train_args, set_preset_defaults
-from megatron_rl.training.plots import plot_curves
-from megatron_rl.training.tasks import make_task
-from megatron_rl.training.writers import METRICS_FILE, names_what_cannot_be_written
+from megatron_rl.train.options import PLOT_FILE, TrainOptions, add_train_args, set_preset_defaults
+from megatron_rl.train.plots import plot_curves
+from megatron_rl.train.tasks import make_task
+from megatron_rl.train.writers import METRICS_FILE, names_what_cannot_be_written
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def run(args: Namespace) -> int:
-    from megatron_rl.training.output_dir import check_vocabulary
+    from megatron_rl.train.output_dir import check_vocabulary
 
     logging.basicConfig(level=logging.WARNING, format="megatron_rl: %(message)s")
     quiet_megatron()
@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
         vocab_size=options.vocab_size,
     )
     check_vocabulary(options, task)
-    from megatron_rl.training.session import train  # Megatron-Core: after everything that a wrong flag can say
+    from megatron_rl.train.session import train  # Megatron-Core: after everything that a wrong flag can say
 
     outcome = train(options, config, task, hand_over)
     if os.environ.get("RANK", "0") == "0":
@@ -62,7 +62,7 @@ def run(args: Namespace) -> int:
 
 def read_settings(args: Namespace, world_size: int) -> tuple[TrainOptions, PolicyLossConfig]:
     """Both groups of flags, checked; one ConfigError with the problems of both."""
-    from megatron_rl.training.option_rules import train_options
+    from megatron_rl.train.option_rules import train_options
 
     found: list[Any] = []
     problems: list[str] = []

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,19 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_rl.megatron.key_value_cache import KeyValueCache
+
+class Cache(Protocol):
+    """Keeps keys and values of earlier forwards. While one is attached, PackedAttention fills it or attends to it."""
+
+    @property
+    def has_new_tokens(self) -> bool:
+        """Whether this forward has one new token a row, not whole rows."""
+
+    def fill(self, layer: PackedAttention, whole: Tensor) -> None:
+        """Takes the keys and values of whole rows."""
+
+    def attend(self, layer: PackedAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Adds the new tokens' keys and values, and returns the attention of their queries."""
 
 
 class _GatherWithGradient(torch.autograd.Function):
@@ -154,7 +166,7 @@ class PackedAttention(nn.Module):
         _check_attention_config(config, attn_mask_type, attention_type)
         self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.cp_group = None if pg_collection is None else pg_collection.cp
-        self.cache: KeyValueCache | None = None  # while sampling
+        self.cache: Cache | None = None  # while sampling
 
     def forward(
         self,

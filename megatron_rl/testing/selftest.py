@@ -19,7 +19,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.experts import expert_replicas_drift
 from megatron_rl.megatron.probe import megatron_version, probe_schedule, reduces_experts_apart
-from megatron_rl.megatron.trainer import initialize_ranks
+from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.testing.comparison import compare
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, row_length
 from megatron_rl.testing.reference import (

@@ -21,7 +21,7 @@ from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.keywords import LossKeywords
-from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT
+from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
 from megatron_rl.testing.comparison import compare
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard, StepSample
 from megatron_rl.testing.rank_groups import make_groups

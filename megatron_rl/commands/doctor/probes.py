@@ -38,7 +38,7 @@ except (ImportError, ValueError):
     facts["has_training"] = False
 from megatron_rl.errors import ConfigError
 from megatron_rl.megatron.probe import probe_schedule
-from megatron_rl.megatron.trainer import initialize_ranks
+from megatron_rl.megatron.ranks import initialize_ranks
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 initialize_ranks(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1)

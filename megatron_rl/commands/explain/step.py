@@ -17,7 +17,7 @@ from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import Host, host_named
 from megatron_rl.hosts.companions import positions_of, read_batch
 from megatron_rl.hosts.dumps import load_samples, plain_number
-from megatron_rl.training.rollout_files import load_rollouts
+from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.validation import field_of
 
 # Of a response and of a step: more is a slip of the finger or a damaged file, and the masks would fill the memory.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import printable
 from megatron_rl.layout.groups import all_gather_objects
-from megatron_rl.training.run_lock import Holder
+from megatron_rl.train.run_lock import Holder
 
 # A rank may end by its own message, which says more, before the watch ends its process: after the loss of a peer a collective of
 # gloo raises at once; after a peer's error the peer's connections are still there for a moment.

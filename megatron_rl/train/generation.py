@@ -1,18 +1,17 @@
-"""Samples responses and measures log-probabilities with the training model, on any TP, SP, CP, PP and DP layout.
+"""Samples responses with the training model, on any TP, SP, CP, PP and DP layout.
 
 A new token is one row of each layer, with a cache of keys and values. It is a forward of the whole sequence where a recorder of
 routes needs that, and where `can_cache` is False: layers of Transformer Engine, no rotary positions. Each forward runs the training
-schedule. The log-probabilities are those of the loss, so that step 0 has ratio 1. No state is kept between calls.
+schedule. No state is kept between calls.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,19 +27,14 @@ from megatron_rl.layout.groups import (
     group_device,
     resolve_group,
 )
-from megatron_rl.megatron.batch import PolicyBatch
-from megatron_rl.megatron.head import ForwardInput, HeadInputs, HeadSettings, logits_at, rows_of, run_model
-from megatron_rl.megatron.key_value_cache import KeyValueCache, can_cache
+from megatron_rl.megatron.head import HeadInputs, HeadSettings, logits_at
 from megatron_rl.megatron.model import model_config_of
+from megatron_rl.megatron.responses import LOGITS, forward_only, recording
 from megatron_rl.megatron.routes import RouteRecorder
-from megatron_rl.ops.linear_head import linear_log_probs
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.train.key_value_cache import KeyValueCache, can_cache
 
-# The model's output layer, unchanged.
-LOGITS = HeadSettings()
 # (sample ids [B] int64, position of the next token [B] int64, vocabulary ids [V_local] int64) -> [B, V_local] float32
 Noise = Callable[[Tensor, Tensor, Tensor], Tensor]
-Batch = TypeVar("Batch", bound=ForwardInput)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,74 +138,6 @@ def _on_expert_ranks(has_work: bool, model: nn.Module, groups: ParallelGroups) -
     return bool(all_reduce_max(torch.tensor([int(has_work)], device=group_device(groups.dp)), groups.dp))
 
 
-def response_log_probs(
-    model: nn.Module,
-    batches: Sequence[PolicyBatch],
-    lengths: Sequence[Sequence[tuple[int, int]]],  # for each batch, (total, response) of each sample
-    *,
-    temperature: float,
-    vocab_size: int,
-    backend: str,  # that of the loss, so that both sides of the ratio come from one kernel
-    groups: ParallelGroups,
-    head: HeadSettings = LOGITS,
-    recorder: RouteRecorder | None = None,
-) -> list[list[Tensor]]:  # for each batch and each of its samples: [response_length] float32 on the CPU; 0 where masked
-    """Log-probabilities of whole responses by the current model, on all ranks of the tp, cp and pp groups.
-
-    The batches are those of the training, so that rounding is the same. With a fused `head` they cost one product, and no more
-    logits than max_logits_bytes. The host waits once a batch, for its rows.
-    Communication: that of the forwards, and for each batch cp one all-reduce and pp one broadcast of all rows; a recorder's too,
-    which gets the routes of each sample by its number in the order of the batches.
-    """
-
-    def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:
-        if inputs is None:
-            return vocab_parallel_log_probs(
-                logits.flatten(0, 1),
-                batch.labels,
-                loss_mask=batch.loss_mask,
-                temperature=temperature,
-                vocab_size=vocab_size,
-                tp_group=groups.tp,
-                backend=backend,
-            )
-        hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
-        return linear_log_probs(
-            hidden,
-            inputs.weight,
-            batch.labels,
-            loss_mask=batch.host.loss_mask,
-            max_logits_bytes=head.max_logits_bytes,
-            sequence_parallel=is_sequence_parallel,
-            fp32_logits=head.is_fp32,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            tp_group=groups.tp,
-            backend=backend,
-        )
-
-    results = []
-    for batch, sizes in zip(batches, lengths, strict=True):
-        with _recording(recorder, batch.row_positions, batch.tokens):
-            local = _forward_only(model, batch, measure, groups, head)
-        whole = torch.zeros(batch.labels.shape[0] * groups.cp.size(), device=batch.labels.device)
-        if local is not None:
-            whole[batch.row_positions] = local
-            whole = all_reduce_sum(whole, groups.cp)
-        whole = broadcast_from_last(whole.contiguous(), groups.pp).cpu()
-        starts = (batch.host.cu_seqlens[:-1] * groups.cp.size()).tolist()
-        if recorder is not None:
-            for start, (total, _) in zip(starts, sizes, strict=True):
-                recorder.keep(len(recorder.samples), start, total)
-        results.append(
-            [
-                whole[start + total - response - 1 : start + total - 1].clone()
-                for start, (total, response) in zip(starts, sizes, strict=True)
-            ]
-        )
-    return results
-
-
 def _next_tokens(
     model: nn.Module,
     sequences: list[list[int]],
@@ -261,14 +187,14 @@ def _next_tokens(
             whole[row, : len(sequence)] = torch.tensor(sequence)
         batch = _PaddedPrompts(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
         row_positions = (torch.arange(len(sequences))[:, None] * row_length + order).flatten()
-        with _recording(recorder, row_positions, batch.tokens), nullcontext() if cache is None else cache.filled():
-            token = _forward_only(model, batch, choose, groups, head, places)
+        with recording(recorder, row_positions, batch.tokens), nullcontext() if cache is None else cache.filled():
+            token = forward_only(model, batch, choose, groups, head, places)
     else:
         newest = torch.zeros(1, -(-len(sequences) // multiple) * multiple, dtype=torch.int64)
         newest[0, : len(sequences)] = torch.tensor([sequence[-1] for sequence in sequences])
         batch, places = _PaddedPrompts(there(newest), there(torch.zeros_like(newest))), torch.arange(len(sequences), device=device)
         with cache.extended(next_position - 1, newest.shape[1], int(last.max())):
-            token = _forward_only(model, batch, choose, groups, head, places)
+            token = forward_only(model, batch, choose, groups, head, places)
     token = torch.zeros(len(sequences), dtype=torch.int64, device=device) if token is None else all_reduce_sum(token, groups.cp)
     tokens = broadcast_from_last(token, groups.pp).tolist()
     if min(tokens) < 0:
@@ -288,37 +214,3 @@ class _PaddedPrompts:
     is_padding: Tensor | None = None
     packed_seq_params: object | None = None
     replayed_routes: Tensor | None = None
-
-
-def _recording(recorder: RouteRecorder | None, row_positions: Tensor, tokens: Tensor) -> AbstractContextManager[None]:
-    return nullcontext() if recorder is None else recorder.forward(row_positions, (tokens.shape[0], tokens.shape[1]))
-
-
-@torch.no_grad()  # the schedule does not switch gradients off
-def _forward_only(
-    model: nn.Module,
-    batch: Batch,
-    measure: Callable[[Batch, Tensor, HeadInputs | None], Tensor],
-    groups: ParallelGroups,
-    head: HeadSettings,
-    positions: Tensor | None = None,
-) -> Tensor | None:
-    """One forward through Megatron's schedule. Returns measure(batch, logits of run_model, None), with a fused head measure(batch,
-    a number, its inputs), on the last pipeline stage; None on the others."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    def forward_step(data_iterator: object, model: nn.Module) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
-        logits, inputs = run_model(model, batch, head, groups.tp, positions)
-        return logits, lambda output, non_loss_data: measure(batch, output, inputs)
-
-    results = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=None,
-        model=model,
-        num_microbatches=1,
-        seq_length=batch.tokens.shape[1] * groups.cp.size(),
-        micro_batch_size=batch.tokens.shape[0],
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
-    return results[0] if results else None

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from megatron_rl.training.writers import CLIP_FRACTION, KL, REWARD, TOKENS_PER_SECOND, WITHOUT_SIGNAL
+from megatron_rl.train.writers import CLIP_FRACTION, KL, REWARD, TOKENS_PER_SECOND, WITHOUT_SIGNAL
 
 # Where no bar can be drawn: often enough to see that the run goes on, seldom enough for a log.
 SECONDS_BETWEEN_LINES = 5.0

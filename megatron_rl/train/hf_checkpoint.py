@@ -24,8 +24,8 @@ from megatron_rl.errors import ConfigError, RunError, printable
 from megatron_rl.files.json_values import Fields
 from megatron_rl.files.safetensors_header import TensorEntry, read_safetensors_header
 from megatron_rl.layout.groups import all_gather_stack, on_all_ranks, resolve_group, resolve_groups
-from megatron_rl.megatron.checkpoints import kind_of_checkpoint
 from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_parameter_name, is_of_expert, sharding_of
+from megatron_rl.train.checkpoints import kind_of_checkpoint
 
 INDEX, SINGLE_FILE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 # Of a folder, besides the weights: what `transformers` reads, and the tokenizer.

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from megatron_rl.accumulation_rounds import AccumulationSettings
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
-from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.rollouts import AnySample, RolloutBatch, Sample, prompt_groups
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.rollouts import AnySample, RolloutBatch, Sample, prompt_groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

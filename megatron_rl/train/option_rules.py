@@ -15,11 +15,11 @@ from typing import Any
 from megatron_rl.config import AdvantageNormalization, ImportanceCorrection, Overlong, PolicyMetrics, RouterReplay
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
-from megatron_rl.megatron import checkpoints
-from megatron_rl.megatron.hf_checkpoint import HFModel, copied_files, read_hf_model
-from megatron_rl.training.hf_export import place_problem
-from megatron_rl.training.host_rollouts import is_of_host
-from megatron_rl.training.options import (
+from megatron_rl.train import checkpoints
+from megatron_rl.train.hf_checkpoint import HFModel, copied_files, read_hf_model
+from megatron_rl.train.hf_export import place_problem
+from megatron_rl.train.host_rollouts import is_of_host
+from megatron_rl.train.options import (
     CHECKPOINT_DIRECTORY,
     DEFAULT_NUM_ROLLOUTS,
     DEFAULT_STEPS_PER_ROLLOUT,
@@ -28,11 +28,11 @@ from megatron_rl.training.options import (
     VOCABULARY_FILE,
     TrainOptions,
 )
-from megatron_rl.training.rollout_files import existing_parts
-from megatron_rl.training.run_lock import LOCK_FILE
-from megatron_rl.training.tasks import task_problems
-from megatron_rl.training.user_tasks import DEFAULT_MAX_NEW_TOKENS
-from megatron_rl.training.writers import METRICS_FILE
+from megatron_rl.train.rollout_files import existing_parts
+from megatron_rl.train.run_lock import LOCK_FILE
+from megatron_rl.train.tasks import task_problems
+from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
+from megatron_rl.train.writers import METRICS_FILE
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import Asker, check, checks_in, problems_of
 

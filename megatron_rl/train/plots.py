@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_rl.errors import DataError
-from megatron_rl.training.writers import CLIP_FRACTION, ENTROPY, KL, MAX_VIO, REWARD, ROUTE_AGREEMENT, X_AXES, read_metrics
+from megatron_rl.train.writers import CLIP_FRACTION, ENTROPY, KL, MAX_VIO, REWARD, ROUTE_AGREEMENT, X_AXES, read_metrics
 
 PANEL_TITLES = {
     REWARD: "Mean reward",

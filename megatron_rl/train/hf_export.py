@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.json_values import read_json
-from megatron_rl.megatron.hf_checkpoint import MARKER
-from megatron_rl.training.writers import names_what_cannot_be_written
+from megatron_rl.train.hf_checkpoint import MARKER
+from megatron_rl.train.writers import names_what_cannot_be_written
 
 PARTIAL, REPLACED = ".partial", ".replaced"
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from megatron_rl.config import PolicyLossConfig, flag_fields
-from megatron_rl.training.options import TrainOptions
+from megatron_rl.train.options import TrainOptions
 from megatron_rl.validation import flag_of
 
 # Where a run begins, when it ends and what it writes: these do not change what a step trains.

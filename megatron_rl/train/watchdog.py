@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, Watchdog
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import clip_in_words, get_policy_loss
-from megatron_rl.training.writers import LENGTH, REWARD
+from megatron_rl.train.writers import LENGTH, REWARD
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.json_values import read_saved
-from megatron_rl.megatron import checkpoints
-from megatron_rl.training.option_rules import check_output_dir, checkpoint_directory, goes_on
-from megatron_rl.training.options import CHECKPOINT_DIRECTORY, RUN_FILE, VOCABULARY_FILE, TrainOptions
-from megatron_rl.training.run_lock import RunLock
-from megatron_rl.training.tasks import Task
-from megatron_rl.training.user_tasks import PromptFileTask
-from megatron_rl.training.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
+from megatron_rl.train import checkpoints
+from megatron_rl.train.option_rules import check_output_dir, checkpoint_directory, goes_on
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, RUN_FILE, VOCABULARY_FILE, TrainOptions
+from megatron_rl.train.run_lock import RunLock
+from megatron_rl.train.tasks import Task
+from megatron_rl.train.user_tasks import PromptFileTask
+from megatron_rl.train.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
 from megatron_rl.validation.checks import Asker, problems_of
 
 

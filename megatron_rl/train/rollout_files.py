@@ -34,8 +34,8 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.megatron.routes import RouteShape
 from megatron_rl.megatron.samples import route_problem
-from megatron_rl.training.host_rollouts import host_files, host_records, is_of_host
-from megatron_rl.training.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample
+from megatron_rl.train.host_rollouts import host_files, host_records, is_of_host
+from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample
 
 # Fields that all samples of a rollout have, or none -> what it means where none has.
 GIVEN_FOR_ALL = {

@@ -17,20 +17,19 @@ from megatron_rl.config import Overlong, PolicyLossConfig, RouterReplay
 from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.groups import on_all_ranks
 from megatron_rl.loss_hub import import_dotted, needs_rollout_log_probs
-from megatron_rl.megatron.trainer import PolicyTrainer
-from megatron_rl.training.collection import (
+from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,
     with_old_log_probs,
     with_ref_log_probs,
     with_rollout_log_probs,
 )
-from megatron_rl.training.docs_per_step import DocumentSteps
-from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
-from megatron_rl.training.progress import ProgressBar
-from megatron_rl.training.replay import ReplayedRollouts
-from megatron_rl.training.rollout_files import save_rollouts, truncate_rollouts
-from megatron_rl.training.rollouts import (
+from megatron_rl.train.docs_per_step import DocumentSteps
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions
+from megatron_rl.train.progress import ProgressBar
+from megatron_rl.train.replay import ReplayedRollouts
+from megatron_rl.train.rollout_files import save_rollouts, truncate_rollouts
+from megatron_rl.train.rollouts import (
     Microbatches,
     RolloutBatch,
     SharedRollout,
@@ -38,11 +37,12 @@ from megatron_rl.training.rollouts import (
     share_without_signal,
     split_into_steps,
 )
-from megatron_rl.training.settings_record import settings_of
-from megatron_rl.training.stopping import StopRule, StopSignals
-from megatron_rl.training.user_tasks import DEFAULT_MAX_NEW_TOKENS
-from megatron_rl.training.watchdog import RunWatchdog
-from megatron_rl.training.writers import (
+from megatron_rl.train.settings_record import settings_of
+from megatron_rl.train.stopping import StopRule, StopSignals
+from megatron_rl.train.trainer import PolicyTrainer
+from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
+from megatron_rl.train.watchdog import RunWatchdog
+from megatron_rl.train.writers import (
     LENGTH,
     REWARD,
     TOKENS_PER_SECOND,

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.training.hf_tokenizer import HFTokenizer
-from megatron_rl.training.rollouts import Prompt
-from megatron_rl.training.user_tasks import RewardFunction, call_reward, import_reward, read_prompt_file, stable_integer
+from megatron_rl.train.hf_tokenizer import HFTokenizer
+from megatron_rl.train.rollouts import Prompt
+from megatron_rl.train.user_tasks import RewardFunction, call_reward, import_reward, read_prompt_file, stable_integer
 
 DEFAULT_TASK = "repeat"
 

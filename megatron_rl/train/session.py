@@ -20,23 +20,24 @@ from megatron_rl.config import AdvantageNormalization, PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.groups import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
-from megatron_rl.megatron import checkpoints
-from megatron_rl.megatron.hf_checkpoint import read_hf_model
-from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings, initialize_ranks
-from megatron_rl.training.collection import Evaluation, SampledRollouts
-from megatron_rl.training.document_stream import size_of_steps
-from megatron_rl.training.hf_export import HFExport
-from megatron_rl.training.loop import Outcome, Progress, TrainingRun
-from megatron_rl.training.option_rules import checkpoint_directory
-from megatron_rl.training.options import TrainOptions, experts_of, model_vocab_size
-from megatron_rl.training.output_dir import prepare_output_dir, run_id_of, take_output_dir
-from megatron_rl.training.peers import PeerWatch
-from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
-from megatron_rl.training.rollout_files import check_rollouts_are_of, recorded_vocab_size
-from megatron_rl.training.run_lock import RunLock
-from megatron_rl.training.settings_record import changed_settings, settings_of
-from megatron_rl.training.tasks import Task
-from megatron_rl.training.user_tasks import PromptFileTask
+from megatron_rl.megatron.ranks import initialize_ranks
+from megatron_rl.train import checkpoints
+from megatron_rl.train.collection import Evaluation, SampledRollouts
+from megatron_rl.train.document_stream import size_of_steps
+from megatron_rl.train.hf_checkpoint import read_hf_model
+from megatron_rl.train.hf_export import HFExport
+from megatron_rl.train.loop import Outcome, Progress, TrainingRun
+from megatron_rl.train.option_rules import checkpoint_directory
+from megatron_rl.train.options import TrainOptions, experts_of, model_vocab_size
+from megatron_rl.train.output_dir import prepare_output_dir, run_id_of, take_output_dir
+from megatron_rl.train.peers import PeerWatch
+from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.train.rollout_files import check_rollouts_are_of, recorded_vocab_size
+from megatron_rl.train.run_lock import RunLock
+from megatron_rl.train.settings_record import changed_settings, settings_of
+from megatron_rl.train.tasks import Task
+from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
+from megatron_rl.train.user_tasks import PromptFileTask
 from megatron_rl.validation import config_warnings
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config import AdvantageNormalization, LossAggregation, Overlong, RouterAuxLoss, RouterReplay
 from megatron_rl.errors import ConfigError
-from megatron_rl.training.tasks import BUILT_IN_TASKS
-from megatron_rl.training.writers import X_AXES
+from megatron_rl.train.tasks import BUILT_IN_TASKS
+from megatron_rl.train.writers import X_AXES
 from megatron_rl.validation import flag_of
 
 # In --output-dir, beside metrics.jsonl and the lock.

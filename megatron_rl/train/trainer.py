@@ -1,20 +1,16 @@
 """Holds a policy with its optimiser on this rank's part of the layout: sample, measure, step, save.
 
-This is all that a training loop needs of Megatron-Core. The loop itself (tasks, rollouts, files) is in training/.
+This is all that a training loop needs of Megatron-Core. The loop itself (tasks, rollouts, files) is in loop.py.
 """
 
 from __future__ import annotations
 
-import datetime
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.aggregation import StepTotals
@@ -22,31 +18,26 @@ from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, on_all_ranks, resolve_groups
-from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
-from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_contract, check_finite, make_forward_step
-from megatron_rl.megatron.generation import Noise, SamplingSettings, response_log_probs, sample_responses
 from megatron_rl.megatron.head import HeadSettings, check_head
-from megatron_rl.megatron.hf_checkpoint import HFModel, save_hf_checkpoint
 from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
+from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.router_replay import forget_recomputations, replay_problems
 from megatron_rl.megatron.routes import RouteChecker, RouteRecorder, RouteShape
 from megatron_rl.megatron.samples import PolicySample, UnweightedSample, count_routed_tokens, unweighted, weigh_samples
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_metrics import step_metrics
+from megatron_rl.train import checkpoints
+from megatron_rl.train.generation import Noise, SamplingSettings, sample_responses
+from megatron_rl.train.hf_checkpoint import HFModel, save_hf_checkpoint
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer import TransformerConfig
-
-# A rank that waits longer for the others has lost one of them.
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
-# The network interface of Linux that other machines cannot reach.
-LOOPBACK = "lo"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,54 +67,6 @@ class TrainerSettings:
     experts: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig, as num_moe_experts; empty: dense
     router_replay: str = RouterReplay.NONE
     check_router_replay: bool = False
-
-
-def initialize_ranks(
-    *,
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-    context_parallel_size: int,
-    expert_model_parallel_size: int = 1,
-    expert_tensor_parallel_size: int | None = None,
-    seed: int = 0,
-) -> torch.device:
-    """Makes the process group (NCCL with CUDA, else gloo) and parallel_state, from torchrun's environment or for one process.
-
-    A single process listens only on the loopback address, so that other machines cannot reach it. Without CUDA it installs the
-    package's CPU support. Returns the device of this rank. Communication: that of making the groups.
-    """
-    store: dist.Store | None = None  # None and -1: torch reads the environment
-    rank = world_size = -1
-    if "RANK" not in os.environ:
-        os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
-        # torch's default store would listen on all interfaces.
-        store, rank, world_size = dist.HashStore(), 0, 1
-        if LOOPBACK in (name for _, name in socket.if_nameindex()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        torch.set_num_threads(1)
-        install_cpu_support()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    if not dist.is_initialized():
-        # No device_id: with it torch splits NCCL's subgroups from this group, and a rank outside one of Megatron's gloo groups
-        # would wait in a split that the members of that group do not make.
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=world_size)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        context_parallel_size=context_parallel_size,
-        expert_model_parallel_size=expert_model_parallel_size,
-        expert_tensor_parallel_size=expert_tensor_parallel_size,
-    )
-    model_parallel_cuda_manual_seed(seed + 1)
-    return device
 
 
 class PolicyTrainer:
