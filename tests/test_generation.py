@@ -13,7 +13,7 @@ from trainer_cases import CP, PP, TP, VOCABULARY, lively, ragged_step, tiny_trai
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron import responses
+from megatron_rl.megatron import responses as responses_module
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.train import generation
 from megatron_rl.train.collection import rows_per_forward
@@ -292,7 +292,7 @@ def test_log_probs_of_responses_are_those_of_a_plain_forward(pool, plain_log_pro
 def backends_on_rank(rank, function, is_fused):
     """The backend that each call of `function` is given while the policy's and the reference's log-probabilities are measured."""
     trainer = tiny_trainer(PolicyLossConfig(policy_loss_backend="torch", fused_lm_head_loss=is_fused, kl_coefficient=0.1))
-    with mock.patch.object(responses, function, wraps=getattr(responses, function)) as spied:
+    with mock.patch.object(responses_module, function, wraps=getattr(responses_module, function)) as spied:
         for of_reference in (False, True):
             trainer.log_probs([ragged_step()], of_reference=of_reference)
     return [call.kwargs.get("backend") for call in spied.call_args_list]
