@@ -90,27 +90,25 @@ def metric_lines(rows: Iterable[metrics.Metric]) -> Iterator[str]:
 
 
 def of_losses() -> str:
-    """The page with its two tables as the docstrings of the losses and of ImportanceCorrection have them."""
-    text = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    """The page with its table as the docstrings of the losses have it."""
     what = {name: inspect.getdoc(get_policy_loss(name).function) for name in policy_loss_names()}
-    losses = {f"[`{name}`](#{ANCHORS.get(name, name.replace('_', '-'))})": guide_of(name, doc) for name, doc in what.items()}
-    kinds = {
-        kind: re.search(rf"^{kind}: ((?:.+\n(?:    )?)*?)(?=^\w+: |\Z)", f"{inspect.getdoc(ImportanceCorrection)}\n", re.M)
-        for kind in ImportanceCorrection
-        if kind != "none"
-    }
-    corrections = {f"[`{kind}`](corrections.md#the-factors)": guide_of(kind, found[1]) for kind, found in kinds.items()}
-    head = {"losses": "| loss | what it does |", "corrections": "| correction | the factor of a token |"}
-    return with_tables(
-        text,
-        {
-            f"<!-- table: {name} -->": [
-                f"{head[name]} source | use it when |\n|---|---|---|---|\n",
-                *(f"| {link} | {' | '.join(cells)} |\n" for link, cells in rows.items()),
-            ]
-            for name, rows in {"losses": losses, "corrections": corrections}.items()
-        },
-    )
+    rows = {f"[`{name}`](#{ANCHORS.get(name, name.replace('_', '-'))})": guide_of(name, doc) for name, doc in what.items()}
+    return with_guide("docs/losses.md", "losses", "loss | what it does", rows)
+
+
+def of_corrections() -> str:
+    """The page with its table as the docstring of ImportanceCorrection has it."""
+    text = f"{inspect.getdoc(ImportanceCorrection)}\n"
+    kinds = [kind for kind in ImportanceCorrection if kind != "none"]
+    found = {kind: re.search(rf"^{kind}: ((?:.+\n(?:    )?)*?)(?=^\w+: |\Z)", text, re.M) for kind in kinds}
+    rows = {f"`{kind}`": guide_of(kind, found[kind][1]) for kind in kinds}
+    return with_guide("docs/corrections.md", "corrections", "correction | the factor of a token", rows)
+
+
+def with_guide(page: str, table: str, head: str, rows: dict[str, tuple[str, str, str]]) -> str:
+    lines = [f"| {head} | source | use it when |\n|---|---|---|---|\n"]
+    lines += [f"| {name} | {' | '.join(cells)} |\n" for name, cells in rows.items()]
+    return with_tables((ROOT / page).read_text(encoding="utf-8"), {f"<!-- table: {table} -->": lines})
 
 
 def of_hosts() -> str:
@@ -137,7 +135,7 @@ def guide_of(name: str, docstring: str) -> tuple[str, str, str]:
         r"arXiv:(?P<paper>\d+\.\d+)|^(?P<title>[^,]+), (?P<url>https://[^ ]+[\w/])|(?P<book>Williams), .*?(?P<year>\d{4})", rest
     )
     if when is None or source is None:
-        raise ValueError(f"the docstring of {name} needs a source and a sentence `Use it when ... .`: docs/losses.md has them")
+        raise ValueError(f"the docstring of {name} needs a source and a sentence `Use it when ... .`: a page has them")
     if source["paper"]:
         link = f"[{source['paper']}](https://arxiv.org/abs/{source['paper']})"
     else:
@@ -151,6 +149,7 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/validation.md": validation_cases.validation_page,
     "docs/field_bugs.md": of_the_ledger,
     "docs/losses.md": of_losses,
+    "docs/corrections.md": of_corrections,
     "docs/metrics.md": of_metrics,
     "docs/hosts/index.md": of_hosts,
 }
@@ -170,7 +169,6 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest_in_short, is_tested=False, **OF_RANKS),
     },
     "docs/explain.md": EXPLAIN,
-    "docs/corrections.md": EXPLAIN,
     "docs/doctor.md": JUDGED | {"megatron-rl doctor, on a machine with three wrong packages": Producer(outputs.of_a_sick_machine)},
     "docs/selftest.md": {
         "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest, is_tested=False, **OF_RANKS),
