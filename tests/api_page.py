@@ -34,7 +34,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron_rl.megatron.forward_step": ("make_forward_step",),
         "megatron_rl.megatron.cpu": ("install_cpu_support",),
         "megatron_rl.step_metrics": ("step_metrics",),
-        "megatron_rl.train.watchdog": ("watch", "WatchdogState", "WatchdogFinding"),
+        "megatron_rl.train.watchdog": ("watch", "WatchdogState"),
         "megatron_rl": ("PolicyLossConfig",),
     },
     "Testing": {
@@ -47,9 +47,18 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 HEAD = """# API
 
-Each name with its module, signature and docstring. Shapes are beside the tensors: `T` rows of this rank, `N` samples, `V_tp` the
-columns of this rank's vocabulary shard; the [glossary](glossary.md) has all letters. `tests/api_page.py` makes this page.
+Each name with its module, its signature and what it does, returns and raises. Shapes are beside the tensors; the
+[glossary](glossary.md) has the letters. `help(name)` adds the meaning of each argument, and examples. `tests/api_page.py` makes
+this page.
 """
+# Where a reader finds arguments or fields that the page does not repeat.
+DECLARED_ELSEWHERE = {
+    "PolicyLossConfig": "Its fields are the [flags](arguments.md).",
+    "grpo_loss": "Arguments: those of [policy_loss](#policy_loss) after `name`.",
+    "gspo_loss": "Arguments: those of [policy_loss](#policy_loss) after `name`.",
+    "linear_grpo_loss": "Arguments: those of [linear_policy_loss](#linear_policy_loss) after `name`.",
+    "linear_gspo_loss": "Arguments: those of [linear_policy_loss](#linear_policy_loss) after `name`.",
+}
 ENTRY = re.compile(r"(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*): +(?P<text>.*)")
 PART = re.compile(r"(?P<part>Args|Returns|Raises|Communication|Memory)(?P<rest>:? .*|:)$")
 
@@ -64,8 +73,9 @@ def section(title: str, modules: dict[str, tuple[str, ...]]) -> Iterator[str]:
     for module, names in modules.items():
         for name in names:
             what = getattr(import_module(module), name)
-            yield f"### {name}\n\n`{module}.{name}`\n\n```text\n{declared(what)}\n```\n"
-            yield prose(inspect.getdoc(what) or "")
+            yield f"### {name}\n\n`{module}.{name}`\n"
+            yield f"{DECLARED_ELSEWHERE[name]}\n" if name in DECLARED_ELSEWHERE else f"```text\n{declared(what)}\n```\n"
+            yield prose(shortened(what))
 
 
 def declared(what: object) -> str:
@@ -77,6 +87,29 @@ def declared(what: object) -> str:
     fields = [part for part in node.body if isinstance(part, ast.AnnAssign) and not str(ast.unparse(part.target)).startswith("_")]
     shown = [line for part in fields for line in lines[part.lineno - 1 : part.end_lineno]]
     return "\n".join([lines[node.lineno - 1], *shown])
+
+
+def shortened(what: object) -> str:
+    """The first paragraph of the docstring, the arguments and fields that only a sentence explains, and what comes after Args."""
+    first, *others = re.split(r"\n\s*\n", inspect.getdoc(what) or "")
+    shown = [first]
+    if others and not first.endswith((".", ":")):  # a sentence that ends with an equation
+        shown.append(others.pop(0))
+    in_signature = set() if inspect.isclass(what) else set(inspect.signature(what).parameters)
+    return "\n\n".join([*shown, *(kept for block in others if (kept := essential(block, in_signature)))])
+
+
+def essential(block: str, in_signature: set[str]) -> str:
+    """The lines of a block that belong to Returns and the like, and the entries whose names the signature does not show."""
+    kept, is_kept = [], False
+    for line in block.splitlines():
+        if part := PART.match(line):
+            is_kept = part["part"] != "Args"
+        elif entry := ENTRY.match(line.strip()):
+            is_kept = not in_signature & set(entry["names"].split(", "))
+        if is_kept:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def prose(docstring: str) -> str:

@@ -15,13 +15,15 @@ from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
 PAGE_HEAD = """# What is refused before the first step
 
-Every rule of `megatron_rl.validation`, with launches that it refuses and what it says. All problems of a launch are
-reported in one error. Nothing is corrected silently: validation never changes what it reads. Which flag works on which
-route is in [Flags](arguments.md).
+Every rule of `megatron_rl.validation`, with a launch that it refuses and what it says. One error lists all problems of a launch,
+and nothing is corrected silently. [Flags](arguments.md) says which flag works on which route.
+
+| rule | a launch | message |
+|---|---|---|
 """
 WARNINGS_HEAD = """## Warnings
 
-These launches run; `megatron_rl.validation.config_warnings` says so once, at start.
+These launches run; a warning says so once, at start.
 
 | launch | warning |
 |---|---|
@@ -378,13 +380,12 @@ def judge(rule_name: str, settings: dict) -> list[str]:
 
 
 def validation_page() -> str:
-    lines = [PAGE_HEAD]
+    lines = []
     for name in (rule.name for rule in RULES):
-        lines += [f"## {name}", "", "| launch | message |", "|---|---|"]
-        lines += [f"| {as_settings(settings)} | {judge(name, settings)[0]} |" for settings, _ in REFUSED[name]]
-        lines.append("")
+        settings, _ = REFUSED[name][0]
+        lines.append(f"| {name.replace('_', ' ')} | {as_settings(settings)} | {judge(name, settings)[0]} |\n")
     rows = "".join(f"| {as_settings(case)} | {config_warnings(launch(case).config)[0]} |\n" for case, _ in WARNED)
-    return "\n".join(lines) + "\n" + WARNINGS_HEAD + rows
+    return "".join([PAGE_HEAD, *lines, "\n", WARNINGS_HEAD, rows])
 
 
 def as_settings(settings: dict) -> str:
