@@ -17,10 +17,10 @@ import torch
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.files import archive
 from megatron_rl.files.bounds import check_tree
+from megatron_rl.files.host_dumps import load_samples
 from megatron_rl.files.json_values import parse_json
 from megatron_rl.files.plain_pickle import DAMAGED
 from megatron_rl.files.yaml_values import parse_yaml
-from megatron_rl.hosts.dumps import load_samples
 
 
 def saved(value: object) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.dumps import load_samples, plain_number
+from megatron_rl.files.host_dumps import load_samples, plain_number
 from megatron_rl.train.rollouts import group_advantages
 
 # As the hosts have it in the name of their flag's value.

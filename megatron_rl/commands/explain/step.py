@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError, printable
+from megatron_rl.files.host_dumps import load_samples, plain_number
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.files.plain_pickle import DAMAGED
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import Host, host_named
 from megatron_rl.hosts.companions import positions_of, read_batch
-from megatron_rl.hosts.dumps import load_samples, plain_number
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.validation import field_of
 
