@@ -75,6 +75,8 @@ JUDGES = {
     "megatron/schedule.py": "forward_step probe megatron_model layouts",
     "megatron/probe.py": "probe",
     "megatron/router_losses.py": "router_losses_said expert_layouts probe",
+    "megatron/router_scale.py": "router_losses_said expert_layouts",
+    "megatron/routing.py": "router_replay expert_layouts",
     "megatron/batch.py": "batch packed_bins router_replay",
     "megatron/forward_step.py": "forward_step router_replay",
     "ops/": "log_probs linear_head linear_gradients linear_losses log_probs_triton",

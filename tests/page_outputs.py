@@ -39,7 +39,7 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.train_rl import take_rollouts
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.megatron.model import find_gpt_model
-from megatron_rl.megatron.router_losses import RoutedStep, host_factors
+from megatron_rl.megatron.router_scale import RoutedStep, host_factors
 from megatron_rl.testing.invariance import merged
 from megatron_rl.testing.layout_step import Layout
 from megatron_rl.testing.ranks import RankPool, run_ranks

@@ -19,7 +19,7 @@ from megatron_rl.commands.doctor.launch import judge_launch
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.hosts.base import read_launch
 from megatron_rl.hosts.checks import the_model_keeps_the_step
-from megatron_rl.megatron import indexer
+from megatron_rl.megatron import installed
 from megatron_rl.validation.auxiliary_losses import ADDED_LOSSES, MODEL_SETTINGS
 from megatron_rl.validation.checks import Asker, warnings_of
 
@@ -61,7 +61,7 @@ def test_the_walk_finds_a_function_that_the_table_does_not_know(tmp_path):
 
 def indexer_gradients(rank: int, contracts: list[tuple[bool, int]]) -> tuple[bool | None, list[float]]:
     """What the installed release says, and d / d indexer of a loss that is attached in each of M micro-batches, whose mean is 1."""
-    if indexer.scales_indexer_loss() is None:
+    if installed.scales_indexer_loss() is None:
         return None, []
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
@@ -94,7 +94,7 @@ def indexer_gradients(rank: int, contracts: list[tuple[bool, int]]) -> tuple[boo
             forward_only=False,
         )
         found.append(float(model.indexer.grad))
-    return indexer.scales_indexer_loss(), found
+    return installed.scales_indexer_loss(), found
 
 
 @megatron
@@ -112,7 +112,7 @@ def contract_on_rank(rank: int, is_scaled: bool | None) -> list[str]:
     from megatron_rl.megatron.model import transformer_config
 
     answers = []
-    with mock.patch.object(indexer, "scales_indexer_loss", lambda: is_scaled):
+    with mock.patch.object(installed, "scales_indexer_loss", lambda: is_scaled):
         for is_per_token, coefficient in ((False, 0.01), (True, 0.01), (False, 0.0)):
             config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=is_per_token)
             vars(config)["dsa_indexer_loss_coeff"] = coefficient
@@ -139,7 +139,7 @@ def test_the_start_check_of_hosts_and_of_megatron_lm_asks_the_release(is_scaled)
     from megatron_rl.hosts import actor_checks, training_hooks
 
     with (
-        mock.patch.object(indexer, "scales_indexer_loss", lambda: is_scaled),
+        mock.patch.object(installed, "scales_indexer_loss", lambda: is_scaled),
         mock.patch.object(actor_checks, "expert_replicas_drift", lambda: False),
     ):
         found = list(actor_checks.release_problems({"dsa_indexer_loss_coeff": 0.01, "calculate_per_token_loss": False}))

@@ -23,10 +23,10 @@ from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
 from megatron_rl.config import LossAggregation
 from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron import router_losses
-from megatron_rl.megatron.experts import expert_replicas_drift
+from megatron_rl.megatron.installed import HostScales, expert_replicas_drift, installed_scales
 from megatron_rl.megatron.model import global_parameter_name, is_of_expert, layout_independent_normal
-from megatron_rl.megatron.router_losses import HostScales, RoutedStep, host_factors, installed_scales
-from megatron_rl.megatron.routes import RouteLog
+from megatron_rl.megatron.router_scale import RoutedStep, host_factors
+from megatron_rl.megatron.routing import RouteLog
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
 from megatron_rl.testing.ranks import RankPool

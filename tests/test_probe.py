@@ -16,7 +16,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron import probe
-from megatron_rl.megatron.experts import expert_replicas_drift
+from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.probe import probe_schedule, run_one_parameter
 from megatron_rl.megatron.schedule import delivered_factor, microbatch_multiple, scale_for_schedule
 from megatron_rl.train import trainer as trainer_module

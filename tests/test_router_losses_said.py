@@ -19,7 +19,8 @@ from test_layouts import GRADIENT_TOLERANCE, config_of
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import megatron_lm
 from megatron_rl.megatron import router_losses
-from megatron_rl.megatron.router_losses import HostScales, RoutedPart, host_ranges
+from megatron_rl.megatron.installed import HostScales
+from megatron_rl.megatron.router_scale import RoutedPart, host_ranges
 from megatron_rl.testing.layout_step import Layout, LayoutModel, row_length
 from megatron_rl.testing.reference import ragged_samples
 

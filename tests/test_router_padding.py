@@ -8,7 +8,7 @@ from helpers import pool_of
 from test_expert_layouts import EXPERTS, LOSSES, error_of_whole, model_of, needs_padding_mask, of_auxiliary_losses, truth_on_rank
 from test_layouts import GRADIENT_TOLERANCE, config_of
 
-from megatron_rl.megatron.router_losses import routers_of
+from megatron_rl.megatron.routing import routers_of
 from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT
 from megatron_rl.testing.layout_step import LayoutModel, row_length
 from megatron_rl.testing.reference import ragged_samples

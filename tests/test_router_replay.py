@@ -20,10 +20,8 @@ from test_layouts import GRADIENT_TOLERANCE, config_of
 from megatron_rl.__main__ import main
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.megatron.router_losses import routers_of
-from megatron_rl.megatron.router_replay import GivenRoutes, replay_problems
-from megatron_rl.megatron.routes import RouteChecker, RouteLog, RouteShape, as_map, expert_layers
-from megatron_rl.megatron.samples import route_problem
+from megatron_rl.megatron.routing import GivenRoutes, RouteChecker, RouteLog, as_map, replay_problems, routers_of
+from megatron_rl.megatron.samples import RouteShape, expert_layers, route_problem
 from megatron_rl.testing.invariance import Layout, TinyGPT, merged
 from megatron_rl.testing.layout_step import LayoutModel
 from megatron_rl.testing.ranks import RankError, run_ranks

@@ -10,8 +10,7 @@ import torch
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import HostLaunch
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.experts import expert_replicas_drift
-from megatron_rl.megatron.indexer import unscaled_indexer
+from megatron_rl.megatron.installed import expert_replicas_drift, unscaled_indexer
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import Asker, check

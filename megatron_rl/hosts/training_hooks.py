@@ -32,7 +32,7 @@ from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.host_run import RUNS, begin_run
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
-from megatron_rl.megatron.indexer import unscaled_indexer
+from megatron_rl.megatron.installed import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.context_parallel import local_positions, padded_length
 from megatron_rl.layout.groups import Group
 from megatron_rl.megatron.attention import remember_document_bounds
-from megatron_rl.megatron.routes import NO_ROUTE
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 
 __all__ = ["HostCopies", "PolicyBatch", "PolicySample", "StepContext", "make_packed_batch", "make_padded_batch", "weigh_samples"]
+# In the place of a token's experts: it has no route.
+NO_ROUTE = -1
 PER_TOKEN_LOG_PROBS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 
 
@@ -42,6 +44,25 @@ class HostCopies:
     document_lengths: tuple[int, ...]  # N whole documents with their padding, over all cp ranks
 
 
+class ForwardInput(Protocol):
+    """The part of a batch that a forward reads."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # [B, S] int64
+
+    @property
+    def position_ids(self) -> Tensor: ...  # [B, S] int64
+
+    @property
+    def is_padding(self) -> Tensor | None: ...  # [B, S] bool, for the routers of experts; None: sampling, which trains none
+
+    @property
+    def packed_seq_params(self) -> object | None: ...  # Megatron's PackedSeqParams for a packed row
+
+    @property
+    def replayed_routes(self) -> Tensor | None: ...  # [T, num_moe_layers, topk], as PolicyBatch has them; None: routers choose
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyBatch:
     """One micro-batch of one cp rank: T = B * S local tokens, row after row, and N documents. Rows after them are padding."""
@@ -58,7 +79,7 @@ class PolicyBatch:
     rollout_log_probs: Tensor | None  # [T] float32
     advantages: Tensor  # [N] float32
     staleness: Tensor | None  # [N] int64, policy versions since a sample was sampled
-    routes: Tensor | None  # [T, num_moe_layers, topk] int16, -1 where a token has none; see megatron/routes.py
+    routes: Tensor | None  # [T, num_moe_layers, topk] int16, -1 where a token has none; see megatron/routing.py
     cu_seqlens: Tensor  # [N + 1] int32, this rank's slices
     token_weights: Tensor  # [N] float32
     regularizer_weights: Tensor  # [N] float32

@@ -21,10 +21,10 @@ from megatron_rl.losses.api import PolicyLossOutput
 from megatron_rl.losses.keywords import LossKeywords
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
-from megatron_rl.megatron.indexer import unscaled_indexer
+from megatron_rl.megatron.installed import takes_no_labels, unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.router_losses import prepare_routers
-from megatron_rl.megatron.routes import RouteChecker
+from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
 from megatron_rl.metrics import PolicyStatistics, rollout_statistics
 from megatron_rl.step_metrics import report_pairs
@@ -270,7 +270,7 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
     settings = settings_of_model(model_config) | {"calculate_per_token_loss": per_token, "router_aux_loss": config.router_aux_loss}
     problems = [*auxiliary_loss_problems(settings, Route.MEGATRON_LM), *unscaled_indexer(settings)]
     problems += model_problems(vars(model_config))
-    if settings.get("mtp_num_layers") and not problems and not _takes_no_labels():
+    if settings.get("mtp_num_layers") and not problems and not takes_no_labels():
         problems.append(
             f"mtp_num_layers={settings['mtp_num_layers']!r} in the model's config: this Megatron-Core reads labels in its forward, "
             "and the forward step gives none; remove --mtp-num-layers, or install megatron-core 0.17 or later"
@@ -282,13 +282,6 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
         )
     if problems:
         raise ConfigError(problems)
-
-
-def _takes_no_labels() -> bool:
-    """Whether a model with multi-token prediction can be called without labels: since Megatron-Core 0.17."""
-    from megatron.core.transformer import multi_token_prediction
-
-    return hasattr(multi_token_prediction, "process_mtp_loss")
 
 
 def check_finite(reports: list[MicrobatchReport]) -> None:

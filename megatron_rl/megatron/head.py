@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,10 @@ from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group
 from megatron_rl.lm_head import fp32_head_logits
+from megatron_rl.megatron.batch import ForwardInput
 from megatron_rl.megatron.model import find_output_layer, model_config_of
 from megatron_rl.megatron.router_losses import padding_of
-from megatron_rl.megatron.router_replay import replayed
+from megatron_rl.megatron.routing import replayed
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -44,25 +45,6 @@ class HeadSettings:
     @classmethod
     def of(cls, config: PolicyLossConfig) -> HeadSettings:
         return cls(is_fused=config.fused_lm_head_loss, is_fp32=config.fp32_lm_head, max_logits_bytes=config.max_logits_bytes)
-
-
-class ForwardInput(Protocol):
-    """The part of a batch that a forward reads."""
-
-    @property
-    def tokens(self) -> Tensor: ...  # [B, S] int64
-
-    @property
-    def position_ids(self) -> Tensor: ...  # [B, S] int64
-
-    @property
-    def is_padding(self) -> Tensor | None: ...  # [B, S] bool, for the routers of experts; None: sampling, which trains none
-
-    @property
-    def packed_seq_params(self) -> object | None: ...  # Megatron's PackedSeqParams for a packed row
-
-    @property
-    def replayed_routes(self) -> Tensor | None: ...  # [T, num_moe_layers, topk], as PolicyBatch has them; None: routers choose
 
 
 @dataclass(frozen=True, slots=True)

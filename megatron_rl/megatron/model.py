@@ -13,7 +13,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.megatron.attention import PackedAttention, SequenceParallelNorm
 from megatron_rl.megatron.cpu import support_latent_attention
-from megatron_rl.megatron.experts import expert_replicas_drift
+from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.validation.experts import drift_problem, expert_problems
 from megatron_rl.validation.model_settings import model_problems
 

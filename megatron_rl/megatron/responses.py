@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, broadcast_from_last
-from megatron_rl.megatron.batch import PolicyBatch
-from megatron_rl.megatron.head import ForwardInput, HeadInputs, HeadSettings, rows_of, run_model
-from megatron_rl.megatron.routes import RouteRecorder
+from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
+from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of, run_model
+from megatron_rl.megatron.routing import RouteRecorder
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 

@@ -1,8 +1,7 @@
 """Gives routers the padding of a micro-batch, and makes their auxiliary losses those of one rank on the whole step.
 
-Megatron divides an auxiliary loss by the tokens of one micro-batch on one rank, then takes a mean of these means. So the gradient
-changes with the layout, and the per-token contract multiplies it by routed / response tokens. Under --router-aux-loss exact, for a
-step of T tokens without padding in B samples, with E experts and k routes a token, scores p and routes f in {0, 1}:
+Under --router-aux-loss host they keep Megatron's scale, which router_scale.py tells. Under exact, for a step of T tokens without
+padding in B samples, with E experts and k routes a token, scores p and routes f in {0, 1}:
 
     z_loss            c sum_t logsumexp(logits_t)^2 / T
     seq_aux_loss      c E sum_i sum_e (sum_{t in i} f_te) (sum_{t in i} p_te) / (k (T / B)^2 B)
@@ -22,9 +21,8 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MethodType, SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,15 +30,15 @@ from torch import Tensor, nn
 
 from megatron_rl.config import RouterAuxLoss
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import Group, ParallelGroups, all_gather_stack, group_device, resolve_group
+from megatron_rl.layout.groups import Group, ParallelGroups, resolve_group
+from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.model import find_gpt_model
+from megatron_rl.megatron.router_scale import RoutedStep, tell_scale
+from megatron_rl.megatron.routing import routers_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.router import TopKRouter
-
-    from megatron_rl.megatron.batch import PolicyBatch, StepContext
-    from megatron_rl.megatron.head import ForwardInput
 
 # The parameters of the router's methods that are replaced, as Megatron-Core 0.16 has them.
 _METHODS = {
@@ -49,36 +47,10 @@ _METHODS = {
     "_apply_seq_aux_loss": ("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz", "with_padding_mask"),
     "_apply_global_aux_loss": ("probs", "scores_for_aux_loss", "routing_map", "with_padding_mask"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedStep:
-    """What the losses of routers need to know about the whole step."""
-
-    num_tokens: int  # T
-    num_samples: int  # B
-    num_parts: int  # micro-batches times data-parallel ranks, without context parallelism
-    data_size: int
-    gradient_factor: float
-    """Of a loss whose schedule divides it by num_parts. 1 under the default contract."""
-    schedule_factor: float = 1.0
-    """What the schedule multiplies these losses by, beside the loss scale: cp / micro-batches; 1 under the per-token contract."""
-
-
-# A model's routers: to look for them walks all its modules, and each micro-batch asks.
-_routers: weakref.WeakKeyDictionary[nn.Module, list[TopKRouter]] = weakref.WeakKeyDictionary()
+# Why seq_aux_loss is another loss on packed rows.
+NO_BOUNDS_OF_SAMPLES = "Megatron gives its router no bounds of samples, and balances the whole row as one sample"
 # Bare models that were checked at start or at their first forward, and whose lines have been said.
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# A model's first step under host: the counts of this rank's micro-batches so far; None once its line has been said.
-_first_steps: weakref.WeakKeyDictionary[nn.Module, _FirstStep | None] = weakref.WeakKeyDictionary()
-
-
-def routers_of(model: nn.Module) -> list[TopKRouter]:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    if model not in _routers:
-        _routers[model] = [module for module in model.modules() if isinstance(module, TopKRouter)]
-    return _routers[model]
 
 
 def takes_padding_mask(model: nn.Module | type[nn.Module]) -> bool:
@@ -166,69 +138,16 @@ def prepare_routers(
     if not losses:
         return
     if mode != RouterAuxLoss.EXACT:
-        if takes_padding_mask(model):
+        has_mask = takes_padding_mask(model)
+        if has_mask:
             _divide_by_a_token()
-        _tell_scale(losses, model, config, batch, groups)
+        tell_scale(losses, model, config, batch, groups, has_mask=has_mask)
         return
     step = _step_of(config, batch, groups)
     for router in routers_of(model):
         vars(router)["routed_step"] = step
         for name, method in _EXACT.items():
             vars(router)[name] = MethodType(method, router)
-
-
-@dataclass(frozen=True, slots=True)
-class _FirstStep:
-    context: StepContext
-    counts: list[Tensor]  # of each micro-batch: [data-parallel rank, routed tokens of this rank's slice, its positions, rows]
-
-
-def _tell_scale(
-    losses: dict[str, float], model: nn.Module, config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups
-) -> None:
-    """Says once what Megatron's scale makes of each loss in the model's first step, from the counts of all its micro-batches."""
-    bare = find_gpt_model(model)
-    if not bare.pre_process:
-        return
-    first = _first_steps.get(bare, _FirstStep(batch.context, []))
-    if first is None:
-        return
-    if first.context is not batch.context:  # the step before ended with an error
-        first = _FirstStep(batch.context, [])
-    _first_steps[bare] = first
-    is_padding = batch.is_padding
-    if config.sequence_parallel:
-        is_padding = is_padding.chunk(groups.tp.size(), 1)[groups.tp.rank()]
-    shape = torch.tensor([groups.dp.rank(), is_padding.numel(), is_padding.numel(), is_padding.shape[0]])
-    counts = shape.to(is_padding.device, non_blocking=True)
-    counts[1] -= is_padding.sum()
-    first.counts.append(counts)
-    if len(first.counts) < batch.context.num_microbatches:
-        return
-    _first_steps[bare] = None
-    parts = _parts_of(torch.stack(first.counts), groups, is_sliced=config.sequence_parallel)
-    if groups.dp_cp.rank() or groups.tp.rank():
-        return
-    has_mask, totals = takes_padding_mask(model), batch.context.totals
-    ranges = host_ranges(
-        parts,
-        groups.dp.size(),
-        totals.num_samples,
-        totals.num_tokens if config.calculate_per_token_loss else None,
-        installed_scales() if has_mask else HostScales(divides_samples=_counts_by_sample()),
-        counts_padding=not has_mask,
-        is_packed=batch.packed_seq_params is not None,
-    )
-    as_row = {"seq_aux_loss": " (as aux_loss of the row)"} if batch.packed_seq_params is not None else {}
-    scale = ", ".join(f"{name}{as_row.get(name, '')} {_range_in_words(*ranges[name])}" for name in losses)
-    num_routed = sum(sum(part.slices) for part in parts)
-    num_positions = sum(part.positions * len(part.slices) for part in parts)
-    counted = f"; {num_positions - num_routed} positions of padding count too" if not has_mask else ""
-    warnings.warn(
-        f"--router-aux-loss host keeps Megatron's scale: {scale} of exact in this step ({num_routed} routed, "
-        f"{totals.num_tokens} response tokens){counted}",
-        stacklevel=3,
-    )
 
 
 @functools.cache
@@ -247,173 +166,6 @@ def _divide_by_a_token() -> None:
     vars(router)["get_tokens_per_expert_and_token_count"] = counts
 
 
-def _counts_by_sample() -> bool:
-    """Whether a router without padding mask multiplies seq_aux_loss by the tokens of a sample, and not of the micro-batch."""
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    attach = getattr(TopKRouter, "attach_and_log_load_balancing_loss", None)
-    return attach is not None and "valid_token_count" in inspect.signature(attach).parameters
-
-
-def _range_in_words(least: float, most: float) -> str:
-    if most - least <= 1e-9 * most:
-        return f"x {most:.4g}"
-    return f"x {least:.4g} to {most:.4g} (by micro-batch and rank)"
-
-
-def _parts_of(counts: Tensor, groups: ParallelGroups, *, is_sliced: bool) -> list[RoutedPart]:
-    """counts [M, 4], of this rank's micro-batches. Communication: that of prepare_routers."""
-    found = counts.to(group_device(groups.dp_cp))
-    if is_sliced:
-        found = all_gather_stack(found, groups.tp)
-    found = all_gather_stack(found, groups.dp_cp).view(-1, *counts.shape)
-    slices: dict[tuple[int, int], list[list[int]]] = {}
-    for of_rank in found.tolist():
-        for microbatch, (rank, *numbers) in enumerate(of_rank):
-            slices.setdefault((microbatch, rank), []).append(numbers)
-    return [
-        RoutedPart(microbatch, tuple(real for real, _, _ in of_part), of_part[0][1], of_part[0][2])
-        for (microbatch, _), of_part in slices.items()
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedPart:
-    """A micro-batch of a data-parallel rank, whose tokens lie in slices on tp times cp ranks."""
-
-    microbatch: int
-    slices: tuple[float, ...]  # tokens without padding, of each slice
-    positions: float  # of one slice, with padding
-    rows: float
-
-
-@dataclass(frozen=True, slots=True)
-class HostScales:
-    """What a release of Megatron-Core does to these losses under --calculate-per-token-loss, beside routed / response tokens."""
-
-    divides_z_loss: bool = True  # by the tp times cp ranks
-    divides_samples: bool = True  # the loss of samples by those of the micro-batch
-    multiplies_balance: bool = False  # the others by the tp times cp ranks, whose tokens are in its count already
-
-
-def host_factors(step: RoutedStep, num_loss_tokens: int | None, num_slices: int, scales: HostScales) -> dict[str, float]:
-    """What Megatron's scale makes of each loss, against exact, in a step of equal micro-batches.
-
-    num_loss_tokens: under --calculate-per-token-loss; None: the default contract. num_slices: tp times cp ranks.
-    """
-    tokens, num_microbatches = step.num_tokens / step.num_parts / num_slices, step.num_parts // step.data_size
-    numbers = [number for number in range(num_microbatches) for _ in range(step.data_size)]
-    parts = [RoutedPart(number, (tokens,) * num_slices, tokens, step.num_samples / step.num_parts) for number in numbers]
-    return {name: most for name, (_, most) in host_ranges(parts, step.data_size, step.num_samples, num_loss_tokens, scales).items()}
-
-
-def host_ranges(
-    parts: Sequence[RoutedPart],
-    data_size: int,
-    num_samples: int,
-    num_loss_tokens: int | None,  # None: the default contract
-    scales: HostScales,
-    *,
-    counts_padding: bool = False,
-    is_packed: bool = False,
-) -> dict[str, tuple[float, float]]:
-    """For each loss the least and the largest weight that Megatron gives to a term of it, over that under exact, in one step.
-
-    A term is that of a token without padding (z_loss), or of the scores and routes of such tokens (the others, see the module's
-    docstring). All terms of a part have one weight, and in z_loss all of a slice. parts: all of the step. counts_padding: the
-    routers have no padding mask. is_packed: Megatron takes the row for one sample, so seq_aux_loss is compared with exact aux_loss.
-    """
-    num_tokens, num_parts = sum(sum(part.slices) for part in parts), len(parts)
-    real_of: dict[int, float] = {}  # by micro-batch, on all data-parallel ranks
-    positions_of: dict[int, float] = {}
-    for part in parts:
-        real_of[part.microbatch] = real_of.get(part.microbatch, 0) + sum(part.slices)
-        positions_of[part.microbatch] = positions_of.get(part.microbatch, 0) + part.positions * len(part.slices)
-
-    def of_contract(multiplier: float) -> float:
-        """What stands before the loss of a part: of these tokens under the per-token contract, else one of the parts."""
-        return 1 / num_parts if num_loss_tokens is None else multiplier / num_loss_tokens
-
-    found: dict[str, list[float]] = {"z_loss": [], "seq_aux_loss": [], "aux_loss": [], "global_aux_loss": []}
-    for part in parts:
-        real, number = sum(part.slices), len(part.slices)
-        if not real:
-            continue
-        for tokens in filter(None, part.slices):
-            divisor = part.positions if counts_padding else tokens
-            shares = number if scales.divides_z_loss or num_loss_tokens is None else 1
-            found["z_loss"].append(of_contract(divisor) * num_tokens / divisor / shares)
-        # With a mask the count that multiplies a loss is that of all slices: Megatron adds them up in place.
-        repeats = number if scales.multiplies_balance else 1
-        of_part = of_contract(part.positions if counts_padding else real * repeats)
-        of_all = of_contract(part.positions if counts_padding else real_of[part.microbatch] * repeats)
-        size = part.positions * number if counts_padding else real
-        size_of_all = positions_of[part.microbatch] if counts_padding else real_of[part.microbatch]
-        aux_loss = of_part * num_parts * (real / size) ** 2
-        found["aux_loss"].append(aux_loss)
-        # The parts of the data-parallel ranks add up to the loss of their micro-batch, which exact does not average. Megatron takes
-        # the mean of the counts so far over the tokens of this micro-batch.
-        so_far = [count for microbatch, count in real_of.items() if microbatch <= part.microbatch]
-        mean_so_far = sum(so_far) / len(so_far)
-        found["global_aux_loss"].append(of_all * num_parts / data_size * real_of[part.microbatch] * mean_so_far / size_of_all**2)
-        rows = 1 if num_loss_tokens is not None and scales.divides_samples else part.rows
-        of_samples = of_part * rows * num_tokens**2 / (num_samples * size**2)
-        found["seq_aux_loss"].append(aux_loss if is_packed else of_samples)
-    return {name: (min(values), max(values)) for name, values in found.items()}
-
-
-@functools.cache
-def installed_scales() -> HostScales:
-    """Of the installed Megatron-Core with padding masks: a stand-in of its router answers. Needs a default process group."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    class RouterStandIn(TopKRouter):
-        def __init__(self, num_slices: int):
-            settings = {"moe_z_loss_coeff": 1.0, "num_layers": 1, "num_moe_experts": 2, "moe_router_fusion": False}
-            self.__dict__ |= {
-                "config": SimpleNamespace(**settings, mtp_num_layers=None, mtp_use_repeated_layer=False),
-                "tp_cp_group": SimpleNamespace(size=lambda: num_slices),
-                "layer_number": None,  # what has no layer is not logged
-                **{"topk": 1, "is_mtp_layer": False, "training": True, "calculate_per_token_loss": True, "tp_dp_cp_group": None},
-            }
-
-        def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-            return 1.0
-
-    def of_z_loss(num_slices: int) -> float:
-        logits = torch.zeros(1, 2, requires_grad=True)
-        return _first_gradient(logits, RouterStandIn(num_slices).apply_z_loss(logits) * 0)
-
-    def of_samples(number: int) -> float:
-        scores, routes = torch.tensor([[0.75, 0.25]] * number, requires_grad=True), torch.tensor([[True, False]] * number)
-        probs = torch.ones(number, 2, requires_grad=True)
-        return _first_gradient(
-            scores, RouterStandIn(1)._apply_seq_aux_loss(probs, scores, routes, 1, number, with_padding_mask=True)
-        )
-
-    def of_balance(num_slices: int) -> float:
-        loss, probs, router = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True), RouterStandIn(num_slices)
-        return _first_gradient(loss, router.attach_and_log_load_balancing_loss(probs, 1.0, loss, "", None, valid_token_count=1))
-
-    before = MoEAuxLossAutoScaler.main_loss_backward_scale  # a first backward sets it for the whole process
-    try:
-        return HostScales(
-            divides_z_loss=of_z_loss(2) < 0.75 * of_z_loss(1),
-            divides_samples=of_samples(2) < 0.75 * of_samples(1),
-            multiplies_balance=of_balance(2) > 1.5 * of_balance(1),
-        )
-    finally:
-        MoEAuxLossAutoScaler.main_loss_backward_scale = before
-
-
-def _first_gradient(values: Tensor, activation: Tensor) -> float:
-    """The length of the gradient of values[0] that an auxiliary loss attached to the activation gives."""
-    activation.sum().backward()
-    assert values.grad is not None
-    return float(values.grad[0].norm())
-
-
 def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups) -> RoutedStep:
     context = batch.context
     if context.num_routed_tokens is None:
@@ -423,10 +175,6 @@ def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGrou
     factor = context.totals.num_tokens / num_parts if per_token else 1.0
     of_schedule = 1.0 if per_token else groups.cp.size() / context.num_microbatches
     return RoutedStep(context.num_routed_tokens, context.totals.num_samples, num_parts, groups.dp.size(), factor, of_schedule)
-
-
-# Why seq_aux_loss is another loss on packed rows.
-NO_BOUNDS_OF_SAMPLES = "Megatron gives its router no bounds of samples, and balances the whole row as one sample"
 
 
 def exact_problems(losses: Mapping[str, float], model: nn.Module, config: TransformerConfig, *, is_packed: bool) -> Iterator[str]:

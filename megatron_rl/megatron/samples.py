@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import importance_correction
 
 if TYPE_CHECKING:
-    from megatron_rl.megatron.routes import RouteShape
+    from megatron.core.transformer import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +184,25 @@ def kept_mask(config: PolicyLossConfig, sample: UnweightedSample, loss_mask: Ten
         torch.tensor([0, loss_mask.numel()], dtype=torch.int32),
     )
     return correction.is_kept
+
+
+class RouteShape(NamedTuple):
+    """What a model's routes look like."""
+
+    num_layers: int  # with experts
+    topk: int
+    num_experts: int
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> RouteShape:
+        return cls(len(expert_layers(config)), config.moe_router_topk, config.num_moe_experts)
+
+
+def expert_layers(config: TransformerConfig) -> list[int]:
+    """The global numbers, from 1, of the layers with experts. A sample's routes are in this order."""
+    frequency = config.moe_layer_freq
+    pattern = [number % frequency == 0 for number in range(config.num_layers)] if isinstance(frequency, int) else frequency
+    return [number for number, has_experts in enumerate(pattern, 1) if has_experts]
 
 
 def route_problem(routes: object, num_tokens: int, shape: RouteShape | None = None) -> str | None:

@@ -27,7 +27,7 @@ from megatron_rl.layout.groups import (
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import check_finite, make_forward_step
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, halves_of, sharding_of, transformer_config
-from megatron_rl.megatron.routes import RouteChecker, RouteLog
+from megatron_rl.megatron.routing import RouteChecker, RouteLog
 from megatron_rl.megatron.samples import count_routed_tokens
 from megatron_rl.step_metrics import step_metrics
 

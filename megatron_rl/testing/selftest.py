@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.megatron.cpu import import_megatron
-from megatron_rl.megatron.experts import expert_replicas_drift
+from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.probe import megatron_version, probe_schedule, reduces_experts_apart
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.testing.comparison import compare

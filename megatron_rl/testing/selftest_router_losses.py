@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_rl.config import PolicyLossConfig, RouterAuxLoss
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.model import global_parameter_name, is_of_expert
-from megatron_rl.megatron.router_losses import NO_BOUNDS_OF_SAMPLES, exact_problem, routers_of
+from megatron_rl.megatron.router_losses import NO_BOUNDS_OF_SAMPLES, exact_problem
+from megatron_rl.megatron.routing import routers_of
 from megatron_rl.testing.comparison import Truth, compare
 from megatron_rl.testing.layout_step import Layout, LayoutModel, RankStep, StepSample, TinyGPT
 from megatron_rl.testing.reference import double_model, model_log_probs

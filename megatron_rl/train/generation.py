@@ -30,7 +30,7 @@ from megatron_rl.layout.groups import (
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, logits_at
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.responses import LOGITS, forward_only, recording
-from megatron_rl.megatron.routes import RouteRecorder
+from megatron_rl.megatron.routing import RouteRecorder
 from megatron_rl.train.key_value_cache import KeyValueCache, can_cache
 
 # (sample ids [B] int64, position of the next token [B] int64, vocabulary ids [V_local] int64) -> [B, V_local] float32

@@ -32,8 +32,7 @@ from torch import Tensor
 from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
-from megatron_rl.megatron.routes import RouteShape
-from megatron_rl.megatron.samples import route_problem
+from megatron_rl.megatron.samples import RouteShape, route_problem
 from megatron_rl.train.host_rollouts import host_files, host_records, is_of_host
 from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample
 

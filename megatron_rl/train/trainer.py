@@ -25,9 +25,8 @@ from megatron_rl.megatron.model import build_gpt_model, transformer_config, tran
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.router_losses import check_routers
-from megatron_rl.megatron.router_replay import forget_recomputations, replay_problems
-from megatron_rl.megatron.routes import RouteChecker, RouteRecorder, RouteShape
-from megatron_rl.megatron.samples import PolicySample, UnweightedSample, count_routed_tokens, unweighted, weigh_samples
+from megatron_rl.megatron.routing import RouteChecker, RouteRecorder, forget_recomputations, replay_problems
+from megatron_rl.megatron.samples import PolicySample, RouteShape, UnweightedSample, count_routed_tokens, unweighted, weigh_samples
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_metrics import step_metrics
 from megatron_rl.train import checkpoints

@@ -46,12 +46,12 @@ try:
     facts["ratio"] = probe_schedule().ratio
 except ConfigError as error:
     facts["contract"] = str(error)
-from megatron_rl.megatron.experts import expert_replicas_drift
+from megatron_rl.megatron.installed import expert_replicas_drift
 try:
     facts["replicas_drift"] = expert_replicas_drift()
 except Exception as error:
     facts["replicas_drift"] = None
-from megatron_rl.megatron.indexer import scales_indexer_loss
+from megatron_rl.megatron.installed import scales_indexer_loss
 try:
     facts["scales_indexer_loss"] = scales_indexer_loss()
 except Exception as error:

@@ -15,7 +15,8 @@ from megatron_rl.commands.explain.weights import short
 from megatron_rl.config import RouterAuxLoss
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.companions import RolloutCounts
-from megatron_rl.megatron.router_losses import HostScales, RoutedStep, host_factors
+from megatron_rl.megatron.installed import HostScales
+from megatron_rl.megatron.router_scale import RoutedStep, host_factors
 from megatron_rl.validation.auxiliary_losses import TYPES_WITH_A_LOSS, active_losses, listed
 
 # The launch's settings that are handed to the rules as they are.
