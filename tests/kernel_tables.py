@@ -16,7 +16,7 @@ TESTS = Path(__file__).resolve().parent
 PAGE = TESTS.parent / "docs" / "kernels.md"
 # The newest, and that of torch 2.10 and 2.11, which many images bring.
 SHOWN = (TRITONS[-1], "3.6")
-NAMES = {"bf16": "bf16", "fp16": "fp16", "fp32": "float32"}
+NAMES = {"bf16": "bf16", "fp32": "float32"}
 ROWS, GRADIENT, ONE, UNIT, PRODUCT = (
     f"{name}_kernel" for name in ("row_statistics", "logits_gradient", "one_read", "unit_gradient", "scaled_exp")
 )
@@ -32,7 +32,6 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
     "two walks": {
         "`one_read`, bf16": ("grpo, one read, bf16", ONE),
         "`one_read`, bf16, entropy, KL, importance weights": ("grpo, one read, bf16, everything", ONE),
-        "`one_read`, fp16": ("grpo, one read, fp16", ONE),
         "`one_read`, float32": ("grpo, one read, fp32", ONE),
         "`one_read`, float32, entropy, KL, importance weights": ("grpo, one read, fp32, everything", ONE),
         "`one_read`, bf16, GSPO on-policy": ("gspo, one read, bf16, three rows, on-policy", ONE),

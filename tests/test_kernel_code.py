@@ -308,7 +308,7 @@ def test_what_bounds_the_blocks_of_a_multiprocessor(registers, shared, threads, 
 
 
 def test_the_tables_of_the_page_are_what_is_compiled_here(gate):
-    """fp16 and the B200 are not compiled here. Another Triton has no column to compare with."""
+    """The B200 is not compiled here. Another Triton has no column to compare with."""
     shown = kernel_tables.on_page(kernel_tables.name_of(gate.versions))
     if not shown:
         pytest.skip(f"docs/kernels.md has no column of {kernel_tables.name_of(gate.versions)}")
