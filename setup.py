@@ -18,7 +18,7 @@ EXTRAS = {
     # For kernels on the CPU. Not for a CUDA torch, which pins its own triton.
     # 3.7: the interpreter of 3.6 fails on loops with numpy 2.4.
     "interpreter": ["triton>=3.7; platform_system == 'Linux'"],
-    "train": ["rich", "matplotlib", "tensorboard"],
+    "train": ["tqdm", "matplotlib", "tensorboard"],
     # A launch script is read with the first two, a file of --custom-config-path with the third.
     "doctor": ["tree-sitter>=0.25", "tree-sitter-bash>=0.25", "pyyaml"],
     # --hf-checkpoint: configuration and tokenizer of the folder, and its files.

@@ -499,7 +499,7 @@ def test_one_of_ours_that_fails_ends_with_an_error(monkeypatch, capsys):
 WITHOUT = textwrap.dedent(
     """
     import sys
-    for name in ("rich", "matplotlib", "megatron", "liger_kernel", "fast_llm", "verl", "tensorboard", "psutil"):
+    for name in ("tqdm", "matplotlib", "megatron", "liger_kernel", "fast_llm", "verl", "tensorboard", "psutil"):
         sys.modules[name] = None
     from benchmarks.__main__ import main
     sys.exit(main(sys.argv[1:]))

@@ -193,7 +193,7 @@ def test_it_needs_torch_alone():
     arguments = [*S, "--host", "slime", "--data-parallel-size", "2"]
 
     def with_torch_alone() -> int:
-        others = ("triton", "megatron", "transformer_engine", "apex", "rich", "matplotlib", "tensorboard")
+        others = ("triton", "megatron", "transformer_engine", "apex", "tqdm", "matplotlib", "tensorboard")
         forget(*others)
         sys.modules.update(dict.fromkeys(others))
         return import_module("megatron_rl.__main__").main(["explain", *arguments])

@@ -287,5 +287,5 @@ def test_the_vocabulary_is_the_tasks_unless_a_larger_one_is_asked_for():
 def test_options_and_writers_load_no_megatron_and_no_drawing_library():
     """Catches seconds of imports before a misspelt flag is reported, and in every rank."""
     modules = ", ".join(f"megatron_rl.train.{name}" for name in ("options", "plots", "progress", "writers"))
-    script = f"import sys; import {modules}; print({{'megatron', 'matplotlib', 'rich', 'tensorboard'}} & set(sys.modules))"
+    script = f"import sys; import {modules}; print({{'megatron', 'matplotlib', 'tqdm', 'tensorboard'}} & set(sys.modules))"
     assert run_in_children(script) == "set()\n"

@@ -18,7 +18,7 @@ from helpers import error_of
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.train.plots import plot_curves
-from megatron_rl.train.progress import ProgressBar, describe, format_seconds, room_for_metrics
+from megatron_rl.train.progress import ProgressBar, describe
 from megatron_rl.train.writers import (
     CLIP_FRACTION,
     ENTROPY,
@@ -277,71 +277,62 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("width", "expected"),
-    [
-        (120, "reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234"),
-        (80, "reward 0.512  KL 1.23e-04  clipped 3.1%"),
-        (40, "reward 0.512"),
-    ],
-)
-def test_the_line_shows_what_is_worth_watching_and_was_measured_as_far_as_it_fits(width, expected):
-    """Catches a line of which only its first letter fits."""
-    assert describe(METRICS | {"loss": 3.0}, room_for_metrics(width)) == expected
-    assert describe({REWARD: None, KL: 0.0}, room_for_metrics(width)) == "KL 0.00e+00"
-    assert [format_seconds(seconds) for seconds in (0.4, 59.6, 3599, 3725)] == ["0:00", "1:00", "59:59", "1:02:05"]
+class Gone(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def shown_on(stream, monkeypatch, *, enabled=True) -> str:
+    """What a run of --docs-per-step shows: its number of steps is known when the first rollout is cut."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "stderr", stream)
+    with ProgressBar(total=None, enabled=enabled) as bar:
+        bar.update(1, METRICS)
+        bar.expect(24)
+        bar.update(3, METRICS)
+    return stream.getvalue()
+
+
+def test_the_line_shows_what_is_worth_watching_and_was_measured():
+    assert describe(METRICS | {"loss": 3.0}) == "reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234"
+    assert describe({REWARD: None, KL: 0.0}) == "KL 0.00e+00"
 
 
 def test_plain_lines_come_seldom_and_end_with_the_last_state(monkeypatch):
-    """200 steps of 0.1 s: a line at the start, one every 5 s, one at the end. Catches a log of one line a step."""
+    """190 steps of 1/8 s: a line at the start, one every 5 s, one at the end. Catches a log of one line a step."""
+    tqdm = pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
     now = [0.0]
-    monkeypatch.setattr("megatron_rl.train.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(tqdm.std, "time", lambda: now[0])
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with ProgressBar(total=400, enabled=True, initial=200) as bar:
-        for step in range(201, 401):
-            now[0] += 0.1
+    with ProgressBar(total=390, enabled=True, initial=200) as bar:
+        for step in range(201, 391):
+            now[0] += 0.125
             bar.update(step, METRICS)
     lines = sys.stderr.getvalue().splitlines()
-    assert len(lines) == 5
-    assert lines[0].startswith("step 201/400  reward 0.512  KL 1.23e-04") and lines[0].endswith("0:00 elapsed  0:20 left")
-    assert lines[-1].startswith("step 400/400") and lines[-1].endswith("0:20 elapsed")
+    assert [line.split()[1] for line in lines] == [f"{step}/390" for step in (200, 240, 280, 320, 360, 390)]
+    assert lines[1] == "step 240/390  reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234  00:05 elapsed  00:18 left"
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_a_number_of_steps_that_is_known_later_is_shown_from_then_on(monkeypatch, stream):
-    """--docs-per-step: known when the first rollout is cut. A disabled bar prints nothing."""
-    pytest.importorskip("rich", reason="needs rich: pip install rich")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(sys, "stderr", stream())
-    with ProgressBar(total=2, enabled=False) as bar:
-        bar.update(1, METRICS)
-    assert sys.stderr.getvalue() == ""
-    with ProgressBar(total=None, enabled=True) as bar:
-        bar.update(1, METRICS)
-        bar.expect(24)
-        bar.update(3, METRICS)
-    shown = sys.stderr.getvalue()
-    assert "3/24" in shown and "reward 0.512" in shown and "tokens/s 1,234" in shown
+    """A disabled bar prints nothing."""
+    pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
+    shown = shown_on(stream(), monkeypatch)
+    assert "step 3/24" in shown and "reward 0.512" in shown and "tokens/s 1,234" in shown
+    assert ("\r" in shown) == (stream is Terminal)
+    assert shown_on(stream(), monkeypatch, enabled=False) == ""
 
 
-def test_without_rich_a_terminal_gets_plain_lines(monkeypatch):
-    """Catches a traceback where the `train` extra is not installed."""
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with ProgressBar(total=None, enabled=True) as bar:
-        bar.update(3, METRICS)
-    assert sys.stderr.getvalue() == "step 3  reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234  0:00 elapsed\n"
+def test_without_tqdm_one_line_says_so_and_the_run_goes_on(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert shown_on(Terminal(), monkeypatch) == ""
+    assert [record.message for record in caplog.records] == ["tqdm is not installed: no progress is shown; pip install tqdm"]
 
 
 def test_a_closed_stderr_does_not_stop_the_run(monkeypatch):
-    """Catches a run that dies because the `head` behind it has read enough."""
-
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    monkeypatch.setattr(sys, "stderr", Gone())
+    """Catches a run that dies because the `head` behind it has read enough, at its start or later."""
+    shown_on(Gone(), monkeypatch)
+    monkeypatch.setattr(sys, "stderr", Terminal())
     with ProgressBar(total=2, enabled=True) as bar:
-        bar.update(1, METRICS)
+        monkeypatch.setattr(sys.stderr, "write", Gone().write)
         bar.update(2, METRICS)
