@@ -140,7 +140,6 @@ def test_a_response_that_ends_at_the_last_token_is_not_cut():
         ("--prompts p.jsonl --reward a.b --overlong mask --overlong-buffer 2", "has no effect with --overlong mask"),
         ("--prompts p.jsonl --reward a.b --overlong penalty", "from 1 to --max-new-tokens 16, and not None"),
         ("--prompts p.jsonl --reward a.b --overlong penalty --overlong-buffer 17", "and not 17"),
-        ("--reward-batched", "--reward-batched needs --prompts and --reward"),
     ],
 )
 def test_flags_without_an_effect_are_refused(tmp_path, monkeypatch, line, message):

@@ -513,12 +513,6 @@ def test_wrong_routes_are_named(routes, message):
             raise DataError(problem)
 
 
-def test_a_dense_model_has_no_routers():
-    options = TrainOptions(router_replay="rollout", check_router_replay=True)
-    rows = check_router_replay(TrainLaunch.of(options, {"policy_metrics": "basic"}))
-    assert [row.text.split(" needs ")[0] for row in rows] == ["--router-replay rollout", "--check-router-replay"]
-
-
 def test_a_check_that_nothing_shows_is_refused():
     options, metrics = TrainOptions(num_experts=4, check_router_replay=True), {"policy_metrics": "none"}
     (row,) = check_router_replay(TrainLaunch.of(options, metrics))

@@ -106,10 +106,8 @@ def test_prompts_of_an_evaluation_that_do_not_fit_are_refused(tmp_path):
         ),
         ("--lr-decay-style linear --docs-per-step 16", "needs --lr-decay-iters: the run's number of steps is not known"),
         ("--lr-warmup-iters -1", "--lr-warmup-iters -1 must be at least 0"),
-        ("--eval-prompts own.jsonl", "needs --prompts and --reward"),
         ("--prompts own.jsonl --reward a.b --eval-prompts own.jsonl", "is the file of --prompts"),
         ("--prompts own.jsonl --reward a.b --eval-prompts no.jsonl", "no.jsonl: there is no such file"),
-        ("--wandb-exp-name x", "--wandb-exp-name x needs --wandb-project"),
         ("--wandb-project x", "--wandb-project x needs wandb: pip install wandb"),
     ],
 )
@@ -125,5 +123,5 @@ def test_flags_without_an_effect_are_refused(tmp_path, monkeypatch, line, messag
 def test_weights_and_biases_gets_the_settings_of_the_run(monkeypatch):
     given = {}
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: given.update(settings)))
-    weights_and_biases("p", "n", Path("runs/x"), {"--lr": 0.1})
-    assert given == {"project": "p", "name": "n", "dir": Path("runs/x"), "config": {"--lr": 0.1}}
+    weights_and_biases("p", Path("runs/x"), {"--lr": 0.1})
+    assert given == {"project": "p", "dir": Path("runs/x"), "config": {"--lr": 0.1}}

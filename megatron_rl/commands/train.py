@@ -29,6 +29,11 @@ from megatron_rl.train.writers import METRICS_FILE, names_what_cannot_be_written
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     add_megatron_rl_args(parser, arguments)
+    of_loss = parser._action_groups[-1]
+    of_loss.title, of_loss.description = (
+        "loss",
+        "What a step minimises, how it is aggregated and corrected, and what is measured of it.",
+    )
     try:
         add_train_args(parser)
     except ArgumentError as error:  # the flags of a loss of one's own come first

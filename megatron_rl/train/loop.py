@@ -25,7 +25,7 @@ from megatron_rl.train.collection import (
     with_rollout_log_probs,
 )
 from megatron_rl.train.docs_per_step import DocumentSteps
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions, settings_of
 from megatron_rl.train.progress import ProgressBar
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import save_rollouts, truncate_rollouts
@@ -37,7 +37,6 @@ from megatron_rl.train.rollouts import (
     share_without_signal,
     split_into_steps,
 )
-from megatron_rl.train.settings_record import settings_of
 from megatron_rl.train.stopping import StopRule, StopSignals
 from megatron_rl.train.trainer import PolicyTrainer
 from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
@@ -280,11 +279,7 @@ class TrainingRun:
         own = options.metrics_writer if self._is_first_rank else None
         writers = [] if own is None else [import_dotted(own, "--metrics-writer")(self._output_dir)]
         if options.wandb_project is not None and self._is_first_rank:
-            writers.append(
-                weights_and_biases(
-                    options.wandb_project, options.wandb_exp_name, self._output_dir, settings_of(options, self._config)
-                )
-            )
+            writers.append(weights_and_biases(options.wandb_project, self._output_dir, settings_of(options, self._config)))
         return MetricsWriter(
             self._output_dir,
             options.tensorboard,

@@ -42,7 +42,7 @@ LEARNING_RATES = {"task": 3e-3, "prompts": 5e-4, "hf_checkpoint": 1e-6}
 # What --hf-checkpoint decides.
 OF_THE_FOLDER = (
     *("task", "vocab_size", "end_token", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
-    *("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_router_topk", "moe_ffn_hidden_size"),
 )
 # What a run itself writes into its folder.
 OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE)
@@ -56,7 +56,7 @@ DIVISIONS = (
 MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainLaunch(TrainOptions):
     """What these rules judge: the options, with the run's values for flags that are not typed, and what is beside them."""
 
@@ -109,8 +109,6 @@ def with_defaults(options: TrainOptions, settings: Mapping[str, Any]) -> TrainOp
 @check()
 def check_hf_checkpoint(options: TrainLaunch) -> Iterator[str]:
     if options.hf_checkpoint is None:
-        if options.save_hf is not None:
-            yield f"--save-hf {options.save_hf} needs --hf-checkpoint: it writes the format that the model was read from"
         return
     defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
     for name in OF_THE_FOLDER:
@@ -180,11 +178,9 @@ def check_learning_rate(options: TrainOptions) -> Iterator[str]:
 
 @check()
 def check_evaluation(options: TrainOptions) -> Iterator[str]:
-    if options.eval_prompts is None:
+    if options.eval_prompts is None or options.prompts is None:
         return
-    if options.prompts is None:
-        yield f"--eval-prompts {options.eval_prompts} needs --prompts and --reward: it is evaluated by the same reward"
-    elif not Path(options.eval_prompts).is_file():
+    if not Path(options.eval_prompts).is_file():
         yield f"--eval-prompts {options.eval_prompts}: there is no such file"
     elif Path(options.prompts).is_file() and Path(options.eval_prompts).samefile(options.prompts):
         yield f"--eval-prompts {options.eval_prompts} is the file of --prompts: give prompts that are not trained on"
@@ -212,17 +208,8 @@ def check_overlong(options: TrainOptions) -> Iterator[str]:
 
 
 @check()
-def check_reward_batched(options: TrainOptions) -> Iterator[str]:
-    if options.reward_batched and options.prompts is None:
-        yield "--reward-batched needs --prompts and --reward"
-
-
-@check()
 def check_wandb(options: TrainOptions) -> Iterator[str]:
-    if options.wandb_project is None:
-        if options.wandb_exp_name is not None:
-            yield f"--wandb-exp-name {options.wandb_exp_name} needs --wandb-project"
-    elif find_spec("wandb") is None:
+    if options.wandb_project is not None and find_spec("wandb") is None:
         yield f"--wandb-project {options.wandb_project} needs wandb: pip install wandb"
 
 
@@ -238,6 +225,20 @@ def check_numbers(options: TrainOptions) -> Iterator[str]:
         value, must = getattr(options, one.name), one.metadata["must"]
         if must is not None and value is not None and not (math.isfinite(value) and must.allows(value)):
             yield f"{flag_of(one.name)} {value} must be {must.words}: {meaning_of(one)}"
+
+
+@check()
+def check_needs(options: TrainLaunch) -> Iterator[str]:
+    """What a field declares to need is given; the options of the loss are among the settings."""
+    defaults = {one.name: one.default for one in dataclasses.fields(TrainOptions)}
+    for one in dataclasses.fields(TrainOptions):
+        value, needed = getattr(options, one.name), one.metadata["needs"]
+        if needed is None or value in (one.default, None):
+            continue
+        given = getattr(options, needed) if needed in defaults else options.settings[needed]
+        if given == defaults.get(needed):
+            shown = flag_of(one.name) if value is True else f"{flag_of(one.name)} {value}"
+            yield f"{shown} needs {flag_of(needed)}: {one.metadata['because']}"
 
 
 @check()
@@ -270,37 +271,16 @@ def check_head_width(options: TrainOptions) -> Iterator[str]:
 
 
 @check()
-def check_sequence_parallel(options: TrainOptions) -> Iterator[str]:
-    if options.sequence_parallel and options.tensor_model_parallel_size == 1:
-        yield "--sequence-parallel needs --tensor-model-parallel-size 2 or more: it shares what those ranks repeat"
-
-
-@check()
 def check_experts(options: TrainOptions) -> Iterator[str]:
     """Beside the rule experts_do_not_depend_on_the_layout."""
-    experts = options.num_experts
-    if experts is None:
-        sizes = {
-            "expert_model_parallel_size": options.expert_model_parallel_size,
-            "expert_tensor_parallel_size": options.expert_tensor_parallel_size or 1,
-        }
-        yield from (
-            f"{flag_of(name)} {size} needs --num-experts: a dense model has no experts" for name, size in sizes.items() if size > 1
-        )
-        return
-    if options.moe_router_topk > experts:
-        yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {experts}"
+    if options.num_experts is not None and options.moe_router_topk > options.num_experts:
+        yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {options.num_experts}"
 
 
 @check()
 def check_router_replay(options: TrainLaunch) -> Iterator[str]:
     replays, metrics = options.router_replay != RouterReplay.NONE, options.settings["policy_metrics"]
-    if options.num_experts is None:
-        if replays:
-            yield f"--router-replay {options.router_replay} needs --num-experts: a dense model has no routers"
-        if options.check_router_replay:
-            yield "--check-router-replay needs --num-experts: a dense model has no routers"
-    elif options.check_router_replay and not replays and metrics == PolicyMetrics.NONE:
+    if options.num_experts is not None and options.check_router_replay and not replays and metrics == PolicyMetrics.NONE:
         yield (
             f"--check-router-replay with --policy-metrics {metrics} and without --router-replay has no effect: it would only "
             "measure policy/route_agreement; remove one of them, or choose --router-replay rollout"
@@ -353,8 +333,6 @@ def check_docs_per_step(options: TrainLaunch) -> Iterator[str]:
     """A flag of the loss that acts on the loop. The loss's own rules refuse what is no number of documents."""
     docs, of_prompt = options.settings["docs_per_step"], options.settings["samples_per_prompt"]
     if docs is None:
-        if options.max_microbatches is not None:
-            yield f"--max-microbatches {options.max_microbatches} bounds the steps of --docs-per-step: add that flag, or remove it"
         return
     if options.steps_per_rollout > 1:
         yield (f"--steps-per-rollout {options.steps_per_rollout} and --docs-per-step {docs} both say where a step ends: remove one")

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from megatron_rl.config import AdvantageNormalization, LossAggregation, Overlong, RouterAuxLoss, RouterReplay
+from megatron_rl.config import (
+    AdvantageNormalization,
+    LossAggregation,
+    Overlong,
+    PolicyLossConfig,
+    RouterAuxLoss,
+    RouterReplay,
+    flag_fields,
+)
 from megatron_rl.errors import ConfigError
 from megatron_rl.train.tasks import BUILT_IN_TASKS
 from megatron_rl.train.writers import X_AXES
@@ -60,38 +68,102 @@ class Range(NamedTuple):
     allows: Callable[[float], bool]
 
 
-def flag(default: Any, help: str, /, *, must: Range | None = None, **argparse_settings: Any) -> Any:
-    """A field of TrainOptions: its default, its help line, the range of a number, and further settings of argparse."""
-    return dataclasses.field(default=default, metadata={"help": help, "must": must, "argparse": argparse_settings})
+def flag(
+    default: Any,
+    help: str,
+    /,
+    *,
+    must: Range | None = None,
+    needs: str | None = None,
+    because: str = "",
+    **argparse_settings: Any,
+) -> Any:
+    """A field of TrainOptions: its default, its help line, the range of a number, the option without which it has no effect and
+    why, and further settings of argparse."""
+    metadata = {"help": help, "must": must, "needs": needs, "because": because, "argparse": argparse_settings}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 count = partial(flag, must=Range("at least 1", lambda value: value >= 1))
 positive = partial(flag, must=Range("above 0", lambda value: value > 0))
 not_negative = partial(flag, must=Range("at least 0", lambda value: value >= 0))
 coefficient = partial(flag, must=Range("at least 0; 0 turns it off", lambda value: value >= 0))
+OF_EXPERTS = {"needs": "num_experts", "because": "a dense model has no experts"}
+OF_ROUTERS = {"needs": "num_experts", "because": "a dense model has no routers"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainOptions:
-    """One field = type, default, one line; the flag is the field's name with dashes."""
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What is trained: a model of random weights and these sizes, or that of a Hugging Face folder."""
 
+    hf_checkpoint: str | None = flag(
+        None,
+        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Qwen2 or Qwen3, dense or with experts.",
+    )
+    num_layers: int = count(2, "Transformer layers.")
+    hidden_size: int = count(64, "Width of the transformer.")
+    num_attention_heads: int = count(4, "Attention heads.")
+    vocab_size: int | None = count(None, "Vocabulary of the model. Unset: that of --rollouts, if the file has it, else the task's.")
+    num_experts: int | None = count(None, "Experts of each layer. Unset: a dense model.")
+    moe_router_topk: int = count(2, "Experts that each token is sent to.", **OF_EXPERTS)
+    moe_ffn_hidden_size: int | None = count(None, "Width of an expert. Unset: 4 x --hidden-size.", **OF_EXPERTS)
+    moe_router_load_balancing_type: str = flag(
+        "aux_loss",
+        "What --moe-aux-loss-coeff weighs.",
+        choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        **OF_EXPERTS,
+    )
+    moe_aux_loss_coeff: float = coefficient(
+        0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled.", **OF_EXPERTS
+    )
+    moe_z_loss_coeff: float | None = coefficient(
+        None, "Weight of the loss that keeps the router's logits small. Unset: none.", **OF_EXPERTS
+    )
+    bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions:
+    """How the ranks share the model and the samples. The loss and its gradient do not depend on it."""
+
+    tensor_model_parallel_size: int = count(1, "Ranks that share each layer.")
+    pipeline_model_parallel_size: int = count(1, "Ranks that share the stack of layers.")
+    context_parallel_size: int = count(1, "Ranks that share each sequence.")
+    expert_model_parallel_size: int = count(1, "Ranks that share the experts of each layer.", **OF_EXPERTS)
+    expert_tensor_parallel_size: int | None = count(
+        None, "Ranks that share each expert. Unset: as --tensor-model-parallel-size.", **OF_EXPERTS
+    )
+    sequence_parallel: bool = flag(
+        False,
+        "Share activations between layers over the tensor-parallel ranks too.",
+        needs="tensor_model_parallel_size",
+        because="it shares what 2 or more of those ranks repeat",
+    )
+    use_distributed_optimizer: bool = flag(False, "Share optimiser state over the data-parallel ranks.")
+    packed: bool = flag(False, "Batches without padding.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """What the policy is asked, how its responses are rewarded, and which recorded rollouts take their place."""
+
+    preset: str | None = flag(None, "Values for flags that are not given.", choices=tuple(PRESETS))
     task: str | None = flag(None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.")
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
     reward_batched: bool = flag(
-        False, "Call the reward once for all samples of a rank: fn(prompts, responses, records), lists of equal length -> numbers."
+        False,
+        "Call the reward once for all samples of a rank: fn(prompts, responses, records), lists of equal length -> numbers.",
+        needs="prompts",
+        because="a built-in task computes its own reward",
     )
     reward_timeout: float = flag(
         300.0,
         "Seconds that one call of the reward may take.",
         must=Range("above 0 and at most 604800, a week", lambda value: 0 < value <= 604800),
     )
-    hf_checkpoint: str | None = flag(
-        None,
-        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Qwen2 or Qwen3, dense or with experts.",
-    )
-    save_hf: str | None = flag(None, "Write the trained model of --hf-checkpoint to this folder, in the same format, at the end.")
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
+    end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
     overlong: str = flag(
         Overlong.KEEP.value,
         "A response that --max-new-tokens cut: keep: as any other; mask: it trains nothing, and counts as a sample; penalty: its "
@@ -99,51 +171,36 @@ class TrainOptions:
         choices=tuple(kind.value for kind in Overlong),
     )
     overlong_buffer: int | None = flag(None, "Tokens before --max-new-tokens in which --overlong penalty grows from 0 to 1.")
-    end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
-    preset: str | None = flag(None, "Values for flags that are not given.", choices=tuple(PRESETS))
-    output_dir: str = flag("runs/train", "Where metrics, curves and checkpoints go.")
     num_rollouts: int | None = count(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
     prompts_per_rollout: int = count(16, "Prompts sampled between two weight updates of the sampling policy.")
-    # The default on the command line is None: --docs-per-step, the other flag for where a step ends, must tell 2 from unset.
-    steps_per_rollout: int = count(
-        DEFAULT_STEPS_PER_ROLLOUT, "Optimiser steps on each rollout; prompt groups stay whole.", default=None
-    )
-    micro_batch_size: int | None = count(
-        None, "Samples in a micro-batch. Unset: all of a rank's; with --docs-per-step a prompt group."
-    )
-    max_microbatches: int | None = count(None, "Bound on a rank's micro-batches in a step of --docs-per-step. Unset: none.")
     advantage_normalization: str = flag(
         AdvantageNormalization.STD.value,
         "An advantage is the reward minus the mean of its prompt group; std: divided by the standard deviation of the group, as in "
         "GRPO; none: not divided, as in Dr. GRPO.",
         choices=tuple(kind.value for kind in AdvantageNormalization),
     )
-    num_layers: int = count(2, "Transformer layers.")
-    hidden_size: int = count(64, "Width of the transformer.")
-    num_attention_heads: int = count(4, "Attention heads.")
-    num_experts: int | None = count(None, "Experts of each layer. Unset: a dense model.")
-    moe_router_topk: int = count(2, "Experts that each token is sent to.")
-    moe_ffn_hidden_size: int | None = count(None, "Width of an expert. Unset: 4 x --hidden-size.")
-    moe_shared_expert_intermediate_size: int | None = count(None, "Width of the expert that each token passes. Unset: none.")
-    moe_router_load_balancing_type: str = flag(
-        "aux_loss", "What --moe-aux-loss-coeff weighs.", choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
-    )
-    moe_aux_loss_coeff: float = coefficient(
-        0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled."
-    )
-    moe_z_loss_coeff: float | None = coefficient(None, "Weight of the loss that keeps the router's logits small. Unset: none.")
+    seed: int = not_negative(0, "Decides initial weights, prompts and sampling noise.")
+    rollouts: str | None = flag(None, "Train on recorded rollouts instead: of --save-rollouts, or .pt files of miles or slime.")
+    save_rollouts: str | None = flag(None, "Write the rollouts to this file, for --rollouts.")
     router_replay: str = flag(
         RouterReplay.NONE.value,
         "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): those of the "
         "forward that measured the old log-probabilities; rollout (R3): those of the sampler, in that forward too.",
         choices=tuple(kind.value for kind in RouterReplay),
+        **OF_ROUTERS,
     )
     check_router_replay: bool = flag(
         False,
         "Compare the experts of each micro-batch and layer in training with those of --router-replay, and stop where they differ; "
         "without replay measure the share of tokens that go to the sampler's experts.",
+        **OF_ROUTERS,
     )
-    vocab_size: int | None = count(None, "Vocabulary of the model. Unset: that of --rollouts, if the file has it, else the task's.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimiserOptions:
+    """Adam and its learning rate."""
+
     lr: float | None = positive(
         None, "Learning rate of Adam, its largest. Unset: 3e-3 for a built-in task, 5e-4 with --prompts, 1e-6 with --hf-checkpoint."
     )
@@ -153,69 +210,122 @@ class TrainOptions:
     lr_warmup_iters: int = not_negative(0, "Optimiser steps in which the learning rate grows to --lr.")
     lr_decay_iters: int | None = count(None, "Optimiser step at which --min-lr is reached. Unset: the last of the run.")
     min_lr: float = not_negative(0.0, "Learning rate at the end of the decay.")
-    adam_beta2: float = flag(0.95, "Decay of Adam's second moment.", must=Range("in [0, 1)", lambda value: 0 <= value < 1))
     clip_grad: float = flag(
         1.0, "Largest gradient norm; 0 does not clip.", must=Range("at least 0; 0 does not clip", lambda value: value >= 0)
     )
-    weight_decay: float = not_negative(0.0, "Weight decay of Adam.")
-    seed: int = not_negative(0, "Decides initial weights, prompts and sampling noise.")
-    target_reward: float | None = flag(
-        None, "Stop when the mean reward of the last rollouts is at least this.", must=Range("finite", lambda value: True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How a rollout is cut into optimiser steps and micro-batches; --docs-per-step cuts by documents."""
+
+    # The default on the command line is None: --docs-per-step, the other flag for where a step ends, must tell 2 from unset.
+    steps_per_rollout: int = count(
+        DEFAULT_STEPS_PER_ROLLOUT, "Optimiser steps on each rollout; prompt groups stay whole.", default=None
     )
-    target_reward_window: int = count(5, "Rollouts that --target-reward averages over.")
-    max_seconds: float | None = positive(None, "Stop after the rollout that is under way at this time.")
-    eval_prompts: str | None = flag(
-        None, "Prompts that are not trained on, as --prompts; their mean reward and length are reported."
+    micro_batch_size: int | None = count(
+        None, "Samples in a micro-batch. Unset: all of a rank's; with --docs-per-step a prompt group."
     )
-    eval_interval: int = count(20, "Rollouts between two evaluations on --eval-prompts.")
-    rollouts: str | None = flag(None, "Train on recorded rollouts instead: of --save-rollouts, or .pt files of miles or slime.")
-    save_rollouts: str | None = flag(None, "Write the rollouts to this file, for --rollouts.")
+    max_microbatches: int | None = count(
+        None,
+        "Bound on a rank's micro-batches in a step of --docs-per-step. Unset: none.",
+        needs="docs_per_step",
+        because="it bounds the steps of that flag",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingOptions:
+    """Where the run keeps its files, and which run it goes on with."""
+
+    output_dir: str = flag("runs/train", "Where metrics, curves and checkpoints go.")
     save_interval: int | None = count(50, "Rollouts between two checkpoints; one is saved at the end too.")
     resume: bool = flag(False, "Go on from the latest checkpoint in --output-dir.")
     load: str | None = flag(None, "Go on from the latest checkpoint in this directory.")
     overwrite: bool = flag(False, "Start anew in an --output-dir that holds a run.")
+    save_hf: str | None = flag(
+        None,
+        "Write the trained model of --hf-checkpoint to this folder, in the same format, at the end.",
+        needs="hf_checkpoint",
+        because="it writes the format that the model was read from",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchingOptions:
+    """What is measured beside training, and when the run ends early."""
+
+    eval_prompts: str | None = flag(
+        None,
+        "Prompts that are not trained on, as --prompts; their mean reward and length are reported.",
+        needs="prompts",
+        because="they are evaluated by the same reward",
+    )
+    eval_interval: int = count(
+        20, "Rollouts between two evaluations on --eval-prompts.", needs="eval_prompts", because="there is nothing to evaluate"
+    )
+    target_reward: float | None = flag(
+        None, "Stop when the mean reward of the last rollouts is at least this.", must=Range("finite", lambda value: True)
+    )
+    target_reward_window: int = count(
+        5, "Rollouts that --target-reward averages over.", needs="target_reward", because="there is no mean to reach"
+    )
+    max_seconds: float | None = positive(None, "Stop after the rollout that is under way at this time.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """How the metrics are shown and to whom they are sent."""
+
     tensorboard: bool = flag(True, "Write TensorBoard events, if TensorBoard is installed; on by default.")
     x_axis: str = flag("step", "What TensorBoard, --metrics-writer and the picture are drawn against.", choices=tuple(X_AXES))
     metrics_writer: str | None = flag(
         None, "Your own writer, module.function, called as fn(output_dir); what it returns has add_scalar or log."
     )
     wandb_project: str | None = flag(None, "Write the metrics to this project of Weights & Biases too; needs wandb.")
-    wandb_exp_name: str | None = flag(None, "Name of the run in --wandb-project. Unset: wandb chooses one.")
     plot: bool = flag(True, "Write the curves as a picture; on by default.")
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")
-    packed: bool = flag(False, "Batches without padding (--packed) or with (--padded).")
-    tensor_model_parallel_size: int = count(1, "Ranks that share each layer.")
-    pipeline_model_parallel_size: int = count(1, "Ranks that share the stack of layers.")
-    context_parallel_size: int = count(1, "Ranks that share each sequence.")
-    expert_model_parallel_size: int = count(1, "Ranks that share the experts of each layer.")
-    expert_tensor_parallel_size: int | None = count(None, "Ranks that share each expert. Unset: as --tensor-model-parallel-size.")
-    sequence_parallel: bool = flag(False, "Share activations between layers over the tensor-parallel ranks too.")
-    use_distributed_optimizer: bool = flag(False, "Share optimiser state over the data-parallel ranks.")
-    bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")
+
+
+# The title of each group of flags in --help -> its flags. Its docstring is the sentence below the title.
+GROUPS: dict[str, type] = {
+    "model": ModelOptions,
+    "layout": LayoutOptions,
+    "rollouts and tasks": RolloutOptions,
+    "optimiser": OptimiserOptions,
+    "steps": StepOptions,
+    "saving and resuming": SavingOptions,
+    "watching": WatchingOptions,
+    "output": OutputOptions,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(
+    ModelOptions, LayoutOptions, RolloutOptions, OptimiserOptions, StepOptions, SavingOptions, WatchingOptions, OutputOptions
+):
+    """One field = type, default, one line; the flag is the field's name with dashes."""
 
 
 def add_train_args(parser: ArgumentParser) -> ArgumentParser:
-    """Adds the group `train`, one flag for each field of TrainOptions, and returns the parser.
+    """Adds the groups of GROUPS, one flag for each field of TrainOptions, and returns the parser.
 
     Where the parser has the loss's group already, its --samples-per-prompt gets the default of `train`.
     """
-    group = parser.add_argument_group(title="train")
     kinds = typing.get_type_hints(TrainOptions)
-    for field in dataclasses.fields(TrainOptions):
-        name, help = flag_of(field.name), field.metadata["help"]
-        shown_default = "" if field.default is None or field.default is False else f" Default: {field.default}."
-        if field.name == "packed":
-            choice = group.add_mutually_exclusive_group()
-            choice.add_argument("--packed", dest="packed", action="store_true", default=False, help=help)
-            choice.add_argument("--padded", dest="packed", action="store_false", help="The default.")
-        elif field.default is False:
-            group.add_argument(name, action="store_true", help=help)
-        elif kinds[field.name] in (bool, bool | None):
-            group.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default, help=help)
-        else:
-            kind = next(kind for kind in (int, float, str) if kinds[field.name] in (kind, kind | None))
-            settings = {"default": field.default, **field.metadata["argparse"]}
-            group.add_argument(name, type=kind, help=help + shown_default, **settings)
+    for title, options in GROUPS.items():
+        group = parser.add_argument_group(title, options.__doc__)
+        for field in dataclasses.fields(options):
+            name, kind, help = flag_of(field.name), kinds[field.name], field.metadata["help"]
+            if field.default is False:
+                group.add_argument(name, action="store_true", help=help)
+            elif kind in (bool, bool | None):
+                group.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default, help=help)
+            else:
+                shown_default = "" if field.default is None else f" Default: {field.default}."
+                settings = {"default": field.default, **field.metadata["argparse"]}
+                reader = next(one for one in (int, float, str) if kind in (one, one | None))
+                group.add_argument(name, type=reader, help=help + shown_default, **settings)
     parser.set_defaults(samples_per_prompt=DEFAULT_SAMPLES_PER_PROMPT)
     return parser
 
@@ -249,10 +359,35 @@ def experts_of(options: TrainOptions) -> dict[str, Any]:
     if options.hf_checkpoint is not None:  # the folder has the rest
         losses = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
         return {name: getattr(options, name) or None for name in losses} if options.moe_aux_loss_coeff else {}
-    names = ("moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_shared_expert_intermediate_size")
+    names = ("moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
     return {
         "num_moe_experts": options.num_experts,
         "moe_ffn_hidden_size": options.moe_ffn_hidden_size or 4 * options.hidden_size,
         "moe_z_loss_coeff": options.moe_z_loss_coeff or None,
         **{name: getattr(options, name) for name in names},
     }
+
+
+def settings_of(options: TrainOptions, config: PolicyLossConfig) -> dict[str, Any]:
+    """flag -> value, as plain numbers and text: what a checkpoint keeps of a run's settings. Where a run begins, when it ends and
+    what it writes is left out: it does not change a step."""
+    left_out = {"preset", "num_rollouts", "save_rollouts"}
+    for group in (SavingOptions, WatchingOptions, OutputOptions):
+        left_out |= {field.name for field in dataclasses.fields(group)}
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name not in left_out}
+    values |= {field.name: getattr(config, field.name) for field in flag_fields()} | dict(config.loss_parameters)
+    plain = (int, float, bool, type(None))
+    return {flag_of(name): value if type(value) in plain else str(value) for name, value in values.items()}
+
+
+def changed_settings(saved: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
+    """A line for each setting that a resumed run changes. A setting that an earlier version did not record is left out."""
+
+    def shown(value: Any) -> str:
+        return "unset" if value is None else str(value)
+
+    return [
+        f"resumed at step {step} with {flag} {shown(value)}: the checkpoint was saved with {shown(saved[flag])}"
+        for flag, value in now.items()
+        if flag in saved and saved[flag] != value
+    ]

@@ -1,4 +1,4 @@
-"""Shows a run's progress on stderr: tqdm's bar on a terminal, else a line now and then. A stderr that fails does not stop the run."""
+"""Shows a run's progress on stderr: a bar on a terminal, else a line now and then. A stderr that fails does not stop the run."""
 
 from __future__ import annotations
 

@@ -28,13 +28,12 @@ from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_export import HFExport
 from megatron_rl.train.loop import Outcome, Progress, TrainingRun
 from megatron_rl.train.option_rules import checkpoint_directory
-from megatron_rl.train.options import TrainOptions, experts_of, model_vocab_size
+from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
 from megatron_rl.train.output_dir import prepare_output_dir, run_id_of, take_output_dir
 from megatron_rl.train.peers import PeerWatch
 from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.train.rollout_files import check_rollouts_are_of, recorded_vocab_size
 from megatron_rl.train.run_lock import RunLock
-from megatron_rl.train.settings_record import changed_settings, settings_of
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.train.user_tasks import PromptFileTask

@@ -37,11 +37,11 @@ X_AXES = {"step": "Optimiser step", "documents_seen": "Documents trained on", "t
 logger = logging.getLogger(__name__)
 
 
-def weights_and_biases(project: str, name: str | None, output_dir: Path, settings: dict[str, Any]) -> Any:
-    """A new run of the project, with the settings of this one; a resumed run begins another."""
+def weights_and_biases(project: str, output_dir: Path, settings: dict[str, Any]) -> Any:
+    """A new run of the project, with the settings of this one; a resumed run begins another. wandb names it, or WANDB_NAME."""
     import wandb
 
-    return wandb.init(project=project, name=name, dir=output_dir, config=settings)
+    return wandb.init(project=project, dir=output_dir, config=settings)
 
 
 class MetricsWriter:
