@@ -188,7 +188,6 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "the first ratios of a step": Producer(outputs.of_first_ratios, is_tested=False, **OF_RANKS),
     },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
-    "docs/hosts/slime.md": LAUNCH_CONFIG | OF_A_HOST,
     "docs/hosts/verl.md": JUDGED
     | EXPLAIN
     | {

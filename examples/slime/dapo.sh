@@ -4,7 +4,7 @@
 #   cd slime && bash /path/to/megatron_rl/examples/slime/dapo.sh "${MODEL_ARGS[@]}" --hf-checkpoint ... --prompt-data ...
 #
 # Give your own flags of slime after the name of the script: model, checkpoints, data, parallel sizes, optimiser. Every node must be able
-# to import megatron_rl. With Ray put the command below after `ray job submit ... --`. docs/hosts/slime.md shows what it prints.
+# to import megatron_rl. With Ray put the command below after `ray job submit ... --`. docs/hosts/miles.md shows what it prints.
 set -euo pipefail
 
 LINES=(
