@@ -117,5 +117,8 @@ def cell(door: str, kind: str, name: str) -> str:
 def lines(kind: str) -> Iterator[str]:
     yield f"| [{kind}](../{LINKS[kind]}) | {' | '.join(f'[{TITLES[door]}]({door}.md)' for door in DOORS)} |\n"
     yield f"|---{'|---' * len(DOORS)}|\n"
+    names_of: dict[tuple[str, ...], list[str]] = {}  # cells -> the names that have them
     for name in settings()[kind]:
-        yield f"| `{name}` | {' | '.join(cell(door, kind, name) for door in DOORS)} |\n"
+        names_of.setdefault(tuple(cell(door, kind, name) for door in DOORS), []).append(f"`{name}`")
+    for cells, names in names_of.items():
+        yield f"| {'; '.join(names)} | {' | '.join(cells)} |\n"

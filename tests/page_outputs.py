@@ -69,6 +69,14 @@ def of_explain(command: str) -> str:
     return printed(command)
 
 
+def of_the_chain(command: str) -> str:
+    """The factors of a host, without the table of samples before them and what is left out after them."""
+    lines = of_explain(command).splitlines()
+    first = next(place for place, line in enumerate(lines) if ": ranks " in line)
+    last = next(place for place, line in enumerate(lines) if line.startswith("left out"))
+    return "\n".join(["...", *lines[first:last]]).rstrip() + "\n...\n"
+
+
 def of_doctor(facts: dict, command: str) -> str:
     with mock.patch.object(doctor, "collect_facts", lambda: facts):
         return printed(command)

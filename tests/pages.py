@@ -158,6 +158,7 @@ ON_REQUEST: dict[str, Callable[[], str]] = {"docs/kernels.md": of_kernels}
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
 LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
 EXPLAIN = {"megatron-rl explain": Producer(outputs.of_explain)}
+CHAIN = {"megatron-rl explain": Producer(outputs.of_the_chain)}
 JUDGED = {"megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line)}
 OF_A_HOST = {
     "the init hook on examples/": Producer(outputs.of_the_init_hook, **OF_RANKS),
@@ -189,24 +190,24 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
     "docs/hosts/verl.md": JUDGED
-    | EXPLAIN
+    | CHAIN
     | {
         "verl's main with": Producer(outputs.of_a_refused_line_of_verl),
         "the first step of": Producer(outputs.of_the_first_step_in_verl),
     },
-    "docs/hosts/nemo_rl.md": JUDGED | EXPLAIN | {"the first step of": Producer(outputs.of_the_first_step_in_nemo_rl)},
+    "docs/hosts/nemo_rl.md": JUDGED | CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_nemo_rl)},
     "docs/hosts/megatron_lm.md": {
         "call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS),
         "take_rollouts": Producer(outputs.of_take_rollouts),
     },
-    "docs/hosts/roll.md": EXPLAIN
+    "docs/hosts/roll.md": CHAIN
     | {
         "megatron-rl doctor --launch-only": Producer(outputs.of_a_line_of_roll),
         "the first step of": Producer(outputs.of_the_first_step_in_roll),
     },
-    "docs/hosts/prime_rl.md": JUDGED | EXPLAIN | {"the first step of": Producer(outputs.of_the_first_step_in_prime_rl)},
-    "docs/hosts/trl.md": JUDGED | EXPLAIN,
-    "docs/hosts/skyrl.md": JUDGED | EXPLAIN | {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
+    "docs/hosts/prime_rl.md": JUDGED | CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_prime_rl)},
+    "docs/hosts/trl.md": JUDGED | CHAIN,
+    "docs/hosts/skyrl.md": JUDGED | CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
 }
 
 
