@@ -30,7 +30,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron_rl.megatron.ranks": ("initialize_ranks",),
         "megatron_rl.layout": ("resolve_groups", "local_positions", "local_cu_seqlens"),
         "megatron_rl.megatron.schedule": ("scale_for_schedule",),
-        "megatron_rl.megatron.probe": ("probe_schedule", "ProbeResult"),
+        "megatron_rl.megatron.probe": ("probe_schedule",),
         "megatron_rl.megatron.forward_step": ("make_forward_step",),
         "megatron_rl.megatron.cpu": ("install_cpu_support",),
         "megatron_rl.step_metrics": ("step_metrics",),
@@ -48,11 +48,12 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 HEAD = """# API
 
 Each name with its module, its signature and what it does, returns and raises. Shapes are beside the tensors; the
-[glossary](glossary.md) has the letters. `help(name)` adds the meaning of each argument, and examples. `tests/api_page.py` makes
-this page.
+[glossary](glossary.md) has the letters. `help(name)` adds the meaning of each argument, collectives, memory and examples. A name
+without a module is imported from `megatron_rl`. `tests/api_page.py` makes this page.
 """
 # Where a reader finds arguments or fields that the page does not repeat.
 DECLARED_ELSEWHERE = {
+    "WatchdogState": "`WatchdogState()` begins a run.",
     "PolicyLossConfig": "Its fields are the [flags](arguments.md).",
     "grpo_loss": "Arguments: those of [policy_loss](#policy_loss) after `name`.",
     "gspo_loss": "Arguments: those of [policy_loss](#policy_loss) after `name`.",
@@ -73,7 +74,7 @@ def section(title: str, modules: dict[str, tuple[str, ...]]) -> Iterator[str]:
     for module, names in modules.items():
         for name in names:
             what = getattr(import_module(module), name)
-            yield f"### {name}\n\n`{module}.{name}`\n"
+            yield f"### {name}\n" if module == "megatron_rl" else f"### {name}\n\n`{module}.{name}`\n"
             yield f"{DECLARED_ELSEWHERE[name]}\n" if name in DECLARED_ELSEWHERE else f"```text\n{declared(what)}\n```\n"
             yield prose(shortened(what))
 
@@ -90,7 +91,7 @@ def declared(what: object) -> str:
 
 
 def shortened(what: object) -> str:
-    """The first paragraph of the docstring, the arguments and fields that only a sentence explains, and what comes after Args."""
+    """The first paragraph of the docstring, the arguments and fields that only a sentence explains, what it returns and raises."""
     first, *others = re.split(r"\n\s*\n", inspect.getdoc(what) or "")
     shown = [first]
     if others and not first.endswith((".", ":")):  # a sentence that ends with an equation
@@ -100,11 +101,11 @@ def shortened(what: object) -> str:
 
 
 def essential(block: str, in_signature: set[str]) -> str:
-    """The lines of a block that belong to Returns and the like, and the entries whose names the signature does not show."""
+    """The lines of a block about what is returned and raised, and the entries whose names the signature does not show."""
     kept, is_kept = [], False
     for line in block.splitlines():
         if part := PART.match(line):
-            is_kept = part["part"] != "Args"
+            is_kept = part["part"] in ("Returns", "Raises")
         elif entry := ENTRY.match(line.strip()):
             is_kept = not in_signature & set(entry["names"].split(", "))
         if is_kept:
