@@ -1,0 +1,394 @@
+"""Loss, gradient and metrics of a whole step, from the equations of the papers. It must never import the package.
+
+One process, float64, the logits of all samples at once; autograd takes the derivative. A name without a formula here is an error
+that says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+BOUND = 20.0  # log-ratios are bounded to +- this before exp
+TINY_REST = 1e-8  # DPPO: 1 - p is at least this
+SAME_POLICY = 1e-5  # TOPR: a ratio above 1 by less is rounding
+# Corrections that the field uses with one value: Yao et al. (tis), Ring-1T (icepop). Elsewhere both bounds are given.
+USUAL_BOUNDS = {("tis", "token"): (0.0, 2.0), ("icepop", "token"): (0.5, 5.0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseSample:
+    """A sample of m tokens, masked ones included; a vector has one number a token. What is masked is not read."""
+
+    labels: list[int]
+    mask: list[bool]
+    advantages: list[float]
+    old: list[float] | None  # None: on-policy
+    rollout: list[float]
+    ref: list[float]
+    importance: list[float]
+    prompt: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseSettings:
+    loss: str
+    low: float = math.nan  # the clip, as distances from 1
+    high: float = math.nan
+    parameters: dict[str, float] = field(default_factory=dict)
+    aggregation: str = "sample_mean"
+    divisor: float = 1.0
+    correction: str = "none"
+    level: str = "token"
+    bounds: tuple[float | None, float | None] = (None, None)
+    sequence_delta: float | None = None
+    is_dropped: bool = False  # rejected tokens are not counted
+    kl_estimator: str = "k3"
+    kl_coefficient: float = 0.0
+    entropy_coefficient: float = 0.0
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The unmasked tokens of one sample, [m] each."""
+
+    log_ratio: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    entropy: Tensor
+    settings: DenseSettings
+
+    def number(self, name: str) -> float:
+        return self.settings.parameters[name]
+
+    def mean(self, values: Tensor) -> Tensor:
+        return (values.sum() / len(values)).expand(len(values))
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-BOUND, BOUND).exp()
+
+
+Result = tuple[Tensor, Tensor]  # value [m], whether it is clipped [m]
+
+
+def clipped_surrogate(tokens: Tokens, log_ratio: Tensor) -> Result:
+    """Schulman et al., arXiv:1707.06347, equation 7; with a finite c the dual clip of Ye et al., arXiv:1912.09729."""
+    ratio, a = bounded_exp(log_ratio), tokens.advantages
+    low, high, c = 1 - tokens.settings.low, 1 + tokens.settings.high, tokens.settings.parameters.get("clip_ratio_c", math.inf)
+    objective = torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+    if c < math.inf:
+        objective = torch.where(a < 0, torch.maximum(objective, c * a), objective)
+    is_beyond = (a > 0) & (ratio > high) | (a < 0) & ((ratio < low) | (ratio > c))
+    return -objective, (is_beyond | (log_ratio.abs() > BOUND)) & (a != 0)
+
+
+def grpo(tokens: Tokens) -> Result:
+    """arXiv:2402.03300, equation 3."""
+    return clipped_surrogate(tokens, tokens.log_ratio)
+
+
+def gspo(tokens: Tokens) -> Result:
+    """arXiv:2507.18071, equations 5 and 7: the geometric mean of the tokens' ratios."""
+    return clipped_surrogate(tokens, tokens.mean(tokens.log_ratio))
+
+
+def gspo_token(tokens: Tokens) -> Result:
+    """arXiv:2507.18071, section 4.3: the same ratio as a number, times pi / sg(pi)."""
+    return clipped_surrogate(tokens, tokens.mean(tokens.log_ratio).detach() + tokens.log_probs - tokens.log_probs.detach())
+
+
+def cispo(tokens: Tokens) -> Result:
+    """arXiv:2506.13585, equation 4."""
+    ratio = bounded_exp(tokens.log_ratio).detach()
+    weight = ratio.clamp(1 - tokens.settings.low, 1 + tokens.settings.high)
+    return -weight * tokens.advantages * tokens.log_probs, (weight != ratio) & (tokens.advantages != 0)
+
+
+def gmpo(tokens: Tokens) -> Result:
+    """arXiv:2507.20673: tokens are clipped in log space, each on the side where its advantage pushes; then the geometric mean."""
+    a, log_ratio = tokens.advantages, tokens.log_ratio
+    above = (a > 0) & (log_ratio > math.log(1 + tokens.settings.high))
+    below = (a < 0) & (log_ratio < math.log(1 - tokens.settings.low))
+    kept = torch.where(above, math.log(1 + tokens.settings.high), torch.where(below, math.log(1 - tokens.settings.low), log_ratio))
+    mean = tokens.mean(kept)
+    return -bounded_exp(mean) * a, (above | below | (mean.abs() > BOUND)) & (a != 0)
+
+
+def sapo(tokens: Tokens) -> Result:
+    """arXiv:2511.20347: f(r) = 4 / tau sigmoid(tau (r - 1))."""
+    names = ("sapo_temperature_positive", "sapo_temperature_negative")
+    tau = torch.tensor([tokens.number(names[int(a <= 0)]) for a in tokens.advantages], dtype=torch.float64)
+    value = -4 / tau * torch.sigmoid(tau * (bounded_exp(tokens.log_ratio) - 1)) * tokens.advantages
+    return value, torch.zeros_like(value, dtype=torch.bool)
+
+
+def dppo(tokens: Tokens, divergence: Callable[[float, float], float]) -> Result:
+    """arXiv:2602.04879: a token that has left the trust region, and would go on, is masked; the ratio is truncated."""
+    weights, is_masked = [], []
+    for log_ratio, log_prob, a in zip(*(x.tolist() for x in (tokens.log_ratio, tokens.log_probs, tokens.advantages)), strict=True):
+        pi, mu = math.exp(log_prob), math.exp(min(log_prob - log_ratio, 0.0))
+        bound = tokens.number("divergence_high" if a > 0 else "divergence_low")
+        goes_on = pi > mu if a > 0 else pi < mu
+        is_masked.append(goes_on and divergence(pi, mu) > bound)
+        ratio = math.exp(min(max(log_ratio, -BOUND), BOUND))
+        weights.append(0.0 if is_masked[-1] else min(ratio, tokens.number("ratio_truncation")))
+    value = -torch.tensor(weights, dtype=torch.float64) * tokens.advantages * tokens.log_probs
+    return value, torch.tensor(is_masked, dtype=torch.bool) & (tokens.advantages != 0)
+
+
+def total_variation(pi: float, mu: float) -> float:
+    return abs(pi - mu)
+
+
+def binary_kl(pi: float, mu: float) -> float:
+    """KL(mu, pi) of taking the token or not."""
+    rests = [max(1 - p, TINY_REST) for p in (pi, mu)]
+    return (mu * math.log(mu / pi) if mu else 0.0) + rests[1] * math.log(rests[1] / rests[0])
+
+
+def dro(tokens: Tokens) -> Result:
+    """Kimi k1.5, arXiv:2501.12599, section 2.3, token by token."""
+    value = -tokens.advantages * tokens.log_probs + tokens.number("log_ratio_penalty") / 2 * tokens.log_ratio**2
+    return value, torch.zeros_like(value, dtype=torch.bool)
+
+
+def reinforce(tokens: Tokens) -> Result:
+    """Williams, 1992."""
+    value = -tokens.advantages * tokens.log_probs
+    return value, torch.zeros_like(value, dtype=torch.bool)
+
+
+def topr(tokens: Tokens) -> Result:
+    """arXiv:2503.14286, with the ratio of the token: positive tokens weigh 1, negative ones taper."""
+    ratio = bounded_exp(tokens.log_ratio).detach()
+    weight = torch.where(tokens.advantages >= 0, 1.0, ratio.clamp(max=1.0))
+    return -weight * tokens.advantages * tokens.log_probs, (tokens.advantages < 0) & (ratio > 1 + SAME_POLICY)
+
+
+LOSSES: dict[str, Callable[[Tokens], Result]] = {
+    "grpo": grpo,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "cispo": cispo,
+    "gmpo": gmpo,
+    "sapo": sapo,
+    "dppo_tv": lambda tokens: dppo(tokens, total_variation),
+    "dppo_kl": lambda tokens: dppo(tokens, binary_kl),
+    "dro": dro,
+    "reinforce": reinforce,
+    "topr": topr,
+}
+# The ratio of these papers is to the policy that sampled.
+OF_THE_SAMPLER = {"dppo_tv", "dppo_kl"}
+# These have one ratio a sample.
+ONE_RATIO_A_SAMPLE = {"gspo"}
+# The weight of a token by N, P, T of the step, m of its sample, M of its prompt, L the divisor.
+AGGREGATIONS: dict[str, Callable[..., float]] = {
+    "sample_mean": lambda N, P, T, m, M, L: 1 / (N * m),
+    "prompt_mean": lambda N, P, T, m, M, L: 1 / (P * M),
+    "token_mean": lambda N, P, T, m, M, L: 1 / T,
+    "constant": lambda N, P, T, m, M, L: 1 / (L * N),
+}
+# The factor by w, the ratio of old to sampler, and its bounds.
+CORRECTIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "none": lambda w, low, high: torch.ones_like(w),
+    "tis": lambda w, low, high: w.clamp(low, high),
+    "icepop": lambda w, low, high: w * ((w >= low) & (w <= high)),
+    "mask": lambda w, low, high: ((w >= low) & (w <= high)).double(),
+}
+# log w of a token, of the [m] log-ratios of its sample.
+LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "token": lambda logs: logs,
+    "sequence_mean": lambda logs: (logs.sum() / len(logs)).expand(len(logs)),
+    "sequence_sum": lambda logs: logs.sum().expand(len(logs)),
+}
+# (value, what is differentiated in its place) by d = log pi - log ref, bounded d, and the ratio rho. Schulman, 2020; unbiased:
+# DeepSeek-V3.2, arXiv:2512.02556, equation 7.
+ESTIMATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Result]] = {
+    "k1": lambda d, bounded, rho: (d, d),
+    "k2": lambda d, bounded, rho: (d**2 / 2, d**2 / 2),
+    "k3": lambda d, bounded, rho: ((-bounded).exp() + bounded - 1, (-bounded).exp() + bounded - 1),
+    "k3+": lambda d, bounded, rho: ((-bounded).exp() + bounded - 1, d**2 / 2),
+    "unbiased": lambda d, bounded, rho: (rho * ((-bounded).exp() + bounded - 1), rho * ((-bounded).exp() + bounded - 1)),
+}
+
+
+def formula(table: dict, name: str, of_what: str):
+    if name not in table:
+        raise KeyError(f"{of_what} {name!r} has no formula: add it to the oracle, tests/dense_oracle.py")
+    return table[name]
+
+
+@dataclass(frozen=True)
+class DenseResult:
+    loss: float
+    gradient: Tensor  # [all tokens, V]
+    policy_loss: float
+    kl_loss: float
+    entropy: float
+    metrics: dict[str, float]
+    log_probs: Tensor  # [all tokens], 0 where masked
+    num_counted: int  # the tokens that the aggregation counts
+
+
+def dense_step(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSettings) -> DenseResult:
+    """logits: [all tokens of all samples, V], in order."""
+    leaf = logits.double().detach().requires_grad_()
+    log_softmax = torch.log_softmax(leaf / settings.temperature, -1)
+    starts = [0]
+    for sample in samples:
+        starts.append(starts[-1] + len(sample.labels))
+    parts = [SampleTerms(s, log_softmax[a:b], settings) for s, a, b in zip(samples, starts[:-1], starts[1:], strict=True)]
+    counts = [int(part.is_kept().sum()) if settings.is_dropped else len(part.live) for part in parts]  # of the policy term
+    of_prompts: dict[str, int] = {}
+    for sample, count in zip(samples, counts, strict=True):
+        of_prompts[sample.prompt] = of_prompts.get(sample.prompt, 0) + count
+    weigh = formula(AGGREGATIONS, settings.aggregation, "loss aggregation")
+    policy = kl = entropy = leaf.sum() * 0.0
+    for part, m in zip(parts, counts, strict=True):
+        if m > 0:
+            of_step = {"N": len(samples), "P": len(of_prompts), "T": sum(counts), "M": of_prompts[part.sample.prompt]}
+            weight = weigh(**of_step, m=m, L=settings.divisor)
+            policy = policy + weight * (part.importance * part.factors * part.values).sum()
+        if part.live:
+            kl, entropy = kl + part.kl.mean() / len(samples), entropy + part.entropy.mean() / len(samples)
+    loss = policy + settings.kl_coefficient * kl - settings.entropy_coefficient * entropy
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    log_probs = torch.cat([torch.zeros(0, dtype=torch.float64), *(part.all_log_probs() for part in parts)])
+    metrics = dense_metrics([part for part in parts if part.live], len(samples), settings)
+    numbers = [float(number.detach()) for number in (loss, policy, kl, entropy)]
+    return DenseResult(numbers[0], gradient, *numbers[1:], metrics, log_probs, sum(counts))
+
+
+class SampleTerms:
+    """What one sample gives to each term, on its unmasked tokens [m]."""
+
+    def __init__(self, sample: DenseSample, log_softmax: Tensor, settings: DenseSettings):
+        self.sample, self.settings = sample, settings
+        self.live = [t for t, is_live in enumerate(sample.mask) if is_live]
+
+        def of(values: Sequence[float]) -> Tensor:
+            return torch.tensor([values[t] for t in self.live], dtype=torch.float64)
+
+        rows = log_softmax[self.live]
+        one_hot = torch.nn.functional.one_hot(torch.tensor([sample.labels[t] for t in self.live], dtype=torch.int64), rows.shape[1])
+        self.new = (one_hot * rows).sum(-1)
+        self.entropy = -(rows.exp() * rows).sum(-1)
+        self.rollout, self.importance, self.advantages = of(sample.rollout), of(sample.importance), of(sample.advantages)
+        self.old = self.new.detach() if sample.old is None else of(sample.old)
+        self.anchor = self.rollout if settings.loss in OF_THE_SAMPLER else self.old
+        self.log_ratio = self.new - self.anchor
+        tokens = Tokens(self.log_ratio, self.new, self.advantages, self.entropy.detach(), settings)
+        self.values, self.is_clipped = self.new, torch.zeros(0, dtype=torch.bool)
+        if self.live:
+            self.values, self.is_clipped = formula(LOSSES, settings.loss, "policy loss")(tokens)
+        self.factors, self.ratios, self.is_off_policy = self.corrected()
+        d = self.new - of(sample.ref)
+        estimate = formula(ESTIMATORS, settings.kl_estimator, "KL estimator")
+        value, trained = estimate(d, d.clamp(-BOUND, BOUND), bounded_exp(self.log_ratio))
+        if settings.kl_estimator == "unbiased":  # beyond the bound there is no gradient
+            is_inside = (self.log_ratio.abs() <= BOUND) & (d.abs() <= BOUND)
+            trained = torch.where(is_inside, trained, 0.0)
+        self.kl = value.detach() + trained - trained.detach()
+
+    def corrected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The factor, w, and whether the token is dropped as part of an off-policy sample (DeepSeek-V3.2, section 3.1)."""
+        settings, logs = self.settings, (self.old - self.rollout).detach()
+        if settings.correction == "none" or not self.live:
+            ratios = torch.ones_like(logs)
+        else:
+            ratios = bounded_exp(formula(LEVELS, settings.level, "correction level")(logs))
+        factors = formula(CORRECTIONS, settings.correction, "importance correction")(ratios, *self.bounds())
+        is_off_policy = torch.zeros(len(self.live), dtype=torch.bool)
+        if settings.sequence_delta is not None and self.live:
+            divergence = float((self.rollout - self.new.detach()).sum()) / len(self.live)
+            is_off_policy = (self.advantages < 0) & (divergence > settings.sequence_delta)
+        return torch.where(is_off_policy, 0.0, factors), ratios, is_off_policy
+
+    def bounds(self) -> tuple[float, float]:
+        usual = USUAL_BOUNDS.get((self.settings.correction, self.settings.level), (0.0, math.inf))
+        given = zip(self.settings.bounds, usual, strict=True)
+        low, high = (of_paper if bound is None else bound for bound, of_paper in given)
+        return low, high
+
+    def is_kept(self) -> Tensor:
+        low, high = self.bounds()
+        is_inside = (self.ratios >= low) & (self.ratios <= high) | (self.settings.correction in ("none", "tis"))
+        return is_inside & ~self.is_off_policy
+
+    def all_log_probs(self) -> Tensor:
+        found = torch.zeros(len(self.sample.mask), dtype=torch.float64)
+        found[self.live] = self.new.detach()
+        return found
+
+
+def dense_metrics(parts: Sequence[SampleTerms], num_documents: int, settings: DenseSettings) -> dict[str, float]:
+    """Means over samples of means over tokens, sums and extremes over tokens; {} for a step without a token."""
+    if not parts:
+        return {}
+
+    def means(values: Callable[[SampleTerms], Tensor]) -> float:
+        return sum(float(values(part).double().mean()) for part in parts) / len(parts)
+
+    def tokens(values: Callable[[SampleTerms], Tensor]) -> Tensor:
+        return torch.cat([values(part).double().detach() for part in parts])
+
+    def ratio(part: SampleTerms) -> Tensor:
+        of_tokens = part.log_ratio.detach()
+        is_shared = settings.loss in ONE_RATIO_A_SAMPLE
+        return bounded_exp((of_tokens.sum() / len(of_tokens)).expand(len(of_tokens)) if is_shared else of_tokens)
+
+    def sample_size(values: Tensor) -> float:
+        return float(values.sum() ** 2 / (values**2).sum() / len(values)) if values.any() else 0.0
+
+    def k3(part: SampleTerms) -> Tensor:
+        x = part.log_ratio.detach().clamp(-BOUND, BOUND)
+        return x.exp() - x - 1
+
+    def share(values: Callable[[SampleTerms], Tensor], among: Callable[[SampleTerms], Tensor]) -> float:
+        return float(tokens(values).sum() / tokens(among).sum())
+
+    seen = torch.cat([ratio(part)[:1] if settings.loss in ONE_RATIO_A_SAMPLE else ratio(part) for part in parts])
+    advantages = tokens(lambda part: part.advantages)
+    found = {
+        "num_documents": num_documents,
+        "num_tokens": sum(len(part.live) for part in parts),
+        "old_logprobs": means(lambda part: part.anchor),
+        "new_logprobs": means(lambda part: part.new.detach()),
+        "ratio_new_old": means(ratio),
+        "ratio_new_old_sum": float(seen.sum()),
+        "ratio_new_old_squared_sum": float((seen**2).sum()),
+        "effective_sample_size": sample_size(seen),
+        "kl_new_old": means(k3),
+        "clipped_ratio_fraction": means(lambda part: part.is_clipped),
+        "clipped_low": means(lambda part: part.is_clipped & (part.advantages < 0)),
+        "clipped_high": means(lambda part: part.is_clipped & (part.advantages > 0)),
+        "advantage": means(lambda part: part.advantages),
+        "max_advantage": float(advantages.max()),
+        "min_advantage": float(advantages.min()),
+        "entropy": means(lambda part: part.entropy.detach()),
+    }
+    if settings.correction == "none" and settings.sequence_delta is None:
+        return found
+    signs = {"positive": lambda part: part.advantages > 0, "negative": lambda part: part.advantages < 0}
+    for sign, is_of_sign in signs.items():
+        if tokens(is_of_sign).any():
+            found[f"correction_kept_{sign}"] = share(lambda part, of=is_of_sign: part.is_kept() & of(part), is_of_sign)
+    everyone = lambda part: torch.ones(len(part.live))  # noqa: E731
+    return found | {
+        "correction_kept_tokens": share(SampleTerms.is_kept, everyone),
+        "correction_kept_samples": means(SampleTerms.is_kept),
+        "correction_off_policy": means(lambda part: part.is_off_policy),
+        "correction_weight": means(lambda part: part.factors),
+        "correction_at_low": share(lambda part: part.ratios < part.bounds()[0], everyone),
+        "correction_at_high": share(lambda part: part.ratios > part.bounds()[1], everyone),
+        "correction_largest_weight": float(tokens(lambda part: part.factors).max()),
+        "correction_largest_ratio": float(tokens(lambda part: part.ratios).max()),
+        "correction_effective_sample_size": sample_size(tokens(lambda part: part.factors)),
+    }

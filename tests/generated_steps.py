@@ -1,0 +1,317 @@
+"""Draws whole steps for tests/test_generated_steps.py: what is computed, how it is split over ranks, and by which door.
+
+Names come from the registries. A loss has decks of its own, each a shuffled repetition of an axis: it meets each value of an axis
+about equally often, and another loss in the registry changes no case of it. GENERATED_STEPS=200 draws so many steps of each loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from dense_oracle import DenseSample, DenseSettings
+from helpers import PARAMETERS, last_rank_alone, zigzag
+from torch import Tensor
+
+from megatron_rl.config import CorrectionLevel, ImportanceCorrection, KLEstimator, PolicyMetrics
+from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names, policy_loss_names
+
+STEPS_OF_A_LOSS = int(os.environ.get("GENERATED_STEPS", "24"))
+CLIP = (0.1, 0.15)  # low and high differ, so that swapping them shows (FB-62)
+# A loss that is not named keeps its defaults.
+NUMBERS: dict[str, list[dict[str, float]]] = {
+    **dict.fromkeys(("grpo", "gspo", "gspo_token"), [{}, {"clip_ratio_c": 1.2}]),
+    **{name: [values] for name, values in PARAMETERS.items()},
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """The sizes of the groups, and the micro-batches of each data-parallel rank."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    microbatches: int = 1
+    pp: int = 1
+    deal: str = "zigzag"  # which tokens of a document a cp rank holds
+
+
+def uneven(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
+    """The first rank takes half, the second half of the rest, and so on: unlike counts, empty slices."""
+    for _ in range(cp_rank):
+        document = document[len(document) // 2 :]
+    return document if cp_rank == cp_size - 1 else document[: len(document) // 2]
+
+
+DEALS = {"zigzag": zigzag, "uneven": uneven, "last rank alone": last_rank_alone}
+SPLITS = [
+    Split(),
+    Split(microbatches=3),
+    Split(tp=2),
+    Split(tp=4, microbatches=2),
+    Split(cp=2),
+    Split(cp=4, deal="uneven"),
+    Split(cp=2, microbatches=2, deal="last rank alone"),
+    Split(dp=2, microbatches=2),
+    Split(dp=4),
+    Split(tp=2, cp=2, deal="uneven"),
+    Split(cp=2, dp=2, microbatches=2),
+    Split(tp=2, cp=2, dp=2),
+    Split(dp=2, pp=2),
+]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Unmasked and masked tokens of each document, and the real columns of the vocabulary."""
+
+    lengths: tuple[int, ...]
+    masked: str = "some"
+    vocabulary: int = 7
+    log_ratios: tuple[float, ...] = (-0.4, -0.2, -0.05, 0.02, 0.12, 0.3)
+    is_rejected: bool = False
+
+
+SHAPES = {
+    "ragged": Shape((5, 1, 9, 3, 2, 4)),
+    "one-token responses": Shape((1, 1, 1, 1, 1), "none"),
+    "one document": Shape((8,)),
+    "a long document": Shape((21, 2, 3)),
+    "empty documents": Shape((0, 4, 0, 0, 3, 0), "none"),
+    "a masked document": Shape((4, 3, 5), "the second"),
+    "all masked": Shape((3, 2), "all"),
+    "all rejected": Shape((3, 2, 4), is_rejected=True),
+    "no token": Shape((0, 0), "none"),
+    "no document": Shape(()),
+    "a vocabulary of one": Shape((3, 2, 1), vocabulary=1),
+    "ratios beyond the bound": Shape((4, 1, 6), log_ratios=(-23.0, -0.3, 0.2, 24.0)),
+}
+USUAL_SHAPES = ["ragged", "a long document", "a masked document", "one document"]
+
+FLOAT64, FLOAT32, BFLOAT16 = torch.float64, torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Door:
+    """How the loss is called: from logits, hidden states or log-probabilities; by which kernels, in which precision."""
+
+    head: str
+    backend: str
+    dtype: torch.dtype
+    option: str = ""  # what the door has besides
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, [self.head, self.backend, str(self.dtype).removeprefix("torch."), self.option]))
+
+
+DOORS = [
+    Door("logits", "torch", FLOAT64),
+    Door("logits", "torch", FLOAT64, "in place"),
+    Door("logits", "torch", FLOAT32, "announced factor"),
+    Door("logits", "torch", BFLOAT16),
+    Door("logits", "triton", FLOAT32),
+    Door("logits", "triton", BFLOAT16, "in place"),
+    Door("logits", "triton", FLOAT32, "announced factor"),
+    Door("hidden", "torch", FLOAT64, "small chunks"),
+    Door("hidden", "torch", FLOAT64, "one chunk"),
+    Door("hidden", "torch", FLOAT64, "sequence parallel"),
+    Door("hidden", "torch", FLOAT32, "announced factor"),
+    Door("hidden", "torch", FLOAT64, "no log-probs"),
+    Door("hidden", "triton", FLOAT32, "small chunks"),
+    Door("hidden", "triton", FLOAT32, "scaled exponentials"),
+    Door("log_probs", "torch", FLOAT64),
+    Door("log_probs", "triton", FLOAT32),
+]
+CORRECTIONS = [
+    *((str(kind), str(level)) for kind in ImportanceCorrection for level in CorrectionLevel if kind != ImportanceCorrection.NONE),
+    *(("none", "token") for _ in range(4)),
+]
+BOUNDS = {"token": (0.8, 1.25), "sequence_mean": (0.9, 1.1), "sequence_sum": (0.6, 1.7)}
+
+
+@dataclass(frozen=True)
+class Case:
+    number: int  # of the loss
+    shape: str
+    split: Split
+    door: Door
+    settings: DenseSettings
+    per: str  # what advantages are given for: "sample" or "token"
+    has_importance: bool
+    is_on_policy: bool
+    metrics: str
+    counts_given: bool
+    num_padded_columns: int
+    is_per_token: bool  # Megatron's calculate_per_token_loss
+
+    @property
+    def loss(self) -> str:
+        return self.settings.loss
+
+    def __str__(self) -> str:
+        sizes = [f"{name}{size}" for name, size in vars(self.split).items() if isinstance(size, int) and size > 1]
+        return f"{self.loss} {self.number}: {self.shape}, {' '.join(sizes) or 'one rank'}, {self.door}"
+
+
+class Decks:
+    """An endless shuffled repetition of each axis."""
+
+    def __init__(self, seed: str):
+        self.random, self.rests = random.Random(seed), {}
+
+    def draw(self, axis: str, values: Sequence):
+        rest = self.rests.setdefault(axis, [])
+        if not rest:
+            rest += values
+            self.random.shuffle(rest)
+        return rest.pop()
+
+
+def cases_of(name: str, number: int = STEPS_OF_A_LOSS) -> list[Case]:
+    decks = Decks(name)
+    return [possible(drawn(name, index, decks)) for index in range(number)]
+
+
+def drawn(name: str, number: int, decks: Decks) -> Case:
+    loss = get_policy_loss(name)
+    kind, level = decks.draw("correction", CORRECTIONS)
+    usual = decks.draw("has usual bounds", [True, False, False])
+    has_usual = usual and level == "token" and kind in ("tis", "icepop")
+    low, high = (math.nan, math.nan) if loss.clip_ratios is None else CLIP
+    settings = DenseSettings(
+        loss=name,
+        low=low,
+        high=high,
+        parameters=loss.resolve_parameters(decks.draw("parameters", NUMBERS.get(name, [{}]))),
+        aggregation=decks.draw("aggregation", loss_aggregation_names()),
+        divisor=8.0,
+        correction=kind,
+        level=level,
+        bounds=(None, None) if has_usual or kind == "none" else BOUNDS[level],
+        sequence_delta=decks.draw("sequence delta", [None, None, 0.02]),
+        is_dropped=decks.draw("dropped", [False, True]),
+        kl_estimator=decks.draw("estimator", [str(estimator) for estimator in KLEstimator]),
+        kl_coefficient=decks.draw("kl", [0.0, 0.7]),
+        entropy_coefficient=decks.draw("entropy", [0.0, 0.3, 0.0]),
+        temperature=decks.draw("temperature", [1.0, 0.7]),
+    )
+    return Case(
+        number=number,
+        shape=decks.draw("shape", [*SHAPES, *USUAL_SHAPES]),
+        split=decks.draw("split", SPLITS),
+        door=decks.draw("door", DOORS),
+        settings=settings,
+        per=decks.draw("per", ["sample", "token"]),
+        has_importance=decks.draw("importance", [False, True]),
+        is_on_policy=decks.draw("on-policy", [False, False, False, True]),
+        metrics=decks.draw("metrics", [str(level) for level in PolicyMetrics]),
+        counts_given=decks.draw("counts given", [False, True]),
+        num_padded_columns=decks.draw("padded columns", [0, 3]),
+        is_per_token=decks.draw("per-token contract", [False, False, True]),
+    )
+
+
+def possible(case: Case) -> Case:
+    """The case without what its loss or its door refuses; other tests see the refusals."""
+    loss, settings, split, door = get_policy_loss(case.loss), case.settings, case.split, case.door
+    if loss.anchor == "rollout":
+        settings = replace(settings, correction="none", level="token", bounds=(None, None))
+    if SHAPES[case.shape].is_rejected and loss.anchor == "old":
+        settings = replace(settings, correction="mask", level="token", bounds=(0.9, 1.1))
+    rejects = settings.correction in ("icepop", "mask") and settings.sequence_delta is None and not case.is_on_policy
+    settings = replace(settings, is_dropped=settings.is_dropped and rejects)
+    metrics = case.metrics
+    if door.head == "log_probs":
+        settings = replace(settings, temperature=1.0, entropy_coefficient=0.0)
+        metrics = "basic" if metrics == "with_entropy" else metrics
+        split = replace(split, tp=1)
+    if door.option == "scaled exponentials":
+        settings = replace(settings, entropy_coefficient=0.0)
+        split = replace(split, tp=1)
+    if door.option == "sequence parallel" and split.tp == 1:
+        split = replace(split, tp=2)
+    if door.backend == "triton" and split.dp * split.microbatches > 2:  # interpreted kernels take time with each launch
+        split = replace(split, microbatches=1)
+    return replace(case, settings=settings, split=split, metrics=metrics)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The samples of a case with their logits, and the head that makes them."""
+
+    samples: list[DenseSample]
+    hidden: Tensor  # [all tokens, H] float64
+    weight: Tensor  # [V, H] float64; real columns alone
+    logits: Tensor  # [all tokens, V] float64
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        starts = [0]
+        for sample in self.samples:
+            starts.append(starts[-1] + len(sample.labels))
+        return starts
+
+
+HIDDEN_SIZE = 4
+
+
+def step_of(case: Case) -> Step:
+    shape, numbers = SHAPES[case.shape], random.Random(f"{case.loss} {case.number}")
+    generator = torch.Generator().manual_seed(numbers.randrange(2**31))
+    size = sum(shape.lengths)
+    hidden = torch.randn(size, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
+    weight = 0.6 * torch.randn(shape.vocabulary, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
+    # What a door in a low precision is given is what the oracle is given.
+    hidden, weight = (x.to(case.door.dtype).double() for x in (hidden, weight))
+    logits = (hidden @ weight.T).to(case.door.dtype).double()
+    log_softmax = torch.log_softmax(logits / case.settings.temperature, -1)
+    samples, start = [], 0
+    for index, length in enumerate(shape.lengths):
+        rows, start = log_softmax[start : start + length], start + length
+        samples.append(sample_of(case, shape, index, rows, numbers))
+    return Step(samples, hidden, weight, logits)
+
+
+def sample_of(case: Case, shape: Shape, index: int, log_softmax: Tensor, numbers: random.Random) -> DenseSample:
+    length, loss = log_softmax.shape[0], get_policy_loss(case.loss)
+    labels = [numbers.randrange(shape.vocabulary) for _ in range(length)]
+    new = [float(log_softmax[t, label]) for t, label in enumerate(labels)]
+    # Log-ratios off the edges of every bound, so that rounding decides none; a sample's mean lies anywhere.
+    drift = numbers.choice((-0.15, 0.0, 0.18))
+    old = [below_0(x - numbers.choice(shape.log_ratios) * numbers.uniform(0.9, 1.1) - drift) for x in new]
+    gap = 3.0 if shape.is_rejected else 0.0
+    of_old = new if case.is_on_policy else old
+    rollout = [below_0(x - gap + numbers.choice((-0.3, -0.1, 0.04, 0.35)) * numbers.uniform(0.9, 1.1)) for x in of_old]
+    if loss.anchor == "rollout":
+        rollout = old
+    advantage = 0.0 if index == 3 else numbers.gauss(0.0, 1.0)
+    varies = case.per == "token" and loss.level != "sequence"
+    return DenseSample(
+        labels=labels,
+        mask=[is_live(shape.masked, index, numbers) for _ in range(length)],
+        advantages=[numbers.choice((advantage, 0.0, -advantage)) if varies else advantage for _ in range(length)],
+        old=None if case.is_on_policy else old,
+        rollout=rollout,
+        ref=[below_0(x + numbers.gauss(0.0, 0.3)) for x in new],
+        importance=[numbers.uniform(0.5, 1.5) if case.has_importance else 1.0 for _ in range(length)],
+        prompt=f"prompt {index // 2}",
+    )
+
+
+def below_0(log_prob: float) -> float:
+    return min(log_prob, -1e-3)
+
+
+def is_live(masked: str, index: int, numbers: random.Random) -> bool:
+    if masked == "some":
+        return numbers.random() < 0.7
+    return masked == "none" or (masked == "the second" and index != 1)
+
+
+CASES = [case for name in policy_loss_names() for case in cases_of(name)]
