@@ -16,7 +16,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.train import generation
 from megatron_rl.train.collection import rows_per_forward
-from megatron_rl.train.noise import gumbel_noise
+from megatron_rl.train.generation import gumbel_noise
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 
 SIZES = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 4096}

@@ -17,8 +17,7 @@ from megatron_rl.megatron.model import build_gpt_model, transformer_config
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.megatron.schedule import scale_for_schedule
-from megatron_rl.train.generation import SamplingSettings, sample_responses
-from megatron_rl.train.noise import gumbel_noise
+from megatron_rl.train.generation import SamplingSettings, gumbel_noise, sample_responses
 from megatron_rl.train.rollouts import group_advantages
 from megatron_rl.train.tasks import make_task
 

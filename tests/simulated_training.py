@@ -45,8 +45,7 @@ def sample_of(index: int, response: list[int], old_log_probs=None, ref_log_probs
 
 def phases(device: torch.device, settings: dict, options: dict, seen: list) -> dict:
     from megatron_rl.config import PolicyLossConfig
-    from megatron_rl.train.generation import SamplingSettings
-    from megatron_rl.train.noise import gumbel_noise
+    from megatron_rl.train.generation import SamplingSettings, gumbel_noise
     from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCABULARY, "max_sequence_length": 16}

@@ -77,7 +77,7 @@ def test_problems_are_told_once_and_hold_no_note():
 FILES = {
     "settings": ("validation.rules", "validation.advice"),
     "host": ("hosts.names", "hosts.checks", "hosts.loss_checks", *(f"hosts.{name}" for name in HOST_NAMES), "hosts.actor_checks"),
-    "train": ("training.option_rules",),
+    "train": ("train.option_rules", "train.output_dir"),
     "train_rl": ("hosts.train_rl_checks",),
 }
 MODULES = [f"megatron_rl.{name}" for of_kind in FILES.values() for name in of_kind]

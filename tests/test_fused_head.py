@@ -35,8 +35,7 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, check_head, run_model
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.schedule import delivered_factor
-from megatron_rl.train.generation import SamplingSettings
-from megatron_rl.train.noise import gumbel_noise
+from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 
 pytestmark = pytest.mark.megatron
 

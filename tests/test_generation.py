@@ -17,8 +17,7 @@ from megatron_rl.megatron import responses as responses_module
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.train import generation
 from megatron_rl.train.collection import rows_per_forward
-from megatron_rl.train.generation import SamplingSettings
-from megatron_rl.train.noise import INCREMENT, _scramble, _signed, gumbel_noise
+from megatron_rl.train.generation import INCREMENT, SamplingSettings, _scramble, _signed, gumbel_noise
 
 NOISE = partial(gumbel_noise, 7, 0)
 END = 4

@@ -26,7 +26,7 @@ from trainer_cases import metrics_of, unlike_metrics
 from megatron_rl import __main__ as command_line
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.testing.ranks import HANG_SECONDS
-from megatron_rl.train import checkpoints, option_rules, output_dir
+from megatron_rl.train import checkpoints, output_dir
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.tasks import make_task
 
@@ -213,7 +213,7 @@ def test_what_is_overwritten_leaves_nothing_to_go_on_from_and_what_is_loaded_sta
     assert has_saved(other)
     for given in (other, other / "checkpoints"):
         assert prepared(other, overwrite=True, load=str(given)) == (True, True)
-        found = option_rules.checkpoint_directory(TrainOptions(output_dir="new", load=str(given)))
+        found = output_dir.checkpoint_directory(TrainOptions(output_dir="new", load=str(given)))
         assert checkpoints.latest_checkpoint(found).name == "step_00000002"
 
 

@@ -96,14 +96,12 @@ def value_for(option: dataclasses.Field) -> str:
 )
 def test_a_flag_without_the_one_that_it_needs_is_refused(option):
     """Catches a flag that is accepted and does nothing. With the other one this rule says no more of it."""
-    value, needed = value_for(option), option.metadata["needs"]
-    args = vars(parse(f"{flag_of(option.name)} {value}"))
+    needed, because = option.metadata["needs"]
+    args = vars(parse(f"{flag_of(option.name)} {value_for(option)}"))
     with pytest.raises(ConfigError) as refused:
         train_options(args)
-    said = (
-        f"{flag_of(option.name)} {args[option.name]}".removesuffix(" True")
-        + f" needs {flag_of(needed)}: {option.metadata['because']}"
-    )
+    shown = f"{flag_of(option.name)} {args[option.name]}".removesuffix(" True")
+    said = f"{shown} needs {flag_of(needed)}: {because}"
     assert said in refused.value.problems
     options = TrainOptions(**{option.name: args[option.name], **({needed: 2} if needed != "docs_per_step" else {})})
     assert said not in [row.text for row in check_needs(TrainLaunch.of(options, {"docs_per_step": 2}))]

@@ -18,9 +18,8 @@ from megatron_rl.config import Overlong, RouterReplay
 from megatron_rl.layout.groups import SINGLE, all_reduce_max, all_reduce_sum, finish_together, group_device, world_group
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
-from megatron_rl.train.generation import SamplingSettings
+from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 from megatron_rl.train.key_value_cache import cache_bytes, can_cache
-from megatron_rl.train.noise import gumbel_noise
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.reward_guard import TimeLimit, keeps_process_alive, keeps_settings_of_torch
 from megatron_rl.train.rollouts import Microbatches, Prompt, RolloutBatch, Sample, SampleHeader, SharedRollout, group_advantages

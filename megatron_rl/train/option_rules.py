@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -15,24 +14,14 @@ from typing import Any
 from megatron_rl.config import AdvantageNormalization, ImportanceCorrection, Overlong, PolicyMetrics, RouterReplay
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
-from megatron_rl.train import checkpoints
+from megatron_rl.train import output_dir
 from megatron_rl.train.hf_checkpoint import HFModel, copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
-from megatron_rl.train.host_rollouts import is_of_host
-from megatron_rl.train.options import (
-    CHECKPOINT_DIRECTORY,
-    DEFAULT_NUM_ROLLOUTS,
-    DEFAULT_STEPS_PER_ROLLOUT,
-    PLOT_FILE,
-    RUN_FILE,
-    VOCABULARY_FILE,
-    TrainOptions,
-)
-from megatron_rl.train.rollout_files import existing_parts
-from megatron_rl.train.run_lock import LOCK_FILE
+from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
+from megatron_rl.train.output_dir import OWN_FILES, goes_on, is_same_file, path_problem
+from megatron_rl.train.rollout_files import existing_parts, is_of_host
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
-from megatron_rl.train.writers import METRICS_FILE
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import Asker, check, checks_in, problems_of
 
@@ -44,10 +33,6 @@ OF_THE_FOLDER = (
     *("task", "vocab_size", "end_token", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
     *("moe_router_topk", "moe_ffn_hidden_size"),
 )
-# What a run itself writes into its folder.
-OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE)
-
-
 DIVISIONS = (
     ("hidden_size", "num_attention_heads", "each head has the same width"),
     ("num_attention_heads", "tensor_model_parallel_size", "each tensor-parallel rank holds whole heads"),
@@ -83,7 +68,7 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
         options, num_query_groups = with_sizes_of(model, options), model.num_query_groups
     options = with_defaults(options, settings)
     launch = TrainLaunch.of(options, settings, world_size=world_size, num_query_groups=num_query_groups)
-    problems = problems_of(checks_in(__name__), launch, Asker.TRAIN)
+    problems = problems_of(checks_in(__name__, output_dir.__name__), launch, Asker.TRAIN)
     if problems:
         raise ConfigError(problems)
     return options
@@ -232,13 +217,14 @@ def check_needs(options: TrainLaunch) -> Iterator[str]:
     """What a field declares to need is given; the options of the loss are among the settings."""
     defaults = {one.name: one.default for one in dataclasses.fields(TrainOptions)}
     for one in dataclasses.fields(TrainOptions):
-        value, needed = getattr(options, one.name), one.metadata["needs"]
-        if needed is None or value in (one.default, None):
+        value = getattr(options, one.name)
+        if one.metadata["needs"] is None or value in (one.default, None):
             continue
+        needed, because = one.metadata["needs"]
         given = getattr(options, needed) if needed in defaults else options.settings[needed]
         if given == defaults.get(needed):
             shown = flag_of(one.name) if value is True else f"{flag_of(one.name)} {value}"
-            yield f"{shown} needs {flag_of(needed)}: {one.metadata['because']}"
+            yield f"{shown} needs {flag_of(needed)}: {because}"
 
 
 @check()
@@ -362,7 +348,7 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
     if options.save_rollouts is None:
         return
-    own = [name for name in OWN_FILES if _is_same_file(options.save_rollouts, os.path.join(options.output_dir, name))]
+    own = [name for name in OWN_FILES if is_same_file(options.save_rollouts, os.path.join(options.output_dir, name))]
     problem = path_problem(options.save_rollouts)
     if problem or own or os.path.isdir(options.save_rollouts):
         why = problem or (f"it is the run's own {own[0]}" if own else "it is a folder")
@@ -372,98 +358,13 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
             f"--save-rollouts {options.save_rollouts} would be JSON lines, and --rollouts reads a .pt file as one of a host: "
             f"name it {Path(options.save_rollouts).with_suffix('.jsonl')}"
         )
-    elif options.rollouts is not None and _is_same_file(options.rollouts, options.save_rollouts):
+    elif options.rollouts is not None and is_same_file(options.rollouts, options.save_rollouts):
         yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
     elif existing_parts(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
         yield (
             f"--save-rollouts {existing_parts(options.save_rollouts)[0]} exists: two runs in one file cannot be replayed; give "
             "another name, or --overwrite or --resume"
         )
-
-
-@check()
-def check_start(options: TrainOptions) -> Iterator[str]:
-    other = "--load" if options.load is not None else "--overwrite"
-    if options.resume and (options.load is not None or options.overwrite):
-        yield f"--resume and {other} say different things about where to start; give one of them"
-    if options.load is not None and not os.path.isdir(options.load):
-        yield f"--load {options.load}: there is no such directory"
-    elif options.load is not None and not options.resume:
-        try:
-            checkpoints.latest_checkpoint(checkpoint_directory(options))
-        except ConfigError as error:
-            yield f"--load {options.load}: {error}"
-
-
-def checkpoint_directory(options: TrainOptions) -> Path:
-    """Where --resume or --load finds checkpoints; --load takes that directory, or the run's that holds it."""
-    given = Path(options.output_dir if options.load is None else options.load)
-    inside = given / CHECKPOINT_DIRECTORY
-    return inside if options.load is None or inside.is_dir() else given
-
-
-def goes_on(options: TrainOptions) -> bool:
-    """Whether this is the run of the --output-dir, and no new one: with --resume, or with --load of that folder."""
-    own = os.path.join(options.output_dir, CHECKPOINT_DIRECTORY)
-    return options.resume or options.load is not None and _is_same_file(str(checkpoint_directory(options)), own)
-
-
-@check()
-def check_output_dir(options: TrainOptions) -> Iterator[str]:
-    output_dir = options.output_dir
-    problem = path_problem(output_dir)
-    if problem:
-        yield f"--output-dir '{printable(output_dir[:200])}': {problem}; name a folder, as in --output-dir runs/first"
-        return
-    place = Path(output_dir).absolute()
-    while not os.path.exists(place):
-        place = place.parent
-    if not os.path.isdir(place):
-        yield f"--output-dir {output_dir}: {place} is not a directory"
-    elif not os.access(place, os.W_OK | os.X_OK):
-        yield f"--output-dir {output_dir}: {place} is not writable"
-    own_checkpoints = os.path.join(output_dir, CHECKPOINT_DIRECTORY)
-    if os.path.lexists(own_checkpoints) and not os.path.isdir(own_checkpoints):
-        to = f"a link to {os.readlink(own_checkpoints)}, which is not there" if os.path.islink(own_checkpoints) else "not a folder"
-        yield f"--output-dir {output_dir}: {own_checkpoints} is {to}: make it one, or remove it"
-        return
-    has_checkpoint = os.path.isdir(own_checkpoints)
-    metrics = os.path.join(output_dir, METRICS_FILE)
-    if os.path.isdir(metrics):
-        yield f"--output-dir {output_dir}: {metrics} is a folder, and the run's metrics are a file: move it away, or name another"
-        return
-    foreign = checkpoints.foreign_entries(own_checkpoints) if options.overwrite else []
-    if foreign:
-        yield (
-            f"--overwrite: {own_checkpoints} holds what no run has put there "
-            f"({printable(', '.join(foreign[:3]))}): move it away, or name another --output-dir"
-        )
-    # A run that failed before its first step has left an empty file, which may be overwritten.
-    has_metrics = os.path.exists(metrics) and os.path.getsize(metrics) > 0
-    if options.resume and not has_checkpoint:
-        how = "--overwrite starts anew" if has_metrics else "start without --resume"
-        yield f"--resume: --output-dir {output_dir} holds no {CHECKPOINT_DIRECTORY}; {how}"
-    elif (has_checkpoint or has_metrics) and not (options.resume or options.overwrite):
-        resume = "--resume goes on, " if has_checkpoint else ""
-        yield f"--output-dir {output_dir} holds a run; {resume}--overwrite starts anew, or name another"
-
-
-def path_problem(path: str) -> str | None:
-    """Why no file can have this name; None where one can."""
-    if not path.strip():
-        return "the name is empty"
-    if "\0" in path:
-        return "the name holds a NUL character"
-    try:
-        os.lstat(path)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            return f"the name has {len(path)} characters, which is too long here"
-    return None
-
-
-def _is_same_file(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 @check()

@@ -74,13 +74,12 @@ def flag(
     /,
     *,
     must: Range | None = None,
-    needs: str | None = None,
-    because: str = "",
+    needs: tuple[str, str] | None = None,
     **argparse_settings: Any,
 ) -> Any:
     """A field of TrainOptions: its default, its help line, the range of a number, the option without which it has no effect and
     why, and further settings of argparse."""
-    metadata = {"help": help, "must": must, "needs": needs, "because": because, "argparse": argparse_settings}
+    metadata = {"help": help, "must": must, "needs": needs, "argparse": argparse_settings}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -88,8 +87,8 @@ count = partial(flag, must=Range("at least 1", lambda value: value >= 1))
 positive = partial(flag, must=Range("above 0", lambda value: value > 0))
 not_negative = partial(flag, must=Range("at least 0", lambda value: value >= 0))
 coefficient = partial(flag, must=Range("at least 0; 0 turns it off", lambda value: value >= 0))
-OF_EXPERTS = {"needs": "num_experts", "because": "a dense model has no experts"}
-OF_ROUTERS = {"needs": "num_experts", "because": "a dense model has no routers"}
+OF_EXPERTS = ("num_experts", "a dense model has no experts")
+OF_ROUTERS = ("num_experts", "a dense model has no routers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +104,19 @@ class ModelOptions:
     num_attention_heads: int = count(4, "Attention heads.")
     vocab_size: int | None = count(None, "Vocabulary of the model. Unset: that of --rollouts, if the file has it, else the task's.")
     num_experts: int | None = count(None, "Experts of each layer. Unset: a dense model.")
-    moe_router_topk: int = count(2, "Experts that each token is sent to.", **OF_EXPERTS)
-    moe_ffn_hidden_size: int | None = count(None, "Width of an expert. Unset: 4 x --hidden-size.", **OF_EXPERTS)
+    moe_router_topk: int = count(2, "Experts that each token is sent to.", needs=OF_EXPERTS)
+    moe_ffn_hidden_size: int | None = count(None, "Width of an expert. Unset: 4 x --hidden-size.", needs=OF_EXPERTS)
     moe_router_load_balancing_type: str = flag(
         "aux_loss",
         "What --moe-aux-loss-coeff weighs.",
         choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
-        **OF_EXPERTS,
+        needs=OF_EXPERTS,
     )
     moe_aux_loss_coeff: float = coefficient(
-        0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled.", **OF_EXPERTS
+        0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled.", needs=OF_EXPERTS
     )
     moe_z_loss_coeff: float | None = coefficient(
-        None, "Weight of the loss that keeps the router's logits small. Unset: none.", **OF_EXPERTS
+        None, "Weight of the loss that keeps the router's logits small. Unset: none.", needs=OF_EXPERTS
     )
     bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")
 
@@ -129,15 +128,14 @@ class LayoutOptions:
     tensor_model_parallel_size: int = count(1, "Ranks that share each layer.")
     pipeline_model_parallel_size: int = count(1, "Ranks that share the stack of layers.")
     context_parallel_size: int = count(1, "Ranks that share each sequence.")
-    expert_model_parallel_size: int = count(1, "Ranks that share the experts of each layer.", **OF_EXPERTS)
+    expert_model_parallel_size: int = count(1, "Ranks that share the experts of each layer.", needs=OF_EXPERTS)
     expert_tensor_parallel_size: int | None = count(
-        None, "Ranks that share each expert. Unset: as --tensor-model-parallel-size.", **OF_EXPERTS
+        None, "Ranks that share each expert. Unset: as --tensor-model-parallel-size.", needs=OF_EXPERTS
     )
     sequence_parallel: bool = flag(
         False,
         "Share activations between layers over the tensor-parallel ranks too.",
-        needs="tensor_model_parallel_size",
-        because="it shares what 2 or more of those ranks repeat",
+        needs=("tensor_model_parallel_size", "it shares what 2 or more of those ranks repeat"),
     )
     use_distributed_optimizer: bool = flag(False, "Share optimiser state over the data-parallel ranks.")
     packed: bool = flag(False, "Batches without padding.")
@@ -154,8 +152,7 @@ class RolloutOptions:
     reward_batched: bool = flag(
         False,
         "Call the reward once for all samples of a rank: fn(prompts, responses, records), lists of equal length -> numbers.",
-        needs="prompts",
-        because="a built-in task computes its own reward",
+        needs=("prompts", "a built-in task computes its own reward"),
     )
     reward_timeout: float = flag(
         300.0,
@@ -187,13 +184,13 @@ class RolloutOptions:
         "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): those of the "
         "forward that measured the old log-probabilities; rollout (R3): those of the sampler, in that forward too.",
         choices=tuple(kind.value for kind in RouterReplay),
-        **OF_ROUTERS,
+        needs=OF_ROUTERS,
     )
     check_router_replay: bool = flag(
         False,
         "Compare the experts of each micro-batch and layer in training with those of --router-replay, and stop where they differ; "
         "without replay measure the share of tokens that go to the sampler's experts.",
-        **OF_ROUTERS,
+        needs=OF_ROUTERS,
     )
 
 
@@ -229,8 +226,7 @@ class StepOptions:
     max_microbatches: int | None = count(
         None,
         "Bound on a rank's micro-batches in a step of --docs-per-step. Unset: none.",
-        needs="docs_per_step",
-        because="it bounds the steps of that flag",
+        needs=("docs_per_step", "it bounds the steps of that flag"),
     )
 
 
@@ -246,8 +242,7 @@ class SavingOptions:
     save_hf: str | None = flag(
         None,
         "Write the trained model of --hf-checkpoint to this folder, in the same format, at the end.",
-        needs="hf_checkpoint",
-        because="it writes the format that the model was read from",
+        needs=("hf_checkpoint", "it writes the format that the model was read from"),
     )
 
 
@@ -258,17 +253,16 @@ class WatchingOptions:
     eval_prompts: str | None = flag(
         None,
         "Prompts that are not trained on, as --prompts; their mean reward and length are reported.",
-        needs="prompts",
-        because="they are evaluated by the same reward",
+        needs=("prompts", "they are evaluated by the same reward"),
     )
     eval_interval: int = count(
-        20, "Rollouts between two evaluations on --eval-prompts.", needs="eval_prompts", because="there is nothing to evaluate"
+        20, "Rollouts between two evaluations on --eval-prompts.", needs=("eval_prompts", "there is nothing to evaluate")
     )
     target_reward: float | None = flag(
         None, "Stop when the mean reward of the last rollouts is at least this.", must=Range("finite", lambda value: True)
     )
     target_reward_window: int = count(
-        5, "Rollouts that --target-reward averages over.", needs="target_reward", because="there is no mean to reach"
+        5, "Rollouts that --target-reward averages over.", needs=("target_reward", "there is no mean to reach")
     )
     max_seconds: float | None = positive(None, "Stop after the rollout that is under way at this time.")
 

@@ -1,21 +1,111 @@
-"""The output directory of a run: who has it, what an earlier run has left there, what a resumed run goes on with."""
+"""The output directory of a run: what an earlier run has left there, whether this one may use it, and what it goes on with."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, printable
 from megatron_rl.files.json_values import read_saved
 from megatron_rl.train import checkpoints
-from megatron_rl.train.option_rules import check_output_dir, checkpoint_directory, goes_on
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, RUN_FILE, VOCABULARY_FILE, TrainOptions
-from megatron_rl.train.run_lock import RunLock
+from megatron_rl.train.options import CHECKPOINT_DIRECTORY, PLOT_FILE, RUN_FILE, VOCABULARY_FILE, TrainOptions
+from megatron_rl.train.run_lock import LOCK_FILE, RunLock
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.user_tasks import PromptFileTask
 from megatron_rl.train.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
-from megatron_rl.validation.checks import Asker, problems_of
+from megatron_rl.validation.checks import Asker, check, problems_of
+
+# What a run itself writes into its folder.
+OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE)
+
+
+@check()
+def check_start(options: TrainOptions) -> Iterator[str]:
+    other = "--load" if options.load is not None else "--overwrite"
+    if options.resume and (options.load is not None or options.overwrite):
+        yield f"--resume and {other} say different things about where to start; give one of them"
+    if options.load is not None and not os.path.isdir(options.load):
+        yield f"--load {options.load}: there is no such directory"
+    elif options.load is not None and not options.resume:
+        try:
+            checkpoints.latest_checkpoint(checkpoint_directory(options))
+        except ConfigError as error:
+            yield f"--load {options.load}: {error}"
+
+
+def checkpoint_directory(options: TrainOptions) -> Path:
+    """Where --resume or --load finds checkpoints; --load takes that directory, or the run's that holds it."""
+    given = Path(options.output_dir if options.load is None else options.load)
+    inside = given / CHECKPOINT_DIRECTORY
+    return inside if options.load is None or inside.is_dir() else given
+
+
+def goes_on(options: TrainOptions) -> bool:
+    """Whether this is the run of the --output-dir, and no new one: with --resume, or with --load of that folder."""
+    own = os.path.join(options.output_dir, CHECKPOINT_DIRECTORY)
+    return options.resume or options.load is not None and is_same_file(str(checkpoint_directory(options)), own)
+
+
+@check()
+def check_output_dir(options: TrainOptions) -> Iterator[str]:
+    output_dir = options.output_dir
+    problem = path_problem(output_dir)
+    if problem:
+        yield f"--output-dir '{printable(output_dir[:200])}': {problem}; name a folder, as in --output-dir runs/first"
+        return
+    place = Path(output_dir).absolute()
+    while not os.path.exists(place):
+        place = place.parent
+    if not os.path.isdir(place):
+        yield f"--output-dir {output_dir}: {place} is not a directory"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        yield f"--output-dir {output_dir}: {place} is not writable"
+    own_checkpoints = os.path.join(output_dir, CHECKPOINT_DIRECTORY)
+    if os.path.lexists(own_checkpoints) and not os.path.isdir(own_checkpoints):
+        to = f"a link to {os.readlink(own_checkpoints)}, which is not there" if os.path.islink(own_checkpoints) else "not a folder"
+        yield f"--output-dir {output_dir}: {own_checkpoints} is {to}: make it one, or remove it"
+        return
+    has_checkpoint = os.path.isdir(own_checkpoints)
+    metrics = os.path.join(output_dir, METRICS_FILE)
+    if os.path.isdir(metrics):
+        yield f"--output-dir {output_dir}: {metrics} is a folder, and the run's metrics are a file: move it away, or name another"
+        return
+    foreign = checkpoints.foreign_entries(own_checkpoints) if options.overwrite else []
+    if foreign:
+        yield (
+            f"--overwrite: {own_checkpoints} holds what no run has put there "
+            f"({printable(', '.join(foreign[:3]))}): move it away, or name another --output-dir"
+        )
+    # A run that failed before its first step has left an empty file, which may be overwritten.
+    has_metrics = os.path.exists(metrics) and os.path.getsize(metrics) > 0
+    if options.resume and not has_checkpoint:
+        how = "--overwrite starts anew" if has_metrics else "start without --resume"
+        yield f"--resume: --output-dir {output_dir} holds no {CHECKPOINT_DIRECTORY}; {how}"
+    elif (has_checkpoint or has_metrics) and not (options.resume or options.overwrite):
+        resume = "--resume goes on, " if has_checkpoint else ""
+        yield f"--output-dir {output_dir} holds a run; {resume}--overwrite starts anew, or name another"
+
+
+def path_problem(path: str) -> str | None:
+    """Why no file can have this name; None where one can."""
+    if not path.strip():
+        return "the name is empty"
+    if "\0" in path:
+        return "the name holds a NUL character"
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"the name has {len(path)} characters, which is too long here"
+    return None
+
+
+def is_same_file(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:

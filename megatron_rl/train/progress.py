@@ -74,8 +74,10 @@ def _make_bar(total: int | None, initial: int) -> Any:
         logging.getLogger(__name__).warning("tqdm is not installed: no progress is shown; pip install tqdm")
         return None
 
-    class Lines(tqdm):  # type: ignore[type-arg]
+    class Lines(tqdm):
         """Prints whole lines, because a log has no cursor to move back."""
+
+        disable: bool
 
         @staticmethod
         def status_printer(file: Any) -> Callable[[str], None]:

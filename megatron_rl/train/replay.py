@@ -21,9 +21,8 @@ from megatron_rl.config import AdvantageNormalization, CorrectionSettings, Route
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device, on_all_ranks
 from megatron_rl.megatron.samples import RouteShape
-from megatron_rl.train.host_rollouts import is_of_host
 from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.rollout_files import GIVEN_FOR_ALL, check_parts, existing_parts, load_rollouts, read_part
+from megatron_rl.train.rollout_files import GIVEN_FOR_ALL, check_parts, existing_parts, is_of_host, load_rollouts, read_part
 from megatron_rl.train.rollouts import RolloutBatch, Sample, SampleHeader, SharedRollout
 from megatron_rl.train.trainer import PolicyTrainer
 

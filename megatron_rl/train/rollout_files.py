@@ -18,6 +18,7 @@ stands for all of them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import mmap
@@ -31,10 +32,10 @@ from torch import Tensor
 
 from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.files.host_dumps import load_samples, plain_number
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.megatron.samples import RouteShape, route_problem
-from megatron_rl.train.host_rollouts import host_files, host_records, is_of_host
-from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample
+from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample, group_advantages
 
 # Fields that all samples of a rollout have, or none -> what it means where none has.
 GIVEN_FOR_ALL = {
@@ -49,6 +50,8 @@ GIVEN_FOR_ALL = {
 LARGEST_LOG_PROB = 1e-2
 # Those of the types that the values are kept in.
 TOKEN_LIMIT, EXPERT_LIMIT = 2**63, 2**15
+# As the hosts have it in the name of their flag's value.
+NUMBER = "{rollout_id}"
 
 
 def part_path(path: str | Path, part: int, num_parts: int) -> Path:
@@ -376,3 +379,61 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, float) or _is_int(value)
+
+
+# Files of --save-debug-rollout-data of miles and slime
+
+
+def is_of_host(path: str | Path) -> bool:
+    return Path(path).suffix == ".pt"
+
+
+def host_files(path: str | Path) -> list[Path]:
+    """The file, or those that the name stands for: of rollout 0, 1, 2 and so on, up to the first that is not there."""
+    if NUMBER not in str(path):
+        return [Path(path)] if Path(path).is_file() else []
+    numbered = (Path(str(path).replace(NUMBER, str(number))) for number in itertools.count())
+    return list(itertools.takewhile(Path.is_file, numbered))
+
+
+def host_records(path: str | Path, normalization: str = AdvantageNormalization.STD) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """(file, its rollout as a line of --save-rollouts) of each file. Advantages are those of group_advantages over group_index.
+
+    Raises DataError for what is no such file, and for a sample without group_index or without a number as its reward.
+    """
+    for rollout_index, file in enumerate(host_files(path)):
+        records, _ = load_samples(str(file), "--rollouts")
+        samples = [_sample_of_host(record, f"{file}, sample {number}", number) for number, record in enumerate(records)]
+        prompts = [sample["prompt_id"] for sample in samples]
+        advantages = group_advantages([sample["reward"] for sample in samples], prompts, normalization)
+        for sample, advantage in zip(samples, advantages, strict=True):
+            sample["advantage"] = advantage
+        yield file, {"rollout_index": rollout_index, "samples": samples}
+
+
+def _sample_of_host(record: Any, place: str, number: int) -> dict[str, Any]:
+    """Numbered by its place in the file: a host's index may be that of its whole run. Old log-probabilities are not in the file."""
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: {type(record).__name__} in the place of a dict of a sample's fields")
+    group, reward = plain_number(record.get("group_index")), plain_number(record.get("reward"))
+    if group is None:
+        raise DataError(f"{place}: group_index: missing, and it says which samples answer one prompt: the host's rollouts set it")
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        raise DataError(f"{place}: reward: {reward!r} must be a number: a host with several takes one by --reward-key")
+    length, mask = plain_number(record.get("response_length")), _listed(record.get("loss_mask"))
+    if record.get("remove_sample"):  # the host masks all of it
+        mask = [0] * length if isinstance(length, int) else mask
+    return {
+        "prompt_id": str(group),
+        "tokens": _listed(record.get("tokens")),
+        "response_length": length,
+        "loss_mask": [1] * length if mask is None and isinstance(length, int) else mask,
+        "reward": reward,
+        "old_log_probs": None,
+        "rollout_log_probs": _listed(record.get("rollout_log_probs")),
+        "index": number,
+    }
+
+
+def _listed(values: Any) -> Any:
+    return values.tolist() if hasattr(values, "tolist") else values

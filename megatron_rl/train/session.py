@@ -27,9 +27,8 @@ from megatron_rl.train.document_stream import size_of_steps
 from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_export import HFExport
 from megatron_rl.train.loop import Outcome, Progress, TrainingRun
-from megatron_rl.train.option_rules import checkpoint_directory
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
-from megatron_rl.train.output_dir import prepare_output_dir, run_id_of, take_output_dir
+from megatron_rl.train.output_dir import checkpoint_directory, prepare_output_dir, run_id_of, take_output_dir
 from megatron_rl.train.peers import PeerWatch
 from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.train.rollout_files import check_rollouts_are_of, recorded_vocab_size
