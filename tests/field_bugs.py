@@ -68,6 +68,12 @@ def named_ids(folder: Path) -> dict[str, set[str]]:
     return _files_by_number(set(folder.rglob("*.py")) - {Path(__file__).resolve()}, NUMBER.findall)
 
 
+def shown(names: list[str]) -> str:
+    """The first two, and how many more there are."""
+    more = [f"{len(names) - 2} more"] * (len(names) > 2)
+    return ", ".join([*(f"`{name}`" for name in names[:2]), *more]) or NO_TESTS
+
+
 def filled(text: str, tested: dict[str, set[str]]) -> str:
     """The page with the tests that there are in its last column."""
     lines = []
@@ -76,8 +82,7 @@ def filled(text: str, tested: dict[str, set[str]]) -> str:
         if found:
             front = line.rstrip()[:-1].rstrip()  # without the last pipe
             start = [cell.end() for cell in BETWEEN_CELLS.finditer(front)][-1]
-            tests = ", ".join(f"`{name}`" for name in sorted(tested.get(found[2], ())))
-            line = f"{front[:start]} {tests or NO_TESTS} |\n"
+            line = f"{front[:start]} {shown(sorted(tested.get(found[2], ())))} |\n"
         lines.append(line)
     return "".join(lines)
 
