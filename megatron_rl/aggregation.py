@@ -347,12 +347,12 @@ class MergedPrompts(NamedTuple):
     smallest: int
 
 
-# Up to this many rows in all, each rank gets those of all ranks: one collective, 1.5 MB, and a few milliseconds to merge them.
+# Up to this many rows in all, each rank gets the rows of all ranks: one collective, 1.5 MB, and a few milliseconds to merge them.
 GATHERED_ROWS = 65536
 
 
 def merge_prompts(rows: Tensor, num_rows: Tensor, dp_group: Group) -> MergedPrompts:  # [U, 3] int64 on the CPU, [dp] int64
-    """Adds the tokens and samples of each prompt up over dp. num_rows: the rows of each rank. Communication: that of count_step."""
+    """Adds the tokens and samples of each prompt up over dp. num_rows: the rows of each rank. Communication: as count_step."""
     if int(num_rows.max()) * dp_group.size() > GATHERED_ROWS and dp_group.size() > 1:
         return _merged_by_owners(rows, dp_group)
     padded = torch.zeros(int(num_rows.max()), 3, dtype=torch.int64)

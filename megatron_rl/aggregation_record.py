@@ -182,7 +182,7 @@ class AggregationRecord:
 
     @property
     def strength(self) -> Formula | None:
-        """The policy gradient of sample i divided by that of sample_mean; None: not known."""
+        """The policy gradient of sample i divided by its gradient under sample_mean; None: not known."""
         return None if self.formula is None else self.formula * Formula(N=1, m_i=1)
 
     @property

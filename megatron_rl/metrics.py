@@ -275,7 +275,7 @@ EFFECTIVE_SAMPLE_SIZE = Metric(
     formula="(sum r)^2 / (n sum r^2), n tokens for GRPO, samples for GSPO",
     healthy="1 at a first step; later above 0.9 but for the first few rollouts",
 )
-# Metrics of inputs that a rollout may give besides those of the loss.
+# Metrics of inputs that a rollout may give besides the loss's own.
 ROLLOUT_METRICS: tuple[Metric, ...] = (
     # Samples with an unmasked token and rollout_log_probs.
     count("num_rollout_samples", lambda given: None if given.share is None else given.share.sum()),

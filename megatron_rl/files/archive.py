@@ -317,7 +317,7 @@ class ArchiveUnpickler(PlainUnpickler):
 def read_archive(file: Readable, size: int) -> tuple[Any, list[str]]:
     """(the value of torch.save, the names of what was not read), of `size` bytes from the start of the file.
 
-    Memory: at most that of the value, which its bytes bound. Raises one of DAMAGED for what cannot be read.
+    Memory: at most the value's, which its bytes bound. Raises one of DAMAGED for what cannot be read.
     """
     members = read_layout(file, size)
     unpickler = ArchiveUnpickler(file, size, members)

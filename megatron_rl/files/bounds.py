@@ -31,7 +31,7 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def is_regular(path: str | Path) -> bool:
-    """Whether a regular file is there. What stands for a name may be any text of a file."""
+    """Whether a regular file is there. A name may be any text of a file."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (OSError, ValueError):

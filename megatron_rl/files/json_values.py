@@ -75,7 +75,7 @@ def read_saved(path: str | Path, field: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object of a file, whose fields are asked for by kind. null stands for a field that is left out.
+    """An object of a file, whose fields are asked for by kind. null means a field that is left out.
 
     Each method raises ConfigError, which names the place and the field, for another kind or value, and for a field that is
     REQUIRED and not there.

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from megatron_rl.files.bounds import LARGEST_SETTINGS, open_regular
 from megatron_rl.files.json_values import parse_json
 
-# Bytes of an element. Weights that are integers, booleans or of 8 bits belong to a scale that stands elsewhere.
+# Bytes of an element. Weights that are integers, booleans or of 8 bits belong to a scale in another place.
 AGAIN = "fetch the file again"
 FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 

@@ -249,7 +249,7 @@ class HostOptions:
             self.host = host
 
     def __getitem__(self, name: str):
-        """The option's value; that of OPTIONS where the host has no such option. A switch has the truth value that the host sees.
+        """The option's value; OPTIONS' where the host has no such option. A switch has the truth value that the host sees.
         KeyError for a name outside OPTIONS."""
         absent = OPTIONS[name]
         value = self._values.get(self._own_name(name), absent)
@@ -381,7 +381,7 @@ class HostLaunch:
 
     @property
     def masks_change_later(self) -> bool:
-        """A custom importance-sampling function may reject tokens after the counts were taken; those of the host do not."""
+        """A custom importance-sampling function may reject tokens after the counts were taken; the host's own do not."""
         is_at_work = self.options["use_tis"] or self.options["get_mismatch_metrics"]
         return bool(is_at_work and self.options["custom_tis_function_path"] and known_correction(self.options) is None)
 

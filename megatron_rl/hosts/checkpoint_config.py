@@ -29,7 +29,7 @@ class CheckpointConfig:
 
 
 def checkpoint_config(options: HostOptions) -> CheckpointConfig | None:
-    """That of --hf-checkpoint, else of --ref-load; None where no folder of these is here or its config.json cannot be read."""
+    """The config.json of --hf-checkpoint, else of --ref-load; None where neither folder is here or the file cannot be read."""
     for name in ("hf_checkpoint", "ref_load"):
         path = Path(str(options[name])) / "config.json"
         if options[name] is None or not path.is_file():

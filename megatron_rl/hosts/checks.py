@@ -34,7 +34,7 @@ COMPANION_OF_OPTION = {
     "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
     "custom_reward_post_process_path": "reward_post_process",
 }
-# Below this distance from 1 a clip is that of a mean: one bfloat16 rounding of a logit moves a token's ratio as far.
+# A clip nearer to 1 than this suits a mean: one bfloat16 rounding of a logit moves a token's ratio as far.
 LEAST_TOKEN_CLIP = 0.01
 OF_ALL = ("megatron_rl.hosts.names", __name__, "megatron_rl.hosts.loss_checks")
 OF_ACTORS = "megatron_rl.hosts.actor_checks"
@@ -44,7 +44,7 @@ HOMOGENEOUS_ESTIMATORS = ("grpo", "gspo", "cispo")
 
 
 def checks_of(launch: HostLaunch) -> tuple[Check, ...]:
-    """Those of names, because such a fault causes others; of all hosts; of our loss; of the launch's own host; of its actors."""
+    """First the checks of names, because such a fault causes others; then of all hosts, our loss, the launch's host, its actors."""
     return checks_in(*OF_ALL, type(launch.options.host).__module__, OF_ACTORS)
 
 
@@ -53,7 +53,7 @@ def check_launch(
 ) -> tuple[PolicyLossConfig, HostLaunch]:
     """Our settings and the launch that they belong to. `route`: the caller's; None: what the launch line says.
 
-    Raises one ConfigError with every problem: those that the caller has `found`, then those of the checks, in their order.
+    Raises one ConfigError with every problem: first what the caller has `found`, then what the checks find, in their order.
     """
     launch = read_launch(args, route)
     problems = [*found, *problems_of(checks_of(launch), launch, asker)]
@@ -493,7 +493,7 @@ def clip_fits_the_ratio(launch: HostLaunch) -> Iterator[str]:
 
 @check(is_warning=True)
 def settings_do_what_they_seem_to(launch: HostLaunch) -> Iterator[str]:
-    """The advice of validation, without that on clips. The host's own loss keeps KL and entropy at its scale, that of sample_mean;
+    """The advice of validation, without that on clips. The host's own loss keeps KL and entropy at the scale of sample_mean;
     under the converter all terms change together."""
     config, options = launch.config, launch.options
     if launch.route == Route.CUSTOM_LOSS:

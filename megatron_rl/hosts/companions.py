@@ -192,8 +192,8 @@ class RolloutCounts:
 
     totals: StepTotals  # num_samples counts rollouts
     tokens: Tensor  # [S] unmasked tokens of each sample
-    rollout_tokens: Tensor  # [S] those of its whole rollout
-    prompt_tokens: Tensor | None  # [S] those of its prompt's samples
+    rollout_tokens: Tensor  # [S] tokens of its whole rollout
+    prompt_tokens: Tensor | None  # [S] tokens of its prompt's samples
 
     @property
     def num_samples(self) -> int:

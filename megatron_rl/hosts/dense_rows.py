@@ -69,7 +69,7 @@ def loss_of_rows(
 ) -> PolicyLossOutput:
     """scale times sum_i w_i sum_t m_it u_it l_it, w_i = 1 without totals. Masked values may be anything. Communication: none.
 
-    counted: the tokens of the weights, where they are more than those of the loss; None: the same. prompt_token_counts: the tokens
+    counted: the tokens of the weights, where they are more than the loss's; None: the same. prompt_token_counts: the tokens
     of each sample's prompt group; None: the advantages carry prompt_mean. ref_log_probs: for our KL; None: the trainer has its own.
     Raises DataError for unmasked values that are not finite; on CUDA this look synchronises.
     """

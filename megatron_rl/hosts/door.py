@@ -179,7 +179,7 @@ class Door:
     choice: Choice
     own: Own
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of settings that the checks read, beside those of `settings`."""
+    """Settings that the checks read, beside `settings`."""
     keep_clip: str = "{name}={value} on the launch line"
     """How a clip is typed that equals the host's default; {side}, {name} and {value} are filled in."""
     derive: Callable[[Settings, Mapping[str, Given]], Mapping[str, Given]] = lambda settings, fields: {}

@@ -124,7 +124,7 @@ def said_of(found: Found) -> Iterator[Row]:
 
 
 def judge_names(door: Door, settings: Settings, *, is_ours: bool, may_have_more: bool = False) -> Iterator[Row]:
-    """Names below the door's sections that nobody has, numbers that are true or false, and what none of our losses reads.
+    """Names below the door's sections that neither has, numbers that are true or false, and what none of our losses reads.
 
     may_have_more: a name that is like none of these may be one of another version, and gets a note."""
     table, known, own = {one.name: one for one in door.settings}, door.known_names, door.own_names()

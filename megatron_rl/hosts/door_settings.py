@@ -51,7 +51,7 @@ def read(door: Door, settings: Settings) -> Found:
     # A clip by our name is typed, whatever its value; some workers cannot tell that their own was.
     fields |= {name: own[name]._replace(is_typed=True) for name in CLIPS if name in own and own[name].value is not None}
     wrong = [*not_numbers(_numbers(door, settings, fields)), *_no_coefficients(fields)]
-    if wrong:  # what else would be said is of values that nobody meant
+    if wrong:  # anything else would be about values that were not meant
         raise ConfigError(list(dict.fromkeys(wrong)))
     config, problems = _config(door, loss_name, aggregation, fields)
     theirs = tuple(door.corrections(settings))
@@ -202,7 +202,7 @@ def _clips_given_twice(door: Door, fields: Mapping[str, Given], own: Mapping[str
 
 
 def _texts(door: Door, settings: Settings, fields: Mapping[str, Given]) -> Iterator[str]:
-    """Text for a switch; text and lists for a number that no loss judges, as that of a clip that the host's switch turns off."""
+    """Text for a switch; text and lists for a number that no loss judges, as a clip that the host's switch turns off."""
     judged = {given.name for name, given in fields.items() if not name.endswith("_coefficient")}
     for one in door.settings:
         value = settings.value_of(one.name)

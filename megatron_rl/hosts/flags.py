@@ -52,7 +52,7 @@ class HostFlag:
     option: str
     """The host's option, named in messages."""
     read: Callable[[HostOptions], Any]
-    """Its value for our setting; None: the host asks for nothing, and our flag stands."""
+    """Its value for our setting; None: the host asks for nothing, and our flag counts."""
     untyped: Any = None
     """The value that the host's parser gives by itself: a user who has typed our flag may not have typed this one."""
 
@@ -188,7 +188,7 @@ HOST_FLAGS: tuple[HostFlag, ...] = (
 def host_config(args: Namespace, options: HostOptions, route: Route) -> PolicyLossConfig:
     """Our settings on a host's route. On custom_loss the host's flag gives the value where ours is unset.
 
-    Raises one ConfigError with every problem: those of validate_megatron_rl_args, and each pair of flags with two values for the
+    Raises one ConfigError with every problem: what validate_megatron_rl_args finds, and each pair of flags with two values for the
     same thing. `args` is not changed.
     """
     if route != Route.CUSTOM_LOSS:
@@ -223,7 +223,7 @@ def _with_the_hosts_flag(problem: str, typed: Mapping[str, str]) -> str:
 
 
 def _without_bound(field: str, value: Any, policy_loss: object) -> Any:
-    """A lower distance above 1 is no bound, because a ratio is positive; a loss that allows "no lower bound" spells it 1."""
+    """clip_ratio_low >= 1 sets no lower bound, because ratios are positive. We write it as 1."""
     if field == "clip_ratio_low" and isinstance(value, int | float) and value > 1:
         declared = _clip_ratios(policy_loss)
         return 1.0 if declared is not None and declared[0] == 1 else value

@@ -71,7 +71,7 @@ RUNS = Runs(HostRun)
 
 
 def begin_run(args: Namespace) -> HostRun:
-    """The run of the init hook's arguments, which are those of hooks that get none where Megatron's global ones are not set."""
+    """The run of the init hook's arguments. Hooks that get no arguments use it where Megatron's global ones are not set."""
     run = RUNS.of(args)
     run.has_begun = True
     return run

@@ -64,7 +64,7 @@ def custom_loss(
     `sum_of_sample_mean`, the host's reducer, is not called: it takes tokens in zigzag order, which logits need not have.
     It has no side effect: --recompute-loss-function runs it twice. The logits are not written.
 
-    Communication: that of losses.policy_loss (tp one all-gather, cp one all-reduce of [N, k]) and of the metrics (cp one of
+    Communication: as losses.policy_loss (tp one all-gather, cp one all-reduce of [N, k]) and of the metrics (cp one of
     [N, k <= 2]; tp one where the host reports an entropy at coefficient 0); --allgather-cp one more. Backward none.
     Raises: ConfigError, DataError: settings that are not honoured, an absent key, a wrong length, a non-finite unmasked token.
     """
@@ -152,7 +152,7 @@ class LossPlan:
 
     @property
     def reported_kl(self) -> str:
-        """The estimator of the metric: that of the loss, or at --kl-loss-coef 0 the one that the host would train."""
+        """The estimator of the metric: the loss's, or at --kl-loss-coef 0 the one that the host would train."""
         if self.config.kl_coefficient or not self.options["use_kl_loss"]:
             return self.config.kl_estimator
         return KL_ESTIMATORS[kl_key(self.options)]
@@ -243,7 +243,7 @@ def _is_on_policy(plan: LossPlan) -> bool:
 
 
 def _old_log_probs(plan: LossPlan, rows: HostBatch) -> Tensor | None:  # [T]
-    """The old log-probabilities of the ratio, chosen as the host does; None: those of the policy in training, before this step."""
+    """The old log-probabilities of the ratio, chosen as the host does; None: the policy in training, before this step."""
     if plan.options["use_rollout_logprobs"]:
         return rows.per_token["rollout_log_probs"]
     return None if _is_on_policy(plan) else rows.per_token.get("log_probs")
@@ -352,7 +352,7 @@ def _is_clipped(
 ) -> Tensor:  # [T] bool
     """What the loss counts as clipped, without the dual clip, which the hosts leave out too.
 
-    Communication: for a loss of level "batch" that of its own sums over samples.
+    Communication: for a loss of level "batch" its sums over samples.
     """
     loss, advantages, clip = get_policy_loss(plan.config.policy_loss), batch.per_token["advantages"], clip_of(plan.config)
     if loss.level == "sequence":

@@ -144,7 +144,7 @@ def kl_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]:
 
 @check(when=HostLaunch.has_our_loss, is_warning=True)
 def sequence_masking_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]:
-    """DeepSeek-V3.2 compares with the sampler. Log-probabilities that the trainer recomputes are those of the policy itself in the
+    """DeepSeek-V3.2 compares with the sampler. Log-probabilities that the trainer recomputes come from the policy itself in the
     first step of a rollout."""
     options, host = launch.options, launch.options.host
     if not options["use_opsm"]:

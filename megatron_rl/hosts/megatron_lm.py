@@ -99,7 +99,7 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     """Our settings from Megatron-LM's arguments (None: its global ones).
 
     Under --perform-rl-step (train_rl.py) train_rl's own flag gives the value where our flag for the same thing is unset. Raises one
-    ConfigError with every problem: those of validate_megatron_rl_args, two values for the same thing, what our forward step
+    ConfigError with every problem: what validate_megatron_rl_args finds, two values for the same thing, what our forward step
     would leave out of train_rl's loss, and prompt_mean over steps that cut prompt groups.
     """
     args = current_args() if args is None else args
@@ -200,7 +200,7 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool, args: 
     """
     probe = probe_schedule(calculate_per_token_loss=calculate_per_token_loss)
     groups, record = resolve_groups(), get_loss_aggregation(config.loss_aggregation)
-    # N, P and the counts of tokens are those of each step; its metrics hold them.
+    # N, P and T are counted anew for each step; its metrics hold them.
     weight = f"weight of a token {record.weight_in_words({'L': config.loss_aggregation_divisor})}"
     losses = f"policy_loss={config.policy_loss}, loss_aggregation={config.loss_aggregation}"
     parts = [losses, weight, shift_in_words(config), _head_in_words(config, groups.tp.size()), terms_in_words(config)]
@@ -239,7 +239,7 @@ def _checked_provider(model_provider):
     return wraps(model_provider)(build)
 
 
-# Packed bins, as train_rl.py has: the forward step takes bins, weights them, and returns Megatron's 3-tuple. Counts are those of
+# Packed bins, as train_rl.py has: the forward step takes bins, weights them, and returns Megatron's 3-tuple. Counts are of
 # the whole step, not of a bin or a micro-batch, and rows of padding are not counted.
 
 # By row index before packing; None: a row of padding.
@@ -330,7 +330,7 @@ class PackedForwardStep:
     """`forward_step(data_iterator, model)` for packed bins on any layout, logits [1, S, V / tp]: nothing is gathered over tp.
 
     The report that Megatron's train_step logs holds the means and sums of docs/metrics.md; `metrics` has all of them.
-    On a step's first micro-batch it takes all of the step's items from the iterator and counts them; `reports` are those of the
+    On a step's first micro-batch it takes all of the step's items from the iterator and counts them; `reports` are of the
     step before. It puts `check` in front of the finalize_model_grads_func that it finds in the model's config: all ranks refuse
     the optimiser step after a non-finite token. Where the config has none, call `check` before the optimiser.
 
@@ -340,7 +340,7 @@ class PackedForwardStep:
     def __init__(
         self,
         read_bin: Callable[[object], PackedBin],  # an item of the iterator -> its bin
-        prompt_of_row: Callable[[], PromptOfRow],  # those of the current rollout
+        prompt_of_row: Callable[[], PromptOfRow],  # of the current rollout
         num_microbatches: Callable[[], int],  # Megatron's get_num_microbatches
         *,
         vocab_size: int,  # the true one, without padding
@@ -382,10 +382,10 @@ class PackedForwardStep:
             raise DataError("another rank met an unmasked token that is not finite: the optimiser step is refused; see its message")
 
     def metrics(self) -> dict[str, float]:
-        """All metrics of the step before, with what train_step cannot carry: minima, maxima, effective sample size, and those of
+        """All metrics of the step before, with what train_step cannot carry: minima, maxima, effective sample size, and what needs
         rollout_log_probs. Empty at --policy-metrics none.
 
-        Communication: that of step_metrics.step_metrics; every rank calls it, after the step. Synchronises once.
+        Communication: as step_metrics.step_metrics; every rank calls it, after the step. Synchronises once.
         """
         if self.config.policy_metrics == PolicyMetrics.NONE:
             return {}

@@ -49,7 +49,7 @@ class Miles(Host):
     )
 
     def takes_checkpoint_coefficient(self, options: HostOptions) -> bool:
-        """Under --megatron-to-hf-mode bridge, unless the arguments have one: miles then writes it over that of the bridge."""
+        """Under --megatron-to-hf-mode bridge, unless the arguments have one: miles then writes it over the bridge's value."""
         return options["megatron_to_hf_mode"] == "bridge" and options["moe_aux_loss_coeff"] is None
 
     def reason_for_split_by_samples(self, options: HostOptions, is_multimodal: bool) -> str | None:

@@ -28,7 +28,7 @@ from megatron_rl.loss_hub import declared_parameters
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 from megatron_rl.validation.checks import Asker, check
 
-# A flag of this length that begins one of our flags is an abbreviation of it; a shorter one may be anything.
+# Only a prefix with at least this many characters is treated as an abbreviation of our flag.
 SHORTEST_ABBREVIATION = len("--loss-agg")
 # A name that is more similar than this to one of our fields is a misspelling: no option of a host or of Megatron is.
 CLOSEST_NAME = 0.85
@@ -43,7 +43,7 @@ OUR_HOOKS = tuple(option for option in OPTIONS if option.endswith("_path"))
 
 
 def meant_flag(flag: str) -> str | None:
-    """Our flag that `flag` misspells: other dashes, an abbreviation, a typing error. None for our flags and for those of others."""
+    """Our flag that `flag` misspells: other dashes, an abbreviation, a typing error. None for our flags and for other people's."""
     if not flag.startswith("--"):
         return None
     name = field_of(flag)

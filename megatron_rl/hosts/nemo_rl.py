@@ -77,7 +77,7 @@ AFTER_THE_ESTIMATOR = tuple(
 )
 # What run_grpo.py reads without --config, beside itself.
 DEFAULT_FILE = Path("configs", "grpo_math_1B.yaml")
-# NeMo-RL's scripts of other trainers; tests/test_sections.py looks at those of a checkout.
+# NeMo-RL's scripts of other trainers; tests/test_sections.py looks at a checkout's scripts.
 OTHER_SCRIPT = re.compile(r"run_(?!.*grpo).*\.py|run_grpo_single_controller\.py")
 
 

@@ -28,7 +28,7 @@ from megatron_rl.hosts.settings import value_at
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.step_metrics import finalise_metrics
 
-# A score of 0.0 beside one of the sampler's above this is that of a sure token, rounded.
+# A score of 0.0 beside a sampler's score above this belongs to a sure token: it is rounded.
 SURE = -1e-3
 # [B, S] each; position t is of token t, so that [:, 1:] belongs to the log-probabilities of next tokens.
 COLUMNS = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
@@ -63,7 +63,7 @@ class NemoLoss:
         """sum_i w_i sum_t m_it u_it l_it + KL, u: the sampling correction.
 
         Masked values may be anything. Communication: none. Synchronises as NeMo-RL's own loss does for its metrics.
-        Raises DataError for counts that are not those of the step, and for rows whose weight would be wrong.
+        Raises DataError for counts that are not the step's, and for rows whose weight would be wrong.
         """
         config = self.config
         whole_mask = (data["token_mask"] * data["sample_mask"][:, None]).bool()

@@ -42,7 +42,7 @@ class PrimeLoss:
             read_launch(DOOR, settings, may_have_more=True)
         self.path, self.reader = f"{prime_rl.__name__}.{aggregation}", OnceRead(DOOR)
         self.run = Run()
-        self.totals: StepTotals | None = None  # of the step; under token_mean nobody counts
+        self.totals: StepTotals | None = None  # of the step; under token_mean nothing counts
         if aggregation != LossAggregation.TOKEN_MEAN:
             for loader in ("DataLoader", "FakeDataLoader"):
                 self._count_batches_of(getattr(import_module(BATCHES), loader))
@@ -83,7 +83,7 @@ class PrimeLoss:
 
 
 def settings_of(path: str, kwargs: Mapping[str, Any]) -> Settings:
-    """kwargs: those of prime-rl's custom loss; a value of the launch line may be text there."""
+    """kwargs of prime-rl's custom loss; a value of the launch line may be text there."""
     given = {f"{KWARGS}{name}": read_value(value) if isinstance(value, str) else value for name, value in kwargs.items()}
     given |= {TYPE: "custom", IMPORT_PATH: path}
     return Settings.of_names(given, DOOR.all_defaults, typed=given)

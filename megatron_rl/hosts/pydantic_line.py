@@ -2,7 +2,7 @@
 
     rl @ base.toml @ more.toml --trainer @ trainer.toml --trainer.loss.type custom --no-clean
 
-A later file wins over an earlier one, a file of a section over those of all settings, and the line over files. A value that only
+A later file wins over an earlier one, a file of a section over a file of all settings, and the line over files. A value that only
 the shell knows is UNKNOWN.
 """
 

@@ -101,7 +101,7 @@ def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:
         value = settings[name]
         return of(value) if isinstance(value, int | float) else value
 
-    # The switch chooses both sides, whatever their values; without it ROLL's default is nobody's choice.
+    # The switch chooses both sides, whatever their values; without it ROLL's default counts as not set.
     has_range = bool(settings["use_pg_clip_range"])
     low, high = (settings.one(name)._replace(is_typed=has_range or None) for name in acting_clips(settings))
     dual_clip = number("pg_clip", lambda clip: 1 + 2 * clip) if settings["dual_clip_loss"] else None

@@ -67,7 +67,7 @@ class RollLoss:
     ) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, ROLL's names of metrics
         """This rank's part of sum_i w_i sum_t m_it u_it l_it + KL - entropy, u: ROLL's train_infer_is_weight, or our correction.
 
-        Masked values may be anything. Communication: that of policy_loss, and over context-parallel ranks two sums for metrics.
+        Masked values may be anything. Communication: as policy_loss, and over context-parallel ranks two sums for metrics.
         Synchronises, as ROLL's own loss does for its metrics. Raises ConfigError for a call without the step's counts or the
         sampler's log-probabilities, and DataError for unmasked values that are not finite.
         """
@@ -127,7 +127,7 @@ class RollLoss:
 def count_prompts(data: Any) -> None:
     """Adds the tokens of each sample's prompt group to this rank's batch of a step. Samples with equal prompts are a group.
 
-    Communication: that of count_step over the data-parallel ranks. Raises what it raises.
+    Communication: as count_step, over the data-parallel ranks. Raises what it raises.
     """
     columns = data.batch
     ids, is_prompt = columns["input_ids"].cpu(), columns["prompt_mask"].bool().cpu()

@@ -46,7 +46,7 @@ class Filter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """How a trainer is told to sample. Names are those that its user types, for flags those of its arguments."""
+    """How a trainer is told to sample. Names are what its user types; of a flag, its name among the arguments."""
 
     filters: Mapping[str, Filter]
     engines: Mapping[str, Scores | None]
@@ -65,7 +65,7 @@ class Sampler:
 
 # In NeMo-RL our metric of the tokens that its trainer leaves out.
 UNSCORED = "unscored_token_fraction"
-# The modes of vLLM and of Megatron's engine. A raw score is that of the logits, before the temperature too.
+# The modes of vLLM and of Megatron's engine. A raw score comes from the logits, before the temperature too.
 MODES = {"processed_logprobs": Scores.KEPT, "raw_logprobs": Scores.WHOLE}
 
 
@@ -173,7 +173,7 @@ def readers_of(config: PolicyLossConfig) -> list[str]:
 
 
 def mixers_of(config: PolicyLossConfig, estimator: str) -> list[str]:
-    """What of our loss mixes a token's score with those of others, or compares two of them for the KL, in words. estimator: the
+    """What of our loss mixes a token's score with other tokens', or compares two of them for the KL, in words. estimator: the
     setting of the KL estimator, as it is typed."""
     loss = get_policy_loss(config.policy_loss)
     found = [] if loss.level == "token" else [f"the policy loss {loss.name}, whose ratio is of more than one token"]

@@ -4,7 +4,7 @@
     Settings   all of a launch, from its line, its files or the host's own objects
 
 One rule for the clip in every host. What is typed wins, even where it equals the host's default. Where only merged settings are
-known, both sides at the host's default are nobody's choice, and the loss has its own clip; one side at the default beside a chosen
+known, both sides at the host's default count as not set, and the loss has its own clip; one side at the default beside a chosen
 one may be either, and is refused.
 """
 

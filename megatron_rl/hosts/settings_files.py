@@ -31,7 +31,7 @@ def inherited(
     replaces: str = "_override_",  # a mapping at the top that has this name replaces the inherited one, and is not merged into it
     heirs: tuple[Path, ...] = (),
 ) -> dict[str, Any]:
-    """The file's settings over those of its parents, of which a later one wins.
+    """The file's settings over its parents' settings; a later parent wins.
 
     Raises ConfigError for a file that cannot be read, or inherits itself."""
     own = dict(read_file(path))
@@ -74,7 +74,7 @@ def nested(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_values(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """With the text of a YAML file as hydra reads it, of which PyYAML leaves 3e-4 as text, and quotes nobody can see any more.
+    """With the text of a YAML file as hydra reads it, of which PyYAML leaves 3e-4 as text, and quotes are no longer seen.
     References stay."""
     return {name: _each_text(value, lambda text: text if "${" in text else read_value(text)) for name, value in tree.items()}
 

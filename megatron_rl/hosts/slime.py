@@ -44,7 +44,7 @@ class Slime(Host):
 class _RolloutManager:
     """Replaces the host's rollout manager while one of its methods runs: it has the settings and no engines.
 
-    The host's class is wrapped by ray.remote, and the wrapper's methods are those of the class, bound to the wrapper.
+    The host's class is wrapped by ray.remote, and the wrapper has the class's methods, bound to the wrapper.
     """
 
     def __init__(self, host_class: object, args: Namespace):

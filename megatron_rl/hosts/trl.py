@@ -9,8 +9,9 @@ What is done with the number that our loss returns; D ranks, M micro-batches of 
 
     ours: D x sum_i w_i sum_t m_it u_it l_it; TRL and Trainer: nothing; accelerate adds micro-batches; DDP: mean over D ranks -> sum
 
-Weights are from counts of the step, which every rank has before it trains on the first micro-batch: those of all completions are
-gathered once, when a batch of them is generated. So a step must have its completions by then. KL and entropy are ours.
+Weights are from counts of the step, which every rank has before it trains on the first micro-batch: the counts of all
+completions are gathered once, when a batch of them is generated. So a step must have its completions by then. KL and entropy
+are ours.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def sampler_follows_the_settings(found: Found) -> Iterator[Row]:
 
 @check()
 def clip_reaches_the_trainer(found: Found) -> Iterator[Row]:
-    """A typed epsilon that the trainer takes for TRL's default: both are the same in a GRPOConfig. `given` has those of a line."""
+    """A typed epsilon that the trainer takes for TRL's default: both are the same in a GRPOConfig. `given` is of a line."""
     own, default = found.loss.clip_ratios, DOOR.all_defaults["epsilon"]
     is_lost = found.settings.given.get("epsilon") == default and found.settings["epsilon_high"] is None
     if own is not None and is_lost and own[0] != default and found.config.clip_ratio_low is None:
@@ -160,7 +161,7 @@ def read_flag(name: str, text: str) -> dict[str, Any]:
 
 def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
     """Of both sides TRL takes epsilon where epsilon_high is not set, and has the sampler's log-probabilities from vLLM. Its trainer
-    takes TRL's default for nobody's choice, unless it is given by our name."""
+    takes TRL's default as not set, unless it is given by our name."""
     own = get_policy_loss(config.policy_loss).clip_ratios
     if own is not None and given.get("epsilon") == DOOR.all_defaults["epsilon"] != own[0]:
         given[DOOR.own.name(CLIPS[0])] = given.pop("epsilon")

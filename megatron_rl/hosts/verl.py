@@ -191,7 +191,7 @@ def weights_are_uncut(found: Found) -> Iterator[Row]:
 
 @check()
 def counts_are_of_a_step(found: Found) -> Iterator[Row]:
-    """Whether the counts that verl hands over are those of a step, and who weighs prompt groups."""
+    """Whether verl hands over the counts of a step, and who weighs prompt groups."""
     estimator, batch, mini_batch = (found.settings[name] for name in (ESTIMATOR, BATCH, MINI_BATCH))
     has_sizes = isinstance(batch, int) and isinstance(mini_batch, int)
     if found.is_carried:
@@ -344,7 +344,7 @@ def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
     modules = dict.fromkeys(one.rpartition(".")[0] for one in (config.policy_loss, config.loss_aggregation) if "." in one)
     found: dict[str, Any] = {MODULES: ",".join(modules)} if modules else {}
     found |= given | {LOSS_MODE: f"{PREFIX}{loss.name}.{aggregation.name}"}
-    # verl's workers take verl's default for nobody's choice, unless it is typed by our names.
+    # verl's workers take a value equal to verl's default as not set, unless it is typed by our names.
     for name, own in zip(CLIPS, loss.clip_ratios or (None, None), strict=True):
         host = DOOR.field_settings[name]
         if own is not None and found.get(host.name) == host.default != own:

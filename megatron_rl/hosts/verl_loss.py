@@ -83,7 +83,7 @@ class Tables:
 
 
 def settings_of(mode: str, actor: Any) -> Settings:
-    """Of verl's actor config, in a worker. Other sections are not known there, and nobody knows what was typed."""
+    """Of verl's actor config, in a worker. Other sections are not known there, and what was typed is not known."""
 
     of_actor = Settings.of_object(actor, DOOR.all_defaults, ACTOR, knows_defaults=False)
     return of_actor.read_by(lambda name: mode if name == LOSS_MODE else of_actor.value_of(name))
@@ -151,8 +151,8 @@ def compute_loss(
 
 
 def with_added_estimator(estimate: Callable[..., Tensor], tables: Tables) -> Callable[..., Tensor]:
-    """verl's kl_penalty, which knows kl_loss_type=unbiased too. verl tells it nothing of the policy that sampled; our loss has been
-    called with these log-probabilities right before, and knows. Raises ConfigError where it has not."""
+    """verl's kl_penalty, which knows kl_loss_type=unbiased too. verl does not pass the sampler's log-probs here. Our
+    loss was just called with the same log_prob tensor, so its values are reused. Raises ConfigError where it was not."""
 
     @functools.wraps(estimate)
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:  # [S, R] each -> [S, R]

@@ -119,7 +119,7 @@ def resolve_group(group: Group | None, name: str) -> Group:
 
 
 def resolve_groups(model: object = None) -> ParallelGroups:
-    """All groups: those of the model's `pg_collection` if it has one, else parallel_state's, else SINGLE."""
+    """All groups: the model's `pg_collection` if it has one, else parallel_state's, else SINGLE."""
     collection = _find_collection(model)
     names = {field.name: getattr(collection, _ACCESSORS[field.name][2], None) for field in fields(ParallelGroups)}
     return ParallelGroups(**{name: resolve_group(group, name) for name, group in names.items()})
@@ -279,7 +279,7 @@ class Message(TypedDict):
 class RankAgreement:
     """`with RankAgreement(...) as agreement:` encloses all checks of arguments; `agreement.add` adds a value that must be equal.
 
-    At the end of the block the ranks of the tp group, then those of the cp group, exchange their values or their errors. All of
+    At the end of the block the ranks of the tp group, then of the cp group, exchange their values or their errors. All of
     them raise the same error: ConfigError where a rank raised that, else DataError.
     check_ranks: whether to compare; None: where the group communicates through the CPU. Equal on all ranks of both groups: where a
     group communicates through the CPU, the first block with False compares nevertheless, so that a rank with another setting is

@@ -139,7 +139,7 @@ def _scale_last(head: LinearHead, item: WorkItem, coefficients: Coefficients, gr
 
 def _two_pass(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
     """Plan two-pass: first the statistics of all chunks, then the gradient. The logits of the last chunk are still in the buffer;
-    those of the other chunks are computed again.
+    the other chunks' are computed again.
 
     Only logits are computed again, and only of rows with a coefficient other than 0: no statistics, no all-gather.
     """

@@ -62,7 +62,7 @@ def logits_dtype(weight: Tensor, fp32_logits: bool) -> torch.dtype:
 
 
 def gradient_dtype(weight: Tensor, fp32_logits: bool) -> torch.dtype:
-    """The dtype of the logits' gradient: the weight's on CUDA, which multiplies 16-bit operands; elsewhere that of the logits."""
+    """The dtype of the logits' gradient: the weight's on CUDA, which multiplies 16-bit operands; elsewhere the logits'."""
     return weight.dtype if weight.is_cuda else logits_dtype(weight, fp32_logits)
 
 
@@ -481,7 +481,7 @@ def chunk_logits(head: LinearHead, hidden: Tensor) -> Tensor:  # hidden [n, H] -
 
 
 def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bool = False) -> Chunk:
-    """One matmul and one all-gather over tp; writes the chunk's log_probs and entropy into those of the head.
+    """One matmul and one all-gather over tp; writes the chunk's log_probs and entropy into the head's.
 
     leaves_gradient: the gradient follows before the buffer's next chunk, without a term of the entropy. Then the logits' memory
     may get what saves the gradient a pass: on a CPU e^z, elsewhere without shards the gradient at coefficient 1.

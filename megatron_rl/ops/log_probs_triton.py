@@ -7,11 +7,11 @@
     list_rows       mask [T] -> the unmasked rows and their number, on the device, so that the host does not wait
     row_statistics  logits [T, V_tp] -> (m, s, t, w) of each row and split, or with one split and one shard the finished row; each
                     unmasked row is read once, a masked row is not read
-    combine         the statistics of splits or shards -> those of the whole row, or the finished row
+    combine         the statistics of splits or shards -> of the whole row, or the finished row
     logits_gradient the gradient of the logits, in place or into another tensor: one read and one write of each logit; rows without
                     a coefficient, and padding columns, are only written
 
-Letters and units are those of log_probs_torch. The exponent is (x - m) * qk with qk = log2(e) / temperature: the difference of two
+Letters and units as in log_probs_torch. The exponent is (x - m) * qk with qk = log2(e) / temperature: the difference of two
 logits near 1e4 is exact, x * qk - m * qk is not (FB-38). Nothing synchronises.
 Derivation and layout: docs/kernels.md.
 """

@@ -34,14 +34,14 @@ def kl_estimate(
     estimator: str,
     log_probs: Tensor,  # [*]
     ref_log_probs: Tensor,  # [*]
-    log_ratio: Tensor,  # [*] log_probs - those of the policy that sampled; only `unbiased` reads it
+    log_ratio: Tensor,  # [*] log_probs minus the sampling policy's; only `unbiased` reads it
 ) -> tuple[Tensor, Tensor]:  # value [*], the derivative by log_probs that is trained [*]
     """An estimate of KL(policy, reference) at each token, with d = log_probs - ref_log_probs and rho = exp(log_ratio).
 
         k1        d                     derivative 1: its expectation is 0 on-policy
         k2        d^2 / 2               derivative d: its expectation is the gradient of the KL on-policy
-        k3        exp(-d) + d - 1       derivative 1 - exp(-d): its expectation is that of the reverse KL(reference, policy)
-        k3+       exp(-d) + d - 1       derivative d, that of k2
+        k3        exp(-d) + d - 1       derivative 1 - exp(-d): its expectation belongs to the reverse KL(reference, policy)
+        k3+       exp(-d) + d - 1       derivative d, as k2
         unbiased  rho (exp(-d) + d - 1) derivative rho d: its expectation is the gradient of the KL off-policy too
 
     Schulman, "Approximating KL Divergence", 2020; unbiased: DeepSeek-V3.2, arXiv:2512.02556, equation 7. Exponents are bounded to

@@ -7,14 +7,14 @@ pretraining these are the same tokens. Here the loss counts response tokens alon
                 x routed / response tokens
     MTP         is summed over the tokens of the loss_mask that the model is called with: x 1 with the response mask of miles and
                 slime, x all / response tokens without a mask. miles and slime multiply their loss by cp, because each
-                context-parallel rank counts whole samples, but not that of MTP: x 1/cp
+                context-parallel rank counts whole samples, but MTP's is not: x 1/cp
     indexer     the loss of the sparse-attention indexer (DeepSeek sparse attention, since 0.16): 0.16 to 0.18 give it no scale at
                 all, so the mean of each micro-batch counts in full, x micro-batches under the default contract; 0.19 scales it as
-                that of experts, with prompts and padding
+                experts' losses, with prompts and padding
 
 Under the default contract (a count of 1 a micro-batch) the others keep Megatron's scale, a mean over micro-batches and ranks.
 --router-aux-loss says what is wanted of
-those of experts: host takes this scale, exact undoes it (megatron/router_losses.py), refuse refuses them under each contract.
+losses of experts: host takes this scale, exact undoes it (megatron/router_losses.py), refuse refuses them under each contract.
 
 The forward step of this package calls the model without labels, and refuses MTP under each contract. What Megatron-Core makes of
 it then depends on the version: 0.13 to 0.16 end with an AttributeError, 0.17 and 0.18 add no loss, 0.19 takes the next tokens as

@@ -94,13 +94,13 @@ def check(
 
 @cache
 def checks_in(*modules: str) -> tuple[Check, ...]:
-    """The checks that these modules define: in this order, those of a module in the order of its file. Imports the modules."""
+    """The checks that these modules define, in this order; within a module in the order of its file. Imports the modules."""
     found = [(name, value) for name in modules for value in vars(import_module(name)).values()]
     return tuple(value for name, value in found if isinstance(value, Check) and value.find.__module__ == name)
 
 
 def ask(checks: Iterable[Check], launch: Any, asker: Asker) -> Iterator[Row]:
-    """What those of the checks that `asker` asks find, in their order. Nothing is raised."""
+    """What the checks of `asker` find, in their order. Nothing is raised."""
     return (row for one in checks if asker in one.asked_by for row in one(launch))
 
 

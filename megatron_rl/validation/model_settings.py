@@ -1,4 +1,4 @@
-"""Says what settings of the model do to a step, beside those of experts: which are refused, and which are noise.
+"""Says what settings of the model do to a step, beside the settings of experts: which are refused, and which are noise.
 
 A step must not depend on its layout. Settings come by their names on a command line or in a TransformerConfig.
 """
@@ -11,7 +11,7 @@ from megatron_rl.config import Route
 from megatron_rl.validation.auxiliary_losses import HOSTS, as_typed, hosts_train_mtp, number, size_of
 from megatron_rl.validation.checks import Row
 
-# The settings that are read here, beside those of auxiliary losses and of experts.
+# The settings that are read here, beside settings of auxiliary losses and of experts.
 FURTHER_SETTINGS = (
     *("multi_latent_attention", "transformer_impl", "hybrid_context_parallel", "hidden_dropout", "attention_dropout"),
     "megatron_to_hf_mode",

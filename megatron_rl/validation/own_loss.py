@@ -38,8 +38,8 @@ def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameter
     """A text for each way in which an elementwise loss differs from its declaration, at these numbers.
 
     Nothing for a loss of level "batch", for one that reads more than log-ratios, advantages and log-probabilities, for one that
-    raises here, and for one that is random: another result then shows nothing. A derivative that the loss gives must be that of its
-    value, in which factors that are constant for the gradient are detached; a value without a graph has none to compare.
+    raises here, and for one that is random: another result then shows nothing. A derivative that the loss gives must be its
+    value's, in which factors that are constant for the gradient are detached; a value without a graph has none to compare.
     """
     if loss.level == "batch" or loss.needs:
         return ()
@@ -70,7 +70,7 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
         return
     numbers = ", ".join(f"{name}={value:g}" for name, value in keywords.items())
     name = f"policy_loss={loss.name}" + f" with {numbers}" * bool(numbers)
-    # A value that is 0 as well is that of a loss whose coefficient is 0.
+    # A value that is 0 as well comes from a loss whose coefficient is 0.
     if own.value.any() and not own.derivative.any():
         yield (
             f"{name} has derivative 0 by log_ratio and log_probs everywhere, so nothing would train: compute its value from them "
