@@ -18,22 +18,37 @@ from helpers import pool_of
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import selftest as command
-from megatron_rl.config import Backend, LossAggregation
+from megatron_rl.config import Backend, ImportanceCorrection, KLEstimator, LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.factors import CAUSES, factor_names
+<<<<<<< HEAD
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.testing import selftest, selftest_router_losses, selftest_rows
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare
+=======
+from megatron_rl.testing import selftest, selftest_bench, selftest_steps, selftest_table
+from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare, named_sizes
+>>>>>>> 159a631 (selftest is one table of rows and one engine; whole steps and the losses alone are two benches)
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard
 from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
 from megatron_rl.testing.reference import CLIPS, ragged_samples
-from megatron_rl.testing.selftest import model_for, run_selftest, truths_of
-from megatron_rl.testing.selftest_router_losses import RouterTruth, truth_of_router_losses
-from megatron_rl.testing.selftest_rows import FUSED, Case, Choice, SelftestRow, Setting, cases_here, complete_layout, named_sizes
-from megatron_rl.testing.selftest_terms import ALL_TERMS, DIVIDED, term_pairs
+from megatron_rl.testing.selftest import RowResult, Setting, result_of, run_selftest
+from megatron_rl.testing.selftest_bench import complete_layout
+from megatron_rl.testing.selftest_router_losses import RouterTruth, compare_router_loss, truth_of_router_losses
+from megatron_rl.testing.selftest_steps import WholeSteps, check_megatron, model_for, truths_of
+from megatron_rl.testing.selftest_table import (
+    Choice,
+    cases_of,
+    per_token_cases,
+    row_of_loss,
+    row_of_router_loss,
+    table,
+    triton_here,
+)
+from megatron_rl.testing.selftest_terms import ALL_TERMS, DIVIDED, FUSED, Case, term_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
 megatron = pytest.mark.megatron
@@ -44,28 +59,31 @@ PER_TOKEN = Case("gspo", "token_mean", is_per_token=True)
 OF_A_DIVISOR = Case("grpo", "sample_mean", term=DIVIDED)
 # One backend: heads, losses, aggregations. A command runs a fifth of them: each loss, head and aggregation is among them.
 ROWS = 2 * (len(CLIPS) * len(LossAggregation) + len([*term_pairs()]))
-FIFTH = selftest_rows.cases_of(Backend.TORCH)[::5]
+FIFTH = cases_of(Backend.TORCH)[::5]
 
 
 pool = pool_of(2)
 
 
-def runs_on_rank(rank: int, runs: list[tuple]) -> list[tuple[list[SelftestRow], Setting]]:
+def rows_of(cases) -> list:
+    """The rows of these cases and those of the probe."""
+    return [*(row for row in table(lambda case: False) if row.is_probe), *map(row_of_loss, cases)]
+
+
+def runs_on_rank(rank: int, runs: list[tuple]) -> list[tuple[list[RowResult], Setting]]:
     """Of each (layout, cases, mistake in the package's own scale): the rows and the setting. One truth serves runs of one model."""
     from megatron_rl.megatron import forward_step
 
     right, found = forward_step.scale_for_schedule, []
-    cases = [case for _, chosen, _ in runs for case in chosen]
-    truth = functools.cache(lambda tiny: truths_of(ragged_samples(), tiny, cases))
+    all_cases = [case for _, chosen, _ in runs for case in chosen]
+    truth = functools.cache(lambda tiny: truths_of(ragged_samples(), tiny, all_cases))
     for asked, chosen, mistake in runs:
-        replaced = {
-            "cases_here": lambda device, interprets, chosen=chosen: ([case for case in chosen if not case.is_per_token], []),
-            "per_token_cases": lambda chosen=chosen: [case for case in chosen if case.is_per_token],
-            "truths_of": lambda samples, tiny, cases: truth(tiny),
-        }
         scale, settings = right if mistake is None else functools.partial(mistake, right), []
-        with mock.patch.multiple(selftest, **replaced), mock.patch.object(forward_step, "scale_for_schedule", scale):
-            found.append((list(run_selftest(asked, 2, settings.append)), settings[0]))
+        with (
+            mock.patch.object(selftest_steps, "truths_of", lambda samples, tiny, cases: truth(tiny)),
+            mock.patch.object(forward_step, "scale_for_schedule", scale),
+        ):
+            found.append((list(run_selftest(WholeSteps(asked, 2), settings.append, rows=rows_of(chosen))), settings[0]))
     return found
 
 
@@ -180,8 +198,8 @@ def counting_padding(right, router, logits, padding_mask=None):
 # A mistake of each loss, and what its row says then.
 ROUTER_MISTAKES = {
     "z_loss": ("apply_z_loss", counting_padding, "gradient is no multiple of expected"),
-    "seq_aux_loss": ("_apply_seq_aux_loss", times(lambda step: step.data_size), "gradient is 2 of expected = dp or ep: "),
     "aux_loss": ("_apply_aux_loss", times(lambda step: step.num_parts), "gradient is 6 of expected = dp x micro-batches"),
+    "seq_aux_loss": ("_apply_seq_aux_loss", times(lambda step: step.data_size), "gradient is 2 of expected = dp or ep: "),
     "global_aux_loss": ("_apply_global_aux_loss", times(lambda step: 1 / step.data_size), "gradient is 0.5 of expected = 1/dp or"),
 }
 
@@ -190,13 +208,13 @@ EP2, ETP2 = Layout(expert=2), Layout(tensor=2, expert_tensor=2, sequence_paralle
 ROUTER_LAYOUTS = [EP2, Layout(expert=2, packed=True), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True), ETP2]
 # name -> (layout, losses with their mistake, arguments of the router's method for the z-loss)
 ROUTER_RUNS = {str(asked): (asked, (), None) for asked in ROUTER_LAYOUTS}
-ROUTER_RUNS |= {f"mistakes {n}": (EP2, tuple(ROUTER_MISTAKES)[n::2], None) for n in (0, 1)} | {"another": (EP2, (), ("logits",))}
+ROUTER_RUNS |= {f"mistakes {n}": (EP2, (tuple(ROUTER_MISTAKES)[n], tuple(ROUTER_MISTAKES)[3 - n]), None) for n in (0, 1)} | {"another": (EP2, (), ("logits",))}
 
 
-def router_runs_on_rank(rank: int) -> dict[str, tuple[list[SelftestRow], Setting]]:
+def router_runs_on_rank(rank: int) -> dict[str, tuple[list[RowResult], Setting]]:
     found, truth = {}, functools.cache(lambda *key: truth_of_router_losses(ragged_samples(), *key))
-    selftest.cases_here, selftest.per_token_cases = lambda device, interprets: ([], []), list
-    selftest.truth_of_router_losses, selftest.truths_of = lambda samples, *key: truth(*key), lambda *_: {}
+    selftest_steps.truth_of_router_losses, selftest_steps.truths_of = lambda samples, *key: truth(*key), lambda *_: {}
+    rows = [row for row in table(lambda case: False) if row.case is None]
     for run, (asked, wrong, arguments) in ROUTER_RUNS.items():
         changed, settings = dict(router_losses._EXACT), []
         for name in wrong:
@@ -204,7 +222,8 @@ def router_runs_on_rank(rank: int) -> dict[str, tuple[list[SelftestRow], Setting
             changed[method] = functools.partial(mistake, changed[method])
         methods = router_losses._METHODS | ({} if arguments is None else {"apply_z_loss": arguments})
         with mock.patch.multiple(router_losses, _EXACT=changed, _METHODS=methods):
-            found[run] = list(run_selftest(asked, 2, settings.append, has_experts=True)), settings[0]
+            bench = WholeSteps(asked, 2, has_experts=True)
+            found[run] = list(run_selftest(bench, settings.append, rows=rows)), settings[0]
     return found
 
 
@@ -233,7 +252,7 @@ def test_a_megatron_whose_router_cannot_be_exact_leaves_these_rows_out(of_router
     rows, setting = of_routers["another"]
     assert [row.name for row in rows] == ["schedule probe", "schedule probe, experts"] and setting.cuts == {}
     said = "auxiliary losses of routers: --router-aux-loss exact replaces TopKRouter.apply_z_loss(logits), and"
-    assert said in setting.left_out[-1]
+    assert said in setting.left_out[-2]
 
 
 WHOLE_EXPERTS = [Layout(tensor=2, expert_tensor=1, sequence_parallel=True), Layout(expert_tensor=2)]
@@ -241,14 +260,14 @@ WHOLE_EXPERTS = [Layout(tensor=2, expert_tensor=1, sequence_parallel=True), Layo
 
 def whole_experts_on_rank(rank: int) -> tuple[bool, list]:
     """What the selftest says of experts that are cut otherwise than the dense layers, or the names of its rows."""
-    nothing = {"cases_here": lambda device, interprets: ([], []), "per_token_cases": list, "truths_of": lambda *_: {}}
     found = []
-    with mock.patch.multiple(selftest, **nothing, router_losses_of=lambda layout: []):
-        for asked in WHOLE_EXPERTS:
-            try:
-                found.append([row.name for row in run_selftest(asked, 2, has_experts=True) if row.passed])
-            except ConfigError as error:
-                found.append(str(error))
+    for asked in WHOLE_EXPERTS:
+        try:
+            bench = WholeSteps(asked, 2, has_experts=True)
+            bench.router_losses = ()
+            found.append([row.name for row in run_selftest(bench, rows=rows_of([])) if row.passed])
+        except ConfigError as error:
+            found.append(str(error))
     return expert_replicas_drift(), found
 
 
@@ -271,6 +290,9 @@ def test_a_mistake_in_an_auxiliary_loss_fails_its_row_alone(of_routers, run):
         assert row.passed or row.cause.startswith(ROUTER_MISTAKES[name][2]), row
 
 
+ROW_OF_Z_LOSS = row_of_router_loss("z_loss", is_per_token=False)
+
+
 def test_an_auxiliary_loss_is_held_to_the_leaves_of_routers_and_of_experts():
     """Of a gradient of norm 1000 the router's part is 0.1 and off by 1e-3 of itself: the whole is off by 1e-7."""
     names = ["a", "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.0.linear_fc1.weight"]
@@ -280,14 +302,14 @@ def test_an_auxiliary_loss_is_held_to_the_leaves_of_routers_and_of_experts():
         model = mock.Mock(groups=ParallelGroups())
         model.step.return_value = RankStep(0.0, [shards], None, {}, {})
         expected = RouterTruth([], {"z_loss": Truth(0.0, 1.0, truth)}, {})
-        row = selftest_router_losses.measured("a row", "z_loss", model, expected, {"dp": 2})
+        row = result_of(ROW_OF_Z_LOSS, compare_router_loss(model, "z_loss", expected), {"dp": 2})
         assert row.passed == (wrong is None)
         assert row.passed or row.cause == f"leaves of {leaves}: gradient is 1.001 of expected"
 
 
 def test_a_cut_is_printed_without_a_verdict():
     setting = mock.Mock(left_out=(), cuts={"aux_loss": (1.25, 0.5)}, layout=Layout(data=2, num_microbatches=3))
-    first, *_, last = command.closing(setting, [SelftestRow("one", True)], 1.0).splitlines()
+    first, *_, last = command.closing(setting, [RowResult("one", True)], 1.0).splitlines()
     said = (
         "cut: the gradient of aux_loss in 3 micro-batches on each of 2 data-parallel ranks is x 1.25 as long as in one, and off by"
     )
@@ -302,7 +324,7 @@ def test_the_last_line_of_a_failure_counts_the_rows_that_fail(of_ranks):
     assert [row.passed for row in rows] == [True, False, False, False]
     assert command.closing(setting, rows, 1.0).splitlines()[-1] == "FAIL: 3 of 4 rows fail, 1.0 s"
     alone = mock.Mock(left_out=(), cuts={}, megatron_version=None)
-    said = command.closing(alone, [SelftestRow("one", True), SelftestRow("two", False)], 1.0)
+    said = command.closing(alone, [RowResult("one", True), RowResult("two", False)], 1.0)
     assert said == "FAIL: 1 of 2 rows of the losses alone fail, 1.0 s"
 
 
@@ -310,18 +332,18 @@ def guarded_on_rank(rank: int, does: dict):
     """What `does` says of this rank: an error that its row raises, "waits" for rank 1, "dies"; or nothing, a row that passes."""
     import torch.distributed as dist
 
-    selftest_rows.SECONDS_FOR_THE_OTHERS = 0.3
+    selftest.SECONDS_FOR_THE_OTHERS = 0.3
 
-    def row(name: str):
+    def row():
         if does.get(rank) == "dies":
             os._exit(9)
         if does.get(rank) == "waits":
             dist.recv(torch.zeros(1), src=1, group=dist.group.WORLD)
         if rank in does:
             raise ValueError(does[rank])
-        return SelftestRow(name, True)
+        return RowResult("a row", True)
 
-    return selftest_rows.guarded("a row", dist.group.WORLD, row), selftest_rows.gather_texts(["", "µ"][rank], dist.group.WORLD)
+    return selftest.guarded("a row", dist.group.WORLD, row), selftest.gather_texts(["", "µ"][rank], dist.group.WORLD)
 
 
 def test_what_one_rank_raises_fails_the_row_on_all_of_them(capfd):
@@ -329,7 +351,7 @@ def test_what_one_rank_raises_fails_the_row_on_all_of_them(capfd):
     with RankPool(2, use_megatron=False) as pool:
         both, one = {0: "rank 0 cannot", 1: "rank 1 cannot"}, {1: "rank 1 cannot"}
         for does, cause in ((both, "all ranks: ValueError: rank 0 cannot"), (one, "ranks 1: ValueError: rank 1 cannot"), ({}, "")):
-            assert pool.run(guarded_on_rank, does) == [(SelftestRow("a row", not cause, cause=cause), ["", "µ"])] * 2
+            assert pool.run(guarded_on_rank, does) == [(RowResult("a row", not cause, cause=cause), ["", "µ"])] * 2
         with pytest.raises(RankError, match="rank 1: ended without an answer, exit code 1"):
             pool.run(guarded_on_rank, {0: "waits", 1: "rank 1 is out"})
         assert "rank 1: a row: ValueError: rank 1 is out; the other ranks wait for this one" in capfd.readouterr().err
@@ -446,38 +468,43 @@ def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient():
     )
 
 
-def test_every_loss_aggregation_head_and_backend_has_a_row(monkeypatch):
-    rows = [{getattr(case, name) for case in FIFTH} for name in ("policy_loss", "aggregation", "head")]
-    assert list(map(len, rows)) == [len(CLIPS), len(LossAggregation), 2], "a command's tests run each once"
-    monkeypatch.setattr(selftest_rows, "why_triton_is_missing", lambda: None)
-    with_triton, nothing = cases_here(torch.device("cuda"))
-    assert len(with_triton) == 2 * ROWS and nothing == [] and len(selftest_rows.per_token_cases()) == 2 * len(CLIPS)
-    assert len({str(case) for case in [*with_triton, *selftest_rows.per_token_cases()]}) == len(with_triton) + 2 * len(CLIPS)
-    assert {case.aggregation for case in with_triton} == set(LossAggregation)
-    assert {case.backend for case in with_triton} == {"torch", "triton"}
+def test_every_loss_aggregation_head_and_backend_has_a_row():
+    few = [{getattr(case, name) for case in FIFTH} for name in ("policy_loss", "aggregation", "head")]
+    assert list(map(len, few)) == [len(CLIPS), len(LossAggregation), 2], "a command's tests run each once"
+    rows = table(lambda case: True)
+    cases = [row.case for row in rows if row.case is not None]
+    assert len(cases) == 2 * ROWS + len(per_token_cases()) and len(per_token_cases()) == 2 * len(CLIPS)
+    assert len({row.name for row in rows}) == len(rows)
+    assert {case.aggregation for case in cases} == set(LossAggregation) and {case.backend for case in cases} == {"torch", "triton"}
+    assert {case.config.kl_estimator for case in cases} == set(KLEstimator)
+    assert {case.config.importance_correction for case in cases} == set(ImportanceCorrection)
 
 
 def test_what_of_triton_is_left_out_is_said(monkeypatch):
     """On a CPU its rows take seconds, interpreted: one of each loss on each head, and only where it was asked for."""
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(selftest_rows, "why_triton_is_missing", lambda: None)
-    monkeypatch.setattr(selftest_rows, "is_interpreted", lambda: True)
-    rows, (text,) = cases_here(cpu, interprets=True)
-    few = {(case.policy_loss, case.head, case.term) for case in rows if case.backend == "triton"}
-    assert len(few) == len(rows) - ROWS == 2 * (len(CLIPS) + 1) and {term for *_, term in few} == {"", ALL_TERMS}
+
+    def here(device, interprets=False):
+        runs_triton, left_out = triton_here(device, interprets=interprets)
+        return [case for case in cases_of(Backend.TRITON) if runs_triton(case)], left_out
+
+    monkeypatch.setattr(selftest_table, "why_triton_is_missing", lambda: None)
+    monkeypatch.setattr(selftest_table, "is_interpreted", lambda: True)
+    few, text = here(cpu, interprets=True)
+    assert len({(case.policy_loss, case.head, case.term) for case in few}) == len(few) == 2 * (len(CLIPS) + 1)
+    assert {case.term for case in few} == {"", ALL_TERMS}
     assert text.startswith(f"Triton: all but {len(few)} of {ROWS} rows, which its interpreter ran")
-    rows, (text,) = cases_here(cpu)
-    assert {case.backend for case in rows} == {"torch"} and text.endswith("; --interpret-triton runs a few rows in its interpreter")
+    rows, text = here(cpu)
+    assert rows == [] and text.endswith("; --interpret-triton runs a few rows in its interpreter")
     with pytest.raises(ConfigError, match="--interpret-triton is for ranks without CUDA"):
-        cases_here(cuda, interprets=True)
-    monkeypatch.setattr(selftest_rows, "is_interpreted", lambda: False)
-    assert cases_here(cpu, interprets=True) == (
-        rows,
-        ["Triton: it was imported before --interpret-triton could ask for its interpreter"],
-    )
-    monkeypatch.setattr(selftest_rows, "why_triton_is_missing", lambda: "ImportError: x")
-    assert cases_here(cuda) == cases_here(cpu, interprets=True) == (rows, ["Triton: ImportError: x"])
-    assert "--interpret-triton" not in cases_here(cpu)[1][0]
+        here(cuda, interprets=True)
+    assert len(here(cuda)[0]) == ROWS and here(cuda)[1] is None
+    monkeypatch.setattr(selftest_table, "is_interpreted", lambda: False)
+    too_late = "Triton: it was imported before --interpret-triton could ask for its interpreter"
+    assert here(cpu, interprets=True) == ([], too_late)
+    monkeypatch.setattr(selftest_table, "why_triton_is_missing", lambda: "ImportError: x")
+    assert here(cuda) == here(cpu, interprets=True) == ([], "Triton: ImportError: x")
+    assert "--interpret-triton" not in here(cpu)[1]
 
 
 @pytest.mark.parametrize("asked", [Layout(tensor=3), Layout(tensor=8), Layout(pipeline=3), Layout(tensor=2, pipeline=8)], ids=str)
@@ -507,7 +534,7 @@ def test_tf32_is_turned_off_or_refused(monkeypatch):
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
     monkeypatch.setattr(type(torch.backends.cuda.matmul), "__getattr__", lambda self, name: True)
     with pytest.raises(ConfigError, match="TF32"):
-        selftest_rows.refuse_tf32(torch.device("cuda"))
+        selftest_bench.refuse_tf32(torch.device("cuda"))
     assert asked == ["highest"] and "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" not in os.environ
 
 
@@ -515,22 +542,22 @@ def test_a_megatron_that_cannot_be_imported_is_told(monkeypatch):
     """FB-79: what stands in its way may raise anything; doctor names it."""
     monkeypatch.setitem(sys.modules, "megatron.core.models.gpt", None)
     with pytest.raises(ConfigError, match=r"cannot be imported \((ModuleNotFound|Import)Error.*megatron-rl doctor says why"):
-        selftest.check_megatron()
+        check_megatron()
 
 
 def test_ctrl_c_says_how_far_it_came(monkeypatch, capsys):
     """The rows that ended, and the name of the row that ran; with --json as lines that were there before the interrupt."""
 
-    def rows(asked, on_start, on_row, **_):
-        on_start(Setting(Layout(), "cpu", "gloo", None, {"samples": 1, "prompts": 1, "tokens": 1}, ()))
-        on_row("one")
-        yield SelftestRow("one", True)
-        on_row("two, which hangs")
+    def results(args, screen):
+        screen.on_start(Setting(Layout(), "cpu", "gloo", None, {"samples": 1, "prompts": 1, "tokens": 1}, ()))
+        screen.on_row("one")
+        yield RowResult("one", True)
+        screen.on_row("two, which hangs")
         printed.append(capsys.readouterr().out)
         raise KeyboardInterrupt
 
     printed: list[str] = []
-    monkeypatch.setattr(command, "rows_of", rows)
+    monkeypatch.setattr(command, "results", results)
     assert main(["selftest"]) == 130
     assert "PASS  one" in printed.pop()
     assert "interrupted after 1 rows, in two, which hangs: nothing is said of the others" in capsys.readouterr().err
@@ -543,13 +570,14 @@ def test_ctrl_c_says_how_far_it_came(monkeypatch, capsys):
 
 
 def test_rows_are_chosen_by_their_names():
-    cases = selftest_rows.cases_of(Backend.TORCH)
-    found = Choice("grpo", ("token_mean, logits", "fused head, torch, KL")).of(cases)
-    assert {case.policy_loss for case in found} == {"grpo"} and {case.head for case in found} == {"logits", FUSED}
-    assert all("token_mean, logits" in str(case) or "fused head, torch, KL" in str(case) for case in found)
-    assert Choice().of(cases) == cases
+    rows = table(lambda case: False)
+    probes, found = rows[:2], Choice("grpo", ("token_mean, logits", "fused head, torch, KL")).of(rows)
+    assert found[:2] == probes and {row.case.policy_loss for row in found[2:]} == {"grpo"}
+    assert {row.case.head for row in found[2:]} == {"logits", FUSED}
+    assert all("token_mean, logits" in row.name or "fused head, torch, KL" in row.name for row in found[2:])
+    assert Choice().of(rows) == rows and Choice(None, ("z_loss",)).of(rows)[2].case is None
     with pytest.raises(ConfigError, match="--row 'tritn': no row has that in its name"):
-        Choice(None, ("tritn",)).check(Choice(None, ("tritn",)).of(cases))
+        Choice(None, ("tritn",)).of(rows)
 
 
 @megatron
@@ -559,9 +587,8 @@ def test_one_process_without_torchrun(tmp_path):
     def in_a_fork() -> None:
         os.dup2(os.open(tmp_path / "stdout", os.O_CREAT | os.O_WRONLY), 1)
         sys.stdout = open(1, "w", closefd=False)
-        cases, per_token = selftest.cases_here, selftest.per_token_cases
-        selftest.cases_here = lambda *a, **k: (lambda rows, left_out: (rows[::5], left_out))(*cases(*a, **k))
-        selftest.per_token_cases = lambda: per_token()[::5]
+        fifth = rows_of([*FIFTH, *per_token_cases()[::5]])
+        selftest.table = lambda runs_triton: fifth
         sys.exit(main(["selftest", "--json"]))
 
     import_megatron()
@@ -570,11 +597,11 @@ def test_one_process_without_torchrun(tmp_path):
     process.join()
     assert process.exitcode == 0
     lines = [json.loads(line) for line in (tmp_path / "stdout").read_text().splitlines()]
-    number = 1 + len(FIFTH) + len(selftest_rows.per_token_cases()[::5])
+    number = 1 + len(FIFTH) + len(per_token_cases()[::5])
     assert [next(iter(line)) for line in lines] == ["setting", *["running", "row"] * number, "result"]
     assert lines[-1]["result"]["passed"] and lines[-1]["result"]["rows"] == number
     setting = lines[0]["setting"]
-    assert setting["layout"]["num_microbatches"] == 2 and setting["left_out"][0].startswith("Triton: ")
+    assert setting["layout"]["num_microbatches"] == 2 and setting["left_out"][-1].startswith("Triton: ")
 
 
 def failing_rows(rank: int) -> str:

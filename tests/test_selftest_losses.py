@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from dataclasses import replace
 from unittest import mock
 
 import pytest
-import torch
 from helpers import pool_of
 from test_selftest import CPU, FIFTH, ROOT, megatron
 
-from megatron_rl.config import CorrectionSettings
+from megatron_rl.config import Backend, CorrectionSettings
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses import reduce_torch
-from megatron_rl.testing import selftest_losses, selftest_rows
+from megatron_rl.ops.backends import is_interpreted
+from megatron_rl.testing import loss_batch, selftest_losses
 from megatron_rl.testing.layout_step import Layout
 from megatron_rl.testing.reference import ragged_samples
-from megatron_rl.testing.selftest_losses import run_losses
-from megatron_rl.testing.selftest_rows import FUSED, LOGITS, Case, SelftestRow, cases_here
-from megatron_rl.testing.selftest_terms import ALL_TERMS, DUAL_CLIP, OF_STEPS, term_pairs
+from megatron_rl.testing.selftest import RowResult, run_selftest
+from megatron_rl.testing.selftest_losses import LossesAlone
+from megatron_rl.testing.selftest_table import cases_of, is_interpreted_too, row_of_loss
+from megatron_rl.testing.selftest_terms import ALL_TERMS, DUAL_CLIP, FUSED, LOGITS, OF_STEPS, Case, term_pairs
 
 FIFTH_ALONE = [case for case in FIFTH if case.term not in OF_STEPS]
 plain_pool = pool_of(2, use_megatron=False)
@@ -37,10 +39,13 @@ OF_TERMS = [
 
 
 def loss_rows_on_rank(rank: int, asked: Layout, mistake: str | None = None):
-    wrong = {} if mistake is None else {mistake: MISTAKES_ALONE[mistake](vars(selftest_losses)[mistake])}
-    settings = []
-    with mock.patch.multiple(selftest_losses, cases_here=lambda device, interprets: (FEW, []), **wrong):
-        return list(run_losses(asked, 2, settings.append)), settings[0]
+    settings, wrong = [], contextlib.nullcontext()
+    if mistake is not None:
+        module, change = MISTAKES_ALONE[mistake]
+        wrong = mock.patch.object(module, mistake, change(vars(module)[mistake]))
+    with wrong:
+        rows = list(run_selftest(LossesAlone(asked, 2), settings.append, rows=[*map(row_of_loss, FEW)]))
+        return rows, settings[0]
 
 
 def changed(name: str, change) -> object:
@@ -67,18 +72,21 @@ FAULTS_OF_TERMS = {
 }
 
 
-def rows_of_terms_on_rank(rank: int) -> dict[str, list[SelftestRow]]:
+def rows_of_terms_on_rank(rank: int) -> dict[str, list[RowResult]]:
     """Of each fault, and of none: the rows of the terms."""
-    found = {}
-    with mock.patch.object(selftest_losses, "cases_here", lambda device, interprets: (OF_TERMS, [])):
-        found[""] = list(run_losses(Layout(context=2), 2))
-        for fault, (name, change, _) in FAULTS_OF_TERMS.items():
-            wrong = {loss: changed(name, change)(vars(selftest_losses)[loss]) for loss in ("policy_loss", "linear_policy_loss")}
-            with mock.patch.multiple(selftest_losses, **wrong):
-                found[fault] = list(run_losses(Layout(context=2), 2))
-        right = reduce_torch.kl_estimate
-        with mock.patch.object(reduce_torch, "kl_estimate", lambda *args: (right(*args)[0], -right(*args)[1])):
-            found["KL's sign"] = list(run_losses(Layout(context=2), 2))
+    rows, found = [*map(row_of_loss, OF_TERMS)], {}
+
+    def results() -> list[RowResult]:
+        return list(run_selftest(LossesAlone(Layout(context=2), 2), rows=rows))
+
+    found[""] = results()
+    for fault, (name, change, _) in FAULTS_OF_TERMS.items():
+        wrong = {loss: changed(name, change)(vars(selftest_losses)[loss]) for loss in ("policy_loss", "linear_policy_loss")}
+        with mock.patch.multiple(selftest_losses, **wrong):
+            found[fault] = results()
+    right = reduce_torch.kl_estimate
+    with mock.patch.object(reduce_torch, "kl_estimate", lambda *args: (right(*args)[0], -right(*args)[1])):
+        found["KL's sign"] = results()
     return found
 
 
@@ -100,18 +108,19 @@ def test_a_fault_of_a_term_fails_its_rows_and_no_other(of_terms, fault):
 
 
 def interpreted_rows_on_rank(rank: int):
-    rows, left_out = cases_here(torch.device("cpu"), interprets=True)
-    few = [case for case in rows if case.backend == "triton"][:1]
-    replaced = {"cases_here": lambda device, interprets: (few, left_out), "ragged_samples": lambda **_: ragged_samples()[8:12]}
-    with mock.patch.multiple(selftest_losses, **replaced):
-        return list(run_losses(Layout(), 1, interprets_triton=True))
+    few = [row_of_loss(next(case for case in cases_of(Backend.TRITON) if is_interpreted_too(case)))]
+    with mock.patch.object(selftest_losses, "ragged_samples", lambda **_: ragged_samples()[8:12]):
+        return list(run_selftest(LossesAlone(Layout(), 1), interprets_triton=True, rows=few))
 
 
-# What a mistake of the package would do to the rows: name in selftest_losses -> the wrong one, from the right one.
+# What a mistake of the package would do to the rows: name -> (module that calls it, the wrong one, from the right one).
 MISTAKES_ALONE = {
-    "count_step": lambda right: lambda masks, prompt_ids, group: right(masks, prompt_ids),
-    "local_positions": lambda right: lambda length, rank, size: right(length, 0, size),
-    "policy_loss": lambda right: lambda *a, tp_group, **k: right(*a, tp_group=tp_group, **{**k, "vocab_size": None}),
+    "count_step": (selftest_losses, lambda right: lambda masks, prompt_ids, group: right(masks, prompt_ids)),
+    "local_positions": (loss_batch, lambda right: lambda length, rank, size: right(length, 0, size)),
+    "policy_loss": (
+        selftest_losses,
+        lambda right: lambda *a, tp_group, **k: right(*a, tp_group=tp_group, **{**k, "vocab_size": None}),
+    ),
 }
 
 
@@ -128,9 +137,9 @@ def test_the_losses_alone_pass_on_every_layout_without_megatron(plain_pool, aske
     assert setting.megatron_version is None and not setting.layout.sequence_parallel
     assert setting.left_out[0].startswith("schedule, DDP, optimiser, the per-token contract and counts without dropped tokens")
     switches = ("sequence parallel: Megatron's", "distributed optimizer: Megatron's")
-    assert setting.left_out[1:3] == (switches if asked is WITH_SWITCHES else ())
+    assert setting.left_out[1:-1] == (switches if asked is WITH_SWITCHES else ())
     with pytest.raises(ConfigError, match="--pipeline-model-parallel-size 2: stages are Megatron-Core's, which is not installed"):
-        list(run_losses(Layout(pipeline=2), 2))
+        LossesAlone(Layout(pipeline=2), 2)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +160,10 @@ WITHOUT_MEGATRON = """
 import sys
 from megatron_rl.__main__ import main
 from megatron_rl.commands import selftest
-from megatron_rl.testing import selftest_rows
-selftest.find_spec, cases = (lambda name: None), selftest_rows.cases_here
-selftest_rows.cases_here = lambda *a, **k: (lambda rows, left_out: (rows[::5], left_out))(*cases(*a, **k))
+from megatron_rl.config import Backend
+from megatron_rl.testing import selftest_table
+selftest.find_spec, cases_of = (lambda name: None), selftest_table.cases_of
+selftest_table.cases_of = lambda backend: cases_of(backend)[::5] if backend == Backend.TORCH else []
 code = main(["selftest"])
 assert not any(name.startswith("megatron.") for name in sys.modules)
 sys.exit(code)
@@ -211,7 +221,7 @@ def test_a_loss_of_ones_own_has_rows_of_its_own(tmp_path, start, name, code, say
 
 def test_interpreted_rows_pass(plain_pool):
     """The same kernels as on CUDA, against the same reference."""
-    if not selftest_rows.is_interpreted():
+    if not is_interpreted():
         pytest.skip("needs Triton and its interpreter: where there is CUDA the kernels run compiled, and the rows are all of them")
     [[row]] = plain_pool.run(interpreted_rows_on_rank, world_size=1)
     assert row.name.endswith("logits, triton") and row.passed, row

@@ -12,12 +12,15 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron_rl.commands.train import quiet_megatron
 from megatron_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_rl.testing.selftest import RowResult, Setting
+    from megatron_rl.testing.selftest_bench import Bench
 
 # As a shell says of a process that SIGINT has ended.
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -62,17 +65,12 @@ def run(args: Namespace) -> int:
     started = time.monotonic()
     if args.policy_loss is not None:
         check_loss(args.policy_loss)
-    asked = {name: vars(args)[name] for name in (*SIZES, *SWITCHES)}
-    of_experts = {name: size for name in SIZES_OF_EXPERTS if (size := vars(args)[name]) is not None}
-    if of_experts and args.tensor > 1:
-        asked["sequence_parallel"] = True  # Megatron's routers need it; the first line says that it is on
     if args.interpret_triton:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks where a kernel is defined, which is later
     screen = Screen(as_json=args.json, shows=os.environ.get("RANK", "0") == "0")
     try:
-        chosen = {"interprets_triton": args.interpret_triton, "policy_loss": args.policy_loss, "texts": tuple(args.row)}
-        for row in rows_of(asked | of_experts, screen.on_start, screen.on_row, has_experts=bool(of_experts), **chosen):
-            screen.show(row)
+        for result in results(args, screen):
+            screen.show(result)
     except KeyboardInterrupt:
         screen.interrupted(time.monotonic() - started)
         return EXIT_INTERRUPTED
@@ -90,8 +88,9 @@ class Screen:
 
     def __init__(self, *, as_json: bool, shows: bool):
         self.as_json, self.shows = as_json, shows
-        self.setting: Any = None
-        self.rows: list[Any] = []
+        self.setting: Setting
+        """From the start of the rows on."""
+        self.results: list[RowResult] = []
         self.running: str | None = None
 
     def line(self, key: str, value: object, text: str | None) -> None:
@@ -99,7 +98,7 @@ class Screen:
             return
         print(json.dumps({key: value}) if self.as_json else text, flush=True)
 
-    def on_start(self, setting) -> None:
+    def on_start(self, setting: Setting) -> None:
         self.setting = setting
         self.line("setting", asdict(setting), header(setting))
 
@@ -107,25 +106,31 @@ class Screen:
         self.running = name
         self.line("running", name, None)
 
-    def show(self, row) -> None:
-        self.rows.append(row)
+    def show(self, result: RowResult) -> None:
+        self.results.append(result)
         self.running = None
-        self.line("row", asdict(row), row_text(row))
+        self.line("row", asdict(result), row_text(result))
 
-    def result(self, seconds: float, **more: object) -> dict[str, object]:
-        failed = sum(not row.passed for row in self.rows)
-        return {"passed": not failed and not more, "seconds": round(seconds, 3), "rows": len(self.rows), "failed": failed, **more}
+    def verdict(self, seconds: float, **more: object) -> dict[str, object]:
+        failed = sum(not result.passed for result in self.results)
+        return {
+            "passed": not failed and not more,
+            "seconds": round(seconds, 3),
+            "rows": len(self.results),
+            "failed": failed,
+            **more,
+        }
 
     def interrupted(self, seconds: float) -> None:
         where = "before a row" if self.running is None else f"in {self.running}"
-        self.line("result", self.result(seconds, interrupted=where), None)
+        self.line("result", self.verdict(seconds, interrupted=where), None)
         if self.shows:
-            said = f"interrupted after {len(self.rows)} rows, {where}: nothing is said of the others"
+            said = f"interrupted after {len(self.results)} rows, {where}: nothing is said of the others"
             print(f"megatron_rl selftest: {said}", file=sys.stderr)
 
     def close(self, seconds: float) -> bool:
-        self.line("result", self.result(seconds), closing(self.setting, self.rows, seconds))
-        return all(row.passed for row in self.rows)
+        self.line("result", self.verdict(seconds), closing(self.setting, self.results, seconds))
+        return all(result.passed for result in self.results)
 
 
 def check_loss(name: str) -> None:
@@ -146,36 +151,38 @@ def check_loss(name: str) -> None:
         raise ConfigError(problems)
 
 
-def rows_of(
-    asked: dict[str, Any],
-    on_start: Callable,
-    on_row: Callable,
-    *,
-    has_experts: bool,
-    interprets_triton: bool,
-    policy_loss: str | None,
-    texts: tuple[str, ...],
-) -> Iterator:
-    """Of whole steps where there is a Megatron-Core, else of the losses alone."""
-    from megatron_rl.testing.layout_step import Layout
-    from megatron_rl.testing.selftest_rows import Choice
+def results(args: Namespace, screen: Screen) -> Iterator[RowResult]:
+    from megatron_rl.testing.selftest import run_selftest
+    from megatron_rl.testing.selftest_table import Choice
 
-    run_rows: Callable[..., Iterator]
+    return run_selftest(
+        bench_of(args),
+        screen.on_start,
+        interprets_triton=args.interpret_triton,
+        choice=Choice(args.policy_loss, tuple(args.row)),
+        on_row=screen.on_row,
+    )
+
+
+def bench_of(args: Namespace) -> Bench:
+    """Whole steps where there is a Megatron-Core, else the losses alone."""
+    from megatron_rl.testing.layout_step import Layout
+
+    sizes = {name: vars(args)[name] for name in (*SIZES, *SWITCHES)}
+    of_experts = {name: size for name in SIZES_OF_EXPERTS if (size := vars(args)[name]) is not None}
+    if of_experts and args.tensor > 1:
+        sizes["sequence_parallel"] = True  # Megatron's routers need it; the first line says that it is on
+    bench: Callable[..., Bench]
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
         quiet_megatron()
-        from megatron_rl.testing.selftest import run_selftest
-
-        run_rows = partial(run_selftest, has_experts=has_experts)
-    elif has_experts:
-        raise ConfigError("experts need megatron-core, which is not installed: without it the losses alone are tested")
+        from megatron_rl.testing.selftest_steps import WholeSteps as bench
     else:
-        from megatron_rl.testing.selftest_losses import run_losses as run_rows
+        from megatron_rl.testing.selftest_losses import LossesAlone as bench
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    chosen = {"interprets_triton": interprets_triton, "choice": Choice(policy_loss, texts), "on_row": on_row}
-    yield from run_rows(Layout(**asked), world_size, on_start, **chosen)
+    return bench(Layout(**sizes | of_experts), world_size, has_experts=bool(of_experts))
 
 
-def header(setting) -> str:
+def header(setting: Setting) -> str:
     import torch
 
     layout, sizes = setting.layout, setting.sizes
@@ -193,7 +200,7 @@ def header(setting) -> str:
     )
 
 
-def row_text(row) -> str:
+def row_text(row: RowResult) -> str:
     line = f"{'PASS' if row.passed else 'FAIL'}  {row.name:{NAME_WIDTH - 1}s} "
     if row.ratio is not None:
         line += f"x {row.ratio:9.6f}"
@@ -202,16 +209,16 @@ def row_text(row) -> str:
     return line if row.passed else f"{line}\n      {row.cause}"
 
 
-def closing(setting, rows: Sequence, seconds: float) -> str:
+def closing(setting: Setting, results: Sequence[RowResult], seconds: float) -> str:
     lines = [cut_text(setting, name, *change) for name, change in setting.cuts.items()]
     lines += [f"left out: {what}" for what in setting.left_out]
-    total, failed = len(rows), sum(not row.passed for row in rows)
+    total, failed = len(results), sum(not result.passed for result in results)
     of_what = "rows" if setting.megatron_version is not None else "rows of the losses alone"
     verdict = f"FAIL: {failed} of {total} {of_what} fail" if failed else f"PASS: {total} of {total} {of_what}"
     return "\n".join([*lines, f"{verdict}, {seconds:.1f} s"])
 
 
-def cut_text(setting, name: str, length: float, distance: float) -> str:
+def cut_text(setting: Setting, name: str, length: float, distance: float) -> str:
     """A figure without a verdict: the definition of this loss holds the micro-batch."""
     layout = setting.layout
     ranks = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.layout.groups import Group, ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group
 from megatron_rl.megatron.factors import CAUSES, TOLERANCE, cause_of
 from megatron_rl.megatron.model import is_of_expert
-from megatron_rl.testing.layout_step import RankStep, Shards
+from megatron_rl.testing.layout_step import Layout, RankStep, Shards, StepSample
 
 # The relative residual beside a gradient that is a multiple of the true one is at most this.
 MULTIPLE_TOLERANCE = 1e-4
@@ -114,6 +114,23 @@ def _shown(chosen: Sequence[tuple[str, int]]) -> str:
     above = " x ".join(name for name, power in chosen if power > 0) or "1"
     below = " x ".join(name for name, power in chosen if power < 0)
     return above if not below else f"{above}/({below})" if " x " in below or "-" in below else f"{above}/{below}"
+
+
+def named_sizes(layout: Layout, samples: Sequence[StepSample]) -> dict[str, int]:
+    """The factors of a step that a wrong gradient may be off by."""
+    sizes = {"cp": layout.context, "dp": layout.data}
+    if min(sizes.values()) > 1:
+        sizes["dp x cp"] = layout.data * layout.context
+    return {
+        **sizes,
+        "micro-batches": layout.num_microbatches,
+        "tp": layout.tensor,
+        "pp": layout.pipeline,
+        **({"ep": layout.expert} if layout.expert > 1 else {}),
+        "samples": len(samples),
+        "prompts": len({sample.prompt_id for sample in samples}),
+        "tokens": sum(sum(sample.loss_mask) for sample in samples),
+    }
 
 
 def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison:

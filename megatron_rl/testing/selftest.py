@@ -1,179 +1,151 @@
-"""Tests the losses on the ranks and devices that are there: one tiny step for each loss, aggregation, head and backend.
+"""Tests the losses on the ranks and devices that are there: runs the table of rows on a bench, one row after another.
 
-Each row is a step through the installed Megatron's schedule, DDP and optimiser, compared with a float64 reference that one process
-computed before the layout was set up. No factor is undone by hand, and a row that did not run does not pass.
+A row compares a step of these ranks with a float64 reference that one process computed before. No factor is undone by hand, and a
+row that did not run does not pass.
 """
 
 from __future__ import annotations
 
-import contextlib
+import faulthandler
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.errors import ConfigError
-from megatron_rl.megatron.cpu import import_megatron
-from megatron_rl.megatron.installed import expert_replicas_drift
-from megatron_rl.megatron.probe import megatron_version, probe_schedule, reduces_experts_apart
-from megatron_rl.megatron.ranks import initialize_ranks
-from megatron_rl.testing.comparison import compare
-from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, row_length
-from megatron_rl.testing.reference import (
-    SHAPES,
-    double_model,
-    global_parameters,
-    model_logits,
-    ragged_samples,
-)
-from megatron_rl.testing.selftest_router_losses import (
-    RouterLossModel,
-    missing_router_losses,
-    model_of_router_losses,
-    router_losses_of,
-    truth_of_router_losses,
-)
-from megatron_rl.testing.selftest_router_losses import measured as measured_router_loss
-from megatron_rl.testing.selftest_rows import (
-    Case,
-    Choice,
-    SelftestRow,
-    Setting,
-    cases_here,
-    complete_layout,
-    guarded,
-    named_sizes,
-    per_token_cases,
-    refuse_tf32,
-    row_of,
-)
-from megatron_rl.testing.selftest_terms import Truths, truth_of_terms
-from megatron_rl.validation.experts import drift_problem
+from megatron_rl.layout.groups import Group, all_gather_stack
+from megatron_rl.testing.comparison import named_sizes
+from megatron_rl.testing.layout_step import Layout
+from megatron_rl.testing.selftest_bench import Bench, Measured, refuse_tf32
+from megatron_rl.testing.selftest_table import Choice, Row, table, triton_here
 
-WITHOUT_TRANSFORMER_ENGINE = "Transformer Engine's layers: the model is built of Megatron's own, in float32"
+# A row takes 0.1 s, and the first on CUDA compiles its kernels. A rank that is still busy then hangs: it prints its stack and ends.
+SECONDS_FOR_A_ROW = 180.0
+# After this rank has failed, others may wait for it in a collective: then it ends, and torchrun ends them.
+SECONDS_FOR_THE_OTHERS = 20.0
+# A collective's message about a lost rank is long; its beginning is enough.
+LONGEST_LAST_WORDS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """Equal on all ranks. ratio: the gradient along the expected one, 1 when exact; None where the row ended with an error."""
+
+    name: str
+    passed: bool
+    ratio: float | None = None
+    gradient_error: float | None = None
+    loss_error: float | None = None
+    norm_error: float | None = None
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the rows run on; equal on all ranks. megatron_version: None where the losses run alone. cuts: what the layout's cut into
+    micro-batches does to an auxiliary loss that is defined by them, as in RouterTruth; this is no fault."""
+
+    layout: Layout
+    device: str
+    process_group_backend: str
+    megatron_version: str | None
+    sizes: dict[str, int]
+    left_out: tuple[str, ...]
+    cuts: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def run_selftest(
-    asked: Layout,
-    world_size: int,
+    bench: Bench,
     on_start: Callable[[Setting], None] = lambda setting: None,
     *,
-    has_experts: bool = False,
     interprets_triton: bool = False,
     choice: Choice = Choice(),  # noqa: B008  # frozen
     on_row: Callable[[str], None] = lambda name: None,
-) -> Iterator[SelftestRow]:
-    """Each rank calls it and gets the same rows, one after another. data and num_microbatches of `asked` follow from the rest.
-    on_row gets the name of each row before it runs. The rows of the probe run whatever is chosen.
-
-    It replaces parallel_state, and initialises torch.distributed from the environment where needed. Raises ConfigError for a layout
-    that does not fit these ranks.
-    """
-    layout = complete_layout(asked, world_size, has_experts=has_experts)
-    check_megatron()
-    tiny = model_for(layout, has_experts=has_experts)
-    samples = ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches))
-    device = _set_layout(Layout())
-    refuse_tf32(device)
-    if has_experts and expert_replicas_drift() and (problem := drift_problem(layout.model_parallel | tiny.expert_options)):
-        raise ConfigError(problem)
-    everyone = dist.new_group(backend="gloo") if world_size > 1 else None
-    cases, without_triton = cases_here(device, interprets=interprets_triton)
-    cases, per_token = choice.of(cases), choice.of(per_token_cases())
-    truth = _from_rank_0(lambda: truths_of(samples, tiny, [*cases, *per_token]), everyone)
-    with_losses, of_routers = model_of_router_losses(tiny), None
-    without_router_losses = missing_router_losses(layout) if has_experts else []
-    if has_experts and router_losses_of(layout):
-        of_routers = _from_rank_0(lambda: truth_of_router_losses(samples, with_losses, layout), everyone)
-    router_titles = [] if of_routers is None else [_router_title(name) for name in of_routers.by_loss]
-    choice.check([*cases, *per_token, *filter(choice.has, router_titles)])
-    _set_layout(layout)
-    sizes = named_sizes(layout, samples)
-    left_out = (*without_triton, WITHOUT_TRANSFORMER_ENGINE, *without_router_losses)
-    cuts = {} if of_routers is None else of_routers.cuts
-    on_start(Setting(layout, device.type, dist.get_backend(), megatron_version(), sizes, left_out, cuts))
-    guard = partial(guarded, on_row=on_row)
-    yield guard("schedule probe", everyone, lambda name: SelftestRow(name, True, probe_schedule().ratio))
-    if reduces_experts_apart():
-        yield guard("schedule probe, experts", everyone, lambda name: SelftestRow(name, True, probe_schedule().expert_ratio))
-    for is_per_token, chosen in ((False, cases), (True, per_token)):
-        model = LayoutModel(replace(layout, calculate_per_token_loss=is_per_token), row_length(samples, layout), tiny)
-        model.announces_factor = False  # a row says how large a wrong factor is
-        for case in chosen:
-            yield guard(str(case), everyone, partial(measured, case=case, model=model, truth=truth, sizes=sizes))
-        if of_routers is None:
-            continue
-        of_losses = RouterLossModel(
-            replace(layout, calculate_per_token_loss=is_per_token), row_length(samples, layout), with_losses
-        )
-        for name in of_routers.by_loss:
-            make = partial(measured_router_loss, name=name, model=of_losses, truth=of_routers, sizes=sizes)
-            if choice.has(title := _router_title(name, is_per_token=is_per_token)):
-                yield guard(title, everyone, make)
+    rows: Sequence[Row] | None = None,
+) -> Iterator[RowResult]:
+    """Each rank calls it and gets the same results, one after another. on_row gets the name of each row before it runs. rows: those
+    to run where the bench can; None: the table. Raises ConfigError for a choice without a row."""
+    refuse_tf32(bench.device)
+    runs_triton, without_triton = triton_here(bench.device, interprets=interprets_triton)
+    declared = table(runs_triton) if rows is None else rows
+    chosen = choice.of(declared)
+    bench.prepare([row.case for row in chosen if row.case is not None])
+    here = choice.of([row for row in chosen if row.runs_when(bench)])
+    sizes = named_sizes(bench.layout, bench.samples)
+    left_out = (*bench.left_out, *([without_triton] if without_triton else []))
+    backend = dist.get_backend()
+    on_start(Setting(bench.layout, bench.device.type, backend, bench.megatron_version, sizes, left_out, bench.cuts))
+    for row in here:
+        on_row(row.name)
+        yield guarded(row.name, bench.everyone, partial(measured_row, row, bench, sizes))
 
 
-def _router_title(name: str, *, is_per_token: bool = False) -> str:
-    return f"{name} of routers, exact{', per-token' if is_per_token else ''}"
+def measured_row(row: Row, bench: Bench, sizes: Mapping[str, int]) -> RowResult:
+    return result_of(row, row.run(bench), sizes)
 
 
-def measured(name: str, case: Case, model: LayoutModel, truth: Truths, sizes: dict[str, int]) -> SelftestRow:
-    of_loss = truth[case.policy_loss, case.term]
-    found = model.step(case.config, of_loss.samples)
-    return row_of(name, compare(found, of_loss.by_aggregation[case.aggregation], model.groups), sizes)
-
-
-def truths_of(samples: list[StepSample], tiny: TinyGPT, cases: Sequence[Case]) -> Truths:
-    model = double_model(tiny, samples)
-    return truth_of_terms(samples, model_logits(model, samples, tiny), global_parameters(model), (case.of_truth for case in cases))
-
-
-def check_megatron() -> None:
-    """Raises ConfigError where the installed Megatron-Core cannot be imported: another package of its name may raise anything."""
-    try:
-        import_megatron()
-    except Exception as error:
-        raise ConfigError(
-            f"the installed Megatron-Core cannot be imported ({type(error).__name__}: {error}): megatron-rl doctor says why"
-        ) from error
-
-
-def model_for(layout: Layout, *, has_experts: bool = False) -> TinyGPT:
-    """Heads for each tensor rank, a layer for each stage, padded columns on the last shard, two experts a rank or more."""
-    experts = {
-        "num_moe_experts": max(4, 2 * layout.expert),  # with two a token has no choice, and losses that balance are constant
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 8 * (layout.expert_tensor or 1),
-        "moe_layer_freq": (0, 1) * layout.pipeline,  # of the two layers of a stage the second has experts
-    }
-    heads = layout.tensor * -(-4 // layout.tensor)
-    return TinyGPT(
-        num_layers=2 * layout.pipeline if has_experts else layout.pipeline,
-        hidden_size=8 * heads,
-        num_attention_heads=heads,
-        vocab_size=layout.tensor * -(-64 // layout.tensor),
-        use_transformer_engine=False,
-        experts=tuple(experts.items()) if has_experts else (),
+def result_of(row: Row, measured: Measured, sizes: Mapping[str, int]) -> RowResult:
+    """The result of the whole gradient; where that is right and a part of the parameters is wrong, the result of this part."""
+    if isinstance(measured, float):
+        return RowResult(row.name, True, measured)
+    is_right = {part: comparison.is_within(row.bound) for part, comparison in measured.items()}
+    part = next((part for part, right in is_right.items() if not right), "")
+    found = measured[part]
+    cause = found.cause(row.bound, sizes)
+    return RowResult(
+        row.name,
+        is_right[part],
+        found.ratio,
+        found.gradient_error,
+        found.loss_error,
+        found.norm_error,
+        f"leaves of {part}: {cause}" if part else cause,
     )
 
 
-def _set_layout(layout: Layout) -> torch.device:
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
-        groups = getattr(parallel_state, "_global_process_group_list", None) or []
-        parallel_state.destroy_model_parallel()
-        for group in groups:  # else each lives on, with its threads or its buffers on the device
-            with contextlib.suppress(ValueError):  # Megatron has destroyed some
-                if group is not None:  # the whole world, which stays
-                    dist.destroy_process_group(group)
-    return initialize_ranks(**layout.model_parallel)
+def guarded(name: str, everyone: Group | None, run: Callable[[], RowResult]) -> RowResult:
+    """run(), or a failed row with what a rank raised. A rank that hangs, or waits too long for the others, ends its process.
+
+    Communication: the ranks' errors, over all of them.
+    """
+    faulthandler.dump_traceback_later(SECONDS_FOR_A_ROW, exit=True, file=sys.__stderr__ or sys.stderr)
+    result, error, last_words = None, "", None
+    try:
+        result = run()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        text = f"rank {dist.get_rank()}: {name}: {error}; the other ranks wait for this one"
+        last_words = threading.Timer(SECONDS_FOR_THE_OTHERS, _end, [text])
+        last_words.start()
+    try:
+        errors = [error] if everyone is None else gather_texts(error, everyone)
+    except RuntimeError as lost:  # a rank that is gone has closed its connections
+        _end(f"rank {dist.get_rank()}: {name}: {(error or str(lost))[:LONGEST_LAST_WORDS]}; another rank has ended")
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        if last_words is not None:
+            last_words.cancel()
+    failed = {rank: text for rank, text in enumerate(errors) if text}
+    if result is not None and not failed:
+        return result
+    ranks = "all ranks" if len(failed) == len(errors) else f"ranks {', '.join(map(str, failed))}"
+    return RowResult(name, False, cause=f"{ranks}: {next(iter(failed.values()))}")
 
 
-def _from_rank_0(make: Callable[[], object], everyone):
-    if everyone is None:
-        return make()
-    box = [make() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0, group=everyone)
-    return box[0]
+def gather_texts(text: str, group: Group) -> list[str]:
+    """Each rank's text, on all of them; all_gather_object would need numpy. Communication: two all-gathers over a gloo group."""
+    words = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    lengths = all_gather_stack(torch.tensor([words.numel()]), group)[:, 0].tolist()
+    padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+    padded[: words.numel()] = words
+    rows = all_gather_stack(padded, group)
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _end(message: str) -> None:
+    print(f"megatron_rl selftest: FAIL: {message}", file=sys.__stderr__, flush=True)
+    os._exit(1)

@@ -23,11 +23,10 @@ from megatron_rl.megatron.routing import routers_of
 from megatron_rl.testing.comparison import Truth, compare
 from megatron_rl.testing.layout_step import Layout, LayoutModel, RankStep, StepSample, TinyGPT
 from megatron_rl.testing.reference import double_model, model_log_probs
-from megatron_rl.testing.selftest_rows import SelftestRow, row_of
+from megatron_rl.testing.selftest_bench import Measured
+from megatron_rl.testing.selftest_table import ROUTER_LOSSES, Z_LOSS
+from megatron_rl.validation.auxiliary_losses import TYPES_WITH_A_LOSS
 
-Z_LOSS = "z_loss"
-# Those that are types of load balancing, in the order of the model's list of coefficients.
-BALANCING = ("seq_aux_loss", "aux_loss", "global_aux_loss")
 OF_MICROBATCHES = ("aux_loss", "global_aux_loss")
 COEFFICIENT = 1.0
 CONFIG = PolicyLossConfig(
@@ -55,24 +54,16 @@ def model_of_router_losses(tiny: TinyGPT) -> TinyGPT:
     return replace(tiny, experts=(*tiny.experts, ("moe_layer_freq", (1,) * tiny.num_layers)))
 
 
-def router_losses_of(layout: Layout) -> list[str]:
-    if _problem() is not None:
-        return []
-    return [Z_LOSS, *(name for name in BALANCING if not (layout.packed and name == "seq_aux_loss"))]
-
-
-def missing_router_losses(layout: Layout) -> list[str]:
-    """What has no row, and why."""
-    problem = _problem()
-    if problem is not None:
-        return [f"auxiliary losses of routers: {problem}"]
-    return [PACKED] if layout.packed else []
-
-
-def _problem() -> str | None:
+def exact_router_losses(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the losses that are exact on this layout, what is left out and why)."""
     from megatron.core.models.gpt import GPTModel
 
-    return exact_problem(GPTModel)
+    problem = exact_problem(GPTModel)
+    if problem is not None:
+        return (), (f"auxiliary losses of routers: {problem}",)
+    if layout.packed:
+        return tuple(name for name in ROUTER_LOSSES if name != "seq_aux_loss"), (PACKED,)
+    return ROUTER_LOSSES, ()
 
 
 def truth_of_router_losses(samples: Sequence[StepSample], tiny: TinyGPT, layout: Layout) -> RouterTruth:
@@ -96,7 +87,7 @@ def truth_of_router_losses(samples: Sequence[StepSample], tiny: TinyGPT, layout:
         return {name: gradient.cpu() for name, gradient in zip(named, gradients, strict=True)}
 
     here, whole = cut_of(layout, len(samples)), cut_of(Layout(), len(samples))
-    found = {name: gradient_of(name, here) for name in router_losses_of(layout)}
+    found = {name: gradient_of(name, here) for name in exact_router_losses(layout)[0]}
     cuts = {name: change(found[name], gradient_of(name, whole)) for name in OF_MICROBATCHES}
     step = [replace(sample, advantage=0.0) for sample in samples]
     return RouterTruth(step, {name: Truth(0.0, 1.0, gradient) for name, gradient in found.items()}, cuts)
@@ -156,8 +147,8 @@ class RouterLossModel:
 
     def __init__(self, layout: Layout, row_length: int, tiny: TinyGPT):
         losses = {
-            "moe_router_load_balancing_type": BALANCING,
-            "moe_aux_loss_coeff": (COEFFICIENT,) * len(BALANCING),
+            "moe_router_load_balancing_type": TYPES_WITH_A_LOSS,
+            "moe_aux_loss_coeff": (COEFFICIENT,) * len(TYPES_WITH_A_LOSS),
             "moe_z_loss_coeff": COEFFICIENT,
         }
         self._model = LayoutModel(layout, row_length, replace(tiny, experts=(*tiny.experts, *losses.items())))
@@ -165,22 +156,18 @@ class RouterLossModel:
 
     def step(self, name: str, samples: Sequence[StepSample]) -> RankStep:
         for model in self._model.models:
-            model.config.moe_aux_loss_coeff = [COEFFICIENT if kind == name else 0.0 for kind in BALANCING]
+            model.config.moe_aux_loss_coeff = [COEFFICIENT if kind == name else 0.0 for kind in TYPES_WITH_A_LOSS]
             model.config.moe_z_loss_coeff = COEFFICIENT if name == Z_LOSS else 0.0
         return self._model.step(CONFIG, samples)
 
 
-def measured(title: str, name: str, model: RouterLossModel, truth: RouterTruth, sizes: dict[str, int]) -> SelftestRow:
-    """The row of the whole gradient; where that is right and the part of routers or of experts is wrong, the row of this part."""
+def compare_router_loss(model: RouterLossModel, name: str, truth: RouterTruth) -> Measured:
+    """The whole gradient, and the parts of routers and of experts, which may be small in it."""
     found, expected = model.step(name, truth.samples), truth.by_loss[name]
-    row = row_of(title, compare(found, expected, model.groups), sizes)
+    comparisons = {"": compare(found, expected, model.groups)}
     for leaves, is_one in LEAVES.items():
         shards = [{key: shard for key, shard in chunk.items() if is_one(key)} for chunk in found.gradients]
         gradient = {key: value for key, value in expected.gradient.items() if is_one(key)}
-        of_leaves = compare(
-            replace(found, gradients=shards, optimizer_norm=None), replace(expected, gradient=gradient), model.groups
-        )
-        found_row = row_of(title, of_leaves, sizes)
-        if row.passed and not found_row.passed:
-            row = replace(found_row, cause=f"leaves of {leaves}: {found_row.cause}")
-    return row
+        of_leaves = replace(found, gradients=shards, optimizer_norm=None)
+        comparisons[leaves] = compare(of_leaves, replace(expected, gradient=gradient), model.groups)
+    return comparisons

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import (
+    Backend,
     CorrectionLevel,
     CorrectionSettings,
     GradientDivisor,
@@ -20,7 +21,7 @@ from megatron_rl.config import (
     PolicyLossConfig,
     RejectedTokens,
 )
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import (
@@ -51,6 +52,11 @@ SEQUENCE_DELTA = 0.2
 MARGIN = 1e-3
 
 
+def _has_formula(aggregation: str) -> bool:
+    record = get_loss_aggregation(aggregation)
+    return record.name == aggregation and record.formula is not None
+
+
 def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object) -> dict[str, object]:
     low, high = BOUNDS[level]
     of_kind = {"importance_correction": kind, "importance_correction_level": level}
@@ -58,6 +64,9 @@ def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object)
 
 
 Truths = dict[tuple[str, str], LossTruth]  # by loss and term
+# The registered ones whose weights follow from a formula, each by one name.
+AGGREGATIONS = tuple(name for name in loss_aggregation_names() if _has_formula(name))
+LOGITS, FUSED = "logits", "fused head"
 ALL_TERMS, DROPPED = "KL + entropy + temperature", "icepop, dropped"
 DUAL_CLIP, DIVIDED = "dual clip", "gradient / samples"
 # Of Megatron's step, so the losses alone have no row of them.
@@ -68,10 +77,8 @@ TERMS: Mapping[str, Mapping[str, object]] = {
     **{f"KL {estimator}": {"kl_coefficient": 0.1, "kl_estimator": str(estimator)} for estimator in KLEstimator},
     "entropy": {"entropy_coefficient": 0.1},
     "temperature": {"policy_temperature": 0.7},
-    "tis": _correction(ImportanceCorrection.TIS),
-    "icepop": _correction(ImportanceCorrection.ICEPOP),
+    **{str(kind): _correction(kind) for kind in ImportanceCorrection if kind != ImportanceCorrection.NONE},
     DROPPED: _correction(ImportanceCorrection.ICEPOP, rejected_tokens=str(RejectedTokens.DROPPED)),
-    "mask": _correction(ImportanceCorrection.MASK),
     "tis of sequences": _correction(ImportanceCorrection.TIS, CorrectionLevel.SEQUENCE_MEAN),
     "tis of sequence sums": _correction(ImportanceCorrection.TIS, CorrectionLevel.SEQUENCE_SUM),
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},
@@ -92,7 +99,7 @@ def config_of(policy_loss: str, aggregation: str, term: str, **others: object) -
     return PolicyLossConfig(
         policy_loss=policy_loss,
         loss_aggregation=aggregation,
-        loss_aggregation_divisor=DIVISOR if aggregation == LossAggregation.CONSTANT else None,
+        loss_aggregation_divisor=DIVISOR if get_loss_aggregation(aggregation).takes_divisor else None,
         clip_ratio_low=low,
         clip_ratio_high=high,
         loss_parameters=parameters,
@@ -104,9 +111,41 @@ def config_of(policy_loss: str, aggregation: str, term: str, **others: object) -
 def term_pairs() -> Iterator[tuple[str, str, str]]:
     """(loss, aggregation, term) of each row. The aggregations take turns."""
     alone = [(loss, term) for term in TERMS if term not in ("", ALL_TERMS) for loss in (OF_TOKENS, OF_SAMPLES)]
-    aggregations = [str(aggregation) for aggregation in LossAggregation]
     for place, (loss, term) in enumerate([*alone, *((loss, ALL_TERMS) for loss in CLIPS)]):
-        yield loss, aggregations[(place + place // len(aggregations)) % len(aggregations)], term
+        yield loss, AGGREGATIONS[(place + place // len(AGGREGATIONS)) % len(AGGREGATIONS)], term
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step of one loss. is_per_token: under Megatron's calculate_per_token_loss, for token_mean alone. term: of TERMS."""
+
+    policy_loss: str
+    aggregation: str
+    head: str = LOGITS
+    backend: str = Backend.TORCH
+    is_per_token: bool = False
+    term: str = ""
+
+    @property
+    def of_truth(self) -> tuple[str, str, str]:
+        """What decides the right gradient."""
+        return self.policy_loss, self.aggregation, self.term
+
+    def __str__(self) -> str:
+        contract = ", per-token" if self.is_per_token else ""
+        term = f", {self.term}" if self.term else ""
+        return f"{self.policy_loss} {self.aggregation}, {self.head}, {self.backend}{contract}{term}"
+
+    @property
+    def config(self) -> PolicyLossConfig:
+        return config_of(
+            self.policy_loss,
+            self.aggregation,
+            self.term,
+            policy_loss_backend=self.backend,
+            fused_lm_head_loss=self.head == FUSED,
+            policy_metrics="none",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,139 @@
+"""The rows of the selftest: one table, which says of each row its name, when it runs, what it runs and how far off it may be.
+
+A loss, an aggregation, a KL estimator, a correction and a balancing loss of routers has its rows by its registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import torch
+
+from megatron_rl.config import Backend, LossAggregation
+from megatron_rl.errors import ConfigError
+from megatron_rl.ops.backends import is_interpreted, why_triton_is_missing
+from megatron_rl.testing.reference import CLIPS
+from megatron_rl.testing.selftest_bench import Bench, Measured
+from megatron_rl.testing.selftest_terms import AGGREGATIONS, ALL_TERMS, FUSED, LOGITS, OF_STEPS, OF_TOKENS, Case, term_pairs
+from megatron_rl.validation.auxiliary_losses import TYPES_WITH_A_LOSS
+
+# On any layout a float32 gradient of the tiny models is 3e-7 to 7e-7 from the float64 truth; the smallest wrong factor, one token
+# too many of a hundred, moves it by 9e-3.
+BOUND = 1e-5
+# Interpreted kernels take seconds a row: so one row of each loss, on each head.
+INTERPRETED = tuple(zip(CLIPS, islice(cycle(AGGREGATIONS), len(CLIPS)), strict=True))
+# The auxiliary losses of routers: the z-loss, and one for each type of load balancing.
+Z_LOSS = "z_loss"
+ROUTER_LOSSES = (Z_LOSS, *TYPES_WITH_A_LOSS)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """runs_when: whether it can run on these ranks. run: what it measures. bound: of each relative error of a comparison; the probe
+    has a bound of its own. case: of a row of a loss."""
+
+    name: str
+    runs_when: Callable[[Bench], bool]
+    run: Callable[[Bench], Measured]
+    bound: float = BOUND
+    case: Case | None = None
+    is_probe: bool = False
+
+
+def table(runs_triton: Callable[[Case], bool]) -> list[Row]:
+    """All rows, in the order of the report."""
+    rows = [
+        row_of_probe("schedule probe", "dense"),
+        row_of_probe("schedule probe, experts", "experts"),
+    ]
+    on_triton = [case for case in cases_of(Backend.TRITON) if runs_triton(case)]
+    for is_per_token, cases in ((False, [*cases_of(Backend.TORCH), *on_triton]), (True, per_token_cases())):
+        rows += map(row_of_loss, cases)
+        rows += [row_of_router_loss(name, is_per_token=is_per_token) for name in ROUTER_LOSSES]
+    return rows
+
+
+def row_of_probe(name: str, gradients: str) -> Row:
+    return Row(name, lambda bench: gradients in bench.probes, lambda bench: bench.probe(gradients), is_probe=True)
+
+
+def row_of_loss(case: Case) -> Row:
+    def runs_when(bench: Bench) -> bool:
+        is_of_a_step = case.is_per_token or case.term in OF_STEPS
+        return bench.megatron_version is not None or not is_of_a_step
+
+    return Row(str(case), runs_when, lambda bench: bench.loss(case), case=case)
+
+
+def row_of_router_loss(name: str, *, is_per_token: bool) -> Row:
+    title = f"{name} of routers, exact{', per-token' if is_per_token else ''}"
+    return Row(title, lambda bench: name in bench.router_losses, lambda bench: bench.router_loss(name, is_per_token=is_per_token))
+
+
+def cases_of(backend: Backend) -> list[Case]:
+    heads = (LOGITS, FUSED)
+    plain = [
+        Case(policy_loss, aggregation, head, backend) for head in heads for policy_loss in CLIPS for aggregation in AGGREGATIONS
+    ]
+    return plain + [Case(loss, aggregation, head, backend, term=term) for head in heads for loss, aggregation, term in term_pairs()]
+
+
+def per_token_cases() -> list[Case]:
+    """Of token_mean, which is what the contract divides by."""
+    token_mean = str(LossAggregation.TOKEN_MEAN)
+    return [Case(policy_loss, token_mean, head, is_per_token=True) for head in (LOGITS, FUSED) for policy_loss in CLIPS]
+
+
+def triton_here(device: torch.device, *, interprets: bool) -> tuple[Callable[[Case], bool], str | None]:
+    """(which of the cases of Triton run on this device, what is left out and why).
+
+    interprets: on a CPU, run a few rows in Triton's interpreter; TRITON_INTERPRET is set. Raises ConfigError on CUDA.
+    """
+    missing = why_triton_is_missing()
+    if device.type == "cuda":
+        if interprets:
+            raise ConfigError("--interpret-triton is for ranks without CUDA: here kernels run compiled; remove it")
+        if torch.version.hip is not None:
+            missing = "its kernels need CUDA, and this torch is built for ROCm"
+        return (lambda case: missing is None), f"Triton: {missing}" if missing else None
+    if not interprets:
+        hint = "" if missing else "; --interpret-triton runs a few rows in its interpreter"
+        return (lambda case: False), f"Triton: its kernels need CUDA, and the ranks are on the CPU{hint}"
+    if not is_interpreted():
+        why = missing or "it was imported before --interpret-triton could ask for its interpreter"
+        return (lambda case: False), f"Triton: {why}"
+    rows = cases_of(Backend.TRITON)
+    few = sum(map(is_interpreted_too, rows))
+    left_out = f"Triton: all but {few} of {len(rows)} rows, which its interpreter ran; compiled kernels need CUDA"
+    return is_interpreted_too, left_out
+
+
+def is_interpreted_too(case: Case) -> bool:
+    """Of each loss a row, and one row with three terms, on each head."""
+    if case.term:
+        return (case.policy_loss, case.term) == (OF_TOKENS, ALL_TERMS)
+    return (case.policy_loss, case.aggregation) in INTERPRETED
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The rows that were asked for. A loss of a user's own is registered before this package's tables are made, on import."""
+
+    policy_loss: str | None = None
+    """The rows of this loss alone; None: of all."""
+    texts: tuple[str, ...] = ()
+    """The rows with one of these in their names; none: all."""
+
+    def of(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows of a probe run whatever is chosen. Raises ConfigError where a text chooses no row."""
+        chosen = [row for row in rows if row.is_probe or self._has(row)]
+        if self.texts and all(row.is_probe for row in chosen):
+            texts = " ".join(f"--row {text!r}" for text in self.texts)
+            raise ConfigError(f"{texts}: no row has that in its name; without --row the rows are listed as they run")
+        return chosen
+
+    def _has(self, row: Row) -> bool:
+        is_of_loss = row.case is None or self.policy_loss in (None, row.case.policy_loss)
+        return is_of_loss and (not self.texts or any(text in row.name for text in self.texts))
