@@ -24,14 +24,9 @@ from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.factors import CAUSES, factor_names
-<<<<<<< HEAD
 from megatron_rl.megatron.installed import expert_replicas_drift
-from megatron_rl.testing import selftest, selftest_router_losses, selftest_rows
-from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare
-=======
 from megatron_rl.testing import selftest, selftest_bench, selftest_steps, selftest_table
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare, named_sizes
->>>>>>> 159a631 (selftest is one table of rows and one engine; whole steps and the losses alone are two benches)
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard
 from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
 from megatron_rl.testing.reference import CLIPS, ragged_samples
@@ -208,7 +203,8 @@ EP2, ETP2 = Layout(expert=2), Layout(tensor=2, expert_tensor=2, sequence_paralle
 ROUTER_LAYOUTS = [EP2, Layout(expert=2, packed=True), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True), ETP2]
 # name -> (layout, losses with their mistake, arguments of the router's method for the z-loss)
 ROUTER_RUNS = {str(asked): (asked, (), None) for asked in ROUTER_LAYOUTS}
-ROUTER_RUNS |= {f"mistakes {n}": (EP2, (tuple(ROUTER_MISTAKES)[n], tuple(ROUTER_MISTAKES)[3 - n]), None) for n in (0, 1)} | {"another": (EP2, (), ("logits",))}
+PAIRS = (("z_loss", "seq_aux_loss"), ("aux_loss", "global_aux_loss"))
+ROUTER_RUNS |= {f"mistakes {n}": (EP2, wrong, None) for n, wrong in enumerate(PAIRS)} | {"another": (EP2, (), ("logits",))}
 
 
 def router_runs_on_rank(rank: int) -> dict[str, tuple[list[RowResult], Setting]]:
