@@ -1,5 +1,5 @@
-"""The tables of docs/kernels.md that the gate of machine code fills: a column for each Triton and target. `python tests/pages.py
-docs/kernels.md` writes them, and tests/test_kernel_code.py compares them with what it has compiled."""
+"""The tables of tests/kernel_figures.md that the gate of machine code fills: a column for each Triton and target. `python
+tests/pages.py tests/kernel_figures.md` writes them, and tests/test_kernel_code.py compares them with what it has compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from other_tritons import TRITONS, environment_of
 
 TESTS = Path(__file__).resolve().parent
-PAGE = TESTS.parent / "docs" / "kernels.md"
+PAGE = TESTS / "kernel_figures.md"
 # The newest, and that of torch 2.10 and 2.11, which many images bring.
 SHOWN = (TRITONS[-1], "3.6")
 NAMES = {"bf16": "bf16", "fp32": "float32"}

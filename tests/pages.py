@@ -154,7 +154,7 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/hosts/index.md": of_hosts,
 }
 # Compiled with two versions of Triton, and so written only where it is named; tests/test_kernel_code.py compares its tables.
-ON_REQUEST: dict[str, Callable[[], str]] = {"docs/kernels.md": of_kernels}
+ON_REQUEST: dict[str, Callable[[], str]] = {"tests/kernel_figures.md": of_kernels}
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
 LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
 EXPLAIN = {"megatron-rl explain": Producer(outputs.of_explain)}

@@ -1,7 +1,7 @@
 """The machine code of the kernels, compiled for sm_90 without a GPU: bounds that a fast kernel keeps. It must never run a kernel.
 
-tests/sass_gate.py says how the figures come about, tests/kernel_launches.py for which launches, docs/kernels.md what they were. A
-bound finds cliffs, such as loads of two bytes, spills or a shuffle per logit, not the last 5 %.
+tests/sass_gate.py says how the figures come about, tests/kernel_launches.py for which launches, tests/kernel_figures.md what they
+were. A bound finds cliffs, such as loads of two bytes, spills or a shuffle per logit, not the last 5 %.
 """
 
 from __future__ import annotations
@@ -311,11 +311,11 @@ def test_the_tables_of_the_page_are_what_is_compiled_here(gate):
     """The B200 is not compiled here. Another Triton has no column to compare with."""
     shown = kernel_tables.on_page(kernel_tables.name_of(gate.versions))
     if not shown:
-        pytest.skip(f"docs/kernels.md has no column of {kernel_tables.name_of(gate.versions)}")
+        pytest.skip(f"{kernel_tables.PAGE.name} has no column of {kernel_tables.name_of(gate.versions)}")
     compiled_here = kernel_tables.described(vars(gate), 90)
     found = {row: text for row, text in compiled_here.items() if not row[1].endswith(": accesses")}
     assert len(found) >= 18 and {row: (text, shown[row]) for row, text in found.items() if text != shown[row]} == {}, (
-        "write it anew: python tests/pages.py docs/kernels.md"
+        "write it anew: python tests/pages.py tests/kernel_figures.md"
     )
 
 
