@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_train_command import Command, imported_megatron, in_an_empty_directory, latest_step, run, wait_until
 
+from megatron_rl.accumulation import Deal
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
@@ -27,7 +28,7 @@ from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import with_ref_log_probs
 from megatron_rl.train.docs_per_step import DocumentSteps
-from megatron_rl.train.document_stream import Deal, Done, done_after, size_of_steps, stream_of_rank
+from megatron_rl.train.document_stream import Done, done_after, size_of_steps, stream_of_rank
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.train.rollout_files import save_rollouts

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_rl.accumulation import StepAccumulator, make_accumulation_group
-from megatron_rl.accumulation_rounds import AccumulatedStep, AccumulationSettings
+from megatron_rl.accumulation import AccumulatedStep, AccumulationSettings, Deal, StepAccumulator, make_accumulation_group
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import Group, all_gather_stack, group_device
 from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
 from megatron_rl.megatron.schedule import microbatch_multiple
-from megatron_rl.train.document_stream import Deal, Done, done_after, stream_of_rank
+from megatron_rl.train.document_stream import Done, done_after, stream_of_rank
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollouts import RolloutBatch, prompt_groups

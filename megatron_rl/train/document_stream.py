@@ -6,16 +6,14 @@ No group of ranks is used: `--docs-per-step` reads a stream in a thread, and eac
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.accumulation_rounds import AccumulationSettings
+from megatron_rl.accumulation import AccumulationSettings, Deal
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.rollouts import AnySample, RolloutBatch, Sample, prompt_groups
+from megatron_rl.train.rollouts import RolloutBatch, Sample, prompt_groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,34 +30,6 @@ class StreamedSample(Sample):
             cls(**{**{name: getattr(sample, name) for name in names}, "prompt_id": f"{index}/{sample.prompt_id}"}, place=(index, n))
             for n, sample in enumerate(batch.samples)
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """Deals whole prompt groups to the data-parallel ranks in turn, and cuts each rank's share into micro-batches."""
-
-    dp_size: int
-    micro_batch_size: int | None
-    """None: a micro-batch is a prompt group."""
-
-    def cut(self, groups: Sequence[list[AnySample]], first_rank: int = 0) -> list[list[list[AnySample]]]:
-        """The micro-batches of each rank; the first group goes to first_rank, the next one to the rank behind it."""
-        shares = [groups[(rank - first_rank) % self.dp_size :: self.dp_size] for rank in range(self.dp_size)]
-        return [self.cut_share(share) for share in shares]
-
-    def documents_of_a_step(self, settings: AccumulationSettings, group_size: int | None) -> int:
-        """A step of equal prompt groups holds a multiple of this number of documents. A round takes a micro-batch of each rank;
-        where groups stay whole, rounds go on until a micro-batch and a group end together. group_size None: groups of one."""
-        group = 1 if group_size is None else group_size
-        micro_batch = group if self.micro_batch_size is None else self.micro_batch_size
-        return self.dp_size * (math.lcm(micro_batch, group) if settings.keep_prompt_groups else micro_batch)
-
-    def cut_share(self, groups: Sequence[list[AnySample]]) -> list[list[AnySample]]:
-        """The micro-batches of one rank's prompt groups."""
-        if self.micro_batch_size is None:
-            return list(groups)
-        samples = list(itertools.chain.from_iterable(groups))
-        return [samples[start : start + self.micro_batch_size] for start in range(0, len(samples), self.micro_batch_size)]
 
 
 @dataclass(frozen=True, slots=True)
