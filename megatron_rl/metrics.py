@@ -8,7 +8,7 @@ unmasked token, with equal weight, so that a healthy step 0 has ratio 1 under an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -448,6 +448,24 @@ class PolicyStatistics:
     has_entropy: bool
     rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: the rollout gave no such input
     correction: Tensor | None = None  # [len(CORRECTION_STATISTICS)] float64; None: there is no correction
+
+
+def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
+    """The statistics of several micro-batches or ranks together, each by its reduction. Needs at least one part."""
+    rollouts = [part.rollout for part in parts if part.rollout is not None]
+    corrections = [part.correction for part in parts if part.correction is not None]
+    return PolicyStatistics(
+        combined(torch.stack([part.values for part in parts]), STATISTICS),
+        parts[0].has_entropy,
+        combined(torch.stack(rollouts), ROLLOUT_STATISTICS) if rollouts else None,
+        combined(torch.stack(corrections), CORRECTION_STATISTICS) if corrections else None,
+    )
+
+
+def combined(rows: Tensor, kinds: dict[str, Reduction]) -> Tensor:  # [parts, K] -> [K]
+    """Each statistic over the parts, by its reduction."""
+    by_kind = {Reduction.SUM: rows.sum(0), Reduction.MIN: rows.amin(0), Reduction.MAX: rows.amax(0)}
+    return torch.stack([by_kind[kind][index] for index, kind in enumerate(kinds.values())])
 
 
 def policy_statistics(

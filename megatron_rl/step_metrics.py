@@ -21,19 +21,9 @@ from megatron_rl.metrics import (
     Metric,
     PolicyStatistics,
     Reduction,
+    combine_statistics,
+    combined,
 )
-
-
-def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
-    """The statistics of several micro-batches or ranks together, each by its reduction. Needs at least one part."""
-    rollouts = [part.rollout for part in parts if part.rollout is not None]
-    corrections = [part.correction for part in parts if part.correction is not None]
-    return PolicyStatistics(
-        _combine(torch.stack([part.values for part in parts]), STATISTICS),
-        parts[0].has_entropy,
-        _combine(torch.stack(rollouts), ROLLOUT_STATISTICS) if rollouts else None,
-        _combine(torch.stack(corrections), CORRECTION_STATISTICS) if corrections else None,
-    )
 
 
 def neutral_statistics(*, has_entropy: bool) -> PolicyStatistics:
@@ -53,7 +43,7 @@ def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *,
     parts = zip((local.values, local.rollout, local.correction), tables, strict=True)
     values = torch.cat([_neutral(kinds, device) if part is None else part.to(device) for part, kinds in parts])
     if groups.pp.rank() == groups.pp.size() - 1:
-        values = _combine(all_gather_stack(values, groups.dp_cp), {name: kind for kinds in tables for name, kind in kinds.items()})
+        values = combined(all_gather_stack(values, groups.dp_cp), {name: kind for kinds in tables for name, kind in kinds.items()})
     values, rollout, correction = broadcast_from_last(values, groups.pp).cpu().split([len(kinds) for kinds in tables])
     return PolicyStatistics(values, has_entropy, rollout, correction)
 
@@ -132,8 +122,3 @@ def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tens
 def _neutral(kinds: dict[str, Reduction], device: torch.device) -> Tensor:
     """Filled on the device: a copy from the host would synchronise."""
     return torch.stack([torch.full((), NEUTRAL[kind], dtype=torch.float64, device=device) for kind in kinds.values()])
-
-
-def _combine(rows: Tensor, kinds: dict[str, Reduction]) -> Tensor:  # [parts, K] -> [K]
-    by_kind = {Reduction.SUM: rows.sum(0), Reduction.MIN: rows.amin(0), Reduction.MAX: rows.amax(0)}
-    return torch.stack([by_kind[kind][index] for index, kind in enumerate(kinds.values())])

@@ -16,8 +16,9 @@ from megatron_rl import loss_hub
 from megatron_rl.layout.groups import REDUCE_SCATTER, resolve_groups
 from megatron_rl.loss_hub import LossValue, register_policy_loss
 from megatron_rl.losses import linear_policy_loss
+from megatron_rl.metrics import combine_statistics
 from megatron_rl.ops.linear_head import linear_log_probs
-from megatron_rl.step_metrics import combine_statistics, finalise_metrics
+from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron

@@ -28,7 +28,8 @@ from megatron_rl.config import CorrectionSettings
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import policy_loss
-from megatron_rl.step_metrics import combine_statistics, finalise_metrics
+from megatron_rl.metrics import combine_statistics
+from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron

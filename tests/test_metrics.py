@@ -28,10 +28,11 @@ from megatron_rl.metrics import (
     PolicyStatistics,
     Reduction,
     TokenValues,
+    combine_statistics,
     policy_statistics,
     rollout_statistics,
 )
-from megatron_rl.step_metrics import combine_statistics, finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
+from megatron_rl.step_metrics import finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
 from megatron_rl.testing.losses_by_hand import REFERENCES
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
@@ -321,7 +322,8 @@ import json, torch
 from dataclasses import replace
 from helpers import CLIP, random_batch, run_loss
 from megatron_rl.losses import policy_loss
-from megatron_rl.step_metrics import (combine_statistics, finalise_metrics)
+from megatron_rl.metrics import combine_statistics
+from megatron_rl.step_metrics import finalise_metrics
 batch = random_batch([4, 3])
 batch = replace(batch, logits=batch.logits.float(), token_weights=batch.token_weights.float())
 found = []

@@ -36,6 +36,7 @@ from megatron_rl.losses.options import (
     resolve_options,
 )
 from megatron_rl.losses.reduce_torch import LossResult, are_finite
+from megatron_rl.metrics import combine_statistics
 from megatron_rl.ops.backends import resolve_backend, runs_eagerly
 from megatron_rl.ops.linear_gradient import (
     ReadyGradient,
@@ -59,7 +60,6 @@ from megatron_rl.ops.linear_head import (
 from megatron_rl.ops.linear_schedule import WorkItem, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.log_probs import log_probs_dtype
 from megatron_rl.ops.ratios import kl_estimate
-from megatron_rl.step_metrics import combine_statistics
 
 
 @runs_eagerly
