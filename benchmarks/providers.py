@@ -21,11 +21,11 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import linear_policy_loss, policy_loss
-from megatron_rl.ops.backends import GradientConfiguration, StatisticsConfiguration, resolve_backend, row_results_torch
+from megatron_rl.ops.backends import GradientConfiguration, StatisticsConfiguration, resolve_backend
 from megatron_rl.ops.linear_head import bytes_per_logit, chunk_capacity, linear_log_probs
 from megatron_rl.ops.linear_schedule import MOVE_DIVISOR, Plan, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
-from megatron_rl.ops.log_probs_torch import logits_gradient_torch
+from megatron_rl.ops.log_probs_torch import logits_gradient_torch, row_results_torch
 
 # From logits.
 OURS, OURS_ENTROPY, ONE_READ = "ours, in place", "ours, in place, entropy", "ours, in place, one read"

@@ -18,8 +18,8 @@ from megatron_rl.layout.groups import GATHER_INTO_ONE, SINGLE
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import api
 from megatron_rl.losses import policy_loss as front_door
-from megatron_rl.ops.backends import resolve_backend, row_kernels
-from megatron_rl.ops.log_probs import vocab_shard
+from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.log_probs import row_kernels, vocab_shard
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Enough rows to fill every multiprocessor, and the vocabulary of Qwen; few rows are split.

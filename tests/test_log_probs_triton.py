@@ -30,10 +30,9 @@ from megatron_rl.ops.backends import (
     flat_rows,
     gradient_like,
     resolve_backend,
-    row_kernels,
     split_rows,
 )
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
+from megatron_rl.ops.log_probs import row_kernels, vocab_parallel_log_probs, vocab_shard
 from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, logits_gradient_torch, merge_shards
 
 pytest.importorskip("triton")

@@ -26,20 +26,14 @@ from megatron_rl.losses.options import (
 )
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.metrics import PolicyStatistics
-from megatron_rl.ops.backends import (
-    check_announced,
-    check_delivered,
-    first_order_only,
-    resolve_backend,
-    row_kernels,
-    runs_eagerly,
-)
+from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, resolve_backend, runs_eagerly
 from megatron_rl.ops.log_probs import (
     VocabParallelLogProbs,
     check_log_prob_inputs,
     check_logits,
     compare_log_prob_inputs,
     log_probs_dtype,
+    row_kernels,
 )
 
 Options = TypeVar("Options", bound=LossOptions)

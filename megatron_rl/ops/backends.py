@@ -23,13 +23,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl.config import TRITON_OF_TORCH, Backend
 from megatron_rl.errors import ConfigError
-from megatron_rl.ops.log_probs_torch import (
-    RowResult,
-    gradient_of_exponentials,
-    logits_gradient_torch,
-    row_results_keeping,
-    row_results_torch,
-)
 
 # The dtypes that the kernels load; they compute in float32. float64 logits are computed in float64, in torch.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,9 +75,9 @@ def is_interpreted() -> bool:
         return False
     import triton
 
-    from megatron_rl.ops.log_probs_triton import row_statistics_kernel
+    from megatron_rl.ops.ratios_triton import bounded_exp
 
-    return not isinstance(row_statistics_kernel, triton.JITFunction)
+    return not isinstance(bounded_exp, triton.JITFunction)
 
 
 @functools.cache
@@ -98,45 +91,6 @@ def why_triton_is_missing() -> str | None:
     return (
         f"Triton {triton.__version__} is older than {oldest}" if Version(triton.__version__) < Version(f"{oldest}.dev0") else None
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RowKernels:
-    """forward(logits [T, V_tp], labels [T], loss_mask [T] bool | None, shard, tp_group, *, with_entropy) -> RowResult
-
-    One all-gather of [T, 3] (with entropy [T, 4]) over tp_group; none at size 1.
-
-    gradient(logits, labels, loss_mask | None, maximum [T], total [T], entropy [T], coefficients [T] | None,
-             entropy_coefficients [T] | None, shard, *, out [T, V_tp]) -> out
-
-    Writes all of `out`, which may be the logits' own storage or have another floating dtype. No communication.
-
-    keeping, gradient_of_kept: row_results_keeping and gradient_of_exponentials, where keeps_exponentials says so; None: never.
-
-    unit_gradient(logits [T, V], labels [T], shard, *, with_entropy, out [T, V]) -> RowResult | None
-
-    Writes (delta - p) / temperature to `out`, which may be the logits; with None it did nothing. For one shard. None: never.
-
-    scaled_exp: the product and its exponentials in one kernel (ops/scaled_exp_triton.py). For one shard. None: never.
-    """
-
-    forward: Callable[..., RowResult]
-    gradient: Callable[..., Tensor]
-    keeping: Callable[..., tuple[RowResult, Tensor]] | None = None
-    gradient_of_kept: Callable[..., Tensor] | None = None
-    unit_gradient: Callable[..., RowResult | None] | None = None
-    scaled_exp: Callable[..., tuple[RowResult, Tensor]] | None = None
-
-
-def row_kernels(backend: Backend) -> RowKernels:
-    """The functions of a resolved backend (resolve_backend). Triton is imported here, on first use."""
-    if backend == Backend.TORCH:
-        return RowKernels(row_results_torch, logits_gradient_torch, row_results_keeping, gradient_of_exponentials)
-    from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
-    from megatron_rl.ops.scaled_exp_triton import scaled_exp
-    from megatron_rl.ops.unit_gradient_triton import unit_gradient
-
-    return RowKernels(row_results_triton, logits_gradient_triton, unit_gradient=unit_gradient, scaled_exp=scaled_exp)
 
 
 P = ParamSpec("P")

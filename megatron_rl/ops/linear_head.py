@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, resolve_group
-from megatron_rl.ops.backends import RowKernels, resolve_backend, row_kernels, runs_eagerly
+from megatron_rl.ops.backends import resolve_backend, runs_eagerly
 from megatron_rl.ops.linear_schedule import (
     CUDA_ROWS_WARNING,
     MOVE_DIVISOR,
@@ -36,9 +36,11 @@ from megatron_rl.ops.linear_schedule import (
 from megatron_rl.ops.log_probs import (
     LOGIT_DTYPES,
     LogProbKeywords,
+    RowKernels,
     check_labels,
     check_temperature,
     compare_log_prob_inputs,
+    row_kernels,
     vocab_shard,
 )
 from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, keeps_exponentials

@@ -8,6 +8,8 @@ Derivation: docs/losses.md, "Log-probabilities over a sharded vocabulary".
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -18,15 +20,21 @@ from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, resolve_group
 from megatron_rl.ops.backends import (
-    RowKernels,
     first_order_only,
     gradient_like,
     resolve_backend,
-    row_kernels,
     rows_overlap,
     runs_eagerly,
 )
-from megatron_rl.ops.log_probs_torch import VocabShard, keeps_exponentials
+from megatron_rl.ops.log_probs_torch import (
+    RowResult,
+    VocabShard,
+    gradient_of_exponentials,
+    keeps_exponentials,
+    logits_gradient_torch,
+    row_results_keeping,
+    row_results_torch,
+)
 
 # 1 / temperature must fit in float32.
 SMALLEST_TEMPERATURE = 1e-30
@@ -136,6 +144,45 @@ def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | N
         num_columns = min(max(int(vocab_size) - first_column, 0), num_stored_columns)
     # float(): a Triton kernel does not know numpy numbers, and takes a tensor as an address.
     return VocabShard(first_column, num_columns, 1.0 / float(temperature))
+
+
+@dataclass(frozen=True, slots=True)
+class RowKernels:
+    """forward(logits [T, V_tp], labels [T], loss_mask [T] bool | None, shard, tp_group, *, with_entropy) -> RowResult
+
+    One all-gather of [T, 3] (with entropy [T, 4]) over tp_group; none at size 1.
+
+    gradient(logits, labels, loss_mask | None, maximum [T], total [T], entropy [T], coefficients [T] | None,
+             entropy_coefficients [T] | None, shard, *, out [T, V_tp]) -> out
+
+    Writes all of `out`, which may be the logits' own storage or have another floating dtype. No communication.
+
+    keeping, gradient_of_kept: row_results_keeping and gradient_of_exponentials, where keeps_exponentials says so; None: never.
+
+    unit_gradient(logits [T, V], labels [T], shard, *, with_entropy, out [T, V]) -> RowResult | None
+
+    Writes (delta - p) / temperature to `out`, which may be the logits; with None it did nothing. For one shard. None: never.
+
+    scaled_exp: the product and its exponentials in one kernel (ops/scaled_exp_triton.py). For one shard. None: never.
+    """
+
+    forward: Callable[..., RowResult]
+    gradient: Callable[..., Tensor]
+    keeping: Callable[..., tuple[RowResult, Tensor]] | None = None
+    gradient_of_kept: Callable[..., Tensor] | None = None
+    unit_gradient: Callable[..., RowResult | None] | None = None
+    scaled_exp: Callable[..., tuple[RowResult, Tensor]] | None = None
+
+
+def row_kernels(backend: Backend) -> RowKernels:
+    """The functions of a resolved backend (resolve_backend). Triton is imported here, on first use."""
+    if backend == Backend.TORCH:
+        return RowKernels(row_results_torch, logits_gradient_torch, row_results_keeping, gradient_of_exponentials)
+    from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
+    from megatron_rl.ops.scaled_exp_triton import scaled_exp
+    from megatron_rl.ops.unit_gradient_triton import unit_gradient
+
+    return RowKernels(row_results_triton, logits_gradient_triton, unit_gradient=unit_gradient, scaled_exp=scaled_exp)
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
