@@ -1,11 +1,11 @@
-"""The import order of the package and of the benchmarks, stated here and read from syntax trees, which it must never execute."""
+"""The rooms of the package, their floors and rings, and the imports of each file, read from syntax trees: no file is run."""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 
 import pytest
@@ -16,15 +16,44 @@ from megatron_rl import arguments, loss_hub
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import DOOR_NAMES, ROLLOUT_HOST_NAMES
 
-# Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself; benchmarks/ lies
-# beside the package, and the wheel does not hold it.
-ORDER = (
-    *("errors", "files", "config", "aggregation_record", "loss_hub", "layout", "ops", "aggregation"),
-    *("corrections", "metrics", "step_metrics", "losses", "validation", "arguments", "accumulation_rounds", "accumulation"),
-    *("lm_head", "__init__", "megatron", "hosts", "reducers", "hooks", "testing", "train", "commands", "__main__", "benchmarks"),
+# From the ground up. A room is a folder of the package, or a file beside them. It imports rooms of lower floors, and itself; rooms
+# of one floor do not know each other. So the number of floors is the longest chain of imports between rooms. `__init__` is
+# megatron_rl itself; benchmarks/ lies beside the package, and the wheel does not hold it.
+FLOORS = (
+    ("errors", "config"),
+    ("files", "layout", "aggregation_record"),
+    ("loss_hub", "ops"),
+    ("aggregation", "corrections", "lm_head"),
+    ("metrics", "accumulation"),
+    ("losses", "step_metrics"),
+    ("validation", "__init__"),
+    ("arguments", "megatron"),
+    ("hosts", "testing", "train"),
+    ("commands", "benchmarks"),
 )
-ROWS_WITH_MEGATRON = ("megatron", "testing", "train")
-FILES_WITH_MEGATRON = ("layout/groups.py",)
+MOST_FLOORS = 10
+# Files that a user types, each a door of a room: it only hands on what the room has.
+DOORS = {"__main__": "commands", "hooks": "hosts", "reducers": "hosts"}
+# The outer ring: rooms that a reader may ignore -> the rooms of the ring that it may import. Everything else is the core.
+RING_2 = {
+    "hosts": (),
+    "testing": (),
+    "train": (),
+    "commands": ("hosts", "testing", "train"),
+    "benchmarks": ("testing", "train"),
+}
+# Files that import modules whose names are put together at run time -> why that is no circle. Elsewhere such a name is a whole one.
+BY_NAME = {
+    "__init__.py": "the front door: a name of __all__ is imported where it is asked for",
+    "__main__.py": "a command is imported where it is typed",
+    "loss_hub.py": "the first look into a registry imports the files that register the built-ins, once all of this file has run",
+    "hosts/base.py": "the host of a name, where a launch is read",
+    "hosts/doors.py": "the door of each name",
+}
+# The functions that import the modules that they are given by name: importlib's, and that of validation/checks.py.
+IMPORTERS = ("import_module", "checks_in")
+ROOMS_WITH_MEGATRON = ("megatron", "testing", "train")
+FILES_WITH_MEGATRON = ("layout/groups.py", "benchmarks/peers.py")
 # The command that runs what is in testing/: the others must not import it.
 RUNS_TESTING = "commands/selftest.py"
 FILES_WITHOUT_TORCH = (
@@ -34,15 +63,27 @@ FILES_WITHOUT_TORCH = (
     "aggregation_record.py",
 )
 MAX_LINES, MAX_KERNEL_LINES = 600, 800
+# Files that import each other, until they are mended: (importer, imported).
+CIRCLES_LEFT: tuple[tuple[str, str], ...] = (
+    ("hosts/flags.py", "hosts/base.py"),
+    ("hosts/prime_rl.py", "hosts/prime_rl_loss.py"),
+    ("hosts/trl.py", "hosts/trl_trainer.py"),
+)
 
 
-def row_of(path: str) -> str:
-    return path.split("/")[0].removesuffix(".py")
+def room_of(path: str) -> str:
+    name = path.split("/")[0].removesuffix(".py")
+    return DOORS.get(name, name)
+
+
+def floor_of(room: str) -> int | None:
+    return next((number for number, rooms in enumerate(FLOORS, 1) if room in rooms), None)
 
 
 def imported_names(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of each import, wherever it stands: `from a.b import c` gives a.b.c."""
-    package = [*([] if row_of(path) == "benchmarks" else ["megatron_rl"]), *path.split("/")[:-1]]
+    """(line, absolute dotted name) of each import, wherever it stands: `from a.b import c` gives a.b.c. A module that is imported
+    by its name counts too, where the name is a whole one."""
+    package = [*([] if room_of(path) == "benchmarks" else ["megatron_rl"]), *path.split("/")[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -50,59 +91,165 @@ def imported_names(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             above = package[: len(package) + 1 - node.level] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+    if path not in BY_NAME:
+        yield from ((line, name) for line, name in given_names(tree) if "{" not in name)
+
+
+def given_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of each module that a function of IMPORTERS is given, as text or as a constant of the file; with {} in the place
+    of what is put in at run time."""
+    constants: dict[str, ast.expr] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            is_row = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            pairs = zip(target.elts, value.elts, strict=True) if is_row else [(target, value)]
+            constants |= {name.id: given for name, given in pairs if isinstance(name, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in IMPORTERS:
+            yield from ((node.lineno, name) for argument in node.args for name in texts_of(argument, constants))
+
+
+def texts_of(value: ast.expr, constants: Mapping[str, ast.expr]) -> Iterator[str]:
+    if isinstance(value, ast.Constant):
+        yield str(value.value)
+    elif isinstance(value, ast.JoinedStr):
+        yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in value.values)
+    elif isinstance(value, ast.Starred):
+        yield from texts_of(value.value, constants)
+    elif isinstance(value, ast.Tuple):
+        yield from (text for element in value.elts for text in texts_of(element, constants))
+    elif isinstance(value, ast.Name) and value.id in constants:
+        yield from texts_of(constants[value.id], {})
 
 
 def layering_faults(path: str, tree: ast.Module) -> list[str]:
-    own = row_of(path)
-    if own not in ORDER:
-        return [f"{path}: {own} has no place in ORDER"]
-    faults = []
+    own, faults = room_of(path), []
+    if floor_of(own) is None:
+        return [f"{path}: {own} has no place in FLOORS"]
     for line, name in imported_names(path, tree):
         first, *rest = name.split(".")
         if first == "benchmarks":
             first, rest = "megatron_rl", ["benchmarks"]
         if first == "megatron_rl":
-            target = rest[0] if rest and rest[0] in ORDER else "__init__"
-            if own == "commands" and path != RUNS_TESTING and target == "testing":
+            target = room_of(rest[0]) if rest and floor_of(room_of(rest[0])) else "__init__"
+            if target in RING_2 and own not in RING_2:
+                faults.append(f"{path}:{line}: {own} is of the core and imports {name}, of the outer ring")
+            elif target in RING_2 and target != own and target not in RING_2[own]:
+                faults.append(f"{path}:{line}: {own} imports {name}: RING_2 does not say that it needs {target}")
+            elif own == "commands" and path != RUNS_TESTING and target == "testing":
                 faults.append(f"{path}:{line}: {name} is support of tests: {RUNS_TESTING} alone runs it")
-            if ORDER.index(target) > ORDER.index(own):
-                faults.append(f"{path}:{line}: {own} imports {name}, but {target} stands above it")
-        elif first == "megatron" and own not in ROWS_WITH_MEGATRON and path not in FILES_WITH_MEGATRON:
-            faults.append(f"{path}:{line}: {name} belongs in {', '.join((*ROWS_WITH_MEGATRON, *FILES_WITH_MEGATRON))}")
+            elif target != own and floor_of(target) >= floor_of(own):
+                faults.append(f"{path}:{line}: {own} imports {name}, but {target} does not stand below it")
+        elif first == "megatron" and own not in ROOMS_WITH_MEGATRON and path not in FILES_WITH_MEGATRON:
+            faults.append(f"{path}:{line}: {name} belongs in {', '.join((*ROOMS_WITH_MEGATRON, *FILES_WITH_MEGATRON))}")
         elif first == "torch" and path in FILES_WITHOUT_TORCH:
             faults.append(f"{path}:{line}: {name} in a file that works without torch")
+    if path not in BY_NAME:
+        put_together = [(line, name) for line, name in given_names(tree) if name.startswith("megatron_rl.") and "{" in name]
+        faults += [f"{path}:{line}: {name}: BY_NAME does not say why a name of ours is put together" for line, name in put_together]
     return faults
 
 
-def test_modules_import_only_what_stands_below_them(package_trees, benchmark_trees):
-    """Catches a layer that reaches up: a loss that reads flags, a kernel that knows Megatron, a package that needs benchmarks."""
+def test_rooms_import_only_rooms_of_lower_floors(package_trees, benchmark_trees):
+    """Catches a room that reaches up or across: a loss that reads flags, a kernel that knows Megatron, a core that needs a host."""
     assert package_trees and benchmark_trees, "no module was found: the test looks in the wrong place"
     faults = [fault for path, tree in (package_trees | benchmark_trees).items() for fault in layering_faults(path, tree)]
     assert not faults, "\n".join(faults)
 
 
-def test_no_file_imports_itself_through_others(package_trees):
-    """At module level: an import in a function, or for types alone, runs later or never."""
-    name_of = {path: f"megatron_rl.{path[:-3].replace('/', '.')}".removesuffix(".__init__") for path in package_trees}
-    names = set(name_of.values())
-    graph = {}
-    for path, tree in package_trees.items():
-        top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
-        found = {name if name in names else name.rpartition(".")[0] for _, name in imported_names(path, top)}
-        graph[name_of[path]] = (found & names) - {name_of[path], "megatron_rl"}
-    tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the files
+def test_the_house_has_few_floors_and_each_room_is_there(package_trees, benchmark_trees):
+    assert len(FLOORS) <= MOST_FLOORS
+    rooms = [room for floor in FLOORS for room in floor]
+    assert sorted(rooms) == sorted({room_of(path) for path in (package_trees | benchmark_trees)})
+    assert set(RING_2) < set(rooms) and set(DOORS.values()) <= set(RING_2)
+
+
+def imports_of_files(trees: Mapping[str, ast.Module], module_of: Mapping[str, str]) -> dict[str, set[str]]:
+    """Each file -> the files that it imports, for types and in functions too. module_of: the dotted name of each file."""
+    files = {module: path for path, module in module_of.items()}
+    graph: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        names = [name for _, name in imported_names(path, tree)]
+        found = {files.get(name, files.get(name.rpartition(".")[0])) for name in names}
+        graph[path] = {other for other in found if other is not None and other != path}
+    return graph
+
+
+def circle_in(graph: Mapping[str, set[str]]) -> str:
+    """`a.py imports b.py imports a.py`; empty where no file imports itself through others."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        _, circle = error.args
+        return " imports ".join(reversed(circle))
+    return ""
+
+
+def module_names(paths: Iterator[str] | Mapping[str, ast.Module]) -> dict[str, str]:
+    """The dotted name of each file of the package and of the benchmarks; in tests/, which is no package, that of the file."""
+    names = {path: path.removesuffix(".py").replace("/", ".") for path in paths}
+    return {path: name.removesuffix(".__init__") for path, name in names.items()}
+
+
+def test_no_file_of_the_package_imports_itself_through_others(package_trees, benchmark_trees):
+    """Imports for types and in functions count: a reader follows them too."""
+    modules = {path: f"megatron_rl.{name}".removesuffix(".__init__") for path, name in module_names(package_trees).items()}
+    modules |= module_names(benchmark_trees)
+    graph = imports_of_files(package_trees | benchmark_trees, modules)
+    assert sum(map(len, graph.values())) > 1000, "imports were not found: the test looks in the wrong place"
+    for importer, imported in CIRCLES_LEFT:
+        assert imported in graph[importer], f"CIRCLES_LEFT: {importer} does not import {imported} any more: take it out"
+        graph[importer].discard(imported)
+    assert not circle_in(graph)
+
+
+def test_no_file_of_the_tests_imports_itself_through_others():
+    trees = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").glob("*.py")}
+    graph = imports_of_files(trees, module_names(trees))
+    assert "helpers.py" in graph["test_losses.py"], "imports were not found: the test looks in the wrong place"
+    assert not circle_in(graph)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("from a import y", id="at the top"),
+        pytest.param("def f():\n    import a", id="in a function"),
+        pytest.param("if TYPE_CHECKING:\n    from a import y", id="for types"),
+        pytest.param("f = importlib.import_module('a').f", id="by its name"),
+        pytest.param("A, B = 'a', 'z'\ndef f():\n    import_module(A)", id="by a constant"),
+        pytest.param("A = ('a', 'z')\nCHECKS = checks_in(*A)", id="by a tuple"),
+    ],
+)
+def test_the_search_for_circles_finds_each_form(code):
+    trees = {"a.py": ast.parse("import c"), "b.py": ast.parse(code), "c.py": ast.parse("from b import x")}
+    assert circle_in(imports_of_files(trees, module_names(trees))) in (
+        "a.py imports c.py imports b.py imports a.py",
+        "b.py imports a.py imports c.py imports b.py",
+        "c.py imports b.py imports a.py imports c.py",
+    )
+    assert circle_in({"a.py": {"b.py"}, "b.py": set()}) == ""
 
 
 @pytest.mark.parametrize(
     ("path", "code", "expected"),
     [
-        pytest.param("ops/log_probs.py", "import megatron_rl.losses.grpo", "losses stands above", id="plain import"),
-        pytest.param("layout/groups.py", "from .. import hooks", "hooks stands above", id="relative, module as name"),
-        pytest.param("config.py", "def f():\n    import megatron_rl.ops", "ops stands above", id="in a function"),
+        pytest.param("ops/log_probs.py", "import megatron_rl.losses.grpo", "losses does not stand below", id="plain import"),
+        pytest.param("layout/groups.py", "from .. import losses", "losses does not stand below", id="relative, module as name"),
+        pytest.param("config.py", "def f():\n    import megatron_rl.ops", "ops does not stand below", id="in a function"),
+        pytest.param(
+            "metrics.py", "if TYPE_CHECKING:\n    import megatron_rl.accumulation", "not stand below", id="across, for types"
+        ),
+        pytest.param("config.py", "import_module('megatron_rl.ops')", "ops does not stand below", id="by its name"),
+        pytest.param("config.py", "import_module(f'megatron_rl.{name}')", "BY_NAME does not say", id="a name put together"),
         pytest.param("losses/grpo.py", "from megatron.core import mpu", "belongs in", id="megatron.core in a loss"),
         pytest.param("config.py", "from torch import Tensor", "without torch", id="torch in config"),
         pytest.param("commands/explain/chain.py", "from megatron_rl.testing import ranks", "support of tests", id="an emulator"),
-        pytest.param("utils.py", "", "no place in ORDER", id="a module without a room"),
+        pytest.param("megatron/head.py", "from megatron_rl.hosts import base", "of the outer ring", id="a host in the core"),
+        pytest.param("megatron/head.py", "from megatron_rl import hooks", "of the outer ring", id="a door of the ring"),
+        pytest.param("train/loop.py", "from megatron_rl.hosts import base", "RING_2 does not say", id="a host in the trainer"),
+        pytest.param("utils.py", "", "no place in FLOORS", id="a module without a room"),
     ],
 )
 def test_the_layering_check_finds_each_kind_of_fault(path, code, expected):
@@ -180,7 +327,7 @@ class Trap:
 
 def test_importing_the_package_needs_torch_alone(package_trees):
     """FB-79, FB-30: nothing below the seam looks for Megatron, Triton, Transformer Engine or apex: impostors raise."""
-    below = [path for path in package_trees if ORDER.index(row_of(path)) <= ORDER.index("__init__")]
+    below = [path for path in package_trees if floor_of(room_of(path)) <= floor_of("__init__")]
     modules = [path.removesuffix(".py").removesuffix("__init__") for path in below if not path.endswith("_triton.py")]
     names = [f"megatron_rl.{module.replace('/', '.')}".rstrip(".") for module in modules]
 
