@@ -100,6 +100,32 @@ def find_default_that_is_no_constant(tree: ast.Module) -> Iterator[int]:
                     yield default.lineno
 
 
+def find_question_to_a_text(tree: ast.Module) -> Iterator[int]:
+    """An error is told by its type, or by a field of it: its text changes with a version, and with a word of ours."""
+    caught = {node.name for node in nodes(tree) if isinstance(node, ast.ExceptHandler) and node.name}
+    of_errors = caught | {node.arg for node in nodes(tree) if isinstance(node, ast.arg) and is_of_an_error(node)}
+
+    def is_text(node: ast.AST) -> bool:
+        is_str = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("str", "repr")
+        inner = node.args if is_str else [node.value] if isinstance(node, ast.Attribute) and node.attr == "args" else []
+        return any(isinstance(value, ast.Name) and value.id in of_errors for value in inner)
+
+    for node in nodes(tree):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            asked = [node.func.value] if name in ("startswith", "endswith", "find", "count") else []
+            asked += node.args if name in ("match", "search", "fullmatch") else []
+        if any(is_text(inner) for value in asked for inner in ast.walk(value)):
+            yield node.lineno
+
+
+def is_of_an_error(argument: ast.arg) -> bool:
+    return argument.annotation is not None and ast.unparse(argument.annotation).endswith(("Error", "Exception"))
+
+
 WRITES = frozenset("add append appendleft clear discard extend insert pop popitem popleft remove setdefault sort update".split())
 
 
@@ -179,6 +205,25 @@ def test_the_package_keeps_the_rule(name, find, bad, good, package_trees, benchm
     found = [f"{path}:{line}: {name}" for path, tree in (package_trees | benchmark_trees).items() for line in find(tree)]
     assert not found, "\n".join(found)
     assert all(list(find(ast.parse(snippet))) for snippet in bad) and list(find(ast.parse(good))) == []
+
+
+ASKED = [
+    "try:\n    f()\nexcept ValueError as error:\n    if 'empty' not in str(error):\n        raise",
+    "try:\n    f()\nexcept OSError as problem:\n    is_full = problem.args[0] == 28",
+    "def f(error: RuntimeError):\n    return str(error).startswith('CUDA')",
+    "def f(error: Exception):\n    return re.search('lost', str(error))",
+]
+SHOWN = "try:\n    f()\nexcept E as error:\n    print(str(error).split())\n    found = error.errno == 28 and x in str(path)"
+# One place -> why there is no type to ask for.
+WITHOUT_A_TYPE = {"layout/groups.py": "gloo raises a RuntimeError of its own text, whatever has happened"}
+
+
+def test_no_error_is_told_by_its_text(package_trees, benchmark_trees):
+    trees = package_trees | benchmark_trees
+    found = {path: lines for path, tree in trees.items() if (lines := list(find_question_to_a_text(tree)))}
+    assert {path: len(lines) for path, lines in found.items()} == dict.fromkeys(WITHOUT_A_TYPE, 1), found
+    assert all(list(find_question_to_a_text(ast.parse(snippet))) for snippet in ASKED)
+    assert list(find_question_to_a_text(ast.parse(SHOWN))) == []
 
 
 WRITTEN = [

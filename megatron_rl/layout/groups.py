@@ -457,7 +457,10 @@ def _raise_together(failure: Exception | None) -> None:
 
 
 def is_lost_rank(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank is gone, or did not join it in time."""
+    """Whether a collective failed because another rank is gone, or did not join it in time.
+
+    gloo has no type for it: it raises a RuntimeError that begins with its own source file.
+    """
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "/gloo/" in str(error)
 
 

@@ -231,7 +231,7 @@ def _checked(
         kept = dict(copies)
         returned = _returned(loss, call, copies)
         for name, tensor in kept.items():
-            if tensor._version:
+            if tensor._version:  # torch counts the writes into a tensor, and has no public name for the count
                 raise DataError(f"policy loss {loss.name!r} writes into {name}: it must leave its inputs as they are")
         result = returned if isinstance(returned, LossValue) else LossValue(returned)
         _check_shapes(loss, result, like)

@@ -255,6 +255,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     """Megatron's float32 gradient buffer of the weight; None without one, with Megatron-FSDP, which makes its own later, and where
     a hook on the weight must see its gradient: autograd then gets it."""
     main_grad = getattr(weight, "main_grad", None)
+    # torch can register hooks on a tensor, and has no public name for those that are there.
     if main_grad is None or hasattr(weight, "__fsdp_param__") or weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
     return main_grad if main_grad.dtype == accumulator_dtype(weight) and main_grad.shape == weight.shape else None
@@ -268,6 +269,7 @@ def check_loss_scale(loss_scale: Tensor | float | None, hidden: Tensor, *, adds_
             "float16 hidden states need loss_scale: the gradient is computed in forward, and without its scale float16 rounds most "
             "of it to 0; pass the factor that backward will deliver, or use bfloat16"
         )
+    # torch has no public name for "a backward pass runs in this thread"; torch.utils.checkpoint asks the same function.
     if adds_in_forward and torch._C._current_graph_task_id() != -1:
         raise ConfigError(
             "this forward pass runs inside a backward pass: the head is recomputed, which would add its weight gradient to "

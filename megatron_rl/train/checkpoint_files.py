@@ -196,7 +196,16 @@ def _check_plain(content: io.BytesIO) -> None:
     try:
         torch.load(content, map_location="cpu", weights_only=True)
     except DAMAGED as error:
-        wanted = re.search(r"GLOBAL (\S+)", str(error))
-        if wanted is not None:
-            raise NotPlain(f"it asks for {wanted[1]}") from error
+        wanted = _more_than_plain(content)
+        if wanted:
+            raise NotPlain(f"it asks for {wanted[0]}") from error
         raise
+
+
+def _more_than_plain(content: io.BytesIO) -> list[str]:
+    """The classes and functions that a file of torch.save asks for beside those of weights."""
+    content.seek(0)
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(content))
+    except DAMAGED:
+        return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -40,12 +41,11 @@ class HFTokenizer:
             raise
         except BaseException as error:  # of any type: transformers raises what its readers raise, and those in Rust panic
             text = printable((str(error).splitlines() or [""])[0])
-            has_code = "trust_remote_code" in str(error)
             raise ConfigError(
                 f"--hf-checkpoint {folder}: its tokenizer cannot be read ({type(error).__name__}: {text}); "
                 + (
                     "it is code of the folder, which is not run here: take a folder whose tokenizer transformers has"
-                    if has_code
+                    if _has_code(folder)
                     else "copy tokenizer.json and tokenizer_config.json into the folder"
                 )
             ) from error
@@ -93,6 +93,16 @@ class HFTokenizer:
         saved = read_saved(path, "tokenizer")
         if saved != self._digest():
             raise ConfigError(f"{path}: the run began with a tokenizer of another vocabulary than that of {self.folder}")
+
+
+def _has_code(folder: Path) -> bool:
+    """Whether the tokenizer is a class in a file of the folder."""
+    for name in ("tokenizer_config.json", "config.json"):
+        with contextlib.suppress(ConfigError):
+            classes = Fields.of_file(folder / name, "no folder of a model").content.get("auto_map")
+            if isinstance(classes, dict) and "AutoTokenizer" in classes:
+                return True
+    return False
 
 
 def _end_tokens(folder: Path, of_tokenizer: int | None) -> tuple[int, ...]:
