@@ -10,7 +10,10 @@ from setuptools import find_packages, setup
 # README with absolute addresses, and the project's links. In the repository all addresses are relative.
 REPOSITORY_URL = os.environ.get("REPOSITORY_URL", "").rstrip("/")
 
+# What a room needs beside torch. docs/structure.md has the rooms; tests/test_layering.py compares their imports with these lists.
+# hosts/ has no extra, because a host brings its own packages.
 EXTRAS = {
+    # megatron/, and the rooms that run a model: train/ and testing/.
     # psutil: dist_checkpointing hangs without it, and megatron-core does not declare it.
     "megatron": ["megatron-core>=0.13", "psutil"],
     # 3.4, with torch 2.8: TRITON_OF_TORCH in megatron_rl/config.py lists what the kernels are compiled with in tests.
@@ -18,18 +21,22 @@ EXTRAS = {
     # For kernels on the CPU. Not for a CUDA torch, which pins its own triton.
     # 3.7: the interpreter of 3.6 fails on loops with numpy 2.4.
     "interpreter": ["triton>=3.7; platform_system == 'Linux'"],
+    # train/
     "train": ["tqdm", "matplotlib", "tensorboard"],
-    # A launch script is read with the first two, a file of --custom-config-path with the third.
+    # commands/doctor: a launch script is read with the first two, a file of --custom-config-path with the third.
     "doctor": ["tree-sitter>=0.25", "tree-sitter-bash>=0.25", "pyyaml"],
-    # --hf-checkpoint: configuration and tokenizer of the folder, and its files.
+    # train/ with --hf-checkpoint: configuration and tokenizer of the folder, and its files.
     "hf": ["transformers>=4.51,<5", "safetensors"],
+    # testing/plugin.py, for the tests of a loss of your own.
+    "testing": ["pytest>=8"],
+    # benchmarks/
     "bench": ["liger-kernel", "matplotlib"],
     # mkdocs 1: .ci/site_links.py is a hook of it, and Material a theme for it. latex2mathml: formulas that need no script.
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "latex2mathml>=3.77"],
     # ruff and mypy: one minor version each, so that `make lint` says the same everywhere.
-    "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5", "pre-commit"],
+    "dev": ["pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5", "pre-commit"],
 }
-EXTRAS["dev"] += EXTRAS["doctor"] + EXTRAS["hf"]
+EXTRAS["dev"] += EXTRAS["testing"] + EXTRAS["doctor"] + EXTRAS["hf"]
 
 
 def readme() -> str:

@@ -11,6 +11,7 @@ from importlib import import_module
 import pytest
 from conftest import ROOT
 from forked import forget, forked
+from packaging.requirements import Requirement
 
 from megatron_rl import arguments, loss_hub
 from megatron_rl.__main__ import main
@@ -42,6 +43,27 @@ RING_2 = {
     "commands": ("hosts", "testing", "train"),
     "benchmarks": ("testing", "train"),
 }
+# The extras of setup.py that have what a room of the outer ring imports, besides what the package always needs.
+EXTRAS_OF_ROOM = {
+    "hosts": (),
+    "testing": ("megatron", "testing"),
+    "train": ("megatron", "train", "hf"),
+    "commands": ("megatron", "doctor"),
+    "benchmarks": ("megatron", "triton", "bench"),
+}
+# Packages of which no extra is to ask for -> why.
+WITHOUT_EXTRA = {
+    **dict.fromkeys(("trl", "roll", "verl", "skyrl", "nemo_rl", "prime_rl"), "the trainer that calls us"),
+    "wandb": "a service that a user chose: train says what to install",
+}
+# Packages of an extra that no room imports -> who does.
+IMPORTED_ELSEWHERE = {
+    "psutil": "Megatron's dist_checkpointing",
+    "tensorboard": "torch.utils.tensorboard",
+    "pyyaml": "files/yaml_values.py",
+    "liger-kernel": "benchmarks/peers.py, which tries each peer by its name",
+}
+MODULE_OF_REQUIREMENT = {"megatron-core": "megatron"}
 # Files that import modules whose names are put together at run time -> why that is no circle. Elsewhere such a name is a whole one.
 BY_NAME = {
     "__init__.py": "the front door: a name of __all__ is imported where it is asked for",
@@ -163,6 +185,30 @@ def test_the_house_has_few_floors_and_each_room_is_there(package_trees, benchmar
     rooms = [room for floor in FLOORS for room in floor]
     assert sorted(rooms) == sorted({room_of(path) for path in (package_trees | benchmark_trees)})
     assert set(RING_2) < set(rooms) and set(DOORS.values()) <= set(RING_2)
+
+
+def extras_of_setup() -> dict[str, set[str]]:
+    """{extra: the names of its requirements} of setup.py."""
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    (table,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXTRAS")
+    return {extra: {Requirement(line).name for line in lines} for extra, lines in ast.literal_eval(table).items()}
+
+
+def test_the_extras_of_a_room_have_what_it_imports_and_nothing_else(package_trees, benchmark_trees):
+    """Catches a package that a user must guess, and a requirement that stayed when its import went."""
+    extras = extras_of_setup()
+    known = {"megatron_rl", "benchmarks", "torch", "packaging", *sys.stdlib_module_names, *WITHOUT_EXTRA}
+    for room, names_of_extras in EXTRAS_OF_ROOM.items():
+        trees = {path: tree for path, tree in (package_trees | benchmark_trees).items() if room_of(path) == room}
+        imported = {name.split(".")[0] for path, tree in trees.items() for _, name in imported_names(path, tree)} - known
+        wanted = {
+            MODULE_OF_REQUIREMENT.get(name, name.replace("-", "_")): name for extra in names_of_extras for name in extras[extra]
+        }
+        assert imported <= set(wanted), f"{room}: no extra of {names_of_extras} has {imported - set(wanted)}"
+        # The rooms of the core share the extras megatron and triton.
+        own = {name for extra in names_of_extras if extra not in ("megatron", "triton") for name in extras[extra]}
+        unused = {name for module, name in wanted.items() if name in own and module not in imported} - set(IMPORTED_ELSEWHERE)
+        assert not unused, f"{room} does not import {unused}, of its extras"
 
 
 def imports_of_files(trees: Mapping[str, ast.Module], module_of: Mapping[str, str]) -> dict[str, set[str]]:

@@ -62,7 +62,7 @@ def test_an_index_gets_absolute_addresses_and_a_checkout_relative_ones(described
 
 def test_torch_and_packaging_are_all_that_the_package_requires(described):
     assert described["install_requires"] == ["torch", "packaging"]
-    assert set(described["extras_require"]) == set("megatron triton interpreter train doctor hf bench docs dev".split())
+    assert set(described["extras_require"]) == set("megatron triton interpreter train doctor hf testing bench docs dev".split())
 
 
 def test_one_version_stands_in_every_place(described):
