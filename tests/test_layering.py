@@ -216,9 +216,12 @@ def imports_of_files(trees: Mapping[str, ast.Module], module_of: Mapping[str, st
     files = {module: path for path, module in module_of.items()}
     graph: dict[str, set[str]] = {}
     for path, tree in trees.items():
-        names = [name for _, name in imported_names(path, tree)]
-        found = {files.get(name, files.get(name.rpartition(".")[0])) for name in names}
-        graph[path] = {other for other in found if other is not None and other != path}
+        found = {}
+        for line, name in imported_names(path, tree):
+            found[line, name] = files.get(name, files.get(name.rpartition(".")[0]))
+            is_there = found[line, name] is not None or not name.startswith("megatron_rl.")
+            assert is_there, f"{path}:{line}: {name} is in no file of the package"
+        graph[path] = {other for other in found.values() if other is not None and other != path}
     return graph
 
 
@@ -250,9 +253,10 @@ def test_no_file_of_the_package_imports_itself_through_others(package_trees, ben
     assert not circle_in(graph)
 
 
-def test_no_file_of_the_tests_imports_itself_through_others():
+def test_no_file_of_the_tests_imports_itself_through_others(package_trees):
     trees = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").glob("*.py")}
-    graph = imports_of_files(trees, module_names(trees))
+    package = module_names({f"megatron_rl/{path}": tree for path, tree in package_trees.items()})
+    graph = imports_of_files(trees, module_names(trees) | package)
     assert "helpers.py" in graph["test_losses.py"], "imports were not found: the test looks in the wrong place"
     assert not circle_in(graph)
 
@@ -276,6 +280,11 @@ def test_the_search_for_circles_finds_each_form(code):
         "c.py imports b.py imports a.py imports c.py",
     )
     assert circle_in({"a.py": {"b.py"}, "b.py": set()}) == ""
+
+
+def test_the_search_for_imports_finds_a_file_that_is_gone():
+    with pytest.raises(AssertionError, match="a.py:2: megatron_rl.gone.x is in no file of the package"):
+        imports_of_files({"a.py": ast.parse("\nfrom megatron_rl.gone import x")}, {"a.py": "megatron_rl.a"})
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.megatron.model import is_of_expert, model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
-from megatron_rl.testing.comparison import Comparison, compare_shards
+from megatron_rl.testing.comparison import Comparison, compare_shards, named_sizes
 from megatron_rl.testing.layout_step import (
     Layout,
     Shards,
@@ -42,7 +42,6 @@ from megatron_rl.testing.layout_step import (
     named_shards,
 )
 from megatron_rl.testing.reference import DIVISOR, scale_of_terms
-from megatron_rl.testing.selftest_rows import named_sizes
 from megatron_rl.testing.selftest_terms import Tokens, loss_by_hand
 
 # Both gradients run through the same layers, so they differ by the rounding of the gradient of a logit alone: of float32 (4e-7 on
