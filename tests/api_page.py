@@ -14,12 +14,12 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "The step": {"megatron_rl": ("count_step", "sample_token_weights", "regularizer_weights", "StepTotals")},
     "Losses from logits": {
         "megatron_rl": ("policy_loss", "grpo_loss", "gspo_loss", "PolicyLossOutput", "importance_correction", "CorrectionSettings"),
-        "megatron_rl.losses.options": ("LogitsLossOptions", "LossOptions"),
+        "megatron_rl.losses.settings": ("LogitsLossKeywords", "LossKeywords"),
         "megatron_rl.losses": ("loss_of_log_probs",),
     },
     "Losses from hidden states": {
         "megatron_rl": ("linear_policy_loss", "linear_grpo_loss", "linear_gspo_loss", "linear_log_probs"),
-        "megatron_rl.losses.options": ("LinearLossOptions",),
+        "megatron_rl.losses.settings": ("LinearLossKeywords",),
     },
     "Log-probabilities": {"megatron_rl": ("vocab_parallel_log_probs", "bounded_exp")},
     "Losses and aggregations of your own": {

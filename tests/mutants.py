@@ -66,7 +66,7 @@ JUDGES = {
     "layout/": "context_parallel packing groups rank_agreement losses_parallel losses log_probs",
     "layout/groups.py": "groups aggregation rank_agreement losses_parallel",
     "losses/": "loss_contract golden_losses clipping losses losses_bad_input kl_estimators corrections linear_losses",
-    "losses/corrected.py": "corrections linear_losses train_corrections",
+    "losses/corrected_inputs.py": "corrections linear_losses train_corrections",
     "losses/evaluate.py": "loss_contract own_losses loss_hub rank_agreement",
     "losses/linear.py": "linear_losses linear_parallel corrections train_corrections",
     "losses/one_read_triton.py": "one_read losses_triton",

@@ -175,7 +175,7 @@ def test_no_more_rows_are_under_way_at_once_than_the_cache_was_asked_for(gate):
 # a block of 16 warps that does not start: 65536 / 512 = 128. list_rows has half as many: two of its blocks start.
 SMALL = {
     "combine_kernel": 64,
-    **{f"{name}_kernel": 128 for name in "list_rows document_stats loss_and_coefficients document_statistics finish".split()},
+    **{f"{name}_kernel": 128 for name in "list_rows document_sums loss_and_coefficients metric_sums finish".split()},
 }
 
 
@@ -237,8 +237,8 @@ def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(gate):
     }
 
 
-LOSS = ["list_rows", "row_statistics", "document_stats", "loss_and_coefficients", "finish"]
-LOSS_WITH_METRICS = [*LOSS[:-1], "document_statistics", "finish"]
+LOSS = ["list_rows", "row_statistics", "document_sums", "loss_and_coefficients", "finish"]
+LOSS_WITH_METRICS = [*LOSS[:-1], "metric_sums", "finish"]
 WITH_METRICS = ("grpo", "gspo", "dppo_kl")
 LAUNCHED = {
     "statistics bf16": ["list_rows", "row_statistics"],

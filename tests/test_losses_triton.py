@@ -17,14 +17,15 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import gspo_loss
 from megatron_rl.losses.api import reducer_of
-from megatron_rl.losses.options import LossOptions, prepare_inputs, resolve_options
+from megatron_rl.losses.inputs import prepare_inputs
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
+from megatron_rl.losses.settings import LossKeywords, resolve_settings, with_defaults
 from megatron_rl.metrics import PolicyStatistics
 from megatron_rl.step_metrics import finalise_metrics
 
 pytest.importorskip("triton")
 import megatron_rl.losses.reduce_triton as reduce_triton
-from megatron_rl.losses.reduce_triton import document_stats_kernel, reduce_loss_triton
+from megatron_rl.losses.reduce_triton import document_sums_kernel, reduce_loss_triton
 from megatron_rl.testing.losses_by_hand import REFERENCES
 
 pytestmark = pytest.mark.kernel
@@ -99,43 +100,44 @@ def run(twin, kind: str, tokens: Tokens, *, device: str = KERNEL_DEVICE, cp_grou
     """One twin on what is asked for: per="token", counts, importance, kl, entropy, metrics."""
     per, to = asked.get("per", "sample"), lambda x: x.to(device)
     loss = get_policy_loss(kind)
-    options = LossOptions(
+    keywords = {
         **clip_for(kind),
-        loss_parameters=PARAMETERS.get(kind, {}),
-        rollout_log_probs=to(tokens.old_log_probs) if loss.anchor == "rollout" else None,
-        token_counts=asked.get("counts"),
-        advantages_per=per,
-        importance_weights=to(tokens.importance_weights) if asked.get("importance") else None,
-        ref_log_probs=to(tokens.ref_log_probs),
-        regularizer_weights=to(tokens.regularizer_weights),
-        kl_coefficient=asked.get("kl", 0.0),
-        entropy_coefficient=asked.get("entropy", 0.0),
-        metrics=asked.get("metrics", "none"),
-        check_ranks=False,
-    )
+        "loss_parameters": PARAMETERS.get(kind, {}),
+        "rollout_log_probs": to(tokens.old_log_probs) if loss.anchor == "rollout" else None,
+        "token_counts": asked.get("counts"),
+        "advantages_per": per,
+        "importance_weights": to(tokens.importance_weights) if asked.get("importance") else None,
+        "ref_log_probs": to(tokens.ref_log_probs),
+        "regularizer_weights": to(tokens.regularizer_weights),
+        "kl_coefficient": asked.get("kl", 0.0),
+        "entropy_coefficient": asked.get("entropy", 0.0),
+        "metrics": asked.get("metrics", "none"),
+        "check_ranks": False,
+    }
+    options = with_defaults(LossKeywords, loss, keywords)
     inputs = prepare_inputs(
         loss,
         options,
         SINGLE,
-        tokens.log_probs.numel(),
-        to(tokens.log_probs).device,
-        tokens.log_probs.dtype,
-        to(tokens.old_log_probs),
-        to(tokens.token_advantages if per == "token" else tokens.advantages),
-        to(tokens.loss_mask),
-        tokens.bounds(),
-        to(tokens.token_weights),
+        num_tokens=tokens.log_probs.numel(),
+        device=to(tokens.log_probs).device,
+        dtype=tokens.log_probs.dtype,
+        old_log_probs=to(tokens.old_log_probs),
+        advantages=to(tokens.token_advantages if per == "token" else tokens.advantages),
+        loss_mask=to(tokens.loss_mask),
+        cu_seqlens=tokens.bounds(),
+        token_weights=to(tokens.token_weights),
     )
     size = {"block": BLOCK} if twin is reduce_loss_triton else {}
-    settings = resolve_options(loss, options, SINGLE, cp_group, Backend.TRITON)
+    settings = resolve_settings(loss, options, SINGLE, cp_group, Backend.TRITON)
     return twin(loss, to(tokens.log_probs), to(tokens.entropy), inputs, settings, **size)
 
 
 def numbers(parts: LossResult) -> dict[str, Tensor]:
     """What is not None, on the CPU."""
     found = {field.name: getattr(parts, field.name) for field in fields(parts)}
-    if parts.statistics is not None:
-        found["statistics"] = parts.statistics.values
+    if parts.metric_sums is not None:
+        found["metric_sums"] = parts.metric_sums.values
     return {name: value.cpu() for name, value in found.items() if value is not None}
 
 
@@ -218,13 +220,13 @@ def can_clip(kind: str) -> bool:
 
 @pytest.mark.parametrize(("kind", "asked"), pairs(ROWS))
 def test_the_kernels_are_as_exact_as_the_torch_twin(kind, asked):
-    """FB-34, FB-62, FB-63, FB-64, FB-80: loss, terms, coefficients against a loop, statistics against the twin in float64, for each
-    optional input; lengths around a block, no token, one masked altogether, a tail. A second run has the same bits (FB-83)."""
+    """FB-34, FB-62, FB-63, FB-64, FB-80: loss, terms, coefficients against a loop, metric sums against the twin in float64, for
+    each optional input; lengths around a block, no token, one masked altogether, a tail. A second run has the same bits (FB-83)."""
     tokens = make_tokens(kind)
     got, reference = (numbers(run(twin, kind, tokens, **asked)) for twin in (reduce_loss_triton, reduce_loss_torch))
     doubled = replace(tokens.change(Tensor.double), **{n: getattr(tokens, n).double() for n in ("advantages", "token_weights")})
     exact = numbers(run(reduce_loss_torch, kind, doubled, device="cpu", **asked))
-    truth = loop_parts(kind, tokens, asked) | ({"statistics": exact["statistics"]} if "metrics" in asked else {})
+    truth = loop_parts(kind, tokens, asked) | ({"metric_sums": exact["metric_sums"]} if "metrics" in asked else {})
     assert got.keys() == reference.keys() == {*truth, "num_nonfinite"}
     for name, value in truth.items():
         assert (got[name].dtype, got[name].shape) == (reference[name].dtype, reference[name].shape), name
@@ -232,7 +234,7 @@ def test_the_kernels_are_as_exact_as_the_torch_twin(kind, asked):
     assert torch.equal(got["num_nonfinite"], torch.zeros(len(LENGTHS), dtype=torch.int32))
     assert (got["coefficients"][~tokens.loss_mask] == 0).all()
     if "metrics" in asked:
-        found = finalise_metrics(PolicyStatistics(got["statistics"], has_entropy=False))
+        found = finalise_metrics(PolicyStatistics(got["metric_sums"], has_entropy=False))
         assert not can_clip(kind) or 0.05 < found["policy/clipped_ratio_fraction"] < 0.8, (
             "the test means nothing without a clipped token"
         )
@@ -256,7 +258,7 @@ def test_no_log_ratio_is_too_large(kind):
         advantages=torch.tensor([a for _, a in cases]),
     )
     parts = run(reduce_loss_triton, kind, tokens, metrics="basic")
-    assert torch.isfinite(parts.statistics.values).all()
+    assert torch.isfinite(parts.metric_sums.values).all()
     truth = loop_parts(kind, tokens, {})
     assert (parts.coefficients.cpu()[truth["coefficients"] == 0] == 0).all()
     torch.testing.assert_close(parts.coefficients.cpu().double(), truth["coefficients"], rtol=1e-6, atol=0)
@@ -321,7 +323,7 @@ def test_backward_is_a_multiplication_for_each_coefficient_and_one_kernel(monkey
     launches: list[str] = []
     operations: list[str] = []
     # The interpreter is made of torch operations: nothing is executed.
-    monkeypatch.setattr(type(document_stats_kernel), "run", lambda kernel, *a, **k: launches.append(kernel.fn.__name__))
+    monkeypatch.setattr(type(document_sums_kernel), "run", lambda kernel, *a, **k: launches.append(kernel.fn.__name__))
     with TorchOperations(operations):
         output.loss.backward()
     # Fresh memory is filled with NaN by conftest.py.
@@ -335,9 +337,9 @@ def test_backward_is_a_multiplication_for_each_coefficient_and_one_kernel(monkey
 def test_a_column_without_a_bit_is_refused(monkeypatch):
     """Which columns are a maximum or a minimum stands in 31 bits; a 32nd column would be summed in silence."""
     for num_columns in (31, 32):
-        monkeypatch.setattr(reduce_triton, "NUM_STATISTICS", reduce_triton.tl.constexpr(num_columns))
-        outs = {"LOSS": torch.zeros(()), "TERMS_OUT": torch.zeros(3), "STATISTICS_OUT": torch.zeros(num_columns).double()}
-        outs |= {"STATISTICS_IN": torch.ones(2, num_columns).double(), "TERMS": torch.ones(2, 3).double()}
+        monkeypatch.setattr(reduce_triton, "NUM_METRIC_SUMS", reduce_triton.tl.constexpr(num_columns))
+        outs = {"LOSS": torch.zeros(()), "TERMS_OUT": torch.zeros(3), "METRIC_SUMS": torch.zeros(num_columns).double()}
+        outs |= {"DOCUMENT_METRIC_SUMS": torch.ones(2, num_columns).double(), "TERMS": torch.ones(2, 3).double()}
         numbers = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0, "num_documents": 2, "BLOCK": 4}
         with pytest.raises(Exception, match="31 bits") if num_columns > 31 else contextlib.nullcontext():
             reduce_triton.finish_kernel[(1 + num_columns,)](**outs, **numbers)

@@ -6,6 +6,7 @@ GPU to say, in tests/test_gpu.py.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import subprocess
@@ -26,7 +27,8 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import linear_policy_loss
-from megatron_rl.losses.options import LinearLossOptions, LogitsLossOptions, prepare_inputs
+from megatron_rl.losses.inputs import prepare_inputs
+from megatron_rl.losses.settings import LossKeywords, with_defaults
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.ops.backends import is_interpreted
@@ -190,18 +192,31 @@ ONE_TOKEN_EACH, NOT_ONE_EACH = [0, 1, 2, 3], [0, 2, 2, 3]
 )
 def test_what_advantages_of_as_many_tokens_as_samples_mean_is_found_without_a_look(bounds, place, lengths, message):
     """Only from what the host knows: a look would break a CUDA graph. One number for one sample and one token is the same."""
-    options = LinearLossOptions(document_lengths=lengths) if lengths else LogitsLossOptions()
+    loss = get_policy_loss("grpo")
     with simulated_cuda() as seen:
         numbers = torch.ones(len(bounds) - 1, device="cuda")
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(place)
         seen.clear()
-        arguments = (get_policy_loss("grpo"), options, SINGLE, len(numbers), numbers.device, numbers.dtype)
-        tensors = (numbers, numbers, numbers.bool(), cu_seqlens, numbers)
+        prepare = functools.partial(
+            prepare_inputs,
+            loss,
+            with_defaults(LossKeywords, loss, {}),
+            SINGLE,
+            num_tokens=len(numbers),
+            device=numbers.device,
+            dtype=numbers.dtype,
+            old_log_probs=numbers,
+            advantages=numbers,
+            loss_mask=numbers.bool(),
+            cu_seqlens=cu_seqlens,
+            token_weights=numbers,
+            document_lengths=lengths,
+        )
         if message is None:
-            assert prepare_inputs(*arguments, *tensors).advantages_per == "sample"
+            assert prepare().advantages_per == "sample"
         else:
             with pytest.raises(DataError, match=f'fit both 3 samples and 3 tokens, and {message}: pass advantages_per="sample"'):
-                prepare_inputs(*arguments, *tensors)
+                prepare()
         assert seen == []
 
 

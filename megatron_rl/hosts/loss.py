@@ -36,9 +36,10 @@ from megatron_rl.layout.groups import Group, all_reduce_sum, checks_microbatch, 
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import clip_of, get_policy_loss, needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput, policy_loss
+from megatron_rl.losses.document_sums import mean_of_documents
 from megatron_rl.losses.evaluate import JointSums, TokenBatch, evaluate, evaluate_batch
-from megatron_rl.losses.keywords import LogitsLossKeywords
-from megatron_rl.losses.options import given, mean_of_documents
+from megatron_rl.losses.inputs import given
+from megatron_rl.losses.settings import LogitsLossKeywords
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
 from megatron_rl.validation.checks import Asker

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from megatron_rl.losses.api import PolicyLossOutput, grpo_loss, gspo_loss, loss_of_log_probs, policy_loss
-from megatron_rl.losses.corrected import importance_correction
+from megatron_rl.losses.corrected_inputs import importance_correction
 from megatron_rl.losses.linear import linear_grpo_loss, linear_gspo_loss, linear_policy_loss
-from megatron_rl.losses.options import LinearLossOptions, LogitsLossOptions, LossOptions
+from megatron_rl.losses.settings import LinearLossKeywords, LogitsLossKeywords, LossKeywords
 
 __all__ = [
-    "LinearLossOptions",
-    "LogitsLossOptions",
-    "LossOptions",
+    "LinearLossKeywords",
+    "LogitsLossKeywords",
+    "LossKeywords",
     "PolicyLossOutput",
     "grpo_loss",
     "gspo_loss",

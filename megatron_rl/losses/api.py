@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from typing import Any, TypeVar, Unpack
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -13,18 +12,17 @@ from torch import Tensor
 from megatron_rl.config import Backend
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import Group, RankAgreement, resolve_group
-from megatron_rl.loss_hub import PolicyLoss, declared_parameters, get_policy_loss
-from megatron_rl.losses.keywords import LogitsLossKeywords, LossKeywords
-from megatron_rl.losses.options import (
-    LogitsLossOptions,
-    LossInputs,
-    LossOptions,
-    LossSettings,
-    prepare_inputs,
-    resolve_options,
-)
+from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
+from megatron_rl.losses.inputs import compare_inputs, prepare_inputs
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
+from megatron_rl.losses.settings import (
+    LogitsLossKeywords,
+    LossKeywords,
+    LossSettings,
+    groups_and_agreement,
+    resolve_settings,
+    with_defaults,
+)
 from megatron_rl.metrics import PolicyStatistics
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, resolve_backend, runs_eagerly
 from megatron_rl.ops.log_probs import (
@@ -35,8 +33,6 @@ from megatron_rl.ops.log_probs import (
     log_probs_dtype,
     row_kernels,
 )
-
-Options = TypeVar("Options", bound=LossOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,39 +53,15 @@ class PolicyLossOutput:
 def output_of(result: LossResult, loss: Tensor, log_probs: Tensor | None) -> PolicyLossOutput:
     """loss: result.loss with the gradient attached."""
     return PolicyLossOutput(
-        loss,
-        result.policy_loss,
-        result.kl_loss,
-        result.entropy,
-        log_probs,
-        result.num_nonfinite,
-        result.statistics,
-        result.correction,
+        loss=loss,
+        policy_loss=result.policy_loss,
+        kl_loss=result.kl_loss,
+        entropy=result.entropy,
+        log_probs=log_probs,
+        num_nonfinite=result.num_nonfinite,
+        metrics=result.metric_sums,
+        correction=result.correction,
     )
-
-
-def groups_and_agreement(keywords: Mapping[str, Any]) -> tuple[Group, Group, RankAgreement]:
-    """The tp and cp group, and the agreement that encloses all other checks, so that an error of one rank is named on all."""
-    tp_group, cp_group = resolve_group(keywords.get("tp_group"), "tp"), resolve_group(keywords.get("cp_group"), "cp")
-    return tp_group, cp_group, RankAgreement(tp_group, cp_group, check_ranks=keywords.get("check_ranks"))
-
-
-def read_options(kind: type[Options], loss: PolicyLoss, keywords: Mapping[str, Any]) -> Options:
-    """Raises ConfigError for a keyword that is none of the fields: it may be a parameter of a loss, or a misspelt name."""
-    known = [field.name for field in fields(kind)]
-    if unknown := sorted(keywords.keys() - set(known)):
-        name, losses_of = unknown[0], declared_parameters()
-        if name in losses_of and loss.name not in losses_of[name]:
-            raise ConfigError(f"policy loss {loss.name!r} has no parameter {name}: it is one of {', '.join(losses_of[name])}")
-        own = [parameter.name for parameter in loss.parameters]
-        side = name.replace("_max", "_high").replace("_min", "_low")  # another library's word: clip_ratio_max
-        close = [name] if name in own else [side] if side in known else get_close_matches(name, [*known, *own], n=1)
-        typed = f'loss_parameters={{"{close[0]}": {keywords[name]!r}}}' if close and close[0] in own else "".join(close)
-        if name in own:
-            raise ConfigError(f"{name} is a parameter of policy loss {loss.name!r} and no keyword: pass {typed}")
-        remedy = f"did you mean {typed}?" if close else f"it takes {', '.join(known)}"
-        raise ConfigError(f"policy loss {loss.name!r} takes no keyword {name}: {remedy}")
-    return kind(**keywords)
 
 
 @runs_eagerly
@@ -125,7 +97,7 @@ def policy_loss(
         loss_mask: [T] bool, True on tokens that are trained; other positions may hold anything.
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, the weight of each token of a sample; sample_token_weights makes it.
-        keywords: the fields of LogitsLossOptions; its docstring explains them.
+        keywords: those of LogitsLossKeywords; its docstring explains them.
     Communication: tp one all-gather of [T, 3 or 4]; cp one all-reduce of [N, k]; with check_ranks one all-gather of 4 KiB over
         each; backward none. None of them at size 1. A loss of level "batch" adds its own sums over cp.
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
@@ -134,31 +106,51 @@ def policy_loss(
     tp_group, cp_group, agreement = groups_and_agreement(keywords)
     with agreement:
         loss = get_policy_loss(name)
-        options = read_options(LogitsLossOptions, loss, keywords)
-        settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, check_logits(logits)))
-        tensors = (old_log_probs, advantages, loss_mask, cu_seqlens, token_weights)
-        inputs = prepare_inputs(loss, options, cp_group, logits.shape[0], logits.device, log_probs_dtype(logits), *tensors)
-        vocabulary = (options.temperature, options.vocab_size)
-        shard = check_log_prob_inputs(logits, labels, inputs.loss_mask, *vocabulary, tp_group, inplace=options.inplace)
-        compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, *vocabulary)
+        options = with_defaults(LogitsLossKeywords, loss, keywords)
+        temperature, vocab_size = options["temperature"], options["vocab_size"]
+        inplace, loss_scale = options["inplace"], options["loss_scale"]
+        settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], check_logits(logits)))
+        inputs = prepare_inputs(
+            loss,
+            options,
+            cp_group,
+            num_tokens=logits.shape[0],
+            device=logits.device,
+            dtype=log_probs_dtype(logits),
+            old_log_probs=old_log_probs,
+            advantages=advantages,
+            loss_mask=loss_mask,
+            cu_seqlens=cu_seqlens,
+            token_weights=token_weights,
+        )
+        shard = check_log_prob_inputs(logits, labels, inputs.loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
+        compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, temperature, vocab_size)
         compare_inputs(agreement, loss, inputs, settings)
-        loss_scale = options.loss_scale
         check_announced(loss_scale)
         agreement.add("loss_scale", "a tensor" if isinstance(loss_scale, Tensor) else loss_scale)
     with_entropy = settings.needs_entropy
     if loss_scale is not None and has_twin(loss, settings) and torch.is_grad_enabled() and logits.requires_grad:
         from megatron_rl.losses.one_read_triton import plan_one_read, read_once
 
-        plan = plan_one_read(loss, logits, inputs, settings, inplace=options.inplace)
-        if plan is not None:
-            read = (loss, logits, labels, inputs, settings, shard, plan)
-            log_probs, entropy, gradient, inputs = read_once(*read, loss_scale=loss_scale, inplace=options.inplace)
+        configuration = plan_one_read(loss, logits, inputs, settings, inplace=inplace)
+        if configuration is not None:
+            log_probs, entropy, gradient, inputs = read_once(
+                loss, logits, labels, inputs, settings, shard, configuration, loss_scale=loss_scale, inplace=inplace
+            )
             result = reducer_of(loss, settings)(loss, log_probs, entropy if with_entropy else None, inputs, settings)
             loss_of_logits = _WithLogitsGradient.apply(logits, result, gradient, loss_scale)  # type: ignore[no-untyped-call]  # torch's
             return output_of(result, loss_of_logits, log_probs)
-    kernels = row_kernels(settings.backend)
-    rows = (logits, labels, inputs.loss_mask, shard, tp_group, with_entropy, options.inplace, kernels, torch.is_grad_enabled())
-    log_probs, entropy = VocabParallelLogProbs.apply(*rows)  # type: ignore[no-untyped-call]  # torch's
+    log_probs, entropy = VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+        logits,
+        labels,
+        inputs.loss_mask,
+        shard,
+        tp_group,
+        with_entropy,
+        inplace,
+        row_kernels(settings.backend),
+        torch.is_grad_enabled(),
+    )
     result = reducer_of(loss, settings)(loss, log_probs.detach(), entropy.detach() if with_entropy else None, inputs, settings)
     with_gradient = _WithGradient.apply(log_probs, entropy if with_entropy else None, result, loss_scale)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, log_probs.detach())
@@ -184,12 +176,23 @@ def loss_of_log_probs(
     tp_group, cp_group, agreement = groups_and_agreement(keywords)
     with agreement:
         loss = get_policy_loss(name)
-        options = read_options(LossOptions, loss, keywords)
-        if (options.temperature, options.vocab_size, options.entropy_coefficient) != (1.0, None, 0.0):
+        options = with_defaults(LossKeywords, loss, keywords)
+        if (options["temperature"], options["vocab_size"], options["entropy_coefficient"]) != (1.0, None, 0.0):
             raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
-        settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, values))
-        tensors = (old_log_probs, advantages, loss_mask, cu_seqlens, token_weights)
-        inputs = prepare_inputs(loss, options, cp_group, values.shape[0], values.device, values.dtype, *tensors)
+        settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], values))
+        inputs = prepare_inputs(
+            loss,
+            options,
+            cp_group,
+            num_tokens=values.shape[0],
+            device=values.device,
+            dtype=values.dtype,
+            old_log_probs=old_log_probs,
+            advantages=advantages,
+            loss_mask=loss_mask,
+            cu_seqlens=cu_seqlens,
+            token_weights=token_weights,
+        )
         compare_inputs(agreement, loss, inputs, settings)
     result = reducer_of(loss, settings)(loss, values.detach(), None, inputs, settings)
     with_gradient = _WithGradient.apply(values, None, result, None)  # type: ignore[no-untyped-call]  # torch's
@@ -221,7 +224,7 @@ def grpo_loss(
         loss_mask: [T] bool, True on tokens that are trained.
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, from sample_token_weights.
-        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the other fields of LogitsLossOptions.
+        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the others of LogitsLossKeywords.
     Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: those of policy_loss.
     """
     return policy_loss("grpo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
@@ -252,7 +255,7 @@ def gspo_loss(
         loss_mask: [T] bool, True on tokens that are trained.
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, from sample_token_weights.
-        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the other fields of LogitsLossOptions.
+        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the others of LogitsLossKeywords.
     Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: those of policy_loss.
     """
     return policy_loss("gspo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
@@ -321,31 +324,3 @@ def reducer_of(loss: PolicyLoss, settings: LossSettings) -> Callable[..., LossRe
 
         return reduce_loss_triton
     return reduce_loss_torch
-
-
-def compare_inputs(agreement: RankAgreement, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> None:
-    """Adds the values that must be equal on ranks that compute one loss: over tp all of them; over cp those of [N]."""
-    if not agreement.is_active:
-        return
-    agreement.add("policy loss", loss.name)
-    for name, value in settings.keywords.items():
-        agreement.add(name, value)
-    agreement.add("correction", str(inputs.correction))
-    for name in ("kl_coefficient", "kl_estimator", "entropy_coefficient", "metrics", "backend"):
-        agreement.add(name, getattr(settings, name))
-    agreement.add("number of documents", inputs.num_documents)
-    agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)
-    agreement.add("advantages_per", inputs.advantages_per)
-    for name in ("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs"):
-        agreement.add(name, _live(getattr(inputs, name), inputs.loss_mask), is_sliced=True)
-    if inputs.advantages_per == "token":
-        agreement.add("advantages", _live(inputs.advantages, inputs.loss_mask), is_sliced=True)
-    else:
-        agreement.add("advantages", inputs.advantages)
-    for name in ("token_weights", "token_counts", "regularizer_weights"):
-        agreement.add(name, getattr(inputs, name))
-
-
-def _live(values: Tensor | None, loss_mask: Tensor) -> Tensor | None:
-    """The values with 0 at masked tokens, which may hold anything."""
-    return None if values is None else torch.where(loss_mask, values, 0)

@@ -19,23 +19,21 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, group_device
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
-from megatron_rl.losses.api import PolicyLossOutput, compare_inputs, groups_and_agreement, output_of, read_options, reducer_of
-from megatron_rl.losses.corrected import is_known_before, with_known_correction
+from megatron_rl.losses.api import PolicyLossOutput, output_of, reducer_of
+from megatron_rl.losses.corrected_inputs import can_correct_before_rows, correct_before_rows
+from megatron_rl.losses.document_sums import raise_on_nonfinite
 from megatron_rl.losses.evaluate import evaluate, nonfinite_values
-from megatron_rl.losses.keywords import LinearLossKeywords
-from megatron_rl.losses.options import (
-    LinearLossOptions,
+from megatron_rl.losses.inputs import (
     LossInputs,
-    LossSettings,
+    are_coefficients_known_on_policy,
     check_cu_seqlens,
+    compare_inputs,
     further_inputs,
     given,
-    is_known_on_policy,
     prepare_inputs,
-    raise_on_nonfinite,
-    resolve_options,
 )
 from megatron_rl.losses.reduce_torch import LossResult, are_finite
+from megatron_rl.losses.settings import LinearLossKeywords, LossSettings, groups_and_agreement, resolve_settings, with_defaults
 from megatron_rl.metrics import combine_statistics
 from megatron_rl.ops.backends import resolve_backend, runs_eagerly
 from megatron_rl.ops.linear_gradient import (
@@ -100,7 +98,7 @@ def linear_policy_loss(
         weight: [V_tp, H], this tp rank's rows of the head, of hidden's dtype.
         labels: [T] int64; labels[t] is the token whose log-probability row t of hidden gives: the caller has shifted.
         loss_mask, cu_seqlens: as in policy_loss. On the CPU they save one synchronisation.
-        keywords: the fields of LinearLossOptions. Those of LossOptions are explained there, and besides:
+        keywords: those of LinearLossKeywords. Those of LossKeywords are explained there, and besides:
             max_logits_bytes: the most bytes of all chunk buffers together. Smaller chunks cost time, not precision.
             sequence_parallel: hidden, and its gradient, is this tp rank's part of the rows.
             fp32_logits: logits of 16-bit operands stay float32; their gradient is 16-bit on CUDA.
@@ -128,43 +126,57 @@ def linear_policy_loss(
     tp_group, cp_group, agreement = groups_and_agreement(keywords)
     with agreement:
         loss = get_policy_loss(name)
-        options = read_options(LinearLossOptions, loss, keywords)
+        options = with_defaults(LinearLossKeywords, loss, keywords)
+        fp32_logits, max_logits_bytes = options["fp32_logits"], options["max_logits_bytes"]
+        document_lengths, loss_scale = options["document_lengths"], options["loss_scale"]
         # The head is checked before the settings, because the choice of the backend reads the weight.
         head_options = HeadOptions(
-            options.temperature,
-            options.vocab_size,
-            tp_group,
-            False,
-            options.backend,
-            options.sequence_parallel,
-            options.fp32_logits,
-            options.scaled_exp,
+            temperature=options["temperature"],
+            vocab_size=options["vocab_size"],
+            tp_group=tp_group,
+            with_entropy=False,
+            backend=options["backend"],
+            sequence_parallel=options["sequence_parallel"],
+            fp32_logits=fp32_logits,
+            scaled_exp=options["scaled_exp"],
         )
         num_tokens, device = check_head(hidden, weight, labels, head_options), hidden.device
-        numbers = weight.new_empty(0, dtype=logits_dtype(weight, options.fp32_logits))
-        settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, numbers))
+        like_logits = weight.new_empty(0, dtype=logits_dtype(weight, fp32_logits))
+        settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], like_logits))
         head_options = replace(head_options, with_entropy=settings.needs_entropy)
-        if options.scaled_exp and settings.entropy_coefficient:
+        if options["scaled_exp"] and settings.entropy_coefficient:
             raise ConfigError(
                 "scaled_exp=True has no effect with an entropy term, whose coefficient does not commute; leave it out"
             )
-        tensors = (old_log_probs, _on(device, advantages), _on(device, loss_mask), cu_seqlens, token_weights)
-        inputs = prepare_inputs(loss, options, cp_group, num_tokens, device, log_probs_dtype(numbers), *tensors)
+        inputs = prepare_inputs(
+            loss,
+            options,
+            cp_group,
+            num_tokens=num_tokens,
+            device=device,
+            dtype=log_probs_dtype(like_logits),
+            old_log_probs=old_log_probs,
+            advantages=_on(device, advantages),
+            loss_mask=_on(device, loss_mask),
+            cu_seqlens=cu_seqlens,
+            token_weights=token_weights,
+            document_lengths=document_lengths,
+        )
         copies = read_host_copies(loss_mask, cu_seqlens, inputs, advantages)
-        check_document_lengths(options.document_lengths, copies, cp_group.size())
-        capacity = chunk_capacity(weight, options.max_logits_bytes, options.fp32_logits, num_tokens)
+        check_document_lengths(document_lengths, copies, cp_group.size())
+        capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, num_tokens)
         needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        ready = _ready_gradient(hidden, weight, options.loss_scale) if needs_gradient else None
-        compare_heads(agreement, hidden, weight, labels, inputs.loss_mask, head_options, options.max_logits_bytes)
+        ready = _ready_gradient(hidden, weight, loss_scale) if needs_gradient else None
+        compare_heads(agreement, hidden, weight, labels, inputs.loss_mask, head_options, max_logits_bytes)
         compare_inputs(agreement, loss, inputs, settings)
         _compare_plans(agreement, hidden, weight, copies, options)
     with torch.no_grad():
-        plan = _plan(loss, inputs, settings, copies, capacity, options, log_probs_dtype(numbers))
+        plan = _plan(loss, inputs, settings, copies, capacity, options, log_probs_dtype(like_logits))
         longest = max((chunk.numel() for item in plan.items for chunk in item.chunks), default=0)
         head = make_head(hidden, weight, labels, head_options, longest)
         result = _run(head, plan, settings, hidden, ready)
     with_gradient = result.loss if ready is None else attach_gradient(result.loss, hidden, weight, ready)
-    return output_of(result, with_gradient, head.log_probs if options.return_log_probs else None)
+    return output_of(result, with_gradient, head.log_probs if options["return_log_probs"] else None)
 
 
 def linear_grpo_loss(
@@ -218,7 +230,7 @@ def _plan(
     settings: LossSettings,
     copies: ScheduleCopies,
     capacity: int,
-    options: LinearLossOptions,
+    options: LinearLossKeywords,
     log_probs_type: torch.dtype,
 ) -> _Plan:
     """The rows that take part, and their chunks.
@@ -228,20 +240,20 @@ def _plan(
     has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
     has_no_gradient = None if has_row_terms or not loss.zero_advantage_has_no_gradient else copies.has_no_advantage
     is_live = copies.loss_mask
-    if loss.level == "token" and inputs.correction is not None and is_known_before(inputs):
-        inputs = with_known_correction(inputs, log_probs_type, settings.cp_group)
+    if loss.level == "token" and inputs.correction is not None and can_correct_before_rows(inputs):
+        inputs = correct_before_rows(inputs, log_probs_type, settings.cp_group)
     # A sum over a sample needs the log-probabilities of all its tokens.
     if inputs.correction is not None and inputs.correction.needs_sums:
         has_no_gradient = None
-    if has_no_gradient is not None and not options.return_log_probs and settings.metrics == PolicyMetrics.NONE:
+    if has_no_gradient is not None and not options["return_log_probs"] and settings.metrics == PolicyMetrics.NONE:
         is_live = is_live & ~has_no_gradient
     rows = is_live.nonzero()[:, 0]
     waits_for_sums = inputs.correction is not None and inputs.correction.needs_sums
-    if (loss.level == "token" and not waits_for_sums) or is_known_on_policy(loss, inputs):
+    if (loss.level == "token" and not waits_for_sums) or are_coefficients_known_on_policy(loss, inputs):
         return _Plan(loss, inputs, schedule_rows(rows, capacity), copies.bounds, is_row_by_row=True)
     rows_of_documents = copies.rows_of_documents(rows)
     device, cp_group = inputs.loss_mask.device, settings.cp_group
-    sizes, counts = document_sizes(copies, rows_of_documents, options.document_lengths, inputs.token_counts, cp_group, device)
+    sizes, counts = document_sizes(copies, rows_of_documents, options["document_lengths"], inputs.token_counts, cp_group, device)
     items = schedule_documents(
         document_bins(sizes, capacity) or [()],
         rows_of_documents,
@@ -274,16 +286,16 @@ def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, 
 
 
 def _compare_plans(
-    agreement: RankAgreement, hidden: Tensor, weight: Tensor, copies: ScheduleCopies, options: LinearLossOptions
+    agreement: RankAgreement, hidden: Tensor, weight: Tensor, copies: ScheduleCopies, options: LinearLossKeywords
 ) -> None:
     """Adds the other values that decide which rows are in which chunk, and which collectives the gradient needs."""
-    lengths, loss_scale = options.document_lengths, options.loss_scale
+    lengths, loss_scale = options["document_lengths"], options["loss_scale"]
     gradients = (torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
     agreement.add("which gradients are needed (hidden, weight)", str(gradients))
     agreement.add("whether advantages are read on the host", copies.has_no_advantage is not None)
     agreement.add("document_lengths", None if lengths is None else str(list(lengths)))
     agreement.add("loss_scale", "a tensor" if isinstance(loss_scale, Tensor) else loss_scale)
-    agreement.add("return_log_probs", bool(options.return_log_probs))
+    agreement.add("return_log_probs", bool(options["return_log_probs"]))
 
 
 def _ready_gradient(hidden: Tensor, weight: Tensor, loss_scale: Tensor | float | None) -> ReadyGradient:
@@ -321,7 +333,7 @@ class DocumentCoefficients:
     def finish(self) -> LossResult:
         """The result of the micro-batch: every document was in exactly one item."""
         results = [result for _, result in self.results]
-        statistics = [result.statistics for result in results if result.statistics is not None]
+        metric_sums = [result.metric_sums for result in results if result.metric_sums is not None]
         num_nonfinite = results[0].num_nonfinite.new_zeros(len(self.bounds) - 1)
         for item, result in self.results:
             num_nonfinite[torch.tensor(item.documents, dtype=torch.int64).to(num_nonfinite.device, non_blocking=True)] = (
@@ -335,7 +347,7 @@ class DocumentCoefficients:
             coefficients=self.coefficients,
             entropy_coefficients=self.entropy_coefficients,
             num_nonfinite=num_nonfinite,
-            statistics=combine_statistics(statistics) if statistics else None,
+            metric_sums=combine_statistics(metric_sums) if metric_sums else None,
             correction=self._correction(),
         )
 
@@ -366,16 +378,16 @@ class TokenCoefficients:
         self.loss, self.inputs, self.settings, self.head = loss, inputs, settings, head
         self.documents = document_ids(inputs.cu_seqlens, inputs.loss_mask.numel())
         self.dtype = head.log_probs.dtype
-        self.known: Tensor | None = None
+        self.policy_coefficients: Tensor | None = None
         self.refusal: Exception | None = None
         if loss.level == "sequence":
             zeros = torch.zeros_like(head.log_probs)
-            self.known = reducer_of(loss, settings)(loss, zeros, None, inputs, settings.policy_alone()).coefficients
+            self.policy_coefficients = reducer_of(loss, settings)(loss, zeros, None, inputs, settings.policy_alone()).coefficients
 
     def __call__(self, item: WorkItem) -> tuple[Tensor, Tensor | None]:
         rows = _rows_of(item, self.documents.device)
         documents, log_probs = self.documents[rows], self.head.log_probs[rows]
-        c = self._checked_policy(rows, documents, log_probs) if self.known is None else self.known[rows]
+        c = self._checked_policy(rows, documents, log_probs) if self.policy_coefficients is None else self.policy_coefficients[rows]
         if not (self.settings.kl_coefficient or self.settings.entropy_coefficient):
             return c, None
         weights = spread(given(self.inputs.regularizer_weights).to(self.dtype), documents)

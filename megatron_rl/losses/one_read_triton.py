@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron_rl.config import KLEstimator
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.corrected import is_known_before, with_known_correction, with_token_weights
-from megatron_rl.losses.options import LossInputs, LossSettings, is_known_on_policy
+from megatron_rl.losses.corrected_inputs import can_correct_before_rows, correct_before_rows, correct_tokens
+from megatron_rl.losses.inputs import LossInputs, are_coefficients_known_on_policy
 from megatron_rl.losses.reduce_triton import (
     apply_to_tokens,
     equation_of,
@@ -31,6 +31,7 @@ from megatron_rl.losses.reduce_triton import (
     spread,
     weights_of_tokens,
 )
+from megatron_rl.losses.settings import LossSettings
 from megatron_rl.ops.backends import (
     ALIGNMENT,
     MAX_REGISTERS,
@@ -59,23 +60,23 @@ def plan_one_read(
     """
     if settings.tp_group.size() > 1 or logits.numel() == 0 or not has_flat_rows(logits):
         return None
-    if not (is_known_in_row(loss, inputs) or (settings.cp_group.size() == 1 and is_known_first(loss, inputs))):
+    if not (is_coefficient_known_in_row(loss, inputs) or (settings.cp_group.size() == 1 and is_known_before_rows(loss, inputs))):
         return None
     # Out of place the gradient has cache lines of its own.
     row_bytes = logits.shape[1] * logits.itemsize * (1 if inplace else 2)
     return one_read_configuration(logits.shape[0], row_bytes, logits.device)
 
 
-def is_known_in_row(loss: PolicyLoss, inputs: LossInputs) -> bool:
+def is_coefficient_known_in_row(loss: PolicyLoss, inputs: LossInputs) -> bool:
     """Whether the coefficient of a row needs nothing but its log-probability and its own inputs."""
     correction = inputs.correction
     has_weights = correction is None or (not correction.needs_sums and inputs.old_log_probs is not None)
     return loss.level == "token" and has_weights
 
 
-def is_known_first(loss: PolicyLoss, inputs: LossInputs) -> bool:
+def is_known_before_rows(loss: PolicyLoss, inputs: LossInputs) -> bool:
     """Whether the coefficients, or the weights that they need, can be computed before any log-probability."""
-    return is_known_on_policy(loss, inputs) or (loss.level == "token" and is_known_before(inputs))
+    return are_coefficients_known_on_policy(loss, inputs) or (loss.level == "token" and can_correct_before_rows(inputs))
 
 
 @triton.jit
@@ -96,7 +97,7 @@ def _document_of(row, CU_SEQLENS, num_documents, BLOCK: tl.constexpr):
         "num_stored units shift stride out_shift out_stride"
     ).split(),
     do_not_specialize_on_alignment=(
-        "LABELS LOSS_MASK KNOWN OLD_LOG_PROBS ADVANTAGES IMPORTANCE_WEIGHTS REF_LOG_PROBS CU_SEQLENS TOKEN_WEIGHTS "
+        "LABELS LOSS_MASK POLICY_COEFFICIENTS OLD_LOG_PROBS ADVANTAGES IMPORTANCE_WEIGHTS REF_LOG_PROBS CU_SEQLENS TOKEN_WEIGHTS "
         "REGULARIZER_WEIGHTS LOSS_SCALE LOG_PROBS ENTROPIES"
     ).split(),
 )
@@ -105,7 +106,7 @@ def one_read_kernel(
     OUT,  # [T, V], may be X's memory
     LABELS,  # [T]
     LOSS_MASK,  # [T] uint8
-    KNOWN,  # [T] float32, the policy term's coefficients where they are known before; else None
+    POLICY_COEFFICIENTS,  # [T] float32, the policy term's coefficients where they are known before; else None
     OLD_LOG_PROBS,  # [T] or None
     ADVANTAGES,  # [N] or [T]
     IMPORTANCE_WEIGHTS,  # [T] or None
@@ -159,8 +160,8 @@ def one_read_kernel(
         is_token = tokens >= 0
         new = spread(log_prob, 1)
         document = _document_of(row, CU_SEQLENS, num_documents, L)
-        if KNOWN is not None:
-            coefficients = tl.load(KNOWN + tokens)
+        if POLICY_COEFFICIENTS is not None:
+            coefficients = tl.load(POLICY_COEFFICIENTS + tokens)
         else:
             weight = tl.load(TOKEN_WEIGHTS + document).to(tl.float32)
             advantages = 0.0
@@ -234,14 +235,14 @@ def read_once(
 
     The policy term's coefficients that are known before the rows are those of reduce_loss_triton: three launches more.
     """
-    known = None
+    policy_coefficients = None
     with torch.cuda.device_of(logits):
         log_probs, entropies = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
-        if is_known_on_policy(loss, inputs):
-            known = reduce_loss_triton(loss, log_probs.zero_(), None, inputs, settings.policy_alone()).coefficients
-        elif not is_known_in_row(loss, inputs):
-            inputs = with_known_correction(inputs, log_probs.dtype, settings.cp_group)
-        weighted = inputs if inputs.correction is None else with_token_weights(inputs, log_probs)
+        if are_coefficients_known_on_policy(loss, inputs):
+            policy_coefficients = reduce_loss_triton(loss, log_probs.zero_(), None, inputs, settings.policy_alone()).coefficients
+        elif not is_coefficient_known_in_row(loss, inputs):
+            inputs = correct_before_rows(inputs, log_probs.dtype, settings.cp_group)
+        weighted = inputs if inputs.correction is None else correct_tokens(inputs, log_probs)
         gradient = logits.detach() if inplace else gradient_like(logits)
         rows, out = flat_rows(logits), flat_rows(gradient)
         has_regularizer = settings.kl_coefficient != 0 or settings.entropy_coefficient != 0
@@ -251,7 +252,7 @@ def read_once(
             OUT=out.pointer,
             LABELS=labels.contiguous(),
             LOSS_MASK=inputs.loss_mask.contiguous().view(torch.uint8),
-            KNOWN=known,
+            POLICY_COEFFICIENTS=policy_coefficients,
             **_vectors(loss, weighted, settings),
             CU_SEQLENS=inputs.cu_seqlens.contiguous(),
             TOKEN_WEIGHTS=inputs.token_weights.contiguous(),

@@ -1,6 +1,6 @@
 """Computes a rank's part of the step's loss and its derivative from log-probabilities, in torch: specification and CPU backend.
 
-The columns of the one reduction over cp are in options.py, because both twins share them.
+The columns of the one reduction over cp are in document_sums.py, because both twins share them.
 """
 
 from __future__ import annotations
@@ -15,20 +15,11 @@ from megatron_rl.corrections import Correction
 from megatron_rl.layout.groups import all_reduce_sum, is_checked
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.corrected import columns_of, statistics_of, with_sample_weights, with_token_weights
+from megatron_rl.losses.corrected_inputs import columns_of_correction, correct_samples, correct_tokens, correction_metric_sums
+from megatron_rl.losses.document_sums import DocumentSums, raise_on_bad_data, raise_on_nonfinite, read_sums, sum_columns
 from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
-from megatron_rl.losses.options import (
-    DocumentStats,
-    LossInputs,
-    LossSettings,
-    checked_tensors,
-    further_inputs,
-    given,
-    raise_on_bad_data,
-    raise_on_nonfinite,
-    read_stats,
-    stats_columns,
-)
+from megatron_rl.losses.inputs import LossInputs, checked_tensors, further_inputs, given
+from megatron_rl.losses.settings import LossSettings
 from megatron_rl.metrics import PolicyStatistics, TokenValues, policy_statistics
 from megatron_rl.ops.ratios import bounded_exp, kl_estimate
 
@@ -45,7 +36,7 @@ class LossResult:
     coefficients: Tensor  # [T] d loss / d log_probs
     entropy_coefficients: Tensor | None  # [T] d loss / d entropy
     num_nonfinite: Tensor  # [N] int32 over all cp ranks
-    statistics: PolicyStatistics | None
+    metric_sums: PolicyStatistics | None
     correction: Correction | None = None
 
 
@@ -74,7 +65,7 @@ def reduce_loss_torch(
     """
     is_sequence, dtype = loss.level == "sequence", log_probs.dtype
     if inputs.correction is not None:
-        inputs = with_token_weights(inputs, log_probs)
+        inputs = correct_tokens(inputs, log_probs)
     tensors = checked_tensors(loss, log_probs, inputs, settings.kl_coefficient)
     old_log_probs, token_advantages = tensors["old_log_probs"], tensors["advantages"]
     vectors = further_inputs(loss, inputs, dtype)
@@ -86,19 +77,19 @@ def reduce_loss_torch(
             if agreement.is_active:  # tp ranks have no reduction that tells them
                 raise_on_nonfinite(loss, nonfinite_values(tokens, inputs.loss_mask & are_finite(tensors)))
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
-    stats = read_stats(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
-    raise_on_bad_data(loss, stats, log_probs, inputs, settings.kl_coefficient, results)
-    correction = inputs.known_correction
+    sums = read_sums(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
+    raise_on_bad_data(loss, sums, log_probs, inputs, settings.kl_coefficient, results)
+    correction = inputs.applied_correction
     if inputs.correction is not None:
-        inputs, stats, correction = with_sample_weights(loss, inputs, stats, log_probs)
-    advantages, token_advantages = _advantages(loss, inputs, stats, token_advantages)
-    value_weights, coefficient_weights = _weights(is_sequence, inputs, stats, dtype)
-    num_nonfinite = stats.num_nonfinite
+        inputs, sums, correction = correct_samples(inputs, sums, log_probs)
+    advantages, token_advantages = _advantages(loss, inputs, sums, token_advantages)
+    value_weights, coefficient_weights = _weights(is_sequence, inputs, sums, dtype)
+    num_nonfinite = sums.num_nonfinite
     if is_sequence:
-        tokens, num_bad = _sequence_values(loss, advantages, inputs, stats, settings)
+        tokens, num_bad = _sequence_values(loss, advantages, inputs, sums, settings)
         num_nonfinite = num_nonfinite + num_bad
     if loss.level == "batch":
-        batch = _token_batch(log_probs, old_log_probs, token_advantages, inputs, stats, settings)
+        batch = _token_batch(log_probs, old_log_probs, token_advantages, inputs, sums, settings)
         tokens, is_weighted, num_bad = _batch_values(loss, batch, value_weights, inputs, vectors, settings)
         coefficient_weights = torch.ones_like(value_weights) if is_weighted else coefficient_weights
         num_nonfinite = num_nonfinite + num_bad
@@ -111,22 +102,22 @@ def reduce_loss_torch(
         total, coefficients = total + settings.kl_coefficient * kl_loss, coefficients + kl_coefficients
     if entropy_sum is not None:
         total = total - settings.entropy_coefficient * entropy_sum
-    statistics = None
+    metric_sums = None
     if settings.metrics != PolicyMetrics.NONE:
-        statistics = _statistics(
-            tokens.is_clipped, token_advantages, log_probs, old_log_probs, entropy, loss, inputs, stats, settings
+        metric_sums = _metric_sums(
+            tokens.is_clipped, token_advantages, log_probs, old_log_probs, entropy, loss, inputs, sums, settings
         )
         if correction is not None:
-            statistics = replace(statistics, correction=statistics_of(correction, token_advantages, inputs, stats.counts))
+            metric_sums = replace(metric_sums, correction=correction_metric_sums(correction, token_advantages, inputs, sums.counts))
     return LossResult(
         *(total, policy_loss, kl_loss, entropy_sum, coefficients, entropy_coefficients),
         num_nonfinite=num_nonfinite.to(torch.int32),
-        statistics=statistics,
+        metric_sums=metric_sums,
         correction=correction,
     )
 
 
-def _statistics(
+def _metric_sums(
     is_clipped: Tensor,  # [T] bool
     advantages: Tensor,  # [T]
     log_probs: Tensor,  # [T]
@@ -134,23 +125,23 @@ def _statistics(
     entropy: Tensor | None,  # [T]
     loss: PolicyLoss,
     inputs: LossInputs,
-    stats: DocumentStats,
+    sums: DocumentSums,
     settings: LossSettings,
 ) -> PolicyStatistics:
     is_sequence = loss.level == "sequence"
-    log_ratio = spread(stats.means["log_ratio"], inputs.token_documents) if is_sequence else log_probs - old_log_probs
+    log_ratio = spread(sums.means["log_ratio"], inputs.token_documents) if is_sequence else log_probs - old_log_probs
     with_entropy = entropy if settings.metrics == PolicyMetrics.WITH_ENTROPY else None
     return policy_statistics(
         TokenValues(log_probs, old_log_probs, bounded_exp(log_ratio), is_clipped, advantages, with_entropy),
         loss_mask=inputs.loss_mask,
-        counts=spread(stats.counts, inputs.token_documents),
+        counts=spread(sums.counts, inputs.token_documents),
         num_documents=inputs.num_documents,
         is_sequence_level=is_sequence,
         cp_rank=settings.cp_group.rank(),
     )
 
 
-def statistics_without_result(
+def metric_sums_in_torch(
     loss: PolicyLoss,
     log_probs: Tensor,  # [T]
     entropy: Tensor | None,  # [T]
@@ -158,29 +149,29 @@ def statistics_without_result(
     reduced: Tensor,  # [N, k] float64, over all cp ranks
     settings: LossSettings,
 ) -> PolicyStatistics:
-    """The statistics for metrics without a kernel. The loss's function runs again for is_clipped; nothing is reduced again."""
-    stats = read_stats(loss, reduced, inputs, log_probs.dtype)
+    """The metric sums, for metrics without a kernel. The loss's function runs again for is_clipped; nothing is reduced again."""
+    sums = read_sums(loss, reduced, inputs, log_probs.dtype)
     tensors = checked_tensors(loss, log_probs, inputs, 0.0)
     old_log_probs = tensors["old_log_probs"]
-    advantages, token_advantages = _advantages(loss, inputs, stats, tensors["advantages"])
+    advantages, token_advantages = _advantages(loss, inputs, sums, tensors["advantages"])
     if loss.level == "sequence":
-        tokens, _ = _sequence_values(loss, advantages, inputs, stats, settings)
+        tokens, _ = _sequence_values(loss, advantages, inputs, sums, settings)
     else:
         vectors = further_inputs(loss, inputs, log_probs.dtype)
         tokens = evaluate(loss, log_probs - old_log_probs, token_advantages, log_probs, settings.keywords, vectors)
-    return _statistics(tokens.is_clipped, token_advantages, log_probs, old_log_probs, entropy, loss, inputs, stats, settings)
+    return _metric_sums(tokens.is_clipped, token_advantages, log_probs, old_log_probs, entropy, loss, inputs, sums, settings)
 
 
 def _advantages(
     loss: PolicyLoss,
     inputs: LossInputs,
-    stats: DocumentStats,
+    sums: DocumentSums,
     token_advantages: Tensor,  # [T] as given, in the dtype of the loss
 ) -> tuple[Tensor, Tensor]:  # as the loss takes them, [T] of the tokens
     """A sequence-level loss takes one advantage per sample: the mean of its tokens' where they are given."""
     advantages = inputs.advantages.to(token_advantages.dtype)
     if loss.level == "sequence" and inputs.advantages_per == "token":
-        advantages = given(stats.advantages).to(token_advantages.dtype)
+        advantages = given(sums.advantages).to(token_advantages.dtype)
         token_advantages = spread(advantages, inputs.token_documents)
     return advantages, token_advantages
 
@@ -189,17 +180,17 @@ def _sequence_values(
     loss: PolicyLoss,
     advantages: Tensor,  # [N]
     inputs: LossInputs,
-    stats: DocumentStats,
+    sums: DocumentSums,
     settings: LossSettings,
 ) -> tuple[LossValues, Tensor]:  # [T] each, [N] tokens with non-finite results
     """Computes each sample's values and gives them to its tokens. Communication: that of settings.agreement."""
-    vectors = {name: stats.means[name] for name in loss.needs}
-    log_probs = stats.means.get("log_probs", stats.means["log_ratio"])  # any tensor, where the loss does not take log_probs
+    vectors = {name: sums.means[name] for name in loss.needs}
+    log_probs = sums.means.get("log_probs", sums.means["log_ratio"])  # any tensor, where the loss does not take log_probs
     with settings.agreement():
-        samples = evaluate(loss, stats.means["log_ratio"], advantages, log_probs, settings.keywords, vectors)
-        is_bad = nonfinite_values(samples, stats.counts > 0)
+        samples = evaluate(loss, sums.means["log_ratio"], advantages, log_probs, settings.keywords, vectors)
+        is_bad = nonfinite_values(samples, sums.counts > 0)
         raise_on_nonfinite(loss, is_bad)
-    return LossValues(*(spread(part, inputs.token_documents) for part in samples)), torch.where(is_bad, stats.counts, 0.0)
+    return LossValues(*(spread(part, inputs.token_documents) for part in samples)), torch.where(is_bad, sums.counts, 0.0)
 
 
 def _token_batch(
@@ -207,7 +198,7 @@ def _token_batch(
     old_log_probs: Tensor,  # [T]
     advantages: Tensor,  # [T]
     inputs: LossInputs,
-    stats: DocumentStats,
+    sums: DocumentSums,
     settings: LossSettings,
 ) -> TokenBatch:
     return TokenBatch(
@@ -216,7 +207,7 @@ def _token_batch(
         advantages=advantages,
         loss_mask=inputs.loss_mask,
         documents=inputs.token_documents,
-        token_counts=stats.counts,
+        token_counts=sums.counts,
         cu_seqlens=inputs.cu_seqlens,
         sums=JointSums(
             settings.cp_group,
@@ -246,7 +237,7 @@ def _batch_values(
     return tokens, is_weighted, document_sums(is_bad, batch.cu_seqlens)
 
 
-def _weights(is_sequence: bool, inputs: LossInputs, stats: DocumentStats, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _weights(is_sequence: bool, inputs: LossInputs, sums: DocumentSums, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The factors [T] of the tokens' values, and those [T] of their derivatives."""
     weights = spread(inputs.token_weights.to(dtype), inputs.token_documents)
     if inputs.importance_weights is None:
@@ -254,7 +245,7 @@ def _weights(is_sequence: bool, inputs: LossInputs, stats: DocumentStats, dtype:
     value_weights = weights * inputs.importance_weights.to(dtype)
     if not is_sequence:
         return value_weights, value_weights
-    mean_importance = torch.where(stats.counts > 0, given(stats.importance) / stats.counts.clamp(min=1), 0.0).to(dtype)
+    mean_importance = torch.where(sums.counts > 0, given(sums.importance) / sums.counts.clamp(min=1), 0.0).to(dtype)
     return value_weights, weights * spread(mean_importance, inputs.token_documents)
 
 
@@ -279,11 +270,11 @@ def _regularizers(
 def _sum_documents(
     loss: PolicyLoss, tensors: dict[str, Tensor], inputs: LossInputs, settings: LossSettings
 ) -> Tensor:  # [N, k] float64
-    """Sums stats_columns over each document into one [N, k] tensor. Communication: one all-reduce of it over cp."""
+    """Sums sum_columns over each document into one [N, k] tensor. Communication: one all-reduce of it over cp."""
     per_token = {**tensors, "num_nonfinite": ~are_finite(tensors), "counts": inputs.loss_mask}
     if inputs.correction is not None:
-        per_token |= columns_of(inputs, tensors["log_probs"])
-    columns = stats_columns(loss, inputs)
+        per_token |= columns_of_correction(inputs, tensors["log_probs"])
+    columns = sum_columns(loss, inputs)
     if inputs.importance_weights is not None:
         per_token["importance"] = inputs.importance_weights
     if "log_ratio" in columns:

@@ -1,9 +1,9 @@
 """Computes loss and coefficients in Triton, with the same one all-reduce: the twin of reduce_torch.py.
 
-    document_stats          grid (N)      [T] -> stats [N, k] float64, which cp reduces once
-    loss_and_coefficients   grid (N + 1)  stats, [T] -> coefficients [T], entropy_coefficients [T], terms [N, 3] float64
-    document_statistics     grid (N)      stats, [T] -> statistics [N, K] float64; only for metrics
-    finish                  grid (1)      terms, statistics -> loss, terms [3] float32, statistics [K] float64
+    document_sums           grid (N)      [T] -> sums [N, k] float64, which cp reduces once
+    loss_and_coefficients   grid (N + 1)  sums, [T] -> coefficients [T], entropy_coefficients [T], terms [N, 3] float64
+    metric_sums             grid (N)      sums, [T] -> metric_sums [N, K] float64; only for metrics
+    finish                  grid (1)      terms, metric_sums -> loss, terms [3] float32, metric_sums [K] float64
 
 A program reads its document in blocks, in the order of the tokens, with one float64 accumulator a lane. No program adds to a value
 that another one wrote, so each run gives the same bits. Masked tokens are not loaded. A column of -1 is not needed. A pointer of
@@ -29,19 +29,18 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums
 from megatron_rl.loss_hub import PolicyLoss, import_dotted
-from megatron_rl.losses.corrected import columns_of, statistics_of, with_sample_weights, with_token_weights
-from megatron_rl.losses.options import (
+from megatron_rl.losses.corrected_inputs import columns_of_correction, correct_samples, correct_tokens, correction_metric_sums
+from megatron_rl.losses.document_sums import (
     ADVANTAGE_VARIATION,
     FIRST_COLUMNS,
-    LossInputs,
-    LossSettings,
-    checked_tensors,
     raise_on_bad_data,
     raise_on_nonfinite,
-    read_stats,
-    stats_columns,
+    read_sums,
+    sum_columns,
 )
-from megatron_rl.losses.reduce_torch import LossResult, statistics_without_result
+from megatron_rl.losses.inputs import LossInputs, checked_tensors
+from megatron_rl.losses.reduce_torch import LossResult, metric_sums_in_torch
+from megatron_rl.losses.settings import LossSettings
 from megatron_rl.metrics import STATISTICS, PolicyStatistics, Reduction
 from megatron_rl.ops.ratios_triton import KL_ESTIMATORS, UNBIASED, bounded_exp, k3_estimate, kl_estimate
 
@@ -52,7 +51,7 @@ BLOCK, NUM_WARPS, MAX_REGISTERS = 2048, 16, 128
 # Documents that the last reduction loads at once.
 FINISH_BLOCK = 256
 VARIATION_SQUARED = tl.constexpr(ADVANTAGE_VARIATION**2)
-# Columns of the stats that every loss has.
+# Columns of the sums that every loss has.
 NONFINITE, COUNT = (tl.constexpr(FIRST_COLUMNS.index(name)) for name in ("num_nonfinite", "counts"))
 # Columns of the terms.
 POLICY, KL, ENTROPY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -77,10 +76,10 @@ def spread(scalar, BLOCK: tl.constexpr):  # float32 block
 
 
 @triton.jit
-def load_advantage(stats, ADVANTAGES, document, count, ADVANTAGES_COLUMN: tl.constexpr):
+def load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN: tl.constexpr):
     """The sample's advantage: given per sample, or the mean over its tokens, which are equal."""
     if ADVANTAGES_COLUMN >= 0:
-        advantage = mean(tl.load(stats + ADVANTAGES_COLUMN), count)
+        advantage = mean(tl.load(sums + ADVANTAGES_COLUMN), count)
     else:
         advantage = tl.load(ADVANTAGES + document)
     return advantage
@@ -160,10 +159,10 @@ def _is_finite(x):
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "IMPORTANCE_WEIGHTS", "REF_LOG_PROBS", "LOSS_MASK", "CU_SEQLENS", "STATS"),
+        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "IMPORTANCE_WEIGHTS", "REF_LOG_PROBS", "LOSS_MASK", "CU_SEQLENS", "SUMS"),
     ]
 )
-def document_stats_kernel(
+def document_sums_kernel(
     LOG_PROBS,  # [T]
     OLD_LOG_PROBS,  # [T] or None
     ADVANTAGES,  # [N] or [T]
@@ -172,7 +171,7 @@ def document_stats_kernel(
     VECTORS,  # tuple of [T], the loss's further inputs, or None
     LOSS_MASK,  # [T] uint8
     CU_SEQLENS,  # [N + 1]
-    STATS,  # [N, NUM_COLUMNS] float64
+    SUMS,  # [N, NUM_COLUMNS] float64
     NUM_COLUMNS: tl.constexpr,
     LOG_RATIO_COLUMN: tl.constexpr,
     LOG_PROBS_COLUMN: tl.constexpr,
@@ -181,7 +180,7 @@ def document_stats_kernel(
     HAS_TOKEN_ADVANTAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes reduce_torch.stats_columns. A value counts as finite if float32, in which the loss computes, can hold it."""
+    """Writes reduce_torch.sum_columns. A value counts as finite if float32, in which the loss computes, can hold it."""
     document = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(CU_SEQLENS + document), tl.load(CU_SEQLENS + document + 1)
     num_nonfinite, count = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
@@ -218,7 +217,7 @@ def document_stats_kernel(
         if ADVANTAGES_COLUMN >= 0:
             advantage += advantages.to(tl.float64)
             squared_advantage += advantages.to(tl.float64) * advantages.to(tl.float64)
-    row = STATS + document * NUM_COLUMNS
+    row = SUMS + document * NUM_COLUMNS
     tl.store(row + NONFINITE, tl.sum(num_nonfinite, 0).to(tl.float64))
     tl.store(row + COUNT, tl.sum(count, 0).to(tl.float64))
     if LOG_RATIO_COLUMN >= 0:
@@ -240,15 +239,15 @@ def _write_zeros(OUT, begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _num_nonfinite(stats, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN: tl.constexpr):  # int32
+def _num_nonfinite(sums, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN: tl.constexpr):  # int32
     """The count of non-finite tokens. Advantages that vary and wrong token_counts are added, because the host reads no flag."""
-    num_nonfinite = tl.load(stats + NONFINITE)
+    num_nonfinite = tl.load(sums + NONFINITE)
     if TOKEN_COUNTS is not None:
         is_miscounted = tl.load(TOKEN_COUNTS + document).to(tl.float64) != count
         num_nonfinite += tl.where(is_miscounted, tl.maximum(count, 1.0), 0.0)
     if ADVANTAGES_COLUMN >= 0:
-        mean_advantage = mean(tl.load(stats + ADVANTAGES_COLUMN), count)
-        mean_square = mean(tl.load(stats + ADVANTAGES_COLUMN + 1), count)
+        mean_advantage = mean(tl.load(sums + ADVANTAGES_COLUMN), count)
+        mean_square = mean(tl.load(sums + ADVANTAGES_COLUMN + 1), count)
         # The constant is on the right, because the interpreter of Triton 3.7 treats constant * tensor as a constant.
         varies = mean_square - mean_advantage * mean_advantage > mean_square * VARIATION_SQUARED
         num_nonfinite += tl.where(varies, count, 0.0)
@@ -259,7 +258,7 @@ def _num_nonfinite(stats, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN: tl.c
     do_not_specialize=["num_documents", "num_tokens"],
     do_not_specialize_on_alignment=[
         *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "IMPORTANCE_WEIGHTS", "REF_LOG_PROBS", "ENTROPIES", "LOSS_MASK"),
-        *("CU_SEQLENS", "STATS", "TOKEN_COUNTS", "TOKEN_WEIGHTS", "REGULARIZER_WEIGHTS", "COEFFICIENTS"),
+        *("CU_SEQLENS", "SUMS", "TOKEN_COUNTS", "TOKEN_WEIGHTS", "REGULARIZER_WEIGHTS", "COEFFICIENTS"),
         *("ENTROPY_COEFFICIENTS", "NUM_NONFINITE", "TERMS"),
     ],
 )
@@ -273,7 +272,7 @@ def loss_and_coefficients_kernel(
     VECTORS,  # tuple of [T], or None
     LOSS_MASK,  # [T] uint8
     CU_SEQLENS,  # [N + 1]
-    STATS,  # [N, NUM_COLUMNS] float64, over all cp ranks
+    SUMS,  # [N, NUM_COLUMNS] float64, over all cp ranks
     TOKEN_COUNTS,  # [N] from the caller, or None
     TOKEN_WEIGHTS,  # [N]
     REGULARIZER_WEIGHTS,  # [N] or None
@@ -310,24 +309,24 @@ def loss_and_coefficients_kernel(
             _write_zeros(ENTROPY_COEFFICIENTS, begin, num_tokens, BLOCK)
         return
     end = tl.load(CU_SEQLENS + document + 1)
-    stats = STATS + document * NUM_COLUMNS
-    count = tl.load(stats + COUNT)
+    sums = SUMS + document * NUM_COLUMNS
+    count = tl.load(sums + COUNT)
     weight = tl.load(TOKEN_WEIGHTS + document).to(tl.float32)
     regularizer_weight = 0.0
     if REGULARIZER_WEIGHTS is not None:
         regularizer_weight = tl.load(REGULARIZER_WEIGHTS + document).to(tl.float32)
     advantages = 0.0
     if not HAS_TOKEN_ADVANTAGES:
-        advantages = spread(load_advantage(stats, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
+        advantages = spread(load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
     if LOG_RATIO_COLUMN >= 0:
-        log_ratio = spread(mean(tl.load(stats + LOG_RATIO_COLUMN), count), BLOCK)
+        log_ratio = spread(mean(tl.load(sums + LOG_RATIO_COLUMN), count), BLOCK)
         log_prob = log_ratio
         if LOG_PROBS_COLUMN >= 0:
-            log_prob = spread(mean(tl.load(stats + LOG_PROBS_COLUMN), count), BLOCK)
+            log_prob = spread(mean(tl.load(sums + LOG_PROBS_COLUMN), count), BLOCK)
         value, derivative, _ = _apply(LOSS, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, None, parameters)
         coefficient = weight * derivative
         if IMPORTANCE_COLUMN >= 0:
-            coefficient = weight * mean(tl.load(stats + IMPORTANCE_COLUMN), count).to(tl.float32) * derivative
+            coefficient = weight * mean(tl.load(sums + IMPORTANCE_COLUMN), count).to(tl.float32) * derivative
     policy, kl, entropy = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     num_bad = tl.zeros((BLOCK,), tl.int32)
     for start in range(begin, end, BLOCK):
@@ -364,7 +363,7 @@ def loss_and_coefficients_kernel(
             entropy_coefficients = tl.where(is_live, -entropy_coefficient * regularizer_weight, 0.0)
             tl.store(ENTROPY_COEFFICIENTS + tokens, entropy_coefficients, mask=tokens < end)
     # Non-finite inputs are counted already, so their results are not counted again.
-    num_nonfinite = _num_nonfinite(stats, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN)
+    num_nonfinite = _num_nonfinite(sums, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN)
     tl.store(NUM_NONFINITE + document, tl.where(num_nonfinite > 0, num_nonfinite, tl.sum(num_bad, 0)))
     terms = TERMS + document * NUM_TERMS
     tl.store(terms + POLICY, tl.sum(policy, 0))
@@ -372,7 +371,7 @@ def loss_and_coefficients_kernel(
     tl.store(terms + ENTROPY, tl.sum(entropy, 0))
 
 
-# The rows of metrics.METRICS that document_statistics_kernel computes. Any other row is computed in torch.
+# The rows of metrics.METRICS that metric_sums_kernel computes. Any other row is computed in torch.
 KERNEL_METRICS = (
     *("num_documents", "num_samples", "num_tokens", "num_ratios", "ratio_new_old_sum", "ratio_new_old_squared_sum"),
     *("old_logprobs", "new_logprobs", "ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "clipped_low", "clipped_high"),
@@ -383,7 +382,7 @@ NUM_DOCUMENTS, NUM_SAMPLES, NUM_TOKENS, NUM_RATIOS, RATIO_SUM, RATIO_SQUARED_SUM
 OLD_LOG_PROB, NEW_LOG_PROB, RATIO, DIVERGENCE, CLIPPED, CLIPPED_LOW, CLIPPED_HIGH = _COLUMNS[6:13]
 ADVANTAGE, ENTROPY_OF_TOKENS, MAX_ADVANTAGE, MIN_ADVANTAGE = _COLUMNS[13:]
 OTHER_COLUMNS = tuple(column for column, name in enumerate(STATISTICS) if name not in KERNEL_METRICS)
-NUM_STATISTICS = tl.constexpr(len(STATISTICS))
+NUM_METRIC_SUMS = tl.constexpr(len(STATISTICS))
 # Bit masks of the columns that are a maximum or a minimum, from the table.
 MAX_COLUMNS, MIN_COLUMNS = (
     tl.constexpr(sum(1 << column for column, kind in enumerate(STATISTICS.values()) if kind == of_kind))
@@ -393,11 +392,11 @@ MAX_COLUMNS, MIN_COLUMNS = (
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "ENTROPIES", "LOSS_MASK", "CU_SEQLENS", "STATS"),
-        "STATISTICS_OUT",
+        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "ENTROPIES", "LOSS_MASK", "CU_SEQLENS", "SUMS"),
+        "METRIC_SUMS",
     ]
 )
-def document_statistics_kernel(
+def metric_sums_kernel(
     LOG_PROBS,  # [T]
     OLD_LOG_PROBS,  # [T] or None
     ADVANTAGES,  # [N] or [T]
@@ -405,8 +404,8 @@ def document_statistics_kernel(
     VECTORS,  # tuple of [T], or None
     LOSS_MASK,  # [T] uint8
     CU_SEQLENS,  # [N + 1]
-    STATS,  # [N, NUM_COLUMNS] float64, over all cp ranks
-    STATISTICS_OUT,  # [N, NUM_STATISTICS] float64
+    SUMS,  # [N, NUM_COLUMNS] float64, over all cp ranks
+    METRIC_SUMS,  # [N, NUM_METRIC_SUMS] float64
     lowest_ratio,
     highest_ratio,
     parameters,  # tuple of numbers, or None
@@ -422,16 +421,16 @@ def document_statistics_kernel(
     """The statistics of this rank's tokens of one document. They share the factor 1 / m_i, which multiplies the sums at the end."""
     document = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(CU_SEQLENS + document), tl.load(CU_SEQLENS + document + 1)
-    stats = STATS + document * NUM_COLUMNS
-    count = tl.load(stats + COUNT)
+    sums = SUMS + document * NUM_COLUMNS
+    count = tl.load(sums + COUNT)
     if not HAS_TOKEN_ADVANTAGES:
-        advantages = spread(load_advantage(stats, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
+        advantages = spread(load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
     if LOG_RATIO_COLUMN >= 0:
-        log_ratio = spread(mean(tl.load(stats + LOG_RATIO_COLUMN), count), BLOCK)
+        log_ratio = spread(mean(tl.load(sums + LOG_RATIO_COLUMN), count), BLOCK)
         ratio = bounded_exp(log_ratio)
         log_prob = log_ratio
         if LOG_PROBS_COLUMN >= 0:
-            log_prob = spread(mean(tl.load(stats + LOG_PROBS_COLUMN), count), BLOCK)
+            log_prob = spread(mean(tl.load(sums + LOG_PROBS_COLUMN), count), BLOCK)
         _, _, was_clipped = _apply(LOSS, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, None, parameters)
     zeros, no_tokens = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.int32)
     num_live, num_clipped, num_low, num_high = no_tokens, no_tokens, no_tokens, no_tokens
@@ -470,7 +469,7 @@ def document_statistics_kernel(
     num_tokens = tl.sum(num_live, 0).to(tl.float64)
     share = mean(1.0, count)
     ratio_share = share if LOG_RATIO_COLUMN >= 0 else 1.0
-    row = STATISTICS_OUT + document * NUM_STATISTICS
+    row = METRIC_SUMS + document * NUM_METRIC_SUMS
     tl.store(row + NUM_DOCUMENTS, document_share)
     tl.store(row + NUM_SAMPLES, num_tokens * share)
     tl.store(row + NUM_TOKENS, num_tokens)
@@ -492,14 +491,14 @@ def document_statistics_kernel(
 
 @triton.jit(
     do_not_specialize=["num_documents"],
-    do_not_specialize_on_alignment=["TERMS", "STATISTICS_IN", "LOSS", "TERMS_OUT", "STATISTICS_OUT"],
+    do_not_specialize_on_alignment=["TERMS", "DOCUMENT_METRIC_SUMS", "LOSS", "TERMS_OUT", "METRIC_SUMS"],
 )
 def finish_kernel(
     TERMS,  # [N, 3] float64
-    STATISTICS_IN,  # [N, NUM_STATISTICS] float64 or None
+    DOCUMENT_METRIC_SUMS,  # [N, NUM_METRIC_SUMS] float64 or None
     LOSS,  # [] float32
     TERMS_OUT,  # [3] float32
-    STATISTICS_OUT,  # [NUM_STATISTICS] float64, or None with STATISTICS_IN
+    METRIC_SUMS,  # [NUM_METRIC_SUMS] float64, or None with DOCUMENT_METRIC_SUMS
     kl_coefficient,
     entropy_coefficient,
     num_documents,
@@ -521,9 +520,9 @@ def finish_kernel(
         tl.store(TERMS_OUT + KL, tl.sum(kl, 0).to(tl.float32))
         tl.store(TERMS_OUT + ENTROPY, tl.sum(entropy, 0).to(tl.float32))
         return
-    if STATISTICS_IN is not None:
+    if DOCUMENT_METRIC_SUMS is not None:
         # A column whose bit is lost would be summed, and a maximum of sums is no error that anybody sees.
-        tl.static_assert(NUM_STATISTICS <= 31, "MAX_COLUMNS and MIN_COLUMNS have 31 bits")
+        tl.static_assert(NUM_METRIC_SUMS <= 31, "MAX_COLUMNS and MIN_COLUMNS have 31 bits")
         # A tensor is on the left, because the interpreter of Triton 3.7 treats constant >> tensor as a constant.
         bit = tl.full((), 1, tl.int32) << column
         is_max, is_min = (bit & MAX_COLUMNS) != 0, (bit & MIN_COLUMNS) != 0
@@ -532,11 +531,11 @@ def finish_kernel(
         for start in range(0, num_documents, BLOCK):
             documents = start + tl.arange(0, BLOCK)
             is_inside = documents < num_documents
-            x = tl.load(STATISTICS_IN + documents * NUM_STATISTICS + column, mask=is_inside, other=0.0)
+            x = tl.load(DOCUMENT_METRIC_SUMS + documents * NUM_METRIC_SUMS + column, mask=is_inside, other=0.0)
             x = tl.where(is_inside, x, neutral)
             total = tl.where(is_max, tl.maximum(total, x), tl.where(is_min, tl.minimum(total, x), total + x))
         result = tl.where(is_max, tl.max(total, 0), tl.where(is_min, tl.min(total, 0), tl.sum(total, 0)))
-        tl.store(STATISTICS_OUT + column, result)
+        tl.store(METRIC_SUMS + column, result)
 
 
 @torch.no_grad()
@@ -552,61 +551,61 @@ def reduce_loss_triton(
     """The twin of `reduce_loss_torch`: equation, communication and errors are the same. Three launches, four with metrics."""
     assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take the torch twin"
     if inputs.correction is not None:
-        inputs = with_token_weights(inputs, log_probs)
-    columns = stats_columns(loss, inputs)
+        inputs = correct_tokens(inputs, log_probs)
+    columns = sum_columns(loss, inputs)
     shared, weighted = _kernel_arguments(loss, columns, log_probs, inputs, settings, block)
     # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device_of(log_probs):
-        stats = log_probs.new_empty(inputs.num_documents, len(columns), dtype=torch.float64)
+        sums = log_probs.new_empty(inputs.num_documents, len(columns), dtype=torch.float64)
         # This kernel only checks that the vectors are finite.
         checked = [*(shared["VECTORS"] or ()), *([inputs.rollout_log_probs] if inputs.compares_with_sampler else [])]
-        document_stats_kernel[(inputs.num_documents,)](
+        document_sums_kernel[(inputs.num_documents,)](
             **(shared | {"VECTORS": tuple(map(_contiguous, checked)) or None}),
             **weighted,
-            STATS=stats,
+            SUMS=sums,
             HAS_TOKEN_ADVANTAGES=inputs.advantages_per == "token",
         )
         if inputs.correction is not None:
-            for name, values in columns_of(inputs, log_probs).items():
-                stats[:, columns.index(name)] = document_sums(torch.where(inputs.loss_mask, values, 0.0), inputs.cu_seqlens)
-        stats = all_reduce_sum(stats, settings.cp_group)
-        if not stats.is_cuda:
-            document_stats = read_stats(loss, stats, inputs, log_probs.dtype)
-            raise_on_bad_data(loss, document_stats, log_probs, inputs, settings.kl_coefficient)
-        correction = inputs.known_correction
+            for name, values in columns_of_correction(inputs, log_probs).items():
+                sums[:, columns.index(name)] = document_sums(torch.where(inputs.loss_mask, values, 0.0), inputs.cu_seqlens)
+        sums = all_reduce_sum(sums, settings.cp_group)
+        if not sums.is_cuda:
+            of_documents = read_sums(loss, sums, inputs, log_probs.dtype)
+            raise_on_bad_data(loss, of_documents, log_probs, inputs, settings.kl_coefficient)
+        correction = inputs.applied_correction
         if inputs.correction is not None:
-            of_documents = read_stats(loss, stats, inputs, log_probs.dtype)
-            inputs, of_documents, correction = with_sample_weights(loss, inputs, of_documents, log_probs)
+            of_documents = read_sums(loss, sums, inputs, log_probs.dtype)
+            inputs, of_documents, correction = correct_samples(inputs, of_documents, log_probs)
             weighted["IMPORTANCE_WEIGHTS"] = _contiguous(inputs.importance_weights)
             if of_documents.importance is not None:
-                stats[:, weighted["IMPORTANCE_COLUMN"]] = of_documents.importance
-        shared |= {"STATS": stats, **equation_of(loss, inputs, settings)}
+                sums[:, weighted["IMPORTANCE_COLUMN"]] = of_documents.importance
+        shared |= {"SUMS": sums, **equation_of(loss, inputs, settings)}
         terms, coefficients, entropy_coefficients, num_nonfinite = _loss_and_coefficients(
             shared, weighted, entropy, inputs, settings
         )
         if not num_nonfinite.is_cuda:  # the comparison would be one more launch
             with settings.agreement():
                 raise_on_nonfinite(loss, num_nonfinite > 0)
-        per_document = _document_statistics(shared, entropy, inputs.num_documents, settings)
+        per_document = _metric_sums(shared, entropy, inputs.num_documents, settings)
         total, (policy_loss, kl_loss, entropy_sum), statistics = _finish(terms, per_document, settings)
         if statistics is not None and OTHER_COLUMNS:
-            in_torch = statistics_without_result(loss, log_probs, entropy, inputs, stats, settings)
+            in_torch = metric_sums_in_torch(loss, log_probs, entropy, inputs, sums, settings)
             for column in OTHER_COLUMNS:
                 statistics.values[column] = in_torch.values[column]
         if statistics is not None and correction is not None:
             advantages = checked_tensors(loss, log_probs, inputs, 0.0)["advantages"]
-            of_correction = statistics_of(correction, advantages, inputs, stats[:, columns.index("counts")])
+            of_correction = correction_metric_sums(correction, advantages, inputs, sums[:, columns.index("counts")])
             statistics = replace(statistics, correction=of_correction)
     return LossResult(
-        total,
-        policy_loss,
-        kl_loss if settings.kl_coefficient else None,
-        entropy_sum if settings.entropy_coefficient else None,
-        coefficients,
-        entropy_coefficients,
-        num_nonfinite,
-        statistics,
-        correction,
+        loss=total,
+        policy_loss=policy_loss,
+        kl_loss=kl_loss if settings.kl_coefficient else None,
+        entropy=entropy_sum if settings.entropy_coefficient else None,
+        coefficients=coefficients,
+        entropy_coefficients=entropy_coefficients,
+        num_nonfinite=num_nonfinite,
+        metric_sums=statistics,
+        correction=correction,
     )
 
 
@@ -625,7 +624,7 @@ def equation_of(loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) ->
     """The arguments of a kernel that calls the loss's twin."""
     low, high = (1.0, math.inf) if settings.clip is None else settings.clip
     return {
-        # A sequence-level loss has one advantage a sample now, in the stats if [T] was given.
+        # A sequence-level loss has one advantage a sample now, in the sums if [T] was given.
         "HAS_TOKEN_ADVANTAGES": inputs.advantages_per == "token" and loss.level == "token",
         "LOSS": twin_of(loss),
         "parameters": tuple(settings.parameters.values()) or None,
@@ -690,18 +689,16 @@ def _loss_and_coefficients(
     return terms, coefficients, entropy_coefficients, num_nonfinite
 
 
-def _document_statistics(
-    shared: dict[str, Any], entropy: Tensor | None, num_documents: int, settings: LossSettings
-) -> Tensor | None:
+def _metric_sums(shared: dict[str, Any], entropy: Tensor | None, num_documents: int, settings: LossSettings) -> Tensor | None:
     """[N, K] float64; None, without a launch, at metrics "none"."""
     if settings.metrics == PolicyMetrics.NONE:
         return None
     log_probs: Tensor = shared["LOG_PROBS"]
     statistics = log_probs.new_empty(num_documents, len(STATISTICS), dtype=torch.float64)
-    document_statistics_kernel[(num_documents,)](
+    metric_sums_kernel[(num_documents,)](
         **shared,
         ENTROPIES=_contiguous(entropy) if settings.metrics == PolicyMetrics.WITH_ENTROPY else None,
-        STATISTICS_OUT=statistics,
+        METRIC_SUMS=statistics,
         # Every cp rank has all documents, so only cp rank 0 counts them.
         document_share=1.0 if settings.cp_group.rank() == 0 else 0.0,
     )
@@ -716,10 +713,10 @@ def _finish(
     values = None if per_document is None else terms.new_empty(len(STATISTICS))
     finish_kernel[(1 if values is None else 1 + len(STATISTICS),)](
         TERMS=terms,
-        STATISTICS_IN=per_document,
+        DOCUMENT_METRIC_SUMS=per_document,
         LOSS=loss,
         TERMS_OUT=sums,
-        STATISTICS_OUT=values,
+        METRIC_SUMS=values,
         kl_coefficient=float(settings.kl_coefficient),
         entropy_coefficient=float(settings.entropy_coefficient),
         num_documents=terms.shape[0],

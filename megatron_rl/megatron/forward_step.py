@@ -18,7 +18,7 @@ from megatron_rl.layout.groups import ParallelGroups, checks_microbatch, resolve
 from megatron_rl.loss_hub import get_loss_aggregation, needs_rollout_log_probs
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
-from megatron_rl.losses.keywords import LossKeywords
+from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
 from megatron_rl.megatron.installed import takes_no_labels, unscaled_indexer

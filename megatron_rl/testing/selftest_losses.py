@@ -17,7 +17,7 @@ from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.losses import linear_policy_loss, policy_loss
-from megatron_rl.losses.keywords import LossKeywords
+from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.megatron.ranks import join_ranks
 from megatron_rl.testing.comparison import compare
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard, StepSample

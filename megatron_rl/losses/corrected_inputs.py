@@ -1,4 +1,8 @@
-"""Puts a correction into the inputs of a loss: the token's part before the one reduction over cp, the sample's part after it.
+"""Applies a correction to the inputs of a loss: the one place where the losses call corrections.py.
+
+    level token                     correct_tokens, before the one reduction over cp: a token's factor needs its own numbers
+    criteria and levels of samples  columns_of_correction are in that reduction, and correct_samples reads their sums after it
+    known before the rows           correct_before_rows: one reduction of its own, before any log-probability is computed
 
 importance_correction is the same for a loop of one's own.
 """
@@ -15,8 +19,8 @@ from megatron_rl.corrections import Correction, correct, correction_columns, sam
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
-from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.options import DocumentStats, LossInputs, check_cu_seqlens, given
+from megatron_rl.losses.document_sums import DocumentSums
+from megatron_rl.losses.inputs import LossInputs, check_cu_seqlens, given
 from megatron_rl.metrics import CorrectionValues, correction_statistics
 
 
@@ -63,45 +67,44 @@ def importance_correction(
             raise DataError(f"{name} is {vector.dtype}: a ratio of probabilities needs float32 or float64; convert it")
         if not vector.is_cuda and bool((is_live & ~torch.isfinite(vector)).any()):
             raise DataError(f"{name} has unmasked values that are not finite: mask those tokens or drop the samples")
-    columns = correction_columns(settings, old_log_probs if log_probs is None else log_probs, old_log_probs, rollout_log_probs)
-    sums = _sums_over_samples(columns, is_live, cu_seqlens, cp_group)
     advantages = torch.zeros_like(old_log_probs) if advantages is None else advantages
-    correction = correct(
+    correction, counts = _correct_alone(
         settings,
+        log_probs=old_log_probs if log_probs is None else log_probs,
         old_log_probs=old_log_probs,
         rollout_log_probs=rollout_log_probs,
         advantages=advantages,
-        sums=sums,
         loss_mask=is_live,
+        cu_seqlens=cu_seqlens,
         documents=documents,
+        cp_group=cp_group,
     )
-    given_to_metrics = CorrectionValues(correction, advantages)
-    return correction, correction_statistics(given_to_metrics, loss_mask=is_live, counts=spread(sums["counts"], documents))
+    values = CorrectionValues(correction, advantages)
+    return correction, correction_statistics(values, loss_mask=is_live, counts=spread(counts, documents))
 
 
-def with_token_weights(inputs: LossInputs, log_probs: Tensor) -> LossInputs:
-    """The inputs with the weights of level token, so that the reduction sums what it has to sum. [T] log_probs."""
+def correct_tokens(inputs: LossInputs, log_probs: Tensor) -> LossInputs:  # log_probs [T]
+    """The inputs with the weights of level token, so that the reduction sums what it has to sum."""
     assert inputs.correction is not None
     old_log_probs, rollout_log_probs = _compared(inputs, log_probs)
     return _multiplied(inputs, token_weights_of(inputs.correction, old_log_probs, rollout_log_probs))
 
 
-def columns_of(inputs: LossInputs, log_probs: Tensor) -> dict[str, Tensor]:  # [T] each
+def columns_of_correction(inputs: LossInputs, log_probs: Tensor) -> dict[str, Tensor]:  # [T] each
     """The vectors that a criterion of the sample sums over its tokens."""
     assert inputs.correction is not None
     return correction_columns(inputs.correction, log_probs, *_compared(inputs, log_probs))
 
 
-def with_sample_weights(
-    loss: PolicyLoss,
-    inputs: LossInputs,  # from with_token_weights
-    stats: DocumentStats,
+def correct_samples(
+    inputs: LossInputs,  # from correct_tokens
+    sums: DocumentSums,
     log_probs: Tensor,  # [T]
-) -> tuple[LossInputs, DocumentStats, Correction]:
+) -> tuple[LossInputs, DocumentSums, Correction]:
     """The inputs and sums with the whole correction. No communication: the sums are those of all cp ranks."""
     assert inputs.correction is not None
     old_log_probs, rollout_log_probs = _compared(inputs, log_probs)
-    sums = {"counts": stats.counts, **stats.correction_sums}
+    of_samples = {"counts": sums.counts, **sums.correction_sums}
     advantages = inputs.advantages.to(log_probs.dtype)
     if inputs.advantages_per == "sample":
         advantages = spread(advantages, inputs.token_documents)
@@ -110,21 +113,22 @@ def with_sample_weights(
         old_log_probs=old_log_probs,
         rollout_log_probs=rollout_log_probs,
         advantages=advantages,
-        sums=sums,
+        sums=of_samples,
         loss_mask=inputs.loss_mask,
         documents=inputs.token_documents,
     )
-    if stats.importance is not None:  # a sequence-level loss: its tokens share the advantage
-        of_samples = inputs.advantages if stats.advantages is None else stats.advantages
-        stats = replace(stats, importance=stats.importance * sample_weights_of(inputs.correction, sums, of_samples))
+    if sums.importance is not None:  # a sequence-level loss: its tokens share the advantage
+        shared_advantages = inputs.advantages if sums.advantages is None else sums.advantages
+        factor = sample_weights_of(inputs.correction, of_samples, shared_advantages)
+        sums = replace(sums, importance=sums.importance * factor)
     if inputs.correction.needs_sums:
         # The weights of level token are in the inputs; a dropped token has 0, one of a sample the sample's factor.
-        factor = correction.weights if inputs.correction.is_of_sequence else correction.is_kept.to(log_probs.dtype)
-        inputs = _multiplied(inputs, factor)
-    return inputs, stats, correction
+        weights = correction.weights if inputs.correction.is_of_sequence else correction.is_kept.to(log_probs.dtype)
+        inputs = _multiplied(inputs, weights)
+    return inputs, sums, correction
 
 
-def is_known_before(inputs: LossInputs) -> bool:
+def can_correct_before_rows(inputs: LossInputs) -> bool:
     """Whether the correction needs sums over samples, and none of the policy in training."""
     correction = inputs.correction
     if correction is None or not correction.needs_sums:
@@ -132,28 +136,28 @@ def is_known_before(inputs: LossInputs) -> bool:
     return inputs.old_log_probs is not None and not correction.is_of_current_policy
 
 
-def with_known_correction(inputs: LossInputs, log_probs_dtype: torch.dtype, cp_group: Group) -> LossInputs:
-    """The inputs with a correction that no log-probability of the policy in training enters, before any is computed.
+def correct_before_rows(inputs: LossInputs, log_probs_dtype: torch.dtype, cp_group: Group) -> LossInputs:
+    """Applies a correction that does not depend on the policy in training, so it can be computed before the forward pass.
 
     Communication: one all-reduce of [N, k] over cp for criteria of a sample.
     """
     assert inputs.correction is not None and not inputs.correction.is_of_current_policy
     old_log_probs = given(inputs.old_log_probs).to(log_probs_dtype)
-    rollout_log_probs = given(inputs.rollout_log_probs).to(log_probs_dtype)
-    columns = correction_columns(inputs.correction, old_log_probs, old_log_probs, rollout_log_probs)
-    correction = correct(
+    correction, _ = _correct_alone(
         inputs.correction,
+        log_probs=old_log_probs,
         old_log_probs=old_log_probs,
-        rollout_log_probs=rollout_log_probs,
+        rollout_log_probs=given(inputs.rollout_log_probs).to(log_probs_dtype),
         advantages=torch.zeros_like(old_log_probs),  # the criterion that reads them is of the current policy
-        sums=_sums_over_samples(columns, inputs.loss_mask, inputs.cu_seqlens, cp_group),
         loss_mask=inputs.loss_mask,
+        cu_seqlens=inputs.cu_seqlens,
         documents=inputs.token_documents,
+        cp_group=cp_group,
     )
-    return replace(_multiplied(inputs, correction.weights), correction=None, known_correction=correction)
+    return replace(_multiplied(inputs, correction.weights), correction=None, applied_correction=correction)
 
 
-def statistics_of(
+def correction_metric_sums(
     correction: Correction,
     advantages: Tensor,  # [T]
     inputs: LossInputs,
@@ -163,16 +167,33 @@ def statistics_of(
     return correction_statistics(CorrectionValues(correction, advantages), loss_mask=inputs.loss_mask, counts=of_tokens)
 
 
-def _sums_over_samples(
-    columns: dict[str, Tensor],  # [T] each
+def _correct_alone(
+    settings: CorrectionSettings,
+    *,
+    log_probs: Tensor,  # [T]
+    old_log_probs: Tensor,  # [T]
+    rollout_log_probs: Tensor,  # [T]
+    advantages: Tensor,  # [T]
     loss_mask: Tensor,  # [T] bool, False on padding
     cu_seqlens: Tensor,  # [N + 1]
+    documents: Tensor,  # [T] int64, N on padding
     cp_group: Group,
-) -> dict[str, Tensor]:  # [N] float64 each, with "counts"
-    """Communication: one all-reduce of [N, k <= 3] over cp; none at size 1."""
-    columns = {"counts": loss_mask, **columns}
+) -> tuple[Correction, Tensor]:  # and the counts [N] over all cp ranks
+    """The correction with sums of its own. Communication: one all-reduce of [N, k <= 3] over cp; none at size 1."""
+    columns = {"counts": loss_mask, **correction_columns(settings, log_probs, old_log_probs, rollout_log_probs)}
     stacked = torch.stack([torch.where(loss_mask, column, 0).double() for column in columns.values()], dim=-1)
-    return dict(zip(columns, all_reduce_sum(document_sums(stacked, cu_seqlens), cp_group).unbind(-1), strict=True))
+    reduced = all_reduce_sum(document_sums(stacked, cu_seqlens), cp_group)
+    sums = dict(zip(columns, reduced.unbind(-1), strict=True))
+    correction = correct(
+        settings,
+        old_log_probs=old_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        advantages=advantages,
+        sums=sums,
+        loss_mask=loss_mask,
+        documents=documents,
+    )
+    return correction, sums["counts"]
 
 
 def _compared(inputs: LossInputs, log_probs: Tensor) -> tuple[Tensor, Tensor]:  # [T] old, [T] rollout

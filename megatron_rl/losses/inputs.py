@@ -1,0 +1,284 @@
+"""Defines the tensors of one micro-batch that a loss is given, and checks them.
+
+They are put into one form; no value is changed, and masked values are not read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.aggregation import check_counts
+from megatron_rl.config import CorrectionSettings
+from megatron_rl.corrections import Correction
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import Group, RankAgreement
+from megatron_rl.layout.packing import document_ids, spread
+from megatron_rl.loss_hub import PolicyLoss
+from megatron_rl.losses.settings import LossKeywords, LossSettings
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch of this rank. Masked positions, and padding past cu_seqlens[-1], may hold anything."""
+
+    old_log_probs: Tensor | None  # [T]
+    advantages: Tensor  # [N] or [T], as advantages_per says
+    advantages_per: str  # "sample" or "token"
+    loss_mask: Tensor  # [T] bool, False on padding
+    cu_seqlens: Tensor  # [N + 1]
+    token_weights: Tensor  # [N]
+    token_counts: Tensor | None  # [N] over all cp ranks
+    importance_weights: Tensor | None  # [T]
+    ref_log_probs: Tensor | None  # [T]
+    rollout_log_probs: Tensor | None  # [T]
+    regularizer_weights: Tensor | None  # [N]
+    correction: CorrectionSettings | None  # None: no correction, or an applied one
+    applied_correction: Correction | None = None  # is in importance_weights already
+    document_numbers: tuple[int, ...] | None = None  # N, the caller's numbers, for messages; None: 0 to N - 1
+
+    @property
+    def num_documents(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def compares_with_sampler(self) -> bool:
+        """Whether rollout_log_probs are in a correction, so that they must be finite."""
+        return self.correction is not None or self.applied_correction is not None
+
+    @functools.cached_property
+    def token_documents(self) -> Tensor:
+        """[T] int64, N on padding. Only the torch twin needs it."""
+        return document_ids(self.cu_seqlens, self.loss_mask.numel())
+
+
+def are_coefficients_known_on_policy(loss: PolicyLoss, inputs: LossInputs) -> bool:
+    """Whether a sequence-level loss needs no log-probability: it reads the log-ratio alone, which is 0 on-policy."""
+    is_of_ratio = not loss.takes_log_probs and not loss.needs and inputs.correction is None
+    return loss.level == "sequence" and inputs.old_log_probs is None and is_of_ratio
+
+
+def prepare_inputs(
+    loss: PolicyLoss,
+    options: LossKeywords,  # from with_defaults
+    cp_group: Group,
+    *,
+    num_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    token_weights: Tensor,
+    document_lengths: Sequence[int] | None = None,
+) -> LossInputs:
+    """Checks shapes and dtypes, and finds out whether `advantages` are per sample or per token.
+
+    dtype: that of the log-probabilities and of the loss; weights must be finite in it.
+    Raises DataError or ConfigError, which name the argument.
+    """
+    old_log_probs = options["rollout_log_probs"] if loss.anchor == "rollout" else old_log_probs
+    # All cp ranks reduce tensors whose shape depends on what advantages are.
+    ranks_must_agree = loss.level == "sequence" and cp_group.size() > 1
+    token_counts, regularizer_weights = options["token_counts"], options["regularizer_weights"]
+    required = {"cu_seqlens": cu_seqlens, "loss_mask": loss_mask, "advantages": advantages, "token_weights": token_weights}
+    per_token = {
+        "old_log_probs": old_log_probs,
+        "importance_weights": options["importance_weights"],
+        "ref_log_probs": options["ref_log_probs"],
+        "rollout_log_probs": options["rollout_log_probs"],
+    }
+    optional = {**per_token, "token_counts": token_counts, "regularizer_weights": regularizer_weights}
+    _check_are_tensors(required | {name: value for name, value in optional.items() if value is not None})
+    check_cu_seqlens(cu_seqlens, num_tokens)
+    num_documents = cu_seqlens.numel() - 1
+    if loss_mask.shape != (num_tokens,) or loss_mask.dtype not in (torch.bool, torch.int32, torch.int64, torch.uint8):
+        raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
+    per_document = {
+        "token_weights": token_weights,
+        "token_counts": token_counts,
+        "regularizer_weights": regularizer_weights,
+    }
+    if not loss_mask.is_cuda and loss_mask.dtype != torch.bool and bool(((loss_mask != 0) & (loss_mask != 1)).any()):
+        raise DataError("loss_mask has values other than 0 and 1: a mask selects tokens; pass weights as token_weights")
+    for length, letter, tensors in ((num_tokens, "T", per_token), (num_documents, "N", per_document)):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.shape != (length,):
+                raise DataError(f"{name} must be [{letter}={length}], got {tuple(tensor.shape)}")
+    for name, tensor in (("advantages", advantages), *per_token.items(), *per_document.items()):
+        if tensor is not None and tensor.is_complex():
+            raise DataError(f"{name} is {tensor.dtype}: a loss needs real numbers; pass a floating point tensor")
+    for name in ("token_weights", "regularizer_weights"):
+        weights = per_document[name]
+        if weights is not None and not weights.is_cuda and not bool(torch.isfinite(weights.to(dtype)).all()):
+            raise DataError(f"{name} has values that are not finite in {dtype}: {weights.tolist()}")
+    if token_counts is not None:
+        check_counts("token_counts", token_counts)
+    advantages_per = options["advantages_per"]
+    if advantages_per is None:
+        lengths = document_lengths if cp_group.size() == 1 else None
+        advantages_per = _meaning_of_advantages(advantages, num_tokens, cu_seqlens, lengths, ranks_must_agree)
+    else:
+        _check_advantages_per(advantages_per, advantages, {"sample": num_documents, "token": num_tokens})
+    # Counts and weights are small and may come from the host: they are copied to the logits' device.
+    cu_seqlens, token_weights = (value.to(device, non_blocking=True) for value in (cu_seqlens, token_weights))
+    token_counts, regularizer_weights = (
+        None if value is None else value.to(device, non_blocking=True) for value in (token_counts, regularizer_weights)
+    )
+    _check_devices(device, {"loss_mask": loss_mask, "advantages": advantages, **per_token})
+    return LossInputs(
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        advantages_per=advantages_per,
+        loss_mask=loss_mask.bool() & (torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype) < cu_seqlens[-1]),
+        cu_seqlens=cu_seqlens,
+        token_weights=token_weights,
+        token_counts=token_counts,
+        importance_weights=options["importance_weights"],
+        ref_log_probs=options["ref_log_probs"],
+        rollout_log_probs=options["rollout_log_probs"],
+        regularizer_weights=regularizer_weights,
+        correction=options["correction"] if options["correction"] is not None and options["correction"].is_on else None,
+    )
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
+    """Raises DataError unless cu_seqlens is [N + 1], integer, starts with 0, never decreases and ends at or before num_tokens.
+
+    Values are checked on the CPU only: on CUDA that would synchronise.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise DataError(
+            f"cu_seqlens must be [N + 1] int32, the bounds of N documents, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    if cu_seqlens.is_cuda:
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise DataError(f"cu_seqlens starts with {bounds[0]}, it must start with 0: the bounds count this rank's tokens")
+    for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        if end < start:
+            raise DataError(f"cu_seqlens decreases from {start} to {end} at document {index}")
+    if bounds[-1] > num_tokens:
+        raise DataError(
+            f"cu_seqlens ends at {bounds[-1]} but there are {num_tokens} tokens; under context parallelism it bounds the local "
+            "slices: layout.local_cu_seqlens(cu_seqlens, cp_size) converts Megatron's"
+        )
+
+
+def given(tensor: Tensor | None) -> Tensor:
+    """The tensor, for type checkers: the checks of the options have shown that it is not None."""
+    assert tensor is not None
+    return tensor
+
+
+def _check_are_tensors(arguments: Mapping[str, object]) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise DataError(f"{name} is {type(value).__name__}: pass a torch tensor")
+
+
+def _check_devices(device: torch.device, tensors: dict[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise DataError(f"{name} is on {tensor.device} and the logits on {device}: move it with .to(logits.device)")
+
+
+def _check_advantages_per(advantages_per: str, advantages: Tensor, lengths: Mapping[str, int]) -> None:
+    if advantages_per not in lengths:
+        raise ConfigError(f'advantages_per={advantages_per!r} must be "sample", "token" or None')
+    if advantages.shape != (lengths[advantages_per],):
+        raise DataError(
+            f'advantages {tuple(advantages.shape)} with advantages_per="{advantages_per}" must be [{lengths[advantages_per]}]'
+        )
+
+
+def _meaning_of_advantages(
+    advantages: Tensor, num_tokens: int, cu_seqlens: Tensor, document_lengths: Sequence[int] | None, ranks_must_agree: bool
+) -> str:
+    """ "sample" or "token". It reads no value of the device: so a CUDA graph can hold the call."""
+    num_documents = cu_seqlens.numel() - 1
+    if advantages.shape == (num_documents,) and num_documents == num_tokens:
+        ranks_must_agree = ranks_must_agree and num_documents > 0
+        # Of one token and one sample both readings are the same number.
+        is_the_same = num_documents <= 1 or _have_one_token_each(cu_seqlens, document_lengths)
+        if is_the_same and not ranks_must_agree:
+            return "sample"
+        unknown = "cu_seqlens is on the device, where a loss reads no values"
+        why = unknown if is_the_same is None else "not every document has exactly one token"
+        why = "documents may have tokens on other ranks" if ranks_must_agree else why
+        raise DataError(
+            f"advantages [{num_tokens}] fit both {num_documents} samples and {num_tokens} tokens, and {why}: pass "
+            'advantages_per="sample" or "token"'
+        )
+    for meaning, length in (("sample", num_documents), ("token", num_tokens)):
+        if advantages.shape == (length,):
+            return meaning
+    raise DataError(
+        f"advantages {tuple(advantages.shape)} must be [N={num_documents}], one a sample, or [T={num_tokens}], one a token"
+    )
+
+
+def _have_one_token_each(cu_seqlens: Tensor, document_lengths: Sequence[int] | None) -> bool | None:
+    """None: the host does not know."""
+    if not cu_seqlens.is_cuda:
+        return bool((cu_seqlens.diff() == 1).all())
+    return None if document_lengths is None else all(type(length) is int and length == 1 for length in document_lengths)
+
+
+def checked_tensors(
+    loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, kl_coefficient: float
+) -> dict[str, Tensor]:  # [T] each
+    """The tensors that must be finite at every unmasked token, by their names in messages."""
+    dtype = log_probs.dtype
+    old_log_probs = log_probs if inputs.old_log_probs is None else inputs.old_log_probs.to(dtype)
+    advantages = inputs.advantages.to(dtype)
+    if inputs.advantages_per == "sample":
+        advantages = spread(advantages, inputs.token_documents)
+    tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
+    # In the dtype of the loss: 1e300 is finite only in float64.
+    if inputs.importance_weights is not None:
+        tensors["importance_weights"] = inputs.importance_weights.to(dtype)
+    if inputs.compares_with_sampler:
+        tensors["rollout_log_probs"] = given(inputs.rollout_log_probs).to(dtype)
+    if kl_coefficient:
+        tensors["ref_log_probs"] = given(inputs.ref_log_probs).to(dtype)
+    return tensors | further_inputs(loss, inputs, dtype)
+
+
+def further_inputs(loss: PolicyLoss, inputs: LossInputs, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each
+    """The further inputs that the loss declares."""
+    return {name: given(getattr(inputs, name)).to(dtype) for name in loss.needs}
+
+
+def compare_inputs(agreement: RankAgreement, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> None:
+    """Adds the values that must be equal on ranks that compute one loss: over tp all of them; over cp those of [N]."""
+    if not agreement.is_active:
+        return
+    agreement.add("policy loss", loss.name)
+    for name, value in settings.keywords.items():
+        agreement.add(name, value)
+    agreement.add("correction", str(inputs.correction))
+    for name in ("kl_coefficient", "kl_estimator", "entropy_coefficient", "metrics", "backend"):
+        agreement.add(name, getattr(settings, name))
+    agreement.add("number of documents", inputs.num_documents)
+    agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)
+    agreement.add("advantages_per", inputs.advantages_per)
+    for name in ("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs"):
+        agreement.add(name, _live(getattr(inputs, name), inputs.loss_mask), is_sliced=True)
+    if inputs.advantages_per == "token":
+        agreement.add("advantages", _live(inputs.advantages, inputs.loss_mask), is_sliced=True)
+    else:
+        agreement.add("advantages", inputs.advantages)
+    for name in ("token_weights", "token_counts", "regularizer_weights"):
+        agreement.add(name, getattr(inputs, name))
+
+
+def _live(values: Tensor | None, loss_mask: Tensor) -> Tensor | None:
+    """The values with 0 at masked tokens, which may hold anything."""
+    return None if values is None else torch.where(loss_mask, values, 0)

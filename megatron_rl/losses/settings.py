@@ -1,0 +1,242 @@
+"""Defines the keyword arguments of the losses, and resolves them for one loss into checked settings.
+
+The keywords are typed here once: `**keywords: Unpack[LogitsLossKeywords]` is what a type checker, a reader and the losses read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any, TypedDict, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import (
+    DEFAULT_MAX_LOGITS_BYTES,
+    Backend,
+    CorrectionSettings,
+    ImportanceCorrection,
+    KLEstimator,
+    PolicyMetrics,
+    counted_twice,
+)
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import Group, RankAgreement, resolve_group
+from megatron_rl.loss_hub import PolicyLoss, declared_parameters
+
+
+class LossKeywords(TypedDict, total=False):
+    """The keyword arguments that policy_loss and linear_policy_loss share. None is the default where no other one is named.
+
+    clip_ratio_low, clip_ratio_high: the ratio is clipped at 1 minus and 1 plus these; None: the loss's default.
+    loss_parameters: values of the parameters that the loss declares, by name; a missing one keeps its default. Default: none.
+    temperature: the logits are divided by it: the sampling temperature of the rollouts. Default 1.
+    vocab_size: real columns over all tp ranks; the columns after them are padding. None: all columns are real.
+    token_counts [N]: unmasked tokens of each sample over all cp ranks; they are checked. None: they are counted.
+    tp_group, cp_group: None: those of megatron.core.parallel_state, else one rank.
+    metrics: "none", "basic" or "with_entropy". Default "none".
+    backend: "auto", "torch" or "triton". Default "auto".
+    advantages_per: "sample" or "token"; None: read from the shape. Where N == T it is needed, unless each document has one token
+        and cu_seqlens lies on the host, or document_lengths say so: a loss never reads values of the device.
+    importance_weights [T]: constants that multiply a token's part of the loss.
+    ref_log_probs [T]: of the reference policy in nats, for the KL term.
+    rollout_log_probs [T]: of the sampling engine in nats, for losses that need them.
+    correction: how the gap between the sampler's policy and the old one is corrected; it needs rollout_log_probs. None: not.
+    kl_coefficient, entropy_coefficient: 0 turns the term off. Default 0.
+    kl_estimator: "k1", "k2", "k3", "k3+" or "unbiased"; ops/ratios.py has the formulas. Default "k3".
+    regularizer_weights [N]: from aggregation.regularizer_weights; needed where a coefficient is not 0.
+    check_ranks: whether tp and cp ranks compare their arguments; None: where they communicate through the CPU.
+    """
+
+    clip_ratio_low: float | None
+    clip_ratio_high: float | None
+    loss_parameters: Mapping[str, float]
+    temperature: float
+    vocab_size: int | None
+    token_counts: Tensor | None
+    tp_group: Group | None
+    cp_group: Group | None
+    metrics: str
+    backend: str
+    advantages_per: str | None
+    importance_weights: Tensor | None
+    ref_log_probs: Tensor | None
+    rollout_log_probs: Tensor | None
+    correction: CorrectionSettings | None
+    kl_coefficient: float
+    kl_estimator: str
+    entropy_coefficient: float
+    regularizer_weights: Tensor | None
+    check_ranks: bool | None
+
+
+class LogitsLossKeywords(LossKeywords, total=False):
+    """The keyword arguments of policy_loss: those of LossKeywords, and
+
+    inplace: the gradient is written over the logits, by backward or, with loss_scale, by forward; any later use of them raises.
+        Default False.
+    loss_scale: the product of all factors of `.loss` before backward. Where a loss's coefficients are known row by row, one Triton
+        kernel then makes the gradient in forward, with two thirds of the memory traffic (docs/kernels.md, "One kernel, 4 bytes").
+        Out of place it is kept until backward. `.loss` can be differentiated once, and backward checks the factor: another one
+        raises on the CPU, and puts NaN into the gradient on CUDA. None: backward makes the gradient, with any factor.
+    """
+
+    inplace: bool
+    loss_scale: Tensor | float | None
+
+
+class LinearLossKeywords(LossKeywords, total=False):
+    """The keyword arguments of linear_policy_loss; its docstring explains them."""
+
+    max_logits_bytes: int
+    sequence_parallel: bool
+    fp32_logits: bool
+    scaled_exp: bool
+    document_lengths: Sequence[int] | None
+    loss_scale: Tensor | float | None
+    return_log_probs: bool
+
+
+Keywords = TypeVar("Keywords", bound=LossKeywords)
+# The defaults that are not None.
+DEFAULTS: Mapping[str, object] = {
+    "loss_parameters": {},
+    "temperature": 1.0,
+    "metrics": PolicyMetrics.NONE,
+    "backend": Backend.AUTO,
+    "kl_coefficient": 0.0,
+    "kl_estimator": KLEstimator.K3,
+    "entropy_coefficient": 0.0,
+    "inplace": False,
+    "max_logits_bytes": DEFAULT_MAX_LOGITS_BYTES,
+    "sequence_parallel": False,
+    "fp32_logits": False,
+    "scaled_exp": False,
+    "return_log_probs": True,
+}
+
+
+def groups_and_agreement(keywords: Mapping[str, Any]) -> tuple[Group, Group, RankAgreement]:
+    """The tp and cp group, and the agreement that encloses all other checks, so that an error of one rank is named on all."""
+    tp_group, cp_group = resolve_group(keywords.get("tp_group"), "tp"), resolve_group(keywords.get("cp_group"), "cp")
+    return tp_group, cp_group, RankAgreement(tp_group, cp_group, check_ranks=keywords.get("check_ranks"))
+
+
+def with_defaults(kind: type[Keywords], loss: PolicyLoss, keywords: Mapping[str, Any]) -> Keywords:
+    """All keywords of the kind. Raises ConfigError for an unknown one: it may be a parameter of a loss, or a misspelt name."""
+    known = list(kind.__annotations__)
+    if unknown := sorted(keywords.keys() - set(known)):
+        name, losses_of = unknown[0], declared_parameters()
+        if name in losses_of and loss.name not in losses_of[name]:
+            raise ConfigError(f"policy loss {loss.name!r} has no parameter {name}: it is one of {', '.join(losses_of[name])}")
+        own = [parameter.name for parameter in loss.parameters]
+        side = name.replace("_max", "_high").replace("_min", "_low")  # another library's word: clip_ratio_max
+        close = [name] if name in own else [side] if side in known else get_close_matches(name, [*known, *own], n=1)
+        typed = f'loss_parameters={{"{close[0]}": {keywords[name]!r}}}' if close and close[0] in own else "".join(close)
+        if name in own:
+            raise ConfigError(f"{name} is a parameter of policy loss {loss.name!r} and no keyword: pass {typed}")
+        remedy = f"did you mean {typed}?" if close else f"it takes {', '.join(known)}"
+        raise ConfigError(f"policy loss {loss.name!r} takes no keyword {name}: {remedy}")
+    return cast(Keywords, {name: keywords.get(name, DEFAULTS.get(name)) for name in known})
+
+
+@dataclass(frozen=True, slots=True)
+class LossSettings:
+    """The settings that keywords give, checked against the declaration of the loss."""
+
+    clip: tuple[float, float] | None  # low, high; None: the loss has no clip
+    parameters: dict[str, float]  # all that the loss declares, in its order
+    kl_coefficient: float
+    kl_estimator: str
+    entropy_coefficient: float
+    metrics: str
+    tp_group: Group
+    cp_group: Group
+    backend: Backend  # resolved: TORCH or TRITON
+    check_ranks: bool | None
+
+    @property
+    def keywords(self) -> dict[str, float]:
+        """The keyword arguments of the loss's function."""
+        clip = {} if self.clip is None else {"clip_ratio_low": self.clip[0], "clip_ratio_high": self.clip[1]}
+        return clip | self.parameters
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether a coefficient or a metric needs the entropy, which costs a pass over the row."""
+        return self.entropy_coefficient != 0 or self.metrics == PolicyMetrics.WITH_ENTROPY
+
+    def agreement(self) -> RankAgreement:
+        """A RankAgreement for a check that may fail on one rank only, so that all ranks raise. Communication: as RankAgreement."""
+        return RankAgreement(self.tp_group, self.cp_group, check_ranks=self.check_ranks)
+
+    def policy_alone(self) -> LossSettings:
+        return replace(self, kl_coefficient=0.0, entropy_coefficient=0.0, metrics=PolicyMetrics.NONE)
+
+
+def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, cp_group: Group, backend: Backend) -> LossSettings:
+    """The settings. Raises ConfigError for a value outside its range, and for a missing tensor that the loss or a term needs."""
+    metrics, kl_estimator, correction = options["metrics"], options["kl_estimator"], options["correction"]
+    low, high = options["clip_ratio_low"], options["clip_ratio_high"]
+    clip = loss.clip_bounds(
+        None if low is None else _number("clip_ratio_low", low), None if high is None else _number("clip_ratio_high", high)
+    )
+    coefficients = {"kl_coefficient": options["kl_coefficient"], "entropy_coefficient": options["entropy_coefficient"]}
+    for name, value in coefficients.items():
+        coefficients[name] = _number(name, value)
+        if not 0 <= coefficients[name] < math.inf:
+            raise ConfigError(f"{name}={value} must be a finite number of at least 0; 0 turns the term off")
+    if not isinstance(metrics, str) or metrics not in set(PolicyMetrics):
+        raise ConfigError(f"metrics={metrics!r} is not one of {', '.join(PolicyMetrics)}")
+    if kl_estimator not in tuple(KLEstimator):
+        raise ConfigError(f"kl_estimator={kl_estimator!r} is not one of {', '.join(KLEstimator)}")
+    if correction is not None:
+        _check_correction(loss, correction, options["rollout_log_probs"])
+    if coefficients["kl_coefficient"] and options["ref_log_probs"] is None:
+        raise ConfigError(f"kl_coefficient={options['kl_coefficient']} needs ref_log_probs [T]; pass them or set it to 0")
+    if any(coefficients.values()) and options["regularizer_weights"] is None:
+        raise ConfigError(
+            "kl_coefficient and entropy_coefficient need regularizer_weights [N]: pass "
+            "aggregation.regularizer_weights(token_counts, totals), the sample_mean weights of the step"
+        )
+    tensors: Mapping[str, object] = options
+    for name in loss.inputs_needed:
+        if tensors[name] is None:
+            raise ConfigError(f"policy loss {loss.name!r} needs {name} [T]; pass them, or choose another loss")
+    parameters = loss.resolve_parameters(options["loss_parameters"])
+    return LossSettings(
+        clip=clip,
+        parameters=parameters,
+        kl_coefficient=coefficients["kl_coefficient"],
+        kl_estimator=kl_estimator,
+        entropy_coefficient=coefficients["entropy_coefficient"],
+        metrics=metrics,
+        tp_group=tp_group,
+        cp_group=cp_group,
+        backend=backend,
+        check_ranks=options["check_ranks"],
+    )
+
+
+def _check_correction(loss: PolicyLoss, correction: CorrectionSettings, rollout_log_probs: Tensor | None) -> None:
+    if not isinstance(correction, CorrectionSettings):
+        raise ConfigError(f"correction={correction!r} must be a CorrectionSettings, as in CorrectionSettings(kind='tis')")
+    problems = list(correction.problems())
+    if problems:
+        raise ConfigError(problems)
+    if correction.is_on and rollout_log_probs is None:
+        raise ConfigError("a correction compares with the sampler and needs rollout_log_probs [T]: pass them, or correction=None")
+    if correction.kind != ImportanceCorrection.NONE and loss.anchor == "rollout":
+        raise ConfigError(counted_twice(correction.kind, loss.name))
+
+
+def _number(name: str, value: object) -> float:
+    """The value as a float; inf where float32, in which the loss computes, cannot hold it. Raises ConfigError for no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | Real):
+        raise ConfigError(f"{name}={value!r} must be a number")
+    number: Any = value  # numbers.Real has no type for its comparisons
+    return float(number) if abs(number) <= torch.finfo(torch.float32).max or number != number else math.copysign(math.inf, number)
