@@ -77,6 +77,21 @@ class Outcome:
     checkpoint: Path | None
 
 
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """What one optimiser step trains on."""
+
+    microbatches: Microbatches
+    num_documents: int
+    """Of all ranks."""
+    rollout: int
+    """The last rollout that it has samples of."""
+    of_rollout: dict[str, float]
+    """The metrics of that rollout, or of the samples in the step."""
+    may_be_last: bool
+    """Whether the run may stop, or save a checkpoint, behind it."""
+
+
 class TrainingRun:
     """One run of the loop on this rank. Every rank makes one and calls `run`."""
 
@@ -137,61 +152,61 @@ class TrainingRun:
                 recent_rewards=self._recent_rewards,
             )
             if self._documents is not None and isinstance(self._rollouts, ReplayedRollouts):
-                reason = self._train_on_file(self._documents, self._rollouts, stop, writer, bar)
+                steps = self._steps_of_file(self._documents, self._rollouts)
             else:
-                reason = self._train(stop, writer, bar)
+                steps = self._steps_of_rollouts(bar)
+            reason = self._train(steps, stop, writer, bar)
             checkpoint = self._save(stop)
         return Outcome(self._progress, reason, stop.exit_code, time.monotonic() - started, checkpoint)
 
-    def _train(self, stop: StopRule, writer: MetricsWriter, bar: ProgressBar) -> str:
-        options = self._options
-        while options.num_rollouts is None or self._progress.num_rollouts < options.num_rollouts:
+    def _train(self, steps: Iterator[TrainStep], stop: StopRule, writer: MetricsWriter, bar: ProgressBar) -> str:
+        """Takes the steps until they are all done or the rule stops the run, and says which."""
+        progress, save_interval, limit = self._progress, self._options.save_interval, self._options.num_rollouts
+        began = time.monotonic()
+        for step in steps:
+            metrics = self._step(step.microbatches, step.num_documents)
+            self._record(metrics, step.rollout, step.of_rollout, began, writer, bar)
+            if step.may_be_last:
+                rollouts_before, progress.num_rollouts = progress.num_rollouts, step.rollout + 1
+                if stop.should_stop(step.of_rollout[REWARD]):
+                    return stop.reason or ""
+                if save_interval and progress.num_rollouts // save_interval > rollouts_before // save_interval:
+                    self._save(stop)
             began = time.monotonic()
-            rollout = self._rollouts.get(self._progress.num_rollouts, policy_version=self._progress.num_steps)
+        is_cut = limit is not None and progress.num_rollouts >= limit
+        return f"all {limit} rollouts are done" if is_cut else "every rollout of the file is trained on"
+
+    def _steps_of_rollouts(self, bar: ProgressBar) -> Iterator[TrainStep]:
+        """Each rollout is sampled, or read, by the policy that the steps before it have left."""
+        options, progress = self._options, self._progress
+        while options.num_rollouts is None or progress.num_rollouts < options.num_rollouts:
+            first_step = progress.num_steps
+            rollout = self._rollouts.get(progress.num_rollouts, policy_version=first_step)
             if rollout is None:
-                return "every rollout of the file is trained on"
+                return
             headers = rollout.headers
             reward = sum(sample.reward for sample in headers) / len(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
             of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
-            if self._evaluation is not None and self._progress.num_rollouts % options.eval_interval == 0:
+            if self._evaluation is not None and progress.num_rollouts % options.eval_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
-            first_step = self._progress.num_steps
-            for metrics in self._train_on(rollout):
-                self._record(metrics, rollout.own.rollout_index, of_rollout, began, writer, bar)
-                began = time.monotonic()
-            self._progress.num_rollouts += 1
+            parts = self._cut(rollout)
+            for number, (microbatches, num_documents) in enumerate(parts, 1):
+                yield TrainStep(microbatches, num_documents, rollout.own.rollout_index, of_rollout, number == len(parts))
             if self._documents is not None and options.num_rollouts is not None:  # every rollout makes as many steps
-                rollouts_left = options.num_rollouts - self._progress.num_rollouts
-                bar.expect(self._progress.num_steps + rollouts_left * (self._progress.num_steps - first_step))
-            if stop.should_stop(reward):
-                return stop.reason or ""
-            if options.save_interval and self._progress.num_rollouts % options.save_interval == 0:
-                self._save(stop)
-        return f"all {options.num_rollouts} rollouts are done"
+                rollouts_left = options.num_rollouts - progress.num_rollouts
+                bar.expect(progress.num_steps + rollouts_left * (progress.num_steps - first_step))
 
-    def _train_on_file(
-        self, documents: DocumentSteps, rollouts: ReplayedRollouts, stop: StopRule, writer: MetricsWriter, bar: ProgressBar
-    ) -> str:
+    def _steps_of_file(self, documents: DocumentSteps, rollouts: ReplayedRollouts) -> Iterator[TrainStep]:
         """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""
-        progress, save_interval = self._progress, self._options.save_interval
-        began = time.monotonic()
-        for step in documents.of_file(rollouts, first_rollout=progress.num_rollouts, state=self._stream_state):
+        num_rollouts = self._progress.num_rollouts
+        for step in documents.of_file(rollouts, first_rollout=num_rollouts, state=self._stream_state):
             of_step, last_rollout = documents.rollout_metrics(step)
-            metrics = self._step(step.microbatches, step.num_documents)
-            rollouts_before, progress.num_rollouts = progress.num_rollouts, max(progress.num_rollouts, last_rollout + 1)
-            self._record(metrics, progress.num_rollouts - 1, of_step, began, writer, bar)
-            began = time.monotonic()
-            if stop.should_stop(of_step[REWARD]):
-                return stop.reason or ""
-            if save_interval and progress.num_rollouts // save_interval > rollouts_before // save_interval:
-                self._save(stop)
-        limit = self._options.num_rollouts
-        is_cut = limit is not None and progress.num_rollouts >= limit
-        return f"all {limit} rollouts are done" if is_cut else "every rollout of the file is trained on"
+            num_rollouts = max(num_rollouts, last_rollout + 1)
+            yield TrainStep(step.microbatches, step.num_documents, num_rollouts - 1, of_step, may_be_last=True)
 
-    def _train_on(self, rollout: SharedRollout) -> Iterator[dict[str, float]]:
-        """Yields the metrics of each optimiser step on the rollout."""
+    def _cut(self, rollout: SharedRollout) -> list[tuple[Microbatches, int]]:
+        """(this rank's micro-batches, documents of all ranks) of each optimiser step on the rollout, with old log-probabilities."""
         groups, options, own = self._trainer.groups, self._options, rollout.own
         if self._documents is None:
             headers_of_steps = split_into_steps(rollout.headers, options.steps_per_rollout, own.rollout_index)
@@ -214,8 +229,7 @@ class TrainingRun:
         if options.save_rollouts:
             samples = [sample for microbatches in steps for of_microbatch in microbatches for sample in of_microbatch]
             on_all_ranks(partial(self._save_rollout, rollout.part(samples), options.save_rollouts))
-        for microbatches, expected in zip(steps, num_documents, strict=True):
-            yield self._step(microbatches, expected)
+        return list(zip(steps, num_documents, strict=True))
 
     def _save_rollout(self, own: RolloutBatch, path: str) -> None:
         """On the first rank of each model replica. Some data-parallel ranks may have no sample, and no part then."""
