@@ -193,6 +193,8 @@ def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, m
     """FB-90: SIGKILL of rank 0 when the row of a step is written and the next step is being read; the checkpoint is inside a
     rollout. On the same ranks the metrics file continues to the last bit; on others every document is trained on once, and
     counted."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
     arguments, expected = uninterrupted
     killed = stopped_after_a_step(expected, 6, signal.SIGKILL, arguments, tmp_path, monkeypatch)
     wait_until(lambda: not killed.ranks[0].is_alive())
@@ -200,7 +202,7 @@ def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, m
     assert killed.ranks[0].exitcode == -signal.SIGKILL, killed.output()
     saved = latest_step(Path("out"))
     assert saved == 3 and len(shared.metrics_of("out")) == 6
-    counters = checkpoints.load_counters(checkpoints.latest_checkpoint(Path("out/checkpoints")))
+    counters = load_common_state_dict(str(checkpoints.latest_checkpoint(Path("out/checkpoints"))))["counters"]
     assert counters["progress"]["samples_seen"] == counters["stream"]["accumulator"]["num_documents"]
     assert counters["progress"]["samples_seen"] == expected[saved - 1]["documents_seen"]
     without_the_flag = Command(f"{arguments.replace('--docs-per-step 6', '')} --output-dir out --resume", tmp_path / "logs")

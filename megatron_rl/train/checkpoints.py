@@ -166,14 +166,6 @@ def remove_checkpoints(directory: str | Path) -> None:
         directory.rmdir()
 
 
-def load_counters(checkpoint: str | Path) -> dict[str, Any]:
-    """Loads only the counters; needs no model. Communication: that of check_checkpoint. Raises ConfigError if it cannot be read."""
-    check_checkpoint(checkpoint)
-    with _plain_content_only():
-        counters: dict[str, Any] = _load_common(checkpoint)["counters"]
-    return counters
-
-
 def load_checkpoint(
     checkpoint: str | Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, *, description: dict[str, int]
 ) -> dict[str, Any]:

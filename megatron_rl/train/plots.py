@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,32 +38,33 @@ STYLE = {
 
 def plot_curves(metrics_path: str | Path, png_path: str | Path, title: str, *, x_axis: str = "step") -> None:
     """Reward, KL, clip fraction and, where the run measured them, entropy, load balance and routing agreement against the optimiser
-    step, or another of X_AXES."""
-    rows = _rows(metrics_path)
-    names = [name for name in PANEL_TITLES if name in (REWARD, KL, CLIP_FRACTION) or _points(rows, name)[0]]
-    _draw(rows, names, png_path, title, x_axis)
-
-
-@contextmanager
-def picture(png_path: str | Path, inches: tuple[float, float]) -> Iterator[Any]:
-    """A figure to draw on, written to the file at the end. It is made without pyplot: no global state, no display."""
+    step, or another of X_AXES. The figure is made without pyplot: no global state, no display."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
+    rows = read_metrics(metrics_path)
+    if not rows:
+        raise DataError(f"{metrics_path} holds no row yet: there is nothing to plot")
+    names = [name for name in PANEL_TITLES if name in (REWARD, KL, CLIP_FRACTION) or _points(rows, name)[0]]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=inches, layout="constrained")
+        figure = Figure(figsize=(PANEL_INCHES[0], PANEL_INCHES[1] * len(names) + 0.6), layout="constrained")
         FigureCanvasAgg(figure)
-        yield figure
+        panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, name in zip(panels, names, strict=True):
+            places, values = _points(rows, name, x_axis)
+            _draw_curve(panel, places, values)
+            panel.set_title(PANEL_TITLES[name])
+            if name == REWARD and all(0 <= value <= 1 for value in values):
+                panel.set_ylim(-0.02, 1.02)
+            panel.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 2.5, 5, 10)))
+        panels[-1].set_xlabel(X_AXES[x_axis])
+        panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         Path(png_path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(png_path, dpi=DOTS_PER_INCH)
-
-
-def _rows(path: str | Path) -> list[dict]:
-    rows = read_metrics(path)
-    if not rows:
-        raise DataError(f"{path} holds no row yet: there is nothing to plot")
-    return rows
 
 
 def _points(rows: list[dict], name: str, x_axis: str = "step") -> tuple[list[int], list[float]]:
@@ -79,24 +78,6 @@ def _points(rows: list[dict], name: str, x_axis: str = "step") -> tuple[list[int
             found.setdefault(row.get("rollout", ("row", number)), []).append((row[x_axis], row[name]))
     points = list(found.values())
     return [steps[-1][0] for steps in points], [fmean(value for _, value in steps) for steps in points]
-
-
-def _draw(rows: list[dict], names: list[str], png_path: str | Path, title: str, x_axis: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    with picture(png_path, (PANEL_INCHES[0], PANEL_INCHES[1] * len(names) + 0.6)) as figure:
-        panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-        for panel, name in zip(panels, names, strict=True):
-            places, values = _points(rows, name, x_axis)
-            _draw_curve(panel, places, values)
-            panel.set_title(PANEL_TITLES[name])
-            if name == REWARD and all(0 <= value <= 1 for value in values):
-                panel.set_ylim(-0.02, 1.02)
-            panel.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 2.5, 5, 10)))
-        panels[-1].set_xlabel(X_AXES[x_axis])
-        panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
 
 
 def _draw_curve(panel: Any, places: list[int], values: list[float]) -> None:
