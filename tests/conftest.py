@@ -43,7 +43,7 @@ with torch.device("cpu"):
 
 
 def filled_with_nan(factory):
-    """Fresh memory of our own modules is NaN, so that a test finds an element that is not written (FB-84)."""
+    """Fresh memory of our own modules is NaN, so that a test finds an element that is not written."""
 
     @functools.wraps(factory)
     def wrapped(*args, **kwargs):

@@ -22,7 +22,7 @@ from megatron_rl.config import CorrectionLevel, ImportanceCorrection, KLEstimato
 from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names, policy_loss_names
 
 STEPS_OF_A_LOSS = int(os.environ.get("GENERATED_STEPS", "24"))
-CLIP = (0.1, 0.15)  # low and high differ, so that swapping them shows (FB-62)
+CLIP = (0.1, 0.15)  # low and high differ, so that swapping them shows
 # A loss that is not named keeps its defaults.
 NUMBERS: dict[str, list[dict[str, float]]] = {
     **dict.fromkeys(("grpo", "gspo", "gspo_token"), [{}, {"clip_ratio_c": 1.2}]),

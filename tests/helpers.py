@@ -30,7 +30,7 @@ from megatron_rl.testing.ranks import RankPool
 ROOT = Path(__file__).resolve().parent.parent
 # Where Triton's kernels run: compiled on a GPU, else interpreted (conftest.py).
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# About a third of the ratios of random_batch is clipped; low and high differ, so that swapping them shows (FB-62).
+# About a third of the ratios of random_batch is clipped; low and high differ, so that swapping them shows.
 CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
 # For float64: what is left are roundings.
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

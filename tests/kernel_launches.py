@@ -156,7 +156,7 @@ def one_read(function, *, dtype: str = "bf16", columns: int = COLUMNS, **options
 
 
 def each_size(function: Callable[..., None]) -> None:
-    """FB-82 and more: what the launches of one configuration differ in while a program runs."""
+    """What the launches of one configuration differ in while a program runs."""
     for size in SIZES:
         for temperature in TEMPERATURES:
             function(rows_of(*size, torch.bfloat16), temperature=temperature)

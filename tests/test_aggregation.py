@@ -229,7 +229,7 @@ def test_a_digest_is_stable_and_tells_1_from_its_text():
 
 
 def test_regularizer_weights_are_sample_mean_under_every_aggregation():
-    """FB-75: a KL coefficient means the same in every mode."""
+    """A KL coefficient means the same in every mode."""
     assert torch.equal(regularizer_weights(S_COUNTS, S_TOTALS), weights_of("sample_mean", S_COUNTS, S_TOTALS))
 
 
@@ -239,7 +239,7 @@ GROUP_MASKS = [[torch.ones(2), torch.ones(3)], [torch.ones(4), torch.zeros(2), t
 
 
 def count_over_ranks(rank):
-    """FB-29: a rank that raises alone leaves the others in a collective until the timeout. FB-55, FB-130: no token anywhere."""
+    """FB-29: a rank that raises alone leaves the others in a collective until the timeout. FB-55: no token anywhere."""
     group = dist.group.WORLD
     masks, ids = GROUP_MASKS[rank], GROUP_IDS[rank]
     numbers = [{"p": 10, "q": 11, "r": 12}[name] for name in ids]

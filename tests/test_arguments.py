@@ -150,7 +150,7 @@ def test_a_default_that_is_written_out_is_refused_where_it_has_no_effect(text):
 
 
 def test_a_launcher_that_drops_our_flags_is_found_out():
-    """FB-70: slime ignores unknown flags, so --loss-aggregation constant would train sample_mean without a word."""
+    """slime ignores unknown flags, so --loss-aggregation constant would train sample_mean without a word."""
     with pytest.raises(ConfigError, match="dropped --loss-aggregation.*launch-config.*megatron_rl.hosts.launch"):
         validate_megatron_rl_args(Namespace(lr=1e-6, samples_per_prompt=8))
 

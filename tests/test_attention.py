@@ -222,7 +222,7 @@ def gather_on_odd_ranks(rank):
 
 
 def test_the_gradient_of_a_gather_is_the_sum_over_the_ranks_of_its_group_in_float32(pool):
-    """FB-31: v_r gets sum over r' in {1, 3} of r' factor_r 2 v_r. In bfloat16, a sum rounded after each rank is 256, not 260."""
+    """v_r gets sum over r' in {1, 3} of r' factor_r 2 v_r. In bfloat16, a sum rounded after each rank is 256, not 260."""
     answers = pool.run(gather_on_odd_ranks)
     ones = torch.ones(2, 3, dtype=torch.float64)
     for rank, factor in ((1, 2.0), (3, 5.0)):

@@ -57,7 +57,7 @@ def test_the_init_hook_lists_it_with_the_launchs_other_problems(not_interpreted,
 
 
 def test_the_extra_for_tests_asks_for_an_interpreter_whose_loops_run():
-    """FB-86: the interpreter of Triton 3.6 raises TypeError in loops with numpy 2.4."""
+    """The interpreter of Triton 3.6 raises TypeError in loops with numpy 2.4."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     (extras,) = (
         ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "EXTRAS"
@@ -139,7 +139,7 @@ def test_what_a_fresh_process_has():
 
 
 def test_no_kernel_leaves_a_product_of_matrices_to_the_interpreter(package_trees):
-    """FB-86: its `dot` of bfloat16 is garbage, so a kernel with one could be tested on a GPU alone. The one kernel with a
+    """Its `dot` of bfloat16 is garbage, so a kernel with one could be tested on a GPU alone. The one kernel with a
     product gives the interpreter float32 operands, as test_scaled_exp.py sees in bfloat16."""
     kernels = {path: tree for path, tree in package_trees.items() if path.endswith("_triton.py")}
     assert len(kernels) > 3

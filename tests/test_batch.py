@@ -170,11 +170,11 @@ UNLIKE, SOME = (
 )
 REFUSED = [
     pytest.param({"tokens": torch.arange(3)}, "sample 1 has 3 tokens, 3 of them response", id="no prompt"),
-    pytest.param({"loss_mask": torch.ones(9)}, "sample 1 has 5 tokens, 9 of them response", id="FB-61 mask longer than its sample"),
-    pytest.param({"loss_mask": torch.ones(0)}, "sample 1 has 5 tokens, 0 of them response", id="FB-61 no response"),
-    pytest.param({"loss_mask": torch.ones(2)}, UNLIKE.format("old_log_probs", 3, 2), id="FB-61 short mask"),
-    pytest.param({"loss_mask": torch.ones(4)}, UNLIKE.format("old_log_probs", 3, 4), id="FB-61 long mask"),
-    pytest.param({"old_log_probs": torch.ones(5)}, UNLIKE.format("old_log_probs", 5, 3), id="FB-61 prompt too"),
+    pytest.param({"loss_mask": torch.ones(9)}, "sample 1 has 5 tokens, 9 of them response", id="mask longer than its sample"),
+    pytest.param({"loss_mask": torch.ones(0)}, "sample 1 has 5 tokens, 0 of them response", id="no response"),
+    pytest.param({"loss_mask": torch.ones(2)}, UNLIKE.format("old_log_probs", 3, 2), id="short mask"),
+    pytest.param({"loss_mask": torch.ones(4)}, UNLIKE.format("old_log_probs", 3, 4), id="long mask"),
+    pytest.param({"old_log_probs": torch.ones(5)}, UNLIKE.format("old_log_probs", 5, 3), id="prompt too"),
     pytest.param({"ref_log_probs": torch.ones(2)}, UNLIKE.format("ref_log_probs", 2, 3), id="reference"),
     pytest.param({"old_log_probs": None}, SOME.format("old_log_probs"), id="some on-policy"),
     pytest.param({"ref_log_probs": None}, SOME.format("ref_log_probs"), id="some reference"),
@@ -184,7 +184,7 @@ REFUSED = [
 @pytest.mark.parametrize("make", [padded, packed])
 @pytest.mark.parametrize(("fault", "message"), REFUSED)
 def test_a_sample_whose_parts_do_not_fit_is_refused_by_its_number(fault, message, make):
-    """FB-61: a zip that drops the longer list's tail trains on less than was given, without a word."""
+    """A zip that drops the longer list's tail trains on less than was given, without a word."""
     with pytest.raises(DataError, match=message):
         make([sample_of(0, 2, 3), sample_of(1, 2, 3, **fault)])
 

@@ -48,7 +48,7 @@ def run_on_rank(rank, output_dir, options, settings, resume=False):
 
 SAME_LAYOUT = [
     pytest.param({cases.TP: 2}, {"bf16": True, "sequence_parallel": True}, id="TP2+SP in bf16: float32 weights beside the model's"),
-    pytest.param({}, {"use_distributed_optimizer": True}, id="FB-78 DP2, distributed optimiser"),
+    pytest.param({}, {"use_distributed_optimizer": True}, id="DP2, distributed optimiser"),
 ]
 
 
@@ -70,17 +70,15 @@ def test_a_run_resumed_on_its_layout_is_bitwise_the_uninterrupted_one(pool, tmp_
 
 
 CHAINS = [
-    pytest.param([(2, {cases.TP: 2}), (1, {}), (2, {cases.PP: 2})], {}, id="FB-78 TP2 to one rank to PP2"),
-    pytest.param(
-        [(2, {}), (1, {}), (2, {cases.CP: 2})], {"use_distributed_optimizer": True}, id="FB-78 distributed, DP2 to 1 to CP2"
-    ),
+    pytest.param([(2, {cases.TP: 2}), (1, {}), (2, {cases.PP: 2})], {}, id="TP2 to one rank to PP2"),
+    pytest.param([(2, {}), (1, {}), (2, {cases.CP: 2})], {"use_distributed_optimizer": True}, id="distributed, DP2 to 1 to CP2"),
 ]
 
 
 @pytest.mark.parametrize(("chain", "settings"), CHAINS)
 def test_a_run_goes_on_on_other_layouts_with_the_same_numbers(pool, tmp_path, chain, settings):
     """A rollout on each layout in turn, against three on one rank. Catches shards in another order, moments of other parameters,
-    padded vocabulary that is taken for a token, counters that a layout changes. FB-90, and FB-78 under the pool's timeout."""
+    padded vocabulary that is taken for a token, counters that a layout changes. FB-90, under the pool's timeout."""
     pool.run(run_on_rank, tmp_path / "one", {**OPTIONS, "num_rollouts": 3}, settings, world_size=1)
     for leg, (world_size, layout) in enumerate(chain):
         options = {**OPTIONS, "num_rollouts": leg + 1}
@@ -272,7 +270,7 @@ def test_a_step_that_is_there_already_is_replaced_and_never_half_gone(tmp_path, 
     ids=str,
 )
 def test_without_psutil_or_megatron_core_nothing_is_started(monkeypatch, tmp_path, absent, message):
-    """FB-78: Megatron's writers die without psutil and the save waits for them for ever, without a word."""
+    """Megatron's writers die without psutil and the save waits for them for ever, without a word."""
     find_spec = checkpoints.find_spec
     monkeypatch.setattr(checkpoints, "find_spec", lambda name: None if name in absent else find_spec(name))
     with pytest.raises(ConfigError, match=message):

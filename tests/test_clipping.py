@@ -30,8 +30,8 @@ def objective(log_ratio: float, advantage: float) -> tuple[float, float]:
         pytest.param(2.0, -1.0, 2.0, 2.0, id="FB-50 above, A < 0: alive"),
         pytest.param(0.5, 1.0, -0.5, -0.5, id="FB-50 below, A > 0: alive"),
         pytest.param(0.5, -1.0, 0.8, 0.0, id="FB-50 below, A < 0: clipped"),
-        pytest.param(0.7, -1.0, 0.8, 0.0, id="FB-62 below 1 - low, above 1 - high: low and high not swapped"),
-        pytest.param(1.3, 1.0, -1.3, -1.3, id="FB-62 above 1 + low, below 1 + high: low and high not swapped"),
+        pytest.param(0.7, -1.0, 0.8, 0.0, id="below 1 - low, above 1 - high: low and high not swapped"),
+        pytest.param(1.3, 1.0, -1.3, -1.3, id="above 1 + low, below 1 + high: low and high not swapped"),
         pytest.param(2.0, 0.0, 0.0, 0.0, id="A = 0"),
     ],
 )
@@ -40,7 +40,7 @@ def test_values_by_hand(ratio, advantage, value, derivative):
 
 
 def test_nan_is_not_swallowed():
-    """FB-58: a NaN policy must not look on-policy; what is not finite is counted and refused elsewhere."""
+    """A NaN policy must not look on-policy; what is not finite is counted and refused elsewhere."""
     assert math.isnan(objective(math.nan, 1.0)[0]) and math.isnan(objective(math.nan, -1.0)[0])
     assert math.isnan(bounded_exp(torch.tensor(math.nan)).item())
     value, _ = k3_estimate(torch.tensor(math.nan), torch.tensor(-1.0))

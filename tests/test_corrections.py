@@ -1,6 +1,6 @@
 """Corrections for the gap between sampler and trainer: weights and dropped tokens, by hand, over layouts, and refusals.
 
-FB-124: every test with a KL or entropy term sees that these have no factor and keep their denominators.
+Every test with a KL or entropy term sees that these have no factor and keep their denominators.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def test_the_metrics_of_a_correction_are_those_by_hand():
 
 
 def test_a_loss_that_compares_with_the_sampler_refuses_a_second_correction(own_losses):
-    """FB-123: the same gap would be corrected twice."""
+    """The same gap would be corrected twice."""
     batch = random_batch([3])
     options = {"correction": CorrectionSettings(kind="tis"), "rollout_log_probs": batch.old_log_probs}
     with pytest.raises(ConfigError, match="own_anchored.*counted twice"):

@@ -121,7 +121,7 @@ def assert_is_the_dense_loss(case: Case, parts: list, tp_size: int = 1) -> None:
     for number, want in enumerate(want_gradients):
         torch.testing.assert_close(sum(part[1][number] for part in parts) / divisor, want, rtol=1e-6, atol=1e-7)
     keys = {tuple(of_one) for part in parts for of_one in part[3]}
-    assert len(keys) == 1, f"FB-54: keys differ between ranks or micro-batches: {keys}"
+    assert len(keys) == 1, f"keys differ between ranks or micro-batches: {keys}"
     for name in keys.pop():
         if name == "entropy_loss" and case.host == "miles" and not case.settings.get("entropy_coef"):
             want_metrics[name] = 0.0  # as miles reports what it does not compute
@@ -231,7 +231,7 @@ def test_one_process_launches_no_collective():
 
 
 def test_running_twice_gives_the_same_and_changes_nothing():
-    """FB-76: --recompute-loss-function runs the loss again; arguments, batch and logits stay as they are."""
+    """--recompute-loss-function runs the loss again; arguments, batch and logits stay as they are."""
     case = CASES["FB-26 gspo bshd with every term"]
     args, samples = case.args(), case.samples()
     logits = host_logits(case, samples, samples, [sample.logits for sample in samples], 0, 1)
@@ -260,7 +260,7 @@ def test_a_launch_is_judged_at_its_first_micro_batch_and_where_an_argument_was_s
 
 
 def test_reported_loss_does_not_share_memory_with_the_loss():
-    """FB-52: whoever scales the loss in place leaves the metric alone."""
+    """Whoever scales the loss in place leaves the metric alone."""
     loss, metrics, _ = one(Case(), lambda batch, logits: logits.float())
     kept = float(metrics["loss"])
     with torch.no_grad():
@@ -268,7 +268,7 @@ def test_reported_loss_does_not_share_memory_with_the_loss():
     assert float(metrics["loss"]) == kept != 0
 
 
-@pytest.mark.parametrize("shapes", [SHAPES, [MASKED, MASKED]], ids=["FB-54 normal", "FB-54 all masked"])
+@pytest.mark.parametrize("shapes", [SHAPES, [MASKED, MASKED]], ids=["normal", "all masked"])
 def test_metric_names_are_the_hosts_in_their_order(shapes):
     everything = Case(settings=TIS | OPSM | TERMS, shapes=shapes, without=())
     assert list(one(everything)[1]) == ALL_KEYS
@@ -382,25 +382,25 @@ BAD_DATA = {
     "FB-02 TIS, no log_probs": (Case(settings=TIS, without=("log_probs",)), None, "no 'log_probs'"),
     "FB-02 rollout log-probs unset": (Case(settings={"use_rollout_logprobs": True}), None, "no 'rollout_log_probs'"),
     "FB-11 companion without counts": (Case(settings=REWARD), without("rollout_mask_sums"), "no 'rollout_mask_sums'"),
-    "FB-61 short mask": (Case(), shorter("loss_masks"), r"loss_masks\[0\] .* \(4,\), expected \[5\]"),
-    "FB-61 short tokens": (Case(), shorter("unconcat_tokens"), r"unconcat_tokens\[0\] .* \(8,\), expected \[9\]"),
-    "FB-61 short log_probs": (Case(), shorter("log_probs"), r"log_probs\[0\] .* \(4,\): it must be \[5\]"),
-    "FB-61 too few lists": (Case(), fewer("advantages"), "5 advantages for 6 total_lengths"),
-    "FB-61 too few masks": (Case(), fewer("loss_masks"), "5 loss_masks for 6 total_lengths"),
+    "short mask": (Case(), shorter("loss_masks"), r"loss_masks\[0\] .* \(4,\), expected \[5\]"),
+    "short tokens": (Case(), shorter("unconcat_tokens"), r"unconcat_tokens\[0\] .* \(8,\), expected \[9\]"),
+    "short log_probs": (Case(), shorter("log_probs"), r"log_probs\[0\] .* \(4,\): it must be \[5\]"),
+    "too few lists": (Case(), fewer("advantages"), "5 advantages for 6 total_lengths"),
+    "too few masks": (Case(), fewer("loss_masks"), "5 loss_masks for 6 total_lengths"),
     "wrong rollout sums": (Case(), fewer("rollout_mask_sums"), r"rollout_mask_sums .* \(5,\), expected \[6\]"),
     "FB-40 flat logits": (Case(), logits_like(75), "logits must be"),
     "too few rows": (Case(), logits_like(1, 71), "need 1 x 72 rows or more"),
     "FB-26 bshd rows of another length": (Case("bshd"), logits_like(6, 25), "need 6 x 24 rows"),
     "FB-26 thd logits for bshd": (Case("bshd"), logits_like(1, 144), "need 6 x 24 rows"),
     "FB-09 phantom token": (Case(settings=PER_TOKEN), None, r"samples \[3\] .* fully masked.* counts one token"),
-    "FB-58 NaN old": (Case(), poison("log_probs", math.nan), "document 0 .* old_log_probs"),
-    "FB-58 inf advantage": (Case(), poison("advantages", math.inf), "document 0 .* advantages"),
-    "FB-58 -inf rollout log-prob": (
+    "NaN old": (Case(), poison("log_probs", math.nan), "document 0 .* old_log_probs"),
+    "inf advantage": (Case(), poison("advantages", math.inf), "document 0 .* advantages"),
+    "-inf rollout log-prob": (
         *(Case(settings=TIS, without=()), poison("rollout_log_probs", -math.inf)),
         "document 0 .* rollout_log_probs",
     ),
-    "FB-58 NaN logits": (Case(), lambda batch, logits: logits * math.nan, "log_probs"),
-    "FB-68 advantages that vary in a sample": (Case(settings=GSPO), vary, "advantages vary inside document 0"),
+    "NaN logits": (Case(), lambda batch, logits: logits * math.nan, "log_probs"),
+    "advantages that vary in a sample": (Case(settings=GSPO), vary, "advantages vary inside document 0"),
 }
 
 
@@ -412,7 +412,7 @@ def test_bad_data_is_refused_by_name(name):
 
 
 def test_an_armed_guard_takes_the_count_and_nobody_looks():
-    """FB-58 on CUDA: with before_train_step in place the count goes there; without it each micro-batch looks for itself."""
+    """on CUDA: with before_train_step in place the count goes there; without it each micro-batch looks for itself."""
     guard, counts = StepGuard(), torch.tensor([0, 3, 1], dtype=torch.int32)
     stop_on_nonfinite(guard, torch.zeros(3, dtype=torch.int32))
     with pytest.raises(DataError, match=r"samples \[1, 2\] of the micro-batch have 4 unmasked tokens"):

@@ -80,7 +80,7 @@ SICK = [
 
 @pytest.mark.parametrize(("changes", "message"), SICK)
 def test_a_sick_machine_is_told_what_is_broken_and_what_to_do(changes, message):
-    """FB-16, FB-78, FB-79: catches a package that breaks training later and is not named."""
+    """FB-16: catches a package that breaks training later and is not named."""
     (problem,) = problems(findings(machine(**changes)))
     assert re.match(message, problem), problem
 
@@ -89,7 +89,7 @@ ON_CUDA = [
     pytest.param({"triton": ABSENT}, "triton: not installed: --policy-loss-backend auto refuses CUDA without it", id="no Triton"),
     ({"triton": {"version": "3.3.1"}}, "triton: 3.3.1 is older than 3.4, and the kernels .*pass --policy-loss-backend torch"),
     ({"torch": {"version": "2.7.1+cu128"}}, "torch: 2.7.1.cu128 is older than 2.8, and the kernels .*install torch 2.8 or later"),
-    pytest.param({"machine": {"interprets_triton": True}}, "triton: TRITON_INTERPRET is set", id="FB-86 interpreter on a GPU"),
+    pytest.param({"machine": {"interprets_triton": True}}, "triton: TRITON_INTERPRET is set", id="interpreter on a GPU"),
     pytest.param({"torch": {"has_nccl": False}}, "nccl: this torch is built without it", id="no NCCL"),
     (
         {"torch": {"has_cuda": False, "cuda_error": "The NVIDIA driver on your system is too old"}},
@@ -158,7 +158,7 @@ WORKING = [
 
 @pytest.mark.parametrize(("changes", "subject", "status", "words"), WORKING)
 def test_what_is_odd_or_absent_is_said_and_is_no_problem(changes, subject, status, words):
-    """FB-86: the interpreter on a GPU is thousands of times slower."""
+    """The interpreter on a GPU is thousands of times slower."""
     found = findings(machine(**changes))
     assert problems(found) == []
     said = [finding for finding in found if finding.subject == subject]
@@ -211,7 +211,7 @@ FAKES = {
 
 
 def test_impostors_and_broken_packages_are_told_and_do_not_take_doctor_down(fake_packages, monkeypatch):
-    """FB-79: fake modules of both kinds; beside them one that kills its process."""
+    """Fake modules of both kinds; beside them one that kills its process."""
     fake_packages(FAKES)
     monkeypatch.setattr(doctor_probes, "PROBED", ("psutil", "triton", "transformer_engine", "flash_attn", "apex"))
     facts = doctor_probes.collect_facts()
@@ -349,12 +349,12 @@ UNSOUND = [
             "--loss-aggregation: dropped without a word by the stock launcher of slime",
             "--loss-aggregation-divisor: dropped",
         ],
-        id="FB-70 stock slime drops our flags",
+        id="stock slime drops our flags",
     ),
     pytest.param(
         f"python miles/train.py --loss-aggregation constant {REDUCER}",
         ["--loss-aggregation: refused as an unknown argument by the stock launcher of miles"],
-        id="FB-70 stock miles refuses them",
+        id="stock miles refuses them",
     ),
     pytest.param(
         f"{LAUNCH} slime/train.py {DR_GRPO} --policy-loss gspo",
@@ -428,7 +428,7 @@ SLIPS = [
     ],
 )
 def test_a_slip_of_a_flag_is_told_and_never_judged_as_the_flag(flag, words, start, fate):
-    """FB-69, FB-70: no parser has it, and one that drops what it does not know trains sample_mean in silence."""
+    """FB-69: no parser has it, and one that drops what it does not know trains sample_mean in silence."""
     report = judged(f"{start} {flag} constant")
     assert problems(report.findings) == [f"{flag}: {fate}: {words}"]
     assert report.route in (None, "train", "megatron_lm")  # in the other hosts nothing of ours is at work
@@ -536,9 +536,9 @@ def test_a_value_that_only_the_shell_knows_is_not_judged():
 
 
 PATHS = [
-    pytest.param("megatron_rl.reducers.get_pg_loss_reducer", OK, "loads", id="FB-71 ours"),
+    pytest.param("megatron_rl.reducers.get_pg_loss_reducer", OK, "loads", id="ours"),
     ("megatron_rl.reducers:get_pg_loss_reducer", NOTE, "write megatron_rl.reducers.get_pg_loss_reducer"),
-    pytest.param("megatron_rl.reducers.get_reducer", PROBLEM, "cannot be loaded (AttributeError", id="FB-71 a slip"),
+    pytest.param("megatron_rl.reducers.get_reducer", PROBLEM, "cannot be loaded (AttributeError", id="a slip"),
     ("megatron_rl.hook.custom_loss", PROBLEM, "did you mean megatron_rl.hooks.custom_loss?"),
     ("rewards.exact:match", PROBLEM, "a loader splits on the last dot and cannot load it; write rewards.exact.match"),
     pytest.param("my_rewards.exact", OK, "my_rewards.exact loads", id="beside the script"),
@@ -563,7 +563,7 @@ def script(tmp_path_factory):
 
 @pytest.mark.parametrize(("path", "status", "words"), PATHS)
 def test_every_dotted_path_is_resolved_as_the_host_would(script, path, status, words):
-    """FB-71: the hosts split on the last dot, and find out at the first batch."""
+    """The hosts split on the last dot, and find out at the first batch."""
     (finding,) = judged(f"{LAUNCH} {script} --custom-convert-samples-to-train-data-path {path}").paths
     assert finding.status == status and words in finding.text
 
@@ -621,7 +621,7 @@ def test_without_a_reader_of_yaml_the_file_is_refused_in_one_line(monkeypatch):
     ("value", "is_refused"), [('"false"', True), ("1", True), ("'no'", True), ("no", False), ("Off", False), ("false", False)]
 )
 def test_a_switch_of_the_file_is_what_the_host_will_read(value, is_refused):
-    """FB-13: in quotes it is text, which is on; YAML 1.1 reads a bare no and off as false."""
+    """In quotes it is text, which is on; YAML 1.1 reads a bare no and off as false."""
     file = config(f"loss_aggregation: sample_mean\ncalculate_per_token_loss: {value}\n")
     found = [text for text in problems(judged(f"python slime/train.py {file} {REDUCER} {INIT}").findings) if "must be" in text]
     assert bool(found) == is_refused

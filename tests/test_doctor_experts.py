@@ -117,7 +117,7 @@ WARNED = [
 
 @pytest.mark.parametrize(("settings", "message"), WARNED)
 def test_a_host_is_warned_at_start_of_what_changes_with_the_layout(settings, message):
-    """FB-97, FB-99, FB-100: doctor and the init hook read the same registry."""
+    """FB-97, FB-99: doctor and the init hook read the same registry."""
     reducer = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
     launch = read_launch(Namespace(rollout_batch_size=8, num_experts=8, loss_aggregation="sample_mean", **reducer, **settings))
     (warning,) = warnings_of([experts_keep_the_step], launch, Asker.DOCTOR)
@@ -225,7 +225,7 @@ def test_an_adapter_of_an_overlapped_shared_expert_is_warned_of(flags, number):
 
 
 def test_a_line_with_nothing_of_ours_hears_of_a_rescaled_loss():
-    """FB-98: the worse case was silent, because the rule is one of ours."""
+    """The worse case was silent, because the rule is one of ours."""
     line = "python train.py --num-experts 8 --expert-model-parallel-size 8 --calculate-per-token-loss --moe-aux-loss-coeff 1e-3"
     report = judge_launch(shlex.split(line), "slime")
     (finding,) = [finding for finding in report.rules if "routed tokens / response tokens" in finding.text]

@@ -272,7 +272,7 @@ def test_a_launch_script_is_judged_with_its_arrays(checkout):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        pytest.param({"start": ""}, "--loss-aggregation: dropped without a word by the stock launcher of slime", id="FB-70 stock"),
+        pytest.param({"start": ""}, "--loss-aggregation: dropped without a word by the stock launcher of slime", id="stock"),
         (
             {"ours": f"{OURS} --calculate-per-token-loss"},
             "rule: loss_aggregation=constant does not go with calculate_per_token_loss=True",

@@ -357,8 +357,8 @@ def test_an_expert_without_a_token_has_gradient_0(pool):
 
 AUX_LAYOUTS = [
     pytest.param(Layout(num_microbatches=4), marks=SLOW, id="one rank M4"),
-    pytest.param(Layout(data=2, expert=2, num_microbatches=2), id="FB-97, FB-100 DP2xEP2 M2: a mean of means"),
-    pytest.param(Layout(context=2, expert=2, expert_tensor=1), marks=SLOW, id="FB-97, FB-100 CP2xEP2"),
+    pytest.param(Layout(data=2, expert=2, num_microbatches=2), id="FB-97 DP2xEP2 M2: a mean of means"),
+    pytest.param(Layout(context=2, expert=2, expert_tensor=1), marks=SLOW, id="FB-97 CP2xEP2"),
     pytest.param(Layout(**SP, expert=2, expert_tensor=1), marks=SLOW, id="TP2+SP, EP2"),
     pytest.param(Layout(**SP, expert_tensor=2, num_microbatches=2), marks=SLOW, id="TP2+SP, ETP2, M2"),
     pytest.param(Layout(pipeline=2, data=2, expert=2, num_microbatches=2), marks=SLOW, id="PP2xDP2xEP2 M2"),
@@ -442,7 +442,7 @@ def in_microbatches_of_one_rank(step: list[StepSample], layout: Layout) -> list[
 
 @pytest.mark.parametrize("layout", AUX_LAYOUTS)
 def test_exact_auxiliary_losses_are_those_of_one_rank(pool, stock, layout):
-    """FB-98: both contracts. A z-loss and a loss of samples are of the whole step, the others of a micro-batch."""
+    """Both contracts. A z-loss and a loss of samples are of the whole step, the others of a micro-batch."""
     needs_padding_mask()
     names = [name for name in LOSSES if not (layout.packed and name == "seq_aux_loss")]
     layouts = {contract: replace(layout, calculate_per_token_loss=contract == "per token") for contract in ("default", "per token")}

@@ -103,7 +103,7 @@ def test_a_gspo_row_has_the_weight_of_its_one_ratio():
 
 
 def test_the_gradients_scale_is_the_one_that_the_init_hook_announces():
-    """FB-75: x m / L, with m = (3 + 5 + 8) / 3 tokens; KL and entropy terms keep sample_mean and gain the inverse."""
+    """x m / L, with m = (3 + 5 + 8) / 3 tokens; KL and entropy terms keep sample_mean and gain the inverse."""
     lengths = ["--response-lengths", "3,5,8"]
     found = explain_json(*lengths, "--loss-aggregation-divisor", "8192")
     config = PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=8192.0)
@@ -208,7 +208,7 @@ def test_it_needs_torch_alone():
 
 @pytest.mark.parametrize("host", ["miles", "megatron_lm"])
 def test_it_says_what_the_per_token_contract_does_to_auxiliary_losses(host):
-    """FB-98: they are multiplied there, and a launch with one is refused."""
+    """They are multiplied there, and a launch with one is refused."""
     step = ["--response-lengths", "3,5", "--prompt-ids", "a,b"]
     code, out, _ = explain(*step, "--host", host, "--loss-aggregation", "token_mean", "--calculate-per-token-loss")
     assert code == 0

@@ -69,7 +69,7 @@ STOCK = "stock token_mean, which nobody of ours judges"
 BROKEN = {
     "per-token": (["slime", *CONSTANT, "--calculate-per-token-loss"], "N/T'", {"finalize"}, [4 / 8] * 3),
     "FB-09 a phantom token": (["miles", *PER_TOKEN], "T/T'", {"finalize"}, [7 / 8] * 3),
-    "FB-70 a dropped flag": (["slime", *THEIR_LOSS, *CONSTANT], "L/m_i", {"reducer"}, [4, 2, 8]),
+    "a dropped flag": (["slime", *THEIR_LOSS, *CONSTANT], "L/m_i", {"reducer"}, [4, 2, 8]),
     STOCK: (["miles", *THEIR_LOSS, "--calculate-per-token-loss"], "N m_i/T'", {"finalize"}, [1, 2, 1 / 2]),
     "the converter beside our reducer": (
         ["slime", *PROMPT_MEAN, "--companion", "convert", "--route", "reducer"],

@@ -41,7 +41,7 @@ def rows(*flags: str) -> dict[str, list[str]]:
 
 
 def test_each_auxiliary_loss_that_is_on_has_the_factor_of_each_release():
-    """FB-98: 40 routed and 16 response tokens, 3 samples in 2 parts, tp 2; test_expert_layouts.py measures releases."""
+    """40 routed and 16 response tokens, 3 samples in 2 parts, tp 2; test_expert_layouts.py measures releases."""
     both = ["--moe-aux-loss-coeff", "0.001", "--moe-z-loss-coeff", "0.001", "--num-routed-tokens", "40"]
     found = rows("--host", "megatron_lm", *PER_TOKEN, *both, "--router-aux-loss", "host")
     assert found["--router-aux-loss"] == ["refuse", "host", "exact"]

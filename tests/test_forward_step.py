@@ -160,7 +160,7 @@ FAULTS = [
 
 
 def test_a_value_that_is_not_finite_stops_every_tp_and_cp_rank_before_the_optimiser(pool):
-    """FB-58: nan_to_num trains on as if on-policy; a rank that raises alone leaves the others in a collective."""
+    """nan_to_num trains on as if on-policy; a rank that raises alone leaves the others in a collective."""
     of_ranks = pool.run(refusals_on_rank, FAULTS, world_size=4, **{cases.TP: 2, cases.CP: 2})
     for (_, _, named), *answers in zip(FAULTS, *of_ranks, strict=True):
         assert all(message.startswith("DataError: document ") and not moved for message, moved in answers)
@@ -187,7 +187,7 @@ def test_a_refused_step_leaves_nothing_behind_for_the_next_one(pool):
 
 
 def test_on_the_gpu_the_reports_stop_the_step():
-    """FB-58: there the loss must not synchronise, so the counts are looked at once, before the optimiser."""
+    """There the loss must not synchronise, so the counts are looked at once, before the optimiser."""
 
     def report(*counts):
         zero = torch.zeros(())

@@ -153,7 +153,7 @@ DELIVERED = [
     pytest.param(2, {}, {"use_distributed_optimizer": True}, {}, THREE, False, None, id="DP2 M3, distributed optimiser"),
     pytest.param(4, {CP: 2}, {}, {}, SEVEN, False, None, id="DP2xCP2 M7"),
     pytest.param(2, {PP: 2}, {"bf16": True}, {}, THREE, False, None, id="PP2 M3, bf16"),
-    pytest.param(2, {}, {}, {"loss_aggregation": "token_mean"}, THREE, True, None, id="FB-13 DP2 M3, per-token loss"),
+    pytest.param(2, {}, {}, {"loss_aggregation": "token_mean"}, THREE, True, None, id="DP2 M3, per-token loss"),
     pytest.param(1, {}, {"bf16": True}, {}, SEVEN, False, 1024.0, id="a scaler's 1024, M7"),
     pytest.param(1, {}, {"bf16": True}, {"loss_aggregation": "token_mean"}, THREE, True, 512.0, id="a scaler's 512, per-token"),
 ]

@@ -122,7 +122,7 @@ def test_the_fused_on_policy_step_is_the_step_of_the_logits(pool, steps, layout)
     "layout", [Layout(data=2, num_microbatches=2, calculate_per_token_loss=True), Layout(data=2, num_microbatches=3)], ids=str
 )
 def test_the_fused_head_keeps_the_schedule_s_contract(pool, steps, layout):
-    """FB-13, FB-15: the factor is T under the per-token contract; with a gradient divisor (FB-91) it is smaller by N."""
+    """FB-15: the factor is T under the per-token contract; with a gradient divisor (FB-91) it is smaller by N."""
     options = {"loss_aggregation": "token_mean", "gradient_divisor": "num_samples"}
     plain, fused = steps_on_layout(pool, layout, both_heads("gspo", steps["gspo"], **options), UNTIED)
     assert fused.gradient_error(plain) < TOLERANCE

@@ -109,7 +109,7 @@ def refused_on_rank(rank):
 
 
 def test_the_models_own_config_is_refused_where_it_has_auxiliary_losses(pool):
-    """FB-32, FB-98: a bridge sets the coefficient of a checkpoint, which no argument shows."""
+    """FB-32: a bridge sets the coefficient of a checkpoint, which no argument shows."""
     ((at_start, nothing_set, balancing, z_loss, other_contract),) = pool.run(refused_on_rank, world_size=1)
     assert "ConfigError: 2 problems" in at_start and "moe_aux_loss_coeff=0.5 of aux_loss does not go with" in at_start
     assert (

@@ -380,7 +380,7 @@ def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> 
     of_first_tp = on_last_stage[:: case.split.tp]
     for group in range(0, len(on_last_stage), case.split.tp):
         peers = on_last_stage[group : group + case.split.tp]
-        assert all(peer.parts == peers[0].parts for peer in peers), "tp ranks hold the same bits (FB-83)"
+        assert all(peer.parts == peers[0].parts for peer in peers), "tp ranks hold the same bits"
     wanted = {"loss": truth.loss, "policy_loss": truth.policy_loss}
     wanted |= {"kl_loss": truth.kl_loss} if case.settings.kl_coefficient else {}
     wanted |= {"entropy": truth.entropy} if case.settings.entropy_coefficient else {}

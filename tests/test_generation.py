@@ -210,7 +210,7 @@ def padding_on_rank(rank, vocabulary, values):
 
 @pytest.mark.megatron
 def test_padded_vocabulary_is_never_sampled(pool):
-    """FB-37: 5 tokens at tp 4 are 8 columns: one shard ends in padding, one holds nothing else."""
+    """5 tokens at tp 4 are 8 columns: one shard ends in padding, one holds nothing else."""
     answers = pool.run(padding_on_rank, 5, [1e30, math.inf, math.nan, -math.inf], world_size=4, **{TP: 4})
     assert [num_padded for num_padded, _ in answers] == [0, 0, 1, 2]
     for _, responses in answers:
@@ -232,7 +232,7 @@ def diverged_on_rank(rank):
 @pytest.mark.megatron
 @pytest.mark.parametrize("layout", [{TP: 2, CP: 2}, {TP: 2, PP: 2}], ids=["TP2xCP2", "TP2xPP2"])
 def test_logits_that_are_not_finite_stop_every_rank_that_samples(pool, layout):
-    """FB-58: argmax takes a NaN for the largest value and would train on its column; a rank that raises alone hangs the others."""
+    """Argmax takes a NaN for the largest value and would train on its column; a rank that raises alone hangs the others."""
     for message in pool.run(diverged_on_rank, world_size=4, **layout):
         assert message.startswith("DataError: the policy's logits are not finite while sampling (sample ")
         assert "training has diverged" in message

@@ -191,7 +191,7 @@ def log_probs_step(num_rows: int, width: int, *, stride: int | None = None, offs
 
 
 def test_no_size_and_no_setting_compiles_anything_anew():
-    """FB-82: T, V, stride, alignment and temperature are arguments; so are clips, weights and masks of the losses."""
+    """T, V, stride, alignment and temperature are arguments; so are clips, weights and masks of the losses."""
     log_probs_step(4096, 1024)
     log_probs_step(4, 65536)  # few rows: splits and their merge
     with counted_compilations() as compiled:

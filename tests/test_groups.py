@@ -117,7 +117,7 @@ def collectives_over_a_subgroup(rank):
 
 
 def test_collectives_run_over_subgroups_in_group_order():
-    """FB-31: a group rank taken for a global one fails, or mixes values up, on ranks (1, 3) of 4."""
+    """A group rank taken for a global one fails, or mixes values up, on ranks (1, 3) of 4."""
     results = run_ranks(collectives_over_a_subgroup, 4, use_megatron=False)
     assert results[1] == results[3] == ([[[2.0], [2.0]], [[4.0], [2.0]]], [[6.0], [4.0]], [[4.0], [2.0]], [3.0])
     assert results[0] == results[2] == ([[[1.0], [2.0]], [[3.0], [2.0]]], [[4.0], [4.0]], [[3.0], [2.0]], [2.0])

@@ -155,7 +155,7 @@ def load_and_merge(rank: int, roots: dict[str, str], host: str, path: str, setti
     ("path", "expected"),
     [
         ("megatron_rl.reducers.get_pg_loss_reducer", "get_pg_loss_reducer"),
-        pytest.param("megatron_rl.reducers:get_pg_loss_reducer", "get_pg_loss_reducer", id="FB-71 the colon form loads"),
+        pytest.param("megatron_rl.reducers:get_pg_loss_reducer", "get_pg_loss_reducer", id="the colon form loads"),
         ("host_hooks:advantages_alone", "ValueError"),
         ("megatron_rl.reducers.absent", "AttributeError"),
     ],

@@ -83,7 +83,7 @@ SAYS = (
 
 
 def test_the_step_guard_sees_a_gradient_that_a_masked_token_spoils_in_slime(steps):
-    """FB-58: the logged loss is right, because our reducer leaves the token out; slime's own backward is 0 times inf."""
+    """The logged loss is right, because our reducer leaves the token out; slime's own backward is 0 times inf."""
     found = steps(REDUCER)
     assert found["gradients"] == [True, False] and all(map(math.isfinite, found["losses"]))
     first, second = (found["losses"][start : start + len(found["losses"]) // 2] for start in (0, len(found["losses"]) // 2))

@@ -130,7 +130,7 @@ def hosts(request) -> tuple[RankPool, dict[str, str], list[str]]:
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_host_trains_the_dense_step(hosts, place):
-    """FB-20, FB-21: catches any factor of N, M, dp or cp, a count of a slice, a group's tokens of one micro-batch. A checkout runs
+    """FB-21: catches any factor of N, M, dp or cp, a count of a slice, a group's tokens of one micro-batch. A checkout runs
     all cases."""
     ranks, roots, names = hosts
     assert_all_are_the_dense_step(ranks, roots, all_cases(place, names) if roots else thinned()[place], *place[:2])

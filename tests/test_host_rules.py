@@ -343,7 +343,7 @@ def judge(name: str, settings: dict) -> list[str]:
 
 @pytest.mark.parametrize(("name", "settings", "says"), rows(REFUSED | COMPANION_REFUSED))
 def test_the_rule_refuses_and_says_why_and_what_to_do(name, settings, says):
-    """FB-08, FB-11, FB-26, FB-39, FB-69, FB-77, FB-114: a launch of a wrong scale, or with a dead half, never starts."""
+    """FB-08, FB-11, FB-26, FB-39, FB-69, FB-114: a launch of a wrong scale, or with a dead half, never starts."""
     (message,) = judge(name, settings)
     with pytest.raises(ConfigError, match=says) as caught:
         check_launch(Namespace(**settings))
@@ -415,7 +415,7 @@ def test_six_faults_give_one_error_with_six_remedies_and_change_nothing():
     ],
 )
 def test_flags_that_the_launcher_dropped_are_found_on_the_command_line(words, found):
-    """FB-70: slime drops unknown flags and trains its default."""
+    """slime drops unknown flags and trains its default."""
     problems = list(dropped_flags(HostOptions(Namespace(lr=1)), words))
     assert [problem.split()[0] for problem in problems] == found
     assert all("put loss_aggregation" in problem and "--custom-config-path" in problem for problem in problems)
@@ -435,7 +435,7 @@ def test_flags_that_the_launcher_dropped_are_found_on_the_command_line(words, fo
     ],
 )
 def test_a_slip_that_the_launcher_dropped_is_found_on_the_command_line(word, why):
-    """FB-70: slime drops --loss_aggregation constant, under our launcher too, and trains sample_mean; its own are no slips."""
+    """slime drops --loss_aggregation constant, under our launcher too, and trains sample_mean; its own are no slips."""
     problems = list(dropped_flags(HostOptions(Namespace(lr=1)), ["train.py", word, "constant"]))
     assert problems == ([f"{word.partition('=')[0]} has no effect: {why}"] if why else [])
 
@@ -455,7 +455,7 @@ WARNED = [
     ),
     ({**CONSTANT, **REDUCER, "entropy_coef": 0.01}, "entropy_coefficient=0.01 .*about 8192 / .*--entropy-coef"),
     pytest.param(
-        {**BY_TOKENS, "use_kl_loss": True, "kl_loss_coef": 0.1}, "kl_coefficient=0.1 .*stronger in a short sample", id="FB-75 KL"
+        {**BY_TOKENS, "use_kl_loss": True, "kl_loss_coef": 0.1}, "kl_coefficient=0.1 .*stronger in a short sample", id="KL"
     ),
     ({**CONSTANT, **CUSTOM_LOSS, "entropy_coef": 0.01, "eps_clip": 0.2}, "entropy_coefficient=0.01"),
     ({**REDUCED, **WIDE_GSPO}, f"{WIDE} with --advantage-estimator gspo .*--eps-clip 3e-4 --eps-clip-high 4e-4"),
@@ -502,7 +502,7 @@ SILENT = [
 
 @pytest.mark.parametrize(("settings", "says"), WARNED)
 def test_a_launch_that_rarely_means_what_it_says_is_told_once(settings, says):
-    """FB-72, FB-75: a clip that never clips, a coefficient that gains when only the policy loss is rescaled."""
+    """FB-72: a clip that never clips, a coefficient that gains when only the policy loss is rescaled."""
     (message,) = host_warnings(check_launch(Namespace(grpo_std_normalization=False, **settings))[1])
     assert re.search(says, message)
 

@@ -163,8 +163,8 @@ def is_scope(node: ast.AST) -> bool:
 
 RULES: list[tuple[str, Callable[[ast.Module], Iterator[int]], list[str], str]] = [
     # name, checker, snippets that break the rule, one that keeps it
-    ("FB-58 no nan_to_num", find_nan_to_num, ["x.nan_to_num_(0.0)", "from torch import nan_to_num as clean"], "torch.isnan(x)"),
-    ("FB-61 zip is strict", find_zip_without_strict, ["zip(a, b)", "zip(a, b, strict=False)"], "zip(a, b, strict=True)"),
+    ("no nan_to_num", find_nan_to_num, ["x.nan_to_num_(0.0)", "from torch import nan_to_num as clean"], "torch.isnan(x)"),
+    ("zip is strict", find_zip_without_strict, ["zip(a, b)", "zip(a, b, strict=False)"], "zip(a, b, strict=True)"),
     (
         "FB-44 a collective names its group",
         find_collective_without_group,
@@ -176,13 +176,13 @@ RULES: list[tuple[str, Callable[[ast.Module], Iterator[int]], list[str], str]] =
         "import torch.distributed as dist\ndist.all_reduce(x, group=g)\ntorch.gather(x, 0, i)\ndist.get_rank()",
     ),
     (
-        "FB-31 no torch.distributed.nn",
+        "no torch.distributed.nn",
         find_distributed_nn,
         ["import torch.distributed as dist\ndist.nn.all_gather(x)", "from torch.distributed import nn"],
         "import torch\nimport torch.distributed as dist\ntorch.nn.functional.relu(x)\ndist.all_gather(p, x, group=g)",
     ),
     (
-        "FB-70 no default for an argument",
+        "no default for an argument",
         find_default_for_an_argument,
         ["getattr(self.args, name, None)", "getattr(host_args, 'x', 0)"],
         "getattr(args, 'x')\ngetattr(model, 'module', None)",
@@ -248,7 +248,7 @@ def test_no_module_of_a_host_remembers_a_run(package_trees):
 
 
 def test_fresh_memory_of_the_package_is_nan():
-    """FB-84: catches an output element that nobody writes, which shows by chance alone while memory is clean."""
+    """Catches an output element that nobody writes, which shows by chance alone while memory is clean."""
     module = {"__name__": "megatron_rl.ops.some_kernel", "torch": torch}
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         allocations = "torch.empty(3, dtype=dtype, requires_grad=True), torch.empty_like(like), like.new_empty(2, 3)"

@@ -86,7 +86,7 @@ REFUSED = [
 @pytest.mark.megatron
 @pytest.mark.parametrize(("settings", "argv", "says"), REFUSED)
 def test_a_launch_of_a_wrong_scale_stops_on_every_rank_before_any_data(pool, settings, argv, says):
-    """FB-70: slime drops our flags without a word."""
+    """slime drops our flags without a word."""
     for out, error, is_unchanged, _ in pool.run(init_on_rank, settings, None, argv, world_size=2):
         assert error.startswith("ConfigError") and re.search(says, error), error
         assert out == "" and is_unchanged
@@ -135,7 +135,7 @@ def test_a_check_that_has_become_a_run_is_refused(value, is_refused, monkeypatch
     ],
 )
 def test_a_path_that_the_hosts_loader_would_not_find_is_refused(path, says):
-    """FB-71: the hosts split on the last dot, and find out at the first batch."""
+    """The hosts split on the last dot, and find out at the first batch."""
     (problem,) = (row.text for row in paths_load(read_launch(Namespace(custom_pg_loss_reducer_function_path=path))))
     assert problem.startswith(f"--custom-pg-loss-reducer-function-path {path}")
     assert re.search(says, problem), problem

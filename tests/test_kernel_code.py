@@ -71,7 +71,7 @@ def spills(figures: dict) -> list[str]:
 
 
 def specialisations(figures: dict) -> list[str]:
-    """FB-82: a value baked into the binary is a compilation, of a second or more, for each new value in the middle of a run."""
+    """A value baked into the binary is a compilation, of a second or more, for each new value in the middle of a run."""
     return [f"a binary for each value of {name}" for name in figures["specialised_on"]]
 
 
@@ -219,13 +219,13 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
     ],
 )
 def test_no_size_and_no_setting_has_a_binary_of_its_own(gate, launch, known):
-    """FB-82: vocabularies that are multiples of 16, of 8 and of nothing, one row, views, temperatures, clips: one compilation. So
+    """Vocabularies that are multiples of 16, of 8 and of nothing, one row, views, temperatures, clips: one compilation. So
     the figures above are those of each vocabulary."""
     assert set(gate.launched[launch]) <= {index for name in known for index in gate.launched[name]}
 
 
 def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(gate):
-    """FB-82: a slice of somebody's labels or mask begins anywhere; the launchers align the two that 128-bit accesses need."""
+    """A slice of somebody's labels or mask begins anywhere; the launchers align the two that 128-bit accesses need."""
     found = {(figures["kernel"], name) for figures in gate.of_the_package() for name in figures["aligned_pointers"]}
     assert found == {
         ("row_statistics_kernel", "X"),
@@ -284,7 +284,7 @@ BAD = Bounds(instructions=11.5, has_clamp=True)
         pytest.param("two exponentials", "exponentials a logit", id="a second exponential"),
         pytest.param("registers that spill", "stack or local memory", id="too few registers"),
         pytest.param("small blocks", "bytes in flight", id="one warp a block"),
-        pytest.param("sizes as constants", "a binary for each value of num_columns", id="FB-82 sizes are specialised on"),
+        pytest.param("sizes as constants", "a binary for each value of num_columns", id="sizes are specialised on"),
     ],
 )
 def test_the_gate_sees_each_fault(gate, variant, complaint):

@@ -86,7 +86,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("name", ["miles", "slime"])
 def test_the_script_runs_as_itself_with_our_flags_in_its_parser(host, name, capsys):
-    """FB-70: on its own slime drops --loss-aggregation and miles ends with 2; here the attribute is there with its value."""
+    """On its own slime drops --loss-aggregation and miles ends with 2; here the attribute is there with its value."""
     host(name)
     argv, path = sys.argv, list(sys.path)
     code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "gspo", *INIT)
@@ -115,7 +115,7 @@ def test_a_wrong_scale_ends_the_run_before_training_with_every_problem(host, cap
 
 
 def test_a_path_of_ours_that_does_not_load_is_refused_before_training(host, capsys):
-    """FB-71: the host itself finds out at the first loss, after it has loaded the model and made a rollout."""
+    """The host itself finds out at the first loss, after it has loaded the model and made a rollout."""
     host("miles")
     code, out, error = run(capsys, "train.py", *DR_GRPO, REDUCER[0], "megatron_rl.reducer.get_pg_loss_reducer", *INIT)
     says = "--custom-pg-loss-reducer-function-path megatron_rl.reducer.get_pg_loss_reducer cannot be loaded (ModuleNotFoundError"

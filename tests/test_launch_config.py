@@ -30,7 +30,7 @@ def lines_of(out: str) -> list[str]:
 
 
 def test_dr_grpo_for_a_stock_launcher(launch_config, tmp_path):
-    """FB-70: the file is how our settings pass a launcher that drops or refuses unknown flags."""
+    """The file is how our settings pass a launcher that drops or refuses unknown flags."""
     code, _, error = launch_config(*DR_GRPO, *TO_FILE)
     assert (code, error) == (0, "")
     assert (tmp_path / "megatron_rl.yaml").read_text() == 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n'

@@ -381,7 +381,7 @@ class Trap:
 
 
 def test_importing_the_package_needs_torch_alone(package_trees):
-    """FB-79, FB-30: nothing below the seam looks for Megatron, Triton, Transformer Engine or apex: impostors raise."""
+    """FB-30: nothing below the seam looks for Megatron, Triton, Transformer Engine or apex: impostors raise."""
     below = [path for path in package_trees if floor_of(room_of(path)) <= floor_of("__init__")]
     modules = [path.removesuffix(".py").removesuffix("__init__") for path in below if not path.endswith("_triton.py")]
     names = [f"megatron_rl.{module.replace('/', '.')}".rstrip(".") for module in modules]

@@ -46,7 +46,7 @@ LAYOUTS = [
     pytest.param(Layout(num_microbatches=4), id="FB-01 one rank, four unlike micro-batches: a mean of means"),
     pytest.param(Layout(data=2, num_microbatches=2), id="FB-03 DP2: groups straddle ranks"),
     pytest.param(Layout(data=4, num_microbatches=4), marks=SLOW, id="FB-25 DP4 M4: a rank with a fully masked micro-batch"),
-    pytest.param(Layout(tensor=2, num_microbatches=2), marks=SLOW, id="FB-37 TP2: padded vocabulary on the last shard"),
+    pytest.param(Layout(tensor=2, num_microbatches=2), marks=SLOW, id="TP2: padded vocabulary on the last shard"),
     pytest.param(Layout(**SP, num_microbatches=2), id="TP2+SP: norms reduced over tp"),
     pytest.param(Layout(pipeline=2, num_microbatches=4), id="FB-03 PP2: the loss lives on one stage"),
     pytest.param(Layout(pipeline=2, tensor=2, num_microbatches=2), marks=SLOW, id="PP2xTP2"),
@@ -56,14 +56,14 @@ LAYOUTS = [
     pytest.param(Layout(context=2, **SP, num_microbatches=2), marks=SLOW, id="FB-28 CP2xTP2+SP"),
     pytest.param(Layout(context=2, pipeline=2, num_microbatches=4), marks=SLOW, id="CP2xPP2"),
     pytest.param(Layout(pipeline=4, num_microbatches=4), marks=SLOW, id="PP4"),
-    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), marks=SLOW, id="FB-53 PP2 with interleaved stages"),
+    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), marks=SLOW, id="PP2 with interleaved stages"),
     pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=2), marks=SLOW, id="FB-03 DP2, distributed optimiser"),
     pytest.param(
         Layout(data=2, context=2, distributed_optimizer=True, num_microbatches=2), marks=SLOW, id="CP2xDP2, distributed optimiser"
     ),
     pytest.param(Layout(data=2, average_in_collective=True), marks=SLOW, id="FB-03 DP2, average_in_collective"),
     pytest.param(Layout(data=2, overlap_grad_reduce=True, num_microbatches=4), marks=SLOW, id="DP2, overlapped gradient reduction"),
-    pytest.param(Layout(packed=True, num_microbatches=2), id="FB-20 packed rows with a padding tail"),
+    pytest.param(Layout(packed=True, num_microbatches=2), id="packed rows with a padding tail"),
     pytest.param(Layout(packed=True, context=2, **SP, num_microbatches=2), marks=SLOW, id="packed CP2xTP2+SP"),
     pytest.param(Layout(packed=True, pipeline=2, data=2, num_microbatches=2), marks=SLOW, id="packed PP2xDP2"),
 ]
@@ -131,7 +131,7 @@ def test_every_loss_meets_every_aggregation():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_step_gradient_is_the_one_process_float64_gradient(pool, truth_of, layout):
-    """Catches any factor of cp, dp, M, T or N, any count taken after slicing, any collective that a layout leaves out (FB-14)."""
+    """Catches any factor of cp, dp, M, T or N, any count taken after slicing, any collective that a layout leaves out."""
     model, rows = model_of(layout), pairs(layout)
     truth = truth_of(model)
     # A loss's metrics are the same under each aggregation, and a step without them is faster.
@@ -181,7 +181,7 @@ def test_the_test_step_has_clipped_and_unclipped_ratios_on_both_sides(truth, poo
 
 @pytest.mark.parametrize("layout", [Layout(data=2, num_microbatches=2), Layout(context=2, num_microbatches=2)], ids=str)
 def test_per_token_loss_trains_token_mean_exactly(pool, truth, layout):
-    """FB-13, FB-15: Megatron divides by the summed token counts, and cp ranks must not report the whole count each."""
+    """FB-15: Megatron divides by the summed token counts, and cp ranks must not report the whole count each."""
     per_token = replace(layout, calculate_per_token_loss=True)
     result = step_on_layout(pool, per_token, truth["gspo"].samples, config_of("gspo", "token_mean"), model_of(layout))
     expected = truth["gspo"].by_aggregation["token_mean"]
@@ -195,7 +195,7 @@ def refused_on_rank(rank: int, layout: Layout, step, configs) -> list[str]:
 
 
 def test_per_token_loss_is_refused_for_every_other_aggregation(pool, truth):
-    """FB-13, FB-15: a model config that flips the flag after parsing is caught before the first loss."""
+    """FB-15: a model config that flips the flag after parsing is caught before the first loss."""
     names = [name for name in LossAggregation if name != "token_mean"]
     configs = [config_of("grpo", name) for name in names]
     [told] = pool.run(refused_on_rank, Layout(calculate_per_token_loss=True), truth["grpo"].samples, configs, world_size=1)
@@ -276,8 +276,8 @@ def test_kl_and_entropy_terms_keep_their_scale_on_every_layout(pool, truth):
 
 
 def test_scale_for_schedule_by_hand():
-    """D = 4 replicas, M = 3: unit returns (12 x, 1); per-token (7 x, tokens). FB-16: num_tokens is an integer in every mode. FB-52:
-    what the schedule does to them in place does not reach the report, nor the loss."""
+    """D = 4 replicas, M = 3: unit returns (12 x, 1); per-token (7 x, tokens). FB-16: num_tokens is an integer in every mode.
+    What the schedule does to them in place does not reach the report, nor the loss."""
     four = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
     groups, totals = ParallelGroups(dp_cp=four), StepTotals(num_samples=5, num_prompts=None, num_tokens=7)
     part = torch.ones((), requires_grad=True) * 0.5

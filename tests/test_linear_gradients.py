@@ -249,7 +249,7 @@ DOUBLE = torch.float64
         pytest.param({"labels": torch.zeros(4, dtype=torch.int64)}, DataError, r"labels must be \[T=5\] int64, got", id="labels"),
         pytest.param({"vocab_size": 17}, DataError, r"vocab_size=17 must be in \[1, 16\]", id="vocabulary"),
         pytest.param({"max_logits_bytes": 127}, ConfigError, "128 is the smallest budget that works", id="budget"),
-        pytest.param({"document_lengths": [2]}, DataError, "has 1 entries for 2 documents", id="FB-61 lengths"),
+        pytest.param({"document_lengths": [2]}, DataError, "has 1 entries for 2 documents", id="lengths"),
         pytest.param({"document_lengths": [2, 4]}, DataError, r"\[1\]=4 but cu_seqlens gives 3 tokens", id="other lengths"),
         pytest.param({"document_lengths": torch.tensor([2, 3])}, DataError, "list of host ints", id="lengths on a device"),
         pytest.param({"loss_scale": 0.0}, ConfigError, "loss_scale=0.0 must be a finite number above 0", id="scale 0"),

@@ -95,7 +95,7 @@ ROWS_OF_KINDS = [
 
 @pytest.mark.parametrize(("name", "rows", "mask"), ROWS_OF_KINDS)
 def test_loss_metrics_and_gradients_are_those_of_the_logits_path(name, rows, mask, schedules):
-    """FB-67, FB-46, FB-55, FB-118 (the gradient of the entropy): for every plan, chunk size and mask, to the last bits of float64
+    """FB-46, FB-55, FB-118 (the gradient of the entropy): for every plan, chunk size and mask, to the last bits of float64
     and to 1e-5 in float32."""
     exact = head_batch(mask=mask)
     kind, options = KINDS[name][0], options_of(name, exact)
@@ -122,7 +122,7 @@ def test_loss_metrics_and_gradients_are_those_of_the_logits_path(name, rows, mas
 
 @pytest.mark.parametrize("rows", [12, 6, 4, 1], ids=["1 chunk", "2 chunks", "3 chunks", "a chunk a row"])
 def test_a_document_across_chunks_has_one_ratio(rows, schedules):
-    """FB-67: closing the ratio in each chunk gave 3.53 for 1.85. A long document alone, and beside others of its kind; the loss
+    """Closing the ratio in each chunk gave 3.53 for 1.85. A long document alone, and beside others of its kind; the loss
     and its gradient by logits are a loop's, so that the logits path itself is not trusted here."""
     for lengths in ([24], [24, 24, 3]):
         case = head_batch(lengths, seed=3)

@@ -250,8 +250,8 @@ PAIRS = [pytest.param(layout, run, id=f"{layout}: {run}") for layout in LAYOUTS 
 
 @pytest.mark.parametrize(("layout", "run"), PAIRS)
 def test_all_ranks_together_are_the_logits_path_of_one(by_layout, layout, run):
-    """FB-67, FB-28, FB-51: loss parts add up over cp; dX is complete over tp, each rank's slice of it under SP; dW adds up over cp
-    and is a slice over tp; a bin that one cp rank holds nothing of, or more of than others. FB-83: tp ranks hold the same bits."""
+    """FB-28, FB-51: loss parts add up over cp; dX is complete over tp, each rank's slice of it under SP; dW adds up over cp
+    and is a slice over tp; a bin that one cp rank holds nothing of, or more of than others. Tp ranks hold the same bits."""
     want, tolerance = whole(run), EXACT if run.is_double else SINGLE_PRECISION
     ranks = ranks_of(by_layout, layout, run)
     loss = sum(result["loss"].double() for _, tp, result in ranks if tp == 0)
@@ -321,7 +321,7 @@ def test_collectives_are_those_that_are_promised(by_layout, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bad_data_on_one_rank_stops_all_of_them(by_layout, layout):
-    """FB-58: in the middle of the bins, in each plan, all tp and cp ranks raise after the same all-reduce, and go on together."""
+    """In the middle of the bins, in each plan, all tp and cp ranks raise after the same all-reduce, and go on together."""
     last = max(of_rank["cp"] for of_rank in by_layout[layout])
     for of_rank in by_layout[layout]:
         for (fault, _), message in of_rank["told"].items():

@@ -24,7 +24,7 @@ V = 16  # 4 columns on each of 4 ranks
 EDGE_LABELS = [0, 3, 4, 7, 8, 11, 12, 15]
 FEW = [0, 8, 15]
 # Interpreted kernels are slow: here they compute the cases in which shards differ; test_log_probs_triton.py joins shards of all.
-KERNEL_CASES = ["FB-36 labels in the first", "FB-37 a shard has no real column, at a", "FB-56"]
+KERNEL_CASES = ["FB-36 labels in the first", "a shard has no real column, at a", "FB-56"]
 # Each test that takes `backend` runs in torch, and in Triton on whatever runs kernels here.
 DEVICES = {"torch": "cpu", "triton": KERNEL_DEVICE}
 ON_TRITON = (pytest.mark.kernel, pytest.mark.skipif(why_triton_is_missing() is not None, reason="Triton cannot be imported"))
@@ -86,17 +86,17 @@ LABELS = torch.tensor(EDGE_LABELS)
 CASES = {
     "FB-36 labels in the first and last column of every shard": Case(normal(), LABELS),
     "FB-39 temperature": Case(normal(labels=FEW), torch.tensor(FEW), temperature=0.7),
-    "FB-38 all logits near 1e4": Case(normal(1e4, FEW), torch.tensor(FEW)),
-    "FB-38 all logits near -1e4": Case(normal(-1e4, FEW), torch.tensor(FEW)),
-    "FB-38 FB-39 near -1e4 at a temperature": Case(normal(-1e4, FEW), torch.tensor(FEW), temperature=0.7),
-    "FB-37 -inf columns at the end": Case(*columns_filled(slice(13, 16), -math.inf, [0, 12, 5]), range(13)),
-    "FB-37 -inf columns fill the first block": Case(*columns_filled(slice(0, 6), -math.inf, [6, 15, 8]), range(6, 16)),
-    "FB-37 -inf columns fill a whole shard": Case(*columns_filled(slice(8, 16), -math.inf, [0, 7, 3]), range(8)),
-    "FB-37 finite junk past the true size": Case(*columns_filled(slice(13, 16), 50.0, [0, 12, 5]), range(13), 13),
-    "FB-37 a shard has no real column": Case(*columns_filled(slice(7, 16), 50.0, [0, 6, 5]), range(7), 7),
+    "all logits near 1e4": Case(normal(1e4, FEW), torch.tensor(FEW)),
+    "all logits near -1e4": Case(normal(-1e4, FEW), torch.tensor(FEW)),
+    "FB-39 near -1e4 at a temperature": Case(normal(-1e4, FEW), torch.tensor(FEW), temperature=0.7),
+    "-inf columns at the end": Case(*columns_filled(slice(13, 16), -math.inf, [0, 12, 5]), range(13)),
+    "-inf columns fill the first block": Case(*columns_filled(slice(0, 6), -math.inf, [6, 15, 8]), range(6, 16)),
+    "-inf columns fill a whole shard": Case(*columns_filled(slice(8, 16), -math.inf, [0, 7, 3]), range(8)),
+    "finite junk past the true size": Case(*columns_filled(slice(13, 16), 50.0, [0, 12, 5]), range(13), 13),
+    "a shard has no real column": Case(*columns_filled(slice(7, 16), 50.0, [0, 6, 5]), range(7), 7),
     # Between the shards' maxima lies -1e39 then, which float32 does not hold: 0 x -inf.
-    "FB-37 a shard has no real column, at a tiny temperature": Case(*certain_tokens(), range(7), 7, temperature=1e-9),
-    "FB-37 NaN past the true size": Case(*columns_filled(slice(9, 16), math.nan, [0, 8, 5]), range(9), 9),
+    "a shard has no real column, at a tiny temperature": Case(*certain_tokens(), range(7), 7, temperature=1e-9),
+    "NaN past the true size": Case(*columns_filled(slice(9, 16), math.nan, [0, 8, 5]), range(9), 9),
     "FB-56 masked rows hold anything": Case(*garbage_rows(), masked=(1, 4, 6)),
 }
 
@@ -205,7 +205,7 @@ def by_tp_size(backend, tp_size, on_one_rank, on_four_ranks):
 
 @pytest.mark.parametrize(("backend", "tp_size", "name"), CASES_OF_BACKENDS)
 def test_every_shard_has_its_part_of_the_float64_result(by_tp_size, tp_size, name):
-    """FB-34, FB-35, FB-36, FB-94: values of each rank are those of float64, gradients those of its columns. FB-83: ranks agree bit
+    """FB-35, FB-36: values of each rank are those of float64, gradients those of its columns. Ranks agree bit
     for bit; else they may disagree on a clip, and their weights drift apart. One all-gather in forward, [T, 4] with the entropy and
     [T, 3] without, with a gradient or not, nothing in backward, and on one rank no collective at all."""
     ranks = [of_rank[name] for of_rank in by_tp_size[tp_size]]
@@ -252,7 +252,7 @@ def gradients(logits, labels, backend="torch", **options):
     ],
 )
 def test_errors_are_at_most_twice_those_of_plain_torch_in_the_same_dtype(backend, dtype):
-    """FB-34: the gradient has the logits' dtype and makes no detour through bf16: 1e-6 for float32.
+    """The gradient has the logits' dtype and makes no detour through bf16: 1e-6 for float32.
 
     Triton's interpreter cuts bfloat16 off where a GPU rounds it: there an error of one whole unit in the last place is allowed. A
     GPU's exponential is not that of a CPU.
@@ -283,7 +283,7 @@ def test_errors_are_at_most_twice_those_of_plain_torch_in_the_same_dtype(backend
 
 @pytest.mark.parametrize(("offset", "is_masked"), [(-1, False), (0, True), (0, False), (1, True), (65, True)])
 def test_chunk_edges_are_not_visible(offset, is_masked):
-    """FB-40, FB-84: T one below, at, one above the rows of a chunk, two chunks and a row; masked rows break the runs. Rows of other
+    """FB-40: T one below, at, one above the rows of a chunk, two chunks and a row; masked rows break the runs. Rows of other
     temperature have other entropies: a chunk along the vocabulary is right for as many rows as it is long alone.
 
     Fresh memory is NaN in tests (conftest.py), so a row that nobody writes is seen. dH / dx_j = -p_j (ln p_j + H).
@@ -311,7 +311,7 @@ def test_chunk_edges_are_not_visible(offset, is_masked):
 
 @pytest.mark.parametrize("shape", ["columns of a wider tensor", "every second column", "transposed", "expanded rows"])
 def test_strided_logits_give_the_same(backend, shape):
-    """FB-84: a kernel that assumes contiguous rows reads its neighbour's."""
+    """A kernel that assumes contiguous rows reads its neighbour's."""
     dense = normal()
     views = {
         "columns of a wider tensor": lambda x: torch.cat([x * 0 + 9, x, x * 0 - 9], 1)[:, V : 2 * V],
@@ -410,7 +410,7 @@ def test_without_inplace_a_second_backward_gives_the_same_and_overwritten_logits
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_rows_that_are_not_finite_stay_visible(backend, with_entropy):
-    """FB-58, FB-37, FB-41: NaN, inf and a row of -inf alone; a label that nobody owns, or of probability 0, is -inf, where merged
+    """FB-41: NaN, inf and a row of -inf alone; a label that nobody owns, or of probability 0, is -inf, where merged
     with zeros it would silently be -lse. The losses refuse them; masked they are 0, and rows beside them are untouched."""
     logits, labels, bad = normal(), LABELS.clone(), torch.arange(8) < 6
     logits[0, 9], logits[1, 9], logits[2], logits[3, 7] = math.nan, math.inf, -math.inf, -math.inf

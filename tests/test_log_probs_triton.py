@@ -169,7 +169,7 @@ SHAPES_AND_DTYPES = [
 
 @pytest.mark.parametrize(("width", "stride", "offset", "splits", "dtype"), SHAPES_AND_DTYPES)
 def test_every_part_of_a_row_is_read_and_written_once(width, stride, offset, splits, dtype):
-    """FB-84: values and gradients against float64 for v around block edges, and each address that the kernels touch.
+    """Values and gradients against float64 for v around block edges, and each address that the kernels touch.
 
     The last three columns (120 of the widest) are NaN past the true size; so is all memory around the rows.
     """
@@ -264,12 +264,12 @@ def join_shards(case, num_shards: int):
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_shards_in_one_process_have_the_float64_result(name):
-    """FB-36, FB-37, FB-38, FB-39, FB-56: every row of the table of test_log_probs.py, joined without ranks, on a GPU too."""
+    """FB-36, FB-39, FB-56: every row of the table of test_log_probs.py, joined without ranks, on a GPU too."""
     case = CASES[name]
     log_probs, entropy, gradient, _ = expected(case)
     (first, second), joined = join_shards(case, 2)
     for name in ("maximum", "total", "log_probs", "entropy"):
-        assert torch.equal(getattr(first, name), getattr(second, name)), "FB-83: ranks agree bit for bit"
+        assert torch.equal(getattr(first, name), getattr(second, name)), "ranks agree bit for bit"
     torch.testing.assert_close(first.log_probs.cpu().double(), log_probs, **TOLERANCE)
     torch.testing.assert_close(first.entropy.cpu().double(), entropy, **TOLERANCE)
     torch.testing.assert_close(joined.cpu().double(), gradient, **TOLERANCE)
@@ -297,7 +297,7 @@ def test_the_merge_is_the_twins(num_parts, width, has_mask):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_a_nan_logit_is_visible_wherever_it_stands(with_entropy):
-    """FB-58: head, whole tiles, tail and last columns each have code of their own, and a maximum that drops NaN."""
+    """Head, whole tiles, tail and last columns each have code of their own, and a maximum that drops NaN."""
     columns = [0, 6, 7, 8, 39, 40, 60, 72, 74]
     logits, labels = random_rows(10, 75)
     logits[torch.arange(9), columns] = math.nan
@@ -311,7 +311,7 @@ def test_a_nan_logit_is_visible_wherever_it_stands(with_entropy):
 
 @pytest.mark.parametrize("kind", ["first columns", "last columns", "a whole split", "all but the label"])
 def test_minus_infinity_columns_have_probability_0(kind):
-    """FB-37: a tile, a lane or a split without a single finite logit gives no inf - inf; its gradient is exactly 0."""
+    """A tile, a lane or a split without a single finite logit gives no inf - inf; its gradient is exactly 0."""
     columns = {"first columns": slice(0, 50), "last columns": slice(70, 130), "a whole split": slice(32, 64)}
     logits, _ = random_rows(2, 130)
     logits[:, columns.get(kind, slice(0, 129))] = -math.inf

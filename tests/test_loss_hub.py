@@ -245,7 +245,7 @@ MODES, KINDS = [*loss_aggregation_names(), "user_root"], [*policy_loss_names(), 
 @given(where=st.lists(st.integers(0, 5), min_size=12, max_size=12))
 @settings(max_examples=4, deadline=None, derandomize=True, database=None)
 def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mode, where):
-    """FB-01, FB-04, FB-07, FB-20: micro-batches and dp ranks are nothing but parts of the step (6 bins, some empty).
+    """FB-01, FB-04, FB-07: micro-batches and dp ranks are nothing but parts of the step (6 bins, some empty).
 
     Covers everything in the hub, a loss and an aggregation registered here included: denominators reach every path.
     """

@@ -119,7 +119,7 @@ def test_tool_tokens_in_the_middle_count_nowhere(kind):
 
 @pytest.mark.parametrize(("kind", "backend", "per"), rows_of_losses(["token", None, "token"], [None, "token"]))
 def test_advantages_per_token_equal_those_per_sample(kind, backend, per):
-    """FB-65, FB-68: [N] and [T] mean the same; masked positions and padding of [T] may hold anything."""
+    """FB-65: [N] and [T] mean the same; masked positions and padding of [T] may hold anything."""
     batch = padded(random_batch([4, 3, 2], num_masked=(1, 3, 0), seed=3), 2)
     token_advantages = torch.full((11,), math.nan, dtype=torch.float64)
     for i, document in enumerate(batch.documents):
@@ -134,7 +134,7 @@ def test_advantages_per_token_equal_those_per_sample(kind, backend, per):
 
 @over_losses("grpo", "gspo")
 def test_advantages_that_vary_inside_a_sample_are_taken_and_at_sequence_level_refused(kind, backend):
-    """FB-68: never an average. A difference of 1e-3 in one token of nine is found."""
+    """Never an average. A difference of 1e-3 in one token of nine is found."""
     varying = replace(BATCH, advantages=torch.linspace(-2, 2, 18, dtype=torch.float64))
     if get_policy_loss(kind).level != "sequence":
         got = backend.run(LOSSES[kind], varying, **CLIP)
@@ -195,7 +195,7 @@ def on_two_context_ranks(rank: int):
 
 
 def test_two_context_parallel_ranks_add_up_to_one():
-    """FB-28, FB-68, where test_losses_parallel.py has every layout: what cp reduces, and the mean of [T] advantages over it."""
+    """FB-28, where test_losses_parallel.py has every layout: what cp reduces, and the mean of [T] advantages over it."""
     with RankPool(2, use_megatron=False) as pool:
         ranks = pool.run(on_two_context_ranks)
     for kind in LOSSES:
@@ -234,7 +234,7 @@ def test_numpys_numbers_are_numbers(backend):
 
 @over_losses("grpo", "gspo", "sapo")
 def test_importance_weights_and_regularizers_add_their_weighted_sums(kind, backend):
-    """FB-75, FB-119: KL and entropy have weights of their own, and no importance weight; value and gradient by loops."""
+    """FB-119: KL and entropy have weights of their own, and no importance weight; value and gradient by loops."""
     generator = torch.Generator().manual_seed(16)
     reference = SMALL.old_log_probs + 0.3 * torch.randn(8, generator=generator, dtype=torch.float64)
     v, u = torch.rand(3, generator=generator, dtype=torch.float64), torch.linspace(0.2, 1.8, 8, dtype=torch.float64)
@@ -255,7 +255,7 @@ def test_importance_weights_and_regularizers_add_their_weighted_sums(kind, backe
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
 @over_backends
 def test_a_ratio_exactly_on_the_edge_keeps_its_gradient(kind, backend):
-    """FB-62: low != high, both signs; a rounding step beyond the edge it is gone. The edge is the backend's own ratio."""
+    """Low != high, both signs; a rounding step beyond the edge it is gone. The edge is the backend's own ratio."""
     step = torch.finfo(backend.dtype).eps
     for log_ratio, advantage in ((0.3, 1.0), (-0.3, -1.0)):
         batch = replace(
@@ -277,7 +277,7 @@ def test_a_ratio_exactly_on_the_edge_keeps_its_gradient(kind, backend):
 
 @over_losses("grpo")
 def test_temperature_padded_vocabulary_and_clips_reach_the_loss(kind, backend):
-    """FB-37, FB-39, FB-82: each option changes the result as the loop says, call after call."""
+    """FB-39: each option changes the result as the loop says, call after call."""
     got = backend.run(LOSSES[kind], SMALL, temperature=0.5, **CLIP)
     assert_same(got, by_loop(kind, SMALL, temperature=0.5), **backend.tolerance)
     wide = replace(SMALL, logits=torch.cat([SMALL.logits, torch.full((8, 5), 7.0, dtype=torch.float64)], 1))
@@ -303,7 +303,7 @@ def test_inplace_and_given_token_counts_change_no_bit(kind):
 
 @over_losses("grpo")
 def test_upstream_factors_scale_the_gradient_and_the_report_is_not_aliased(kind, backend):
-    """FB-52: the schedule divides the returned loss in place; the detached parts and the gradient keep their values."""
+    """The schedule divides the returned loss in place; the detached parts and the gradient keep their values."""
     want, gradient = backend.run(LOSSES[kind], SMALL, metrics="basic", **CLIP)
     output, divided = backend.run(LOSSES[kind], SMALL, divisor=4, metrics="basic", **CLIP)
     assert torch.equal(output.loss, want.loss / 4)
@@ -315,7 +315,7 @@ def test_upstream_factors_scale_the_gradient_and_the_report_is_not_aliased(kind,
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_working_precision_follows_the_logits(kind, dtype):
-    """FB-34: float32 inside for 16-bit logits, gradient in the logits' dtype, loss in float32."""
+    """Float32 inside for 16-bit logits, gradient in the logits' dtype, loss in float32."""
     batch = BATCHES["ragged"]
     others = {"old_log_probs": batch.old_log_probs.float(), "advantages": batch.advantages.float()}
     batch = replace(batch, logits=batch.logits.to(dtype), **others)

@@ -25,8 +25,8 @@ def with_every_term(batch) -> dict:
 
 @pytest.mark.parametrize(("kind", "backend", "junk"), rows_of_losses(JUNK, [*JUNK, -math.inf, 1e30, 0.0]))
 def test_masked_positions_may_hold_anything(kind, backend, junk):
-    """FB-56, FB-57: bit-equal to clean input, for the policy, KL and entropy terms, importance weights and all metrics. The masked
-    tokens lie inside samples whose other tokens keep their gradient. FB-67: a fused head without terms of a token's own has other
+    """FB-56: bit-equal to clean input, for the policy, KL and entropy terms, importance weights and all metrics. The masked
+    tokens lie inside samples whose other tokens keep their gradient. A fused head without terms of a token's own has other
     plans for the same documents."""
     clean = random_batch([7, 3, 2], num_masked=(2, 1, 2), seed=10)
     dirty_rows = ~clean.loss_mask
@@ -50,7 +50,7 @@ def test_masked_positions_may_hold_anything(kind, backend, junk):
         assert torch.equal(got.metrics.values, want.metrics.values)
         assert torch.equal(gradient, clean_gradient)
         if "ref_log_probs" in per_token:
-            assert (gradient[clean.loss_mask] != 0).any(1).all(), "FB-57: the other tokens keep a gradient"
+            assert (gradient[clean.loss_mask] != 0).any(1).all(), "the other tokens keep a gradient"
 
 
 @pytest.mark.parametrize(("kind", "backend", "tail"), rows_of_losses([5], [1, 63]))
@@ -72,7 +72,7 @@ TENSORS = ["logits", "old_log_probs", "advantages", "importance_weights", "ref_l
 
 @pytest.mark.parametrize(("kind", "backend", "tensor"), rows_of_losses(TENSORS))
 def test_an_unmasked_value_that_is_not_finite_stops_the_step(kind, backend, tensor):
-    """FB-58, FB-41, FB-135: NaN would train as if on-policy; the message names document and tensor. On CUDA it is counted."""
+    """FB-41, FB-135: NaN would train as if on-policy; the message names document and tensor. On CUDA it is counted."""
     named = "log_probs" if tensor in ("logits", "labels") else tensor
     for value in (math.nan, math.inf, -math.inf) if backend.name == "torch" else (math.nan,):
         batch = random_batch([3, 4, 2], num_masked=(0, 1, 0), seed=12)
@@ -183,7 +183,7 @@ REFUSED = [(DataError, *row) for row in WRONG_DATA] + [(ConfigError, *row) for r
 
 @pytest.mark.parametrize(("error", "name", "value", "message"), REFUSED)
 def test_wrong_arguments_are_refused_with_a_message(error, name, value, message):
-    """FB-40, FB-61, FB-63, FB-65, FB-74, FB-80, FB-116: no shape is guessed or broadcast, nothing is dropped without a word."""
+    """FB-40, FB-63, FB-65, FB-74, FB-80, FB-116: no shape is guessed or broadcast, nothing is dropped without a word."""
     with pytest.raises(error, match=message):
         call(**{name: value})
 

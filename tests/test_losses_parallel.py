@@ -208,7 +208,7 @@ def by_layout(shared):
 @pytest.mark.parametrize(("layout", "run"), [(layout, run) for layout in LAYOUTS for run in RUNS_OF[layout]], ids=str)
 def test_parts_and_gradients_of_all_ranks_are_those_of_one_rank(by_layout, layout, run):
     """FB-22, FB-23, FB-25, FB-28, FB-51: loss parts add up over cp and are equal over tp; each rank's gradient is its slice of rows
-    and columns of the unsharded one; metrics combine to the same numbers. FB-83: tp ranks hold the same bits, so the same clips."""
+    and columns of the unsharded one; metrics combine to the same numbers. Tp ranks hold the same bits, so the same clips."""
     kind, name, which = run
     output, gradient = whole(kind, name, which)
     ranks = [(of_rank["cp"], of_rank["tp"], of_rank["results"][run]) for of_rank in by_layout[layout]]
@@ -259,14 +259,14 @@ def test_forward_reduces_once_and_backward_not_at_all(by_layout, layout):
 @pytest.mark.parametrize(
     ("fault", "tensor"),
     [
-        pytest.param("NaN logit", "log_probs", id="FB-58 NaN in one column of one tp rank"),
-        pytest.param("NaN logit in grpo", "log_probs", id="FB-58 the same in grpo"),
-        pytest.param("NaN logit in kernels", "log_probs", id="FB-58 the same in kernels"),
-        pytest.param("infinite old log-prob", "old_log_probs", id="FB-58 old log-prob on one cp rank"),
+        pytest.param("NaN logit", "log_probs", id="NaN in one column of one tp rank"),
+        pytest.param("NaN logit in grpo", "log_probs", id="the same in grpo"),
+        pytest.param("NaN logit in kernels", "log_probs", id="the same in kernels"),
+        pytest.param("infinite old log-prob", "old_log_probs", id="old log-prob on one cp rank"),
     ],
 )
 def test_bad_data_on_one_rank_stops_all_of_them(by_layout, layout, fault, tensor):
-    """FB-58: all tp and cp ranks raise after the same all-reduce; one that raised alone would leave others waiting."""
+    """All tp and cp ranks raise after the same all-reduce; one that raised alone would leave others waiting."""
     for of_rank in by_layout[layout]:
         where = f"in {tensor}" if of_rank["cp"] == 1 else "on another context-parallel rank"
         assert of_rank["told"][fault].startswith("DataError: document 1 of the micro-batch has 1 unmasked tokens")
@@ -275,7 +275,7 @@ def test_bad_data_on_one_rank_stops_all_of_them(by_layout, layout, fault, tensor
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_ranks_must_agree_on_about_advantages_is_refused_on_all(by_layout, layout):
-    """FB-68: each rank sees one value in each document, together they vary. N == T with one local token in each document is [N]
+    """Each rank sees one value in each document, together they vary. N == T with one local token in each document is [N]
     here and [T] elsewhere: ranks would reduce unlike shapes."""
     for told in (of_rank["told"] for of_rank in by_layout[layout]):
         assert "advantages vary inside document 0" in told["advantages differ between ranks"]

@@ -220,8 +220,8 @@ def can_clip(kind: str) -> bool:
 
 @pytest.mark.parametrize(("kind", "asked"), pairs(ROWS))
 def test_the_kernels_are_as_exact_as_the_torch_twin(kind, asked):
-    """FB-34, FB-62, FB-63, FB-64, FB-80: loss, terms, coefficients against a loop, metric sums against the twin in float64, for
-    each optional input; lengths around a block, no token, one masked altogether, a tail. A second run has the same bits (FB-83)."""
+    """FB-63, FB-64, FB-80: loss, terms, coefficients against a loop, metric sums against the twin in float64, for
+    each optional input; lengths around a block, no token, one masked altogether, a tail. A second run has the same bits."""
     tokens = make_tokens(kind)
     got, reference = (numbers(run(twin, kind, tokens, **asked)) for twin in (reduce_loss_triton, reduce_loss_torch))
     doubled = replace(tokens.change(Tensor.double), **{n: getattr(tokens, n).double() for n in ("advantages", "token_weights")})
@@ -293,7 +293,7 @@ def test_dtypes_and_strides_of_the_callers_tensors_do_not_matter():
 
 
 def test_varying_advantages_are_counted_where_nobody_looks(monkeypatch):
-    """FB-68: 1e-3 in one token; the device counts the whole document, without the CPU's look at it."""
+    """1e-3 in one token; the device counts the whole document, without the CPU's look at it."""
     for name in ("raise_on_bad_data", "raise_on_nonfinite"):
         monkeypatch.setattr(reduce_triton, name, lambda *arguments: None)
     tokens = make_tokens("gspo")

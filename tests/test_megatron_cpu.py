@@ -45,7 +45,7 @@ print("survived")
 
 @pytest.mark.megatron
 def test_nothing_is_replaced_by_an_import_and_a_broken_transformer_engine_does_not_stop_megatron(tmp_path):
-    """Catches support that acts at import. FB-79: Megatron-Core survives ImportError alone."""
+    """Catches support that acts at import. Megatron-Core survives ImportError alone."""
     path = [str(fake_transformer_engine(tmp_path, IMPOSTOR)), *filter(None, [os.environ.get("PYTHONPATH")])]
     printed = run_in_children(IMPORTS, PYTHONPATH=os.pathsep.join(path), CUDA_VISIBLE_DEVICES="")
     assert printed == "False False\nsurvived\n"
@@ -86,9 +86,9 @@ def test_it_refuses_where_cuda_is_available_and_where_megatron_is_not_installed(
 NO_DRIVER = "raise OSError('libcuda.so.1: cannot open shared object file')"
 
 
-@pytest.mark.parametrize("source", [IMPOSTOR, NO_DRIVER], ids=["FB-79 meta package without content", "a real one without a driver"])
+@pytest.mark.parametrize("source", [IMPOSTOR, NO_DRIVER], ids=["meta package without content", "a real one without a driver"])
 def test_a_broken_transformer_engine_is_an_import_error(monkeypatch, tmp_path, source):
-    """FB-79: whatever it would raise itself."""
+    """Whatever it would raise itself."""
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
     monkeypatch.syspath_prepend(fake_transformer_engine(tmp_path, source))
     cpu.hide_transformer_engine()
@@ -100,7 +100,7 @@ def test_a_broken_transformer_engine_is_an_import_error(monkeypatch, tmp_path, s
 
 
 def test_why_transformer_engine_is_not_used_is_said(monkeypatch, tmp_path):
-    """FB-79: absent, broken and without CUDA are three reasons with three remedies."""
+    """Absent, broken and without CUDA are three reasons with three remedies."""
     assert transformer_engine_problem() == "Transformer Engine needs CUDA, and torch.cuda.is_available() is False"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)

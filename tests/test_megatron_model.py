@@ -173,8 +173,8 @@ CASES = [
     pytest.param(Case(4, {TP: 4}, CLASSIC), id="TP4"),
     pytest.param(Case(2, {PP: 2}), id="PP2, micro-batches of unlike length"),
     pytest.param(Case(2, {PP: 2}, CLASSIC, is_packed=True, tie_embeddings=True), id="PP2 packed tied"),
-    pytest.param(Case(2, {PP: 2, VPP: 2}, num_layers=4, num_microbatches=4, is_packed=True), id="FB-53 PP2xVPP2 overlapped"),
-    pytest.param(Case(4, {PP: 4, VPP: 2}, num_layers=8, num_microbatches=4), id="FB-53 PP4xVPP2"),
+    pytest.param(Case(2, {PP: 2, VPP: 2}, num_layers=4, num_microbatches=4, is_packed=True), id="PP2xVPP2 overlapped"),
+    pytest.param(Case(4, {PP: 4, VPP: 2}, num_layers=8, num_microbatches=4), id="PP4xVPP2"),
     pytest.param(Case(4, {PP: 2, TP: 2}, sequence_parallel=True), id="PP2xTP2+SP, padded"),
     pytest.param(Case(4, {CP: 4}, CLASSIC), id="FB-21 CP4"),
     pytest.param(Case(4, {CP: 4}, is_packed=True), id="FB-28 CP4 packed"),
@@ -239,7 +239,7 @@ DEFAULT_P2P = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
 
 
 def test_interleaved_stages_send_shapes_with_overlapped_p2p_only(pool):
-    """FB-53: Megatron's default calls give a gradient norm of 1312 for 2.42 on two ranks, and hang beyond when shapes travel."""
+    """Megatron's default calls give a gradient norm of 1312 for 2.42 on two ranks, and hang beyond when shapes travel."""
     settings = [DEFAULT_P2P, {**DEFAULT_P2P, "variable_seq_lengths": False}]
     for message, of_one_shape in pool.run(interleaved_on_rank, settings, world_size=4, **{PP: 4, VPP: 2}):
         assert "variable_seq_lengths=True hangs where overlap_p2p_comm=False and batch_p2p_comm=True" in message

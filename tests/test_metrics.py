@@ -153,7 +153,7 @@ def metrics_by_loop(kind: str, batch) -> dict[str, float]:
 @settings(max_examples=3, deadline=None, derandomize=True, database=None)
 def test_metrics_are_those_of_a_loop_for_any_split_into_micro_batches(kind, where):
     """FB-46, FB-10, FB-49: equal for each K and for the whole step; masked tokens count in no metric; GSPO's ratio
-    is its sample's, and its effective sample size counts samples. FB-75: no weight of a sample is in them. FB-95: the KL is the
+    is its sample's, and its effective sample size counts samples. No weight of a sample is in them. The KL is the
     one from old to new."""
     outputs = []
     for part in range(4):

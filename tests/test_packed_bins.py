@@ -138,7 +138,7 @@ def difference_to_the_trainer(answers, filling=0):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_samples_in_1_2_and_4_bins_one_of_them_empty_give_one_gradient(pool, aggregation):
-    """FB-20: a mean over bins of token means depends on the packing, and an empty bin counts one token; FB-09: padding rows too."""
+    """A mean over bins of token means depends on the packing, and an empty bin counts one token; FB-09: padding rows too."""
     answers = pool.run(gradients_on_rank, AGGREGATIONS[aggregation], FILLINGS, {}, world_size=1)
     for filling in range(len(FILLINGS)):
         assert difference_to_the_trainer(answers, filling) < TOLERANCE
@@ -346,7 +346,7 @@ def refusals_on_rank(rank, kind):
 
 
 def test_a_non_finite_token_stops_every_rank_before_gradients_are_finalised(pool):
-    """FB-58: on the GPU the loss does not synchronise, and Megatron's loop has no hook before its optimiser."""
+    """On the GPU the loss does not synchronise, and Megatron's loop has no hook before its optimiser."""
     first, second = pool.run(refusals_on_rank, "on the GPU", world_size=2, **{TP: 2})
     assert first == ("another rank met an unmasked token that is not finite: the optimiser step is refused; see its message", 0)
     assert "micro-batches {0: 3}" in second[0] and second[1] == 0

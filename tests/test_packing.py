@@ -57,7 +57,7 @@ def test_a_sum_over_many_small_numbers_keeps_the_digits_that_a_gspo_clip_looks_a
 
 
 def test_sums_are_the_same_bits_on_every_run():
-    """FB-83: atomic adds would change the order; a clip decision could then differ between two runs or ranks."""
+    """Atomic adds would change the order; a clip decision could then differ between two runs or ranks."""
     values = torch.randn(5000, 2, generator=torch.Generator().manual_seed(2)) * 10.0 ** torch.arange(-4, 6).repeat(500)[:, None]
     cu_seqlens = torch.tensor([0, 1, 1700, 1700, 4900], dtype=torch.int32)
     first = document_sums(values, cu_seqlens)

@@ -49,7 +49,7 @@ LAYOUTS = [
     pytest.param(2, {CP: 2}, {}, BOTH, id="CP2: a cp factor"),
     pytest.param(4, {TP: 2, PP: 2}, {}, BOTH, id="TP2xPP2: an average over tp, where none belongs; the loss lives on one stage"),
     pytest.param(4, {CP: 2}, {}, BOTH, id="CP2xDP2: an average over dp alone"),
-    pytest.param(4, {PP: 2, VPP: 2}, {}, BOTH, id="FB-53 DP2xPP2 with interleaved stages"),
+    pytest.param(4, {PP: 2, VPP: 2}, {}, BOTH, id="DP2xPP2 with interleaved stages"),
     pytest.param(2, {}, {"use_distributed_optimizer": True}, BOTH, id="DP2, distributed optimiser: each rank reduces a shard"),
     pytest.param(2, {}, {"overlap_grad_reduce": True}, BOTH, id="DP2, overlapped reduction: one for each micro-batch"),
     # Megatron allows it without per-token loss alone.

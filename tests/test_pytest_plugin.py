@@ -109,7 +109,7 @@ OTHERS = (Layout(data=2, num_microbatches=3), Layout(data=2, context=2))
 
 
 def test_the_losses_of_the_package_and_a_sum_by_the_steps_count_hold(pool):
-    """FB-14, FB-21, FB-25: the same property that another framework would run on its own. An empty micro-batch is part of it: three
+    """FB-21, FB-25: the same property that another framework would run on its own. An empty micro-batch is part of it: three
     samples over DP2 x M2. A loss may change the logits in place, as with a temperature: what a model returns is no leaf."""
     is_invariant(pool, partial(our_loss, gspo_loss, "prompt_mean"), tolerance=1e-6)
     is_invariant(pool, partial(our_loss, grpo_loss, "constant"), TP2, Layout(tensor=2, context=2), *OTHERS, tolerance=1e-6)

@@ -164,7 +164,7 @@ NOTHING += [pytest.param(mode, [FULLY_MASKED] * 2, id=f"{mode} of masked samples
 
 @pytest.mark.parametrize(("mode", "responses"), NOTHING)
 def test_nothing_to_sum_gives_a_zero_in_the_graph(mode, responses):
-    """FB-76: a Python 0 has no clone, a detached 0 leaves this rank out of the backward's collectives; never NaN."""
+    """A Python 0 has no clone, a detached 0 leaves this rank out of the backward's collectives; never NaN."""
     arguments(**MODES[mode])
     x = torch.full((sum(len(mask) for _, mask in responses),), math.nan, requires_grad=True)
     result = call_as_hosts(responses, mode == "token_mean")(x)
@@ -189,7 +189,7 @@ def test_a_fully_masked_sample_leaves_the_others_as_they_are(mode):
 
 
 def test_two_calls_give_the_same_and_leave_nothing_behind():
-    """FB-76: --recompute-loss-function calls factory and reducer twice; the masks belong to the host."""
+    """--recompute-loss-function calls factory and reducer twice; the masks belong to the host."""
     args = arguments(**MODES["constant"])
     before = dict(vars(args))
     lists = as_host_lists(RESPONSES)
@@ -212,7 +212,7 @@ def test_masks_of_each_kind_are_read_alike(masks):
 
 # test_host_rules has the rules of a launch; these show that the reducer asks for them.
 REFUSED = [
-    pytest.param({}, False, "loss_aggregation is missing from args.*--custom-config-path", id="FB-70 dropped flag"),
+    pytest.param({}, False, "loss_aggregation is missing from args.*--custom-config-path", id="dropped flag"),
     # The call says what the host does with the result.
     pytest.param(
         *(MODES["token_mean"], False, "calculate_per_token_loss=False and the arguments say True.*leave both alone"),
@@ -322,7 +322,7 @@ BAD_LISTS = [
 
 @pytest.mark.parametrize(("total_lengths", "response_lengths", "masks", "says"), BAD_LISTS)
 def test_lists_that_do_not_fit_are_refused_with_both_numbers(total_lengths, response_lengths, masks, says):
-    """FB-61: a short list truncates the loss in silence."""
+    """A short list truncates the loss in silence."""
     arguments(**MODES["sample_mean"])
     with pytest.raises(DataError, match=says):
         get_pg_loss_reducer(total_lengths, response_lengths, masks)
@@ -330,7 +330,7 @@ def test_lists_that_do_not_fit_are_refused_with_both_numbers(total_lengths, resp
 
 @pytest.mark.parametrize("num_values", [0, 2, 4])
 def test_a_loss_of_the_wrong_length_is_refused_with_both_numbers(num_values):
-    """FB-61: [1] would broadcast, and anything else fail far from its cause."""
+    """[1] would broadcast, and anything else fail far from its cause."""
     arguments(**MODES["sample_mean"])
     reducer = get_pg_loss_reducer([5], [3], [MASK])
     with pytest.raises(DataError, match=rf"shape \({num_values},\) and this rank's responses hold 3 tokens .cp rank 0 of 1"):

@@ -68,7 +68,7 @@ def test_sampler_against_trainer_by_hand():
 
 
 def test_the_kl_is_that_from_rollout_to_train_on_the_rollout_s_samples():
-    """FB-95: sampler (1/2, 1/4, 1/4) as four samples of one token, trainer (1/4, 1/4, 1/2): KL = 1/2 log 2 - 1/4 log 2."""
+    """Sampler (1/2, 1/4, 1/4) as four samples of one token, trainer (1/4, 1/4, 1/2): KL = 1/2 log 2 - 1/4 log 2."""
     sampler, trainer, tokens = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0, 0, 1, 2]
     sampled = [[math.log(sampler[token])] for token in tokens]
     metrics = found(statistics([[math.log(trainer[token])] for token in tokens], sampled))

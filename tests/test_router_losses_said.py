@@ -136,7 +136,7 @@ def start_on_rank(rank: int, cases: list) -> list[tuple[str, list[str]]]:
 
 
 def test_what_is_refused_or_said_of_these_losses_comes_at_start(pool):
-    """FB-101: packed rows."""
+    """Packed rows."""
     needs_padding_mask()
     of_samples, of_microbatch = LOSSES["seq_aux_loss"], LOSSES["aux_loss"]
     cases = [("exact", True, of_samples), ("exact", False, of_samples), ("exact", True, of_microbatch), (None, True, of_samples)]

@@ -231,7 +231,7 @@ def of_routers(shared):
 @megatron
 @pytest.mark.parametrize("asked", ROUTER_LAYOUTS, ids=str)
 def test_auxiliary_losses_of_routers_have_rows_under_both_contracts(of_routers, asked):
-    """FB-97, FB-100: against one process in float64, which shares no code with them. Two are said to depend on the cut."""
+    """FB-97: against one process in float64, which shares no code with them. Two are said to depend on the cut."""
     (_, *rows), setting = of_routers[str(asked)]
     if asked.expert > 1:
         of_experts, *rows = rows
@@ -535,7 +535,7 @@ def test_tf32_is_turned_off_or_refused(monkeypatch):
 
 
 def test_a_megatron_that_cannot_be_imported_is_told(monkeypatch):
-    """FB-79: what stands in its way may raise anything; doctor names it."""
+    """What stands in its way may raise anything; doctor names it."""
     monkeypatch.setitem(sys.modules, "megatron.core.models.gpt", None)
     with pytest.raises(ConfigError, match=r"cannot be imported \((ModuleNotFound|Import)Error.*megatron-rl doctor says why"):
         check_megatron()

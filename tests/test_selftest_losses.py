@@ -147,7 +147,7 @@ def test_the_losses_alone_pass_on_every_layout_without_megatron(plain_pool, aske
     [
         pytest.param(Layout(), "count_step", 4, "= dp: nothing divides by the data-parallel ranks", id="counts of a rank alone"),
         pytest.param(Layout(context=2), "local_positions", 4, "token_counts says", id="a slice twice"),
-        pytest.param(Layout(tensor=2), "policy_loss", 2, "gradient is no multiple", id="FB-37 padded columns"),
+        pytest.param(Layout(tensor=2), "policy_loss", 2, "gradient is no multiple", id="padded columns"),
     ],
 )
 def test_a_mistake_of_the_losses_is_found_without_megatron(plain_pool, asked, mistake, num_wrong, message):

@@ -72,7 +72,7 @@ def test_one_version_stands_in_every_place(described):
 
 
 def test_no_extra_asks_for_transformer_engine_or_apex(described):
-    """FB-79: PyPI's apex is another project, and a transformer-engine without its libraries breaks megatron.core."""
+    """PyPI's apex is another project, and a transformer-engine without its libraries breaks megatron.core."""
     wanted = " ".join(sum(described["extras_require"].values(), described["install_requires"])).lower()
     assert "apex" not in wanted and not re.search("transformer[-_]engine", wanted)
 
@@ -283,7 +283,7 @@ def test_that_skips_in_its_body(): pytest.skip("no time")
 
 
 def test_require_turns_the_skips_of_that_marker_alone_into_failures(run_plugin):
-    """Catches a GPU job that is green because every test skipped (FB-86)."""
+    """Catches a GPU job that is green because every test skipped."""
     result = run_plugin(MARKED, "--require", "gpu")
     result.assert_outcomes(passed=1, skipped=2, errors=2)
     result.stdout.fnmatch_lines(["*--require gpu allows no skip, but: Skipped: no gpu here*"])

@@ -56,7 +56,7 @@ class Trainer:
 
 
 def test_a_clean_step_is_taken_and_a_step_with_non_finite_tokens_is_not():
-    """FB-58: the parameter has not moved when the error is raised, and the error names the step."""
+    """The parameter has not moved when the error is raised, and the error names the step."""
     trainer = Trainer()
     trainer.begin()
     trainer.guard.record_nonfinite(torch.zeros(3, dtype=torch.int32))
@@ -71,7 +71,7 @@ def test_a_clean_step_is_taken_and_a_step_with_non_finite_tokens_is_not():
 
 
 def test_the_reducer_records_non_finite_unmasked_tokens_for_an_armed_guard():
-    """FB-58: on the reducer route too; a masked NaN is none of them, and without the guard the reducer records nothing."""
+    """On the reducer route too; a masked NaN is none of them, and without the guard the reducer records nothing."""
     trainer = Trainer(loss_aggregation="sample_mean")
     set_global_args(trainer.args)
     reducer = get_pg_loss_reducer([5, 4], [3, 2], [torch.tensor([1, 0, 1]), torch.tensor([1, 1])])
@@ -137,7 +137,7 @@ def test_a_model_whose_contract_was_flipped_after_parsing_is_refused(of_args, of
 
 
 def test_a_model_whose_own_losses_the_contract_would_rescale_is_refused():
-    """FB-98: a bridge takes the coefficient of a checkpoint's config, where the arguments say nothing of it."""
+    """A bridge takes the coefficient of a checkpoint's config, where the arguments say nothing of it."""
     args = {"calculate_per_token_loss": True, "enable_mtp_training": True, "context_parallel_size": 2}
     trainer, model = Trainer(**args), make_model(per_token=True)
     vars(model.module.config).update(num_moe_experts=8, moe_aux_loss_coeff=0.001, mtp_num_layers=1)
@@ -198,7 +198,7 @@ LAYOUTS = [
 @pytest.mark.megatron
 @pytest.mark.parametrize(("layout", "bad_rank"), LAYOUTS)
 def test_no_rank_steps_when_one_of_them_saw_a_non_finite_token(pool, layout, bad_rank):
-    """FB-58, FB-41: a rank that stepped alone would hold other weights than its replicas, and one that raised alone hang them."""
+    """FB-41: a rank that stepped alone would hold other weights than its replicas, and one that raised alone hang them."""
     for errors, parameter, numbers in pool.run(steps_on_rank, bad_rank, **layout):
         assert errors[0] == ""
         assert errors[1].startswith("DataError: rollout 7, step 1: 5 non-finite unmasked tokens on one of the ranks")

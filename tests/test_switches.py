@@ -68,7 +68,7 @@ def problems_of(judge: Callable[[Namespace], object], settings: dict, capsys) ->
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 @pytest.mark.parametrize("judge", JUDGES)
 def test_a_per_token_switch_that_is_no_bool_is_refused_by_name(judge, value, capsys):
-    """FB-13, FB-74: the host takes 1 and "false" from a YAML file for true and trains token_mean, whatever the launch is called."""
+    """FB-74: the host takes 1 and "false" from a YAML file for true and trains token_mean, whatever the launch is called."""
     function, settings = JUDGES[judge]
     problems = problems_of(function, {"loss_aggregation": "sample_mean", **settings, "calculate_per_token_loss": value}, capsys)
     assert f"calculate_per_token_loss={value!r} must be true or false" in problems

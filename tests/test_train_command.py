@@ -161,7 +161,7 @@ def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(tmp_pat
     code, message = fails("--tensor-model-parallel-size 2", capsys)
     assert code == 2 and "3 ranks do not divide into model replicas of 2" in message and "torchrun --nproc-per-node 2" in message
     find_spec, waits = checkpoints.find_spec, []
-    with monkeypatch.context() as without_psutil:  # FB-78: the first checkpoint would hang for ever, after hours
+    with monkeypatch.context() as without_psutil:  # The first checkpoint would hang for ever, after hours
         without_psutil.setattr(checkpoints, "find_spec", lambda name: None if name == "psutil" else find_spec(name))
         code, message = fails("", capsys)
         assert code == 2 and "pip install psutil" in message
@@ -296,7 +296,7 @@ def test_the_fp32_head_is_for_16_bit_parameters(tmp_path, capsys):
 
 
 def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goes_on(tmp_path, recorded):
-    """FB-58: exit code 1 with file, line and sample. When the file is repaired the run ends as if nothing had been."""
+    """Exit code 1 with file, line and sample. When the file is repaired the run ends as if nothing had been."""
     rollouts, expected = recorded
     lines = rollouts.read_text().splitlines(keepends=True)
     lines[2] = lines[2].replace('"tokens": [8', '"tokens": [99', 1)
@@ -313,7 +313,7 @@ def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goe
 
 
 def test_a_policy_that_diverges_ends_every_rank_and_is_not_saved(tmp_path):
-    """FB-58: a learning rate of 1e30 gives NaN logits in the second step. The stage that has them says so; nobody waits for it."""
+    """A learning rate of 1e30 gives NaN logits in the second step. The stage that has them says so; nobody waits for it."""
     command = Command(
         f"{SMALL} --lr 1e30 --num-rollouts 3 --output-dir out --pipeline-model-parallel-size 2", tmp_path / "logs", num_ranks=2
     )

@@ -77,7 +77,7 @@ OF_TERMS = PolicyLossConfig(policy_loss="gspo", samples_per_prompt=4, kl_coeffic
 OF_TOKENS = PolicyLossConfig(policy_loss="grpo", loss_aggregation="token_mean", samples_per_prompt=4)
 CONSTANT = dataclasses.replace(OF_TOKENS, loss_aggregation="constant", loss_aggregation_divisor=4.0)
 VARIANTS = [
-    pytest.param(OF_TERMS, 2, {TP: 2}, {}, id="FB-75 gspo, KL and entropy terms, TP2"),
+    pytest.param(OF_TERMS, 2, {TP: 2}, {}, id="gspo, KL and entropy terms, TP2"),
     pytest.param(OF_TOKENS, 2, {PP: 2}, {"packed": True}, id="grpo, token_mean, packed, PP2"),
     pytest.param(CONSTANT, 4, {CP: 2, PP: 2}, {"micro_batch_size": 4}, id="grpo, constant, CP2xPP2"),
 ]

@@ -30,7 +30,7 @@ def own_losses_are_declared(only_built_in_names, own_losses):
 
 @pytest.mark.parametrize(("rule_name", "settings", "says"), REFUSED_ROWS, ids=str)
 def test_the_rule_refuses_and_says_why_and_what_to_do(rule_name, settings, says):
-    """FB-74, FB-12, FB-13: nonsense and contradictions never start a run; the message alone is enough to mend them."""
+    """FB-74, FB-12: nonsense and contradictions never start a run; the message alone is enough to mend them."""
     (message,) = judge(rule_name, settings)
     assert re.search(says, message), message
     names = {**settings, **settings.get("host_switches", {}), **settings.get("loss_parameters", {})}
@@ -53,7 +53,7 @@ def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
 
 @pytest.mark.parametrize(("settings", "says"), WARNED, ids=str)
 def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings, says):
-    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. FB-75: coefficients beside a rescaled loss."""
+    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. Coefficients beside a rescaled loss."""
     (warning,) = config_warnings(launch(settings).config)
     assert re.search(says, warning), warning
 

@@ -3,7 +3,7 @@
 No fp32 [T, V] but the gradient itself; on a CPU its memory may hold e^z between forward and backward.
 
 Letters as in docs/losses.md: per row and shard m = max x, z = (x - m) / temperature, s = sum e^z, t = x_label or -inf,
-w = sum z e^z. m and t are unscaled logits: a difference of two logits near 1e4 is exact, one of their lse is not (FB-38).
+w = sum z e^z. m and t are unscaled logits: a difference of two logits near 1e4 is exact, one of their lse is not.
 Rows are computed in chunks that stay in the cache: on a CPU a pass over memory costs more than the exponential.
 """
 

@@ -12,7 +12,7 @@
                     a coefficient, and padding columns, are only written
 
 Letters and units as in log_probs_torch. The exponent is (x - m) * qk with qk = log2(e) / temperature: the difference of two
-logits near 1e4 is exact, x * qk - m * qk is not (FB-38). Nothing synchronises.
+logits near 1e4 is exact, x * qk - m * qk is not. Nothing synchronises.
 Derivation and layout: docs/kernels.md.
 """
 

@@ -209,7 +209,7 @@ def _numpy(facts: Facts) -> Iterator[Finding]:
 
 
 def _psutil(facts: Facts) -> Iterator[Finding]:
-    """FB-78: dist_checkpointing's writers need it, do not say so, and hang."""
+    """dist_checkpointing's writers need it, do not say so, and hang."""
     remedy = "Megatron's checkpoints need it, do not say so and hang for ever; pip install psutil"
     is_needed = facts["megatron"]["state"] != "absent"
     absent = (PROBLEM, f"not installed: {remedy}") if is_needed else (ABSENT, "not installed")
