@@ -32,7 +32,7 @@ from megatron_rl.commands.doctor.command_line import host_arguments, read_line
 from megatron_rl.commands.doctor.launch import judge_launch
 from megatron_rl.commands.doctor.report import as_text
 from megatron_rl.errors import ConfigError, DataError, RunError
-from megatron_rl.megatron import checkpoint_files
+from megatron_rl.train import checkpoint_files
 from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_tokenizer import _end_tokens
 from megatron_rl.train.rollout_files import load_rollouts
