@@ -148,7 +148,8 @@ def _largest_staleness(given: RolloutValues) -> Tensor | None:
     return torch.where(given.has_tokens, given.staleness.double(), NEUTRAL[Reduction.MAX]).max()
 
 
-METRICS: tuple[Metric, ...] = (
+# The rows that metric_sums_kernel of losses/reduce_triton.py computes too. Its columns are in this order.
+KERNEL_METRICS: tuple[Metric, ...] = (
     Metric(
         name="num_documents",
         value=lambda tokens: None,  # policy_statistics fills it in: it counts documents, not tokens
@@ -266,6 +267,8 @@ METRICS: tuple[Metric, ...] = (
         healthy="below 0",
     ),
 )
+# A row that is no part of KERNEL_METRICS is computed in torch, beside the kernels too.
+METRICS: tuple[Metric, ...] = KERNEL_METRICS
 # Made from three statistics at the end.
 EFFECTIVE_SAMPLE_SIZE = Metric(
     name="effective_sample_size",

@@ -172,7 +172,7 @@ def test_an_advantage_of_zero_gives_nothing_where_that_is_declared(name):
 def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, float]) -> LossValues:
     from twin_kernel import twin_kernel
 
-    from megatron_rl.losses.reduce_triton import twin_of
+    from megatron_rl.losses.twin_triton import twin_of
 
     vectors = [given["log_ratio"], given["advantages"], given["log_probs"], *given["vectors"].values()]
     log_ratio, advantages, log_probs, *further = (x.to(KERNEL_DEVICE) for x in vectors)

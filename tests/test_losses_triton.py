@@ -334,12 +334,22 @@ def test_backward_is_a_multiplication_for_each_coefficient_and_one_kernel(monkey
 
 @pytest.mark.kernel
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a compiled kernel keeps the number that it was compiled with")
-def test_a_column_without_a_bit_is_refused(monkeypatch):
-    """Which columns are a maximum or a minimum stands in 31 bits; a 32nd column would be summed in silence."""
-    for num_columns in (31, 32):
-        monkeypatch.setattr(reduce_triton, "NUM_METRIC_SUMS", reduce_triton.tl.constexpr(num_columns))
-        outs = {"LOSS": torch.zeros(()), "TERMS_OUT": torch.zeros(3), "METRIC_SUMS": torch.zeros(num_columns).double()}
-        outs |= {"DOCUMENT_METRIC_SUMS": torch.ones(2, num_columns).double(), "TERMS": torch.ones(2, 3).double()}
-        numbers = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0, "num_documents": 2, "BLOCK": 4}
-        with pytest.raises(Exception, match="31 bits") if num_columns > 31 else contextlib.nullcontext():
-            reduce_triton.finish_kernel[(1 + num_columns,)](**outs, **numbers)
+@pytest.mark.parametrize("num_columns", [33, 63, 64])
+def test_the_last_of_many_columns_is_the_maximum_that_the_table_says(monkeypatch, num_columns):
+    """A row of the table that is a maximum is never summed in silence: not the 33rd one; the 64th, without a bit, is refused."""
+    monkeypatch.setattr(reduce_triton, "NUM_METRIC_SUMS", reduce_triton.tl.constexpr(num_columns))
+    monkeypatch.setattr(reduce_triton, "MAX_COLUMNS", reduce_triton.tl.constexpr(1 << (num_columns - 1)))
+    found = torch.zeros(num_columns).double()
+    with pytest.raises(Exception, match="63 bits") if num_columns > 63 else contextlib.nullcontext():
+        reduce_triton.finish_kernel[(1 + num_columns,)](
+            TERMS=torch.ones(2, 3).double(),
+            DOCUMENT_METRIC_SUMS=torch.ones(2, num_columns).double(),
+            LOSS=torch.zeros(()),
+            TERMS_OUT=torch.zeros(3),
+            METRIC_SUMS=found,
+            kl_coefficient=0.0,
+            entropy_coefficient=0.0,
+            num_documents=2,
+            BLOCK=4,
+        )
+        assert found.tolist()[-1] == 1.0

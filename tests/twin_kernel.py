@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_rl.losses.reduce_triton import _apply, _load_vectors
+from megatron_rl.losses.twin_triton import apply_twin, load_vectors
 from megatron_rl.ops.ratios_triton import kl_estimate
 
 
@@ -35,8 +35,10 @@ def twin_kernel(
     at = tl.arange(0, BLOCK)
     is_inside = at < n
     log_ratio, advantages = tl.load(LOG_RATIO + at, is_inside, 0.0), tl.load(ADVANTAGES + at, is_inside, 0.0)
-    log_probs, vectors = tl.load(LOG_PROBS + at, is_inside, 0.0), _load_vectors(VECTORS, at, is_inside)
-    value, derivative, is_clipped = _apply(LOSS, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters)
+    log_probs, vectors = tl.load(LOG_PROBS + at, is_inside, 0.0), load_vectors(VECTORS, at, is_inside)
+    value, derivative, is_clipped = apply_twin(
+        LOSS, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters
+    )
     tl.store(VALUE + at, value, is_inside)
     tl.store(DERIVATIVE + at, derivative, is_inside)
     tl.store(IS_CLIPPED + at, (is_inside & is_clipped).to(tl.float32), is_inside)

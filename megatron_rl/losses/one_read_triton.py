@@ -12,8 +12,6 @@ Loss, metrics and counts come from reduce_loss_triton afterwards, from log_probs
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -23,15 +21,9 @@ from megatron_rl.config import KLEstimator
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.corrected_inputs import can_correct_before_rows, correct_before_rows, correct_tokens
 from megatron_rl.losses.inputs import LossInputs, are_coefficients_known_on_policy
-from megatron_rl.losses.reduce_triton import (
-    apply_to_tokens,
-    equation_of,
-    kl_of_tokens,
-    reduce_loss_triton,
-    spread,
-    weights_of_tokens,
-)
+from megatron_rl.losses.reduce_triton import reduce_loss_triton
 from megatron_rl.losses.settings import LossSettings
+from megatron_rl.losses.twin_triton import apply_to_tokens, equation_of, kl_of_tokens, spread, weights_of_tokens
 from megatron_rl.ops.backends import (
     ALIGNMENT,
     MAX_REGISTERS,
@@ -242,7 +234,8 @@ def read_once(
             policy_coefficients = reduce_loss_triton(loss, log_probs.zero_(), None, inputs, settings.policy_alone()).coefficients
         elif not is_coefficient_known_in_row(loss, inputs):
             inputs = correct_before_rows(inputs, log_probs.dtype, settings.cp_group)
-        weighted = inputs if inputs.correction is None else correct_tokens(inputs, log_probs)
+        corrected = inputs if inputs.correction is None else correct_tokens(inputs, log_probs)
+        equation = equation_of(loss, corrected, settings)
         gradient = logits.detach() if inplace else gradient_like(logits)
         rows, out = flat_rows(logits), flat_rows(gradient)
         has_regularizer = settings.kl_coefficient != 0 or settings.entropy_coefficient != 0
@@ -253,7 +246,11 @@ def read_once(
             LABELS=labels.contiguous(),
             LOSS_MASK=inputs.loss_mask.contiguous().view(torch.uint8),
             POLICY_COEFFICIENTS=policy_coefficients,
-            **_vectors(loss, weighted, settings),
+            OLD_LOG_PROBS=_contiguous(corrected.old_log_probs),
+            ADVANTAGES=corrected.advantages.contiguous(),
+            IMPORTANCE_WEIGHTS=_contiguous(corrected.importance_weights),
+            REF_LOG_PROBS=_contiguous(corrected.ref_log_probs) if settings.kl_coefficient else None,
+            VECTORS=tuple(getattr(corrected, name).contiguous() for name in loss.needs) or None,
             CU_SEQLENS=inputs.cu_seqlens.contiguous(),
             TOKEN_WEIGHTS=inputs.token_weights.contiguous(),
             REGULARIZER_WEIGHTS=_contiguous(inputs.regularizer_weights) if has_regularizer else None,
@@ -261,6 +258,9 @@ def read_once(
             LOG_PROBS=log_probs,
             ENTROPIES=entropies,
             loss_scale=1.0 if scale is not None else float(loss_scale),
+            lowest_ratio=equation.lowest_ratio,
+            highest_ratio=equation.highest_ratio,
+            parameters=equation.parameters,
             kl_coefficient=float(settings.kl_coefficient),
             entropy_coefficient=float(settings.entropy_coefficient),
             num_documents=inputs.num_documents,
@@ -273,8 +273,9 @@ def read_once(
             stride=rows.stride,
             out_shift=out.shift,
             out_stride=out.stride,
+            HAS_TOKEN_ADVANTAGES=equation.has_token_advantages,
             KL_ESTIMATOR=KL_ESTIMATORS.index(KLEstimator(settings.kl_estimator)),
-            **equation_of(loss, weighted, settings),
+            LOSS=equation.twin,
             L=configuration.lanes,
             U=configuration.tiles,
             VECTOR=16 // logits.itemsize,
@@ -288,16 +289,6 @@ def read_once(
     # Autograd does not see the write of a kernel. Its version counter protects logits that another backward still needs.
     torch.autograd.graph.increment_version(gradient)
     return log_probs, entropies, gradient, inputs
-
-
-def _vectors(loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> dict[str, Any]:
-    return {
-        "OLD_LOG_PROBS": _contiguous(inputs.old_log_probs),
-        "ADVANTAGES": inputs.advantages.contiguous(),
-        "IMPORTANCE_WEIGHTS": _contiguous(inputs.importance_weights),
-        "REF_LOG_PROBS": _contiguous(inputs.ref_log_probs) if settings.kl_coefficient else None,
-        "VECTORS": tuple(getattr(inputs, name).contiguous() for name in loss.needs) or None,
-    }
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

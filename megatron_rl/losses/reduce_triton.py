@@ -6,18 +6,14 @@
     finish                  grid (1)      terms, metric_sums -> loss, terms [3] float32, metric_sums [K] float64
 
 A program reads its document in blocks, in the order of the tokens, with one float64 accumulator a lane. No program adds to a value
-that another one wrote, so each run gives the same bits. Masked tokens are not loaded. A column of -1 is not needed. A pointer of
-None is an absent input. LOSS is the twin that the loss declares. Kernels are not specialised on sizes, settings and alignment: they
-are compiled again only for other dtypes, other options and another loss. The host does not wait for the device.
+that another one wrote, so each run gives the same bits. twin_triton.py calls the loss. Kernels are not specialised on sizes,
+settings and alignment: they are compiled again only for other dtypes, other options and another loss. The host does not wait for
+the device.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -25,10 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_rl.config import KLEstimator, PolicyMetrics
-from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums
-from megatron_rl.loss_hub import PolicyLoss, import_dotted
+from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.corrected_inputs import columns_of_correction, correct_samples, correct_tokens, correction_metric_sums
 from megatron_rl.losses.document_sums import (
     ADVANTAGE_VARIATION,
@@ -38,11 +33,27 @@ from megatron_rl.losses.document_sums import (
     read_sums,
     sum_columns,
 )
-from megatron_rl.losses.inputs import LossInputs, checked_tensors
+from megatron_rl.losses.inputs import LossInputs, checked_tensors, given
 from megatron_rl.losses.reduce_torch import LossResult, metric_sums_in_torch
 from megatron_rl.losses.settings import LossSettings
-from megatron_rl.metrics import STATISTICS, PolicyStatistics, Reduction
-from megatron_rl.ops.ratios_triton import KL_ESTIMATORS, UNBIASED, bounded_exp, k3_estimate, kl_estimate
+from megatron_rl.losses.twin_triton import (
+    Equation,
+    apply_to_sample,
+    apply_to_tokens,
+    apply_twin,
+    equation_of,
+    kl_of_tokens,
+    load_advantage,
+    load_live,
+    load_old,
+    load_tokens,
+    load_vectors,
+    mean,
+    spread,
+    weights_of_tokens,
+)
+from megatron_rl.metrics import KERNEL_METRICS, METRICS, PolicyStatistics, Reduction
+from megatron_rl.ops.ratios_triton import KL_ESTIMATORS, bounded_exp, k3_estimate
 
 # Tokens that a program loads at once. Documents may be long and few, so a big block keeps many loads in flight. 16 warps hold 4
 # tokens a thread, so that the thirteen accumulators of the statistics stay in registers. 512 threads may use 128 registers each;
@@ -56,100 +67,6 @@ NONFINITE, COUNT = (tl.constexpr(FIRST_COLUMNS.index(name)) for name in ("num_no
 # Columns of the terms.
 POLICY, KL, ENTROPY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NUM_TERMS = tl.constexpr(3)
-
-
-@triton.jit
-def load_live(POINTER, tokens, is_live):  # float32 block, 0 where masked
-    return tl.load(POINTER + tokens, mask=is_live, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def mean(total, count):
-    """total / count; 0 for a document without a live token on any rank."""
-    return tl.where(count > 0, total / tl.maximum(count, 1.0), 0.0)
-
-
-@triton.jit
-def spread(scalar, BLOCK: tl.constexpr):  # float32 block
-    """The same number in each lane. Call it before a comparison: the interpreter of Triton spreads a flag wrongly."""
-    return tl.zeros((BLOCK,), tl.float32) + scalar.to(tl.float32)
-
-
-@triton.jit
-def load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN: tl.constexpr):
-    """The sample's advantage: given per sample, or the mean over its tokens, which are equal."""
-    if ADVANTAGES_COLUMN >= 0:
-        advantage = mean(tl.load(sums + ADVANTAGES_COLUMN), count)
-    else:
-        advantage = tl.load(ADVANTAGES + document)
-    return advantage
-
-
-@triton.jit
-def _load_vectors(VECTORS, tokens, is_live):
-    """The loss's further inputs of these tokens, a tuple of blocks; None where it has none."""
-    if VECTORS is None:
-        vectors = None
-    else:
-        vectors = ()
-        for index in tl.static_range(len(VECTORS)):
-            vectors = vectors + (load_live(VECTORS[index], tokens, is_live),)
-    return vectors
-
-
-@triton.jit
-def _apply(LOSS: tl.constexpr, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters):
-    """Calls the declared twin: value, derivative, is_clipped. It gets vectors and parameters where the loss declares some."""
-    if vectors is None and parameters is None:
-        value, derivative, is_clipped = LOSS(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio)
-    else:
-        value, derivative, is_clipped = LOSS(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters)
-    return value, derivative, is_clipped
-
-
-@triton.jit
-def weights_of_tokens(weight, IMPORTANCE_WEIGHTS, tokens, is_live):
-    """The sample's weight of a token, times the token's importance weight where it has one."""
-    weights = weight
-    if IMPORTANCE_WEIGHTS is not None:
-        weights = weight * load_live(IMPORTANCE_WEIGHTS, tokens, is_live)
-    return weights
-
-
-@triton.jit
-def apply_to_tokens(
-    LOSS: tl.constexpr,
-    new,  # block of log-probabilities
-    advantages,  # the sample's; not used with HAS_TOKEN_ADVANTAGES
-    OLD_LOG_PROBS,
-    ADVANTAGES,
-    VECTORS,
-    tokens,
-    is_live,
-    lowest_ratio,
-    highest_ratio,
-    parameters,
-    HAS_TOKEN_ADVANTAGES: tl.constexpr,
-):  # value, derivative
-    """A token-level loss on a block of tokens."""
-    old = new
-    if OLD_LOG_PROBS is not None:
-        old = load_live(OLD_LOG_PROBS, tokens, is_live)
-    if HAS_TOKEN_ADVANTAGES:
-        advantages = load_live(ADVANTAGES, tokens, is_live)
-    vectors = _load_vectors(VECTORS, tokens, is_live)
-    value, derivative, _ = _apply(LOSS, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
-    return value, derivative
-
-
-@triton.jit
-def kl_of_tokens(KL_ESTIMATOR: tl.constexpr, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live):
-    """The KL estimate of a block of tokens and its derivative by the log-probability."""
-    sampled = new
-    if KL_ESTIMATOR == UNBIASED and OLD_LOG_PROBS is not None:
-        sampled = load_live(OLD_LOG_PROBS, tokens, is_live)
-    reference = load_live(REF_LOG_PROBS, tokens, is_live)
-    return kl_estimate(KL_ESTIMATOR, new, reference, new - sampled)
 
 
 @triton.jit
@@ -188,14 +105,9 @@ def document_sums_kernel(
     importance = tl.zeros((BLOCK,), tl.float64)
     advantage, squared_advantage = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for start in range(begin, end, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        is_live = tl.load(LOSS_MASK + tokens, mask=tokens < end, other=0) != 0
-        new = load_live(LOG_PROBS, tokens, is_live)
-        is_finite = _is_finite(new)
-        old = new
-        if OLD_LOG_PROBS is not None:
-            old = load_live(OLD_LOG_PROBS, tokens, is_live)
-            is_finite = is_finite & _is_finite(old)
+        tokens, is_live, new = load_tokens(LOG_PROBS, LOSS_MASK, start, end, BLOCK)
+        old = load_old(OLD_LOG_PROBS, new, tokens, is_live)
+        is_finite = _is_finite(new) & _is_finite(old)
         if HAS_TOKEN_ADVANTAGES:
             advantages = load_live(ADVANTAGES, tokens, is_live)
         else:
@@ -319,20 +231,16 @@ def loss_and_coefficients_kernel(
     if not HAS_TOKEN_ADVANTAGES:
         advantages = spread(load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
     if LOG_RATIO_COLUMN >= 0:
-        log_ratio = spread(mean(tl.load(sums + LOG_RATIO_COLUMN), count), BLOCK)
-        log_prob = log_ratio
-        if LOG_PROBS_COLUMN >= 0:
-            log_prob = spread(mean(tl.load(sums + LOG_PROBS_COLUMN), count), BLOCK)
-        value, derivative, _ = _apply(LOSS, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, None, parameters)
+        _, value, derivative, _ = apply_to_sample(
+            LOSS, sums, count, advantages, lowest_ratio, highest_ratio, parameters, LOG_RATIO_COLUMN, LOG_PROBS_COLUMN, BLOCK
+        )
         coefficient = weight * derivative
         if IMPORTANCE_COLUMN >= 0:
             coefficient = weight * mean(tl.load(sums + IMPORTANCE_COLUMN), count).to(tl.float32) * derivative
     policy, kl, entropy = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     num_bad = tl.zeros((BLOCK,), tl.int32)
     for start in range(begin, end, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        is_live = tl.load(LOSS_MASK + tokens, mask=tokens < end, other=0) != 0
-        new = load_live(LOG_PROBS, tokens, is_live)
+        tokens, is_live, new = load_tokens(LOG_PROBS, LOSS_MASK, start, end, BLOCK)
         value_weights = weights_of_tokens(weight, IMPORTANCE_WEIGHTS, tokens, is_live)
         if LOG_RATIO_COLUMN < 0:
             value, derivative = apply_to_tokens(
@@ -371,21 +279,32 @@ def loss_and_coefficients_kernel(
     tl.store(terms + ENTROPY, tl.sum(entropy, 0))
 
 
-# The rows of metrics.METRICS that metric_sums_kernel computes. Any other row is computed in torch.
-KERNEL_METRICS = (
-    *("num_documents", "num_samples", "num_tokens", "num_ratios", "ratio_new_old_sum", "ratio_new_old_squared_sum"),
-    *("old_logprobs", "new_logprobs", "ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "clipped_low", "clipped_high"),
-    *("advantage", "entropy", "max_advantage", "min_advantage"),
-)
-_COLUMNS = [tl.constexpr(list(STATISTICS).index(name)) for name in KERNEL_METRICS]
-NUM_DOCUMENTS, NUM_SAMPLES, NUM_TOKENS, NUM_RATIOS, RATIO_SUM, RATIO_SQUARED_SUM = _COLUMNS[:6]
-OLD_LOG_PROB, NEW_LOG_PROB, RATIO, DIVERGENCE, CLIPPED, CLIPPED_LOW, CLIPPED_HIGH = _COLUMNS[6:13]
-ADVANTAGE, ENTROPY_OF_TOKENS, MAX_ADVANTAGE, MIN_ADVANTAGE = _COLUMNS[13:]
-OTHER_COLUMNS = tuple(column for column, name in enumerate(STATISTICS) if name not in KERNEL_METRICS)
-NUM_METRIC_SUMS = tl.constexpr(len(STATISTICS))
+def _column_of(name: str) -> tl.constexpr:
+    """The column of a row of metrics.KERNEL_METRICS."""
+    return tl.constexpr([row.name for row in KERNEL_METRICS].index(name))
+
+
+NUM_DOCUMENTS = _column_of("num_documents")
+NUM_SAMPLES = _column_of("num_samples")
+NUM_TOKENS = _column_of("num_tokens")
+NUM_RATIOS = _column_of("num_ratios")
+RATIO_SUM = _column_of("ratio_new_old_sum")
+RATIO_SQUARED_SUM = _column_of("ratio_new_old_squared_sum")
+OLD_LOG_PROB = _column_of("old_logprobs")
+NEW_LOG_PROB = _column_of("new_logprobs")
+RATIO = _column_of("ratio_new_old")
+DIVERGENCE = _column_of("kl_new_old")
+CLIPPED = _column_of("clipped_ratio_fraction")
+CLIPPED_LOW = _column_of("clipped_low")
+CLIPPED_HIGH = _column_of("clipped_high")
+ADVANTAGE = _column_of("advantage")
+ENTROPY_OF_TOKENS = _column_of("entropy")
+MAX_ADVANTAGE = _column_of("max_advantage")
+MIN_ADVANTAGE = _column_of("min_advantage")
+NUM_METRIC_SUMS = tl.constexpr(len(KERNEL_METRICS))
 # Bit masks of the columns that are a maximum or a minimum, from the table.
 MAX_COLUMNS, MIN_COLUMNS = (
-    tl.constexpr(sum(1 << column for column, kind in enumerate(STATISTICS.values()) if kind == of_kind))
+    tl.constexpr(sum(1 << column for column, row in enumerate(KERNEL_METRICS) if row.reduction == of_kind))
     for of_kind in (Reduction.MAX, Reduction.MIN)
 )
 
@@ -426,29 +345,23 @@ def metric_sums_kernel(
     if not HAS_TOKEN_ADVANTAGES:
         advantages = spread(load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
     if LOG_RATIO_COLUMN >= 0:
-        log_ratio = spread(mean(tl.load(sums + LOG_RATIO_COLUMN), count), BLOCK)
+        log_ratio, _, _, was_clipped = apply_to_sample(
+            LOSS, sums, count, advantages, lowest_ratio, highest_ratio, parameters, LOG_RATIO_COLUMN, LOG_PROBS_COLUMN, BLOCK
+        )
         ratio = bounded_exp(log_ratio)
-        log_prob = log_ratio
-        if LOG_PROBS_COLUMN >= 0:
-            log_prob = spread(mean(tl.load(sums + LOG_PROBS_COLUMN), count), BLOCK)
-        _, _, was_clipped = _apply(LOSS, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, None, parameters)
     zeros, no_tokens = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.int32)
     num_live, num_clipped, num_low, num_high = no_tokens, no_tokens, no_tokens, no_tokens
     ratio_sum, squared_sum, old_sum, new_sum, divergence, advantage_sum, entropy = zeros, zeros, zeros, zeros, zeros, zeros, zeros
     largest, smallest = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), float("inf"), tl.float32)
     for start in range(begin, end, BLOCK):
-        tokens = start + tl.arange(0, BLOCK)
-        is_live = tl.load(LOSS_MASK + tokens, mask=tokens < end, other=0) != 0
-        new = load_live(LOG_PROBS, tokens, is_live)
-        old = new
-        if OLD_LOG_PROBS is not None:
-            old = load_live(OLD_LOG_PROBS, tokens, is_live)
+        tokens, is_live, new = load_tokens(LOG_PROBS, LOSS_MASK, start, end, BLOCK)
+        old = load_old(OLD_LOG_PROBS, new, tokens, is_live)
         if HAS_TOKEN_ADVANTAGES:
             advantages = load_live(ADVANTAGES, tokens, is_live)
         if LOG_RATIO_COLUMN < 0:
             ratio = bounded_exp(new - old)
-            vectors = _load_vectors(VECTORS, tokens, is_live)
-            _, _, was_clipped = _apply(LOSS, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
+            vectors = load_vectors(VECTORS, tokens, is_live)
+            _, _, was_clipped = apply_twin(LOSS, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
         is_clipped = is_live & was_clipped
         num_live += is_live.to(tl.int32)
         num_clipped += is_clipped.to(tl.int32)
@@ -522,9 +435,9 @@ def finish_kernel(
         return
     if DOCUMENT_METRIC_SUMS is not None:
         # A column whose bit is lost would be summed, and a maximum of sums is no error that anybody sees.
-        tl.static_assert(NUM_METRIC_SUMS <= 31, "MAX_COLUMNS and MIN_COLUMNS have 31 bits")
+        tl.static_assert(NUM_METRIC_SUMS <= 63, "MAX_COLUMNS and MIN_COLUMNS have 63 bits")
         # A tensor is on the left, because the interpreter of Triton 3.7 treats constant >> tensor as a constant.
-        bit = tl.full((), 1, tl.int32) << column
+        bit = tl.full((), 1, tl.int64) << column
         is_max, is_min = (bit & MAX_COLUMNS) != 0, (bit & MIN_COLUMNS) != 0
         neutral = tl.where(is_max, float("-inf"), tl.where(is_min, float("inf"), 0.0)).to(tl.float64)
         total = tl.zeros((BLOCK,), tl.float64) + neutral
@@ -536,6 +449,25 @@ def finish_kernel(
             total = tl.where(is_max, tl.maximum(total, x), tl.where(is_min, tl.minimum(total, x), total + x))
         result = tl.where(is_max, tl.max(total, 0), tl.where(is_min, tl.min(total, 0), tl.sum(total, 0)))
         tl.store(METRIC_SUMS + column, result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Documents:
+    """What the kernels over documents read, each tensor in one piece; None: the launch has no such input."""
+
+    log_probs: Tensor  # [T]
+    old_log_probs: Tensor | None  # [T]
+    advantages: Tensor  # [N] or [T]
+    importance_weights: Tensor | None  # [T]
+    ref_log_probs: Tensor | None  # [T]; None without a KL term
+    vectors: tuple[Tensor, ...] | None  # [T] each, the loss's further inputs
+    loss_mask: Tensor  # [T] uint8
+    cu_seqlens: Tensor  # [N + 1]
+    columns: tuple[str, ...]  # of the sums
+
+    def column(self, name: str) -> int:
+        """-1: it is not needed."""
+        return self.columns.index(name) if name in self.columns else -1
 
 
 @torch.no_grad()
@@ -552,50 +484,44 @@ def reduce_loss_triton(
     assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take the torch twin"
     if inputs.correction is not None:
         inputs = correct_tokens(inputs, log_probs)
-    columns = sum_columns(loss, inputs)
-    shared, weighted = _kernel_arguments(loss, columns, log_probs, inputs, settings, block)
+    documents = _documents(loss, log_probs, inputs, settings)
     # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device_of(log_probs):
-        sums = log_probs.new_empty(inputs.num_documents, len(columns), dtype=torch.float64)
-        # This kernel only checks that the vectors are finite.
-        checked = [*(shared["VECTORS"] or ()), *([inputs.rollout_log_probs] if inputs.compares_with_sampler else [])]
-        document_sums_kernel[(inputs.num_documents,)](
-            **(shared | {"VECTORS": tuple(map(_contiguous, checked)) or None}),
-            **weighted,
-            SUMS=sums,
-            HAS_TOKEN_ADVANTAGES=inputs.advantages_per == "token",
-        )
+        sums = _document_sums(documents, inputs, block)
         if inputs.correction is not None:
             for name, values in columns_of_correction(inputs, log_probs).items():
-                sums[:, columns.index(name)] = document_sums(torch.where(inputs.loss_mask, values, 0.0), inputs.cu_seqlens)
+                sums[:, documents.column(name)] = document_sums(torch.where(inputs.loss_mask, values, 0.0), inputs.cu_seqlens)
         sums = all_reduce_sum(sums, settings.cp_group)
         if not sums.is_cuda:
-            of_documents = read_sums(loss, sums, inputs, log_probs.dtype)
-            raise_on_bad_data(loss, of_documents, log_probs, inputs, settings.kl_coefficient)
+            raise_on_bad_data(loss, read_sums(loss, sums, inputs, log_probs.dtype), log_probs, inputs, settings.kl_coefficient)
         correction = inputs.applied_correction
         if inputs.correction is not None:
-            of_documents = read_sums(loss, sums, inputs, log_probs.dtype)
-            inputs, of_documents, correction = correct_samples(inputs, of_documents, log_probs)
-            weighted["IMPORTANCE_WEIGHTS"] = _contiguous(inputs.importance_weights)
-            if of_documents.importance is not None:
-                sums[:, weighted["IMPORTANCE_COLUMN"]] = of_documents.importance
-        shared |= {"SUMS": sums, **equation_of(loss, inputs, settings)}
+            inputs, corrected_sums, correction = correct_samples(inputs, read_sums(loss, sums, inputs, log_probs.dtype), log_probs)
+            documents = replace(documents, importance_weights=_contiguous(inputs.importance_weights))
+            if corrected_sums.importance is not None:
+                sums[:, documents.column("importance")] = corrected_sums.importance
+        equation = equation_of(loss, inputs, settings)
         terms, coefficients, entropy_coefficients, num_nonfinite = _loss_and_coefficients(
-            shared, weighted, entropy, inputs, settings
+            documents, sums, equation, entropy, inputs, settings, block
         )
         if not num_nonfinite.is_cuda:  # the comparison would be one more launch
             with settings.agreement():
                 raise_on_nonfinite(loss, num_nonfinite > 0)
-        per_document = _metric_sums(shared, entropy, inputs.num_documents, settings)
-        total, (policy_loss, kl_loss, entropy_sum), statistics = _finish(terms, per_document, settings)
-        if statistics is not None and OTHER_COLUMNS:
-            in_torch = metric_sums_in_torch(loss, log_probs, entropy, inputs, sums, settings)
-            for column in OTHER_COLUMNS:
-                statistics.values[column] = in_torch.values[column]
-        if statistics is not None and correction is not None:
-            advantages = checked_tensors(loss, log_probs, inputs, 0.0)["advantages"]
-            of_correction = correction_metric_sums(correction, advantages, inputs, sums[:, columns.index("counts")])
-            statistics = replace(statistics, correction=of_correction)
+        of_documents = None
+        if settings.metrics != PolicyMetrics.NONE:
+            of_documents = _metric_sums(documents, sums, equation, entropy, settings, block)
+        total, (policy_loss, kl_loss, entropy_sum), values = _finish(terms, of_documents, settings)
+        metric_sums = None
+        if values is not None:
+            if len(METRICS) > len(KERNEL_METRICS):
+                in_torch = metric_sums_in_torch(loss, log_probs, entropy, inputs, sums, settings)
+                values = torch.cat([values, in_torch.values[len(KERNEL_METRICS) :]])
+            of_correction = None
+            if correction is not None:
+                advantages = checked_tensors(loss, log_probs, inputs, 0.0)["advantages"]
+                of_correction = correction_metric_sums(correction, advantages, inputs, sums[:, documents.column("counts")])
+            has_entropy = settings.metrics == PolicyMetrics.WITH_ENTROPY
+            metric_sums = PolicyStatistics(values, has_entropy, correction=of_correction)
     return LossResult(
         loss=total,
         policy_loss=policy_loss,
@@ -604,75 +530,82 @@ def reduce_loss_triton(
         coefficients=coefficients,
         entropy_coefficients=entropy_coefficients,
         num_nonfinite=num_nonfinite,
-        metric_sums=statistics,
+        metric_sums=metric_sums,
         correction=correction,
     )
 
 
-@functools.cache
-def twin_of(loss: PolicyLoss) -> Callable[..., object]:
-    """The @triton.jit function that the loss declares. Raises ConfigError where it cannot be imported or is no such function."""
-    assert loss.triton is not None
-    twin = import_dotted(loss.triton, f"triton of policy loss {loss.name!r}:")
-    if not isinstance(twin, triton.runtime.jit.KernelInterface):
-        raise ConfigError(f"triton={loss.triton!r} of policy loss {loss.name!r} is not a @triton.jit function: decorate it")
-    kernel: Callable[..., object] = twin
-    return kernel
+def _documents(loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, settings: LossSettings) -> _Documents:
+    return _Documents(
+        log_probs=log_probs.contiguous(),
+        old_log_probs=_contiguous(inputs.old_log_probs),
+        advantages=inputs.advantages.contiguous(),
+        importance_weights=_contiguous(inputs.importance_weights),
+        ref_log_probs=_contiguous(inputs.ref_log_probs) if settings.kl_coefficient else None,
+        vectors=tuple(getattr(inputs, name).contiguous() for name in loss.needs) or None,
+        loss_mask=inputs.loss_mask.contiguous().view(torch.uint8),
+        cu_seqlens=inputs.cu_seqlens.contiguous(),
+        columns=sum_columns(loss, inputs),
+    )
 
 
-def equation_of(loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> dict[str, Any]:
-    """The arguments of a kernel that calls the loss's twin."""
-    low, high = (1.0, math.inf) if settings.clip is None else settings.clip
-    return {
-        # A sequence-level loss has one advantage a sample now, in the sums if [T] was given.
-        "HAS_TOKEN_ADVANTAGES": inputs.advantages_per == "token" and loss.level == "token",
-        "LOSS": twin_of(loss),
-        "parameters": tuple(settings.parameters.values()) or None,
-        "lowest_ratio": 1.0 - low,
-        "highest_ratio": 1.0 + high,
-    }
-
-
-def _kernel_arguments(
-    loss: PolicyLoss, columns: tuple[str, ...], log_probs: Tensor, inputs: LossInputs, settings: LossSettings, block: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(arguments of all kernels over documents, further arguments of the two kernels with a weighted term)."""
-    shared = {
-        "LOG_PROBS": log_probs.contiguous(),
-        "OLD_LOG_PROBS": _contiguous(inputs.old_log_probs),
-        "ADVANTAGES": inputs.advantages.contiguous(),
-        "VECTORS": tuple(getattr(inputs, name).contiguous() for name in loss.needs) or None,
-        "LOSS_MASK": inputs.loss_mask.contiguous().view(torch.uint8),
-        "CU_SEQLENS": inputs.cu_seqlens.contiguous(),
-        "NUM_COLUMNS": len(columns),
-        **{f"{name.upper()}_COLUMN": _index(columns, name) for name in ("log_ratio", "log_probs", "advantages")},
-        "BLOCK": block,
-        "num_warps": NUM_WARPS,
-        "maxnreg": MAX_REGISTERS,
-        "enable_fp_fusion": True,
-    }
-    weighted = {
-        "IMPORTANCE_WEIGHTS": _contiguous(inputs.importance_weights),
-        "REF_LOG_PROBS": _contiguous(inputs.ref_log_probs) if settings.kl_coefficient else None,
-        "IMPORTANCE_COLUMN": _index(columns, "importance"),
-    }
-    return shared, weighted
+def _document_sums(documents: _Documents, inputs: LossInputs, block: int) -> Tensor:  # [N, k] float64
+    sums = documents.log_probs.new_empty(inputs.num_documents, len(documents.columns), dtype=torch.float64)
+    # This kernel only checks that the vectors are finite.
+    checked = documents.vectors or ()
+    if inputs.compares_with_sampler:
+        checked = (*checked, given(inputs.rollout_log_probs).contiguous())
+    document_sums_kernel[(inputs.num_documents,)](
+        LOG_PROBS=documents.log_probs,
+        OLD_LOG_PROBS=documents.old_log_probs,
+        ADVANTAGES=documents.advantages,
+        IMPORTANCE_WEIGHTS=documents.importance_weights,
+        REF_LOG_PROBS=documents.ref_log_probs,
+        VECTORS=checked or None,
+        LOSS_MASK=documents.loss_mask,
+        CU_SEQLENS=documents.cu_seqlens,
+        SUMS=sums,
+        NUM_COLUMNS=len(documents.columns),
+        LOG_RATIO_COLUMN=documents.column("log_ratio"),
+        LOG_PROBS_COLUMN=documents.column("log_probs"),
+        IMPORTANCE_COLUMN=documents.column("importance"),
+        ADVANTAGES_COLUMN=documents.column("advantages"),
+        HAS_TOKEN_ADVANTAGES=inputs.advantages_per == "token",
+        BLOCK=block,
+        num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=True,
+    )
+    return sums
 
 
 def _loss_and_coefficients(
-    shared: dict[str, Any], weighted: dict[str, Any], entropy: Tensor | None, inputs: LossInputs, settings: LossSettings
+    documents: _Documents,
+    sums: Tensor,  # [N, k] float64, over all cp ranks
+    equation: Equation,
+    entropy: Tensor | None,  # [T]
+    inputs: LossInputs,
+    settings: LossSettings,
+    block: int,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(terms [N, 3] float64, coefficients [T], entropy_coefficients [T] or None, num_nonfinite [N] int32)."""
-    log_probs, has_entropy_term = shared["LOG_PROBS"], settings.entropy_coefficient != 0
+    log_probs, has_entropy_term = documents.log_probs, settings.entropy_coefficient != 0
     has_regularizer = has_entropy_term or settings.kl_coefficient != 0
     terms = log_probs.new_empty(inputs.num_documents, 3, dtype=torch.float64)
     coefficients = torch.empty_like(log_probs)
     entropy_coefficients = torch.empty_like(log_probs) if has_entropy_term else None
     num_nonfinite = log_probs.new_empty(inputs.num_documents, dtype=torch.int32)
     loss_and_coefficients_kernel[(inputs.num_documents + 1,)](
-        **shared,
-        **weighted,
+        LOG_PROBS=log_probs,
+        OLD_LOG_PROBS=documents.old_log_probs,
+        ADVANTAGES=documents.advantages,
+        IMPORTANCE_WEIGHTS=documents.importance_weights,
+        REF_LOG_PROBS=documents.ref_log_probs,
         ENTROPIES=_contiguous(entropy) if has_entropy_term else None,
+        VECTORS=documents.vectors,
+        LOSS_MASK=documents.loss_mask,
+        CU_SEQLENS=documents.cu_seqlens,
+        SUMS=sums,
         TOKEN_COUNTS=_contiguous(inputs.token_counts),
         TOKEN_WEIGHTS=inputs.token_weights.contiguous(),
         REGULARIZER_WEIGHTS=_contiguous(inputs.regularizer_weights) if has_regularizer else None,
@@ -680,56 +613,90 @@ def _loss_and_coefficients(
         ENTROPY_COEFFICIENTS=entropy_coefficients,
         NUM_NONFINITE=num_nonfinite,
         TERMS=terms,
+        lowest_ratio=equation.lowest_ratio,
+        highest_ratio=equation.highest_ratio,
+        parameters=equation.parameters,
         kl_coefficient=float(settings.kl_coefficient),
-        KL_ESTIMATOR=KL_ESTIMATORS.index(KLEstimator(settings.kl_estimator)),
         entropy_coefficient=float(settings.entropy_coefficient),
         num_documents=inputs.num_documents,
         num_tokens=log_probs.numel(),
+        NUM_COLUMNS=len(documents.columns),
+        LOG_RATIO_COLUMN=documents.column("log_ratio"),
+        LOG_PROBS_COLUMN=documents.column("log_probs"),
+        IMPORTANCE_COLUMN=documents.column("importance"),
+        ADVANTAGES_COLUMN=documents.column("advantages"),
+        HAS_TOKEN_ADVANTAGES=equation.has_token_advantages,
+        KL_ESTIMATOR=KL_ESTIMATORS.index(KLEstimator(settings.kl_estimator)),
+        LOSS=equation.twin,
+        BLOCK=block,
+        num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=True,
     )
     return terms, coefficients, entropy_coefficients, num_nonfinite
 
 
-def _metric_sums(shared: dict[str, Any], entropy: Tensor | None, num_documents: int, settings: LossSettings) -> Tensor | None:
-    """[N, K] float64; None, without a launch, at metrics "none"."""
-    if settings.metrics == PolicyMetrics.NONE:
-        return None
-    log_probs: Tensor = shared["LOG_PROBS"]
-    statistics = log_probs.new_empty(num_documents, len(STATISTICS), dtype=torch.float64)
+def _metric_sums(
+    documents: _Documents,
+    sums: Tensor,  # [N, k] float64, over all cp ranks
+    equation: Equation,
+    entropy: Tensor | None,  # [T]
+    settings: LossSettings,
+    block: int,
+) -> Tensor:  # [N, len(KERNEL_METRICS)] float64
+    num_documents = sums.shape[0]
+    of_documents = sums.new_empty(num_documents, len(KERNEL_METRICS))
     metric_sums_kernel[(num_documents,)](
-        **shared,
+        LOG_PROBS=documents.log_probs,
+        OLD_LOG_PROBS=documents.old_log_probs,
+        ADVANTAGES=documents.advantages,
         ENTROPIES=_contiguous(entropy) if settings.metrics == PolicyMetrics.WITH_ENTROPY else None,
-        METRIC_SUMS=statistics,
+        VECTORS=documents.vectors,
+        LOSS_MASK=documents.loss_mask,
+        CU_SEQLENS=documents.cu_seqlens,
+        SUMS=sums,
+        METRIC_SUMS=of_documents,
+        lowest_ratio=equation.lowest_ratio,
+        highest_ratio=equation.highest_ratio,
+        parameters=equation.parameters,
         # Every cp rank has all documents, so only cp rank 0 counts them.
         document_share=1.0 if settings.cp_group.rank() == 0 else 0.0,
+        NUM_COLUMNS=len(documents.columns),
+        LOG_RATIO_COLUMN=documents.column("log_ratio"),
+        LOG_PROBS_COLUMN=documents.column("log_probs"),
+        ADVANTAGES_COLUMN=documents.column("advantages"),
+        HAS_TOKEN_ADVANTAGES=equation.has_token_advantages,
+        LOSS=equation.twin,
+        BLOCK=block,
+        num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
+        enable_fp_fusion=True,
     )
-    return statistics
+    return of_documents
 
 
 def _finish(
-    terms: Tensor, per_document: Tensor | None, settings: LossSettings
-) -> tuple[Tensor, tuple[Tensor, ...], PolicyStatistics | None]:
-    """(loss 0-d, (policy, kl and entropy sums), statistics). The loss has its own storage: the schedule divides it in place."""
+    terms: Tensor,  # [N, 3] float64
+    of_documents: Tensor | None,  # [N, len(KERNEL_METRICS)] float64
+    settings: LossSettings,
+) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+    """(loss 0-d, (policy, kl and entropy sums), metric sums). The loss has its own storage: the schedule divides it in place."""
     loss, sums = terms.new_empty((), dtype=torch.float32), terms.new_empty(3, dtype=torch.float32)
-    values = None if per_document is None else terms.new_empty(len(STATISTICS))
-    finish_kernel[(1 if values is None else 1 + len(STATISTICS),)](
+    metric_sums = None if of_documents is None else terms.new_empty(len(KERNEL_METRICS))
+    finish_kernel[(1 if metric_sums is None else 1 + len(KERNEL_METRICS),)](
         TERMS=terms,
-        DOCUMENT_METRIC_SUMS=per_document,
+        DOCUMENT_METRIC_SUMS=of_documents,
         LOSS=loss,
         TERMS_OUT=sums,
-        METRIC_SUMS=values,
+        METRIC_SUMS=metric_sums,
         kl_coefficient=float(settings.kl_coefficient),
         entropy_coefficient=float(settings.entropy_coefficient),
         num_documents=terms.shape[0],
         BLOCK=FINISH_BLOCK,
         enable_fp_fusion=True,
     )
-    has_entropy = settings.metrics == PolicyMetrics.WITH_ENTROPY
-    return loss, sums.unbind(), None if values is None else PolicyStatistics(values, has_entropy)
+    return loss, sums.unbind(), metric_sums
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
-
-
-def _index(columns: tuple[str, ...], name: str) -> int:
-    return columns.index(name) if name in columns else -1

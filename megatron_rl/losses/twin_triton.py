@@ -1,0 +1,186 @@
+"""Calls a loss's Triton twin inside the kernels, on blocks of tokens and on samples, and loads what it takes.
+
+reduce_triton.py and one_read_triton.py have the kernels. Masked tokens are not loaded. A pointer of None is an absent input, a
+column of -1 is not needed. LOSS is the twin that the loss declares.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.loss_hub import PolicyLoss, import_dotted
+from megatron_rl.losses.inputs import LossInputs
+from megatron_rl.losses.settings import LossSettings
+from megatron_rl.ops.ratios_triton import UNBIASED, kl_estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """What a kernel needs to call the loss's twin."""
+
+    twin: Callable[..., object]
+    parameters: tuple[float, ...] | None
+    lowest_ratio: float
+    highest_ratio: float
+    has_token_advantages: bool
+
+
+@functools.cache
+def twin_of(loss: PolicyLoss) -> Callable[..., object]:
+    """The @triton.jit function that the loss declares. Raises ConfigError where it cannot be imported or is no such function."""
+    assert loss.triton is not None
+    twin = import_dotted(loss.triton, f"triton of policy loss {loss.name!r}:")
+    if not isinstance(twin, triton.runtime.jit.KernelInterface):
+        raise ConfigError(f"triton={loss.triton!r} of policy loss {loss.name!r} is not a @triton.jit function: decorate it")
+    kernel: Callable[..., object] = twin
+    return kernel
+
+
+def equation_of(loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> Equation:
+    low, high = (1.0, math.inf) if settings.clip is None else settings.clip
+    return Equation(
+        twin=twin_of(loss),
+        parameters=tuple(settings.parameters.values()) or None,
+        lowest_ratio=1.0 - low,
+        highest_ratio=1.0 + high,
+        # A sequence-level loss has one advantage a sample now, in the sums if [T] was given.
+        has_token_advantages=inputs.advantages_per == "token" and loss.level == "token",
+    )
+
+
+@triton.jit
+def load_live(POINTER, tokens, is_live):  # float32 block, 0 where masked
+    return tl.load(POINTER + tokens, mask=is_live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_tokens(LOG_PROBS, LOSS_MASK, start, end, BLOCK: tl.constexpr):
+    """A block of a document's tokens: their positions, whether each is unmasked, their log-probabilities."""
+    tokens = start + tl.arange(0, BLOCK)
+    is_live = tl.load(LOSS_MASK + tokens, mask=tokens < end, other=0) != 0
+    return tokens, is_live, load_live(LOG_PROBS, tokens, is_live)
+
+
+@triton.jit
+def load_old(OLD_LOG_PROBS, new, tokens, is_live):
+    """The old log-probabilities; on-policy the new ones."""
+    old = new
+    if OLD_LOG_PROBS is not None:
+        old = load_live(OLD_LOG_PROBS, tokens, is_live)
+    return old
+
+
+@triton.jit
+def mean(total, count):
+    """total / count; 0 for a document without a live token on any rank."""
+    return tl.where(count > 0, total / tl.maximum(count, 1.0), 0.0)
+
+
+@triton.jit
+def spread(scalar, BLOCK: tl.constexpr):  # float32 block
+    """The same number in each lane. Call it before a comparison: the interpreter of Triton spreads a flag wrongly."""
+    return tl.zeros((BLOCK,), tl.float32) + scalar.to(tl.float32)
+
+
+@triton.jit
+def load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN: tl.constexpr):
+    """The sample's advantage: given per sample, or the mean over its tokens, which are equal."""
+    if ADVANTAGES_COLUMN >= 0:
+        advantage = mean(tl.load(sums + ADVANTAGES_COLUMN), count)
+    else:
+        advantage = tl.load(ADVANTAGES + document)
+    return advantage
+
+
+@triton.jit
+def load_vectors(VECTORS, tokens, is_live):
+    """The loss's further inputs of these tokens, a tuple of blocks; None where it has none."""
+    if VECTORS is None:
+        vectors = None
+    else:
+        vectors = ()
+        for index in tl.static_range(len(VECTORS)):
+            vectors = vectors + (load_live(VECTORS[index], tokens, is_live),)
+    return vectors
+
+
+@triton.jit
+def apply_twin(LOSS: tl.constexpr, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters):
+    """Calls the declared twin: value, derivative, is_clipped. It gets vectors and parameters where the loss declares some."""
+    if vectors is None and parameters is None:
+        value, derivative, is_clipped = LOSS(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio)
+    else:
+        value, derivative, is_clipped = LOSS(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters)
+    return value, derivative, is_clipped
+
+
+@triton.jit
+def apply_to_sample(
+    LOSS: tl.constexpr,
+    sums,
+    count,
+    advantages,
+    lowest_ratio,
+    highest_ratio,
+    parameters,
+    LOG_RATIO_COLUMN: tl.constexpr,
+    LOG_PROBS_COLUMN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # log_ratio, value, derivative, is_clipped: the same in each lane
+    """A sequence-level loss on the means of a sample."""
+    log_ratio = spread(mean(tl.load(sums + LOG_RATIO_COLUMN), count), BLOCK)
+    log_prob = log_ratio
+    if LOG_PROBS_COLUMN >= 0:
+        log_prob = spread(mean(tl.load(sums + LOG_PROBS_COLUMN), count), BLOCK)
+    value, derivative, is_clipped = apply_twin(LOSS, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, None, parameters)
+    return log_ratio, value, derivative, is_clipped
+
+
+@triton.jit
+def weights_of_tokens(weight, IMPORTANCE_WEIGHTS, tokens, is_live):
+    """The sample's weight of a token, times the token's importance weight where it has one."""
+    weights = weight
+    if IMPORTANCE_WEIGHTS is not None:
+        weights = weight * load_live(IMPORTANCE_WEIGHTS, tokens, is_live)
+    return weights
+
+
+@triton.jit
+def apply_to_tokens(
+    LOSS: tl.constexpr,
+    new,  # block of log-probabilities
+    advantages,  # the sample's; not used with HAS_TOKEN_ADVANTAGES
+    OLD_LOG_PROBS,
+    ADVANTAGES,
+    VECTORS,
+    tokens,
+    is_live,
+    lowest_ratio,
+    highest_ratio,
+    parameters,
+    HAS_TOKEN_ADVANTAGES: tl.constexpr,
+):  # value, derivative
+    """A token-level loss on a block of tokens."""
+    old = load_old(OLD_LOG_PROBS, new, tokens, is_live)
+    if HAS_TOKEN_ADVANTAGES:
+        advantages = load_live(ADVANTAGES, tokens, is_live)
+    vectors = load_vectors(VECTORS, tokens, is_live)
+    value, derivative, _ = apply_twin(LOSS, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
+    return value, derivative
+
+
+@triton.jit
+def kl_of_tokens(KL_ESTIMATOR: tl.constexpr, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live):
+    """The KL estimate of a block of tokens and its derivative by the log-probability."""
+    sampled = new
+    if KL_ESTIMATOR == UNBIASED and OLD_LOG_PROBS is not None:
+        sampled = load_live(OLD_LOG_PROBS, tokens, is_live)
+    reference = load_live(REF_LOG_PROBS, tokens, is_live)
+    return kl_estimate(KL_ESTIMATOR, new, reference, new - sampled)
