@@ -98,19 +98,6 @@ def of_torchrun(command: str) -> str:
     return finished.stdout
 
 
-def of_selftest(command: str) -> str:
-    """Of rows that differ in loss, aggregation and head alone only the first; "..." stands for the others."""
-    kept, known = [], set()
-    for line in of_torchrun(command).splitlines():
-        name = line.removeprefix("PASS  ").partition("  ")[0]
-        kind = name.partition(", ")[2].replace("fused head", "logits") or line
-        if kind not in known:
-            kept.append(line)
-        known.add(kind)
-    end = next(place for place, line in enumerate(kept) if line.startswith("left out"))
-    return "\n".join([*kept[:end], "...", *kept[end:]]) + "\n"
-
-
 def of_own_loop(command: str) -> str:
     return of_torchrun(command.replace("examples/", f"{ROOT}/examples/"))
 
@@ -129,11 +116,11 @@ def of_own_loop_without_scale(command: str) -> str:
 
 
 def of_selftest_in_short(command: str) -> str:
-    """Its head, the probe, a row of each head, and its last line."""
+    """Its head, the probe, a row of each head and one with a term, and its last line."""
     lines = of_torchrun(command).splitlines()
     rows = [
         next(line for line in lines if line.startswith(f"PASS  {name}"))
-        for name in ("schedule", "gspo prompt_mean, logits", "gspo prompt_mean, fused")
+        for name in ("schedule", "gspo prompt_mean, logits", "gspo prompt_mean, fused", "grpo sample_mean, logits, torch, KL")
     ]
     return "\n".join([*lines[:3], rows[0], "...", *rows[1:], "...", lines[-1]]) + "\n"
 

@@ -172,7 +172,7 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     "docs/explain.md": EXPLAIN,
     "docs/doctor.md": JUDGED | {"megatron-rl doctor, on a machine with three wrong packages": Producer(outputs.of_a_sick_machine)},
     "docs/selftest.md": {
-        "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest, is_tested=False, **OF_RANKS),
+        "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest_in_short, is_tested=False, **OF_RANKS),
         "a forward step that divides by cp": Producer(outputs.of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),
     },
     "docs/own_loop.md": {

@@ -50,7 +50,7 @@ def test_a_launch_of_a_host_is_told_row_by_row():
     found = rows(QWEN3_30B)
     assert found["--expert-model-parallel-size"] == (
         OK,
-        "16 of 128 experts a rank; the scale of the policy loss stays, as explain shows",
+        "16 of 128 experts a rank; the scale of the policy loss stays",
     )
     assert found["--expert-tensor-parallel-size"][0] == found["--moe-aux-loss-coeff"][0] == OK
     assert found["--moe-token-drop-policy"][1].startswith("no effect without --moe-expert-capacity-factor")

@@ -25,18 +25,6 @@ def test_a_chain_by_hand():
     assert (chain["net"], chain["asked"], chain["left_over"], chain["is_exact"]) == ("1/(N m_i)", "1/(N m_i)", "1", True)
 
 
-def test_micro_batches_follow_from_their_size():
-    """4 samples on 2 ranks: 2 of each, in one micro-batch of 2 or of 3."""
-    layout = [*STEP, "--host", "slime", "--data-parallel-size", "2"]
-    for size, number in ((1, 2), (2, 1), (3, 1)):
-        by_size, by_number = (
-            chain_of(*layout, *given) for given in (("--micro-batch-size", str(size)), ("--num-microbatches", str(number)))
-        )
-        assert by_size == by_number
-    code, _, error = explain(*layout, "--micro-batch-size", "2", "--num-microbatches", "1")
-    assert code == 2 and "each follows from the other; give one of them" in error
-
-
 def test_a_chain_per_token_by_hand():
     """dp 8 x cp 2: the host gives each rank's sum x 2, and the 10 tokens are counted on both cp ranks of a sample."""
     chain, _ = chain_of(*STEP, "--host", "miles", *PER_TOKEN, "--data-parallel-size", "8", "--context-parallel-size", "2")

@@ -218,7 +218,7 @@ def test_a_launch_line_names_the_loss_its_parameters_and_its_clip():
 @pytest.mark.slow
 def test_a_command_that_python_calls_knows_the_parameters_of_its_own_line():
     """The arguments of main are the launch line, and not those of the process. In a fresh process nothing is registered yet."""
-    words = "launch-config --policy-loss own_losses.truncated --ratio-cap 2.5 --route custom_loss --output -".split()
+    words = "launch-config --policy-loss own_losses.truncated --ratio-cap 2.5 --route custom_loss".split()
     script = f"import sys; sys.argv = ['other']; from megatron_rl.__main__ import main; raise SystemExit(main({words!r}))"
     path = os.pathsep.join(map(str, Path(__file__).parents[:2]))
     environment = os.environ | {"PYTHONPATH": path}

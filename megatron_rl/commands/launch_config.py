@@ -1,5 +1,5 @@
 """`megatron-rl launch-config`: our settings as the file of --custom-config-path, and the lines to add to a stock miles or slime
-launcher. It must never write a setting that validation refuses."""
+launcher. Standard output is the file, standard error has the lines. A setting that validation refuses is not printed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
-from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, GUARD_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import config_warnings
 
 PER_TOKEN_LINE = "--calculate-per-token-loss"
 LINES_OF_ROUTE: dict[Route | None, list[str]] = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE]}
-STANDARD_OUTPUT, FILE_NAME = "-", "megatron_rl.yaml"
+FILE_NAME = "megatron_rl.yaml"
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -37,30 +35,15 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         help="The launcher sets Megatron's flag of that name: token_mean then needs no hook, and counts a token for each fully "
         "masked sample.",
     )
-    group.add_argument(
-        "-o", "--output", default=STANDARD_OUTPUT, help="The file to write, as in megatron_rl.yaml. Default: -, standard output."
-    )
-    group.add_argument("--overwrite", action="store_true", help="Replace a file with other contents.")
-    group.add_argument("--json", action="store_true", help="Print one JSON object instead of the lines.")
 
 
 def run(args: Namespace) -> int:
     config = validate_megatron_rl_args(args, Route(args.route))
-    settings = settings_of_file(args, config)
-    text, lines = yaml_text(settings), launch_lines(args, config)
-    if args.output != STANDARD_OUTPUT:
-        write(Path(args.output), text, overwrite=args.overwrite)
+    print(yaml_text(settings_of_file(args, config)), end="")
     for warning in config_warnings(config):
         print(f"megatron_rl: {warning}", file=sys.stderr)
-    if args.json:
-        print(json.dumps({"output": args.output, "settings": settings, "launch_lines": lines}))
-        return 0
-    added = " \\\n".join(f"    {line}" for line in lines)
-    if args.output != STANDARD_OUTPUT:
-        print(f"wrote {args.output}; add to the launch line:\n{added}")
-    else:  # the lines beside it, so that a redirection gets the file alone
-        print(text, end="")
-        print(f"megatron_rl: this is the file; -o {FILE_NAME} writes it. Add to the launch line:\n{added}", file=sys.stderr)
+    added = " \\\n".join(f"    {line}" for line in launch_lines(args, config))
+    print(f"megatron_rl: this is the file: > {FILE_NAME} writes it. Add to the launch line:\n{added}", file=sys.stderr)
     return 0
 
 
@@ -71,8 +54,7 @@ def settings_of_file(args: Namespace, config: PolicyLossConfig) -> dict[str, str
 
 
 def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
-    path = args.output if args.output != STANDARD_OUTPUT else FILE_NAME
-    lines = [f"--custom-config-path {path}", INIT_LINE, *LINES_OF_ROUTE[Route(args.route)]]
+    lines = [f"--custom-config-path {FILE_NAME}", INIT_LINE, *LINES_OF_ROUTE[Route(args.route)]]
     lines += [PER_TOKEN_LINE] if args.calculate_per_token_loss else []
     return [*lines, REWARD_LINE] if needs_reward_hook(config, per_token=args.calculate_per_token_loss) else lines
 
@@ -87,15 +69,6 @@ def needs_reward_hook(config: PolicyLossConfig, *, per_token: bool) -> bool:
 def yaml_text(settings: dict[str, str | float | int | bool]) -> str:
     """One `key: value` a line, read the same by YAML 1.1 and 1.2: text in quotes (a bare off is false), floats with a point."""
     return "".join(f"{name}: {_yaml_scalar(value)}\n" for name, value in settings.items())
-
-
-def write(path: Path, text: str, *, overwrite: bool) -> None:
-    try:
-        if path.exists() and path.read_text(encoding="utf-8") != text and not overwrite:
-            raise ConfigError(f"--output {path} exists with other contents: give another name, or --overwrite")
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error}") from error
 
 
 def _yaml_scalar(value: str | float | int | bool) -> str:

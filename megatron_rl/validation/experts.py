@@ -122,7 +122,7 @@ def _size_notes(settings: Mapping[str, object]) -> Iterator[Row]:
             if experts is None
             else f"{experts // size_of(ep)} of {experts} experts a rank"
         )
-        yield Row("expert_model_parallel_size", f"{held}; the scale of the policy loss stays, as explain shows")
+        yield Row("expert_model_parallel_size", f"{held}; the scale of the policy loss stays")
     if etp := settings.get("expert_tensor_parallel_size"):
         yield Row("expert_tensor_parallel_size", f"ranks that share an expert: {etp}; the scale of the policy loss stays")
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.commands.explain import experts
 from megatron_rl.commands.explain.chain import door_chain, host_chain, own_chain
 from megatron_rl.commands.explain.launch import (
     HOSTS,
@@ -30,7 +28,6 @@ from megatron_rl.errors import ConfigError, printable
 from megatron_rl.hosts.door_line import write
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.validation import config_warnings, flag_of
-from megatron_rl.validation.auxiliary_losses import TYPES_WITH_A_LOSS
 
 EXIT_UNSOUND = 1
 EXIT_CODES = (
@@ -42,21 +39,18 @@ LAYOUT_FLAGS = {
     "pipeline_model_parallel_size": "pipeline",
     "data_parallel_size": "data",
     "num_microbatches": "num_microbatches",
-    "expert_model_parallel_size": "expert",
-    "expert_tensor_parallel_size": "expert_tensor",
 }
 # A flag -> those that do nothing without it.
 GO_WITH = {
     "response_lengths": ("prompt_ids", "rollout_ids", "loss_masks"),
     "rollouts": ("rollout_index",),
-    "host": (*LAYOUT_FLAGS, "micro_batch_size", "route", "companion", "calculate_per_token_loss", *experts.SETTINGS),
-    "num_experts": (*experts.SETTINGS[1:], "num_routed_tokens"),
+    "host": (*LAYOUT_FLAGS, "route", "companion", "calculate_per_token_loss"),
 }
 # Flags of the loss that a weight, or a factor behind it, depends on. --help lists no others: all are taken, and checked.
 FLAGS_OF_WEIGHTS = (
     *("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "samples_per_prompt", "allow_partial_prompt_groups"),
     *("one_sample_per_rollout", "importance_correction", "importance_correction_level", "importance_correction_low"),
-    *("importance_correction_high", "rejected_tokens", "router_aux_loss", "gradient_divisor"),
+    *("importance_correction_high", "rejected_tokens", "gradient_divisor"),
 )
 USAGE = "megatron-rl explain --response-lengths LIST [--prompt-ids LIST] [--host HOST] [flags of your launch line]"
 NO_LOG_PROBS = "the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs"
@@ -73,8 +67,6 @@ MULTIPLIED = (
     "auxiliary losses of experts, whose gradient is x routed tokens / response tokens under --calculate-per-token-loss, and a "
     "launch with one is refused; so is one with MTP where its gradient would be rescaled"
 )
-
-
 ALWAYS_MULTIPLIED = (
     "auxiliary losses of experts: NeMo-RL's worker has the per-token contract, under which Megatron multiplies their gradient by "
     "routed tokens / response tokens"
@@ -103,21 +95,8 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     )
     for name in LAYOUT_FLAGS:
         of_rank = "Of each rank. " if name == "num_microbatches" else ""
-        default = "as --tensor-model-parallel-size" if name == "expert_tensor_parallel_size" else "1"
-        host.add_argument(flag_of(name), type=int, metavar="SIZE", help=f"{of_rank}Default: {default}.")
-    host.add_argument("--micro-batch-size", type=int, metavar="SIZE", help="In place of --num-microbatches: samples of one.")
+        host.add_argument(flag_of(name), type=int, metavar="SIZE", help=f"{of_rank}Default: 1.")
     host.add_argument("--calculate-per-token-loss", action="store_true", help="The launch sets Megatron's flag of that name.")
-    host.add_argument("--num-experts", type=int, metavar="COUNT", help="The model is a mixture of experts.")
-    host.add_argument(
-        "--moe-router-load-balancing-type",
-        choices=TYPES_WITH_A_LOSS,
-        help="Which loss --moe-aux-loss-coeff is of. Default: aux_loss.",
-    )
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        host.add_argument(flag_of(name), type=float, metavar="NUMBER", help="The launch sets Megatron's flag of that name.")
-    host.add_argument(
-        "--num-routed-tokens", type=int, metavar="COUNT", help="Tokens of the step with prompts, for the factor of these losses."
-    )
     output = parser.add_argument_group(title="output")
     output.add_argument("--rows", type=int, default=16, metavar="COUNT", help="Samples and prompts to print. Default: 16.")
     output.add_argument("--json", action="store_true", help="Print one JSON object instead.")
@@ -147,7 +126,7 @@ def given_flags(args: Namespace, *names: str) -> dict[str, Any]:
 
 def check_flags(args: Namespace) -> None:
     """No flag that is given does nothing; every problem at once."""
-    problems, sizes = [], given_flags(args, *LAYOUT_FLAGS)
+    problems = []
     if len(sources := given_flags(args, "response_lengths", "rollouts", "rollout_dump")) > 1:
         problems.append(f"{' and '.join(sources)}: a step has one source; give one of them")
     for needed, names in GO_WITH.items():
@@ -164,21 +143,14 @@ def check_flags(args: Namespace) -> None:
     refusal = DOORS[args.host].why_not_per_token if args.host in DOORS else None
     if refusal is not None and args.calculate_per_token_loss:
         problems.append(f"--calculate-per-token-loss with --host {args.host}: {refusal}; remove it")
-    if args.micro_batch_size is not None and args.num_microbatches is not None:
-        problems.append("--micro-batch-size and --num-microbatches: each follows from the other; give one of them")
-    sizes |= given_flags(args, "micro_batch_size")
-    counts = {**sizes, "--rows": args.rows, **given_flags(args, "num_experts", "num_routed_tokens")}
+    counts = {**given_flags(args, *LAYOUT_FLAGS), "--rows": args.rows}
     problems += [f"{flag} {size} must be at least 1" for flag, size in counts.items() if size < 1]
-    if not problems and (problem := experts.layout_problem(args, layout_of(args))) is not None:
-        problems.append(problem)
     if problems:
         raise ConfigError(problems)
 
 
 def explain(args: Namespace) -> Explanation:
     step = read_step(args)
-    if args.micro_batch_size is not None:
-        args.num_microbatches = math.ceil(len(step.masks) / (args.data_parallel_size or 1) / args.micro_batch_size)
     configs, left_out = shown_configs(args, route_of(args), step)
     counts = count(step, configs[0])
     shown = Explanation(
@@ -200,10 +172,7 @@ def explain(args: Namespace) -> Explanation:
 
 
 def layout_of(args: Namespace) -> LaunchLayout:
-    sizes = {name: vars(args)[option] or 1 for option, name in LAYOUT_FLAGS.items()}
-    if args.expert_tensor_parallel_size is None:
-        sizes["expert_tensor"] = sizes["tensor"] if args.num_experts else 1
-    return LaunchLayout(**sizes)
+    return LaunchLayout(**{name: vars(args)[option] or 1 for option, name in LAYOUT_FLAGS.items()})
 
 
 def judge_host(args: Namespace, shown: Explanation) -> None:
@@ -223,7 +192,6 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
                 route_of(args),
                 loss_aggregation=weighing.name,
                 calculate_per_token_loss=per_token,
-                **experts.given_settings(args),
             )
         except ConfigError as error:
             shown.problems = list(error.problems)
@@ -232,9 +200,6 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         shown.companion = launch.companion
         shown.problems, shown.warnings = refusals_and_warnings(launch, given, counts.num_masked)
         shown.chain = host_chain(launch, weighing, shown.layout)
-    if shown.chain is not None and args.num_experts is not None:
-        shown.expert_row = experts.expert_row(shown.layout, per_token=per_token)
-        shown.router_losses = list(experts.loss_rows(args, shown.layout, counts))
     is_always = door is not None and door.is_per_token
     if shown.chain is not None:
         shown.left_out += [NOT_RUN, ALWAYS_MULTIPLIED if is_always else MULTIPLIED if per_token else UNTOUCHED]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_rl.arguments import given_settings
-from megatron_rl.commands.explain import experts
 from megatron_rl.commands.launch_config import LINES_OF_ROUTE, needs_reward_hook
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
@@ -77,9 +76,6 @@ def given_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCount
         raise ConfigError("--companion convert makes a rollout of each prompt, and the step does not say which samples share one")
     host, layout = host_named(args.host), ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
     launch = given_settings(args) | {name: vars(args)[name] for name in layout} | dict.fromkeys(host.own_options, False)
-    launch |= experts.given_settings(args)
-    if args.tensor_model_parallel_size is not None:
-        launch["sequence_parallel"] = args.tensor_model_parallel_size > 1  # Megatron refuses experts without it
     lines = [*(LINES_OF_ROUTE[route] if route else []), *LINES_OF_COMPANION[companion]]
     if lines:
         launch["loss_aggregation"] = config.loss_aggregation

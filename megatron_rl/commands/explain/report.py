@@ -37,9 +37,6 @@ class Explanation:
     """Why the launch would be refused."""
     warnings: list[str]
     launch_lines: list[str] = field(default_factory=list)
-    expert_row: list[str] | None = None
-    """DDP's row for the gradients of experts; None: a dense model, or no chain."""
-    router_losses: list[list[str]] = field(default_factory=list)
     left_out: list[str]
 
     @property
@@ -65,13 +62,11 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
     if explanation.corrected is not None:
         lines += [*columns(token_table(explanation.corrected, max_rows)), kept_line(explanation.corrected)]
     if chain is not None:
-        lines += ["", chain_headline(explanation), *columns(chain_table(chain, explanation.expert_row)), verdict(chain)]
+        lines += ["", chain_headline(explanation), *columns(chain_table(chain)), verdict(chain)]
         if explanation.companion == CONVERT:
             lines.append(
                 "with the converter --global-batch-size counts prompts, and KL, entropy and clip fraction are prompt means too"
             )
-    if explanation.router_losses:
-        lines += ["auxiliary losses of routers, beside one rank on the whole step:", *columns(explanation.router_losses)]
     if explanation.launch_lines:
         door = DOORS.get(explanation.host or "")
         place, separator = ("hooks on the launch line", " ") if door is None else (door.place, door.separator)
@@ -169,21 +164,17 @@ def chain_headline(explanation: Explanation) -> str:
     num_ranks = layout.tensor * layout.context * layout.pipeline * layout.data
     route = f" by {explanation.route}" if explanation.route else ""
     sizes = f"tp {layout.tensor} x cp {layout.context} x pp {layout.pipeline} x dp {layout.data}"
-    if explanation.expert_row is not None:
-        sizes += f" (experts: ep {layout.expert} x etp {layout.expert_tensor})"
     return (
         f"{explanation.host}, {explanation.weighings[0].name}{route}: ranks {num_ranks} = {sizes}, micro-batches a rank "
         f"M = {layout.num_microbatches}; tp and pp are in no factor"
     )
 
 
-def chain_table(chain: Chain, expert_row: list[str] | None) -> list[list[str]]:
+def chain_table(chain: Chain) -> list[list[str]]:
     net = Factor("net", chain.net, chain.net_weights, differs=False, does=f"asked for: {chain.asked}")
     has_weight, rows = chain.net_weights != 0, [["", "factor", "here", "", ""]]
     for one in (*chain.factors, net):
         rows.append([one.stage, str(one.formula), number(one.values[has_weight]), "<- differs" if one.differs else "", one.does])
-        if one.stage == "DDP" and expert_row is not None:
-            rows.append(expert_row)
     return rows
 
 
@@ -255,5 +246,4 @@ def _weighing_keys(weighing: Weighing, explanation: Explanation) -> dict:
 
 def _chain_keys(chain: Chain, explanation: Explanation) -> dict:
     launch = {"host": explanation.host, "route": explanation.route, "companion": explanation.companion}
-    experts = {"experts": explanation.expert_row, "router_losses": explanation.router_losses}
-    return {**launch, **asdict(chain), **experts, "is_exact": chain.is_exact}
+    return {**launch, **asdict(chain), "is_exact": chain.is_exact}

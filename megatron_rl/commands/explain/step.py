@@ -43,8 +43,6 @@ class LaunchLayout:
     pipeline: int = 1
     data: int = 1
     num_microbatches: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
