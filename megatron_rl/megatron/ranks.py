@@ -51,9 +51,9 @@ def initialize_ranks(
     expert_tensor_parallel_size: int | None = None,
     seed: int = 0,
 ) -> torch.device:
-    """join_ranks, then Megatron's parallel_state. Without CUDA it installs the package's CPU support.
+    """Makes the process group, as join_ranks, and parallel_state, from torchrun's environment or for one process.
 
-    Returns the device of this rank. Communication: that of making the groups.
+    Without CUDA it installs the package's CPU support. Returns the device of this rank. Communication: that of making the groups.
     """
     device = join_ranks()
     if device.type == "cpu":
