@@ -31,7 +31,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron_rl.layout": ("resolve_groups", "local_positions", "local_cu_seqlens"),
         "megatron_rl.megatron.schedule": ("scale_for_schedule",),
         "megatron_rl.megatron.probe": ("probe_schedule",),
-        "megatron_rl.megatron.forward_step": ("make_forward_step",),
+        "megatron_rl.megatron.forward_step": ("PolicyForwardStep",),
         "megatron_rl.megatron.cpu": ("install_cpu_support",),
         "megatron_rl.step_metrics": ("step_metrics",),
         "megatron_rl.train.watchdog": ("watch", "WatchdogState"),
@@ -80,11 +80,15 @@ def section(title: str, modules: dict[str, tuple[str, ...]]) -> Iterator[str]:
 
 
 def declared(what: object) -> str:
-    """The lines of its source from `def` to the body, or a class's head and fields: there the comments say the shapes."""
+    """The lines of its source from `def` to the body, or a class's head, and its fields or how it is made: there the comments say
+    the shapes."""
     lines = textwrap.dedent(inspect.getsource(inspect.unwrap(what))).splitlines()
     node = next(node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.FunctionDef | ast.ClassDef))
     if isinstance(node, ast.FunctionDef):
         return "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1])
+    makers = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+    if makers:
+        return "\n".join([lines[node.lineno - 1], *lines[makers[0].lineno - 1 : makers[0].body[0].lineno - 1]])
     fields = [part for part in node.body if isinstance(part, ast.AnnAssign) and not str(ast.unparse(part.target)).startswith("_")]
     shown = [line for part in fields for line in lines[part.lineno - 1 : part.end_lineno]]
     return "\n".join([lines[node.lineno - 1], *shown])

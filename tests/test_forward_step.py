@@ -18,7 +18,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
-from megatron_rl.megatron.forward_step import MicrobatchReport, check_contract, check_finite, make_forward_step
+from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
 from megatron_rl.megatron.model import find_output_layer
 
 pytestmark = pytest.mark.megatron
@@ -85,7 +85,7 @@ def masked_on_rank(rank, kind):
     for samples in ([masked], []):
         batch = make_padded_batch(samples, context, **shape)
         logits = torch.full((1, 8, cases.VOCABULARY), nan, requires_grad=True)
-        forward_step = make_forward_step(trainer.config, vocab_size=cases.VOCABULARY)
+        forward_step = PolicyForwardStep(trainer.config, vocab_size=cases.VOCABULARY)
         loss, num_tokens, _ = forward_step.loss_func(batch, trainer.model.config, trainer.groups, logits * 1.0)
         loss.backward()
         [report] = forward_step.take_reports()

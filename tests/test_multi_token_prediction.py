@@ -18,7 +18,7 @@ from megatron_rl.commands.doctor.report import PROBLEM
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.forward_step import make_forward_step
+from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.testing.layout_step import Layout, make_step_batches, row_length
 from megatron_rl.testing.reference import ragged_samples
 
@@ -215,7 +215,7 @@ def refusals_on_rank(rank: int) -> list[str]:
         model = model_with_mtp(row_length(step, layout), calculate_per_token_loss=is_per_token, mtp_loss_scaling_factor=factor)
         config = config_of("reinforce", "token_mean")
         (batch,) = make_step_batches(config, layout, step, resolve_groups())
-        forward_step = make_forward_step(config, vocab_size=61)
+        forward_step = PolicyForwardStep(config, vocab_size=61)
         answers.append(error_of(lambda f=forward_step, b=batch, m=model: f(iter([b]), m)))
     answers.append(error_of(lambda: model(batch.tokens, batch.position_ids, None)))
     return answers

@@ -23,8 +23,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.cpu import import_megatron
-from megatron_rl.megatron.factors import CAUSES, factor_names
 from megatron_rl.megatron.installed import expert_replicas_drift
+from megatron_rl.megatron.probe import CAUSES, factor_names
 from megatron_rl.testing import selftest, selftest_bench, selftest_steps, selftest_table
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare, named_sizes
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard

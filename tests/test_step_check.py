@@ -17,7 +17,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch
-from megatron_rl.megatron.forward_step import make_forward_step
+from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
 from megatron_rl.testing.reference import ragged_samples
 from megatron_rl.testing.step_check import aggregations_alike, check_step
@@ -78,7 +78,7 @@ def checked(rank, layout, config, fault=None, **changes):
     samples, groups = samples_of_step(), resolve_groups()
     model = LayoutModel(layout, row_length(samples, layout), TINY)
     batches = make_step_batches(config, layout, samples, groups)
-    forward_step = make_forward_step(config, vocab_size=TINY.true_vocab_size)
+    forward_step = PolicyForwardStep(config, vocab_size=TINY.true_vocab_size)
     if fault is not None:
         forward_step = fault(forward_step, groups, model)
     places_of = changes.pop("places_of", places_in)
@@ -175,11 +175,11 @@ def with_dropout(forward_step, groups, model):
 
 
 def with_another_estimate(forward_step, groups, model):
-    return make_forward_step(replace(TERMS, kl_estimator="k2"), vocab_size=TINY.true_vocab_size)
+    return PolicyForwardStep(replace(TERMS, kl_estimator="k2"), vocab_size=TINY.true_vocab_size)
 
 
 def with_padded_columns(forward_step, groups, model):
-    return make_forward_step(GSPO, vocab_size=TINY.vocab_size)
+    return PolicyForwardStep(GSPO, vocab_size=TINY.vocab_size)
 
 
 def reporting_half(forward_step, groups, model):

@@ -54,7 +54,7 @@ def errors() -> dict[str, list[float]]:
             truth = truths[model]
             ours.append((truth, step_on_layout(pool, layout, truth.samples, config, model)))
     # Ranks are forked from this process, and see what is patched here.
-    with mock.patch.object(layout_step, "make_forward_step", MeanOfMeans), RankPool(4, timeout=240.0) as pool:
+    with mock.patch.object(layout_step, "PolicyForwardStep", MeanOfMeans), RankPool(4, timeout=240.0) as pool:
         for layout, (truth, _) in zip(all_layouts(), ours, strict=True):
             of_means.append(step_on_layout(pool, layout, truth.samples, config, layouts.model_of(layout)))
     right = [truth.by_aggregation[AGGREGATION] for truth, _ in ours]

@@ -31,7 +31,7 @@ from megatron_rl.hosts.training_hooks import shift_in_words, start_line, tell_st
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
-from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite, make_forward_step
+from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
@@ -362,7 +362,7 @@ class PackedForwardStep:
 
     def __call__(self, data_iterator: Iterator, model):
         if self._forward_step is None:
-            self._forward_step = make_forward_step(
+            self._forward_step = PolicyForwardStep(
                 self.config, vocab_size=self._vocab_size, groups=self._groups, reports_metrics=True
             )
         waiting = self._waiting.get(id(model)) or self._next_step(data_iterator, model)

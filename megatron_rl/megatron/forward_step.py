@@ -1,4 +1,4 @@
-"""Makes the forward_step that Megatron's schedules call, with a registered policy loss. It computes no weight."""
+"""The forward_step that Megatron's schedules call, with a registered policy loss. It computes no weight."""
 
 from __future__ import annotations
 
@@ -47,10 +47,20 @@ class MicrobatchReport:
 
 
 class PolicyForwardStep:
-    """`forward_step(data_iterator, model)` for get_forward_backward_func; the iterator yields PolicyBatch.
+    """`forward_step(data_iterator, model)` of GPTModel for get_forward_backward_func, for packed or padded batches and any layout.
 
-    After the schedule has run, `take_reports` returns the reports of the micro-batches (none before the last pipeline stage), and
-    `check_finite` raises if a token was not finite, before the optimiser step.
+    The iterator yields PolicyBatch. With fused_lm_head_loss the model computes no logits. After the schedule has run,
+    `take_reports` returns the reports of the micro-batches (none before the last pipeline stage), and `check_finite` raises if a
+    token was not finite, before the optimiser step.
+
+    Args:
+        config: the settings of the loss.
+        vocab_size: columns of the vocabulary without padding.
+        groups: None: the model's process groups, read at each call.
+        reports_metrics: add step_metrics.report_pairs to the schedule's report, for Megatron's train_step, which reduces them.
+    Communication: none here; a call runs that of the model and of policy_loss or linear_policy_loss.
+    Raises: nothing here; a call raises what the loss and scale_for_schedule raise, and ConfigError where the model's config does
+        not fit the settings.
     """
 
     def __init__(
@@ -208,25 +218,6 @@ class PolicyForwardStep:
         """The reports since the last call, in the order of the micro-batches."""
         reports, self._reports = self._reports, []
         return reports
-
-
-def make_forward_step(
-    config: PolicyLossConfig, *, vocab_size: int, groups: ParallelGroups | None = None, reports_metrics: bool = False
-) -> PolicyForwardStep:
-    """A forward_step for GPTModel, for packed or padded batches and any layout.
-
-    With fused_lm_head_loss the model computes no logits.
-
-    Args:
-        config: the settings of the loss.
-        vocab_size: columns of the vocabulary without padding.
-        groups: None: the model's process groups, read at each call.
-        reports_metrics: add step_metrics.report_pairs to the schedule's report, for Megatron's train_step, which reduces them.
-    Communication: none here; a call of the result runs that of the model and of policy_loss or linear_policy_loss.
-    Raises: nothing here; a call raises what the loss and scale_for_schedule raise, and ConfigError where the model's config does
-        not fit the settings.
-    """
-    return PolicyForwardStep(config, vocab_size=vocab_size, groups=groups, reports_metrics=reports_metrics)
 
 
 def _rollout_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Runs the loss arithmetic of the installed Megatron on one parameter, and raises where the gradient would not be exact.
 
 Where DDP reduces experts over other ranks than the rest, with a factor of its own, there is a second parameter, that of an expert.
+A wrong factor gets a name: exactly cp, 1/micro-batches or dp points at one cause.
 
 A version number is no proof: the meaning of the tuple changed in 0.13 and 0.15, and a model's config may change the per-token flag
 after the arguments were parsed. The user's model and optimiser are not used.
@@ -8,7 +9,7 @@ after the arguments were parsed. The user's model and optimiser are not used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group, resolve_groups
-from megatron_rl.megatron.factors import factor_names
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
@@ -29,8 +29,36 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 # Float32 holds the sum of the parts exactly up to about 4,000 replicas. With 12,000, ranks that add in different orders differ by
-# 3e-5. A wrong factor is a size or a ratio of counts, which is not so close to 1.
+# 3e-5. A wrong factor is a size or a ratio of counts, which is not so close to 1, nor another factor so close to a size.
 TOLERANCE = 1e-4
+# Name of a size -> (what a factor of it means, what its inverse means).
+CAUSES: dict[str, tuple[str, str]] = {
+    "cp": (
+        "each context-parallel rank counts the tokens of all of them",
+        "the mean that DDP takes over context-parallel ranks is left in, or a rank divides by its own tokens",
+    ),
+    "dp": (
+        "nothing divides by the data-parallel ranks, as DDP does under the other contract",
+        "the mean that DDP takes over data-parallel ranks is left in",
+    ),
+    "dp x cp": (
+        "the mean over data- and context-parallel ranks is undone, but it was not taken",
+        "the mean that DDP takes over data- and context-parallel ranks is left in",
+    ),
+    "micro-batches": (
+        "the schedule's mean over micro-batches is undone, but it was not taken",
+        "the schedule's mean over micro-batches is left in",
+    ),
+    "tp": ("equal parts of tensor-parallel ranks are added", "equal parts of tensor-parallel ranks are averaged"),
+    "pp": ("each pipeline stage adds the loss of the last", "the loss of the last pipeline stage is averaged over all of them"),
+    "ep": (
+        "gradients of experts are added over ranks that have averaged them",
+        "gradients of experts are averaged over the expert-parallel ranks too, which hold other experts",
+    ),
+    "samples": ("nothing divides by the step's samples", "the step's samples divide twice, as with --gradient-divisor num_samples"),
+    "prompts": ("nothing divides by the step's prompts", "the step's prompts divide twice"),
+    "tokens": ("nothing divides by the step's tokens", "the step's tokens divide twice"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,3 +284,17 @@ def _refusal(result: ProbeResult, ratio: float, whose: str, groups: ParallelGrou
         f"{result.contract} is {ratio:.6g} of the step's{whose}{guess}; see docs/parallelism.md. Use megatron-core 0.13 to 0.19, "
         "and change neither calculate_per_token_loss nor scale_for_schedule"
     )
+
+
+def factor_names(ratio: float, sizes: Mapping[str, int]) -> list[str]:
+    """The names of the sizes that equal the ratio, then of those whose inverse does: ["cp", "1/(micro-batches)"]; sizes above 1."""
+    named = [name for name, size in sizes.items() if size > 1 and abs(ratio - size) < TOLERANCE * size]
+    return named + [f"1/({name})" for name, size in sizes.items() if size > 1 and abs(ratio * size - 1) < TOLERANCE]
+
+
+def cause_of(ratio: float, sizes: Mapping[str, int]) -> str:
+    """The cause as text: `= 1/cp: the mean that DDP takes ...`, with `or` between equal sizes; empty for a ratio without a name."""
+    names = factor_names(ratio, sizes)
+    causes = [CAUSES[name.removeprefix("1/(").removesuffix(")")][name.startswith("1/(")] for name in names]
+    shown = [name.replace("(", "").replace(")", "") if " " not in name else name for name in names]
+    return f"= {' or '.join(shown)}: {'; or '.join(causes)}" if names else ""

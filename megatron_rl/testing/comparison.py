@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.layout.groups import Group, ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group
-from megatron_rl.megatron.factors import CAUSES, TOLERANCE, cause_of
 from megatron_rl.megatron.model import is_of_expert
+from megatron_rl.megatron.probe import CAUSES, TOLERANCE, cause_of
 from megatron_rl.testing.layout_step import Layout, RankStep, Shards, StepSample
 
 # The relative residual beside a gradient that is a multiple of the true one is at most this.

@@ -25,7 +25,7 @@ from megatron_rl.layout.groups import (
     resolve_groups,
 )
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch, weigh_samples
-from megatron_rl.megatron.forward_step import check_finite, make_forward_step
+from megatron_rl.megatron.forward_step import PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, halves_of, sharding_of, transformer_config
 from megatron_rl.megatron.routing import RouteChecker, RouteLog
 from megatron_rl.megatron.samples import count_routed_tokens
@@ -225,7 +225,7 @@ class LayoutModel:
 
         models, groups, layout = self.models, self.groups, self.layout
         batches = make_step_batches(policy_config, layout, samples, groups)
-        forward_step = make_forward_step(policy_config, vocab_size=self.tiny.true_vocab_size, reports_metrics=True)
+        forward_step = PolicyForwardStep(policy_config, vocab_size=self.tiny.true_vocab_size, reports_metrics=True)
         forward_step.announces_factor = self.announces_factor
         for model in models:
             model.zero_grad_buffer()

@@ -19,7 +19,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, on_all_ranks, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
-from megatron_rl.megatron.forward_step import MicrobatchReport, check_contract, check_finite, make_forward_step
+from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
 from megatron_rl.megatron.head import HeadSettings, check_head
 from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
@@ -116,7 +116,7 @@ class PolicyTrainer:
         )
         self._schedule = self._learning_rates()
         self._model_config.grad_scale_func = self.optimizer.scale_loss
-        self._forward_step = make_forward_step(config, vocab_size=settings.vocab_size)
+        self._forward_step = PolicyForwardStep(config, vocab_size=settings.vocab_size)
         self._reference = self._build_reference() if config.kl_coefficient else None
 
     @property
