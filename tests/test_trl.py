@@ -25,6 +25,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import door_line, trl
 
+PLUG = f"megatron_rl.hosts.{trl.PLUG}"
 LAYOUTS = (
     {"dp": 1, "accumulation": 1, "generated": 1},
     {"dp": 2, "accumulation": 2, "generated": 2},
@@ -37,13 +38,13 @@ LAYOUTS = (
 def trainer(monkeypatch) -> Iterator[type]:
     """Ours on the stand-in."""
     with monkeypatch.context() as patch:
-        for name in [name for name in sys.modules if name.split(".")[0] == "trl" or name == trl.MODULE]:
+        for name in [name for name in sys.modules if name.split(".")[0] == "trl" or name == PLUG]:
             patch.delitem(sys.modules, name)
         kept = dict(sys.modules)
         cases.emulated_trl()
         yield trl.GRPOTrainer
         for name in sys.modules.keys() - kept.keys():
-            if name.split(".")[0] == "trl" or name == trl.MODULE:
+            if name.split(".")[0] == "trl" or name == PLUG:
                 del sys.modules[name]
 
 
@@ -213,7 +214,7 @@ def test_doctor_approves_of_no_clip_that_the_trainer_does_not_have(given, messag
     loss = "megatron_rl.gspo.token_mean"
     words = " ".join(f"--{name} {value}" for name, value in given.items())
     of_doctor = said(f"train.py --loss_type {loss} {words}")
-    read_args = import_module(trl.MODULE).read_args
+    read_args = import_module(PLUG).read_args
     try:
         found = read_args(cases.Config(loss_type=loss, **given), {})
         acting = f"clip {found.config.clip_ratio_low or 3e-4:g}/{found.config.clip_ratio_high or 4e-4:g}"

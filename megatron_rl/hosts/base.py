@@ -267,6 +267,11 @@ class HostOptions:
         """The flag of an option in this host, for messages."""
         return flag_of(self._own_name(name))
 
+    @property
+    def correction_functions(self) -> Mapping[str, str]:
+        """Of HostLoss."""
+        return self.host.loss.correction_functions
+
     def names(self) -> list[str]:
         """Names of all parsed arguments, known to us or not."""
         return list(self._values)

@@ -318,6 +318,12 @@ class Door:
             yield f"{self.title}'s {shown} {problem}, and {self.probed} was probed ({place_of(found)})"
 
 
+def plug(module: str) -> Any:
+    """The file of hosts/ that a trainer calls, imported where the trainer asks the declaration for a name of it: doctor and explain
+    read the declaration where the trainer's packages are not."""
+    return import_module(f"megatron_rl.hosts.{module}")
+
+
 def signature_problem(function: Callable[..., Any], expected: tuple[str, ...]) -> str | None:
     """What differs from the arguments that our loss is written for. A last "..." in `expected`: others may follow."""
     found = tuple(inspect.signature(function).parameters)

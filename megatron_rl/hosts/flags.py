@@ -8,16 +8,13 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.config import CorrectionLevel, ImportanceCorrection, KLEstimator, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import flag_of
-
-if TYPE_CHECKING:
-    from megatron_rl.hosts.base import HostOptions
 
 # The host's estimator -> the loss that it trains with. Other estimators have their own losses.
 POLICY_LOSS_OF_ESTIMATOR = {
@@ -43,6 +40,19 @@ KL_ESTIMATORS: dict[tuple[str, bool], KLEstimator] = {
 DUAL_CLIP = "clip_ratio_c"
 
 
+class LaunchOptions(Protocol):
+    """What is read here of a launch: hosts.base.HostOptions has it."""
+
+    @property
+    def correction_functions(self) -> Mapping[str, str]: ...  # the host's own values of --custom-tis-function-path
+
+    def __getitem__(self, name: str) -> Any: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def flag(self, name: str) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class HostFlag:
     """A host's flag for one of our settings."""
@@ -51,7 +61,7 @@ class HostFlag:
     """Our setting, or a parameter that losses declare."""
     option: str
     """The host's option, named in messages."""
-    read: Callable[[HostOptions], Any]
+    read: Callable[[LaunchOptions], Any]
     """Its value for our setting; None: the host asks for nothing, and our flag counts."""
     untyped: Any = None
     """The value that the host's parser gives by itself: a user who has typed our flag may not have typed this one."""
@@ -66,7 +76,7 @@ class HostCorrection(NamedTuple):
     high: float | None = None
 
 
-def correction_settings(options: HostOptions) -> HostCorrection:
+def correction_settings(options: LaunchOptions) -> HostCorrection:
     """All None without --use-tis, and for a function that we do not know or cannot express."""
     if not options["use_tis"]:
         return HostCorrection()
@@ -76,16 +86,16 @@ def correction_settings(options: HostOptions) -> HostCorrection:
     return HostCorrection() if kind is None else HostCorrection(kind, None, options["tis_clip_low"], options["tis_clip"])
 
 
-def correction_of_host(options: HostOptions) -> str | None:
+def correction_of_host(options: LaunchOptions) -> str | None:
     return correction_settings(options).kind
 
 
-def known_correction(options: HostOptions) -> str | None:
+def known_correction(options: LaunchOptions) -> str | None:
     """The correction of --custom-tis-function-path, where it names a function of the host's own."""
-    return options.host.loss.correction_functions.get(str(options["custom_tis_function_path"]).replace(":", "."))
+    return options.correction_functions.get(str(options["custom_tis_function_path"]).replace(":", "."))
 
 
-def kl_key(options: HostOptions) -> tuple[str, bool]:
+def kl_key(options: LaunchOptions) -> tuple[str, bool]:
     """The key of KL_ESTIMATORS, which may lack it."""
     return options["kl_loss_type"] or DEFAULT_KL_TYPE, options["use_unbiased_kl"]
 
@@ -100,18 +110,18 @@ MIS_LEVELS = {
 MIS_MODES = ("truncate", "clip", "mask")
 
 
-def is_mis(options: HostOptions) -> bool:
+def is_mis(options: LaunchOptions) -> bool:
     return str(options["custom_tis_function_path"]).replace(":", ".").endswith(MIS_FUNCTION)
 
 
-def _mis_bounds(options: HostOptions) -> tuple[float, float, float, float]:
+def _mis_bounds(options: LaunchOptions) -> tuple[float, float, float, float]:
     """(low, high) of the weights, (low, high) of the rejection, each with the function's default."""
     high = options["tis_upper_bound"]
     low = options["tis_lower_bound"] or 1.0 / high
     return low, high, options["rs_lower_bound"] or low, options["rs_upper_bound"] or high
 
 
-def mis_problems(options: HostOptions) -> Iterator[str]:
+def mis_problems(options: LaunchOptions) -> Iterator[str]:
     """Why megatron_rl has no correction for the settings of MIS_FUNCTION. Nothing here rounds a setting to a near one."""
     if options["tis_mode"] not in MIS_MODES or options["tis_level"] not in MIS_LEVELS or not options["tis_upper_bound"]:
         yield (
@@ -142,7 +152,7 @@ def mis_problems(options: HostOptions) -> Iterator[str]:
         )
 
 
-def _mis_correction(options: HostOptions) -> HostCorrection:
+def _mis_correction(options: LaunchOptions) -> HostCorrection:
     """The one correction with the same weights: a token that is rejected has weight 0, any other its ratio inside the bounds."""
     low, high, rs_low, rs_high = _mis_bounds(options)
     level, mode = MIS_LEVELS[options["tis_level"]], options["tis_mode"]
@@ -154,7 +164,7 @@ def _mis_correction(options: HostOptions) -> HostCorrection:
     return HostCorrection(ImportanceCorrection.TIS, level, 0.0 if mode == "truncate" else low, high)
 
 
-def _kl_estimator(options: HostOptions) -> str | None:
+def _kl_estimator(options: LaunchOptions) -> str | None:
     has_term = options["use_kl_loss"] and options["kl_loss_coef"]
     return KL_ESTIMATORS.get(kl_key(options)) if has_term else None
 
@@ -185,7 +195,7 @@ HOST_FLAGS: tuple[HostFlag, ...] = (
 )
 
 
-def host_config(args: Namespace, options: HostOptions, route: Route) -> PolicyLossConfig:
+def host_config(args: Namespace, options: LaunchOptions, route: Route) -> PolicyLossConfig:
     """Our settings on a host's route. On custom_loss the host's flag gives the value where ours is unset.
 
     Raises one ConfigError with every problem: what validate_megatron_rl_args finds, and each pair of flags with two values for the

@@ -14,14 +14,13 @@ no prompts. Old log-probabilities are the sampler's. Beside a correction they ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.door import Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
+from megatron_rl.hosts.door import Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
 from megatron_rl.hosts.pydantic_line import SIGN, read_pydantic_line
 from megatron_rl.hosts.sampling import Filter, Sampler
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, flat, value_at
@@ -176,6 +175,6 @@ DOOR = Door(
 def __getattr__(name: str) -> Any:
     """prime-rl imports a loss by the name of its aggregation. Each import makes one: two trainers share nothing."""
     if name in AGGREGATIONS:
-        return import_module("megatron_rl.hosts.prime_rl_loss").PrimeLoss(name)
+        return plug("prime_rl_loss").PrimeLoss(name)
     why = f": {NO_PROMPTS}" if name == LossAggregation.PROMPT_MEAN else ""
     raise AttributeError(f"{__name__} has {', '.join(AGGREGATIONS)}, and no {name}{why}")

@@ -17,7 +17,6 @@ are ours.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,14 @@ from typing import Any
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import KLEstimator, PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.door import CLIPS, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
+from megatron_rl.hosts.door import CLIPS, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.settings import Given, Settings, read_value
 from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
 from megatron_rl.validation.checks import Row, check
 
 PREFIX, CHOICE = "megatron_rl.", "loss_type"
-MODULE, TRAINER = "megatron_rl.hosts.trl_trainer", "trl.trainer.grpo_trainer:GRPOTrainer"
+PLUG, TRAINER = "trl_trainer", "trl.trainer.grpo_trainer:GRPOTrainer"
 REMEDY = f'GRPOConfig({CHOICE}="{PREFIX}<loss>.<aggregation>") with {__name__}.GRPOTrainer chooses one of ours'
 # Words of HfArgumentParser for a switch.
 TRUTH = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
@@ -260,5 +259,5 @@ DOOR = Door(
 def __getattr__(name: str) -> Any:
     """The trainer, which imports TRL; doctor and explain do without it."""
     if name == "GRPOTrainer":
-        return import_module(MODULE).GRPOTrainer
+        return plug(PLUG).GRPOTrainer
     raise AttributeError(f"{__name__} has GRPOTrainer, and no {name}")
