@@ -198,14 +198,14 @@ class Trl(Adapter):
         return [trl_cases.Case(loss=loss, aggregation=one, **layout) for one in AGGREGATIONS for layout in layouts]
 
     def install(self, monkeypatch):
-        for name in [name for name in sys.modules if name.split(".")[0] == "trl" or name == trl.MODULE]:
+        for name in [name for name in sys.modules if name.split(".")[0] == "trl" or name == f"megatron_rl.hosts.{trl.PLUG}"]:
             monkeypatch.delitem(sys.modules, name)
         before = dict(sys.modules)
         trl_cases.emulated_trl()
         trainer = trl.GRPOTrainer
         for name in sys.modules.keys() - before.keys():
             module = sys.modules.pop(name)
-            if name.split(".")[0] == "trl" or name == trl.MODULE:
+            if name.split(".")[0] == "trl" or name == f"megatron_rl.hosts.{trl.PLUG}":
                 monkeypatch.setitem(sys.modules, name, module)
             else:
                 sys.modules[name] = module
