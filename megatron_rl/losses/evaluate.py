@@ -150,8 +150,9 @@ def evaluate(
         positional = [copies.pop(name) for name in given]
         return loss.function(*positional, **copies, **keywords)
 
-    of_what = (loss, call, given | dict(vectors), ("log_ratio", "log_probs"), log_ratio)
-    values, _ = _checked(*of_what, prefers_autograd=prefers_autograd)
+    values, _ = _checked(
+        loss, call, given=given | dict(vectors), by=("log_ratio", "log_probs"), like=log_ratio, prefers_autograd=prefers_autograd
+    )
     return values
 
 
@@ -187,7 +188,11 @@ def evaluate_batch(
     weights = torch.where(batch.loss_mask, value_weights, 0.0)
     try:
         result = _checked(
-            *(loss, call, given, ("log_ratio", "log_probs"), batch.log_ratio),
+            loss,
+            call,
+            given=given,
+            by=("log_ratio", "log_probs"),
+            like=batch.log_ratio,
             weights=weights,
             prefers_autograd=has_importance_weights,
         )
@@ -210,6 +215,7 @@ def nonfinite_values(values: LossValues, is_live: Tensor) -> Tensor:  # [*] bool
 def _checked(
     loss: PolicyLoss,
     call: Callable[[dict[str, Tensor]], Any],
+    *,
     given: Mapping[str, Tensor],
     by: tuple[str, ...],
     like: Tensor,

@@ -302,7 +302,7 @@ def _ready_gradient(hidden: Tensor, weight: Tensor, loss_scale: Tensor | float |
     """An empty ReadyGradient. loss_scale is checked before anything is computed."""
     adds_in_forward = loss_scale is not None and weight.requires_grad and main_grad_of(weight) is not None
     check_loss_scale(loss_scale, hidden, adds_in_forward=adds_in_forward)
-    return ReadyGradient(None, None, weight, adds_in_forward, loss_scale)
+    return ReadyGradient(hidden=None, weight=None, parameter=weight, is_in_main_grad=adds_in_forward, loss_scale=loss_scale)
 
 
 def _on(device: torch.device, value: Tensor) -> Tensor:
@@ -357,7 +357,12 @@ class DocumentCoefficients:
             return None
         inputs, like = self.inputs, self.head.log_probs
         whole = Correction(
-            *(torch.zeros_like(like), torch.ones_like(like)), *(torch.zeros_like(inputs.loss_mask) for _ in range(4))
+            weights=torch.zeros_like(like),
+            ratios=torch.ones_like(like),
+            is_kept=torch.zeros_like(inputs.loss_mask),
+            is_off_policy=torch.zeros_like(inputs.loss_mask),
+            is_low=torch.zeros_like(inputs.loss_mask),
+            is_high=torch.zeros_like(inputs.loss_mask),
         )
         for item, result in self.results:
             _, tokens = bin_inputs(inputs, item.documents, self.bounds)

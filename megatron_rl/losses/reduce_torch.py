@@ -105,12 +105,25 @@ def reduce_loss_torch(
     metric_sums = None
     if settings.metrics != PolicyMetrics.NONE:
         metric_sums = _metric_sums(
-            tokens.is_clipped, token_advantages, log_probs, old_log_probs, entropy, loss, inputs, sums, settings
+            is_clipped=tokens.is_clipped,
+            advantages=token_advantages,
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            entropy=entropy,
+            loss=loss,
+            inputs=inputs,
+            sums=sums,
+            settings=settings,
         )
         if correction is not None:
             metric_sums = replace(metric_sums, correction=correction_metric_sums(correction, token_advantages, inputs, sums.counts))
     return LossResult(
-        *(total, policy_loss, kl_loss, entropy_sum, coefficients, entropy_coefficients),
+        loss=total,
+        policy_loss=policy_loss,
+        kl_loss=kl_loss,
+        entropy=entropy_sum,
+        coefficients=coefficients,
+        entropy_coefficients=entropy_coefficients,
         num_nonfinite=num_nonfinite.to(torch.int32),
         metric_sums=metric_sums,
         correction=correction,
@@ -118,6 +131,7 @@ def reduce_loss_torch(
 
 
 def _metric_sums(
+    *,
     is_clipped: Tensor,  # [T] bool
     advantages: Tensor,  # [T]
     log_probs: Tensor,  # [T]
@@ -132,7 +146,14 @@ def _metric_sums(
     log_ratio = spread(sums.means["log_ratio"], inputs.token_documents) if is_sequence else log_probs - old_log_probs
     with_entropy = entropy if settings.metrics == PolicyMetrics.WITH_ENTROPY else None
     return policy_statistics(
-        TokenValues(log_probs, old_log_probs, bounded_exp(log_ratio), is_clipped, advantages, with_entropy),
+        TokenValues(
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            ratios=bounded_exp(log_ratio),
+            is_clipped=is_clipped,
+            advantages=advantages,
+            entropy=with_entropy,
+        ),
         loss_mask=inputs.loss_mask,
         counts=spread(sums.counts, inputs.token_documents),
         num_documents=inputs.num_documents,
@@ -159,7 +180,17 @@ def metric_sums_in_torch(
     else:
         vectors = further_inputs(loss, inputs, log_probs.dtype)
         tokens = evaluate(loss, log_probs - old_log_probs, token_advantages, log_probs, settings.keywords, vectors)
-    return _metric_sums(tokens.is_clipped, token_advantages, log_probs, old_log_probs, entropy, loss, inputs, sums, settings)
+    return _metric_sums(
+        is_clipped=tokens.is_clipped,
+        advantages=token_advantages,
+        log_probs=log_probs,
+        old_log_probs=old_log_probs,
+        entropy=entropy,
+        loss=loss,
+        inputs=inputs,
+        sums=sums,
+        settings=settings,
+    )
 
 
 def _advantages(
