@@ -53,6 +53,7 @@ without a module is imported from `megatron_rl`. `tests/api_page.py` makes this 
 """
 # Where a reader finds arguments or fields that the page does not repeat.
 DECLARED_ELSEWHERE = {
+    "LinearLossKeywords": "Its fields are those of LossKeywords, and those of [linear_policy_loss](#linear_policy_loss) above.",
     "WatchdogState": "`WatchdogState()` begins a run.",
     "PolicyLossConfig": "Its fields are the [flags](arguments.md).",
     "grpo_loss": "Arguments: those of [policy_loss](#policy_loss) after `name`.",
@@ -113,7 +114,7 @@ def essential(block: str, in_signature: set[str]) -> str:
         elif entry := ENTRY.match(line.strip()):
             is_kept = not in_signature & set(entry["names"].split(", "))
         if is_kept:
-            kept.append(line)
+            kept.append(line.removeprefix(" " * 8))
     return "\n".join(kept)
 
 

@@ -301,13 +301,6 @@ def of_first_ratios(command: str) -> str:
     return "\n".join(replay.lines_of_first_ratios(run_ranks(replay.first_ratios, 1)[0])) + "\n"
 
 
-def of_a_refused_line_of_verl(command: str) -> str:
-    """What ends verl's main, for the loss_mode that the command names."""
-    mode = re.search(r"with (\S+)", command)[1]
-    settings = verl.read_line([f"{verl.LOSS_MODE}={mode}"]).settings
-    return "".join(f"megatron_rl: ConfigError: {line}\n" for line in verl.problems_of(settings)[0])
-
-
 def of_the_first_step_in_verl(command: str) -> str:
     """The line of our loss, for a mini-batch of 256 samples."""
     from verl_cases import ActorConfig

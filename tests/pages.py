@@ -189,12 +189,7 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "the first ratios of a step": Producer(outputs.of_first_ratios, is_tested=False, **OF_RANKS),
     },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
-    "docs/hosts/verl.md": JUDGED
-    | CHAIN
-    | {
-        "verl's main with": Producer(outputs.of_a_refused_line_of_verl),
-        "the first step of": Producer(outputs.of_the_first_step_in_verl),
-    },
+    "docs/hosts/verl.md": JUDGED | CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_verl)},
     "docs/hosts/nemo_rl.md": JUDGED | CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_nemo_rl)},
     "docs/hosts/megatron_lm.md": {
         "call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS),
