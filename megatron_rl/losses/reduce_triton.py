@@ -510,18 +510,18 @@ def reduce_loss_triton(
         of_documents = None
         if settings.metrics != PolicyMetrics.NONE:
             of_documents = _metric_sums(documents, sums, equation, entropy, settings, block)
-        total, (policy_loss, kl_loss, entropy_sum), values = _finish(terms, of_documents, settings)
+        total, (policy_loss, kl_loss, entropy_sum), reduced = _finish(terms, of_documents, settings)
         metric_sums = None
-        if values is not None:
+        if reduced is not None:
             if len(METRICS) > len(KERNEL_METRICS):
                 in_torch = metric_sums_in_torch(loss, log_probs, entropy, inputs, sums, settings)
-                values = torch.cat([values, in_torch.values[len(KERNEL_METRICS) :]])
+                reduced = torch.cat([reduced, in_torch.values[len(KERNEL_METRICS) :]])
             of_correction = None
             if correction is not None:
                 advantages = checked_tensors(loss, log_probs, inputs, 0.0)["advantages"]
                 of_correction = correction_metric_sums(correction, advantages, inputs, sums[:, documents.column("counts")])
             has_entropy = settings.metrics == PolicyMetrics.WITH_ENTROPY
-            metric_sums = PolicyStatistics(values, has_entropy, correction=of_correction)
+            metric_sums = PolicyStatistics(reduced, has_entropy, correction=of_correction)
     return LossResult(
         loss=total,
         policy_loss=policy_loss,

@@ -204,8 +204,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.kept = None
         has_backward = has_graph and ctx.needs_input_grad[0]
-        keeps = has_backward and not inplace and keeps_exponentials(logits, with_entropy)
-        if keeps and kernels.keeping is not None:
+        if kernels.keeping is not None and has_backward and not inplace and keeps_exponentials(logits, with_entropy):
             exponentials = gradient_like(logits)
             rows, divisors = kernels.keeping(logits, labels, loss_mask, shard, tp_group, out=exponentials)
             ctx.kept = (exponentials, divisors)
