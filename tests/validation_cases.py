@@ -18,8 +18,8 @@ PAGE_HEAD = """# What is refused before the first step
 Every rule of `megatron_rl.validation`, with a launch that it refuses and what it says. One error lists all problems of a launch,
 and nothing is corrected silently. [Flags](arguments.md) says which flag works on which route.
 
-| rule | a launch | message |
-|---|---|---|
+| a launch | message |
+|---|---|
 """
 WARNINGS_HEAD = """## Warnings
 
@@ -383,7 +383,7 @@ def validation_page() -> str:
     lines = []
     for name in (rule.name for rule in RULES):
         settings, _ = REFUSED[name][0]
-        lines.append(f"| {name.replace('_', ' ')} | {as_settings(settings)} | {judge(name, settings)[0]} |\n")
+        lines.append(f"| {as_settings(settings)} | {judge(name, settings)[0]} |\n")
     rows = "".join(f"| {as_settings(case)} | {config_warnings(launch(case).config)[0]} |\n" for case, _ in WARNED)
     return "".join([PAGE_HEAD, *lines, "\n", WARNINGS_HEAD, rows])
 
