@@ -172,25 +172,6 @@ def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path, capsys):
-    """Days of training are one forgotten flag away. What is there stays as it is."""
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1}\n')
-    code, message = fails("--output-dir old", capsys)
-    assert code == 2 and "--output-dir old holds a run; " in message and "--overwrite starts anew" in message
-    assert [path.name for path in (tmp_path / "old").iterdir()] == ["metrics.jsonl"]
-    assert (tmp_path / "old" / "metrics.jsonl").read_text() == '{"step": 1}\n'
-
-
-def test_a_bad_line_in_the_prompts_is_bad_data(tmp_path, capsys, monkeypatch):
-    """Exit code 1, with file and line: no setting would help."""
-    (tmp_path / "rewards.py").write_text("def one(prompt, response, record):\n    return 1.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "ab"}\n{"prompt": ""}\n')
-    code, message = fails("--prompts p.jsonl --reward rewards.one", capsys)
-    assert code == 1 and "DataError: p.jsonl, line 2: prompt:" in message
-
-
 def make_run(folder: Path) -> Path:
     (folder / "checkpoints" / "step_00000002").mkdir(parents=True)
     (folder / "checkpoints" / "latest").write_text("step_00000002\n")

@@ -27,8 +27,7 @@ from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import with_ref_log_probs
-from megatron_rl.train.docs_per_step import DocumentSteps
-from megatron_rl.train.document_stream import Done, done_after, size_of_steps, stream_of_rank
+from megatron_rl.train.document_steps import DocumentSteps, Done, done_after, size_of_steps, stream_of_rank
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.train.rollout_files import save_rollouts

@@ -317,5 +317,3 @@ def test_flags_that_the_folder_decides_are_refused(checkpoint, tmp_path, monkeyp
     assert "--task sort has no effect" in text
     assert "needs --prompts FILE with --reward, or --rollouts FILE" in text
     assert "holds files already: name a new folder" in text
-    with pytest.raises(ConfigError, match="--save-hf x needs --hf-checkpoint"):
-        options("--save-hf", "x")

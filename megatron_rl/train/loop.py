@@ -1,4 +1,8 @@
-"""The training loop: rollout, optimiser steps, metrics, checkpoints. The trainer computes the loss."""
+"""The training loop. A rollout, or a stretch of a file, is cut into steps; each step moves the policy and writes a row of metrics.
+
+Read `TrainingRun._train` first: it takes TrainSteps, from `_steps_of_rollouts` or `_steps_of_file`, and hands each to the trainer,
+which computes the loss. Between rollouts it asks whether the run ends, and saves.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from megatron_rl.train.collection import (
     with_ref_log_probs,
     with_rollout_log_probs,
 )
-from megatron_rl.train.docs_per_step import DocumentSteps
+from megatron_rl.train.document_steps import DocumentSteps
 from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions, settings_of
 from megatron_rl.train.progress import ProgressBar
 from megatron_rl.train.replay import ReplayedRollouts

@@ -23,7 +23,7 @@ from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import Evaluation, SampledRollouts
-from megatron_rl.train.document_stream import size_of_steps
+from megatron_rl.train.document_steps import size_of_steps
 from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_export import HFExport
 from megatron_rl.train.loop import Outcome, Progress, TrainingRun
