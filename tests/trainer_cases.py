@@ -13,10 +13,9 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, global_parameter_name
 from megatron_rl.testing.invariance import StepSample
-from megatron_rl.train.collection import SampledRollouts
-from megatron_rl.train.loop import TIMING_METRICS, Progress, TrainingRun
-from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions
-from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.train.loop import TIMING_METRICS, TrainingRun
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.session import restore, rollouts_of
 from megatron_rl.train.tasks import make_task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.train.writers import METRICS_FILE, read_metrics
@@ -148,24 +147,9 @@ def run_loop(
     )
     if on_trainer is not None:
         on_trainer(trainer)
-    progress, recent_rewards, resume_step, states = Progress(), [], None, {}
-    if resume:
-        from megatron_rl.train import checkpoints
-
-        counters = trainer.load(checkpoints.latest_checkpoint(Path(output_dir) / CHECKPOINT_DIRECTORY))
-        progress, recent_rewards = Progress(**counters["progress"]), counters["recent_rewards"]
-        resume_step = progress.num_steps
-        states = {"stream_state": counters.get("stream"), "watchdog_state": counters["watchdog"]}
-    rollouts = (
-        SampledRollouts(trainer, task, options, config.samples_per_prompt)
-        if options.rollouts is None
-        else ReplayedRollouts(
-            options.rollouts, ReplayRules.of(options, trainer), first=progress.num_rollouts, dp_group=trainer.groups.dp
-        )
-    )
-    place = {"progress": progress, "recent_rewards": recent_rewards, "resume_step": resume_step, **states}
-    run = TrainingRun(trainer, rollouts, options, config, **place)
-    return run.run(), weights_of(trainer)
+    start, _ = restore(trainer, replace(options, resume=resume), config)
+    rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
+    return TrainingRun(trainer, rollouts, options, config, start).run(), weights_of(trainer)
 
 
 def metrics_of(output_dir: str | Path) -> list[dict]:

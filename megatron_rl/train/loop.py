@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,26 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins: at nothing, or at a checkpoint."""
+
+    progress: Progress = field(default_factory=Progress)
+    recent_rewards: tuple[float, ...] = ()
+    stream_state: dict | None = None
+    """The position in the rollout file, under --docs-per-step."""
+    watchdog_state: dict | None = None
+    step: int | None = None
+    """Optimiser steps that the checkpoint has done; None: there is none."""
+
+    @classmethod
+    def of_counters(cls, counters: dict[str, Any]) -> Start:
+        """What a checkpoint keeps beside the weights; KeyError for one that no run has saved."""
+        progress = Progress(**counters["progress"])
+        rewards = tuple(counters["recent_rewards"])
+        return cls(progress, rewards, counters.get("stream"), counters.get("watchdog"), progress.num_steps)
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     progress: Progress
     reason: str
@@ -105,31 +125,23 @@ class TrainingRun:
         rollouts: SampledRollouts | ReplayedRollouts,
         options: TrainOptions,
         config: PolicyLossConfig,
+        start: Start,
         *,
-        progress: Progress,
-        recent_rewards: list[float],
-        resume_step: int | None,
-        stream_state: dict | None = None,
-        watchdog_state: dict | None = None,
         evaluation: Evaluation | None = None,
         run_id: str | None = None,
     ):
-        """run_id: written into the recorded rollouts. From a checkpoint: stream_state is counters["stream"], its position in the
-        rollout file; watchdog_state is counters["watchdog"]."""
-        if stream_state is not None and options.rollouts is not None and config.docs_per_step is None:
+        """run_id: written into the recorded rollouts."""
+        if start.stream_state is not None and options.rollouts is not None and config.docs_per_step is None:
             raise ConfigError(
                 "the checkpoint was saved under --docs-per-step, which stops inside a rollout of its file: add --docs-per-step"
             )
-        self._stream_state = stream_state
         self._documents: DocumentSteps | None = None
         self._evaluation = evaluation
         self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, config
-        self._progress, self._run_id = progress, run_id
-        self._recent_rewards = recent_rewards
-        self._resume_step = resume_step
+        self._start, self._progress, self._run_id = start, start.progress, run_id
         self._is_first_rank = dist.get_rank() == 0
         is_float32 = not trainer.settings.bf16
-        self._watchdog = RunWatchdog(config, state=watchdog_state, is_first_rank=self._is_first_rank, is_float32=is_float32)
+        self._watchdog = RunWatchdog(config, state=start.watchdog_state, is_first_rank=self._is_first_rank, is_float32=is_float32)
         self._output_dir = Path(options.output_dir)
         self._last_saved: tuple[int, Path] | None = None
 
@@ -153,7 +165,7 @@ class TrainingRun:
                 max_seconds=options.max_seconds,
                 target_reward=options.target_reward,
                 window=options.target_reward_window,
-                recent_rewards=self._recent_rewards,
+                recent_rewards=list(self._start.recent_rewards),
             )
             if self._documents is not None and isinstance(self._rollouts, ReplayedRollouts):
                 steps = self._steps_of_file(self._documents, self._rollouts)
@@ -204,7 +216,7 @@ class TrainingRun:
     def _steps_of_file(self, documents: DocumentSteps, rollouts: ReplayedRollouts) -> Iterator[TrainStep]:
         """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""
         num_rollouts = self._progress.num_rollouts
-        for step in documents.of_file(rollouts, first_rollout=num_rollouts, state=self._stream_state):
+        for step in documents.of_file(rollouts, first_rollout=num_rollouts, state=self._start.stream_state):
             of_step, last_rollout = documents.rollout_metrics(step)
             num_rollouts = max(num_rollouts, last_rollout + 1)
             yield TrainStep(step.microbatches, step.num_documents, num_rollouts - 1, of_step, may_be_last=True)
@@ -302,14 +314,14 @@ class TrainingRun:
             self._output_dir,
             options.tensorboard,
             self._is_first_rank,
-            self._resume_step,
+            self._start.step,
             x_axis=options.x_axis,
             writers=writers,
         )
 
     def _save(self, stop: StopRule) -> Path | None:
         """Saves a checkpoint of this state, unless it was saved last or nothing has been trained."""
-        if self._progress.num_steps == (self._resume_step or 0):
+        if self._progress.num_steps == (self._start.step or 0):
             return None
         if self._last_saved is None or self._last_saved[0] != self._progress.num_steps:
             counters: dict[str, Any] = {"progress": vars(self._progress), "recent_rewards": list(stop.recent_rewards)}

@@ -109,6 +109,12 @@ class RunLock:
         file.write(json.dumps(asdict(Holder.of_this_process())).encode() + b"\n")
         return None if holder is None else f"{path.parent} was left in use by {holder}, which is gone: taken over"
 
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Leaves the file, empty: removing it could remove the lock of a run that has just begun."""
         if self._file is not None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from megatron_rl.train.collection import Evaluation, SampledRollouts
 from megatron_rl.train.document_steps import size_of_steps
 from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_export import HFExport
-from megatron_rl.train.loop import Outcome, Progress, TrainingRun
+from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
 from megatron_rl.train.output_dir import checkpoint_directory, prepare_output_dir, run_id_of, take_output_dir
 from megatron_rl.train.peers import PeerWatch
@@ -54,42 +55,20 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         seed=options.seed,
     )
     settings = trainer_settings(options, [task, *([] if eval_task is None else [eval_task])], device)
-    with PeerWatch() as watch:
-        return _train_together(settings, options, config, task, eval_task, device, watch, on_start)
-
-
-def _train_together(
-    settings: TrainerSettings,
-    options: TrainOptions,
-    config: PolicyLossConfig,
-    task: Task,
-    eval_task: PromptFileTask | None,
-    device: torch.device,
-    watch: PeerWatch,
-    on_start: Callable[[], None],
-) -> Outcome:
-    lock = RunLock()
-    try:
+    with PeerWatch() as watch, says_why_it_ends(watch), RunLock() as lock:
         trainer = PolicyTrainer(settings, config, device)
         lines = on_first_rank(partial(take_output_dir, lock, options))
         run_id = on_first_rank(partial(run_id_of, options))
-        place, changes = restore(trainer, options, config)
-        rollouts: SampledRollouts | ReplayedRollouts
-        if options.rollouts:
-            first, rules = place["progress"].num_rollouts, ReplayRules.of(options, trainer)
-            rollouts = ReplayedRollouts(options.rollouts, rules, first=first, dp_group=trainer.groups.dp)
-        elif config.samples_per_prompt is None:
-            raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")
-        else:
-            rollouts = SampledRollouts(trainer, task, options, config.samples_per_prompt)
+        start, changes = restore(trainer, options, config)
+        rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
         evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options, len(eval_task.prompts))
-        training = TrainingRun(trainer, rollouts, options, config, evaluation=evaluation, run_id=run_id, **place)
+        training = TrainingRun(trainer, rollouts, options, config, start, evaluation=evaluation, run_id=run_id)
         export = None if options.save_hf is None else HFExport(options.save_hf, run_id)
-        if options.save_rollouts is not None and place["progress"].num_rollouts:  # which it would cut, and go on in
+        if options.save_rollouts is not None and start.progress.num_rollouts:  # which it would cut, and go on in
             on_first_rank(partial(check_rollouts_are_of, options.save_rollouts, run_id))
         if export is not None:
             on_first_rank(export.try_to_write)
-        lines += changes + on_first_rank(partial(prepare_output_dir, options, task, place["resume_step"], run_id=run_id))
+        lines += changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
         if dist.get_rank() == 0:
             announce(options, config, trainer, lines)
         on_start()
@@ -99,6 +78,13 @@ def _train_together(
             trainer.save_hf(export.partial)
             on_first_rank(export.finish)
         return outcome
+
+
+@contextmanager
+def says_why_it_ends(watch: PeerWatch) -> Iterator[None]:
+    """RunError for Ctrl-C and for a lost rank; then the groups of ranks are destroyed."""
+    try:
+        yield
     except KeyboardInterrupt as error:  # before the run, after it, or the second Ctrl-C of one
         raise RunError("stopped by Ctrl-C; if a checkpoint is there, the same line with --resume goes on") from error
     except RuntimeError as error:
@@ -108,7 +94,6 @@ def _train_together(
         who = watch.who_ended() or "another rank ended, or did not come in time: its own message says why"
         raise RunError(f"{who} ({first_line})") from error
     finally:
-        lock.release()
         dist.destroy_process_group()
 
 
@@ -137,23 +122,25 @@ def evaluation_task(options: TrainOptions, task: Task) -> PromptFileTask | None:
     return task.with_prompts_of(options.eval_prompts)
 
 
-def restore(trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[dict[str, Any], list[str]]:
-    """Where TrainingRun begins, and a line for each setting that is not the checkpoint's."""
+def rollouts_of(trainer: PolicyTrainer, task: Task, options: TrainOptions, *, first: int) -> SampledRollouts | ReplayedRollouts:
+    """Those of --rollouts from index `first` on, or such as the policy samples."""
+    if options.rollouts:
+        return ReplayedRollouts(options.rollouts, ReplayRules.of(options, trainer), first=first, dp_group=trainer.groups.dp)
+    if trainer.config.samples_per_prompt is None:
+        raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")
+    return SampledRollouts(trainer, task, options, trainer.config.samples_per_prompt)
+
+
+def restore(trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[Start, list[str]]:
+    """Where the run begins, and a line for each setting that is not the checkpoint's. Loads the weights of the checkpoint."""
     if not (options.resume or options.load):
-        return {"progress": Progress(), "recent_rewards": [], "resume_step": None}, []
+        return Start(), []
     checkpoint = checkpoints.latest_checkpoint(checkpoint_directory(options))
     counters = trainer.load(checkpoint)
     if "progress" not in counters:
         raise ConfigError(f"{checkpoint} holds no progress: it was not saved by `megatron-rl train`")
-    progress = Progress(**counters["progress"])
-    place = {
-        "progress": progress,
-        "recent_rewards": counters["recent_rewards"],
-        "resume_step": progress.num_steps,
-        "stream_state": counters.get("stream"),
-        "watchdog_state": counters.get("watchdog"),
-    }
-    return place, changed_settings(counters.get("settings", {}), settings_of(options, config), progress.num_steps)
+    start = Start.of_counters(counters)
+    return start, changed_settings(counters.get("settings", {}), settings_of(options, config), start.progress.num_steps)
 
 
 def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTrainer, lines: list[str]) -> None:
