@@ -37,7 +37,7 @@ from megatron_rl.testing.ranks import run_ranks
 
 pytest.importorskip("triton")
 from test_log_probs_triton import IS_INTERPRETED, counts, in_guarded_memory, only_interpreted, recorded_accesses
-from test_loss_hops import Hops
+from test_loss_hops import MOST, Hops
 
 import megatron_rl.losses.one_read_triton as one_read
 import megatron_rl.losses.reduce_triton as reduce_triton
@@ -380,9 +380,10 @@ def test_shape_and_cache_choose_the_program(monkeypatch, num_rows, num_columns, 
     assert (None if found is None else found.num_warps) == num_warps
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Python does not see which files a compiled kernel is made of")
 @pytest.mark.parametrize(("name", "is_on_policy"), [("grpo", False), ("gspo", True), ("dppo_kl", False)])
 def test_few_files_lie_between_a_loss_and_its_kernel(name, is_on_policy):
-    """At most four frames and eight files, as for two kernels."""
+    """At most four frames and one file more than with two kernels, backward included."""
     batch, hops = make_batch(), Hops()
     batch = replace(batch, old_log_probs=None) if is_on_policy else batch
 
@@ -391,18 +392,19 @@ def test_few_files_lie_between_a_loss_and_its_kernel(name, is_on_policy):
             leaf = batch.logits.clone().requires_grad_()
             sys.setprofile(profile)
             try:
-                without_needless_clip(
+                output = without_needless_clip(
                     *(policy_loss, name, leaf, *batch.arguments()),
                     backend="triton",
                     vocab_size=REAL,
                     loss_scale=SCALE,
                     **clip_for(name),
                 )
+                (output.loss * SCALE).backward()
             finally:
                 sys.setprofile(None)
     assert "one_read_kernel" in launches
     assert max(len(stack) for stacks in hops.frames.values() for stack in stacks) <= 4, hops.frames
-    assert len(hops.files) <= 8, sorted(hops.files)
+    assert len(hops.files) <= MOST["triton", "none"][0] + 1, sorted(hops.files)
 
 
 def step_on_rank(rank: int, backend: str) -> tuple[dict, list[str]]:
