@@ -384,8 +384,11 @@ def validation_page() -> str:
     for name in (rule.name for rule in RULES):
         settings, _ = REFUSED[name][0]
         lines.append(f"| {as_settings(settings)} | {judge(name, settings)[0]} |\n")
-    rows = "".join(f"| {as_settings(case)} | {config_warnings(launch(case).config)[0]} |\n" for case, _ in WARNED)
-    return "".join([PAGE_HEAD, *lines, "\n", WARNINGS_HEAD, rows])
+    warned: dict[str, str] = {}  # the setting that a warning begins with -> the first such row
+    for case, _ in WARNED:
+        warning = config_warnings(launch(case).config)[0]
+        warned.setdefault(warning.partition("=")[0], f"| {as_settings(case)} | {warning} |\n")
+    return "".join([PAGE_HEAD, *lines, "\n", WARNINGS_HEAD, *warned.values()])
 
 
 def as_settings(settings: dict) -> str:
