@@ -200,8 +200,8 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "megatron-rl doctor --launch-only": Producer(outputs.of_a_line_of_roll),
         "the first step of": Producer(outputs.of_the_first_step_in_roll),
     },
-    "docs/hosts/prime_rl.md": JUDGED | CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_prime_rl)},
-    "docs/hosts/trl.md": JUDGED | CHAIN,
+    "docs/hosts/prime_rl.md": JUDGED | {"the first step of": Producer(outputs.of_the_first_step_in_prime_rl)},
+    "docs/hosts/trl.md": JUDGED,
     "docs/hosts/skyrl.md": JUDGED | CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
 }
 
