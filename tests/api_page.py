@@ -48,8 +48,8 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 HEAD = """# API
 
 Each name with its module, its signature and what it does, returns and raises. Shapes are beside the tensors; the
-[glossary](glossary.md) has the letters. `help(name)` adds the meaning of each argument, collectives, memory and examples. A name
-without a module is imported from `megatron_rl`. `tests/api_page.py` makes this page.
+[glossary](glossary.md) has the letters. `help(name)` adds the meaning of each argument, when an error is raised, collectives,
+memory and examples. A name without a module is imported from `megatron_rl`. `tests/api_page.py` makes this page.
 """
 # Where a reader finds arguments or fields that the page does not repeat.
 DECLARED_ELSEWHERE = {
@@ -62,6 +62,7 @@ DECLARED_ELSEWHERE = {
     "linear_gspo_loss": "Arguments: those of [linear_policy_loss](#linear_policy_loss) after `name`.",
 }
 ENTRY = re.compile(r"(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*): +(?P<text>.*)")
+RAISES = re.compile(r"^Raises\b(?:.|\n(?!\n))*", re.MULTILINE)  # to the end of its paragraph
 PART = re.compile(r"(?P<part>Args|Returns|Raises|Communication|Memory)(?P<rest>:? .*|:)$")
 
 
@@ -102,7 +103,14 @@ def shortened(what: object) -> str:
     if others and not first.endswith((".", ":")):  # a sentence that ends with an equation
         shown.append(others.pop(0))
     in_signature = set() if inspect.isclass(what) else set(inspect.signature(what).parameters)
-    return "\n\n".join([*shown, *(kept for block in others if (kept := essential(block, in_signature)))])
+    text = "\n\n".join([*shown, *(kept for block in others if (kept := essential(block, in_signature)))])
+    return RAISES.sub(lambda found: named_errors(found[0]), text)
+
+
+def named_errors(raises: str) -> str:
+    """The kinds of errors that a part Raises names; a part that names none, as "what policy_loss raises", stays."""
+    names = list(dict.fromkeys(re.findall(r"\b[A-Z]\w*Error\b", raises)))
+    return f"Raises: {' and '.join(names)}." if names else raises
 
 
 def essential(block: str, in_signature: set[str]) -> str:
