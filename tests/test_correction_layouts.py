@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from helpers import pool_of
 from test_layouts import GRADIENT_TOLERANCE, config_of
+from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, steps_on_layout, with_old_log_probs
 from megatron_rl.testing.reference import (
-    SampleLosses,
     double_model,
     global_parameters,
     losses_by_hand,
     model_log_probs,
     old_log_probs_off_the_edges,
     ragged_samples,
+    scale_of_terms,
+    weights_by_hand,
 )
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -101,6 +105,29 @@ def divergences(samples, log_probs) -> list[float]:
         kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
         found.append(sum(sample.rollout_log_probs[t] - float(values[t]) for t in kept) / max(len(kept), 1))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLosses:
+    """The loss of each sample before its weight, and its gradient. An aggregation is a weighted sum of them."""
+
+    losses: Tensor  # [N] float64
+    gradients: dict[str, Tensor]  # [N, ...] by name, on the CPU
+
+    @classmethod
+    def of(cls, sums: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> SampleLosses:
+        """sums: those of losses_by_hand. leaves: what the gradient is taken by. The graph of the model stays."""
+        parts = [
+            torch.autograd.grad(of_sample, [*leaves.values()], retain_graph=True, materialize_grads=True) for of_sample in sums
+        ]
+        gradients = {name: torch.stack(of_leaf).cpu() for name, of_leaf in zip(leaves, zip(*parts, strict=True), strict=True)}
+        return cls(torch.stack([of_sample.detach() for of_sample in sums]).cpu(), gradients)
+
+    def weighed(self, samples: Sequence[StepSample], aggregation: str) -> Truth:
+        """The truth of a step. The masks of the samples are those that the aggregation counts."""
+        weights = torch.tensor(weights_by_hand(samples, aggregation), dtype=torch.float64)
+        gradient = {name: torch.tensordot(weights, parts, 1) for name, parts in self.gradients.items()}
+        return Truth(float(weights @ self.losses), scale_of_terms(samples, aggregation), gradient)
 
 
 def factors_by_hand(case: Case, sample, divergence: float, delta: float) -> list[float]:

@@ -30,7 +30,8 @@ from megatron_rl.megatron.routing import RouteLog
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
 from megatron_rl.testing.ranks import RankPool
-from megatron_rl.testing.reference import CLIPS, LossTruth, double_model, model_log_probs, ragged_samples, truth_of_losses
+from megatron_rl.testing.reference import CLIPS, LossTruth, double_model, model_log_probs, ragged_samples
+from megatron_rl.testing.selftest_terms import truth_of_losses
 
 pytestmark = pytest.mark.megatron
 

@@ -24,7 +24,8 @@ from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics import METRICS, ROLLOUT_METRICS, Reduction
 from megatron_rl.testing.invariance import POLICY_VERSION, Layout, StepResult, StepSample, TinyGPT, step_on_layout, steps_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, row_length
-from megatron_rl.testing.reference import CLIPS, DIVISOR, PARAMETERS, LossTruth, ragged_samples, truth_of_losses
+from megatron_rl.testing.reference import CLIPS, DIVISOR, PARAMETERS, LossTruth, ragged_samples
+from megatron_rl.testing.selftest_terms import truth_of_losses
 
 pytestmark = pytest.mark.megatron
 

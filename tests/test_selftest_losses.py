@@ -6,9 +6,11 @@ import contextlib
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from unittest import mock
 
 import pytest
+from forked import forget, forked
 from helpers import pool_of
 from test_selftest import CPU, FIFTH, ROOT, megatron
 
@@ -156,25 +158,29 @@ def test_a_mistake_of_the_losses_is_found_without_megatron(plain_pool, asked, mi
     assert len(failed) == num_wrong and message in failed[0].cause, failed
 
 
-WITHOUT_MEGATRON = """
-import sys
-from megatron_rl.__main__ import main
-from megatron_rl.commands import selftest
-from megatron_rl.config import Backend
-from megatron_rl.testing import selftest_table
-selftest.find_spec, cases_of = (lambda name: None), selftest_table.cases_of
-selftest_table.cases_of = lambda backend: cases_of(backend)[::5] if backend == Backend.TORCH else []
-code = main(["selftest"])
-assert not any(name.startswith("megatron.") for name in sys.modules)
-sys.exit(code)
-"""
+def alone(*arguments: str, num_rows: int | None = None) -> tuple[int | None, str, str]:
+    """`megatron-rl selftest` in a fork that has no Megatron and imports this package anew; with every num_rows-th row."""
+
+    def command() -> int | None:
+        forget("megatron", "mine")
+        command = import_module("megatron_rl.commands.selftest")
+        command.find_spec = lambda name: None
+        if num_rows is not None:
+            table = import_module("megatron_rl.testing.selftest_table")
+            cases = table.cases_of(Backend.TORCH)[::num_rows]
+            table.cases_of = lambda backend: cases if backend == Backend.TORCH else []
+        code = import_module("megatron_rl.__main__").main(["selftest", *arguments])
+        assert not any(name.startswith("megatron.") for name in sys.modules)
+        return code
+
+    return forked(command)
 
 
 def test_the_command_without_megatron():
-    """In a process of its own, with a fifth of its rows."""
-    finished = subprocess.run([sys.executable, "-c", WITHOUT_MEGATRON], cwd=ROOT, env=CPU, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    lines = finished.stdout.splitlines()
+    """With a fifth of its rows."""
+    code, out, error = alone(num_rows=5)
+    assert code == 0, error
+    lines = out.splitlines()
     assert lines[1].endswith("without megatron-core: the losses alone") and "norm by" not in lines[2]
     assert lines[-1].startswith(f"PASS: {len(FIFTH_ALONE)} of {len(FIFTH_ALONE)} rows of the losses alone, ")
     assert sum(line.startswith("left out: schedule, DDP, optimiser") for line in lines) == 1
@@ -195,27 +201,31 @@ def wrong(log_ratio, advantages):
 def needy(log_ratio, advantages, *, rollout_log_probs):
     return -log_ratio * advantages * rollout_log_probs.exp()
 """
-ALONE = "import sys; from megatron_rl.commands import selftest; selftest.find_spec = lambda name: None; "
-ALONE += "from megatron_rl.__main__ import main; sys.exit(main(['selftest', *sys.argv[1:]]))"
+
+
+def whole_steps(*arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "megatron_rl", "selftest", *arguments]
+    finished = subprocess.run(command, env={**CPU, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    return finished.returncode, finished.stdout, finished.stderr
 
 
 @pytest.mark.parametrize(
-    ("start", "name", "code", "says"),
+    ("run", "name", "code", "says"),
     [
-        pytest.param(["-m", "megatron_rl", "selftest"], "right", 0, "PASS: 13 of 13 rows, ", id="whole steps", marks=megatron),
-        pytest.param(["-c", ALONE], "right", 0, "PASS: 10 of 10 rows of the losses alone, ", id="the losses alone"),
-        pytest.param(["-c", ALONE], "wrong", 2, "returns another derivative than that of its value", id="a wrong derivative"),
-        pytest.param(["-c", ALONE], "needy", 2, "needs rollout_log_probs, which the samples", id="what the step has not"),
+        pytest.param(whole_steps, "right", 0, "PASS: 13 of 13 rows, ", id="whole steps", marks=megatron),
+        pytest.param(alone, "right", 0, "PASS: 10 of 10 rows of the losses alone, ", id="the losses alone"),
+        pytest.param(alone, "wrong", 2, "returns another derivative than that of its value", id="a wrong derivative"),
+        pytest.param(alone, "needy", 2, "needs rollout_log_probs, which the samples", id="what the step has not"),
     ],
 )
-def test_a_loss_of_ones_own_has_rows_of_its_own(tmp_path, start, name, code, says):
+def test_a_loss_of_ones_own_has_rows_of_its_own(tmp_path, monkeypatch, run, name, code, says):
     """From the folder of its file, as `train` finds it. Its own function on one process is the reference."""
     (tmp_path / "mine.py").write_text(OWN_LOSSES)
-    environment = {**CPU, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *start, "--policy-loss", f"mine.{name}"]
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert finished.returncode == code and says in finished.stdout + finished.stderr, finished.stdout + finished.stderr
-    rows = [line for line in finished.stdout.splitlines() if line.startswith(("PASS  ", "FAIL  ")) and "probe" not in line]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    found, out, error = run("--policy-loss", f"mine.{name}")
+    assert found == code and says in out + error, out + error
+    rows = [line for line in out.splitlines() if line.startswith(("PASS  ", "FAIL  ")) and "probe" not in line]
     assert all(f"mine.{name} " in row for row in rows)
 
 

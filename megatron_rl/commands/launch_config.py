@@ -60,7 +60,7 @@ def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
 
 
 def needs_reward_hook(config: PolicyLossConfig, *, per_token: bool) -> bool:
-    """For weights that one micro-batch does not know, unless the host's own divisor is that of the step."""
+    """For weights that one micro-batch does not know, unless the host divides by the step's tokens itself."""
     record = get_loss_aggregation(config.loss_aggregation)
     is_divided_later = per_token and record.formula == TOKEN_MEAN
     return not is_divided_later and (record.missing_where_a_host_divides_by("N") != () or config.one_sample_per_rollout)

@@ -18,7 +18,7 @@ from megatron_rl.testing.layout_step import Layout, StepSample
 class LossBatch:
     """One micro-batch of one rank: N packed documents, T local tokens, zigzag slices under context parallelism.
 
-    Counts of samples and prompts are those of the whole step, taken before slicing. Padding is masked.
+    Samples and prompts are counted over the whole step, before slicing. Padding is masked.
     """
 
     labels: Tensor  # [T] int64 in the full vocabulary: the token that logits[t] predicts

@@ -26,7 +26,7 @@ ROUNDING = 4e-3
 OWN_FOLDER = str(Path(__file__).parent)
 # The sizes of a layout that a loss of logits depends on.
 SUPPORTED = ("tensor", "context", "data", "num_microbatches")
-# And those of groups that a loss may find in parallel_state, and must not take for the others.
+# With Megatron: a loss may find groups of experts in parallel_state, and must not use them for its own.
 SUPPORTED_WITH_MEGATRON = ("expert", "expert_tensor")
 LAYOUTS = (
     Layout(num_microbatches=3),
@@ -63,7 +63,7 @@ def assert_layout_invariant(
     dtype: torch.dtype = torch.float64,
     tolerance: float = 1e-5,
 ) -> None:
-    """Raises AssertionError with each layout whose gradient by the logits differs from that of one process with one micro-batch.
+    """Raises AssertionError with each layout whose gradient by the logits is not the one of one process and one micro-batch.
 
     reduction: what happens to the values that the ranks return. "sum": they are added over micro-batches, dp and cp, as this
     package's losses want it. "mean": averaged over all of them, as DDP and a loop that divides by its micro-batches do.

@@ -130,7 +130,7 @@ def _make_groups(number: int, job: Job, store: dist.Store) -> None:
 
 @contextlib.contextmanager
 def _groups_on_one_device() -> Iterator[None]:
-    """Each gloo device has a thread that wakes every 10 ms, and torch gives each group a device of its own: a layout has twenty."""
+    """Each gloo device has a thread that wakes every 10 ms, and torch gives each group its own device: a layout has twenty."""
     c10d: Any = dist.distributed_c10d
     of_torch: Any = c10d.ProcessGroupGloo
     if not hasattr(of_torch, "_Options"):

@@ -17,7 +17,6 @@ from megatron_rl.loss_hub import (
     PolicyLoss,
     get_loss_aggregation,
     get_policy_loss,
-    loss_aggregation_names,
     policy_loss_names,
 )
 from megatron_rl.losses.evaluate import JointSums, TokenBatch
@@ -132,29 +131,6 @@ def losses_by_hand(
     return sums
 
 
-@dataclass(frozen=True, slots=True)
-class SampleLosses:
-    """The loss of each sample before its weight, and its gradient. An aggregation is a weighted sum of them."""
-
-    losses: Tensor  # [N] float64
-    gradients: dict[str, Tensor]  # [N, ...] by name, on the CPU
-
-    @classmethod
-    def of(cls, sums: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> SampleLosses:
-        """sums: those of losses_by_hand. leaves: what the gradient is taken by. The graph of the model stays."""
-        parts = [
-            torch.autograd.grad(of_sample, [*leaves.values()], retain_graph=True, materialize_grads=True) for of_sample in sums
-        ]
-        gradients = {name: torch.stack(of_leaf).cpu() for name, of_leaf in zip(leaves, zip(*parts, strict=True), strict=True)}
-        return cls(torch.stack([of_sample.detach() for of_sample in sums]).cpu(), gradients)
-
-    def weighed(self, samples: Sequence[StepSample], aggregation: str) -> Truth:
-        """The truth of a step. The masks of the samples are those that the aggregation counts."""
-        weights = torch.tensor(weights_by_hand(samples, aggregation), dtype=torch.float64)
-        gradient = {name: torch.tensordot(weights, parts, 1) for name, parts in self.gradients.items()}
-        return Truth(float(weights @ self.losses), scale_of_terms(samples, aggregation), gradient)
-
-
 def rollout_log_probs_of(sample: StepSample) -> list[float]:
     if sample.rollout_log_probs is None:
         raise DataError("a sample has no rollout_log_probs, which this loss compares with: give it some")
@@ -216,19 +192,6 @@ class LossTruth:
 
     samples: list[StepSample]
     by_aggregation: dict[str, Truth]
-
-
-def truth_of_losses(samples: Sequence[StepSample], tiny: TinyGPT) -> dict[str, LossTruth]:
-    """The truth of each loss in CLIPS, on a process whose layout is one rank. The model runs once."""
-    model = double_model(tiny, samples)
-    log_probs, truths = model_log_probs(model, samples, tiny), {}
-    for policy_loss in CLIPS:
-        old = old_log_probs_off_the_edges(samples, [values.tolist() for values in log_probs], policy_loss)
-        step = with_anchors(samples, old, policy_loss)
-        sums = losses_by_hand(step, log_probs, policy_loss, PARAMETERS.get(policy_loss, {}))
-        of_samples = SampleLosses.of(sums, global_parameters(model))
-        truths[policy_loss] = LossTruth(step, {name: of_samples.weighed(step, name) for name in loss_aggregation_names()})
-    return truths
 
 
 def with_anchors(samples: Sequence[StepSample], log_probs: Sequence[list[float]], policy_loss: str) -> list[StepSample]:

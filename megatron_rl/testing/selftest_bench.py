@@ -17,7 +17,7 @@ from megatron_rl.testing.layout_step import Layout, StepSample
 from megatron_rl.testing.reference import SAMPLES_PER_PROMPT
 from megatron_rl.testing.selftest_terms import Case
 
-# A ratio of a probe, or comparisons: "" is that of the whole gradient, the others are of a part of the parameters.
+# A probe gives a ratio, a step gives comparisons: "" compares the whole gradient, the others a part of the parameters.
 Measured = float | dict[str, Comparison]
 
 

@@ -1,7 +1,7 @@
 """The selftest's rows of the auxiliary losses of routers under --router-aux-loss exact.
 
-A row is a step of a mixture of experts in which one of these losses is on and all advantages are 0, so that the gradient is that of
-this loss alone. Its reference is written out here: one process, float64, one sample after another, without padding.
+A row is a step of a mixture of experts in which one of these losses is on and all advantages are 0: this loss alone has a gradient.
+Its reference is written out here: one process, float64, one sample after another, without padding.
 """
 
 from __future__ import annotations

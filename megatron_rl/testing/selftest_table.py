@@ -32,7 +32,7 @@ ROUTER_LOSSES = (Z_LOSS, *TYPES_WITH_A_LOSS)
 @dataclass(frozen=True, slots=True)
 class Row:
     """runs_when: whether it can run on these ranks. run: what it measures. bound: of each relative error of a comparison; the probe
-    has a bound of its own. case: of a row of a loss."""
+    has its own bound. case: what a row of a loss runs."""
 
     name: str
     runs_when: Callable[[Bench], bool]

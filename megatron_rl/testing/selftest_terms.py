@@ -23,14 +23,17 @@ from megatron_rl.config import (
 )
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.testing.comparison import Truth
-from megatron_rl.testing.layout_step import StepSample
+from megatron_rl.testing.layout_step import StepSample, TinyGPT
 from megatron_rl.testing.reference import (
     CLIPS,
     DIVISOR,
     PARAMETERS,
     LossTruth,
+    double_model,
+    global_parameters,
     losses_by_hand,
     mean_of,
+    model_logits,
     old_log_probs_of,
     old_log_probs_off_the_edges,
     rollout_log_probs_of,
@@ -188,10 +191,19 @@ def truth_of_terms(
     return truths
 
 
+def truth_of_losses(samples: Sequence[StepSample], tiny: TinyGPT) -> dict[str, LossTruth]:
+    """The step and truth of each loss without a term, under each aggregation, on a process whose layout is one rank. The model runs
+    once."""
+    model = double_model(tiny, samples)
+    rows = [(policy_loss, aggregation, "") for policy_loss in CLIPS for aggregation in AGGREGATIONS]
+    truths = truth_of_terms(samples, model_logits(model, samples, tiny), global_parameters(model), rows)
+    return {policy_loss: truths[policy_loss, ""] for policy_loss in CLIPS}
+
+
 def step_of_term(
     samples: Sequence[StepSample], tokens: Sequence[Tokens], policy_loss: str, config: PolicyLossConfig
 ) -> list[StepSample]:
-    """The samples with old log-probabilities, and with those of the reference and of the sampler where the term needs them."""
+    """The samples with old log-probabilities, and with the reference's and the sampler's where the term needs them."""
     new = [of_sample.log_probs.tolist() for of_sample in tokens]
     bounds = [bound for name, bound in config.loss_parameters.items() if name == "clip_ratio_c"]
     step = with_anchors(samples, old_log_probs_off_the_edges(samples, new, policy_loss, bounds=bounds), policy_loss)

@@ -1,4 +1,4 @@
-"""Checks a training loop of one's own: the gradient that it gives to the optimiser against a dense float64 reference of the step.
+"""Checks a user's training loop: the gradient that it gives to the optimiser against a dense float64 reference of the step.
 
 The loop's forward_step runs once through the installed schedule, DDP and finalize_model_grads. What it must give is computed by
 hand: all ranks' log-probabilities of the step's samples go into one float64 loss, whose gradient by each logit is then sent through
@@ -71,7 +71,7 @@ def check_step(
     micro_batch_size: int,
     reported_loss: str | None = None,
 ) -> Comparison:
-    """Runs one step of a loop's own forward_step without the optimiser, and raises where its gradient is not that of the step.
+    """Runs one step of a loop's own forward_step without the optimiser, and raises where its gradient is wrong.
 
     Every rank calls it, after parallel_state is initialised. Parameters do not change; gradient buffers are zero afterwards.
 

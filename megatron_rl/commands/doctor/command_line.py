@@ -44,7 +44,7 @@ HIDES_FLAGS = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]|\$\{?\w*(ARGS|FLAGS|OPTS|OPT
 class LaunchLine:
     """host: the name of one, or train. flags: after the script, each time it is given, with its values. from_file: what
     --custom-config-path adds. takes_our_flags: the parser that reads them has ours. read_from: the shell script, where one names
-    the line. unread: words that may hide flags. behind: what stands after a lone `--`."""
+    the line. unread: words that may hide flags. behind: the words after a lone `--`."""
 
     host: str
     script: Path | None
@@ -70,7 +70,7 @@ class LaunchLine:
         return self.of_host in rollout_hosts()
 
     def meant(self, flag: str) -> str | None:
-        """Our flag that this one misspells. A script of one's own may have --epsilon for anything."""
+        """Our flag that this one misspells. A user's script may have --epsilon for anything."""
         is_own_parser = self.of_host is not None and not self.is_of_rollouts
         return None if is_own_parser and flag in COMMON_NAMES else meant_flag(flag)
 
@@ -131,7 +131,7 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     flags = tuple(_flags(given))
     clues = [*words, *([str(named)] if named else [])]
     found = TRAIN if script is None else host or _host_of(script, clues, {field_of(flag) for flag, _ in flags})
-    # A script of Megatron-LM has a parser of its own; one that is not here is taken to have our flags.
+    # A script of Megatron-LM has its own parser; one that is not here is taken to have our flags.
     is_unseen = script is not None and found not in (TRAIN, *ROLLOUT_HOST_NAMES) and not is_regular(script)
     files = [values[0] for flag, values in flags if flag == CONFIG_FILE and values]
     folder = script.parent if script else Path.cwd()
@@ -218,7 +218,7 @@ def _trains(words: Sequence[str]) -> bool:
 
 
 def _script(command: str, shell_script: Path | None) -> Path:
-    """Where it is from here; a shell script may name one that stands in a folder above itself."""
+    """Where it is from here; a shell script may name one in a folder above itself."""
     script = Path(command)
     if shell_script is not None and not script.is_absolute() and not is_regular(script):
         return next((folder / script for folder in shell_script.resolve().parents if is_regular(folder / script)), script)
@@ -226,7 +226,7 @@ def _script(command: str, shell_script: Path | None) -> Path:
 
 
 def _anchor(words: list[str]) -> int:
-    """Where the script stands, or the command of megatron_rl."""
+    """The place of the script in the words, or of the command of megatron_rl."""
     for index, word in enumerate(words):
         if word.endswith(".py"):
             return index

@@ -1,7 +1,6 @@
 """What would become of a launch line here: which paths load, which flags of megatron_rl are read, which are dropped or ignored.
 
-The judgement is that of megatron_rl.validation and of the hosts' rules, which judge the launch itself too: nothing is decided
-twice.
+megatron_rl.validation and the rules of the hosts judge, here and when the launch starts: nothing is decided twice.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | N
     if stray:
         reading.append(Finding("script", PROBLEM, f"line {stray.line} has no effect: the line above lacks its \\ at the end"))
     place = f", from line {read_from.line} of the script" if read_from else ""
-    # The settings file is read whatever trains; a loss that was judged has a row of its own.
+    # The settings file is always read; a loss that was judged has its own row.
     is_judged = any(row.status == OK and row.subject != "settings" for row in found)
     is_open = any("not known here" in row.text for row in found)
     why = "the loss is not known here" if is_open else NOTHING_OF_OURS
@@ -145,7 +144,7 @@ def _judged(line: LaunchLine, route: Route | None) -> list[Finding]:
     judge = _train if line.of_host is None else _rollout_host if line.is_of_rollouts else _own_loop
     of_ours = [flag for flag in line.unknown if flag in (*routes_of_flags(), CONFIG_FILE)]
     if any(line.meant(flag) for flag, _ in line.flags):
-        return []  # what the rules say would be about settings that nobody meant
+        return []  # the rules would judge settings that were not meant
     if of_ours:
         return [Finding("rules", NOTE, f"not judged: the value of {', '.join(of_ours)} is not known here")]
     if route is None:
@@ -230,7 +229,7 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
         where = "the file that megatron-rl launch-config writes, or start with python -m megatron_rl.hosts.launch"
         yield from _dr_grpo(line, args)
         yield Finding("launcher", NOTE, f"so that they reach our hooks, put {' and '.join(names)} into {where}")
-        return  # what else the rules say would be about settings that nobody meant
+        return  # the other rules would judge settings that were not meant
     trained: list[str] = []
 
     def judge() -> Iterable[str]:
@@ -393,7 +392,7 @@ def misplaced(line: LaunchLine) -> Iterator[Finding]:
 
 
 def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
-    """Ours is loaded in this process, another's in one of its own: the import of a user's module may do anything."""
+    """Ours is loaded in this process, another's in a separate one: the import of a user's module may do anything."""
     if not DOTTED.fullmatch(path):
         text = f"{path} is no module.function: a loader splits it on the last dot and imports what stands before"
         return Finding(flag, PROBLEM, text)

@@ -1,4 +1,4 @@
-"""What the packages of this machine say of themselves, each asked in a process of its own; a broken one takes nobody else down.
+"""What the packages of this machine say of themselves, each asked in a separate process; a broken one stops no other.
 
 It only looks: what a fact means is decided in machine.py.
 """
@@ -20,12 +20,12 @@ Facts = dict[str, object]
 PROBED = ("torch", "numpy", "psutil", "triton", "transformer_engine", "flash_attn", "apex", "megatron")
 # Megatron-Core on a cold disk takes 10 s, and Transformer Engine from a network disk a minute; what needs longer than this hangs.
 SECONDS = 120.0
-# Whoever waits longer than this is told for what.
+# After this many seconds, print what the command is waiting for.
 SIGN_OF_LIFE = 5.0
 # Before the answer, so that whatever a package prints at import does not matter.
 MARK = "megatron_rl doctor: "
 
-# Megatron-Core as our commands load it: without CUDA, Transformer Engine is hidden from it. The probe is that of one process.
+# Megatron-Core as our commands load it: without CUDA, Transformer Engine is hidden from it. The probe runs in one process.
 MEGATRON = """
 from megatron_rl.megatron.cpu import hide_transformer_engine
 hide_transformer_engine()

@@ -2,7 +2,7 @@
 
 tree-sitter-bash parses; this file follows assignments and simple expansions in the order of the text. A variable holds what the
 script assigns to it, as if each branch had run, else what this process's environment says. A word that cannot be expanded so stays
-as it was written, `$` and all: whoever reads the words can tell.
+as it was written, `$` and all: the reader of the words can tell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SETTING = ("read", "mapfile", "readarray", "printf", "let", "getopts")
 COUNTING = ("postfix_expression", "unary_expression", "for_statement", "unset_command")
 BRANCHING = ("if_statement", "case_statement", "for_statement", "c_style_for_statement", "while_statement")
-# They hold no command that the script runs as a step of its own.
+# They hold no command that the script runs as a separate step.
 NO_STEPS = ("string", "concatenation", "expansion", "command_substitution", "process_substitution", "heredoc_body")
 # $NAME, ${NAME}, ${NAME[@]}, ${NAME[0]}, and those with a default; the others cut or count, and are left as they are.
 VARIABLE = re.compile(r"\$\{?(?P<name>[A-Za-z_]\w*|[@*0-9])(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<how>:?[-=+]).*|\}?)", re.DOTALL)
@@ -139,7 +139,7 @@ class ScriptReader:
             self.is_in_function = outer
 
     def _command(self, node: Node, redirected: Node, *, is_in_branch: bool) -> Iterator[ScriptLine]:
-        """redirected: the command with its redirections; what stands behind the first word of one is a word of the command."""
+        """redirected: the command with its redirections; the words after the first word of one belong to the command."""
         name, redirects = node.child_by_field_name("name"), [c for c in redirected.children if c.type.endswith("_redirect")]
         given = [*(name.children if name else []), *node.children_by_field_name("argument")]
         for redirect in redirects:
@@ -234,7 +234,7 @@ class ScriptReader:
         return [text if is_whole else re.sub(r"\\(.)", _unescaped, text, flags=re.DOTALL)]
 
     def _quoted(self, node: Node) -> Iterator[list[str]]:
-        """The pieces between double quotes; what stands between two expansions is text, line ends included."""
+        """The pieces between double quotes; everything between two expansions is text, line ends included."""
         start = 1
         for child in [*(child for child in node.named_children if child.type != "string_content"), None]:
             # The grammar puts blanks before a `$` into its token.
@@ -278,7 +278,7 @@ class ScriptReader:
         return [self.environment[name]] if name in self.environment else [] if index in "@*" else None
 
     def _is_secret(self, name: str) -> bool:
-        """A key of a service is long; that of a record, as in INPUT_KEY=prompt, is not."""
+        """A service's key is long; a record's, as in INPUT_KEY=prompt, is not."""
         is_key = OF_A_KEY.search(name) is not None and len(self.environment.get(name, "")) >= SHORTEST_KEY
         return is_key or SECRET.search(name) is not None
 

@@ -22,7 +22,7 @@ from megatron_rl.commands.explain.launch import (
 )
 from megatron_rl.commands.explain.report import Explanation, as_json, as_text
 from megatron_rl.commands.explain.step import LaunchLayout, read_step
-from megatron_rl.commands.explain.weights import Weighing, correct_step, count, judged_settings, shown_configs
+from megatron_rl.commands.explain.weights import Weighing, correct_step, count_input, judged_settings, shown_configs
 from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.hosts.door_line import write
@@ -152,7 +152,7 @@ def check_flags(args: Namespace) -> None:
 def explain(args: Namespace) -> Explanation:
     step = read_step(args)
     configs, left_out = shown_configs(args, route_of(args), step)
-    counts = count(step, configs[0])
+    counts = count_input(step, configs[0])
     shown = Explanation(
         step=step,
         counts=counts,

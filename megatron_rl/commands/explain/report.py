@@ -96,7 +96,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def weight_table(explanation: Explanation, max_rows: int) -> list[list[str]]:
-    """A row a sample: the weight of a token, for GSPO that of the ratio, and the sample's share; then prompts, sums and names."""
+    """A row a sample: the weight of a token (for GSPO of the ratio too) and the sample's share; then prompts, sums and names."""
     weighings, counts, step = explanation.weighings, explanation.counts, explanation.step
     named = ["prompt", "rollout"] if counts.has_fan_out else ["prompt"]
     blank = [""] * len(named)
@@ -174,11 +174,11 @@ def chain_table(chain: Chain) -> list[list[str]]:
     net = Factor("net", chain.net, chain.net_weights, differs=False, does=f"asked for: {chain.asked}")
     has_weight, rows = chain.net_weights != 0, [["", "factor", "here", "", ""]]
     for one in (*chain.factors, net):
-        rows.append([one.stage, str(one.formula), number(one.values[has_weight]), "<- differs" if one.differs else "", one.does])
+        rows.append([one.stage, str(one.formula), as_range(one.values[has_weight]), "<- differs" if one.differs else "", one.does])
     return rows
 
 
-def number(values: Tensor) -> str:
+def as_range(values: Tensor) -> str:
     low, high = float(values.min()), float(values.max())
     return short(low) if high - low <= 1e-6 * abs(high) else f"{short(low)} .. {short(high)}"
 
@@ -187,7 +187,7 @@ def verdict(chain: Chain) -> str:
     if not chain.left_over.powers:
         return "EXACT: the net weight is what was asked for"
     equal = ", equal on this step alone" if chain.is_equal_here else ""
-    return f"DIFFERS: the gradient is {chain.left_over} = {number(chain.ratio)} x what was asked for{equal}"
+    return f"DIFFERS: the gradient is {chain.left_over} = {as_range(chain.ratio)} x what was asked for{equal}"
 
 
 def columns(rows: list[list[str]]) -> Iterator[str]:

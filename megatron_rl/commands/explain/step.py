@@ -29,7 +29,7 @@ COLUMNS = {
     "prompt_id": ("--prompt-ids", "a,a,b"),
     "rollout_id": ("--rollout-ids", "0,0,1"),
 }
-# The fields of a host's Sample that its hooks read -> what stands there when a dump lacks the field.
+# The fields of a host's Sample that its hooks read -> the value where a dump lacks the field.
 DUMP_FIELDS = {"group_index": None, "index": None, "rollout_id": None, "remove_sample": False}
 IDENTITIES = ("group_index", "index", "prompt_id", "rollout_id")
 MOST_PROBLEMS = 3
@@ -52,7 +52,7 @@ class StepInput:
     masks: list[Tensor]  # S tensors [response_length]
     prompts: Sequence[int | str] | None
     rollouts: Sequence[Hashable] | None = None
-    """The rollout of each sample, where one of them makes several samples; None: each sample is a rollout of its own."""
+    """The rollout of each sample, where one of them makes several samples; None: each sample is one rollout."""
     old_log_probs: list[Tensor] | None = None  # S tensors [response_length] float64; None where a sample has none
     rollout_log_probs: list[Tensor] | None = None
     source: str

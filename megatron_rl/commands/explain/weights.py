@@ -81,7 +81,7 @@ class Weighing:
 
     @property
     def gradient_scale(self) -> float:
-        """Against sample_mean, for token losses alike in all samples: m / divisor for constant."""
+        """Against sample_mean, where token losses are equal in all samples: m / divisor for constant."""
         return self.total / self.reference
 
     def prompt_shares(self, prompts: Sequence[int | str]) -> dict[int | str, float]:
@@ -123,7 +123,7 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
     return configs, left_out
 
 
-def count(step: StepInput, config: PolicyLossConfig) -> RolloutCounts:
+def count_input(step: StepInput, config: PolicyLossConfig) -> RolloutCounts:
     if config.samples_per_prompt is not None and step.prompts is None:
         raise ConfigError(
             f"--samples-per-prompt {config.samples_per_prompt}: {step.source} does not say which samples share a prompt, so no "
@@ -142,7 +142,7 @@ class Corrected:
 
 
 def correct_step(step: StepInput, weighings: Sequence[Weighing]) -> Corrected | None:
-    """None where the step lacks log-probabilities, or the only criterion is that of the policy in training, which no file holds."""
+    """None where the step lacks log-probabilities, or the only criterion needs the policy in training, which no file holds."""
     settings = replace(CorrectionSettings.of(weighings[0].config), sequence_delta=None)
     if not settings.is_on or step.old_log_probs is None or step.rollout_log_probs is None:
         return None
@@ -156,7 +156,7 @@ def correct_step(step: StepInput, weighings: Sequence[Weighing]) -> Corrected | 
         config, chosen = weighing.config, weighing.token_weights[samples]
         total, among_kept = float((chosen * factors).sum()), torch.zeros_like(chosen)
         if total:
-            among_kept = Weighing(config, count(kept, config)).token_weights[samples]
+            among_kept = Weighing(config, count_input(kept, config)).token_weights[samples]
             changes[weighing.title] = float((among_kept * factors).sum()) / total
         weights[weighing.title] = among_kept if config.rejected_tokens == RejectedTokens.DROPPED else chosen
     return Corrected(tokens, found.ratios[live], factors, weights, changes)
