@@ -27,7 +27,7 @@ EXTRAS = {
     "doctor": ["tree-sitter>=0.25", "tree-sitter-bash>=0.25", "pyyaml"],
     # train/ with --hf-checkpoint: configuration and tokenizer of the folder, and its files.
     "hf": ["transformers>=4.51,<5", "safetensors"],
-    # testing/plugin.py, for the tests of a loss of your own.
+    # pytest_megatron_rl.py, for the tests of a loss of your own.
     "testing": ["pytest>=8"],
     # benchmarks/
     "bench": ["liger-kernel", "matplotlib"],

@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
     with contextlib.suppress(ImportError):  # without Triton there is nothing to quicken
         quicken()
 
-pytest_plugins = ["megatron_rl.testing.plugin", "pytest_megatron_rl", "pytester"]
+pytest_plugins = ["marker_plugin", "pytest_megatron_rl", "pytester"]
 
 ROOT = Path(__file__).resolve().parent.parent
 # This module wraps torch's factories too: the caller of its wrapper counts.

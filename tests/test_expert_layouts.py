@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from helpers import error_of, pool_of
-from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
+from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of, truth_of_losses
 
 from megatron_rl.config import LossAggregation
 from megatron_rl.layout.groups import resolve_group
@@ -31,7 +31,6 @@ from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyG
 from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import CLIPS, LossTruth, double_model, model_log_probs, ragged_samples
-from megatron_rl.testing.selftest_terms import truth_of_losses
 
 pytestmark = pytest.mark.megatron
 

@@ -24,8 +24,17 @@ from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics import METRICS, ROLLOUT_METRICS, Reduction
 from megatron_rl.testing.invariance import POLICY_VERSION, Layout, StepResult, StepSample, TinyGPT, step_on_layout, steps_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, row_length
-from megatron_rl.testing.reference import CLIPS, DIVISOR, PARAMETERS, LossTruth, ragged_samples
-from megatron_rl.testing.selftest_terms import truth_of_losses
+from megatron_rl.testing.reference import (
+    CLIPS,
+    DIVISOR,
+    PARAMETERS,
+    LossTruth,
+    double_model,
+    global_parameters,
+    model_logits,
+    ragged_samples,
+)
+from megatron_rl.testing.selftest_terms import AGGREGATIONS, truth_of_terms
 
 pytestmark = pytest.mark.megatron
 
@@ -78,6 +87,15 @@ def model_of(layout: Layout) -> TinyGPT:
     """A layer for each stage; two for those of the plain pipeline. What a second layer of one stage does, the first did."""
     is_plain = layout == Layout(pipeline=2, num_microbatches=4)
     return TinyGPT(num_layers=4 if is_plain else layout.pipeline * (layout.virtual_pipeline or 1))
+
+
+def truth_of_losses(samples: list[StepSample], tiny: TinyGPT) -> dict[str, LossTruth]:
+    """The step and truth of each loss without a term, under each aggregation, on a process whose layout is one rank. The model runs
+    once."""
+    model = double_model(tiny, samples)
+    rows = [(policy_loss, aggregation, "") for policy_loss in CLIPS for aggregation in AGGREGATIONS]
+    truths = truth_of_terms(samples, model_logits(model, samples, tiny), global_parameters(model), rows)
+    return {policy_loss: truths[policy_loss, ""] for policy_loss in CLIPS}
 
 
 def truth_on_rank(rank: int, model: TinyGPT) -> dict[str, LossTruth]:

@@ -243,20 +243,20 @@ def test_the_installed_torch_and_triton_are_pinned(recorded_setup, monkeypatch):
     assert Path(constraints).read_text(encoding="utf-8") == "torch==2.9.0a0+nv25.9\ntriton==3.4.0\n"
 
 
-# megatron_rl.testing.plugin
+# tests/marker_plugin.py
 
 
 @pytest.fixture
 def run_plugin(pytester, monkeypatch):
     """Runs a test file in a pytest of its own, on a machine without GPU or Megatron."""
-    from megatron_rl.testing import plugin
+    import marker_plugin
 
     for marker in ("gpu", "megatron"):
-        monkeypatch.setitem(plugin.REASONS_TO_SKIP, marker, lambda marker=marker: f"no {marker} here")
+        monkeypatch.setitem(marker_plugin.REASONS_TO_SKIP, marker, lambda marker=marker: f"no {marker} here")
 
     def run(source, *arguments):
         pytester.makepyfile(source)
-        plugins = ("-p", "megatron_rl.testing.plugin", "-p", "no:hypothesispytest")
+        plugins = ("-p", "marker_plugin", "-p", "no:hypothesispytest")
         return pytester.runpytest_inprocess("-rs", *plugins, *arguments)
 
     return run

@@ -23,17 +23,14 @@ from megatron_rl.config import (
 )
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.testing.comparison import Truth
-from megatron_rl.testing.layout_step import StepSample, TinyGPT
+from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import (
     CLIPS,
     DIVISOR,
     PARAMETERS,
     LossTruth,
-    double_model,
-    global_parameters,
     losses_by_hand,
     mean_of,
-    model_logits,
     old_log_probs_of,
     old_log_probs_off_the_edges,
     rollout_log_probs_of,
@@ -189,15 +186,6 @@ def truth_of_terms(
         known = truths.get((policy_loss, term))
         truths[policy_loss, term] = LossTruth(step, {**(known.by_aggregation if known else {}), aggregation: truth})
     return truths
-
-
-def truth_of_losses(samples: Sequence[StepSample], tiny: TinyGPT) -> dict[str, LossTruth]:
-    """The step and truth of each loss without a term, under each aggregation, on a process whose layout is one rank. The model runs
-    once."""
-    model = double_model(tiny, samples)
-    rows = [(policy_loss, aggregation, "") for policy_loss in CLIPS for aggregation in AGGREGATIONS]
-    truths = truth_of_terms(samples, model_logits(model, samples, tiny), global_parameters(model), rows)
-    return {policy_loss: truths[policy_loss, ""] for policy_loss in CLIPS}
 
 
 def step_of_term(

@@ -1,6 +1,6 @@
 """A pytest plugin: `gpu`, `megatron` and `host` tests skip with a reason; `--require gpu,megatron` makes such a skip a failure.
 
-    pytest -p megatron_rl.testing.plugin --require gpu
+    pytest --require gpu
 
 It imports neither megatron.core nor triton, and asks for CUDA only when a collected test is marked for it.
 """
