@@ -61,6 +61,7 @@ IMPORTED_ELSEWHERE = {
     "psutil": "Megatron's dist_checkpointing",
     "tensorboard": "torch.utils.tensorboard",
     "pyyaml": "files/yaml_values.py",
+    "pytest": "pytest_megatron_rl.py, beside the package",
     "liger-kernel": "benchmarks/peers.py, which tries each peer by its name",
 }
 MODULE_OF_REQUIREMENT = {"megatron-core": "megatron"}
