@@ -23,14 +23,15 @@ def launch_config(capsys):
 
 def lines_of(error: str) -> list[str]:
     """What follows the line that says what to do with the file."""
-    return [line.strip().removesuffix(" \\") for line in error.partition("Add to the launch line:\n")[2].splitlines()]
+    return [line.strip().removesuffix(" \\") for line in error.partition("add to the launch line:\n")[2].splitlines()]
 
 
 def test_dr_grpo_for_a_stock_launcher(launch_config):
     """The file passes a launcher that drops or refuses unknown flags. A redirection gets the file alone."""
     code, out, error = launch_config(*DR_GRPO)
     assert (code, out) == (0, 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n')
-    assert "> megatron_rl.yaml writes it" in error and "    --custom-config-path megatron_rl.yaml \\\n" in error
+    assert "write standard output to a file (> megatron_rl.yaml)" in error
+    assert "    --custom-config-path megatron_rl.yaml \\\n" in error
 
 
 REWARD = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"

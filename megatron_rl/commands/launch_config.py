@@ -43,7 +43,7 @@ def run(args: Namespace) -> int:
     for warning in config_warnings(config):
         print(f"megatron_rl: {warning}", file=sys.stderr)
     added = " \\\n".join(f"    {line}" for line in launch_lines(args, config))
-    print(f"megatron_rl: this is the file: > {FILE_NAME} writes it. Add to the launch line:\n{added}", file=sys.stderr)
+    print(f"megatron_rl: write standard output to a file (> {FILE_NAME}), and add to the launch line:\n{added}", file=sys.stderr)
     return 0
 
 
