@@ -14,24 +14,17 @@ import torch
 import torch.distributed as dist
 from helpers import (
     CLIP,
-    assert_same,
-    by_loop,
-    loop_log_probs,
-    loop_policy_loss,
-    loop_regularizer,
     pool_of,
     random_batch,
     run_loss,
-    with_gradient,
 )
-from linear_cases import by_logits, head_batch, run
-from loss_backends import FUSED, KERNEL, LOSSES, TORCH, exact, over_backends, rotated, rows_of_losses
+from linear_cases import head_batch, run
+from loss_backends import KERNEL, LOSSES, over_backends
 
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.corrections import sample_weights_of
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import importance_correction, linear_policy_loss, policy_loss
 from megatron_rl.metrics import CORRECTION_STATISTICS
 from megatron_rl.step_metrics import finalise_metrics
@@ -246,7 +239,6 @@ CRITERIA = {
     "tis, off-policy": {"kind": "tis", "high": 1.1, "sequence_delta": 0.02},
     "mask of the mean, off-policy": {"kind": "mask", "level": "sequence_mean", "low": 0.8, "high": 1.2, "sequence_delta": 0.02},
 }
-LENGTHS = [4, 1, 7, 0, 9, 5, 3]
 
 
 def rollout_of(batch, drift=0.12):
@@ -256,119 +248,6 @@ def rollout_of(batch, drift=0.12):
     of_samples = drift * torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     noise = 0.15 * torch.randn(len(batch.labels), generator=generator, dtype=torch.float64)
     return batch.old_log_probs + noise + of_samples.repeat_interleave(lengths)
-
-
-def factors_by_hand(settings, batch, rollout, old, new, advantages):
-    """The factor of each unmasked token, sample by sample, by the definitions."""
-    kind, level = settings.get("kind", "none"), settings.get("level", "token")
-    low, high = settings.get("low", 0.0), settings.get("high", math.inf)
-    factors = [math.nan] * len(batch.labels)
-    for document in batch.documents:
-        tokens = [t for t in document if batch.loss_mask[t]]
-        if not tokens:
-            continue
-        logs = [float(old[t] - rollout[t]) for t in tokens]
-        if level != "token":
-            logs = [sum(logs) / (len(logs) if level == "sequence_mean" else 1)] * len(logs)
-        divergence = sum(float(rollout[t] - new[t]) for t in tokens) / len(tokens)
-        for t, log in zip(tokens, logs, strict=True):
-            ratio, factor = math.exp(log), 1.0
-            if kind == "tis":
-                factor = min(max(ratio, low), high)
-            elif kind != "none":
-                factor = 0.0 if not low <= ratio <= high else ratio if kind == "icepop" else 1.0
-            if "sequence_delta" in settings and advantages[t] < 0 and divergence > settings["sequence_delta"]:
-                factor = 0.0
-            factors[t] = factor
-    return torch.tensor(factors, dtype=torch.float64)
-
-
-def refuses(name: str, settings: dict) -> bool:
-    """A loss whose ratio compares with the sampler takes no second correction; off-policy samples it drops as any other."""
-    return get_policy_loss(name).anchor == "rollout" and "kind" in settings
-
-
-# Of the losses that compare with the sampler.
-OFF_POLICY_ROWS = [(name, "off-policy") for name in LOSSES if get_policy_loss(name).anchor == "rollout"]
-
-
-def spread_advantages(batch):
-    return batch.advantages.repeat_interleave(torch.tensor([len(document) for document in batch.documents]))
-
-
-@pytest.mark.parametrize(
-    ("name", "backend", "criterion"),
-    [*rows_of_losses(list(CRITERIA)), *(pytest.param(name, TORCH, criterion) for name, criterion in OFF_POLICY_ROWS)],
-)
-def test_a_loss_with_a_correction_is_the_loss_with_its_factors(name, backend, criterion):
-    """Also of the advantage of tokens: which samples are off-policy is told by its sign. KL and entropy have no factor."""
-    lengths = LENGTHS if backend.name != "triton" else [4, 1, 7, 0, 5]  # interpreted kernels are slow
-    settings, batch = CRITERIA[criterion], random_batch(lengths, seed=6)
-    rollout, advantages = rollout_of(batch), spread_advantages(batch)
-    options = {"correction": CorrectionSettings(**settings), "rollout_log_probs": rollout.to(backend.device, backend.dtype), **CLIP}
-    if refuses(name, settings):
-        with pytest.raises(ConfigError, match=f"policy loss '{name}'.*counted twice"):
-            backend.run(LOSSES[name], batch, **options)
-        return
-    if get_policy_loss(name).anchor == "rollout":
-        batch = replace(batch, old_log_probs=rollout)
-    new = loop_log_probs(batch.logits, batch.labels)
-    factors = factors_by_hand(settings, batch, rollout, batch.old_log_probs, new, advantages)
-    live = factors[batch.loss_mask]
-    assert (live == 0).any() or settings.get("kind") == "tis"
-    assert ((live != 0) & (live != 1)).any() or settings.get("kind", "none") in ("mask", "none")
-    regularizer_weights = 0.5 + torch.arange(len(lengths), dtype=torch.float64)
-    ref = batch.old_log_probs + 0.3
-
-    def by_hand(logits):
-        loss = loop_policy_loss(name, batch, logits, low=0.1, high=0.15, importance_weights=factors)
-        return loss + 0.7 * loop_regularizer(batch, logits, regularizer_weights, ref)
-
-    want = with_gradient(by_hand, batch.logits)
-    without = by_loop(name, batch)[1]
-    assert not (live == 0).any() or (without[factors == 0] != 0).any(), "what is dropped would have no gradient anyway"
-    options |= {"kl_coefficient": 0.7, "ref_log_probs": ref, "regularizer_weights": regularizer_weights, "metrics": "basic"}
-    got = backend.run(LOSSES[name], batch, **options)
-    assert_same(got, want, **backend.tolerance)
-    torch.testing.assert_close(
-        exact(got[0].correction.weights)[batch.loss_mask], live, rtol=1e-6 if backend.name == "triton" else 1e-12, atol=1e-7
-    )
-    if backend is FUSED:
-        by_logits, _ = TORCH.run(LOSSES[name], batch, **options)
-        found, expected = finalise_metrics(got[0].metrics), finalise_metrics(by_logits.metrics)
-        assert found == pytest.approx(expected, rel=1e-9) and "policy/correction_kept_tokens" in found
-        plain = options | {"kl_coefficient": 0.0}  # other plans
-        assert_same(backend.run(LOSSES[name], batch, **plain), by_loop(name, batch, importance_weights=factors))
-    if backend is TORCH or list(CRITERIA).index(criterion) % 2:
-        of_tokens = backend.run(LOSSES[name], replace(batch, advantages=advantages), advantages_per="token", **options)
-        assert_same(of_tokens, want, **backend.tolerance)
-
-
-@pytest.mark.parametrize("backend", [TORCH, FUSED], ids=str)
-@pytest.mark.parametrize(
-    ("name", "criterion"),
-    rotated([name for name in CRITERIA if "off-policy" not in name], [n for n in LOSSES if get_policy_loss(n).anchor == "old"]),
-)
-def test_an_on_policy_correction_compares_this_policy_with_the_sampler(name, criterion, backend):
-    """old_log_probs None: the ratio is of the policy in training, a constant for the gradient."""
-    batch = random_batch(LENGTHS, seed=4, noise=0.0)
-    rollout = rollout_of(batch)
-    old, advantages = batch.old_log_probs, spread_advantages(batch)
-    factors = factors_by_hand(CRITERIA[criterion], batch, rollout, old, old, advantages)
-    want = by_loop(name, batch, importance_weights=factors)
-    options = {"correction": CorrectionSettings(**CRITERIA[criterion]), "rollout_log_probs": rollout, **CLIP}
-    assert_same(backend.run(LOSSES[name], replace(batch, old_log_probs=None), **options), want)
-
-
-def test_rows_of_advantage_0_are_read_where_a_sample_sums_its_tokens():
-    """The head may leave out such rows; the divergence of their sample needs them."""
-    case = head_batch()
-    advantages = torch.where(torch.arange(len(case.batch.labels)) % 3 == 0, 0.0, -1.0).double()
-    case = replace(case, batch=replace(case.batch, advantages=advantages))
-    options = {"correction": CorrectionSettings(sequence_delta=0.02), "rollout_log_probs": rollout_of(case.batch)}
-    want = by_logits("grpo", case, advantages_per="token", **options)
-    got = run(functools.partial(linear_policy_loss, "grpo"), case, advantages_per="token", return_log_probs=False, **options)
-    torch.testing.assert_close(got.weight_gradient, want.weight_gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_the_metrics_of_a_correction_are_those_by_hand():

@@ -30,6 +30,7 @@ from megatron_rl.losses.api import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.ops.backends import OneReadConfiguration
+from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.step_metrics import report_pairs, step_metrics
 
 REGISTERED = [
@@ -282,18 +283,25 @@ def through_the_door(batch: Microbatch, width: int, factor: float) -> tuple[Poli
         hidden = hidden.chunk(tp.size())[tp.rank()]
     hidden = hidden.clone().requires_grad_()
     num_rows = 1000 if door.option == "one chunk" else 3
+    head = {
+        "max_logits_bytes": (num_rows + -(-num_rows // 32)) * width * weight.element_size(),  # a row in 33 is for moving others
+        "sequence_parallel": is_parallel,
+    }
     output = linear_policy_loss(
         case.loss,
         hidden,
         weight,
         *batch.arguments(),
-        max_logits_bytes=(num_rows + -(-num_rows // 32)) * width * weight.element_size(),  # a row in 33 is for moving others
-        sequence_parallel=is_parallel,
+        **head,
         scaled_exp=door.option == "scaled exponentials",
         return_log_probs=door.option != "no log-probs",
         document_lengths=[len(step.samples[i].labels) for i in batch.samples] if case.number % 2 else None,
         **options,
     )
+    if output.log_probs is not None:
+        shared = {name: options[name] for name in ("temperature", "vocab_size", "tp_group", "backend")} | head
+        alone = linear_log_probs(hidden, weight, batch.arguments()[0], loss_mask=batch.padded(batch.is_live, False), **shared)
+        torch.testing.assert_close(alone, output.log_probs, rtol=0, atol=TOLERANCES[door.dtype].log_probs)
     return output, {"hidden": hidden, "weight": weight}
 
 
@@ -302,6 +310,9 @@ def collect(
 ) -> None:
     """Adds a micro-batch to the answer, and checks what must be 0."""
     step, (first, last), size = batch.step, columns, batch.step.logits.shape[0]
+    is_double = batch.case.door.dtype == torch.float64
+    assert output.loss.dtype == (torch.float64 if is_double else torch.float32), "numbers of 16 bits are float32 inside (FB-34)"
+    assert output.num_nonfinite.dtype == torch.int32 and (output.metrics is None) == (batch.case.metrics == "none")
     assert output.num_nonfinite.tolist() == [0] * len(batch.samples)
     for name in ("loss", "policy_loss", "kl_loss", "entropy"):
         value = getattr(output, name)
@@ -360,6 +371,9 @@ def assert_near(got: float | Tensor, want: float | Tensor, tolerance: float, wha
 
 @pytest.mark.parametrize("case", [needs_triton(case) for case in CASES])
 def test_a_step_is_that_of_the_dense_oracle(case):
+    """Values: FB-19, FB-47, FB-65, FB-75, FB-95, FB-117, FB-118, FB-119. Ranks: FB-22, FB-23, FB-25, FB-28, FB-44, FB-45, FB-46,
+    FB-49, FB-51, FB-67, FB-83. Shapes: FB-10, FB-55, FB-56, FB-59, FB-60, FB-64. Options and kernels: FB-34, FB-37, FB-39, FB-63,
+    FB-68, FB-80, FB-82, FB-93."""
     step, split = step_of(case), case.split
     truth = dense_step(step.samples, step.logits, case.settings)
     groups = groups_of_ranks(tp=split.tp, cp=split.cp, dp=split.dp, pp=split.pp)

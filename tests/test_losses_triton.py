@@ -7,21 +7,19 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from helpers import CLIP, KERNEL_DEVICE, PARAMETERS, clip_for, loop_sample, random_batch
+from helpers import KERNEL_DEVICE, PARAMETERS, clip_for, random_batch
 from sass_gate import TorchOperations
 from torch import Tensor
 
 from benchmarks.launches import counted_launches
 from megatron_rl.config import Backend
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import gspo_loss
 from megatron_rl.losses.api import reducer_of
 from megatron_rl.losses.inputs import prepare_inputs
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.losses.settings import LossKeywords, resolve_settings, with_defaults
-from megatron_rl.metrics import PolicyStatistics
-from megatron_rl.step_metrics import finalise_metrics
 
 pytest.importorskip("triton")
 import megatron_rl.losses.reduce_triton as reduce_triton
@@ -29,7 +27,6 @@ from megatron_rl.losses.reduce_triton import document_sums_kernel, reduce_loss_t
 from megatron_rl.testing.losses_by_hand import REFERENCES
 
 pytestmark = pytest.mark.kernel
-KINDS = tuple(name for name in policy_loss_names() if get_policy_loss(name).triton)
 # Small, so that documents of a few tokens have several blocks; some of the ratios are clipped.
 BLOCK = 8
 # No token, one, one less than a block, a block, one more, two and a bit, and one that is masked altogether.
@@ -148,126 +145,8 @@ def assert_equal(got: LossResult, want: LossResult) -> None:
         assert torch.equal(got[name], value), name
 
 
-def loop_parts(kind: str, tokens: Tokens, asked: dict) -> dict[str, Tensor]:
-    """loss, its terms and its derivatives, in float64 by loops that autograd differentiates."""
-    leaf, entropy = (x.double().requires_grad_() for x in (tokens.log_probs, tokens.entropy))
-    old = tokens.old_log_probs
-    zero = leaf[:0].sum() + entropy[:0].sum()
-    policy, kl, bonus = zero, zero, zero
-    for i, document in enumerate(tokens.documents()):
-        live = [t for t in document if tokens.loss_mask[t]]
-        advantages = [tokens.token_advantages[t] if asked.get("per") == "token" else tokens.advantages[i] for t in live]
-        values = loop_sample(kind, [leaf[t] for t in live], [old[t] for t in live], advantages, *CLIP.values())
-        for t, (value, _, _) in zip(live, values, strict=True):
-            weight = float(tokens.token_weights[i]) * (float(tokens.importance_weights[t]) if asked.get("importance") else 1.0)
-            policy = policy + weight * value
-            difference = float(tokens.ref_log_probs[t]) - leaf[t]
-            kl = kl + float(tokens.regularizer_weights[i]) * (difference.exp() - difference - 1)
-            bonus = bonus + float(tokens.regularizer_weights[i]) * entropy[t]
-    loss = policy + asked.get("kl", 0.0) * kl - asked.get("entropy", 0.0) * bonus
-    loss.backward()
-    return {
-        "loss": loss,
-        "policy_loss": policy,
-        "coefficients": leaf.grad,
-        **({"kl_loss": kl} if asked.get("kl") else {}),
-        **({"entropy": bonus, "entropy_coefficients": entropy.grad} if asked.get("entropy") else {}),
-    }
-
-
-def assert_as_exact(got: Tensor, reference: Tensor, truth: Tensor, name: str) -> None:
-    """At most twice the reference's error, and 2^-20 for an exp that is good to 2 ulp where the other one happens to be exact."""
-    scale = max(1.0, truth.abs().max().item())
-    error, allowed = ((x.double() - truth).abs().max().item() for x in (got, reference))
-    assert error <= 2 * allowed + scale * 2**-20, (name, error, allowed)
-
-
 EVERYTHING = {"importance": True, "kl": 0.7, "entropy": 0.3, "metrics": "with_entropy"}
 COUNTS = make_tokens("grpo").counts()
-ROWS = [
-    pytest.param({}, id="nothing asked for"),
-    pytest.param({"counts": COUNTS}, id="counts given: one column less"),
-    pytest.param({"per": "token"}, id="FB-65 advantages per token"),
-    pytest.param({"per": "token", "importance": True, "counts": COUNTS}, id="per token, weighted, counted: other columns"),
-    pytest.param({"importance": True}, id="importance weights"),
-    pytest.param({"kl": 0.7}, id="FB-93 KL alone: no entropy is read"),
-    pytest.param({"entropy": 0.3}, id="entropy alone: no reference is read"),
-    pytest.param({"entropy": 0.3, "metrics": "basic"}, id="entropy as a term but not as a metric"),
-    pytest.param({"metrics": "basic", "per": "token"}, id="metrics of advantages per token"),
-    pytest.param({**EVERYTHING, "counts": COUNTS}, id="everything, counts given"),
-    pytest.param({**EVERYTHING, "per": "token"}, id="everything, per token"),
-]
-
-
-def pairs(rows: list) -> list:
-    """(kind, row): everything, with counts, for each loss; everything, per token, at both levels; the others for one loss each."""
-    found = []
-    for number, row in enumerate(rows):
-        (asked,) = row.values
-        kinds = [KINDS[number % len(KINDS)]]
-        if "kl" in asked and "entropy" in asked:
-            kinds = KINDS if "counts" in asked else ("grpo", "gspo")
-        found += [pytest.param(kind, asked, id=f"{kind}, {row.id}") for kind in kinds]
-    return found
-
-
-def can_clip(kind: str) -> bool:
-    """Whether the reference clips one of four tokens that moved far."""
-    low, high = clip_for(kind).values() if clip_for(kind) else (0.0, 0.0)
-    far = [(torch.tensor(-1.0), -1.0 - move, advantage) for move in (-3.0, 3.0) for advantage in (-1.0, 1.0)]
-    return any(loop_sample(kind, [new], [old], [advantage], low, high)[0][1] for new, old, advantage in far)
-
-
-@pytest.mark.parametrize(("kind", "asked"), pairs(ROWS))
-def test_the_kernels_are_as_exact_as_the_torch_twin(kind, asked):
-    """FB-63, FB-64, FB-80: loss, terms, coefficients against a loop, metric sums against the twin in float64, for
-    each optional input; lengths around a block, no token, one masked altogether, a tail. A second run has the same bits."""
-    tokens = make_tokens(kind)
-    got, reference = (numbers(run(twin, kind, tokens, **asked)) for twin in (reduce_loss_triton, reduce_loss_torch))
-    doubled = replace(tokens.change(Tensor.double), **{n: getattr(tokens, n).double() for n in ("advantages", "token_weights")})
-    exact = numbers(run(reduce_loss_torch, kind, doubled, device="cpu", **asked))
-    truth = loop_parts(kind, tokens, asked) | ({"metric_sums": exact["metric_sums"]} if "metrics" in asked else {})
-    assert got.keys() == reference.keys() == {*truth, "num_nonfinite"}
-    for name, value in truth.items():
-        assert (got[name].dtype, got[name].shape) == (reference[name].dtype, reference[name].shape), name
-        assert_as_exact(got[name], reference[name], value.detach(), name)
-    assert torch.equal(got["num_nonfinite"], torch.zeros(len(LENGTHS), dtype=torch.int32))
-    assert (got["coefficients"][~tokens.loss_mask] == 0).all()
-    if "metrics" in asked:
-        found = finalise_metrics(PolicyStatistics(got["metric_sums"], has_entropy=False))
-        assert not can_clip(kind) or 0.05 < found["policy/clipped_ratio_fraction"] < 0.8, (
-            "the test means nothing without a clipped token"
-        )
-    if "kl" in asked and "entropy" in asked:
-        again = numbers(run(reduce_loss_triton, kind, tokens, **asked))
-        assert all(torch.equal(again[name], value) for name, value in got.items())
-
-
-@pytest.mark.parametrize("kind", ["grpo", "gspo", "dppo_kl"])
-def test_no_log_ratio_is_too_large(kind):
-    """Each twin at such ratios: test_loss_contract.py.
-
-    FB-59: exp before clip, or 0 x inf; A = 0 gives exactly 0, and a saturated ratio no gradient of the ratio."""
-    cases = [(log_ratio, a) for log_ratio in (-1e4, -100.0, 100.0, 1e4) for a in (-1.0, 0.0, 1.0)]
-    tokens = make_tokens(kind, [1] * len(cases), tail=0, fully_masked=None)
-    tokens = replace(
-        tokens,
-        log_probs=torch.full_like(tokens.log_probs, -1.0),
-        old_log_probs=-1.0 - torch.tensor([log_ratio for log_ratio, _ in cases]),
-        loss_mask=torch.ones_like(tokens.loss_mask),
-        advantages=torch.tensor([a for _, a in cases]),
-    )
-    parts = run(reduce_loss_triton, kind, tokens, metrics="basic")
-    assert torch.isfinite(parts.metric_sums.values).all()
-    truth = loop_parts(kind, tokens, {})
-    assert (parts.coefficients.cpu()[truth["coefficients"] == 0] == 0).all()
-    torch.testing.assert_close(parts.coefficients.cpu().double(), truth["coefficients"], rtol=1e-6, atol=0)
-    # e^20 in float32: the exponent's own rounding is 20 x 2^-24, an ulp or two of exp beside it.
-    assert parts.loss.item() == pytest.approx(truth["loss"].item(), rel=4e-6, abs=1e-6)
-    zeros = replace(tokens, advantages=torch.zeros(len(cases)))
-    if not get_policy_loss(kind).zero_advantage_has_no_gradient:
-        return
-    assert run(reduce_loss_triton, kind, zeros).loss.item() == 0.0
 
 
 def test_dtypes_and_strides_of_the_callers_tensors_do_not_matter():
