@@ -26,6 +26,7 @@ import door_table
 import field_bugs
 import kernel_tables
 import page_outputs as outputs
+import refused_calls
 import validation_cases
 from helpers import names_forgotten
 
@@ -152,6 +153,7 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/corrections.md": of_corrections,
     "docs/metrics.md": of_metrics,
     "docs/hosts/index.md": of_hosts,
+    "tests/messages.txt": refused_calls.messages_table,
 }
 # Compiled with two versions of Triton, and so written only where it is named; tests/test_kernel_code.py compares its tables.
 ON_REQUEST: dict[str, Callable[[], str]] = {"tests/kernel_figures.md": of_kernels}

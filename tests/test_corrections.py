@@ -109,30 +109,6 @@ def test_the_function_gives_its_statistics_too():
     assert known["correction_kept_samples"] == pytest.approx(1 / 2 + 0 + 1)
 
 
-VECTORS = ("old_log_probs", "rollout_log_probs", "log_probs", "advantages")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, "cu_seqlens ends at 5 but there are 3 tokens"),
-        ({"cu_seqlens": torch.tensor([0, 2, 1, 3], dtype=torch.int32)}, "cu_seqlens decreases from 2 to 1"),
-        ({"cu_seqlens": torch.tensor([1, 3], dtype=torch.int32)}, "cu_seqlens starts with 1"),
-        ({"cu_seqlens": torch.tensor([0.0, 3.0])}, r"cu_seqlens must be \[N \+ 1\] int32"),
-        ({"old_log_probs": torch.zeros(3, dtype=torch.float16)}, "old_log_probs is torch.float16: .*float32 or float64"),
-        ({"rollout_log_probs": torch.zeros(3, dtype=torch.int64)}, "rollout_log_probs is torch.int64"),
-        ({"rollout_log_probs": torch.zeros(4)}, r"rollout_log_probs must be \[T=3\], got \(4,\)"),
-        *(({name: torch.zeros(3, 1)}, rf"{name} must be \[T=3\], got \(3, 1\)") for name in VECTORS),
-    ],
-)
-def test_inputs_that_do_not_fit_are_named(change, message):
-    """FB-116: a column [T, 1] against [T] gives [T, T], and every mean of it is finite."""
-    given = {name: torch.zeros(3) for name in VECTORS} | {"loss_mask": torch.ones(3, dtype=torch.bool)}
-    given |= {"cu_seqlens": torch.tensor([0, 3], dtype=torch.int32), **change}
-    with pytest.raises(DataError, match=message):
-        importance_correction(CorrectionSettings(kind="tis"), **given)
-
-
 ranks = pool_of(2, use_megatron=False, timeout=240)
 
 
@@ -199,32 +175,6 @@ def test_an_exponent_is_bounded():
     found, _ = importance_correction(settings, torch.zeros(4000), -long, torch.ones(4000, dtype=torch.bool), bounds)
     torch.testing.assert_close(found.weights, torch.full((4000,), 4.8e8))
     assert found.ratios.unique().tolist() == pytest.approx([math.exp(20)])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kind": "ticepop"}, "importance_correction='ticepop' is not one of none, tis, icepop, mask"),
-        ({"kind": "tis", "level": "sample"}, "level='sample' is not one of token, sequence_mean, sequence_sum"),
-        ({"kind": "tis", "high": -1.0}, "importance_correction_high=-1.0 must be a finite number at or above 0"),
-        ({"kind": "tis", "high": math.inf}, "high=inf must be a finite number"),
-        ({"kind": "icepop", "low": "a"}, "low='a' must be a finite number"),
-        ({"kind": "icepop", "low": 3.0, "high": 2.0}, "low=3 is above importance_correction_high=2"),
-        ({"kind": "tis", "high": 0.0}, "high=0 leaves no token a weight"),
-        ({"kind": "mask", "low": 0.0, "high": 0.2}, r"bounds \[0, 0.2\] do not hold 1.*not distances from 1"),
-        ({"kind": "mask"}, "mask at level token needs --importance-correction-low and --importance-correction-high"),
-        ({"kind": "icepop", "level": "sequence_mean", "low": 0.9}, "needs --importance-correction-high: recipes do not agree"),
-        ({"kind": "tis", "level": "sequence_sum"}, "needs --importance-correction-high"),
-        ({"high": 2.0}, "importance_correction_high=2.0 has no effect without a correction"),
-        ({"level": "sequence_sum"}, "importance_correction_level=sequence_sum has no effect without a correction"),
-        ({"kind": "tis", "high": 1e9}, r"bounds \[0, 1e\+09\] lie outside of e\^-20 to e\^20"),
-        ({"kind": "mask", "low": 1e-9, "high": 2.0}, "lie outside of e"),
-        ({"sequence_delta": -0.1}, "off_policy_sequence_delta=-0.1 must be a finite number at or above 0"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        corrected(**settings)
 
 
 # Inside the losses. The factors are loops over samples; the losses are the loops of helpers.py.

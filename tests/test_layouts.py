@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -44,8 +45,9 @@ GRADIENT_TOLERANCE = 1e-5
 # The loss is a sum of terms of both signs: its rounding scales with the sum of their absolute values.
 LOSS_TOLERANCE = 1e-5
 
-# They meet every layout under every aggregation.
+# They meet every layout.
 CLIPPED_OBJECTIVES = ("grpo", "gspo")
+OTHER_LOSSES = [name for name in CLIPS if name not in CLIPPED_OBJECTIVES]
 
 # The fast run has each kind of parallelism once.
 SLOW = pytest.mark.slow
@@ -89,13 +91,13 @@ def model_of(layout: Layout) -> TinyGPT:
     return TinyGPT(num_layers=4 if is_plain else layout.pipeline * (layout.virtual_pipeline or 1))
 
 
-def truth_of_losses(samples: list[StepSample], tiny: TinyGPT) -> dict[str, LossTruth]:
+def truth_of_losses(samples: list[StepSample], tiny: TinyGPT, policy_losses: Iterable[str] = tuple(CLIPS)) -> dict[str, LossTruth]:
     """The step and truth of each loss without a term, under each aggregation, on a process whose layout is one rank. The model runs
     once."""
     model = double_model(tiny, samples)
-    rows = [(policy_loss, aggregation, "") for policy_loss in CLIPS for aggregation in AGGREGATIONS]
+    rows = [(policy_loss, aggregation, "") for policy_loss in policy_losses for aggregation in AGGREGATIONS]
     truths = truth_of_terms(samples, model_logits(model, samples, tiny), global_parameters(model), rows)
-    return {policy_loss: truths[policy_loss, ""] for policy_loss in CLIPS}
+    return {policy_loss: truths[policy_loss, ""] for policy_loss in policy_losses}
 
 
 def truth_on_rank(rank: int, model: TinyGPT) -> dict[str, LossTruth]:
@@ -130,22 +132,18 @@ def config_of(policy_loss: str, aggregation: str, **others) -> PolicyLossConfig:
 
 
 def pairs(layout: Layout) -> list[tuple[str, LossAggregation]]:
-    """GRPO and GSPO with all aggregations. An aggregation is weights alone, so each other loss meets one of them on every second
-    layout, in turn."""
+    """GRPO and GSPO with another aggregation each, and one other loss, in turn: test_generated_steps.py has the products."""
     if os.environ.get("EVERY_COMBINATION") == "1":
         return list(itertools.product(CLIPS, LossAggregation))
     names, place = list(LossAggregation), [row.values[0] for row in LAYOUTS].index(layout)
-    others = [name for name in CLIPS if name not in CLIPPED_OBJECTIVES]
-    in_turn = [(name, names[(place // 2 + turn) % len(names)]) for turn, name in enumerate(others) if (place + turn) % 2 == 0]
-    return [*itertools.product(CLIPPED_OBJECTIVES, LossAggregation), *in_turn]
+    chosen = [*CLIPPED_OBJECTIVES, OTHER_LOSSES[place % len(OTHER_LOSSES)]]
+    return [(name, names[(place + turn) % len(names)]) for turn, name in enumerate(chosen)]
 
 
-def test_every_loss_meets_every_aggregation():
-    """And each loss a fast layout."""
+def test_every_loss_meets_a_layout_and_the_clipped_ones_every_aggregation():
     assert set(CLIPS) == set(policy_loss_names())
-    assert {pair for row in LAYOUTS for pair in pairs(row.values[0])} == set(itertools.product(CLIPS, LossAggregation))
-    fast = [row.values[0] for row in LAYOUTS if SLOW not in row.marks]
-    assert {name for layout in fast for name, _ in pairs(layout)} == set(CLIPS)
+    met = {pair for row in LAYOUTS for pair in pairs(row.values[0])}
+    assert {name for name, _ in met} == set(CLIPS) and met >= set(itertools.product(CLIPPED_OBJECTIVES, LossAggregation))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -153,9 +151,7 @@ def test_the_step_gradient_is_the_one_process_float64_gradient(pool, truth_of, l
     """Catches any factor of cp, dp, M, T or N, any count taken after slicing, any collective that a layout leaves out."""
     model, rows = model_of(layout), pairs(layout)
     truth = truth_of(model)
-    # A loss's metrics are the same under each aggregation, and a step without them is faster.
-    metrics = ["basic" if name not in CLIPPED_OBJECTIVES or weighed == "sample_mean" else "none" for name, weighed in rows]
-    runs = [(truth[row[0]].samples, config_of(*row, policy_metrics=level)) for row, level in zip(rows, metrics, strict=True)]
+    runs = [(truth[row[0]].samples, config_of(*row)) for row in rows]
     for (policy_loss, aggregation), result in zip(rows, steps_on_layout(pool, layout, runs, model), strict=True):
         expected = truth[policy_loss].by_aggregation[aggregation]
         assert result.gradient_error(expected) < GRADIENT_TOLERANCE, (policy_loss, aggregation)
@@ -292,6 +288,31 @@ def test_kl_and_entropy_terms_keep_their_scale_on_every_layout(pool, truth):
         result = step_on_layout(pool, layout, step, config, model_of(layout))
         assert result.gradient_error(whole) < GRADIENT_TOLERANCE, layout
         assert result.loss == pytest.approx(whole.loss, rel=1e-5), layout
+
+
+def test_a_corrected_step_keeps_its_gradient_on_every_layout(pool, truth):
+    """FB-122: rejected tokens counted and dropped; the sums of a sample's criterion are over context-parallel ranks."""
+    step = []
+    for index, sample in enumerate(truth["grpo"].samples):
+        gaps = [0.3 * (index % 3 - 1) + 0.05 * (-1) ** t for t in range(len(sample.old_log_probs))]
+        rollout = [old - gap for old, gap in zip(sample.old_log_probs, gaps, strict=True)]
+        step.append(replace(sample, rollout_log_probs=rollout))
+    bounds = {"importance_correction_low": 0.75, "importance_correction_high": 1.35}
+    tokens = {"importance_correction": "icepop", "rejected_tokens": "dropped"}
+    samples = {"importance_correction": "tis", "importance_correction_level": "sequence_mean", "off_policy_sequence_delta": 0.02}
+    head = {"fused_lm_head_loss": True, "max_logits_bytes": 16 * 1024}
+    rows = [
+        ("grpo", "prompt_mean", tokens | bounds),
+        ("gspo", "token_mean", samples | bounds),
+        ("grpo", "constant", samples | bounds),
+    ]
+    plain = [(step, config_of(name, aggregation, **options)) for name, aggregation, options in rows]
+    alone = steps_on_layout(pool, Layout(), plain, model_of(Layout()))
+    packed = Layout(packed=True, context=2, **SP, num_microbatches=2)
+    for layout, others in ((Layout(data=2, context=2, num_microbatches=2), {}), (packed, head)):
+        runs = [(step, config_of(name, aggregation, **options, **others)) for name, aggregation, options in rows]
+        for expected, result in zip(alone, steps_on_layout(pool, layout, runs, model_of(layout)), strict=True):
+            assert result.gradient_error(expected) < GRADIENT_TOLERANCE, layout
 
 
 def test_scale_for_schedule_by_hand():

@@ -507,10 +507,3 @@ REFUSED = [  # (error, message, what is changed)
     (ConfigError, "bfloat16 and float16 logits, got torch.float64: pass backend='torch' or cast", ON_TRITON_IN_DOUBLE),
     (ConfigError, "auto, torch, triton", {"backend": "cuda"}),
 ]
-
-
-@pytest.mark.parametrize(("error", "message", "changes"), REFUSED)
-def test_wrong_input_is_refused_with_a_message(error, message, changes):
-    """FB-40, FB-80: no axis of 3-D logits is guessed, and a backend that cannot run is not replaced."""
-    with pytest.raises(error, match=message):
-        vocab_parallel_log_probs(**{"logits": normal(), "labels": LABELS, **changes})

@@ -23,7 +23,7 @@ from benchmarks.launches import counted_launches, watched_launches
 from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
 from megatron_rl.ops.backends import (
@@ -45,7 +45,6 @@ import megatron_rl.ops.backends as backends
 from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
 
 pytestmark = pytest.mark.kernel
-TWINS = [name for name in policy_loss_names() if get_policy_loss(name).triton]
 SCALE = 3.0
 # Lanes, tiles and blocks of both paths: a row of 77 columns has full tiles, a masked one and edges, five documents two blocks.
 SMALL = OneReadConfiguration(lanes=4, tiles=2, block=32, num_warps=1)
@@ -149,11 +148,6 @@ def check_against_two_kernels(kind: str, batch: Batch, **options) -> None:
     assert gradient[~batch.loss_mask].eq(0).all() and gradient[:, REAL:].eq(0).all() and gradient.any()
 
 
-@pytest.mark.parametrize("kind", [name for name in TWINS if get_policy_loss(name).level == "token"])
-def test_each_loss_of_tokens_has_the_numbers_of_two_kernels(kind):
-    check_against_two_kernels(kind, make_batch())
-
-
 EVERYTHING = ("importance", "kl", "entropy", "metrics")
 
 
@@ -175,32 +169,6 @@ def test_each_term_dtype_and_memory_has_the_numbers_of_two_kernels(kind, dtype, 
 
 def moved(options: dict) -> dict:
     return {name: value.to(KERNEL_DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
-
-
-def test_advantages_of_tokens_and_a_sequence_loss_on_policy():
-    """Coefficients that are known before the rows come from the kernels of the loss."""
-    batch = make_batch()
-    per_token = replace(batch, advantages=torch.cos(7 * batch.old_log_probs))
-    check_against_two_kernels("grpo", per_token, advantages_per="token")
-    for asked in ((), ("kl", "importance", "entropy")):
-        check_against_two_kernels("gspo", replace(batch, old_log_probs=None), **terms(batch, *asked))
-    shared = torch.cat([a.expand(n) for a, n in zip(batch.advantages, LENGTHS, strict=True)] + [batch.advantages.new_zeros(TAIL)])
-    check_against_two_kernels("gspo", replace(batch, old_log_probs=None, advantages=shared), advantages_per="token")
-
-
-def test_a_correction_by_samples_is_computed_before_the_rows():
-    """The weight of a token is one product then, not two: the last bit of a coefficient may differ."""
-    batch = make_batch()
-    options = terms(batch, "sampler", "samples", "metrics", "importance")
-    with chosen() as launches:
-        found, gradient = run("grpo", batch, **options)
-    assert "one_read_kernel" in launches
-    with chosen():
-        wanted, two_kernels = run("grpo", batch, **options | {"loss_scale": None})
-    torch.testing.assert_close(gradient, two_kernels, rtol=5e-7, atol=1e-9)
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found.metrics.values, wanted.metrics.values, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(found.metrics.correction, wanted.metrics.correction, rtol=1e-6, atol=1e-7)
 
 
 # A row of 256 logits with the lanes of each shipped program, beside K1's 128: sums of 256 float32 numbers in another order.
@@ -298,12 +266,6 @@ def test_on_a_gpu_another_factor_makes_the_gradient_nan_and_nobody_waits(is_one_
     assert gradient[batch.loss_mask].isnan().any() == (announced != SCALE)
     if announced != SCALE:  # each row that another layer multiplies becomes NaN
         assert gradient[batch.loss_mask & gradient.ne(0).any(1)].isnan().any(1).all()
-
-
-@pytest.mark.parametrize("loss_scale", [0.0, math.inf, "2", torch.ones(2)])
-def test_a_factor_that_cannot_be_delivered_is_refused_at_once(loss_scale):
-    with pytest.raises(ConfigError, match="must be a finite number above 0 or a 0-d tensor"):
-        run("grpo", make_batch(), loss_scale=loss_scale)
 
 
 def two_ranks():

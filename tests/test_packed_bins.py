@@ -127,8 +127,6 @@ FILLINGS = [
 AGGREGATIONS = {
     "sample_mean": PolicyLossConfig(),
     "prompt_mean": PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean"),
-    "token_mean": PolicyLossConfig(loss_aggregation="token_mean"),
-    "constant": PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=8.0),
 }
 
 

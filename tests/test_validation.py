@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from validation_cases import ALLOWED, GSPO, REFUSED, RULES, WARNED, judge, launch
 
 from megatron_rl import loss_hub
 from megatron_rl.validation import config_warnings, find_problems, flag_of
 
-REFUSED_ROWS = [(rule_name, *row) for rule_name, rows in REFUSED.items() for row in rows]
+REFUSED_ROWS = [(rule_name, row) for rule_name, rows in REFUSED.items() for row in rows]
 ALLOWED_ROWS = [(rule_name, row) for rule_name, rows in ALLOWED.items() for row in rows]
 
 
@@ -28,11 +26,11 @@ def own_losses_are_declared(only_built_in_names, own_losses):
     """Apart from the names, because the pages of the built-in ones take that fixture too."""
 
 
-@pytest.mark.parametrize(("rule_name", "settings", "says"), REFUSED_ROWS, ids=str)
-def test_the_rule_refuses_and_says_why_and_what_to_do(rule_name, settings, says):
-    """FB-74, FB-12: nonsense and contradictions never start a run; the message alone is enough to mend them."""
+@pytest.mark.parametrize(("rule_name", "settings"), REFUSED_ROWS, ids=str)
+def test_the_rule_refuses_and_names_what_it_refuses(rule_name, settings):
+    """FB-74, FB-12, FB-13: nonsense and contradictions never start a run. What is said, why and what to do, is in
+    tests/messages.txt."""
     (message,) = judge(rule_name, settings)
-    assert re.search(says, message), message
     names = {**settings, **settings.get("host_switches", {}), **settings.get("loss_parameters", {})}
     assert any(name in message or flag_of(name) in message for name in names)
     assert message in find_problems(launch(settings))
@@ -51,11 +49,10 @@ def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
     assert all(ALLOWED.values())
 
 
-@pytest.mark.parametrize(("settings", "says"), WARNED, ids=str)
-def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings, says):
-    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. Coefficients beside a rescaled loss."""
-    (warning,) = config_warnings(launch(settings).config)
-    assert re.search(says, warning), warning
+@pytest.mark.parametrize("settings", WARNED, ids=str)
+def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings):
+    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. FB-75: coefficients beside a rescaled loss."""
+    assert len(config_warnings(launch(settings).config)) == 1
 
 
 @pytest.mark.parametrize(

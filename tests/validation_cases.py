@@ -48,198 +48,159 @@ ON_A_HOST = {"enable_mtp_training": True, "route": Route.REDUCER}
 OWN = {"loss_aggregation": f"{__name__}.by_hand"}
 
 RULES = [one for one in CHECKS_OF_SETTINGS if not one.is_warning]
-# rule: [(fields of PolicyLossConfig and Settings, a regular expression for the reason and the remedy)]
-REFUSED: dict[str, list[tuple[dict, str]]] = {
+# rule: fields of PolicyLossConfig and Settings. tests/messages.txt has what is said.
+REFUSED: dict[str, list[dict]] = {
     "host_switches_are_true_or_false": [
-        (
-            {"host_switches": {"calculate_per_token_loss": "false"}},
-            "calculate_per_token_loss='false' must be .* reads it as True; write calculate_per_token_loss: true or",
-        ),
-        ({"host_switches": {"use_tis": 1}}, "use_tis=1 must be true or false.*without quotes"),
-        ({"host_switches": {"rewards_normalization": None}}, "rewards_normalization=None must .* reads it as False"),
+        {"host_switches": {"calculate_per_token_loss": "false"}},
+        {"host_switches": {"use_tis": 1}},
+        {"host_switches": {"rewards_normalization": None}},
     ],
     "loss_aggregation_is_known": [
-        ({"loss_aggregation": "geometric"}, "known: sample_mean, prompt_mean, .* imported as module.function"),
-        ({"loss_aggregation": "sample-mean"}, "is spelled sample_mean here"),
-        ({"loss_aggregation": "seq-mean-token-mean"}, "is sample_mean here"),
-        ({"loss_aggregation": "dapo"}, "token_mean here as most .* prompt_mean as published"),
-        ({"loss_aggregation": "dr_grpo"}, "is constant here.*--loss-aggregation-divisor"),
-        ({"loss_aggregation": "bnpo"}, "no equal here.*depends on the layout; token_mean"),
-        ({"loss_aggregation": "no_such_module.weights"}, "cannot be imported"),
-        ({"loss_aggregation": 3}, "must be a name: give --loss-aggregation"),
+        {"loss_aggregation": "geometric"},
+        {"loss_aggregation": "sample-mean"},
+        {"loss_aggregation": "seq-mean-token-mean"},
+        {"loss_aggregation": "dapo"},
+        {"loss_aggregation": "dr_grpo"},
+        {"loss_aggregation": "bnpo"},
+        {"loss_aggregation": "no_such_module.weights"},
+        {"loss_aggregation": 3},
     ],
     "policy_loss_is_known": [
-        ({"policy_loss": "trpo"}, "known: .*gspo"),
-        ({"policy_loss": "GSPO"}, "is spelled gspo here"),
-        ({"policy_loss": "dr_grpo"}, "names an aggregation.*constant.*--policy-loss grpo"),
-        ({"policy_loss": ""}, "must be a name: give --policy-loss"),
+        {"policy_loss": "trpo"},
+        {"policy_loss": "GSPO"},
+        {"policy_loss": "dr_grpo"},
+        {"policy_loss": ""},
     ],
     "own_loss_is_what_it_declares": [
-        ({"policy_loss": "own_losses.detached"}, "policy_loss=own_detached has derivative 0 .* nothing would train"),
-        ({"policy_loss": "own_losses.squared"}, "has a gradient at advantage 0.*remove the declaration"),
-        ({"policy_loss": "own_losses.centred"}, 'value at one token depends on the others.*level="batch"'),
+        {"policy_loss": "own_losses.detached"},
+        {"policy_loss": "own_losses.squared"},
+        {"policy_loss": "own_losses.centred"},
     ],
     "divisor_goes_with_constant": [
-        (CONSTANT, "no default; pass the longest response"),
-        ({**TOKEN_MEAN, "loss_aggregation_divisor": 8192.0}, "has no effect with .*it, or choose --loss-aggregation constant"),
-        *(
-            ({**CONSTANT, "loss_aggregation_divisor": value}, "finite number above 0.*--loss-aggregation-divisor 8192")
-            for value in (0.0, -1.0, float("nan"), float("inf"), True, "8k")
-        ),
+        CONSTANT,
+        {**TOKEN_MEAN, "loss_aggregation_divisor": 8192.0},
+        *({**CONSTANT, "loss_aggregation_divisor": value} for value in (0.0, -1.0, float("nan"), float("inf"), True, "8k")),
     ],
     "clip_ratio_low_is_a_distance": [
-        ({"clip_ratio_low": 1.3}, "in \\[0, 1\\): it is a distance below 1; did you mean 0.3\\?"),
-        ({"clip_ratio_low": 1.0}, "in \\[0, 1\\).*leave it unset"),
-        ({"clip_ratio_low": -0.2}, "did you mean 0.2\\?"),
-        ({"clip_ratio_low": float("nan")}, "leave it unset for the default of grpo"),
-        ({"policy_loss": "cispo", "clip_ratio_low": 1.5}, "clip_ratio_low=1.5 must be in"),
+        {"clip_ratio_low": 1.3},
+        {"clip_ratio_low": 1.0},
+        {"clip_ratio_low": -0.2},
+        {"clip_ratio_low": float("nan")},
+        {"policy_loss": "cispo", "clip_ratio_low": 1.5},
     ],
     "clip_ratio_high_is_a_distance": [
-        ({"clip_ratio_high": -0.28}, "a distance above 1; did you mean 0.28\\?"),
-        ({"clip_ratio_high": float("inf")}, "leave it unset for the default of grpo"),
-        ({"clip_ratio_high": "20%"}, "leave it unset"),
+        {"clip_ratio_high": -0.28},
+        {"clip_ratio_high": float("inf")},
+        {"clip_ratio_high": "20%"},
     ],
     "clip_goes_with_a_loss_that_clips": [
-        ({**PLAIN, "clip_ratio_low": 0.1}, "--clip-ratio-low 0.1 has no effect.* has no clip; remove it"),
-        ({**PLAIN, "clip_ratio_high": 0.1}, "--clip-ratio-high 0.1 has no effect.* has no clip; remove it"),
+        {**PLAIN, "clip_ratio_low": 0.1},
+        {**PLAIN, "clip_ratio_high": 0.1},
     ],
     "loss_parameters_are_declared": [
-        ({"loss_parameters": {"scale": 1.0}}, "--scale 1.0 has no effect .*--policy-loss grpo: .* of own_reinforce, .*; remove it"),
-        ({**PLAIN, "loss_parameters": {"scale": 3.0}}, "--scale: scale=3.0 must be a finite number in \\[0, 2\\]"),
-        ({**PLAIN, "loss_parameters": {"scale": "big"}}, "--scale: scale='big' must be a finite number"),
-        ({**PLAIN, "loss_parameters": {"cap": 1.0}}, "--cap 1.0 has no effect .*: it is a parameter of no loss"),
+        {"loss_parameters": {"scale": 1.0}},
+        {**PLAIN, "loss_parameters": {"scale": 3.0}},
+        {**PLAIN, "loss_parameters": {"scale": "big"}},
+        {**PLAIN, "loss_parameters": {"cap": 1.0}},
     ],
     "corrections_fit": [
-        ({"importance_correction": "mask"}, "needs --importance-correction-low and --importance-correction-high"),
-        ({**TIS, "importance_correction_high": 0.5}, "do not hold 1"),
-        ({"importance_correction_low": 0.5}, "no effect without a correction: remove it, or choose --importance-correction"),
-        ({"off_policy_sequence_delta": -1.0}, "at or above 0, in nats per token"),
-        ({**TIS, "policy_loss": ANCHORED}, "counted twice; remove --importance-correction, or choose a loss"),
+        {"importance_correction": "mask"},
+        {**TIS, "importance_correction_high": 0.5},
+        {"importance_correction_low": 0.5},
+        {"off_policy_sequence_delta": -1.0},
+        {**TIS, "policy_loss": ANCHORED},
     ],
     "dropped_tokens_are_known": [
-        ({"rejected_tokens": "dropped"}, "no effect with importance_correction=none, which drops no token: .*icepop or mask"),
-        ({**TIS, "rejected_tokens": "dropped"}, "no effect with importance_correction=tis"),
-        (
-            {"importance_correction": "icepop", "off_policy_sequence_delta": 0.1, "rejected_tokens": "dropped"},
-            "depends on the policy in training.*choose --rejected-tokens counted",
-        ),
+        {"rejected_tokens": "dropped"},
+        {**TIS, "rejected_tokens": "dropped"},
+        {"importance_correction": "icepop", "off_policy_sequence_delta": 0.1, "rejected_tokens": "dropped"},
     ],
-    "kl_estimator_has_a_term": [({"kl_estimator": "k2"}, "no effect without a KL term: set --kl-coefficient")],
+    "kl_estimator_has_a_term": [{"kl_estimator": "k2"}],
     "temperature_is_positive": [
-        ({"policy_temperature": 0.0}, "finite number above 0.* rollouts were sampled at"),
-        ({"policy_temperature": float("inf")}, "finite number above 0"),
+        {"policy_temperature": 0.0},
+        {"policy_temperature": float("inf")},
     ],
     "coefficients_are_not_negative": [
-        ({"kl_coefficient": -0.1}, "at or above 0.*--kl-coefficient 0 turns"),
-        ({"entropy_coefficient": False}, "at or above 0.*--entropy-coefficient 0 turns"),
+        {"kl_coefficient": -0.1},
+        {"entropy_coefficient": False},
     ],
     "counts_are_positive": [
-        ({"samples_per_prompt": 0}, "whole number of at least 1.*leave --samples-per-prompt unset"),
-        ({"samples_per_prompt": True}, "whole number of at least 1"),
-        ({"max_logits_bytes": "2G"}, "size in bytes; write it out in digits"),
-        ({"docs_per_step": 1.5}, "number of documents of a step"),
+        {"samples_per_prompt": 0},
+        {"samples_per_prompt": True},
+        {"max_logits_bytes": "2G"},
+        {"docs_per_step": 1.5},
     ],
     "choices_are_listed": [
-        ({"policy_metrics": "all"}, "one of none, basic, with_entropy.*--policy-metrics"),
-        ({"policy_loss_backend": "cuda"}, "one of auto, torch, triton"),
-        ({"gradient_divisor": 8}, "one of none, num_samples"),
-        ({"router_aux_loss": "off"}, "one of refuse, host, exact"),
-        ({"importance_correction": "ppo"}, "one of none, tis, icepop, mask"),
-        ({"importance_correction_level": ["token"]}, "one of token, sequence_mean, sequence_sum"),
-        ({"rejected_tokens": "ignored"}, "one of counted, dropped"),
-        ({"kl_estimator": "k4", "kl_coefficient": 0.1}, "one of k1, k2, k3, k3\\+, unbiased"),
-        ({"watchdog": False}, 'in YAML write it in quotes, as in watchdog: "off"'),
+        {"policy_metrics": "all"},
+        {"policy_loss_backend": "cuda"},
+        {"gradient_divisor": 8},
+        {"router_aux_loss": "off"},
+        {"importance_correction": "ppo"},
+        {"importance_correction_level": ["token"]},
+        {"rejected_tokens": "ignored"},
+        {"kl_estimator": "k4", "kl_coefficient": 0.1},
+        {"watchdog": False},
     ],
     "switches_are_true_or_false": [
-        ({"allow_partial_prompt_groups": "maybe"}, "true or false.*or allow_partial_prompt_groups: true in YAML"),
-        ({"fused_lm_head_loss": 1}, "--fused-lm-head-loss without a value"),
-        ({"fp32_lm_head": None}, "--fp32-lm-head without a value"),
+        {"allow_partial_prompt_groups": "maybe"},
+        {"fused_lm_head_loss": 1},
+        {"fp32_lm_head": None},
     ],
-    "partial_groups_need_a_declared_size": [
-        ({"allow_partial_prompt_groups": True}, "no effect without samples_per_prompt.*pass --samples-per-prompt")
-    ],
+    "partial_groups_need_a_declared_size": [{"allow_partial_prompt_groups": True}],
     "per_token_loss_is_token_mean": [
-        ({"loss_aggregation": "sample_mean", **PER_TOKEN}, "the weight 1/T of .*this one's is 1/\\(N m_i\\); remove .*token_mean$"),
-        ({**CONSTANT, "loss_aggregation_divisor": 64.0, **PER_TOKEN}, "and this one's is 1/\\(L N\\); remove --calculate-per-tok"),
-        ({**PROMPT_MEAN, **PER_TOKEN}, "and this one's is 1/\\(P M_g\\); remove"),
+        {"loss_aggregation": "sample_mean", **PER_TOKEN},
+        {**CONSTANT, "loss_aggregation_divisor": 64.0, **PER_TOKEN},
+        {**PROMPT_MEAN, **PER_TOKEN},
     ],
     "auxiliary_losses_keep_their_scale": [
-        (
-            {**EXPERTS, "moe_aux_loss_coeff": 0.001},
-            "0.001 of aux_loss .*is x routed tokens .*to 0, or add --router-aux-loss exact, or remove .*",
-        ),
-        (
-            {"num_experts": 8, "moe_z_loss_coeff": 1e-3, "router_aux_loss": "refuse"},
-            "with --router-aux-loss refuse: set .* or choose exact",
-        ),
-        ({**EXPERTS, "moe_aux_loss_coeff": 0.001, "route": Route.REDUCER}, "or remove --calculate-per-token-loss and add --custom"),
-        ({**EXPERTS, **SEVERAL, "moe_aux_loss_coeff": [0.0, 0.01]}, "moe_aux_loss_coeff=\\[0.0, 0.01\\] of global_aux_loss does"),
-        ({**EXPERTS, "moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff=0.001 does not go with .*set moe_z_loss_coeff to 0"),
-        (
-            {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": "1e-3"},
-            "moe_aux_loss_coeff='1e-3' of seq_aux_loss",
-        ),
-        (
-            {**TOKEN_MEAN, **PER_TOKEN, "dsa_indexer_loss_coeff": 0.01},
-            "dsa_indexer_loss_coeff=0.01 does not go with .* indexer by response tokens, .* to 0, or remove --calc",
-        ),
-        ({"mtp_num_layers": 1}, "mtp_num_layers=1: the forward step of .*without labels and loss_mask.*; remove --mtp-num-layers"),
-        ({**MTP, "mtp_loss_scaling_factor": 0.3}, "mtp_num_layers=1: .*0.19 trains it on prompts and padding too"),
-        ({**MTP, **ON_A_HOST, "context_parallel_size": 2}, "the host multiplies its own loss by .* x 1 / cp; set mtp_loss_"),
+        {**EXPERTS, "moe_aux_loss_coeff": 0.001},
+        {"num_experts": 8, "moe_z_loss_coeff": 1e-3, "router_aux_loss": "refuse"},
+        {**EXPERTS, "moe_aux_loss_coeff": 0.001, "route": Route.REDUCER},
+        {**EXPERTS, **SEVERAL, "moe_aux_loss_coeff": [0.0, 0.01]},
+        {**EXPERTS, "moe_z_loss_coeff": 1e-3},
+        {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": "1e-3"},
+        {**TOKEN_MEAN, **PER_TOKEN, "dsa_indexer_loss_coeff": 0.01},
+        {"mtp_num_layers": 1},
+        {**MTP, "mtp_loss_scaling_factor": 0.3},
+        {**MTP, **ON_A_HOST, "context_parallel_size": 2},
     ],
     "experts_do_not_depend_on_the_layout": [
-        ({"num_experts": 6, "expert_model_parallel_size": 4}, "=4 does not divide num_experts=6: .* choose a divisor"),
-        ({"num_experts": 8, "tensor_model_parallel_size": 2}, "=2 with experts needs sequence_parallel: .* --sequence-parallel"),
-        ({"num_experts": 8, "moe_expert_capacity_factor": 1.5}, "=1.5: which tokens an expert drops depends on the micro-batch"),
-        ({"num_experts": 8, "moe_expert_rank_capacity_factor": 1.5}, "=1.5: which tokens a rank's experts drop depends on the"),
-        ({"num_experts": 8, "moe_input_jitter_eps": "0.01"}, "='0.01': random noise .* the first ratio is not 1; remove it"),
-        ({"num_experts": 8, "moe_router_force_load_balancing": True}, "=True: the router's choice is random, for benchmarks"),
-        ({"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "='sinkhorn': it balances the tokens"),
+        {"num_experts": 6, "expert_model_parallel_size": 4},
+        {"num_experts": 8, "tensor_model_parallel_size": 2},
+        {"num_experts": 8, "moe_expert_capacity_factor": 1.5},
+        {"num_experts": 8, "moe_expert_rank_capacity_factor": 1.5},
+        {"num_experts": 8, "moe_input_jitter_eps": "0.01"},
+        {"num_experts": 8, "moe_router_force_load_balancing": True},
+        {"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
     ],
     "models_are_right_on_their_layout": [
-        ({"hybrid_context_parallel": True}, "hybrid_context_parallel=True: each sample .* remove --hybrid-context-parallel"),
-        ({**LATENT, "tensor_model_parallel_size": 2}, "size=2 needs sequence_parallel: .* rotary key, .* --sequence-parallel"),
-        (
-            {**LATENT, "tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": "local"},
-            "and transformer_impl='local': .* use --transformer-impl transformer_engine, or --tensor-model-parallel-size 1",
-        ),
+        {"hybrid_context_parallel": True},
+        {**LATENT, "tensor_model_parallel_size": 2},
+        {**LATENT, "tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": "local"},
     ],
-    "steps_hold_whole_prompt_groups": [
-        ({**GROUPS_OF_4, "global_batch_size": 30}, "a multiple of 4, or accept .*--allow-partial-prompt-groups")
-    ],
+    "steps_hold_whole_prompt_groups": [{**GROUPS_OF_4, "global_batch_size": 30}],
     "scaled_exp_goes_with_the_fused_head": [
-        ({"scaled_exp_head": True}, "no effect without fused_lm_head_loss.*add --fused-lm-head-loss"),
-        (SCALED_EXP | {"entropy_coefficient": 0.01}, "does not commute with the product; remove --scaled-exp-head"),
-        (SCALED_EXP | {"policy_loss_backend": "torch"}, "its kernel is a Triton kernel"),
+        {"scaled_exp_head": True},
+        SCALED_EXP | {"entropy_coefficient": 0.01},
+        SCALED_EXP | {"policy_loss_backend": "torch"},
     ],
     "logits_budget_goes_with_the_fused_head": [
-        ({"max_logits_bytes": 2**30}, "no effect without fused_lm_head_loss.*remove it, or add --fused-lm-head-loss"),
-        ({"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})}, "no effect without fused_lm_head_loss"),
+        {"max_logits_bytes": 2**30},
+        {"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})},
     ],
-    "fp32_head_has_16_bit_parameters": [
-        ({"fp32_lm_head": True, "has_16_bit_parameters": False}, "float32 already; remove it, or train 16-bit .* --bf16")
-    ],
+    "fp32_head_has_16_bit_parameters": [{"fp32_lm_head": True, "has_16_bit_parameters": False}],
     "watchdog_has_metrics": [
-        ({"watchdog": "raise", "policy_metrics": "none"}, "checks the metrics of each step; choose --policy-metrics basic"),
-        (
-            {"watchdog": "warn", "policy_metrics": "none", "set_flags": frozenset({"--watchdog"})},
-            "watchdog=warn has no effect with policy_metrics=none.*or remove --watchdog",
-        ),
+        {"watchdog": "raise", "policy_metrics": "none"},
+        {"watchdog": "warn", "policy_metrics": "none", "set_flags": frozenset({"--watchdog"})},
     ],
     "flags_have_an_effect": [
-        (
-            {"docs_per_step": 64, "route": Route.MEGATRON_LM},
-            "--docs-per-step works on train \\(elsewhere .*StepAccumulator\\); remove",
-        ),
-        ({"docs_per_step": 64, "route": Route.CUSTOM_LOSS}, "on the route custom_loss: --docs-per-step works on train"),
-        ({"docs_per_step": 64, "route": Route.REDUCER}, "on the route reducer: --docs-per-step works on train"),
-        ({"fused_lm_head_loss": True, "route": Route.CUSTOM_LOSS}, "works on megatron_lm, train \\(elsewhere .*change the route"),
-        ({"fp32_lm_head": True, "route": Route.REDUCER}, "elsewhere the host's model computes the logits, in its own precision"),
-        ({"gradient_divisor": "num_samples", "route": Route.CUSTOM_LOSS}, "on the route .*train; remove it, or change the route"),
-        (
-            {"policy_loss": "grpo", "set_flags": frozenset({"--policy-loss"}), "route": Route.REDUCER},
-            "on the route reducer: --policy-loss works on custom_loss, megatron_lm, train",
-        ),
+        {"docs_per_step": 64, "route": Route.MEGATRON_LM},
+        {"docs_per_step": 64, "route": Route.CUSTOM_LOSS},
+        {"docs_per_step": 64, "route": Route.REDUCER},
+        {"fused_lm_head_loss": True, "route": Route.CUSTOM_LOSS},
+        {"fp32_lm_head": True, "route": Route.REDUCER},
+        {"gradient_divisor": "num_samples", "route": Route.CUSTOM_LOSS},
+        {"policy_loss": "grpo", "set_flags": frozenset({"--policy-loss"}), "route": Route.REDUCER},
     ],
 }
 ALLOWED: dict[str, list[dict]] = {
@@ -336,23 +297,14 @@ ALLOWED: dict[str, list[dict]] = {
     ],
 }
 WARNED = [
-    ({**GSPO, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}, "hardly ever clip.*0.0003/0.0004, and unset flags give them"),
-    ({**GSPO, "clip_ratio_high": 0.2}, "clip_ratio_low=0.0003, clip_ratio_high=0.2"),
-    (
-        {"kl_coefficient": 0.1, **CONSTANT, "loss_aggregation_divisor": 8192.0},
-        "kl_coefficient=0.1 .*about 8192 / \\(mean tokens of a sample\\) times as strong",
-    ),
-    (
-        {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, **TOKEN_MEAN},
-        "kl_coefficient=0.1, entropy_coefficient=0.01 .*\\(mean tokens of the step's samples\\) / ",
-    ),
-    ({"entropy_coefficient": 0.01, **PROMPT_MEAN}, "\\(mean tokens of its prompt's samples\\) / "),
-    ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "kl_estimator=k1 in the loss: the expectation of its gradient is 0"),
-    (
-        {**TIS, "importance_correction_level": "sequence_sum", "importance_correction_high": 2.0},
-        "sequence_sum multiplies the ratios of all tokens of a sample.*or choose sequence_mean",
-    ),
-    ({"kl_coefficient": 0.1, **OWN}, "1 / \\(the sum of its weights over the step\\) times"),
+    {**GSPO, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2},
+    {**GSPO, "clip_ratio_high": 0.2},
+    {"kl_coefficient": 0.1, **CONSTANT, "loss_aggregation_divisor": 8192.0},
+    {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, **TOKEN_MEAN},
+    {"entropy_coefficient": 0.01, **PROMPT_MEAN},
+    {"kl_coefficient": 0.1, "kl_estimator": "k1"},
+    {**TIS, "importance_correction_level": "sequence_sum", "importance_correction_high": 2.0},
+    {"kl_coefficient": 0.1, **OWN},
 ]
 
 
@@ -382,10 +334,10 @@ def judge(rule_name: str, settings: dict) -> list[str]:
 def validation_page() -> str:
     lines = []
     for name in (rule.name for rule in RULES):
-        settings, _ = REFUSED[name][0]
+        settings = REFUSED[name][0]
         lines.append(f"| {as_settings(settings)} | {judge(name, settings)[0]} |\n")
     warned: dict[str, str] = {}  # the setting that a warning begins with -> the first such row
-    for case, _ in WARNED:
+    for case in WARNED:
         warning = config_warnings(launch(case).config)[0]
         warned.setdefault(warning.partition("=")[0], f"| {as_settings(case)} | {warning} |\n")
     return "".join([PAGE_HEAD, *lines, "\n", WARNINGS_HEAD, *warned.values()])
