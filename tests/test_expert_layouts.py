@@ -357,8 +357,8 @@ def test_an_expert_without_a_token_has_gradient_0(pool):
 # Auxiliary losses
 
 AUX_LAYOUTS = [
-    pytest.param(Layout(data=2, expert=2, num_microbatches=2), id="FB-97, FB-100 DP2xEP2 M2: a mean of means"),
-    pytest.param(Layout(context=2, expert=2, expert_tensor=1), marks=SLOW, id="FB-97, FB-100 CP2xEP2"),
+    pytest.param(Layout(data=2, expert=2, num_microbatches=2), id="FB-97 DP2xEP2 M2: a mean of means"),
+    pytest.param(Layout(context=2, expert=2, expert_tensor=1), marks=SLOW, id="FB-97 CP2xEP2"),
     pytest.param(Layout(**SP, expert_tensor=2, num_microbatches=2), marks=SLOW, id="TP2+SP, ETP2, M2"),
     pytest.param(Layout(pipeline=2, data=2, expert=2, num_microbatches=2), marks=SLOW, id="PP2xDP2xEP2 M2"),
     pytest.param(Layout(data=2, expert=2, packed=True, num_microbatches=2), marks=SLOW, id="packed DP2xEP2 M2"),

@@ -311,7 +311,7 @@ def collect(
     """Adds a micro-batch to the answer, and checks what must be 0."""
     step, (first, last), size = batch.step, columns, batch.step.logits.shape[0]
     is_double = batch.case.door.dtype == torch.float64
-    assert output.loss.dtype == (torch.float64 if is_double else torch.float32), "numbers of 16 bits are float32 inside (FB-34)"
+    assert output.loss.dtype == (torch.float64 if is_double else torch.float32), "numbers of 16 bits are float32 inside"
     assert output.num_nonfinite.dtype == torch.int32 and (output.metrics is None) == (batch.case.metrics == "none")
     assert output.num_nonfinite.tolist() == [0] * len(batch.samples)
     for name in ("loss", "policy_loss", "kl_loss", "entropy"):
@@ -371,9 +371,8 @@ def assert_near(got: float | Tensor, want: float | Tensor, tolerance: float, wha
 
 @pytest.mark.parametrize("case", [needs_triton(case) for case in CASES])
 def test_a_step_is_that_of_the_dense_oracle(case):
-    """Values: FB-19, FB-47, FB-65, FB-75, FB-95, FB-117, FB-118, FB-119. Ranks: FB-22, FB-23, FB-25, FB-28, FB-44, FB-45, FB-46,
-    FB-49, FB-51, FB-67, FB-83. Shapes: FB-10, FB-55, FB-56, FB-57, FB-59, FB-60, FB-64. Options and kernels: FB-34, FB-37, FB-39,
-    FB-63, FB-68, FB-80, FB-82, FB-93."""
+    """Values: FB-19, FB-47, FB-65, FB-117, FB-118, FB-119. Ranks: FB-22, FB-23, FB-25, FB-28, FB-44, FB-45, FB-46,
+    FB-49, FB-51. Shapes: FB-10, FB-55, FB-56, FB-59, FB-60, FB-64. Options and kernels: FB-39, FB-63, FB-80, FB-93."""
     step, split = step_of(case), case.split
     truth = dense_step(step.samples, step.logits, case.settings)
     groups = groups_of_ranks(tp=split.tp, cp=split.cp, dp=split.dp, pp=split.pp)

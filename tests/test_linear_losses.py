@@ -83,7 +83,7 @@ EACH_PLAN = ["gspo", "gspo with KL, entropy and importance weights", "grpo with 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_loss_takes_the_plans_of_its_level_in_chunks_of_the_size_asked_for(name, schedules):
-    """FB-67: one document is longer than a chunk of nine rows."""
+    """One document is longer than a chunk of nine rows."""
     case = head_batch()
     run(fused(KINDS[name][0]), case, max_logits_bytes=budget(case, 9), **options_of(name, case))
     assert {item.plan for items in schedules for item in items} == KINDS[name][-1]

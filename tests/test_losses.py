@@ -47,7 +47,7 @@ def test_a_loss_with_a_function_of_its_own_is_policy_loss_of_its_name(name):
 
 @over_losses("gspo", names=["gspo"])
 def test_advantages_that_vary_inside_a_sample_are_refused_at_sequence_level(kind, backend):
-    """FB-68: never an average. A difference of 1e-3 in one token of nine is found."""
+    """Never an average. A difference of 1e-3 in one token of nine is found."""
     varying = replace(BATCH, advantages=torch.ones(18, dtype=torch.float64))
     varying.advantages[9] += 1e-3
     if backend.device == "cuda":

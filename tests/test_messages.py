@@ -31,7 +31,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("door", "changes"), ROWS)
 def test_a_refused_call_names_the_argument(door, changes):
-    """FB-40, FB-61, FB-63, FB-65, FB-74, FB-80, FB-116: no shape is guessed or broadcast, nothing is dropped without a word."""
+    """FB-40, FB-63, FB-65, FB-74, FB-80, FB-116: no shape is guessed or broadcast, nothing is dropped without a word."""
     _, text = message_of(door, changes)
     names = {"loss_parameters": "parameter", "kind": "importance_correction"}
     flat = {**changes, **changes.get("loss_parameters", {})}

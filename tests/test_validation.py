@@ -28,7 +28,7 @@ def own_losses_are_declared(only_built_in_names, own_losses):
 
 @pytest.mark.parametrize(("rule_name", "settings"), REFUSED_ROWS, ids=str)
 def test_the_rule_refuses_and_names_what_it_refuses(rule_name, settings):
-    """FB-74, FB-12, FB-13: nonsense and contradictions never start a run. What is said, why and what to do, is in
+    """FB-74, FB-12: nonsense and contradictions never start a run. What is said, why and what to do, is in
     tests/messages.txt."""
     (message,) = judge(rule_name, settings)
     names = {**settings, **settings.get("host_switches", {}), **settings.get("loss_parameters", {})}
@@ -51,7 +51,7 @@ def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
 
 @pytest.mark.parametrize("settings", WARNED, ids=str)
 def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings):
-    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. FB-75: coefficients beside a rescaled loss."""
+    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. Coefficients beside a rescaled loss."""
     assert len(config_warnings(launch(settings).config)) == 1
 
 
