@@ -15,9 +15,10 @@ from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
+from megatron_rl.built_in_losses import BUILT_IN_LOSSES
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import Parameter, declared_parameters, get_policy_loss, is_built_in, parameters_in_sources
+from megatron_rl.loss_hub import Parameter, declared_parameters, get_policy_loss, is_built_in, parameters_without_torch
 from megatron_rl.validation import (
     CHOICES,
     HOST_SWITCHES,
@@ -60,7 +61,8 @@ def add_megatron_rl_args(parser: ArgumentParser, command_line: Sequence[str] | N
     given = sys.argv[1:] if command_line is None else command_line
     _import_named_loss(given)
     is_for_help = not {"-h", "--help"}.isdisjoint(given)  # a help text needs no torch, whose import takes seconds
-    for name, losses in (parameters_in_sources() if is_for_help else declared_parameters()).items():
+    declared = parameters_without_torch(BUILT_IN_LOSSES) if is_for_help else declared_parameters()
+    for name, losses in declared.items():
         description = "; ".join(f"{', '.join(owners)}: {text}" for text, owners in _meanings_of_parameter(losses).items()) + "."
         description = description.replace("%", "%%")
         try:
@@ -181,15 +183,17 @@ def _places(flag: str) -> str:
 
 
 def field_meanings() -> dict[str, str]:
-    """Field name -> the docstring line under it in PolicyLossConfig, the one place where a setting is explained."""
+    """Field name -> the docstring line under it in PolicyLossConfig, the one place where a setting is explained; for the loss also
+    the built-in names."""
     (declaration,) = ast.parse(inspect.getsource(PolicyLossConfig)).body
     body = declaration.body if isinstance(declaration, ast.ClassDef) else []
-    return {
+    lines = {
         statement.target.id: str(line.value.value)
         for statement, line in pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(line, ast.Expr)
         if isinstance(statement.target, ast.Name) and isinstance(line.value, ast.Constant)
     }
+    return lines | {"policy_loss": f"{lines['policy_loss']} Built in: {', '.join(BUILT_IN_LOSSES)}."}
 
 
 def read_number(value: object) -> object:

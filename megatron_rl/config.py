@@ -277,8 +277,7 @@ class PolicyLossConfig:
     """The settings: type, default, one line of meaning for each. `arguments.validate_megatron_rl_args` makes it."""
 
     policy_loss: str = "grpo"
-    """The loss: grpo, gspo, gspo_token, cispo, gmpo, sapo, dppo_tv, dppo_kl, dro, reinforce, topr, a registered name, or
-    module.function."""
+    """The loss: a built-in name, a registered name, or module.function."""
     loss_aggregation: str = LossAggregation.SAMPLE_MEAN
     """The weight of a token: sample_mean, prompt_mean, token_mean, constant, a registered name, or module.function."""
     loss_aggregation_divisor: float | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
 import inspect
@@ -10,9 +9,8 @@ import keyword
 import math
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from megatron_rl.aggregation_record import AggregationRecord, declared_fields
@@ -28,10 +26,12 @@ Level = Literal["token", "sequence", "batch"]
 Anchor = Literal["old", "rollout"]
 Weigh = TypeVar("Weigh", bound=Callable[..., Any])
 Function = TypeVar("Function", bound=Callable[..., Any])
-_LOSSES = Path(__file__).with_name("losses")
 _AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
-# The names that `needs` of a loss may hold: vectors [T] beside those that each loss is given.
-FURTHER_INPUTS = ("rollout_log_probs", "ref_log_probs")
+# The names that `needs` of a loss may hold, beside what each loss is given: vectors that the caller passes, and those that the
+# package computes.
+PASSED_INPUTS = ("rollout_log_probs", "ref_log_probs")
+COMPUTED_INPUTS = ("token_counts", "entropy")
+FURTHER_INPUTS = (*PASSED_INPUTS, *COMPUTED_INPUTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class LossValue:
     """What a policy loss returns: [T], one per token, at levels "token" and "batch"; [N], one per sample, at level "sequence".
 
     value: is multiplied by the weights. Masked positions may hold anything.
-    derivative: d value / d log-probability of the token, or d value / d mean log-probability of the sample, through log_ratio and
-        log_probs together, where `value` has detached what is constant for the gradient: a check at start compares the two. At
-        level "batch": of the document's summed values, by the token's log-probability; with importance
-        weights autograd takes it from the value instead. None: autograd.
+    derivative: what autograd would make of `value`, in which each factor that is constant for the gradient is detached. It is
+        d value / d log-probability of the token, or d value / d mean log-probability of the sample, through log_ratio and log_probs
+        together. At level "batch" it is d (sum of the sample's values) / d log-probability of the token; with importance weights it
+        is not read, and autograd is used. A check at launch compares the two. None: autograd.
     is_clipped: bool, what the metrics count as clipped. None: nothing is clipped.
     """
 
@@ -103,9 +103,15 @@ class PolicyLoss:
 
     @property
     def inputs_needed(self) -> tuple[str, ...]:
-        """The vectors [T] without which a call is refused."""
+        """The vectors [T] that a caller must pass."""
+        passed = tuple(name for name in self.needs if name in PASSED_INPUTS)
         anchors = ("rollout_log_probs",) if self.anchor == "rollout" else ()
-        return (*self.needs, *(name for name in anchors if name not in self.needs))
+        return (*passed, *(name for name in anchors if name not in passed))
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss reads the entropy of the policy, which only logits give."""
+        return "entropy" in self.needs
 
     @property
     def clips_means(self) -> bool:
@@ -227,7 +233,11 @@ def register_policy_loss(
         the twin has seven arguments: vectors and parameters are tuples in the declared order, None where nothing is declared.
         None: the loss is computed in torch on the logits' device.
     zero_advantage_has_no_gradient: an advantage of 0 gives value and derivative 0, so the fused head may leave out the row.
-    needs: further vectors, of FURTHER_INPUTS, by keyword; a sequence-level loss gets their means. A call without them is refused.
+    needs: further vectors by keyword, constants for the gradient; [T], and at level "sequence" [N]:
+        "rollout_log_probs", "ref_log_probs": as the caller passes them, at level "sequence" their means. A call without is refused.
+        "token_counts": m_i, the unmasked tokens of the sample over all cp ranks.
+        "entropy": of the policy in training at the token, in nats, over the whole vocabulary; at level "sequence" its mean. A call
+        that has log-probabilities and no logits is refused.
     parameters: numbers by keyword.
     anchor: the policy that log_ratio compares with: "old" (old_log_probs), or "rollout" (rollout_log_probs, which a call needs).
         An importance correction is refused with "rollout": such a ratio holds the correction already.
@@ -244,10 +254,6 @@ def register_policy_loss(
     for need in needs:
         if need not in FURTHER_INPUTS:
             raise ConfigError(f"needs={needs!r} of policy loss {name!r}: {need!r} is none of {', '.join(FURTHER_INPUTS)}")
-    if level == "sequence" and needs and triton is not None:
-        raise ConfigError(
-            f"policy loss {name!r}: a twin of a sequence-level loss takes no further vectors; leave out triton or needs"
-        )
     if level == "batch" and triton is not None:
         raise ConfigError(f'policy loss {name!r}: a twin computes elements, and level "batch" has none; leave out triton')
     if triton is not None and not isinstance(triton, str):
@@ -316,59 +322,23 @@ def needs_rollout_log_probs(config: PolicyLossConfig) -> bool:
 def declared_parameters() -> dict[str, dict[str, Parameter]]:
     """The parameters that registered losses declare: name of the parameter -> name of the loss -> the parameter."""
     _register_built_in()
-    found: dict[str, dict[str, Parameter]] = {}
-    for loss in _POLICY_LOSSES.values():
-        for parameter in loss.parameters:
-            found.setdefault(parameter.name, {})[loss.name] = parameter
-    return found
+    return _by_parameter({loss.name: loss.parameters for loss in _POLICY_LOSSES.values()})
 
 
-def parameters_in_sources() -> dict[str, dict[str, Parameter]]:
-    """What declared_parameters finds, without torch: for a help text. The files of losses/ import torch, so they are read and not
-    run: only the `parameters` of a declaration are evaluated, and the constants and functions that they name."""
+def parameters_without_torch(built_in: Mapping[str, tuple[Parameter, ...]]) -> dict[str, dict[str, Parameter]]:
+    """What declared_parameters finds, for a help text: it imports no file of losses/, and so no torch.
+
+    built_in: the parameters of the built-in losses by name, which are those of built_in_losses.py.
+    """
+    return _by_parameter(dict(built_in) | {name: loss.parameters for name, loss in _POLICY_LOSSES.items()})
+
+
+def _by_parameter(losses: Mapping[str, tuple[Parameter, ...]]) -> dict[str, dict[str, Parameter]]:
     found: dict[str, dict[str, Parameter]] = {}
-    declared = {name: parameters for path in sorted(_LOSSES.glob("*.py")) for name, parameters in _declarations_in(path)}
-    for loss, parameters in (declared | {name: loss.parameters for name, loss in _POLICY_LOSSES.items()}).items():
+    for loss, parameters in losses.items():
         for parameter in parameters:
             found.setdefault(parameter.name, {})[loss] = parameter
     return found
-
-
-def _declarations_in(path: Path) -> Iterator[tuple[str, tuple[Parameter, ...]]]:
-    """(name, parameters) of each loss that the file registers."""
-    functions = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
-    for call in (decorator for function in functions for decorator in function.decorator_list):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == register_policy_loss.__name__:
-            written = next((keyword.value for keyword in call.keywords if keyword.arg == "parameters"), ast.Tuple([], ast.Load()))
-            names = _names_in_source(path, _names_of(written))
-            expression = ast.fix_missing_locations(ast.Expression(written))
-            yield ast.literal_eval(call.args[0]), eval(compile(expression, str(path), "eval"), names)
-
-
-def _names_in_source(path: Path, wanted: set[str]) -> dict[str, Any]:
-    """The values of a file's names, with what they are made of: from this module, the math module and the files of losses/."""
-    names: dict[str, Any] = {"math": math}
-    for node in reversed(ast.parse(path.read_text(encoding="utf-8")).body):  # a name is written above its use
-        if isinstance(node, ast.ImportFrom):
-            imported = {alias.name for alias in node.names} & wanted
-            package, _, module = (node.module or "").rpartition(".")
-            if node.module == __name__:
-                names |= {name: globals()[name] for name in imported}
-            elif package == "megatron_rl.losses" and imported:
-                names |= _names_in_source(_LOSSES / f"{module}.py", imported)
-        elif isinstance(node, ast.FunctionDef) and node.name in wanted or isinstance(node, ast.Assign) and wanted & _targets(node):
-            own = _names_in_source(path, _names_of(node) - wanted)
-            exec(compile(ast.Module([node], []), str(path), "exec"), own)
-            names |= own
-    return names
-
-
-def _targets(node: ast.Assign) -> set[str]:
-    return {target.id for target in node.targets if isinstance(target, ast.Name)}
-
-
-def _names_of(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def clip_in_words(config: PolicyLossConfig) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -171,6 +171,28 @@ def topr(tokens: Tokens) -> Result:
     return -weight * tokens.advantages * tokens.log_probs, (tokens.advantages < 0) & (ratio > 1 + SAME_POLICY)
 
 
+def vespo(tokens: Tokens) -> Result:
+    """arXiv:2602.10693, equations 17 (shifted, section 3.3) and 20: the gamma kernel of the whole sample's ratio."""
+    whole = bounded_exp(tokens.log_ratio.detach().sum())
+    sides = ["negative" if a < 0 else "positive" for a in tokens.advantages]
+    powers, decays = ([tokens.number(f"vespo_{name}_{side}") for side in sides] for name in ("power", "decay"))
+    kernel = torch.stack([whole**c1 * torch.exp(c2 * (1 - whole)) for c1, c2 in zip(powers, decays, strict=True)])
+    value = -kernel * tokens.advantages * tokens.mean(tokens.log_probs)
+    return value, torch.zeros_like(value, dtype=torch.bool)
+
+
+def fipo(tokens: Tokens) -> Result:
+    """arXiv:2603.19835, section 3: the advantage is weighed by what the policy does to the tokens from here on."""
+    limit, gamma = tokens.number("fipo_ratio_limit"), 0.5 ** (1 / tokens.number("fipo_half_life"))
+    shifts = tokens.log_ratio.detach().clamp(-BOUND, BOUND)
+    taken = torch.where(shifts.exp() > limit, 0.0, shifts)
+    futures = [sum(gamma ** (k - t) * taken[k] for k in range(t, len(taken))) for t in range(len(taken))]
+    weights = torch.stack(futures).exp().clamp(1 - tokens.number("fipo_weight_low"), 1 + tokens.number("fipo_weight_high"))
+    weights = torch.where((tokens.advantages < 0) & (shifts.exp() > limit), weights.clamp(max=1.0), weights)
+    settings = replace(tokens.settings, parameters={"clip_ratio_c": limit})
+    return clipped_surrogate(replace(tokens, advantages=weights * tokens.advantages, settings=settings), tokens.log_ratio)
+
+
 LOSSES: dict[str, Callable[[Tokens], Result]] = {
     "grpo": grpo,
     "gspo": gspo,
@@ -183,11 +205,13 @@ LOSSES: dict[str, Callable[[Tokens], Result]] = {
     "dro": dro,
     "reinforce": reinforce,
     "topr": topr,
+    "vespo": vespo,
+    "fipo": fipo,
 }
 # The ratio of these papers is to the policy that sampled.
 OF_THE_SAMPLER = {"dppo_tv", "dppo_kl"}
 # These have one ratio a sample.
-ONE_RATIO_A_SAMPLE = {"gspo"}
+ONE_RATIO_A_SAMPLE = {"gspo", "vespo"}
 # The weight of a token by N, P, T of the step, m of its sample, M of its prompt, L the divisor.
 AGGREGATIONS: dict[str, Callable[..., float]] = {
     "sample_mean": lambda N, P, T, m, M, L: 1 / (N * m),

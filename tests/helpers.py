@@ -152,6 +152,14 @@ PARAMETERS = {
     "dppo_tv": {"divergence_low": 0.01, "divergence_high": 0.015, "ratio_truncation": 1.2},
     "dppo_kl": {"divergence_low": 1e-3, "divergence_high": 2e-3, "ratio_truncation": 1.2},
     "dro": {"log_ratio_penalty": 0.3},
+    "vespo": {
+        "vespo_power_positive": 1.5,
+        "vespo_decay_positive": 0.5,
+        "vespo_power_negative": 0.7,
+        "vespo_decay_negative": 1.2,
+    },
+    # Log-ratios of 0.3 add up to weights inside the bounds, at them and beyond, and some ratios are above the limit.
+    "fipo": {"fipo_half_life": 2.0, "fipo_weight_low": 0.3, "fipo_weight_high": 0.4, "fipo_ratio_limit": 1.5},
 }
 
 

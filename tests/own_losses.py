@@ -29,6 +29,16 @@ def truncated(log_ratio, advantages, log_probs, *, rollout_log_probs, ratio_cap,
     return LossValue(-weight * advantages * log_probs, derivative=-weight * advantages, is_clipped=weight == scale * ratio_cap)
 
 
+def heeding(log_ratio, advantages, log_probs, *, token_counts, entropy):
+    """The weight reads what the package computes: a sample's tokens and a token's entropy."""
+    weight = (1 + 0.1 * token_counts) * entropy
+    return LossValue(-weight * advantages * log_probs, derivative=-weight * advantages)
+
+
+def heeding_batch(batch, *, token_counts, entropy):
+    return heeding(batch.log_ratio, batch.advantages, batch.log_probs, token_counts=token_counts, entropy=entropy).value
+
+
 def anchored(log_ratio, advantages):
     """The ratio to the engine that sampled, without a clip."""
     return -bounded_exp(log_ratio) * advantages
@@ -58,6 +68,10 @@ def declare() -> None:
     which imports this module itself, so that no table of what is registered meets these losses."""
     register_policy_loss("own_reinforce", parameters=(SCALE,))(reinforce)
     register_policy_loss("own_reinforce_of_samples", "sequence", parameters=(SCALE,))(reinforce)
+    computed = {"needs": ("token_counts", "entropy")}
+    register_policy_loss("own_heeding", triton="own_losses_triton.heeding", **computed)(heeding)
+    register_policy_loss("own_heeding_of_samples", "sequence", triton="own_losses_triton.heeding", **computed)(heeding)
+    register_policy_loss("own_heeding_of_batches", "batch", **computed)(heeding_batch)
     register_policy_loss("own_anchored", anchor="rollout")(anchored)
     register_policy_loss("own_overflowing", triton="own_losses_triton.overflowing")(overflowing)
     register_policy_loss("own_detached")(detached)

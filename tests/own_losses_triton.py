@@ -17,5 +17,11 @@ def truncated(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vec
 
 
 @triton.jit
+def heeding(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters):
+    weight = (1 + 0.1 * vectors[0]) * vectors[1]
+    return -weight * advantages * log_probs, -weight * advantages, weight < 0
+
+
+@triton.jit
 def overflowing(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):
     return tl.where(log_ratio > 100, float("inf"), -advantages * log_ratio), -advantages, log_ratio > 100

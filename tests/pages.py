@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import math
 import re
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import api_page
@@ -97,6 +98,42 @@ def of_losses() -> str:
     return with_guide("docs/losses.md", "losses", "loss | what it does", rows)
 
 
+def of_built_in_losses() -> str:
+    """The module with the names and parameters of the built-in losses, for commands that import no torch."""
+    lines = [
+        '"""The names and parameters of the built-in losses, for a help text that imports no torch.',
+        "",
+        "Generated from the declarations in losses/: python tests/pages.py megatron_rl/built_in_losses.py",
+        '"""',
+        "",
+        "# ruff: noqa: E501",
+        "# fmt: off",
+        "",
+        "from __future__ import annotations",
+        "",
+        "import math  # noqa: F401",
+        "",
+        "from megatron_rl.loss_hub import Parameter",
+        "",
+        "BUILT_IN_LOSSES: dict[str, tuple[Parameter, ...]] = {",
+    ]
+    for name in policy_loss_names():
+        lines.append(f"    {name!r}: (")
+        for parameter in get_policy_loss(name).parameters:
+            values = [
+                f"{field.name}={_as_source(value)}"
+                for field in fields(parameter)
+                if (value := getattr(parameter, field.name)) != field.default
+            ]
+            lines.append(f"        Parameter({', '.join(values)}),")
+        lines.append("    ),")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _as_source(value: object) -> str:
+    return f"{'-' * (value < 0)}math.inf" if isinstance(value, float) and math.isinf(value) else repr(value)
+
+
 def of_corrections() -> str:
     """The page with its table as the docstring of ImportanceCorrection has it."""
     text = f"{inspect.getdoc(ImportanceCorrection)}\n"
@@ -145,6 +182,7 @@ def guide_of(name: str, docstring: str) -> tuple[str, str, str]:
 
 
 WHOLE_PAGES: dict[str, Callable[[], str]] = {
+    "megatron_rl/built_in_losses.py": of_built_in_losses,
     "docs/api.md": api_page.page,
     "docs/arguments.md": arguments_page,
     "docs/validation.md": validation_cases.validation_page,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from dataclasses import fields
 
 import pytest
@@ -13,10 +14,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
+from megatron_rl.built_in_losses import BUILT_IN_LOSSES
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import clip_of, declared_parameters
-from megatron_rl.validation import field_of
+from megatron_rl.loss_hub import Parameter, clip_of, declared_parameters
+from megatron_rl.validation import field_of, flag_of
 
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
 NOT_REDUCER = ALL[1:]
@@ -51,14 +53,22 @@ EFFECT_OF_FLAG = {
     "--router-aux-loss": ("exact", "exact", ("megatron_lm", "train"), []),
     "--gradient-divisor": ("num_samples", "num_samples", ("megatron_lm", "train"), []),
     "--watchdog": ("raise", "raise", ("train",), []),
-    # Parameters of losses.
-    "--divergence-low": ("0.1", 0.1, NOT_REDUCER, ["--policy-loss", "dppo_kl"]),
-    "--divergence-high": ("0.1", 0.1, NOT_REDUCER, ["--policy-loss", "dppo_tv"]),
-    "--ratio-truncation": ("5", 5.0, NOT_REDUCER, ["--policy-loss", "dppo_tv"]),
-    "--log-ratio-penalty": ("0.1", 0.1, NOT_REDUCER, ["--policy-loss", "dro"]),
-    "--clip-ratio-c": ("3", 3.0, NOT_REDUCER, []),
-    "--sapo-temperature-positive": ("2", 2.0, NOT_REDUCER, ["--policy-loss", "sapo"]),
-    "--sapo-temperature-negative": ("2", 2.0, NOT_REDUCER, ["--policy-loss", "sapo"]),
+}
+
+
+def effect_of_parameter(loss: str, parameter: Parameter) -> tuple:
+    """A row of EFFECT_OF_FLAG, of a value inside the range that is not the default."""
+    for value in (0.25, 0.75, 3.0):
+        with suppress(ConfigError):
+            if parameter.check(value) != parameter.default:
+                return (str(value), value, NOT_REDUCER, ["--policy-loss", loss])
+    raise AssertionError(f"no value for {parameter}")
+
+
+EFFECT_OF_FLAG |= {
+    flag_of(parameter.name): effect_of_parameter(loss, parameter)
+    for loss, parameters in BUILT_IN_LOSSES.items()
+    for parameter in parameters
 }
 # A parameter of own_losses.py, which is declared inside a test alone.
 EFFECT_OF_A_PARAMETER = {"--scale": ("1.5", 1.5, NOT_REDUCER, ["--policy-loss", "own_reinforce"])}

@@ -140,6 +140,7 @@ class Microbatch:
             "loss_parameters": {name: value for name, value in settings.parameters.items() if value < math.inf},
             "tp_group": self.groups.tp,
             "cp_group": self.groups.cp,
+            "cp_layout": "zigzag" if case.split.deal == "zigzag" else "contiguous",
             "metrics": case.metrics,
             "backend": case.door.backend,
             "advantages_per": case.per,

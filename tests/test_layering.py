@@ -24,7 +24,7 @@ FLOORS = (
     ("errors", "config"),
     ("files", "layout", "aggregation_record"),
     ("loss_hub", "ops"),
-    ("aggregation", "corrections", "lm_head"),
+    ("aggregation", "built_in_losses", "corrections", "lm_head"),
     ("metrics", "accumulation"),
     ("losses", "step_metrics"),
     ("validation", "__init__"),
@@ -446,7 +446,7 @@ def without_torch(words: str) -> tuple[int | None, str, str]:
 
 def test_the_help_of_train_is_the_same_without_torch(monkeypatch, capsys):
     """Catches an import of torch on the way to the flags, and a loss whose parameter only its import shows."""
-    monkeypatch.setattr(arguments, "parameters_in_sources", loss_hub.declared_parameters)
+    monkeypatch.setattr(arguments, "parameters_without_torch", lambda built_in: loss_hub.declared_parameters())
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     code, out, error = without_torch("train --help")

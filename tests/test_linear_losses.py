@@ -147,6 +147,16 @@ def test_long_documents_pay_what_their_plan_says():
     assert dense["logits"] == 12 and dense["hidden"] <= 12
 
 
+def test_a_long_document_of_vespo_takes_three_matmuls():
+    """Its weight reads the sample's count: the tokens share one coefficient, as in gspo, off-policy and on-policy."""
+    case = fates("vespo")
+    options = {"max_logits_bytes": budget(case, 2)}  # three chunks of 2 rows each; documents 0 and 1 have a gradient
+    assert matmul_rows(case, "vespo", **options) == {"logits": 18, "hidden": 12, "weight": 12}
+    on_policy = replace(case, batch=replace(case.batch, old_log_probs=None))
+    assert matmul_rows(on_policy, "vespo", **options) == {"logits": 18, "hidden": 12, "weight": 12}
+    assert matmul_rows(case, "fipo", **options)["logits"] > 18, "a loss of level batch computes them again"
+
+
 def test_a_clipped_long_document_leaves_nothing_behind():
     """Plan scale-last multiplies before it knows the coefficient: what overflowed (float16 does soon) is dropped, not times 0."""
     case = head_batch([12], seed=9)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from argparse import ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from helpers import (
     Batch,
     assert_same,
     by_loop,
+    loop_entropy,
     loop_log_probs,
     loop_sample,
     random_batch,
@@ -39,12 +41,13 @@ from benchmarks.launches import counted_launches
 from megatron_rl import linear_policy_loss, policy_loss
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import Route
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import clip_of, get_policy_loss
+from megatron_rl.losses.api import loss_of_log_probs
 from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.testing.ranks import RankPool
 
@@ -156,6 +159,112 @@ def test_further_vectors_and_parameters_through_the_fused_head(backend, rows):
         case, options = on_device(case.to(torch.float32), options, KERNEL_DEVICE)
     got = run(fused("own_truncated"), case, backend=backend, max_logits_bytes=budget(case, rows), **options)
     assert max(worst_error(got, want).values()) < (1e-12 if backend == "torch" else 2e-6)
+
+
+# What the package computes for a loss: counts and entropies
+
+HEEDING = ("own_heeding", "own_heeding_of_samples", "own_heeding_of_batches")
+
+
+def loop_of_heeding(name: str, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    total = logits[:0].sum()
+    for document, advantage, weight in zip(batch.documents, batch.advantages, batch.token_weights, strict=True):
+        own = [t for t in document if batch.loss_mask[t]]
+        if not own:
+            continue
+        new, entropy = loop_log_probs(logits[own], batch.labels[own]), loop_entropy(logits[own]).detach()
+        if name == "own_heeding_of_samples":
+            new, entropy = (x.mean() * torch.ones_like(new) for x in (new, entropy))
+        total = total - weight * ((1 + 0.1 * len(own)) * entropy * advantage * new).sum()
+    return total
+
+
+def test_counts_and_entropies_by_hand():
+    """Two tokens of one sample, of which one is masked, and a third: logits 0 for 4 columns, so the entropy of each is ln 4 and its
+    log-probability -ln 4. m = 2, A = 3, weight 1/2: the value of a token is (1 + 0.2) ln 4 x 3 ln 4, and their weighted sum
+    1.2 x 3 x ln(4)^2 = 3.6 x 1.92181 = 6.91852."""
+    mask, bounds = torch.tensor([True, False, True]), torch.tensor([0, 3])
+    tensors = (torch.zeros(3, dtype=torch.int64), None, torch.tensor([3.0]), mask, bounds, torch.tensor([0.5]))
+    for name in HEEDING:
+        output = policy_loss(name, torch.zeros(3, 4, dtype=torch.float64), *tensors)
+        assert output.loss.item() == pytest.approx(3.6 * math.log(4) ** 2) and output.entropy is None
+
+
+@pytest.mark.parametrize("name", HEEDING)
+@over_backends
+def test_a_loss_gets_the_counts_and_entropies_that_it_needs(name, backend):
+    """At each level, in torch, in kernels and through the head, with metrics and without an entropy term."""
+    want = with_gradient(lambda logits: loop_of_heeding(name, BATCH, logits), BATCH.logits)
+    with counted_launches() as launches:
+        got = backend.run(front_door(name), BATCH, metrics="basic")
+    assert ("loss_and_coefficients_kernel" in launches) == (backend is TRITON and name != "own_heeding_of_batches")
+    assert_same(got, want, **backend.tolerance)
+
+
+@pytest.mark.parametrize("name", HEEDING)
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_the_fused_head_gives_counts_and_entropies(name, rows):
+    """In chunks of three rows a document is in several."""
+    case = head_batch([9, 4, 0, 6], seed=8)
+    want = by_logits(name, case, **NO_CLIP)
+    got = run(fused(name), case, max_logits_bytes=budget(case, rows), **NO_CLIP)
+    assert max(worst_error(got, want).values()) < 1e-12
+
+
+def heeding_on_a_rank(rank: int):
+    """Of cp ranks, the first one without a token of a short sample; and of tp ranks, whose entropy needs both shards."""
+    import own_losses
+
+    own_losses.declare()
+    halves = [document[len(document) // 2 * rank : len(document) // 2 if rank == 0 else None] for document in BATCH.documents]
+    part, wide = BATCH.take(halves), replace(BATCH, logits=torch.nn.functional.pad(BATCH.logits, (0, 1), value=-1.0))
+    shard = replace(wide, logits=wide.logits[:, 6 * rank : 6 * rank + 6])
+    found = {}
+    for name in HEEDING:
+        over_cp = {"cp_group": dist.group.WORLD, "tp_group": SINGLE, "advantages_per": "sample"}
+        over_tp = {"tp_group": dist.group.WORLD, "cp_group": SINGLE, "advantages_per": "sample"}
+        output, gradient = run_loss(front_door(name), part, **over_cp)
+        sharded, columns = run_loss(front_door(name), shard, **over_tp)
+        found[name] = (output.loss.detach(), [t for half in halves for t in half], gradient, sharded.loss.detach(), columns)
+    return found
+
+
+def test_counts_and_entropies_are_right_over_ranks():
+    """FB-109: token_counts count all cp ranks, and an entropy has all columns of the vocabulary."""
+    with RankPool(2, use_megatron=False) as pool:
+        answers = pool.run(heeding_on_a_rank)
+    wide = torch.nn.functional.pad(BATCH.logits, (0, 1), value=-1.0)
+    for name in HEEDING:
+        want, gradient = with_gradient(lambda logits, name=name: loop_of_heeding(name, BATCH, logits), BATCH.logits)
+        torch.testing.assert_close(sum(answer[name][0] for answer in answers), want, **EXACT)
+        want_wide, of_wide = with_gradient(lambda logits, name=name: loop_of_heeding(name, BATCH, logits), wide)
+        for rank, answer in enumerate(answers):
+            _, flat, part, loss, columns = answer[name]
+            torch.testing.assert_close(part, gradient[flat], **EXACT)
+            torch.testing.assert_close(loss, want_wide, **EXACT)
+            torch.testing.assert_close(columns, of_wide[:, 6 * rank : 6 * rank + 6], **EXACT)
+
+
+def test_a_call_without_logits_has_no_entropy():
+    log_probs = loop_log_probs(BATCH.logits, BATCH.labels)
+    with pytest.raises(ConfigError, match="'own_heeding' needs the entropy of each token, .* call policy_loss"):
+        loss_of_log_probs("own_heeding", log_probs, *BATCH.arguments()[1:])
+
+
+def test_wrong_counts_of_the_caller_are_refused():
+    """A token-level loss reads them before the reduction that checks them."""
+    counts = torch.tensor([int(BATCH.loss_mask[document].sum()) for document in BATCH.documents])
+    right = run_loss(front_door("own_heeding"), BATCH, token_counts=counts)
+    torch.testing.assert_close(right[0].loss, run_loss(front_door("own_heeding"), BATCH)[0].loss, rtol=0, atol=0)
+    with pytest.raises(DataError, match="token_counts says"):
+        policy_loss("own_heeding", BATCH.logits, *BATCH.arguments(), token_counts=counts + 1)
+
+
+def test_a_door_that_hands_over_rows_refuses_a_loss_of_entropies():
+    door = DOORS["nemo_rl"]
+    settings = Settings.of_names({door.choice.setting: "own_losses.heeding.sample_mean"}, door.all_defaults)
+    with pytest.raises(ConfigError, match="own_heeding needs the entropy of each token, and NeMo-RL hands over log-probabilities"):
+        read(door, settings)
 
 
 ROLLOUT = {"rollout_log_probs": rollout_of(BATCH)}

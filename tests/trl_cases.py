@@ -36,6 +36,10 @@ class Config:
     delta: float | None = None
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
     beta: float = 0.0
     entropy_coef: float = 0.0
     use_liger_kernel: bool = False
@@ -55,7 +59,6 @@ class Config:
     min_p: float | None = None
     temperature: float = 1.0
     generation_kwargs: dict | None = None
-    vespo_k_pos: float = 2.0
     entropy_target: float = 0.2
 
 

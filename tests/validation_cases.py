@@ -103,6 +103,12 @@ REFUSED: dict[str, list[dict]] = {
         {**PLAIN, "loss_parameters": {"scale": "big"}},
         {**PLAIN, "loss_parameters": {"cap": 1.0}},
     ],
+    "entropy_of_a_loss_is_known": [
+        (
+            {"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS},
+            "--policy-loss own_losses.heeding needs the entropy of each token, .*: set --policy-metrics none",
+        )
+    ],
     "corrections_fit": [
         {"importance_correction": "mask"},
         {**TIS, "importance_correction_high": 0.5},
@@ -223,6 +229,10 @@ ALLOWED: dict[str, list[dict]] = {
     "clip_ratio_high_is_a_distance": [{"clip_ratio_high": 0}, {"clip_ratio_high": 4.0}],
     "clip_goes_with_a_loss_that_clips": [PLAIN, {"policy_loss": "cispo", "clip_ratio_high": 0.3}],
     "loss_parameters_are_declared": [PLAIN, {**PLAIN, "loss_parameters": {"scale": 0.5}}],
+    "entropy_of_a_loss_is_known": [
+        {"policy_loss": "own_losses.heeding"},
+        {"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS, "policy_metrics": "none"},
+    ],
     "corrections_fit": [
         TIS,
         {"importance_correction": "icepop", "importance_correction_low": 0.9},

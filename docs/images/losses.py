@@ -33,13 +33,14 @@ def values_of(loss: PolicyLoss, advantage: float, **parameters: float) -> LossVa
         keywords |= WIDE if loss.clips_means else default
     log_ratio, ones = RATIOS.log(), torch.ones_like(RATIOS)
     log_probs = LOG_PROB * ones
+    vectors = dict.fromkeys(loss.needs, ones)  # of the built-in losses: counts
     if loss.level != "batch":
-        return evaluate(loss, log_ratio, advantage * ones, log_probs, keywords, {})
+        return evaluate(loss, log_ratio, advantage * ones, log_probs, keywords, vectors)
     size = RATIOS.numel()
     sums = JointSums(SINGLE, size, torch.device("cpu"), is_checked=False)
     documents, bounds = torch.arange(size), torch.arange(size + 1)
     batch = TokenBatch(log_ratio, log_probs, advantage * ones, ones.bool(), documents, ones, bounds, sums)
-    return evaluate_batch(loss, batch, ones, keywords, {})[0]
+    return evaluate_batch(loss, batch, ones, keywords, vectors, has_importance_weights=False)[0]
 
 
 def without_steps(values: Tensor) -> Tensor:
@@ -52,9 +53,12 @@ def main() -> Path:
     panels: list[tuple[str, str, dict[str, float]]] = [(name, name, {}) for name in policy_loss_names()]
     at = [name for name, _, _ in panels].index("grpo") + 1
     panels.insert(at, ("grpo, clip_ratio_c 2", "grpo", {"clip_ratio_c": 2.0}))
-    figure = Figure(figsize=(11, 7.2))
+    figure = Figure(figsize=(13, 7.2))
     canvas = FigureCanvasAgg(figure)
-    for axis, (title, name, parameters) in zip(figure.subplots(3, 4, sharex=True).flat, panels, strict=True):
+    axes = figure.subplots(3, 5, sharex=True).flat
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (title, name, parameters) in zip(axes, panels, strict=False):
         for advantage, color in COLORS.items():
             found = values_of(get_policy_loss(name), advantage, **parameters)
             axis.plot(RATIOS, without_steps(found.value), color=color, linewidth=1, linestyle="--")

@@ -137,10 +137,10 @@ def check_loss(name: str) -> None:
     """Registers a loss of a user's own; megatron_rl.testing makes its tables from the registered losses, so it is imported later.
     Raises ConfigError for a loss that is not what it declares, and for one that needs what the step has not."""
     from megatron_rl.config import PolicyLossConfig
-    from megatron_rl.loss_hub import get_policy_loss
+    from megatron_rl.loss_hub import PASSED_INPUTS, get_policy_loss
     from megatron_rl.validation.own_loss import own_loss_problems
 
-    needs = get_policy_loss(name).needs
+    needs = [need for need in get_policy_loss(name).needs if need in PASSED_INPUTS]
     problems = [*own_loss_problems(PolicyLossConfig(policy_loss=name))]
     if needs:
         problems.append(

@@ -32,7 +32,12 @@ MARK_BITS = 5
 
 @functools.cache
 def is_proportional(loss: PolicyLoss) -> bool:
-    """Whether twice the advantage gives twice the loss and twice the gradient, by a trial on two samples."""
+    """Whether twice the advantage gives twice the loss and twice the gradient, by a trial on two samples.
+
+    Of a loss that needs an entropy it is not known: rows have no logits, and the doors refuse it.
+    """
+    if loss.needs_entropy:
+        return False
     numbers = torch.linspace(-0.3, 0.3, 6, dtype=torch.float64)
     advantages = torch.tensor([0.5, 0.5, 0.5, -1.0, -1.0, -1.0], dtype=torch.float64)
 

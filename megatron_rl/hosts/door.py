@@ -207,6 +207,8 @@ class Door:
     """Whether a class of the user's own may have given a section more names."""
 
     # What it does with the number.
+    has_logits: bool = False
+    """Whether it hands over logits, as a loss needs that reads the entropy; else log-probabilities."""
     prompts: Prompts
     carrier: str = ""
     """What puts the weights into the advantages, for explain."""

@@ -21,7 +21,7 @@ from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, WORDS, Door, Found, Kind, Prompts, is_carried
 from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, mixers_of, names_of, readers_of
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, acting_clip, not_numbers
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
+from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
 from megatron_rl.validation.checks import Row
 from megatron_rl.validation.own_loss import own_loss_problems
 
@@ -85,8 +85,17 @@ def read(door: Door, settings: Settings) -> Found:
 def losses(door: Door) -> list[str]:
     """Those by name that the host gives what they need."""
     records = [get_policy_loss(name) for name in policy_loss_names() if "." not in name]
-    has_all = [loss for loss in records if not {*loss.inputs_needed} - {"rollout_log_probs"}]
+    has_all = [
+        loss for loss in records if not {*loss.inputs_needed} - {"rollout_log_probs"} and _why_no_entropy(door, loss) is None
+    ]
     return [loss.name for loss in has_all if door.prompts != Prompts.BY_DRIVER or is_proportional(loss)]
+
+
+def _why_no_entropy(door: Door, loss: PolicyLoss) -> str | None:
+    """Why the door cannot run the loss; None where it can."""
+    if not loss.needs_entropy or door.has_logits:
+        return None
+    return f"{loss.name} needs the entropy of each token, and {door.title} hands over log-probabilities without logits"
 
 
 def modes(door: Door) -> dict[str, tuple[str, str]]:
@@ -145,11 +154,13 @@ def _one_name(door: Door, whole: object, name: str | None) -> tuple[str, str]:
         if not ((loss in offered or "." in loss) and (aggregation in aggregations or "." in aggregation)):
             continue
         try:
-            get_policy_loss(loss)
+            no_entropy = _why_no_entropy(door, get_policy_loss(loss))
             record = get_loss_aggregation(aggregation)
         except ConfigError as error:
             refused = refused or error
             continue
+        if no_entropy is not None:
+            raise ConfigError(f"{choice.setting}={whole}: {no_entropy}; choose another loss, or a host that trains from logits")
         if not door.gives(record):
             why = f"{door.title} does not hand over what {aggregation} needs"
             raise ConfigError(f"{choice.setting}={whole}: {why}. {choice.remedy}")

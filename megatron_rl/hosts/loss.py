@@ -94,6 +94,7 @@ def custom_loss(
         "regularizer_weights": mean_weights,
         "tp_group": tp_group,
         "cp_group": cp_group,
+        "cp_layout": rows.cp_layout,
         "check_ranks": checks_microbatch(next(run.numbers)),
     }
     output = policy_loss(
@@ -366,7 +367,9 @@ def _is_clipped(
         keywords["clip_ratio_c"] = math.inf
     if clip is not None:
         keywords |= {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
-    vectors = {name: batch.per_token[name].to(log_probs.dtype) for name in loss.needs}
+    documents = document_ids(batch.cu_seqlens, log_probs.numel())
+    known = {**batch.per_token, "token_counts": spread(batch.token_counts, documents)}
+    vectors = {name: known[name].to(log_probs.dtype) for name in loss.needs}
     behind = batch.per_token["rollout_log_probs"] if loss.anchor == "rollout" else old_log_probs
     log_ratio, advantages = log_probs - behind.to(log_probs.dtype), advantages.to(log_probs.dtype)
     if loss.level == "token":
@@ -376,10 +379,11 @@ def _is_clipped(
         log_probs=log_probs,
         advantages=advantages,
         loss_mask=batch.loss_mask,
-        documents=document_ids(batch.cu_seqlens, log_probs.numel()),
+        documents=documents,
         token_counts=batch.token_counts,
         cu_seqlens=batch.cu_seqlens,
         sums=JointSums(cp_group, batch.token_counts.numel(), log_probs.device, is_checked=False),
+        cp_layout=batch.cp_layout,
     )
     values, _ = evaluate_batch(loss, tokens, torch.ones_like(log_probs), keywords, vectors, has_importance_weights=False)
     return values.is_clipped

@@ -335,6 +335,7 @@ def line_of(name: str, value: Any) -> str:
 
 DOOR = Door(
     name="roll",
+    has_logits=True,
     title="ROLL",
     probed="alibaba/ROLL 8eb27cc2",
     settings=(

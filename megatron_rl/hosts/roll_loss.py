@@ -116,6 +116,7 @@ class RollLoss:
             advantages_per="token",
             token_counts=token_counts,
             metrics=config.policy_metrics,
+            cp_layout="zigzag",  # of _get_feature_on_this_cp_rank
         )
         refuse_nonfinite(output)
         return output.loss, _metrics(output)

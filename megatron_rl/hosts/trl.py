@@ -193,6 +193,10 @@ DOOR = Door(
         Setting("delta", Kind.NUMBER, "clip_ratio_c"),
         Setting("sapo_temperature_pos", Kind.NUMBER, "sapo_temperature_positive", 1.0),
         Setting("sapo_temperature_neg", Kind.NUMBER, "sapo_temperature_negative", 1.05),
+        Setting("vespo_k_pos", Kind.NUMBER, "vespo_power_positive", 2.0),
+        Setting("vespo_lambda_pos", Kind.NUMBER, "vespo_decay_positive", 3.0),
+        Setting("vespo_k_neg", Kind.NUMBER, "vespo_power_negative", 3.0),
+        Setting("vespo_lambda_neg", Kind.NUMBER, "vespo_decay_negative", 2.0),
         Setting("beta", Kind.NUMBER, "kl_coefficient", 0.0),
         Setting("entropy_coef", Kind.NUMBER, "entropy_coefficient", 0.0),
         *(Setting(name, default=only) for name, (only, _) in ONLY.items()),
@@ -205,7 +209,6 @@ DOOR = Door(
         Setting("temperature", Kind.NUMBER, default=1.0),
         *names("", Kind.NUMBER, "steps_per_generation num_generations num_generations_eval max_completion_length"),
         *names("", Kind.NUMBER, "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"),
-        *names("", Kind.NUMBER, dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "remove it")),
         *names(
             "",
             Kind.NUMBER,

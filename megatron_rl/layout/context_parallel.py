@@ -20,14 +20,22 @@ def chunk_spans(length: int, cp_rank: int, cp_size: int, *, layout: str = "zigza
     contiguous: chunk r of cp_size. Spans may end past `length`: the last chunks then hold padding.
     Raises ConfigError for an unknown layout and a cp_rank outside [0, cp_size).
     """
+    places = chunk_places(cp_rank, cp_size, layout=layout)
+    size = -(-length // (cp_size * len(places)))
+    return [(place * size, (place + 1) * size) for place in places]
+
+
+def chunk_places(cp_rank: int, cp_size: int, *, layout: str = "zigzag") -> tuple[int, ...]:
+    """The places of the rank's chunks among all chunks of a document, in the order in which the rank has them.
+
+    Raises ConfigError for an unknown layout and a cp_rank outside [0, cp_size).
+    """
     if layout not in LAYOUTS:
         raise ConfigError(f"layout={layout!r} is not one of {LAYOUTS}")
     if not 0 <= cp_rank < cp_size:
         raise ConfigError(f"cp_rank={cp_rank} must be in [0, cp_size={cp_size})")
-    num_chunks = 2 * cp_size if layout == "zigzag" and cp_size > 1 else cp_size
-    size = -(-length // num_chunks)
-    chunks = (cp_rank, num_chunks - 1 - cp_rank) if num_chunks > cp_size else (cp_rank,)
-    return [(chunk * size, (chunk + 1) * size) for chunk in chunks]
+    is_zigzag = layout == "zigzag" and cp_size > 1
+    return (cp_rank, 2 * cp_size - 1 - cp_rank) if is_zigzag else (cp_rank,)
 
 
 def padded_length(length: int, cp_size: int, *, layout: str = "zigzag", multiple: int = 1) -> int:

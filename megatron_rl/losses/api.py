@@ -13,7 +13,7 @@ from megatron_rl.config import Backend
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
-from megatron_rl.losses.inputs import compare_inputs, prepare_inputs
+from megatron_rl.losses.inputs import compare_inputs, prepare_inputs, with_token_counts
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.losses.settings import (
     LogitsLossKeywords,
@@ -128,6 +128,7 @@ def policy_loss(
         compare_inputs(agreement, loss, inputs, settings)
         check_announced(loss_scale)
         agreement.add("loss_scale", "a tensor" if isinstance(loss_scale, Tensor) else loss_scale)
+    inputs = with_token_counts(loss, inputs, cp_group)
     with_entropy = settings.needs_entropy
     if loss_scale is not None and has_twin(loss, settings) and torch.is_grad_enabled() and logits.requires_grad:
         from megatron_rl.losses.one_read_triton import plan_one_read, read_once
@@ -179,6 +180,11 @@ def loss_of_log_probs(
         options = with_defaults(LossKeywords, loss, keywords)
         if (options["temperature"], options["vocab_size"], options["entropy_coefficient"]) != (1.0, None, 0.0):
             raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
+        if loss.needs_entropy:
+            raise ConfigError(
+                f"policy loss {loss.name!r} needs the entropy of each token, and this call has log-probabilities: call policy_loss "
+                "or linear_policy_loss, which have logits, or choose another loss"
+            )
         settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], values))
         inputs = prepare_inputs(
             loss,
@@ -194,6 +200,7 @@ def loss_of_log_probs(
             token_weights=token_weights,
         )
         compare_inputs(agreement, loss, inputs, settings)
+    inputs = with_token_counts(loss, inputs, cp_group)
     result = reducer_of(loss, settings)(loss, values.detach(), None, inputs, settings)
     with_gradient = _WithGradient.apply(values, None, result, None)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, values.detach())

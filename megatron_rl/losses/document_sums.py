@@ -49,7 +49,13 @@ def sum_columns(loss: PolicyLoss, inputs: LossInputs) -> tuple[str, ...]:
 
 def mean_columns(loss: PolicyLoss) -> tuple[str, ...]:
     """The vectors whose mean over a sample's tokens a sequence-level loss needs."""
-    return ("log_ratio", *(("log_probs",) if loss.takes_log_probs else ()), *loss.needs)
+    further = (name for name in loss.needs if name != "token_counts")
+    return ("log_ratio", *(("log_probs",) if loss.takes_log_probs else ()), *further)
+
+
+def vectors_of_samples(loss: PolicyLoss, sums: DocumentSums, dtype: torch.dtype) -> dict[str, Tensor]:  # [N] each
+    """The further inputs that a sequence-level loss declares: the counts, and the means of the others."""
+    return {name: sums.counts.to(dtype) if name == "token_counts" else sums.means[name] for name in loss.needs}
 
 
 def mean_of_documents(sums: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:  # [N]

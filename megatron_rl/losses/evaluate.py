@@ -13,6 +13,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import Group, all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import LossValue, PolicyLoss
+from megatron_rl.losses.ordered_sums import SlicedTokens, ordered_sum
 
 
 class LossValues(NamedTuple):
@@ -96,6 +97,7 @@ class TokenBatch:
     token_counts: Tensor  # [N] unmasked tokens of each sample over all cp ranks
     cu_seqlens: Tensor  # [N + 1] this rank's slices
     sums: JointSums
+    cp_layout: str | None = None  # the order of the slices: "zigzag" or "contiguous"; None: not known
 
     def sample_sum(self, values: Tensor) -> Tensor:  # [T] -> [N], or [T, k] -> [N, k]
         """The sum over the unmasked tokens of each sample.
@@ -110,6 +112,26 @@ class TokenBatch:
         """The mean over the unmasked tokens of each sample; 0 for a sample without one. Communication: as sample_sum."""
         counts = self.token_counts.clamp(min=1).to(values.dtype)
         return self.sample_sum(values) / (counts if values.dim() == 1 else counts[:, None])
+
+    def suffix_sum(self, values: Tensor, *, decay: float = 1.0) -> Tensor:  # [T] -> [T], or [T, k] -> [T, k]
+        """Of each unmasked token the sum over the unmasked tokens of its sample from this one on; of a masked one 0.
+
+            sum_t = sum_{k >= t} decay^(k - t) values_k        k and t count the sample's unmasked tokens, over all cp ranks
+
+        The sum is float64, in an order that is the same in every run.
+        Communication: at cp above 1 one all-reduce of [N, c (k + 1)] over cp, c the chunks of a sample (2 cp_size in zigzag order),
+        and one in backward; in zigzag order one of [N] before; where ranks are checked one of [N + 2] a column.
+        Raises: ConfigError for a decay outside (0, 1], and where cp_layout is None at cp above 1; DataError, on the CPU, for slices
+        that are not in zigzag order. On CUDA their samples get NaN.
+        """
+        return ordered_sum(values, self._sliced_tokens(), self.sums, decay=decay, from_the_end=True)
+
+    def prefix_sum(self, values: Tensor, *, decay: float = 1.0) -> Tensor:  # [T] -> [T], or [T, k] -> [T, k]
+        """As suffix_sum, over the sample's unmasked tokens up to this one: sum_t = sum_{k <= t} decay^(t - k) values_k."""
+        return ordered_sum(values, self._sliced_tokens(), self.sums, decay=decay, from_the_end=False)
+
+    def _sliced_tokens(self) -> SlicedTokens:
+        return SlicedTokens(self.loss_mask, self.documents, self.cu_seqlens, self.sums.cp_group, self.cp_layout)
 
     def of_tokens(self, values: Tensor) -> Tensor:  # [N] -> [T], or [N, k] -> [T, k]
         """Gives each token the value of its sample; 0 on padding."""
@@ -182,7 +204,7 @@ def evaluate_batch(
     def call(copies: dict[str, Tensor]) -> object:
         fields = {name: copies.pop(name) for name in names}
         others = {name: getattr(batch, name).clone() for name in ("loss_mask", "documents", "token_counts", "cu_seqlens")}
-        whole = TokenBatch(**fields, **others, sums=batch.sums)
+        whole = TokenBatch(**fields, **others, sums=batch.sums, cp_layout=batch.cp_layout)
         return loss.function(whole, **copies, **keywords)
 
     weights = torch.where(batch.loss_mask, value_weights, 0.0)

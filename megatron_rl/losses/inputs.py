@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from megatron_rl.aggregation import check_counts
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import Group, RankAgreement
-from megatron_rl.layout.packing import document_ids, spread
+from megatron_rl.layout.groups import Group, RankAgreement, all_reduce_sum
+from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.settings import LossKeywords, LossSettings
 
@@ -40,6 +40,7 @@ class LossInputs:
     correction: CorrectionSettings | None  # None: no correction, or an applied one
     applied_correction: Correction | None = None  # is in importance_weights already
     document_numbers: tuple[int, ...] | None = None  # N, the caller's numbers, for messages; None: 0 to N - 1
+    entropy: Tensor | None = None  # [T] of the policy in training, where the loss reads it
 
     @property
     def num_documents(self) -> int:
@@ -57,8 +58,8 @@ class LossInputs:
 
 
 def are_coefficients_known_on_policy(loss: PolicyLoss, inputs: LossInputs) -> bool:
-    """Whether a sequence-level loss needs no log-probability: it reads the log-ratio alone, which is 0 on-policy."""
-    is_of_ratio = not loss.takes_log_probs and not loss.needs and inputs.correction is None
+    """Whether a sequence-level loss needs no log-probability: it reads the log-ratio, which is 0 on-policy, and counts."""
+    is_of_ratio = not loss.takes_log_probs and {*loss.needs} <= {"token_counts"} and inputs.correction is None
     return loss.level == "sequence" and inputs.old_log_probs is None and is_of_ratio
 
 
@@ -252,8 +253,21 @@ def checked_tensors(
 
 
 def further_inputs(loss: PolicyLoss, inputs: LossInputs, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each
-    """The further inputs that the loss declares."""
-    return {name: given(getattr(inputs, name)).to(dtype) for name in loss.needs}
+    """The further inputs that the loss declares, without the counts of a sequence-level loss, which are not sums over tokens."""
+    vectors = {name: given(getattr(inputs, name)).to(dtype) for name in loss.needs if name != "token_counts"}
+    if "token_counts" in loss.needs and loss.level != "sequence":
+        vectors["token_counts"] = spread(given(inputs.token_counts).to(dtype), inputs.token_documents)
+    return {name: vectors[name] for name in loss.needs if name in vectors}
+
+
+def with_token_counts(loss: PolicyLoss, inputs: LossInputs, cp_group: Group) -> LossInputs:
+    """The inputs with the counts that the loss needs for its tokens; a sequence-level loss has them after the reduction.
+
+    Communication: where the caller gave none, one all-reduce of [N] over cp.
+    """
+    if "token_counts" not in loss.needs or loss.level == "sequence" or inputs.token_counts is not None:
+        return inputs
+    return replace(inputs, token_counts=all_reduce_sum(document_sums(inputs.loss_mask, inputs.cu_seqlens), cp_group))
 
 
 def compare_inputs(agreement: RankAgreement, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> None:
@@ -264,7 +278,7 @@ def compare_inputs(agreement: RankAgreement, loss: PolicyLoss, inputs: LossInput
     for name, value in settings.keywords.items():
         agreement.add(name, value)
     agreement.add("correction", str(inputs.correction))
-    for name in ("kl_coefficient", "kl_estimator", "entropy_coefficient", "metrics", "backend"):
+    for name in ("kl_coefficient", "kl_estimator", "entropy_coefficient", "metrics", "backend", "cp_layout"):
         agreement.add(name, getattr(settings, name))
     agreement.add("number of documents", inputs.num_documents)
     agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)

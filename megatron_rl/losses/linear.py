@@ -31,6 +31,7 @@ from megatron_rl.losses.inputs import (
     further_inputs,
     given,
     prepare_inputs,
+    with_token_counts,
 )
 from megatron_rl.losses.reduce_torch import LossResult, are_finite
 from megatron_rl.losses.settings import LinearLossKeywords, LossSettings, groups_and_agreement, resolve_settings, with_defaults
@@ -170,6 +171,7 @@ def linear_policy_loss(
         compare_heads(agreement, hidden, weight, labels, inputs.loss_mask, head_options, max_logits_bytes)
         compare_inputs(agreement, loss, inputs, settings)
         _compare_plans(agreement, hidden, weight, copies, options)
+    inputs = with_token_counts(loss, inputs, cp_group)
     with torch.no_grad():
         plan = _plan(loss, inputs, settings, copies, capacity, options, log_probs_dtype(like_logits))
         longest = max((chunk.numel() for item in plan.items for chunk in item.chunks), default=0)
@@ -418,6 +420,8 @@ class TokenCoefficients:
 
     def _policy(self, rows: slice | Tensor, documents: Tensor, log_probs: Tensor) -> Tensor:  # [rows]
         inputs, settings = self.inputs, self.settings
+        if self.loss.needs_entropy:
+            inputs = replace(inputs, entropy=self.head.entropy)
         old = self._old_log_probs(rows, log_probs)
         advantages = inputs.advantages.to(self.dtype)
         advantages = spread(advantages, documents) if inputs.advantages_per == "sample" else advantages[rows]

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl.config import KLEstimator
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.corrected_inputs import can_correct_before_rows, correct_before_rows, correct_tokens
-from megatron_rl.losses.inputs import LossInputs, are_coefficients_known_on_policy
+from megatron_rl.losses.inputs import LossInputs, are_coefficients_known_on_policy, further_inputs
 from megatron_rl.losses.reduce_triton import reduce_loss_triton
 from megatron_rl.losses.settings import LossSettings
 from megatron_rl.losses.twin_triton import apply_to_tokens, equation_of, kl_of_tokens, spread, weights_of_tokens
@@ -44,6 +44,7 @@ def plan_one_read(
     """How one kernel takes these logits; None where statistics and gradient stay two kernels:
 
     - the softmax needs another rank's statistics (tp above 1);
+    - the loss reads the entropy;
     - a coefficient needs other rows: a sequence-level loss off-policy, level "batch", a correction by samples that reads the policy
       in training, or a correction by tokens on-policy, whose weights are made from the log-probabilities;
     - it is known before the rows, but with one more reduction over cp (cp above 1);
@@ -60,15 +61,18 @@ def plan_one_read(
 
 
 def is_coefficient_known_in_row(loss: PolicyLoss, inputs: LossInputs) -> bool:
-    """Whether the coefficient of a row needs nothing but its log-probability and its own inputs."""
+    """Whether the coefficient of a row needs nothing but its log-probability and its own inputs. A loss that reads the entropy
+    gets it from the kernels of rows."""
     correction = inputs.correction
     has_weights = correction is None or (not correction.needs_sums and inputs.old_log_probs is not None)
-    return loss.level == "token" and has_weights
+    return loss.level == "token" and has_weights and not loss.needs_entropy
 
 
 def is_known_before_rows(loss: PolicyLoss, inputs: LossInputs) -> bool:
     """Whether the coefficients, or the weights that they need, can be computed before any log-probability."""
-    return are_coefficients_known_on_policy(loss, inputs) or (loss.level == "token" and can_correct_before_rows(inputs))
+    return are_coefficients_known_on_policy(loss, inputs) or (
+        loss.level == "token" and not loss.needs_entropy and can_correct_before_rows(inputs)
+    )
 
 
 @triton.jit
@@ -250,7 +254,7 @@ def read_once(
             ADVANTAGES=corrected.advantages.contiguous(),
             IMPORTANCE_WEIGHTS=_contiguous(corrected.importance_weights),
             REF_LOG_PROBS=_contiguous(corrected.ref_log_probs) if settings.kl_coefficient else None,
-            VECTORS=tuple(getattr(corrected, name).contiguous() for name in loss.needs) or None,
+            VECTORS=tuple(vector.contiguous() for vector in further_inputs(loss, corrected, torch.float32).values()) or None,
             CU_SEQLENS=inputs.cu_seqlens.contiguous(),
             TOKEN_WEIGHTS=inputs.token_weights.contiguous(),
             REGULARIZER_WEIGHTS=_contiguous(inputs.regularizer_weights) if has_regularizer else None,

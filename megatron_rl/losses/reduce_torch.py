@@ -16,7 +16,14 @@ from megatron_rl.layout.groups import all_reduce_sum, is_checked
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.corrected_inputs import columns_of_correction, correct_samples, correct_tokens, correction_metric_sums
-from megatron_rl.losses.document_sums import DocumentSums, raise_on_bad_data, raise_on_nonfinite, read_sums, sum_columns
+from megatron_rl.losses.document_sums import (
+    DocumentSums,
+    raise_on_bad_data,
+    raise_on_nonfinite,
+    read_sums,
+    sum_columns,
+    vectors_of_samples,
+)
 from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
 from megatron_rl.losses.inputs import LossInputs, checked_tensors, further_inputs, given
 from megatron_rl.losses.settings import LossSettings
@@ -64,6 +71,8 @@ def reduce_loss_torch(
     advantages that vary inside a sample. On CUDA num_nonfinite counts them, without a synchronisation.
     """
     is_sequence, dtype = loss.level == "sequence", log_probs.dtype
+    if loss.needs_entropy:
+        inputs = replace(inputs, entropy=given(entropy))
     if inputs.correction is not None:
         inputs = correct_tokens(inputs, log_probs)
     tensors = checked_tensors(loss, log_probs, inputs, settings.kl_coefficient)
@@ -215,7 +224,7 @@ def _sequence_values(
     settings: LossSettings,
 ) -> tuple[LossValues, Tensor]:  # [T] each, [N] tokens with non-finite results
     """Computes each sample's values and gives them to its tokens. Communication: that of settings.agreement."""
-    vectors = {name: sums.means[name] for name in loss.needs}
+    vectors = vectors_of_samples(loss, sums, advantages.dtype)
     log_probs = sums.means.get("log_probs", sums.means["log_ratio"])  # any tensor, where the loss does not take log_probs
     with settings.agreement():
         samples = evaluate(loss, sums.means["log_ratio"], advantages, log_probs, settings.keywords, vectors)
@@ -246,6 +255,7 @@ def _token_batch(
             log_probs.device,
             is_checked(settings.cp_group, settings.check_ranks),
         ),
+        cp_layout=settings.cp_layout,
     )
 
 

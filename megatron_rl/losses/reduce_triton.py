@@ -32,8 +32,9 @@ from megatron_rl.losses.document_sums import (
     raise_on_nonfinite,
     read_sums,
     sum_columns,
+    vectors_of_samples,
 )
-from megatron_rl.losses.inputs import LossInputs, checked_tensors, given
+from megatron_rl.losses.inputs import LossInputs, checked_tensors, further_inputs, given
 from megatron_rl.losses.reduce_torch import LossResult, metric_sums_in_torch
 from megatron_rl.losses.settings import LossSettings
 from megatron_rl.losses.twin_triton import (
@@ -181,7 +182,7 @@ def loss_and_coefficients_kernel(
     IMPORTANCE_WEIGHTS,  # [T] or None
     REF_LOG_PROBS,  # [T] or None
     ENTROPIES,  # [T] or None
-    VECTORS,  # tuple of [T], or None
+    VECTORS,  # tuple of [T], of a sequence-level loss of [N], or None
     LOSS_MASK,  # [T] uint8
     CU_SEQLENS,  # [N + 1]
     SUMS,  # [N, NUM_COLUMNS] float64, over all cp ranks
@@ -232,7 +233,18 @@ def loss_and_coefficients_kernel(
         advantages = spread(load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
     if LOG_RATIO_COLUMN >= 0:
         _, value, derivative, _ = apply_to_sample(
-            LOSS, sums, count, advantages, lowest_ratio, highest_ratio, parameters, LOG_RATIO_COLUMN, LOG_PROBS_COLUMN, BLOCK
+            LOSS,
+            sums,
+            count,
+            advantages,
+            VECTORS,
+            document,
+            lowest_ratio,
+            highest_ratio,
+            parameters,
+            LOG_RATIO_COLUMN,
+            LOG_PROBS_COLUMN,
+            BLOCK,
         )
         coefficient = weight * derivative
         if IMPORTANCE_COLUMN >= 0:
@@ -320,7 +332,7 @@ def metric_sums_kernel(
     OLD_LOG_PROBS,  # [T] or None
     ADVANTAGES,  # [N] or [T]
     ENTROPIES,  # [T] or None
-    VECTORS,  # tuple of [T], or None
+    VECTORS,  # tuple of [T], of a sequence-level loss of [N], or None
     LOSS_MASK,  # [T] uint8
     CU_SEQLENS,  # [N + 1]
     SUMS,  # [N, NUM_COLUMNS] float64, over all cp ranks
@@ -346,7 +358,18 @@ def metric_sums_kernel(
         advantages = spread(load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
     if LOG_RATIO_COLUMN >= 0:
         log_ratio, _, _, was_clipped = apply_to_sample(
-            LOSS, sums, count, advantages, lowest_ratio, highest_ratio, parameters, LOG_RATIO_COLUMN, LOG_PROBS_COLUMN, BLOCK
+            LOSS,
+            sums,
+            count,
+            advantages,
+            VECTORS,
+            document,
+            lowest_ratio,
+            highest_ratio,
+            parameters,
+            LOG_RATIO_COLUMN,
+            LOG_PROBS_COLUMN,
+            BLOCK,
         )
         ratio = bounded_exp(log_ratio)
     zeros, no_tokens = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.int32)
@@ -460,7 +483,7 @@ class _Documents:
     advantages: Tensor  # [N] or [T]
     importance_weights: Tensor | None  # [T]
     ref_log_probs: Tensor | None  # [T]; None without a KL term
-    vectors: tuple[Tensor, ...] | None  # [T] each, the loss's further inputs
+    vectors: tuple[Tensor, ...] | None  # [T] each, the loss's further inputs; of a sequence-level loss [N] after the reduction
     loss_mask: Tensor  # [T] uint8
     cu_seqlens: Tensor  # [N + 1]
     columns: tuple[str, ...]  # of the sums
@@ -482,6 +505,8 @@ def reduce_loss_triton(
 ) -> LossResult:
     """The twin of `reduce_loss_torch`: equation, communication and errors are the same. Three launches, four with metrics."""
     assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take the torch twin"
+    if loss.needs_entropy:
+        inputs = replace(inputs, entropy=given(entropy))
     if inputs.correction is not None:
         inputs = correct_tokens(inputs, log_probs)
     documents = _documents(loss, log_probs, inputs, settings)
@@ -489,8 +514,11 @@ def reduce_loss_triton(
     with torch.cuda.device_of(log_probs):
         sums = _document_sums(documents, inputs, block)
         if inputs.correction is not None:
-            for name, values in columns_of_correction(inputs, log_probs).items():
-                sums[:, documents.column(name)] = document_sums(torch.where(inputs.loss_mask, values, 0.0), inputs.cu_seqlens)
+            for name, vector in columns_of_correction(inputs, log_probs).items():
+                sums[:, documents.column(name)] = document_sums(torch.where(inputs.loss_mask, vector, 0.0), inputs.cu_seqlens)
+        if loss.level == "sequence":
+            for name, vector in further_inputs(loss, inputs, log_probs.dtype).items():
+                sums[:, documents.column(name)] = document_sums(torch.where(inputs.loss_mask, vector, 0.0), inputs.cu_seqlens)
         sums = all_reduce_sum(sums, settings.cp_group)
         if not sums.is_cuda:
             raise_on_bad_data(loss, read_sums(loss, sums, inputs, log_probs.dtype), log_probs, inputs, settings.kl_coefficient)
@@ -500,6 +528,9 @@ def reduce_loss_triton(
             documents = replace(documents, importance_weights=_contiguous(inputs.importance_weights))
             if corrected_sums.importance is not None:
                 sums[:, documents.column("importance")] = corrected_sums.importance
+        if loss.level == "sequence" and loss.needs:
+            vectors = vectors_of_samples(loss, read_sums(loss, sums, inputs, log_probs.dtype), log_probs.dtype)
+            documents = replace(documents, vectors=tuple(vector.contiguous() for vector in vectors.values()))
         equation = equation_of(loss, inputs, settings)
         terms, coefficients, entropy_coefficients, num_nonfinite = _loss_and_coefficients(
             documents, sums, equation, entropy, inputs, settings, block
@@ -542,7 +573,7 @@ def _documents(loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, settings
         advantages=inputs.advantages.contiguous(),
         importance_weights=_contiguous(inputs.importance_weights),
         ref_log_probs=_contiguous(inputs.ref_log_probs) if settings.kl_coefficient else None,
-        vectors=tuple(getattr(inputs, name).contiguous() for name in loss.needs) or None,
+        vectors=tuple(vector.contiguous() for vector in further_inputs(loss, inputs, log_probs.dtype).values()) or None,
         loss_mask=inputs.loss_mask.contiguous().view(torch.uint8),
         cu_seqlens=inputs.cu_seqlens.contiguous(),
         columns=sum_columns(loss, inputs),

@@ -25,6 +25,7 @@ from megatron_rl.config import (
     counted_twice,
 )
 from megatron_rl.errors import ConfigError
+from megatron_rl.layout.context_parallel import LAYOUTS
 from megatron_rl.layout.groups import Group, RankAgreement, resolve_group
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters
 
@@ -38,6 +39,8 @@ class LossKeywords(TypedDict, total=False):
     vocab_size: real columns over all tp ranks; the columns after them are padding. None: all columns are real.
     token_counts [N]: unmasked tokens of each sample over all cp ranks; they are checked. None: they are counted.
     tp_group, cp_group: None: those of megatron.core.parallel_state, else one rank.
+    cp_layout: the order of the context-parallel slices, "zigzag" (Megatron's) or "contiguous", for a loss with sums over later or
+        earlier tokens; None: not known.
     metrics: "none", "basic" or "with_entropy". Default "none".
     backend: "auto", "torch" or "triton". Default "auto".
     advantages_per: "sample" or "token"; None: read from the shape. Where N == T it is needed, unless each document has one token
@@ -60,6 +63,7 @@ class LossKeywords(TypedDict, total=False):
     token_counts: Tensor | None
     tp_group: Group | None
     cp_group: Group | None
+    cp_layout: str | None
     metrics: str
     backend: str
     advantages_per: str | None
@@ -156,8 +160,10 @@ class LossSettings:
     metrics: str
     tp_group: Group
     cp_group: Group
+    cp_layout: str | None
     backend: Backend  # resolved: TORCH or TRITON
     check_ranks: bool | None
+    is_entropy_read: bool  # by the loss itself
 
     @property
     def keywords(self) -> dict[str, float]:
@@ -167,8 +173,8 @@ class LossSettings:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether a coefficient or a metric needs the entropy, which costs a pass over the row."""
-        return self.entropy_coefficient != 0 or self.metrics == PolicyMetrics.WITH_ENTROPY
+        """Whether the loss, a coefficient or a metric needs the entropy, which costs a pass over the row."""
+        return self.is_entropy_read or self.entropy_coefficient != 0 or self.metrics == PolicyMetrics.WITH_ENTROPY
 
     def agreement(self) -> RankAgreement:
         """A RankAgreement for a check that may fail on one rank only, so that all ranks raise. Communication: as RankAgreement."""
@@ -194,6 +200,8 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         raise ConfigError(f"metrics={metrics!r} is not one of {', '.join(PolicyMetrics)}")
     if kl_estimator not in tuple(KLEstimator):
         raise ConfigError(f"kl_estimator={kl_estimator!r} is not one of {', '.join(KLEstimator)}")
+    if options["cp_layout"] not in (*LAYOUTS, None):
+        raise ConfigError(f"cp_layout={options['cp_layout']!r} is not one of {', '.join(LAYOUTS)}, or None")
     if correction is not None:
         _check_correction(loss, correction, options["rollout_log_probs"])
     if coefficients["kl_coefficient"] and options["ref_log_probs"] is None:
@@ -217,8 +225,10 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         metrics=metrics,
         tp_group=tp_group,
         cp_group=cp_group,
+        cp_layout=options["cp_layout"],
         backend=backend,
         check_ranks=options["check_ranks"],
+        is_entropy_read=loss.needs_entropy,
     )
 
 

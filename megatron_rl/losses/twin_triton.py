@@ -112,6 +112,18 @@ def load_vectors(VECTORS, tokens, is_live):
 
 
 @triton.jit
+def load_vectors_of_sample(VECTORS, document, BLOCK: tl.constexpr):
+    """The further inputs of a sequence-level loss, a tuple of blocks of one number; None where it has none."""
+    if VECTORS is None:
+        vectors = None
+    else:
+        vectors = ()
+        for index in tl.static_range(len(VECTORS)):
+            vectors = vectors + (spread(tl.load(VECTORS[index] + document), BLOCK),)  # type: ignore[assignment]  # a tuple in Triton
+    return vectors
+
+
+@triton.jit
 def apply_twin(LOSS: tl.constexpr, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters):
     """Calls the declared twin: value, derivative, is_clipped. It gets vectors and parameters where the loss declares some."""
     if vectors is None and parameters is None:
@@ -127,6 +139,8 @@ def apply_to_sample(
     sums,
     count,
     advantages,
+    VECTORS,  # tuple of [N], or None
+    document,
     lowest_ratio,
     highest_ratio,
     parameters,
@@ -139,7 +153,10 @@ def apply_to_sample(
     log_prob = log_ratio
     if LOG_PROBS_COLUMN >= 0:
         log_prob = spread(mean(tl.load(sums + LOG_PROBS_COLUMN), count), BLOCK)
-    value, derivative, is_clipped = apply_twin(LOSS, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, None, parameters)
+    vectors = load_vectors_of_sample(VECTORS, document, BLOCK)
+    value, derivative, is_clipped = apply_twin(
+        LOSS, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, vectors, parameters
+    )
     return log_ratio, value, derivative, is_clipped
 
 

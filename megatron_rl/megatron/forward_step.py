@@ -162,6 +162,7 @@ class PolicyForwardStep:
             "token_counts": batch.token_counts,
             "tp_group": groups.tp,
             "cp_group": groups.cp,
+            "cp_layout": "zigzag",  # of make_packed_batch and make_padded_batch
             "metrics": config.policy_metrics,
             "backend": config.policy_loss_backend,
             "advantages_per": "sample",

@@ -59,6 +59,16 @@ def tapered_log_prob(log_ratio: Tensor, advantage: float, log_prob: Tensor, low:
     return -(1.0 if advantage >= 0 or is_above else ratio) * advantage * log_prob, is_above and ratio > 1 + 1e-5
 
 
+def smoothly_weighted_log_prob(
+    log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float, numbers: Numbers
+) -> Result:
+    """VESPO: the whole ratio of the sample is a number."""
+    whole = min(max(float(log_ratio.detach()) * numbers["token_counts"], -20.0), 20.0)
+    side = "negative" if advantage < 0 else "positive"
+    power, decay = numbers[f"vespo_power_{side}"], numbers[f"vespo_decay_{side}"]
+    return -(math.exp(whole) ** power) * math.exp(decay * (1 - math.exp(whole))) * advantage * log_prob, False
+
+
 def inside_a_bound(name: str, log_ratio: Tensor, advantage: float, log_prob: Tensor, numbers: Numbers) -> Result:
     """DPPO: the two probabilities as Python numbers. `name` says which divergence."""
     pi, mu = math.exp(log_prob.detach()), math.exp(min(float(log_prob.detach() - log_ratio.detach()), 0.0))
@@ -108,9 +118,28 @@ def geometric_mean_of_clipped_ratios(
     return [(-ratio * a, bool((flag or abs(mean) > 20) and a != 0)) for flag, a in zip(is_clipped, advantages, strict=True)]
 
 
+def weighted_by_later_tokens(
+    log_ratios: list[Tensor], advantages: list[float], log_probs: list[Tensor], low: float, high: float, numbers: Numbers
+) -> list[Result]:
+    """FIPO: for each token a loop over the tokens from it on. Their weight is a number."""
+    limit, found = numbers["fipo_ratio_limit"], []
+    shifts = [min(max(float(log_ratio.detach()), -20.0), 20.0) for log_ratio in log_ratios]
+    for t, (log_ratio, a) in enumerate(zip(log_ratios, advantages, strict=True)):
+        future = 0.0
+        for k in range(t, len(shifts)):
+            if math.exp(shifts[k]) <= limit:
+                future += 0.5 ** ((k - t) / numbers["fipo_half_life"]) * shifts[k]
+        weight = min(max(math.exp(future), 1 - numbers["fipo_weight_low"]), 1 + numbers["fipo_weight_high"])
+        if a < 0 and math.exp(shifts[t]) > limit:
+            weight = min(weight, 1.0)
+        found.append(clipped_objective(log_ratio, weight * a, log_probs[t], low, high, {"clip_ratio_c": limit}))
+    return found
+
+
 # Each registered loss by its name: its level, and one element of it as numbers that autograd differentiates:
-# (log_ratio 0-d, advantage, log_prob 0-d, low, high, parameters) -> (value 0-d, whether it is clipped). Of a sample, its means are
-# the element. At level "batch" the same of the lists of a sample's tokens.
+# (log_ratio 0-d, advantage, log_prob 0-d, low, high, parameters) -> (value 0-d, whether it is clipped). At level "sequence" the
+# element is one sample, given by its means, and the parameters hold its token_counts. At level "batch" it is a sample, given by the
+# lists of its tokens.
 REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
     "grpo": ("token", clipped_objective),
     "gspo": ("sequence", clipped_objective),
@@ -123,6 +152,8 @@ REFERENCES: dict[str, tuple[str, Callable[..., Any]]] = {
     "dro": ("token", penalised_log_prob),
     "reinforce": ("token", advantage_times_log_prob),
     "topr": ("token", tapered_log_prob),
+    "vespo": ("sequence", smoothly_weighted_log_prob),
+    "fipo": ("batch", weighted_by_later_tokens),
 }
 
 
@@ -142,6 +173,7 @@ def sample_by_hand(
         found: list[Result] = element(list(log_ratios), list(advantages), list(log_probs), *clip, parameters)
         return found
     if level == "sequence":
+        parameters = {**parameters, "token_counts": float(len(log_ratios))}
         log_ratios, log_probs = ([sum(values[1:], values[0]) / len(values)] * len(values) for values in (log_ratios, log_probs))
     given = zip(log_ratios, advantages, log_probs, strict=True)
     return [element(log_ratio, advantage, new, *clip, parameters) for log_ratio, advantage, new in given]

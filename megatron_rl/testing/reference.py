@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import (
+    COMPUTED_INPUTS,
     LossValue,
     PolicyLoss,
     get_loss_aggregation,
@@ -29,11 +30,11 @@ from megatron_rl.testing.losses_by_hand import REFERENCES, sample_by_hand
 DIVISOR = 48.0
 # Narrow, so that ratios lie on both sides of it: of a ratio a token, and of a ratio a sample.
 CLIP_OF_TOKENS, CLIP_OF_MEANS = (0.15, 0.25), (3e-4, 4e-4)
-# The losses that a truth is computed for: those that need nothing but what the samples have. A clip of None: the loss has none.
+# The losses that a truth is computed for: those that need nothing that a caller would pass. A clip of None: the loss has none.
 CLIPS: dict[str, tuple[float, float] | None] = {
     name: None if loss.clip_ratios is None else CLIP_OF_MEANS if loss.clips_means else CLIP_OF_TOKENS
     for name, loss in ((name, get_policy_loss(name)) for name in policy_loss_names())
-    if not loss.needs
+    if {*loss.needs} <= {*COMPUTED_INPUTS}
 }
 # Parameters at which the ratios lie on both sides of a bound that is no clip; the probability of a token here is near 1 / 61.
 PARAMETERS: Mapping[str, Mapping[str, float]] = {
@@ -101,13 +102,16 @@ def losses_by_hand(
     parameters: Mapping[str, float],
     factors: Sequence[Sequence[float]] | None = None,
     clip: tuple[float, float] | None = None,
+    entropies: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """The sum over each sample's unmasked tokens, 0-d float64 with graph, before its weight.
 
-    log_probs: one tensor [response_length] a sample. factors: of each token, of a loss that is not of level "batch".
-    clip: (low, high) of a loss that has a clip; None: that of CLIPS.
+    log_probs, entropies: one tensor [response_length] a sample; a loss that needs no entropy needs no entropies. factors: of each
+    token, of a loss that is not of level "batch". clip: (low, high) of a loss that has a clip; None: that of CLIPS.
     """
     loss, sums = get_policy_loss(policy_loss), []
+    if loss.needs_entropy and entropies is None:
+        raise ConfigError(f"policy loss {policy_loss!r} needs the entropy of each token: pass entropies")
     clip = CLIPS.get(policy_loss) if clip is None else clip
     for index, (sample, values) in enumerate(zip(samples, log_probs, strict=True)):
         kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
@@ -116,15 +120,20 @@ def losses_by_hand(
             continue
         anchors = old_log_probs_of(sample) if loss.anchor == "old" else rollout_log_probs_of(sample)
         differences, current = [values[t] - anchors[t] for t in kept], [values[t] for t in kept]
+        computed = {"token_counts": torch.full((len(kept),), float(len(kept)), dtype=values.dtype, device=values.device)}
+        if entropies is not None:
+            computed["entropy"] = torch.stack([entropies[index][t].detach() for t in kept])
+        vectors = {name: computed[name] for name in loss.needs}
         if loss.level == "batch" and policy_loss not in REFERENCES:
-            sums.append(sum_by_batch(loss, torch.stack(differences), torch.stack(current), sample.advantage, parameters, clip))
+            tokens = (torch.stack(differences), torch.stack(current), sample.advantage)
+            sums.append(sum_by_batch(loss, *tokens, parameters, clip, vectors))
             continue
         advantages, numbers = [sample.advantage] * len(kept), loss.resolve_parameters(parameters)
         if policy_loss in REFERENCES:
             found = sample_by_hand(policy_loss, differences, advantages, current, clip or NO_CLIP, numbers)
             of_tokens = [value for value, _ in found]
         else:
-            of_tokens = by_its_function(loss, differences, advantages, current, parameters, clip)
+            of_tokens = by_its_function(loss, differences, advantages, current, parameters, clip, vectors)
         if factors is not None:
             of_tokens = [factors[index][t] * value for t, value in zip(kept, of_tokens, strict=True)]
         sums.append(torch.stack(of_tokens).sum() + 0.0 * values.sum())  # a sample that is clipped whole has constants alone
@@ -148,12 +157,14 @@ def by_its_function(
     log_probs: list[Tensor],
     parameters: Mapping[str, float],
     clip: tuple[float, float] | None,
+    vectors: Mapping[str, Tensor],  # [m] each, what the loss needs
 ) -> list[Tensor]:
     """The values of a loss that is not written out by hand: its own function on one whole sample."""
     if loss.level == "sequence":
         differences, log_probs = ([mean_of(numbers)] * len(numbers) for numbers in (differences, log_probs))
+        vectors = {name: vector.mean().expand(len(vector)) for name, vector in vectors.items()}
     inputs = (torch.stack(differences), torch.tensor(advantages, dtype=torch.float64), torch.stack(log_probs))
-    value = loss.function(*inputs[: 2 + loss.takes_log_probs], **keywords_by_hand(loss, parameters, clip))
+    value = loss.function(*inputs[: 2 + loss.takes_log_probs], **vectors, **keywords_by_hand(loss, parameters, clip))
     return list(value.value if isinstance(value, LossValue) else value)
 
 
@@ -169,6 +180,7 @@ def sum_by_batch(
     advantage: float,
     parameters: Mapping[str, float],
     clip: tuple[float, float] | None,
+    vectors: Mapping[str, Tensor],  # [m] each, what the loss needs
 ) -> Tensor:  # 0-d
     """The sum of a loss of level "batch" over a whole sample without masked tokens, on one rank: its sums are plain sums."""
     size, device = differences.numel(), differences.device
@@ -182,7 +194,7 @@ def sum_by_batch(
         cu_seqlens=torch.tensor([0, size], device=device),
         sums=JointSums(SINGLE, 1, device, is_checked=False),
     )
-    value = loss.function(batch, **keywords_by_hand(loss, parameters, clip))
+    value = loss.function(batch, **vectors, **keywords_by_hand(loss, parameters, clip))
     return (value.value if isinstance(value, LossValue) else value).sum()
 
 

@@ -143,6 +143,7 @@ class LossesAlone(Bench):
             "metrics": "none",
             "tp_group": self.groups.tp,
             "cp_group": self.groups.cp,
+            "cp_layout": "zigzag",  # of local_positions
             "check_ranks": True,
         }
         inputs = (

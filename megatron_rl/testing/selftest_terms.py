@@ -247,7 +247,15 @@ def loss_by_hand(
     factors = [factors_by_hand(sample, values.tolist(), config) for sample, values in zip(step, log_probs, strict=True)]
     is_corrected = CorrectionSettings.of(config).is_on
     clip = get_policy_loss(policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
-    sums = losses_by_hand(step, log_probs, policy_loss, config.loss_parameters, factors if is_corrected else None, clip)
+    sums = losses_by_hand(
+        step,
+        log_probs,
+        policy_loss,
+        config.loss_parameters,
+        factors if is_corrected else None,
+        clip,
+        [of_sample.entropy for of_sample in tokens],
+    )
     counted = list(step)
     if config.rejected_tokens == RejectedTokens.DROPPED:
         counted = [

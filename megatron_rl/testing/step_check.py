@@ -28,7 +28,7 @@ from megatron_rl.layout.groups import (
     resolve_group,
     resolve_groups,
 )
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.loss_hub import PASSED_INPUTS, get_policy_loss
 from megatron_rl.megatron.model import is_of_expert, model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
@@ -191,7 +191,7 @@ def _check_settings(models: Sequence[Any], model_config: Any, config: PolicyLoss
             "finalize_model_grads_func is None in the model's config, so the schedule never reduces gradients over ranks: set it "
             "to megatron.core.distributed.finalize_model_grads"
         )
-    if needs := get_policy_loss(config.policy_loss).needs:
+    if needs := [need for need in get_policy_loss(config.policy_loss).needs if need in PASSED_INPUTS]:
         problems.append(f"policy_loss={config.policy_loss!r} reads {', '.join(needs)}, which check_step cannot give by hand")
     if config.kl_coefficient and any(sample.ref_log_probs is None for sample in samples):
         problems.append("kl_coefficient is not 0, and a sample has no ref_log_probs: give each sample some")

@@ -37,35 +37,39 @@ def own_loss_problems(config: PolicyLossConfig) -> tuple[str, ...]:
 def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameters: Mapping[str, float]) -> tuple[str, ...]:
     """A text for each way in which an elementwise loss differs from its declaration, at these numbers.
 
-    Nothing for a loss of level "batch", for one that reads more than log-ratios, advantages and log-probabilities, for one that
-    raises here, and for one that is random: another result then shows nothing. A derivative that the loss gives must be its
-    value's, in which factors that are constant for the gradient are detached; a value without a graph has none to compare.
+    Nothing for a loss of level "batch", for one that raises here, and for one that is random: another result then shows nothing. A
+    derivative that the loss gives must be what autograd makes of its value, in which factors that are constant for the gradient are
+    detached. A value without a graph has another one.
     """
-    if loss.level == "batch" or loss.needs:
+    if loss.level == "batch":
         return ()
     clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
     return tuple(_contradictions(loss, clips | dict(parameters)))
 
 
 def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator[str]:
-    def at(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, *, prefers_autograd: bool = False) -> LossValues:
-        found = []
+    def at(
+        log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, *further: Tensor, prefers_autograd: bool = False
+    ) -> LossValues:
+        found, vectors = [], dict(zip(loss.needs, further, strict=True))
         for seed in (0, 1):
             torch.default_generator.manual_seed(seed)
-            found.append(evaluate(loss, log_ratio, advantages, log_probs, keywords, {}, prefers_autograd=prefers_autograd))
+            found.append(evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors, prefers_autograd=prefers_autograd))
         if any(map(_num_apart, *found)):
             raise DataError(f"policy loss {loss.name!r} has two results for the same inputs")
         return found[0]
 
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            log_ratio, advantages, log_probs = probes = _probes()
+            further = [_FURTHER_PROBES[name]() for name in loss.needs]
+            probes = [*_probes(), *further]
+            log_ratio, advantages, log_probs = probes[:3]
             own, of_value = at(*probes), at(*probes, prefers_autograd=True).derivative
             # Others on both sides: sums, means and the number of elements change, and so does each element's place.
-            others = (log_ratio + 0.5, 3 * advantages + 5, log_probs - 2)
+            others = (log_ratio + 0.5, 3 * advantages + 5, log_probs - 2, *(vector.flip(0) for vector in further))
             among = at(*(torch.stack([b, a, b], dim=1).flatten() for a, b in zip(probes, others, strict=True)))
             is_idle = torch.arange(_NUM_PROBES) % 2 == 0
-            mixed = at(log_ratio, advantages.masked_fill(is_idle, 0.0), log_probs)
+            mixed = at(log_ratio, advantages.masked_fill(is_idle, 0.0), log_probs, *further)
     except Exception:  # of any type: it is the user's function
         return
     numbers = ", ".join(f"{name}={value:g}" for name, value in keywords.items())
@@ -91,6 +95,11 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
             f"{name} is declared elementwise, and its {changed[0]} at one {element} depends on the others, so it would change with "
             'the layout: leave means and sums to the package, or declare level="batch"'
         )
+    if not changed and own.derivative.any() and not of_value.any():
+        yield (
+            f"{name} returns a derivative, and a value that has none by log_ratio and log_probs: detach only what is constant for "
+            "the gradient, as in -weight.detach() * advantages * log_probs; or leave the derivative to autograd"
+        )
     if not changed and own.derivative.any() and of_value.any():
         is_moved = of_value != 0
         factor = float((own.derivative[is_moved] / of_value[is_moved]).median())
@@ -114,6 +123,16 @@ def _probes() -> tuple[Tensor, Tensor, Tensor]:  # log_ratio, advantages and log
     log_ratio[::16] = 0.0
     advantages = signs[1] * 10 ** (5 * drawn[3] - 3)  # 1e-3 to 100
     return log_ratio, advantages, log_ratio.clamp(max=0.0) - 10 ** (4 * drawn[4] - 3)  # no probability is above 1
+
+
+# What a loss may need besides: counts of short and of long samples, entropies from a sure token to an even choice, and numbers of
+# other policies.
+_FURTHER_PROBES = {
+    "token_counts": lambda: 1.0 + torch.arange(_NUM_PROBES) % 61,
+    "entropy": lambda: 1e-3 + 11 * torch.rand(_NUM_PROBES, generator=torch.Generator().manual_seed(1), dtype=torch.float32),
+    "rollout_log_probs": lambda: -9 * torch.rand(_NUM_PROBES, generator=torch.Generator().manual_seed(2), dtype=torch.float32),
+    "ref_log_probs": lambda: -9 * torch.rand(_NUM_PROBES, generator=torch.Generator().manual_seed(3), dtype=torch.float32),
+}
 
 
 def _num_apart(values: Tensor, others: Tensor, rtol: float = 1e-4) -> int:

@@ -165,6 +165,19 @@ def loss_parameters_are_declared(launch: Settings) -> Iterator[str]:
 
 
 @check()
+def entropy_of_a_loss_is_known(launch: Settings) -> Iterator[str]:
+    """custom_loss reports a share of clipped tokens, for which it calls the loss again, without the entropies."""
+    loss, config = launch.loss, launch.config
+    if loss is None or not loss.needs_entropy or launch.route != Route.CUSTOM_LOSS:
+        return
+    if config.policy_metrics != PolicyMetrics.NONE:
+        yield (
+            f"--policy-loss {config.policy_loss} needs the entropy of each token, which the metric pg_clipfrac of this route does "
+            "not have: set --policy-metrics none, or train with the forward step of Megatron-LM or with megatron_rl train"
+        )
+
+
+@check()
 def corrections_fit(launch: Settings) -> Iterator[str]:
     """A wrong name of a correction or level is reported with the other choices."""
     correction, loss = CorrectionSettings.of(launch.config), launch.loss
