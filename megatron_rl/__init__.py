@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
-    from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig
+    from megatron_rl.config import LossAggregation, PolicyLossConfig
     from megatron_rl.corrections import Correction
     from megatron_rl.errors import ConfigError, DataError
     from megatron_rl.loss_hub import LossValue, Parameter, register_loss_aggregation, register_policy_loss
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from megatron_rl.ops.linear_head import linear_log_probs
     from megatron_rl.ops.log_probs import vocab_parallel_log_probs
     from megatron_rl.ops.ratios import bounded_exp
+    from megatron_rl.registries.correction_settings import CorrectionSettings
+    from megatron_rl.registries.corrections import CorrectionValue, register_correction
+    from megatron_rl.registries.kl_estimators import KLValue, register_kl_estimator
 
 __version__ = "0.3.0"
 
@@ -32,7 +35,9 @@ __all__ = [
     "ConfigError",
     "Correction",
     "CorrectionSettings",
+    "CorrectionValue",
     "DataError",
+    "KLValue",
     "LossAggregation",
     "LossValue",
     "Parameter",
@@ -49,6 +54,8 @@ __all__ = [
     "linear_log_probs",
     "linear_policy_loss",
     "policy_loss",
+    "register_correction",
+    "register_kl_estimator",
     "register_loss_aggregation",
     "register_policy_loss",
     "regularizer_weights",
@@ -58,7 +65,7 @@ __all__ = [
 # Module -> its names here. The module is imported at the first use of a name.
 _FROM = {
     "aggregation": ("StepTotals", "count_step", "regularizer_weights", "sample_token_weights"),
-    "config": ("CorrectionSettings", "LossAggregation", "PolicyLossConfig"),
+    "config": ("LossAggregation", "PolicyLossConfig"),
     "corrections": ("Correction",),
     "errors": ("ConfigError", "DataError"),
     "loss_hub": ("LossValue", "Parameter", "register_loss_aggregation", "register_policy_loss"),
@@ -69,6 +76,9 @@ _FROM = {
     "ops.linear_head": ("linear_log_probs",),
     "ops.log_probs": ("vocab_parallel_log_probs",),
     "ops.ratios": ("bounded_exp",),
+    "registries.correction_settings": ("CorrectionSettings",),
+    "registries.corrections": ("CorrectionValue", "register_correction"),
+    "registries.kl_estimators": ("KLValue", "register_kl_estimator"),
 }
 _MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
 

@@ -22,6 +22,7 @@ from megatron_rl.loss_hub import Parameter, declared_parameters, get_policy_loss
 from megatron_rl.validation import (
     CHOICES,
     HOST_SWITCHES,
+    REGISTRIES,
     ROUTES_OF_FLAG,
     Settings,
     field_of,
@@ -271,6 +272,8 @@ def _kind(field: Field) -> str:
 def _metavar(field: Field) -> str | None:
     if field.name in CHOICES:
         return "{" + ",".join(CHOICES[field.name]) + "}"
+    if field.name in REGISTRIES:
+        return "{" + ",".join(REGISTRIES[field.name].names_in_sources()) + "}"
     return _METAVARS[_kind(field)]
 
 

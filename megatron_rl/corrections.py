@@ -16,10 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.config import CorrectionLevel, CorrectionSettings, ImportanceCorrection
-from megatron_rl.errors import ConfigError
+from megatron_rl.config import CorrectionLevel
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.packing import spread
 from megatron_rl.ops.ratios import bounded_exp
+from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.registries.corrections import CorrectionValue, get_correction
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,13 @@ def correction_columns(
 
 
 def token_weights_of(settings: CorrectionSettings, old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:  # [T]
-    """The factor of each token at level token, which needs no sum; ones at other levels."""
-    if settings.kind == ImportanceCorrection.NONE or settings.is_of_sequence:
+    """The factor of each token that needs no sum: that of level token, or the one that a correction of samples gives its tokens
+    besides; ones where there is none."""
+    weigh_tokens = get_correction(settings.kind).weigh_tokens
+    if settings.is_of_sequence and weigh_tokens is not None:
+        ratios = bounded_exp(old_log_probs - rollout_log_probs)
+        return _checked_weights(settings, weigh_tokens(ratios), ratios)
+    if settings.is_of_sequence or not settings.has_factor:
         return torch.ones_like(old_log_probs)
     weights, _ = _bounded(settings, bounded_exp(old_log_probs - rollout_log_probs))
     return weights
@@ -84,7 +91,9 @@ def correct(
         of_samples = _sample_ratios(settings, sums)
         parts = (of_samples, *_bounded(settings, of_samples))
         ratios, weights, is_kept = (spread(part, documents) for part in parts)
-    elif settings.kind != ImportanceCorrection.NONE:
+        if get_correction(settings.kind).weigh_tokens is not None:
+            weights = weights * token_weights_of(settings, old_log_probs, rollout_log_probs)
+    elif settings.has_factor:
         ratios = bounded_exp(old_log_probs - rollout_log_probs)
         weights, is_kept = _bounded(settings, ratios)
     is_off_policy = torch.zeros_like(loss_mask)
@@ -95,6 +104,21 @@ def correct(
     weights, ratios = torch.where(is_kept, weights, 0.0).to(dtype), torch.where(loss_mask, ratios, 1.0).to(dtype)
     low, high = settings.bounds
     return Correction(weights, ratios, is_kept, is_off_policy, is_low=ratios < low, is_high=ratios > high)
+
+
+def factors_after_sums(
+    settings: CorrectionSettings,
+    correction: Correction,
+    sums: dict[str, Tensor],  # [N] each, as `correct` got them
+    documents: Tensor,  # [T] int64, N on padding
+) -> Tensor:  # [T]
+    """What the sums add to token_weights_of: the product of both is `correction.weights`."""
+    if not settings.is_of_sequence:
+        return correction.is_kept.to(correction.weights.dtype)
+    if get_correction(settings.kind).weigh_tokens is None:
+        return correction.weights
+    of_samples, _ = _bounded(settings, _sample_ratios(settings, sums))
+    return torch.where(correction.is_kept, spread(of_samples, documents), 0.0).to(correction.weights.dtype)
 
 
 def _sample_ratios(settings: CorrectionSettings, sums: dict[str, Tensor]) -> Tensor:  # [N] float64
@@ -112,12 +136,23 @@ def _has_diverged(sequence_delta: float, sums: dict[str, Tensor]) -> Tensor:  # 
 
 
 def _bounded(settings: CorrectionSettings, ratios: Tensor) -> tuple[Tensor, Tensor]:  # weights [*], is_kept [*] bool
-    low, high = settings.bounds
-    if settings.kind == ImportanceCorrection.TIS:
-        return ratios.clamp(low, high), torch.ones_like(ratios, dtype=torch.bool)
-    is_kept = (ratios >= low) & (ratios <= high)
-    if settings.kind == ImportanceCorrection.ICEPOP:
-        return torch.where(is_kept, ratios, 0.0), is_kept
-    if settings.kind == ImportanceCorrection.MASK:
-        return is_kept.to(ratios.dtype), is_kept
-    raise ConfigError(f"importance_correction={settings.kind!r} has no formula: choose one of {', '.join(ImportanceCorrection)}")
+    """Raises DataError where the correction returns another shape or dtype."""
+    returned = get_correction(settings.kind).function(ratios, *settings.bounds)
+    result = returned if isinstance(returned, CorrectionValue) else CorrectionValue(returned)
+    is_kept = torch.ones_like(ratios, dtype=torch.bool) if result.is_kept is None else result.is_kept
+    if is_kept.shape != ratios.shape or is_kept.dtype != torch.bool:
+        raise DataError(
+            f"importance correction {settings.kind!r} returned {tuple(is_kept.shape)} {is_kept.dtype} as is_kept: it must be "
+            f"{tuple(ratios.shape)} torch.bool"
+        )
+    return _checked_weights(settings, result.weights, ratios), is_kept
+
+
+def _checked_weights(settings: CorrectionSettings, weights: object, ratios: Tensor) -> Tensor:
+    if isinstance(weights, Tensor) and weights.shape == ratios.shape and weights.dtype == ratios.dtype:
+        return weights
+    found = f"{tuple(weights.shape)} {weights.dtype}" if isinstance(weights, Tensor) else type(weights).__name__
+    raise DataError(
+        f"importance correction {settings.kind!r} returned {found} as its weights: they must be {tuple(ratios.shape)} "
+        f"{ratios.dtype}"
+    )

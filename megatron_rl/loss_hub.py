@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from megatron_rl.aggregation_record import AggregationRecord, declared_fields
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionSettings, flag_fields
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, flag_fields
 from megatron_rl.errors import ConfigError
+from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.registries.registry import check_signature, check_twin_path, import_dotted, takes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -197,7 +199,7 @@ def register_loss_aggregation(
         raise ConfigError(f"loss aggregation {name!r}: {error}") from error
 
     def decorate(function: Weigh) -> Weigh:
-        _check_signature("loss aggregation", name, function, *_AGGREGATION_PARAMETERS)
+        check_signature("loss aggregation", name, function, *_AGGREGATION_PARAMETERS)
         _add(_AGGREGATIONS, "loss aggregation", name, AggregationRecord(name, function, *fields))
         return function
 
@@ -256,19 +258,16 @@ def register_policy_loss(
             raise ConfigError(f"needs={needs!r} of policy loss {name!r}: {need!r} is none of {', '.join(FURTHER_INPUTS)}")
     if level == "batch" and triton is not None:
         raise ConfigError(f'policy loss {name!r}: a twin computes elements, and level "batch" has none; leave out triton')
-    if triton is not None and not isinstance(triton, str):
-        raise ConfigError(f"triton={triton!r} of policy loss {name!r} must be the text module.function, or None")
-    if triton is not None and "." not in triton:
-        raise ConfigError(f"triton={triton!r} of policy loss {name!r} has no dot: write module.function")
+    check_twin_path("policy loss", name, triton)
 
     def decorate(function: Function) -> Function:
-        takes_log_probs = level != "batch" and _takes(function, "log_probs")
+        takes_log_probs = level != "batch" and takes(function, "log_probs")
         positional = ("batch",) if level == "batch" else ("log_ratio", "advantages", "log_probs")[: 2 + takes_log_probs]
         clips = () if clip_ratios is None else ("clip_ratio_low", "clip_ratio_high")
         keywords = (*clips, *needs, *(parameter.name for parameter in parameters))
         if len({*positional, *keywords}) < len(positional) + len(keywords):
             raise ConfigError(f"policy loss {name!r} declares a name twice among {', '.join((*positional, *keywords))}")
-        _check_signature("policy loss", name, function, positional, keywords)
+        check_signature("policy loss", name, function, positional, keywords)
         first = next(iter(inspect.signature(function).parameters))
         if first in ("ratio", "ratios", "rho"):
             raise ConfigError(
@@ -368,24 +367,6 @@ def policy_loss_names() -> tuple[str, ...]:
     return tuple(_POLICY_LOSSES)
 
 
-def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
-    """Imports module.function as the hosts do: split on the last dot. Raises ConfigError, which says which half failed."""
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{purpose} {path!r} has no dot: write module.function")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, TypeError) as error:  # a leading dot asks for a relative import: TypeError
-        places = "PYTHONPATH, and with megatron-rl the current directory, are where modules are looked for"
-        raise ConfigError(f"{purpose} {path!r}: module {module_name!r} cannot be imported ({error}); {places}") from error
-    if not hasattr(module, attribute):
-        raise ConfigError(f"{purpose} {path!r}: module {module_name!r} has no {attribute!r}; write module.function")
-    function: Callable[..., Any] = getattr(module, attribute)
-    if not callable(function):
-        raise ConfigError(f"{purpose} {path!r} is {type(function).__name__}, not a function")
-    return function
-
-
 @functools.cache
 def _register_built_in() -> None:
     """Imports what registers the built-in names: aggregation.py, and each file of losses/. At the first look into a registry, so
@@ -425,21 +406,3 @@ def _add(registry: dict[str, Record], kind: str, name: str, record: Record) -> N
     if known is not None and known.function is not record.function:
         raise ConfigError(f"{kind} {name!r} is already registered by {known.function.__module__}; choose another name")
     registry[name] = record
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # no function, or a builtin without a signature: _check_signature says so
-        return False
-
-
-def _check_signature(
-    kind: str, name: str, function: Callable[..., Any], positional: tuple[str, ...], keywords: tuple[str, ...]
-) -> None:
-    """Raises ConfigError at registration for a function that lacks an argument: it would fail in the middle of a run."""
-    try:
-        inspect.signature(function).bind(*positional, **dict.fromkeys(keywords))
-    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
-        wanted = f"({', '.join(positional)}, *, {', '.join(keywords)})"
-        raise ConfigError(f"{kind} {name!r} must accept {wanted}: {error}") from error

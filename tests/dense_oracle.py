@@ -225,7 +225,10 @@ CORRECTIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "tis": lambda w, low, high: w.clamp(low, high),
     "icepop": lambda w, low, high: w * ((w >= low) & (w <= high)),
     "mask": lambda w, low, high: ((w >= low) & (w <= high)).double(),
+    "seq_mask_tis": lambda w, low, high: ((w >= low) & (w <= high)).double(),
 }
+# Where a token has its own w as a further factor.
+TIMES_OWN_RATIO = {"seq_mask_tis"}
 # log w of a token, of the [m] log-ratios of its sample.
 LEVELS: dict[str, Callable[[Tensor], Tensor]] = {
     "token": lambda logs: logs,
@@ -329,6 +332,8 @@ class SampleTerms:
         else:
             ratios = bounded_exp(formula(LEVELS, settings.level, "correction level")(logs))
         factors = formula(CORRECTIONS, settings.correction, "importance correction")(ratios, *self.bounds())
+        if settings.correction in TIMES_OWN_RATIO:
+            factors = factors * bounded_exp(logs)
         is_off_policy = torch.zeros(len(self.live), dtype=torch.bool)
         if settings.sequence_delta is not None and self.live:
             divergence = float((self.rollout - self.new.detach()).sum()) / len(self.live)

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from functools import cache
 
 from megatron_rl.__main__ import main
-from megatron_rl.config import CorrectionLevel, ImportanceCorrection, KLEstimator
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, policy_loss_names
+from megatron_rl.registries.corrections import correction_names, get_correction
+from megatron_rl.registries.kl_estimators import kl_estimator_names
 
 # door -> the flags of explain beside it. In miles and slime our losses run as their custom loss.
 DOORS = {
@@ -38,17 +39,17 @@ def settings() -> dict[str, dict[str, tuple[str, ...]]]:
         if "." not in name and get_loss_aggregation(name).name == name:
             divisor = ("--loss-aggregation-divisor", "8") if get_loss_aggregation(name).takes_divisor else ()
             aggregations[name] = ("--loss-aggregation", name, *divisor)
-    kinds = [kind for kind in ImportanceCorrection if kind != ImportanceCorrection.NONE]
+    kinds = [name for name in correction_names() if get_correction(name).levels]
     corrections = {
         f"{kind}, {level}": ("--importance-correction", kind, "--importance-correction-level", level, *BOUNDS)
         for kind in kinds
-        for level in CorrectionLevel
+        for level in get_correction(kind).levels
     }
     return {
         "loss": {name: ("--policy-loss", name) for name in policy_loss_names() if "." not in name},
         "aggregation": aggregations,
         "correction": corrections | {"off_policy_sequence_delta": ("--off-policy-sequence-delta", "0.1")},
-        "KL estimator": {str(name): ("--kl-coefficient", "0.1", "--kl-estimator", name) for name in KLEstimator},
+        "KL estimator": {str(name): ("--kl-coefficient", "0.1", "--kl-estimator", name) for name in kl_estimator_names()},
     }
 
 

@@ -18,8 +18,10 @@ from dense_oracle import DenseSample, DenseSettings
 from helpers import PARAMETERS, last_rank_alone, zigzag
 from torch import Tensor
 
-from megatron_rl.config import CorrectionLevel, ImportanceCorrection, KLEstimator, PolicyMetrics
+from megatron_rl.config import PolicyMetrics
 from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names, policy_loss_names
+from megatron_rl.registries.corrections import correction_names, get_correction
+from megatron_rl.registries.kl_estimators import kl_estimator_names
 
 STEPS_OF_A_LOSS = int(os.environ.get("GENERATED_STEPS", "24"))
 CLIP = (0.1, 0.15)  # low and high differ, so that swapping them shows
@@ -129,8 +131,8 @@ DOORS = [
     Door("log_probs", "triton", FLOAT32),
 ]
 CORRECTIONS = [
-    *((str(kind), str(level)) for kind in ImportanceCorrection for level in CorrectionLevel if kind != ImportanceCorrection.NONE),
-    *(("none", "token") for _ in range(4)),
+    *((name, level) for name in correction_names() for level in get_correction(name).levels),
+    *(("none", "token") for _ in range(5)),
 ]
 BOUNDS = {"token": (0.8, 1.25), "sequence_mean": (0.9, 1.1), "sequence_sum": (0.6, 1.7)}
 
@@ -196,7 +198,7 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
         bounds=(None, None) if has_usual or kind == "none" else BOUNDS[level],
         sequence_delta=decks.draw("sequence delta", [None, None, 0.02]),
         is_dropped=decks.draw("dropped", [False, True]),
-        kl_estimator=decks.draw("estimator", [str(estimator) for estimator in KLEstimator]),
+        kl_estimator=decks.draw("estimator", kl_estimator_names()),
         kl_coefficient=decks.draw("kl", [0.0, 0.7]),
         entropy_coefficient=decks.draw("entropy", [0.0, 0.3, 0.0]),
         temperature=decks.draw("temperature", [1.0, 0.7]),

@@ -23,6 +23,8 @@ from torch import Tensor
 from megatron_rl import loss_hub
 from megatron_rl.layout.groups import GATHER_INTO_ONE, MESSAGE_BYTES
 from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.registries.corrections import CORRECTIONS, correction_names
+from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, kl_estimator_names
 from megatron_rl.testing import ranks as rank_pools
 from megatron_rl.testing.losses_by_hand import REFERENCES, sample_by_hand
 from megatron_rl.testing.ranks import RankPool
@@ -46,9 +48,10 @@ COLLECTIVES = {
 
 @contextlib.contextmanager
 def names_forgotten() -> Iterator[None]:
-    """The hub forgets the losses and aggregations that are registered inside."""
-    loss_hub.policy_loss_names()  # the built-in ones are there
-    registries = (loss_hub._AGGREGATIONS, loss_hub._POLICY_LOSSES)
+    """The registries forget the losses, aggregations, KL estimators and corrections that are registered inside."""
+    for built_in in (loss_hub.policy_loss_names, kl_estimator_names, correction_names):
+        built_in()  # they are there
+    registries = (loss_hub._AGGREGATIONS, loss_hub._POLICY_LOSSES, KL_ESTIMATORS.records, CORRECTIONS.records)
     known = [dict(registry) for registry in registries]
     try:
         yield

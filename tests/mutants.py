@@ -79,14 +79,18 @@ JUDGES = {
     "megatron/routing.py": "router_replay expert_layouts",
     "megatron/batch.py": "batch packed_bins router_replay",
     "megatron/forward_step.py": "forward_step router_replay",
+    "correction_kinds/": "term_contract corrections",
+    "kl_estimators/": "term_contract kl_estimators generated_steps",
     "ops/": "log_probs linear_head linear_gradients linear_losses log_probs_triton messages generated_steps",
     "ops/log_probs_triton.py": "log_probs_triton generated_steps",
-    "ops/ratios.py": "kl_estimators golden_losses loss_contract generated_steps",
-    "ops/ratios_triton.py": "kl_estimators loss_contract generated_steps",
+    "ops/ratios.py": "term_contract kl_estimators golden_losses loss_contract generated_steps",
+    "ops/ratios_triton.py": "term_contract loss_contract generated_steps",
+    "registries/": "term_contract corrections",
     "ops/unit_gradient_triton.py": "unit_gradient",
     "validation/": "validation messages arguments flag_effects router_losses_said",
     "validation/checks.py": "checks",
     "validation/own_loss.py": "contradictions",
+    "validation/own_terms.py": "term_contract",
 }
 
 

@@ -6,7 +6,15 @@ import math
 
 import torch
 
-from megatron_rl import LossValue, Parameter, bounded_exp, register_policy_loss
+from megatron_rl import (
+    KLValue,
+    LossValue,
+    Parameter,
+    bounded_exp,
+    register_correction,
+    register_kl_estimator,
+    register_policy_loss,
+)
 
 SCALE = Parameter("scale", default=1.0, minimum=0.0, maximum=2.0, help="multiplies the weight, 1 is 100 %")
 
@@ -63,6 +71,23 @@ def overflowing(log_ratio, advantages):
     return LossValue(torch.where(log_ratio > 100, math.inf, -advantages * log_ratio), derivative=-advantages)
 
 
+def jeffreys(log_probs, ref_log_probs):
+    """A KL estimator: half the symmetric divergence."""
+    difference = log_probs - ref_log_probs
+    return difference * (1 - bounded_exp(-difference)) / 2
+
+
+def negated(log_probs, ref_log_probs):
+    """A KL estimator whose derivative has another sign."""
+    difference = log_probs - ref_log_probs
+    return KLValue(difference.square() / 2, -difference)
+
+
+def normalised(ratios, low, high):
+    """A correction that is wrong on every layout: a mean over what is together."""
+    return ratios.clamp(low, high) / ratios.clamp(low, high).mean()
+
+
 def declare() -> None:
     """Registers all of them. What a test registers is gone after it, and a module is imported once: to be called by the test,
     which imports this module itself, so that no table of what is registered meets these losses."""
@@ -88,6 +113,9 @@ def declare() -> None:
         ),
         zero_advantage_has_no_gradient=True,
     )(truncated)
+    register_kl_estimator("own_jeffreys")(jeffreys)
+    register_kl_estimator("own_negated")(negated)
+    register_correction("own_normalised")(normalised)
 
 
 declare()

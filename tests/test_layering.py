@@ -22,9 +22,9 @@ from megatron_rl.hosts import DOOR_NAMES, ROLLOUT_HOST_NAMES
 # megatron_rl itself; benchmarks/ lies beside the package, and the wheel does not hold it.
 FLOORS = (
     ("errors", "config"),
-    ("files", "layout", "aggregation_record"),
-    ("loss_hub", "ops"),
-    ("aggregation", "built_in_losses", "corrections", "lm_head"),
+    ("files", "layout", "aggregation_record", "registries"),
+    ("loss_hub", "ops", "correction_kinds"),
+    ("aggregation", "built_in_losses", "corrections", "kl_estimators", "lm_head"),
     ("metrics", "accumulation"),
     ("losses", "step_metrics"),
     ("validation", "__init__"),
@@ -70,6 +70,7 @@ BY_NAME = {
     "__init__.py": "the front door: a name of __all__ is imported where it is asked for",
     "__main__.py": "a command is imported where it is typed",
     "loss_hub.py": "the first look into a registry imports the files that register the built-ins, once all of this file has run",
+    "registries/registry.py": "as loss_hub.py: the files of the folder that the registry names, and a user's module",
     "hosts/base.py": "the host of a name, where a launch is read",
     "hosts/doors.py": "the door of each name",
     "hosts/door.py": "what a trainer calls, where it asks the declaration for it: a plug imports its declaration",

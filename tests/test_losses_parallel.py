@@ -22,7 +22,6 @@ from helpers import (
 from linear_cases import every_term
 from loss_backends import HAS_TRITON, PER_TOKEN
 
-from megatron_rl.config import CorrectionSettings
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.losses import policy_loss
 from megatron_rl.testing.ranks import RankPool

@@ -24,10 +24,10 @@ from host_checkouts import NEMO_RL
 from nemo_rl_cases import Case
 
 from megatron_rl import __main__ as command_line
-from megatron_rl.config import KLEstimator
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import launch, nemo_rl, nemo_rl_plugin, run
 from megatron_rl.layout.context_parallel import chunk_spans
+from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.testing.ranks import run_ranks
 
 
@@ -87,7 +87,7 @@ def check_kl(case: Case, estimator: str, **by: Any) -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["constant", "prompt_mean"])
-@pytest.mark.parametrize("estimator", KLEstimator)
+@pytest.mark.parametrize("estimator", kl_estimator_names())
 def test_kl_by_an_estimator_of_ours_is_the_mean_over_samples(estimator, aggregation):
     check_kl(Case(loss="grpo", aggregation=aggregation, sizes=(3, 5), cp=2, packing="a call a sequence"), str(estimator))
 
@@ -127,6 +127,17 @@ def test_sampling_weights_are_those_of_the_settings():
     bounds = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.05}
     assert cases.run_step(case, step, cases.make_loss(case, **on)).loss == pytest.approx(plain * math.exp(0.1), rel=1e-5)
     assert cases.run_step(case, step, cases.make_loss(case, **on, **bounds)).loss == pytest.approx(plain * 1.05, rel=1e-5)
+
+
+def test_a_mask_by_sample_is_told_as_ours():
+    """NeMo-RL's seq-mask-tis: the mean of each sample's ratios is exp(0.1) = 1.105, inside [0.9, 1.2] and outside of [0.9, 1.1]."""
+    case = Case(loss="cispo", aggregation="token_mean", sizes=(3, 5))
+    step = cases.make_step(case)
+    plain = cases.run_step(case, step, cases.make_loss(case)).loss
+    on = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "seq-mask-tis"}
+    for high, factor in ((1.2, math.exp(0.1)), (1.1, 0.0)):
+        bounds = {"truncated_importance_sampling_ratio_min": 0.9, "truncated_importance_sampling_ratio": high}
+        assert cases.run_step(case, step, cases.make_loss(case, **on, **bounds)).loss == pytest.approx(plain * factor, rel=1e-5)
 
 
 def test_on_policy_ratios_ignore_the_placeholder_of_old_log_probs():
@@ -199,7 +210,10 @@ def test_advantages_without_the_weights_of_their_step_are_refused(change):
         ({"megatron_rl": "grpo.sample_mean", "positive_example_nll_weight": 0.1}, "depends on the micro-batch size"),
         ({"megatron_rl": "gspo.token_mean", "ratio_clip_max": 0.28}, "ratio_clip_min=0.2 beside loss_fn.ratio_clip_max=0.28"),
         ({"megatron_rl": "grpo.token_mean", "megatron_rl_clip_ratio_c": 3}, "has no effect: set loss_fn.ratio_clip_c"),
-        ({"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k4"}, "k4 is not one of k1, k2, k3, k3\\+, unbiased"),
+        (
+            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k4"},
+            "kl_estimator=k4: KL estimator 'k4' is not registered; known: k1, k2, k3, k3\\+, unbiased",
+        ),
         (
             {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "reference_policy_kl_penalty": 0.0},
             "_kl_estimator=k3 has no effect without a coefficient: set loss_fn.reference_policy_kl_penalty to .*, it is 0.0",
@@ -225,9 +239,9 @@ def test_advantages_without_the_weights_of_their_step_are_refused(change):
             {
                 "megatron_rl": "grpo.token_mean",
                 "use_importance_sampling_correction": True,
-                "truncated_importance_sampling_type": "seq-mask-tis",
+                "truncated_importance_sampling_type": "seq-mask",
             },
-            "beside this switch our losses have tis, icepop",
+            "beside this switch our losses have tis, icepop, seq-mask-tis",
         ),
         ({"megatron_rl": "dppo_tv.token_mean", "use_importance_sampling_correction": True}, "would be counted twice"),
         (

@@ -20,7 +20,7 @@ from simulated_cuda import simulated_cuda
 from torch import Tensor
 
 from benchmarks.launches import counted_launches, watched_launches
-from megatron_rl.config import CorrectionSettings, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss
@@ -33,6 +33,7 @@ from megatron_rl.ops.backends import (
     StatisticsConfiguration,
     one_read_configuration,
 )
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing.ranks import run_ranks
 
 pytest.importorskip("triton")

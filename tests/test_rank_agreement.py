@@ -15,11 +15,11 @@ from helpers import counted_collectives, error_of, pool_of
 from loss_backends import KERNEL
 
 import megatron_rl
-from megatron_rl.config import CorrectionSettings
 from megatron_rl.layout.groups import MESSAGE_BYTES, SINGLE, RankAgreement, checks_microbatch
 from megatron_rl.loss_hub import LossValue, register_policy_loss
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing.ranks import RankPool
 
 NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE, MASKED = 6, 8, 4, 2

@@ -18,13 +18,15 @@ from helpers import pool_of
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import selftest as command
-from megatron_rl.config import Backend, ImportanceCorrection, KLEstimator, LossAggregation
+from megatron_rl.config import Backend, LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.probe import CAUSES, factor_names
+from megatron_rl.registries.corrections import correction_names
+from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.testing import selftest, selftest_bench, selftest_steps, selftest_table
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare, named_sizes
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard
@@ -472,8 +474,8 @@ def test_every_loss_aggregation_head_and_backend_has_a_row():
     assert len(cases) == 2 * ROWS + len(per_token_cases()) and len(per_token_cases()) == 2 * len(CLIPS)
     assert len({row.name for row in rows}) == len(rows)
     assert {case.aggregation for case in cases} == set(LossAggregation) and {case.backend for case in cases} == {"torch", "triton"}
-    assert {case.config.kl_estimator for case in cases} == set(KLEstimator)
-    assert {case.config.importance_correction for case in cases} == set(ImportanceCorrection)
+    assert {case.config.kl_estimator for case in cases} == set(kl_estimator_names())
+    assert {case.config.importance_correction for case in cases} == set(correction_names())
 
 
 def test_what_of_triton_is_left_out_is_said(monkeypatch):

@@ -14,10 +14,11 @@ from forked import forget, forked
 from helpers import pool_of
 from test_selftest import CPU, FIFTH, ROOT, megatron
 
-from megatron_rl.config import Backend, CorrectionSettings
+from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses import reduce_torch
 from megatron_rl.ops.backends import is_interpreted
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing import loss_batch, selftest_losses
 from megatron_rl.testing.layout_step import Layout
 from megatron_rl.testing.reference import ragged_samples

@@ -6,14 +6,25 @@ import triton
 import triton.language as tl
 
 from megatron_rl.losses.twin_triton import apply_twin, load_vectors
-from megatron_rl.ops.ratios_triton import kl_estimate
 
 
 @triton.jit
-def kl_kernel(VALUE, ESTIMATOR: tl.constexpr):
-    zeros = tl.zeros((1,), tl.float32)
-    value, _ = kl_estimate(ESTIMATOR, zeros, zeros, zeros)
-    tl.store(VALUE + tl.arange(0, 1), value)
+def kl_kernel(
+    LOG_PROBS,  # [n] float32, as all of them
+    REF_LOG_PROBS,
+    LOG_RATIO,
+    VALUE,
+    DERIVATIVE,
+    n,
+    KL_TWIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.arange(0, BLOCK)
+    is_inside = at < n
+    log_probs, reference = tl.load(LOG_PROBS + at, is_inside, 0.0), tl.load(REF_LOG_PROBS + at, is_inside, 0.0)
+    value, derivative = KL_TWIN(log_probs, reference, tl.load(LOG_RATIO + at, is_inside, 0.0))
+    tl.store(VALUE + at, value, is_inside)
+    tl.store(DERIVATIVE + at, derivative, is_inside)
 
 
 @triton.jit

@@ -34,6 +34,7 @@ TOKEN_MEAN = {"loss_aggregation": "token_mean"}
 GROUPS_OF_4 = {**PROMPT_MEAN, "samples_per_prompt": 4}
 PER_TOKEN = {"calculate_per_token_loss": True}
 GSPO = {"policy_loss": "gspo"}
+RATIO_BOUNDS = {"importance_correction_low": 0.5, "importance_correction_high": 2.0}
 PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no clip
 ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
 SCALED_EXP = {"fused_lm_head_loss": True, "scaled_exp_head": True}
@@ -141,11 +142,18 @@ REFUSED: dict[str, list[dict]] = {
         {"policy_loss_backend": "cuda"},
         {"gradient_divisor": 8},
         {"router_aux_loss": "off"},
-        {"importance_correction": "ppo"},
         {"importance_correction_level": ["token"]},
         {"rejected_tokens": "ignored"},
-        {"kl_estimator": "k4", "kl_coefficient": 0.1},
         {"watchdog": False},
+    ],
+    "registered_names_are_known": [
+        {"importance_correction": "ppo"},
+        {"kl_estimator": "k4", "kl_coefficient": 0.1},
+        {"kl_estimator": "no_module.f", "kl_coefficient": 0.1},
+    ],
+    "own_terms_are_what_they_declare": [
+        {"kl_estimator": "own_losses.negated", "kl_coefficient": 0.1},
+        {"importance_correction": "own_losses.normalised", **RATIO_BOUNDS},
     ],
     "switches_are_true_or_false": [
         {"allow_partial_prompt_groups": "maybe"},
@@ -245,6 +253,8 @@ ALLOWED: dict[str, list[dict]] = {
     "coefficients_are_not_negative": [{"kl_coefficient": 0.0, "entropy_coefficient": 0.01}],
     "counts_are_positive": [{"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None}],
     "choices_are_listed": [{"policy_metrics": "with_entropy", "watchdog": "raise", "gradient_divisor": "num_samples"}],
+    "registered_names_are_known": [{"importance_correction": "tis"}, {"kl_estimator": "k3+", "kl_coefficient": 0.1}],
+    "own_terms_are_what_they_declare": [{"kl_estimator": "own_losses.jeffreys", "kl_coefficient": 0.1}],
     "switches_are_true_or_false": [{"fp32_lm_head": True}],
     "partial_groups_need_a_declared_size": [
         {"allow_partial_prompt_groups": True, "samples_per_prompt": 4},
@@ -334,7 +344,7 @@ def judge(rule_name: str, settings: dict) -> list[str]:
     """The messages of one rule."""
     (rule,) = [rule for rule in RULES if rule.name == rule_name]
     with names_forgotten():  # no message of another rule lists them
-        if str(settings.get("policy_loss")).startswith("own_losses.") or "loss_parameters" in settings:
+        if any(str(value).startswith("own_losses.") for value in settings.values()) or "loss_parameters" in settings:
             import own_losses
 
             own_losses.declare()

@@ -22,7 +22,8 @@ from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.batch import HostBatch, read_host_batch
 from megatron_rl.hosts.flags import host_config, known_correction
 from megatron_rl.layout.groups import Group
-from megatron_rl.loss_hub import get_loss_aggregation, import_dotted
+from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.registries.registry import import_dotted
 from megatron_rl.validation import HOST_SWITCHES, config_warnings, flag_of
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS

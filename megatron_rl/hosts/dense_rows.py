@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, regularizer_weights, weigh_tokens
-from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig
+from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.door import is_carried
 from megatron_rl.layout.groups import SINGLE
@@ -25,6 +25,7 @@ from megatron_rl.loss_hub import (
 )
 from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.registries.correction_settings import CorrectionSettings
 
 # A marked advantage has a code in its last bits: a relative change of at most 16 x 2^-23.
 MARK_BITS = 5

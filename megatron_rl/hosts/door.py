@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.aggregation_record import AggregationRecord, Formula
-from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig
+from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.hosts.sampling import Sampler, names_of
 from megatron_rl.hosts.settings import Given, Settings, as_typed
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters, get_loss_aggregation, loss_aggregation_names
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation.checks import Check, Row
 
 Stage = tuple[str, Formula, str]  # name, factor, what it does

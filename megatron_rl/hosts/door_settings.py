@@ -8,20 +8,15 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from megatron_rl.config import (
-    ImportanceCorrection,
-    KLEstimator,
-    PolicyLossConfig,
-    PolicyMetrics,
-    counted_twice,
-    flag_fields,
-)
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, WORDS, Door, Found, Kind, Prompts, is_carried
 from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, mixers_of, names_of, readers_of
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, acting_clip, not_numbers
 from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
+from megatron_rl.registries.correction_settings import counted_twice
+from megatron_rl.registries.kl_estimators import get_kl_estimator
 from megatron_rl.validation.checks import Row
 from megatron_rl.validation.own_loss import own_loss_problems
 
@@ -302,7 +297,7 @@ def _corrections(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
     given = [f"{one.name}={one.value}" for name, one in fields.items() if name in CORRECTION_SETTINGS and one.is_chosen]
     if theirs and correction.is_on:
         yield f"{', '.join(given)} beside {theirs}: two corrections in one launch; remove one of them"
-    if found.loss.anchor == "rollout" and (theirs or correction.kind != ImportanceCorrection.NONE):
+    if found.loss.anchor == "rollout" and (theirs or correction.has_factor):
         yield counted_twice(correction.kind, found.loss.name, theirs or given[0])
 
 
@@ -311,9 +306,12 @@ def _kl(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
     estimator = fields.get("kl_estimator")
     if estimator is None or not estimator.is_chosen:
         return
-    if estimator.value not in tuple(KLEstimator):
-        yield f"{estimator.name}={estimator.value} is not one of {', '.join(KLEstimator)}"
-    elif not (is_finite_number(found.config.kl_coefficient) and found.config.kl_coefficient > 0):
+    try:
+        get_kl_estimator(estimator.value)
+    except ConfigError as error:
+        yield f"{estimator.name}={estimator.value}: {error}"
+        return
+    if not (is_finite_number(found.config.kl_coefficient) and found.config.kl_coefficient > 0):
         coefficient = fields.get("kl_coefficient")
         set_it = f"set {coefficient.name} to a number above 0, it is {coefficient.value}" if coefficient else "there is no KL term"
         yield f"{estimator.name}={estimator.value} has no effect without a coefficient: {set_it}; or remove the estimator"

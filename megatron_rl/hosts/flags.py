@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.config import CorrectionLevel, ImportanceCorrection, KLEstimator, PolicyLossConfig, Route
+from megatron_rl.config import CorrectionLevel, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import flag_of
@@ -28,14 +28,14 @@ POLICY_LOSS_OF_ESTIMATOR = {
 # What both hosts take for --kl-loss-type when it is unset.
 DEFAULT_KL_TYPE = "k1"
 # (--kl-loss-type, --use-unbiased-kl) -> our estimator. The ratio times k2 estimates no KL and has no KL's gradient: it is refused.
-KL_ESTIMATORS: dict[tuple[str, bool], KLEstimator] = {
-    ("k1", False): KLEstimator.K1,
-    ("k2", False): KLEstimator.K2,
-    ("k3", False): KLEstimator.K3,
-    ("low_var_kl", False): KLEstimator.K3,
-    ("k1", True): KLEstimator.UNBIASED,
-    ("k3", True): KLEstimator.UNBIASED,
-    ("low_var_kl", True): KLEstimator.UNBIASED,
+KL_ESTIMATORS: dict[tuple[str, bool], str] = {
+    ("k1", False): "k1",
+    ("k2", False): "k2",
+    ("k3", False): "k3",
+    ("low_var_kl", False): "k3",
+    ("k1", True): "unbiased",
+    ("k3", True): "unbiased",
+    ("low_var_kl", True): "unbiased",
 }
 DUAL_CLIP = "clip_ratio_c"
 
@@ -82,7 +82,7 @@ def correction_settings(options: LaunchOptions) -> HostCorrection:
         return HostCorrection()
     if is_mis(options):
         return HostCorrection() if list(mis_problems(options)) else _mis_correction(options)
-    kind = known_correction(options) if options["custom_tis_function_path"] else ImportanceCorrection.TIS
+    kind = known_correction(options) if options["custom_tis_function_path"] else "tis"
     return HostCorrection() if kind is None else HostCorrection(kind, None, options["tis_clip_low"], options["tis_clip"])
 
 
@@ -158,10 +158,10 @@ def _mis_correction(options: LaunchOptions) -> HostCorrection:
     level, mode = MIS_LEVELS[options["tis_level"]], options["tis_mode"]
     if options["use_rs"]:
         bounds = (max(low, rs_low), min(high, rs_high)) if mode == "mask" else (rs_low, rs_high)
-        return HostCorrection(ImportanceCorrection.ICEPOP, level, *bounds)
+        return HostCorrection("icepop", level, *bounds)
     if mode == "mask":
-        return HostCorrection(ImportanceCorrection.ICEPOP, level, low, high)
-    return HostCorrection(ImportanceCorrection.TIS, level, 0.0 if mode == "truncate" else low, high)
+        return HostCorrection("icepop", level, low, high)
+    return HostCorrection("tis", level, 0.0 if mode == "truncate" else low, high)
 
 
 def _kl_estimator(options: LaunchOptions) -> str | None:

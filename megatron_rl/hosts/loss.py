@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
-from megatron_rl.config import (
-    CorrectionSettings,
-    ImportanceCorrection,
-    LossAggregation,
-    PolicyLossConfig,
-    PolicyMetrics,
-    Route,
-)
+from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.base import HostLoss, HostOptions
 from megatron_rl.hosts.batch import HostBatch, is_absent, require
@@ -42,6 +35,7 @@ from megatron_rl.losses.inputs import given
 from megatron_rl.losses.settings import LogitsLossKeywords
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation.checks import Asker
 
 # The hosts' keys for the part of the vocabulary that each token was sampled from.
@@ -143,7 +137,7 @@ class LossPlan:
     @property
     def corrects_importance(self) -> bool:
         """Weights or bounds act on the ratio of old to rollout probability, as with --use-tis."""
-        return self.config.importance_correction != ImportanceCorrection.NONE
+        return CorrectionSettings.of(self.config).has_factor
 
     @property
     def correction_in_words(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config import CorrectionLevel, ImportanceCorrection, Route
+from megatron_rl.config import NO_CORRECTION, CorrectionLevel, Route
 from megatron_rl.hosts.base import HostLaunch
 from megatron_rl.hosts.flags import (
     DUAL_CLIP,
@@ -65,7 +65,7 @@ def correction_is_counted_once(launch: HostLaunch) -> Iterator[str]:
         return
     ours = options.ours("importance_correction")
     kind = correction_of_host(options) if ours is None else ours
-    if kind not in (None, ImportanceCorrection.NONE):
+    if kind not in (None, NO_CORRECTION):
         flag = f"--importance-correction {kind}" if ours is not None else "--use-tis"
         yield (
             f"{flag} with --use-rollout-logprobs: the ratio of the loss is to rollout_log_probs already, so the correction would "

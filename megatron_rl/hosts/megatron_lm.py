@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
-from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.config import LARGEST_RATIO, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError, name_of
 from megatron_rl.hosts.actor_checks import release_problems
 from megatron_rl.hosts.base import Host, HostOptions
@@ -127,10 +127,8 @@ def _correction_of_train_rl(given: dict) -> dict[str, tuple[str, Any, bool]]:
     """train_rl's loss multiplies the clipped objective by exp(old - inference log-probability), truncated where a coefficient is
     given. Without a coefficient the flag also says that bins carry the sampler's log-probabilities, for another correction."""
     bound = given.get("rl_importance_sampling_truncation_coef")
-    theirs: dict[str, tuple[str, Any, bool]] = {
-        "importance_correction": (CORRECTION_FLAG, ImportanceCorrection.TIS, bound is not None)
-    }
-    if given.get("importance_correction") in (None, ImportanceCorrection.TIS):
+    theirs: dict[str, tuple[str, Any, bool]] = {"importance_correction": (CORRECTION_FLAG, "tis", bound is not None)}
+    if given.get("importance_correction") in (None, "tis"):
         value = LARGEST_RATIO if bound is None else bound  # a bound that truncates nothing
         theirs["importance_correction_high"] = (flag_of("rl_importance_sampling_truncation_coef"), value, bound is not None)
     return theirs

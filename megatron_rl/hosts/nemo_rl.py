@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.arguments import read_number
-from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossConfig
+from megatron_rl.config import LARGEST_RATIO, CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import (
     CORRECTION_SETTINGS,
@@ -44,6 +44,7 @@ from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, put, read_overrides, value_at
 from megatron_rl.hosts.settings_files import inherited, merge, nested, resolved, with_values
+from megatron_rl.registries.corrections import get_correction
 from megatron_rl.validation.checks import Row, check
 
 PACKAGE, TRAINER, LAUNCHER = "nemo_rl", "nemo_rl.algorithms.grpo", "megatron_rl.hosts.launch"
@@ -60,7 +61,7 @@ OTHER_LOSSES = {
 # NeMo-RL's truncation of sampling weights -> our correction. None: weights without bounds.
 WEIGHTS, TRUNCATION = f"{LOSS_FN}use_importance_sampling_correction", f"{LOSS_FN}truncated_importance_sampling_type"
 BOUND, LOWER_BOUND = f"{LOSS_FN}truncated_importance_sampling_ratio", f"{LOSS_FN}truncated_importance_sampling_ratio_min"
-CORRECTIONS = {None: ImportanceCorrection.TIS, "tis": ImportanceCorrection.TIS, "icepop": ImportanceCorrection.ICEPOP}
+CORRECTIONS = {None: "tis", "tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}
 # What our KL estimator takes the place of. The coefficient stays NeMo-RL's.
 KL_SETTINGS = {
     f"{LOSS_FN}reference_policy_kl_type": "k3",
@@ -84,7 +85,7 @@ OTHER_SCRIPT = re.compile(r"run_(?!.*grpo).*\.py|run_grpo_single_controller\.py"
 # Its settings
 
 
-def correction_of(settings: Settings) -> ImportanceCorrection | None:
+def correction_of(settings: Settings) -> str | None:
     """Ours for NeMo-RL's truncation; None: ours has none."""
     truncation = settings[TRUNCATION]
     return CORRECTIONS.get(truncation) if isinstance(truncation, str | None) else None
@@ -99,7 +100,9 @@ def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:
     found = {"kl_coefficient": Given(PENALTY, number if is_ours else 0.0, is_typed=is_ours)}
     if settings[WEIGHTS] and (kind := correction_of(settings)) is not None:
         high = LARGEST_RATIO if settings[TRUNCATION] is None else settings[BOUND]
-        found["importance_correction"] = Given(f"{WEIGHTS}=true, which is importance_correction", kind.value)
+        found["importance_correction"] = Given(f"{WEIGHTS}=true, which is importance_correction", kind)
+        if CorrectionLevel.TOKEN not in (levels := get_correction(kind).levels):
+            found["importance_correction_level"] = Given(TRUNCATION, levels[0])
         found["importance_correction_low"] = Given(LOWER_BOUND, settings[LOWER_BOUND] or 0.0)
         found["importance_correction_high"] = Given(BOUND, high)
     return found

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, regularizer_weights
-from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, loss_of_rows, marked_rows, step_line
 from megatron_rl.hosts.door import Found, is_carried
@@ -26,6 +25,7 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import UNSCORED
 from megatron_rl.hosts.settings import value_at
 from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_metrics import finalise_metrics
 
 # A score of 0.0 beside a sampler's score above this belongs to a sure token: it is rounded.

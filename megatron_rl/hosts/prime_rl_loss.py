@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import ImportanceCorrection, LossAggregation
+from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.settings_file import read_settings_file
 from megatron_rl.hosts import prime_rl
@@ -27,6 +27,7 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.settings import Settings, read_value
 from megatron_rl.layout.groups import SINGLE, all_reduce_sum, group_device, world_group
 from megatron_rl.loss_hub import needs_rollout_log_probs
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_metrics import finalise_metrics
 
 
@@ -66,7 +67,7 @@ class PrimeLoss:
         found = self.reader.read(settings_of(self.path, kwargs))
         config = found.config
         mask, sampled = inputs.loss_mask, inputs.inference_logprobs
-        is_corrected = config.importance_correction != ImportanceCorrection.NONE
+        is_corrected = CorrectionSettings.of(config).has_factor
         old = inputs.trainer_logprobs.detach() if is_corrected else sampled
         output = loss_of_rows(
             config,

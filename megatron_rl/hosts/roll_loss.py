@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, weigh_tokens
-from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import refuse_nonfinite, step_line
 from megatron_rl.hosts.door import Found
@@ -19,6 +18,7 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import PolicyLossOutput, policy_loss
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_metrics import finalise_metrics, reduce_statistics
 
 # Columns that we add to ROLL's batch of a step, [B] int64, and to its meta_info.

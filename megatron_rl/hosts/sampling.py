@@ -22,9 +22,11 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_rl.arguments import read_number
-from megatron_rl.config import CorrectionSettings, ImportanceCorrection, KLEstimator, PolicyLossConfig
+from megatron_rl.config import NO_CORRECTION, PolicyLossConfig
 from megatron_rl.hosts.settings import UNKNOWN, as_typed
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.validation import flag_of
 
 
@@ -163,7 +165,7 @@ def readers_of(config: PolicyLossConfig) -> list[str]:
     """What of our loss compares with the policy that sampled, in words."""
     correction, loss = CorrectionSettings.of(config), get_policy_loss(config.policy_loss)
     found = []
-    if correction.kind != ImportanceCorrection.NONE:
+    if correction.has_factor:
         found.append(f"importance_correction={correction.kind}")
     if correction.sequence_delta is not None:
         found.append(f"off_policy_sequence_delta={correction.sequence_delta}")
@@ -177,7 +179,8 @@ def mixers_of(config: PolicyLossConfig, estimator: str) -> list[str]:
     setting of the KL estimator, as it is typed."""
     loss = get_policy_loss(config.policy_loss)
     found = [] if loss.level == "token" else [f"the policy loss {loss.name}, whose ratio is of more than one token"]
-    if config.kl_coefficient and config.kl_estimator == KLEstimator.UNBIASED:
+    declared = KL_ESTIMATORS.find_or_none(config.kl_estimator)
+    if config.kl_coefficient and declared is not None and declared.takes_log_ratio:
         found.append(f"{estimator}={config.kl_estimator}")
     return found
 
@@ -185,7 +188,7 @@ def mixers_of(config: PolicyLossConfig, estimator: str) -> list[str]:
 def flags_that_read(value_of: Callable[[str], Any]) -> list[str]:
     """The same for flags, whose values are not checked yet, by our names."""
     given = {name: value_of(name) for name in ("importance_correction", "off_policy_sequence_delta")}
-    found = [f"{flag_of(name)} {value}" for name, value in given.items() if value not in (None, ImportanceCorrection.NONE)]
+    found = [f"{flag_of(name)} {value}" for name, value in given.items() if value not in (None, NO_CORRECTION)]
     loss = value_of("policy_loss")
     if loss in policy_loss_names() and "rollout_log_probs" in get_policy_loss(loss).inputs_needed:
         found.append(f"--policy-loss {loss}")

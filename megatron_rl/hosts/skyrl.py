@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.config import KLEstimator, LossAggregation, PolicyLossConfig
+from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import loss_of_rows, step_line
 from megatron_rl.hosts.door import AVERAGED, TIMES_CP, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
@@ -48,7 +48,7 @@ SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshol
 MASK_SWITCHES = ("token_mask_is_threshold_low", "token_mask_is_threshold_high")
 STEP_WISE = "generator.step_wise_trajectories"
 # SkyRL's estimates of KL that have the name, value and gradient of ours.
-KL_ESTIMATORS = (KLEstimator.K1, KLEstimator.K2, KLEstimator.K3)
+KL_ESTIMATORS = ("k1", "k2", "k3")
 KL_TYPES = (*KL_ESTIMATORS, "abs")
 
 

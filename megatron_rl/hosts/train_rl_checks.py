@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.arguments import read_switch
-from megatron_rl.config import ImportanceCorrection
+from megatron_rl.config import NO_CORRECTION
 from megatron_rl.hosts.base import HostOptions
 from megatron_rl.hosts.dense_rows import sample_in_words
 from megatron_rl.hosts.sampling import SAMPLERS, SamplingVerdict, flags_that_read, judge_sampling
@@ -48,7 +48,7 @@ def bins_are_packed(launch: TrainRl) -> Iterator[str]:
 def bins_hold_the_samplers_scores(launch: TrainRl) -> Iterator[str]:
     """train_rl.py packs the sampler's log-probabilities under one flag alone."""
     asked = {name: launch.given.get(name) for name in ("importance_correction", "off_policy_sequence_delta")}
-    asked = {name: value for name, value in asked.items() if value not in (None, ImportanceCorrection.NONE)}
+    asked = {name: value for name, value in asked.items() if value not in (None, NO_CORRECTION)}
     if asked and not launch.options["rl_inference_logprobs_is_correction"]:
         named = ", ".join(f"{flag_of(name)} {value}" for name, value in asked.items())
         yield (

@@ -15,13 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import (
-    CorrectionSettings,
-    ImportanceCorrection,
-    KLEstimator,
-    PolicyLossConfig,
-    Route,
-)
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
     Host,
@@ -35,6 +29,7 @@ from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
 from megatron_rl.megatron.installed import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
 from megatron_rl.validation.checks import Asker
 from megatron_rl.validation.experts import expert_problems
@@ -97,14 +92,14 @@ def trained_in_words(config: PolicyLossConfig, launch: HostLaunch) -> str:
 
 def terms_in_words(config: PolicyLossConfig) -> str:
     """The settings of our loss, from our flags or from the host's."""
-    estimator = f" ({config.kl_estimator})" if config.kl_coefficient and config.kl_estimator != KLEstimator.K3 else ""
+    estimator = f" ({config.kl_estimator})" if config.kl_coefficient and config.kl_estimator != DEFAULT_KL_ESTIMATOR else ""
     terms = f"KL {config.kl_coefficient:g}{estimator}, entropy {config.entropy_coefficient:g}"
     corrections = "".join(f", {correction}" for correction in corrections_in_words(CorrectionSettings.of(config)))
     return f"{numbers_in_words(config)}, {terms}{corrections}, temperature {config.policy_temperature:g} applied"
 
 
 def corrections_in_words(settings: CorrectionSettings) -> Iterator[str]:
-    if settings.kind != ImportanceCorrection.NONE:
+    if settings.has_factor:
         low, high = settings.bounds
         yield f"{settings.kind} by {settings.level} in [{low:g}, {high:g}]"
     if settings.sequence_delta is not None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.config import KLEstimator, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import CLIPS, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
@@ -50,7 +50,7 @@ def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:
     low, high = (fields[name] for name in CLIPS)
     found = {CLIPS[1]: high if high.value is not None else low._replace(name="epsilon_high")}
     if settings["use_bias_correction_kl"] and fields["kl_estimator"].value is None:
-        found["kl_estimator"] = Given("use_bias_correction_kl", KLEstimator.UNBIASED.value)
+        found["kl_estimator"] = Given("use_bias_correction_kl", "unbiased")
     return found
 
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.config import KLEstimator, LossAggregation, PolicyLossConfig
+from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.hosts.door import (
     AVERAGED,
     CLIPS,
@@ -54,6 +54,7 @@ from megatron_rl.loss_hub import (
     needs_rollout_log_probs,
     policy_loss_names,
 )
+from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, kl_estimator_names
 from megatron_rl.validation.checks import Row, check
 
 MAIN = "verl.trainer.main_ppo"
@@ -79,9 +80,8 @@ AGG_MODES: dict[str, str] = {
     LossAggregation.SAMPLE_MEAN: "seq-mean-token-mean",
     LossAggregation.CONSTANT: "seq-mean-token-sum-norm",
 }
-# verl's estimates of KL, and the one that ours adds: verl has the others, by the same names.
+# verl's estimates of KL. Those of ours that it has too have the same names; ours adds the others.
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-ADDED_ESTIMATOR = KLEstimator.UNBIASED
 # Estimators that have a companion, of the verl that was probed; tests/test_verl.py compares them with a checkout.
 ESTIMATORS = (
     *("grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo"),
@@ -253,12 +253,18 @@ def readers(settings: Settings) -> list[str]:
     return [f"{name}={value}" for name, value in given.items() if value not in (None, False, UNKNOWN)]
 
 
+def is_added_estimator(kind: object) -> bool:
+    """Whether verl has no estimate of KL of that name and we have: one of ours, or module.function of one."""
+    is_verls = isinstance(kind, str) and kind.removesuffix("+") in KL_TYPES
+    return not is_verls and KL_ESTIMATORS.find_or_none(kind) is not None
+
+
 @check()
 def kl_term_is(found: Found) -> Iterator[Row]:
     """Not a problem: what the term is, for doctor."""
     kind, has_kl = found.settings[f"{ACTOR}kl_loss_type"], found.settings[f"{ACTOR}use_kl_loss"]
     if has_kl is True:
-        whose = "ours" if kind == ADDED_ESTIMATOR else "verl's own"
+        whose = "ours" if is_added_estimator(kind) else "verl's own"
         mean = found.settings[AGG_MODE] or DEFAULT_AGG_MODE
         text = f"{'not known here' if kind is UNKNOWN else kind}, {whose}, averaged by actor.loss_agg_mode={mean}"
         yield Row("use_kl_loss", f"{text}, whatever {found.record.name} does to the policy term", is_note=True)
@@ -277,10 +283,11 @@ def estimates_of_kl(settings: Settings) -> Iterator[Row]:
             text = f"verl has no {in_rewards} for rewards: set one of {', '.join(KL_TYPES)}, or one with a + behind it"
             yield Row("algorithm.kl_penalty", text, is_wrong=True)
     kind, has_kl = given.get(f"{ACTOR}kl_loss_type"), settings[f"{ACTOR}use_kl_loss"] is not False
-    is_added = kind == ADDED_ESTIMATOR and (settings[LOSS_MODE] is UNKNOWN or is_ours(settings))
+    is_added = is_added_estimator(kind) and (settings[LOSS_MODE] is UNKNOWN or is_ours(settings))
     if isinstance(kind, str) and kind.removesuffix("+") not in KL_TYPES and not is_added:
         text = f"verl has no {kind}: set one of {', '.join(KL_TYPES)}, or one with a + behind it"
-        text += f"; {ADDED_ESTIMATOR} comes with a loss of ours"
+        added = [name for name in kl_estimator_names() if is_added_estimator(name)]
+        text += f"; {', '.join(added)} comes with a loss of ours"
         text = text if has_kl else f"{text}, before you turn use_kl_loss on"
         yield Row("kl_loss_type", text, is_wrong=has_kl, is_note=not has_kl)
 

@@ -26,7 +26,6 @@ from megatron_rl.hosts.run import Run, Runs
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.verl import (
     ACTOR,
-    ADDED_ESTIMATOR,
     AGG_MODE,
     COMPANION_SUFFIX,
     DEFAULT_AGG_MODE,
@@ -35,6 +34,7 @@ from megatron_rl.hosts.verl import (
     PREFIX,
     SEVERAL_ROWS,
     divides_by_samples,
+    is_added_estimator,
     uncut_weights,
 )
 from megatron_rl.loss_hub import needs_rollout_log_probs
@@ -141,8 +141,8 @@ def compute_loss(
         rollout_log_probs=sampled,
     )
     tell_step(found, run, totals)
-    if found.settings[f"{ACTOR}kl_loss_type"] == ADDED_ESTIMATOR:
-        # As in policy_loss: the importance ratio of `unbiased` has the loss's own denominator.
+    if is_added_estimator(found.settings[f"{ACTOR}kl_loss_type"]):
+        # As in policy_loss: the ratio that an estimator reads has the loss's own denominator.
         behind = sampled if sampled is not None and found.loss.anchor == "rollout" else old_log_prob
         key = id(log_prob)
         reference = weakref.ref(log_prob, lambda _: tables.before_kl.pop(key, None))
@@ -151,12 +151,12 @@ def compute_loss(
 
 
 def with_added_estimator(estimate: Callable[..., Tensor], tables: Tables) -> Callable[..., Tensor]:
-    """verl's kl_penalty, which knows kl_loss_type=unbiased too. verl does not pass the sampler's log-probs here. Our
-    loss was just called with the same log_prob tensor, so its values are reused. Raises ConfigError where it was not."""
+    """verl's kl_penalty, which knows our estimators too, as in kl_loss_type=unbiased. verl does not pass the sampler's log-probs
+    here. Our loss was just called with the same log_prob tensor, so its values are reused. Raises ConfigError where it was not."""
 
     @functools.wraps(estimate)
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:  # [S, R] each -> [S, R]
-        if kl_penalty != ADDED_ESTIMATOR:
+        if not is_added_estimator(kl_penalty):
             return estimate(logprob, ref_logprob, kl_penalty)
         before, sampled, mask = tables.before_kl.pop(id(logprob), (None, logprob, logprob))
         if before is None or before() is not logprob:

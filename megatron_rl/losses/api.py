@@ -320,12 +320,13 @@ class _WithLogitsGradient(torch.autograd.Function):
 
 
 def has_twin(loss: PolicyLoss, settings: LossSettings) -> bool:
-    """Whether the loss's arithmetic runs in Triton."""
-    return settings.backend == Backend.TRITON and loss.triton is not None
+    """Whether the arithmetic of the loss and of its KL term runs in Triton."""
+    has_kl_twin = settings.kl_estimator is None or settings.kl_estimator.triton is not None
+    return settings.backend == Backend.TRITON and loss.triton is not None and has_kl_twin
 
 
 def reducer_of(loss: PolicyLoss, settings: LossSettings) -> Callable[..., LossResult]:
-    """reduce_loss_triton where the backend is Triton and the loss declares a twin, else reduce_loss_torch."""
+    """reduce_loss_triton where the backend is Triton and there are twins, else reduce_loss_torch."""
     if has_twin(loss, settings):
         from megatron_rl.losses.reduce_triton import reduce_loss_triton
 

@@ -14,14 +14,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config import CorrectionSettings
-from megatron_rl.corrections import Correction, correct, correction_columns, sample_weights_of, token_weights_of
+from megatron_rl.corrections import Correction, correct, correction_columns, factors_after_sums, sample_weights_of, token_weights_of
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.losses.document_sums import DocumentSums
 from megatron_rl.losses.inputs import LossInputs, check_cu_seqlens, given
 from megatron_rl.metrics import CorrectionValues, correction_statistics
+from megatron_rl.registries.correction_settings import CorrectionSettings
 
 
 def importance_correction(
@@ -122,9 +122,8 @@ def correct_samples(
         factor = sample_weights_of(inputs.correction, of_samples, shared_advantages)
         sums = replace(sums, importance=sums.importance * factor)
     if inputs.correction.needs_sums:
-        # The weights of level token are in the inputs; a dropped token has 0, one of a sample the sample's factor.
-        weights = correction.weights if inputs.correction.is_of_sequence else correction.is_kept.to(log_probs.dtype)
-        inputs = _multiplied(inputs, weights)
+        # What needs no sum is in the inputs.
+        inputs = _multiplied(inputs, factors_after_sums(inputs.correction, correction, of_samples, inputs.token_documents))
     return inputs, sums, correction
 
 

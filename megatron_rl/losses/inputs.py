@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import check_counts
-from megatron_rl.config import CorrectionSettings
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group, RankAgreement, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.settings import LossKeywords, LossSettings
+from megatron_rl.registries.correction_settings import CorrectionSettings
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,8 @@ def compare_inputs(agreement: RankAgreement, loss: PolicyLoss, inputs: LossInput
     for name, value in settings.keywords.items():
         agreement.add(name, value)
     agreement.add("correction", str(inputs.correction))
-    for name in ("kl_coefficient", "kl_estimator", "entropy_coefficient", "metrics", "backend", "cp_layout"):
+    agreement.add("kl_estimator", None if settings.kl_estimator is None else settings.kl_estimator.name)
+    for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend", "cp_layout"):
         agreement.add(name, getattr(settings, name))
     agreement.add("number of documents", inputs.num_documents)
     agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)

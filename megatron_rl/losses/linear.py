@@ -395,10 +395,10 @@ class TokenCoefficients:
         rows = _rows_of(item, self.documents.device)
         documents, log_probs = self.documents[rows], self.head.log_probs[rows]
         c = self._checked_policy(rows, documents, log_probs) if self.policy_coefficients is None else self.policy_coefficients[rows]
-        if not (self.settings.kl_coefficient or self.settings.entropy_coefficient):
+        if self.settings.kl_estimator is None and not self.settings.entropy_coefficient:
             return c, None
         weights = spread(given(self.inputs.regularizer_weights).to(self.dtype), documents)
-        if self.settings.kl_coefficient:
+        if self.settings.kl_estimator is not None:
             reference = given(self.inputs.ref_log_probs)[rows].to(self.dtype)
             log_ratio = log_probs - self._old_log_probs(rows, log_probs)
             _, derivative = kl_estimate(self.settings.kl_estimator, log_probs, reference, log_ratio)

@@ -17,13 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_rl.config import KLEstimator
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.corrected_inputs import can_correct_before_rows, correct_before_rows, correct_tokens
 from megatron_rl.losses.inputs import LossInputs, are_coefficients_known_on_policy, further_inputs
 from megatron_rl.losses.reduce_triton import reduce_loss_triton
 from megatron_rl.losses.settings import LossSettings
-from megatron_rl.losses.twin_triton import apply_to_tokens, equation_of, kl_of_tokens, spread, weights_of_tokens
+from megatron_rl.losses.twin_triton import apply_to_tokens, equation_of, kl_of_tokens, spread, twin_of_kl, weights_of_tokens
 from megatron_rl.ops.backends import (
     ALIGNMENT,
     MAX_REGISTERS,
@@ -35,7 +34,6 @@ from megatron_rl.ops.backends import (
 )
 from megatron_rl.ops.log_probs_torch import VocabShard
 from megatron_rl.ops.log_probs_triton import LOG2_E, row_result, statistics_of_row, write_gradient_of_row
-from megatron_rl.ops.ratios_triton import KL_ESTIMATORS
 
 
 def plan_one_read(
@@ -131,7 +129,8 @@ def one_read_kernel(
     out_shift,
     out_stride,
     HAS_TOKEN_ADVANTAGES: tl.constexpr,
-    KL_ESTIMATOR: tl.constexpr,  # a position in KL_ESTIMATORS
+    KL_TWIN: tl.constexpr,  # of the estimator, or None with REF_LOG_PROBS
+    KL_TAKES_LOG_RATIO: tl.constexpr,
     LOSS: tl.constexpr,
     L: tl.constexpr,
     U: tl.constexpr,
@@ -181,7 +180,7 @@ def one_read_kernel(
         if REGULARIZER_WEIGHTS is not None:
             regularizer_weight = tl.load(REGULARIZER_WEIGHTS + document).to(tl.float32)
             if REF_LOG_PROBS is not None:
-                _, kl_derivative = kl_of_tokens(KL_ESTIMATOR, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_token)
+                _, kl_derivative = kl_of_tokens(KL_TWIN, KL_TAKES_LOG_RATIO, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_token)
                 coefficients += kl_coefficient * regularizer_weight * kl_derivative
             if HAS_ENTROPY_TERM:
                 e = -entropy_coefficient * regularizer_weight
@@ -278,7 +277,8 @@ def read_once(
             out_shift=out.shift,
             out_stride=out.stride,
             HAS_TOKEN_ADVANTAGES=equation.has_token_advantages,
-            KL_ESTIMATOR=KL_ESTIMATORS.index(KLEstimator(settings.kl_estimator)),
+            KL_TWIN=None if settings.kl_estimator is None else twin_of_kl(settings.kl_estimator),
+            KL_TAKES_LOG_RATIO=settings.kl_estimator is not None and settings.kl_estimator.takes_log_ratio,
             LOSS=equation.twin,
             L=configuration.lanes,
             U=configuration.tiles,

@@ -86,6 +86,11 @@ def reduce_loss_torch(
             if agreement.is_active:  # tp ranks have no reduction that tells them
                 raise_on_nonfinite(loss, nonfinite_values(tokens, inputs.loss_mask & are_finite(tensors)))
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
+    kl = None
+    if settings.kl_estimator is not None:
+        kl = kl_estimate(settings.kl_estimator, log_probs, tensors["ref_log_probs"], log_probs - old_log_probs)
+        name = f"KL estimator {settings.kl_estimator.name}"
+        results |= {f"value of {name}": kl[0], f"derivative of {name}": kl[1]}
     sums = read_sums(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
     raise_on_bad_data(loss, sums, log_probs, inputs, settings.kl_coefficient, results)
     correction = inputs.applied_correction
@@ -105,7 +110,7 @@ def reduce_loss_torch(
     values, derivative = (torch.where(inputs.loss_mask, part, 0.0) for part in (tokens.value, tokens.derivative))
     policy_loss = _sum_live(value_weights * values, inputs)
     coefficients = torch.where(inputs.loss_mask, coefficient_weights * derivative, 0.0)
-    kl_loss, kl_coefficients, entropy_sum, entropy_coefficients = _regularizers(log_probs, old_log_probs, entropy, inputs, settings)
+    kl_loss, kl_coefficients, entropy_sum, entropy_coefficients = _regularizers(kl, entropy, inputs, settings, dtype)
     total = policy_loss.clone()
     if kl_loss is not None and kl_coefficients is not None:
         total, coefficients = total + settings.kl_coefficient * kl_loss, coefficients + kl_coefficients
@@ -291,15 +296,18 @@ def _weights(is_sequence: bool, inputs: LossInputs, sums: DocumentSums, dtype: t
 
 
 def _regularizers(
-    log_probs: Tensor, old_log_probs: Tensor, entropy: Tensor | None, inputs: LossInputs, settings: LossSettings
+    kl: tuple[Tensor, Tensor] | None,  # the estimate [T] and its derivative [T]
+    entropy: Tensor | None,  # [T]
+    inputs: LossInputs,
+    settings: LossSettings,
+    dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(kl sum 0-d, its coefficients [T], entropy sum 0-d, its coefficients [T]); None for a term whose coefficient is 0."""
     kl_loss = kl_coefficients = entropy_sum = entropy_coefficients = None
-    if settings.kl_coefficient or settings.entropy_coefficient:
-        weights = spread(given(inputs.regularizer_weights).to(log_probs.dtype), inputs.token_documents)
-    if settings.kl_coefficient:
-        ref_log_probs = given(inputs.ref_log_probs).to(log_probs.dtype)
-        value, derivative = kl_estimate(settings.kl_estimator, log_probs, ref_log_probs, log_probs - old_log_probs)
+    if kl is not None or settings.entropy_coefficient:
+        weights = spread(given(inputs.regularizer_weights).to(dtype), inputs.token_documents)
+    if kl is not None:
+        value, derivative = kl
         kl_loss = _sum_live(weights * value, inputs)
         kl_coefficients = torch.where(inputs.loss_mask, settings.kl_coefficient * weights * derivative, 0.0)
     if settings.entropy_coefficient:

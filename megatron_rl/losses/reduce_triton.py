@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_rl.config import KLEstimator, PolicyMetrics
+from megatron_rl.config import PolicyMetrics
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums
 from megatron_rl.loss_hub import PolicyLoss
@@ -51,10 +51,11 @@ from megatron_rl.losses.twin_triton import (
     load_vectors,
     mean,
     spread,
+    twin_of_kl,
     weights_of_tokens,
 )
 from megatron_rl.metrics import KERNEL_METRICS, METRICS, PolicyStatistics, Reduction
-from megatron_rl.ops.ratios_triton import KL_ESTIMATORS, bounded_exp, k3_estimate
+from megatron_rl.ops.ratios_triton import bounded_exp, k3_estimate
 
 # Tokens that a program loads at once. Documents may be long and few, so a big block keeps many loads in flight. 16 warps hold 4
 # tokens a thread, so that the thirteen accumulators of the statistics stay in registers. 512 threads may use 128 registers each;
@@ -206,7 +207,8 @@ def loss_and_coefficients_kernel(
     IMPORTANCE_COLUMN: tl.constexpr,
     ADVANTAGES_COLUMN: tl.constexpr,
     HAS_TOKEN_ADVANTAGES: tl.constexpr,
-    KL_ESTIMATOR: tl.constexpr,  # a position in KL_ESTIMATORS
+    KL_TWIN: tl.constexpr,  # of the estimator, or None with REF_LOG_PROBS
+    KL_TAKES_LOG_RATIO: tl.constexpr,
     LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -274,7 +276,7 @@ def loss_and_coefficients_kernel(
         policy += tl.where(is_live, value_weights * value, 0.0).to(tl.float64)
         coefficients = coefficient
         if REF_LOG_PROBS is not None:
-            estimate, kl_derivative = kl_of_tokens(KL_ESTIMATOR, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live)
+            estimate, kl_derivative = kl_of_tokens(KL_TWIN, KL_TAKES_LOG_RATIO, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live)
             kl += tl.where(is_live, regularizer_weight * estimate, 0.0).to(tl.float64)
             coefficients += kl_coefficient * regularizer_weight * kl_derivative
         tl.store(COEFFICIENTS + tokens, tl.where(is_live, coefficients, 0.0), mask=tokens < end)
@@ -657,7 +659,8 @@ def _loss_and_coefficients(
         IMPORTANCE_COLUMN=documents.column("importance"),
         ADVANTAGES_COLUMN=documents.column("advantages"),
         HAS_TOKEN_ADVANTAGES=equation.has_token_advantages,
-        KL_ESTIMATOR=KL_ESTIMATORS.index(KLEstimator(settings.kl_estimator)),
+        KL_TWIN=None if settings.kl_estimator is None else twin_of_kl(settings.kl_estimator),
+        KL_TAKES_LOG_RATIO=settings.kl_estimator is not None and settings.kl_estimator.takes_log_ratio,
         LOSS=equation.twin,
         BLOCK=block,
         num_warps=NUM_WARPS,

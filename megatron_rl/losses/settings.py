@@ -15,19 +15,13 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_rl.config import (
-    DEFAULT_MAX_LOGITS_BYTES,
-    Backend,
-    CorrectionSettings,
-    ImportanceCorrection,
-    KLEstimator,
-    PolicyMetrics,
-    counted_twice,
-)
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.context_parallel import LAYOUTS
 from megatron_rl.layout.groups import Group, RankAgreement, resolve_group
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters
+from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
+from megatron_rl.registries.kl_estimators import KLEstimator, get_kl_estimator
 
 
 class LossKeywords(TypedDict, total=False):
@@ -50,7 +44,7 @@ class LossKeywords(TypedDict, total=False):
     rollout_log_probs [T]: of the sampling engine in nats, for losses that need them.
     correction: how the gap between the sampler's policy and the old one is corrected; it needs rollout_log_probs. None: not.
     kl_coefficient, entropy_coefficient: 0 turns the term off. Default 0.
-    kl_estimator: "k1", "k2", "k3", "k3+" or "unbiased"; ops/ratios.py has the formulas. Default "k3".
+    kl_estimator: a registered estimator of KL(policy, reference), or module.function. Default "k3".
     regularizer_weights [N]: from aggregation.regularizer_weights; needed where a coefficient is not 0.
     check_ranks: whether tp and cp ranks compare their arguments; None: where they communicate through the CPU.
     """
@@ -113,7 +107,7 @@ DEFAULTS: Mapping[str, object] = {
     "metrics": PolicyMetrics.NONE,
     "backend": Backend.AUTO,
     "kl_coefficient": 0.0,
-    "kl_estimator": KLEstimator.K3,
+    "kl_estimator": DEFAULT_KL_ESTIMATOR,
     "entropy_coefficient": 0.0,
     "inplace": False,
     "max_logits_bytes": DEFAULT_MAX_LOGITS_BYTES,
@@ -155,7 +149,7 @@ class LossSettings:
     clip: tuple[float, float] | None  # low, high; None: the loss has no clip
     parameters: dict[str, float]  # all that the loss declares, in its order
     kl_coefficient: float
-    kl_estimator: str
+    kl_estimator: KLEstimator | None  # None: there is no KL term
     entropy_coefficient: float
     metrics: str
     tp_group: Group
@@ -181,7 +175,7 @@ class LossSettings:
         return RankAgreement(self.tp_group, self.cp_group, check_ranks=self.check_ranks)
 
     def policy_alone(self) -> LossSettings:
-        return replace(self, kl_coefficient=0.0, entropy_coefficient=0.0, metrics=PolicyMetrics.NONE)
+        return replace(self, kl_coefficient=0.0, kl_estimator=None, entropy_coefficient=0.0, metrics=PolicyMetrics.NONE)
 
 
 def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, cp_group: Group, backend: Backend) -> LossSettings:
@@ -198,8 +192,9 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
             raise ConfigError(f"{name}={value} must be a finite number of at least 0; 0 turns the term off")
     if not isinstance(metrics, str) or metrics not in set(PolicyMetrics):
         raise ConfigError(f"metrics={metrics!r} is not one of {', '.join(PolicyMetrics)}")
-    if kl_estimator not in tuple(KLEstimator):
-        raise ConfigError(f"kl_estimator={kl_estimator!r} is not one of {', '.join(KLEstimator)}")
+    estimator = None
+    if coefficients["kl_coefficient"] or kl_estimator != DEFAULT_KL_ESTIMATOR:  # an unknown name raises without a term too
+        estimator = get_kl_estimator(kl_estimator)
     if options["cp_layout"] not in (*LAYOUTS, None):
         raise ConfigError(f"cp_layout={options['cp_layout']!r} is not one of {', '.join(LAYOUTS)}, or None")
     if correction is not None:
@@ -220,7 +215,7 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         clip=clip,
         parameters=parameters,
         kl_coefficient=coefficients["kl_coefficient"],
-        kl_estimator=kl_estimator,
+        kl_estimator=estimator if coefficients["kl_coefficient"] else None,
         entropy_coefficient=coefficients["entropy_coefficient"],
         metrics=metrics,
         tp_group=tp_group,
@@ -240,7 +235,7 @@ def _check_correction(loss: PolicyLoss, correction: CorrectionSettings, rollout_
         raise ConfigError(problems)
     if correction.is_on and rollout_log_probs is None:
         raise ConfigError("a correction compares with the sampler and needs rollout_log_probs [T]: pass them, or correction=None")
-    if correction.kind != ImportanceCorrection.NONE and loss.anchor == "rollout":
+    if correction.has_factor and loss.anchor == "rollout":
         raise ConfigError(counted_twice(correction.kind, loss.name))
 
 

@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import PolicyLoss, import_dotted
+from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.inputs import LossInputs
 from megatron_rl.losses.settings import LossSettings
-from megatron_rl.ops.ratios_triton import UNBIASED, kl_estimate
+from megatron_rl.registries.kl_estimators import KLEstimator
+from megatron_rl.registries.registry import import_dotted
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,20 @@ class Equation:
 @functools.cache
 def twin_of(loss: PolicyLoss) -> Callable[..., object]:
     """The @triton.jit function that the loss declares. Raises ConfigError where it cannot be imported or is no such function."""
-    assert loss.triton is not None
-    twin = import_dotted(loss.triton, f"triton of policy loss {loss.name!r}:")
+    return _twin_at(loss.triton, f"policy loss {loss.name!r}")
+
+
+@functools.cache
+def twin_of_kl(estimator: KLEstimator) -> Callable[..., object]:
+    """The @triton.jit function that the estimator declares. Raises ConfigError as twin_of."""
+    return _twin_at(estimator.triton, f"KL estimator {estimator.name!r}")
+
+
+def _twin_at(path: str | None, whose: str) -> Callable[..., object]:
+    assert path is not None
+    twin = import_dotted(path, f"triton of {whose}:")
     if not isinstance(twin, triton.runtime.jit.KernelInterface):
-        raise ConfigError(f"triton={loss.triton!r} of policy loss {loss.name!r} is not a @triton.jit function: decorate it")
+        raise ConfigError(f"triton={path!r} of {whose} is not a @triton.jit function: decorate it")
     kernel: Callable[..., object] = twin
     return kernel
 
@@ -194,10 +205,11 @@ def apply_to_tokens(
 
 
 @triton.jit
-def kl_of_tokens(KL_ESTIMATOR: tl.constexpr, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live):
-    """The KL estimate of a block of tokens and its derivative by the log-probability."""
+def kl_of_tokens(KL_TWIN: tl.constexpr, KL_TAKES_LOG_RATIO: tl.constexpr, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live):
+    """The KL estimate of a block of tokens and its derivative by the log-probability, by the estimator's twin."""
     sampled = new
-    if KL_ESTIMATOR == UNBIASED and OLD_LOG_PROBS is not None:
+    if KL_TAKES_LOG_RATIO and OLD_LOG_PROBS is not None:
         sampled = load_live(OLD_LOG_PROBS, tokens, is_live)
     reference = load_live(REF_LOG_PROBS, tokens, is_live)
-    return kl_estimate(KL_ESTIMATOR, new, reference, new - sampled)
+    value, derivative = KL_TWIN(new, reference, new - sampled)
+    return value, derivative

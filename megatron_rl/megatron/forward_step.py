@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.config import CorrectionSettings, PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, checks_microbatch, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation, needs_rollout_log_probs
@@ -27,6 +27,7 @@ from megatron_rl.megatron.router_losses import prepare_routers
 from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
 from megatron_rl.metrics import PolicyStatistics, rollout_statistics
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_metrics import report_pairs
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
 from megatron_rl.validation.model_settings import model_problems

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
-from megatron_rl.config import CorrectionSettings, PolicyLossConfig, PolicyMetrics, RejectedTokens, RouterAuxLoss
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RejectedTokens, RouterAuxLoss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import importance_correction
+from megatron_rl.registries.correction_settings import CorrectionSettings
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

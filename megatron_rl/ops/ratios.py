@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.config import LOG_RATIO_BOUND, KLEstimator
-from megatron_rl.errors import ConfigError
+from megatron_rl.config import LOG_RATIO_BOUND
+from megatron_rl.errors import DataError
+from megatron_rl.registries.kl_estimators import KLEstimator, KLValue, get_kl_estimator
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -31,34 +32,51 @@ def k3_estimate(
 
 
 def kl_estimate(
-    estimator: str,
+    estimator: str | KLEstimator,
     log_probs: Tensor,  # [*]
     ref_log_probs: Tensor,  # [*]
-    log_ratio: Tensor,  # [*] log_probs minus the sampling policy's; only `unbiased` reads it
+    log_ratio: Tensor,  # [*] log_probs - those of the policy that the loss's ratio compares with
 ) -> tuple[Tensor, Tensor]:  # value [*], the derivative by log_probs that is trained [*]
-    """An estimate of KL(policy, reference) at each token, with d = log_probs - ref_log_probs and rho = exp(log_ratio).
+    """The declared estimate of KL(policy, reference) at each token.
 
-        k1        d                     derivative 1: its expectation is 0 on-policy
-        k2        d^2 / 2               derivative d: its expectation is the gradient of the KL on-policy
-        k3        exp(-d) + d - 1       derivative 1 - exp(-d): its expectation belongs to the reverse KL(reference, policy)
-        k3+       exp(-d) + d - 1       derivative d, as k2
-        unbiased  rho (exp(-d) + d - 1) derivative rho d: its expectation is the gradient of the KL off-policy too
-
-    Schulman, "Approximating KL Divergence", 2020; unbiased: DeepSeek-V3.2, arXiv:2512.02556, equation 7. Exponents are bounded to
-    +-20; beyond, the derivatives of k3 and unbiased are 0. k1 and k2 have no bound. Raises ConfigError for another estimator.
+    Autograd takes a derivative that the estimator does not give. Raises ConfigError for an estimator that is not registered, and
+    DataError for a result of another shape or dtype.
     """
-    if estimator == KLEstimator.K3:
-        return k3_estimate(log_probs, ref_log_probs)
-    difference = log_probs - ref_log_probs
-    if estimator == KLEstimator.K1:
-        return difference, torch.ones_like(difference)
-    if estimator == KLEstimator.K2:
-        return difference.square() / 2, difference
-    value, _ = k3_estimate(log_probs, ref_log_probs)
-    if estimator == KLEstimator.K3_PLUS:
-        return value, difference
-    if estimator != KLEstimator.UNBIASED:
-        raise ConfigError(f"kl_estimator={estimator!r} has no formula here: choose one of {', '.join(KLEstimator)}")
-    ratio = bounded_exp(log_ratio)
-    is_inside = (difference.abs() <= LOG_RATIO_BOUND) & (log_ratio.abs() <= LOG_RATIO_BOUND)
-    return ratio * value, torch.where(is_inside, ratio * difference, 0.0)
+    declared = get_kl_estimator(estimator) if isinstance(estimator, str) else estimator
+    given = (log_probs, ref_log_probs, log_ratio)[: 2 + declared.takes_log_ratio]
+    returned = declared.function(*given)
+    result = returned if isinstance(returned, KLValue) else KLValue(returned)
+    derivative = result.derivative
+    if derivative is None:
+        derivative = _derivative_of_value(declared, *given)
+    for name, tensor in (("value", result.value), ("derivative", derivative)):
+        if not isinstance(tensor, Tensor) or tensor.shape != log_probs.shape or tensor.dtype != log_probs.dtype:
+            found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise DataError(
+                f"KL estimator {declared.name!r} returned {found} as its {name}: it must be {tuple(log_probs.shape)} "
+                f"{log_probs.dtype}"
+            )
+    return result.value, derivative
+
+
+def _derivative_of_value(
+    estimator: KLEstimator,
+    log_probs: Tensor,  # [*]
+    ref_log_probs: Tensor,  # [*]
+    log_ratio: Tensor | None = None,  # [*]
+) -> Tensor:  # [*] by log_probs, also through log_ratio
+    with torch.inference_mode(False), torch.enable_grad():
+        # A tensor made in inference mode cannot be differentiated; a copy made outside can.
+        leaf = log_probs.detach().clone().requires_grad_()
+        given = [leaf.clone(), ref_log_probs.clone()]
+        if log_ratio is not None:
+            given.append(log_ratio.clone() + (leaf - leaf.detach()))
+        returned = estimator.function(*given)
+        value = returned.value if isinstance(returned, KLValue) else returned
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            raise DataError(
+                f"KL estimator {estimator.name!r} has no derivative by log_probs: compute its value from them without detach, or "
+                "return KLValue(value, derivative)"
+            )
+        (derivative,) = torch.autograd.grad(value.sum(), leaf)
+    return derivative.detach()

@@ -9,14 +9,8 @@ import triton
 import triton.language as tl
 
 from megatron_rl import config
-from megatron_rl.config import KLEstimator
 
 LOG_RATIO_BOUND = tl.constexpr(config.LOG_RATIO_BOUND)
-# A kernel takes the position of an estimator in this list.
-KL_ESTIMATORS = list(KLEstimator)
-K1, K2, K3, K3_PLUS, UNBIASED = (
-    tl.constexpr(KL_ESTIMATORS.index(getattr(KLEstimator, name))) for name in ("K1", "K2", "K3", "K3_PLUS", "UNBIASED")
-)
 
 
 @triton.jit
@@ -42,27 +36,3 @@ def k3_estimate(
     derivative = tl.where(tl.abs(difference) <= LOG_RATIO_BOUND, 1.0 - ratio, 0.0)
     value = ratio - exponent - 1.0
     return tl.where(value < 0, 0.0, value), derivative
-
-
-@triton.jit
-def kl_estimate(
-    ESTIMATOR: tl.constexpr,  # a position in KL_ESTIMATORS
-    log_probs,  # float32 block
-    ref_log_probs,  # float32 block
-    log_ratio,  # float32 block; only `unbiased` reads it
-):  # value, the derivative by log_probs that is trained
-    difference = log_probs - ref_log_probs
-    if ESTIMATOR == K1:
-        value, derivative = difference, tl.zeros_like(difference) + 1.0
-    elif ESTIMATOR == K2:
-        value, derivative = difference * difference * 0.5, difference
-    else:
-        value, derivative = k3_estimate(log_probs, ref_log_probs)
-        if ESTIMATOR == K3_PLUS:
-            derivative = difference
-        elif ESTIMATOR != K3:
-            tl.static_assert(ESTIMATOR == UNBIASED, "a KL estimator without a formula")
-            ratio = bounded_exp(log_ratio)
-            is_inside = (tl.abs(difference) <= LOG_RATIO_BOUND) & (tl.abs(log_ratio) <= LOG_RATIO_BOUND)
-            value, derivative = ratio * value, tl.where(is_inside, ratio * difference, 0.0)
-    return value, derivative

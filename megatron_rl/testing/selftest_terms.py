@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import (
-    Backend,
-    CorrectionLevel,
-    CorrectionSettings,
-    GradientDivisor,
-    ImportanceCorrection,
-    KLEstimator,
-    LossAggregation,
-    PolicyLossConfig,
-    RejectedTokens,
-)
+from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, LossAggregation, PolicyLossConfig, RejectedTokens
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
+from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.registries.corrections import CorrectionValue, correction_names, get_correction
+from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import (
@@ -74,13 +68,13 @@ OF_STEPS = (DROPPED, DIVIDED)
 # A term -> its fields of PolicyLossConfig.
 TERMS: Mapping[str, Mapping[str, object]] = {
     "": {},
-    **{f"KL {estimator}": {"kl_coefficient": 0.1, "kl_estimator": str(estimator)} for estimator in KLEstimator},
+    **{f"KL {estimator}": {"kl_coefficient": 0.1, "kl_estimator": estimator} for estimator in kl_estimator_names()},
     "entropy": {"entropy_coefficient": 0.1},
     "temperature": {"policy_temperature": 0.7},
-    **{str(kind): _correction(kind) for kind in ImportanceCorrection if kind != ImportanceCorrection.NONE},
-    DROPPED: _correction(ImportanceCorrection.ICEPOP, rejected_tokens=str(RejectedTokens.DROPPED)),
-    "tis of sequences": _correction(ImportanceCorrection.TIS, CorrectionLevel.SEQUENCE_MEAN),
-    "tis of sequence sums": _correction(ImportanceCorrection.TIS, CorrectionLevel.SEQUENCE_SUM),
+    **{name: _correction(name, levels[0]) for name in correction_names() if (levels := get_correction(name).levels)},
+    DROPPED: _correction("icepop", rejected_tokens=str(RejectedTokens.DROPPED)),
+    "tis of sequences": _correction("tis", CorrectionLevel.SEQUENCE_MEAN),
+    "tis of sequence sums": _correction("tis", CorrectionLevel.SEQUENCE_SUM),
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},
     DUAL_CLIP: {},  # its bound follows from the loss's clip
     DIVIDED: {"gradient_divisor": str(GradientDivisor.NUM_SAMPLES)},
@@ -201,7 +195,7 @@ def step_of_term(
             replace(sample, ref_log_probs=[value - numbers.gauss(0.0, 0.3) for value in values])
             for sample, values in zip(step, new, strict=True)
         ]
-    if config.importance_correction != ImportanceCorrection.NONE:
+    if CorrectionSettings.of(config).has_factor:
         level = config.importance_correction_level
         step = [replace(sample, rollout_log_probs=_sampled(sample, numbers, level)) for sample in step]
     if config.off_policy_sequence_delta is not None:
@@ -277,38 +271,60 @@ def kl_by_hand(sample: StepSample, t: int, new: Tensor, estimator: str) -> Tenso
     """Schulman, "Approximating KL Divergence", 2020; unbiased: DeepSeek-V3.2, arXiv:2512.02556, equation 7."""
     assert sample.ref_log_probs is not None, "a KL term needs a reference"
     difference = new - sample.ref_log_probs[t]
+    log_ratio = new - old_log_probs_of(sample)[t]
+    if estimator not in KL_BY_HAND:  # one of a user: at least the layouts are compared
+        values = new.detach()
+        value, derivative = kl_estimate(estimator, values, new.new_tensor(sample.ref_log_probs[t]), log_ratio.detach())
+        return value + derivative * (new - values)
     k2, k3 = difference.square() / 2, (-difference).exp() + difference - 1
-    return {
-        KLEstimator.K1: lambda: difference,
-        KLEstimator.K2: lambda: k2,
-        KLEstimator.K3: lambda: k3,
-        KLEstimator.K3_PLUS: lambda: k3.detach() + k2 - k2.detach(),
-        KLEstimator.UNBIASED: lambda: (new - old_log_probs_of(sample)[t]).exp() * k3,
-    }[KLEstimator(estimator)]()
+    return KL_BY_HAND[estimator](difference, k2, k3, log_ratio)
+
+
+KL_BY_HAND: Mapping[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "k1": lambda difference, k2, k3, log_ratio: difference,
+    "k2": lambda difference, k2, k3, log_ratio: k2,
+    "k3": lambda difference, k2, k3, log_ratio: k3,
+    "k3+": lambda difference, k2, k3, log_ratio: k3.detach() + k2 - k2.detach(),
+    "unbiased": lambda difference, k2, k3, log_ratio: log_ratio.exp() * k3,
+}
+# (ratio that is compared, ratio of the token, low, high) -> factor.
+FACTORS_BY_HAND: Mapping[str, Callable[[float, float, float, float], float]] = {
+    "tis": lambda ratio, own, low, high: min(max(ratio, low), high),
+    "icepop": lambda ratio, own, low, high: ratio if low <= ratio <= high else 0.0,
+    "mask": lambda ratio, own, low, high: float(low <= ratio <= high),
+    "seq_mask_tis": lambda ratio, own, low, high: own if low <= ratio <= high else 0.0,
+}
 
 
 def factors_by_hand(sample: StepSample, new: Sequence[float], config: PolicyLossConfig) -> list[float]:
-    """The factor of each token of the response: corrections by their definitions in ImportanceCorrection."""
+    """The factor of each token of the response."""
     factors, kept = [1.0] * len(new), [t for t, bit in enumerate(sample.loss_mask) if bit]
     if config.off_policy_sequence_delta is not None and kept:
         rollout = rollout_log_probs_of(sample)
         divergence = sum(rollout[t] - new[t] for t in kept) / len(kept)
         if sample.advantage < 0 and divergence > config.off_policy_sequence_delta:
             factors = [0.0] * len(new)
-    if config.importance_correction == ImportanceCorrection.NONE or not kept:
+    if not CorrectionSettings.of(config).has_factor or not kept:
         return factors
     low, high = config.importance_correction_low, config.importance_correction_high
     assert low is not None and high is not None, "the terms give both bounds"
     logs = {t: torch.tensor(old_log_probs_of(sample)[t] - rollout_log_probs_of(sample)[t], dtype=torch.float64) for t in kept}
+    own = {t: math.exp(float(log_ratio)) for t, log_ratio in logs.items()}
     if config.importance_correction_level != CorrectionLevel.TOKEN:
         is_mean = config.importance_correction_level == CorrectionLevel.SEQUENCE_MEAN
         logs = dict.fromkeys(kept, mean_of([*logs.values()]) * (1 if is_mean else len(kept)))
     for t in kept:
-        ratio = math.exp(float(logs[t]))
-        is_inside = low <= ratio <= high
-        factors[t] *= {
-            ImportanceCorrection.TIS: min(max(ratio, low), high),
-            ImportanceCorrection.ICEPOP: ratio if is_inside else 0.0,
-            ImportanceCorrection.MASK: float(is_inside),
-        }[ImportanceCorrection(config.importance_correction)]
+        factors[t] *= factor_of(config.importance_correction, math.exp(float(logs[t])), own[t], low, high)
     return factors
+
+
+def factor_of(kind: str, ratio: float, own: float, low: float, high: float) -> float:
+    """The factor of a token whose correction compares `ratio` and whose own ratio is `own`."""
+    if kind in FACTORS_BY_HAND:
+        return FACTORS_BY_HAND[kind](ratio, own, low, high)
+    declared = get_correction(kind)  # one of a user: at least the layouts are compared
+    returned = declared.function(torch.tensor([ratio], dtype=torch.float64), low, high)
+    factor = float(returned.weights if isinstance(returned, CorrectionValue) else returned)
+    if declared.weigh_tokens is not None:
+        factor *= float(declared.weigh_tokens(torch.tensor([own], dtype=torch.float64)))
+    return factor

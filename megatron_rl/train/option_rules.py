@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import AdvantageNormalization, ImportanceCorrection, Overlong, PolicyMetrics, RouterReplay
+from megatron_rl.config import NO_CORRECTION, AdvantageNormalization, Overlong, PolicyMetrics, RouterReplay
 from megatron_rl.errors import ConfigError, printable
-from megatron_rl.loss_hub import import_dotted
+from megatron_rl.registries.registry import import_dotted
 from megatron_rl.train import output_dir
 from megatron_rl.train.hf_checkpoint import HFModel, copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
@@ -299,7 +299,7 @@ def check_corrections(options: TrainLaunch) -> Iterator[str]:
         return
     settings = options.settings
     kind, delta = settings["importance_correction"], settings["off_policy_sequence_delta"]
-    if kind not in (None, ImportanceCorrection.NONE):
+    if kind not in (None, NO_CORRECTION):
         yield (
             f"--importance-correction {kind} has no effect: this run samples with the engine that trains, so every ratio is 1; "
             "give rollouts of another engine with --rollouts, or remove the flag"

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.validation.checks import Asker, checks_in, problems_of, warnings_of
-from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, ROUTES_OF_FLAG, Settings, field_of, flag_of, routes_of_flags
+from megatron_rl.validation.routes import (
+    CHOICES,
+    HOST_SWITCHES,
+    REGISTRIES,
+    ROUTES_OF_FLAG,
+    Settings,
+    field_of,
+    flag_of,
+    routes_of_flags,
+)
 
 __all__ = [
     "CHECKS_OF_SETTINGS",
     "CHOICES",
+    "REGISTRIES",
     "HOST_SWITCHES",
     "ROUTES_OF_FLAG",
     "Settings",

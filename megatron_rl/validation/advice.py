@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionLevel, KLEstimator
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionLevel
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
 from megatron_rl.validation.checks import check
 from megatron_rl.validation.routes import Settings
@@ -34,12 +34,8 @@ def estimates_are_not_noise(launch: Settings) -> Iterator[str]:
             "the product leaves most bounds; look at policy/correction_kept_samples and policy/correction_effective_sample_size, "
             "or choose sequence_mean"
         )
-    if config.kl_coefficient and config.kl_estimator == KLEstimator.K1:
-        yield (
-            "kl_estimator=k1 in the loss: the expectation of its gradient is 0 on samples of the policy, so it adds noise and no "
-            "pull to the reference; choose k2, k3+ or unbiased by --kl-estimator (k2 by --kl-loss-type in a host), "
-            "or put the KL into the reward"
-        )
+    if config.kl_coefficient and launch.kl_estimator is not None and launch.kl_estimator.caution:
+        yield f"kl_estimator={config.kl_estimator} in the loss: {launch.kl_estimator.caution}"
 
 
 @check(is_warning=True)

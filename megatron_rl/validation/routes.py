@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import (
     Backend,
     CorrectionLevel,
     GradientDivisor,
-    ImportanceCorrection,
-    KLEstimator,
     PolicyLossConfig,
     PolicyMetrics,
     RejectedTokens,
@@ -23,6 +22,9 @@ from megatron_rl.config import (
 )
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters, get_loss_aggregation, get_policy_loss
+from megatron_rl.registries.corrections import CORRECTIONS, CorrectionKind
+from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator
+from megatron_rl.registries.registry import Registry
 
 _EVERYWHERE = frozenset(Route)
 _WITH_LOGITS = _EVERYWHERE - {Route.REDUCER}
@@ -82,16 +84,16 @@ REASONS: dict[str, str] = {
 
 # Fields with a fixed set of values.
 CHOICES: dict[str, type[StrEnum]] = {
-    "importance_correction": ImportanceCorrection,
     "importance_correction_level": CorrectionLevel,
     "rejected_tokens": RejectedTokens,
-    "kl_estimator": KLEstimator,
     "policy_metrics": PolicyMetrics,
     "policy_loss_backend": Backend,
     "router_aux_loss": RouterAuxLoss,
     "gradient_divisor": GradientDivisor,
     "watchdog": Watchdog,
 }
+# Fields whose values are the names of a registry, or module.function.
+REGISTRIES: dict[str, Registry[Any]] = {"importance_correction": CORRECTIONS, "kl_estimator": KL_ESTIMATORS}
 
 
 # Switches of hosts and of Megatron that a rule or a hook reads -> the value that an absent one has.
@@ -156,6 +158,16 @@ class Settings:
             return get_policy_loss(self.config.policy_loss)
         except ConfigError:
             return None
+
+    @cached_property
+    def correction(self) -> CorrectionKind | None:
+        """The declaration of the configured correction; None for an unknown name, which registered_names_are_known reports."""
+        return CORRECTIONS.find_or_none(self.config.importance_correction)
+
+    @cached_property
+    def kl_estimator(self) -> KLEstimator | None:
+        """The declaration of the configured KL estimator; None for an unknown name, which registered_names_are_known reports."""
+        return KL_ESTIMATORS.find_or_none(self.config.kl_estimator)
 
     @cached_property
     def record(self) -> AggregationRecord | None:

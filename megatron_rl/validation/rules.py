@@ -8,17 +8,14 @@ from typing import TypeGuard
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import (
+    DEFAULT_KL_ESTIMATOR,
     DEFAULT_MAX_LOGITS_BYTES,
     Backend,
     CorrectionLevel,
-    CorrectionSettings,
-    ImportanceCorrection,
-    KLEstimator,
     PolicyMetrics,
     RejectedTokens,
     Route,
     Watchdog,
-    counted_twice,
     flag_fields,
 )
 from megatron_rl.errors import ConfigError
@@ -34,11 +31,13 @@ from megatron_rl.loss_hub import (
     loss_aggregation_names,
     policy_loss_names,
 )
+from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
+from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.checks import check
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import model_problems
-from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, Settings, flag_of, routes_of_flags
+from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, REGISTRIES, Settings, flag_of, routes_of_flags
 
 _DEFAULTS = {field.name: field.default for field in flag_fields()}
 
@@ -179,12 +178,12 @@ def entropy_of_a_loss_is_known(launch: Settings) -> Iterator[str]:
 
 @check()
 def corrections_fit(launch: Settings) -> Iterator[str]:
-    """A wrong name of a correction or level is reported with the other choices."""
+    """A wrong level is reported with the other choices."""
     correction, loss = CorrectionSettings.of(launch.config), launch.loss
-    if correction.kind not in tuple(ImportanceCorrection) or correction.level not in tuple(CorrectionLevel):
+    if launch.correction is None or correction.level not in tuple(CorrectionLevel):
         return
     yield from correction.problems()
-    if correction.kind != ImportanceCorrection.NONE and loss is not None and loss.anchor == "rollout":
+    if correction.has_factor and loss is not None and loss.anchor == "rollout":
         yield counted_twice(correction.kind, loss.name)
 
 
@@ -198,17 +197,18 @@ def dropped_tokens_are_known(launch: Settings) -> Iterator[str]:
             f"rejected_tokens=dropped with off_policy_sequence_delta={config.off_policy_sequence_delta}: what that drops depends "
             "on the policy in training, so the step cannot be counted before its forward pass; choose --rejected-tokens counted"
         )
-    elif config.importance_correction not in (ImportanceCorrection.ICEPOP, ImportanceCorrection.MASK):
+    elif launch.correction is not None and not launch.correction.drops_tokens:
+        dropping = [name for name in correction_names() if get_correction(name).drops_tokens]
         yield (
             f"rejected_tokens=dropped has no effect with importance_correction={config.importance_correction}, which drops no "
-            "token: remove it, or choose icepop or mask"
+            f"token: remove it, or choose {' or '.join(dropping)}"
         )
 
 
 @check()
 def kl_estimator_has_a_term(launch: Settings) -> Iterator[str]:
     config = launch.config
-    if config.kl_estimator != KLEstimator.K3 and config.kl_estimator in tuple(KLEstimator) and config.kl_coefficient == 0:
+    if config.kl_estimator != DEFAULT_KL_ESTIMATOR and launch.kl_estimator is not None and config.kl_coefficient == 0:
         yield f"kl_estimator={config.kl_estimator} has no effect without a KL term: set --kl-coefficient, or remove it"
 
 
@@ -251,6 +251,24 @@ def choices_are_listed(launch: Settings) -> Iterator[str]:
             if not isinstance(value, bool):
                 remedy = f"pass one of them to {flag_of(name)}"
             yield f"{name}={value!r} must be one of {', '.join(choices)}: nothing else is implemented; {remedy}"
+
+
+@check()
+def registered_names_are_known(launch: Settings) -> Iterator[str]:
+    for name, registry in REGISTRIES.items():
+        try:
+            registry.find(getattr(launch.config, name))
+        except ConfigError as error:
+            yield f"{flag_of(name)}: {error}"
+
+
+@check()
+def own_terms_are_what_they_declare(launch: Settings) -> Iterator[str]:
+    own = [declared for declared in (launch.kl_estimator, launch.correction) if declared is not None]
+    if any(not declared.function.__module__.startswith("megatron_rl.") for declared in own):
+        from megatron_rl.validation.own_terms import own_term_problems  # torch, which a user's function has imported
+
+        yield from own_term_problems(launch)
 
 
 @check()

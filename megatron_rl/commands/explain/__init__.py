@@ -23,10 +23,10 @@ from megatron_rl.commands.explain.launch import (
 from megatron_rl.commands.explain.report import Explanation, as_json, as_text
 from megatron_rl.commands.explain.step import LaunchLayout, read_step
 from megatron_rl.commands.explain.weights import Weighing, correct_step, count_input, judged_settings, shown_configs
-from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.hosts.door_line import write
 from megatron_rl.hosts.doors import DOORS
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation import config_warnings, flag_of
 
 EXIT_UNSOUND = 1
@@ -165,7 +165,7 @@ def explain(args: Namespace) -> Explanation:
         left_out=[*step.notes, *left_out],
     )
     shown.corrected = correct_step(step, shown.weighings)
-    if configs[0].importance_correction != ImportanceCorrection.NONE and shown.corrected is None:
+    if CorrectionSettings.of(configs[0]).has_factor and shown.corrected is None:
         shown.left_out.append(NO_LOG_PROBS)
     judge_host(args, shown)
     return shown

@@ -12,12 +12,12 @@ from megatron_rl.commands.explain.chain import Chain, Factor
 from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
 from megatron_rl.commands.explain.step import LaunchLayout, StepInput
 from megatron_rl.commands.explain.weights import Corrected, Weighing, shift_lines, short
-from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import printable
 from megatron_rl.hosts.companions import RolloutCounts
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.training_hooks import corrections_in_words
 from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.registries.correction_settings import CorrectionSettings
 
 
 @dataclass(kw_only=True, slots=True)

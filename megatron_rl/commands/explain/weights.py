@@ -17,11 +17,12 @@ from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.config import CorrectionSettings, PolicyLossConfig, RejectedTokens, Route
+from megatron_rl.config import PolicyLossConfig, RejectedTokens, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.companions import RolloutCounts, count_rollouts
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.losses import importance_correction
+from megatron_rl.registries.correction_settings import CorrectionSettings
 
 REFERENCE = "sample_mean"
 # Scales that differ by rounding alone are one scale.

@@ -1,0 +1,148 @@
+"""A registry: the declarations of one kind by name. The built-in ones are the files of one folder, a user's are module.function."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from megatron_rl.errors import ConfigError
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+class Declaration(Protocol):
+    @property
+    def function(self) -> Callable[..., Any]: ...
+
+
+Record = TypeVar("Record", bound=Declaration)
+
+
+class Registry(Generic[Record]):
+    """kind: in messages, as in "KL estimator". folder: of megatron_rl, whose files declare the built-in names. decorator: its
+    name."""
+
+    def __init__(self, kind: str, folder: str, decorator: str):
+        self.kind, self.folder, self.decorator = kind, folder, decorator
+        self.records: dict[str, Record] = {}
+        self._has_built_in = False
+
+    def add(self, name: str, record: Record) -> None:
+        """Raises ConfigError where another function has the name, whichever was imported first."""
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{self.kind} name {name!r} must be a non-empty string")
+        if not record.function.__module__.startswith("megatron_rl."):
+            self._import_built_in()
+        known = self.records.get(name)
+        if known is not None and known.function is not record.function:
+            raise ConfigError(f"{self.kind} {name!r} is already registered by {known.function.__module__}; choose another name")
+        self.records[name] = record
+
+    def find(self, name: object) -> Record:
+        """The declaration of that name. A name with a dot is imported as module.function, and its module must declare it.
+
+        Raises ConfigError for an unknown name, for a function that cannot be imported, and for one that is not declared.
+        """
+        if not isinstance(name, str):
+            raise ConfigError(f"{self.kind} {name!r} must be a name: a registered one, or module.function")
+        self._import_built_in()
+        if name in self.records:
+            return self.records[name]
+        if "." not in name:
+            known = ", ".join(self.records)
+            raise ConfigError(
+                f"{self.kind} {name!r} is not registered; known: {known}. A name with a dot is imported as module.function"
+            )
+        function = import_dotted(name, self.kind)
+        # The module registers the function under a plain name when it is imported; the dotted one is then a second name.
+        same = next((record for record in self.records.values() if record.function is function), None)
+        if same is None:
+            raise ConfigError(
+                f"{self.kind} {name!r} is not declared: decorate {name.rpartition('.')[2]} with @megatron_rl.{self.decorator}"
+            )
+        self.records[name] = same
+        return same
+
+    def find_or_none(self, name: object) -> Record | None:
+        """`find`, and None where it raises: for what a rule judges while another one reports a wrong name."""
+        try:
+            return self.find(name)
+        except ConfigError:
+            return None
+
+    def names(self) -> tuple[str, ...]:
+        self._import_built_in()
+        return tuple(self.records)
+
+    def is_built_in(self, name: str) -> bool:
+        """Whether the declaration of that name is a file of the package."""
+        return self.find(name).function.__module__.startswith(f"megatron_rl.{self.folder}.")
+
+    def names_in_sources(self) -> tuple[str, ...]:
+        """The built-in names and the registered ones, without an import of the files, which need torch: for a help text."""
+        found: dict[str, None] = {}
+        for path in sorted((_PACKAGE / self.folder).glob("*.py")):
+            functions = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+            for call in (decorator for function in functions for decorator in function.decorator_list):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == self.decorator:
+                    found[str(ast.literal_eval(call.args[0]))] = None
+        return tuple(found | dict.fromkeys(self.records))
+
+    def _import_built_in(self) -> None:
+        """At the first look into the registry, so that it does not matter what was imported before."""
+        if self._has_built_in:
+            return
+        package = importlib.import_module(f"megatron_rl.{self.folder}")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("_triton"):  # imported where kernels run
+                importlib.import_module(module.name)
+        self._has_built_in = True
+
+
+def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
+    """Imports module.function as the hosts do: split on the last dot. Raises ConfigError, which says which half failed."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{purpose} {path!r} has no dot: write module.function")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, TypeError) as error:  # a leading dot asks for a relative import: TypeError
+        places = "PYTHONPATH, and with megatron-rl the current directory, are where modules are looked for"
+        raise ConfigError(f"{purpose} {path!r}: module {module_name!r} cannot be imported ({error}); {places}") from error
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{purpose} {path!r}: module {module_name!r} has no {attribute!r}; write module.function")
+    function: Callable[..., Any] = getattr(module, attribute)
+    if not callable(function):
+        raise ConfigError(f"{purpose} {path!r} is {type(function).__name__}, not a function")
+    return function
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no function, or a builtin without a signature: check_signature says so
+        return False
+
+
+def check_signature(
+    kind: str, name: str, function: Callable[..., Any], positional: tuple[str, ...], keywords: tuple[str, ...] = ()
+) -> None:
+    """Raises ConfigError at registration for a function that lacks an argument: it would fail in the middle of a run."""
+    try:
+        inspect.signature(function).bind(*positional, **dict.fromkeys(keywords))
+    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+        wanted = f"({', '.join([*positional, *(['*', *keywords] if keywords else [])])})"
+        raise ConfigError(f"{kind} {name!r} must accept {wanted}: {error}") from error
+
+
+def check_twin_path(kind: str, name: str, triton: object) -> None:
+    """Raises ConfigError unless `triton` of a declaration is None or the text module.function."""
+    if triton is not None and not isinstance(triton, str):
+        raise ConfigError(f"triton={triton!r} of {kind} {name!r} must be the text module.function, or None")
+    if triton is not None and "." not in triton:
+        raise ConfigError(f"triton={triton!r} of {kind} {name!r} has no dot: write module.function")

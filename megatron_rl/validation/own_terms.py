@@ -1,0 +1,133 @@
+"""Tries a user's own KL estimator and correction, and says where one is not what it declares. It runs once a launch.
+
+Nothing here of a function of the package: the tests over the registries try those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import CorrectionLevel
+from megatron_rl.corrections import correct
+from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.registries.corrections import CORRECTIONS, CorrectionKind
+from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator, KLValue
+from megatron_rl.validation.routes import Settings
+
+_NUM_PROBES = 1024
+_SOME = slice(1, 9)
+_NOISE = 1e-4
+# Up to this log-ratio float32 parts of a value cancel without a loss of digits that matters.
+_MODERATE = 3.0
+_FACTOR_NOISE = 1e-2  # a user may compute in bfloat16
+
+
+def own_term_problems(launch: Settings) -> Iterator[str]:
+    """The contradictions of the configured estimator and correction; none of a built-in one, and none where a name or bounds are
+    wrong, which other rules report."""
+    estimator, correction = launch.kl_estimator, launch.correction
+    if estimator is not None and not KL_ESTIMATORS.is_built_in(launch.config.kl_estimator):
+        yield from estimator_problems(estimator)
+    settings = CorrectionSettings.of(launch.config)
+    if correction is not None and not CORRECTIONS.is_built_in(settings.kind) and not list(settings.problems()):
+        yield from correction_problems(correction, settings)
+
+
+def estimator_problems(estimator: KLEstimator) -> Iterator[str]:
+    """A text for each way in which an estimator differs from its declaration."""
+    name = f"kl_estimator={estimator.name}"
+    vectors = _probes()
+    kept = [vector.clone() for vector in vectors]
+    try:
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            value, derivative = kl_estimate(estimator, *vectors)
+            is_written = any(not torch.equal(vector, before) for vector, before in zip(vectors, kept, strict=True))
+            _, of_value = kl_estimate(replace(estimator, function=_value_alone(estimator)), *kept)
+            alone = kl_estimate(estimator, *(vector[_SOME] for vector in kept))
+    except Exception as error:  # of any type: it is the user's function
+        yield f"{name} cannot be computed: {type(error).__name__}: {error}"
+        return
+    if is_written:
+        yield f"{name} writes into its inputs: it must leave them as they are"
+        return
+    if not bool((value.isfinite() & derivative.isfinite()).all()):
+        yield (
+            f"{name} is not finite for log-probabilities between -60 and 0: bound its exponents, as megatron_rl.bounded_exp does"
+        )
+        return
+    if not bool(derivative.any()):
+        yield f"{name} has derivative 0 everywhere, so it would train nothing: compute its value from log_probs without detach"
+        return
+    if not all(torch.allclose(one, whole[_SOME]) for one, whole in zip(alone, (value, derivative), strict=True)):
+        yield f"{name} depends at one token on the others, so it would change with the layout: it must be elementwise"
+        return
+    log_probs, ref_log_probs, log_ratio = kept
+    is_moderate = ((log_probs - ref_log_probs).abs() <= _MODERATE) & (log_ratio.abs() <= _MODERATE)
+    is_apart = is_moderate & ~torch.isclose(derivative, of_value, rtol=_FACTOR_NOISE, atol=_NOISE)
+    if estimator.is_gradient_of_value and bool(is_apart.any()):
+        yield (
+            f"{name} returns another derivative than that of its value, for {int(is_apart.sum())} of {_NUM_PROBES} tokens: leave "
+            "it to autograd, or declare is_gradient_of_value=False if that is the intent"
+        )
+
+
+def _value_alone(estimator: KLEstimator) -> Callable[..., Tensor]:
+    def value(*given: Tensor) -> Tensor:
+        returned = estimator.function(*given)
+        result: Tensor = returned.value if isinstance(returned, KLValue) else returned
+        return result
+
+    return value
+
+
+def correction_problems(correction: CorrectionKind, settings: CorrectionSettings) -> Iterator[str]:
+    """A text for each way in which a correction differs from its declaration, at the bounds of the settings."""
+    name = f"importance_correction={correction.name}"
+    old, rollout, _ = _probes()
+    mask, documents = torch.ones(_NUM_PROBES, dtype=torch.bool), torch.arange(_NUM_PROBES)  # each token is a sample
+    settings = replace(settings, sequence_delta=None)
+
+    def at(chosen: slice) -> tuple[Tensor, Tensor]:
+        tokens = old[chosen]
+        found = correct(
+            settings,
+            old_log_probs=tokens,
+            rollout_log_probs=rollout[chosen],
+            advantages=torch.ones_like(tokens),
+            sums={"old_to_rollout": (tokens - rollout[chosen]).double(), "counts": torch.ones_like(tokens).double()},
+            loss_mask=mask[chosen],
+            documents=documents[: tokens.numel()],
+        )
+        return found.weights, found.is_kept
+
+    try:
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            weights, is_kept = at(slice(None))
+            alone, _ = at(_SOME)
+    except Exception as error:  # of any type: it is the user's function
+        yield f"{name} cannot be computed: {type(error).__name__}: {error}"
+        return
+    if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
+        yield f"{name} has weights that are not finite or below 0, for ratios between e^-20 and e^20: bound them"
+    if not torch.allclose(alone, weights[_SOME]):
+        element = "token" if settings.level == CorrectionLevel.TOKEN else "sample"
+        yield f"{name} depends at one {element} on the others, so it would change with the layout: it must be elementwise"
+    if correction.drops_tokens == bool(is_kept.all()):
+        drops = "drops nothing" if correction.drops_tokens else "drops some"
+        yield f"{name} declares drops_tokens={correction.drops_tokens}, and of ratios between e^-20 and e^20 it {drops}: change it"
+
+
+def _probes() -> tuple[Tensor, Tensor, Tensor]:  # [_NUM_PROBES] float32: two log-probabilities, and a log-ratio
+    """The differences are of all sizes that a run may meet, and some are 0."""
+    drawn = torch.rand(5, _NUM_PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    first = -30.0 * drawn[0]
+    signs = torch.where(drawn[1] < 0.5, -1.0, 1.0)
+    difference = signs * 10 ** (4.3 * drawn[2] - 3)  # 1e-3 to 20
+    difference[::16] = 0.0
+    log_ratio = torch.where(drawn[3] < 0.5, -1.0, 1.0) * 10 ** (4 * drawn[4] - 3)
+    return first, (first - difference).clamp(max=0.0), log_ratio
