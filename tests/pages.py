@@ -33,9 +33,10 @@ from helpers import names_forgotten
 
 from megatron_rl import metrics
 from megatron_rl.arguments import arguments_page
-from megatron_rl.config import NO_CORRECTION
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, NO_CORRECTION, CorrectionLevel
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.registries.corrections import correction_names, get_correction
+from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(
@@ -139,7 +140,30 @@ def of_corrections() -> str:
     """The page with its table as the docstrings of the corrections have it."""
     kinds = [get_correction(name) for name in correction_names() if name != NO_CORRECTION]
     rows = {f"`{kind.name}`": guide_of(kind.name, str(inspect.getdoc(kind.function))) for kind in kinds}
-    return with_guide("docs/corrections.md", "corrections", "correction | the factor of a token", rows)
+    text = with_guide("docs/corrections.md", "corrections", "correction | the factor of a token", rows)
+    return with_tables(text, {"<!-- table: bounds -->": rows_of_bounds(), "<!-- table: KL estimators -->": rows_of_estimators()})
+
+
+def rows_of_bounds() -> list[str]:
+    """Of each correction, what is taken and what is required at each of its levels."""
+    lines = [f"| kind | {' | '.join(CorrectionLevel)} |\n|---|{'---|' * len(CorrectionLevel)}\n"]
+    for kind in (get_correction(name) for name in correction_names() if name != NO_CORRECTION):
+        required = "both are required" if len(kind.required_bounds) > 1 else f"{kind.required_bounds[0]} is required, low is 0"
+        published = {level: f"[{low:g}, {high:g}]" for level, (low, high) in kind.published_bounds.items()}
+        cells = [published.get(level, required) if level in kind.levels else "refused" for level in CorrectionLevel]
+        lines.append(f"| `{kind.name}` | {' | '.join(cells)} |\n")
+    return lines
+
+
+def rows_of_estimators() -> list[str]:
+    lines = [
+        "| `--kl-estimator` | value | derivative by log_prob | expectation on-policy (mu = pi, rho = 1) | off-policy |\n",
+        "|---|---|---|---|---|\n",
+    ]
+    for one in (get_kl_estimator(name) for name in kl_estimator_names()):
+        name = f"`{one.name}`, the default" if one.name == DEFAULT_KL_ESTIMATOR else f"`{one.name}`"
+        lines.append(f"| {name} | {one.formula} | {one.gradient} | {one.on_policy} | {one.off_policy} |\n")
+    return lines
 
 
 def with_guide(page: str, table: str, head: str, rows: dict[str, tuple[str, str, str]]) -> str:

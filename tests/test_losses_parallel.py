@@ -24,6 +24,7 @@ from loss_backends import HAS_TRITON, PER_TOKEN
 
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.losses import policy_loss
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron

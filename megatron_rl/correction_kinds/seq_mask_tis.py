@@ -23,9 +23,9 @@ def own_ratio(ratios: Tensor) -> Tensor:  # [T]
 def seq_mask_tis(ratios: Tensor, low: float, high: float) -> CorrectionValue:
     """w of the token where the sample's w is inside the bounds, 0 in other samples.
 
-        u_t = w_t 1[low <= w_i <= high]     w_t = old_prob_t / rollout_prob_t, w_i the geometric mean of the sample's w_t
+    NeMo-RL's guide to ProRL v2, https://github.com/NVIDIA-NeMo/RL/blob/main/docs/guides/prorlv2.md: seq-mask-tis.
 
-    NeMo-RL's seq-mask-tis in its recipe of ProRL v2.1, https://github.com/NVIDIA-NeMo/RL/blob/main/docs/guides/prorlv2.md.
+        u_t = w_t 1[low <= w_i <= high]     w_t = old_prob_t / rollout_prob_t, w_i the geometric mean of the sample's w_t
 
     Use it when another engine samples long responses of a mixture of experts.
     """
