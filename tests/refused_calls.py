@@ -14,11 +14,11 @@ import validation_cases
 from helpers import CLIP, names_forgotten
 from torch import Tensor
 
-from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.losses import api, grpo_loss, importance_correction, linear_gspo_loss, policy_loss
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation import config_warnings
 
 ONES, TOO_LONG = torch.ones(5), torch.full((5,), 1e300, dtype=torch.float64)
