@@ -104,12 +104,7 @@ REFUSED: dict[str, list[dict]] = {
         {**PLAIN, "loss_parameters": {"scale": "big"}},
         {**PLAIN, "loss_parameters": {"cap": 1.0}},
     ],
-    "entropy_of_a_loss_is_known": [
-        (
-            {"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS},
-            "--policy-loss own_losses.heeding needs the entropy of each token, .*: set --policy-metrics none",
-        )
-    ],
+    "entropy_of_a_loss_is_known": [{"policy_loss": "own_losses.heeding", "route": Route.CUSTOM_LOSS}],
     "corrections_fit": [
         {"importance_correction": "mask"},
         {**TIS, "importance_correction_high": 0.5},
