@@ -21,6 +21,8 @@ ELSEWHERE = {
     " returned values or derivatives that are not finite": "test_loss_contract.py",
     " is not a @triton.jit function": "test_loss_hub.py",
     "scaled_exp=True ": "test_scaled_exp.py",
+    " as its weights: they must be ": "test_term_contract.py",
+    " as is_kept: it must be ": "test_term_contract.py",
     " needs the entropy of each token, and this call has log-probabilities": "test_own_losses.py",
     " of a sum over later or earlier tokens must be in": "test_ordered_sums.py",
     "a sum over later or earlier tokens needs the order": "test_ordered_sums.py",
@@ -37,7 +39,7 @@ ROWS = [
 def test_a_refused_call_names_the_argument(door, changes):
     """FB-40, FB-63, FB-65, FB-74, FB-80, FB-116: no shape is guessed or broadcast, nothing is dropped without a word."""
     _, text = message_of(door, changes)
-    names = {"loss_parameters": "parameter", "kind": "importance_correction"}
+    names = {"loss_parameters": "parameter", "kind": "importance_correction", "kl_estimator": "KL estimator"}
     flat = {**changes, **changes.get("loss_parameters", {})}
     assert any(name in text or names.get(name, name) in text for name in flat), text
 
