@@ -58,7 +58,7 @@ def test_the_bias_of_experts_counts_real_tokens(pool):
     options = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3}
     model = model_of(Layout(), **options)
     whole, first = torch.zeros(2, EXPERTS["num_moe_experts"])
-    for (_, sample, _), experts in pool.run(truth_on_rank, model, world_size=1)[0][1].items():
+    for (_, sample, _), experts in pool.run(truth_on_rank, model, (), world_size=1)[0][1].items():
         whole[list(experts)] += 1
         first[list(experts)] += sample == 0
     step = ragged_samples()
