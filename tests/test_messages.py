@@ -13,7 +13,8 @@ TABLE = Path(__file__).with_name("messages.txt")
 FRONT_DOORS = ("losses", "ops/log_probs.py", "ops/linear_head.py", "corrections.py")
 # What is said, and by which test it is seen: it takes a device, a second backward, or a loss that misbehaves.
 ELSEWHERE = {
-    " has no formula: choose one of ": "test_corrections.py",
+    " as its weights: they must be ": "test_term_contract.py",
+    " as is_kept: it must be ": "test_term_contract.py",
     "a second backward through a policy loss": "test_one_read.py",
     "returned a value with a gradient of its own": "test_loss_contract.py",
     "): raise a ValueError instead": "test_loss_contract.py",
@@ -21,8 +22,6 @@ ELSEWHERE = {
     " returned values or derivatives that are not finite": "test_loss_contract.py",
     " is not a @triton.jit function": "test_loss_hub.py",
     "scaled_exp=True ": "test_scaled_exp.py",
-    " as its weights: they must be ": "test_term_contract.py",
-    " as is_kept: it must be ": "test_term_contract.py",
     " needs the entropy of each token, and this call has log-probabilities": "test_own_losses.py",
     " of a sum over later or earlier tokens must be in": "test_ordered_sums.py",
     "a sum over later or earlier tokens needs the order": "test_ordered_sums.py",

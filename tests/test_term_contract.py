@@ -403,6 +403,10 @@ def hidden(ratios, low, high):
     return CorrectionValue((ratios <= high).to(ratios.dtype), ratios <= high)
 
 
+def counted(ratios, low, high):
+    return CorrectionValue(ratios, (ratios <= high).int())
+
+
 def halved(ratios, low, high):
     return ratios.clamp(low, high)[::2]
 
@@ -413,6 +417,7 @@ def halved(ratios, low, high):
         (infinite, "has weights that are not finite or below 0"),
         (normalised, "depends at one token on the others"),
         (hidden, "declares drops_tokens=False, and of ratios between e^-20 and e^20 it drops some"),
+        (counted, "returned (1024,) torch.int32 as is_kept: it must be (1024,) torch.bool"),
         (halved, "returned (512,) torch.float32 as its weights"),
     ],
 )

@@ -194,7 +194,10 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         raise ConfigError(f"metrics={metrics!r} is not one of {', '.join(PolicyMetrics)}")
     estimator = None
     if coefficients["kl_coefficient"] or kl_estimator != DEFAULT_KL_ESTIMATOR:  # an unknown name raises without a term too
-        estimator = get_kl_estimator(kl_estimator)
+        try:
+            estimator = get_kl_estimator(kl_estimator)
+        except ConfigError as error:
+            raise ConfigError(f"kl_estimator={kl_estimator!r}: {error}") from error
     if options["cp_layout"] not in (*LAYOUTS, None):
         raise ConfigError(f"cp_layout={options['cp_layout']!r} is not one of {', '.join(LAYOUTS)}, or None")
     if correction is not None:
