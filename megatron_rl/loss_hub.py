@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import inspect
 import keyword
 import math
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +14,7 @@ from megatron_rl.aggregation_record import AggregationRecord, declared_fields
 from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.registries.registry import check_signature, check_twin_path, import_dotted, takes
+from megatron_rl.registries.registry import Registry, check_signature, check_twin_path, takes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,10 +165,13 @@ def clip_high_problem(value: object) -> str | None:
     return f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1"
 
 
-Record = TypeVar("Record", AggregationRecord, PolicyLoss)
-
-_AGGREGATIONS: dict[str, AggregationRecord] = {}
-_POLICY_LOSSES: dict[str, PolicyLoss] = {}
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", "losses", "register_policy_loss")
+AGGREGATIONS: Registry[AggregationRecord] = Registry(
+    "loss aggregation",
+    "aggregation",
+    "register_loss_aggregation",
+    declare=lambda name, function: register_loss_aggregation(name)(function),
+)
 
 
 def register_loss_aggregation(
@@ -200,7 +200,7 @@ def register_loss_aggregation(
 
     def decorate(function: Weigh) -> Weigh:
         check_signature("loss aggregation", name, function, *_AGGREGATION_PARAMETERS)
-        _add(_AGGREGATIONS, "loss aggregation", name, AggregationRecord(name, function, *fields))
+        AGGREGATIONS.add(name, AggregationRecord(name, function, *fields))
         return function
 
     return decorate
@@ -279,7 +279,7 @@ def register_policy_loss(
             anchor=anchor,
         )
         loss.clip_bounds(None, None)  # the defaults are a clip
-        _add(_POLICY_LOSSES, "policy loss", name, loss)
+        POLICY_LOSSES.add(name, loss)
         return function
 
     return decorate
@@ -290,7 +290,7 @@ def get_loss_aggregation(name: str) -> AggregationRecord:
 
     Raises ConfigError for an unknown name and for a function that cannot be imported.
     """
-    return _get(_AGGREGATIONS, "loss aggregation", name, lambda function: register_loss_aggregation(name)(function))
+    return AGGREGATIONS.find(name)
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
@@ -298,14 +298,7 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
     Raises ConfigError for an unknown name, for a function that cannot be imported, and for one that is not declared.
     """
-
-    def register(function: Callable[..., Any]) -> None:
-        raise ConfigError(
-            f"policy loss {name!r} is not declared: decorate {name.rpartition('.')[2]} with "
-            "@megatron_rl.register_policy_loss, which says how it is computed"
-        )
-
-    return _get(_POLICY_LOSSES, "policy loss", name, register)
+    return POLICY_LOSSES.find(name)
 
 
 def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:
@@ -320,8 +313,7 @@ def needs_rollout_log_probs(config: PolicyLossConfig) -> bool:
 
 def declared_parameters() -> dict[str, dict[str, Parameter]]:
     """The parameters that registered losses declare: name of the parameter -> name of the loss -> the parameter."""
-    _register_built_in()
-    return _by_parameter({loss.name: loss.parameters for loss in _POLICY_LOSSES.values()})
+    return _by_parameter({loss.name: loss.parameters for loss in map(POLICY_LOSSES.find, POLICY_LOSSES.names())})
 
 
 def parameters_without_torch(built_in: Mapping[str, tuple[Parameter, ...]]) -> dict[str, dict[str, Parameter]]:
@@ -329,7 +321,7 @@ def parameters_without_torch(built_in: Mapping[str, tuple[Parameter, ...]]) -> d
 
     built_in: the parameters of the built-in losses by name, which are those of built_in_losses.py.
     """
-    return _by_parameter(dict(built_in) | {name: loss.parameters for name, loss in _POLICY_LOSSES.items()})
+    return _by_parameter(dict(built_in) | {name: loss.parameters for name, loss in POLICY_LOSSES.records.items()})
 
 
 def _by_parameter(losses: Mapping[str, tuple[Parameter, ...]]) -> dict[str, dict[str, Parameter]]:
@@ -354,55 +346,12 @@ def numbers_in_words(config: PolicyLossConfig) -> str:
 
 def is_built_in(policy_loss: str) -> bool:
     """Whether the loss of that name is a file of losses/."""
-    return get_policy_loss(policy_loss).function.__module__.startswith("megatron_rl.losses.")
+    return POLICY_LOSSES.is_built_in(policy_loss)
 
 
 def loss_aggregation_names() -> tuple[str, ...]:
-    _register_built_in()
-    return tuple(_AGGREGATIONS)
+    return AGGREGATIONS.names()
 
 
 def policy_loss_names() -> tuple[str, ...]:
-    _register_built_in()
-    return tuple(_POLICY_LOSSES)
-
-
-@functools.cache
-def _register_built_in() -> None:
-    """Imports what registers the built-in names: aggregation.py, and each file of losses/. At the first look into a registry, so
-    that it does not matter what was imported before."""
-    importlib.import_module("megatron_rl.aggregation")
-    losses = importlib.import_module("megatron_rl.losses")
-    for module in pkgutil.iter_modules(losses.__path__, "megatron_rl.losses."):
-        if not module.name.endswith("_triton"):  # imported where kernels run
-            importlib.import_module(module.name)
-
-
-def _get(registry: dict[str, Record], kind: str, name: str, register: Callable[[Callable[..., Any]], object]) -> Record:
-    if not isinstance(name, str):
-        raise ConfigError(f"{kind} {name!r} must be a name: a registered one, or module.function")
-    _register_built_in()
-    if name not in registry:
-        if "." not in name:
-            raise ConfigError(
-                f"{kind} {name!r} is not registered; known: {', '.join(registry)}. A name with a dot is imported as module.function"
-            )
-        function = import_dotted(name, kind)
-        # The module may register the function under a plain name when it is imported; the dotted one is then a second name.
-        same = next((value for value in registry.values() if value.function is function), None)
-        if same is not None:
-            registry[name] = same
-        else:
-            register(function)
-    return registry[name]
-
-
-def _add(registry: dict[str, Record], kind: str, name: str, record: Record) -> None:
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{kind} name {name!r} must be a non-empty string")
-    if not record.function.__module__.startswith("megatron_rl."):
-        _register_built_in()  # first, so that a built-in name is taken
-    known = registry.get(name)
-    if known is not None and known.function is not record.function:
-        raise ConfigError(f"{kind} {name!r} is already registered by {known.function.__module__}; choose another name")
-    registry[name] = record
+    return POLICY_LOSSES.names()

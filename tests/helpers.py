@@ -49,9 +49,9 @@ COLLECTIVES = {
 @contextlib.contextmanager
 def names_forgotten() -> Iterator[None]:
     """The registries forget the losses, aggregations, KL estimators and corrections that are registered inside."""
-    for built_in in (loss_hub.policy_loss_names, kl_estimator_names, correction_names):
+    for built_in in (loss_hub.policy_loss_names, loss_hub.loss_aggregation_names, kl_estimator_names, correction_names):
         built_in()  # they are there
-    registries = (loss_hub._AGGREGATIONS, loss_hub._POLICY_LOSSES, KL_ESTIMATORS.records, CORRECTIONS.records)
+    registries = [one.records for one in (loss_hub.AGGREGATIONS, loss_hub.POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS)]
     known = [dict(registry) for registry in registries]
     try:
         yield

@@ -69,8 +69,7 @@ MODULE_OF_REQUIREMENT = {"megatron-core": "megatron"}
 BY_NAME = {
     "__init__.py": "the front door: a name of __all__ is imported where it is asked for",
     "__main__.py": "a command is imported where it is typed",
-    "loss_hub.py": "the first look into a registry imports the files that register the built-ins, once all of this file has run",
-    "registries/registry.py": "as loss_hub.py: the files of the folder that the registry names, and a user's module",
+    "registries/registry.py": "the first look into a registry imports the files that declare the built-ins; a user's module too",
     "hosts/base.py": "the host of a name, where a launch is read",
     "hosts/doors.py": "the door of each name",
     "hosts/door.py": "what a trainer calls, where it asks the declaration for it: a plug imports its declaration",

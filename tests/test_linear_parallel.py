@@ -180,7 +180,7 @@ def gspo_of_batch(batch, *, clip_ratio_low, clip_ratio_high):
 @pytest.fixture(scope="module", autouse=True)
 def registry_of_this_file_alone():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_hub, "_POLICY_LOSSES", dict(loss_hub._POLICY_LOSSES))
+        patch.setattr(loss_hub.POLICY_LOSSES, "records", dict(loss_hub.POLICY_LOSSES.records))
         register_policy_loss(BY_VALUES, "batch", clip_ratios=(3e-4, 4e-4))(gspo_of_batch)
         yield
 

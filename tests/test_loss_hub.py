@@ -32,13 +32,13 @@ from megatron_rl.loss_hub import (
     Parameter,
     get_loss_aggregation,
     get_policy_loss,
-    import_dotted,
     loss_aggregation_names,
     policy_loss_names,
     register_loss_aggregation,
     register_policy_loss,
 )
 from megatron_rl.losses import policy_loss
+from megatron_rl.registries.registry import import_dotted
 from megatron_rl.testing.losses_by_hand import REFERENCES
 
 # The default clips of published numbers; another loss need not be here.

@@ -30,7 +30,7 @@ from megatron_rl.validation import Settings, find_problems
 from megatron_rl.validation.own_terms import correction_problems, estimator_problems
 
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-BOTH = pytest.mark.parametrize("registry", [KL_ESTIMATORS, CORRECTIONS], ids=lambda registry: registry.folder)
+BOTH = pytest.mark.parametrize("registry", [KL_ESTIMATORS, CORRECTIONS], ids=lambda registry: registry.home)
 WITH_FACTOR = [name for name in correction_names() if get_correction(name).levels]
 KINDS = [(name, level) for name in WITH_FACTOR for level in get_correction(name).levels]
 # Both sides of each are met by the ratios below.

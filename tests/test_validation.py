@@ -15,10 +15,9 @@ ALLOWED_ROWS = [(rule_name, row) for rule_name, rows in ALLOWED.items() for row 
 @pytest.fixture(autouse=True)
 def only_built_in_names(monkeypatch):
     """Names that other tests registered would show up in messages, and ours in theirs."""
-    for registry in ("_AGGREGATIONS", "_POLICY_LOSSES"):
-        entries = vars(loss_hub)[registry].items()
-        built_in = {name: entry for name, entry in entries if entry.function.__module__.startswith("megatron_rl.")}
-        monkeypatch.setattr(loss_hub, registry, built_in)
+    for registry in (loss_hub.AGGREGATIONS, loss_hub.POLICY_LOSSES):
+        built_in = {name: registry.find(name) for name in registry.names() if registry.is_built_in(name)}
+        monkeypatch.setattr(registry, "records", built_in)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A registry: the declarations of one kind by name. The built-in ones are the files of one folder, a user's are module.function."""
+"""A registry: the declarations of one kind by name. The built-in ones are in one folder or file, a user's are module.function."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Record = TypeVar("Record", bound=Declaration)
 
 
 class Registry(Generic[Record]):
-    """kind: in messages, as in "KL estimator". folder: of megatron_rl, whose files declare the built-in names. decorator: its
-    name."""
+    """kind: in messages, as in "KL estimator". home: the folder or file of megatron_rl that declares the built-in names. decorator:
+    its name. declare: declares a function of a user's that is not decorated, under its dotted name. None: it is refused."""
 
-    def __init__(self, kind: str, folder: str, decorator: str):
-        self.kind, self.folder, self.decorator = kind, folder, decorator
+    def __init__(self, kind: str, home: str, decorator: str, declare: Callable[[str, Callable[..., Any]], object] | None = None):
+        self.kind, self.home, self.decorator, self._declare = kind, home, decorator, declare
         self.records: dict[str, Record] = {}
         self._has_built_in = False
 
@@ -44,7 +44,7 @@ class Registry(Generic[Record]):
         self.records[name] = record
 
     def find(self, name: object) -> Record:
-        """The declaration of that name. A name with a dot is imported as module.function, and its module must declare it.
+        """The declaration of that name. A name with a dot is imported as module.function; its module declares it, or `declare`.
 
         Raises ConfigError for an unknown name, for a function that cannot be imported, and for one that is not declared.
         """
@@ -61,12 +61,15 @@ class Registry(Generic[Record]):
         function = import_dotted(name, self.kind)
         # The module registers the function under a plain name when it is imported; the dotted one is then a second name.
         same = next((record for record in self.records.values() if record.function is function), None)
-        if same is None:
+        if same is not None:
+            self.records[name] = same
+        elif self._declare is not None:
+            self._declare(name, function)
+        else:
             raise ConfigError(
                 f"{self.kind} {name!r} is not declared: decorate {name.rpartition('.')[2]} with @megatron_rl.{self.decorator}"
             )
-        self.records[name] = same
-        return same
+        return self.records[name]
 
     def find_or_none(self, name: object) -> Record | None:
         """`find`, and None where it raises: for what a rule judges while another one reports a wrong name."""
@@ -80,13 +83,13 @@ class Registry(Generic[Record]):
         return tuple(self.records)
 
     def is_built_in(self, name: str) -> bool:
-        """Whether the declaration of that name is a file of the package."""
-        return self.find(name).function.__module__.startswith(f"megatron_rl.{self.folder}.")
+        """Whether the declaration of that name is the package's."""
+        return f"{self.find(name).function.__module__}.".startswith(f"megatron_rl.{self.home}.")
 
     def names_in_sources(self) -> tuple[str, ...]:
         """The built-in names and the registered ones, without an import of the files, which need torch: for a help text."""
         found: dict[str, None] = {}
-        for path in sorted((_PACKAGE / self.folder).glob("*.py")):
+        for path in sorted((_PACKAGE / self.home).glob("*.py")):
             functions = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
             for call in (decorator for function in functions for decorator in function.decorator_list):
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == self.decorator:
@@ -97,8 +100,8 @@ class Registry(Generic[Record]):
         """At the first look into the registry, so that it does not matter what was imported before."""
         if self._has_built_in:
             return
-        package = importlib.import_module(f"megatron_rl.{self.folder}")
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        home = importlib.import_module(f"megatron_rl.{self.home}")
+        for module in pkgutil.iter_modules(getattr(home, "__path__", ()), f"{home.__name__}."):
             if not module.name.endswith("_triton"):  # imported where kernels run
                 importlib.import_module(module.name)
         self._has_built_in = True
