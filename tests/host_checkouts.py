@@ -30,7 +30,6 @@ class ClassyModule(StubModule):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkout:
-    title: str
     variable: str  # of the environment
     stubbed: Sequence[str]
     module_type: type[StubModule] = ClassyModule
@@ -53,15 +52,8 @@ class Checkout:
     def source(self, path: str) -> str:
         return self.path(path).read_text(encoding="utf-8")
 
-    def missing(self, path: str, lines: Sequence[str]) -> str:
-        """Names the lines of a contract that are not in the file any more, by their exact text; empty: all are there."""
-        text = self.source(path)
-        moved = [line for line in lines if line not in text]
-        return f"{path} of {self.title} has moved: {moved}" if moved else ""
-
 
 VERL = Checkout(
-    title="verl",
     variable="VERL_ROOT",
     stubbed=(
         "accelerate codetiming datasets dill huggingface_hub hydra omegaconf orjson pandas peft pyarrow ray safetensors tensordict "
@@ -112,7 +104,6 @@ class ModuleForNemoRL(ClassyModule):
 
 
 NEMO_RL = Checkout(
-    title="NeMo-RL",
     variable="NEMO_RL_ROOT",
     stubbed=(
         "aiohttp datasets fastapi httpx huggingface_hub hydra megatron.bridge megatron.core.transformer.moe.moe_logging "
@@ -131,7 +122,6 @@ def keep_logs_away() -> None:
 
 
 ROLL = Checkout(
-    title="ROLL",
     variable="ROLL_ROOT",
     stubbed=(
         "codetiming dacite datasets huggingface_hub hydra imageio mcore_adapter more_itertools omegaconf opentelemetry peft "
@@ -146,7 +136,6 @@ def without_ray() -> None:
 
 
 SKYRL = Checkout(
-    title="SkyRL",
     variable="SKYRL_ROOT",
     stubbed="cloudpickle jaxtyping loguru omegaconf ray skyrl.backends.backend skyrl.train.config tensordict transformers".split(),
     prepare=without_ray,
@@ -182,7 +171,6 @@ def of_two_packages() -> None:
 
 
 PRIME_RL = Checkout(
-    title="prime-rl",
     variable="PRIME_RL_ROOT",
     stubbed=(
         "beartype httpx jaxtyping loguru msgspec openai pydantic pydantic_config renderers ring_flash_attn tenacity transformers "

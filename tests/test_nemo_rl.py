@@ -737,29 +737,3 @@ def test_the_door_fits_nemo_rls_own_trainer():
 
     code, _, error = forked(work)
     assert code == 0, error[-2000:]
-
-
-# What a weight rests on, line by line.
-CONTRACT = {
-    "nemo_rl/models/megatron/setup.py": ("model_cfg.calculate_per_token_loss = True", "average_in_collective=False"),
-    "nemo_rl/models/megatron/train.py": ("return loss / cp_size, metrics", "return loss * num_microbatches / cp_size, metrics"),
-    "nemo_rl/models/megatron/data.py": (
-        'local_valid_seqs = torch.sum(batch["sample_mask"])',
-        'batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)',
-        "torch.distributed.all_reduce(to_reduce, group=dp_group)",
-    ),
-    "nemo_rl/algorithms/loss/wrapper.py": ("seq_data = data.slice(seq_idx, seq_idx + 1)", "loss_accum += loss"),
-    "nemo_rl/distributed/model_utils.py": ("torch.distributed.all_reduce(grad_output, group=ctx.cp_group)",),
-    "nemo_rl/algorithms/loss/loss_functions.py": ('"curr_logprobs_unfiltered", curr_logprobs',),
-    "nemo_rl/algorithms/grpo.py": (
-        "loss_fn = ClippedPGLossFn(",
-        "adv_estimator = _create_advantage_estimator(master_config)",
-        "mask = token_mask * sample_mask.unsqueeze(-1)",
-    ),
-}
-
-
-@pytest.mark.host("NEMO_RL_ROOT")
-@pytest.mark.parametrize("path", CONTRACT)
-def test_the_lines_that_a_weight_rests_on_are_there(path):
-    assert not NEMO_RL.missing(path, CONTRACT[path])

@@ -281,40 +281,6 @@ def test_the_line_is_read_as_pydantic_config_reads_it():
 
 # The checkout
 
-# What a weight rests on, by file.
-LINES = {
-    "src/prime_rl/trainer/rl/train.py": [
-        "rl_loss_fn = setup_rl_loss_fn(config.loss)",
-        "micro_batches = dataloader.get_batch()",
-        "local_rl_scale += int((mask & (rl_w != 0)).sum()) if rl_w is not None else int(mask.sum())",
-        "dist.all_reduce(global_scales, op=dist.ReduceOp.SUM, group=dp_cp_group)",
-        'out["logprobs"] = gather_for_cp(out["logprobs"], cp_group)',
-        "scaled_logits = logits / temperatures.unsqueeze(-1)",
-        'trainer_logprobs=out["logprobs"].squeeze().split(sequence_lengths),',
-        "scale_gradients_(None, model, parallel_dims.fsdp_gradient_divide_factor)",
-    ],
-    "src/prime_rl/trainer/rl/loss.py": [
-        "return custom_fn(inputs, **kwargs)",
-        "rl_mask = mask & (rl_w != 0)",
-        "scaled_loss = rl_loss / rl_scale + ce_loss / ce_scale + ref_kl_loss / ref_kl_scale",
-    ],
-    "src/prime_rl/trainer/parallel_dims.py": ["return self.dp_replicate * self.dp_shard * self.cp"],
-    "src/prime_rl/utils/utils.py": ['module_path, _, name = dotted_path.rpartition(".")', "return getattr(module, name)"],
-    "src/prime_rl/orchestrator/algo/routing.py": ["sample.rl_weights = [0.0] * seq_len"],
-    "packages/prime-rl-configs/src/prime_rl/configs/orchestrator.py": [
-        '"top_p": 1.0,',
-        'env.sampling.extra_body.setdefault("top_k", -1)',
-        "filter_zero_advantages: bool = True",
-    ],
-    "packages/prime-rl-configs/src/prime_rl/configs/inference.py": ['namespace.logprobs_mode = "processed_logprobs"'],
-}
-
-
-@pytest.mark.host("PRIME_RL_ROOT")
-@pytest.mark.parametrize("path", LINES)
-def test_the_lines_that_a_weight_rests_on_are_there(path):
-    assert not PRIME_RL.missing(path, LINES[path])
-
 
 def in_the_checkout(work) -> None:
     """In a process of its own: the checkout stays importable there."""

@@ -288,32 +288,3 @@ def test_our_worker_and_settings_fit_roll():
 
     code, _, error = forked(work)
     assert code == 0, error[-2000:]
-
-
-# What a weight rests on, line by line.
-CONTRACT = {
-    "roll/distributed/strategy/megatron_strategy.py": (
-        "micro_batch.meta_info['loss_scale'] = num_microbatches * mpu.get_data_parallel_world_size()",
-        "loss_result *= data.meta_info['loss_scale']",
-        "loss *= data.meta_info['loss_scale']",
-        "loss_result += loss",
-    ),
-    "roll/distributed/strategy/strategy.py": (
-        'num_valid = torch.tensor(len(batch), device=batch.batch["input_ids"].device)',
-        'out["default"] = num_valid',
-        "dist.all_reduce(num, op=dist.ReduceOp.SUM, group=dp_group)",
-    ),
-    "mcore_adapter/src/mcore_adapter/models/model_factory.py": ("[cp_rank, (2 * cp_size - cp_rank - 1)]",),
-    "roll/pipeline/rlvr/rlvr_pipeline.py": (
-        "batch.meta_info[\"loss_mask_keys\"] = ['response_mask', 'final_response_mask']",
-        "if self.pipeline_config.enable_old_logprobs_recompute:",
-    ),
-    "roll/utils/functionals.py": ("prompt_mask = (attention_mask == 1) & (new_response_mask == 0)",),
-    "roll/pipeline/base_worker.py": ("self.strategy.train_step(batch=backward_batch, loss_func=self.loss_func)",),
-}
-
-
-@pytest.mark.host("ROLL_ROOT")
-@pytest.mark.parametrize("path", CONTRACT)
-def test_the_lines_that_a_weight_rests_on_are_there(path):
-    assert not ROLL.missing(path, CONTRACT[path])

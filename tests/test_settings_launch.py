@@ -415,12 +415,6 @@ def test_the_defaults_of_roll_are_its_own():
             assert sources[prefix][last] == default, name
     assert defaults_of(worker, "StrategyArguments")["strategy_name"] == roll.DOOR.all_defaults[f"{roll.STRATEGY_ARGS}strategy_name"]
     assert not defaults_of(base, "TrainInferISWeightConfig")["enabled"]
-    for line in (
-        "if backward_steps_per_rank > 1:",
-        "if self.init_kl_coef > 0:",
-        "elif self.adv_estimator in ['step_reinforce', \"gigpo\"]:",
-    ):
-        assert line in base
 
 
 @pytest.mark.host("ROLL_ROOT")

@@ -192,28 +192,3 @@ def test_skyrls_estimates_of_kl_are_ours_of_the_same_names(estimator):
 
     code, _, error = forked(work)
     assert code == 0, error[-2000:]
-
-
-# What a weight rests on, line by line.
-CONTRACT = {
-    "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py": (
-        "grad_sum_correction_factor = num_microbatches * dp_size",
-        "policy_loss * grad_sum_correction_factor",
-        "rollout_logprobs=rollout_action_logprobs",
-    ),
-    "skyrl/backends/skyrl_train/distributed/megatron/model_utils.py": (
-        "grad_input[local_indices[local_rank_mask]] = grad_output[local_rank_mask]",
-    ),
-    "skyrl/train/trainer.py": ("apply_loss_reduction_to_advantages_minibatch(",),
-    "skyrl/train/entrypoints/main_base.py": (
-        'if arg.startswith("trainer.override_entrypoint="):',
-        "return import_module(override_entrypoint).main()",
-        "SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])",
-    ),
-}
-
-
-@pytest.mark.host("SKYRL_ROOT")
-@pytest.mark.parametrize("path", CONTRACT)
-def test_the_lines_that_a_weight_rests_on_are_there(path):
-    assert not SKYRL.missing(path, CONTRACT[path])

@@ -1,0 +1,288 @@
+"""What our doors rest on in each host, line by line, in a checkout.
+
+Red here: the host has moved; read what the line did, then what our door makes of it.
+
+VERL_ROOT=... NEMO_RL_ROOT=... SLIME_ROOT=... pytest -m host --require host tests/test_host_contracts.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.hosts import verl
+from megatron_rl.hosts.doors import DOORS
+from megatron_rl.hosts.sampling import SAMPLERS
+
+# What a weight rests on: host -> file -> exact text.
+WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "verl": {
+        "verl/__init__.py": (
+            '_entry_points(group="verl.plugins")',
+            "_ep.load()",
+        ),
+        "verl/workers/utils/losses.py": (
+            *(f'config.global_batch_info["{key}"] = data["{key}"]' for key in ("dp_size", "batch_num_tokens", "global_batch_size")),
+            "pg_loss, pg_metrics = policy_loss_fn(",
+            "policy_loss -= entropy_coeff * entropy_loss",
+            "import agg_loss, compute_value_loss, get_policy_loss_fn, kl_penalty",
+            "kld = kl_penalty(logprob=log_prob, ref_logprob=ref_log_prob, kl_penalty=config.kl_loss_type)",
+        ),
+        "verl/workers/engine/megatron/transformer_impl.py": (
+            'scaled_loss = loss * data["num_micro_batch"]',
+            "local_sum = loss * routed_num_tokens / dp_size",
+            "local_num_tokens = (self._routed_num_tokens(data) // cp_size).to(torch.int)",
+            "tu.assign_non_tensor(data, dp_size=self.get_data_parallel_size())",
+            "tu.assign_non_tensor(data, batch_num_tokens=batch_num_tokens.item())",
+            'if _agg_mode == "seq-mean-token-mean" and not self.engine_config.dynamic_context_parallel:',
+        ),
+        "verl/workers/engine/fsdp/transformer_impl.py": (
+            'batch_num_tokens = data["loss_mask"].sum()',
+            "tu.assign_non_tensor(data, dp_size=self.get_data_parallel_size())",
+        ),
+        "verl/models/mcore/util.py": (
+            "torch.distributed.all_gather(output_list, output.detach(), group=cp_group)",
+            "output_list[cp_rank] = output",
+        ),
+        "verl/trainer/ppo/ray_trainer.py": (
+            'adv_kwargs["index"] = data.non_tensor_batch["uid"]',
+            '"token_level_rewards": data.batch["token_level_rewards"],',
+            "global_batch_size=ppo_mini_batch_size,",
+            "ppo_mini_batch_size = ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n",
+        ),
+        "verl/trainer/main_ppo.py": (
+            "from verl.utils.config import validate_config",
+            "validate_config(\n        config=config,",
+        ),
+        "verl/trainer/ppo/core_algos.py": (
+            *(
+                'if kl_penalty in ("kl", "k1"):',
+                'if kl_penalty == "abs":',
+                'if kl_penalty in ("mse", "k2"):',
+                'if kl_penalty == "full":',
+                "def kl_penalty(logprob: torch.FloatTensor, ref_logprob: torch.FloatTensor, kl_penalty)",
+            ),
+            'if kl_penalty in ("low_var_kl", "k3"):',
+        ),
+        "verl/trainer/ppo/v1/trainer_base.py": (
+            '"global_batch_size": ppo_mini_batch_size,',
+            "data, is_metrics = compute_rollout_correction_and_add_to_batch(data, rollout_corr_config)",
+        ),
+        "verl/trainer/ppo/v1/utils.py": ("if adv_estimator != core_algos.AdvantageEstimator.GRPO:",),
+        "verl/trainer/ppo/v1/agent_loop_tq.py": ('field["loss_mask"] = field["response_mask"]',),
+        "verl/trainer/ppo/padding_utils.py": (
+            "prompts = torch.full((1,), eos_token_id, dtype=torch.int64)",
+            "response_mask = torch.zeros_like(prompts)",
+            'pad_uid = f"pad{uuid.uuid4().hex}"',
+        ),
+        "verl/trainer/config/ppo_trainer.yaml": (
+            "adv_estimator: gae",
+            "use_v1: true",
+        ),
+        "verl/trainer/ppo/rollout_corr_helper.py": (
+            "SAFETY_BOUND = 20.0",
+            "log_ratio = old_log_prob - rollout_log_prob",
+            "raw_rollout_is_weights: torch.Tensor = torch.exp(log_ratio_safe)",
+            "rollout_is_weights = raw_rollout_is_weights.clamp(max=rollout_is_threshold_upper)",
+        ),
+        "verl/trainer/config/algorithm/rollout_correction.yaml": (
+            *("rollout_is: null", "rollout_is_threshold: 2.0", "rollout_is_batch_normalize: false"),
+        ),
+        "verl/trainer/config/rollout/rollout.yaml": ("calculate_log_probs: True",),
+        "verl/workers/engine_workers.py": (
+            "mini_batch_size_per_gpu = mini_batch_size // self.engine.get_data_parallel_size()",
+            "actor_config: ActorConfig = omega_conf_to_dataclass(self.config.actor)",
+        ),
+        "verl/utils/config.py": ('return instantiate(config, _convert_="partial")',),
+        "verl/trainer/config/data/legacy_data.yaml": (f"train_batch_size: {verl.DOOR.all_defaults[verl.BATCH]}",),
+        "verl/trainer/config/actor/actor.yaml": (
+            f"ppo_mini_batch_size: {verl.DOOR.all_defaults[verl.MINI_BATCH]}",
+            "_target_: verl.workers.config.PolicyLossConfig",
+        ),
+    },
+    "nemo_rl": {
+        "nemo_rl/models/megatron/setup.py": ("model_cfg.calculate_per_token_loss = True", "average_in_collective=False"),
+        "nemo_rl/models/megatron/train.py": ("return loss / cp_size, metrics", "return loss * num_microbatches / cp_size, metrics"),
+        "nemo_rl/models/megatron/data.py": (
+            'local_valid_seqs = torch.sum(batch["sample_mask"])',
+            'batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)',
+            "torch.distributed.all_reduce(to_reduce, group=dp_group)",
+        ),
+        "nemo_rl/algorithms/loss/wrapper.py": ("seq_data = data.slice(seq_idx, seq_idx + 1)", "loss_accum += loss"),
+        "nemo_rl/distributed/model_utils.py": ("torch.distributed.all_reduce(grad_output, group=ctx.cp_group)",),
+        "nemo_rl/algorithms/loss/loss_functions.py": ('"curr_logprobs_unfiltered", curr_logprobs',),
+        "nemo_rl/algorithms/grpo.py": (
+            "loss_fn = ClippedPGLossFn(",
+            "adv_estimator = _create_advantage_estimator(master_config)",
+            "mask = token_mask * sample_mask.unsqueeze(-1)",
+        ),
+    },
+    "roll": {
+        "roll/distributed/strategy/megatron_strategy.py": (
+            "micro_batch.meta_info['loss_scale'] = num_microbatches * mpu.get_data_parallel_world_size()",
+            "loss_result *= data.meta_info['loss_scale']",
+            "loss *= data.meta_info['loss_scale']",
+            "loss_result += loss",
+        ),
+        "roll/distributed/strategy/strategy.py": (
+            'num_valid = torch.tensor(len(batch), device=batch.batch["input_ids"].device)',
+            'out["default"] = num_valid',
+            "dist.all_reduce(num, op=dist.ReduceOp.SUM, group=dp_group)",
+        ),
+        "mcore_adapter/src/mcore_adapter/models/model_factory.py": ("[cp_rank, (2 * cp_size - cp_rank - 1)]",),
+        "roll/pipeline/rlvr/rlvr_pipeline.py": (
+            "batch.meta_info[\"loss_mask_keys\"] = ['response_mask', 'final_response_mask']",
+            "if self.pipeline_config.enable_old_logprobs_recompute:",
+        ),
+        "roll/configs/base_config.py": (
+            "if backward_steps_per_rank > 1:",
+            "if self.init_kl_coef > 0:",
+            "elif self.adv_estimator in ['step_reinforce', \"gigpo\"]:",
+        ),
+        "roll/utils/functionals.py": ("prompt_mask = (attention_mask == 1) & (new_response_mask == 0)",),
+        "roll/pipeline/base_worker.py": ("self.strategy.train_step(batch=backward_batch, loss_func=self.loss_func)",),
+    },
+    "skyrl": {
+        "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py": (
+            "grad_sum_correction_factor = num_microbatches * dp_size",
+            "policy_loss * grad_sum_correction_factor",
+            "rollout_logprobs=rollout_action_logprobs",
+        ),
+        "skyrl/backends/skyrl_train/distributed/megatron/model_utils.py": (
+            "grad_input[local_indices[local_rank_mask]] = grad_output[local_rank_mask]",
+        ),
+        "skyrl/train/trainer.py": ("apply_loss_reduction_to_advantages_minibatch(",),
+        "skyrl/train/entrypoints/main_base.py": (
+            'if arg.startswith("trainer.override_entrypoint="):',
+            "return import_module(override_entrypoint).main()",
+            "SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])",
+        ),
+    },
+    "prime_rl": {
+        "src/prime_rl/trainer/rl/train.py": (
+            "rl_loss_fn = setup_rl_loss_fn(config.loss)",
+            "micro_batches = dataloader.get_batch()",
+            "local_rl_scale += int((mask & (rl_w != 0)).sum()) if rl_w is not None else int(mask.sum())",
+            "dist.all_reduce(global_scales, op=dist.ReduceOp.SUM, group=dp_cp_group)",
+            'out["logprobs"] = gather_for_cp(out["logprobs"], cp_group)',
+            "scaled_logits = logits / temperatures.unsqueeze(-1)",
+            'trainer_logprobs=out["logprobs"].squeeze().split(sequence_lengths),',
+            "scale_gradients_(None, model, parallel_dims.fsdp_gradient_divide_factor)",
+        ),
+        "src/prime_rl/trainer/rl/loss.py": (
+            "return custom_fn(inputs, **kwargs)",
+            "rl_mask = mask & (rl_w != 0)",
+            "scaled_loss = rl_loss / rl_scale + ce_loss / ce_scale + ref_kl_loss / ref_kl_scale",
+        ),
+        "src/prime_rl/trainer/parallel_dims.py": ("return self.dp_replicate * self.dp_shard * self.cp",),
+        "src/prime_rl/utils/utils.py": (
+            'module_path, _, name = dotted_path.rpartition(".")',
+            "return getattr(module, name)",
+        ),
+        "src/prime_rl/orchestrator/algo/routing.py": ("sample.rl_weights = [0.0] * seq_len",),
+        "packages/prime-rl-configs/src/prime_rl/configs/orchestrator.py": (
+            '"top_p": 1.0,',
+            'env.sampling.extra_body.setdefault("top_k", -1)',
+            "filter_zero_advantages: bool = True",
+        ),
+    },
+    "trl": {
+        "trl/trainer/grpo_trainer.py": (
+            "generate_every = self.args.steps_per_generation * self.num_iterations",
+            "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]",
+            'normalizer = self.current_gradient_accumulation_steps if mode == "train" else 1.0',
+            'output["importance_sampling_ratio"] = vllm_importance_sampling_ratio',
+            'output["sampling_per_token_logps"] = sampling_per_token_logps',
+        ),
+    },
+}
+
+# What is said of samplers that keep a part of the vocabulary: names and defaults.
+SAMPLING: dict[str, dict[str, tuple[str, ...]]] = {
+    "verl": {
+        "verl/trainer/config/rollout/rollout.yaml": ("\ntop_k: -1\n", "\ntop_p: 1\n", "\nlogprobs_mode: processed_logprobs\n"),
+        "verl/workers/rollout/vllm_rollout/vllm_async_server.py": (
+            '"logprobs_mode": self.config.logprobs_mode,',
+            "            **engine_kwargs,\n",
+        ),
+        "verl/experimental/agent_loop/agent_loop.py": ("top_p=config.top_p,", "top_k=config.top_k,", "config.val_kwargs.top_p"),
+    },
+    "nemo_rl": {
+        "examples/configs/grpo_math_1B.yaml": (
+            "    top_p: 1.0\n    top_k: null\n",
+            "      logprobs_mode: processed_logprobs\n",
+        ),
+        "nemo_rl/models/generation/vllm/vllm_worker.py": ('self.cfg["vllm_cfg"].get("logprobs_mode")',),
+        "nemo_rl/models/generation/megatron/megatron_worker.py": ('logprobs_mode="processed_logprobs"',),
+        "nemo_rl/algorithms/utils.py": ("logprobs = torch.where(mask.bool(), logprobs, 0.0)",),
+        "nemo_rl/algorithms/logits_sampling_utils.py": (
+            "top_k is not None and top_k > 0",
+            "top_p is not None and top_p != 1.0",
+        ),
+    },
+    "roll": {
+        "roll/configs/generating_args.py": (
+            "top_p: Optional[float] = field(\n        default=0.7,",
+            "top_k: Optional[int] = field(\n        default=50,",
+        ),
+        "roll/distributed/strategy/vllm_strategy.py": (
+            "vllm_config = copy.deepcopy(self.worker_config.strategy_args.strategy_config)",
+            'top_p=gen_kwargs["top_p"],',
+        ),
+    },
+    "skyrl": {
+        "skyrl/train/config/config.py": (
+            *("    step_wise_trajectories: bool = False\n", "    engine_init_kwargs: Dict[str, Any] = field("),
+            *("    inference_engine: InferenceEngineConfig = field(", "    sampling_params: SamplingParams = field("),
+            *("    top_p: float = 1.0\n", "    min_p: float = 0.0\n", "    top_k: int = -1\n"),
+        ),
+        "skyrl/backends/skyrl_train/inference_servers/engine_utils.py": ('"min_p": sampling_params.min_p,',),
+        "skyrl/backends/skyrl_train/inference_servers/utils.py": ("engine_kwargs = get_config_as_dict(ie_cfg.engine_init_kwargs)",),
+    },
+    "miles": {
+        "miles/utils/arguments.py": ('"--rollout-top-p", type=float, default=1.0', '"--rollout-top-k", type=int, default=-1')
+    },
+    "slime": {
+        "slime/utils/arguments.py": ('"--rollout-top-p", type=float, default=1.0', '"--rollout-top-k", type=int, default=-1'),
+        "slime/backends/megatron_utils/actor.py": ("use_rollout_top_p_replay=True",),
+        "slime/backends/megatron_utils/loss.py": ("if args.rollout_top_p == 1.0:",),
+    },
+    "prime_rl": {
+        "packages/prime-rl-configs/src/prime_rl/configs/inference.py": ('namespace.logprobs_mode = "processed_logprobs"',),
+        "packages/prime-rl-configs/src/prime_rl/configs/orchestrator.py": (
+            "    top_p: float | None = None\n",
+            "    top_k: int | None = None\n",
+        ),
+    },
+    "trl": {
+        "trl/generation/vllm_generation.py": ('logprobs_mode="processed_logprobs"',),
+        "trl/trainer/grpo_config.py": (
+            "    top_p: float = field(\n        default=1.0,",
+            "    top_k: int = field(\n        default=0,",
+        ),
+    },
+    "megatron_lm": {
+        "megatron/training/arguments.py": (
+            "'--rl-default-top-p', type=float, default=0,",
+            "'--rl-default-top-k', type=int, default=-1,",
+        ),
+        "megatron/rl/inference/megatron.py": (
+            "top_k=request.generation_args.top_k or 0",
+            "top_p=request.generation_args.top_p or 0.0",
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("table", [WEIGHTS, SAMPLING], ids=["weights", "sampling"])
+@pytest.mark.parametrize("host", [pytest.param(name, marks=pytest.mark.host(f"{name.upper()}_ROOT")) for name in SAMPLING])
+def test_the_lines_that_a_door_rests_on_are_there(host, table):
+    root = Path(os.environ[f"{host.upper()}_ROOT"])
+    moved = [(file, line) for file, lines in table.get(host, {}).items() for line in lines if line not in (root / file).read_text()]
+    assert moved == []
+
+
+def test_each_host_has_a_row():
+    assert set(SAMPLING) == {*SAMPLERS, *DOORS} and set(WEIGHTS) <= set(SAMPLING)
