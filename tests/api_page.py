@@ -26,6 +26,9 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron_rl": ("register_policy_loss", "LossValue", "Parameter", "register_loss_aggregation"),
         "megatron_rl.losses.evaluate": ("TokenBatch",),
     },
+    "KL estimators and corrections of your own": {
+        "megatron_rl": ("register_kl_estimator", "KLValue", "register_correction", "CorrectionValue"),
+    },
     "In Megatron-Core": {
         "megatron_rl.megatron.ranks": ("initialize_ranks",),
         "megatron_rl.layout": ("resolve_groups", "local_positions", "local_cu_seqlens"),
