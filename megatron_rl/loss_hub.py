@@ -38,10 +38,11 @@ class LossValue:
     """What a policy loss returns: [T], one per token, at levels "token" and "batch"; [N], one per sample, at level "sequence".
 
     value: is multiplied by the weights. Masked positions may hold anything.
-    derivative: what autograd would make of `value`, in which each factor that is constant for the gradient is detached. It is
-        d value / d log-probability of the token, or d value / d mean log-probability of the sample, through log_ratio and log_probs
-        together. At level "batch" it is d (sum of the sample's values) / d log-probability of the token; with importance weights it
-        is not read, and autograd is used. A check at launch compares the two. None: autograd.
+    derivative: d value / d log-probability of the token; at level "sequence" d value / d mean log-probability of the sample; at
+        level "batch" d (sum of the sample's values) / d log-probability of the token. log_ratio and log_probs both move with the
+        log-probability. `value` detaches each factor that is constant for the gradient, so autograd finds the same number: a check
+        at launch compares the two. At level "batch" it is ignored where importance weights are given, and autograd is used then.
+        None: autograd.
     is_clipped: bool, what the metrics count as clipped. None: nothing is clipped.
     """
 

@@ -216,7 +216,7 @@ def whole_steps(*arguments: str) -> tuple[int, str, str]:
     [
         pytest.param(whole_steps, "right", 0, "PASS: 13 of 13 rows, ", id="whole steps", marks=megatron),
         pytest.param(alone, "right", 0, "PASS: 10 of 10 rows of the losses alone, ", id="the losses alone"),
-        pytest.param(alone, "wrong", 2, "returns another derivative than that of its value", id="a wrong derivative"),
+        pytest.param(alone, "wrong", 2, "returns a derivative that its value does not have", id="a wrong derivative"),
         pytest.param(alone, "needy", 2, "needs rollout_log_probs, which the samples", id="what the step has not"),
     ],
 )

@@ -370,7 +370,7 @@ def constant(log_probs, ref_log_probs):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (negated, "returns another derivative than that of its value"),
+        (negated, "returns a derivative that its value does not have"),
         (detached, "has no derivative by log_probs"),
         (constant, "has derivative 0 everywhere"),
         (summed, "depends at one token on the others"),

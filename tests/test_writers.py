@@ -49,7 +49,7 @@ def test_a_row_is_one_line_of_strict_json_that_is_on_disk_before_the_next_step(t
     writer.write(1, metrics)
     (line,) = (tmp_path / "deep" / "run" / METRICS_FILE).read_text().splitlines()
     assert line == '{"step": 1, "loss": 0.5, "count": 3, "worst": null, "note": "x", "none": null, "best": null}'
-    with pytest.raises(ValueError, match="metrics of step 1 after those of step 1"):
+    with pytest.raises(ValueError, match="metrics of step 1 after step 1"):
         writer.write(1, {})
     writer.close()
     writer.close()

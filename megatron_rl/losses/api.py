@@ -97,7 +97,7 @@ def policy_loss(
         loss_mask: [T] bool, True on tokens that are trained; other positions may hold anything.
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, the weight of each token of a sample; sample_token_weights makes it.
-        keywords: those of LogitsLossKeywords; its docstring explains them.
+        keywords: LogitsLossKeywords explains them.
     Communication: tp one all-gather of [T, 3 or 4]; cp one all-reduce of [N, k]; with check_ranks one all-gather of 4 KiB over
         each; backward none. None of them at size 1. A loss of level "batch" adds its own sums over cp.
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
@@ -232,7 +232,7 @@ def grpo_loss(
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, from sample_token_weights.
         keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the others of LogitsLossKeywords.
-    Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: those of policy_loss.
+    Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: as policy_loss.
     """
     return policy_loss("grpo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
 
@@ -263,7 +263,7 @@ def gspo_loss(
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, from sample_token_weights.
         keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the others of LogitsLossKeywords.
-    Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: those of policy_loss.
+    Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: as policy_loss.
     """
     return policy_loss("gspo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
 

@@ -101,7 +101,7 @@ def correct_samples(
     sums: DocumentSums,
     log_probs: Tensor,  # [T]
 ) -> tuple[LossInputs, DocumentSums, Correction]:
-    """The inputs and sums with the whole correction. No communication: the sums are those of all cp ranks."""
+    """The inputs and sums with the whole correction. No communication: the sums are over all cp ranks already."""
     assert inputs.correction is not None
     old_log_probs, rollout_log_probs = _compared(inputs, log_probs)
     of_samples = {"counts": sums.counts, **sums.correction_sums}

@@ -27,7 +27,7 @@ class DocumentSums:
 
     num_nonfinite: Tensor
     counts: Tensor
-    correction_sums: dict[str, Tensor]  # those of corrections.correction_columns
+    correction_sums: dict[str, Tensor]  # by the names of corrections.correction_columns
     means: dict[str, Tensor]  # mean_columns in the dtype of log_probs; empty unless the loss is sequence-level
     importance: Tensor | None
     advantages: Tensor | None  # one per document, from [T] input
@@ -107,7 +107,7 @@ def raise_on_bad_data(
     """Raises DataError for non-finite unmasked tokens, for advantages that vary inside a sample and for token_counts that differ
     from the mask's. On CUDA it reads nothing.
 
-    Call it after the all-reduce: its numbers are those of all cp ranks, so that these raise together.
+    Call it after the all-reduce: its numbers are then equal on all cp ranks, so that these raise together.
     """
     if sums.num_nonfinite.is_cuda or not bool((sums.num_nonfinite > 0).any()):
         return

@@ -193,7 +193,7 @@ def evaluate_batch(
     tokens of other weights, and one factor a token cannot say that.
 
     Call it inside a RankAgreement. Where another cp rank refused, the values are zeros. Raises DataError as `evaluate`.
-    Communication: that of the function's sums over samples, once in forward and at most once in backward; where ranks are checked
+    Communication: the function's sums over samples, once in forward and at most once in backward; where ranks are checked
     one more.
     """
     names = ("log_ratio", "log_probs", "advantages")

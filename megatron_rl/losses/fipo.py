@@ -50,7 +50,7 @@ def fipo(
     and for A_t < 0 the value is at most -fipo_ratio_limit f_t A_t.
 
     Ma et al., "FIPO: Eliciting Deep Reasoning with Future-KL Influenced Policy Optimization", arXiv:2603.19835: FutureKL, the
-    influence weight and the loss as the authors state them with their code, github.com/qwenpilot/FIPO. The defaults are those of
+    influence weight and the loss as the authors state them with their code, github.com/qwenpilot/FIPO. The defaults are from
     their 32B run.
     Use it when one advantage for a whole long response is too coarse; the paper trains long chains of thought with it. It changes
     nothing at the first step after a rollout, when each ratio is 1.

@@ -12,7 +12,7 @@ from megatron_rl.losses.evaluate import TokenBatch
 @register_policy_loss(
     "gspo_token",
     level="batch",  # so no zero_advantage_has_no_gradient: a token of advantage 0 is still part of its sample's mean
-    clip_ratios=(3e-4, 4e-4),  # those of GSPO
+    clip_ratios=(3e-4, 4e-4),  # as GSPO
     parameters=(CLIP_RATIO_C,),
 )
 def gspo_token(
@@ -29,8 +29,8 @@ def gspo_token(
         value_t = -min(s_it A_t, clip(s_it, 1 - clip_ratio_low, 1 + clip_ratio_high) A_t)
 
     Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071, section 4.3. The number s_it is s_i,
-    and the derivative by a token is -s_i A_t where s_i is not clipped. With one advantage a sample, value and gradient are those of
-    GSPO. With importance weights the two differ: here each token's gradient has its own weight, in GSPO their mean.
+    and the derivative by a token is -s_i A_t where s_i is not clipped. With one advantage a sample, value and gradient equal
+    GSPO's. With importance weights the two differ: here each token's gradient has its own weight, in GSPO their mean.
     Use it when you want gspo and have advantages for tokens or turns.
 
     Communication: one all-reduce of [N] over cp.

@@ -80,7 +80,7 @@ def prepare_inputs(
 ) -> LossInputs:
     """Checks shapes and dtypes, and finds out whether `advantages` are per sample or per token.
 
-    dtype: that of the log-probabilities and of the loss; weights must be finite in it.
+    dtype: of the log-probabilities and of the loss; weights must be finite in it.
     Raises DataError or ConfigError, which name the argument.
     """
     old_log_probs = options["rollout_log_probs"] if loss.anchor == "rollout" else old_log_probs
@@ -271,7 +271,7 @@ def with_token_counts(loss: PolicyLoss, inputs: LossInputs, cp_group: Group) -> 
 
 
 def compare_inputs(agreement: RankAgreement, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> None:
-    """Adds the values that must be equal on ranks that compute one loss: over tp all of them; over cp those of [N]."""
+    """Adds the values that must be equal on ranks that compute one loss: over tp all of them; over cp the [N] ones."""
     if not agreement.is_active:
         return
     agreement.add("policy loss", loss.name)

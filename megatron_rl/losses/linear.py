@@ -91,7 +91,7 @@ def linear_policy_loss(
     except in the early chunks of plan scale-last.
 
     The gradient is computed in forward if gradients are enabled, and `.loss` can be differentiated once. The gradient of hidden is
-    complete over tp and kept until backward; that of weight is summed in float32. Under no_grad one matmul runs.
+    complete over tp and kept until backward; the gradient of weight is summed in float32. Under no_grad one matmul runs.
 
     Args:
         name, old_log_probs, advantages, token_weights: as in policy_loss.
@@ -99,7 +99,7 @@ def linear_policy_loss(
         weight: [V_tp, H], this tp rank's rows of the head, of hidden's dtype.
         labels: [T] int64; labels[t] is the token whose log-probability row t of hidden gives: the caller has shifted.
         loss_mask, cu_seqlens: as in policy_loss. On the CPU they save one synchronisation.
-        keywords: those of LinearLossKeywords. Those of LossKeywords are explained there, and besides:
+        keywords: as LinearLossKeywords. LossKeywords explains most of them; the others are
             max_logits_bytes: the most bytes of all chunk buffers together. Smaller chunks cost time, not precision.
             sequence_parallel: hidden, and its gradient, is this tp rank's part of the rows.
             fp32_logits: logits of 16-bit operands stay float32; their gradient is 16-bit on CUDA.
@@ -192,7 +192,7 @@ def linear_grpo_loss(
     token_weights: Tensor,  # [N]
     **keywords: Unpack[LinearLossKeywords],
 ) -> PolicyLossOutput:
-    """`linear_policy_loss` with GRPO's ratio, one per token: row-by-row. Default clip 0.2 / 0.2. Args are those of
+    """`linear_policy_loss` with GRPO's ratio, one per token: row-by-row. Default clip 0.2 / 0.2. Args: as
     linear_policy_loss from hidden on; `grpo_loss` has the equation and its source."""
     return linear_policy_loss(
         "grpo", hidden, weight, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords
@@ -210,8 +210,8 @@ def linear_gspo_loss(
     token_weights: Tensor,  # [N]
     **keywords: Unpack[LinearLossKeywords],
 ) -> PolicyLossOutput:
-    """`linear_policy_loss` with GSPO's ratio, one per sample; on-policy it runs row-by-row. Default clip 3e-4 / 4e-4. Args are
-    those of linear_policy_loss from hidden on; `gspo_loss` has the equation and its source."""
+    """`linear_policy_loss` with GSPO's ratio, one per sample; on-policy it runs row-by-row. Default clip 3e-4 / 4e-4. Args:
+    as linear_policy_loss from hidden on; `gspo_loss` has the equation and its source."""
     return linear_policy_loss(
         "gspo", hidden, weight, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords
     )
@@ -237,7 +237,7 @@ def _plan(
 ) -> _Plan:
     """The rows that take part, and their chunks.
 
-    Communication: that of document_sizes; in plan row-by-row none, or for a correction by samples one all-reduce of [N, k] over cp.
+    Communication: as document_sizes; in plan row-by-row none, or for a correction by samples one all-reduce of [N, k] over cp.
     """
     has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
     has_no_gradient = None if has_row_terms or not loss.zero_advantage_has_no_gradient else copies.has_no_advantage
@@ -313,7 +313,7 @@ def _on(device: torch.device, value: Tensor) -> Tensor:
 
 
 class DocumentCoefficients:
-    """The coefficients of plans in-chunk, scale-last and two-pass. Communication: that of reduce_loss_torch, once an item."""
+    """The coefficients of plans in-chunk, scale-last and two-pass. Communication: as reduce_loss_torch, once an item."""
 
     def __init__(self, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings, bounds: list[int], head: LinearHead):
         self.loss, self.inputs, self.settings, self.bounds, self.head = loss, inputs, settings, bounds, head
@@ -409,7 +409,7 @@ class TokenCoefficients:
         """The policy term. An error is kept until `finish`, because the other ranks are between two collectives of the head.
 
         tp ranks agree at once, because rows without a coefficient are left out of their next collectives. cp ranks have other
-        chunks. Communication: that of RankAgreement over tp.
+        chunks. Communication: as RankAgreement over tp.
         """
         try:
             with RankAgreement(self.settings.tp_group, SINGLE, check_ranks=self.settings.check_ranks):

@@ -228,7 +228,7 @@ def read_once(
 ) -> tuple[Tensor, Tensor, Tensor, LossInputs]:  # log_probs [T], entropy [T], gradient [T, V], the inputs for the reduction
     """One launch. In place the gradient is in the logits' memory. The inputs have a correction that was computed before.
 
-    The policy term's coefficients that are known before the rows are those of reduce_loss_triton: three launches more.
+    The policy term's coefficients that are known before the rows come from reduce_loss_triton: three launches more.
     """
     policy_coefficients = None
     with torch.cuda.device_of(logits):

@@ -38,7 +38,7 @@ def ordered_sum(
     Differentiable: the derivative of the one is the other.
     Communication: at cp above 1 one `reduce` of [N, c], and one in backward; in zigzag order one of [N] before.
     Raises ConfigError for a decay outside (0, 1], and where the order of the slices is not known; DataError, on the CPU, for slices
-    that are not those of the zigzag order. On CUDA their samples get NaN.
+    that are not in zigzag order. On CUDA their samples get NaN.
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"decay={decay!r} of a sum over later or earlier tokens must be in (0, 1]; 1 is the plain sum")
@@ -136,7 +136,7 @@ def _chunk_bounds(tokens: SlicedTokens, reduce: Callable[[Tensor], Tensor]) -> T
     sizes = torch.stack([torch.minimum((whole - place * size).clamp(min=0), size) for place in places])  # [chunks, N]
     if not lengths.is_cuda and bool((sizes.sum(0) != lengths).any()):
         raise DataError(
-            f"slices of {lengths.tolist()} tokens, of samples of {whole.tolist()} tokens, are not those of the zigzag order: a "
+            f"slices of {lengths.tolist()} tokens, of samples of {whole.tolist()} tokens, are not in zigzag order: a "
             f'rank has chunks r and {num_chunks - 1} - r of {num_chunks} equal ones; pass cp_layout="contiguous" where slices '
             "follow each other"
         )

@@ -228,7 +228,7 @@ def _sequence_values(
     sums: DocumentSums,
     settings: LossSettings,
 ) -> tuple[LossValues, Tensor]:  # [T] each, [N] tokens with non-finite results
-    """Computes each sample's values and gives them to its tokens. Communication: that of settings.agreement."""
+    """Computes each sample's values and gives them to its tokens. Communication: as settings.agreement."""
     vectors = vectors_of_samples(loss, sums, advantages.dtype)
     log_probs = sums.means.get("log_probs", sums.means["log_ratio"])  # any tensor, where the loss does not take log_probs
     with settings.agreement():
@@ -272,7 +272,7 @@ def _batch_values(
     vectors: dict[str, Tensor],  # [T] the further inputs that the loss declares
     settings: LossSettings,
 ) -> tuple[LossValues, bool, Tensor]:  # [T] each, whether the derivative includes the weights, [N] tokens with non-finite results
-    """The values of a loss of level "batch". Communication: that of its sums over samples, and of settings.agreement."""
+    """The values of a loss of level "batch". Communication: its sums over samples, and as settings.agreement."""
     with settings.agreement():
         has_weights = inputs.importance_weights is not None
         tokens, is_weighted = evaluate_batch(

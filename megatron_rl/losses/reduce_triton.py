@@ -512,7 +512,7 @@ def reduce_loss_triton(
     if inputs.correction is not None:
         inputs = correct_tokens(inputs, log_probs)
     documents = _documents(loss, log_probs, inputs, settings)
-    # Triton launches on the current device, not on that of its arguments.
+    # Triton launches on the current device, not on its arguments' device.
     with torch.cuda.device_of(log_probs):
         sums = _document_sums(documents, inputs, block)
         if inputs.correction is not None:

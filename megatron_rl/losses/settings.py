@@ -32,7 +32,7 @@ class LossKeywords(TypedDict, total=False):
     temperature: the logits are divided by it: the sampling temperature of the rollouts. Default 1.
     vocab_size: real columns over all tp ranks; the columns after them are padding. None: all columns are real.
     token_counts [N]: unmasked tokens of each sample over all cp ranks; they are checked. None: they are counted.
-    tp_group, cp_group: None: those of megatron.core.parallel_state, else one rank.
+    tp_group, cp_group: None: the groups of megatron.core.parallel_state, else one rank.
     cp_layout: the order of the context-parallel slices, "zigzag" (Megatron's) or "contiguous", for a loss with sums over later or
         earlier tokens; None: not known.
     metrics: "none", "basic" or "with_entropy". Default "none".
@@ -73,7 +73,7 @@ class LossKeywords(TypedDict, total=False):
 
 
 class LogitsLossKeywords(LossKeywords, total=False):
-    """The keyword arguments of policy_loss: those of LossKeywords, and
+    """The keyword arguments of policy_loss: LossKeywords has most of them, and here are
 
     inplace: the gradient is written over the logits, by backward or, with loss_scale, by forward; any later use of them raises.
         Default False.

@@ -29,7 +29,7 @@ def topr(
         value_t = -w_t A_t log_probs_t
 
     Le Roux et al., "Tapered Off-Policy REINFORCE", arXiv:2503.14286.
-    Use it when data is off-policy and has many negative responses. Differences: the paper's ratio is that of the whole response,
+    Use it when data is off-policy and has many negative responses. Differences: the paper's ratio is the whole response's,
     against the policy that sampled it. Here it is the token's, against the old policy: the product of a thousand ratios is near 0
     or above 1 after a small step, and a negative response would have no gradient or all of it. The log-ratio is bounded to +-20, so
     the weight is at least e^-20. An importance correction multiplies this weight, which may then leave [0, 1]. A token counts as

@@ -59,7 +59,7 @@ def vespo(
 
     Differences from the paper: log W_i is bounded to +-20, as in the authors' code. Their pseudocode leaves the average over tokens
     and samples open; here it is --loss-aggregation. The value of a sample has its mean log-probability, so the m_i values sum up to
-    that of its tokens, and the derivative by each token is -phi_i A_i.
+    the sum over its tokens, and the derivative by each token is -phi_i A_i.
     """
     log_weight = (token_counts * log_ratio).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     is_positive = advantages >= 0

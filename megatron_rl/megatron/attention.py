@@ -276,7 +276,7 @@ class SequenceParallelNorm(nn.Module):
     """LayerNorm or RMSNorm, as the config says. Its parameters have the mark `sequence_parallel`.
 
     Under sequence parallelism a rank normalises its own tokens, so the parameters' gradients are parts of a sum over tp;
-    finalize_model_grads adds those of marked parameters. Megatron's torch norm refuses sequence parallelism.
+    finalize_model_grads adds them up where the parameter is marked. Megatron's torch norm refuses sequence parallelism.
     Raises ConfigError for another normalization and for layernorm_zero_centered_gamma.
     """
 

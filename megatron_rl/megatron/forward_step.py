@@ -59,7 +59,7 @@ class PolicyForwardStep:
         vocab_size: columns of the vocabulary without padding.
         groups: None: the model's process groups, read at each call.
         reports_metrics: add step_metrics.report_pairs to the schedule's report, for Megatron's train_step, which reduces them.
-    Communication: none here; a call runs that of the model and of policy_loss or linear_policy_loss.
+    Communication: none here; a call runs the collectives of the model and of policy_loss or linear_policy_loss.
     Raises: nothing here; a call raises what the loss and scale_for_schedule raise, and ConfigError where the model's config does
         not fit the settings.
     """

@@ -91,7 +91,7 @@ def run_model(
     """(output for the schedule, arguments of the output layer if it is fused and on this stage).
 
     Without labels the model of the last stage returns this tensor-parallel rank's logits [B, S, V_tp], without a gather; with
-    `positions` those of one position of each sequence, [B, 1, V_tp]; with a fused head one number in their place.
+    `positions` the logits of one position of each sequence, [B, 1, V_tp]; with a fused head one number in their place.
     Raises ConfigError where the head does not fit the model.
     """
     config = model_config_of(model)
@@ -181,7 +181,7 @@ def rows_of(inputs: HeadInputs, tp_group: Group) -> tuple[Tensor, bool]:
 
     Megatron's order is [S, B]; the order of a batch is row after row. Shards of a single row stay sharded. Shards of several rows
     are gathered, and backward takes this rank's part of a gradient that is complete over tp.
-    Communication: that of whole_sequences for several rows, else none.
+    Communication: as whole_sequences for several rows, else none.
     """
     hidden = inputs.hidden
     if hidden.shape[1] == 1:
@@ -272,6 +272,6 @@ def _check_mark(layer: nn.Module, output: Tensor, num_calls: int) -> None:
         raise ConfigError(
             f"--fused-lm-head-loss: this model calls its output layer {num_calls} times"
             + (" and changes the logits afterwards (a scale or a soft cap)" if num_calls == 1 else "")
-            + "; the loss would not be that of its logits: remove --fused-lm-head-loss"
+            + "; the loss would be of other logits: remove --fused-lm-head-loss"
         )
     _plain_heads.add(layer)

@@ -85,7 +85,7 @@ class HostScales:
     """What a release of Megatron-Core does to these losses under --calculate-per-token-loss, beside routed / response tokens."""
 
     divides_z_loss: bool = True  # by the tp times cp ranks
-    divides_samples: bool = True  # the loss of samples by those of the micro-batch
+    divides_samples: bool = True  # the loss of samples by the number of samples in the micro-batch
     multiplies_balance: bool = False  # the others by the tp times cp ranks, whose tokens are in its count already
 
 

@@ -68,7 +68,7 @@ def transformer_engine_problem() -> str | None:
 def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads: int, **overrides: Any) -> TransformerConfig:
     """Megatron's TransformerConfig with the sizes of parallel_state, without dropout. `overrides` replace these values.
 
-    It also sets the pipeline's dtype (that of the parameters; with `bf16=True` both are bfloat16), lets the pipeline send shapes,
+    It also sets the pipeline's dtype (the parameters' dtype; with `bf16=True` both are bfloat16), lets the pipeline send shapes,
     so that micro-batches may differ in length, and overlaps point-to-point calls where interleaved stages need it (check_pipeline).
     Raises ConfigError where an override contradicts parallel_state: Megatron would build one layout and communicate as the other.
     """
@@ -166,7 +166,7 @@ def _whole_down_projections(attention: Any) -> None:
     """Each tensor-parallel rank holds the whole down projections of multi-latent attention, as in Transformer Engine's layers.
 
     Megatron's own layers shard them and gather the result. The backward of the gather gives a rank the gradient of its own heads,
-    and that of the rotary key, which all heads share, misses the other ranks' heads.
+    and the gradient of the rotary key, which all heads share, misses the other ranks' heads.
     """
     from megatron.core.post_training.modelopt.layers import Linear
 
@@ -241,7 +241,7 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
             "the size without padding to the loss as vocab_size"
         )
     settings = vars(config)
-    # These layers are not those of transformer_impl='local': see _whole_down_projections.
+    # transformer_impl='local' would build other layers: see _whole_down_projections.
     problems = [*expert_problems(settings), *model_problems(settings | {"transformer_impl": None})]
     drift = drift_problem(settings)
     if drift is not None and expert_replicas_drift():

@@ -1,6 +1,6 @@
 """Runs the loss arithmetic of the installed Megatron on one parameter, and raises where the gradient would not be exact.
 
-Where DDP reduces experts over other ranks than the rest, with a factor of its own, there is a second parameter, that of an expert.
+Where DDP reduces experts over other ranks than the rest, with a factor of its own, there is a second parameter, an expert's.
 A wrong factor gets a name: exactly cp, 1/micro-batches or dp points at one cause.
 
 A version number is no proof: the meaning of the tuple changed in 0.13 and 0.15, and a model's config may change the per-token flag
@@ -92,8 +92,8 @@ def probe_schedule(
     """Runs scale_for_schedule's tuple through the installed schedule, DDP and finalize_model_grads on the current layout.
 
     Every rank calls it, after parallel_state is initialised. It takes some milliseconds and leaves no state.
-    Communication: that of run_one_parameter, and two all-reduces of one number over dp-cp.
-    Raises ConfigError, on all ranks, when the gradient is not that of the sum of the parts.
+    Communication: as run_one_parameter, and two all-reduces of one number over dp-cp.
+    Raises ConfigError, on all ranks, when it is not the gradient of the sum of the parts.
     """
     groups = resolve_groups()
     num_microbatches = 3 * groups.pp.size()  # not 2, a likely cp or dp, so that a wrong factor has one name
@@ -137,7 +137,7 @@ def run_one_parameter(
     The loss of micro-batch m is parameter * parts[m]; loss_func returns `tuple_of(loss, m, config)`. Where reduces_experts_apart, a
     parameter of an expert is added to the first. Its gradients come from all ranks that send it tokens, each tensor-parallel rank
     with its share, so the step's is the same.
-    Communication: that of one training step, one all-reduce over pp and one all-gather over dp-cp; for the parameter of an expert
+    Communication: one training step, one all-reduce over pp and one all-gather over dp-cp; for the parameter of an expert
     an all-reduce of one number a micro-batch, one all-reduce over pp and two all-gathers.
     """
     from megatron.core import parallel_state

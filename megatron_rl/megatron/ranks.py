@@ -53,7 +53,7 @@ def initialize_ranks(
 ) -> torch.device:
     """Makes the process group, as join_ranks, and parallel_state, from torchrun's environment or for one process.
 
-    Without CUDA it installs the package's CPU support. Returns the device of this rank. Communication: that of making the groups.
+    Without CUDA it installs the package's CPU support. Returns the device of this rank. Communication: the making of groups.
     """
     device = join_ranks()
     if device.type == "cpu":

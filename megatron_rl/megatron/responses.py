@@ -1,6 +1,6 @@
 """Measures the log-probabilities of whole responses with the training model, on any TP, SP, CP, PP and DP layout.
 
-Each forward runs the training schedule. The log-probabilities are those of the loss, so that step 0 has ratio 1.
+Each forward runs the training schedule. The log-probabilities are computed as in the loss, so that step 0 has ratio 1.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def response_log_probs(
     *,
     temperature: float,
     vocab_size: int,
-    backend: str,  # that of the loss, so that both sides of the ratio come from one kernel
+    backend: str,  # as in the loss, so that both sides of the ratio come from one kernel
     groups: ParallelGroups,
     head: HeadSettings = LOGITS,
     recorder: RouteRecorder | None = None,
 ) -> list[list[Tensor]]:  # for each batch and each of its samples: [response_length] float32 on the CPU; 0 where masked
     """Log-probabilities of whole responses by the current model, on all ranks of the tp, cp and pp groups.
 
-    The batches are those of the training, so that rounding is the same. With a fused `head` they cost one product, and no more
+    The batches are cut as in training, so that rounding is the same. With a fused `head` they cost one product, and no more
     logits than max_logits_bytes. The host waits once a batch, for its rows.
-    Communication: that of the forwards, and for each batch cp one all-reduce and pp one broadcast of all rows; a recorder's too,
+    Communication: the forwards', and for each batch cp one all-reduce and pp one broadcast of all rows; a recorder's too,
     which gets the routes of each sample by its number in the order of the batches.
     """
 

@@ -1,4 +1,4 @@
-"""Gives routers the padding of a micro-batch, and makes their auxiliary losses those of one rank on the whole step.
+"""Gives routers the padding of a micro-batch, and gives their auxiliary losses the value of one rank on the whole step.
 
 Under --router-aux-loss host they keep Megatron's scale, which router_scale.py tells. Under exact, for a step of T tokens without
 padding in B samples, with E experts and k routes a token, scores p and routes f in {0, 1}:

@@ -70,7 +70,7 @@ def host_ranges(
 ) -> dict[str, tuple[float, float]]:
     """For each loss the least and the largest weight that Megatron gives to a term of it, over that under exact, in one step.
 
-    A term is that of a token without padding (z_loss), or of the scores and routes of such tokens (the others, see the module's
+    A term belongs to a token without padding (z_loss), or to the scores and routes of such tokens (the others, see the module's
     docstring). All terms of a part have one weight, and in z_loss all of a slice. parts: all of the step. counts_padding: the
     routers have no padding mask. is_packed: Megatron takes the row for one sample, so seq_aux_loss is compared with exact aux_loss.
     """
@@ -94,7 +94,7 @@ def host_ranges(
             divisor = part.positions if counts_padding else tokens
             shares = number if scales.divides_z_loss or num_loss_tokens is None else 1
             found["z_loss"].append(of_contract(divisor) * num_tokens / divisor / shares)
-        # With a mask the count that multiplies a loss is that of all slices: Megatron adds them up in place.
+        # With a mask the count that multiplies a loss is over all slices: Megatron adds them up in place.
         repeats = number if scales.multiplies_balance else 1
         of_part = of_contract(part.positions if counts_padding else real * repeats)
         of_all = of_contract(part.positions if counts_padding else real_of[part.microbatch] * repeats)

@@ -56,7 +56,7 @@ def in_router_order(values: Tensor, config: TransformerConfig, tp_group: Group) 
 def routes_by_layer(routes: Tensor, shape: tuple[int, int], config: TransformerConfig, tp_group: Group) -> dict[int, Tensor]:
     """{global number of a layer: [tokens, topk] int16, in the router's order} of a micro-batch's routes, for each layer.
 
-    shape: that of its tokens, (B, S). Raises DataError where the routes are those of another model.
+    shape: of its tokens, (B, S). Raises DataError where the routes are of another model.
     """
     layers = expert_layers(config)
     if tuple(routes.shape[1:]) != (len(layers), config.moe_router_topk):
@@ -126,7 +126,7 @@ class RouteRecorder:
         self._whole, self.row_length = whole.cpu().short(), len(whole) // shape[0]
 
     def keep(self, number: int, start: int, num_tokens: int) -> None:
-        """The sample's routes are those of the last forward, at num_tokens - 1 positions from `start`."""
+        """The sample's routes are what the last forward chose, at num_tokens - 1 positions from `start`."""
         self.samples[number] = self._whole[start : start + num_tokens - 1].transpose(0, 1).contiguous()
 
 
@@ -240,8 +240,8 @@ def replay_problems(config: TransformerConfig) -> Iterator[str]:
         yield f"router replay with moe_router_fusion: the fused kernel chooses by itself and takes no routes; {remedy}"
     if config.moe_router_enable_expert_bias:
         yield (
-            "router replay with moe_router_enable_expert_bias: the bias would follow the replayed load and not that of "
-            f"the router's own choice; {remedy}"
+            "router replay with moe_router_enable_expert_bias: the bias would follow the load of the replayed "
+            f"experts, which the router did not choose; {remedy}"
         )
     if config.mtp_num_layers:
         yield (

@@ -79,7 +79,7 @@ def weigh_samples(
     """This data-parallel rank's samples of a whole step, each with its weight from the counts of the whole step.
 
     Under rejected_tokens=dropped the weights are made from counts of the tokens that the correction keeps. The totals, the token
-    counts and the regularizer weights are those of all unmasked tokens.
+    counts and the regularizer weights still count all unmasked tokens.
 
     Every dp rank calls it, also one without samples. Communication: the two exchanges of count_step over dp, twice under dropped.
     Raises what count_step and sample_token_weights raise, and DataError on all dp ranks where dropped tokens are not known.
@@ -209,7 +209,7 @@ def expert_layers(config: TransformerConfig) -> list[int]:
 def route_problem(routes: object, num_tokens: int, shape: RouteShape | None = None) -> str | None:
     """What is wrong with a sample's routes, as lists or a tensor [num_moe_layers, num_tokens - 1, topk]; None: nothing.
 
-    shape: that of the model's routes; None: any number of layers, experts and choices is taken.
+    shape: of the model's routes; None: any number of layers, experts and choices is taken.
     """
     layers, topk = ("num_moe_layers", "topk") if shape is None else (str(shape.num_layers), str(shape.topk))
     form = f"[{layers}][{num_tokens - 1}][{topk}]: layers with experts, tokens but the last one, experts of a token"

@@ -3,7 +3,7 @@
 With D = dp cp ranks and M micro-batches, Megatron-Core 0.13 and later divides a 3-tuple's loss by (its token count x M), and DDP
 averages over D. `loss_part` is this rank's part of the plain sum over dp, cp and micro-batches. So the returned tuple is
 
-    (loss_part D M, 1)                   which undoes both: the gradient is that of sum loss_part
+    (loss_part D M, 1)                   which undoes both: the gradient of sum loss_part remains
     (loss_part T, local token count)     with calculate_per_token_loss: Megatron sums and divides by the summed counts, T
 
 No token is weighted here: `loss_part` has the weights from global counts already. docs/parallelism.md has the arithmetic.
@@ -104,7 +104,7 @@ def delivered_factor(
     """The factor with which the schedule's backward multiplies the gradient of `loss_part`; None where it is not known.
 
     Unit contract: fl(fl(1 / M) D M), rounded as float32 does; per-token contract: T. With a gradient scaler (fp16) times its scale,
-    which stays on the device. None with another grad_scale_func than that of Megatron's optimisers. No synchronisation.
+    which stays on the device. None with another grad_scale_func than Megatron's optimisers set. No synchronisation.
     """
     scale = _gradient_scale(config)
     if scale is None:

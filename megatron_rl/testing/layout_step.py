@@ -68,7 +68,7 @@ Shards = dict[str, Shard]  # by global name
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a step is split. Sizes are those of the process groups; num_microbatches is per rank."""
+    """How a step is split. Sizes are of process groups; num_microbatches is per rank."""
 
     tensor: int = 1
     context: int = 1
@@ -143,7 +143,7 @@ class TinyGPT:
     tie_embeddings: bool = False
     bf16: bool = False  # with float32 gradient buffers
     use_transformer_engine: bool | None = None  # None: where it works
-    # Further fields of TransformerConfig with their values, those of a mixture of experts too; tuples in place of lists.
+    # Further fields of TransformerConfig with their values, also of a mixture of experts; tuples in place of lists.
     experts: tuple[tuple[str, object], ...] = ()
 
     @property

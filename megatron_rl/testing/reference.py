@@ -107,7 +107,7 @@ def losses_by_hand(
     """The sum over each sample's unmasked tokens, 0-d float64 with graph, before its weight.
 
     log_probs, entropies: one tensor [response_length] a sample; a loss that needs no entropy needs no entropies. factors: of each
-    token, of a loss that is not of level "batch". clip: (low, high) of a loss that has a clip; None: that of CLIPS.
+    token, of a loss that is not of level "batch". clip: (low, high) of a loss that has a clip; None: as in CLIPS.
     """
     loss, sums = get_policy_loss(policy_loss), []
     if loss.needs_entropy and entropies is None:
@@ -263,7 +263,7 @@ def old_log_probs_off_the_edges(
 
 
 def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
-    """The whole model in float64, of Megatron's own layers, because those of Transformer Engine have no float64."""
+    """The whole model in float64, of Megatron's own layers, because Transformer Engine's have no float64."""
     config = transformer_config(
         num_layers=tiny.num_layers,
         hidden_size=tiny.hidden_size,

@@ -79,7 +79,7 @@ def check_step(
         forward_step: the loop's, as Megatron's schedules call it: (data_iterator, model) -> (logits [.., V_tp], loss_func).
         batches: this rank's micro-batches, what the data iterator yields.
         model: wrapped by Megatron's DistributedDataParallel, without dropout; a list for an interleaved pipeline.
-        samples: those of the whole step in plain numbers, the same on every rank. old_log_probs None: the policy's own.
+        samples: of the whole step, in plain numbers, the same on every rank. old_log_probs None: the policy's own.
         places_of: (batch) -> [rows of the logits, 2] int64 on the last pipeline stage: the number of the sample in `samples`, and
             the place in its response of the token that the row predicts; (-1, -1) for a row that predicts none.
         config: the loss, aggregation, clip, temperature, KL, entropy and corrections that the loop means to train.

@@ -203,7 +203,7 @@ def _check_plain(content: io.BytesIO) -> None:
 
 
 def _more_than_plain(content: io.BytesIO) -> list[str]:
-    """The classes and functions that a file of torch.save asks for beside those of weights."""
+    """The classes and functions that a file of torch.save asks for, beyond what weights need."""
     content.seek(0)
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(content))

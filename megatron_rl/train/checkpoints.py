@@ -74,7 +74,7 @@ def save_checkpoint(
 
     model: the DDP-wrapped model of this rank. counters: plain numbers and text, equal on all ranks. description: settings that must
     be equal to load the checkpoint, by the names of their flags.
-    Communication: on_all_ranks three times, and that of dist_checkpointing.
+    Communication: on_all_ranks three times, and as dist_checkpointing.
     Raises RunError, on all ranks, where it cannot be written, for instance to a full disk.
     """
     check_can_save()
@@ -172,7 +172,7 @@ def load_checkpoint(
     """Fills model and optimiser and returns the counters. Random states are restored only on the layout that saved them; on another
     layout the run keeps its own.
 
-    Communication: that of check_checkpoint and of dist_checkpointing.
+    Communication: as check_checkpoint and dist_checkpointing.
     Raises ConfigError, before any content is used, when the files are not as they were saved or contain more than plain data; also
     for another description, and when it cannot be loaded.
     """
@@ -183,7 +183,7 @@ def load_checkpoint(
 
 def check_checkpoint(checkpoint: str | Path) -> None:
     """Raises ConfigError, on all ranks, unless all files are as they were saved and contain only plain data. Each rank reads a
-    share of the files. Communication: that of on_all_ranks."""
+    share of the files. Communication: as on_all_ranks."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     found = on_all_ranks(lambda: find_problems(Path(checkpoint), rank, num_ranks))
     foreign = list(dict.fromkeys(line for of_rank in found for line in of_rank.foreign))
@@ -457,7 +457,7 @@ def _grouped_as_now(optimizer: MegatronOptimizer, loaded: dict[Any, Any], saved:
 
 
 def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """torch's state inside that of an optimiser of 16-bit parameters, or the state itself."""
+    """torch's state inside the state of an optimiser of 16-bit parameters, or the state itself."""
     inner: dict[str, Any] = state.get("optimizer", state)
     return inner
 

@@ -69,7 +69,7 @@ class SampledRollouts:
         self._reward_group = SINGLE if is_alone else dist.new_group(backend="gloo", timeout=timeout)
 
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> SharedRollout:
-        """policy_version: that of the policy now; the samples carry it.
+        """policy_version: the policy's now; the samples carry it.
 
         A reward may be slow, paid for or random: one rank of each model replica computes it, and sends it to the others. The
         tokens stay where they were sampled.
@@ -194,7 +194,7 @@ class Evaluation:
         self._rollouts = SampledRollouts(trainer, task, plain, 1)
 
     def measure(self) -> dict[str, float]:
-        """Mean reward and mean length of the responses, in tokens. Communication and errors: those of SampledRollouts.get."""
+        """Mean reward and mean length of the responses, in tokens. Communication and errors: as SampledRollouts.get."""
         samples = self._rollouts.get(0).headers
         return {
             "eval/reward": sum(sample.reward for sample in samples) / len(samples),

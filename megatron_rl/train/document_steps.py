@@ -74,7 +74,7 @@ class DocumentSteps:
     def rollout_metrics(self, step: AccumulatedStep) -> tuple[dict[str, float], int]:
         """The rollout/ metrics of a file's step, and the last rollout with samples in it; equal on all ranks.
 
-        A prompt group counts with those of its samples that are in the step; they are on one rank.
+        A prompt group counts with its samples that are in the step; they are on one rank.
         Communication: one all-gather of six numbers over dp.
         """
         samples, groups = step.samples, prompt_groups(step.samples)

@@ -70,7 +70,7 @@ def sample_responses(
 
     Only `noise` is random. Only the logits of the last positions are computed, [B, V_tp]. The host waits once a
     forward, for its tokens.
-    Communication per new token, besides that of the model: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
+    Communication per new token, besides the model's: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
     of [B]; dp none, so ranks may have different numbers of samples. Where ranks share experts, dp has one all-reduce of a number,
     and a rank with fewer rows runs forwards whose tokens nobody reads. A recorder's is added once a forward; it gets the routes of
     each sample, by its place in prompts, from the last forward that the sample was in: the one that sampled its last token.

@@ -34,7 +34,7 @@ COPIED = ("*.json", "*.model", "*.txt", "*.jinja")
 MARKER = "megatron_rl_run.json"
 # Megatron's RotaryEmbedding has these built in; only the factor is an argument.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# What to do where the tensors are not those of config.json.
+# What to do where the tensors do not fit config.json.
 MISSHAPEN_REMEDY = f"{CONFIG} is of another model: take the one that belongs to these weights"
 MISSING_REMEDY = f"after an incomplete download: fetch the folder again; else {MISSHAPEN_REMEDY}"
 UNKNOWN_REMEDY = f"a variant that is not supported here: train it in miles, slime or verl; else {MISSHAPEN_REMEDY}"

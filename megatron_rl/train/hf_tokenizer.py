@@ -92,7 +92,7 @@ class HFTokenizer:
         """ConfigError unless the run began with a tokenizer of the same vocabulary: token ids would change their meaning."""
         saved = read_saved(path, "tokenizer")
         if saved != self._digest():
-            raise ConfigError(f"{path}: the run began with a tokenizer of another vocabulary than that of {self.folder}")
+            raise ConfigError(f"{path}: the run began with another vocabulary than the tokenizer of {self.folder} has")
 
 
 def _has_code(folder: Path) -> bool:

@@ -59,7 +59,7 @@ class KeyValueCache:
     @contextmanager
     def extended(self, positions: Tensor, num_tokens: int, longest: int) -> Iterator[None]:
         """Inside the block a forward of one row [1, num_tokens] is one new token of each row; further tokens are padding.
-        positions [rows] int64: those of the new tokens; longest: the largest."""
+        positions [rows] int64: of the new tokens; longest: the largest."""
         own = self._rotary.forward
 
         def rotated(*args: object, **others: object) -> Tensor:  # [R, 1, 1, dim]

@@ -46,7 +46,7 @@ class TrainLaunch(TrainOptions):
     """What these rules judge: the options, with the run's values for flags that are not typed, and what is beside them."""
 
     settings: Mapping[str, Any]
-    """All flags as typed, by field name, those of the loss included."""
+    """All flags as typed, by field name, flags of the loss too."""
     world_size: int = 1
     num_query_groups: int = 0
     """Of the model of --hf-checkpoint, where its folder can be read."""

@@ -93,7 +93,7 @@ OF_ROUTERS = ("num_experts", "a dense model has no routers")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What is trained: a model of random weights and these sizes, or that of a Hugging Face folder."""
+    """What is trained: a model of random weights and these sizes, or a Hugging Face folder's model."""
 
     hf_checkpoint: str | None = flag(
         None,
@@ -102,7 +102,7 @@ class ModelOptions:
     num_layers: int = count(2, "Transformer layers.")
     hidden_size: int = count(64, "Width of the transformer.")
     num_attention_heads: int = count(4, "Attention heads.")
-    vocab_size: int | None = count(None, "Vocabulary of the model. Unset: that of --rollouts, if the file has it, else the task's.")
+    vocab_size: int | None = count(None, "Vocabulary of the model. Unset: as --rollouts says, if it does, else the task's.")
     num_experts: int | None = count(None, "Experts of each layer. Unset: a dense model.")
     moe_router_topk: int = count(2, "Experts that each token is sent to.", needs=OF_EXPERTS)
     moe_ffn_hidden_size: int | None = count(None, "Width of an expert. Unset: 4 x --hidden-size.", needs=OF_EXPERTS)
@@ -181,14 +181,14 @@ class RolloutOptions:
     save_rollouts: str | None = flag(None, "Write the rollouts to this file, for --rollouts.")
     router_replay: str = flag(
         RouterReplay.NONE.value,
-        "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): those of the "
-        "forward that measured the old log-probabilities; rollout (R3): those of the sampler, in that forward too.",
+        "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): what "
+        "the forward chose that measured the old log-probabilities; rollout (R3): the sampler's, in that forward too.",
         choices=tuple(kind.value for kind in RouterReplay),
         needs=OF_ROUTERS,
     )
     check_router_replay: bool = flag(
         False,
-        "Compare the experts of each micro-batch and layer in training with those of --router-replay, and stop where they differ; "
+        "Compare the experts of each micro-batch and layer in training with the replayed ones, and stop where they differ; "
         "without replay measure the share of tokens that go to the sampler's experts.",
         needs=OF_ROUTERS,
     )
@@ -337,7 +337,7 @@ def set_preset_defaults(parser: ArgumentParser, arguments: Sequence[str]) -> Non
 
 
 def model_vocab_size(options: TrainOptions, task_vocab_size: int, recorded: int | None = None) -> int:
-    """--vocab-size, else that of the recorded rollouts, else the task's. ConfigError when the task's tokens do not fit. Tensor
+    """--vocab-size, else as the recorded rollouts say, else the task's. ConfigError when the task's tokens do not fit. Tensor
     parallelism pads it later."""
     if options.vocab_size is None:
         return task_vocab_size if recorded is None else recorded

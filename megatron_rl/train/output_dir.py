@@ -122,7 +122,7 @@ def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:
 
 
 def run_id_of(options: TrainOptions) -> str:
-    """That of the run which is gone on with, else a new one: it tells this run's files from those of another."""
+    """The id of the resumed run, else a new one: it tells this run's files from another's."""
     path = Path(options.output_dir) / RUN_FILE
     return str(read_saved(path, "run_id")) if goes_on(options) and path.exists() else uuid.uuid4().hex
 

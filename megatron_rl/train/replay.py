@@ -63,7 +63,7 @@ class ReplayRules:
         if self.router_replay != RouterReplay.OLD_LOG_PROBS:
             raise DataError(
                 f"{path}, rollout {batch.rollout_index}: no routes, which --router-replay rollout and --check-router-replay need: "
-                "record those of the sampling engine, choose --router-replay old_log_probs, or remove the flag"
+                "record the routes of the sampling engine, choose --router-replay old_log_probs, or remove the flag"
             )
         if any(sample.old_log_probs is not None for sample in batch.samples):
             raise DataError(

@@ -1,11 +1,11 @@
-"""Writes the file of --save-rollouts and reads that of --rollouts. Every sample is checked, so that no bad one reaches the loss.
+"""Writes the file of --save-rollouts and reads the file of --rollouts. Every sample is checked: no bad one reaches the loss.
 
 JSON lines, one line a rollout batch:
 
     {"rollout_index": 0, "samples": [{"prompt_id": "repeat-0", "tokens": [8, 3, 3, 1], "response_length": 2,
      "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7, "old_log_probs": [-1.9, -2.2], "index": 0}, ...], "vocab_size": 9}
 
-vocab_size, that of the policy, may be left out: then --vocab-size or the task gives it. old_log_probs, ref_log_probs,
+vocab_size, the policy's, may be left out: then --vocab-size or the task gives it. old_log_probs, ref_log_probs,
 rollout_log_probs, policy_version and routes may be null or left out (old_log_probs: null). routes are
 [layers with experts][tokens - 1][experts of a token], ids of experts; the last token predicts nothing and has none. Floats have as
 many digits as the same bits of float32 need. A value at a masked token may be NaN or Infinity, as Python's json module writes them.
@@ -61,7 +61,7 @@ def part_path(path: str | Path, part: int, num_parts: int) -> Path:
 
 
 def existing_parts(path: str | Path) -> list[Path]:
-    """The files that the name stands for, those of parts in their order; none: there is no such rollout file."""
+    """The files that the name stands for, parts in their order; none: there is no such rollout file."""
     if is_of_host(path):
         return host_files(path)
     path = Path(path)
@@ -142,7 +142,7 @@ def load_rollouts(
     """The batches of a file, of its parts together, or of files of miles or slime, read one at a time. DataError names file, line
     and field; at once if there is no file.
 
-    route_shape: that of the model's routes; None: a sample's routes may have any. advantage_normalization: of a host's files, which
+    route_shape: of the model's routes; None: a sample's routes may have any. advantage_normalization: of a host's files, which
     have rewards and no advantages.
     """
     files = _existing(path)
@@ -342,7 +342,7 @@ def _sample_problems(sample: Sample, vocab_size: int | None, route_shape: RouteS
         yield "index", f"{sample.index!r} must be an integer of at least 0"
     if vocab_size is not None:
         for position in (sample.tokens >= vocab_size).nonzero().flatten().tolist():
-            bounds = f"an integer in [0, {vocab_size}), the vocabulary of the model: --vocab-size N takes that of the run that"
+            bounds = f"an integer in [0, {vocab_size}), the vocabulary of the model: type the --vocab-size of the run that"
             yield "tokens", f"{int(sample.tokens[position])} at position {position} must be {bounds} recorded it"
     if sample.response_length < 1:
         yield "response_length", f"{sample.response_length!r} must be at least 1: an empty response has nothing to train on"
@@ -397,7 +397,7 @@ def host_files(path: str | Path) -> list[Path]:
 
 
 def host_records(path: str | Path, normalization: str = AdvantageNormalization.STD) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """(file, its rollout as a line of --save-rollouts) of each file. Advantages are those of group_advantages over group_index.
+    """(file, its rollout as a line of --save-rollouts) of each file. Advantages come from group_advantages over group_index.
 
     Raises DataError for what is no such file, and for a sample without group_index or without a number as its reward.
     """
@@ -412,7 +412,7 @@ def host_records(path: str | Path, normalization: str = AdvantageNormalization.S
 
 
 def _sample_of_host(record: Any, place: str, number: int) -> dict[str, Any]:
-    """Numbered by its place in the file: a host's index may be that of its whole run. Old log-probabilities are not in the file."""
+    """Numbered by its place in the file: a host's index may count through a whole run. Old log-probabilities are not there."""
     if not isinstance(record, dict):
         raise DataError(f"{place}: {type(record).__name__} in the place of a dict of a sample's fields")
     group, reward = plain_number(record.get("group_index")), plain_number(record.get("reward"))

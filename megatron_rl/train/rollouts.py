@@ -135,8 +135,8 @@ class SharedRollout:
 
     @classmethod
     def of(cls, batch: RolloutBatch, dp_rank: int, dp_size: int) -> SharedRollout:
-        """Of a rollout that every rank has read whole. The samples of one prompt go to the ranks in turn, those of the next go on
-        from there, so that no rank is idle in a step of few prompts."""
+        """Of a rollout that every rank has read whole. The samples of one prompt go to the ranks in turn, and the next
+        prompt goes on from there, so that no rank is idle in a step of few prompts."""
         in_groups = itertools.chain.from_iterable(prompt_groups(batch.samples))
         rank_of = {sample.index: place % dp_size for place, sample in enumerate(in_groups)}
         headers = [
@@ -154,7 +154,7 @@ class SharedRollout:
         return cls(headers=headers, own=dataclasses.replace(batch, samples=own))
 
     def part(self, samples: Sequence[Sample]) -> RolloutBatch:
-        """What this rank writes: `samples`, its own as measured, and what tells the parts of this rollout from those of another."""
+        """What this rank writes: `samples`, its own as measured, and what tells the parts of this rollout from another's."""
         num_parts = len({header.dp_rank for header in self.headers})
         digest = None
         if num_parts > 1:

@@ -116,7 +116,7 @@ def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch
 
 
 def evaluation_task(options: TrainOptions, task: Task) -> PromptFileTask | None:
-    """The task of --eval-prompts, whose characters must be those of --prompts."""
+    """The task of --eval-prompts, which may have no other characters than --prompts."""
     if options.eval_prompts is None or not isinstance(task, PromptFileTask):
         return None
     return task.with_prompts_of(options.eval_prompts)

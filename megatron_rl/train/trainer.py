@@ -135,7 +135,7 @@ class PolicyTrainer:
         noise: Noise,
         recorder: RouteRecorder | None = None,
     ) -> list[list[int]]:
-        """One response for each prompt of this data-parallel rank. Communication and errors: those of sample_responses."""
+        """One response for each prompt of this data-parallel rank. Communication and errors: as sample_responses."""
         device, head = self.device, self._head
         return sample_responses(
             self.model, prompts, sample_ids, settings, noise, self.groups, device=device, head=head, recorder=recorder
@@ -150,7 +150,7 @@ class PolicyTrainer:
     ) -> list[list[Tensor]]:  # [response_length] float32 on the CPU
         """The log-probabilities of each response, by micro-batch and sample, under the policy or the reference (the policy's
         weights before training). Under router_replay=rollout the policy's routers use the samples' routes.
-        Communication: that of response_log_probs. Raises ConfigError without a reference."""
+        Communication: as response_log_probs. Raises ConfigError without a reference."""
         model = self._reference if of_reference else self.model
         if model is None:
             raise ConfigError("of_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
@@ -269,7 +269,7 @@ class PolicyTrainer:
         return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters, description=self._description())
 
     def save_hf(self, folder: str | Path) -> None:
-        """Communication and errors: those of save_hf_checkpoint. Raises ConfigError for a model that was not read from a folder."""
+        """Communication and errors: as save_hf_checkpoint. Raises ConfigError for a model that was not read from a folder."""
         if self.settings.hf_model is None:
             raise ConfigError("the model was not read from a Hugging Face folder, so there is no format to write it in")
         save_hf_checkpoint(self.settings.hf_model, [self.model], folder)

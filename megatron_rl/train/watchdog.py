@@ -112,7 +112,7 @@ def watch(
 def _compared(config: PolicyLossConfig) -> tuple[str, str]:
     """The field that the loss compares with, and what to do where it is of other weights."""
     if get_policy_loss(config.policy_loss).anchor == "rollout":
-        return "rollout_log_probs", "give those of the engine that sampled"
+        return "rollout_log_probs", "give what the sampling engine measured"
     return "old_log_probs", "null in --rollouts takes this policy's own"
 
 
@@ -142,7 +142,7 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
     if not HEALTHY_FIRST_RATIO[0] <= ratio <= HEALTHY_FIRST_RATIO[1]:
         yield WatchdogFinding(
             "first_ratio",
-            f"mean importance ratio {ratio:.3f} at the first step, expected 1: check --policy-temperature (that of the rollouts), "
+            f"mean importance ratio {ratio:.3f} at the first step, expected 1: check --policy-temperature (as in sampling), "
             "--fp32-lm-head (where the sampler's head is float32), the loss masks (prompt tokens unmasked?), and whether "
             f"{compared} are of other weights than those that sampled; {remedy}",
         )
@@ -185,14 +185,14 @@ def _first_kl(config: PolicyLossConfig, values: Mapping[str, float], is_float32:
             f"KL from old to new {kl:.2g} nats per token at the first step, expected 0 and at most "
             f"{LARGEST_FIRST_KL_OF_ONE_ENGINE[dtype]:g}, which is rounding in {dtype}: the rollouts say that old log-probs are of "
             "this engine and these weights (policy_version as many steps as are done, no rollout_log_probs); check "
-            "--policy-temperature (that of the rollouts), --seed and the sizes of the model; if another engine measured them, give "
+            "--policy-temperature (as in sampling), --seed and the sizes of the model; if another engine measured them, give "
             "them as rollout_log_probs in --rollouts too",
         )
     elif kl > LARGEST_FIRST_KL:
         yield WatchdogFinding(
             "first_kl",
             f"KL from old to new {kl:.2g} nats per token at the first step, expected 0: sampler and trainer do not agree token by "
-            f"token although their mean ratio may; check --policy-temperature (that of the rollouts), that {_compared(config)[0]} "
+            f"token although their mean ratio may; check --policy-temperature (as in sampling), that {_compared(config)[0]} "
             "of --rollouts are not shifted by a token, that they are of the weights that this run starts with, and --fp32-lm-head",
         )
 
@@ -367,7 +367,7 @@ class RunWatchdog:
     def __init__(
         self, config: PolicyLossConfig, *, state: Mapping | None = None, is_first_rank: bool = True, is_float32: bool = False
     ):
-        """state: that of `state_dict`, from a checkpoint. is_float32: as in `watch`."""
+        """state: what `state_dict` gave, from a checkpoint. is_float32: as in `watch`."""
         self._config, self._is_first_rank, self._is_float32 = config, is_first_rank, is_float32
         state = {} if state is None else {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
         self._state = WatchdogState(**state)

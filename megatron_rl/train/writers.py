@@ -94,7 +94,7 @@ class MetricsWriter:
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """One row: the step, then the metrics in their order. Steps must increase; values are numbers, text or None."""
         if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"metrics of step {step} after those of step {self._last_step}: a step is written once")
+            raise ValueError(f"metrics of step {step} after step {self._last_step}: a step is written once")
         self._last_step = step
         file = self._file
         if file is None:

@@ -170,7 +170,7 @@ def _bias_notes(settings: Mapping[str, object], route: Route | None) -> Iterator
 
 
 def _replay_notes(settings: Mapping[str, object]) -> Iterator[Row]:
-    weights = "their weights are those of the current router, so the first ratio is near 1 and not 1 where the router differs"
+    weights = "the current router gives their weights, so the first ratio is near 1 and not 1 where the router differs"
     if settings.get("use_rollout_routing_replay"):
         text = f"R3: old log-probabilities and training take the experts that the sampler chose; {weights}"
         yield Row("use_rollout_routing_replay", text)

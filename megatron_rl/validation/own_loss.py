@@ -105,12 +105,12 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
         factor = float((own.derivative[is_moved] / of_value[is_moved]).median())
         if abs(factor - 1.0) > _FACTOR_NOISE and not _num_apart(own.derivative, factor * of_value):
             yield (
-                f"{name} returns a derivative that is {factor:g} times that of its value: return d value / d log-probability, or "
+                f"{name} returns {factor:g} times the derivative of its value: return d value / d log-probability, or "
                 "leave it to autograd"
             )
         elif (num_apart := _num_apart(own.derivative, of_value, rtol=_FACTOR_NOISE)) > _FEW:
             yield (
-                f"{name} returns another derivative than that of its value, for {num_apart} of {_NUM_PROBES} pairs of log-ratio "
+                f"{name} returns a derivative that its value does not have, for {num_apart} of {_NUM_PROBES} pairs of log-ratio "
                 "and advantage: in the value, detach what is constant for the gradient; or leave the derivative to autograd"
             )
 

@@ -71,7 +71,7 @@ def estimator_problems(estimator: KLEstimator) -> Iterator[str]:
     is_apart = is_moderate & ~torch.isclose(derivative, of_value, rtol=_FACTOR_NOISE, atol=_NOISE)
     if estimator.is_gradient_of_value and bool(is_apart.any()):
         yield (
-            f"{name} returns another derivative than that of its value, for {int(is_apart.sum())} of {_NUM_PROBES} tokens: leave "
+            f"{name} returns a derivative that its value does not have, for {int(is_apart.sum())} of {_NUM_PROBES} tokens: leave "
             "it to autograd, or declare is_gradient_of_value=False if that is the intent"
         )
 

@@ -56,8 +56,8 @@ USAGE = "megatron-rl explain --response-lengths LIST [--prompt-ids LIST] [--host
 NO_LOG_PROBS = "the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs"
 NO_CHAIN = "the chain of factors from weight to gradient: --host and the layout give it"
 NOT_RUN = (
-    "a measurement: the factors of the schedule, DDP and finalize_model_grads are those of Megatron-Core 0.13 to 0.19, and none of "
-    "them was run; `torchrun ... -m megatron_rl selftest` runs the installed ones"
+    "a measurement: the factors of the schedule, DDP and finalize_model_grads were read in Megatron-Core 0.13 to 0.19, and none "
+    "was run; `torchrun ... -m megatron_rl selftest` runs the installed ones"
 )
 UNTOUCHED = (
     "auxiliary losses of experts, and in miles and slime of MTP: they keep the scale that Megatron gives them, whatever the policy "
