@@ -1,7 +1,7 @@
 """Which field bugs have a test, and which numbers in the tests nobody knows; it must never run a test.
 
 docs/field_bugs.md is the ledger: a row for each bug, `n/a` before what stands for it here where it needs no test. A test carries
-a number in a docstring or an id; a comment carries none. tests/pages.py fills the last column of the page.
+a number in a docstring or an id; a comment carries none.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ NUMBER = re.compile(r"\bFB-\d+\b")
 PAGE_ROW = re.compile(r'^\| <a id="(fb-\d+)"></a>(FB-\d+) \|')
 BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
 NOT_APPLICABLE = "n/a"
-NO_TESTS = "-"
 
 
 @dataclass(frozen=True)
 class Row:
     needs_test: bool
-    tests: str  # as the page lists them
 
 
 def rows_of_page(text: str) -> dict[str, Row]:
@@ -37,9 +35,9 @@ def rows_of_page(text: str) -> dict[str, Row]:
             continue
         anchor, number = found.groups()
         cells = [cell.strip() for cell in BETWEEN_CELLS.split(line)[1:-1]]
-        if number in rows or anchor != number.lower() or len(cells) != 6:
-            raise ValueError(f"{number}: one row of six cells, with the anchor {number.lower()}; found {line[:80]!r}")
-        rows[number] = Row(not cells[4].startswith(NOT_APPLICABLE), cells[5])
+        if number in rows or anchor != number.lower() or len(cells) != 5:
+            raise ValueError(f"{number}: one row of five cells, with the anchor {number.lower()}; found {line[:80]!r}")
+        rows[number] = Row(not cells[4].startswith(NOT_APPLICABLE))
     return rows
 
 
@@ -66,25 +64,6 @@ def tested_ids(folder: Path) -> dict[str, set[str]]:
 def named_ids(folder: Path) -> dict[str, set[str]]:
     """{number: names of the files that name it anywhere}, comments and what tests share included; this file is left out."""
     return _files_by_number(set(folder.rglob("*.py")) - {Path(__file__).resolve()}, NUMBER.findall)
-
-
-def shown(names: list[str]) -> str:
-    """The first two, and how many more there are."""
-    more = [f"{len(names) - 2} more"] * (len(names) > 2)
-    return ", ".join([*(f"`{name}`" for name in names[:2]), *more]) or NO_TESTS
-
-
-def filled(text: str, tested: dict[str, set[str]]) -> str:
-    """The page with the tests that there are in its last column."""
-    lines = []
-    for line in text.splitlines(keepends=True):
-        found = PAGE_ROW.match(line)
-        if found:
-            front = line.rstrip()[:-1].rstrip()  # without the last pipe
-            start = [cell.end() for cell in BETWEEN_CELLS.finditer(front)][-1]
-            line = f"{front[:start]} {shown(sorted(tested.get(found[2], ())))} |\n"
-        lines.append(line)
-    return "".join(lines)
 
 
 def faults(rows: dict[str, Row], tested: dict[str, set[str]], named: dict[str, set[str]]) -> list[str]:

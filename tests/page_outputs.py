@@ -13,10 +13,8 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -38,10 +36,6 @@ from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.train_rl import take_rollouts
 from megatron_rl.hosts.training_hooks import custom_megatron_init
-from megatron_rl.megatron.model import find_gpt_model
-from megatron_rl.megatron.router_scale import RoutedStep, host_factors
-from megatron_rl.testing.invariance import merged
-from megatron_rl.testing.layout_step import Layout
 from megatron_rl.testing.ranks import RankPool, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -203,95 +197,6 @@ def of_the_start_of_train(command: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         # The command starts Megatron by itself.
         return run_ranks(on_rank, 2, use_megatron=False)[0].splitlines(keepends=True)[0]
-
-
-def without_padding_mask(model) -> None:
-    """Its routers get no padding mask, as before Megatron-Core 0.16."""
-    for chunk in model.models:
-        gpt = find_gpt_model(chunk)
-        gpt.forward = functools.partial(_forward, type(gpt).forward, gpt)
-
-
-def _forward(forward, gpt, *positional, **named):
-    return forward(gpt, *positional, **named)
-
-
-class Cure(NamedTuple):
-    title: str
-    is_per_token: bool
-    mode: str = "host"
-    has_mask: bool = True
-    is_rescaled: bool = False  # the coefficient is divided by the factor of equal micro-batches
-
-
-CURES = (
-    Cure("none", False, has_mask=False),
-    Cure("mask", False),
-    Cure("per token", True, has_mask=False),
-    Cure("mask + p. t.", True),
-    Cure("rescaled", True, is_rescaled=True),
-    Cure("exact", False, "exact"),
-    Cure("exact + p. t.", True, "exact"),
-)
-
-
-def of_router_losses(command: str) -> str:
-    """Each auxiliary loss with each cure, against stock Megatron on one rank in one micro-batch of the whole step."""
-    import test_expert_layouts as experts
-
-    sp = {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}
-    dp = {"data": 2, "expert": 2, "num_microbatches": 2}
-    reference = "one rank, M1"
-    layouts = {
-        reference: Layout(),
-        "one rank, M4": Layout(num_microbatches=4),
-        "DP2 x EP2, M2, packed": Layout(**dp, packed=True),
-        "CP2 x EP2, M1": Layout(context=2, expert=2, expert_tensor=1),
-        "TP2+SP x EP2, M1": Layout(**sp),
-    }
-    names, step, rows = ("z_loss", "seq_aux_loss", "aux_loss", "global_aux_loss"), experts.ragged_samples(), {}
-    num_tokens, counted = sum(len(sample.tokens) for sample in step), sum(sum(sample.loss_mask) for sample in step)
-
-    def run_of(layout: Layout, cure: Cure, options: dict, factor: float = 1.0) -> experts.Run:
-        config = experts.config_of("reinforce", "token_mean", router_aux_loss=cure.mode)
-        where = replace(layout, calculate_per_token_loss=cure.is_per_token)
-        coefficients = {key: value / factor for key, value in options.items() if key.endswith("coeff") and cure.is_rescaled}
-        model = experts.model_of(where, **options | coefficients)
-        return experts.Run(where, model, [(step, config)], None if cure.has_mask else without_padding_mask)
-
-    with RankPool(2) as pool:
-        scales = pool.run(experts.scales_on_rank, world_size=1)[0]
-        for title, layout in layouts.items():
-            num_parts = layout.data * layout.num_microbatches
-            unit = RoutedStep(num_tokens, len(step), num_parts, layout.data, 1.0)
-            factors = host_factors(unit, counted, layout.tensor * layout.context, scales)
-            refused = ("seq_aux_loss", "exact") if layout.packed else None
-            cells = [(name, cure) for name in names for cure in CURES if (name, cure.mode) != refused]
-            runs = [run_of(layout, CURES[1], {})]  # without these losses
-            runs += [run_of(layout, cure, experts.LOSSES[name], factors[name]) for name, cure in cells]
-            plain, *found = (merged(steps[0]).gradient for steps in experts.run_on_layout(pool, runs))
-            gradients = [{key: value - plain[key] for key, value in gradient.items()} for gradient in found]
-            rows[title] = dict(zip(((name, cure.title) for name, cure in cells), gradients, strict=True))
-    lines = []
-    for name in names:
-        stock = rows[reference][name, "mask"]
-        lines.append("".join([f"{name:23s}", *(f"{cure.title:>14s} " for cure in CURES)]).rstrip())
-        for title in [title for title in layouts if title != reference]:
-            of_row = rows[title]
-            shown = [
-                _error_and_length(of_row[name, cure.title], stock) if (name, cure.title) in of_row else "refused" for cure in CURES
-            ]
-            lines.append("".join([f"  {title:21s}", *(f"{cell:>14s} " for cell in shown)]).rstrip())
-        lines.append("")
-    return "\n".join(lines[:-1]) + "\n"
-
-
-def _error_and_length(found: dict, expected: dict) -> str:
-    import test_expert_layouts as experts
-
-    lengths = [sum(float(value.square().sum()) for value in of.values()) ** 0.5 for of in (found, expected)]
-    error = experts.error_of_whole(found, expected)
-    return f"{error:.0e}" if error < 1e-5 else f"{error:.2g} ({lengths[0] / lengths[1]:.2f})"
 
 
 def of_first_ratios(command: str) -> str:

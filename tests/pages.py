@@ -24,7 +24,6 @@ from pathlib import Path
 
 import api_page
 import door_table
-import field_bugs
 import kernel_tables
 import page_outputs as outputs
 import refused_calls
@@ -60,10 +59,6 @@ class Producer:
     is_slow: bool = False
     is_tested: bool = True  # False: a test of its own runs the same command
     needs: tuple[str, ...] = ()  # packages, beside torch
-
-
-def of_the_ledger() -> str:
-    return field_bugs.filled(field_bugs.PAGE.read_text(encoding="utf-8"), field_bugs.tested_ids(field_bugs.TESTS))
 
 
 def with_tables(text: str, tables: dict[str, Iterable[str]]) -> str:
@@ -209,7 +204,6 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/api.md": api_page.page,
     "docs/arguments.md": arguments_page,
     "docs/validation.md": validation_cases.validation_page,
-    "docs/field_bugs.md": of_the_ledger,
     "docs/losses.md": of_losses,
     "docs/corrections.md": of_corrections,
     "docs/metrics.md": of_metrics,
@@ -248,7 +242,6 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "the losses of multi-token prediction": Producer(outputs.of_multi_token_prediction, is_tested=False, **OF_RANKS),
     },
     "docs/moe.md": {
-        "the auxiliary losses of routers": Producer(outputs.of_router_losses, is_tested=False, **OF_RANKS),
         "the first ratios of a step": Producer(outputs.of_first_ratios, is_tested=False, **OF_RANKS),
     },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
