@@ -474,7 +474,7 @@ def test_the_global_loss_does_not_depend_on_how_many_tokens_a_micro_batch_has(si
 
 
 def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
-    """Otherwise the rows above could not fail. The factors of docs/moe.md."""
+    """Otherwise the rows above could not fail. The factors of router_scale.py."""
     needs_padding_mask()  # where padding counts, micro-batches have as many tokens, and the mean of means is the mean
     step, z_loss = ragged_samples(), LOSSES["z_loss"]
     layout = Layout(num_microbatches=4)

@@ -24,8 +24,8 @@ LEVELS_OF_SAMPLES = (CorrectionLevel.SEQUENCE_MEAN, CorrectionLevel.SEQUENCE_SUM
 class CorrectionValue:
     """What a correction returns: [*], as the ratios that it gets, [T] of tokens or [N] of samples.
 
-    weights: the factors of the policy term, in the dtype of the ratios. is_kept: bool, False where the factor drops a token or a
-    sample. None: everything is kept.
+    weights: the factors of the policy term, in the dtype of the ratios.
+    is_kept: bool, False where the factor drops a token or a sample. None: everything is kept.
     """
 
     weights: Tensor

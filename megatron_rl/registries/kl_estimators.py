@@ -18,7 +18,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class KLValue:
     """What an estimator returns: [*], as the log-probabilities that it gets.
 
-    value: of the term. derivative: what is trained, d / d log_prob. None: autograd differentiates the value.
+    value: of the term.
+    derivative: what is trained, d / d log_prob. None: autograd differentiates the value.
     """
 
     value: Tensor
@@ -62,14 +63,14 @@ def register_kl_estimator(
         fn(log_probs, ref_log_probs[, log_ratio]) -> value, or KLValue(value, derivative)
 
     The function is elementwise, of vectors [T] in nats. log_ratio is log_probs minus the log-probabilities of the policy that the
-    loss's ratio compares with, of the token at every level; a function without that argument does not get it. The package does the
-    rest: mask, sample_mean weights, coefficient, gradient, every backend, head and host.
+    loss's ratio compares with, of the token at every level; a function without that argument does not get it. The package adds
+    mask, sample_mean weights, coefficient, gradient, every backend, head and host.
 
     triton: `module.function` of its twin, a @triton.jit function that computes the same inside the kernels:
         twin(log_probs, ref_log_probs, log_ratio) -> value, derivative
         of float32 blocks; log_ratio is 0 where the function has no such argument.
         None: a loss with this term is computed in torch on the logits' device.
-    is_gradient_of_value: whether the derivative is that of the value; a check at launch and a test compare them. False: on
+    is_gradient_of_value: whether it is the derivative of the value; a check at launch and a test compare them. False: on
         purpose it is not.
     exponent_bound: the log-ratio beyond which exponents do not grow. None: there is no bound.
     formula, gradient: value and derivative as text, with d = log_prob - ref_log_prob and rho = exp(log_ratio).
