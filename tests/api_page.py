@@ -22,17 +22,8 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron_rl.losses.settings": ("LinearLossKeywords",),
     },
     "Log-probabilities": {"megatron_rl": ("vocab_parallel_log_probs", "bounded_exp")},
-    "Losses, aggregations, corrections and KL estimators of your own": {
-        "megatron_rl": (
-            "register_policy_loss",
-            "LossValue",
-            "Parameter",
-            "register_loss_aggregation",
-            "register_correction",
-            "CorrectionValue",
-            "register_kl_estimator",
-            "KLValue",
-        ),
+    "Losses and aggregations of your own": {
+        "megatron_rl": ("register_policy_loss", "LossValue", "Parameter", "register_loss_aggregation"),
         "megatron_rl.losses.evaluate": ("TokenBatch",),
     },
     "KL estimators and corrections of your own": {
