@@ -33,11 +33,13 @@ plain_pool = pool_of(2, use_megatron=False)
 
 # Each loss, aggregation and head is in one of them.
 FEW = [Case("grpo", "sample_mean"), Case("gspo", "prompt_mean", FUSED), Case("gspo", "token_mean"), Case("grpo", "constant", FUSED)]
-# Each term with a ratio of a token from logits, and with one of a sample from hidden states.
+# Each term once: with a ratio of a token from logits, and with one of a sample from hidden states, in turn.
+PAIRS_OF_TERMS = [pair for pair in term_pairs() if pair[0] in ("grpo", "gspo") and pair[2] not in OF_STEPS]
+TERMS_OF_TOKENS = [*dict.fromkeys(term for _, _, term in PAIRS_OF_TERMS)][::2]
 OF_TERMS = [
     Case(loss, aggregation, LOGITS if loss == "grpo" else FUSED, term=term)
-    for loss, aggregation, term in term_pairs()
-    if loss in ("grpo", "gspo") and term not in OF_STEPS
+    for loss, aggregation, term in PAIRS_OF_TERMS
+    if (loss == "grpo") == (term in TERMS_OF_TOKENS)
 ]
 
 
@@ -68,7 +70,7 @@ FAULTS_OF_TERMS = {
     "a sampler's policy as the reference": ("ref_log_probs", lambda values: None if values is None else values + 0.1, "KL"),
     "no entropy": ("entropy_coefficient", lambda value: 0.0, ("entropy", ALL_TERMS)),
     "temperature squared": ("temperature", lambda value: value**2, ("temperature", ALL_TERMS)),
-    "no correction": ("correction", lambda value: CorrectionSettings(), ("tis", "icepop", "mask", "OPSM")),
+    "no correction": ("correction", lambda value: CorrectionSettings(), ("tis", "icepop", "mask", "seq_mask_tis", "OPSM")),
     "no dual clip": ("loss_parameters", lambda parameters: {}, DUAL_CLIP),
     "means in place of sums": ("correction", lambda value: of_means(value), "tis of sequence sums"),
     "regularisers by the loss's weights": ("regularizer_weights", lambda values: 2 * values, ("KL", "entropy")),

@@ -126,13 +126,17 @@ def clean(wheel, tmp_path_factory) -> Path:
     return folder / "env" / "bin"
 
 
+# Where the package lies, without the second that its import takes.
+FIND = "import importlib.util; print(importlib.util.find_spec('megatron_rl').origin)"
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["python", "-c", "import megatron_rl; print(megatron_rl.__file__)"], "site-packages/megatron_rl/__init__.py"),
+        (["python", "-c", FIND], "site-packages/megatron_rl/__init__.py"),
         (["megatron-rl", "--version"], megatron_rl.__version__),
         (["megatron-rl", "explain", "--response-lengths", "2,4", "--prompt-ids", "a,b"], "sample_mean"),
-        (["megatron-rl", "selftest"], "PASS: "),
+        (["megatron-rl", "selftest", "--row", "grpo token_mean"], "PASS: "),
         (["python", "-m", "pytest", "-p", "no:cacheprovider", "--fixtures"], "assert_layout_invariant"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
