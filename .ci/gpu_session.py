@@ -137,7 +137,8 @@ def first_command(session: Session, budget: float | None) -> list[str]:
 
 
 def selftest_command(session: Session, budget: float | None) -> list[str]:
-    return session.python("-m", "megatron_rl", "selftest", "--json")
+    few = ["--row", "token_mean, logits"] if session.is_dry else []
+    return session.python("-m", "megatron_rl", "selftest", "--json", *few)
 
 
 def read_selftest(session: Session, output: str) -> dict[str, Any]:

@@ -272,7 +272,7 @@ def test_the_smallest_form_of_every_stage_runs(tmp_path):
     assert result.returncode == 0, result.stdout
     assert {name: found["verdict"] for name, found in summary["stages"].items()} == dict.fromkeys(gpu_session.STAGES, "ok")
     assert summary["stages"]["first"]["passed"] > 4 and "reason" in summary["stages"]["first"]
-    assert summary["stages"]["selftest"]["passed"] > 100 and summary["stages"]["tests"]["passed"] > 0
+    assert summary["stages"]["selftest"]["passed"] > 20 and summary["stages"]["tests"]["passed"] > 0
     assert summary["stages"]["train"]["steps"] == 4 and summary["stages"]["losses"]["medians_ms"]
     assert {call["path"] for call in summary["stages"]["overhead"]["calls"]} == {"logits", "logits, metrics", "logits, loss_scale"}
     assert "only that the command runs" in summary["stages"]["cliff"]["note"]
@@ -492,6 +492,10 @@ def run_with_fault(session, monkeypatch, failing: int | None, failing_on_device:
     return faults, summary, {name: found["verdict"] for name, found in summary["stages"].items()}
 
 
+def last_place(calls: list[str], name: str) -> int:
+    return len(calls) - 1 - calls[::-1].index(name)
+
+
 @pytest.mark.slow
 def test_each_call_to_the_outside_may_fail_once_and_all_other_stages_are_in_the_summary(tmp_path, monkeypatch):
     """nvidia-smi, ncu, compiler, starting and ending of processes, files, packages, and each call of the device in a stage."""
@@ -502,15 +506,16 @@ def test_each_call_to_the_outside_may_fail_once_and_all_other_stages_are_in_the_
     faults, summary, verdicts = run_with_fault(session_of("none"), monkeypatch, None, None)
     assert verdicts == dict.fromkeys(STAGES_OF_A_FAKE, "ok") and summary["preflight"]["gpu"]["name"] == "NVIDIA H100 80GB HBM3"
     assert {"Popen", "which", "get_paths", "write_summary", "is_there", "wait", "killpg", "version"} == set(faults.calls)
-    num_on_device = 3 * len(STAGES_OF_A_FAKE)
-    for failing, failing_on_device in [*((n, None) for n in range(len(faults.calls))), *((None, n) for n in range(num_on_device))]:
+    # The first and the last call of each name, and each call of the device in the second stage.
+    ends = {place for name in faults.calls for place in (faults.calls.index(name), last_place(faults.calls, name))}
+    for failing, failing_on_device in [*((place, None) for place in sorted(ends)), *((None, place) for place in (3, 4, 5))]:
         where = f"{faults.calls[failing] if failing is not None else 'device'} {failing} {failing_on_device}"
         _, summary, found = run_with_fault(session_of(where), monkeypatch, failing, failing_on_device)
         others = [name for name in STAGES_OF_A_FAKE if found.get(name) == "ok"]
         if where.startswith("is_there"):  # no torch: every stage needs it
             assert list(found) == [*STAGES_OF_A_FAKE] and set(found.values()) <= {"ok", "left out"}
             continue
-        if where.startswith("write_summary") and failing == len(faults.calls) - faults.calls[::-1].index("write_summary") - 1:
+        if where.startswith("write_summary") and failing == last_place(faults.calls, "write_summary"):
             assert others == [*STAGES_OF_A_FAKE[:2]], "the last stage cannot be written; session.log has it"
             continue
         assert len(others) >= len(STAGES_OF_A_FAKE) - 1 and list(found) == [*STAGES_OF_A_FAKE], where

@@ -25,6 +25,12 @@ TESTS = Path(__file__).resolve().parent
 NOT_HERE = 3  # sass_gate.NOT_HERE
 BAD_KERNEL = "good_rows"  # of bad_row_kernels.py, whose launches make it bad
 TWINS = tuple(name for name in policy_loss_names() if get_policy_loss(name).triton)
+# Of fp16 the loops are bf16's with other conversions. Those of float32, with twice the budget of time a logit, have EVERY_LAUNCH.
+LEFT_OUT = ("fp16",) if EVERY else ("fp16", " fp32")
+
+
+def is_compiled(launch: str) -> bool:
+    return not any(text in launch for text in LEFT_OUT)
 
 
 @dataclass(frozen=True)
@@ -104,13 +110,13 @@ def gate(request, shared) -> Gate:
 
 def compiled(triton: str | None) -> str:
     """In a process of its own: this one has told Triton to interpret, which it cannot unlearn. The twin of each registered loss
-    too: the interpreter runs what may not compile. Of fp16 the loops are bf16's with other conversions."""
+    too: the interpreter runs what may not compile."""
     if triton is None:
         pytest.skip("Triton is not installed")
     files = (TESTS / "kernel_launches.py", TESTS / "bad_row_kernels.py")
     command = [sys.executable, TESTS / "sass_gate.py", "--json", "--launches", *files]
-    command += ["--without", "fp16", "--code-of", *HOT, "rows", "scaled_exp"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment_of(triton))
+    command += ["--without", *LEFT_OUT, "--code-of", *HOT, "rows", "scaled_exp"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment_of(triton))
     if done.returncode == NOT_HERE:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
@@ -154,7 +160,12 @@ HOT = {
 
 @pytest.mark.parametrize(
     ("kernel", "launch", "bounds"),
-    [pytest.param(kernel, launch, bounds, id=launch) for kernel, rows in HOT.items() for launch, bounds in rows],
+    [
+        pytest.param(kernel, launch, bounds, id=launch)
+        for kernel, rows in HOT.items()
+        for launch, bounds in rows
+        if is_compiled(launch)
+    ],
 )
 def test_a_kernel_that_works_on_logits_keeps_its_bounds(gate, kernel, launch, bounds):
     assert violations(gate.figures_of(launch, kernel), bounds) == []
@@ -168,7 +179,8 @@ def test_no_more_rows_are_under_way_at_once_than_the_cache_was_asked_for(gate):
     for figures in programs:
         registers = -(-figures["registers"] // 8) * 8 * 32 * figures["num_warps"]
         assert 1 <= 65536 // registers <= ROWS_AT_ONCE[figures["num_warps"]], figures
-    assert {figures["num_warps"] for figures in programs} == set(ROWS_AT_ONCE)
+    # Six short rows are of float32.
+    assert not EVERY or {figures["num_warps"] for figures in programs} == set(ROWS_AT_ONCE)
 
 
 # Registers of a thread. What works on [T] and [N] numbers is bounded by launches, not by them; what must not happen is a spill, and
@@ -182,7 +194,7 @@ SMALL = {
 MATMULS = {"scaled exp bf16": 8, "scaled exp bf16, fp32 logits, entropy": 8, "scaled exp fp32": 0}  # warps, and 0: no tensor core
 
 
-@pytest.mark.parametrize("launch", MATMULS)
+@pytest.mark.parametrize("launch", filter(is_compiled, MATMULS))
 def test_the_product_of_the_head_runs_on_tensor_cores_without_spills(gate, launch):
     """Operands come, and results go, by bulk copies alone: two loads an iteration of the loop and a store of each half tile."""
     figures = gate.figures_of(launch, "scaled_exp_kernel")
@@ -314,9 +326,9 @@ def test_the_tables_of_the_page_are_what_is_compiled_here(gate):
         pytest.skip(f"{kernel_tables.PAGE.name} has no column of {kernel_tables.name_of(gate.versions)}")
     compiled_here = kernel_tables.described(vars(gate), 90)
     found = {row: text for row, text in compiled_here.items() if not row[1].endswith(": accesses")}
-    assert len(found) >= 18 and {row: (text, shown[row]) for row, text in found.items() if text != shown[row]} == {}, (
-        "write it anew: python tests/pages.py tests/kernel_figures.md"
-    )
+    assert (
+        len(found) >= (18 if EVERY else 9) and {row: (text, shown[row]) for row, text in found.items() if text != shown[row]} == {}
+    ), "write it anew: python tests/pages.py tests/kernel_figures.md"
 
 
 def test_a_torch_built_for_cuda_is_recorded_without_a_driver(monkeypatch):
