@@ -179,7 +179,7 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
         # Code alone; without its analysis of data flow, half as slow.
         sass = tool("nvdisasm", "-c", "-ndf", cubin) if has_code else ""
     registers, stack, shared = map(int, usage.groups())
-    dtype = next(kind[1:] for kind in binary.signature.values() if kind.startswith("*"))
+    dtype = next(kind[1:] for kind in binary.signature.values() if isinstance(kind, str) and kind.startswith("*"))
     num_warps = binary.options["num_warps"]
     everything = Counter(family(instruction) for instruction in instructions(sass))
     threads = num_warps * WARP
@@ -192,7 +192,7 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
         constants={name: getattr(value, "__name__", value) for name, value in binary.constants.items()},
         num_warps=num_warps,
         specialised_on=binary.is_specialised_on(),
-        aligned_pointers=[name for name in binary.aligned() if binary.signature[name].startswith("*")],
+        aligned_pointers=[name for name in binary.aligned() if is_pointer(binary.signature[name])],
         registers=registers,
         stack_bytes=stack,
         local_accesses=everything["LDL"] + everything["STL"],
@@ -283,7 +283,7 @@ class Binary:
     """What one launch would compile, as Triton says it."""
 
     kernel: str
-    signature: dict[str, str]
+    signature: dict[str, str | tuple]  # of an argument that is a tuple, a tuple
     constants: dict[str, object]
     attributes: dict[tuple, list]
     options: dict[str, object]
@@ -301,10 +301,14 @@ class Binary:
 
     def is_specialised_on(self) -> list[str]:
         """Arguments by whose value the binary differs: everything but constants, types and a pointer's alignment."""
-        told = {name for name in self.aligned() if not self.signature[name].startswith("*")}
+        told = {name for name in self.aligned() if not is_pointer(self.signature[name])}
         declared = {p.name for p in self.function.params if p.is_constexpr}
         folded = {name for name in self.constants if name not in declared and self.constants[name] is not None}
         return sorted(told | folded)
+
+
+def is_pointer(kind: str | tuple) -> bool:
+    return all(map(is_pointer, kind)) if isinstance(kind, tuple) else kind.startswith("*")
 
 
 class TorchOperations(TorchDispatchMode):

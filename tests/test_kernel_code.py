@@ -241,6 +241,8 @@ def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(gate):
     found = {(figures["kernel"], name) for figures in gate.of_the_package() for name in figures["aligned_pointers"]}
     assert found == {
         ("row_statistics_kernel", "X"),
+        # What a loss needs besides comes in a tuple: do_not_specialize_on_alignment does not reach into one.
+        ("loss_and_coefficients_kernel", "VECTORS"),
         *(
             (kernel, name)
             for kernel in ("logits_gradient_kernel", "one_read_kernel", "unit_gradient_kernel")
@@ -276,6 +278,9 @@ def test_a_launch_on_a_gpu_takes_the_kernels_of_the_table_in_the_docs(gate, laun
     assert gate.kernels(launch) == LAUNCHED[launch]
     padding = ["arange.default", "lt.Tensor", "bitwise_and.Tensor"]
     expected = padding if launch.startswith(TWINS) else []
+    # The vectors of [N] of a loss that needs the tokens of a sample.
+    counts = ["gt.Scalar", "clamp.default", "div.Tensor", "scalar_tensor.default", "where.self", "_to_copy.default"]
+    expected = expected + [*counts, *counts, "_to_copy.default"] * (launch == "vespo")
     assert gate.torch_operations[launch] == expected + ["clone.default"] * launch.endswith("cp")
 
 
