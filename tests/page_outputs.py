@@ -7,12 +7,14 @@ import functools
 import io
 import os
 import re
+import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
+import traceback
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -23,6 +25,7 @@ from doctor_cases import CPU_MACHINE, SICK_MACHINE
 from explain_cases import save_mismatch
 from forked import forked
 from test_examples import namespace_of, settings_of, whole_numbers
+from torch.distributed import run as torchrun
 
 from megatron_rl.__main__ import main
 from megatron_rl.aggregation import StepTotals
@@ -36,6 +39,7 @@ from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.train_rl import take_rollouts
 from megatron_rl.hosts.training_hooks import custom_megatron_init
+from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.testing.ranks import RankPool, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,12 +88,40 @@ def of_a_sick_machine(command: str) -> str:
 
 
 def of_torchrun(command: str) -> str:
-    """The standard output of `torchrun ...`, which must succeed."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
-    finished = subprocess.run(words, check=False, env=CPU, capture_output=True, text=True)
-    if finished.returncode:
-        raise RuntimeError(f"{command} ended with {finished.returncode}: {finished.stderr}")
-    return finished.stdout
+    """The standard output of `torchrun ...`, which must succeed. It is a fork of this process, and its ranks are forks of it."""
+
+    def start() -> None:
+        os.environ.update(CPU)
+        import_megatron()
+        read_words = torchrun.config_from_args
+
+        def with_forks(args: Namespace) -> tuple:
+            script = args.training_script
+            return replace(read_words(args)[0], start_method="fork"), run_script, (script, args.module, args.training_script_args)
+
+        torchrun.config_from_args = with_forks
+        torchrun.main(["--standalone", *shlex.split(command)[1:]])
+
+    code, out, error = forked(start)
+    if code:
+        raise RuntimeError(f"{command} ended with {code}: {error}")
+    return out
+
+
+def run_script(script: str, is_module: bool, words: list[str]) -> None:
+    """What a rank of torchrun runs."""
+    sys.argv = [script, *words]
+    try:
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def of_own_loop(command: str) -> str:

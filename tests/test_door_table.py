@@ -6,12 +6,19 @@ import door_table
 import pytest
 import torch
 from door_table import ANY, DOORS, REASONS
+from markdown_pages import text_of
+from pages import renewed
+from test_pages import OF_DOORS, WRITE
 from test_validation import only_built_in_names  # noqa: F401  (what other tests register would be refused too)
 
 from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES
 from megatron_rl.loss_hub import register_loss_aggregation
 
 NAMES = [(kind, name) for kind, names in door_table.settings().items() for name in names]
+
+
+def test_the_page_is_up_to_date():
+    assert text_of(OF_DOORS) == renewed(OF_DOORS, text_of(OF_DOORS)), f"{WRITE} {OF_DOORS}"
 
 
 def test_each_host_has_a_column():

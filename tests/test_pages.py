@@ -12,9 +12,11 @@ from pages import BLOCKS, ROOT, WHOLE_PAGES, renewed
 from test_validation import only_built_in_names  # noqa: F401  (what other tests register would be in messages)
 
 WRITE = "write it anew: python tests/pages.py"
+# test_door_table.py compares it: its cells are computed once for all that is asked about them.
+OF_DOORS = "docs/hosts/index.md"
 
 
-@pytest.mark.parametrize("page", WHOLE_PAGES)
+@pytest.mark.parametrize("page", [page for page in WHOLE_PAGES if page != OF_DOORS])
 def test_a_generated_page_is_up_to_date(page):
     """Catches a flag, a default, a route, a message or a test that was changed without its page."""
     assert text_of(page) == renewed(page, text_of(page)), f"{WRITE} {page}"
