@@ -231,19 +231,6 @@ def loop_policy_loss(
     return total
 
 
-def loop_regularizer(batch: Batch, logits: Tensor, weights: Tensor, ref_log_probs: Tensor | None = None) -> Tensor:
-    """sum_i v_i sum_t m_t (e^d - d - 1), d = ref - new; the entropy in its place without ref_log_probs."""
-    total = logits[:0].sum()
-    for document, weight in zip(batch.documents, weights, strict=True):
-        for t in (t for t in document if batch.loss_mask[t]):
-            term = loop_entropy(logits[t : t + 1])[0]
-            if ref_log_probs is not None:
-                difference = float(ref_log_probs[t]) - loop_log_probs(logits[t : t + 1], batch.labels[t : t + 1])[0]
-                term = difference.exp() - difference - 1
-            total = total + float(weight) * term
-    return total
-
-
 def with_gradient(function, logits: Tensor) -> tuple[Tensor, Tensor]:
     """(value, gradient by a fresh leaf with these logits)."""
     leaf = logits.detach().clone().requires_grad_()
