@@ -311,13 +311,9 @@ def without(name: str, monkeypatch, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "remedy", "stages"),
     [
-        (machine.COMPILER, "install gcc (apt-get install gcc), or set CC", "first, tests, losses, profile, cliff, overhead, head"),
-        (machine.HEADERS, "apt-get install python3", "first, tests, losses, profile, cliff, overhead, head"),
-        (
-            machine.DRIVER,
-            "set TRITON_LIBCUDA_PATH to the folder of the driver's",
-            "first, tests, losses, profile, cliff, overhead, head",
-        ),
+        (machine.COMPILER, "install gcc (apt-get install gcc), or set CC", WITH_KERNELS),
+        (machine.HEADERS, "apt-get install python3", WITH_KERNELS),
+        (machine.DRIVER, "set TRITON_LIBCUDA_PATH to the folder of the driver's", WITH_KERNELS),
         (machine.NCU, "it comes with the CUDA toolkit", "profile"),
     ],
 )

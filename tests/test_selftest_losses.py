@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
+import os
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -12,11 +12,12 @@ from unittest import mock
 import pytest
 from forked import forget, forked
 from helpers import pool_of
-from test_selftest import CPU, FIFTH, ROOT, megatron
+from test_selftest import CPU, FIFTH, megatron
 
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses import reduce_torch
+from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing import loss_batch, selftest_losses
@@ -207,10 +208,16 @@ def needy(log_ratio, advantages, *, rollout_log_probs):
 """
 
 
-def whole_steps(*arguments: str) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "megatron_rl", "selftest", *arguments]
-    finished = subprocess.run(command, env={**CPU, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    return finished.returncode, finished.stdout, finished.stderr
+def whole_steps(*arguments: str) -> tuple[int | None, str, str]:
+    """`megatron-rl selftest` in a fork that imports this package anew."""
+
+    def command() -> int:
+        os.environ.update(CPU)
+        forget("mine")
+        return import_module("megatron_rl.__main__").main(["selftest", *arguments])
+
+    import_megatron()
+    return forked(command)
 
 
 @pytest.mark.parametrize(
