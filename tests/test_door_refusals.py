@@ -1,6 +1,6 @@
 """What each door refuses by its own table of settings, and what it reads of a right one. Whatever one door has learnt, each knows.
 
-Settings are given by name, as explain types them. Lines and files of each host are in test_sections.py and its neighbours.
+Settings are given by name, as explain types them. Lines and files of the hosts are in door_lines.py.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ def misspelt(name: str) -> str:
     return name[:at] + name[at + 1 :]
 
 
+def groups_of(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
 def wrong_settings(door: Door) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """(settings beside the sound ones, what one message says): kinds, idle ones, slips, values for groups."""
     known = {one.name for one in door.settings} | door.own_names()
@@ -83,9 +88,10 @@ def wrong_settings(door: Door) -> Iterator[tuple[dict[str, Any], list[str]]]:
         yield {misspelt(name): 0.5}, [misspelt(name)]
         if not name.lower().endswith(WORDS):
             yield {name: True}, [name]
+    for group in sorted({group for one in door.settings for group in groups_of(one.name)}):
+        yield {group: "abc"}, [f"{group}: it is a group of settings"]
     for prefix in (prefix for prefix in door.sections if prefix.endswith(".")):
         section, inner = prefix.removesuffix("."), [one.name for one in door.settings if one.name.startswith(prefix)]
-        yield {section: "abc"}, [f"{section}: it is a group of settings"]
         name = next(name for name in inner if "." not in name.removeprefix(prefix))
         slip = f"{misspelt(section)}.{name.removeprefix(prefix)}"
         if len(section) >= SHORTEST_SECTION:

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from door_lines import ACTOR, COMPANION, KL, ONE_MINI_BATCH, RATIO, TIS, UNCUT, our_mode
 from explain_cases import LAYOUT, STEP, explain, explain_json, stages
-from verl_cases import judge
 
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import verl
 from megatron_rl.hosts.door_settings import modes
-from megatron_rl.hosts.verl import BATCH, CLASS_LINE, ESTIMATOR, LOSS_CLASS, LOSS_MODE, MINI_BATCH
+from megatron_rl.hosts.verl import ESTIMATOR, LOSS_MODE
 from megatron_rl.loss_hub import is_built_in
 
-ACTOR = verl.ACTOR.removesuffix(".")
 ROOT = Path(__file__).resolve().parent.parent
-COMPANION = f"{ESTIMATOR}=megatron_rl.grpo_prompt_mean"
-RATIO, REJECTION = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs"
-KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"]
-MEAN_OF_KL = f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
-UNCUT = verl.uncut_weights()
-TIS = [CLASS_LINE, f"+{ACTOR}.policy_loss.importance_correction=tis"]
-ONE_MINI_BATCH = f"{BATCH}=256"
 # A package verl that loads plugins as verl does, with the tables in a module of their own.
 LOADING = """
 try:
@@ -164,139 +155,6 @@ def test_settings_of_files_are_judged_before_verl_starts(checkout, policy_loss, 
         assert done.stdout == "validated False\ntraining\n", done.stderr
     else:
         assert (done.returncode, done.stdout) == (1, "") and said in done.stderr and "Traceback" not in done.stderr, done.stderr
-
-
-def rows(*words: str) -> list[tuple[str, str, bool]]:
-    return [(row.subject, row.text, row.is_wrong) for row in judge(*words)]
-
-
-def our_mode(name: str) -> str:
-    return f"{LOSS_MODE}=megatron_rl.{name}"
-
-
-SOUND = [
-    pytest.param([our_mode("grpo.sample_mean")], id="sample_mean"),
-    pytest.param([our_mode("grpo.sample_mean"), f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], id="verl's own name of it"),
-    pytest.param([our_mode("gspo.prompt_mean"), COMPANION, ONE_MINI_BATCH], id="prompt_mean"),
-    pytest.param([our_mode("gspo.prompt_mean"), COMPANION, f"{MINI_BATCH}=1024"], id="prompt_mean, a large mini-batch"),
-    pytest.param([our_mode("gspo.prompt_mean"), COMPANION, f"{BATCH}=${{SIZE}}"], id="a size that only the shell knows"),
-    pytest.param([our_mode("gspo.prompt_mean"), COMPANION, "--config-name=mine"], id="defaults of a file that is not known"),
-    pytest.param([our_mode("cispo.constant"), f"+{ACTOR}.loss_scale_factor=8192"], id="constant"),
-    pytest.param([our_mode("cispo.constant"), f"{ACTOR}.loss_scale_factor=$L"], id="an L that only the shell knows"),
-    pytest.param([our_mode("gmpo.token_mean"), f"{BATCH}=300"], id="token_mean, a filled mini-batch"),
-    pytest.param([our_mode("grpo.sample_mean"), "algorithm.rollout_correction.rollout_rs=token_k1"], id="rejection, sample_mean"),
-    pytest.param([our_mode("dppo_tv.token_mean"), *UNCUT], id="a loss of the sampler"),
-    pytest.param([our_mode("gspo.sample_mean"), *TIS, *UNCUT], id="a correction of ours"),
-    pytest.param([our_mode("gspo.sample_mean"), f"{RATIO}=token"], id="a correction of verl's own"),
-    pytest.param([our_mode("gspo.sample_mean"), f"{RATIO}=token", f"{RATIO}_threshold=0.5_5.0"], id="verl's own IcePop"),
-    pytest.param(
-        [our_mode("gspo.sample_mean"), f"{REJECTION}=token_k1", f"{REJECTION}_threshold=0.5_2.0"], id="verl's own rejection"
-    ),
-    pytest.param([f"{LOSS_MODE}=gspo"], id="verl's own"),
-    *(pytest.param([f"{LOSS_MODE}={name}"], id=f"somebody else's {name}") for name in ("acme.grpo", "acme.token_mean", "a.b.c")),
-    pytest.param(
-        [our_mode("grpo.token_mean"), *(f"{ACTOR}.clip_ratio{side}=0.2" for side in ("", "_low", "_high"))],
-        id="verl's clip_ratio beside the two that we read",
-    ),
-    pytest.param([our_mode("grpo.token_mean"), f"{ACTOR}.kl_loss_type=none"], id="an estimate of KL that nothing uses"),
-    pytest.param([our_mode("grpo.token_mean"), *KL, f"{ACTOR}.kl_loss_type=unbiased"], id="an estimate of KL of ours"),
-    pytest.param([our_mode("grpo.constant"), f"{ACTOR}.loss_scale_factor=8", *KL, MEAN_OF_KL], id="our mean of KL"),
-    pytest.param([], id="nothing"),
-]
-
-
-@pytest.mark.parametrize("words", SOUND)
-def test_a_sound_line_has_no_problem(words):
-    found = rows(*words)
-    assert found and not [text for _, text, is_wrong in found if is_wrong]
-
-
-WRONG = {
-    "an unknown aggregation": ([our_mode("gspo.mean")], "Aggregations: sample_mean, prompt_mean, token_mean, constant"),
-    "a loss of the sampler": ([our_mode("dppo_tv.sample_mean")], "rollout_is=None, rollout_is_threshold=2.0: .*set .*token"),
-    "weights that are cut": ([our_mode("dppo_tv.sample_mean"), UNCUT[0], f"{RATIO}_threshold=1e8"], "^rollout_is_threshold=1"),
-    "weights of IcePop": ([our_mode("dppo_tv.sample_mean"), UNCUT[0], f"{RATIO}_threshold=0.5_9.0e9"], "^rollout_is_threshold=0.5"),
-    "weights of samples": ([our_mode("dppo_tv.sample_mean"), UNCUT[1], f"{RATIO}=sequence"], "^rollout_is=sequence: "),
-    "normalised weights": (
-        [our_mode("dppo_tv.sample_mean"), *UNCUT, f"{RATIO}_batch_normalize=true"],
-        "^rollout_is_batch_normalize=true: ",
-    ),
-    "no weights in bypass mode": (
-        [our_mode("dppo_tv.sample_mean"), *UNCUT, "algorithm.rollout_correction.bypass_mode=true"],
-        "^bypass_mode=true: ",
-    ),
-    "no log-probabilities of the sampler": (
-        [our_mode("dppo_tv.sample_mean"), *UNCUT, "actor_rollout_ref.rollout.calculate_log_probs=false"],
-        "^actor_rollout_ref.rollout.calculate_log_probs=false: ",
-    ),
-    "a correction without weights": ([our_mode("grpo.sample_mean"), *TIS], "grpo.sample_mean with these settings compares"),
-    "a correction in verl's own class": ([our_mode("grpo.sample_mean"), *UNCUT, TIS[1]], f"set {LOSS_CLASS}=megatron_rl.hosts"),
-    "a loss that is not proportional": ([our_mode("dro.prompt_mean"), COMPANION], "dro is not proportional to the advantage"),
-    "no companion": ([our_mode("grpo.prompt_mean"), f"{ESTIMATOR}=rloo", ONE_MINI_BATCH], f"set {ESTIMATOR}=megatron_rl.rloo_"),
-    "cut groups": ([our_mode("grpo.prompt_mean"), COMPANION], f"a mini-batch cuts prompt groups.*set {MINI_BATCH}=1024"),
-    "weighed twice": ([our_mode("grpo.token_mean"), COMPANION], "weighs once more"),
-    "weighed by verl's loss": ([f"{LOSS_MODE}=vanilla", COMPANION], "this loss has weights of its own"),
-    "two aggregations": (
-        [our_mode("grpo.token_mean"), f"{ACTOR}.loss_agg_mode=token-sum"],
-        "set actor_rollout_ref.actor.loss_agg_mode=token-mean$",
-    ),
-    "a mean of KL without KL": ([our_mode("grpo.token_mean"), MEAN_OF_KL], "set actor_rollout_ref.actor.loss_agg_mode=token-mean$"),
-    "verl refuses it": (
-        [
-            our_mode("grpo.sample_mean"),
-            f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
-            f"{ACTOR}.megatron.context_parallel_size=2",
-        ],
-        "refuses it by name",
-    ),
-    "a filled mini-batch": ([our_mode("grpo.sample_mean"), f"{BATCH}=300"], "fills the last mini-batch"),
-    "a rejection after the count": (
-        [our_mode("grpo.token_mean"), "algorithm.rollout_correction.rollout_rs=token_k1"],
-        "counts batch_num_tokens before it rejects",
-    ),
-    "another loss in the place of ours": (
-        [our_mode("grpo.token_mean"), "algorithm.rollout_correction.bypass_mode=true", "trainer.use_v1=False"],
-        "puts verl's own loss in the place of ours",
-    ),
-    "half a name of the estimator": (
-        [our_mode("grpo.prompt_mean"), COMPANION, ONE_MINI_BATCH, "adv_estimator=megatron_rl.grpo_prompt_mean"],
-        f"type its whole name, {COMPANION}",
-    ),
-    "a name without its prefix": ([f"{LOSS_MODE}=gspo.prompt_mean"], f"set {LOSS_MODE}=megatron_rl.gspo.prompt_mean$"),
-    "a slip without its prefix": ([f"{LOSS_MODE}=gpso.prompt_mean"], f"set {LOSS_MODE}=megatron_rl.gspo.prompt_mean$"),
-    "a name with a hyphen": ([f"{LOSS_MODE}=megatron-rl.gspo.token_mean"], f"set {LOSS_MODE}=megatron_rl.gspo.token_mean$"),
-    "a flag of another host": ([our_mode("grpo.token_mean"), "--loss-aggregation"], "no setting of verl"),
-    "a clip that nobody reads": ([our_mode("grpo.token_mean"), f"{ACTOR}.clip_ratio=1e-3"], "set .*clip_ratio_low and .*high"),
-    "an estimate of KL that verl has not": (
-        [our_mode("grpo.token_mean"), *KL, f"{ACTOR}.kl_loss_type=k4"],
-        "verl has no k4: set one of kl, k1.*unbiased comes with a loss of ours",
-    ),
-    "an estimate of KL for rewards": (
-        [our_mode("grpo.token_mean"), "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=unbiased"],
-        "verl has no unbiased for rewards: set one of kl, k1",
-    ),
-    "an estimate of KL that verl itself raises for": (
-        [our_mode("grpo.token_mean"), *KL, f"{ACTOR}.kl_loss_type=full"],
-        "verl has no full: set one of kl, k1, abs, mse, k2, low_var_kl, k3, or",
-    ),
-    "an estimate of KL of ours beside a loss of verl": (
-        [f"{LOSS_MODE}=gspo", *KL, f"{ACTOR}.kl_loss_type=unbiased"],
-        "verl has no unbiased: set one of kl, k1.*unbiased comes with a loss of ours",
-    ),
-    "the loss that was typed": ([f"{LOSS_MODE}=gspo", COMPANION], f"set {LOSS_MODE}=megatron_rl.gspo.prompt_mean, or an"),
-    "a loss in the place of its group": (
-        [f"{ACTOR}.policy_loss=megatron_rl.gspo.prompt_mean", f"{ACTOR}.clip_ratio_low=0.1"],
-        f"it is a group of settings.*did you mean {LOSS_MODE}=megatron_rl.gspo.prompt_mean\\?",
-    ),
-    "100,000 signs": ([our_mode("grpo.token_mean"), f"{ACTOR}.clip_ratio_low={'-' * 100_000}1"], "clip_ratio_low"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_line_is_refused_by_name(name):
-    words, expected = WRONG[name]
-    (text,) = [text for _, text, is_wrong in rows(*words) if is_wrong]
-    assert re.search(expected, text), text
 
 
 def test_doctor_reads_a_line_that_names_the_file_of_verls_main(capsys):

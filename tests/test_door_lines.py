@@ -1,0 +1,103 @@
+"""Each line of door_lines.py is judged as it says, from a folder that is no checkout."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from door_lines import ACTOR, LINES, RIGHT, WRONG, YAML_OF_ROLL
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import verl
+from megatron_rl.hosts.door_line import judge
+from megatron_rl.hosts.doors import DOORS
+
+
+def judged(host: str, rest: str | list[str] | dict[str, Any]) -> tuple[list[str], str]:
+    """(problems as subject: text, what else is said)."""
+    settings = dict(YAML_OF_ROLL)
+    if isinstance(rest, dict):
+        for name, value in rest.items():
+            settings = settings | {name: value} if "." not in name else settings
+            if "." in name:
+                settings["actor_train"] = {**settings["actor_train"], name.partition(".")[2]: value}
+        words = ["python", "examples/start_rlvr_pipeline.py"]
+    else:
+        words = rest if isinstance(rest, list) else (LINES[host] + rest).split()
+
+    def read_file(path: Path) -> dict[str, Any]:
+        if host == "roll":
+            return settings
+        raise ConfigError(f"{path} is no file here")
+
+    rows = list(judge(DOORS[host], words, read_file))
+    return [f"{row.subject}: {row.text}" for row in rows if row.is_wrong], " ".join(
+        f"{row.subject} {row.text}" for row in rows if not row.is_wrong
+    )
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_line_is_approved_and_its_clip_is_shown(name):
+    host, rest, said = RIGHT[name]
+    problems, told = judged(host, rest)
+    assert not problems and told and re.search(said, told), (problems, told)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_line_is_refused_by_name(name):
+    host, rest, expected = WRONG[name]
+    problems, _ = judged(host, rest)
+    assert len(problems) == len(expected.splitlines()) and re.search(expected, "\n".join(problems)), problems
+
+
+@pytest.mark.parametrize(
+    ("host", "rest"),
+    [
+        ("verl", "grpo.token_mean algorithm.rollout_correction={rollout_is:token}"),
+        ("nemo_rl", "grpo.token_mean ++loss_fn={ratio_clip_max:0.28}"),
+        ("nemo_rl", "grpo.token_mean policy={generation:{top_p:0.8}}"),
+        ("skyrl", "grpo trainer.algorithm.sapo={tau_pos:1.0}"),
+        ("skyrl", "grpo generator.sampling_params={top_p:0.8}"),
+    ],
+)
+def test_several_settings_in_one_word_are_told_apart_from_none(host, rest):
+    problems, said = judged(host, rest)
+    assert not problems and "several settings in one word are not read here" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "python -m megatron_rl.hosts.launch examples/run_sft.py ++loss_fn.megatron_rl=grpo.token_mean",
+            "run_sft.py is not nemo_rl",
+        ),
+        (
+            "python -m megatron_rl.hosts.launch examples/run_grpo.py loss_fn.megatron_rl=grpo.token_mean",
+            r"type \+\+loss_fn.megatron_rl",
+        ),
+    ],
+)
+def test_nemo_rls_script_and_hydras_plus_are_judged_without_a_file(line, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def no_file(path: Path) -> dict[str, Any]:
+        raise ConfigError(f"{path} is no file here")
+
+    (row,) = [row for row in judge(DOORS["nemo_rl"], line.split(), no_file) if row.is_wrong]
+    assert re.search(said, row.text), row.text
+
+
+def problems_of(words: list[str]) -> list[str]:
+    settings = verl.read_line(words).settings
+    assert settings is not None
+    return verl.problems_of(settings)[0]
+
+
+def test_a_name_of_a_newer_verl_does_not_end_a_launch():
+    words = [*(LINES["verl"] + "grpo.token_mean").split(), f"+{ACTOR}.quantum_speed=3"]
+    assert problems_of(words) == []
+    assert problems_of([*words, f"+{ACTOR}.clip_ratio_hgih=3"]) != []
+    assert judged("verl", f"grpo.token_mean +{ACTOR}.quantum_speed=3")[0]
