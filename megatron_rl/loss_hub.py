@@ -235,7 +235,8 @@ def register_policy_loss(
         on float32 blocks; the bounds are 1 - clip_ratio_low and 1 + clip_ratio_high. If the loss declares `needs` or `parameters`,
         the twin has seven arguments: vectors and parameters are tuples in the declared order, None where nothing is declared.
         None: the loss is computed in torch on the logits' device.
-    zero_advantage_has_no_gradient: an advantage of 0 gives value and derivative 0, so the fused head may leave out the row.
+    zero_advantage_has_no_gradient: an advantage of 0 gives value and derivative 0, so the fused head may leave out the row. Refused
+        at level "batch", where the row may be in a sum of other tokens.
     needs: further vectors by keyword, constants for the gradient; [T], and at level "sequence" [N]:
         "rollout_log_probs", "ref_log_probs": as the caller passes them, at level "sequence" their means. A call without is refused.
         "token_counts": m_i, the unmasked tokens of the sample over all cp ranks.
@@ -259,6 +260,11 @@ def register_policy_loss(
             raise ConfigError(f"needs={needs!r} of policy loss {name!r}: {need!r} is none of {', '.join(FURTHER_INPUTS)}")
     if level == "batch" and triton is not None:
         raise ConfigError(f'policy loss {name!r}: a twin computes elements, and level "batch" has none; leave out triton')
+    if level == "batch" and zero_advantage_has_no_gradient:
+        raise ConfigError(
+            f'policy loss {name!r}: zero_advantage_has_no_gradient lets the fused head leave out rows, and at level "batch" '
+            "they may be in sums of other tokens; leave it out"
+        )
     check_twin_path("policy loss", name, triton)
 
     def decorate(function: Function) -> Function:

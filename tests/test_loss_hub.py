@@ -145,6 +145,7 @@ REFUSED = [  # (message, call)
     ("needs='ref_log_probs' of policy loss 'x' must be a tuple of str", add_loss("x", needs="ref_log_probs")),
     ("'lambda' must be a Python identifier and no reserved word", lambda: Parameter("lambda", 3.0, "a reserved word")),
     ('level "batch" has none', add_loss("x", "batch", triton="m.twin")),
+    ('at level "batch" they may be in sums of other tokens', add_loss("x", "batch", zero_advantage_has_no_gradient=True)),
     ("declares a name twice among log_ratio, advantages", add_loss("x", parameters=(Parameter("log_ratio", 1.0, "a taken name"),))),
     (r"cap=3.0 must be a finite number in \[-inf, 2\]", lambda: Parameter("cap", 3.0, "a cap", maximum=2.0)),
     ("must be a Python identifier", lambda: Parameter("a cap", 3.0, "a cap")),

@@ -57,7 +57,7 @@ def fipo(
 
     Differences: k - t counts unmasked tokens, so tokens of a tool in between are no distance. The authors' code drops a sample with
     two or more tokens that are cut at fipo_ratio_limit; here they have no gradient, and the sample stays. It has a threshold of
-    its own above which f_t is at most 1; in the 32B run that is fipo_ratio_limit.
+    its own above which f_t is at most 1, and at least 0.8 there; in the 32B run the threshold is fipo_ratio_limit, and f_t >= 1.
 
     Communication: at cp above 1 one all-reduce of [N] and one of [N, 4 cp_size] over cp in zigzag order; none in backward.
     """
