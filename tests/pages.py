@@ -191,7 +191,10 @@ def guide_of(name: str, docstring: str) -> tuple[str, str, str]:
         r"arXiv:(?P<paper>\d+\.\d+)|^(?P<title>[^,]+), (?P<url>https://[^ ]+[\w/])|(?P<book>Williams), .*?(?P<year>\d{4})", rest
     )
     if when is None or source is None:
-        raise ValueError(f"the docstring of {name} needs a source and a sentence `Use it when ... .`: a page has them")
+        raise ValueError(
+            f"the docstring of {name} needs a source, arXiv:2402.03300 or a line `Title, https://...` whose title has no comma, "
+            "and a sentence `Use it when ... .`: a page has them"
+        )
     if source["paper"]:
         link = f"[{source['paper']}](https://arxiv.org/abs/{source['paper']})"
     else:
