@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl import LossValue, Parameter, register_policy_loss
-from megatron_rl.losses.clipping import clipped_objective
-from megatron_rl.losses.evaluate import TokenBatch
+from megatron_rl.losses.token_batch import TokenBatch
+from megatron_rl.ops.ratios import clipped_objective
 
 SMALLEST_ENTROPY = 1e-3  # nats: below it a token counts as sure, so that no inverse is huge
 

@@ -14,11 +14,10 @@ from megatron_rl.aggregation_record import AggregationRecord, declared_fields
 from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.registries.loss_value import LossValue as LossValue  # beside the decorator, where a loss's file takes it
 from megatron_rl.registries.registry import Registry, check_signature, check_twin_path, takes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_rl.config import PolicyLossConfig
 
 Level = Literal["token", "sequence", "batch"]
@@ -31,24 +30,6 @@ _AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "
 PASSED_INPUTS = ("rollout_log_probs", "ref_log_probs")
 COMPUTED_INPUTS = ("token_counts", "entropy")
 FURTHER_INPUTS = (*PASSED_INPUTS, *COMPUTED_INPUTS)
-
-
-@dataclass(frozen=True, slots=True)
-class LossValue:
-    """What a policy loss returns: [T], one per token, at levels "token" and "batch"; [N], one per sample, at level "sequence".
-
-    value: is multiplied by the weights. Masked positions may hold anything.
-    derivative: d value / d log-probability of the token; at level "sequence" d value / d mean log-probability of the sample; at
-        level "batch" d (sum of the sample's values) / d log-probability of the token. log_ratio and log_probs both move with the
-        log-probability. `value` detaches each factor that is constant for the gradient, so autograd finds the same number: a check
-        at launch compares the two. At level "batch" it is ignored where importance weights are given, and autograd is used then.
-        None: autograd.
-    is_clipped: bool, what the metrics count as clipped. None: nothing is clipped.
-    """
-
-    value: Tensor
-    derivative: Tensor | None = None
-    is_clipped: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

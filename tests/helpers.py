@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl import loss_hub
-from megatron_rl.layout.groups import GATHER_INTO_ONE, MESSAGE_BYTES
+from megatron_rl.layout.agreement import MESSAGE_BYTES
+from megatron_rl.layout.groups import GATHER_INTO_ONE
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.registries.corrections import CORRECTIONS, correction_names
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, kl_estimator_names

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.losses.clipping import clipped_objective
-from megatron_rl.ops.ratios import bounded_exp, k3_estimate
+from megatron_rl.ops.ratios import bounded_exp, clipped_objective, k3_estimate
 
 LOW, HIGH = 0.2, 0.5
 

@@ -12,6 +12,7 @@ from trainer_cases import CP, PP, TP
 
 from megatron_rl.aggregation import count_step
 from megatron_rl.errors import ConfigError
+from megatron_rl.layout.agreement import finish_together
 from megatron_rl.layout.groups import (
     SINGLE,
     ParallelGroups,
@@ -19,7 +20,6 @@ from megatron_rl.layout.groups import (
     all_reduce_max,
     all_reduce_sum,
     broadcast_from_last,
-    finish_together,
     gather_into_one,
     resolve_group,
     resolve_groups,

@@ -17,7 +17,8 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
 from megatron_rl.losses.api import loss_of_log_probs
-from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch
+from megatron_rl.losses.reduce_torch import LossValues, evaluate, evaluate_batch
+from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.step_metrics import finalise_metrics
 
 ELEMENTWISE = [name for name in policy_loss_names() if get_policy_loss(name).level != "batch"]

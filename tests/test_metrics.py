@@ -20,7 +20,6 @@ import megatron_rl.ops.log_probs_torch as reference_module
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.losses import grpo_loss
-from megatron_rl.losses.clipping import clipped_objective
 from megatron_rl.metrics import (
     NEUTRAL,
     PolicyStatistics,
@@ -30,6 +29,7 @@ from megatron_rl.metrics import (
     policy_statistics,
     rollout_statistics,
 )
+from megatron_rl.ops.ratios import clipped_objective
 from megatron_rl.step_metrics import finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}

@@ -14,7 +14,7 @@ from megatron_rl import policy_loss, register_policy_loss
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE, Group, world_group
 from megatron_rl.layout.packing import document_ids
-from megatron_rl.losses.evaluate import JointSums, TokenBatch
+from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.testing.ranks import RankPool
 
 # Whole documents: several tokens, none, one live, all masked, live ones in the last chunk alone, a length without its padding, one.

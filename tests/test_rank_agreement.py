@@ -15,7 +15,8 @@ from helpers import counted_collectives, error_of, pool_of
 from loss_backends import KERNEL
 
 import megatron_rl
-from megatron_rl.layout.groups import MESSAGE_BYTES, SINGLE, RankAgreement, checks_microbatch
+from megatron_rl.layout.agreement import MESSAGE_BYTES, RankAgreement, checks_microbatch
+from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import LossValue, register_policy_loss
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs

@@ -399,6 +399,7 @@ def test_the_first_mask_that_is_none_is_named_wherever_the_others_lie():
 
 
 GENERATION, TRAINER = "megatron_rl/train/generation.py", "megatron_rl/train/trainer.py"
+RESPONSES = "megatron_rl/megatron/responses.py"
 COUNTING, FINITE, METRICS = "megatron_rl/aggregation.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/step_metrics.py"
 GRADIENT_NORM = "megatron/core/optimizer/clip_grads.py"
 
@@ -445,7 +446,7 @@ def test_a_training_step_waits_where_it_says_and_nowhere_else(training, setting)
 def test_measuring_waits_once_a_batch_and_sampling_once_a_token(training, setting):
     """Two batches; three tokens. The first forward of a fused head looks at what the model makes of the layer's output, once."""
     found = training[setting]
-    assert [(event.kind, event.file) for event in found["log_probs"]] == [(LOOK, GENERATION)] * 2
+    assert [(event.kind, event.file) for event in found["log_probs"]] == [(LOOK, RESPONSES)] * 2
     first = [] if setting == PADDED else [(LOOK, "megatron_rl/megatron/head.py")]
     assert [(event.kind, event.file) for event in found["sample"]] == [*first, *[(LOOK, GENERATION)] * 3]
 

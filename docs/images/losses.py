@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss, policy_loss_names
-from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch
+from megatron_rl.losses.reduce_torch import LossValues, evaluate, evaluate_batch
+from megatron_rl.losses.token_batch import JointSums, TokenBatch
 
 # A token of probability 0.3 after the step, and the ratios that the sampler's probability then gives.
 LOG_PROB = -1.2

@@ -25,14 +25,15 @@ from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.flags import KL_ESTIMATORS, kl_key
 from megatron_rl.hosts.host_run import RUNS, StepGuard
 from megatron_rl.hosts.reducer import check_no_phantom_tokens
-from megatron_rl.layout.groups import Group, all_reduce_sum, checks_microbatch, resolve_group
+from megatron_rl.layout.agreement import checks_microbatch
+from megatron_rl.layout.groups import Group, all_reduce_sum, resolve_group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import clip_of, get_policy_loss, needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput, policy_loss
-from megatron_rl.losses.document_sums import mean_of_documents
-from megatron_rl.losses.evaluate import JointSums, TokenBatch, evaluate, evaluate_batch
-from megatron_rl.losses.inputs import given
+from megatron_rl.losses.inputs import given, mean_of_documents
+from megatron_rl.losses.reduce_torch import evaluate, evaluate_batch
 from megatron_rl.losses.settings import LogitsLossKeywords
+from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings

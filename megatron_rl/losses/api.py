@@ -13,7 +13,8 @@ from megatron_rl.config import Backend
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
-from megatron_rl.losses.inputs import compare_inputs, prepare_inputs, with_token_counts
+from megatron_rl.losses.compared import compare_inputs
+from megatron_rl.losses.inputs import prepare_inputs, with_token_counts
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.losses.settings import (
     LogitsLossKeywords,
@@ -125,7 +126,8 @@ def policy_loss(
         )
         shard = check_log_prob_inputs(logits, labels, inputs.loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
         compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, temperature, vocab_size)
-        compare_inputs(agreement, loss, inputs, settings)
+        if agreement.is_active:
+            compare_inputs(agreement, loss, inputs, settings)
         check_announced(loss_scale)
         agreement.add("loss_scale", "a tensor" if isinstance(loss_scale, Tensor) else loss_scale)
     inputs = with_token_counts(loss, inputs, cp_group)
@@ -199,7 +201,8 @@ def loss_of_log_probs(
             cu_seqlens=cu_seqlens,
             token_weights=token_weights,
         )
-        compare_inputs(agreement, loss, inputs, settings)
+        if agreement.is_active:
+            compare_inputs(agreement, loss, inputs, settings)
     inputs = with_token_counts(loss, inputs, cp_group)
     result = reducer_of(loss, settings)(loss, values.detach(), None, inputs, settings)
     with_gradient = _WithGradient.apply(values, None, result, None)  # type: ignore[no-untyped-call]  # torch's

@@ -6,8 +6,8 @@ import torch
 
 from megatron_rl.config import LOG_RATIO_BOUND
 from megatron_rl.loss_hub import LossValue, Parameter, register_policy_loss
-from megatron_rl.losses.clipping import clipped_objective
-from megatron_rl.losses.evaluate import TokenBatch
+from megatron_rl.losses.token_batch import TokenBatch
+from megatron_rl.ops.ratios import clipped_objective
 
 
 @register_policy_loss(

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.config import LOG_RATIO_BOUND
 from megatron_rl.loss_hub import LossValue, register_policy_loss
-from megatron_rl.losses.evaluate import TokenBatch
+from megatron_rl.losses.token_batch import TokenBatch
 from megatron_rl.ops.ratios import bounded_exp
 
 

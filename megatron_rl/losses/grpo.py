@@ -6,15 +6,24 @@ import math
 
 from torch import Tensor
 
-from megatron_rl.loss_hub import LossValue, register_policy_loss
-from megatron_rl.losses.clipping import CLIP_RATIO_C, clipped_objective
+from megatron_rl.loss_hub import LossValue, Parameter, register_policy_loss
+from megatron_rl.ops.ratios import clipped_objective
+
+CLIP_RATIO_C = Parameter(
+    "clip_ratio_c",
+    default=math.inf,
+    minimum=1.0,
+    is_above_minimum=True,
+    help="dual clip: for A < 0 the ratio is clipped at this number too, so that one token has at most this many times the "
+    "gradient of REINFORCE; 3 is usual",
+)
 
 
 @register_policy_loss(
     "grpo",
     level="token",
     clip_ratios=(0.2, 0.2),
-    triton="megatron_rl.losses.clipping_triton.clipped_objective",
+    triton="megatron_rl.ops.ratios_triton.clipped_objective",
     zero_advantage_has_no_gradient=True,
     parameters=(CLIP_RATIO_C,),
 )
@@ -33,7 +42,7 @@ def grpo(
 
     Shao et al., "DeepSeekMath", arXiv:2402.03300, equation 3 without its KL term.
     Use it when you want the common baseline. DAPO (arXiv:2503.14476) widens clip_ratio_high to 0.28 for more
-    exploration. A finite clip_ratio_c clips the ratio of tokens with A < 0 from above too (clipping.py).
+    exploration. A finite clip_ratio_c clips the ratio of tokens with A < 0 from above too (ops/ratios.py).
     """
     return clipped_objective(
         log_ratio,

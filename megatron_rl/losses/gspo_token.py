@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from megatron_rl.loss_hub import LossValue, register_policy_loss
-from megatron_rl.losses.clipping import CLIP_RATIO_C, clipped_objective
-from megatron_rl.losses.evaluate import TokenBatch
+from megatron_rl.losses.grpo import CLIP_RATIO_C
+from megatron_rl.losses.token_batch import TokenBatch
+from megatron_rl.ops.ratios import clipped_objective
 
 
 @register_policy_loss(

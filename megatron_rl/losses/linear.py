@@ -16,24 +16,24 @@ from torch import Tensor
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.corrections import Correction, token_weights_of
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, group_device
+from megatron_rl.layout.agreement import RankAgreement
+from megatron_rl.layout.groups import SINGLE, Agreement, Group, all_gather_stack, group_device
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.api import PolicyLossOutput, output_of, reducer_of
+from megatron_rl.losses.compared import compare_inputs
 from megatron_rl.losses.corrected_inputs import can_correct_before_rows, correct_before_rows
-from megatron_rl.losses.document_sums import raise_on_nonfinite
-from megatron_rl.losses.evaluate import evaluate, nonfinite_values
 from megatron_rl.losses.inputs import (
     LossInputs,
     are_coefficients_known_on_policy,
     check_cu_seqlens,
-    compare_inputs,
     further_inputs,
     given,
     prepare_inputs,
+    raise_on_nonfinite,
     with_token_counts,
 )
-from megatron_rl.losses.reduce_torch import LossResult, are_finite
+from megatron_rl.losses.reduce_torch import LossResult, are_finite, evaluate, nonfinite_values
 from megatron_rl.losses.settings import LinearLossKeywords, LossSettings, groups_and_agreement, resolve_settings, with_defaults
 from megatron_rl.metrics import combine_statistics
 from megatron_rl.ops.backends import resolve_backend, runs_eagerly
@@ -169,7 +169,8 @@ def linear_policy_loss(
         needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         ready = _ready_gradient(hidden, weight, loss_scale) if needs_gradient else None
         compare_heads(agreement, hidden, weight, labels, inputs.loss_mask, head_options, max_logits_bytes)
-        compare_inputs(agreement, loss, inputs, settings)
+        if agreement.is_active:
+            compare_inputs(agreement, loss, inputs, settings)
         _compare_plans(agreement, hidden, weight, copies, options)
     inputs = with_token_counts(loss, inputs, cp_group)
     with torch.no_grad():
@@ -288,7 +289,7 @@ def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, 
 
 
 def _compare_plans(
-    agreement: RankAgreement, hidden: Tensor, weight: Tensor, copies: ScheduleCopies, options: LinearLossKeywords
+    agreement: Agreement, hidden: Tensor, weight: Tensor, copies: ScheduleCopies, options: LinearLossKeywords
 ) -> None:
     """Adds the other values that decide which rows are in which chunk, and which collectives the gradient needs."""
     lengths, loss_scale = options["document_lengths"], options["loss_scale"]

@@ -1,34 +1,50 @@
 """Computes a rank's part of the step's loss and its derivative from log-probabilities, in torch: specification and CPU backend.
 
-The columns of the one reduction over cp are in document_sums.py, because both twins share them.
+It calls the function of the loss on copies of its inputs and checks the result; autograd gives a missing derivative. The columns
+of the one reduction over cp are in inputs.py, because both twins share them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.corrections import Correction
-from megatron_rl.layout.groups import all_reduce_sum, is_checked
+from megatron_rl.errors import DataError
+from megatron_rl.layout.agreement import is_checked
+from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
-from megatron_rl.loss_hub import PolicyLoss
+from megatron_rl.loss_hub import LossValue, PolicyLoss
 from megatron_rl.losses.corrected_inputs import columns_of_correction, correct_samples, correct_tokens, correction_metric_sums
-from megatron_rl.losses.document_sums import (
+from megatron_rl.losses.inputs import (
     DocumentSums,
+    LossInputs,
+    checked_tensors,
+    further_inputs,
+    given,
     raise_on_bad_data,
     raise_on_nonfinite,
     read_sums,
     sum_columns,
     vectors_of_samples,
 )
-from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
-from megatron_rl.losses.inputs import LossInputs, checked_tensors, further_inputs, given
 from megatron_rl.losses.settings import LossSettings
+from megatron_rl.losses.token_batch import JointSums, OtherNumberOfSums, RefusedElsewhere, TokenBatch
 from megatron_rl.metrics import PolicyStatistics, TokenValues, policy_statistics
 from megatron_rl.ops.ratios import bounded_exp, kl_estimate
+
+
+class LossValues(NamedTuple):
+    """A LossValue with all its fields, detached."""
+
+    value: Tensor  # [*]
+    derivative: Tensor  # [*] d value / d log-probability
+    is_clipped: Tensor  # [*] bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,3 +357,167 @@ def are_finite(tensors: dict[str, Tensor]) -> Tensor:  # [T] each -> [T] bool
 def _sum_live(values: Tensor, inputs: LossInputs) -> Tensor:  # [T] -> 0-d
     """Sums in float64, document by document: padding changes no bit, and the order of documents none that float32 can show."""
     return document_sums(torch.where(inputs.loss_mask, values, 0.0), inputs.cu_seqlens).sum().to(values.dtype)
+
+
+def evaluate(
+    loss: PolicyLoss,
+    log_ratio: Tensor,  # [*] of tokens or samples
+    advantages: Tensor,  # [*]
+    log_probs: Tensor,  # [*] of tokens, or means of samples
+    keywords: Mapping[str, float],  # clip and parameters
+    vectors: Mapping[str, Tensor],  # [*] the further inputs that the loss declares
+    *,
+    prefers_autograd: bool = False,  # even where the loss gives a derivative, unless its value has no graph
+) -> LossValues:
+    """Calls an elementwise loss. Raises DataError for a result of another shape or dtype, and for a write into an input.
+
+    It does not check that values are finite: the caller does, because it knows which of them count.
+    """
+    given = {"log_ratio": log_ratio, "advantages": advantages}
+    if loss.takes_log_probs:
+        given["log_probs"] = log_probs
+
+    def call(copies: dict[str, Tensor]) -> object:
+        positional = [copies.pop(name) for name in given]
+        return loss.function(*positional, **copies, **keywords)
+
+    values, _ = _checked(
+        loss, call, given=given | dict(vectors), by=("log_ratio", "log_probs"), like=log_ratio, prefers_autograd=prefers_autograd
+    )
+    return values
+
+
+def evaluate_batch(
+    loss: PolicyLoss,
+    batch: TokenBatch,
+    value_weights: Tensor,  # [T] the factors of the values
+    keywords: Mapping[str, float],
+    vectors: Mapping[str, Tensor],  # [T]
+    *,
+    has_importance_weights: bool,
+) -> tuple[LossValues, bool]:  # [T] each; whether the derivative includes the weights
+    """Calls a loss of level "batch". Autograd differentiates the weighted sum over all cp ranks together.
+
+    With importance weights it does so even where the loss gives a derivative, unless its value has no graph: a value may depend on
+    tokens of other weights, and one factor a token cannot say that.
+
+    Call it inside a RankAgreement. Where another cp rank refused, the values are zeros. Raises DataError as `evaluate`.
+    Communication: the function's sums over samples, once in forward and at most once in backward; where ranks are checked
+    one more.
+    """
+    names = ("log_ratio", "log_probs", "advantages")
+    given = {name: getattr(batch, name) for name in names} | dict(vectors)
+    # Masked tokens may hold NaN, and NaN times 0 would reach the derivative of the sums.
+    given = {name: torch.where(batch.loss_mask, tensor, 0.0) for name, tensor in given.items()}
+
+    def call(copies: dict[str, Tensor]) -> object:
+        fields = {name: copies.pop(name) for name in names}
+        others = {name: getattr(batch, name).clone() for name in ("loss_mask", "documents", "token_counts", "cu_seqlens")}
+        whole = TokenBatch(**fields, **others, sums=batch.sums, cp_layout=batch.cp_layout)
+        return loss.function(whole, **copies, **keywords)
+
+    weights = torch.where(batch.loss_mask, value_weights, 0.0)
+    try:
+        result = _checked(
+            loss,
+            call,
+            given=given,
+            by=("log_ratio", "log_probs"),
+            like=batch.log_ratio,
+            weights=weights,
+            prefers_autograd=has_importance_weights,
+        )
+        batch.sums.end(is_refused=False)
+    except RefusedElsewhere:
+        zeros = torch.zeros_like(batch.log_ratio)
+        return LossValues(zeros, zeros, zeros.bool()), False
+    except OtherNumberOfSums as error:  # all ranks know it
+        raise DataError(f"policy loss {loss.name!r} {error}") from error
+    except Exception:
+        batch.sums.end(is_refused=True)
+        raise
+    return result
+
+
+def nonfinite_values(values: LossValues, is_live: Tensor) -> Tensor:  # [*] bool
+    return is_live & ~(torch.isfinite(values.value) & torch.isfinite(values.derivative))
+
+
+def _checked(
+    loss: PolicyLoss,
+    call: Callable[[dict[str, Tensor]], Any],
+    *,
+    given: Mapping[str, Tensor],
+    by: tuple[str, ...],
+    like: Tensor,
+    weights: Tensor | None = None,
+    prefers_autograd: bool = False,
+) -> tuple[LossValues, bool]:
+    """The checked result of `call` on copies of `given`, and whether the derivative includes the weights.
+
+    The derivative is the sum of those by the names in `by`; autograd computes it where the loss gives none, and with
+    prefers_autograd wherever it can.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        # A tensor made in inference mode cannot be differentiated; a copy made outside can.
+        leaves = {name: tensor.clone() if tensor.is_inference() else tensor.detach() for name, tensor in given.items()}
+        for name in by:
+            if name in leaves:
+                leaves[name] = leaves[name].requires_grad_()
+        copies = {name: leaf.clone() for name, leaf in leaves.items()}
+        kept = dict(copies)
+        returned = _returned(loss, call, copies)
+        for name, tensor in kept.items():
+            if tensor._version:  # torch counts the writes into a tensor, and has no public name for the count
+                raise DataError(f"policy loss {loss.name!r} writes into {name}: it must leave its inputs as they are")
+        result = returned if isinstance(returned, LossValue) else LossValue(returned)
+        _check_shapes(loss, result, like)
+        derivative = None if prefers_autograd and result.value.requires_grad else result.derivative
+        is_weighted = derivative is None and weights is not None
+        if derivative is None:
+            derivative = _derivative(loss, result.value, weights, [leaves[name] for name in by if name in leaves], like)
+    is_clipped = torch.zeros_like(like, dtype=torch.bool) if result.is_clipped is None else result.is_clipped
+    values = LossValues(result.value.detach(), derivative.detach(), is_clipped)
+    return values, is_weighted
+
+
+def _returned(loss: PolicyLoss, call: Callable[[dict[str, Tensor]], Any], copies: dict[str, Tensor]) -> Any:
+    try:
+        return call(copies)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit would end this rank without a word to the others
+        raise DataError(f"policy loss {loss.name!r} raised {type(error).__name__}({error}): raise a ValueError instead") from error
+
+
+def _derivative(loss: PolicyLoss, value: Tensor, weights: Tensor | None, leaves: list[Tensor], like: Tensor) -> Tensor:
+    if not value.requires_grad:
+        return torch.zeros_like(like)
+    # Of a masked token the weight is 0, and so is what its value, which may be anything, gets as gradient.
+    total = value.sum() if weights is None else (weights * value).sum()
+    gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    found = [gradient for gradient in gradients if gradient is not None]
+    if not found:
+        raise DataError(
+            f"policy loss {loss.name!r} returned a value with a gradient of its own, and none by log_ratio or log_probs: compute "
+            "it from them; a number that is trained elsewhere, such as a torch.nn.Parameter, must be detached"
+        )
+    return sum(found[1:], found[0])
+
+
+def _check_shapes(loss: PolicyLoss, result: LossValue, like: Tensor) -> None:
+    for name, tensor in (("value", result.value), ("derivative", result.derivative), ("is_clipped", result.is_clipped)):
+        dtype = torch.bool if name == "is_clipped" else like.dtype
+        if tensor is None and name != "value":
+            continue
+        wanted, found = f"{tuple(like.shape)} {dtype}", type(tensor).__name__
+        if isinstance(tensor, Tensor):
+            given = (tensor.shape, tensor.dtype, tensor.layout, tensor.device)
+            if given == (like.shape, dtype, like.layout, like.device):
+                continue
+            found = f"{tuple(tensor.shape)} {tensor.dtype}"
+            if (tensor.layout, tensor.device) != (like.layout, like.device):
+                wanted += f" with {like.layout} on {like.device}"
+                found += f" with {tensor.layout} on {tensor.device}"
+        hint = "; return megatron_rl.LossValue(value, derivative, is_clipped)" if isinstance(tensor, tuple | list) else ""
+        raise DataError(f"policy loss {loss.name!r} returned {found} as its {name}: it must be {wanted}{hint}")

@@ -25,16 +25,19 @@ from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.corrected_inputs import columns_of_correction, correct_samples, correct_tokens, correction_metric_sums
-from megatron_rl.losses.document_sums import (
+from megatron_rl.losses.inputs import (
     ADVANTAGE_VARIATION,
     FIRST_COLUMNS,
+    LossInputs,
+    checked_tensors,
+    further_inputs,
+    given,
     raise_on_bad_data,
     raise_on_nonfinite,
     read_sums,
     sum_columns,
     vectors_of_samples,
 )
-from megatron_rl.losses.inputs import LossInputs, checked_tensors, further_inputs, given
 from megatron_rl.losses.reduce_torch import LossResult, metric_sums_in_torch
 from megatron_rl.losses.settings import LossSettings
 from megatron_rl.losses.twin_triton import (

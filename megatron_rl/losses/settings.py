@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics
 from megatron_rl.errors import ConfigError
+from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.context_parallel import LAYOUTS
-from megatron_rl.layout.groups import Group, RankAgreement, resolve_group
+from megatron_rl.layout.groups import ALONE, Agreement, Group, resolve_group
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
 from megatron_rl.registries.kl_estimators import KLEstimator, get_kl_estimator
@@ -118,10 +119,17 @@ DEFAULTS: Mapping[str, object] = {
 }
 
 
-def groups_and_agreement(keywords: Mapping[str, Any]) -> tuple[Group, Group, RankAgreement]:
+def agreement_of(tp_group: Group, cp_group: Group, check_ranks: bool | None) -> Agreement:
+    """A RankAgreement over the groups, or ALONE where each is one rank."""
+    if tp_group.size() == cp_group.size() == 1:
+        return ALONE
+    return RankAgreement(tp_group, cp_group, check_ranks=check_ranks)
+
+
+def groups_and_agreement(keywords: Mapping[str, Any]) -> tuple[Group, Group, Agreement]:
     """The tp and cp group, and the agreement that encloses all other checks, so that an error of one rank is named on all."""
     tp_group, cp_group = resolve_group(keywords.get("tp_group"), "tp"), resolve_group(keywords.get("cp_group"), "cp")
-    return tp_group, cp_group, RankAgreement(tp_group, cp_group, check_ranks=keywords.get("check_ranks"))
+    return tp_group, cp_group, agreement_of(tp_group, cp_group, keywords.get("check_ranks"))
 
 
 def with_defaults(kind: type[Keywords], loss: PolicyLoss, keywords: Mapping[str, Any]) -> Keywords:
@@ -170,9 +178,9 @@ class LossSettings:
         """Whether the loss, a coefficient or a metric needs the entropy, which costs a pass over the row."""
         return self.is_entropy_read or self.entropy_coefficient != 0 or self.metrics == PolicyMetrics.WITH_ENTROPY
 
-    def agreement(self) -> RankAgreement:
-        """A RankAgreement for a check that may fail on one rank only, so that all ranks raise. Communication: as RankAgreement."""
-        return RankAgreement(self.tp_group, self.cp_group, check_ranks=self.check_ranks)
+    def agreement(self) -> Agreement:
+        """An agreement for a check that may fail on one rank only, so that all ranks raise. Communication: as RankAgreement."""
+        return agreement_of(self.tp_group, self.cp_group, self.check_ranks)
 
     def policy_alone(self) -> LossSettings:
         return replace(self, kl_coefficient=0.0, kl_estimator=None, entropy_coefficient=0.0, metrics=PolicyMetrics.NONE)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import ParallelGroups, checks_microbatch, resolve_groups
+from megatron_rl.layout.agreement import checks_microbatch
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation, needs_rollout_log_probs
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.api import PolicyLossOutput

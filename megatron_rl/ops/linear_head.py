@@ -24,7 +24,8 @@ from torch import Tensor
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, resolve_group
+from megatron_rl.layout.agreement import RankAgreement
+from megatron_rl.layout.groups import SINGLE, Agreement, Group, all_gather_stack, resolve_group
 from megatron_rl.ops.backends import resolve_backend, runs_eagerly
 from megatron_rl.ops.linear_schedule import (
     CUDA_ROWS_WARNING,
@@ -412,7 +413,7 @@ def check_scaled_exp(hidden: Tensor, weight: Tensor, tp_group: Group, backend: B
 
 
 def compare_heads(
-    agreement: RankAgreement,
+    agreement: Agreement,
     hidden: Tensor,  # [T, H] or [T / tp, H]
     weight: Tensor,  # [V_tp, H]
     labels: Tensor,  # [T]

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, resolve_group
+from megatron_rl.layout.agreement import RankAgreement
+from megatron_rl.layout.groups import SINGLE, Agreement, Group, resolve_group
 from megatron_rl.ops.backends import (
     first_order_only,
     gradient_like,
@@ -303,7 +304,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def compare_log_prob_inputs(
-    agreement: RankAgreement,
+    agreement: Agreement,
     operand: Tensor,  # logits [T, V_tp]; hidden states of the fused head
     labels: Tensor,  # [T]
     loss_mask: Tensor | None,  # [T]

@@ -1,6 +1,11 @@
-"""Computes elementwise functions of a log-ratio, bounded so that nothing overflows. NaN passes through."""
+"""Computes elementwise functions of a log-ratio, bounded so that nothing overflows: the clipped objective of PPO, and KL estimates.
+
+NaN passes through.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -8,11 +13,44 @@ from torch import Tensor
 from megatron_rl.config import LOG_RATIO_BOUND
 from megatron_rl.errors import DataError
 from megatron_rl.registries.kl_estimators import KLEstimator, KLValue, get_kl_estimator
+from megatron_rl.registries.loss_value import LossValue
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """exp of the log-ratio bounded to +-20."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def clipped_objective(
+    log_ratio: Tensor,  # [*]
+    advantages: Tensor,  # [*]
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float = math.inf,
+) -> LossValue:  # [*]
+    """The pessimistic bound of PPO (Schulman et al., arXiv:1707.06347, equation 7), with the dual clip where c is finite.
+
+        rho = exp(log_ratio)     value = -min(rho A, clip(rho, 1 - low, 1 + high) A)
+        for A < 0 and finite c   value = -max(min(rho A, clip(rho, 1 - low, 1 + high) A), c A)
+
+    Dual clip: Ye et al., arXiv:1912.09729. It is computed as min(rho, c) in place of rho, which is the same for c > 1.
+    All bounds are inclusive: at 1 + high, 1 - low and c the ratio is not clipped, so the derivative is -rho A there and 0 beyond.
+    A log-ratio outside +-20 is set to the bound, with derivative 0. A = 0 gives value and derivative 0. NaN passes through.
+
+    >>> found = clipped_objective(torch.tensor([0.5]).log(), torch.tensor([2.0]), clip_ratio_low=0.2, clip_ratio_high=0.2)
+    >>> found.value.item(), found.derivative.item(), found.is_clipped.item()
+    (-1.0, -1.0, False)
+    """
+    ratio = bounded_exp(log_ratio)
+    lower, upper = 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
+    capped = torch.where(advantages < 0, ratio.clamp(max=clip_ratio_c), ratio)  # c A would be inf x 0 at A = 0
+    unclipped = capped * advantages
+    value = -torch.minimum(unclipped, capped.clamp(lower, upper) * advantages)
+    is_active = ((advantages > 0) & (ratio <= upper)) | ((advantages < 0) & (ratio >= lower) & (ratio <= clip_ratio_c))
+    is_active &= log_ratio.abs() <= LOG_RATIO_BOUND
+    derivative = torch.where(is_active, -unclipped, 0.0)
+    return LossValue(torch.where(advantages == 0, 0.0, value), derivative, (derivative == 0) & (advantages != 0))
 
 
 def k3_estimate(

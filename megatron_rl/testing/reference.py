@@ -20,7 +20,7 @@ from megatron_rl.loss_hub import (
     get_policy_loss,
     policy_loss_names,
 )
-from megatron_rl.losses.evaluate import JointSums, TokenBatch
+from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import with_old_log_probs

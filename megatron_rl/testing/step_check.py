@@ -20,14 +20,8 @@ from torch import Tensor
 from megatron_rl.aggregation import StepTotals, sample_token_weights
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import (
-    ParallelGroups,
-    all_gather_stack,
-    broadcast_from_last,
-    on_all_ranks,
-    resolve_group,
-    resolve_groups,
-)
+from megatron_rl.layout.agreement import on_all_ranks
+from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, broadcast_from_last, resolve_group, resolve_groups
 from megatron_rl.loss_hub import PASSED_INPUTS, get_policy_loss
 from megatron_rl.megatron.model import is_of_expert, model_config_of
 from megatron_rl.megatron.probe import probe_schedule

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError, RunError, printable
 from megatron_rl.files.plain_pickle import DAMAGED
-from megatron_rl.layout.groups import on_all_ranks
+from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.train.checkpoint_files import checksums_of, files_of_rank, find_problems, write_checksums
 
 if TYPE_CHECKING:

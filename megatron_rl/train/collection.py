@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import Overlong, RouterReplay
-from megatron_rl.layout.groups import SINGLE, all_reduce_max, all_reduce_sum, finish_together, group_device, world_group
+from megatron_rl.layout.agreement import finish_together
+from megatron_rl.layout.groups import SINGLE, all_reduce_max, all_reduce_sum, group_device, world_group
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise

@@ -23,7 +23,8 @@ from torch.nn.functional import silu
 from megatron_rl.errors import ConfigError, RunError, printable
 from megatron_rl.files.json_values import Fields
 from megatron_rl.files.safetensors_header import TensorEntry, read_safetensors_header
-from megatron_rl.layout.groups import all_gather_stack, on_all_ranks, resolve_group, resolve_groups
+from megatron_rl.layout.agreement import on_all_ranks
+from megatron_rl.layout.groups import all_gather_stack, resolve_group, resolve_groups
 from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_parameter_name, is_of_expert, sharding_of
 from megatron_rl.train.checkpoints import kind_of_checkpoint
 

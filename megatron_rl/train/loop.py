@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Overlong, PolicyLossConfig, RouterReplay
 from megatron_rl.errors import ConfigError, EmptyStep
-from megatron_rl.layout.groups import on_all_ranks
+from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.registries.registry import import_dotted
 from megatron_rl.train.collection import (

@@ -20,7 +20,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from megatron_rl.errors import printable
-from megatron_rl.layout.groups import all_gather_objects
+from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.train.run_lock import Holder
 
 # A rank may end by its own message, which says more, before the watch ends its process: after the loss of a peer a collective of

@@ -19,7 +19,8 @@ from torch import Tensor
 from megatron_rl.aggregation import prompt_digest
 from megatron_rl.config import AdvantageNormalization, RouterReplay
 from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device, on_all_ranks
+from megatron_rl.layout.agreement import on_all_ranks
+from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device
 from megatron_rl.megatron.samples import RouteShape
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.train.options import TrainOptions

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import AdvantageNormalization, PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
-from megatron_rl.layout.groups import is_lost_rank, on_all_ranks
+from megatron_rl.layout.agreement import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.train import checkpoints

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
-from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, on_all_ranks, resolve_groups
+from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
 from megatron_rl.megatron.head import HeadSettings, check_head

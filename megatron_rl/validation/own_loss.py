@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss, is_built_in
-from megatron_rl.losses.evaluate import LossValues, evaluate
+from megatron_rl.losses.reduce_torch import LossValues, evaluate
 
 # The rest of a loop over vectors may round in another way, so that few elements show nothing: 64 are four rests of 16. With a
 # multiple of 64 there is no rest where the function takes the elements as they are.

@@ -1,0 +1,254 @@
+"""Has ranks compare their arguments before a loss, and end their work together.
+
+Ranks with different arguments would hang, abort inside a collective, or continue with different losses. So an error of one rank
+ends the work on all of them. A rank that refuses its own arguments takes part too: the other ranks raise its message and do not
+wait for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from numbers import Real
+from types import TracebackType
+from typing import Any, TypedDict, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError, DataError, RunError
+from megatron_rl.layout.groups import Group, all_gather_stack, all_reduce_sum, group_device, process_group, world_group
+
+# One message of a rank, padded to this size: about thirty values of 60 characters, or the text of an error.
+MESSAGE_BYTES = 4096
+PROBLEM_CHARACTERS = 1500
+_DIGEST_MARK = " with digest "
+# The first micro-batches of a run are compared on CUDA too, though that waits for the device: a wrong launch shows at once.
+NUM_CHECKED_MICROBATCHES = 2
+
+
+def checks_microbatch(number: int) -> bool | None:
+    """check_ranks for micro-batch `number` of a run: True for the first ones, then None. Equal on every tp and cp rank."""
+    return True if number < NUM_CHECKED_MICROBATCHES else None
+
+
+class Message(TypedDict):
+    """What a rank sends."""
+
+    problem: list[str] | None  # kind of error, text
+    values: dict[str, str]  # name -> value as text
+
+
+class RankAgreement:
+    """`with RankAgreement(...) as agreement:` encloses all checks of arguments; `agreement.add` adds a value that must be equal.
+
+    At the end of the block the ranks of the tp group, then of the cp group, exchange their values or their errors. All of
+    them raise the same error: ConfigError where a rank raised that, else DataError.
+    check_ranks: whether to compare; None: where the group communicates through the CPU. Equal on all ranks of both groups: where a
+    group communicates through the CPU, the first block with False compares nevertheless, so that a rank with another setting is
+    named.
+
+    Communication: one all-gather of [MESSAGE_BYTES] uint8 over each compared group; none at size 1. Synchronises on CUDA.
+    """
+
+    def __init__(self, tp_group: Group, cp_group: Group, *, check_ranks: bool | None):
+        named = (("tensor-parallel", tp_group), ("context-parallel", cp_group))
+        self._groups = [
+            (name, group)
+            for name, group in named
+            if is_checked(group, check_ranks) or (check_ranks is not None and _is_first_unchecked(group))
+        ]
+        self._values: dict[str, dict[str, str]] = {
+            name: {"whether check_ranks compares": str(is_checked(group, check_ranks))} for name, group in self._groups
+        }
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is compared. If not, the values need not be computed."""
+        return bool(self._groups)
+
+    def add(self, name: str, value: object, *, is_sliced: bool = False) -> None:
+        """value: a number, a text, None, a shape or a tensor. is_sliced: cp ranks hold different parts of it, so over cp only
+        whether it is None is compared."""
+        for group_name, values in self._values.items():
+            if is_sliced and group_name == "context-parallel":
+                values[name] = "None" if value is None else "given"
+            else:
+                values[name] = _described(value)
+
+    def __enter__(self) -> RankAgreement:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return
+        problem = None if error is None else [type(error).__name__, str(error)]
+        for name, group in self._groups:
+            messages = _exchange({"problem": problem, "values": self._values[name]}, group)
+            problem = problem or _problem_of(name, messages)
+        if error is None and problem is not None:
+            raise (ConfigError if problem[0] == "ConfigError" else DataError)(problem[1])
+
+
+def is_checked(group: Group, check_ranks: bool | None) -> bool:
+    """Whether the ranks of this group compare their arguments and exchange their errors."""
+    if group.size() == 1:
+        return False
+    return group_device(group).type == "cpu" if check_ranks is None else check_ranks
+
+
+# The groups whose ranks have said once that they do not compare.
+_unchecked_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _is_first_unchecked(group: Group) -> bool:
+    """Whether ranks with check_ranks=None would compare over the group, and this is the first time that this rank does not."""
+    if not isinstance(group, dist.ProcessGroup) or not is_checked(group, None) or group in _unchecked_groups:
+        return False
+    _unchecked_groups.add(group)
+    return True
+
+
+def _problem_of(name: str, messages: list[Message]) -> list[str] | None:
+    """[kind of error, text]: the error of a rank, else the first value that differs; None where there is neither."""
+    for rank, message in enumerate(messages):
+        if message["problem"] is not None:
+            kind, text = message["problem"]
+            return [kind, f"{name} rank {rank}: {text}"]
+    values_of_ranks = [message["values"] for message in messages]
+    arguments = dict.fromkeys(argument for own in values_of_ranks for argument in own)
+    # Sizes and settings first: where they differ, tensors do too.
+    for argument in sorted(arguments, key=lambda argument: any(_DIGEST_MARK in own.get(argument, "") for own in values_of_ranks)):
+        values = [own.get(argument, "nothing") for own in values_of_ranks]
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            return [
+                "DataError",
+                f"{argument} differs between {name} ranks: rank 0 has {values[0]}, rank {other} has {values[other]}. They compute "
+                f"one loss together and must be given the same, or {name[0]}p_group is not the {name} group",
+            ]
+    return None
+
+
+def _described(value: object) -> str:
+    """The value as text. Equal values give equal texts in every process."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {value.dtype}{_DIGEST_MARK}{_digest(value)}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        text = str(value)
+        return text if len(text) <= 60 else f"{text[:40]}... {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    return repr(float(value))
+
+
+def _digest(values: Tensor) -> str:
+    """A hash of the numbers: -0.0 counts as 0.0, and all NaNs are equal. Reads the tensor on the host."""
+    values = values.detach().cpu()
+    if values.is_floating_point():
+        values = torch.where(values.isnan(), float("nan"), values.double() + 0.0)
+    return hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+T = TypeVar("T")
+# How often a working rank tells the waiting ranks that it lives: far below the time limit of a collective.
+SECONDS_BETWEEN_SIGNS_OF_LIFE = 10.0
+
+
+def on_all_ranks(work: Callable[[], T]) -> list[T]:
+    """Runs `work` on each rank; returns the results of all ranks. Without torch.distributed there is one rank.
+
+    A ConfigError, DataError, RunError or OSError of one rank is raised on all of them (an OSError as a RunError), so that no rank
+    waits for one that has ended. Any other exception is raised on its rank alone.
+    Communication: one all-gather of objects over all ranks.
+    """
+    own: Exception | None = None
+    answers: list[T] = []
+    try:
+        answers.append(work())
+    except (ConfigError, DataError, RunError) as error:
+        own = error
+    except OSError as error:
+        own = RunError(str(error))
+    outcome = (answers, None if own is None else (type(own), str(own)))
+    outcomes = all_gather_objects(outcome) if dist.is_initialized() else [outcome]
+    if own is not None:
+        raise own
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            kind, text = failure
+            raise kind(f"rank {rank}: {text}")
+    return [answer for answers, _ in outcomes for answer in answers]
+
+
+def finish_together(work: Iterable[Callable[[], T]], group: Group) -> list[T]:
+    """Runs the calls of `work` and returns their results on this rank, when every rank has finished; `group` holds all ranks.
+
+    A collective of a waiting rank waits for one call and SECONDS_BETWEEN_SIGNS_OF_LIFE at most, even if another rank works much
+    longer. An exception of one rank ends the work on all: that rank raises it, the others raise a RunError with its text.
+    Communication: one all-reduce of two numbers for each sign of life; after an exception one all-gather of objects over all ranks.
+    """
+    found: list[T] = []
+    calls, failure, is_done = iter(work), None, False
+    while True:
+        until = time.monotonic() + SECONDS_BETWEEN_SIGNS_OF_LIFE
+        while not is_done and time.monotonic() < until:
+            call = next(calls, None)
+            if call is None:
+                is_done = True
+                break
+            try:
+                found.append(call())
+            except Exception as error:
+                failure, is_done = error, True
+        state = torch.tensor([not is_done, failure is not None], dtype=torch.int64, device=group_device(group))
+        num_working, num_failed = all_reduce_sum(state, group).tolist()
+        if num_failed or not num_working:
+            break
+    if failure is not None and group.size() == 1:
+        raise failure
+    if num_failed:
+        _raise_together(failure)
+    return found
+
+
+def _raise_together(failure: Exception | None) -> None:
+    kind = "" if isinstance(failure, ConfigError | DataError | RunError) else f"{type(failure).__name__}: "
+    notes = "" if failure is None else "".join(f" ({note})" for note in getattr(failure, "__notes__", []))
+    texts = all_gather_objects(None if failure is None else f"{kind}{failure}{notes}")
+    if failure is not None:
+        raise failure
+    raise RunError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None))
+
+
+def is_lost_rank(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone, or did not join it in time.
+
+    gloo has no type for it: it raises a RuntimeError that begins with its own source file.
+    """
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "/gloo/" in str(error)
+
+
+def _exchange(message: Message, group: Group) -> list[Message]:
+    problem = message["problem"]
+    if problem is not None:
+        kind, text = problem
+        problem = [kind, text[:PROBLEM_CHARACTERS]]
+        message = {"problem": problem, "values": {}}
+    content = json.dumps(message).encode()
+    while problem is not None and len(content) > MESSAGE_BYTES:  # a character outside ASCII takes up to six bytes
+        problem[1] = problem[1][: len(problem[1]) // 2]
+        content = json.dumps(message).encode()
+    buffer = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+    buffer[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    gathered = all_gather_stack(buffer.to(group_device(group)), group).cpu()
+    return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in gathered]
+
+
+def all_gather_objects(mine: T) -> list[T]:
+    """The objects of all ranks, on every rank. Communication: one all-gather of objects over all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=process_group(world_group()))
+    return everyone
