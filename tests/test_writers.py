@@ -9,6 +9,7 @@ import resource
 import signal
 import struct
 import sys
+import threading
 from unittest import mock
 
 import pytest
@@ -336,3 +337,20 @@ def test_a_closed_stderr_does_not_stop_the_run(monkeypatch):
     with ProgressBar(total=2, enabled=True) as bar:
         monkeypatch.setattr(sys.stderr, "write", Gone().write)
         bar.update(2, METRICS)
+
+
+def test_no_lock_of_tqdm_stops_a_run(capsys):
+    """tqdm's own is shared between processes: a rank that was forked while another one drew waited for ever."""
+    tqdm = pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm").tqdm
+
+    made = threading.Event()
+
+    def draw() -> None:
+        with ProgressBar(total=2, enabled=True) as bar:
+            bar.update(1, {})
+        made.set()
+
+    with tqdm.get_lock():
+        threading.Thread(target=draw, daemon=True).start()
+        assert made.wait(60)
+    assert "step" in capsys.readouterr().err

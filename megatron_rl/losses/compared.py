@@ -17,9 +17,9 @@ def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, s
     for name, value in settings.keywords.items():
         agreement.add(name, value)
     agreement.add("correction", str(inputs.correction))
-    agreement.add("kl_estimator", None if settings.kl_estimator is None else settings.kl_estimator.name)
     for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend", "cp_layout"):
         agreement.add(name, getattr(settings, name))
+    agreement.add("kl_estimator", None if settings.kl_estimator is None else settings.kl_estimator.name)
     agreement.add("number of documents", inputs.num_documents)
     agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)
     agreement.add("advantages_per", inputs.advantages_per)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable
+from threading import RLock
 from typing import Any
 
 from megatron_rl.train.writers import CLIP_FRACTION, KL, REWARD, TOKENS_PER_SECOND, WITHOUT_SIGNAL
@@ -74,7 +75,12 @@ def _make_bar(total: int | None, initial: int) -> Any:
         logging.getLogger(__name__).warning("tqdm is not installed: no progress is shown; pip install tqdm")
         return None
 
-    class Lines(tqdm):
+    class Bar(tqdm):
+        """Without tqdm's thread and its lock between processes: one that is forked or killed must not stop a run."""
+
+        monitor_interval = 0
+
+    class Lines(Bar):
         """Prints whole lines, because a log has no cursor to move back."""
 
         disable: bool
@@ -89,6 +95,7 @@ def _make_bar(total: int | None, initial: int) -> Any:
             self.disable = True
 
     is_terminal = sys.stderr.isatty()
-    kind, interval, drawn = (tqdm, 0.1, " |{bar:20}|") if is_terminal else (Lines, SECONDS_BETWEEN_LINES, "")
+    Bar.set_lock(RLock())
+    kind, interval, drawn = (Bar, 0.1, " |{bar:20}|") if is_terminal else (Lines, SECONDS_BETWEEN_LINES, "")
     form = f"step {{n_fmt}}/{{total_fmt}}{drawn}  {{desc}}  {{elapsed}} elapsed  {{remaining}} left"
     return kind(total=total, initial=initial, bar_format=form, dynamic_ncols=True, miniters=1, mininterval=interval)
