@@ -46,6 +46,9 @@ def arguments(entry: str, group_name: str) -> dict:
         "loss_mask": torch.arange(NUM_TOKENS) != MASKED,
         "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32),
         "token_weights": torch.tensor([0.3, 0.2]),
+        "ref_log_probs": -torch.rand(NUM_TOKENS, generator=generator) - 1,
+        "kl_coefficient": 0.1,
+        "regularizer_weights": torch.tensor([0.1, 0.2]),
         "tp_group": world if group_name == "tp" else SINGLE,
         "cp_group": world if group_name == "cp" else SINGLE,
     }
@@ -61,7 +64,7 @@ def operand(given: dict) -> str:
 
 def with_rows(given: dict, num_rows: int, bounds: list[int]) -> None:
     given[operand(given)] = given[operand(given)].detach()[:num_rows].clone().requires_grad_()
-    for name in ("labels", "old_log_probs", "loss_mask"):
+    for name in ("labels", "old_log_probs", "ref_log_probs", "loss_mask"):
         given[name] = given[name][:num_rows]
     given["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
 
@@ -69,6 +72,7 @@ def with_rows(given: dict, num_rows: int, bounds: list[int]) -> None:
 def with_documents(given: dict, bounds: list[int]) -> None:
     given["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
     given["advantages"], given["token_weights"] = torch.ones(len(bounds) - 1), torch.full((len(bounds) - 1,), 0.1)
+    given["regularizer_weights"] = given["token_weights"]
 
 
 def as_dtype(given: dict, dtype: torch.dtype) -> None:
@@ -93,6 +97,7 @@ ONE_RANK_ALONE = {
     "tokens": (lambda given: with_rows(given, 4, [0, 2, 4]), "number of tokens differs"),
     "no token": (lambda given: with_rows(given, 0, [0, 0, 0]), "number of tokens differs"),
     "NaN old_log_probs": (nan_old, "old_log_probs differs"),
+    "ref_log_probs": (changed(ref_log_probs=torch.zeros(NUM_TOKENS)), "ref_log_probs differs"),
     "masked tokens": (masked_junk, None),
     "labels": (changed(labels=torch.ones(NUM_TOKENS, dtype=torch.int64)), "labels differs"),
     "loss_mask": (changed(loss_mask=torch.arange(NUM_TOKENS) != 3), "loss_mask differs"),
@@ -126,10 +131,7 @@ EVERYWHERE = {
         "correction differs",
     ),
     "kl_estimator": (changed(kl_estimator="k2"), "kl_estimator differs"),
-    "ref_log_probs": (
-        changed(ref_log_probs=torch.zeros(NUM_TOKENS), kl_coefficient=0.1, regularizer_weights=torch.ones(2)),
-        "kl_coefficient differs",
-    ),
+    "kl_coefficient": (changed(kl_coefficient=0.0), "kl_coefficient differs"),
     "an unknown keyword": (changed(no_such_keyword=1), "takes no keyword no_such_keyword"),
     "an unknown loss parameter": (changed(loss_parameters={"no_such": 1.0}), "has no parameter 'no_such'"),
     "labels of a wrong shape": (changed(labels=torch.zeros(5, dtype=torch.int64)), r"labels must be \[T=6\]"),
