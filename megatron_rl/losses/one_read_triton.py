@@ -91,8 +91,8 @@ def _document_of(row, CU_SEQLENS, num_documents, BLOCK: tl.constexpr):
         "num_stored units shift stride out_shift out_stride"
     ).split(),
     do_not_specialize_on_alignment=(
-        "LABELS LOSS_MASK POLICY_COEFFICIENTS OLD_LOG_PROBS ADVANTAGES IMPORTANCE_WEIGHTS REF_LOG_PROBS VECTORS CU_SEQLENS "
-        "TOKEN_WEIGHTS REGULARIZER_WEIGHTS LOSS_SCALE LOG_PROBS ENTROPIES"
+        "LABELS LOSS_MASK POLICY_COEFFICIENTS OLD_LOG_PROBS ADVANTAGES IMPORTANCE_WEIGHTS REF_LOG_PROBS CU_SEQLENS TOKEN_WEIGHTS "
+        "REGULARIZER_WEIGHTS LOSS_SCALE LOG_PROBS ENTROPIES"
     ).split(),
 )
 def one_read_kernel(

@@ -81,8 +81,7 @@ def _is_finite(x):
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "IMPORTANCE_WEIGHTS", "REF_LOG_PROBS", "VECTORS"),
-        *("LOSS_MASK", "CU_SEQLENS", "SUMS"),
+        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "IMPORTANCE_WEIGHTS", "REF_LOG_PROBS", "LOSS_MASK", "CU_SEQLENS", "SUMS"),
     ]
 )
 def document_sums_kernel(
@@ -175,8 +174,7 @@ def _num_nonfinite(sums, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN: tl.co
 @triton.jit(
     do_not_specialize=["num_documents", "num_tokens"],
     do_not_specialize_on_alignment=[
-        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "IMPORTANCE_WEIGHTS", "REF_LOG_PROBS", "VECTORS"),
-        *("ENTROPIES", "LOSS_MASK"),
+        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "IMPORTANCE_WEIGHTS", "REF_LOG_PROBS", "ENTROPIES", "LOSS_MASK"),
         *("CU_SEQLENS", "SUMS", "TOKEN_COUNTS", "TOKEN_WEIGHTS", "REGULARIZER_WEIGHTS", "COEFFICIENTS"),
         *("ENTROPY_COEFFICIENTS", "NUM_NONFINITE", "TERMS"),
     ],
@@ -330,7 +328,7 @@ MAX_COLUMNS, MIN_COLUMNS = (
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "VECTORS", "ENTROPIES", "LOSS_MASK", "CU_SEQLENS", "SUMS"),
+        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "ENTROPIES", "LOSS_MASK", "CU_SEQLENS", "SUMS"),
         "METRIC_SUMS",
     ]
 )
