@@ -168,6 +168,18 @@ def test_each_term_dtype_and_memory_has_the_numbers_of_two_kernels(kind, dtype, 
     check_against_two_kernels(kind, batch, **terms(batch, *asked), **moved(options))
 
 
+def test_a_loss_that_needs_entropies_is_left_to_the_two_kernels(own_losses):
+    """One read knows a row's entropy when it has read the row, which is after the loss's derivative was wanted."""
+    batch = make_batch()
+    with chosen() as launches:
+        found, gradient = run("own_heeding", batch)
+    assert "one_read_kernel" not in launches and "row_statistics_kernel" in launches, launches
+    with chosen():
+        wanted, without_scale = run("own_heeding", batch, loss_scale=None)
+    assert_same(found, wanted)
+    assert torch.equal(gradient, without_scale) and gradient.any()
+
+
 def moved(options: dict) -> dict:
     return {name: value.to(KERNEL_DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
 

@@ -11,7 +11,7 @@ from helpers import EXACT, error_of, zigzag
 from torch import Tensor
 
 from megatron_rl import policy_loss, register_policy_loss
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, world_group
 from megatron_rl.layout.packing import document_ids
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
@@ -164,6 +164,14 @@ def test_a_decay_outside_its_range_is_refused(decay):
     batch = batch_of(torch.ones(2, dtype=torch.bool), [2], SINGLE, None)
     with pytest.raises(ConfigError, match=r"must be in \(0, 1\]"):
         batch.suffix_sum(torch.ones(2), decay=decay)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2, 1), ()])
+def test_values_of_another_shape_are_refused(shape):
+    """[T, T, k] would be added up by other rules without a word."""
+    batch = batch_of(torch.ones(2, dtype=torch.bool), [2], SINGLE, None)
+    with pytest.raises(DataError, match=r"takes \[T=2\] or \[T, k\]"):
+        batch.prefix_sum(torch.ones(shape))
 
 
 class PretendedPair:

@@ -37,11 +37,14 @@ def ordered_sum(
 
     Differentiable: the derivative of the one is the other.
     Communication: at cp above 1 one `reduce` of [N, c], and one in backward; in zigzag order one of [N] before.
-    Raises ConfigError for a decay outside (0, 1], and where the order of the slices is not known; DataError, on the CPU, for slices
-    that are not in zigzag order. On CUDA their samples get NaN.
+    Raises ConfigError for a decay outside (0, 1], and where the order of the slices is not known; DataError for another shape and,
+    on the CPU, for slices that are not in zigzag order. On CUDA their samples get NaN.
     """
     if not 0 < decay <= 1:
         raise ConfigError(f"decay={decay!r} of a sum over later or earlier tokens must be in (0, 1]; 1 is the plain sum")
+    num_tokens = tokens.loss_mask.numel()
+    if values.dim() not in (1, 2) or values.shape[0] != num_tokens:
+        raise DataError(f"a sum over later or earlier tokens takes [T={num_tokens}] or [T, k], got {tuple(values.shape)}")
     if tokens.cp_group.size() > 1 and tokens.cp_layout is None:
         raise ConfigError(
             "a sum over later or earlier tokens needs the order of the context-parallel slices: pass "

@@ -111,8 +111,8 @@ class TokenBatch:
         The sum is float64, in an order that is the same in every run.
         Communication: at cp above 1 one all-reduce of [N, c (k + 1)] over cp, c the chunks of a sample (2 cp_size in zigzag order),
         and one in backward; in zigzag order one of [N] before; where ranks are checked one of [N + 2] a column.
-        Raises: ConfigError for a decay outside (0, 1], and where cp_layout is None at cp above 1; DataError, on the CPU, for slices
-        that are not in zigzag order. On CUDA their samples get NaN.
+        Raises: ConfigError for a decay outside (0, 1], and where cp_layout is None at cp above 1; DataError for another shape and,
+        on the CPU, for slices that are not in zigzag order. On CUDA their samples get NaN.
         """
         return ordered_sum(values, self._sliced_tokens(), self.sums, decay=decay, from_the_end=True)
 
