@@ -347,9 +347,7 @@ class SampleTerms:
         return low, high
 
     def is_kept(self) -> Tensor:
-        low, high = self.bounds()
-        is_inside = (self.ratios >= low) & (self.ratios <= high) | (self.settings.correction in ("none", "tis"))
-        return is_inside & ~self.is_off_policy
+        return self.factors != 0
 
     def all_log_probs(self) -> Tensor:
         found = torch.zeros(len(self.sample.mask), dtype=torch.float64)

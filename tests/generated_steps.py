@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from dense_oracle import DenseSample, DenseSettings
+from dense_oracle import USUAL_BOUNDS, DenseSample, DenseSettings
 from helpers import PARAMETERS, last_rank_alone, zigzag
 from torch import Tensor
 
@@ -157,8 +157,15 @@ class Case:
         return self.settings.loss
 
     def __str__(self) -> str:
+        """Names the terms, so that `pytest -k` finds the cases of a new one."""
+        settings = self.settings
         sizes = [f"{name}{size}" for name, size in vars(self.split).items() if isinstance(size, int) and size > 1]
-        return f"{self.loss} {self.number}: {self.shape}, {' '.join(sizes) or 'one rank'}, {self.door}"
+        terms = [settings.aggregation]
+        if settings.correction != "none":
+            terms += [settings.correction, settings.level]
+        if settings.kl_coefficient:
+            terms += [settings.kl_estimator]
+        return f"{self.loss} {self.number}: {self.shape}, {' '.join(terms)}, {' '.join(sizes) or 'one rank'}, {self.door}"
 
 
 class Decks:
@@ -184,7 +191,7 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
     loss = get_policy_loss(name)
     kind, level = decks.draw("correction", CORRECTIONS)
     usual = decks.draw("has usual bounds", [True, False, False])
-    has_usual = usual and level == "token" and kind in ("tis", "icepop")
+    has_usual = usual and (kind, level) in USUAL_BOUNDS
     low, high = (math.nan, math.nan) if loss.clip_ratios is None else CLIP
     settings = DenseSettings(
         loss=name,
@@ -226,7 +233,7 @@ def possible(case: Case) -> Case:
         settings = replace(settings, correction="none", level="token", bounds=(None, None))
     if SHAPES[case.shape].is_rejected and loss.anchor == "old":
         settings = replace(settings, correction="mask", level="token", bounds=(0.9, 1.1))
-    rejects = settings.correction in ("icepop", "mask") and settings.sequence_delta is None and not case.is_on_policy
+    rejects = get_correction(settings.correction).drops_tokens and settings.sequence_delta is None and not case.is_on_policy
     settings = replace(settings, is_dropped=settings.is_dropped and rejects)
     metrics = case.metrics
     if door.head == "log_probs":
