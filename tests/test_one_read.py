@@ -379,7 +379,8 @@ def test_few_files_lie_between_a_loss_and_its_kernel(name, is_on_policy):
                 sys.setprofile(None)
     assert "one_read_kernel" in launches
     assert max(len(stack) for stacks in hops.frames.values() for stack in stacks) <= 4, hops.frames
-    assert len(hops.files) <= MOST["triton", "none"][0] + 1, sorted(hops.files)
+    # One more for one_read_triton.py, and one for a twin in a file of its own, which those that MOST counts do not have.
+    assert len(hops.files) <= MOST["triton", "none"][0] + 2, sorted(hops.files)
 
 
 def step_on_rank(rank: int, backend: str) -> tuple[dict, list[str]]:
