@@ -215,7 +215,7 @@ ASKED = [
 ]
 SHOWN = "try:\n    f()\nexcept E as error:\n    print(str(error).split())\n    found = error.errno == 28 and x in str(path)"
 # One place -> why there is no type to ask for.
-WITHOUT_A_TYPE = {"layout/groups.py": "gloo raises a RuntimeError of its own text, whatever has happened"}
+WITHOUT_A_TYPE = {"layout/agreement.py": "gloo raises a RuntimeError of its own text, whatever has happened"}
 
 
 def test_no_error_is_told_by_its_text(package_trees, benchmark_trees):

@@ -21,7 +21,7 @@ from trainer_cases import CP, PP, TP, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
-from megatron_rl.layout import groups
+from megatron_rl.layout import agreement
 from megatron_rl.train import collection, reward_guard
 from megatron_rl.train.collection import SampledRollouts
 from megatron_rl.train.options import TrainOptions
@@ -191,7 +191,7 @@ def test_a_reward_that_fails_on_one_rank_ends_all_of_them_with_its_words(pool, t
 def wait_longer_than_a_collective_on_rank(rank, prompts):
     """Eight rewards of 0.8 s, where a collective ends after 5 s."""
     patience = mock.patch.object(collection, "COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=0))
-    with patience, mock.patch.object(groups, "SECONDS_BETWEEN_SIGNS_OF_LIFE", 0.2):
+    with patience, mock.patch.object(agreement, "SECONDS_BETWEEN_SIGNS_OF_LIFE", 0.2):
         return get_on_rank(rank, prompts, "slow", 5.0)
 
 
