@@ -8,10 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import importlib
 import json
 import math
 import os
+import pickle
 import re
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -424,6 +428,24 @@ def test_tables_of_another_contract_are_refused():
     assert "has no register_adv_est" in str(refused.value) and "loss_mask, config) and" not in str(refused.value)
     assert "advantages, loss_mask, config), ours is made for (old_log_prob" in str(refused.value)
     assert re.search(r"kl_penalty takes \(logprob, ref, kl_penalty\), .*test_verl.py:\d+ \(verl-project", str(refused.value))
+
+
+def test_our_class_of_settings_has_a_field_for_each_that_verl_has_no_name_for(monkeypatch):
+    """A loss that is declared later has its own there without a list; a worker gets the object pickled."""
+    configs = types.ModuleType("verl.workers.config")
+    configs.PolicyLossConfig = dataclasses.make_dataclass("PolicyLossConfig", [("loss_mode", str, "vanilla")])
+    for name in ("verl", "verl.workers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "verl.workers.config", configs)
+    monkeypatch.setitem(sys.modules, "megatron_rl.hosts.verl_config", None)  # what is imported next is gone after the test
+    del sys.modules["megatron_rl.hosts.verl_config"]
+    made = importlib.import_module("megatron_rl.hosts.verl_config")
+    own = {name.removeprefix(verl.DOOR.own.prefix) for name in verl.DOOR.own_names()}
+    fields = {one.name for one in dataclasses.fields(made.PolicyLoss)}
+    assert {"vespo_power_negative", "fipo_half_life", "clip_ratio_low", "importance_correction"} <= fields
+    assert own - fields <= verl.DOOR.field_settings.keys()
+    chosen = pickle.loads(pickle.dumps(made.PolicyLoss(loss_mode="megatron_rl.vespo.token_mean", vespo_power_negative=2.0)))
+    assert chosen.vespo_power_negative == 2.0 and chosen.fipo_half_life is None
 
 
 # verl's own code

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import field, make_dataclass
 
 from verl.workers.config import PolicyLossConfig
 
+from megatron_rl.config import flag_fields
+from megatron_rl.hosts.door import CLIPS
+from megatron_rl.hosts.verl import DOOR
 
-@dataclass
-class PolicyLoss(PolicyLossConfig):
-    """verl's own, with fields for the settings of our losses that verl has no name for. None: the default of ours."""
-
-    clip_ratio_low: float | None = None
-    clip_ratio_high: float | None = None
-    importance_correction: str | None = None
-    importance_correction_level: str | None = None
-    importance_correction_low: float | None = None
-    importance_correction_high: float | None = None
-    off_policy_sequence_delta: float | None = None
-    divergence_low: float | None = None
-    divergence_high: float | None = None
-    ratio_truncation: float | None = None
+TEXTS = {one.name for one in flag_fields() if isinstance(one.default, str)}
+OURS = {name.removeprefix(DOOR.own.prefix) for name in DOOR.own_names()}
+# verl's own, with a field for each setting of our losses that verl has no name for: those of its `actor` are read there. None: the
+# default of ours.
+NAMES = sorted((OURS - DOOR.field_settings.keys()) | {*CLIPS})
+PolicyLoss = make_dataclass(
+    "PolicyLoss",
+    [(name, str | None if name in TEXTS else float | None, field(default=None)) for name in NAMES],
+    bases=(PolicyLossConfig,),
+    namespace={"__module__": __name__},  # a worker gets the object pickled
+)
