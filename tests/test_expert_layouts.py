@@ -25,7 +25,7 @@ from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.installed import HostScales, expert_replicas_drift, installed_scales
 from megatron_rl.megatron.model import global_parameter_name, is_of_expert, layout_independent_normal
-from megatron_rl.megatron.router_scale import RoutedStep, host_factors
+from megatron_rl.megatron.router_scale import RoutedPart, RoutedStep, host_ranges
 from megatron_rl.megatron.routing import RouteLog
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
@@ -485,6 +485,16 @@ def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
     assert error_of_whole(per_token, stock(1, 1)["z_loss"]) > 1.0
 
 
+def factors_of_equal_parts(
+    step: list[StepSample], num_microbatches: int, num_loss_tokens: int, num_slices: int, scales: HostScales
+) -> dict[str, float]:
+    """What Megatron's scale makes of each loss under the per-token contract, against exact, on one data-parallel rank."""
+    tokens = sum(len(sample.tokens) for sample in step) / num_microbatches / num_slices
+    rows = len(step) / num_microbatches
+    parts = [RoutedPart(number, (tokens,) * num_slices, tokens, rows) for number in range(num_microbatches)]
+    return {name: most for name, (_, most) in host_ranges(parts, 1, len(step), num_loss_tokens, scales).items()}
+
+
 def test_the_factors_that_are_said_of_the_host_are_those_that_act(pool, stock):
     """On one rank and on two tensor-parallel ranks: releases divide or multiply by these once too often. Then two micro-batches of
     the same samples, which are those of one rank's loss twice: releases divide by the samples of a micro-batch."""
@@ -494,8 +504,8 @@ def test_the_factors_that_are_said_of_the_host_are_those_that_act(pool, stock):
     scales = pool.run(scales_on_rank, world_size=1)[0]
     tp2 = Layout(**SP, expert=2, expert_tensor=1)
     for layout, step, num_slices in ((Layout(), once, 1), (tp2, once, 2), (Layout(num_microbatches=2), twice, 1)):
-        routed, counted = sum(len(sample.tokens) for sample in step), sum(sum(sample.loss_mask) for sample in step)
-        factors = host_factors(RoutedStep(routed, len(step), layout.num_microbatches, 1, 1.0), counted, num_slices, scales)
+        counted = sum(sum(sample.loss_mask) for sample in step)
+        factors = factors_of_equal_parts(step, layout.num_microbatches, counted, num_slices, scales)
         cases = [(replace(layout, calculate_per_token_loss=True), step, "host", LOSSES[name]) for name in factors]
         for name, found in zip(factors, of_auxiliary_losses(pool, cases), strict=True):
             expected = {key: value * factors[name] for key, value in stock(1, 1)[name].items()}

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.testing.invariance import Layout, StepResult, TinyGPT, steps_on_layout
+from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, steps_on_layout
 from megatron_rl.testing.reference import (
     CLIPS,
     PARAMETERS,
-    log_probs_on_rank,
+    double_model,
+    model_log_probs,
     old_log_probs_off_the_edges,
     ragged_samples,
     with_anchors,
@@ -31,6 +33,11 @@ UNTIED, TIED, DEEP = TinyGPT(num_layers=2), TinyGPT(num_layers=2, tie_embeddings
 
 
 pool = pool_of(4)
+
+
+def log_probs_on_rank(rank: int, samples: list[StepSample], tiny: TinyGPT) -> list[list[float]]:
+    with torch.no_grad():
+        return [values.tolist() for values in model_log_probs(double_model(tiny, samples), samples, tiny)]
 
 
 @pytest.fixture(scope="module")

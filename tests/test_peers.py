@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from megatron_rl.train import peers
 from megatron_rl.train.peers import PeerWatch
 
 HOST = socket.gethostname()
+
+pytestmark = pytest.mark.timeout(120)  # each takes a second or two; what waits for an end that nobody hears waits for ever
 
 
 class Ranks:
@@ -148,6 +151,27 @@ def test_a_collective_whose_connections_outlive_their_rank_ends_too(start):
     assert ranks.ends()[0] == 1 and f"rank 1 on host {HOST} ended" in ranks.said(0)
 
 
+def test_a_child_forked_while_its_rank_accepts_a_connection_keeps_none(start, monkeypatch, tmp_path):
+    """A rank is inside before rank 0 has its connection, so rank 0 may fork in the middle of that."""
+    accept = peers._Peer
+
+    def accept_slowly(connection, rank):
+        if rank is None:
+            (tmp_path / "accepting").touch()
+            time.sleep(0.5)
+        return accept(connection, rank)
+
+    def fork_then(rank, watch, folder):
+        wait_until((tmp_path / "accepting").exists)
+        save(rank, watch, folder)
+
+    monkeypatch.setattr(peers, "_Peer", accept_slowly)
+    ranks = start(fork_then)
+    ranks.wait_for("child-0")
+    ranks.kill(0)
+    assert ranks.ends()[1] == 1 and f"rank 0 on host {HOST} ended" in ranks.said(1)
+
+
 def test_an_error_of_one_rank_is_told_to_the_others(start):
     def body(rank, watch, folder):
         if rank == 1:
@@ -160,8 +184,9 @@ def test_an_error_of_one_rank_is_told_to_the_others(start):
         assert f"rank 1 on host {HOST} ended with ZeroDivisionError: of this rank alone\\x1b[2J: no step" in ranks.said(rank)
 
 
-def test_a_rank_may_say_itself_who_ended(start):
-    """As it does after an error of a collective."""
+def test_a_rank_may_say_itself_who_ended(start, monkeypatch):
+    """As it does after an error of a collective. The wait for the news is longer than a busy machine takes to kill the other."""
+    monkeypatch.setattr(peers, "GRACE_AFTER_LOSS", 60.0)
 
     def body(rank, watch, folder):
         if rank == 1:

@@ -47,17 +47,6 @@ class RoutedPart:
     rows: float
 
 
-def host_factors(step: RoutedStep, num_loss_tokens: int | None, num_slices: int, scales: HostScales) -> dict[str, float]:
-    """What Megatron's scale makes of each loss, against exact, in a step of equal micro-batches.
-
-    num_loss_tokens: under --calculate-per-token-loss; None: the default contract. num_slices: tp times cp ranks.
-    """
-    tokens, num_microbatches = step.num_tokens / step.num_parts / num_slices, step.num_parts // step.data_size
-    numbers = [number for number in range(num_microbatches) for _ in range(step.data_size)]
-    parts = [RoutedPart(number, (tokens,) * num_slices, tokens, step.num_samples / step.num_parts) for number in numbers]
-    return {name: most for name, (_, most) in host_ranges(parts, step.data_size, step.num_samples, num_loss_tokens, scales).items()}
-
-
 def host_ranges(
     parts: Sequence[RoutedPart],
     data_size: int,

@@ -223,11 +223,6 @@ def scale_of_terms(samples: Sequence[StepSample], aggregation: str, divisor: flo
     return sum(weight * sum(s.loss_mask) * abs(s.advantage) for s, weight in zip(samples, weights, strict=True))
 
 
-def log_probs_on_rank(rank: int, samples: Sequence[StepSample], tiny: TinyGPT) -> list[list[float]]:
-    with torch.no_grad():
-        return [values.tolist() for values in model_log_probs(double_model(tiny, samples), samples, tiny)]
-
-
 def old_log_probs_off_the_edges(
     samples: Sequence[StepSample],
     log_probs: Sequence[Sequence[float]],

@@ -33,6 +33,9 @@ LONGEST_LINE, LONGEST_TEXT = 8192, 1000
 WELCOME, GOODBYE, FAILED, ENDED = "welcome", "goodbye", "failed", "ended"
 _exit_process = os._exit  # a user's code may replace it
 _watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
+# Held from a connection's first moment until its watch has it, and while this process forks: a child closes what a watch has, and a
+# copy that it kept would hide the end of its parent from the other ranks.
+_registering = threading.Lock()
 
 
 class PeerWatch:
@@ -71,6 +74,7 @@ class PeerWatch:
         self._wakes, self._woken = socket.socketpair()
         self._sockets.register(self._woken, selectors.EVENT_READ)
         if listener is not None:
+            listener.setblocking(False)  # an accept must not wait while it keeps this process from forking
             self._sockets.register(listener, selectors.EVENT_READ)
         else:
             try:
@@ -132,12 +136,14 @@ class PeerWatch:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            connection, _ = listener.accept()
+            with _registering:
+                connection, _ = listener.accept()
+                self._sockets.register(connection, selectors.EVENT_READ, _Peer(connection, None))
+        except BlockingIOError:  # who asked is gone
+            return
         except OSError as error:  # no file descriptor is left: it would be asked for again at once
             logging.getLogger(__name__).warning(f"the watch over the ranks takes no further connection: {error}")
             self._sockets.unregister(listener)
-            return
-        self._sockets.register(connection, selectors.EVENT_READ, _Peer(connection, None))
 
     def _read(self, peer: _Peer) -> None:
         try:
@@ -236,8 +242,9 @@ def _listen(address: str, num_ranks: int) -> socket.socket:
 
 def _leave_to_the_parent() -> None:
     """In a forked process, such as a writer of checkpoints: the connection is its parent's, and ends with that."""
+    _registering.release()
     for watch in list(_watches):
         watch._close()
 
 
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+os.register_at_fork(before=_registering.acquire, after_in_parent=_registering.release, after_in_child=_leave_to_the_parent)
