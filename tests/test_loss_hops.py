@@ -20,12 +20,13 @@ pytestmark = pytest.mark.kernel
 PACKAGE = os.path.dirname(megatron_rl.__file__) + os.sep
 # Frames from the front door to the function that launches, both counted; the decorator that keeps torch.compile out is not.
 MOST_FRAMES = {"losses": 3, "ops": 4}  # of the kernels in losses/ and of the row kernels in ops/
-# (backend, metrics) -> the files that forward and backward enter, and the lines of these files together.
+# (backend, metrics) -> the files that forward and backward enter, and the lines of these files together: the next hundred, so
+# that a sentence in a docstring is no finding.
 MOST = {
-    ("torch", "none"): (13, 3403),
-    ("torch", "basic"): (14, 3964),
-    ("triton", "none"): (12, 4224),
-    ("triton", "basic"): (12, 4224),
+    ("torch", "none"): (13, 3500),
+    ("torch", "basic"): (14, 4000),
+    ("triton", "none"): (12, 4300),
+    ("triton", "basic"): (12, 4300),
 }
 
 
