@@ -29,6 +29,7 @@ KINDS = {
     "cliff": "The kernel that reads a logit once against two kernels by columns: how much of the L2 cache it may take. For CUDA.",
     "sampling": "What a new token costs `megatron-rl train` by the length of the response. On a CPU; it needs megatron-core.",
     "rollouts": "What a sample costs the host in `megatron-rl train`: weighing, batches, files. It needs megatron-core.",
+    "hosts": "One training step of the head in each host's own code and in ours: bytes a logit, memory, CPU time. On a CPU.",
     "scale": "What counting a step costs one rank of up to thousands: host time and bytes, with a simulated process group.",
 }
 PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "cliff": run_cliff,
             "sampling": run_sampling,
             "rollouts": run_rollouts,
+            "hosts": run_hosts,
         }.get(args.kind, run)(args)
     except ConfigError as error:
         say(f"benchmarks {args.kind}: ConfigError: {error}")
@@ -76,6 +78,19 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
         if kind == "rollouts":
             add("--tokens", type=int, nargs="+", default=[2000, 8192], metavar="COUNT", help="Of a sample. Default: 2000 8192.")
             add("--samples", type=int, default=64, metavar="COUNT", help="Default: 64.")
+            continue
+        if kind == "hosts":
+            add("--rows", type=int, default=1024, metavar="COUNT", help="Tokens. Default: 1024.")
+            add("--vocab-size", type=int, default=32768, metavar="COUNT", help="Columns. Default: 32768.")
+            add("--hidden-size", type=int, default=128, metavar="COUNT", help="Default: 128.")
+            add(
+                "--dtype",
+                choices=("float32", "bfloat16"),
+                default="bfloat16",
+                help="Of hidden states and weight. Default: bfloat16.",
+            )
+            add("--host", action="append", metavar="TEXT", help="Only hosts with TEXT in their name; may be repeated.")
+            add("--peer", action="append", default=[], metavar="NAME=PATH", help=f"A checkout; NAME: {names_of_hosts()}.")
             continue
         if kind == "cliff":
             add("--columns", type=int, nargs="+", metavar="COUNT", help=f"Default: {' '.join(map(str, cliff.COLUMNS))}.")
@@ -116,6 +131,10 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
         add("--json", action="store_true", help="Print one JSON object instead of the tables.")
         add("--output-dir", metavar="DIR", help="Write report.md, results.json and chart.png there, named by date and device.")
     return parser
+
+
+def names_of_hosts() -> str:
+    return ", ".join(peers.HOSTS)
 
 
 def run(args: Namespace) -> int:
@@ -209,6 +228,23 @@ def run_rollouts(args: Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"rollouts needs megatron-core: {error}") from error
     return 0
+
+
+def run_hosts(args: Namespace) -> int:
+    sizes = (args.rows, args.vocab_size, args.hidden_size)
+    if min(sizes) < 1:
+        raise ConfigError(f"--rows {sizes[0]}, --vocab-size {sizes[1]} and --hidden-size {sizes[2]}: each must be at least 1")
+    peers.add_checkouts(args.peer)
+    try:
+        from benchmarks import hosts
+
+        torch.set_num_threads(1)
+        rows = list[hosts.HostRow]()
+        for line in hosts.table(noted(hosts.measure_hosts(*sizes, getattr(torch, args.dtype), args.host), rows)):
+            print(line, flush=True)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"hosts needs megatron-core: {error}") from error
+    return EXIT_FAULT if any(row.is_ours and row.status for row in rows) else 0
 
 
 def settings_of(args: Namespace, device: Device) -> Settings:

@@ -44,6 +44,15 @@ CHECKOUTS = {
     "megatron": "https://github.com/NVIDIA/Megatron-LM",
     "slime": "https://github.com/THUDM/slime",
 }
+HOSTS = {
+    "miles": "https://github.com/radixark/miles",
+    "slime": "https://github.com/THUDM/slime",
+    "verl": "https://github.com/volcengine/verl",
+    "nemo_rl": "https://github.com/NVIDIA-NeMo/RL",
+    "skyrl": "https://github.com/NovaSky-AI/SkyRL",
+    "mcore_adapter": "https://github.com/alibaba/ROLL (its mcore_adapter/src)",
+}
+"""Packages of the trainers that `hosts` measures, for --peer too."""
 IGNORED_LABEL = -100
 LOSS_LEFT_OUT = "the loss itself (GRPO or GSPO in torch follows)"
 RECOMPUTED = "logits are computed a second time in backward"
@@ -57,8 +66,8 @@ def add_checkouts(values: Sequence[str]) -> None:
     found, problems = [], []
     for value in values:
         name, equals, path = value.partition("=")
-        if not equals or name not in CHECKOUTS:
-            problems.append(f"--peer {value}: write NAME=PATH with NAME one of {', '.join(CHECKOUTS)}")
+        if not equals or name not in CHECKOUTS | HOSTS:
+            problems.append(f"--peer {value}: write NAME=PATH with NAME one of {', '.join(CHECKOUTS | HOSTS)}")
         elif not (Path(path) / name).is_dir():
             problems.append(f"--peer {value}: {path} holds no folder {name}; give the checkout's own folder")
         else:

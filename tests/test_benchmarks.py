@@ -401,6 +401,48 @@ def test_rollouts_shows_each_work_for_each_length():
     assert all(float(row[2]) > 0 for row in rows)
 
 
+HOST_FILE = """
+from no_such_requirement.of_the_host import Something
+
+
+class Inherits(Something):
+    pass
+
+
+def calculate_log_probs_and_entropy(logits, tokens, group, **options):
+    return {factor} * logits.log_softmax(-1).gather(1, tokens[:, None]), None
+"""
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_step_of_a_host_is_measured_in_its_own_file_and_a_wrong_gradient_is_not(factor, tmp_path):
+    """log_softmax holds its result, and backward what is scattered and its own: three times four bytes. Then 16-bit logits."""
+    (tmp_path / "slime" / "utils").mkdir(parents=True)
+    (tmp_path / "slime" / "__init__.py").write_text("raise ImportError('a requirement of the whole package')")
+    (tmp_path / "slime" / "utils" / "ppo_utils.py").write_text(HOST_FILE.format(factor=factor))
+    words = ["--rows", "512", "--vocab-size", "16384", "--hidden-size", "32", "--peer", f"slime={tmp_path}", "--host", "slime"]
+    code, shown, error = forked(lambda: command.main(["hosts", *words]))
+    theirs, from_logits, head, into_main_grad = (
+        [cell.strip() for cell in line.split("|")[2:-1]] for line in shown.splitlines()[2:]
+    )
+    assert code == 0, error
+    if factor == 2:
+        assert theirs[1].startswith("FAIL: its gradient is 1.0e+00 off")
+    else:
+        assert theirs[1] == "12.00" == theirs[2]
+    assert 6.0 <= float(from_logits[1]) < 6.2  # float32 logits, and their 16-bit gradient; scratch of 4 MiB is less
+    # A tenth of float32 logits; without main_grad the float32 gradient of the weight is a quarter of a byte a logit more.
+    assert float(into_main_grad[1]) < 0.4 < float(head[1])
+    assert all(float(row[4]) < 1e-2 for row in (from_logits, head, into_main_grad))
+
+
+@pytest.mark.megatron
+def test_a_host_without_a_checkout_is_a_row_that_says_how_to_add_it(monkeypatch, capsys):
+    _, shown, error = forked(lambda: command.main(["hosts", "--rows", "8", "--vocab-size", "64", "--host", "SkyRL"]))
+    assert "| SkyRL | its own | not installed: --peer skyrl=PATH, a checkout of https://github.com/NovaSky-AI/SkyRL" in shown, error
+
+
 def test_every_target_of_a_gpu_has_its_prediction_in_the_report():
     no_cases = {"targets": targets.judge_all("losses", "cuda", []) + targets.judge_all("head", "cuda", [])}
     rows = report.target_table(no_cases)[2:]

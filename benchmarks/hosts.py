@@ -1,0 +1,434 @@
+"""`python -m benchmarks hosts --peer verl=PATH ...`: a training step's head in each host's own code, and ours in its place.
+
+A step starts from hidden states [T, H] and the head's weight [V, H] in 16 bits, and ends with the gradients of both. Between them
+lies what the host does: its logits, the copy in float32 that it makes, its log-probabilities, the entropy where its loss always
+takes it, and a policy-gradient loss of one factor a token. What is linear in T alone is left out.
+
+    from a checkout       the functions that the host calls, imported from its own files; packages that are absent are stubbed
+    bytes a logit         the most bytes that live at once, above what lives before the step, over T x V
+    on real tensors       the same, with the CPU time of the process and the error of both gradients against float64
+    at full size          the same on meta tensors, which have a shape and no memory: T 8192, V 151,936
+
+Bytes are counted by torch's memory tracker, which sees each storage of torch. Triton's kernels are no part of it: on a CPU ours is
+the torch path, whose chunks are those of a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import peers
+from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Unavailable
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+
+# The longest micro-batch of a small model on one GPU, with the vocabulary of Qwen3.
+FULL_TOKENS, FULL_COLUMNS, FULL_HIDDEN = 8192, 151_936, 4096
+ROUNDS = 5
+# Of the logits: what ours may hold of them at once in the fused head.
+CHUNK_SHARE = 16
+# 16 bits of hidden states, weight and logits leave 2e-3 to 3e-3. What is further off computes something else.
+MOST_ERROR = 0.03
+Scores = tuple[Tensor, Tensor | None]  # log-probabilities [T], entropy [T] where the host's loss takes it
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One micro-batch. Documents are one row each, and each token has its own advantage."""
+
+    hidden: Tensor  # [T, H]
+    weight: Tensor  # [V, H]
+    labels: Tensor  # [T]
+    advantages: Tensor  # [T]
+
+    def leaves(self, *, with_main_grad: bool = False) -> tuple[Tensor, Tensor]:
+        hidden, weight = self.hidden.detach().requires_grad_(), self.weight.detach().requires_grad_()
+        if with_main_grad:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        return hidden, weight
+
+    @property
+    def num_logits(self) -> int:
+        return len(self.labels) * len(self.weight)
+
+
+Loss = Callable[[Step, Tensor, Tensor], Tensor]  # (step, hidden, weight) -> 0-d
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """One way from hidden states to the loss. `find()` imports what it needs and returns the loss of (step, hidden, weight)."""
+
+    host: str
+    name: str
+    find: Callable[[], Loss]
+    is_ours: bool = False
+    into_main_grad: bool = False
+    """The weight has Megatron's float32 gradient buffer, and the loss adds to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    host: str
+    path: str
+    is_ours: bool
+    status: str = ""
+    """Why nothing was measured; empty where it was."""
+    bytes_a_logit: float | None = None
+    full_bytes_a_logit: float | None = None
+    """On meta tensors of the full size; None where the code looks at a value."""
+    cpu_ms: float | None = None
+    gradient_error: float | None = None
+    """The largest of both gradients: the norm of the difference to float64, over the norm of the float64 gradient."""
+
+
+# The hosts
+
+
+def of_scores(find: Callable[[], Callable[[Tensor, Tensor], Scores]]) -> Callable[[], Loss]:
+    """The path of a host whose loss takes log-probabilities. Its entropy is a metric: computed, and not differentiated."""
+
+    def prepare() -> Loss:
+        scores = find()
+
+        def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:
+            log_probs, _ = scores(hidden @ weight.T, step.labels)
+            return -(log_probs * step.advantages).sum() / len(step.labels)
+
+        return loss
+
+    return prepare
+
+
+def _slime() -> Callable[[Tensor, Tensor], Scores]:
+    function = host_module("slime.utils.ppo_utils").calculate_log_probs_and_entropy
+
+    def scores(logits: Tensor, labels: Tensor) -> Scores:
+        # Megatron's Float16Module makes float32 of what the last stage returns; the loss takes the entropy as a metric.
+        log_probs, entropy = function(logits.float(), labels, one_rank(), with_entropy=True, with_entropy_grad=False)
+        return log_probs.reshape(-1), entropy
+
+    return scores
+
+
+def _miles() -> Callable[[Tensor, Tensor], Scores]:
+    function = host_module("miles.backends.training_utils.loss_hub.math_utils").calculate_log_probs_and_entropy
+
+    def scores(logits: Tensor, labels: Tensor) -> Scores:
+        log_probs, entropy = function(logits.float(), labels, one_rank(), with_entropy=True, entropy_requires_grad=False)
+        return log_probs.reshape(-1), entropy
+
+    return scores
+
+
+def _verl_megatron() -> Callable[[Tensor, Tensor], Scores]:
+    module = host_module("verl.utils.megatron.tensor_parallel")
+
+    def scores(logits: Tensor, labels: Tensor) -> Scores:
+        return module.vocab_parallel_log_probs_from_logits(logits.float()[None], labels[None])[0], None
+
+    return scores
+
+
+def _verl_megatron_entropy() -> Callable[[Tensor, Tensor], Scores]:
+    module = host_module("verl.utils.megatron.tensor_parallel")
+
+    def scores(logits: Tensor, labels: Tensor) -> Scores:
+        # In this order in the engine: a copy, the entropy of the logits, log-probabilities of the copy.
+        logits = logits.float()[None]
+        copy = logits.clone()
+        entropy = module.vocab_parallel_entropy(logits)
+        return module.vocab_parallel_log_probs_from_logits(copy, labels[None])[0], entropy[0]
+
+    return scores
+
+
+def _verl_fsdp() -> Callable[[Tensor, Tensor], Scores]:
+    function = host_module("verl.utils.torch_functional").logprobs_from_logits
+    return lambda logits, labels: (function(logits, labels, inplace_backward=True), None)
+
+
+def _shifted(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Scores]:
+    """Of NeMo-RL and SkyRL: they shift the targets themselves, and leave the last row out."""
+
+    def scores(logits: Tensor, labels: Tensor) -> Scores:
+        rows = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1], dtype=torch.float32)])[None]
+        return function(rows, torch.cat([labels[:1], labels])[None], 0, logits.shape[1], one_rank())[0], None
+
+    return scores
+
+
+def _nemo_rl() -> Callable[[Tensor, Tensor], Scores]:
+    return _shifted(host_module("nemo_rl.distributed.model_utils").from_parallel_logits_to_logprobs)
+
+
+def _skyrl() -> Callable[[Tensor, Tensor], Scores]:
+    return _shifted(host_module("skyrl.backends.skyrl_train.distributed.megatron.model_utils").from_parallel_logits_to_logprobs)
+
+
+def _roll() -> Callable[[Tensor, Tensor], Scores]:
+    function = host_module("mcore_adapter.parallel_functions.vocab_parallel").vocab_parallel_logprobs
+    return lambda logits, labels: (function(logits.float()[None], labels[None], use_fused_kernel=False)[0], None)
+
+
+# Ours
+
+
+def _our_log_probs(logits: Tensor, labels: Tensor) -> Scores:
+    # The float32 copy is the host's: Float16Module's, or the loss's own.
+    return vocab_parallel_log_probs(logits.float(), labels, tp_group=SINGLE, inplace=True, check_ranks=False), None
+
+
+def _our_inputs(step: Step) -> list[Tensor | None]:
+    num_tokens, device = len(step.labels), step.labels.device
+    mask = torch.ones(num_tokens, dtype=torch.bool, device=device)
+    bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+    weights = torch.full((1,), 1.0 / num_tokens, device=device)
+    return [step.labels, None, step.advantages, mask, bounds, weights]
+
+
+OUR_OPTIONS = {"tp_group": SINGLE, "cp_group": SINGLE, "check_ranks": False}
+
+
+def _our_loss(metrics: str) -> Callable[[], Loss]:
+    def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = (hidden @ weight.T).float()
+        return policy_loss("grpo", logits, *_our_inputs(step), inplace=True, metrics=metrics, **OUR_OPTIONS).loss
+
+    return lambda: loss
+
+
+def _our_head(metrics: str, loss_scale: float | None) -> Callable[[], Loss]:
+    def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:
+        budget = step.num_logits * hidden.element_size() // CHUNK_SHARE
+        options = OUR_OPTIONS | {"metrics": metrics, "max_logits_bytes": budget, "loss_scale": loss_scale}
+        return linear_policy_loss("grpo", hidden, weight, *_our_inputs(step), **options).loss
+
+    return lambda: loss
+
+
+THEIRS = {
+    "miles": (Path("miles", "its own", of_scores(_miles)), "with_entropy"),
+    "slime": (Path("slime", "its own", of_scores(_slime)), "with_entropy"),
+    "verl": (Path("verl, Megatron", "its own", of_scores(_verl_megatron)), "none"),
+    "verl, entropy": (Path("verl, Megatron", "its own, with entropy", of_scores(_verl_megatron_entropy)), "with_entropy"),
+    "verl, FSDP": (Path("verl, FSDP", "its own", of_scores(_verl_fsdp)), "none"),
+    "nemo_rl": (Path("NeMo-RL", "its own", of_scores(_nemo_rl)), "none"),
+    "skyrl": (Path("SkyRL", "its own", of_scores(_skyrl)), "none"),
+    "mcore_adapter": (Path("ROLL", "its own", of_scores(_roll)), "none"),
+}
+"""Key -> the path, and the metrics that ours computes beside the loss, so that both give the entropy or neither."""
+
+
+def paths() -> Iterator[Path]:
+    """The host's own, then ours in its place."""
+    for theirs, metrics in THEIRS.values():
+        yield theirs
+        suffix = ", with entropy" if metrics != "none" else ""
+        if metrics == "none":
+            yield Path(theirs.host, "our log-probabilities", of_scores(lambda: _our_log_probs), is_ours=True)
+        yield Path(theirs.host, f"our loss from logits{suffix}", _our_loss(metrics), is_ours=True)
+        yield Path(theirs.host, f"our fused head{suffix}", _our_head(metrics, None), is_ours=True)
+        yield Path(
+            theirs.host, f"our fused head, into main_grad{suffix}", _our_head(metrics, 1.0), is_ours=True, into_main_grad=True
+        )
+
+
+# Measuring
+
+
+def measure_hosts(
+    num_tokens: int, num_columns: int, hidden_size: int, dtype: torch.dtype, hosts: Sequence[str] | None = None
+) -> Iterator[HostRow]:
+    """A row for each path, as it comes. hosts: texts of which a host's name holds one; None: all."""
+    step = draw(num_tokens, num_columns, hidden_size, dtype)
+    full = draw(FULL_TOKENS, FULL_COLUMNS, FULL_HIDDEN, dtype, device="meta")
+    exact = exact_gradients(step)
+    with one_fake_rank():
+        for path in paths():
+            if hosts is not None and not any(text.lower() in path.host.lower() for text in hosts):
+                continue
+            yield _measured(path, step, full, exact)
+
+
+def draw(num_tokens: int, num_columns: int, hidden_size: int, dtype: torch.dtype, device: str = "cpu") -> Step:
+    """Logits of standard deviation 2, as a trained model's are wide, and advantages of both signs."""
+    generator = torch.Generator().manual_seed(0) if device == "cpu" else None
+    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
+    labels = torch.randint(num_columns, (num_tokens,), generator=generator, device=device)
+    hidden, weight = normal(num_tokens, hidden_size), 2.0 * normal(num_columns, hidden_size) / hidden_size**0.5
+    return Step(hidden.to(dtype), weight.to(dtype), labels, normal(num_tokens))
+
+
+def exact_gradients(step: Step) -> tuple[Tensor, ...]:
+    double = replace(step, hidden=step.hidden.double(), weight=step.weight.double(), advantages=step.advantages.double())
+    leaves = double.leaves()
+    log_probs = torch.log_softmax(leaves[0] @ leaves[1].T, -1).gather(1, step.labels[:, None])[:, 0]
+    return torch.autograd.grad(-(log_probs * double.advantages).sum() / len(step.labels), leaves)
+
+
+def _measured(path: Path, step: Step, full: Step, exact: Sequence[Tensor]) -> HostRow:
+    row = HostRow(path.host, path.name, path.is_ours)
+    try:
+        loss = path.find()
+    except Unavailable as error:
+        return replace(row, status=": ".join(error.args))
+    hidden, weight = step.leaves(with_main_grad=path.into_main_grad)
+    of_hidden, of_weight = torch.autograd.grad(loss(step, hidden, weight), (hidden, weight), allow_unused=True)
+    found = (of_hidden, weight.main_grad if path.into_main_grad else of_weight)
+    error = max(float((one.double() - right).norm() / right.norm()) for one, right in zip(found, exact, strict=True))
+    if not error <= MOST_ERROR:
+        return replace(row, status=f"FAIL: its gradient is {error:.1e} off", gradient_error=error)
+    try:
+        of_full = peak_bytes(path, loss, full) / full.num_logits
+    except (RuntimeError, NotImplementedError):  # an operation that a tensor without values cannot do
+        of_full = None
+    return replace(
+        row,
+        bytes_a_logit=peak_bytes(path, loss, step) / step.num_logits,
+        full_bytes_a_logit=of_full,
+        cpu_ms=1e3 * statistics.median(_cpu_seconds(path, loss, step) for _ in range(ROUNDS)),
+        gradient_error=error,
+    )
+
+
+def _cpu_seconds(path: Path, loss: Loss, step: Step) -> float:
+    leaves = step.leaves(with_main_grad=path.into_main_grad)
+    began = time.process_time()
+    torch.autograd.grad(loss(step, *leaves), leaves, allow_unused=True)
+    return time.process_time() - began
+
+
+def peak_bytes(path: Path, loss: Loss, step: Step) -> float:
+    """The most bytes that live at once during the step, above what lives before it."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    leaves, tracker = step.leaves(with_main_grad=path.into_main_grad), MemTracker()
+    tracker.track_external(*leaves, *([leaves[1].main_grad] if path.into_main_grad else ()), step.labels, step.advantages)
+    before = _total(tracker, "current")
+    with tracker:
+        torch.autograd.grad(loss(step, *leaves), leaves, allow_unused=True)
+    return _total(tracker, "peak") - before
+
+
+def _total(tracker: Any, when: str) -> int:
+    return sum(of_device["Total"] for of_device in tracker.get_tracker_snapshot(when).values())
+
+
+# A checkout without its requirements
+
+
+class _Stub(ModuleType):
+    """A module of an absent package. Names in TitleCase are classes, because hosts' classes inherit from some."""
+
+    __path__: list[str] = []  # noqa: RUF012  # so that its submodules are looked for too
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = type(name, (), {}) if name[0].isupper() else MagicMock(name=f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds stubs for the packages that it is told of."""
+
+    def __init__(self) -> None:
+        self.packages = set[str]()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        is_stub = name.partition(".")[0] in self.packages
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_stub else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+def host_module(name: str) -> ModuleType:
+    """A module of a checkout on sys.path: its file alone, without what the packages around it do when they are imported.
+
+    A package that the file cannot do without is a stub, for this import alone. Raises Unavailable without the checkout, and where
+    the file cannot be run here.
+    """
+    package, *folders = name.split(".")[:-1]
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise Unavailable(NOT_INSTALLED, f"--peer {package}=PATH, a checkout of {peers.HOSTS[package]}")
+    before, absent, place = set(sys.modules), _Absent(), list(found.submodule_search_locations)
+    for depth in range(len(folders) + 1):
+        around = ModuleType(".".join([package, *folders[:depth]]))
+        around.__path__ = [str(FilePath(folder, *folders[:depth])) for folder in place]
+        sys.modules.setdefault(around.__name__, around)
+    sys.meta_path.append(absent)
+    try:
+        while True:
+            try:
+                return importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                missing = (error.name or package).partition(".")[0]
+                if missing in absent.packages | {package}:
+                    raise
+                absent.packages.add(missing)
+    except Exception as error:  # a host's own code
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise Unavailable(NOT_SUPPORTED, f"import {name}: {reason}") from None
+    finally:
+        sys.meta_path.remove(absent)
+        for made in set(sys.modules) - before:
+            if made.partition(".")[0] in absent.packages | {package}:
+                del sys.modules[made]
+
+
+@contextlib.contextmanager
+def one_fake_rank() -> Iterator[None]:
+    """Megatron's groups of one rank, whose collectives move nothing, also on meta tensors."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def one_rank() -> dist.ProcessGroup:
+    return dist.group.WORLD
+
+
+TITLES = ("host", "path", "bytes a logit", "bytes a logit at full size", "CPU ms", "error of the gradient")
+
+
+def table(rows: Iterable[HostRow]) -> Iterator[str]:
+    yield "| " + " | ".join(TITLES) + " |"
+    yield "|---" * len(TITLES) + "|"
+    for row in rows:
+        if row.status:
+            yield f"| {row.host} | {row.path} | {row.status} |" + " |" * (len(TITLES) - 3)
+            continue
+        at_full = "it reads a value" if row.full_bytes_a_logit is None else f"{row.full_bytes_a_logit:.2f}"
+        numbers = f"{row.bytes_a_logit:.2f} | {at_full} | {row.cpu_ms:.0f} | {row.gradient_error:.1e}"
+        yield f"| {row.host} | {row.path} | {numbers} |"
