@@ -77,7 +77,7 @@ BY_NAME = {
 # The functions that import the modules that they are given by name: importlib's, and that of validation/checks.py.
 IMPORTERS = ("import_module", "checks_in")
 ROOMS_WITH_MEGATRON = ("megatron", "testing", "train")
-FILES_WITH_MEGATRON = ("layout/groups.py", "benchmarks/peers.py")
+FILES_WITH_MEGATRON = ("layout/groups.py", "benchmarks/hosts.py", "benchmarks/peers.py")
 # The command that runs what is in testing/: the others must not import it.
 RUNS_TESTING = "commands/selftest.py"
 FILES_WITHOUT_TORCH = (
