@@ -19,7 +19,6 @@ from megatron_rl.losses import api, grpo_loss, importance_correction, linear_gsp
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.validation import config_warnings
 
 ONES, TOO_LONG = torch.ones(5), torch.full((5,), 1e300, dtype=torch.float64)
 COMPLEX, INT64, DOUBLE = torch.ones(5, dtype=torch.complex64), torch.int64, torch.float64
@@ -194,7 +193,7 @@ def entries() -> Iterator[tuple[str, str, str]]:
             for text in validation_cases.judge(rule, settings):
                 yield f"rule {rule}", validation_cases.as_settings(settings).replace("`", ""), text
     for settings in validation_cases.WARNED:
-        for text in config_warnings(validation_cases.launch(settings).config):
+        for text in validation_cases.warnings_at(settings):
             yield "warning", validation_cases.as_settings(settings).replace("`", ""), text
 
 

@@ -8,18 +8,22 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from explain_cases import S, explain, explain_json
 from helpers import CLIP, EXACT, KERNEL_DEVICE, names_forgotten, random_batch, run_loss
 from loss_backends import HAS_TRITON, LOSSES, over_backends
 from torch import Tensor
 
 from megatron_rl import KLValue, policy_loss, register_correction, register_kl_estimator
-from megatron_rl.config import CorrectionLevel, PolicyLossConfig
+from megatron_rl.config import Backend, CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import flags, nemo_rl, skyrl
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import importance_correction
+from megatron_rl.losses.api import has_twin
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CORRECTIONS, CorrectionValue, correction_names, get_correction
@@ -336,6 +340,21 @@ def test_own_terms_are_settings_like_the_others(own_terms):
         f"--kl-estimator: KL estimator '{own_terms}.undeclared' is not declared: decorate undeclared with "
         "@megatron_rl.register_kl_estimator"
     )
+
+
+def test_an_estimator_that_puts_the_loss_into_torch_is_named_at_start(own_terms, forgets):
+    """explain has what each start says. A call does what the warning says, and the estimators to choose from keep the kernels."""
+    term = ["--kl-coefficient", "0.1", "--kl-estimator", f"{own_terms}.jeffreys"]
+    (warning,) = explain_json(*S, "--loss-aggregation", "sample_mean", *term)["warnings"]
+    assert f"kl_estimator={own_terms}.jeffreys has none" in warning
+    assert warning in explain(*S, "--loss-aggregation", "sample_mean", *term)[2]
+    assert warning.endswith(f"or choose one of {', '.join(name for name in kl_estimator_names() if get_kl_estimator(name).triton)}")
+    assert not explain_json(*S, "--loss-aggregation", "sample_mean", *term, "--policy-loss-backend", "torch")["warnings"]
+    for name, runs_in_triton in ((f"{own_terms}.jeffreys", False), ("k3", True)):
+        settings = SimpleNamespace(backend=Backend.TRITON, kl_estimator=get_kl_estimator(name))
+        assert has_twin(get_policy_loss("grpo"), settings) == runs_in_triton
+    register_kl_estimator("own", triton="own.twin", is_gradient_of_value=False)(negated)
+    assert not explain_json(*S, "--loss-aggregation", "sample_mean", *term[:3], "own")["warnings"]
 
 
 def negated(log_probs, ref_log_probs):

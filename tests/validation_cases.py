@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 
 import torch
@@ -39,6 +41,7 @@ PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no cli
 ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
 SCALED_EXP = {"fused_lm_head_loss": True, "scaled_exp_head": True}
 TIS = {"importance_correction": "tis"}
+WITHOUT_TWIN = {"kl_coefficient": 0.1, "kl_estimator": "own_losses.jeffreys"}
 # Of a Settings.model; the other two are read from elsewhere.
 MODEL = {*MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS} - {"calculate_per_token_loss", "router_aux_loss"}
 EXPERTS = {**TOKEN_MEAN, **PER_TOKEN, "num_experts": 8}
@@ -320,7 +323,26 @@ WARNED = [
     {"kl_coefficient": 0.1, "kl_estimator": "k1"},
     {**TIS, "importance_correction_level": "sequence_sum", "importance_correction_high": 2.0},
     {"kl_coefficient": 0.1, **OWN},
+    WITHOUT_TWIN,
+    {**WITHOUT_TWIN, **GSPO, "policy_loss_backend": "triton"},
+    {"policy_loss": "gmpo", "policy_loss_backend": "triton"},
+    {**PLAIN, "policy_loss_backend": "triton"},
+    {**WITHOUT_TWIN, **PLAIN, "policy_loss_backend": "triton"},
 ]
+# Beside WARNED: nothing is said of these.
+NOT_WARNED = {
+    "defaults": {},
+    "the paper's clip": GSPO,
+    "at the limit": {**GSPO, "clip_ratio_low": 0.05, "clip_ratio_high": 0.05},
+    "grpo clips at 0.2": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28},
+    "coefficients under sample_mean": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
+    "no coefficient": {"loss_aggregation": "token_mean"},
+    "nothing runs in Triton": {**WITHOUT_TWIN, "policy_loss_backend": "torch"},
+    "a loss in torch, by no choice of a backend": {"policy_loss": "gmpo"},
+    "neither has a twin": {**WITHOUT_TWIN, **PLAIN},
+    "both have a twin": {"kl_coefficient": 0.1, "kl_estimator": "k3+", "policy_loss_backend": "triton"},
+    "no term": {"policy_loss_backend": "triton"},
+}
 
 
 def by_hand(token_counts, totals, *, prompt_token_counts, divisor):
@@ -335,15 +357,27 @@ def launch(settings: dict) -> Settings:
     return Settings(config=config, **others, model=model)
 
 
-def judge(rule_name: str, settings: dict) -> list[str]:
-    """The messages of one rule."""
-    (rule,) = [rule for rule in RULES if rule.name == rule_name]
-    with names_forgotten():  # no message of another rule lists them
+@contextmanager
+def own_names_of(settings: dict) -> Iterator[None]:
+    """What own_losses declares is known inside, where the launch names something of it; no message of another launch lists it."""
+    with names_forgotten():
         if any(str(value).startswith("own_losses.") for value in settings.values()) or "loss_parameters" in settings:
             import own_losses
 
             own_losses.declare()
+        yield
+
+
+def judge(rule_name: str, settings: dict) -> list[str]:
+    """The messages of one rule."""
+    (rule,) = [rule for rule in RULES if rule.name == rule_name]
+    with own_names_of(settings):
         return [row.text for row in rule(launch(settings))]
+
+
+def warnings_at(settings: dict) -> list[str]:
+    with own_names_of(settings):
+        return config_warnings(launch(settings).config)
 
 
 def validation_page() -> str:
@@ -353,7 +387,7 @@ def validation_page() -> str:
         lines.append(f"| {as_settings(settings)} | {judge(name, settings)[0]} |\n")
     warned: dict[str, str] = {}  # the setting that a warning begins with -> the first such row
     for case in WARNED:
-        warning = config_warnings(launch(case).config)[0]
+        warning = warnings_at(case)[0]
         warned.setdefault(warning.partition("=")[0], f"| {as_settings(case)} | {warning} |\n")
     return "".join([PAGE_HEAD, *lines, "\n", WARNINGS_HEAD, *warned.values()])
 

@@ -85,7 +85,8 @@ def policy_loss(
     this rank's slice of the gradient of the sum over cp; every cp rank must apply the same factor to it.
     T counts this rank's tokens: slices of the documents in order (empty ones are allowed), then padding past cu_seqlens[-1].
     [N] tensors may be on the host; the copy to the logits' device does not synchronise. A CUDA graph needs them on the device.
-    A loss without a Triton twin is computed in torch on the logits' device with every backend.
+    A loss without a Triton twin, or with a KL term whose estimator has none, is computed in torch on the logits' device with every
+    backend.
     torch.compile does not trace this function (a graph break); create_graph=True raises in backward.
 
     Args:

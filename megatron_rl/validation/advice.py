@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionLevel
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, Backend, CorrectionLevel
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
+from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 from megatron_rl.validation.checks import check
 from megatron_rl.validation.routes import Settings
 
@@ -60,3 +61,27 @@ def coefficients_keep_their_strength(launch: Settings) -> Iterator[str]:
         f"{settings} with loss_aggregation={config.loss_aggregation}: KL and entropy stay averaged over samples. So beside the "
         f"policy term they are {change}; adjust the coefficients"
     )
+
+
+@check(is_warning=True)
+def kernels_have_their_twins(launch: Settings) -> Iterator[str]:
+    """`has_twin` in losses/api.py decides it. A correction has no twin: its weights are computed in torch beside every kernel."""
+    config, loss, estimator = launch.config, launch.loss, launch.kl_estimator
+    if loss is None or config.policy_loss_backend == Backend.TORCH:
+        return
+    if loss.triton is None:
+        if config.policy_loss_backend == Backend.TRITON:
+            twin = "" if loss.level == "batch" else "declare a twin by triton= (docs/losses.md), or "
+            yield (
+                f"policy_loss_backend=triton with policy_loss={config.policy_loss}, which has no Triton twin: log-probabilities "
+                "and the gradient of the logits run in Triton, and the arithmetic of the loss on tokens in torch, as they do under "
+                f"auto; {twin}leave --policy-loss-backend out"
+            )
+    elif config.kl_coefficient and estimator is not None and estimator.triton is None:
+        others = [name for name in kl_estimator_names() if get_kl_estimator(name).triton is not None]
+        yield (
+            f"policy_loss={config.policy_loss} has a Triton twin, and kl_estimator={config.kl_estimator} has none: on a GPU the "
+            "arithmetic of the whole loss on tokens then runs in torch, about a hundred small kernels in place of three, and the "
+            "kernel that reads the logits once cannot be used; declare a twin by triton= (CONTRIBUTING.md), or choose one of "
+            f"{', '.join(others)}"
+        )
