@@ -48,6 +48,8 @@ JUDGES = {
     "step_metrics.py": "metrics generated_steps synchronisation",
     "lm_head.py": "lm_head",
     "hosts/": "custom_loss host_rules reward_weights reducer megatron_lm rollout_hosts init_hook step_guard host_flags",
+    "hosts/carrier.py": "carrier",
+    "hosts/placed_head.py": "placed_head",
     "hosts/host_run.py": "step_guard reducer two_trainers host_masked_tokens",
     "hosts/reducer.py": "reducer step_guard host_masked_tokens own_aggregation",
     "hosts/train_rl.py": "train_rl",

@@ -76,7 +76,14 @@ def test_problems_are_told_once_and_hold_no_note():
 # The files whose checks are asked of a kind of launch. A host's own file may hold some; a door has its own in a tuple.
 FILES = {
     "settings": ("validation.rules", "validation.advice"),
-    "host": ("hosts.names", "hosts.checks", "hosts.loss_checks", *(f"hosts.{name}" for name in HOST_NAMES), "hosts.actor_checks"),
+    "host": (
+        "hosts.names",
+        "hosts.checks",
+        "hosts.loss_checks",
+        "hosts.head_checks",
+        *(f"hosts.{name}" for name in HOST_NAMES),
+        "hosts.actor_checks",
+    ),
     "train": ("train.option_rules", "train.output_dir"),
     "train_rl": ("hosts.train_rl_checks",),
 }
@@ -124,7 +131,7 @@ ASKED_BY_FEW = {
     Asker.LAUNCHER: {"paths_load", "flags_reach_the_arguments", "actors_are_checked"},
     Asker.INIT_HOOK: {
         *("paths_load", "flags_reach_the_arguments", "no_report_was_asked_for", "kernels_are_there"),
-        *("groups_have_the_sizes_of_the_arguments", "this_release_trains_the_model"),
+        *("groups_have_the_sizes_of_the_arguments", "this_release_trains_the_model", "host_builds_its_model_as_known"),
     },
 }
 

@@ -39,6 +39,9 @@ CISPO = {"policy_loss": "cispo", "eps_clip": 0.2}
 CORRECTED = {"importance_correction": "mask", "importance_correction_low": 0.5, "importance_correction_high": 2.0}
 CORRECTED_BY_SAMPLES = {**CORRECTED, "importance_correction_level": "sequence_mean"}
 REDUCED, OUR_LOSS = {**SAMPLE_MEAN, **REDUCER}, {**SAMPLE_MEAN, **CUSTOM_LOSS}
+IN_ACTORS = {"custom_megatron_init_path": "megatron_rl.hooks.custom_megatron_init"}
+FUSED = {**OUR_LOSS, **SLIME, **IN_ACTORS, "fused_lm_head_loss": True}
+FP32 = {**REDUCED, **MILES, **IN_ACTORS, "fp32_lm_head": True}
 BY_TOKENS = {**TOKEN_MEAN, **REDUCER, **PER_TOKEN}
 # A launch of each kind that nothing is said against.
 BY_REWARD = {**PROMPT_MEAN, **REWARD, **TWO_STEPS}
@@ -126,6 +129,19 @@ REFUSED = {
     ],
     "loss_options_of_the_host_are_honoured": [
         ({**OUR_LOSS, "get_mismatch_metrics": True}, "--get-mismatch-metrics is not implemented .*policy_loss and megatron_rl.r"),
+    ],
+    "head_is_placed": [
+        ({**FUSED, "custom_megatron_init_path": None}, "--fused-lm-head-loss has no effect without our init hook"),
+        ({**FP32, "custom_megatron_init_path": None}, "--fp32-lm-head has no effect without our init hook"),
+        ({**FUSED, **MILES, **FSDP}, "--train-backend fsdp with --fused-lm-head-loss: .*use --train-backend megatron, or remove"),
+    ],
+    "head_computes_no_other_losses": [
+        ({**FUSED, "mtp_num_layers": 1}, "--fused-lm-head-loss with --mtp-num-layers 1: .*would get no logits; remove"),
+        ({**FP32, "enable_mtp_training": True}, "--fp32-lm-head with --enable-mtp-training: multi-token prediction"),
+    ],
+    "head_keeps_small_gradients": [({**FUSED, "fp16": True}, "--fused-lm-head-loss with --fp16: .*train in bfloat16, or remove")],
+    "sampler_computes_the_same_logits": [
+        ({**FP32, "true_on_policy_mode": True}, "--fp32-lm-head with --true-on-policy-mode: .*remove one of them")
     ],
     "sampler_and_trainer_score_alike": [
         (
@@ -225,6 +241,10 @@ ALLOWED = {
         {**REDUCED, "eps_clip_c": 3.0},
         OUR_LOSS,
     ],
+    "head_is_placed": [FUSED, FP32, {**FUSED, "custom_megatron_init_path": "user.init"}, {**OUR_LOSS, "fused_lm_head_loss": False}],
+    "head_computes_no_other_losses": [{**FUSED, "mtp_num_layers": 0}, {**OUR_LOSS, **SLIME, "mtp_num_layers": 1}],
+    "head_keeps_small_gradients": [{**FUSED, "bf16": True}, {**FP32, "fp16": True}],
+    "sampler_computes_the_same_logits": [FP32, {**REDUCED, "true_on_policy_mode": True}],
     "sampler_and_trainer_score_alike": [
         {**REDUCED, **MILES, "rollout_top_p": 0.9, "rollout_top_k": 20},
         {**OUR_LOSS, **MILES, "rollout_top_p": 0.9, "rollout_top_k": 20, "importance_correction": "none"},
@@ -388,7 +408,7 @@ def test_the_checks_do_not_depend_on_what_was_imported_before():
 
 def test_each_check_has_a_row_that_it_refuses_and_one_that_it_allows():
     """tests/validation_cases.py has those of settings, tests/test_init_hook.py those that a launcher and the init hook ask."""
-    files = [f"megatron_rl.hosts.{name}" for name in ("names", "checks", "loss_checks", *HOST_NAMES)]
+    files = [f"megatron_rl.hosts.{name}" for name in ("names", "checks", "loss_checks", "head_checks", *HOST_NAMES)]
     every = [check for check in checks_in(*files) if check.asked_by == EVERYONE and check.name != "settings_are_valid"]
     refusing = sorted(check.name for check in every if not check.is_warning)
     assert refusing == sorted([*REFUSED, *COMPANION_REFUSED]) and sorted(REFUSED) == sorted(ALLOWED)
@@ -464,6 +484,7 @@ WARNED = [
         "--normalize-advantages with --context-parallel-size 2 in miles.*miles#3229",
         id="FB-29 whitening",
     ),
+    ({**FUSED, "recompute_loss_function": True}, "--recompute-loss-function with --fused-lm-head-loss saves no memory, .*remove"),
     ({**REDUCED, **THEIR_LOSS}, "user.loss: our reducer is called only if"),
     # On our own flags the remedy is to leave them unset; a host's clip is never unset.
     ({**OUR_LOSS, **WIDE_GSPO}, f"^{WIDE} with --advantage-estimator gspo .*--eps-clip 3e-4 --eps-clip-high 4e-4$"),
@@ -484,6 +505,8 @@ WARNED = [
     ),
 ]
 SILENT = [
+    FUSED,
+    FP32,
     {**OUR_LOSS, **KL, "kl_loss_type": "k3", "use_tis": True},
     {**OUR_LOSS, **KL, "kl_estimator": "k3+"},  # beside the parser's own k1
     {**REDUCED, "use_opsm": True, **KL, "kl_loss_type": "low_var_kl"},

@@ -209,8 +209,7 @@ REFUSED: dict[str, list[dict]] = {
         {"docs_per_step": 64, "route": Route.MEGATRON_LM},
         {"docs_per_step": 64, "route": Route.CUSTOM_LOSS},
         {"docs_per_step": 64, "route": Route.REDUCER},
-        {"fused_lm_head_loss": True, "route": Route.CUSTOM_LOSS},
-        {"fp32_lm_head": True, "route": Route.REDUCER},
+        {"fused_lm_head_loss": True, "route": Route.REDUCER},
         {"gradient_divisor": "num_samples", "route": Route.CUSTOM_LOSS},
         {"policy_loss": "grpo", "set_flags": frozenset({"--policy-loss"}), "route": Route.REDUCER},
     ],
@@ -311,6 +310,8 @@ ALLOWED: dict[str, list[dict]] = {
     "flags_have_an_effect": [
         {**GSPO, "route": Route.CUSTOM_LOSS},
         {"fused_lm_head_loss": True, "fp32_lm_head": True, "max_logits_bytes": 2**20, "route": Route.TRAIN},
+        {"fused_lm_head_loss": True, "fp32_lm_head": True, "max_logits_bytes": 2**20, "route": Route.CUSTOM_LOSS},
+        {"fp32_lm_head": True, "route": Route.REDUCER},
         {"watchdog": "raise", "gradient_divisor": "num_samples", "docs_per_step": 64, "route": Route.TRAIN},
     ],
 }

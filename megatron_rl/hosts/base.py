@@ -77,6 +77,8 @@ class Host:
     """How a launch of this host may reach our loss; which flag acts where is validation.ROUTES_OF_FLAG."""
     script_name: str = ""
     """A regular expression that names of this host's scripts match; empty: a name says nothing."""
+    model_module: str | None = None
+    """Where its training actors build the model, in which our head is placed; None: the host gives our code the model."""
     parser_module: str | None = None
     """Where its scripts take parse_args from; None: it needs no launcher of megatron_rl."""
     refuses_unknown_flags: bool = True

@@ -20,22 +20,34 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import CUSTOM_LOSS_LINE
+from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, INIT_LINE
 from megatron_rl.hosts.run import Run, Runs
 from megatron_rl.layout.groups import maxima_anywhere, resolve_groups
+from megatron_rl.megatron.head import HeadSettings
 
 V = TypeVar("V")
 
 
 class HostRun(Run):
-    """has_begun: the init hook was called. numbers: counts the micro-batches of our loss."""
+    """has_begun: the init hook was called. numbers: counts the micro-batches of our loss. head: what the init hook places in the
+    model that is built next. has_head: it was placed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.guard = StepGuard()
         self.has_begun = False
         self.numbers = itertools.count()
+        self.head = HeadSettings()
+        self.has_head = False
         self._judged: dict[Hashable, tuple[_Seen, Any]] = {}
+
+    def check_head(self) -> None:
+        """For a launch that asks for our head. Raises ConfigError where the model has none: its logits would be the host's."""
+        if not self.has_head:
+            raise ConfigError(
+                "--fused-lm-head-loss and --fp32-lm-head have no effect: the init hook has not placed our head in this model, "
+                f"because it was not called, or this host builds its model in another way; add {INIT_LINE}"
+            )
 
     def judged(self, key: Hashable, args: Namespace, judge: Callable[[Namespace], V]) -> V:
         """What `judge` says of these arguments. It is asked again where one of them was set since, also to an equal value.

@@ -21,20 +21,23 @@ from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics,
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.base import HostLoss, HostOptions
 from megatron_rl.hosts.batch import HostBatch, is_absent, require
+from megatron_rl.hosts.carrier import carried
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.flags import KL_ESTIMATORS, kl_key
-from megatron_rl.hosts.host_run import RUNS, StepGuard
+from megatron_rl.hosts.host_run import RUNS, HostRun, StepGuard
 from megatron_rl.hosts.reducer import check_no_phantom_tokens
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, all_reduce_sum, resolve_group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import clip_of, get_policy_loss, needs_rollout_log_probs
-from megatron_rl.losses import PolicyLossOutput, policy_loss
+from megatron_rl.losses import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.losses.inputs import given, mean_of_documents
 from megatron_rl.losses.reduce_torch import evaluate, evaluate_batch
-from megatron_rl.losses.settings import LogitsLossKeywords
+from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of
+from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.ops.log_probs import LogProbKeywords, vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation.checks import Asker
@@ -46,7 +49,7 @@ SUPPORT_KEYS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
 def custom_loss(
     args: Namespace,
     batch: Mapping,
-    logits: Tensor,  # [1, T, V_tp] (thd) or [N, S, V_tp] (bshd); temperature not applied yet
+    logits: Tensor,  # [1, T, V_tp] (thd) or [N, S, V_tp] (bshd); temperature not applied yet; with a fused head a Carrier
     sum_of_sample_mean: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, dict[str, Tensor]]:  # 0-d with gradient, name -> 0-d
     """One micro-batch's part of the step's loss on this rank, and of the host's metrics.
@@ -58,10 +61,12 @@ def custom_loss(
     that a correction drops included. u_it is the correction's factor (--use-tis, --use-opsm, or our flags), 1 without one.
     The padded columns of the vocabulary take part in the softmax, as in the host's own log-probabilities.
     `sum_of_sample_mean`, the host's reducer, is not called: it takes tokens in zigzag order, which logits need not have.
-    It has no side effect: --recompute-loss-function runs it twice. The logits are not written.
+    It has no side effect: --recompute-loss-function runs it twice. The logits are not written. With --fused-lm-head-loss there are
+    none: the loss is computed from the hidden states that the model's output carries.
 
     Communication: as losses.policy_loss (tp one all-gather, cp one all-reduce of [N, k]) and of the metrics (cp one of
-    [N, k <= 2]; tp one where the host reports an entropy at coefficient 0); --allgather-cp one more. Backward none.
+    [N, k <= 2]; tp one where the host reports an entropy at coefficient 0); --allgather-cp one more. Backward none. With a fused
+    head as losses.linear_policy_loss, and for that entropy as ops.linear_log_probs.
     Raises: ConfigError, DataError: settings that are not honoured, an absent key, a wrong length, a non-finite unmasked token.
     """
     run = RUNS.of(args)
@@ -70,9 +75,9 @@ def custom_loss(
     rows = plan.options.host.batch(batch, logits, plan.options, cp_group)
     check_keys(plan, batch)
     token_weights, mean_weights = sample_weights(plan, rows.token_counts, rows.rollout_token_counts)
-    flat_logits, old_log_probs = logits.flatten(0, 1), _old_log_probs(plan, rows)
+    operands, old_log_probs = _operands(plan, run, logits, tp_group), _old_log_probs(plan, rows)
     config = plan.config
-    options: LogitsLossKeywords = {
+    options: LossKeywords = {
         "clip_ratio_low": config.clip_ratio_low,
         "clip_ratio_high": config.clip_ratio_high,
         "loss_parameters": config.loss_parameters,
@@ -92,20 +97,31 @@ def custom_loss(
         "cp_layout": rows.cp_layout,
         "check_ranks": checks_microbatch(next(run.numbers)),
     }
-    output = policy_loss(
-        config.policy_loss,
-        flat_logits,
+    of_tokens = (
         rows.labels,
         old_log_probs,
         rows.per_token["advantages"],
         rows.loss_mask,
         rows.cu_seqlens,
         token_weights,
-        **options,
     )
+    if isinstance(operands, Tensor):
+        output = policy_loss(config.policy_loss, operands, *of_tokens, **options)
+    else:
+        output = linear_policy_loss(
+            config.policy_loss,
+            operands.hidden,
+            operands.weight,
+            *of_tokens,
+            max_logits_bytes=config.max_logits_bytes,
+            sequence_parallel=operands.is_sequence_parallel,
+            fp32_logits=config.fp32_lm_head,
+            scaled_exp=config.scaled_exp_head,
+            **options,
+        )
     if output.num_nonfinite.is_cuda:  # on the CPU the loss has raised by itself
         stop_on_nonfinite(run.guard, output.num_nonfinite)
-    entropy = _entropy(plan, rows, flat_logits, output, mean_weights, tp_group)
+    entropy = _entropy(plan, rows, operands, output, mean_weights, tp_group)
     old_log_probs = given(output.log_probs) if old_log_probs is None else old_log_probs
     return output.loss, host_metrics(plan, rows, output, old_log_probs, mean_weights, entropy, cp_group)
 
@@ -246,22 +262,50 @@ def _old_log_probs(plan: LossPlan, rows: HostBatch) -> Tensor | None:  # [T]
     return None if _is_on_policy(plan) else rows.per_token.get("log_probs")
 
 
+def _operands(plan: LossPlan, run: HostRun, logits: Tensor, tp_group: Group) -> Tensor | HeadInputs:
+    """Logits [T, V_tp]; with a fused head hidden states [T, H] or [T / tp, H], and the weight, in the order of the batch."""
+    if HeadSettings.of(plan.config).is_on:
+        run.check_head()
+    if not plan.config.fused_lm_head_loss:
+        return logits.flatten(0, 1)
+    inputs = carried(logits)
+    hidden, is_sequence_parallel = rows_of(inputs, tp_group)
+    return HeadInputs(hidden, inputs.weight, is_sequence_parallel)
+
+
 @torch.no_grad()
 def _entropy(
-    plan: LossPlan, rows: HostBatch, flat_logits: Tensor, output: PolicyLossOutput, weights: Tensor, tp_group: Group
+    plan: LossPlan,
+    rows: HostBatch,
+    operands: Tensor | HeadInputs,
+    output: PolicyLossOutput,
+    weights: Tensor,
+    tp_group: Group,
 ) -> Tensor | None:  # 0-d
-    """The host's entropy_loss; without a coefficient it is computed from the logits again, outside the graph."""
+    """The host's entropy_loss; without a coefficient it is computed from the logits again, outside the graph. A fused head takes
+    one more product for it."""
     if output.entropy is not None or not plan.entropy_is_reported:
         return output.entropy
-    _, entropy = vocab_parallel_log_probs(
-        flat_logits.detach(),
-        rows.labels,
-        loss_mask=rows.loss_mask,
-        temperature=plan.config.policy_temperature,
-        tp_group=tp_group,
-        with_entropy=True,
-        backend=plan.config.policy_loss_backend,
-    )
+    config = plan.config
+    options: LogProbKeywords = {
+        "loss_mask": rows.loss_mask,
+        "temperature": config.policy_temperature,
+        "tp_group": tp_group,
+        "backend": config.policy_loss_backend,
+    }
+    if isinstance(operands, Tensor):
+        _, entropy = vocab_parallel_log_probs(operands.detach(), rows.labels, with_entropy=True, **options)
+    else:
+        _, entropy = linear_log_probs(
+            operands.hidden,
+            operands.weight,
+            rows.labels,
+            with_entropy=True,
+            max_logits_bytes=config.max_logits_bytes,
+            sequence_parallel=operands.is_sequence_parallel,
+            fp32_logits=config.fp32_lm_head,
+            **options,
+        )
     documents = document_ids(rows.cu_seqlens, rows.labels.numel())
     return torch.where(rows.loss_mask, entropy.double() * spread(weights.double(), documents), 0.0).sum()
 

@@ -27,7 +27,7 @@ from megatron_rl.hosts.base import Host, HostOptions
 from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.host_run import current_args
 from megatron_rl.hosts.train_rl_checks import CORRECTION_FLAG, TRAIN_RL_CHECKS, TrainRl
-from megatron_rl.hosts.training_hooks import shift_in_words, start_line, tell_start, terms_in_words
+from megatron_rl.hosts.training_hooks import head_in_words, shift_in_words, start_line, tell_start, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
@@ -201,16 +201,9 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool, args: 
     # N, P and T are counted anew for each step; its metrics hold them.
     weight = f"weight of a token {record.weight_in_words({'L': config.loss_aggregation_divisor})}"
     losses = f"policy_loss={config.policy_loss}, loss_aggregation={config.loss_aggregation}"
-    parts = [losses, weight, shift_in_words(config), _head_in_words(config, groups.tp.size()), terms_in_words(config)]
+    parts = [losses, weight, shift_in_words(config), head_in_words(config, groups.tp.size()), terms_in_words(config)]
     told = config_warnings(config) if args is None else launch_warnings(config, args)
     tell_start(start_line(parts, HOST, probe, groups), told)
-
-
-def _head_in_words(config: PolicyLossConfig, tp_size: int) -> str:
-    precision = "float32 logits" if config.fp32_lm_head else "logits"
-    if config.fused_lm_head_loss:
-        return f"hidden states on each tp rank, {precision} [rows, V/{tp_size}] in at most {config.max_logits_bytes} bytes"
-    return f"{precision} [T, V/{tp_size}] on each tp rank"
 
 
 def _checked_provider(model_provider):

@@ -61,6 +61,8 @@ def get_pg_loss_reducer(
     args, is_per_token = current_args(), bool(calculate_per_token_loss)
     run = RUNS.of(args)
     plan = run.judged((Route.REDUCER, is_per_token), args, partial(read_plan, is_per_token=is_per_token))
+    if plan.has_head:
+        run.check_head()
     guard = run.guard
     if not plan.drops_masked_values and guard.is_armed:
         guard.watches_gradients = True
@@ -112,6 +114,8 @@ class ReducerPlan:
     qkv_format: str
     drops_masked_values: bool
     """The host does, before anything is computed."""
+    has_head: bool
+    """The launch asks for float32 logits."""
 
 
 def read_plan(args: Namespace, *, is_per_token: bool) -> ReducerPlan:
@@ -132,7 +136,12 @@ def read_plan(args: Namespace, *, is_per_token: bool) -> ReducerPlan:
         name, divisor = LossAggregation.SAMPLE_MEAN, None
     host = launch.options.host
     return ReducerPlan(
-        name, divisor, host.denominators(launch.options), launch.options["qkv_format"], host.loss.drops_masked_values
+        name,
+        divisor,
+        host.denominators(launch.options),
+        launch.options["qkv_format"],
+        host.loss.drops_masked_values,
+        config.fp32_lm_head,
     )
 
 

@@ -17,6 +17,7 @@ LOSSES = "slime.backends.megatron_utils.loss"
 class Slime(Host):
     name = "slime"
     package = "slime"
+    model_module = "slime.backends.megatron_utils.model"
     parser_module = "slime.utils.arguments"
     refuses_unknown_flags = False
     marks = ("rollout_batch_size",)

@@ -24,8 +24,10 @@ from megatron_rl.hosts.base import (
 )
 from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.host_run import RUNS, begin_run
+from megatron_rl.hosts.placed_head import take_builder
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
+from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.installed import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
@@ -40,13 +42,13 @@ def custom_megatron_init(args: Namespace) -> None:
     """The host calls it in each training actor, when process groups are up and no data has come.
 
     It finds every problem of the launch, runs the installed Megatron's loss arithmetic, and prints one line on rank 0. Warnings
-    come through `warnings`, on rank 0.
+    come through `warnings`, on rank 0. With --fused-lm-head-loss or --fp32-lm-head the model that the host builds next gets our
+    head.
 
     Communication: one all-reduce of one number over dp-cp, pp and tp each, and the probe's steps.
     Raises one ConfigError with every problem; where ranks differ, those without a problem raise with the others.
     """
-    begin_run(args)
-    groups = resolve_groups()
+    run, groups = begin_run(args), resolve_groups()
     config, launch, problems = None, None, list[str]()
     try:
         config, launch = check_launch(args, asker=Asker.INIT_HOOK)
@@ -58,11 +60,23 @@ def custom_megatron_init(args: Namespace) -> None:
     if problems or config is None or launch is None:
         raise ConfigError(problems)
     probe = probe_schedule(calculate_per_token_loss=launch.is_per_token)
+    run.head = HeadSettings.of(config)
+    if run.head.is_on:
+        take_builder(launch.options.host)
     tell_start(summary(config, launch, probe, groups), host_warnings(launch, Asker.INIT_HOOK))
 
 
 def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
-    return start_line([trained_in_words(config, launch), shift_in_words(config)], launch.options.host, probe, groups)
+    head = [head_in_words(config, groups.tp.size())] if HeadSettings.of(config).is_on else []
+    return start_line([trained_in_words(config, launch), shift_in_words(config), *head], launch.options.host, probe, groups)
+
+
+def head_in_words(config: PolicyLossConfig, tp_size: int) -> str:
+    """What the output layer leaves in memory."""
+    precision = "float32 logits" if config.fp32_lm_head else "logits"
+    if config.fused_lm_head_loss:
+        return f"hidden states on each tp rank, {precision} [rows, V/{tp_size}] in at most {config.max_logits_bytes} bytes"
+    return f"{precision} [T, V/{tp_size}] on each tp rank"
 
 
 def tell_start(line: str, told: Iterable[str]) -> None:

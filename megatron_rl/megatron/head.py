@@ -42,6 +42,10 @@ class HeadSettings:
     is_fp32: bool = False
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
 
+    @property
+    def is_on(self) -> bool:
+        return self.is_fused or self.is_fp32
+
     @classmethod
     def of(cls, config: PolicyLossConfig) -> HeadSettings:
         return cls(is_fused=config.fused_lm_head_loss, is_fp32=config.fp32_lm_head, max_logits_bytes=config.max_logits_bytes)
@@ -106,10 +110,10 @@ def run_model(
         return output
 
     layer = find_output_layer(model)
-    if layer is None or not (settings.is_fused or settings.is_fp32 or positions is not None):
+    if layer is None or not (settings.is_on or positions is not None):
         return call(), None
-    if settings.is_fused or settings.is_fp32:
-        _check_layer(layer, settings)
+    if settings.is_on:
+        check_layer(layer, settings)
     if not settings.is_fused:
         own_forward = layer.forward
 
@@ -157,17 +161,22 @@ def without_upcast(model: nn.Module) -> dict[str, bool]:
     return {"fp32_output": False} if takes_it else {}
 
 
-@contextmanager
-def replaced(layer: Any, compute: Callable[[HeadInputs], Tensor]) -> Iterator[None]:
-    """Inside the block the layer's forward is `compute`. Only the instance is changed, and restored afterwards."""
+def forward_through(layer: Any, compute: Callable[[HeadInputs], Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """A forward for this layer that returns what `compute` makes of its arguments."""
 
     def forward(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
         if runtime_gather_output:
             raise ConfigError("the output layer was asked to gather logits over tp, which this loss does not need: pass None")
         return compute(HeadInputs(input_, layer.weight if weight is None else weight, layer.sequence_parallel)), None
 
+    return forward
+
+
+@contextmanager
+def replaced(layer: Any, compute: Callable[[HeadInputs], Tensor]) -> Iterator[None]:
+    """Inside the block the layer's forward is `compute`. Only the instance is changed, and restored afterwards."""
     own = vars(layer).get("forward")
-    layer.forward = forward
+    layer.forward = forward_through(layer, compute)
     try:
         yield
     finally:
@@ -250,7 +259,15 @@ def _flags(settings: HeadSettings) -> str:
     return " and ".join(flag for flag, is_on in flags.items() if is_on)
 
 
-def _check_layer(layer: Any, settings: HeadSettings) -> None:
+def is_plain(layer: nn.Module) -> bool:
+    """Whether the layer computes by Megatron's ColumnParallelLinear, and no class or function on top of it."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    return type(layer).forward is ColumnParallelLinear.forward and "forward" not in vars(layer)
+
+
+def check_layer(layer: Any, settings: HeadSettings) -> None:
+    """Raises ConfigError for a layer whose output is not this rank's part of X W^T."""
     problems = []
     # Transformer Engine's layers hold an empty tensor where they have no bias.
     if layer.bias is not None and layer.bias.numel():

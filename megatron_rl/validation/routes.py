@@ -30,7 +30,7 @@ _EVERYWHERE = frozenset(Route)
 _WITH_LOGITS = _EVERYWHERE - {Route.REDUCER}
 _WITH_MODEL = frozenset({Route.MEGATRON_LM, Route.TRAIN})
 
-# A reducer gets only per-token losses. In a host the loss has neither the model nor the step's number of samples. A flag that is
+# A reducer gets only per-token losses. In a host the loss does not know the step's number of samples. A flag that is
 # set on a route outside its row is an error, so that no flag is without effect.
 ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--policy-loss": _WITH_LOGITS,
@@ -53,10 +53,10 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--entropy-coefficient": _WITH_LOGITS,
     "--policy-metrics": _WITH_LOGITS,
     "--policy-loss-backend": _WITH_LOGITS,
-    "--fused-lm-head-loss": _WITH_MODEL,
-    "--scaled-exp-head": _WITH_MODEL,
-    "--max-logits-bytes": _WITH_MODEL,
-    "--fp32-lm-head": _WITH_MODEL,
+    "--fused-lm-head-loss": _WITH_LOGITS,
+    "--scaled-exp-head": _WITH_LOGITS,
+    "--max-logits-bytes": _WITH_LOGITS,
+    "--fp32-lm-head": _EVERYWHERE,
     "--docs-per-step": frozenset({Route.TRAIN}),
     "--router-aux-loss": _WITH_MODEL,
     "--gradient-divisor": _WITH_MODEL,
@@ -72,14 +72,13 @@ def routes_of_flags() -> dict[str, frozenset[Route]]:
 # Why a flag has no effect on the other routes, where the table does not explain it.
 REASONS: dict[str, str] = {
     "--one-sample-per-rollout": "elsewhere the loss knows which samples make a rollout, or each sample is one",
-    "--scaled-exp-head": "elsewhere the host's model has computed the logits before the loss is called",
-    "--fused-lm-head-loss": "elsewhere the host's model has computed the logits before the loss is called",
-    "--max-logits-bytes": "elsewhere the host's model has computed the logits before the loss is called",
+    "--scaled-exp-head": "a reducer comes after the host's own loss, which needs the logits",
+    "--fused-lm-head-loss": "a reducer comes after the host's own loss, which needs the logits",
+    "--max-logits-bytes": "a reducer comes after the host's own loss, which needs the logits",
     "--rejected-tokens": "elsewhere the host has counted the step's tokens before the loss knows which are dropped",
     "--docs-per-step": "elsewhere the host's batching decides which samples make a step; your own loop can iterate over "
     "megatron_rl.accumulation.StepAccumulator",
     "--router-aux-loss": "elsewhere the host calls the model and sets the coefficients of its routers",
-    "--fp32-lm-head": "elsewhere the host's model computes the logits, in its own precision",
 }
 
 # Fields with a fixed set of values.

@@ -1,0 +1,220 @@
+"""The carrier: hidden states where a host expects its model's logits, on their way from the output layer to our loss.
+
+With --fused-lm-head-loss the output layer of the forward that trains multiplies nothing. It returns a Carrier, and custom_loss
+takes hidden states and weight out of it. A Carrier is a torch.Tensor whose data are the hidden states, with their graph. It says of
+itself what the host would be told of its logits:
+
+    output layer   ->  GPTModel             ->  Float16Module  ->  DDP, schedule  ->  the host's loss_function  ->  custom_loss
+    [S, B, V_tp]       [B, S, V_tp]             float32                               .device, 0 * .sum()
+                       transpose, contiguous    .data, .float()                       torch.utils.checkpoint
+
+    what it says           what it holds
+    shape [B, S, V_tp]     hidden states [S, B, H], under sequence parallelism [S / tp, B, H]: nothing is moved or gathered
+    dtype float32          the dtype of the parameters: a cast copies nothing, and our loss sums its products in float32
+
+Each torch function that is given a Carrier comes to `__torch_function__`. FUNCTIONS has those of the path above, each with the
+answer that logits would give. Any other is a ConfigError with its name and the caller's line, so that no line of a host computes
+with hidden states in the place of logits. `sum` gives a _Sum, which takes a product with 0 alone: it is 0, and keeps the graph,
+which is what hosts want of it.
+
+A subclass and not a wrapper, because the schedule, torch.utils.checkpoint and autograd take tensors. They work below
+`__torch_function__`, with the data as they are, so the gradient has the shape of the hidden states. What copies the data without a
+torch function (torch.tensor, DLPack) is not seen here; a copy in the place of the Carrier is refused by `carried`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import Group
+from megatron_rl.megatron.head import HeadInputs
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+_OF_TENSOR: Any = Tensor  # its attributes are descriptors, which type checkers do not know
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """What a Carrier says of itself, and what its data lack to be HeadInputs."""
+
+    weight: Tensor
+    is_sequence_parallel: bool
+    shape: torch.Size  # of the logits
+    dtype: torch.dtype  # of the logits
+    is_batch_first: bool = False
+
+
+class Carrier(Tensor):
+    """Made by `carry`, read by `carried`."""
+
+    claim: _Claim
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        answer, named = FUNCTIONS.get(func), kwargs or {}
+        found = NotImplemented
+        if answer is not None and _takes(answer, args, named):
+            with torch._C.DisableTorchFunctionSubclass():
+                found = answer(*args, **named)
+        if found is NotImplemented:
+            raise _refusal(func)
+        return found
+
+
+class _Sum(Tensor):
+    """The sum of logits that were never computed: 0-d and 0, with the graph of the hidden states."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        factors = [value for value in args if not isinstance(value, _Sum)]
+        if func not in _PRODUCTS or kwargs or len(factors) != 1 or isinstance(factors[0], Tensor) or factors[0] != 0:
+            raise _refusal(func, "the sum of ")
+        (own,) = (value for value in args if isinstance(value, _Sum))
+        with torch._C.DisableTorchFunctionSubclass():
+            return own.as_subclass(Tensor) * 0
+
+
+def carry(inputs: HeadInputs, tp_group: Group) -> Carrier:
+    """The arguments of the output layer as the output that it would have, [S, B, V_tp]."""
+    hidden, weight = inputs.hidden, inputs.weight
+    num_positions = hidden.shape[0] * (tp_group.size() if inputs.is_sequence_parallel else 1)
+    shape = torch.Size((num_positions, hidden.shape[1], weight.shape[0]))
+    return _made(hidden, _Claim(weight, inputs.is_sequence_parallel, shape, hidden.dtype))
+
+
+def carried(logits: Tensor) -> HeadInputs:
+    """What the model's output carries. Raises ConfigError for logits, and where the host has not moved the batch to the front."""
+    if not isinstance(logits, Carrier):
+        shape = f"{type(logits).__name__} {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ConfigError(
+            f"--fused-lm-head-loss: the loss is given a {shape}, and not what our output layer returns: this host trains another "
+            "model than the one that it has built, or a hook makes a new tensor of the model's output; remove "
+            "--fused-lm-head-loss, or the hook"
+        )
+    claim = logits.claim
+    if not claim.is_batch_first:
+        raise ConfigError(
+            f"--fused-lm-head-loss: the model's output is [S, B, V_tp] {tuple(claim.shape)}, and a host's logits are [B, S, V_tp]: "
+            "this model does not move the batch to the front; remove --fused-lm-head-loss"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return HeadInputs(logits.as_subclass(Tensor), claim.weight, claim.is_sequence_parallel)
+
+
+def _takes(answer: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(answer).bind(*args, **named)
+    except TypeError:
+        return False
+    return isinstance(args[0], Carrier)
+
+
+def _made(data: Tensor, claim: _Claim) -> Carrier:
+    with torch._C.DisableTorchFunctionSubclass():
+        made = data.as_subclass(Carrier)
+    made.claim = claim
+    return made
+
+
+def _transpose(carrier: Carrier, first: int, second: int) -> Any:
+    if {first, second} != {0, 1}:
+        return NotImplemented
+    claim, (one, two, columns) = carrier.claim, carrier.claim.shape
+    return _made(carrier, replace(claim, shape=torch.Size((two, one, columns)), is_batch_first=not claim.is_batch_first))
+
+
+def _float(carrier: Carrier) -> Carrier:
+    return _made(carrier, replace(carrier.claim, dtype=torch.float32))
+
+
+def _size(carrier: Carrier, dim: int | None = None) -> Any:
+    return carrier.claim.shape if dim is None else carrier.claim.shape[dim]
+
+
+def _sum(carrier: Carrier) -> _Sum:
+    return (carrier.as_subclass(Tensor).sum(dtype=torch.float32) * 0).as_subclass(_Sum)
+
+
+def _detached(carrier: Carrier) -> Carrier:
+    return _made(carrier.detach(), carrier.claim)
+
+
+def _gradient(carrier: Carrier) -> Any:
+    """The reentrant torch.utils.checkpoint takes the gradient of its inputs and hands it to autograd. To others it is no gradient
+    of logits."""
+    is_checkpoint = sys._getframe(2).f_code.co_filename == _CHECKPOINT_FILE
+    return _OF_TENSOR.grad.__get__(carrier) if is_checkpoint else NotImplemented
+
+
+def _require_gradient(carrier: Carrier, value: bool) -> None:
+    _OF_TENSOR.requires_grad.__set__(carrier, value)
+
+
+def _in_words(carrier: Carrier, *_: Any, **__: Any) -> str:
+    shape, dtype = tuple(carrier.claim.shape), carrier.claim.dtype
+    return f"Carrier(hidden states in the place of logits {shape} {dtype}, --fused-lm-head-loss)"
+
+
+def _of_data(getter: Callable[[Tensor], Any]) -> Callable[[Carrier], Any]:
+    """What the hidden states and the logits have alike."""
+    return lambda carrier: getter(carrier)
+
+
+# A function of torch -> the answer of a Carrier, called below __torch_function__. NotImplemented: refused with these arguments.
+FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    _OF_TENSOR.shape.__get__: _size,
+    Tensor.size: _size,
+    _OF_TENSOR.dtype.__get__: lambda carrier: carrier.claim.dtype,
+    _OF_TENSOR.ndim.__get__: lambda carrier: 3,
+    Tensor.dim: lambda carrier: 3,
+    Tensor.numel: lambda carrier: carrier.claim.shape.numel(),
+    _OF_TENSOR.device.__get__: _of_data(_OF_TENSOR.device.__get__),
+    Tensor.get_device: _of_data(Tensor.get_device),
+    _OF_TENSOR.is_cuda.__get__: _of_data(_OF_TENSOR.is_cuda.__get__),
+    Tensor.is_floating_point: lambda carrier: True,
+    _OF_TENSOR.requires_grad.__get__: _of_data(_OF_TENSOR.requires_grad.__get__),
+    _OF_TENSOR.requires_grad.__set__: _require_gradient,
+    _OF_TENSOR.grad.__get__: _gradient,
+    _OF_TENSOR.data.__get__: _detached,
+    Tensor.detach: _detached,
+    Tensor.transpose: _transpose,
+    Tensor.contiguous: lambda carrier: carrier,
+    Tensor.float: _float,
+    Tensor.sum: _sum,
+    Tensor.__repr__: _in_words,
+    Tensor.__format__: _in_words,
+}
+_PRODUCTS = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+
+
+def _refusal(func: Callable[..., Any], of: str = "") -> ConfigError:
+    name = getattr(func, "__name__", repr(func))
+    if name in ("__get__", "__set__", "__delete__"):  # an attribute: the descriptor has its name
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return ConfigError(
+        f"{_caller()} asks for `{name}` of {of}the model's output, which under --fused-lm-head-loss carries hidden states and no "
+        "logits: the line would compute another number; leave it out, or remove --fused-lm-head-loss"
+    )
+
+
+def _caller() -> str:
+    """file:line of the innermost frame that is neither torch's nor of this file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH_FOLDER)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,144 @@
+"""Places our head in the model that miles or slime builds: --fused-lm-head-loss and --fp32-lm-head in a host.
+
+The init hook runs before the host has a model. It puts a function around the host's own that builds the model, and that function
+gives the output layer of the actor's model another forward. No class of Megatron changes, nor a file of the host.
+
+    which forward                                     fused               fp32               both
+    trains: gradients are enabled, model.train()      a Carrier           float32 logits     a Carrier
+    any other: old and reference log-probabilities    the layer's own     float32 logits     float32 logits
+
+Old and new log-probabilities then come from logits of one precision, so that the first ratio of a step is 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rl.errors import ConfigError, name_of
+from megatron_rl.hosts.base import Host
+from megatron_rl.hosts.carrier import carry
+from megatron_rl.hosts.door import place_of, signature_problem
+from megatron_rl.hosts.host_run import RUNS
+from megatron_rl.layout.groups import Group, maxima_anywhere, resolve_groups
+from megatron_rl.lm_head import fp32_head_logits
+from megatron_rl.megatron.head import HeadInputs, HeadSettings, check_head, check_layer, forward_through, is_plain
+from megatron_rl.megatron.model import find_output_layer, model_config_of
+
+# The host's function that builds the model, and the one that calls it by this name. Its first arguments.
+BUILDER, CALLER, ARGUMENTS = "setup_model_and_optimizer", "initialize_model_and_optimizer", ("args", "role", "...")
+ACTOR = "actor"
+# Where a function of ours holds the one that it has replaced.
+OWN = "_megatron_rl_replaced"
+REMEDY = "remove --fused-lm-head-loss and --fp32-lm-head"
+
+
+def builder_problems(host: Host) -> Iterator[str]:
+    """Why our head cannot be placed in the models of this host, with the line of the host that is another one."""
+    if host.model_module is None:
+        yield f"{host} builds its model where no hook of ours is called: {REMEDY}"
+        return
+    try:
+        module: Any = import_module(host.model_module)
+    except ImportError as error:
+        yield f"{host.model_module}, where our head is placed in {host}'s model, cannot be imported ({error}): {REMEDY}"
+        return
+    for name in (BUILDER, CALLER):
+        if not hasattr(module, name):
+            yield f"{host}'s {host.model_module} has no {name} ({module.__file__}): our head cannot be placed; {REMEDY}"
+            return
+    build, caller = vars(module)[BUILDER], inspect.unwrap(vars(module)[CALLER])
+    if problem := signature_problem(build, ARGUMENTS):
+        yield f"{host}'s {BUILDER} {problem} ({place_of(build)}): our head cannot be placed; {REMEDY}"
+    elif BUILDER not in caller.__code__.co_names:
+        yield f"{host}'s {CALLER} does not call {BUILDER} ({place_of(caller)}): our head cannot be placed; {REMEDY}"
+
+
+def take_builder(host: Host) -> None:
+    """From now on each actor's model of this host gets the head that its run asks for. A second call changes nothing."""
+    assert host.model_module is not None  # builder_problems
+    module: Any = import_module(host.model_module)
+    build = vars(module)[BUILDER]
+    if OWN in vars(build):
+        return
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def setup_model_and_optimizer(*positional: Any, **named: Any) -> Any:
+        given = signature.bind(*positional, **named)
+        given.apply_defaults()
+        run, built = RUNS.of(given.arguments["args"]), build(*positional, **named)
+        if run.head.is_on and given.arguments["role"] == ACTOR:
+            place_head(built[0], run.head)
+            run.has_head = True
+        return built
+
+    vars(setup_model_and_optimizer)[OWN] = build
+    vars(module)[BUILDER] = setup_model_and_optimizer
+
+
+def place_head(models: Sequence[nn.Module], settings: HeadSettings) -> None:
+    """Gives the output layer of these parts of a model, where this stage has it, the forward of `settings`.
+
+    Communication: one all-reduce of one number over dp-cp, pp and tp each, so that a fault of the last stage stops all.
+    Raises ConfigError where the head does not fit the model.
+    """
+    groups = resolve_groups()
+    problems = list(_problems(models, settings))
+    if maxima_anywhere(torch.tensor([len(problems)]), groups) != [0] and not problems:
+        problems = ["another rank refused its output layer, and this one agrees with it: see the message of that rank"]
+    if problems:
+        raise ConfigError(problems)
+    for layer in _output_layers(models):
+        layer.forward = forward_through(layer, _output_of(layer, settings, groups.tp))
+
+
+def _problems(models: Iterable[nn.Module], settings: HeadSettings) -> Iterator[str]:
+    for model in models:
+        try:
+            check_head(settings, model_config_of(model))
+        except ConfigError as error:
+            yield from error.problems
+    for layer in _output_layers(models):
+        yield from _layer_problems(layer, settings)
+
+
+def _layer_problems(layer: Any, settings: HeadSettings) -> Iterator[str]:
+    """A class of its own may add an adapter, a scale or a soft cap to X W^T."""
+    if not is_plain(layer):
+        forward = vars(layer).get("forward", type(layer).forward)
+        yield (
+            f"the output layer is a {type(layer).__name__} and computes by {name_of(forward)} ({place_of(forward)}), not by "
+            "Megatron's ColumnParallelLinear: what it adds to X W^T (an adapter, a scale, a soft cap) would be lost; leave the "
+            f"output layer out of the adapter's target modules, or {REMEDY}"
+        )
+        return
+    try:
+        check_layer(layer, settings)
+    except ConfigError as error:
+        yield from error.problems
+
+
+def _output_layers(models: Iterable[nn.Module]) -> list[Any]:
+    return [layer for layer in map(find_output_layer, models) if layer is not None]
+
+
+def _output_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Any:  # HeadInputs -> Tensor
+    own_forward = layer.forward
+
+    def output(inputs: HeadInputs) -> Tensor:
+        if settings.is_fused and layer.training and torch.is_grad_enabled():
+            return carry(inputs, tp_group)
+        if settings.is_fp32:
+            is_sharded = inputs.is_sequence_parallel
+            return fp32_head_logits(inputs.hidden, inputs.weight, tp_group=tp_group, sequence_parallel=is_sharded)
+        logits: Tensor = own_forward(inputs.hidden, weight=inputs.weight)[0]
+        return logits
+
+    return output

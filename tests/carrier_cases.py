@@ -1,0 +1,193 @@
+"""One training step as miles and slime make it around custom_loss, on a real GPTModel: init hook, model, batches, schedule, loss.
+
+What the hosts do between their model and our loss is written out here line by line; whole_host.py runs their own lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
+
+import built_by_host
+import torch
+from host_loss_cases import Case, Sample, host_batch, micro_batches, never, rows_of
+from host_rank import load_function
+from test_forward_step import SeenShapes
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron_rl.hosts.base import host_named
+from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, resolve_groups
+from megatron_rl.testing.invariance import Layout, StepResult, TinyGPT, merged
+from megatron_rl.testing.layout_step import RankStep, gather_distributed_gradients, named_shards
+
+# Not the size of anything else in the model.
+VOCABULARY = 22
+UNTIED = TinyGPT(num_layers=2, hidden_size=16, vocab_size=VOCABULARY, true_vocab_size=VOCABULARY)
+# 3 rows of 22 float32 columns.
+FUSED = {"fused_lm_head_loss": True, "max_logits_bytes": 300}
+INIT = {"custom_megatron_init_path": "megatron_rl.hooks.custom_megatron_init"}
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """A step and how it is laid out. size: samples of a micro-batch."""
+
+    case: Case
+    layout: Layout = Layout()
+    tiny: TinyGPT = UNTIED
+    size: int = 3
+    flags: dict = field(default_factory=dict)
+    seed_of_head: float = 20.0  # factor of the head's weight: at its first values each token is as likely as any other
+
+
+@dataclass(frozen=True)
+class Found:
+    step: RankStep
+    most_rows: int  # of any tensor with as many columns as this rank's logits
+    printed: str
+
+
+def found_on_rank(rank: int, steps: list[HostStep]) -> list[Found]:
+    return [one_step(step) for step in steps]
+
+
+def results(answers: list[list[Found]]) -> list[StepResult]:
+    """The whole steps from all ranks' parts."""
+    return [merged([answer[number].step for answer in answers]) for number in range(len(answers[0]))]
+
+
+def host_args(step: HostStep) -> Namespace:
+    args = step.case.args()
+    vars(args).update(INIT, layout=step.layout, tiny=step.tiny, recompute_loss_function=False)
+    vars(args).update(step.flags)
+    return args
+
+
+def host_model(args: Namespace):
+    """What a training actor does before data: the init hook, then the model. Returns (model, optimizer, what was printed)."""
+    host = host_named("miles" if "observe_training_entropy" in vars(args) else "slime")
+    sys.modules[host.model_module] = built_by_host
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        load_function(args.custom_megatron_init_path)(args)
+    model, optimizer, _, _ = built_by_host.initialize_model_and_optimizer(args)
+    return model, optimizer, printed.getvalue()
+
+
+def one_step(step: HostStep) -> Found:
+    args = host_args(step)
+    models, optimizer, printed = host_model(args)
+    enlarge_head(models, step.seed_of_head)
+    with SeenShapes() as seen:
+        logs = train_one_step(args, models, optimizer, step)
+    gather_distributed_gradients(models)
+    groups = resolve_groups()
+    metrics = reduced(logs, step.case.num_rollouts)
+    loss = broadcast_from_last(torch.tensor(metrics.get("loss", 0.0)), groups.pp)
+    columns = VOCABULARY // groups.tp.size()
+    rows = [torch.Size(shape).numel() // columns for shape in seen.shapes if shape and shape[-1] == columns]
+    rank_step = RankStep(float(loss), [named_shards(model) for model in models], None, metrics, metrics)
+    return Found(rank_step, max(rows, default=0), printed)
+
+
+def enlarge_head(models, factor: float) -> None:
+    from megatron_rl.megatron.model import find_gpt_model
+
+    with torch.no_grad():
+        for model in map(find_gpt_model, models):
+            for name, parameter in model.named_parameters():
+                if name == (
+                    "embedding.word_embeddings.weight" if model.share_embeddings_and_output_weights else "output_layer.weight"
+                ):
+                    parameter.mul_(factor)
+                elif name == "output_layer.weight":  # the last stage's copy of the embedding
+                    parameter.mul_(factor)
+
+
+def train_one_step(args: Namespace, models, optimizer, step: HostStep) -> list[dict[str, Tensor]]:
+    """The hosts' train_one_step up to the optimiser: the log of each micro-batch."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    groups = resolve_groups()
+    samples = step.case.samples()
+    parts = micro_batches(step.case, step.size, groups.dp.rank(), groups.dp.size())
+    batches = [batch_of(step, [samples[number] for number in numbers], samples) for numbers in parts]
+    for model in models:
+        model.train()
+        model.zero_grad_buffer()
+    optimizer.zero_grad()
+
+    def forward_step(iterator, model, return_schedule_plan=False):
+        tokens, packed, batch = next(iterator)
+        output = model(input_ids=tokens, position_ids=None, attention_mask=None, labels=None, packed_seq_params=packed)
+        return output, lambda logits: loss_function(args, batch, len(parts), step.case.num_rollouts, logits)
+
+    iterators = [iter(batches) for _ in models]
+    is_chunked = len(models) > 1
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if is_chunked else iterators[0],
+        model=models if is_chunked else models[0],
+        num_microbatches=len(batches),
+        seq_length=batches[0][0].shape[1] * groups.cp.size(),
+        micro_batch_size=batches[0][0].shape[0],
+        forward_only=False,
+    )
+
+
+def loss_function(args: Namespace, batch: dict, num_microbatches: int, num_rollouts: int, logits: Tensor):
+    """Of slime.backends.megatron_utils.loss and miles.backends.training_utils.loss, from the logits on."""
+    groups, operands = resolve_groups(), (args, batch, logits, never)
+    function = load_function(args.custom_loss_function_path)
+    if args.recompute_loss_function:
+        is_reentrant = "observe_training_entropy" in vars(args)  # miles
+        loss, log = checkpoint(function, *operands, use_reentrant=is_reentrant)
+    else:
+        loss, log = function(*operands)
+    if groups.cp.size() > 1 and args.allgather_cp:
+        loss = loss + 0 * logits.sum()
+    num_tokens = sum(torch.clamp_min(mask.sum(), 1) for mask in batch["loss_masks"])
+    if args.calculate_per_token_loss:
+        loss = loss * groups.cp.size()
+    else:
+        loss = loss * num_microbatches / num_rollouts * groups.dp_cp.size()
+    count = num_tokens if args.calculate_per_token_loss else torch.tensor(1, device=logits.device)
+    return loss, count, {name: value.detach() for name, value in log.items()}
+
+
+def reduced(logs: list[dict[str, Tensor]], num_rollouts: int) -> dict[str, float]:
+    names = list(logs[0]) if logs else []
+    sums = {name: all_reduce_sum(torch.stack([log[name] for log in logs]).sum(0), resolve_groups().dp_cp) for name in names}
+    return {name: float(value) / num_rollouts for name, value in sums.items()}
+
+
+def batch_of(step: HostStep, own: list[Sample], all_samples: list[Sample]) -> tuple[Tensor, object, dict]:
+    """(tokens [1, T] or [B, S], PackedSeqParams or None, the host's batch), as get_batch gives them."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    groups, layout = resolve_groups(), step.case.layout
+    cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
+    longest = -(-max(sample.total for sample in all_samples) // 4) * 4
+    lines = rows_of(layout, own, cp_rank, cp_size, longest)
+    batch = host_batch(step.case, own, all_samples, cp_rank, cp_size)
+    packed = None
+    if layout == "thd":
+        (line,) = lines
+        sizes = [len(rows) for rows in (rows_of("bshd", [sample], cp_rank, cp_size, sample.total)[0] for sample in own)]
+        line = line[: sum(sizes)]
+        line += [None] * (4 + -len(line) % 4)  # a document of padding, in whole chunks of cp and shards of tp
+        bounds = torch.tensor([0, *sizes, len(line) - sum(sizes)]).cumsum(0).to(torch.int32) * cp_size
+        longest_row = int(bounds.diff().max())
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest_row,
+            max_seqlen_kv=longest_row,
+        )
+        lines = [line]
+    tokens = [[0 if row is None else int(own[row[0]].tokens[row[1]]) for row in line] for line in lines]
+    return torch.tensor(tokens), packed, batch

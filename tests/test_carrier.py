@@ -1,0 +1,206 @@
+"""The fused head in miles and slime: the step is the step of logits, no logits are made, and another use of a Carrier is named."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+from carrier_cases import FUSED, UNTIED, HostStep, found_on_rank, host_args, host_model, results, train_one_step
+from helpers import pool_of
+from host_loss_cases import GSPO, TERMS, Case
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.carrier import Carrier, carried, carry
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.megatron.head import HeadInputs
+from megatron_rl.testing.invariance import Layout
+
+# Two orders of float32 additions are up to 4e-6 of a parameter's gradient; one token more or less is 1e-2 and more.
+TOLERANCE = 1e-5
+TIED = replace(UNTIED, tie_embeddings=True)
+# Wide enough that some tokens are clipped and some are not.
+WIDE = {"eps_clip": 0.6, "eps_clip_high": 0.8}
+GRPO, OF_GSPO = Case(settings=WIDE), Case(settings=WIDE | GSPO)
+CISPO = Case(host="slime", settings=WIDE | {"advantage_estimator": "cispo"})
+PADDED, CONTIGUOUS = replace(GRPO, layout="bshd"), replace(OF_GSPO, layout="allgather")
+EVERY_TERM = Case(host="slime", settings=WIDE | TERMS | {"kl_loss_type": "k2"}, without=())
+OBSERVED = Case(
+    settings=WIDE | {"observe_training_entropy": True, "calculate_per_token_loss": True, "loss_aggregation": "token_mean"}
+)
+OBSERVED = replace(OBSERVED, shapes=[shape for shape in OBSERVED.shapes if any(shape[2])])
+RECOMPUTED = {"recompute_loss_function": True}
+
+SP, CP, PP, DP = Layout(tensor=2, sequence_parallel=True), Layout(context=2), Layout(pipeline=2), Layout(data=2)
+STEPS = {
+    "one rank": [HostStep(GRPO), HostStep(OF_GSPO, tiny=TIED), HostStep(CISPO)],
+    "one rank, padded rows, every term": [HostStep(PADDED), HostStep(EVERY_TERM, size=2), HostStep(OBSERVED, size=5)],
+    "one rank, the loss is recomputed": [HostStep(GRPO, flags=RECOMPUTED), HostStep(CISPO, tiny=TIED, flags=RECOMPUTED)],
+    "TP2+SP": [HostStep(GRPO, SP), HostStep(OF_GSPO, SP, TIED), HostStep(CISPO, SP, TIED), HostStep(PADDED, SP)],
+    "CP2": [HostStep(GRPO, CP, TIED), HostStep(OF_GSPO, CP), HostStep(CISPO, CP), HostStep(PADDED, CP), HostStep(CONTIGUOUS, CP)],
+    "PP2": [HostStep(GRPO, PP), HostStep(OF_GSPO, PP, TIED), HostStep(CISPO, PP)],
+    "PP2, interleaved": [HostStep(GRPO, Layout(pipeline=2, virtual_pipeline=2), replace(TIED, num_layers=4), size=1)],
+    "DP2, distributed optimiser": [HostStep(GRPO, replace(DP, distributed_optimizer=True), size=2)],
+}
+
+pool = pool_of(2)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", STEPS)
+def test_the_step_of_a_carrier_is_the_step_of_logits(pool, name):
+    """Loss, metrics, and the gradient of each parameter; and no tensor has a row of this rank's vocabulary for each token."""
+    steps = STEPS[name]
+    both = [replace(step, flags=step.flags | flags) for step in steps for flags in ({}, FUSED)]
+    layout = steps[0].layout
+    answers = pool.run(found_on_rank, both, world_size=layout.world_size, **layout.model_parallel)
+    found = results(answers)
+    for number, (plain, fused) in enumerate(zip(found[::2], found[1::2], strict=True)):
+        assert fused.loss == pytest.approx(plain.loss, rel=1e-6, abs=1e-6)
+        assert fused.reported == pytest.approx(plain.reported, rel=TOLERANCE, abs=1e-6)
+        assert fused.gradient_error(plain) < TOLERANCE
+        for parameter, gradient in plain.gradient.items():
+            assert (fused.gradient[parameter] - gradient).norm() < TOLERANCE * gradient.norm() + 1e-9, parameter
+        of_logits, of_carrier = (max(answer[2 * number + which].most_rows for answer in answers) for which in (0, 1))
+        # The weight in a product is [H, V_tp].
+        assert of_carrier <= UNTIED.hidden_size < of_logits
+
+
+@pytest.mark.megatron
+def test_the_start_line_says_what_the_head_leaves_in_memory(pool):
+    [[plain, fused]] = pool.run(found_on_rank, [HostStep(GRPO), HostStep(GRPO, flags=FUSED)], world_size=1)
+    assert "| hidden states on each tp rank, logits [rows, V/1] in at most 300 bytes | host miles |" in fused.printed
+    assert "logits" not in plain.printed
+
+
+HALF = replace(UNTIED, bf16=True)
+
+
+@pytest.mark.megatron
+def test_the_fp32_head_of_a_bf16_model_is_one_head_fused_or_not(pool):
+    """FB-85: through Float16Module, whose cast the Carrier survives without a copy. Below the head a hidden gradient is rounded to
+    bf16 once more, and a rounding falls on the other side now and then; bf16 logits are another loss."""
+    fp32 = {"fp32_lm_head": True}
+    flags = [{}, fp32, FUSED, FUSED | fp32]
+    steps = [HostStep(OF_GSPO, SP, HALF, flags=one) for one in flags]
+    answers = pool.run(found_on_rank, steps, world_size=2, **SP.model_parallel)
+    rounded, plain, fused_rounded, fused = results(answers)
+    assert fused.loss == pytest.approx(plain.loss, rel=1e-4) and fused_rounded.loss == pytest.approx(rounded.loss, rel=1e-4)
+    assert fused.gradient_error(plain) < 2e-2
+    of_head = "output_layer.weight"
+    assert (fused.gradient[of_head] - plain.gradient[of_head]).norm() < TOLERANCE * plain.gradient[of_head].norm()
+    assert (rounded.gradient[of_head] - plain.gradient[of_head]).norm() > 100 * TOLERANCE * plain.gradient[of_head].norm()
+
+
+# The weight's hooks
+
+
+def hooked_on_rank(rank: int, is_tied: bool, flags: dict) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(the gradients that a hook on the head's weight has seen, main_grad after the step)."""
+    step = HostStep(GRPO, tiny=TIED if is_tied else UNTIED, flags=flags)
+    args, seen = host_args(step), []
+    models, optimizer, _ = host_model(args)
+    model = models[0].module
+    weight = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    train_one_step(args, models, optimizer, step)
+    return seen, weight.main_grad.clone()
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_a_hook_on_the_head_s_weight_sees_its_whole_gradient_once_a_micro_batch(pool, is_tied):
+    """FB-150: a gradient that goes straight into main_grad passes a hook by, and what the hook shares drifts apart."""
+    [(plain, of_logits)], [(seen, main_grad)] = (pool.run(hooked_on_rank, is_tied, flags, world_size=1) for flags in ({}, FUSED))
+    assert len(seen) == len(plain) == 2
+    torch.testing.assert_close(seen, plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(main_grad, sum(seen))
+    torch.testing.assert_close(main_grad, of_logits, rtol=1e-5, atol=1e-6)
+
+
+# What a Carrier is asked for
+
+
+def carrier_of(*, dtype: torch.dtype = torch.float32) -> Carrier:
+    """As the loss of a host gets it: 5 tokens, hidden size 4, 7 columns."""
+    hidden = torch.randn(5, 1, 4, dtype=dtype, requires_grad=True)
+    made = carry(HeadInputs(hidden * 1, torch.zeros(7, 4, dtype=dtype), False), SINGLE)
+    return made.transpose(0, 1).contiguous()
+
+
+def test_a_carrier_says_of_itself_what_logits_would_say():
+    carrier = carrier_of(dtype=torch.bfloat16)
+    assert carrier.dtype == torch.bfloat16 and carrier.float().dtype == torch.float32
+    assert carrier.shape == carrier.size() == (1, 5, 7) and carrier.size(-1) == 7 and carrier.numel() == 35
+    assert carrier.dim() == carrier.ndim == 3 and carrier.device.type == "cpu" and not carrier.is_cuda
+    assert carrier.requires_grad and not carrier.detach().requires_grad and carrier.is_floating_point()
+    assert "hidden states in the place of logits (1, 5, 7) torch.bfloat16" in f"{carrier} {carrier!r}"
+    inputs = carried(carrier.float())
+    assert type(inputs.hidden) is torch.Tensor and inputs.hidden.shape == (5, 1, 4) and inputs.hidden.dtype == torch.bfloat16
+
+
+def test_zero_times_its_sum_is_zero_and_keeps_the_graph():
+    """--allgather-cp: a rank without tokens must meet the collectives of the backward."""
+    hidden = torch.randn(5, 1, 4, requires_grad=True)
+    for product in (lambda total: 0 * total, lambda total: total * 0.0):
+        carrier = carry(HeadInputs(hidden * 1, torch.zeros(7, 4), False), SINGLE).transpose(0, 1).contiguous()
+        zero = product(carrier.sum())
+        assert type(zero) is torch.Tensor and zero == 0
+        (gradient,) = torch.autograd.grad(zero, hidden)
+        assert torch.equal(gradient, torch.zeros_like(hidden))
+
+
+TOUCHES = {
+    "div": lambda logits: logits / 0.7,
+    "squeeze": lambda logits: logits.squeeze(0),
+    "__getitem__": lambda logits: logits[0],
+    "log_softmax": lambda logits: torch.log_softmax(logits, -1),
+    "max": lambda logits: logits.max(dim=-1),
+    "to": lambda logits: logits.to(torch.bfloat16),
+    "cat": lambda logits: torch.cat([torch.zeros(1, 5, 7), logits]),
+    "copy_": lambda logits: torch.zeros(1, 5, 7).copy_(logits),
+    "transpose": lambda logits: logits.transpose(1, 2),
+    "stride": lambda logits: logits.stride(),
+    "data_ptr": lambda logits: logits.data_ptr(),
+    "T": lambda logits: logits.T,
+    "grad": lambda logits: logits.grad,
+    "__len__": lambda logits: len(logits),
+    "__array__": lambda logits: torch.Tensor.__array__(logits),
+    "__reduce_ex__": lambda logits: logits.__reduce_ex__(4),
+    "register_hook": lambda logits: logits.register_hook(print),
+    "exp": lambda logits: logits.detach().exp(),
+    "sum": lambda logits: logits.sum(dim=-1),
+    "add": lambda logits: logits.sum() + 1,
+    "mul": lambda logits: 2 * logits.sum(),
+    "__float__": lambda logits: float(logits.sum()),
+    "view_as": lambda logits: PassedOn.apply(logits),
+}
+
+
+class PassedOn(torch.autograd.Function):
+    """As torch passes on the output of a module with a backward hook."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("name", TOUCHES)
+def test_another_use_of_it_is_refused_with_the_operation_and_the_line(name):
+    touch = TOUCHES[name]
+    file, line = inspect.getsourcefile(touch), inspect.getsourcelines(touch)[1]
+    with pytest.raises(ConfigError, match=f"{file}:{line} asks for `{name}` of .*the model's output.*--fused-lm-head-loss"):
+        touch(carrier_of())
+
+
+def test_logits_in_its_place_are_refused():
+    with pytest.raises(ConfigError, match=r"the loss is given a Tensor \(1, 5, 7\), and not what our output layer returns"):
+        carried(torch.zeros(1, 5, 7))
+    moved_by_nobody = carry(HeadInputs(torch.zeros(5, 1, 4), torch.zeros(7, 4), False), SINGLE)
+    with pytest.raises(ConfigError, match=r"the model's output is \[S, B, V_tp\] \(5, 1, 7\)"):
+        carried(moved_by_nobody)

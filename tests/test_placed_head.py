@@ -1,0 +1,228 @@
+"""Where our head is placed in the model of miles and slime, which forward it takes, and the hosts and models that it refuses."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from types import ModuleType
+
+import built_by_host
+import pytest
+import torch
+from carrier_cases import FUSED, INIT, UNTIED, HostStep, batch_of, host_args, host_model
+from helpers import error_of, pool_of, set_global_args
+from host_loss_cases import Case, one
+from launch_settings import CUSTOM_LOSS, REDUCER
+from torch import nn
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.base import host_named
+from megatron_rl.hosts.carrier import Carrier
+from megatron_rl.hosts.placed_head import OWN, builder_problems, place_head, take_builder
+from megatron_rl.hosts.reducer import get_pg_loss_reducer
+from megatron_rl.hosts.training_hooks import custom_megatron_init
+from megatron_rl.megatron.head import HeadSettings
+from megatron_rl.megatron.model import find_output_layer
+from megatron_rl.testing.invariance import Layout
+from megatron_rl.testing.layout_step import LayoutModel
+
+SLIME = host_named("slime")
+pool = pool_of(2)
+
+
+# The host's own code
+
+
+def as_host(source: str) -> ModuleType:
+    """A module of slime's place of this text."""
+    module = ModuleType(SLIME.model_module)
+    module.__file__ = "slime/backends/megatron_utils/model.py"
+    exec(source, vars(module))
+    return module
+
+
+MOVED = [
+    pytest.param("", "has no setup_model_and_optimizer .slime/backends/megatron_utils/model.py.", id="no builder"),
+    pytest.param("def setup_model_and_optimizer(args, role): ...", "has no initialize_model_and_optimizer", id="no caller"),
+    pytest.param(
+        "def setup_model_and_optimizer(role, args): ...\ndef initialize_model_and_optimizer(): setup_model_and_optimizer()",
+        r"setup_model_and_optimizer takes \(role, args\), ours is made for \(args, role, ...\) \(slime.*, no source\)",
+        id="other arguments",
+    ),
+    pytest.param(
+        "def setup_model_and_optimizer(args, role): ...\ndef initialize_model_and_optimizer(): build()",
+        "initialize_model_and_optimizer does not call setup_model_and_optimizer",
+        id="another path",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "says"), MOVED)
+def test_a_host_that_builds_its_model_in_another_way_is_refused_by_the_init_hook(source, says, monkeypatch):
+    monkeypatch.setitem(sys.modules, SLIME.model_module, as_host(source))
+    settings = {**CUSTOM_LOSS, **INIT, "loss_aggregation": "sample_mean", "rollout_batch_size": 8, "fused_lm_head_loss": True}
+    with pytest.raises(ConfigError, match=f"slime's .*{says}.*our head cannot be placed; remove --fused-lm-head-loss"):
+        custom_megatron_init(Namespace(**settings))
+
+
+def test_a_host_that_is_not_there_is_refused():
+    (problem,) = builder_problems(SLIME)
+    assert "slime.backends.megatron_utils.model, where our head is placed in slime's model, cannot be imported" in problem
+    (problem,) = builder_problems(host_named("megatron_lm"))
+    assert problem.startswith("megatron_lm builds its model where no hook of ours is called")
+
+
+def test_a_builder_is_taken_once(monkeypatch):
+    module = as_host(
+        "def setup_model_and_optimizer(args, role='actor'): return [args.model], None, None\n"
+        "def initialize_model_and_optimizer(args): return setup_model_and_optimizer(args)"
+    )
+    monkeypatch.setitem(sys.modules, SLIME.model_module, module)
+    own = module.setup_model_and_optimizer
+    take_builder(SLIME)
+    taken = module.setup_model_and_optimizer
+    take_builder(SLIME)
+    assert module.setup_model_and_optimizer is taken and vars(taken)[OWN] is own
+    args = Namespace(model=nn.Linear(2, 2))  # of a run without a head, nothing is looked at
+    assert module.initialize_model_and_optimizer(args)[0] == [args.model]
+
+
+# Which forward
+
+
+def forwards_on_rank(rank: int, flags: dict, bf16: bool) -> dict[str, tuple]:
+    """By forward: (type, dtype and values of the model's output, whether they are the layer's own)."""
+    args = host_args(HostStep(Case(), flags=flags, tiny=UNTIED if not bf16 else UNTIED_HALF))
+    models, _, _ = host_model(args)
+    own = built_by_host.LayoutModel(args.layout, 64, args.tiny).models[0]
+    case = Case()
+    tokens, packed, _ = batch_of(HostStep(case), case.samples()[:2], case.samples())
+
+    def output_of(model):
+        return model(input_ids=tokens, position_ids=None, attention_mask=None, labels=None, packed_seq_params=packed)
+
+    found = {}
+    for name, is_training, has_gradients in (("trains", True, True), ("evaluates", False, True), ("measures", False, False)):
+        models[0].train(is_training)
+        with torch.set_grad_enabled(has_gradients):
+            output, expected = output_of(models[0]), output_of(own)
+        is_own = None if isinstance(output, Carrier) else torch.equal(output, expected)
+        found[name] = (type(output).__name__, str(output.dtype), tuple(output.shape) == tuple(expected.shape), is_own)
+    return found
+
+
+UNTIED_HALF = UNTIED.__class__(**{name: getattr(UNTIED, name) for name in UNTIED.__dataclass_fields__} | {"bf16": True})
+LOGITS, FP32_LOGITS = ("Tensor", "torch.float32", True, True), ("Tensor", "torch.float32", True, False)
+CARRIED = ("Carrier", "torch.float32", True, None)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("flags", "bf16", "expected"),
+    [
+        pytest.param({}, False, [LOGITS] * 3, id="neither"),
+        pytest.param(FUSED, False, [CARRIED, LOGITS, LOGITS], id="fused"),
+        pytest.param({"fp32_lm_head": True}, True, [FP32_LOGITS] * 3, id="fp32"),
+        pytest.param(FUSED | {"fp32_lm_head": True}, True, [CARRIED, FP32_LOGITS, FP32_LOGITS], id="both"),
+    ],
+)
+def test_the_forward_that_trains_gets_a_carrier_and_no_other(pool, flags, bf16, expected):
+    """FB-39: logits of another precision in old log-probabilities than in the loss make the first ratio another number than 1."""
+    [found] = pool.run(forwards_on_rank, flags, bf16, world_size=1)
+    assert [*found.values()] == expected
+
+
+# Models
+
+
+class WithAdapter(nn.Module):
+    """As a bridge puts an adapter around a layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.to_wrap, self.weight, self.sequence_parallel = layer, layer.weight, layer.sequence_parallel
+
+    def forward(self, input_, weight=None, runtime_gather_output=None):
+        return self.to_wrap(input_, weight=weight)
+
+
+def capped(layer):
+    own = layer.forward
+    layer.forward = lambda *given, **named: (torch.tanh(own(*given, **named)[0]), None)
+
+
+def with_bias(layer):
+    layer.bias = nn.Parameter(torch.zeros(layer.weight.shape[0]))
+
+
+CHANGES = {
+    "adapter": lambda model: setattr(model, "output_layer", WithAdapter(model.output_layer)),
+    "soft cap": lambda model: capped(model.output_layer),
+    "bias": lambda model: with_bias(model.output_layer),
+    "gathered": lambda model: setattr(model.output_layer, "gather_output", True),
+    "mtp": lambda model: setattr(model.config, "mtp_num_layers", 1),
+    "deferred": lambda model: setattr(model.config, "defer_embedding_wgrad_compute", True),
+    "nothing": lambda model: None,
+}
+
+
+def refusals_on_rank(rank: int, names: list[str], layout: Layout) -> dict[str, str]:
+    found = {}
+    for name in names:
+        models = LayoutModel(layout, 64, UNTIED).models
+        if find_output_layer(models[0]) is not None:
+            CHANGES[name](models[0].module)
+        found[name] = error_of(lambda models=models: place_head(models, HeadSettings(is_fused=True)))
+    return found
+
+
+@pytest.mark.megatron
+def test_a_model_whose_logits_are_not_x_w_is_refused_by_name(pool):
+    [found] = pool.run(refusals_on_rank, list(CHANGES), Layout(), world_size=1)
+    assert found.pop("nothing") == ""
+    says = {
+        "adapter": "the output layer is a WithAdapter and computes by test_placed_head.WithAdapter.forward (",
+        "soft cap": "the output layer is a ColumnParallelLinear and computes by test_placed_head.capped.<locals>.<lambda>",
+        "bias": "with a bias in the output layer",
+        "gathered": "with gather_output=True in the output layer",
+        "mtp": "--fused-lm-head-loss with mtp_num_layers=1: multi-token prediction calls the output layer again",
+        "deferred": "--fused-lm-head-loss with defer_embedding_wgrad_compute=True",
+    }
+    assert {name: text in found[name] for name, text in says.items()} == dict.fromkeys(says, True), found
+    assert (
+        "leave the output layer out of the adapter's target modules" in found["adapter"] and "tests/test_placed" in found["adapter"]
+    )
+
+
+@pytest.mark.megatron
+def test_a_fault_of_the_last_stage_stops_the_first_one_too(pool):
+    layout = Layout(pipeline=2)
+    first, last = pool.run(refusals_on_rank, ["adapter", "nothing"], layout, world_size=2, **layout.model_parallel)
+    assert first["adapter"].startswith("ConfigError: another rank refused its output layer")
+    assert "WithAdapter" in last["adapter"] and first["nothing"] == last["nothing"] == ""
+
+
+def critic_on_rank(rank: int) -> list[bool]:
+    args = host_args(HostStep(Case(), flags=FUSED))
+    host_model(args)
+    models, *_ = built_by_host.initialize_model_and_optimizer(args, "critic")
+    return ["forward" in vars(find_output_layer(models[0]))]
+
+
+@pytest.mark.megatron
+def test_a_critic_keeps_its_own_output_layer(pool):
+    """It has one column, and its loss is the host's."""
+    assert pool.run(critic_on_rank, world_size=1) == [[False]]
+
+
+# A launch whose model has no head of ours
+
+
+def test_our_loss_and_our_reducer_refuse_a_model_without_the_head_that_was_asked_for():
+    """The init hook was not called, or the model was built before: the loss would be of the host's logits, without a word."""
+    for flags in ({"fused_lm_head_loss": True}, {"fp32_lm_head": True}):
+        with pytest.raises(ConfigError, match="have no effect: the init hook has not placed our head in this model.*add --custom"):
+            one(Case(), **INIT, **flags)
+    set_global_args(Namespace(**REDUCER, **INIT, loss_aggregation="sample_mean", rollout_batch_size=8, fp32_lm_head=True))
+    with pytest.raises(ConfigError, match="have no effect: the init hook has not placed our head in this model"):
+        get_pg_loss_reducer([3], [2], [torch.ones(2, dtype=torch.int32)], False)
