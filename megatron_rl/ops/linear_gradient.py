@@ -40,6 +40,7 @@ from megatron_rl.ops.linear_head import (
     take_rows,
 )
 from megatron_rl.ops.linear_schedule import Plan, WorkItem
+from megatron_rl.ops.log_probs_torch import RowResult
 
 # (item) -> c [rows of the item, in the order of its chunks], e [the same rows] or None. Called once an item, after the forward pass
 # of its last chunk, when the head's log_probs and entropy hold its rows. It may reduce over cp: every rank has the same items.
@@ -55,6 +56,7 @@ class HeadGradient:
     is_weight_empty: bool  # nothing was added yet and it is not main_grad: it may be scaled as a whole
     has_entropy_term: bool  # a coefficient of the entropy comes, which does not commute
     scale: Tensor | float | None = None  # multiplies every coefficient
+    is_reduced: bool = True  # `hidden` is summed over tp; False: it stays this shard's part of the sum
     reduction: Pending | None = None  # the reduce-scatter of `hidden`, under sequence parallelism
 
 
@@ -66,12 +68,14 @@ def make_gradient(
     main_grad: Tensor | None,  # [V_tp, H] to add to; None: a new buffer
     scale: Tensor | float | None,
     has_entropy_term: bool,
+    is_reduced: bool = True,
 ) -> HeadGradient:
     weight = main_grad
     if weight is None and needs_weight:
         weight = torch.zeros_like(head.weight, dtype=accumulator_dtype(head.weight))
     hidden = torch.zeros_like(head.hidden) if needs_hidden else None
-    return HeadGradient(hidden, weight, is_weight_empty=main_grad is None, has_entropy_term=has_entropy_term, scale=scale)
+    is_empty = main_grad is None
+    return HeadGradient(hidden, weight, is_empty, has_entropy_term=has_entropy_term, scale=scale, is_reduced=is_reduced)
 
 
 def run_forward(head: LinearHead, items: Iterable[WorkItem], coefficients: Coefficients) -> None:
@@ -91,9 +95,32 @@ def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coe
     """
     for number, item in enumerate(items):
         _PLANS[item.plan](head, item, coefficients, gradient, is_last=number == len(items) - 1)
+    return _finish_hidden(head, gradient)
+
+
+def run_gradient(
+    head: LinearHead,
+    chunks: tuple[Tensor, ...],  # row numbers, ascending, on the CPU; rows in no chunk get gradient 0
+    result: RowResult,  # [T] of the forward pass
+    c: Tensor,  # [T]
+    e: Tensor | None,  # [T]
+    gradient: HeadGradient,
+) -> Tensor | None:
+    """The gradient alone, where a forward pass has kept the numbers of its rows: one matmul a row for its logits, two for the
+    gradient, and no statistics. Returns what run_with_gradient returns. Communication: its, without the all-gathers."""
+    for number, numbers in enumerate(chunks):
+        rows = device_rows(numbers, head.hidden.device)
+        hidden, labels = chunk_operands(head, rows)
+        chunk = Chunk(rows, hidden, labels, chunk_logits(head, hidden), take_rows(result, rows))
+        is_last = number == len(chunks) - 1
+        _multiply(head, chunk, c[rows], None if e is None else e[rows], gradient, is_last=is_last)
+    return _finish_hidden(head, gradient)
+
+
+def _finish_hidden(head: LinearHead, gradient: HeadGradient) -> Tensor | None:
     if gradient.hidden is None:
         return None
-    if head.options.sequence_parallel and gradient.reduction is None:
+    if head.options.sequence_parallel and gradient.is_reduced and gradient.reduction is None:
         gradient.reduction = start_reduce_scatter_sum(gradient.hidden, head.options.tp_group)
     return gradient.hidden if gradient.reduction is None else gradient.reduction.wait()
 
@@ -204,9 +231,9 @@ def _multiply(head: LinearHead, chunk: Chunk, c: Tensor | None, e: Tensor | None
         part = hidden_gradient(out, head.weight)
         if row_scale is not None:
             part.mul_(row_scale)
-        if head.options.sequence_parallel:
+        if head.options.sequence_parallel or not gradient.is_reduced:
             hidden[chunk.rows] = part.to(hidden.dtype)
-            if is_last:
+            if is_last and gradient.is_reduced:
                 gradient.reduction = start_reduce_scatter_sum(hidden, head.options.tp_group)
         else:
             pending = start_all_reduce_sum(part, head.options.tp_group)

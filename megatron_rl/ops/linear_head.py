@@ -532,7 +532,7 @@ def _keep_results(head: LinearHead, rows: slice | Tensor, result: RowResult) -> 
         head.entropy[rows] = result.entropy
 
 
-def take_rows(result: RowResult, rows: Tensor) -> RowResult:  # rows [k] of n, on the device
+def take_rows(result: RowResult, rows: slice | Tensor) -> RowResult:  # rows [k] of n, on the device
     return RowResult(**{field.name: getattr(result, field.name)[rows] for field in dataclasses.fields(RowResult)})
 
 

@@ -1,0 +1,114 @@
+"""Log-probabilities of a fused head with a gradient for any loss behind them: what a trainer's own loss needs.
+
+A loss of this package knows its coefficients while a chunk's logits exist, so its head makes the gradient in forward
+(ops/linear_gradient.py). Here the coefficients come in backward. Forward keeps four numbers a row; backward computes the logits of
+the rows with a coefficient again, chunk by chunk, and multiplies: four matmuls a row in all, and no logits [T, V_tp].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
+from megatron_rl.layout.agreement import RankAgreement
+from megatron_rl.layout.groups import SINGLE, Group, resolve_group
+from megatron_rl.ops.backends import first_order_only, runs_eagerly
+from megatron_rl.ops.linear_gradient import make_gradient, run_gradient
+from megatron_rl.ops.linear_head import (
+    HeadOptions,
+    check_head,
+    chunk_capacity,
+    compare_heads,
+    device_rows,
+    forward_chunk,
+    make_head,
+)
+from megatron_rl.ops.linear_schedule import cut
+from megatron_rl.ops.log_probs_torch import RowResult
+
+
+@runs_eagerly
+def differentiable_linear_log_probs(
+    hidden: Tensor,  # [T, H], or this rank's [T / tp, H] with sequence_parallel; float32, bfloat16, float16 or float64
+    weight: Tensor,  # [V_tp, H] of the same dtype: this tp rank's rows of the head
+    labels: Tensor,  # [T] int64 ids in the full vocabulary
+    *,
+    temperature: float = 1.0,
+    tp_group: Group | None = None,
+    backend: str = Backend.AUTO,
+    max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
+    sequence_parallel: bool = False,
+    fp32_logits: bool = False,
+    reduces_hidden: bool = True,
+    check_ranks: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # log_probs [T], entropy [T]; float32 (float64 for float64)
+    """log softmax(hidden @ weight.T / temperature) at the labels, and the entropy in nats, both with a gradient.
+
+    The numbers of linear_log_probs. Rows whose two coefficients are 0 take no part in backward. The gradient of weight is summed in
+    float32 and returned in weight's dtype; a second backward through a retained graph computes it again.
+
+    Args:
+        hidden, weight, labels, temperature, tp_group, backend, max_logits_bytes, sequence_parallel, fp32_logits, check_ranks: as in
+            `linear_log_probs`.
+        reduces_hidden: the gradient of hidden is the sum over tp. False: it is this shard's part of it, for a caller whose own
+            backward adds the parts, as Megatron's gather of sequence-parallel hidden states does.
+    Communication: forward as `linear_log_probs`. Backward, with sequence_parallel one all-gather of hidden and one reduce-scatter
+        of its gradient; else with reduces_hidden one all-reduce of [rows, H] a chunk. None at tp size 1.
+    Synchronisation on CUDA: one in backward, for the rows that have a coefficient; they must be the same on all tp ranks.
+    Raises: what linear_log_probs raises. ConfigError for a backward with create_graph=True.
+    """
+    tp_group = resolve_group(tp_group, "tp")
+    options = HeadOptions(temperature, None, tp_group, True, backend, sequence_parallel, fp32_logits)
+    with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
+        num_tokens = check_head(hidden, weight, labels, options)
+        compare_heads(agreement, hidden, weight, labels, None, options, max_logits_bytes)
+        capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, num_tokens)
+    log_probs, entropy = LinearLogProbs.apply(hidden, weight, labels, options, capacity, reduces_hidden)  # type: ignore[no-untyped-call]  # torch's
+    return log_probs, entropy
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """Saves the operands and four numbers a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, capacity: int, reduces_hidden: bool
+    ) -> tuple[Tensor, Tensor]:
+        chunks = cut(torch.arange(labels.shape[0]), capacity)
+        head = make_head(hidden, weight, labels, options, max((chunk.numel() for chunk in chunks), default=0))
+        maximum, total = torch.zeros_like(head.log_probs), torch.ones_like(head.log_probs)
+        for numbers in chunks:
+            rows = device_rows(numbers, head.hidden.device)
+            result = forward_chunk(head, rows).result
+            maximum[rows], total[rows] = result.maximum, result.total
+        assert head.entropy is not None
+        ctx.options, ctx.capacity, ctx.reduces_hidden = options, capacity, reduces_hidden
+        # An unused output gets a None gradient, not zeros, so that an unused entropy costs nothing.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, labels, maximum, total, head.log_probs, head.entropy)
+        return head.log_probs, head.entropy
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, log_probs_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, maximum, total, log_probs, entropy = ctx.saved_tensors
+        c = torch.zeros_like(log_probs) if log_probs_gradient is None else log_probs_gradient
+        is_live = c != 0 if entropy_gradient is None else (c != 0) | (entropy_gradient != 0)
+        chunks = cut(is_live.cpu().nonzero()[:, 0], ctx.capacity)
+        head = make_head(hidden, weight, labels, ctx.options, max((chunk.numel() for chunk in chunks), default=0))
+        gradient = make_gradient(
+            head,
+            needs_hidden=ctx.needs_input_grad[0],
+            needs_weight=ctx.needs_input_grad[1],
+            main_grad=None,
+            scale=None,
+            has_entropy_term=entropy_gradient is not None,
+            is_reduced=ctx.reduces_hidden,
+        )
+        result = RowResult(maximum, total, log_probs, entropy)
+        of_hidden = run_gradient(head, chunks, result, c, entropy_gradient, gradient)
+        of_weight = None if gradient.weight is None else gradient.weight.to(weight.dtype)
+        return of_hidden, of_weight, *[None] * 4

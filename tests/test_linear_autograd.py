@@ -1,0 +1,135 @@
+"""The fused head's log-probabilities with a gradient for any loss behind them: numbers, rows, memory, ranks and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from linear_cases import Seen, relative
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.ops.linear_autograd import differentiable_linear_log_probs
+from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.testing.ranks import run_ranks
+
+TOKENS, HIDDEN, VOCABULARY, TEMPERATURE = 24, 8, 32, 0.7
+# Float32 against float64: rounding of sums of 8 to 32 products.
+LIMIT = 2e-6
+ROW = VOCABULARY * 4  # bytes of a row of logits
+
+
+def operands(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    c, e = (torch.randn(TOKENS, generator=generator, dtype=torch.float64) for _ in range(2))
+    c[5:9] = e[5:7] = 0.0  # 5 and 6 take no part
+    return hidden.to(dtype), weight.to(dtype), labels, c.to(dtype), e.to(dtype)
+
+
+def by_autograd(hidden, weight, labels, c, e):
+    """In float64: log-probabilities, entropy, and the gradients of sum c log p + e H."""
+    hidden, weight = (leaf.double().requires_grad_() for leaf in (hidden, weight))
+    log_p = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
+    log_probs, entropy = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    found = (c.double() * log_probs).sum() + (0 if e is None else (e.double() * entropy).sum())
+    return log_probs.detach(), entropy.detach(), *torch.autograd.grad(found, (hidden, weight))
+
+
+def by_head(hidden, weight, labels, c, e, **options):
+    hidden, weight = (leaf.clone().requires_grad_() for leaf in (hidden, weight))
+    log_probs, entropy = differentiable_linear_log_probs(hidden, weight, labels, temperature=TEMPERATURE, **options)
+    found = (c * log_probs).sum() + (0 if e is None else (e * entropy).sum())
+    found.backward()
+    return log_probs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("rows", [1, 5, 1000], ids="{} rows a chunk".format)
+@pytest.mark.parametrize("has_entropy", [False, True], ids=["", "with entropy"])
+def test_numbers_and_gradients_are_those_of_a_dense_head(rows, has_entropy):
+    hidden, weight, labels, c, e = operands(torch.float32)
+    e = e if has_entropy else None
+    got = by_head(hidden, weight, labels, c, e, max_logits_bytes=ROW * rows)
+    for mine, theirs in zip(got, by_autograd(hidden, weight, labels, c, e), strict=True):
+        assert relative(mine, theirs) < LIMIT
+    # The numbers are those of the function without a gradient, bit for bit.
+    plain = linear_log_probs(hidden, weight, labels, temperature=TEMPERATURE, with_entropy=True, max_logits_bytes=ROW * rows)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, plain, strict=False))
+
+
+def test_float64_is_computed_in_float64():
+    case = operands()
+    for mine, theirs in zip(by_head(*case), by_autograd(*case), strict=True):
+        assert mine.dtype == torch.float64 and relative(mine, theirs) < 1e-14
+
+
+def test_a_second_backward_of_a_retained_graph_gives_the_gradient_again():
+    hidden, weight, labels, c, _ = operands()
+    hidden.requires_grad_()
+    found = (c * differentiable_linear_log_probs(hidden, weight, labels)[0]).sum()
+    first, second = (torch.autograd.grad(found, hidden, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and first.abs().max() > 0
+    with pytest.raises(ConfigError, match="create_graph=True"):
+        torch.autograd.grad(found, hidden, create_graph=True)
+
+
+def test_backward_multiplies_the_rows_that_have_a_coefficient_and_no_logits_are_kept():
+    """Forward has one product of each row; backward three, of the rows that the loss reads."""
+    hidden, weight, labels, _, _ = operands(torch.float32)
+    hidden.requires_grad_()
+    is_read = torch.arange(TOKENS) >= TOKENS - 3
+    with Seen(HIDDEN, VOCABULARY) as forward:
+        log_probs, _ = differentiable_linear_log_probs(hidden, weight, labels, max_logits_bytes=ROW * 2)
+    with Seen(HIDDEN, VOCABULARY) as backward:
+        log_probs[is_read].sum().backward()
+    assert forward.rows == {"logits": TOKENS, "hidden": 0, "weight": 0} and forward.most_rows <= 2
+    assert backward.rows == {"logits": 3, "hidden": 3, "weight": 0}
+    assert (hidden.grad.abs().amax(1) > 0).tolist() == is_read.tolist()
+
+
+def test_in_bfloat16_only_the_operands_are_rounded():
+    """With float32 logits: the gradient is as near to float64 as bfloat16 results can be, 2^-9 of an element."""
+    hidden, weight, labels, c, e = operands(torch.bfloat16)
+    got = by_head(hidden, weight, labels, c.float(), e.float(), fp32_logits=True)
+    want = by_autograd(hidden, weight, labels, c, e)
+    for mine, theirs in zip(got, want, strict=True):
+        assert relative(mine, theirs) < (LIMIT if mine.dtype == torch.float32 else 2**-8)
+
+
+def test_operands_that_do_not_fit_are_refused():
+    hidden, weight, labels, _, _ = operands()
+    with pytest.raises(DataError, match="both end with the hidden size"):
+        differentiable_linear_log_probs(hidden[:, 1:], weight, labels)
+    with pytest.raises(ConfigError, match="temperature=0"):
+        differentiable_linear_log_probs(hidden, weight, labels, temperature=0)
+
+
+def parts_of(rank: int, *, sequence_parallel: bool, reduces_hidden: bool):
+    """What a rank of two gets, and the sum of its gradient of hidden over both."""
+    tp = resolve_groups().tp
+    hidden, weight, labels, c, e = operands(torch.float32)
+    shard = weight.chunk(2)[rank]
+    given = hidden.chunk(2)[rank] if sequence_parallel else hidden
+    options = {"sequence_parallel": sequence_parallel, "reduces_hidden": reduces_hidden, "tp_group": tp}
+    return by_head(given, shard, labels, c, e, max_logits_bytes=ROW * 5, **options)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("sequence_parallel", "reduces_hidden"),
+    [(False, True), (False, False), (True, True)],
+    ids=["whole hidden states", "the parts of the sum", "SP"],
+)
+def test_two_tensor_parallel_ranks_have_the_gradient_of_one(sequence_parallel, reduces_hidden):
+    work = partial(parts_of, sequence_parallel=sequence_parallel, reduces_hidden=reduces_hidden)
+    first, second = run_ranks(work, 2, tensor_model_parallel_size=2)
+    want = by_autograd(*operands(torch.float32))
+    for mine, other, theirs in zip(first[:2], second[:2], want[:2], strict=True):
+        assert torch.equal(mine, other) and relative(mine, theirs) < LIMIT
+    hidden = torch.cat([first[2], second[2]]) if sequence_parallel else first[2] if reduces_hidden else first[2] + second[2]
+    assert relative(hidden, want[2]) < LIMIT and relative(torch.cat([first[3], second[3]]), want[3]) < LIMIT
+    if not sequence_parallel:
+        assert torch.equal(first[2], second[2]) == reduces_hidden
