@@ -1,50 +1,27 @@
 """What verl loads by the entry point `verl.plugins`, in each process that imports verl: it adds our losses to verl's tables.
 
 verl's tables are in a module that this import must not load, so they are filled right after verl has loaded it. Before that nothing
-of the package is imported. verl drops an exception of a plugin without a word; therefore a launch line with a problem ends here, in
-the process that it starts, by SystemExit. Settings of YAML files are judged where verl judges them itself, before Ray starts: its
-`validate_config` is given the whole config.
+of the package is imported but the function that waits for it. verl drops an exception of a plugin without a word; therefore a
+launch line with a problem ends here, in the process that it starts, by SystemExit. Settings of YAML files are judged where verl
+judges them itself, before Ray starts: its `validate_config` is given the whole config.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+
+from megatron_rl.hosts.after_import import after_import
 
 TABLES, CHECKS = "verl.trainer.ppo.core_algos", "verl.utils.config"
 OUR_ESTIMATE = re.compile(r"\.(kl_loss_type|kl_penalty)=['\"]?unbiased")
 OURS = re.compile(r"=['\"]?megatron[-_]rl\.")
 # A name and one of our aggregations: verl's own modes have no dot. Another mode, which somebody registered, is not judged.
 WITHOUT_PREFIX = re.compile(r"policy_loss\.loss_mode=['\"]?[\w-]+\.((sample|prompt|token)[-_]mean|constant)\b")
-
-
-class _After(importlib.abc.MetaPathFinder):
-    """Finds no module by itself; it lets `work` run after the module is loaded."""
-
-    def __init__(self, name: str, work: Callable[[Any], None]):
-        self.name, self.work = name, work
-
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_work(module: ModuleType) -> None:
-                load(module)
-                self.work(module)
-
-            spec.loader.exec_module = load_and_work  # type: ignore[method-assign]
-        return spec
 
 
 def fill(tables: ModuleType) -> None:
@@ -78,7 +55,8 @@ def judge_files(checks: Any) -> None:
     def validate_ours_too(config: Any, *given: Any, **named: Any) -> Any:
         try:
             actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
-            names = f"policy_loss.loss_mode={actor['policy_loss']['loss_mode']}", f"={algorithm['adv_estimator']}"
+            external = config["actor_rollout_ref"].get("model", {}).get("external_lib")
+            names = f"policy_loss.loss_mode={actor['policy_loss']['loss_mode']}", f"={algorithm['adv_estimator']} ={external}"
         except Exception:  # of any type, OmegaConf has its own: a config without these places names nothing of ours
             names = "", ""
         if OURS.search(" ".join(names)) or WITHOUT_PREFIX.search(names[0]):
@@ -102,8 +80,5 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 refuse_bad_line(sys.argv[1:])
-for name, work in ((TABLES, fill), (CHECKS, judge_files)):
-    if name in sys.modules:
-        work(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _After(name, work))
+after_import(TABLES, fill)
+after_import(CHECKS, judge_files)
