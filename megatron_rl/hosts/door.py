@@ -119,6 +119,18 @@ class Own:
         return self.added + self.name(field)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogProbs:
+    """The setting that puts our log-probabilities in the place of the host's, whichever loss trains (hosts/log_probs.py).
+
+    value: what turns it on. theirs: what leaves the host's own. is_hosts: the setting is the host's, and may have other values."""
+
+    setting: str
+    value: str
+    theirs: str | None = None
+    is_hosts: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """What a launch line says. rows: what is said of the line itself. settings: None where nothing can be judged."""
@@ -196,6 +208,8 @@ class Door:
     """What else of the host compares with the sampler, as it is typed."""
     several: Callable[[Settings], str | None] = lambda settings: None
     """Where a rollout is more than one row of a batch; None: a row is a rollout."""
+    log_probs: LogProbs | None = None
+    """None: the host computes its own log-probabilities, or our loss is given logits."""
     sampler: Sampler
     checks: tuple[Check, ...] = ()
     """What is this host's alone. Each finds, in a `Found`, messages or rows."""
@@ -264,7 +278,8 @@ class Door:
 
     @property
     def known_names(self) -> tuple[str, ...]:
-        return (*(one.name for one in self.settings), *self.defaults, *names_of(self.sampler), self.choice.setting)
+        log_probs = [] if self.log_probs is None else [self.log_probs.setting]
+        return (*(one.name for one in self.settings), *self.defaults, *names_of(self.sampler), self.choice.setting, *log_probs)
 
     def own_fields(self, loss: PolicyLoss) -> tuple[str, ...]:
         """What may be set by our names: corrections, and what the host has no name for."""

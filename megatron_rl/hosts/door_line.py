@@ -12,13 +12,16 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
-from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, clip_to_type, not_numbers
+from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, clip_to_type, not_numbers
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
 from megatron_rl.validation.checks import Row
 
 # A misspelt section is more similar than this to the right one; no two sections of a host are.
 CLOSEST_SECTION = 0.9
+# The same for a module of ours among those of the user's own.
+CLOSEST_MODULE = 0.8
+PACKAGE = "megatron_rl"
 # The same for a name without our prefix whose loss is one of ours; another one may be somebody else's.
 SIMILAR_MODE = 0.6
 # Words for the two sides of a range: another trainer says high where this one says max. The wrong side is never what was meant.
@@ -70,6 +73,7 @@ def judge_settings(door: Door, settings: Settings, *, may_have_more: bool = Fals
     yield from _misplaced(door, settings.given)
     yield from judge_names(door, settings, is_ours=is_ours, may_have_more=may_have_more)
     yield from door.of_any_launch(settings)
+    yield from judge_log_probs(door, settings)
     if name is UNKNOWN:
         yield Row(choice.setting, "not known here, so the loss is not judged", is_note=True)
         yield from door.unchosen(settings)
@@ -98,6 +102,28 @@ def judge_settings(door: Door, settings: Settings, *, may_have_more: bool = Fals
         yield from (Row(choice.setting, problem, is_wrong=True) for problem in error.problems)
         return
     yield from said_of(found)
+
+
+def judge_log_probs(door: Door, settings: Settings) -> Iterator[Row]:
+    """Whose log-probabilities train, where the launch says it."""
+    one = door.log_probs
+    value = ABSENT if one is None else settings.value_of(one.setting)
+    if one is None or value in (ABSENT, UNKNOWN, None, one.theirs):
+        return
+    listed = value if isinstance(value, list | tuple) else str(value).strip("[]").split(",")
+    values = [str(each).strip(" '\"") for each in listed]
+    if one.value in values:
+        text = f"{one.value}: log-probabilities and entropies are ours, in the place of {door.title}'s, for whichever loss trains"
+        yield Row(one.setting, text)
+    elif not one.is_hosts:
+        text = f"{one.setting}={value} must be {one.value}, which computes log-probabilities and entropies here, or {one.theirs}"
+        yield Row(one.setting, text, is_wrong=True)
+    else:
+        for each in values:
+            # The package alone can be imported, and replaces nothing.
+            if each == PACKAGE or get_close_matches(each, [one.value], 1, CLOSEST_MODULE):
+                text = f"{one.setting}={each} puts none of our log-probabilities in the place of {door.title}'s"
+                yield Row(one.setting, f"{text}; did you mean {one.value}?", is_wrong=True)
 
 
 def said_of(found: Found) -> Iterator[Row]:

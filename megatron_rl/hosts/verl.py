@@ -37,6 +37,7 @@ from megatron_rl.hosts.door import (
     Found,
     Kind,
     Line,
+    LogProbs,
     Own,
     Prompts,
     ReadFile,
@@ -64,6 +65,8 @@ LOSS_MODE, LOSS_CLASS = f"{ACTOR}policy_loss.loss_mode", f"{ACTOR}policy_loss._t
 ESTIMATOR = "algorithm.adv_estimator"
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what each of its processes imports first
 MINI_BATCH, BATCH = f"{ACTOR}ppo_mini_batch_size", "data.train_batch_size"
+# The setting of verl that names modules to import in each process that makes a model, and ours.
+EXTERNAL_LIB, LOG_PROBS = "actor_rollout_ref.model.external_lib", "megatron_rl.hosts.verl_log_probs"
 OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 # The class of verl's policy_loss that has fields for the settings of ours that verl has no name for.
 POLICY_LOSS_CLASS = "megatron_rl.hosts.verl_config.PolicyLoss"
@@ -447,6 +450,7 @@ DOOR = Door(
     stand_ins={f"{ACTOR}loss_scale_factor": 1.0},
     readers=readers,
     several=lambda settings: SEVERAL_ROWS,
+    log_probs=LogProbs(setting=EXTERNAL_LIB, value=LOG_PROBS, is_hosts=True),
     sampler=Sampler(
         filters={f"{ROLLOUT}top_p": Filter(1.0, (1.0,)), f"{ROLLOUT}top_k": Filter(-1, (-1, 0))},
         engine=f"{ROLLOUT}name",

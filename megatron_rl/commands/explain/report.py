@@ -71,6 +71,9 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
         door = DOORS.get(explanation.host or "")
         place, separator = ("hooks on the launch line", " ") if door is None else (door.place, door.separator)
         lines.append(f"{place}: {separator.join(explanation.launch_lines)}")
+        if door is not None and door.log_probs is not None:
+            typed = door.line_of(door.log_probs.setting, door.log_probs.value)
+            lines.append(f"our log-probabilities too, for this loss or {door.title}'s own: {typed}")
     lines += [f"REFUSED: {line}" for line in explanation.problems]
     if explanation.left_out:
         lines += ["", *(f"left out: {line}" for line in explanation.left_out)]

@@ -1,0 +1,217 @@
+"""Our log-probabilities in the place of a trainer's own, for whichever loss trains there: one setting a host.
+
+    host      setting                                                                       whose module does it
+    verl      actor_rollout_ref.model.external_lib=megatron_rl.hosts.verl_log_probs          verl_log_probs
+    NeMo-RL   ++loss_fn.megatron_rl_log_probs=megatron_rl                                    nemo_rl_log_probs
+    SkyRL     megatron_rl.log_probs=megatron_rl                                              skyrl_log_probs
+
+Each module has a table of `Replacement`: the name that the host looks up, its arguments as they were probed, and the function that
+takes its place. The name is replaced where it is defined, right after that module is loaded, and in each module of the host that
+has taken it already. A name with other arguments, or a caller that no longer looks it up, is refused with its file and line.
+
+What stays the host's: shifts, packing, padding, the gather over context-parallel ranks, filters of the sampler, sums of squared
+probabilities. What changes is the function of a row:
+
+- Value, entropy and gradient are the host's in float32. From 16-bit logits they are computed in float32, and come in float32.
+- A label outside the vocabulary gives 0 and has no gradient. Theirs give 0 or max - lse and push the whole row down, or raise.
+- Sizes of chunks are accepted and have no effect: nothing here makes a float32 copy of the logits, and a head is cut by
+  `max_logits_bytes` of 2 GiB.
+- The gradient is written over the logits only where the host's own function does that too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.after_import import after_import
+from megatron_rl.hosts.door import place_of, signature_problem
+from megatron_rl.hosts.run import Run
+from megatron_rl.layout.groups import Group
+from megatron_rl.ops.backends import runs_eagerly
+from megatron_rl.ops.linear_autograd import differentiable_linear_log_probs
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+
+MARK = "_log_probs_of_megatron_rl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replacement:
+    """path: module:name, as the host defines it. arguments: of the function, or of the `forward` of an autograd function. ours:
+    takes the host's own, returns what takes its place. callers: module:function that must look the name up; a module that the host
+    does not load is not asked."""
+
+    path: str
+    arguments: tuple[str, ...]
+    ours: Callable[[Any], Any]
+    callers: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.path.partition(":")[2]
+
+
+class Applied:
+    """In the place of an autograd function, of which hosts call `apply` alone."""
+
+    def __init__(self, apply: Callable[..., Any]):
+        self.apply = apply
+
+
+@dataclass(frozen=True, slots=True)
+class Installer:
+    """title: the host as it writes itself. probed: the revision that the tables were read from. package: its Python package."""
+
+    title: str
+    probed: str
+    package: str
+
+    def install(self, replacements: Iterable[Replacement]) -> None:
+        """Replaces what is loaded now and the rest when it is. Raises ConfigError here, or where the host imports a module, for a
+        host whose path is another one. A second call changes nothing."""
+        run = Run()
+        for one in replacements:
+            after_import(one.path.partition(":")[0], partial(self._replace, one, run))
+            for caller in one.callers:
+                place, _, function = caller.partition(":")
+                after_import(place, partial(self._check_caller, one, function))
+
+    def _replace(self, one: Replacement, run: Run, module: ModuleType) -> None:
+        theirs = getattr(module, one.name, None)
+        if hasattr(theirs, MARK):
+            return
+        if theirs is None:
+            raise ConfigError(f"{self._of(module)} has no {one.name}; {self.probed} was probed, and log_probs is made for it")
+        function = function_of(theirs)
+        if problem := signature_problem(function, one.arguments):
+            raise ConfigError(f"{self.title}'s {one.name} {problem}, {place_of(function)}; {self.probed} was probed")
+        ours = _telling(one.ours(theirs), f"log_probs in {self.title}: {one.name} is megatron_rl's", run)
+        for holder in [module, *loaded(self.package)]:
+            for name, value in [*vars(holder).items()]:
+                if value is theirs:
+                    setattr(holder, name, ours)
+
+    def _check_caller(self, one: Replacement, name: str, module: ModuleType) -> None:
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            raise ConfigError(f"{self._of(module)} has no {name}, which calls {one.name}; {self.probed} was probed")
+        function = inspect.unwrap(found)
+        if one.name not in function.__code__.co_names:
+            raise ConfigError(
+                f"{self.title}'s {name} does not call {one.name} any more, {place_of(function)}, so log_probs would have no effect "
+                f"there; {self.probed} was probed"
+            )
+
+    def _of(self, module: ModuleType) -> str:
+        return f"{self.title}'s {module.__name__} ({getattr(module, '__file__', 'no file')})"
+
+
+def function_of(theirs: Any) -> Callable[..., Any]:
+    """What has the arguments: the forward of an autograd function, or of its `apply`."""
+    owner = theirs if inspect.isclass(theirs) else getattr(theirs, "__self__", None)
+    found: Callable[..., Any] = owner.forward if inspect.isclass(owner) and issubclass(owner, torch.autograd.Function) else theirs
+    return found
+
+
+def loaded(package: str) -> list[ModuleType]:
+    names = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+    return [module for name in names if isinstance(module := sys.modules[name], ModuleType)]
+
+
+def _telling(ours: Any, text: str, run: Run) -> Any:
+    """Ours, which says once that it is at work. torch.compile, which a host may lay over it, does not trace it."""
+    call: Callable[..., Any] = ours.apply if isinstance(ours, Applied) else ours
+
+    @runs_eagerly
+    def told(*given: Any, **named: Any) -> Any:
+        run.warn(text)
+        return call(*given, **named)
+
+    found = Applied(told) if isinstance(ours, Applied) else told
+    setattr(found, MARK, True)
+    return found
+
+
+# The functions of a row
+
+
+def log_probs_of_logits(
+    logits: Tensor,  # [..., V_tp]
+    labels: Tensor,  # [...] whole numbers in the full vocabulary
+    tp_group: Group,
+    *,
+    inplace: bool = False,
+) -> Tensor:  # [...] float32 (float64 for float64)
+    """As vocab_parallel_log_probs. A label outside the vocabulary gives 0 without a gradient."""
+    rows, chosen = _rows(logits), labels.reshape(-1).long()
+    found = vocab_parallel_log_probs(
+        rows,
+        chosen,
+        loss_mask=_is_known(chosen, rows.shape[1] * tp_group.size()),
+        tp_group=tp_group,
+        inplace=inplace,
+    )
+    return found.view(labels.shape)
+
+
+def entropy_of_logits(logits: Tensor, tp_group: Group, *, inplace: bool = False) -> Tensor:  # [..., V_tp] -> [...] float32
+    """The entropy of the full distribution, with its gradient."""
+    rows = _rows(logits)
+    any_label = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+    _, entropy = vocab_parallel_log_probs(rows, any_label, tp_group=tp_group, with_entropy=True, inplace=inplace)
+    return entropy.view(logits.shape[:-1])
+
+
+def log_probs_of_hidden(
+    hidden: Tensor,  # [..., H]
+    weight: Tensor,  # [V_tp, H]
+    labels: Tensor,  # as many as hidden has rows, in their order
+    tp_group: Group,
+    *,
+    temperature: float = 1.0,
+    reduces_hidden: bool,
+    sequence_parallel: bool = False,
+) -> tuple[Tensor, Tensor]:  # log_probs [T], entropy [T] float32
+    """As differentiable_linear_log_probs, with float32 logits. A label outside the vocabulary gives 0 without a gradient; its
+    entropy is what it is. Hidden states of another dtype are cast to the weight's, as a Megatron output layer does."""
+    chosen = labels.reshape(-1).long()
+    log_probs, entropy = differentiable_linear_log_probs(
+        hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype),
+        weight,
+        chosen,
+        temperature=temperature,
+        tp_group=tp_group,
+        fp32_logits=True,
+        reduces_hidden=reduces_hidden,
+        sequence_parallel=sequence_parallel,
+    )
+    return torch.where(_is_known(chosen, weight.shape[0] * tp_group.size()), log_probs, 0.0), entropy
+
+
+def check_shard(first: int, end: int, num_columns: int, tp_group: Group) -> None:
+    """Raises DataError unless a host's bounds of this rank's columns are those of equal shards in the order of ranks."""
+    expected = tp_group.rank() * num_columns
+    if (first, end) != (expected, expected + num_columns):
+        raise DataError(
+            f"this tp rank has the columns [{first}, {end}) of the vocabulary, and {num_columns} columns of rank {tp_group.rank()} "
+            f"of {tp_group.size()} are [{expected}, {expected + num_columns}): shards must be equal and in the order of ranks"
+        )
+
+
+def _rows(logits: Tensor) -> Tensor:
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def _is_known(labels: Tensor, vocab_size: int) -> Tensor:  # [T] bool
+    return (labels >= 0) & (labels < vocab_size)

@@ -1,0 +1,161 @@
+"""Our log-probabilities in verl: `actor_rollout_ref.model.external_lib=megatron_rl.hosts.verl_log_probs`.
+
+verl imports the module that external_lib names in each process that makes a model, before its engine; or by
+VERL_USE_EXTERNAL_MODULES in the environment. This import replaces the functions of REPLACEMENTS, for the actor, the reference
+policy and each loss, verl's own too. `log_probs` says what is the same and what is not.
+
+    engine     verl's function                            where the gradient is written
+    Megatron   vocab_parallel_log_probs_from_logits       over float32 logits, as Megatron's own cross entropy does
+    Megatron   vocab_parallel_entropy(_with_chunking)     over float32 logits: verl has copied them for the log-probabilities
+    FSDP       logprobs_from_logits                       over the logits where verl says inplace_backward
+    FSDP       entropy_from_logits(_with_chunking)        new memory
+    both       linear_cross_entropy                       no logits: verl's own switch, use_fused_kernels, now also on a CPU
+    FSDP       FusedLinearForPPOFunction                  no logits: the same switch with impl_backend torch
+
+verl divides the logits by the temperature of each row before; a fused head gets one temperature, as in verl. Σπ² stays verl's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.log_probs import (
+    Applied,
+    Installer,
+    Replacement,
+    entropy_of_logits,
+    log_probs_of_hidden,
+    log_probs_of_logits,
+)
+from megatron_rl.hosts.verl import DOOR
+from megatron_rl.layout.groups import SINGLE, Group, resolve_group
+
+FSDP, MEGATRON = "verl.utils.torch_functional", "verl.utils.megatron.tensor_parallel"
+FUSED, FUSED_IN_TORCH = "verl.utils.kernel.linear_cross_entropy", "verl.utils.experimental.torch_functional"
+FSDP_ENGINE, MEGATRON_ENGINE = "verl.workers.engine.fsdp.transformer_impl", "verl.workers.engine.megatron.transformer_impl"
+FUSED_FORWARD = "verl.models.mcore.model_forward_fused"
+OF_THE_ENGINE = f"{MEGATRON_ENGINE}:MegatronEngineWithLMHead._lm_head_logits_processor"
+
+
+def overwrites(logits: Tensor) -> bool:
+    """Whether Megatron's own cross entropy would write over these logits: it casts others to float32 first."""
+    return logits.dtype == torch.float32
+
+
+def of_rows(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(theirs)
+    def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+        return log_probs_of_logits(logits, labels, SINGLE, inplace=bool(inplace_backward))
+
+    return logprobs_from_logits
+
+
+def of_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(theirs)
+    def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+        return log_probs_of_logits(logits, labels, resolve_group(None, "tp"), inplace=overwrites(logits))
+
+    return vocab_parallel_log_probs_from_logits
+
+
+def entropy_of_rows(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(theirs)
+    def entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:
+        return entropy_of_logits(logits, SINGLE)
+
+    return entropy_from_logits
+
+
+def entropy_of_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(theirs)
+    def vocab_parallel_entropy(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
+        return entropy_of_logits(vocab_parallel_logits, resolve_group(None, "tp"), inplace=overwrites(vocab_parallel_logits))
+
+    return vocab_parallel_entropy
+
+
+def of_hidden(theirs: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    def linear_cross_entropy(
+        hidden: Tensor,  # [..., H]
+        weight: Tensor,  # [V_tp, H]
+        labels: Tensor,  # as many as hidden has rows
+        temperature: float = 1.0,
+        reduction: str = "none",
+        dist_process_group: Group | None = None,
+    ) -> tuple[Tensor, Tensor]:  # log_probs [T], entropy [T] float32
+        """The gradient of hidden is this tp rank's part, as verl's: the gather of sequence-parallel hidden states adds them up."""
+        if reduction.lower() != "none":
+            raise ConfigError(
+                f"linear_cross_entropy with reduction={reduction!r}: megatron_rl's head gives each token its log-probability; ask "
+                "for 'none', or take external_lib=megatron_rl.hosts.verl_log_probs out of the launch"
+            )
+        group = SINGLE if dist_process_group is None else dist_process_group
+        return log_probs_of_hidden(hidden, weight, labels, group, temperature=temperature, reduces_hidden=False)
+
+    return linear_cross_entropy
+
+
+def of_hidden_in_torch(theirs: Any) -> Applied:
+    def apply(
+        hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0, chunk_size: int = 512
+    ) -> tuple[Tensor, Tensor]:  # [...] each, as input_ids
+        found = log_probs_of_hidden(hidden_states, vocab_weights, input_ids, SINGLE, temperature=temperature, reduces_hidden=False)
+        log_probs, entropy = (values.view(input_ids.shape) for values in found)
+        return log_probs, entropy
+
+    return Applied(apply)
+
+
+REPLACEMENTS = (
+    Replacement(
+        path=f"{FSDP}:logprobs_from_logits",
+        arguments=("logits", "labels", "inplace_backward"),
+        ours=of_rows,
+        callers=(f"{FSDP_ENGINE}:FSDPEngineWithLMHead.prepare_model_outputs",),
+    ),
+    Replacement(path=f"{FSDP}:entropy_from_logits", arguments=("logits",), ours=entropy_of_rows),
+    Replacement(path=f"{FSDP}:entropy_from_logits_with_chunking", arguments=("logits", "chunk_size"), ours=entropy_of_rows),
+    Replacement(
+        path=f"{MEGATRON}:vocab_parallel_log_probs_from_logits",
+        arguments=("logits", "labels"),
+        ours=of_shards,
+        callers=(OF_THE_ENGINE,),
+    ),
+    Replacement(
+        path=f"{MEGATRON}:vocab_parallel_entropy",
+        arguments=("vocab_parallel_logits",),
+        ours=entropy_of_shards,
+        callers=(OF_THE_ENGINE,),
+    ),
+    Replacement(
+        path=f"{MEGATRON}:vocab_parallel_entropy_with_chunking",
+        arguments=("vocab_parallel_logits", "chunk_size"),
+        ours=entropy_of_shards,
+        callers=(OF_THE_ENGINE,),
+    ),
+    Replacement(
+        path=f"{FUSED}:linear_cross_entropy",
+        arguments=("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"),
+        ours=of_hidden,
+        callers=(f"{FUSED_FORWARD}:fused_output_processor",),
+    ),
+    Replacement(
+        path=f"{FUSED_IN_TORCH}:FusedLinearForPPOFunction",
+        arguments=("ctx", "hidden_states", "vocab_weights", "input_ids", "temperature", "chunk_size"),
+        ours=of_hidden_in_torch,
+        callers=(f"{FUSED_IN_TORCH}:FusedLinearForPPO.forward",),
+    ),
+)
+
+
+def install() -> None:
+    Installer(DOOR.title, DOOR.probed, "verl").install(REPLACEMENTS)
+
+
+install()
