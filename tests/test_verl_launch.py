@@ -230,3 +230,4 @@ def test_explain_refuses_what_verl_decides_itself():
     code, out, _ = explain(*STEP, "--host", "verl", "--policy-loss", "dro", "--loss-aggregation", "prompt_mean")
     assert code == 1 and "dro is not proportional" in out
     assert "overrides on the launch line: actor_rollout_ref" in out
+    assert f"our log-probabilities too, for this loss or verl's own: {verl.EXTERNAL_LIB}={verl.LOG_PROBS}\n" in out
