@@ -77,7 +77,8 @@ def test_the_plugin_imports_nothing_until_verl_has_its_tables(checkout):
     done = python(checkout, "-c", SHOW)
     assert done.returncode == 0, done.stderr
     at_import, *tables = done.stdout.splitlines()
-    assert at_import == "False ['megatron_rl', 'megatron_rl.hosts', 'megatron_rl.hosts.after_import', 'megatron_rl.hosts.verl_plugin']"
+    loaded = ["megatron_rl", "megatron_rl.hosts", "megatron_rl.hosts.after_import", "megatron_rl.hosts.verl_plugin"]
+    assert at_import == f"False {loaded}"
     num_modes = 1 + sum(is_built_in(loss) for loss, _ in modes(verl.DOOR).values())  # and verl's own
     assert tables == [f"{num_modes} True", "['grpo', 'megatron_rl.grpo_prompt_mean'] False"]
 
