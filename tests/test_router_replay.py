@@ -422,6 +422,7 @@ def test_layers_with_experts_are_found_as_megatron_places_them():
 # Rollouts and files
 
 OPTIONS = {"num_rollouts": 2, "save_interval": None, "steps_per_rollout": 2}
+PHANTOMS = "policy/num_phantom_tokens"
 
 
 def runs_on_rank(rank: int, folder, runs: dict[str, dict]) -> None:
@@ -436,9 +437,12 @@ def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_
     checked = {"router_replay": replay, "check_router_replay": True}
     pool.run(runs_on_rank, tmp_path, {"one": checked | {"save_rollouts": str(file)}}, world_size=1)
     pool.run(runs_on_rank, tmp_path, {"two": checked, "file": checked | {"rollouts": str(file)}}, world_size=2, **{EP: 2})
-    truth = cases.metrics_of(tmp_path / "one")
-    for other in ("two", "file"):
-        assert cases.unlike_metrics(cases.metrics_of(tmp_path / other), truth) == []
+    truth, two, of_file = (cases.metrics_of(tmp_path / name) for name in ("one", "two", "file"))
+    assert cases.unlike_metrics(of_file, truth) == []
+    # Phantoms are counted where old log-probabilities are given. Without a file the first step is measured for its routes alone.
+    assert truth[0].pop(PHANTOMS) == 0 and (PHANTOMS in two[0]) == (replay == "old_log_probs")
+    two[0].pop(PHANTOMS, None)
+    assert cases.unlike_metrics(two, truth) == []
     for row in truth[::2]:
         assert row["policy/route_agreement"] == 1 and row["policy/ratio_new_old"] == pytest.approx(1, abs=1e-6)
     assert all(row["policy/max_vio"] > 0 for row in truth)

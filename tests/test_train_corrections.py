@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import error_of, pool_of
-from trainer_cases import metrics_of, run_loop
+from trainer_cases import metrics_of, ragged_step, run_loop, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
@@ -66,7 +66,6 @@ def test_a_mask_drops_what_differs_and_dropped_tokens_leave_the_counts(pool, sam
         "importance_correction_low": 1.0,
         "importance_correction_high": 2.0,
     }
-    # Two steps a rollout: their old log-probabilities are measured before the first one, so what is dropped is known.
     kept, error = run(pool, sampled, "mask", replace(GRPO, **mask, watchdog="off"), steps_per_rollout=2)
     assert error == "" and 0.05 < kept["policy/correction_kept_tokens"] < 0.95
     dropped, error = run(
@@ -79,9 +78,21 @@ def test_a_mask_drops_what_differs_and_dropped_tokens_leave_the_counts(pool, sam
     assert abs(dropped["loss/policy"]) < 1e-6 < 1e-3 < abs(kept["loss/policy"])
 
 
-def test_dropped_tokens_of_on_policy_samples_are_refused(pool, sampled):
+def test_dropped_tokens_of_a_single_step_are_known_before_it(pool, sampled):
+    """The samples have no old log-probabilities: they are measured, because the counts of the step need them."""
     config = replace(GRPO, importance_correction="icepop", rejected_tokens="dropped")
-    _, error = run(pool, sampled, "on-policy", config)
+    row, error = run(pool, sampled, "single", config)
+    assert error == "" and row["policy/correction_kept_tokens"] > 0.9
+
+
+def dropped_step_on_rank(rank):
+    trainer = tiny_trainer(replace(GRPO, importance_correction="icepop", rejected_tokens="dropped", samples_per_prompt=2))
+    samples = [replace(sample, rollout_log_probs=[-2.0] * len(sample.loss_mask)) for sample in ragged_step()]
+    return error_of(lambda: trainer.step([samples]))
+
+
+def test_a_step_of_ones_own_loop_needs_to_know_what_is_dropped(pool):
+    [error] = pool.run(dropped_step_on_rank)
     assert "rejected_tokens=dropped needs old_log_probs of each sample before the step" in error
 
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import Overlong, RouterReplay
+from megatron_rl.config import Overlong, PolicyLossConfig, RejectedTokens, RouterReplay
 from megatron_rl.layout.agreement import finish_together
 from megatron_rl.layout.groups import SINGLE, all_reduce_max, all_reduce_sum, group_device, world_group
+from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
@@ -201,6 +202,24 @@ class Evaluation:
             "eval/reward": sum(sample.reward for sample in samples) / len(samples),
             "eval/response_length": sum(sample.response_length for sample in samples) / len(samples),
         }
+
+
+def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> str | None:
+    """The flag that reads the old log-probabilities of a rollout's first step before that step; None: there is none.
+
+    Without one the first step takes its own, as constants, and no forward measures them. --docs-per-step over recorded rollouts
+    takes each step for a first one.
+    """
+    if options.save_rollouts is not None:
+        return "--save-rollouts"
+    if options.router_replay == RouterReplay.OLD_LOG_PROBS:  # the routes of that forward
+        return f"--router-replay {options.router_replay}"
+    if config.rejected_tokens == RejectedTokens.DROPPED:  # which tokens are counted
+        return f"--rejected-tokens {config.rejected_tokens}"
+    if options.rollouts is None and needs_rollout_log_probs(config):  # the sampler is the trainer's own engine
+        has_delta = config.off_policy_sequence_delta is not None
+        return "--off-policy-sequence-delta" if has_delta else f"--policy-loss {config.policy_loss}"
+    return None
 
 
 def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.config import Overlong, PolicyLossConfig, RouterReplay
+from megatron_rl.config import Overlong, PolicyLossConfig
 from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.loss_hub import needs_rollout_log_probs
@@ -25,6 +25,7 @@ from megatron_rl.registries.registry import import_dotted
 from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,
+    reader_of_old_log_probs,
     with_old_log_probs,
     with_ref_log_probs,
     with_rollout_log_probs,
@@ -140,6 +141,7 @@ class TrainingRun:
         self._evaluation = evaluation
         self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, config
         self._start, self._progress, self._run_id = start, start.progress, run_id
+        self._measures_first_steps = reader_of_old_log_probs(options, config) is not None
         self._is_first_rank = dist.get_rank() == 0
         is_float32 = not trainer.settings.bf16
         self._watchdog = RunWatchdog(config, state=start.watchdog_state, is_first_rank=self._is_first_rank, is_float32=is_float32)
@@ -223,7 +225,11 @@ class TrainingRun:
             yield TrainStep(step.microbatches, step.num_documents, num_rollouts - 1, of_step, may_be_last=True)
 
     def _cut(self, rollout: SharedRollout) -> list[tuple[Microbatches, int]]:
-        """(this rank's micro-batches, documents of all ranks) of each optimiser step on the rollout, with old log-probabilities."""
+        """(this rank's micro-batches, documents of all ranks) of each optimiser step on the rollout.
+
+        A later step has the old log-probabilities of its samples, measured before the first one moves the policy. The first step
+        is on-policy: its own are the old ones, its ratio is 1, and without a reader of them it costs no forward.
+        """
         groups, options, own = self._trainer.groups, self._options, rollout.own
         if self._documents is None:
             headers_of_steps = split_into_steps(rollout.headers, options.steps_per_rollout, own.rollout_index)
@@ -239,10 +245,8 @@ class TrainingRun:
         else:
             assembled = self._documents.of_rollout(own)
             steps, num_documents = [step.microbatches for step in assembled], [step.num_documents for step in assembled]
-        # Measured for all steps before the first one moves the policy, in the micro-batches of training. A single step is
-        # on-policy: its ratio is 1 by definition, and it needs no forward.
-        if len(steps) > 1 or options.save_rollouts:
-            steps = [with_old_log_probs(self._trainer, microbatches) for microbatches in steps]
+        unmeasured = [] if self._measures_first_steps else steps[:1]
+        steps = [*unmeasured, *(with_old_log_probs(self._trainer, of_step) for of_step in steps[len(unmeasured) :])]
         if options.save_rollouts:
             samples = [sample for microbatches in steps for of_microbatch in microbatches for sample in of_microbatch]
             on_all_ranks(partial(self._save_rollout, rollout.part(samples), options.save_rollouts))
@@ -257,7 +261,7 @@ class TrainingRun:
 
     def _step(self, microbatches: Microbatches, num_documents: int) -> dict[str, float]:
         steps_done = self._progress.num_steps
-        if self._options.router_replay == RouterReplay.OLD_LOG_PROBS:  # a single step is measured for its routes
+        if self._measures_first_steps:  # each step of a file under --docs-per-step is one
             microbatches = with_old_log_probs(self._trainer, microbatches)
         if needs_rollout_log_probs(self._config):
             microbatches = with_rollout_log_probs(self._trainer, microbatches)

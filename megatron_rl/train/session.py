@@ -23,7 +23,7 @@ from megatron_rl.layout.agreement import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.train import checkpoints
-from megatron_rl.train.collection import Evaluation, SampledRollouts
+from megatron_rl.train.collection import Evaluation, SampledRollouts, reader_of_old_log_probs
 from megatron_rl.train.document_steps import size_of_steps
 from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_export import HFExport
@@ -165,6 +165,9 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     if not options.rollouts:
         is_divided = options.advantage_normalization == AdvantageNormalization.STD
         samples += f", advantages {'(r - mean) / std' if is_divided else 'r - mean'} of a prompt"
+    reader = reader_of_old_log_probs(options, config)
+    if reader is not None:
+        samples += f", old log-probabilities of the first step measured for {reader}"
     probe = trainer.probe
     print(
         f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{head} | "

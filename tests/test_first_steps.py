@@ -1,0 +1,328 @@
+"""The first step of a rollout in `megatron-rl train`: it is on-policy, and no forward measures its old log-probabilities.
+
+What reads them before that step keeps the forward. A run without the forward trains as one with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from helpers import pool_of
+from test_layouts import GRADIENT_TOLERANCE, config_of
+from trainer_cases import (
+    CP,
+    PP,
+    STILL,
+    TP,
+    gradients_of,
+    lively,
+    metrics_of,
+    ragged_step,
+    relative_difference,
+    run_loop,
+    tiny_trainer,
+    unlike_metrics,
+    whole,
+)
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.testing.comparison import Truth
+from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout, with_old_log_probs
+from megatron_rl.testing.reference import double_model, global_parameters, model_logits, ragged_samples, scale_of_terms
+from megatron_rl.testing.selftest_terms import Tokens, loss_by_hand
+from megatron_rl.train.collection import reader_of_old_log_probs
+from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
+from megatron_rl.train.session import announce
+
+pytestmark = pytest.mark.megatron
+
+GSPO = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=4, watchdog="raise")
+GRPO = PolicyLossConfig(loss_aggregation="token_mean", samples_per_prompt=4)
+# Losses whose ratio is to the old policy; that of the others is to the sampler, whose log-probabilities are measured.
+OF_THE_OLD_POLICY = [name for name in policy_loss_names() if get_policy_loss(name).anchor == "old"]
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+PHANTOMS = "policy/num_phantom_tokens"
+pool = pool_of(4)
+
+
+class Passes:
+    """Counts the forward passes of a trainer's model by the method that makes them: sample, log_probs or step."""
+
+    def __init__(self):
+        self.of_method, self._method = Counter(), None
+
+    def watch(self, trainer) -> None:
+        for name in ("sample", "log_probs", "step"):
+            setattr(trainer, name, partial(self._call, name, getattr(trainer, name)))
+        trainer.model.register_forward_pre_hook(lambda *_: self.of_method.update([self._method]))
+
+    def _call(self, name, method, *arguments, **keywords):
+        self._method = name
+        return method(*arguments, **keywords)
+
+
+def run_on_rank(rank, output_dir, config, options, settings=None, measures_all=False, resume=False):
+    """(forward passes by method, final weights) of a run. measures_all: with the forward that the first steps do without."""
+    passes = Passes()
+    patch = mock.patch("megatron_rl.train.loop.reader_of_old_log_probs", lambda *_: "the test")
+    with patch if measures_all else contextlib.nullcontext():
+        _, weights = run_loop(output_dir, config, options, settings=settings, resume=resume, on_trainer=passes.watch)
+    return dict(passes.of_method), weights
+
+
+# How many forwards
+
+# Two rollouts of 16 samples in prompts of four: passes of log_probs and of step together.
+COUNTS = [
+    pytest.param(GSPO, {"steps_per_rollout": 1}, (0, 2), id="one step a rollout"),
+    pytest.param(GSPO, {"steps_per_rollout": 2}, (2, 4), id="two steps"),
+    pytest.param(GSPO, {"steps_per_rollout": 4}, (6, 8), id="four steps"),
+    pytest.param(GSPO, {"steps_per_rollout": 2, "micro_batch_size": 4}, (4, 8), id="two steps of two micro-batches"),
+    pytest.param(replace(GSPO, docs_per_step=8), {"steps_per_rollout": 1}, (4, 8), id="two steps of eight documents"),
+]
+
+
+@pytest.mark.parametrize(("config", "options", "expected"), COUNTS)
+def test_the_first_step_of_a_rollout_has_no_forward_of_its_own(pool, tmp_path, config, options, expected):
+    [(passes, _)] = pool.run(run_on_rank, tmp_path / "run", config, {"num_rollouts": 2, **options}, world_size=1)
+    assert (passes.get("log_probs", 0), passes["step"]) == expected
+
+
+DPPO = replace(GRPO, policy_loss="dppo_tv")
+DELTA = replace(GRPO, off_policy_sequence_delta=0.1)
+READERS = [
+    pytest.param(GRPO, {"save_rollouts": "saved.jsonl"}, {}, "--save-rollouts", id="a file of rollouts"),
+    pytest.param(GRPO, {"router_replay": "old_log_probs"}, EXPERTS, "--router-replay old_log_probs", id="routes of that forward"),
+    pytest.param(DPPO, {}, {}, "--policy-loss dppo_tv", id="a ratio to the sampler"),
+    pytest.param(DELTA, {}, {}, "--off-policy-sequence-delta", id="off-policy sequences"),
+]
+
+
+@pytest.mark.parametrize(("config", "options", "experts", "reader"), READERS)
+def test_what_reads_old_log_probs_before_the_step_keeps_the_forward(pool, tmp_path, config, options, experts, reader):
+    options = {"num_rollouts": 1, "steps_per_rollout": 2, **options}
+    if "save_rollouts" in options:
+        options["save_rollouts"] = str(tmp_path / options["save_rollouts"])
+    [(passes, _)] = pool.run(run_on_rank, tmp_path / "run", config, options, {"experts": experts}, world_size=1)
+    assert passes["log_probs"] == passes["step"] == 2
+    assert reader_of_old_log_probs(TrainOptions(**options), config) == reader
+
+
+def test_nothing_else_reads_them():
+    """A recorded file has the sampler's log-probabilities; a correction, a KL term and R3 read nothing before the step."""
+    corrected = replace(GRPO, importance_correction="tis", off_policy_sequence_delta=0.1, kl_coefficient=0.1)
+    assert reader_of_old_log_probs(TrainOptions(), GSPO) is None
+    assert reader_of_old_log_probs(TrainOptions(rollouts="r.jsonl", router_replay="rollout"), corrected) is None
+    dropped = replace(corrected, rejected_tokens="dropped")
+    assert reader_of_old_log_probs(TrainOptions(rollouts="r.jsonl"), dropped) == "--rejected-tokens dropped"
+
+
+def announced_on_rank(rank, options, configs) -> list[str]:
+    trainer, said = tiny_trainer(), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        for config in configs:
+            announce(TrainOptions(**options), config, trainer, [])
+    return said.getvalue().splitlines()
+
+
+def test_the_start_line_says_why_a_forward_stays(pool):
+    [(plain, kept)] = pool.run(announced_on_rank, {"steps_per_rollout": 2, "lr": 3e-3}, [GRPO, DPPO], world_size=1)
+    assert "old log-probabilities" not in plain
+    assert "2 steps a rollout" in kept and ", old log-probabilities of the first step measured for --policy-loss dppo_tv |" in kept
+
+
+# Which numbers
+
+
+def rows_of_losses_on_rank(rank, folder, names) -> list[list[dict]]:
+    rows = []
+    for name in names:
+        run_loop(folder / name, config_of(name, "token_mean", samples_per_prompt=4), {"num_rollouts": 1, "steps_per_rollout": 2})
+        rows.append(metrics_of(folder / name))
+    return rows
+
+
+def test_the_first_ratio_is_exactly_1_and_the_second_is_not(pool, tmp_path):
+    """No metric is missing but the count of phantoms, which looks at log-probabilities that somebody else has measured."""
+    [rows_of_losses] = pool.run(rows_of_losses_on_rank, tmp_path, OF_THE_OLD_POLICY, world_size=1)
+    for name, (first, second) in zip(OF_THE_OLD_POLICY, rows_of_losses, strict=True):
+        found = {metric: first[f"policy/{metric}"] for metric in ("ratio_new_old", "kl_new_old", "effective_sample_size")}
+        assert found == {"ratio_new_old": 1.0, "kl_new_old": 0.0, "effective_sample_size": 1.0}, name
+        assert first["policy/clipped_ratio_fraction"] == 0.0, name
+        assert first["policy/old_logprobs"] == first["policy/new_logprobs"], name
+        assert abs(second["policy/ratio_new_old"] - 1.0) > 1e-4 and second["policy/kl_new_old"] > 0.0, name
+        assert first.keys() == second.keys() and PHANTOMS not in first, name
+
+
+# Both runs compute in float32 with other roundings: a ratio is 1 here and 1 +- 1e-7 there. Adam divides a gradient by its own size,
+# so weights differ by as much of an update.
+SAME = 1e-6
+RUNS = [
+    pytest.param(GRPO, 1, {}, {}, {}, id="grpo"),
+    pytest.param(GSPO, 2, {}, {"micro_batch_size": 2}, {}, id="gspo, DP2, micro-batches"),
+    pytest.param(replace(GRPO, policy_loss="cispo"), 2, {TP: 2}, {}, {}, id="cispo, TP2"),
+    pytest.param(replace(GSPO, kl_coefficient=0.2), 2, {PP: 2}, {"packed": True}, {}, id="gspo with KL, packed, PP2"),
+    pytest.param(replace(GRPO, fused_lm_head_loss=True), 2, {CP: 2}, {}, {}, id="grpo, fused head, CP2"),
+    pytest.param(DPPO, 2, {}, {}, {}, id="dppo_tv, DP2"),
+    pytest.param(replace(GSPO, docs_per_step=8), 1, {}, {"steps_per_rollout": 1}, {}, id="gspo, steps of documents"),
+    pytest.param(GRPO, 1, {}, {"router_replay": "rollout", "check_router_replay": True}, EXPERTS, id="experts, R3"),
+    pytest.param(GRPO, 1, {}, {"check_router_replay": True}, EXPERTS, id="experts"),
+]
+
+
+def assert_same_runs(pool, folder, config, world_size, layout, options, experts):
+    """The rows and the final weights of a run without the forward and of one with it."""
+    options = {"num_rollouts": 2, "steps_per_rollout": 2, **options}
+    given = (config, options, {"experts": experts})
+    without = pool.run(run_on_rank, folder / "without", *given, world_size=world_size, **layout)
+    measured = pool.run(run_on_rank, folder / "with", *given, True, world_size=world_size, **layout)
+    rows, truth = metrics_of(folder / "without"), metrics_of(folder / "with")
+    truth[0].pop(PHANTOMS, None)
+    rows[0].pop(PHANTOMS, None)
+    assert unlike_metrics(rows, truth) == []
+    weights = [whole([weights for _, weights in answers]) for answers in (without, measured)]
+    assert relative_difference(*weights) < SAME
+    return without, measured
+
+
+@pytest.mark.parametrize(("config", "world_size", "layout", "options", "experts"), RUNS)
+def test_a_run_trains_as_one_with_the_forward(pool, tmp_path, config, world_size, layout, options, experts):
+    without, measured = assert_same_runs(pool, tmp_path, config, world_size, layout, options, experts)
+    saved = 0 if config is DPPO else 2  # a first step in each of two rollouts
+    for (few, _), (all_passes, _) in zip(without, measured, strict=True):
+        assert few["step"] == all_passes["step"]
+        of_a_step = all_passes["step"] // 4
+        assert all_passes["log_probs"] - few.get("log_probs", 0) >= saved * of_a_step, (few, all_passes)
+
+
+TIS = {"importance_correction": "tis", "importance_correction_high": 1.5}
+ICEPOP = {"importance_correction": "icepop", "importance_correction_low": 0.9, "importance_correction_high": 1.1}
+OF_SAMPLES = ICEPOP | {"importance_correction_level": "sequence_mean", "off_policy_sequence_delta": 0.01}
+CORRECTIONS = [
+    pytest.param(replace(GRPO, **TIS), id="grpo, tis"),
+    pytest.param(replace(GSPO, **OF_SAMPLES, watchdog="off"), id="gspo, icepop of samples and off-policy sequences"),
+    pytest.param(replace(GRPO, **OF_SAMPLES, watchdog="off", fused_lm_head_loss=True), id="grpo, the same, fused head"),
+    pytest.param(replace(GRPO, **ICEPOP, rejected_tokens="dropped", watchdog="off"), id="grpo, icepop, dropped tokens"),
+    pytest.param(replace(DPPO, watchdog="off"), id="dppo_tv"),
+]
+
+
+@pytest.fixture(scope="module")
+def sampled(pool, tmp_path_factory):
+    """Rollouts of another engine: its log-probabilities lie up to 0.2 beside the trainer's, which are not recorded."""
+    folder = tmp_path_factory.mktemp("sampled")
+    options = {"num_rollouts": 2, "save_rollouts": str(folder / "own.jsonl")}
+    pool.run(run_on_rank, folder / "own", GRPO, options, world_size=1)
+    for batch in load_rollouts(folder / "own.jsonl"):
+        samples = [
+            replace(
+                sample,
+                old_log_probs=None,
+                rollout_log_probs=sample.old_log_probs + 0.2 * torch.sin(torch.arange(sample.response_length) + sample.index),
+            )
+            for sample in batch.samples
+        ]
+        save_rollouts(folder / "measured.jsonl", replace(batch, samples=samples))
+    return folder / "measured.jsonl"
+
+
+@pytest.mark.parametrize("config", CORRECTIONS)
+def test_a_correction_of_the_first_step_compares_with_the_steps_own(pool, tmp_path, sampled, config):
+    """Where no forward has measured, the policy in training is the trainer's side: of factors, of drops and of their metrics."""
+    options = {"rollouts": str(sampled)}
+    assert_same_runs(pool, tmp_path, config, 1, {}, options, {})
+    first = metrics_of(tmp_path / "without")[0]
+    assert first["policy/train_rollout_logprob_abs_diff"] > 0.01
+    if config.importance_correction == "icepop":
+        assert 0.05 < first["policy/correction_kept_tokens"] < 0.95
+    elif config.importance_correction == "tis":
+        assert first["policy/correction_largest_ratio"] > 1.1
+
+
+def gradients_on_rank(rank, names) -> dict[str, tuple[dict, dict]]:
+    """Of each loss the gradient of a step without old log-probabilities, and of one that has measured them."""
+    found = {}
+    for name in names:
+        trainer = lively(tiny_trainer(config_of(name, "token_mean"), **STILL))
+        samples = ragged_step()
+        parts = [samples[:2], samples[2:]]
+        values = trainer.log_probs(parts)
+        measured = [
+            [replace(sample, old_log_probs=row) for sample, row in zip(part, rows, strict=True)]
+            for part, rows in zip(parts, values, strict=True)
+        ]
+        of_step = []
+        for microbatches in (parts, measured):
+            trainer.step(microbatches)
+            of_step.append(gradients_of(trainer))
+        found[name] = tuple(of_step)
+    return found
+
+
+def test_a_step_without_the_forward_has_the_gradient_of_one_with_it(pool):
+    """Not bitwise: a measured ratio is 1 to the rounding of a float32 difference, 1e-7, where the step's own is exactly 1."""
+    [found] = pool.run(gradients_on_rank, OF_THE_OLD_POLICY, world_size=1)
+    for name, (without, measured) in found.items():
+        assert relative_difference(whole([without]), whole([measured])) < 1e-6, name
+
+
+ORACLE = ("grpo", "gspo", "cispo", "sapo")
+
+
+def truth_on_rank(rank, tiny) -> dict[str, Truth]:
+    """In float64, with the policy's own log-probabilities as the old ones."""
+    samples = ragged_samples()
+    model = double_model(tiny, samples)
+    logits = model_logits(model, samples, tiny)
+    tokens = [Tokens.of(rows, sample, 1.0) for rows, sample in zip(logits, samples, strict=True)]
+    step = with_old_log_probs(samples, [of_sample.log_probs.tolist() for of_sample in tokens])
+    leaves, truths = global_parameters(model), {}
+    for name in ORACLE:
+        loss = loss_by_hand(step, tokens, config_of(name, "sample_mean"))
+        parts = torch.autograd.grad(loss, [*leaves.values()], retain_graph=True, materialize_grads=True)
+        gradient = dict(zip(leaves, parts, strict=True))
+        truths[name] = Truth(float(loss.detach()), scale_of_terms(step, "sample_mean"), gradient)
+    return truths
+
+
+LAYOUTS = [
+    pytest.param(Layout(num_microbatches=2), id="one rank"),
+    pytest.param(Layout(data=2, num_microbatches=2), id="DP2"),
+    pytest.param(Layout(tensor=2, sequence_parallel=True), id="TP2+SP"),
+    pytest.param(Layout(pipeline=2, num_microbatches=4), id="PP2"),
+    pytest.param(Layout(context=2, num_microbatches=2), id="CP2"),
+]
+
+
+@pytest.fixture(scope="module")
+def truth(pool):
+    return pool.run(truth_on_rank, TinyGPT(num_layers=2), world_size=1)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_steps_own_log_probs_give_the_float64_gradient(pool, truth, layout):
+    runs = [(ragged_samples(), config_of(name, "sample_mean")) for name in ORACLE]
+    for name, result in zip(ORACLE, steps_on_layout(pool, layout, runs, TinyGPT(num_layers=2)), strict=True):
+        assert result.gradient_error(truth[name]) < GRADIENT_TOLERANCE, name
+        assert result.metrics["policy/ratio_new_old"] == 1.0 and result.metrics["policy/kl_new_old"] == 0.0, name
+
+
+def test_a_resumed_run_goes_on_as_one_that_never_stopped(pool, tmp_path):
+    """The first step behind a checkpoint is on-policy for the weights of the checkpoint. Equal to the last bit."""
+    options = {"steps_per_rollout": 2, "save_interval": 1}
+    pool.run(run_on_rank, tmp_path / "whole", GSPO, {"num_rollouts": 3, **options}, world_size=1)
+    for num_rollouts, resumes in ((1, False), (3, True)):
+        given = (tmp_path / "halves", GSPO, {"num_rollouts": num_rollouts, **options}, None, False, resumes)
+        pool.run(run_on_rank, *given, world_size=1)
+    rows = metrics_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "halves") == rows
+    assert [row["policy/ratio_new_old"] == 1.0 for row in rows] == [True, False] * 3
