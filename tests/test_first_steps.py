@@ -49,6 +49,7 @@ GSPO = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samp
 GRPO = PolicyLossConfig(loss_aggregation="token_mean", samples_per_prompt=4)
 # Losses whose ratio is to the old policy; that of the others is to the sampler, whose log-probabilities are measured.
 OF_THE_OLD_POLICY = [name for name in policy_loss_names() if get_policy_loss(name).anchor == "old"]
+EP = "expert_model_parallel_size"
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
 PHANTOMS = "policy/num_phantom_tokens"
 pool = pool_of(4)
@@ -326,3 +327,14 @@ def test_a_resumed_run_goes_on_as_one_that_never_stopped(pool, tmp_path):
     rows = metrics_of(tmp_path / "whole")
     assert metrics_of(tmp_path / "halves") == rows
     assert [row["policy/ratio_new_old"] == 1.0 for row in rows] == [True, False] * 3
+
+
+def test_ranks_without_a_sample_of_a_later_step_measure_with_the_others(pool, tmp_path):
+    """EP4: two samples a step, on other ranks in each step. A rank that left the forward out would keep its experts from it."""
+    config = replace(GRPO, samples_per_prompt=2)
+    options = {"num_rollouts": 1, "prompts_per_rollout": 2, "steps_per_rollout": 2}
+    given = (config, options, {"experts": EXPERTS})
+    alone = pool.run(run_on_rank, tmp_path / "alone", *given, world_size=1)
+    spread = pool.run(run_on_rank, tmp_path / "spread", *given, world_size=4, timeout=60, **{EP: 4})
+    assert unlike_metrics(metrics_of(tmp_path / "spread"), metrics_of(tmp_path / "alone")) == []
+    assert [passes for passes, _ in spread] == [passes for passes, _ in alone] * 4

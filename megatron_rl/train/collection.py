@@ -225,9 +225,9 @@ def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> 
 def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
     """The samples with the policy's own log-probabilities before the first step, where they have none yet.
 
-    Under --router-replay old_log_probs with the routes of this forward too.
+    Under --router-replay old_log_probs with the routes of this forward too. Communication: _lack's, and trainer.log_probs'.
     """
-    if all(sample.old_log_probs is not None for samples in microbatches for sample in samples):
+    if not _lack("old_log_probs", trainer, microbatches):
         return microbatches
     recorder = trainer.route_recorder() if trainer.settings.router_replay == RouterReplay.OLD_LOG_PROBS else None
     values = trainer.log_probs(microbatches, recorder=recorder)
@@ -239,8 +239,11 @@ def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Mi
 
 
 def with_rollout_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
-    """The samples with the sampler's log-probabilities. Where none are given the trainer's own engine sampled: they are its own."""
-    if all(sample.rollout_log_probs is not None for samples in microbatches for sample in samples):
+    """The samples with the sampler's log-probabilities. Where none are given the trainer's own engine sampled: they are its own.
+
+    Communication: _lack's, and with_old_log_probs'.
+    """
+    if not _lack("rollout_log_probs", trainer, microbatches):
         return microbatches
     measured = with_old_log_probs(trainer, microbatches)
     return [
@@ -253,6 +256,17 @@ def with_ref_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Mi
     """The samples with the reference policy's log-probabilities."""
     values = trainer.log_probs(microbatches, of_reference=True)
     return [[replace(sample, ref_log_probs=row) for sample, row in pairs] for pairs in _paired(microbatches, values)]
+
+
+def _lack(name: str, trainer: PolicyTrainer, microbatches: Microbatches) -> bool:
+    """Whether a sample of the step has none, on any data-parallel rank.
+
+    A rank without samples has to measure where the others do: its experts take part in their forward.
+    Communication: one all-reduce of a number over dp.
+    """
+    dp = trainer.groups.dp
+    is_missing = any(getattr(sample, name) is None for samples in microbatches for sample in samples)
+    return bool(all_reduce_max(torch.tensor([int(is_missing)], device=group_device(dp)), dp))
 
 
 def _paired(microbatches: Microbatches, values: list[list[Tensor]]) -> list[list[tuple[Sample, Tensor]]]:
