@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
 
 import built_by_host
 import torch
@@ -41,7 +45,7 @@ class HostStep:
     tiny: TinyGPT = UNTIED
     size: int = 3
     flags: dict = field(default_factory=dict)
-    seed_of_head: float = 20.0  # factor of the head's weight: at its first values each token is as likely as any other
+    factor_of_head: float = 20.0  # factor of the head's weight: at its first values each token is as likely as any other
 
 
 @dataclass(frozen=True)
@@ -62,35 +66,93 @@ def results(answers: list[list[Found]]) -> list[StepResult]:
 
 def host_args(step: HostStep) -> Namespace:
     args = step.case.args()
-    vars(args).update(INIT, layout=step.layout, tiny=step.tiny, recompute_loss_function=False)
+    vars(args).update(INIT, layout=step.layout, tiny=step.tiny, recompute_loss_function=False, use_rollout_entropy=False)
     vars(args).update(step.flags)
     return args
 
 
 def host_model(args: Namespace):
     """What a training actor does before data: the init hook, then the model. Returns (model, optimizer, what was printed)."""
-    host = host_named("miles" if "observe_training_entropy" in vars(args) else "slime")
-    sys.modules[host.model_module] = built_by_host
+    host = host_of(args)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         load_function(args.custom_megatron_init_path)(args)
-    model, optimizer, _, _ = built_by_host.initialize_model_and_optimizer(args)
+    model, optimizer, _, _ = host.initialize_model_and_optimizer(args)
     return model, optimizer, printed.getvalue()
+
+
+def host_of(args: Namespace) -> ModuleType:
+    """built_by_host as the modules of this host, each host's for itself, because ours are put around their functions."""
+    package = host_named("miles" if built_by_host.is_miles(args) else "slime").training_package
+    if f"{package}.model" not in sys.modules:
+        spec = spec_from_file_location(f"{package}.model", built_by_host.__file__)
+        made = module_from_spec(spec)
+        spec.loader.exec_module(made)
+        sys.modules |= {f"{package}.{name}": made for name in ("model", "actor")}
+    return sys.modules[f"{package}.model"]
 
 
 def one_step(step: HostStep) -> Found:
     args = host_args(step)
     models, optimizer, printed = host_model(args)
-    enlarge_head(models, step.seed_of_head)
+    enlarge_head(models, step.factor_of_head)
     with SeenShapes() as seen:
         logs = train_one_step(args, models, optimizer, step)
     gather_distributed_gradients(models)
     groups = resolve_groups()
     metrics = reduced(logs, step.case.num_rollouts)
     loss = broadcast_from_last(torch.tensor(metrics.get("loss", 0.0)), groups.pp)
-    columns = VOCABULARY // groups.tp.size()
-    rows = [torch.Size(shape).numel() // columns for shape in seen.shapes if shape and shape[-1] == columns]
     rank_step = RankStep(float(loss), [named_shards(model) for model in models], None, metrics, metrics)
-    return Found(rank_step, max(rows, default=0), printed)
+    return Found(rank_step, most_rows(seen), printed)
+
+
+def measured_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[list[dict[str, list[Tensor]]], int]]:
+    """Of each step (the host's log-probabilities of each micro-batch, rows of the tensor that is most like logits)."""
+    return [measure(step) for step in steps]
+
+
+def measure(step: HostStep) -> tuple[list[dict[str, list[Tensor]]], int]:
+    args = host_args(step)
+    models, _, _ = host_model(args)
+    enlarge_head(models, step.factor_of_head)
+    with SeenShapes() as seen, torch.no_grad():
+        found = host_of(args).MegatronTrainRayActor().compute_log_prob(forward_only, args, models, step)
+    return found, most_rows(seen)
+
+
+def forward_only(f, args: Namespace, models, step: HostStep) -> list[dict[str, list[Tensor]]]:
+    """Of the hosts: the log of each micro-batch, on the last stage."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    samples, groups = step.case.samples(), resolve_groups()
+    parts = micro_batches(step.case, step.size, groups.dp.rank(), groups.dp.size())
+    batches = [batch_of(step, [samples[number] for number in numbers], samples) for numbers in parts]
+    for model in models:
+        model.eval()
+    names = ("unconcat_tokens", "total_lengths", "response_lengths", "max_seq_lens")
+
+    def forward_step(iterator, model, return_schedule_plan=False):
+        tokens, packed, batch = next(iterator)
+        output = model(input_ids=tokens, position_ids=None, attention_mask=None, labels=None, packed_seq_params=packed)
+        named = {name: batch[name] for name in names} | {"with_entropy": args.use_rollout_entropy}
+        if not built_by_host.is_miles(args):
+            named.pop("max_seq_lens")
+        return output, partial(f, args=args, **named)
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=models[0],
+        num_microbatches=len(batches),
+        seq_length=batches[0][0].shape[1] * groups.cp.size(),
+        micro_batch_size=batches[0][0].shape[0],
+        forward_only=True,
+        collect_non_loss_data=built_by_host.is_miles(args),
+    )
+
+
+def most_rows(seen: SeenShapes) -> int:
+    columns = VOCABULARY // resolve_groups().tp.size()
+    return max((math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns), default=0)
 
 
 def enlarge_head(models, factor: float) -> None:

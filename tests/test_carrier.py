@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from carrier_cases import FUSED, UNTIED, HostStep, found_on_rank, host_args, host_model, results, train_one_step
+from carrier_cases import FUSED, UNTIED, HostStep, found_on_rank, host_args, host_model, measured_on_rank, results, train_one_step
 from helpers import pool_of
 from host_loss_cases import GSPO, TERMS, Case
 
@@ -65,6 +65,30 @@ def test_the_step_of_a_carrier_is_the_step_of_logits(pool, name):
         of_logits, of_carrier = (max(answer[2 * number + which].most_rows for answer in answers) for which in (0, 1))
         # The weight in a product is [H, V_tp].
         assert of_carrier <= UNTIED.hidden_size < of_logits
+
+
+ENTROPY = {"use_rollout_entropy": True}
+MEASURED = {
+    "one rank": [HostStep(GRPO, flags=ENTROPY), HostStep(CISPO, tiny=TIED), HostStep(PADDED)],
+    "TP2+SP": [HostStep(CISPO, SP), HostStep(PADDED, SP, flags=ENTROPY)],
+    "CP2": [HostStep(CISPO, CP, flags=ENTROPY), HostStep(PADDED, CP), HostStep(CONTIGUOUS, CP, flags=ENTROPY)],
+    "PP2": [HostStep(GRPO, PP), HostStep(CISPO, PP)],
+}
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", MEASURED)
+def test_old_log_probabilities_are_measured_without_logits(pool, name):
+    """By the host's own function of logits, token by token, and by ours of hidden states."""
+    steps = MEASURED[name]
+    both = [replace(step, flags=step.flags | flags) for step in steps for flags in ({}, FUSED)]
+    layout = steps[0].layout
+    answers = pool.run(measured_on_rank, both, world_size=layout.world_size, **layout.model_parallel)
+    for answer in answers:
+        for (plain, of_logits), (found, of_carrier) in zip(answer[::2], answer[1::2], strict=True):
+            torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+            assert of_carrier <= UNTIED.hidden_size < of_logits or not found
+    assert any(logs for answer in answers for logs, _ in answer)
 
 
 @pytest.mark.megatron

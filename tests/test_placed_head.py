@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from types import ModuleType
 
-import built_by_host
 import pytest
 import torch
-from carrier_cases import FUSED, INIT, UNTIED, HostStep, batch_of, host_args, host_model
+from carrier_cases import FUSED, INIT, UNTIED, HostStep, batch_of, host_args, host_model, host_of
 from helpers import error_of, pool_of, set_global_args
 from host_loss_cases import Case, one
 from launch_settings import CUSTOM_LOSS, REDUCER
@@ -17,11 +17,13 @@ from torch import nn
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import host_named
-from megatron_rl.hosts.carrier import Carrier
-from megatron_rl.hosts.placed_head import OWN, builder_problems, place_head, take_builder
+from megatron_rl.hosts.carried_log_probs import carried_log_probs
+from megatron_rl.hosts.carrier import Carrier, carry
+from megatron_rl.hosts.placed_head import OWN, host_problems, place_head, take_over
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import custom_megatron_init
-from megatron_rl.megatron.head import HeadSettings
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.megatron.head import HeadInputs, HeadSettings
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.testing.invariance import Layout
 from megatron_rl.testing.layout_step import LayoutModel
@@ -32,59 +34,90 @@ pool = pool_of(2)
 
 # The host's own code
 
+NAMES = ("args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy", "others")
+MEASURE = f"def get_log_probs_and_entropy(logits, *, {', '.join(NAMES)}): ..."
+COMPUTE = "class MegatronTrainRayActor:\n    def compute_log_prob(self): return get_log_probs_and_entropy"
+BUILD = "def setup_model_and_optimizer(args, role='actor'): return [args.model], None, None"
+INITIALIZE = "def initialize_model_and_optimizer(args): return setup_model_and_optimizer(args)"
+SOUND = {"model": f"{BUILD}\n{INITIALIZE}", "actor": f"{MEASURE}\n{COMPUTE}"}
 
-def as_host(source: str) -> ModuleType:
-    """A module of slime's place of this text."""
-    module = ModuleType(SLIME.model_module)
-    module.__file__ = "slime/backends/megatron_utils/model.py"
-    exec(source, vars(module))
-    return module
+
+def as_slime(monkeypatch, **sources: str) -> dict[str, ModuleType]:
+    """Modules in slime's places, of these texts."""
+    modules = {}
+    for name, source in (SOUND | sources).items():
+        modules[name] = ModuleType(f"{SLIME.training_package}.{name}")
+        modules[name].__file__ = f"slime/{name}.py"
+        exec(source, vars(modules[name]))
+        monkeypatch.setitem(sys.modules, modules[name].__name__, modules[name])
+    return modules
 
 
 MOVED = [
-    pytest.param("", "has no setup_model_and_optimizer .slime/backends/megatron_utils/model.py.", id="no builder"),
-    pytest.param("def setup_model_and_optimizer(args, role): ...", "has no initialize_model_and_optimizer", id="no caller"),
+    pytest.param({"model": ""}, "has no setup_model_and_optimizer .slime/model.py.", id="no builder"),
+    pytest.param({"model": BUILD}, "has no initialize_model_and_optimizer", id="no caller"),
     pytest.param(
-        "def setup_model_and_optimizer(role, args): ...\ndef initialize_model_and_optimizer(): setup_model_and_optimizer()",
+        {"model": f"def setup_model_and_optimizer(role, args): ...\n{INITIALIZE}"},
         r"setup_model_and_optimizer takes \(role, args\), ours is made for \(args, role, ...\) \(slime.*, no source\)",
         id="other arguments",
     ),
     pytest.param(
-        "def setup_model_and_optimizer(args, role): ...\ndef initialize_model_and_optimizer(): build()",
+        {"model": f"{BUILD}\ndef initialize_model_and_optimizer(): build()"},
         "initialize_model_and_optimizer does not call setup_model_and_optimizer",
         id="another path",
     ),
+    pytest.param({"actor": MEASURE}, "has no MegatronTrainRayActor.compute_log_prob", id="no actor"),
+    pytest.param(
+        {"actor": f"{MEASURE.replace('logits', 'hidden')}\n{COMPUTE}"},
+        r"get_log_probs_and_entropy takes \(hidden, args",
+        id="measures from something else",
+    ),
 ]
+SETTINGS = {**CUSTOM_LOSS, **INIT, "loss_aggregation": "sample_mean", "rollout_batch_size": 8}
 
 
-@pytest.mark.parametrize(("source", "says"), MOVED)
-def test_a_host_that_builds_its_model_in_another_way_is_refused_by_the_init_hook(source, says, monkeypatch):
-    monkeypatch.setitem(sys.modules, SLIME.model_module, as_host(source))
-    settings = {**CUSTOM_LOSS, **INIT, "loss_aggregation": "sample_mean", "rollout_batch_size": 8, "fused_lm_head_loss": True}
+@pytest.mark.parametrize(("sources", "says"), MOVED)
+def test_a_host_that_builds_its_model_in_another_way_is_refused_by_the_init_hook(sources, says, monkeypatch):
+    as_slime(monkeypatch, **sources)
     with pytest.raises(ConfigError, match=f"slime's .*{says}.*our head cannot be placed; remove --fused-lm-head-loss"):
-        custom_megatron_init(Namespace(**settings))
+        custom_megatron_init(Namespace(**SETTINGS, fused_lm_head_loss=True))
+
+
+def test_the_fp32_head_does_not_ask_how_the_host_measures(monkeypatch):
+    as_slime(monkeypatch, actor="")
+    assert list(host_problems(SLIME, HeadSettings(is_fp32=True))) == []
+    (problem,) = host_problems(SLIME, HeadSettings(is_fused=True))
+    assert "slime.backends.megatron_utils.actor has no get_log_probs_and_entropy" in problem
 
 
 def test_a_host_that_is_not_there_is_refused():
-    (problem,) = builder_problems(SLIME)
-    assert "slime.backends.megatron_utils.model, where our head is placed in slime's model, cannot be imported" in problem
-    (problem,) = builder_problems(host_named("megatron_lm"))
+    first, second = host_problems(SLIME, HeadSettings(is_fused=True))
+    assert "slime.backends.megatron_utils.model of slime cannot be imported" in first and "_utils.actor of slime" in second
+    (problem,) = host_problems(host_named("megatron_lm"), HeadSettings(is_fused=True))
     assert problem.startswith("megatron_lm builds its model where no hook of ours is called")
 
 
-def test_a_builder_is_taken_once(monkeypatch):
-    module = as_host(
-        "def setup_model_and_optimizer(args, role='actor'): return [args.model], None, None\n"
-        "def initialize_model_and_optimizer(args): return setup_model_and_optimizer(args)"
-    )
-    monkeypatch.setitem(sys.modules, SLIME.model_module, module)
-    own = module.setup_model_and_optimizer
-    take_builder(SLIME)
-    taken = module.setup_model_and_optimizer
-    take_builder(SLIME)
-    assert module.setup_model_and_optimizer is taken and vars(taken)[OWN] is own
-    args = Namespace(model=nn.Linear(2, 2))  # of a run without a head, nothing is looked at
-    assert module.initialize_model_and_optimizer(args)[0] == [args.model]
+def test_a_host_is_taken_over_once_and_keeps_what_is_not_ours(monkeypatch):
+    modules = as_slime(monkeypatch, actor=f"{MEASURE.replace('...', 'return [logits]')}\n{COMPUTE}")
+    model, actor = modules["model"], modules["actor"]
+    own = model.setup_model_and_optimizer, actor.get_log_probs_and_entropy
+    for _ in range(2):
+        take_over(SLIME, HeadSettings(is_fused=True))
+        assert [vars(function)[OWN] for function in (model.setup_model_and_optimizer, actor.get_log_probs_and_entropy)] == [*own]
+    args, logits = Namespace(model=nn.Linear(2, 2)), torch.zeros(1, 5, 7)
+    # A run without a head: its model is not looked at, and logits go to the host's own function.
+    assert model.initialize_model_and_optimizer(args)[0] == [args.model]
+    named = dict.fromkeys(NAMES)
+    assert actor.get_log_probs_and_entropy(logits, **named) == [logits]
+
+
+def test_what_the_host_measures_with_and_we_do_not_know_is_refused():
+    carrier = carry(HeadInputs(torch.zeros(5, 1, 4), torch.zeros(7, 4), False), SINGLE)
+    named = {"args": Namespace(), "unconcat_tokens": [], "total_lengths": [], "response_lengths": []}
+    with pytest.raises(
+        ConfigError, match=r"measures log-probabilities with top_p_token_ids=\[\[1\]\], which our head does not know"
+    ):
+        carried_log_probs(carrier, **named, top_p_token_ids=[[1]], max_seq_lens=None)
 
 
 # Which forward
@@ -92,9 +125,9 @@ def test_a_builder_is_taken_once(monkeypatch):
 
 def forwards_on_rank(rank: int, flags: dict, bf16: bool) -> dict[str, tuple]:
     """By forward: (type, dtype and values of the model's output, whether they are the layer's own)."""
-    args = host_args(HostStep(Case(), flags=flags, tiny=UNTIED if not bf16 else UNTIED_HALF))
+    args = host_args(HostStep(Case(), flags=flags, tiny=replace(UNTIED, bf16=bf16)))
     models, _, _ = host_model(args)
-    own = built_by_host.LayoutModel(args.layout, 64, args.tiny).models[0]
+    own = LayoutModel(args.layout, 64, args.tiny).models[0]
     case = Case()
     tokens, packed, _ = batch_of(HostStep(case), case.samples()[:2], case.samples())
 
@@ -111,7 +144,6 @@ def forwards_on_rank(rank: int, flags: dict, bf16: bool) -> dict[str, tuple]:
     return found
 
 
-UNTIED_HALF = UNTIED.__class__(**{name: getattr(UNTIED, name) for name in UNTIED.__dataclass_fields__} | {"bf16": True})
 LOGITS, FP32_LOGITS = ("Tensor", "torch.float32", True, True), ("Tensor", "torch.float32", True, False)
 CARRIED = ("Carrier", "torch.float32", True, None)
 
@@ -121,12 +153,12 @@ CARRIED = ("Carrier", "torch.float32", True, None)
     ("flags", "bf16", "expected"),
     [
         pytest.param({}, False, [LOGITS] * 3, id="neither"),
-        pytest.param(FUSED, False, [CARRIED, LOGITS, LOGITS], id="fused"),
+        pytest.param(FUSED, False, [CARRIED, LOGITS, CARRIED], id="fused"),
         pytest.param({"fp32_lm_head": True}, True, [FP32_LOGITS] * 3, id="fp32"),
-        pytest.param(FUSED | {"fp32_lm_head": True}, True, [CARRIED, FP32_LOGITS, FP32_LOGITS], id="both"),
+        pytest.param(FUSED | {"fp32_lm_head": True}, True, [CARRIED, FP32_LOGITS, CARRIED], id="both"),
     ],
 )
-def test_the_forward_that_trains_gets_a_carrier_and_no_other(pool, flags, bf16, expected):
+def test_the_forwards_that_train_and_measure_get_a_carrier_and_no_other(pool, flags, bf16, expected):
     """FB-39: logits of another precision in old log-probabilities than in the loss make the first ratio another number than 1."""
     [found] = pool.run(forwards_on_rank, flags, bf16, world_size=1)
     assert [*found.values()] == expected
@@ -205,7 +237,7 @@ def test_a_fault_of_the_last_stage_stops_the_first_one_too(pool):
 def critic_on_rank(rank: int) -> list[bool]:
     args = host_args(HostStep(Case(), flags=FUSED))
     host_model(args)
-    models, *_ = built_by_host.initialize_model_and_optimizer(args, "critic")
+    models, *_ = host_of(args).initialize_model_and_optimizer(args, "critic")
     return ["forward" in vars(find_output_layer(models[0]))]
 
 

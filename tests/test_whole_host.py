@@ -59,7 +59,7 @@ CUSTOM_LOSS = (
     "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss "
     "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
 )
-# 8 rows of 12 float32 columns.
+# 8 rows of 12 float32 columns, 16 of 6.
 FUSED = f"{CUSTOM_LOSS} --fused-lm-head-loss --max-logits-bytes 400"
 DOORS = {"stock": "", "reducer": REDUCER, "custom_loss": CUSTOM_LOSS, "fused": FUSED}
 REWARD_HOOK = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
@@ -241,6 +241,10 @@ def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, 
     assert len(norms) == STEPS * ROLLOUTS
     assert of_norms < LIMIT, (steps, norms)
     assert difference < LIMIT
+    # Of the logits, or of a chunk of them; also where old log-probabilities are measured.
+    columns = VOCABULARY // (2 if "tp2" in layout else 1)
+    most_rows = max(run.rows_of_products.get(columns, 0) for run in runs)
+    assert (most_rows <= 16) == (case.door == "fused"), most_rows
 
 
 @pytest.mark.parametrize("host", sorted(ROOTS) or ["slime"])

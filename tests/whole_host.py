@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from host_harness import STUBBED, load_checkout, silent_logging
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import named_shards
 
 from megatron_rl.hosts.launch import with_our_flags
@@ -64,6 +65,22 @@ class WholeRun:
 
     weights: dict[str, tuple[int | None, int, Tensor]]  # as trainer_cases.weights_of
     steps: list[dict[str, float]]  # the host's metrics of each step, on the rank that reports
+    rows_of_products: dict[int, int]  # columns of a matrix product -> the most rows that one had
+
+
+class Products(TorchDispatchMode):
+    """The most rows of a matrix product, by its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            rows, columns = result.shape
+            self.rows[columns] = max(rows, self.rows.get(columns, 0))
+        return result
 
 
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
@@ -75,8 +92,9 @@ def run_whole(rank: int, host: str, root: str, megatron_root: str, words: list[s
     install_cpu_support()
     make_importable(root, megatron_root)
     made = {"slime": Slime, "miles": Miles}[host](rank, loads="--load" in words)
-    with silent_logging(), made.replacements():
-        return made.train(words)
+    with silent_logging(), made.replacements(), Products() as products:
+        weights, steps = made.train(words)
+    return WholeRun(weights, steps, products.rows)
 
 
 def make_importable(root: str, megatron_root: str) -> None:
@@ -187,7 +205,7 @@ class WholeHost:
         with mock.patch.object(sys, "argv", ["train.py", *words]):
             return parse_args()
 
-    def train(self, words: list[str]) -> WholeRun:
+    def train(self, words: list[str]) -> tuple[dict[str, tuple[int | None, int, Tensor]], list[dict[str, float]]]:
         with contract(f"{self.name}.utils.arguments.parse_args(add_custom_arguments), and what our launcher reads of its answer"):
             args = self.parse(words)
         with contract("MegatronTrainRayActor: __init__, init(args, role), the init hook it calls"):
@@ -200,7 +218,7 @@ class WholeHost:
                 self.train_on(actor, manager, rollout)
                 if args.save is not None:
                     actor.save_model(rollout, force_sync=True)
-        return WholeRun(named_shards(find_gpt_model(actor.model[0]), lambda parameter: parameter.detach()), self.steps)
+        return named_shards(find_gpt_model(actor.model[0]), lambda parameter: parameter.detach()), self.steps
 
     def start(self, args: Namespace) -> tuple[Any, int]:
         """The actor, and the rollout that it begins with."""

@@ -19,7 +19,7 @@ from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.batch import HostBatch, read_host_batch
+from megatron_rl.hosts.batch import HostBatch, HostResponses, read_host_batch, read_host_responses
 from megatron_rl.hosts.flags import host_config, known_correction
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -77,8 +77,8 @@ class Host:
     """How a launch of this host may reach our loss; which flag acts where is validation.ROUTES_OF_FLAG."""
     script_name: str = ""
     """A regular expression that names of this host's scripts match; empty: a name says nothing."""
-    model_module: str | None = None
-    """Where its training actors build the model, in which our head is placed; None: the host gives our code the model."""
+    training_package: str | None = None
+    """Its modules model and actor, of a training actor, in which our head is placed; None: the host gives our code the model."""
     parser_module: str | None = None
     """Where its scripts take parse_args from; None: it needs no launcher of megatron_rl."""
     refuses_unknown_flags: bool = True
@@ -117,6 +117,15 @@ class Host:
         """The host's micro-batch as flat rows. Communication and errors: see batch.read_host_batch."""
         is_contiguous = options["allgather_cp"] and cp_group.size() > 1
         return read_host_batch(batch, logits, cp_group, is_padded=options["qkv_format"] == "bshd", is_contiguous=is_contiguous)
+
+    def responses(self, batch: Mapping, logits: Tensor, options: HostOptions, cp_group: Group) -> HostResponses:
+        """The response tokens of a micro-batch without a loss. See batch.read_host_responses."""
+        is_contiguous = options["allgather_cp"] and cp_group.size() > 1
+        return read_host_responses(batch, logits, cp_group, is_padded=options["qkv_format"] == "bshd", is_contiguous=is_contiguous)
+
+    def measured(self, found: dict[str, list[Tensor]], logits: Tensor) -> Any:
+        """What its get_log_probs_and_entropy returns for these lists."""
+        return found
 
     def rollout_key(self, position: int, index: int | None):
         """The rollout of a sample without a rollout_id, as the host counts. DataError where it would count several as one."""

@@ -90,6 +90,58 @@ def read_host_batch(batch: Mapping, logits: Tensor, cp_group: Group, *, is_padde
     )
 
 
+@dataclass(frozen=True, slots=True)
+class HostResponses:
+    """The response tokens of a micro-batch, for their log-probabilities."""
+
+    labels: Tensor  # [T] int64
+    is_response: Tensor  # [T] bool: the row predicts a response token
+    _lengths: _Lengths
+    _pieces: list[_Piece]
+    _zigzag_pieces: list[_Piece]
+
+    def lists_of(self, values: Tensor, cp_group: Group) -> list[Tensor]:  # [T] -> the part of each sample that this rank owns
+        """Numbers by rows as the lists of a host's batch, in zigzag order.
+
+        Communication: where rows are contiguous under context parallelism one all-reduce of [response tokens] over cp, else none.
+        """
+        samples = range(len(self._lengths.total))
+
+        def joined(parts: list[tuple[_Piece, Tensor]]) -> list[Tensor]:
+            own = [[part for piece, part in parts if piece.sample == sample] for sample in samples]
+            return [_concatenate(of_sample, values.dtype, values.device) for of_sample in own]
+
+        lists = joined([(piece, values[piece.row : piece.row + piece.length]) for piece in self._pieces])
+        if self._pieces is self._zigzag_pieces:
+            return lists
+        whole = _whole_responses({"": lists}, self._pieces, self._lengths, cp_group, values.device)[""]
+        return joined(
+            [
+                (piece, whole[piece.sample][piece.response_start : piece.response_start + piece.length])
+                for piece in self._zigzag_pieces
+            ]
+        )
+
+
+def read_host_responses(batch: Mapping, logits: Tensor, cp_group: Group, *, is_padded: bool, is_contiguous: bool) -> HostResponses:
+    """The response tokens of `logits`, as read_host_batch has them: masked ones too. No communication; the same errors."""
+    responses = [torch.ones(int(length)) for length in require(batch, "response_lengths")]
+    lengths = _Lengths({**batch, "loss_masks": responses}, is_padded)
+    zigzag_pieces, bounds = _zigzag_pieces(lengths, cp_group)
+    num_rows, device = _check_logits(logits, lengths, bounds, is_contiguous, cp_group), logits.device
+    pieces = zigzag_pieces
+    if is_contiguous:
+        pieces, _ = _contiguous_pieces(lengths, cp_group.rank() * num_rows, num_rows)
+    labels = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    is_response = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    for piece in pieces:
+        first = lengths.total[piece.sample] - lengths.response[piece.sample] + piece.response_start
+        rows = slice(piece.row, piece.row + piece.length)
+        labels[rows] = lengths.tokens[piece.sample][first : first + piece.length].to(device)
+        is_response[rows] = True
+    return HostResponses(labels, is_response, lengths, pieces, zigzag_pieces)
+
+
 def require(batch: Mapping, key: str, reason: str = "these settings"):
     """batch[key]; DataError where the host left it out."""
     value = batch.get(key)
@@ -207,7 +259,7 @@ def _check_list(key: str, values: Sequence[Tensor], pieces: list[_Piece], length
 def _whole_responses(
     lists: dict[str, list[Tensor]], pieces: list[_Piece], lengths: _Lengths, cp_group: Group, device: torch.device
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Each sample's whole [response] from the ranks' zigzag parts. All are constants: no gradient goes through the all-reduce."""
+    """Each sample's whole [response] from the ranks' `pieces`. All are constants: no gradient goes through the all-reduce."""
     columns = torch.zeros(sum(lengths.response), len(lists), dtype=torch.float32, device=device)
     starts = [sum(lengths.response[:sample]) for sample in range(len(lengths.response))]
     for column, values in enumerate(lists.values()):

@@ -1,8 +1,8 @@
 """The carrier: hidden states where a host expects its model's logits, on their way from the output layer to our loss.
 
-With --fused-lm-head-loss the output layer of the forward that trains multiplies nothing. It returns a Carrier, and custom_loss
-takes hidden states and weight out of it. A Carrier is a torch.Tensor whose data are the hidden states, with their graph. It says of
-itself what the host would be told of its logits:
+With --fused-lm-head-loss the output layer multiplies nothing. It returns a Carrier, and custom_loss takes hidden states and weight
+out of it; so does carried_log_probs, for old and reference log-probabilities. A Carrier is a torch.Tensor whose data are the hidden
+states, with their graph. It says of itself what the host would be told of its logits:
 
     output layer   ->  GPTModel             ->  Float16Module  ->  DDP, schedule  ->  the host's loss_function  ->  custom_loss
     [S, B, V_tp]       [B, S, V_tp]             float32                               .device, 0 * .sum()

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megatron_rl.arguments import read_switch
 from megatron_rl.hosts.base import INIT_LINE, HostLaunch
-from megatron_rl.hosts.placed_head import builder_problems
+from megatron_rl.hosts.placed_head import host_problems
+from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.validation.auxiliary_losses import number
 from megatron_rl.validation.checks import Asker, check
 
@@ -18,7 +19,7 @@ def _flags(launch: HostLaunch) -> str:
 
 def has_head(launch: HostLaunch) -> bool:
     """A host that calls our hooks; the others call our forward step, which replaces the head by itself."""
-    return launch.options.host.model_module is not None and bool(_flags(launch))
+    return launch.options.host.training_package is not None and bool(_flags(launch))
 
 
 def is_fused(launch: HostLaunch) -> bool:
@@ -78,4 +79,4 @@ def recomputed_head_is_computed_twice(launch: HostLaunch) -> Iterator[str]:
 
 @check(asked_by=(Asker.INIT_HOOK,), when=has_head)
 def host_builds_its_model_as_known(launch: HostLaunch) -> Iterator[str]:
-    yield from builder_problems(launch.options.host)
+    yield from host_problems(launch.options.host, HeadSettings(is_fused=is_fused(launch)))

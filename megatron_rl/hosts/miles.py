@@ -32,7 +32,7 @@ OWN_OPTIONS = ("observe_training_entropy", "allow_partial_train_step", "true_on_
 class Miles(Host):
     name = "miles"
     package = "miles"
-    model_module = "miles.backends.megatron_utils.model"
+    training_package = "miles.backends.megatron_utils"
     parser_module = "miles.utils.arguments"
     own_options = marks = OWN_OPTIONS
     parser_defaults = {**Host.parser_defaults, **dict.fromkeys(OWN_OPTIONS, False)}

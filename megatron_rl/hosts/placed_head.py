@@ -3,18 +3,21 @@
 The init hook runs before the host has a model. It puts a function around the host's own that builds the model, and that function
 gives the output layer of the actor's model another forward. No class of Megatron changes, nor a file of the host.
 
-    which forward                                     fused               fp32               both
-    trains: gradients are enabled, model.train()      a Carrier           float32 logits     a Carrier
-    any other: old and reference log-probabilities    the layer's own     float32 logits     float32 logits
+    which forward                                          fused              fp32              both
+    trains: gradients are enabled, model.train()           a Carrier          float32 logits    a Carrier
+    measures old and reference log-probabilities: no_grad  a Carrier          float32 logits    a Carrier
+    any other: gradients and model.eval()                  the layer's own    float32 logits    float32 logits
 
-Old and new log-probabilities then come from logits of one precision, so that the first ratio of a step is 1.
+Old and new log-probabilities then come from logits of one precision, so that the first ratio of a step is 1. What the hosts measure
+them with gets a function around it, too.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -23,7 +26,8 @@ from torch import Tensor, nn
 
 from megatron_rl.errors import ConfigError, name_of
 from megatron_rl.hosts.base import Host
-from megatron_rl.hosts.carrier import carry
+from megatron_rl.hosts.carried_log_probs import carried_log_probs
+from megatron_rl.hosts.carrier import Carrier, carry
 from megatron_rl.hosts.door import place_of, signature_problem
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import Group, maxima_anywhere, resolve_groups
@@ -31,45 +35,77 @@ from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, check_head, check_layer, forward_through, is_plain
 from megatron_rl.megatron.model import find_output_layer, model_config_of
 
-# The host's function that builds the model, and the one that calls it by this name. Its first arguments.
-BUILDER, CALLER, ARGUMENTS = "setup_model_and_optimizer", "initialize_model_and_optimizer", ("args", "role", "...")
 ACTOR = "actor"
 # Where a function of ours holds the one that it has replaced.
 OWN = "_megatron_rl_replaced"
-REMEDY = "remove --fused-lm-head-loss and --fp32-lm-head"
+REMEDY = "our head cannot be placed; remove --fused-lm-head-loss and --fp32-lm-head"
 
 
-def builder_problems(host: Host) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A function of the host that we put one of ours around. arguments: its first ones. caller: what calls it, by this name."""
+
+    module: str
+    name: str
+    arguments: tuple[str, ...]
+    caller: str
+
+
+BUILDER = Replaced("model", "setup_model_and_optimizer", ("args", "role", "..."), "initialize_model_and_optimizer")
+MEASURE = Replaced(
+    "actor",
+    "get_log_probs_and_entropy",
+    ("logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy", "..."),
+    "MegatronTrainRayActor.compute_log_prob",
+)
+
+
+def replaced_by(settings: HeadSettings) -> tuple[Replaced, ...]:
+    return (BUILDER, MEASURE) if settings.is_fused else (BUILDER,)
+
+
+def host_problems(host: Host, settings: HeadSettings) -> Iterator[str]:
     """Why our head cannot be placed in the models of this host, with the line of the host that is another one."""
-    if host.model_module is None:
+    if host.training_package is None:
         yield f"{host} builds its model where no hook of ours is called: {REMEDY}"
         return
-    try:
-        module: Any = import_module(host.model_module)
-    except ImportError as error:
-        yield f"{host.model_module}, where our head is placed in {host}'s model, cannot be imported ({error}): {REMEDY}"
-        return
-    for name in (BUILDER, CALLER):
-        if not hasattr(module, name):
-            yield f"{host}'s {host.model_module} has no {name} ({module.__file__}): our head cannot be placed; {REMEDY}"
-            return
-    build, caller = vars(module)[BUILDER], inspect.unwrap(vars(module)[CALLER])
-    if problem := signature_problem(build, ARGUMENTS):
-        yield f"{host}'s {BUILDER} {problem} ({place_of(build)}): our head cannot be placed; {REMEDY}"
-    elif BUILDER not in caller.__code__.co_names:
-        yield f"{host}'s {CALLER} does not call {BUILDER} ({place_of(caller)}): our head cannot be placed; {REMEDY}"
+    for one in replaced_by(settings):
+        place = f"{host.training_package}.{one.module}"
+        try:
+            module: Any = import_module(place)
+        except ImportError as error:
+            yield f"{place} of {host} cannot be imported ({error}): {REMEDY}"
+            continue
+        found = {name: _found(module, name) for name in (one.name, one.caller)}
+        if None in found.values():
+            missing = next(name for name, function in found.items() if function is None)
+            yield f"{host}'s {place} has no {missing} ({module.__file__}): {REMEDY}"
+        elif problem := signature_problem(found[one.name], one.arguments):
+            yield f"{host}'s {one.name} {problem} ({place_of(found[one.name])}): {REMEDY}"
+        elif one.name not in inspect.unwrap(found[one.caller]).__code__.co_names:
+            yield f"{host}'s {one.caller} does not call {one.name} ({place_of(found[one.caller])}): {REMEDY}"
 
 
-def take_builder(host: Host) -> None:
-    """From now on each actor's model of this host gets the head that its run asks for. A second call changes nothing."""
-    assert host.model_module is not None  # builder_problems
-    module: Any = import_module(host.model_module)
-    build = vars(module)[BUILDER]
-    if OWN in vars(build):
-        return
+def _found(module: Any, name: str) -> Any:
+    return functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), module)
+
+
+def take_over(host: Host, settings: HeadSettings) -> None:
+    """From now on each actor's model of this host gets the head that its run asks for, and our function measures what the model's
+    output carries. A second call changes nothing. `host_problems` must have found none."""
+    makers = {BUILDER: _with_placed_head, MEASURE: _measuring_carriers}
+    for one in replaced_by(settings):
+        module: Any = import_module(f"{host.training_package}.{one.module}")
+        own = vars(module)[one.name]
+        if OWN not in vars(own):
+            ours = functools.wraps(own)(makers[one](own, host))
+            vars(ours)[OWN] = own
+            vars(module)[one.name] = ours
+
+
+def _with_placed_head(build: Callable[..., Any], host: Host) -> Callable[..., Any]:
     signature = inspect.signature(build)
 
-    @functools.wraps(build)
     def setup_model_and_optimizer(*positional: Any, **named: Any) -> Any:
         given = signature.bind(*positional, **named)
         given.apply_defaults()
@@ -79,8 +115,16 @@ def take_builder(host: Host) -> None:
             run.has_head = True
         return built
 
-    vars(setup_model_and_optimizer)[OWN] = build
-    vars(module)[BUILDER] = setup_model_and_optimizer
+    return setup_model_and_optimizer
+
+
+def _measuring_carriers(own: Callable[..., Any], host: Host) -> Callable[..., Any]:
+    def get_log_probs_and_entropy(logits: Tensor, **named: Any) -> Any:
+        if not isinstance(logits, Carrier):
+            return own(logits, **named)
+        return host.measured(carried_log_probs(logits, **named), logits)
+
+    return get_log_probs_and_entropy
 
 
 def place_head(models: Sequence[nn.Module], settings: HeadSettings) -> None:
@@ -133,7 +177,9 @@ def _output_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Any:  # H
     own_forward = layer.forward
 
     def output(inputs: HeadInputs) -> Tensor:
-        if settings.is_fused and layer.training and torch.is_grad_enabled():
+        has_gradients = torch.is_grad_enabled()
+        trains, measures = layer.training and has_gradients, not (layer.training or has_gradients)
+        if settings.is_fused and (trains or measures):
             return carry(inputs, tp_group)
         if settings.is_fp32:
             is_sharded = inputs.is_sequence_parallel

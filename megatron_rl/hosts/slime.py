@@ -7,6 +7,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from types import MethodType
 
+import torch
+from torch import Tensor
+
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import REWARD_LINE, Converter, Host, HostLoss, HostOptions, import_of_host, reward_function
 
@@ -17,7 +20,7 @@ LOSSES = "slime.backends.megatron_utils.loss"
 class Slime(Host):
     name = "slime"
     package = "slime"
-    model_module = "slime.backends.megatron_utils.model"
+    training_package = "slime.backends.megatron_utils"
     parser_module = "slime.utils.arguments"
     refuses_unknown_flags = False
     marks = ("rollout_batch_size",)
@@ -27,6 +30,10 @@ class Slime(Host):
         always_has_entropy=True,
         correction_functions={f"{LOSSES}.vanilla_tis_function": "tis", f"{LOSSES}.icepop_function": "icepop"},
     )
+
+    def measured(self, found: dict[str, list[Tensor]], logits: Tensor) -> tuple[Tensor, dict[str, list[Tensor]]]:
+        """Behind an empty tensor, as a loss is."""
+        return torch.empty((0,), device=logits.device), found
 
     def rollout_key(self, position: int, index: int | None):
         """A fresh number."""

@@ -24,7 +24,7 @@ from megatron_rl.hosts.base import (
 )
 from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.host_run import RUNS, begin_run
-from megatron_rl.hosts.placed_head import take_builder
+from megatron_rl.hosts.placed_head import take_over
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
 from megatron_rl.megatron.head import HeadSettings
@@ -62,7 +62,7 @@ def custom_megatron_init(args: Namespace) -> None:
     probe = probe_schedule(calculate_per_token_loss=launch.is_per_token)
     run.head = HeadSettings.of(config)
     if run.head.is_on:
-        take_builder(launch.options.host)
+        take_over(launch.options.host, run.head)
     tell_start(summary(config, launch, probe, groups), host_warnings(launch, Asker.INIT_HOOK))
 
 
