@@ -275,8 +275,49 @@ SAMPLING: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+# What docs/hosts/index.md says of the forward for old log-probabilities: which setting leaves it out, and for which loss.
+OLD_LOG_PROBS: dict[str, dict[str, tuple[str, ...]]] = {
+    "verl": {"verl/trainer/ppo/v1/trainer_base.py": ('data["old_log_probs"] = data.pop("rollout_log_probs")',)},
+    "nemo_rl": {
+        "nemo_rl/algorithms/opd.py": ("return bool(force_on_policy_ratio and seq_logprob_error_threshold is None)",),
+        "nemo_rl/algorithms/grpo.py": (
+            '== policy_config["train_global_batch_size"]\n        ), (\n            "force_on_policy_ratio requires',
+            "if not skip_prev_logprobs:",
+        ),
+    },
+    "roll": {"roll/configs/base_config.py": ("if backward_steps_per_rank > 1:",)},
+    "skyrl": {
+        "skyrl/train/trainer.py": (
+            "loss_without_old_logprobs = algorithm.policy_loss_type in LOSSES_WITHOUT_OLD_LOGPROBS",
+            "if self._skip_policy_forward(training_input):",
+        ),
+    },
+    "miles": {
+        "miles/utils/arguments.py": (
+            'assert args.loss_type == "policy_loss", f"{option} only supports --loss-type policy_loss"',
+            "assert args.num_steps_per_rollout in (None, 1)",
+        ),
+        "miles/backends/megatron_utils/actor.py": ("if not skip_actor_forward_only and (",),
+    },
+    "slime": {
+        "slime/backends/megatron_utils/actor.py": (
+            'len(num_microbatches) == 1\n                    and self.args.loss_type == "policy_loss"',
+            'and self.args.advantage_estimator != "gspo"',
+            "not self.args.use_rollout_logprobs or self.args.get_mismatch_metrics",
+        ),
+    },
+    "trl": {
+        "trl/trainer/grpo_trainer.py": (
+            "if self.args.gradient_accumulation_steps % generate_every != 0 or (\n"
+            "                self.use_vllm and self.vllm_importance_sampling_correction",
+            "old_per_token_logps = None",
+        ),
+    },
+    "megatron_lm": {"megatron/rl/rl_utils.py": ("old_logprobs = _compute_logprobs_batch(",)},
+}
 
-@pytest.mark.parametrize("table", [WEIGHTS, SAMPLING], ids=["weights", "sampling"])
+
+@pytest.mark.parametrize("table", [WEIGHTS, SAMPLING, OLD_LOG_PROBS], ids=["weights", "sampling", "old log-probabilities"])
 @pytest.mark.parametrize("host", [pytest.param(name, marks=pytest.mark.host(f"{name.upper()}_ROOT")) for name in SAMPLING])
 def test_the_lines_that_a_door_rests_on_are_there(host, table):
     root = Path(os.environ[f"{host.upper()}_ROOT"])
@@ -285,4 +326,4 @@ def test_the_lines_that_a_door_rests_on_are_there(host, table):
 
 
 def test_each_host_has_a_row():
-    assert set(SAMPLING) == {*SAMPLERS, *DOORS} and set(WEIGHTS) <= set(SAMPLING)
+    assert set(SAMPLING) == {*SAMPLERS, *DOORS} and {*WEIGHTS, *OLD_LOG_PROBS} <= set(SAMPLING)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,17 @@ def test_half_of_a_generation_is_a_step_of_its_own(trainer):
         if aggregation == "constant":  # 1 / (L N): of half the samples each weighs twice
             ratio = [float(p.sum() / w.sum()) for p, w, has in zip(part.gradients, whole.gradients, trained, strict=True) if has]
             assert ratio == pytest.approx([2.0] * len(ratio), rel=1e-5)  # float32 sums
+
+
+def test_without_old_log_probs_the_ratio_is_one(trainer):
+    """TRL measures none where each step trains what it has generated. At ratio 1 a sample's mean is minus its advantage."""
+    case = Case(loss="grpo", aggregation="sample_mean", dp=2, accumulation=2, generated=2)
+    samples, log_probs = cases.step_of(case)
+    found = cases.run_step(case, [replace(sample, old_log_probs=None) for sample in samples], log_probs, trainer)
+    by_hand = [-sample.advantage * any(sample.loss_mask) / len(samples) for sample in samples]
+    assert found.loss == pytest.approx(sum(by_hand), abs=1e-6)  # float32
+    for metrics in found.metrics:
+        assert metrics["clip_ratio/region_mean"] == [0.0] * case.accumulation
 
 
 def test_our_kl_and_entropy_are_means_over_samples(trainer):

@@ -200,14 +200,16 @@ def run_step(
         "completion_ids": torch.arange(len(samples))[:, None].expand(-1, width),
         "completion_mask": mask.long(),
         "advantages": torch.tensor([sample.advantage for sample in samples]),
-        "old_per_token_logps": padded([sample.old_log_probs or [] for sample in samples], width),
     }
+    has_old = any(sample.old_log_probs is not None for sample in samples)  # TRL measures none where a step trains what it generated
+    if has_old:
+        columns["old_per_token_logps"] = padded([sample.old_log_probs or [] for sample in samples], width)
     if needs_sampler:
         sampled = [sample.rollout_log_probs or sample.old_log_probs or [] for sample in samples]
         columns["sampling_per_token_logps"] = padded(sampled, width)
     if gap is not None:
         columns["ref_per_token_logps"] = padded([values.tolist() for values in log_probs], width) - gap
-    if poison is not None:
+    if poison is not None and has_old:
         columns["old_per_token_logps"] = torch.where(mask, columns["old_per_token_logps"], poison)
 
     def log_probs_of(completion_ids: Tensor) -> Tensor:
