@@ -80,9 +80,15 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
             add("--samples", type=int, default=64, metavar="COUNT", help="Default: 64.")
             continue
         if kind == "hosts":
-            add("--rows", type=int, default=1024, metavar="COUNT", help="Tokens. Default: 1024.")
-            add("--vocab-size", type=int, default=32768, metavar="COUNT", help="Columns. Default: 32768.")
-            add("--hidden-size", type=int, default=128, metavar="COUNT", help="Default: 128.")
+            add("--rows", type=int, default=512, metavar="COUNT", help="Tokens. Default: 512.")
+            add("--vocab-size", type=int, default=16384, metavar="COUNT", help="Columns. Default: 16384.")
+            add(
+                "--hidden-size",
+                type=int,
+                default=256,
+                metavar="COUNT",
+                help="Default: 256, so that T / H is that of the full size.",
+            )
             add(
                 "--dtype",
                 choices=("float32", "bfloat16"),

@@ -6,8 +6,9 @@ takes it, and a policy-gradient loss of one factor a token. What is linear in T 
 
     from a checkout       the functions that the host calls, imported from its own files; packages that are absent are stubbed
     bytes a logit         the most bytes that live at once, above what lives before the step, over T x V
-    on real tensors       the same, with the CPU time of the process and the error of both gradients against float64
-    at full size          the same on meta tensors, which have a shape and no memory: T 8192, V 151,936
+    on real tensors       with the CPU time of the process and the error of both gradients against float64. T / H is as at full
+                          size: it decides how much a logit the float32 gradient of the weight is
+    at full size          on meta tensors, which have a shape and no memory: T 8192, H 4096, V 151,936
 
 Bytes are counted by torch's memory tracker, which sees each storage of torch. Triton's kernels are no part of it: on a CPU ours is
 the torch path, whose chunks are those of a GPU.
@@ -38,6 +39,7 @@ from benchmarks import peers
 from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Unavailable
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.ops.linear_autograd import differentiable_linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
 # The longest micro-batch of a small model on one GPU, with the vocabulary of Qwen3.
@@ -184,6 +186,37 @@ def _skyrl() -> Callable[[Tensor, Tensor], Scores]:
     return _shifted(host_module("skyrl.backends.skyrl_train.distributed.megatron.model_utils").from_parallel_logits_to_logprobs)
 
 
+def of_hidden(find: Callable[[], Callable[[Tensor, Tensor, Tensor, int], Tensor]]) -> Callable[[], Loss]:
+    """The path of a host's own fused function, in chunks of as many rows as ours: (hidden [T + 1, H], weight, labels, rows)."""
+
+    def prepare() -> Loss:
+        function = find()
+
+        def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:
+            rows = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
+            labels = torch.cat([step.labels[:1], step.labels])
+            log_probs = function(rows, weight, labels, max(len(step.labels) // CHUNK_SHARE, 1))
+            return -(log_probs * step.advantages).sum() / len(step.labels)
+
+        return loss
+
+    return prepare
+
+
+def _nemo_rl_head() -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
+    function = host_module("nemo_rl.distributed.model_utils").from_parallel_hidden_states_to_logprobs
+    return lambda hidden, weight, labels, rows: function(
+        hidden[:, None], weight, False, labels[None], 0, len(weight), one_rank(), chunk_size=rows
+    )[0]
+
+
+def _skyrl_head() -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
+    function = host_module("skyrl.backends.skyrl_train.distributed.megatron.model_utils").from_parallel_hidden_to_logprobs
+    return lambda hidden, weight, labels, rows: function(
+        hidden[None], weight, labels[None], 0, len(weight), one_rank(), chunk_size=rows
+    )[0]
+
+
 def _roll() -> Callable[[Tensor, Tensor], Scores]:
     function = host_module("mcore_adapter.parallel_functions.vocab_parallel").vocab_parallel_logprobs
     return lambda logits, labels: (function(logits.float()[None], labels[None], use_fused_kernel=False)[0], None)
@@ -195,6 +228,18 @@ def _roll() -> Callable[[Tensor, Tensor], Scores]:
 def _our_log_probs(logits: Tensor, labels: Tensor) -> Scores:
     # The float32 copy is the host's: Float16Module's, or the loss's own.
     return vocab_parallel_log_probs(logits.float(), labels, tp_group=SINGLE, inplace=True, check_ranks=False), None
+
+
+def _our_head_log_probs() -> Loss:
+    """For the host's own loss: what takes the place of its fused function, or of logits and log-probabilities."""
+
+    def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:
+        budget = step.num_logits * hidden.element_size() // CHUNK_SHARE
+        options = {"tp_group": SINGLE, "check_ranks": False, "max_logits_bytes": budget}
+        log_probs, _ = differentiable_linear_log_probs(hidden, weight, step.labels, **options)
+        return -(log_probs * step.advantages).sum() / len(step.labels)
+
+    return loss
 
 
 def _our_inputs(step: Step) -> list[Tensor | None]:
@@ -225,31 +270,31 @@ def _our_head(metrics: str, loss_scale: float | None) -> Callable[[], Loss]:
     return lambda: loss
 
 
-THEIRS = {
-    "miles": (Path("miles", "its own", of_scores(_miles)), "with_entropy"),
-    "slime": (Path("slime", "its own", of_scores(_slime)), "with_entropy"),
-    "verl": (Path("verl, Megatron", "its own", of_scores(_verl_megatron)), "none"),
-    "verl, entropy": (Path("verl, Megatron", "its own, with entropy", of_scores(_verl_megatron_entropy)), "with_entropy"),
-    "verl, FSDP": (Path("verl, FSDP", "its own", of_scores(_verl_fsdp)), "none"),
-    "nemo_rl": (Path("NeMo-RL", "its own", of_scores(_nemo_rl)), "none"),
-    "skyrl": (Path("SkyRL", "its own", of_scores(_skyrl)), "none"),
-    "mcore_adapter": (Path("ROLL", "its own", of_scores(_roll)), "none"),
-}
-"""Key -> the path, and the metrics that ours computes beside the loss, so that both give the entropy or neither."""
+WITH_ENTROPY, NO_METRICS = "with_entropy", "none"
+THEIRS: tuple[tuple[str, Sequence[tuple[str, Callable[[], Loss]]], str], ...] = (
+    ("miles", [("its own", of_scores(_miles))], WITH_ENTROPY),
+    ("slime", [("its own", of_scores(_slime))], WITH_ENTROPY),
+    ("verl, Megatron", [("its own", of_scores(_verl_megatron))], NO_METRICS),
+    ("verl, Megatron", [("its own, with entropy", of_scores(_verl_megatron_entropy))], WITH_ENTROPY),
+    ("verl, FSDP", [("its own", of_scores(_verl_fsdp))], NO_METRICS),
+    ("NeMo-RL", [("its own", of_scores(_nemo_rl)), ("its own fused head", of_hidden(_nemo_rl_head))], NO_METRICS),
+    ("SkyRL", [("its own", of_scores(_skyrl)), ("its own fused head", of_hidden(_skyrl_head))], NO_METRICS),
+    ("ROLL", [("its own", of_scores(_roll))], NO_METRICS),
+)
+"""Host, its own paths, and the metrics that ours computes beside the loss, so that both give the entropy or neither."""
 
 
 def paths() -> Iterator[Path]:
-    """The host's own, then ours in its place."""
-    for theirs, metrics in THEIRS.values():
-        yield theirs
-        suffix = ", with entropy" if metrics != "none" else ""
-        if metrics == "none":
-            yield Path(theirs.host, "our log-probabilities", of_scores(lambda: _our_log_probs), is_ours=True)
-        yield Path(theirs.host, f"our loss from logits{suffix}", _our_loss(metrics), is_ours=True)
-        yield Path(theirs.host, f"our fused head{suffix}", _our_head(metrics, None), is_ours=True)
-        yield Path(
-            theirs.host, f"our fused head, into main_grad{suffix}", _our_head(metrics, 1.0), is_ours=True, into_main_grad=True
-        )
+    """The host's own, then ours in its place: log-probabilities where its loss may stay, and our loss."""
+    for host, own, metrics in THEIRS:
+        yield from (Path(host, name, find) for name, find in own)
+        if metrics == NO_METRICS:
+            yield Path(host, "our log-probabilities", of_scores(lambda: _our_log_probs), is_ours=True)
+            yield Path(host, "our log-probabilities from hidden states", _our_head_log_probs, is_ours=True)
+        suffix = ", with entropy" if metrics == WITH_ENTROPY else ""
+        yield Path(host, f"our loss from logits{suffix}", _our_loss(metrics), is_ours=True)
+        yield Path(host, f"our fused head{suffix}", _our_head(metrics, None), is_ours=True)
+        yield Path(host, f"our fused head, into main_grad{suffix}", _our_head(metrics, 1.0), is_ours=True, into_main_grad=True)
 
 
 # Measuring
