@@ -34,6 +34,7 @@ from megatron_rl.ops.backends import (
     one_read_configuration,
 )
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.testing.ranks import run_ranks
 
 pytest.importorskip("triton")
@@ -127,6 +128,18 @@ def assert_same(found: PolicyLossOutput, wanted: PolicyLossOutput) -> None:
             assert (mine is None) == (other is None), field.name
     if found.metrics is not None:
         torch.testing.assert_close(found.metrics.values, wanted.metrics.values, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("backend", "loss_scale"), [("torch", None), ("triton", None), ("triton", SCALE)])
+def test_without_old_log_probs_the_ratio_is_exactly_1(backend, loss_scale):
+    """Also in kernels of one read and of two, which add up a row in other orders."""
+    for kind in ("grpo", "cispo", "topr", "gspo", "gmpo"):
+        batch = replace(make_batch(), old_log_probs=None)
+        found = finalise_metrics(run(kind, batch, backend=backend, loss_scale=loss_scale, metrics="basic")[0].metrics)
+        assert found["policy/ratio_new_old_sum"] == found["policy/ratio_new_old_squared_sum"], kind
+        assert (found["policy/effective_sample_size"], found["policy/kl_new_old"]) == (1.0, 0.0), kind
+        assert found["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-15), kind  # a mean of ones over float64 weights
+        assert found["policy/clipped_ratio_fraction"] == 0.0 and found["policy/old_logprobs"] == found["policy/new_logprobs"], kind
 
 
 def check_against_two_kernels(kind: str, batch: Batch, **options) -> None:
