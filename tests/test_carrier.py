@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from carrier_cases import FUSED, UNTIED, HostStep, found_on_rank, host_args, host_model, measured_on_rank, results, train_one_step
+from carrier_cases import (
+    FUSED,
+    UNTIED,
+    HostStep,
+    enlarge_head,
+    found_on_rank,
+    host_args,
+    host_model,
+    measured_on_rank,
+    results,
+    train_one_step,
+)
 from helpers import pool_of
 from host_loss_cases import GSPO, TERMS, Case
 
@@ -94,7 +105,7 @@ def test_old_log_probabilities_are_measured_without_logits(pool, name):
 @pytest.mark.megatron
 def test_the_start_line_says_what_the_head_leaves_in_memory(pool):
     [[plain, fused]] = pool.run(found_on_rank, [HostStep(GRPO), HostStep(GRPO, flags=FUSED)], world_size=1)
-    assert "| hidden states on each tp rank, logits [rows, V/1] in at most 300 bytes | host miles |" in fused.printed
+    assert "applied | hidden states on each tp rank, logits [rows, V/1] in at most 300 bytes | step of" in fused.printed
     assert "logits" not in plain.printed
 
 
@@ -141,6 +152,26 @@ def test_a_hook_on_the_head_s_weight_sees_its_whole_gradient_once_a_micro_batch(
     torch.testing.assert_close(seen, plain, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(main_grad, sum(seen))
     torch.testing.assert_close(main_grad, of_logits, rtol=1e-5, atol=1e-6)
+
+
+def frozen_on_rank(rank: int, flags: dict) -> dict[str, torch.Tensor]:
+    """main_grad by name of a model whose head is not trained."""
+    step = HostStep(GRPO, flags=flags)
+    args = host_args(step)
+    models, optimizer, _ = host_model(args)
+    enlarge_head(models, step.factor_of_head)
+    models[0].module.output_layer.weight.requires_grad_(False)
+    train_one_step(args, models, optimizer, step)
+    return {name: parameter.main_grad.clone() for name, parameter in models[0].module.named_parameters()}
+
+
+@pytest.mark.megatron
+def test_a_head_that_is_not_trained_gives_the_layers_below_their_gradient(pool):
+    """Adapters on other layers leave it frozen."""
+    [plain], [fused] = (pool.run(frozen_on_rank, flags, world_size=1) for flags in ({}, FUSED))
+    assert not fused["output_layer.weight"].any() and plain["decoder.final_layernorm.weight"].any()
+    for name, gradient in plain.items():
+        assert (fused[name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
 
 
 # What a Carrier is asked for

@@ -15,10 +15,12 @@ from host_loss_cases import Case, one
 from launch_settings import CUSTOM_LOSS, REDUCER
 from torch import nn
 
+from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import host_named
+from megatron_rl.hosts.base import Host, HostLaunch, HostOptions, host_named
 from megatron_rl.hosts.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.carrier import Carrier, carry
+from megatron_rl.hosts.head_checks import head_is_placed
 from megatron_rl.hosts.placed_head import OWN, host_problems, place_head, take_over
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import custom_megatron_init
@@ -93,8 +95,15 @@ def test_the_fp32_head_does_not_ask_how_the_host_measures(monkeypatch):
 def test_a_host_that_is_not_there_is_refused():
     first, second = host_problems(SLIME, HeadSettings(is_fused=True))
     assert "slime.backends.megatron_utils.model of slime cannot be imported" in first and "_utils.actor of slime" in second
-    (problem,) = host_problems(host_named("megatron_lm"), HeadSettings(is_fused=True))
-    assert problem.startswith("megatron_lm builds its model where no hook of ours is called")
+
+
+def test_a_host_that_says_nothing_of_its_model_is_refused_before_it_starts():
+    class Other(Host):
+        name = package = "other"
+
+    launch = HostLaunch(HostOptions(Namespace(**SETTINGS, fp32_lm_head=True), Other()), Route.CUSTOM_LOSS, has_reducer=False)
+    (row,) = head_is_placed(launch)
+    assert row.text.startswith("--fp32-lm-head in other: no hook of ours is called where it builds its model")
 
 
 def test_a_host_is_taken_over_once_and_keeps_what_is_not_ours(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.arguments import read_switch
+from megatron_rl.config import Route
 from megatron_rl.hosts.base import INIT_LINE, HostLaunch
 from megatron_rl.hosts.placed_head import host_problems
 from megatron_rl.megatron.head import HeadSettings
@@ -18,8 +19,8 @@ def _flags(launch: HostLaunch) -> str:
 
 
 def has_head(launch: HostLaunch) -> bool:
-    """A host that calls our hooks; the others call our forward step, which replaces the head by itself."""
-    return launch.options.host.training_package is not None and bool(_flags(launch))
+    """In a host that calls our hooks; the others call our forward step, which replaces the head by itself."""
+    return Route.CUSTOM_LOSS in launch.options.host.routes and bool(_flags(launch))
 
 
 def is_fused(launch: HostLaunch) -> bool:
@@ -29,8 +30,10 @@ def is_fused(launch: HostLaunch) -> bool:
 @check(when=has_head)
 def head_is_placed(launch: HostLaunch) -> Iterator[str]:
     """A function of the user's own at this flag may call our hook; whether it did is asked at the first micro-batch."""
-    backend = launch.options["train_backend"]
-    if backend != "megatron":
+    backend, host = launch.options["train_backend"], launch.options.host
+    if host.training_package is None:
+        yield f"{_flags(launch)} in {host}: no hook of ours is called where it builds its model; remove {_flags(launch)}"
+    elif backend != "megatron":
         yield (
             f"--train-backend {backend} with {_flags(launch)}: the backend calls no init hook, which places our head in the model; "
             f"use --train-backend megatron, or remove {_flags(launch)}"
@@ -79,4 +82,5 @@ def recomputed_head_is_computed_twice(launch: HostLaunch) -> Iterator[str]:
 
 @check(asked_by=(Asker.INIT_HOOK,), when=has_head)
 def host_builds_its_model_as_known(launch: HostLaunch) -> Iterator[str]:
-    yield from host_problems(launch.options.host, HeadSettings(is_fused=is_fused(launch)))
+    if launch.options.host.training_package is not None:
+        yield from host_problems(launch.options.host, HeadSettings(is_fused=is_fused(launch)))

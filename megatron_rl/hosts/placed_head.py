@@ -65,10 +65,8 @@ def replaced_by(settings: HeadSettings) -> tuple[Replaced, ...]:
 
 
 def host_problems(host: Host, settings: HeadSettings) -> Iterator[str]:
-    """Why our head cannot be placed in the models of this host, with the line of the host that is another one."""
-    if host.training_package is None:
-        yield f"{host} builds its model where no hook of ours is called: {REMEDY}"
-        return
+    """Why our head cannot be placed in the models of this host, with the line of the host that is another one. The host must have a
+    training_package."""
     for one in replaced_by(settings):
         place = f"{host.training_package}.{one.module}"
         try:

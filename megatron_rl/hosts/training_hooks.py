@@ -67,8 +67,7 @@ def custom_megatron_init(args: Namespace) -> None:
 
 
 def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
-    head = [head_in_words(config, groups.tp.size())] if HeadSettings.of(config).is_on else []
-    return start_line([trained_in_words(config, launch), shift_in_words(config), *head], launch.options.host, probe, groups)
+    return start_line([trained_in_words(config, launch), shift_in_words(config)], launch.options.host, probe, groups)
 
 
 def head_in_words(config: PolicyLossConfig, tp_size: int) -> str:
@@ -94,13 +93,15 @@ def start_line(parts: Sequence[str], host: Host, probe: ProbeResult, groups: Par
 
 
 def trained_in_words(config: PolicyLossConfig, launch: HostLaunch) -> str:
-    """Who reduces, our loss with its numbers where it is at work, the step, and the weight of a token."""
+    """Who reduces, our loss with its numbers where it is at work, our head likewise, the step, and the weight of a token."""
     reduced_by = "our reducer" if launch.has_reducer else "the host's reducer"
     loss = []
     if launch.route == Route.CUSTOM_LOSS:
         reduced_by, loss = "custom_loss", [f"{config.policy_loss}, {terms_in_words(config)}"]
     companion = "" if launch.companion is None else {"reward": ", reward hook", "convert": ", converter"}[launch.companion]
     by = f"loss_aggregation={config.loss_aggregation} by {reduced_by}{companion}"
+    if HeadSettings.of(config).is_on:
+        loss.append(head_in_words(config, launch.options["tensor_model_parallel_size"]))
     return " | ".join([by, *loss, step_in_words(launch), f"weight of a token {weight_of_a_token(config, launch)}"])
 
 

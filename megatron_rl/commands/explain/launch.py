@@ -78,6 +78,7 @@ def given_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCount
     launch = given_settings(args) | {name: vars(args)[name] for name in layout} | dict.fromkeys(host.own_options, False)
     lines = [*(LINES_OF_ROUTE[route] if route else []), *LINES_OF_COMPANION[companion]]
     if lines:
+        lines = [INIT_LINE, *lines]
         launch["loss_aggregation"] = config.loss_aggregation
     launch |= {
         # Hosts have estimators of a few names; beside another loss of megatron_rl a launch line has grpo.
@@ -96,4 +97,4 @@ def given_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCount
     words = " ".join(lines).split()
     launch |= dict(zip(map(field_of, words[::2]), words[1::2], strict=True))
     given = Namespace(**{host.option_names.get(name, name): value for name, value in launch.items()})
-    return given, read_launch(given), [INIT_LINE, *lines] if lines else []
+    return given, read_launch(given), lines
