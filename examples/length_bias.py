@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl import count_step, grpo_loss, sample_token_weights
-from megatron_rl.config import LossAggregation
+from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.train.rollouts import group_advantages
 
 PROMPTS, SAMPLES = 16, 8
@@ -32,7 +32,8 @@ MAX_LENGTH = 256  # longer answers are cut: 16 times the mean at the start
 # The divisor of constant is the mean length at the start, so all aggregations begin with gradients of one size.
 DIVISOR = statistics.fmean(START_LENGTHS)
 # Colours of Okabe and Ito, 2008. A line that lies on another one is dashed.
-LOOKS = dict(zip(LossAggregation, cycle([("#d55e00", "-"), ("#cc79a7", "--"), ("#009e73", "-"), ("#0072b2", "--")]), strict=False))
+STYLES = [("#d55e00", "-"), ("#cc79a7", "--"), ("#009e73", "-"), ("#0072b2", "--")]
+LOOKS = dict(zip(loss_aggregation_names(), cycle(STYLES), strict=False))
 
 
 @dataclass
@@ -141,7 +142,7 @@ def main() -> None:
     torch.set_num_threads(1)  # tensors have a few hundred numbers: more threads would only wait for each other
     runs = {}
     print(f"lengths after {args.steps} steps, x start: mean (least .. most) of {args.seeds} seeds")
-    for aggregation in LossAggregation:
+    for aggregation in loss_aggregation_names():
         runs[aggregation] = [train(aggregation, seed, steps=args.steps) for seed in range(args.seeds)]
         cells = []
         for name in ("wrong", "right"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
-    from megatron_rl.config import LossAggregation, PolicyLossConfig
+    from megatron_rl.config import PolicyLossConfig
     from megatron_rl.corrections import Correction
     from megatron_rl.errors import ConfigError, DataError
     from megatron_rl.loss_hub import LossValue, Parameter, register_loss_aggregation, register_policy_loss
@@ -38,7 +38,6 @@ __all__ = [
     "CorrectionValue",
     "DataError",
     "KLValue",
-    "LossAggregation",
     "LossValue",
     "Parameter",
     "PolicyLossConfig",
@@ -65,7 +64,7 @@ __all__ = [
 # Module -> its names here. The module is imported at the first use of a name.
 _FROM = {
     "aggregation": ("StepTotals", "count_step", "regularizer_weights", "sample_token_weights"),
-    "config": ("LossAggregation", "PolicyLossConfig"),
+    "config": ("PolicyLossConfig",),
     "corrections": ("Correction",),
     "errors": ("ConfigError", "DataError"),
     "loss_hub": ("LossValue", "Parameter", "register_loss_aggregation", "register_policy_loss"),

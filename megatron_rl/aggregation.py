@@ -211,7 +211,7 @@ def weigh_tokens(
 
     For rows that are segments of samples, and for hosts that divide by the step's counts themselves (totals of 1).
     """
-    record = get_loss_aggregation(str(aggregation))
+    record = get_loss_aggregation(aggregation)
     _check_needs(record, aggregation, totals, prompt_token_counts, divisor)
     _check_totals(totals)
     check_counts("token_counts", token_counts)

@@ -18,7 +18,14 @@ from typing import Any
 from megatron_rl.built_in_losses import BUILT_IN_LOSSES
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import Parameter, declared_parameters, get_policy_loss, is_built_in, parameters_without_torch
+from megatron_rl.loss_hub import (
+    AGGREGATIONS,
+    Parameter,
+    declared_parameters,
+    get_policy_loss,
+    is_built_in,
+    parameters_without_torch,
+)
 from megatron_rl.validation import (
     CHOICES,
     HOST_SWITCHES,
@@ -272,8 +279,9 @@ def _kind(field: Field) -> str:
 def _metavar(field: Field) -> str | None:
     if field.name in CHOICES:
         return "{" + ",".join(CHOICES[field.name]) + "}"
-    if field.name in REGISTRIES:
-        return "{" + ",".join(REGISTRIES[field.name].names_in_sources()) + "}"
+    registry = AGGREGATIONS if field.name == "loss_aggregation" else REGISTRIES.get(field.name)
+    if registry is not None:
+        return "{" + ",".join(registry.names_in_sources()) + "}"
     return _METAVARS[_kind(field)]
 
 

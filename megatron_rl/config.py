@@ -9,15 +9,6 @@ from enum import StrEnum
 from typing import Any
 
 
-class LossAggregation(StrEnum):
-    """The four built-in weightings, described in docs/aggregation.md. Any registered name is accepted too."""
-
-    SAMPLE_MEAN = "sample_mean"
-    PROMPT_MEAN = "prompt_mean"
-    TOKEN_MEAN = "token_mean"
-    CONSTANT = "constant"
-
-
 class PolicyMetrics(StrEnum):
     NONE = "none"
     BASIC = "basic"
@@ -115,8 +106,8 @@ class PolicyLossConfig:
 
     policy_loss: str = "grpo"
     """The loss: a built-in name, a registered name, or module.function."""
-    loss_aggregation: str = LossAggregation.SAMPLE_MEAN
-    """The weight of a token: sample_mean, prompt_mean, token_mean, constant, a registered name, or module.function."""
+    loss_aggregation: str = "sample_mean"
+    """The weight of a token: a registered aggregation, or module.function."""
     loss_aggregation_divisor: float | None = None
     """The L of constant: each token weighs 1 / (L x samples). Required with constant, refused with the other built-in ones."""
     samples_per_prompt: int | None = None

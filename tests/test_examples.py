@@ -17,17 +17,17 @@ import torch
 from host_harness import roots_by_environment
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number
-from megatron_rl.config import LossAggregation, Route
+from megatron_rl.config import Route
 from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.megatron_lm import megatron_lm_config, samples_of_bin
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # script -> route, loss, aggregation, companion. The hosts' own loss is named by their estimator.
 EXPECTED = {
-    "grpo": (Route.REDUCER, "grpo", LossAggregation.SAMPLE_MEAN, None),
-    "dr_grpo": (Route.REDUCER, "grpo", LossAggregation.CONSTANT, None),
-    "dapo": (Route.REDUCER, "grpo", LossAggregation.PROMPT_MEAN, "reward"),
-    "gspo": (Route.CUSTOM_LOSS, "gspo", LossAggregation.SAMPLE_MEAN, None),
+    "grpo": (Route.REDUCER, "grpo", "sample_mean", None),
+    "dr_grpo": (Route.REDUCER, "grpo", "constant", None),
+    "dapo": (Route.REDUCER, "grpo", "prompt_mean", "reward"),
+    "gspo": (Route.CUSTOM_LOSS, "gspo", "sample_mean", None),
 }
 HOSTS = ("miles", "slime")
 # Of Megatron-LM's parser; the flags of miles and slime are looked for in a checkout, where one is at hand.

@@ -20,7 +20,6 @@ import torch
 from helpers import error_of, pool_of
 from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of, truth_of_losses
 
-from megatron_rl.config import LossAggregation
 from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.installed import HostScales, expert_replicas_drift, installed_scales
@@ -31,6 +30,7 @@ from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyG
 from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import CLIPS, LossTruth, double_model, model_log_probs, ragged_samples
+from megatron_rl.testing.selftest_terms import AGGREGATIONS
 
 pytestmark = pytest.mark.megatron
 
@@ -126,8 +126,8 @@ def pairs_of(layout: Layout) -> list[tuple[str, str]]:
     """(policy loss, aggregation): GSPO with two aggregations, GRPO with one, and each other loss with one on some layouts, in turn.
     With EVERY_COMBINATION=1 all of each loss."""
     if os.environ.get("EVERY_COMBINATION") == "1":
-        return list(itertools.product(CLIPS, LossAggregation))
-    names, turn = list(LossAggregation), [row.values[0] for row in LAYOUTS].index(layout)
+        return list(itertools.product(CLIPS, AGGREGATIONS))
+    names, turn = list(AGGREGATIONS), [row.values[0] for row in LAYOUTS].index(layout)
     others = [name for name in CLIPS if name != "gspo"]
     chosen = [(name, names[(turn + place) % 4]) for place, name in enumerate(others) if name == "grpo" or (turn + place) % 5 == 0]
     return [*(("gspo", aggregation) for aggregation in names[turn % 2 :: 2]), *chosen]
@@ -135,7 +135,7 @@ def pairs_of(layout: Layout) -> list[tuple[str, str]]:
 
 def test_every_loss_meets_an_expert_layout():
     pairs = {pair for row in LAYOUTS for pair in pairs_of(row.values[0])}
-    assert {name for name, _ in pairs} == set(CLIPS) and {name for loss, name in pairs if loss == "gspo"} == set(LossAggregation)
+    assert {name for name, _ in pairs} == set(CLIPS) and {name for loss, name in pairs if loss == "gspo"} == set(AGGREGATIONS)
 
 
 class Run(NamedTuple):

@@ -229,6 +229,6 @@ def test_the_help_begins_with_the_step_and_lists_no_flag_that_changes_no_weight(
         main(["explain", "--help"])
     text = capsys.readouterr().out
     assert text.startswith("usage: megatron-rl explain --response-lengths LIST") and len(text.splitlines()) < 140
-    assert text.index("--prompt-ids") < text.index("--host {") < text.index("--loss-aggregation NAME")
+    assert text.index("--prompt-ids") < text.index("--host {") < text.index("--loss-aggregation {sample_mean")
     assert "--watchdog" not in text and "--clip-ratio-c" not in text
     assert explain("--response-lengths", "3,5", "--watchdog", "off", "--clip-ratio-c", "3")[0] == 0

@@ -17,7 +17,7 @@ import torch
 from helpers import error_of, pool_of
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
@@ -131,11 +131,11 @@ def config_of(policy_loss: str, aggregation: str, **others) -> PolicyLossConfig:
     )
 
 
-def pairs(layout: Layout) -> list[tuple[str, LossAggregation]]:
+def pairs(layout: Layout) -> list[tuple[str, str]]:
     """GRPO and GSPO with another aggregation each, and one other loss, in turn: test_generated_steps.py has the products."""
     if os.environ.get("EVERY_COMBINATION") == "1":
-        return list(itertools.product(CLIPS, LossAggregation))
-    names, place = list(LossAggregation), [row.values[0] for row in LAYOUTS].index(layout)
+        return list(itertools.product(CLIPS, AGGREGATIONS))
+    names, place = list(AGGREGATIONS), [row.values[0] for row in LAYOUTS].index(layout)
     chosen = [*CLIPPED_OBJECTIVES, OTHER_LOSSES[place % len(OTHER_LOSSES)]]
     return [(name, names[(place + turn) % len(names)]) for turn, name in enumerate(chosen)]
 
@@ -143,7 +143,7 @@ def pairs(layout: Layout) -> list[tuple[str, LossAggregation]]:
 def test_every_loss_meets_a_layout_and_the_clipped_ones_every_aggregation():
     assert set(CLIPS) == set(policy_loss_names())
     met = {pair for row in LAYOUTS for pair in pairs(row.values[0])}
-    assert {name for name, _ in met} == set(CLIPS) and met >= set(itertools.product(CLIPPED_OBJECTIVES, LossAggregation))
+    assert {name for name, _ in met} == set(CLIPS) and met >= set(itertools.product(CLIPPED_OBJECTIVES, AGGREGATIONS))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -181,7 +181,7 @@ def test_the_aggregations_train_four_different_gradients(truth):
     """Otherwise the table above could not tell them apart (FB-19: a chosen aggregation that is ignored)."""
     for of_loss in truth.values():
         results = {name: StepResult(t.loss, t.gradient, None, {}) for name, t in of_loss.by_aggregation.items()}
-        for first, second in itertools.combinations(LossAggregation, 2):
+        for first, second in itertools.combinations(AGGREGATIONS, 2):
             assert results[first].gradient_error(results[second]) > 0.01, (first, second)
 
 
@@ -211,7 +211,7 @@ def refused_on_rank(rank: int, layout: Layout, step, configs) -> list[str]:
 
 def test_per_token_loss_is_refused_for_every_other_aggregation(pool, truth):
     """FB-15: a model config that flips the flag after parsing is caught before the first loss."""
-    names = [name for name in LossAggregation if name != "token_mean"]
+    names = [name for name in AGGREGATIONS if name != "token_mean"]
     configs = [config_of("grpo", name) for name in names]
     [told] = pool.run(refused_on_rank, Layout(calculate_per_token_loss=True), truth["grpo"].samples, configs, world_size=1)
     for name, error in zip(names, told, strict=True):

@@ -18,7 +18,7 @@ from helpers import pool_of
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import selftest as command
-from megatron_rl.config import Backend, LossAggregation
+from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron import router_losses
@@ -45,7 +45,7 @@ from megatron_rl.testing.selftest_table import (
     table,
     triton_here,
 )
-from megatron_rl.testing.selftest_terms import ALL_TERMS, DIVIDED, FUSED, Case, term_pairs
+from megatron_rl.testing.selftest_terms import AGGREGATIONS, ALL_TERMS, DIVIDED, FUSED, Case, term_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
 megatron = pytest.mark.megatron
@@ -55,7 +55,7 @@ OF_LOGITS, OF_HIDDEN_STATES = Case("grpo", "sample_mean"), Case("gspo", "prompt_
 PER_TOKEN = Case("gspo", "token_mean", is_per_token=True)
 OF_A_DIVISOR = Case("grpo", "sample_mean", term=DIVIDED)
 # One backend: heads, losses, aggregations. A command runs a fifth of them: each loss, head and aggregation is among them.
-ROWS = 2 * (len(CLIPS) * len(LossAggregation) + len([*term_pairs()]))
+ROWS = 2 * (len(CLIPS) * len(AGGREGATIONS) + len([*term_pairs()]))
 FIFTH = cases_of(Backend.TORCH)[::5]
 
 
@@ -471,12 +471,12 @@ def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient():
 
 def test_every_loss_aggregation_head_and_backend_has_a_row():
     few = [{getattr(case, name) for case in FIFTH} for name in ("policy_loss", "aggregation", "head")]
-    assert list(map(len, few)) == [len(CLIPS), len(LossAggregation), 2], "a command's tests run each once"
+    assert list(map(len, few)) == [len(CLIPS), len(AGGREGATIONS), 2], "a command's tests run each once"
     rows = table(lambda case: True)
     cases = [row.case for row in rows if row.case is not None]
     assert len(cases) == 2 * ROWS + len(per_token_cases()) and len(per_token_cases()) == 2 * len(CLIPS)
     assert len({row.name for row in rows}) == len(rows)
-    assert {case.aggregation for case in cases} == set(LossAggregation) and {case.backend for case in cases} == {"torch", "triton"}
+    assert {case.aggregation for case in cases} == set(AGGREGATIONS) and {case.backend for case in cases} == {"torch", "triton"}
     assert {case.config.kl_estimator for case in cases} == set(kl_estimator_names())
     assert {case.config.importance_correction for case in cases} == set(correction_names())
 

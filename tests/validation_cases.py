@@ -9,7 +9,8 @@ from dataclasses import fields
 import torch
 from helpers import names_forgotten
 
-from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.validation import CHECKS_OF_SETTINGS, Settings, config_warnings
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS
@@ -218,7 +219,7 @@ ALLOWED: dict[str, list[dict]] = {
     "host_switches_are_true_or_false": [
         {"host_switches": {"use_tis": True, "rewards_normalization": False, "calculate_per_token_loss": None}}
     ],
-    "loss_aggregation_is_known": [*({"loss_aggregation": name} for name in LossAggregation), OWN],
+    "loss_aggregation_is_known": [*({"loss_aggregation": name} for name in loss_aggregation_names()), OWN],
     "policy_loss_is_known": [{"policy_loss": "grpo"}, GSPO],
     "own_loss_is_what_it_declares": [GSPO, PLAIN, {"policy_loss": "own_losses.gmpo", "clip_ratio_low": 0.3}],
     "divisor_goes_with_constant": [

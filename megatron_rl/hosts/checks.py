@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import read_switch
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, LossAggregation, PolicyLossConfig, Route
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import (
@@ -534,7 +534,7 @@ def constant_is_without_deviation(launch: HostLaunch) -> Iterator[str]:
     """Dr. GRPO, arXiv:2503.20783, removes both: the division by length and the one by the deviation of a group's rewards."""
     options = launch.options
     is_divided = options["rewards_normalization"] and options["grpo_std_normalization"]
-    if launch.aggregation == LossAggregation.CONSTANT and is_divided and options["advantage_estimator"] == "grpo":
+    if launch.aggregation == "constant" and is_divided and options["advantage_estimator"] == "grpo":
         yield (
             "--loss-aggregation constant without --disable-grpo-std-normalization: rewards are divided by the standard deviation "
             "of their group, which Dr. GRPO does not do; add the flag, unless you want the one without the other"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, regularizer_weights, weigh_tokens
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.door import is_carried
 from megatron_rl.layout.groups import SINGLE
@@ -82,7 +82,7 @@ def loss_of_rows(
     num_rows, width = mask.shape
     token_counts, correction = mask.sum(-1), CorrectionSettings.of(config)
     is_in_advantages = is_carried(config.loss_aggregation) and prompt_token_counts is None
-    aggregation = LossAggregation.SAMPLE_MEAN.value if is_in_advantages else config.loss_aggregation
+    aggregation = "sample_mean" if is_in_advantages else config.loss_aggregation
     if totals is None:
         weights = torch.ones(num_rows, device=mask.device)
     else:
@@ -212,7 +212,7 @@ def carry_prompt_weights(
     num_samples = len(token_counts)
     of_group = torch.zeros(num_samples, dtype=token_counts.dtype, device=token_counts.device).index_add(0, group, token_counts)
     totals = StepTotals(num_samples=num_samples, num_prompts=num_prompts, num_tokens=int(token_counts.sum()))
-    weights = weigh_tokens(LossAggregation.PROMPT_MEAN, token_counts, totals, prompt_token_counts=of_group[group])
+    weights = weigh_tokens("prompt_mean", token_counts, totals, prompt_token_counts=of_group[group])
     factors = weights * token_counts * num_samples  # (1 / (P M_g)) / (1 / (N m_i))
     return _mark(torch.where(mask.bool(), advantages.float() * factors[:, None], 0.0), token_counts, num_samples)
 

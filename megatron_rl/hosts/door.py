@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.aggregation_record import AggregationRecord, Formula
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.sampling import Sampler, names_of
 from megatron_rl.hosts.settings import Given, Settings, as_typed
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters, get_loss_aggregation, loss_aggregation_names
@@ -171,7 +171,7 @@ class Found:
 
 def is_carried(aggregation: str) -> bool:
     """Whether advantages can carry the weights of prompts, see dense_rows.carry_prompt_weights."""
-    return aggregation == LossAggregation.PROMPT_MEAN
+    return aggregation == "prompt_mean"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

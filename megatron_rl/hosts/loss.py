@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
-from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.base import HostLoss, HostOptions
 from megatron_rl.hosts.batch import HostBatch, is_absent, require
@@ -203,10 +203,10 @@ def sample_weights(
     totals = plan.options.host.denominators(plan.options)
     if plan.is_per_token:
         check_no_phantom_tokens(token_counts)
-        weights = weigh_tokens(LossAggregation.TOKEN_MEAN, token_counts, totals)
+        weights = weigh_tokens("token_mean", token_counts, totals)
         return weights, weights
-    mean_weights = weigh_tokens(LossAggregation.SAMPLE_MEAN, rollout_token_counts, totals)
-    if plan.has_companion or plan.config.loss_aggregation == LossAggregation.SAMPLE_MEAN:
+    mean_weights = weigh_tokens("sample_mean", rollout_token_counts, totals)
+    if plan.has_companion or plan.config.loss_aggregation == "sample_mean":
         return mean_weights, mean_weights
     name, divisor = plan.config.loss_aggregation, plan.config.loss_aggregation_divisor
     weights = weigh_tokens(name, rollout_token_counts, totals, divisor=divisor)

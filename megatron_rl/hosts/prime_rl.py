@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
 from megatron_rl.hosts.pydantic_line import SIGN, read_pydantic_line
@@ -33,7 +33,7 @@ LOSSES, BATCHES = "prime_rl.trainer.rl.loss", "prime_rl.trainer.rl.data"
 PROGRAMS, MODULES = ("rl", "trainer"), ("prime_rl.entrypoints.rl", "prime_rl.entrypoints.trainer", "prime_rl.trainer.rl.train")
 # Algorithms of the orchestrator whose tokens go to another loss of prime-rl's.
 OTHER_LOSSES = {"sft": "ce", "opd": "ref_kl", "opsd": "ref_kl"}
-AGGREGATIONS = (LossAggregation.TOKEN_MEAN, LossAggregation.SAMPLE_MEAN, LossAggregation.CONSTANT)
+AGGREGATIONS = ("token_mean", "sample_mean", "constant")
 NO_PROMPTS = "prompt groups end in prime-rl's orchestrator, and its trainer gets samples alone"
 
 
@@ -123,7 +123,7 @@ DOOR = Door(
         setting=f"{KWARGS}policy_loss",
         aggregation=IMPORT_PATH,
         names={f"{__name__}.{name}": name for name in AGGREGATIONS},
-        why_not={f"{__name__}.{LossAggregation.PROMPT_MEAN}": f"{NO_PROMPTS}; SkyRL and verl, for two, have it"},
+        why_not={f"{__name__}.prompt_mean": f"{NO_PROMPTS}; SkyRL and verl, for two, have it"},
         remedy=f"{TYPE}=custom, {IMPORT_PATH}={__name__}.token_mean and {KWARGS}policy_loss=<loss> choose one",
     ),
     own=Own(prefix=KWARGS, clips=True),
@@ -176,5 +176,5 @@ def __getattr__(name: str) -> Any:
     """prime-rl imports a loss by the name of its aggregation. Each import makes one: two trainers share nothing."""
     if name in AGGREGATIONS:
         return plug("prime_rl_loss").PrimeLoss(name)
-    why = f": {NO_PROMPTS}" if name == LossAggregation.PROMPT_MEAN else ""
+    why = f": {NO_PROMPTS}" if name == "prompt_mean" else ""
     raise AttributeError(f"{__name__} has {', '.join(AGGREGATIONS)}, and no {name}{why}")

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.settings_file import read_settings_file
 from megatron_rl.hosts import prime_rl
@@ -44,7 +43,7 @@ class PrimeLoss:
         self.path, self.reader = f"{prime_rl.__name__}.{aggregation}", OnceRead(DOOR)
         self.run = Run()
         self.totals: StepTotals | None = None  # of the step; under token_mean nothing counts
-        if aggregation != LossAggregation.TOKEN_MEAN:
+        if aggregation != "token_mean":
             for loader in ("DataLoader", "FakeDataLoader"):
                 self._count_batches_of(getattr(import_module(BATCHES), loader))
 

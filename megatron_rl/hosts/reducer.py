@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, weigh_tokens
-from megatron_rl.config import LossAggregation, Route
+from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import REWARD_LINE, HostOptions
 from megatron_rl.hosts.checks import bshd_problem, check_launch
@@ -133,7 +133,7 @@ def read_plan(args: Namespace, *, is_per_token: bool) -> ReducerPlan:
     config, launch = check_launch(Namespace(**vars(args), **of_call), Route.REDUCER, asker=Asker.HOOK)
     name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
     if launch.companion is not None:
-        name, divisor = LossAggregation.SAMPLE_MEAN, None
+        name, divisor = "sample_mean", None
     host = launch.options.host
     return ReducerPlan(
         name,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import loss_of_rows, step_line
 from megatron_rl.hosts.door import AVERAGED, TIMES_CP, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
@@ -167,10 +167,10 @@ DOOR = Door(
         prefix=PREFIX,
         aggregation=f"{ALGORITHM}loss_reduction",
         names={
-            "sequence_mean": LossAggregation.SAMPLE_MEAN,
-            "prompt_mean": LossAggregation.PROMPT_MEAN,
-            "token_mean": LossAggregation.TOKEN_MEAN,
-            "seq_mean_token_sum_norm": LossAggregation.CONSTANT,
+            "sequence_mean": "sample_mean",
+            "prompt_mean": "prompt_mean",
+            "token_mean": "token_mean",
+            "seq_mean_token_sum_norm": "constant",
         },
         remedy=f"{ENTRYPOINT}={__name__} and {ALGORITHM}policy_loss_type={PREFIX}<loss> choose one",
         why_not={

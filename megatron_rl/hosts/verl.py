@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.door import (
     AVERAGED,
     CLIPS,
@@ -80,8 +80,8 @@ SEVERAL_ROWS = "an agent loop with several outputs a session"
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
 # Our aggregation -> verl's name of it.
 AGG_MODES: dict[str, str] = {
-    LossAggregation.SAMPLE_MEAN: "seq-mean-token-mean",
-    LossAggregation.CONSTANT: "seq-mean-token-sum-norm",
+    "sample_mean": "seq-mean-token-mean",
+    "constant": "seq-mean-token-sum-norm",
 }
 # verl's estimates of KL. Those of ours that it has too have the same names; ours adds the others.
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -156,7 +156,7 @@ def one_aggregation_acts(found: Found) -> Iterator[Row]:
         return
     mode = mode or DEFAULT_AGG_MODE
     has_terms = settings[f"{ACTOR}use_kl_loss"] is True or settings[f"{ACTOR}entropy_coeff"] not in (0, None, UNKNOWN)
-    of_terms = [AGG_MODES[LossAggregation.SAMPLE_MEAN]] if has_terms else []
+    of_terms = [AGG_MODES["sample_mean"]] if has_terms else []
     allowed = dict.fromkeys((DEFAULT_AGG_MODE, AGG_MODES.get(found.record.name, DEFAULT_AGG_MODE), *of_terms))
     size = settings[f"{ACTOR}megatron.context_parallel_size"]
     if str(mode) not in allowed:
@@ -208,7 +208,7 @@ def counts_are_of_a_step(found: Found) -> Iterator[Row]:
         return
     if isinstance(estimator, str) and estimator.startswith(PREFIX):
         text = f"{estimator} puts the weights of prompt groups into the advantages, and {PREFIX}{found} weighs once more; set "
-        text += f"{LOSS_MODE}={PREFIX}{found.loss.name}.{LossAggregation.PROMPT_MEAN}, or an estimator of verl"
+        text += f"{LOSS_MODE}={PREFIX}{found.loss.name}.prompt_mean, or an estimator of verl"
         yield Row(ESTIMATOR, text, is_wrong=True)
     if divides_by_samples(found) and has_sizes and mini_batch and batch % mini_batch:
         text = (
@@ -227,7 +227,7 @@ def _companion(estimator: Any) -> Iterator[Row]:
     if estimator is UNKNOWN:
         yield Row(ESTIMATOR, f"not known here; it must be one of {', '.join(ours)}", is_note=True)
     elif estimator in ours:
-        yield Row(ESTIMATOR, f"{estimator}: the advantages carry {LossAggregation.PROMPT_MEAN}")
+        yield Row(ESTIMATOR, f"{estimator}: the advantages carry prompt_mean")
     else:
         like = f"{PREFIX}{estimator}{COMPANION_SUFFIX}"
         why = f"{estimator} does not weigh prompt groups, and verl tells a loss nothing of prompts"
@@ -301,7 +301,7 @@ def unchosen(settings: Settings) -> Iterator[Row]:
     if isinstance(estimator, str) and estimator.startswith(PREFIX):
         text = f"{estimator} puts the weights of prompt groups into the advantages, and this loss has weights of its own"
         loss = mode if mode in policy_loss_names() else "grpo"
-        remedy = f"set {LOSS_MODE}={PREFIX}{loss}.{LossAggregation.PROMPT_MEAN}, or an estimator of verl"
+        remedy = f"set {LOSS_MODE}={PREFIX}{loss}.prompt_mean, or an estimator of verl"
         yield Row(ESTIMATOR, f"{text}; {remedy}", is_wrong=True)
 
 
@@ -363,12 +363,12 @@ def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
         found = _before(found, DOOR.own.prefix, {LOSS_CLASS: POLICY_LOSS_CLASS})
     if config.kl_coefficient:
         kl = {"use_kl_loss": True, "kl_loss_coef": config.kl_coefficient, "kl_loss_type": str(config.kl_estimator)}
-        kl["loss_agg_mode"] = AGG_MODES[LossAggregation.SAMPLE_MEAN]  # our mean of the term
+        kl["loss_agg_mode"] = AGG_MODES["sample_mean"]  # our mean of the term
         found = {name: value for name, value in found.items() if not name.endswith(("kl_coefficient", "kl_estimator"))}
         found |= {f"{ACTOR}{name}": value for name, value in kl.items()}
     if needs_rollout_log_probs(config):
         found |= UNCUT_WEIGHTS
-    if config.loss_aggregation == LossAggregation.PROMPT_MEAN:
+    if config.loss_aggregation == "prompt_mean":
         found[ESTIMATOR] = f"{PREFIX}grpo{COMPANION_SUFFIX}"
     return found | {BATCH: UNKNOWN}  # the step is what explain was given
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, loss_of_rows, marked_rows, step_line
 from megatron_rl.hosts.door import Found, place_of, signature_problem
@@ -244,8 +243,8 @@ def _check_rows(found: Found, run: VerlRun, log_prob: Tensor, advantages: Tensor
         run.marked.update(zip(token_counts[has_advantage].tolist(), first[has_advantage].tolist(), strict=True))
         if len(run.marked) >= TELLING_MARKS:
             raise DataError(
-                f"the advantages have the weights of {LossAggregation.PROMPT_MEAN} in them, and {PREFIX}{found} weighs once more: "
-                f"set loss_mode={PREFIX}{found.loss.name}.{LossAggregation.PROMPT_MEAN}, or an estimator of verl"
+                f"the advantages have the weights of prompt_mean in them, and {PREFIX}{found} weighs once more: "
+                f"set loss_mode={PREFIX}{found.loss.name}.prompt_mean, or an estimator of verl"
             )
 
 

@@ -89,7 +89,8 @@ class Registry(Generic[Record]):
     def names_in_sources(self) -> tuple[str, ...]:
         """The built-in names and the registered ones, without an import of the files, which need torch: for a help text."""
         found: dict[str, None] = {}
-        for path in sorted((_PACKAGE / self.home).glob("*.py")):
+        home = _PACKAGE / self.home
+        for path in sorted(home.glob("*.py")) or [home.with_suffix(".py")]:
             functions = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
             for call in (decorator for function in functions for decorator in function.decorator_list):
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == self.decorator:

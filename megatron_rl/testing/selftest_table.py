@@ -11,7 +11,7 @@ from itertools import cycle, islice
 
 import torch
 
-from megatron_rl.config import Backend, LossAggregation
+from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.ops.backends import is_interpreted, why_triton_is_missing
 from megatron_rl.testing.reference import CLIPS
@@ -82,8 +82,7 @@ def cases_of(backend: Backend) -> list[Case]:
 
 def per_token_cases() -> list[Case]:
     """Of token_mean, which is what the contract divides by."""
-    token_mean = str(LossAggregation.TOKEN_MEAN)
-    return [Case(policy_loss, token_mean, head, is_per_token=True) for head in (LOGITS, FUSED) for policy_loss in CLIPS]
+    return [Case(policy_loss, "token_mean", head, is_per_token=True) for head in (LOGITS, FUSED) for policy_loss in CLIPS]
 
 
 def triton_here(device: torch.device, *, interprets: bool) -> tuple[Callable[[Case], bool], str | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, LossAggregation, PolicyLossConfig, RejectedTokens
+from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, PolicyLossConfig, RejectedTokens
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -257,7 +257,7 @@ def loss_by_hand(
             for sample, of_sample in zip(step, factors, strict=True)
         ]
     weights = weights_by_hand(counted, config.loss_aggregation, divisor)
-    weights_of_samples = weights_by_hand(step, LossAggregation.SAMPLE_MEAN)
+    weights_of_samples = weights_by_hand(step, "sample_mean")
     loss = sum((weight * part for weight, part in zip(weights, sums, strict=True)), start=torch.zeros((), dtype=torch.float64))
     for sample, of_sample, weight in zip(step, tokens, weights_of_samples, strict=True):
         for t in (t for t, bit in enumerate(sample.loss_mask) if bit):

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, sample_token_weights
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, broadcast_from_last, resolve_group, resolve_groups
-from megatron_rl.loss_hub import PASSED_INPUTS, get_policy_loss
+from megatron_rl.loss_hub import AGGREGATIONS, PASSED_INPUTS, get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.megatron.model import is_of_expert, model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
@@ -158,21 +158,21 @@ def check_step(
 
 
 def aggregations_alike(samples: Sequence[StepSample], totals: StepTotals, config: PolicyLossConfig) -> list[str]:
-    """The aggregations, with the configured one, whose weights on these samples are the same; empty where it is alone."""
-    own = LossAggregation(config.loss_aggregation) if config.loss_aggregation in [*LossAggregation] else None
-    if own is None or own is LossAggregation.CONSTANT:  # its divisor is a number of the user's
+    """The built-in aggregations, with the configured one, whose weights on these samples are the same; empty where it is alone."""
+    records = [get_loss_aggregation(name) for name in loss_aggregation_names() if "." not in name]
+    # A divisor is a number of the user's.
+    names = [record.name for record in records if AGGREGATIONS.is_built_in(record.name) and not record.takes_divisor]
+    if config.loss_aggregation not in names:
         return []
     counts = torch.tensor([sum(sample.loss_mask) for sample in samples])
     of_prompt = {sample.prompt_id: 0 for sample in samples}
     for sample in samples:
         of_prompt[sample.prompt_id] += sum(sample.loss_mask)
     of_prompts = torch.tensor([of_prompt[sample.prompt_id] for sample in samples])
-    weights = {
-        name: sample_token_weights(name, counts, totals, prompt_token_counts=of_prompts)
-        for name in (LossAggregation.SAMPLE_MEAN, LossAggregation.PROMPT_MEAN, LossAggregation.TOKEN_MEAN)
-    }
+    weights = {name: sample_token_weights(name, counts, totals, prompt_token_counts=of_prompts) for name in names}
+    own = weights[config.loss_aggregation]
     # 1e-5 of each: TOLERANCE, below which the gradients cannot differ either.
-    alike = [str(name) for name, found in weights.items() if torch.allclose(found, weights[own], rtol=TOLERANCE, atol=0.0)]
+    alike = [name for name, found in weights.items() if torch.allclose(found, own, rtol=TOLERANCE, atol=0.0)]
     return alike if len(alike) > 1 else []
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from megatron_rl.config import (
     AdvantageNormalization,
-    LossAggregation,
     Overlong,
     PolicyLossConfig,
     RouterAuxLoss,
@@ -40,7 +39,7 @@ DEFAULT_STEPS_PER_ROLLOUT = 2
 # What a preset sets for flags that are not given. The clip is left out: the loss's own default is right for each loss.
 _DEMO: dict[str, Any] = {
     "policy_loss": "gspo",
-    "loss_aggregation": LossAggregation.PROMPT_MEAN.value,
+    "loss_aggregation": "prompt_mean",
     "prompts_per_rollout": 16,
     "samples_per_prompt": 8,
     "lr": 3e-3,
