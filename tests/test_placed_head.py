@@ -21,7 +21,8 @@ from megatron_rl.hosts.base import Host, HostLaunch, HostOptions, host_named
 from megatron_rl.hosts.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.carrier import Carrier, carry
 from megatron_rl.hosts.head_checks import head_is_placed
-from megatron_rl.hosts.placed_head import OWN, host_problems, place_head, take_over
+from megatron_rl.hosts.head_places import host_problems
+from megatron_rl.hosts.placed_head import OWN, place_head, take_over
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.layout.groups import SINGLE

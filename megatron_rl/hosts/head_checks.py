@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_rl.arguments import read_switch
 from megatron_rl.config import Route
 from megatron_rl.hosts.base import INIT_LINE, HostLaunch
-from megatron_rl.hosts.placed_head import host_problems
+from megatron_rl.hosts.head_places import host_problems
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.validation.auxiliary_losses import number
 from megatron_rl.validation.checks import Asker, check

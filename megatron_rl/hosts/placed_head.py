@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -28,7 +27,8 @@ from megatron_rl.errors import ConfigError, name_of
 from megatron_rl.hosts.base import Host
 from megatron_rl.hosts.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.carrier import Carrier, carry
-from megatron_rl.hosts.door import place_of, signature_problem
+from megatron_rl.hosts.door import place_of
+from megatron_rl.hosts.head_places import BUILDER, MEASURE, REMEDY, replaced_by
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import Group, maxima_anywhere, resolve_groups
 from megatron_rl.lm_head import fp32_head_logits
@@ -38,54 +38,6 @@ from megatron_rl.megatron.model import find_output_layer, model_config_of
 ACTOR = "actor"
 # Where a function of ours holds the one that it has replaced.
 OWN = "_megatron_rl_replaced"
-REMEDY = "our head cannot be placed; remove --fused-lm-head-loss and --fp32-lm-head"
-
-
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """A function of the host that we put one of ours around. arguments: its first ones. caller: what calls it, by this name."""
-
-    module: str
-    name: str
-    arguments: tuple[str, ...]
-    caller: str
-
-
-BUILDER = Replaced("model", "setup_model_and_optimizer", ("args", "role", "..."), "initialize_model_and_optimizer")
-MEASURE = Replaced(
-    "actor",
-    "get_log_probs_and_entropy",
-    ("logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy", "..."),
-    "MegatronTrainRayActor.compute_log_prob",
-)
-
-
-def replaced_by(settings: HeadSettings) -> tuple[Replaced, ...]:
-    return (BUILDER, MEASURE) if settings.is_fused else (BUILDER,)
-
-
-def host_problems(host: Host, settings: HeadSettings) -> Iterator[str]:
-    """Why our head cannot be placed in the models of this host, with the line of the host that is another one. The host must have a
-    training_package."""
-    for one in replaced_by(settings):
-        place = f"{host.training_package}.{one.module}"
-        try:
-            module: Any = import_module(place)
-        except ImportError as error:
-            yield f"{place} of {host} cannot be imported ({error}): {REMEDY}"
-            continue
-        found = {name: _found(module, name) for name in (one.name, one.caller)}
-        if None in found.values():
-            missing = next(name for name, function in found.items() if function is None)
-            yield f"{host}'s {place} has no {missing} ({module.__file__}): {REMEDY}"
-        elif problem := signature_problem(found[one.name], one.arguments):
-            yield f"{host}'s {one.name} {problem} ({place_of(found[one.name])}): {REMEDY}"
-        elif one.name not in inspect.unwrap(found[one.caller]).__code__.co_names:
-            yield f"{host}'s {one.caller} does not call {one.name} ({place_of(found[one.caller])}): {REMEDY}"
-
-
-def _found(module: Any, name: str) -> Any:
-    return functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), module)
 
 
 def take_over(host: Host, settings: HeadSettings) -> None:
