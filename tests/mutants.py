@@ -50,6 +50,7 @@ JUDGES = {
     "hosts/": "custom_loss host_rules reward_weights reducer megatron_lm rollout_hosts init_hook step_guard host_flags",
     "hosts/batch.py": "custom_loss carrier",
     "hosts/carrie": "carrier placed_head",
+    "hosts/head_places.py": "placed_head",
     "hosts/placed_head.py": "placed_head",
     "hosts/host_run.py": "step_guard reducer two_trainers host_masked_tokens",
     "hosts/reducer.py": "reducer step_guard host_masked_tokens own_aggregation",
