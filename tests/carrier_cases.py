@@ -21,6 +21,9 @@ from host_loss_cases import Case, Sample, host_batch, micro_batches, never, rows
 from host_rank import load_function
 from test_forward_step import SeenShapes
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.hosts.base import host_named
@@ -112,10 +115,10 @@ def measured_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[list[dict[s
 
 def measure(step: HostStep) -> tuple[list[dict[str, list[Tensor]]], int]:
     args = host_args(step)
-    models, _, _ = host_model(args)
+    models, optimizer, _ = host_model(args)
     enlarge_head(models, step.factor_of_head)
-    with SeenShapes() as seen, torch.no_grad():
-        found = host_of(args).MegatronTrainRayActor().compute_log_prob(forward_only, args, models, step)
+    with SeenShapes() as seen:
+        found = measured_by_the_actor(args, models, optimizer, step)
     return found, most_rows(seen)
 
 
@@ -148,6 +151,43 @@ def forward_only(f, args: Namespace, models, step: HostStep) -> list[dict[str, l
         forward_only=True,
         collect_non_loss_data=built_by_host.is_miles(args),
     )
+
+
+def peaks_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[int, int]]:
+    """Of each step the most bytes that lived at once, of what it made: in training, in measuring."""
+    return [(peak_of(step, train_one_step), peak_of(step, measured_by_the_actor)) for step in steps]
+
+
+def peak_of(step: HostStep, run) -> int:
+    args = host_args(step)
+    models, optimizer, _ = host_model(args)
+    with LiveBytes() as live:
+        run(args, models, optimizer, step)
+    return live.peak
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of storages that operations have made and that lived at one time. torch's MemTracker asks modules for
+    buffers(), which is a list in Megatron's DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._alive = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor):
+                storage = made.untyped_storage()
+                self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self._alive = {key: known for key, known in self._alive.items() if not known[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return result
+
+
+def measured_by_the_actor(args: Namespace, models, optimizer, step: HostStep) -> list[dict[str, list[Tensor]]]:
+    with torch.no_grad():
+        return host_of(args).MegatronTrainRayActor().compute_log_prob(forward_only, args, models, step)
 
 
 def most_rows(seen: SeenShapes) -> int:

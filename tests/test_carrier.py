@@ -16,6 +16,7 @@ from carrier_cases import (
     host_args,
     host_model,
     measured_on_rank,
+    peaks_on_rank,
     results,
     train_one_step,
 )
@@ -100,6 +101,18 @@ def test_old_log_probabilities_are_measured_without_logits(pool, name):
             torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
             assert of_carrier <= UNTIED.hidden_size < of_logits or not found
     assert any(logs for answer in answers for logs, _ in answer)
+
+
+@pytest.mark.megatron
+def test_a_fused_step_takes_a_tenth_of_the_memory_of_the_logits(pool):
+    """1,440 tokens, 4,096 columns, chunks of 1 MiB, in bfloat16: the whole step, its layers included."""
+    case = Case(settings=WIDE, shapes=[(240, 200, [1] * 200)] * 6)
+    tiny = replace(UNTIED, num_layers=1, vocab_size=4096, true_vocab_size=4096, bf16=True)
+    steps = [HostStep(case, tiny=tiny, size=6, flags=flags) for flags in ({}, FUSED | {"max_logits_bytes": 2**20})]
+    [[(trains, measures), (trains_fused, measures_fused)]] = pool.run(peaks_on_rank, steps, world_size=1)
+    of_logits = 1440 * 4096 * 4
+    assert trains > 2 * of_logits and measures > of_logits
+    assert trains_fused < 0.1 * trains and measures_fused < 0.1 * measures
 
 
 @pytest.mark.megatron

@@ -14,7 +14,7 @@ import importlib
 import json
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -245,6 +245,22 @@ def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, 
     columns = VOCABULARY // (2 if "tp2" in layout else 1)
     most_rows = max(run.rows_of_products.get(columns, 0) for run in runs)
     assert (most_rows <= 16) == (case.door == "fused"), most_rows
+
+
+@pytest.mark.parametrize("host", sorted(ROOTS) or ["slime"])
+def test_a_bf16_actor_trains_the_same_with_the_float32_head_of_each_door(recorded, host):
+    """As both hosts start without a file: through Float16Module. With the float32 head the logits are of one precision."""
+    case, norms = WholeCase("custom_loss", "gspo", "constant"), {}
+    for door in ("custom_loss", "fused", "reducer"):
+        words = replace(case, door=door).of_host(recorded)
+        place = words.index("--custom-config-path")
+        given = (host, ROOTS[host], os.environ[MEGATRON_ROOT], [*words[:place], *words[place + 2 :], "--fp32-lm-head"])
+        runs: list[WholeRun] = run_ranks(run_whole, 2, *given, use_megatron=False)
+        (steps,) = (run.steps for run in runs if run.steps)
+        norms[door] = [step["train/grad_norm"] for step in steps]
+    # Below the head a gradient is rounded to bfloat16 once more or less. The host's own cross-entropy rounds one too.
+    assert norms["fused"] == pytest.approx(norms["custom_loss"], rel=1e-2)
+    assert norms["reducer"] == pytest.approx(norms["custom_loss"], rel=2e-2)
 
 
 @pytest.mark.parametrize("host", sorted(ROOTS) or ["slime"])
