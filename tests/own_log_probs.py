@@ -152,3 +152,106 @@ def verl_modules() -> dict[str, ModuleType]:
     for module in (functional, parallel):
         vars(module).update(chosen=chosen, entropy_of=entropy_of)
     return found
+
+
+# NeMo-RL 7ea279abf and SkyRL a9564572e, which have the first two functions from NeMo-Aligner
+
+
+class DistributedLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, group, inference_only=False):
+        raise AssertionError("the host's own function is not asked")
+
+
+class ChunkedDistributedLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, chunk_size, tp_group, inference_only=False):
+        raise AssertionError("the host's own function is not asked")
+
+
+class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        tensor_parallel_hidden_states,
+        target,
+        output_weight_layer,
+        vocab_start_index,
+        vocab_end_index,
+        chunk_size,
+        tp_group,
+        inference_only=False,
+    ):
+        raise AssertionError("NeMo-RL's own function is not asked")
+
+
+class _VocabParallelEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, vocab_parallel_logits):
+        raise AssertionError("SkyRL's own function is not asked")
+
+
+def from_parallel_logits_to_logprobs(logits, target, first, end, group, inference_only=False, chunk_size=None):
+    """The shift and the choice of the function; packing and context parallelism are the host's own."""
+    target = target.roll(shifts=-1, dims=-1)
+    if chunk_size is None:
+        found = DistributedLogprob.apply(logits, target, first, end, group, inference_only)
+    else:
+        found = ChunkedDistributedLogprob.apply(logits, target, first, end, chunk_size, group, inference_only)
+    return found.contiguous()[:, :-1]
+
+
+def from_parallel_hidden_states_to_logprobs(hidden, weight, target, first, end, group, inference_only=False):
+    target = target.roll(shifts=-1, dims=-1)
+    found = ChunkedDistributedHiddenStatesToLogprobs.apply(hidden, target, weight, first, end, 4, group, inference_only)
+    return found.contiguous()[:, :-1]
+
+
+def _fused_lm_head_logprob_apply(
+    backend, hidden, weight, target, vocab_start_index, vocab_end_index, chunk_size, tp_group, inference_only
+):
+    raise AssertionError("SkyRL's own function is not asked")
+
+
+def _fused_vocab_parallel_entropy_from_hidden(hidden, lm_head_weight, tp_group, chunk_size=None, temperature=1.0):
+    raise AssertionError("SkyRL's own function is not asked")
+
+
+def from_parallel_hidden_to_logprobs(hidden, weight, target, first, end, group, inference_only=False, temperature=1.0):
+    target, weight = target.roll(shifts=-1, dims=-1), weight / temperature
+    found = _fused_lm_head_logprob_apply("torch", hidden, weight, target, first, end, 4, group, inference_only)
+    return found.contiguous()[:, :-1]
+
+
+def from_parallel_hidden_to_entropy_packed_sequences(hidden, weight, group, temperature):
+    return _fused_vocab_parallel_entropy_from_hidden(hidden, weight, group, chunk_size=4, temperature=temperature)
+
+
+def of_entropy(vocab_parallel_logits):
+    """SkyRL's vocab_parallel_entropy and vocab_parallel_entropy_weighted_sum."""
+    return _VocabParallelEntropy.apply(vocab_parallel_logits)
+
+
+def nemo_rl_module() -> ModuleType:
+    name = "nemo_rl.distributed.model_utils"
+    functions = (DistributedLogprob, ChunkedDistributedLogprob, ChunkedDistributedHiddenStatesToLogprobs)
+    contents: dict[str, object] = {one.__name__: one for one in functions}
+    contents["from_parallel_logits_to_logprobs"] = from_parallel_logits_to_logprobs
+    contents["from_parallel_logits_to_logprobs_packed_sequences"] = from_parallel_logits_to_logprobs
+    contents["from_parallel_hidden_states_to_logprobs"] = from_parallel_hidden_states_to_logprobs
+    return modules_of("nemo_rl", {name: contents})[name]
+
+
+def skyrl_module() -> ModuleType:
+    name = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+    functions = (DistributedLogprob, ChunkedDistributedLogprob, _VocabParallelEntropy)
+    contents: dict[str, object] = {one.__name__: one for one in functions}
+    for one in (
+        *(from_parallel_logits_to_logprobs, from_parallel_hidden_to_logprobs, _fused_lm_head_logprob_apply),
+        *(_fused_vocab_parallel_entropy_from_hidden, from_parallel_hidden_to_entropy_packed_sequences),
+    ):
+        contents[one.__name__] = one
+    contents["from_parallel_logits_to_logprobs_packed_sequences"] = from_parallel_logits_to_logprobs
+    contents["from_parallel_hidden_to_logprobs_packed_sequences"] = from_parallel_hidden_to_logprobs
+    contents["vocab_parallel_entropy"] = contents["vocab_parallel_entropy_weighted_sum"] = of_entropy
+    return modules_of("skyrl", {name: contents})[name]

@@ -86,6 +86,7 @@ def judge_settings(door: Door, settings: Settings, *, may_have_more: bool = Fals
         loss = "the loss" if name is None else name
         text = f"{loss} is {door.title}'s own: none of our losses is chosen; {choice.remedy}"
         yield Row(choice.setting, text, is_note=True)
+        yield from idle_beside_own_loss(door, settings)
         return
     own = [name for name in settings.given if name.startswith(door.own.prefix)]
     if unknown := [one for one in dict.fromkeys([*door.read_names, *own]) if settings[one] is UNKNOWN]:
@@ -124,6 +125,17 @@ def judge_log_probs(door: Door, settings: Settings) -> Iterator[Row]:
             if each == PACKAGE or get_close_matches(each, [one.value], 1, CLOSEST_MODULE):
                 text = f"{one.setting}={each} puts none of our log-probabilities in the place of {door.title}'s"
                 yield Row(one.setting, f"{text}; did you mean {one.value}?", is_wrong=True)
+
+
+def idle_beside_own_loss(door: Door, settings: Settings) -> Iterator[Row]:
+    """Our settings of a loss in a launch that has our log-probabilities alone."""
+    one = door.log_probs
+    if one is None or one.is_hosts:
+        return
+    for name, value in settings.given.items():
+        if name.startswith(door.own.prefix) and name != one.setting:
+            text = f"{name}={value} has no effect on {door.title}'s own loss: choose one of ours, or remove it"
+            yield Row(name, text, is_wrong=True)
 
 
 def said_of(found: Found) -> Iterator[Row]:

@@ -199,6 +199,42 @@ def log_probs_of_hidden(
     return torch.where(_is_known(chosen, weight.shape[0] * tp_group.size()), log_probs, 0.0), entropy
 
 
+# NeMo-RL and SkyRL have taken two autograd functions from NeMo-Aligner: the arguments of their `forward`, and ours.
+WHOLE_ARGUMENTS = ("ctx", "vocab_parallel_logits", "target", "vocab_start_index", "vocab_end_index", "group", "inference_only")
+CHUNKED_ARGUMENTS = (*WHOLE_ARGUMENTS[:5], "chunk_size", "tp_group", "inference_only")
+
+
+def whole_rows(theirs: Any) -> Applied:
+    def apply(logits: Tensor, target: Tensor, first: int, end: int, group: Group, inference_only: bool = False) -> Tensor:
+        return log_probs_of_shard(logits, target, first, end, group, has_gradient=not inference_only)
+
+    return Applied(apply)
+
+
+def rows_in_chunks(theirs: Any) -> Applied:
+    def apply(
+        logits: Tensor, target: Tensor, first: int, end: int, chunk_size: int, tp_group: Group, inference_only: bool = False
+    ) -> Tensor:
+        return log_probs_of_shard(logits, target, first, end, tp_group, has_gradient=not inference_only)
+
+    return Applied(apply)
+
+
+def log_probs_of_shard(
+    logits: Tensor,  # [B, S, V_tp]
+    target: Tensor,  # [B, S], shifted
+    first: int,
+    end: int,
+    tp_group: Group,
+    *,
+    has_gradient: bool,
+) -> Tensor:  # [B, S] float32
+    """As log_probs_of_logits, for a host that says which columns a rank has. The host may read the logits later."""
+    check_shard(first, end, logits.shape[-1], tp_group)
+    with torch.set_grad_enabled(has_gradient and torch.is_grad_enabled()):
+        return log_probs_of_logits(logits, target, tp_group)
+
+
 def check_shard(first: int, end: int, num_columns: int, tp_group: Group) -> None:
     """Raises DataError unless a host's bounds of this rank's columns are those of equal shards in the order of ranks."""
     expected = tp_group.rank() * num_columns

@@ -33,13 +33,15 @@ from megatron_rl.hosts.door import (
     Found,
     Kind,
     Line,
+    LogProbs,
     Own,
     Prompts,
     ReadFile,
     Setting,
     names,
 )
-from megatron_rl.hosts.door_line import read_launch
+from megatron_rl.hosts.door_line import idle_beside_own_loss, judge_log_probs, read_launch
+from megatron_rl.hosts.door_settings import in_words
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, put, read_overrides, value_at
@@ -50,6 +52,8 @@ from megatron_rl.validation.checks import Row, check
 PACKAGE, TRAINER, LAUNCHER = "nemo_rl", "nemo_rl.algorithms.grpo", "megatron_rl.hosts.launch"
 LOSS_FN, SAMPLING = "loss_fn.", "policy.generation."
 NAME, PREFIX = f"{LOSS_FN}megatron_rl", f"{LOSS_FN}megatron_rl_"
+# What computes log-probabilities: ours, whichever loss trains, or NeMo-RL's.
+LOG_PROBS, QUANTISED = f"{PREFIX}log_probs", "policy.quant_cfg"
 CHOOSE = f"++{NAME}=<loss>.<aggregation>"
 PENALTY, POSITIVE_EXAMPLES = f"{LOSS_FN}reference_policy_kl_penalty", f"{LOSS_FN}positive_example_nll_weight"
 # Settings that choose another loss, and what ours has for it.
@@ -207,6 +211,7 @@ DOOR = Door(
         Setting(f"{LOSS_FN}ratio_clip_c", Kind.NUMBER, "clip_ratio_c"),
         Setting(PENALTY, Kind.NUMBER, "kl_coefficient", 0.01),
         Setting(NAME),
+        Setting(LOG_PROBS, default=PACKAGE),
         Setting(f"{LOSS_FN}token_level_loss", Kind.SWITCH, default=True),
         Setting(POSITIVE_EXAMPLES, Kind.NUMBER, default=0.0),
         *(Setting(name, Kind.NUMBER if name.endswith("_value") else Kind.OTHER, default=own) for name, own in KL_SETTINGS.items()),
@@ -220,7 +225,9 @@ DOOR = Door(
     own=Own(prefix=PREFIX, added="++", others=("kl_estimator",)),
     defaults={TRUNCATION: None, BOUND: None, LOWER_BOUND: None, WORKER: True},
     derive=derive,
-    is_ours=lambda settings: True,
+    is_ours=lambda settings: trains_ours(settings),
+    of_any_launch=lambda settings: log_probs_need_the_worker(settings),
+    log_probs=LogProbs(setting=LOG_PROBS, value="megatron_rl", theirs=PACKAGE),
     sampler=Sampler(
         filters={f"{SAMPLING}top_p": Filter(1.0, (1.0,)), f"{SAMPLING}top_k": Filter(None, ("null", None, -1, 0))},
         engine=f"{SAMPLING}backend",
@@ -258,6 +265,33 @@ DOOR = Door(
         f"{TRAINER}:setup": ("master_config", "..."),
     },
 )
+
+
+def trains_ours(settings: Settings) -> bool:
+    """Whether a launch through our launcher has our loss. It may have our log-probabilities alone."""
+    return settings[NAME] is not None or settings[LOG_PROBS] == PACKAGE
+
+
+def log_probs_need_the_worker(settings: Settings) -> Iterator[Row]:
+    """They come with a class of NeMo-RL's Megatron worker."""
+    if settings[LOG_PROBS] in (PACKAGE, UNKNOWN):
+        return
+    if settings[WORKER] is False:
+        text = f"{LOG_PROBS}={settings[LOG_PROBS]} is made for NeMo-RL's Megatron worker; set {WORKER}=true, or remove it"
+        yield Row(LOG_PROBS, text, is_wrong=True)
+    if settings.value_of(QUANTISED) not in (ABSENT, UNKNOWN, None):
+        text = f"{LOG_PROBS}={settings[LOG_PROBS]} beside {QUANTISED}: each has NeMo-RL make another class of worker; remove one"
+        yield Row(LOG_PROBS, text, is_wrong=True)
+
+
+def check_log_probs(settings: Settings) -> bool:
+    """Whether our log-probabilities take the place of NeMo-RL's. Raises one ConfigError with every problem of that."""
+    rows = [*judge_log_probs(DOOR, settings), *log_probs_need_the_worker(settings)]
+    if not trains_ours(settings):
+        rows += idle_beside_own_loss(DOOR, settings)
+    if problems := [in_words(row) for row in rows if row.is_wrong]:
+        raise ConfigError(problems)
+    return bool(settings[LOG_PROBS] != PACKAGE)
 
 
 def check_launch(master_config: Any, words: Sequence[str] = ()) -> Found:

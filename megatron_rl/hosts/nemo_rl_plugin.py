@@ -6,6 +6,7 @@ See nemo_rl.py for what NeMo-RL's settings are to us, and what becomes of the nu
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,9 +19,20 @@ from torch import Tensor
 from megatron_rl.aggregation import StepTotals, regularizer_weights
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, loss_of_rows, marked_rows, step_line
-from megatron_rl.hosts.door import Found, is_carried
+from megatron_rl.hosts.door import Found, is_carried, place_of
 from megatron_rl.hosts.door_settings import read_choice
-from megatron_rl.hosts.nemo_rl import BATCH, DOOR, LOSS_FN, NAME, PACKAGE, TRAINER, check_launch, settings_of
+from megatron_rl.hosts.nemo_rl import (
+    BATCH,
+    DOOR,
+    LOSS_FN,
+    NAME,
+    PACKAGE,
+    TRAINER,
+    check_launch,
+    check_log_probs,
+    settings_of,
+    trains_ours,
+)
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import UNSCORED
 from megatron_rl.hosts.settings import value_at
@@ -32,6 +44,10 @@ from megatron_rl.step_metrics import finalise_metrics
 SURE = -1e-3
 # [B, S] each; position t is of token t, so that [:, 1:] belongs to the log-probabilities of next tokens.
 COLUMNS = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+# NeMo-RL's table of the Python of each class of its workers, its Megatron worker, and the same with our log-probabilities.
+ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
+OWN_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+OUR_WORKER = "megatron_rl.hosts.nemo_rl_worker.MegatronPolicyWorker"
 UNFILTERED = "curr_logprobs_unfiltered"
 # What NeMo-RL's workers, wrappers and metrics read of a loss.
 LOSS_ATTRIBUTES = ("input_type", "loss_type", "use_fused_linear_logprobs", "metric_normalizations", "reference_policy_kl_penalty")
@@ -208,6 +224,30 @@ def with_prompt_weights(estimator: Any) -> Any:
 # Its setup
 
 
+def with_our_worker(
+    trainer: Any, setup: Callable[..., Any], positional: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of NeMo-RL's `setup`, with which it makes its Megatron workers of our class. Raises ConfigError for a NeMo-RL
+    that has no such way."""
+    parameters = inspect.signature(setup).parameters
+    if "policy_factory" not in parameters:
+        raise ConfigError(
+            f"NeMo-RL's setup takes no policy_factory ({place_of(setup)}), and {DOOR.probed} was probed: remove log_probs"
+        )
+    bound = inspect.signature(setup).bind(*positional, **named)
+    factory = bound.arguments.get("policy_factory") or trainer.Policy
+    makes = inspect.signature(factory).parameters
+    if not ({"worker_extension_cls_fqn"} & makes.keys() or any(one.kind is one.VAR_KEYWORD for one in makes.values())):
+        raise ConfigError(
+            f"NeMo-RL's {factory.__name__} takes no worker_extension_cls_fqn ({place_of(factory)}), and {DOOR.probed} was probed: "
+            "remove log_probs"
+        )
+    environments = import_module(ENVIRONMENTS).ACTOR_ENVIRONMENT_REGISTRY
+    environments[OUR_WORKER] = environments[OWN_WORKER]  # of its Python
+    bound.arguments["policy_factory"] = functools.partial(factory, worker_extension_cls_fqn=OUR_WORKER)
+    return bound.args, bound.kwargs
+
+
 @contextmanager
 def loss_in_setup(refuse: Callable[[ConfigError], int], calls: list[str]) -> Iterator[None]:
     """NeMo-RL's `setup` makes our loss; each call is noted in `calls`, and one with problems ends the process by `refuse`.
@@ -226,18 +266,26 @@ def loss_in_setup(refuse: Callable[[ConfigError], int], calls: list[str]) -> Ite
     @functools.wraps(setup)
     def setup_with_our_loss(master_config: Any, *positional: Any, **named: Any) -> Any:
         calls.append(PACKAGE)
+        settings, found = settings_of(master_config, sys.argv[1:]), None
         try:
-            found = check_launch(master_config, sys.argv[1:])
+            if check_log_probs(settings):
+                positional, named = with_our_worker(trainer, setup, (master_config, *positional), named)
+                positional = positional[1:]
+            if trains_ours(settings):
+                found = check_launch(master_config, sys.argv[1:])
         except ConfigError as error:
             sys.exit(refuse(error))
-        for text in found.warnings:
-            print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
-        samples = value_at(master_config, BATCH)
-        trainer.ClippedPGLossFn = lambda *given, **options: NemoLoss(own_loss(*given, **options), found, samples)
+        if found is not None:
+            for text in found.warnings:
+                print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
+            samples = value_at(master_config, BATCH)
+            trainer.ClippedPGLossFn = lambda *given, **options: NemoLoss(own_loss(*given, **options), found, samples)
         return setup(master_config, *positional, **named)
 
     def create_for_our_loss(master_config: Any) -> Any:
         """After setup, for each trainer by its own config: another one of the process may have another aggregation."""
+        if not trains_ours(settings_of(master_config)):
+            return create(master_config)
         _, aggregation = read_choice(DOOR, settings_of(master_config))
         return with_prompt_weights(create(master_config)) if is_carried(aggregation) else create(master_config)
 

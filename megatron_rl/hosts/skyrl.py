@@ -29,12 +29,27 @@ from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import loss_of_rows, step_line
-from megatron_rl.hosts.door import AVERAGED, TIMES_CP, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
-from megatron_rl.hosts.door_line import name_problems
-from megatron_rl.hosts.door_settings import OnceRead, losses, read
+from megatron_rl.hosts.door import (
+    AVERAGED,
+    TIMES_CP,
+    Choice,
+    Door,
+    Found,
+    Kind,
+    Line,
+    LogProbs,
+    Own,
+    Prompts,
+    ReadFile,
+    Setting,
+    names,
+)
+from megatron_rl.hosts.door_line import idle_beside_own_loss, judge_log_probs, name_problems
+from megatron_rl.hosts.door_settings import OnceRead, in_words, losses, read
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import Filter, Sampler
 from megatron_rl.hosts.settings import ABSENT, Settings, read_overrides, value_at
+from megatron_rl.hosts.skyrl_log_probs import InWorkers
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.validation.checks import Row, check
@@ -42,6 +57,8 @@ from megatron_rl.validation.checks import Row, check
 PREFIX, ENTRYPOINT, ALGORITHM = "megatron_rl.", "trainer.override_entrypoint", "trainer.algorithm."
 ENTRY, UTILITIES = "skyrl.train.entrypoints.main_base", "skyrl.backends.skyrl_train.utils"
 TABLES, CORRECTIONS = f"{UTILITIES}.ppo_utils", f"{UTILITIES}.off_policy_correction_utils"
+# What computes log-probabilities: ours, whichever loss trains, or SkyRL's.
+LOG_PROBS, OURS, THEIRS = f"{PREFIX}log_probs", "megatron_rl", "skyrl"
 CORRECTION = f"{ALGORITHM}off_policy_correction"
 # SkyRL's correction is on where one of the first is set, or both of the last.
 SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high")
@@ -99,6 +116,12 @@ def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
     return {ENTRYPOINT: __name__, **given, **{ALGORITHM + name: value for name, value in kl.items()}}
 
 
+def trains_ours(settings: Settings, *, has_our_entrypoint: bool) -> bool:
+    """Our entrypoint may be there for our log-probabilities alone."""
+    is_chosen = str(settings[f"{ALGORITHM}policy_loss_type"]).startswith(PREFIX)
+    return is_chosen or (has_our_entrypoint and settings[LOG_PROBS] == THEIRS)
+
+
 DOOR = Door(
     name="skyrl",
     title="SkyRL",
@@ -111,6 +134,7 @@ DOOR = Door(
         Setting(f"{ALGORITHM}sapo.tau_neg", Kind.NUMBER, "sapo_temperature_negative", 1.05),
         Setting(f"{ALGORITHM}max_seq_len", Kind.NUMBER, "loss_aggregation_divisor"),
         Setting(f"{ALGORITHM}policy_loss_type", default="regular"),
+        Setting(LOG_PROBS, default=THEIRS),
         Setting(f"{ALGORITHM}loss_reduction", default="token_mean"),
         Setting(f"{ALGORITHM}use_kl_loss", Kind.SWITCH, default=True),
         Setting(f"{ALGORITHM}use_kl_in_reward", Kind.SWITCH, default=False),
@@ -178,7 +202,8 @@ DOOR = Door(
         },
     ),
     own=Own(prefix=PREFIX),
-    is_ours=lambda settings: __name__ == settings[ENTRYPOINT] or str(settings[f"{ALGORITHM}policy_loss_type"]).startswith(PREFIX),
+    is_ours=lambda settings: trains_ours(settings, has_our_entrypoint=settings[ENTRYPOINT] == __name__),
+    log_probs=LogProbs(setting=LOG_PROBS, value=OURS, theirs=THEIRS),
     defaults={STEP_WISE: False},
     corrections=corrections,
     several=lambda settings: f"{STEP_WISE}=true" if settings[STEP_WISE] else None,
@@ -279,9 +304,21 @@ def settings_of(tree: Any, own: Mapping[str, Any], typed: Sequence[str] | None, 
 
 
 def register(registry: Any, own: Mapping[str, Any], typed: Sequence[str] | None = None) -> None:
-    """Adds our losses to SkyRL's PolicyLossRegistry, which sends them, with our words, to its workers."""
+    """Adds our losses to SkyRL's PolicyLossRegistry, which sends them, with our words, to its workers; and our log-probabilities,
+    where they are asked for."""
     for name in losses(DOOR):
         registry.register(f"{PREFIX}{name}", SkyrlLoss(name, own, typed))
+    if own.get(LOG_PROBS, THEIRS) != THEIRS:
+        registry.register(LOG_PROBS, InWorkers(DOOR.title, DOOR.probed))
+
+
+def check_launch(settings: Settings) -> tuple[str, ...]:
+    """The warnings of a launch behind our entrypoint. Raises one ConfigError with every problem."""
+    has_loss = trains_ours(settings, has_our_entrypoint=True)
+    rows = [*judge_log_probs(DOOR, settings)] + ([] if has_loss else [*idle_beside_own_loss(DOOR, settings)])
+    if problems := [in_words(row) for row in rows if row.is_wrong]:
+        raise ConfigError(problems)
+    return read(DOOR, settings).warnings if has_loss else ()
 
 
 def main() -> None:
@@ -302,10 +339,10 @@ def main() -> None:
         if problems := [*DOOR.contract_problems(), *name_problems(DOOR, line, may_have_more=True)]:
             raise ConfigError(problems)
         config = entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])
-        found = read(DOOR, settings_of(config, own, typed, section=""))
+        warnings = check_launch(settings_of(config, own, typed, section=""))
     except ConfigError as error:
         raise SystemExit("\n".join(f"megatron_rl: ConfigError: {problem}" for problem in error.problems)) from None
-    for text in found.warnings:
+    for text in warnings:
         print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
     register(tables.PolicyLossRegistry, own, typed)
     entry.main()

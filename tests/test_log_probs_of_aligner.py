@@ -1,0 +1,358 @@
+"""Our log-probabilities in NeMo-RL and SkyRL: numbers on one and two ranks, the fused switches, how workers get them, refusals.
+
+NEMO_RL_ROOT=... SKYRL_ROOT=... pytest -m host --require host tests/test_log_probs_of_aligner.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+from types import ModuleType, SimpleNamespace
+
+import own_log_probs
+import pytest
+import torch
+from linear_cases import relative
+from nemo_rl_cases import master_config
+from test_host_log_probs import HIDDEN, LIMIT, VOCABULARY, in_fork
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import door_line, nemo_rl, nemo_rl_plugin, skyrl
+from megatron_rl.hosts.settings import Settings
+from megatron_rl.hosts.skyrl_log_probs import InWorkers
+from megatron_rl.layout.groups import SINGLE, resolve_groups
+from megatron_rl.testing.ranks import run_ranks
+
+ROWS, WIDTH, TEMPERATURE = 2, 8, 0.7
+
+
+def nemo_rl_with_ours(change=lambda module: None) -> ModuleType:
+    module = own_log_probs.nemo_rl_module()
+    change(module)
+    importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install()
+    return module
+
+
+def skyrl_with_ours(change=lambda module: None) -> ModuleType:
+    """By the entry of SkyRL's table, as it comes to a worker."""
+    module = own_log_probs.skyrl_module()
+    change(module)
+    pickle.loads(pickle.dumps(InWorkers("SkyRL", "a revision")))
+    return module
+
+
+HOSTS = {"NeMo-RL": nemo_rl_with_ours, "SkyRL": skyrl_with_ours}
+
+
+def case(dtype=torch.float32):
+    """tokens [B, S]; hidden [B, S, H] and weight [V, H]; logits [B, S, V]; the factors of log-probability and entropy."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, WIDTH), generator=generator)
+    hidden = torch.randn(ROWS, WIDTH, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+    c = torch.randn(ROWS, WIDTH - 1, generator=generator, dtype=torch.float64)
+    e = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+    return tokens, hidden.to(dtype), weight.to(dtype), (hidden @ weight.T).to(dtype), c, e
+
+
+def of_logits(logits, tokens, c, e=None):
+    """In float64: log-probabilities of the next tokens, entropies, and the gradient of sum c log p + e H."""
+    leaf = logits.double().requires_grad_()
+    log_p = leaf.log_softmax(-1)
+    log_probs = log_p[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    total = (c * log_probs).sum() + (0.0 if e is None else (e * entropy).sum())
+    return log_probs.detach(), entropy.detach(), torch.autograd.grad(total, leaf)[0]
+
+
+def of_head(hidden, weight, tokens, c):
+    leaves = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_p = (leaves[0] @ leaves[1].T).log_softmax(-1)
+    log_probs = log_p[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+    return log_probs.detach(), *torch.autograd.grad((c * log_probs).sum(), leaves)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_log_probabilities_from_logits_are_exact(host, chunk_size, dtype):
+    def work():
+        module = HOSTS[host]()
+        tokens, _, _, logits, c, _ = case(dtype)
+        log_probs, _, gradient = of_logits(logits, tokens, c)
+        leaf = logits.clone().requires_grad_()
+        found = module.from_parallel_logits_to_logprobs(leaf, tokens, 0, VOCABULARY, SINGLE, chunk_size=chunk_size)
+        (c * found).sum().backward()
+        assert found.dtype == torch.float32 and relative(found.detach(), log_probs) < LIMIT
+        # In bfloat16 the gradient alone is rounded, by 2^-9 of an element.
+        assert relative(leaf.grad, gradient) < (LIMIT if dtype == torch.float32 else 2**-8)
+        assert torch.equal(leaf.detach(), logits), "the host may read the logits later"
+        assert not module.from_parallel_logits_to_logprobs(leaf, tokens, 0, VOCABULARY, SINGLE, True).requires_grad
+
+    in_fork(work)
+
+
+def test_skyrls_entropies_are_exact():
+    """From logits with a gradient, and from hidden states as a metric, at a temperature."""
+
+    def work():
+        module = skyrl_with_ours()
+        tokens, hidden, weight, logits, c, e = case()
+        _, entropy, gradient = of_logits(logits, tokens, torch.zeros_like(c), e)
+        leaf = logits.clone().requires_grad_()
+        found = module.vocab_parallel_entropy(leaf)
+        (e * found).sum().backward()
+        assert relative(found.detach(), entropy) < LIMIT and relative(leaf.grad, gradient) < LIMIT
+        _, entropy, _ = of_logits(logits / TEMPERATURE, tokens, c)
+        found = module.from_parallel_hidden_to_entropy_packed_sequences(hidden.requires_grad_(), weight, SINGLE, TEMPERATURE)
+        assert relative(found, entropy) < LIMIT and not found.requires_grad
+
+    in_fork(work)
+
+
+def test_the_fused_switches_run_our_head():
+    def work():
+        tokens, hidden, weight, _, c, _ = case()
+        want = of_head(hidden, weight, tokens, c)
+        for name in HOSTS:
+            module = HOSTS[name]()
+            leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            if name == "NeMo-RL":  # [S, B, H]
+                given = (leaves[0].transpose(0, 1), leaves[1], tokens, 0, VOCABULARY, SINGLE)
+                found = module.from_parallel_hidden_states_to_logprobs(*given)
+            else:
+                found = module.from_parallel_hidden_to_logprobs(*leaves, tokens, 0, VOCABULARY, SINGLE)
+            (c * found).sum().backward()
+            got = found.detach(), *(leaf.grad for leaf in leaves)
+            assert all(relative(mine, theirs) < LIMIT for mine, theirs in zip(got, want, strict=True)), name
+
+    in_fork(work)
+
+
+def fused_on_a_rank(rank: int):
+    """NeMo-RL's under sequence parallelism and without it, SkyRL's, and both hosts' from logits, on one of two ranks."""
+    tp = resolve_groups().tp
+    tokens, hidden, weight, logits, c, e = case()
+    bounds = rank * VOCABULARY // 2, (rank + 1) * VOCABULARY // 2
+    found = {}
+
+    def keep(name, values, *leaves):
+        (c * values).sum().backward()
+        found[name] = [values.detach(), *(leaf.grad for leaf in leaves)]
+
+    def leaves(given):
+        return given.clone().requires_grad_(), weight.chunk(2)[rank].clone().requires_grad_()
+
+    module = nemo_rl_with_ours()
+    of_sequence = hidden.transpose(0, 1).contiguous()  # [S, B, H]
+    for name, given in (("whole", of_sequence), ("SP", of_sequence.chunk(2)[rank])):
+        parts = leaves(given)
+        keep(f"NeMo-RL {name}", module.from_parallel_hidden_states_to_logprobs(*parts, tokens, *bounds, tp), *parts)
+    for name in HOSTS:
+        module, shard = HOSTS[name](), logits.chunk(2, -1)[rank].clone().requires_grad_()
+        keep(f"{name} logits", module.from_parallel_logits_to_logprobs(shard, tokens, *bounds, tp), shard)
+    parts = leaves(hidden)
+    keep("SkyRL fused", module.from_parallel_hidden_to_logprobs(*parts, tokens, *bounds, tp), *parts)
+    shard = logits.chunk(2, -1)[rank].clone().requires_grad_()
+    entropy = module.vocab_parallel_entropy(shard)
+    (e * entropy).sum().backward()
+    found["entropy"] = [entropy.detach(), shard.grad]
+    return found
+
+
+@pytest.mark.megatron
+def test_two_tensor_parallel_ranks_have_the_numbers_of_one():
+    first, second = run_ranks(fused_on_a_rank, 2, tensor_model_parallel_size=2)
+    tokens, hidden, weight, logits, c, e = case()
+    log_probs, of_hidden, of_weight = of_head(hidden, weight, tokens, c)
+    of_rows = of_hidden.transpose(0, 1)
+    hidden_gradients = {
+        "NeMo-RL whole": (first["NeMo-RL whole"][1], of_rows),
+        "NeMo-RL SP": (torch.cat([first["NeMo-RL SP"][1], second["NeMo-RL SP"][1]]), of_rows),
+        # Each rank's part, which the gather of sequence-parallel hidden states adds up.
+        "SkyRL fused": (first["SkyRL fused"][1] + second["SkyRL fused"][1], of_hidden),
+    }
+    for name, (mine, theirs) in hidden_gradients.items():
+        assert torch.equal(first[name][0], second[name][0]) and relative(first[name][0], log_probs) < LIMIT, name
+        assert relative(mine, theirs) < LIMIT, name
+        assert relative(torch.cat([first[name][2], second[name][2]]), of_weight) < LIMIT, name
+    _, entropy, of_entropy = of_logits(logits, tokens, torch.zeros_like(c), e)
+    gradients = {"entropy": (entropy, of_entropy)}
+    gradients |= {f"{name} logits": (log_probs, of_logits(logits, tokens, c)[2]) for name in HOSTS}
+    for name, (value, gradient) in gradients.items():
+        assert relative(first[name][0], value) < LIMIT, name
+        assert relative(torch.cat([first[name][1], second[name][1]], -1), gradient) < LIMIT, name
+
+
+class WithMore(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, chunk_size, tp_group, top_k):
+        pass
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_host_whose_functions_are_others_is_refused(host):
+    """In a worker of NeMo-RL, and where SkyRL's table arrives."""
+
+    def work():
+        with pytest.raises(ConfigError, match=rf"{host}'s ChunkedDistributedLogprob takes \(ctx, .*, tp_group, top_k\), ours is"):
+            HOSTS[host](lambda module: setattr(module, "ChunkedDistributedLogprob", WithMore))
+
+    in_fork(work)
+
+
+# How NeMo-RL's workers get them
+
+
+class Policy:
+    def __init__(self, config, worker_extension_cls_fqn=None):
+        self.worker = worker_extension_cls_fqn
+
+
+def setup(master_config, tokenizer, policy_factory=None):
+    return (Policy if policy_factory is None else policy_factory)(config=master_config)
+
+
+def with_environments(work):
+    """NeMo-RL's table of the Python of each class of workers."""
+    module = own_log_probs.modules_of(
+        "nemo_rl",
+        {nemo_rl_plugin.ENVIRONMENTS: {"ACTOR_ENVIRONMENT_REGISTRY": {nemo_rl_plugin.OWN_WORKER: "its Python"}}},
+    )[nemo_rl_plugin.ENVIRONMENTS]
+    return lambda: work(module.ACTOR_ENVIRONMENT_REGISTRY)
+
+
+def test_nemo_rl_makes_its_workers_of_our_class():
+    def work(environments):
+        trainer = SimpleNamespace(Policy=Policy)
+        for given in ({}, {"policy_factory": lambda **options: Policy(**options)}):
+            positional, named = nemo_rl_plugin.with_our_worker(trainer, setup, ("config", "tokenizer"), given)
+            assert setup(*positional, **named).worker == nemo_rl_plugin.OUR_WORKER
+        assert environments[nemo_rl_plugin.OUR_WORKER] == "its Python"
+
+    in_fork(with_environments(work))
+
+
+def test_a_nemo_rl_without_such_workers_is_refused():
+    def older(master_config, tokenizer):
+        pass
+
+    trainer = SimpleNamespace(Policy=lambda config: None)
+    with pytest.raises(ConfigError, match=r"setup takes no policy_factory \(.*test_log_probs_of_aligner.py:\d+\)"):
+        nemo_rl_plugin.with_our_worker(trainer, older, ("config", "tokenizer"), {})
+    with pytest.raises(ConfigError, match=r"takes no worker_extension_cls_fqn \(.*test_log_probs_of_aligner.py:\d+\)"):
+        nemo_rl_plugin.with_our_worker(trainer, setup, ("config", "tokenizer"), {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "trains", "replaces"),
+    [
+        ({"megatron_rl": "grpo.token_mean", "reference_policy_kl_penalty": 0}, True, False),
+        ({"megatron_rl": "grpo.token_mean", "megatron_rl_log_probs": "megatron_rl", "reference_policy_kl_penalty": 0}, True, True),
+        ({"megatron_rl_log_probs": "megatron_rl"}, False, True),
+        ({"megatron_rl_log_probs": "nemo_rl", "megatron_rl": "grpo.token_mean"}, True, False),
+    ],
+)
+def test_nemo_rl_has_our_log_probabilities_beside_our_loss_or_its_own(settings, trains, replaces):
+    found = nemo_rl.settings_of(master_config(settings))
+    assert (nemo_rl.trains_ours(found), nemo_rl.check_log_probs(found)) == (trains, replaces)
+    if trains:
+        nemo_rl.check_launch(master_config(settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy", "message"),
+    [
+        ({"megatron_rl_log_probs": "ours"}, {}, "loss_fn.megatron_rl_log_probs=ours must be megatron_rl, .* or nemo_rl"),
+        ({"megatron_rl_log_probs": True}, {}, "loss_fn.megatron_rl_log_probs=True must be megatron_rl"),
+        (
+            {"megatron_rl_log_probs": "megatron_rl"},
+            {"megatron_cfg": {"enabled": False}},
+            "is made for NeMo-RL's Megatron worker; set policy.megatron_cfg.enabled=true",
+        ),
+        (
+            {"megatron_rl_log_probs": "megatron_rl"},
+            {"quant_cfg": "fp8"},
+            "beside policy.quant_cfg: each has NeMo-RL make another class",
+        ),
+        (
+            {"megatron_rl_log_probs": "megatron_rl", "megatron_rl_kl_estimator": "k3"},
+            {},
+            "loss_fn.megatron_rl_kl_estimator=k3 has no effect on NeMo-RL's own loss",
+        ),
+    ],
+)
+def test_nemo_rls_setting_is_judged(settings, policy, message):
+    config = master_config(settings)
+    config.policy |= policy
+    with pytest.raises(ConfigError, match=message):
+        nemo_rl.check_log_probs(nemo_rl.settings_of(config))
+
+
+def test_a_misspelt_name_of_the_setting_is_refused():
+    settings = {"megatron_rl": "grpo.token_mean", "megatron_rl_log_prob": "megatron_rl", "reference_policy_kl_penalty": 0}
+    with pytest.raises(ConfigError, match=r"did you mean \+\+loss_fn.megatron_rl_log_probs"):
+        nemo_rl.check_launch(master_config(settings))
+    given = {skyrl.ENTRYPOINT: skyrl.__name__, "megatron_rl.log_prob": "megatron_rl"}
+    with pytest.raises(ConfigError, match=r"did you mean megatron_rl.log_probs"):
+        skyrl.read(
+            skyrl.DOOR,
+            Settings.of_names(given | {f"{skyrl.ALGORITHM}policy_loss_type": "megatron_rl.grpo"}, skyrl.DOOR.all_defaults),
+        )
+
+
+# SkyRL
+
+
+def skyrl_launch(**own):
+    given = {f"{skyrl.PREFIX}{name}": value for name, value in own.items()}
+    loss = given.pop(f"{skyrl.PREFIX}loss", "regular")
+    tree = SimpleNamespace(trainer=SimpleNamespace(algorithm=SimpleNamespace(policy_loss_type=loss, loss_reduction="token_mean")))
+    return skyrl.settings_of(tree, given, tuple(given), section="")
+
+
+def test_skyrl_has_our_log_probabilities_beside_our_loss_or_its_own():
+    assert skyrl.check_launch(skyrl_launch(log_probs="megatron_rl")) == ()
+    assert skyrl.check_launch(skyrl_launch(log_probs="megatron_rl", loss="megatron_rl.grpo")) == ()
+    for own, message in (
+        ({"log_probs": "ours"}, "megatron_rl.log_probs=ours must be megatron_rl"),
+        ({"log_probs": "megatron_rl", "importance_correction": "tis"}, "has no effect on SkyRL's own loss"),
+        ({}, "it is not a loss of megatron_rl"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            skyrl.check_launch(skyrl_launch(**own))
+
+
+def test_skyrls_table_carries_them_where_they_are_asked_for():
+    for own, is_there in (({}, False), ({skyrl.LOG_PROBS: "skyrl"}, False), ({skyrl.LOG_PROBS: "megatron_rl"}, True)):
+        entries = {}
+        skyrl.register(SimpleNamespace(register=lambda name, entry, entries=entries: entries.update({name: entry})), own)
+        assert (skyrl.LOG_PROBS in entries) == is_there
+    with pytest.raises(TypeError, match="it is no policy loss"):
+        entries[skyrl.LOG_PROBS]()
+    assert not any(name.startswith("skyrl.") for name in sys.modules)
+
+
+@pytest.mark.parametrize(
+    ("door", "words", "said"),
+    [
+        (nemo_rl.DOOR, ["-m", nemo_rl.LAUNCHER, "run_grpo.py", f"++{nemo_rl.LOG_PROBS}=megatron_rl"], "in the place of NeMo-RL's"),
+        (nemo_rl.DOOR, ["-m", nemo_rl.LAUNCHER, "run_grpo.py", f"++{nemo_rl.LOG_PROBS}=mine"], "must be megatron_rl"),
+        (
+            skyrl.DOOR,
+            ["-m", skyrl.ENTRY, f"{skyrl.ENTRYPOINT}={skyrl.__name__}", "megatron_rl.log_probs=megatron_rl"],
+            "in the place of SkyRL's",
+        ),
+        (skyrl.DOOR, ["-m", skyrl.ENTRY, f"{skyrl.ENTRYPOINT}={skyrl.__name__}", "megatron_rl.log_probs=1"], "must be megatron_rl"),
+    ],
+)
+def test_doctor_says_whose_log_probabilities_train(door, words, said):
+    """Beside the host's own loss."""
+
+    def no_file(path):
+        raise ConfigError(f"{path} is not here")
+
+    rows = [*door_line.judge(door, words, no_file)]
+    found = [row for row in rows if row.subject == door.log_probs.setting]
+    assert [row.is_wrong for row in found] == ["must be" in said] and said in found[0].text
