@@ -54,6 +54,7 @@ EXTRAS_OF_ROOM = {
 # Packages of which no extra is to ask for -> why.
 WITHOUT_EXTRA = {
     **dict.fromkeys(("trl", "roll", "verl", "skyrl", "nemo_rl", "prime_rl"), "the trainer that calls us"),
+    "ray": "what NeMo-RL makes its workers with",
     "wandb": "a service that a user chose: train says what to install",
 }
 # Packages of an extra that no room imports -> who does.

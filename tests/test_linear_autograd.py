@@ -133,3 +133,20 @@ def test_two_tensor_parallel_ranks_have_the_gradient_of_one(sequence_parallel, r
     assert relative(hidden, want[2]) < LIMIT and relative(torch.cat([first[3], second[3]]), want[3]) < LIMIT
     if not sequence_parallel:
         assert torch.equal(first[2], second[2]) == reduces_hidden
+
+
+def without_a_coefficient(rank: int):
+    """No row has one on any rank, as in a micro-batch whose samples are all masked."""
+    hidden, weight, labels, *_ = operands(torch.float32)
+    leaf = hidden.chunk(2)[rank].clone().requires_grad_()
+    log_probs, _ = differentiable_linear_log_probs(
+        leaf, weight.chunk(2)[rank], labels, tp_group=resolve_groups().tp, sequence_parallel=True
+    )
+    (0 * log_probs).sum().backward()
+    return leaf.grad
+
+
+@pytest.mark.megatron
+def test_ranks_without_a_coefficient_have_a_gradient_of_zeros():
+    for gradient in run_ranks(without_a_coefficient, 2, tensor_model_parallel_size=2):
+        assert gradient.shape == (TOKENS // 2, HIDDEN) and gradient.abs().max() == 0

@@ -8,17 +8,22 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
+import nemo_rl_cases
 import own_log_probs
 import pytest
 import torch
+import torch.distributed as dist
+from host_checkouts import NEMO_RL, SKYRL
 from linear_cases import relative
 from nemo_rl_cases import master_config
-from test_host_log_probs import HIDDEN, LIMIT, VOCABULARY, in_fork
+from test_host_log_probs import HIDDEN, LIMIT, OF_GRADIENTS, VOCABULARY, before_and_after, in_fork, nearly_equal
+from test_nemo_rl import load_nemo_rl
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import door_line, nemo_rl, nemo_rl_plugin, skyrl
+from megatron_rl.hosts import door_line, log_probs, nemo_rl, nemo_rl_plugin, skyrl, skyrl_log_probs
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.skyrl_log_probs import InWorkers
 from megatron_rl.layout.groups import SINGLE, resolve_groups
@@ -80,11 +85,11 @@ def test_log_probabilities_from_logits_are_exact(host, chunk_size, dtype):
     def work():
         module = HOSTS[host]()
         tokens, _, _, logits, c, _ = case(dtype)
-        log_probs, _, gradient = of_logits(logits, tokens, c)
+        values, _, gradient = of_logits(logits, tokens, c)
         leaf = logits.clone().requires_grad_()
         found = module.from_parallel_logits_to_logprobs(leaf, tokens, 0, VOCABULARY, SINGLE, chunk_size=chunk_size)
         (c * found).sum().backward()
-        assert found.dtype == torch.float32 and relative(found.detach(), log_probs) < LIMIT
+        assert found.dtype == torch.float32 and relative(found.detach(), values) < LIMIT
         # In bfloat16 the gradient alone is rounded, by 2^-9 of an element.
         assert relative(leaf.grad, gradient) < (LIMIT if dtype == torch.float32 else 2**-8)
         assert torch.equal(leaf.detach(), logits), "the host may read the logits later"
@@ -165,7 +170,7 @@ def fused_on_a_rank(rank: int):
 def test_two_tensor_parallel_ranks_have_the_numbers_of_one():
     first, second = run_ranks(fused_on_a_rank, 2, tensor_model_parallel_size=2)
     tokens, hidden, weight, logits, c, e = case()
-    log_probs, of_hidden, of_weight = of_head(hidden, weight, tokens, c)
+    values, of_hidden, of_weight = of_head(hidden, weight, tokens, c)
     of_rows = of_hidden.transpose(0, 1)
     hidden_gradients = {
         "NeMo-RL whole": (first["NeMo-RL whole"][1], of_rows),
@@ -174,12 +179,12 @@ def test_two_tensor_parallel_ranks_have_the_numbers_of_one():
         "SkyRL fused": (first["SkyRL fused"][1] + second["SkyRL fused"][1], of_hidden),
     }
     for name, (mine, theirs) in hidden_gradients.items():
-        assert torch.equal(first[name][0], second[name][0]) and relative(first[name][0], log_probs) < LIMIT, name
+        assert torch.equal(first[name][0], second[name][0]) and relative(first[name][0], values) < LIMIT, name
         assert relative(mine, theirs) < LIMIT, name
         assert relative(torch.cat([first[name][2], second[name][2]]), of_weight) < LIMIT, name
     _, entropy, of_entropy = of_logits(logits, tokens, torch.zeros_like(c), e)
     gradients = {"entropy": (entropy, of_entropy)}
-    gradients |= {f"{name} logits": (log_probs, of_logits(logits, tokens, c)[2]) for name in HOSTS}
+    gradients |= {f"{name} logits": (values, of_logits(logits, tokens, c)[2]) for name in HOSTS}
     for name, (value, gradient) in gradients.items():
         assert relative(first[name][0], value) < LIMIT, name
         assert relative(torch.cat([first[name][1], second[name][1]], -1), gradient) < LIMIT, name
@@ -215,12 +220,14 @@ def setup(master_config, tokenizer, policy_factory=None):
 
 
 def with_environments(work):
-    """NeMo-RL's table of the Python of each class of workers."""
-    module = own_log_probs.modules_of(
-        "nemo_rl",
-        {nemo_rl_plugin.ENVIRONMENTS: {"ACTOR_ENVIRONMENT_REGISTRY": {nemo_rl_plugin.OWN_WORKER: "its Python"}}},
-    )[nemo_rl_plugin.ENVIRONMENTS]
-    return lambda: work(module.ACTOR_ENVIRONMENT_REGISTRY)
+    """NeMo-RL's table of the Python of each class of workers, in the process of the work."""
+
+    def prepared():
+        contents = {"ACTOR_ENVIRONMENT_REGISTRY": {nemo_rl_plugin.OWN_WORKER: "its Python"}}
+        modules = own_log_probs.modules_of("nemo_rl", {nemo_rl_plugin.ENVIRONMENTS: contents})
+        work(modules[nemo_rl_plugin.ENVIRONMENTS].ACTOR_ENVIRONMENT_REGISTRY)
+
+    return prepared
 
 
 def test_nemo_rl_makes_its_workers_of_our_class():
@@ -243,6 +250,53 @@ def test_a_nemo_rl_without_such_workers_is_refused():
         nemo_rl_plugin.with_our_worker(trainer, older, ("config", "tokenizer"), {})
     with pytest.raises(ConfigError, match=r"takes no worker_extension_cls_fqn \(.*test_log_probs_of_aligner.py:\d+\)"):
         nemo_rl_plugin.with_our_worker(trainer, setup, ("config", "tokenizer"), {})
+
+
+class ClippedPGLossFn:
+    def __init__(self, cfg, use_fused_linear_logprobs=False):
+        self.input_type = self.loss_type = self.use_fused_linear_logprobs = self.metric_normalizations = None
+        self.reference_policy_kl_penalty = 0.0
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        pass
+
+
+def test_a_launch_of_nemo_rl_with_our_log_probabilities_alone():
+    """Through the launcher's door: our workers, and NeMo-RL's own loss and estimator."""
+
+    def work(environments):
+        def whole_setup(master_config, tokenizer, policy_factory=None):
+            policy = (trainer.Policy if policy_factory is None else policy_factory)(config=master_config)
+            return policy.worker, type(trainer.ClippedPGLossFn(master_config.loss_fn)).__name__
+
+        def own_estimator(master_config):
+            return "NeMo-RL's own"
+
+        contents = {
+            "setup": whole_setup,
+            "_create_advantage_estimator": own_estimator,
+            "Policy": Policy,
+            "ClippedPGLossFn": ClippedPGLossFn,
+        }
+        trainer = own_log_probs.modules_of("nemo_rl", {nemo_rl.TRAINER: contents})[nemo_rl.TRAINER]
+        sys.argv = ["run_grpo.py"]
+        calls, problems = [], []
+        with nemo_rl_plugin.loss_in_setup(lambda error: problems.append(str(error)) or 2, calls):
+            alone = master_config({"megatron_rl_log_probs": "megatron_rl"})
+            assert trainer.setup(alone, "tokenizer") == (nemo_rl_plugin.OUR_WORKER, "ClippedPGLossFn")
+            assert trainer._create_advantage_estimator(alone) == "NeMo-RL's own"
+            both = master_config(
+                {"megatron_rl": "grpo.token_mean", "megatron_rl_log_probs": "megatron_rl", "reference_policy_kl_penalty": 0}
+            )
+            assert trainer.setup(both, tokenizer="tokenizer") == (nemo_rl_plugin.OUR_WORKER, "NemoLoss")
+            ours = master_config({"megatron_rl": "grpo.token_mean", "reference_policy_kl_penalty": 0})
+            assert trainer.setup(ours, "tokenizer") == (None, "NemoLoss")
+            with pytest.raises(SystemExit):
+                trainer.setup(master_config({"megatron_rl_log_probs": "mine"}), "tokenizer")
+        assert len(calls) == 4 and "must be megatron_rl" in problems[0]
+        assert trainer.setup is whole_setup
+
+    in_fork(with_environments(work))
 
 
 @pytest.mark.parametrize(
@@ -356,3 +410,198 @@ def test_doctor_says_whose_log_probabilities_train(door, words, said):
     rows = [*door_line.judge(door, words, no_file)]
     found = [row for row in rows if row.subject == door.log_probs.setting]
     assert [row.is_wrong for row in found] == ["must be" in said] and said in found[0].text
+
+
+# The hosts' own code, from checkouts
+
+
+def columns():
+    """Tokens [B, S], and their packed order with lengths that are padded to multiples of 4."""
+    tokens, hidden, weight, logits, c, e = case()
+    return tokens, hidden, weight, logits, c, e, torch.tensor([0, WIDTH, 2 * WIDTH], dtype=torch.int32)
+
+
+def nemo_rl_calls(rank: int, tp: int) -> None:
+    """NeMo-RL's own functions of log-probabilities with its autograd functions and with ours: whole rows, packed rows, in chunks,
+    and its fused head. Those of a filter of the sampler stay its own."""
+    module = NEMO_RL.load("nemo_rl.distributed.model_utils")
+    group = resolve_groups().tp
+    tokens, hidden, weight, logits, c, _, bounds = columns()
+    shard = VOCABULARY // tp
+    own = {"vocab_start_index": rank * shard, "vocab_end_index": (rank + 1) * shard}
+    alone = [dist.new_group([each]) for each in range(tp)][rank]
+
+    def from_logits(packed=False, **options):
+        leaf = logits.chunk(tp, -1)[rank].clone().requires_grad_()
+        if packed:
+            given = leaf.reshape(1, -1, shard), tokens.reshape(1, -1), bounds, WIDTH
+            found = module.from_parallel_logits_to_logprobs_packed_sequences(*given, **own, group=group, cp_group=alone, **options)
+        else:
+            found = module.from_parallel_logits_to_logprobs(leaf, tokens, **own, tp_group=group, cp_group=alone, **options)
+        clipped_loss(found, c).backward()
+        return {"log_probs": found}, [leaf.grad]
+
+    def from_hidden():
+        leaves = hidden.transpose(0, 1).chunk(tp)[rank].clone().requires_grad_(), weight.chunk(tp)[rank].clone().requires_grad_()
+        found = module.from_parallel_hidden_states_to_logprobs(
+            leaves[0], leaves[1], None, tokens, **own, tp_group=group, cp_group=None, chunk_size=3
+        )
+        clipped_loss(found, c).backward()
+        return {"log_probs": found}, [leaf.grad for leaf in leaves]
+
+    calls = [
+        from_logits,
+        partial(from_logits, chunk_size=3),
+        partial(from_logits, packed=True),
+        partial(from_logits, packed=True, chunk_size=3),
+        from_hidden,
+    ]
+    theirs, ours = before_and_after(
+        lambda: [call() for call in calls], lambda: importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install()
+    )
+    for pair in zip(theirs, ours, strict=True):
+        nearly_equal(*pair)
+    assert hasattr(module.DistributedLogprob, log_probs.MARK)
+    assert not hasattr(module.DistributedLogprobWithSampling, log_probs.MARK)
+
+
+def clipped_loss(log_probs, advantages):
+    """A clipped ratio, on both sides of the clip."""
+    ratio = (log_probs - log_probs.detach() + 0.4 * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
+
+
+def nemo_rls_own_loss(rank: int) -> None:
+    """Its ClippedPGLossFn through its LossPostProcessor, on real context-parallel ranks, in each packing, with its functions and
+    with ours: the reported loss, and the gradient of each log-probability."""
+    group = dist.group.WORLD
+    own, call = load_nemo_rl(group)
+    chosen = [case for case in nemo_rl_cases.matrix(["grpo"]) if case.cp == group.size() and case.aggregation == "token_mean"]
+    chosen = [case for case in chosen if group.size() == 1 or case.packing != "rows"]
+    assert {case.packing for case in chosen} == set(nemo_rl_cases.PACKINGS[group.size() > 1 :])
+
+    def results():
+        found = []
+        for case in chosen:
+            settings = {"reference_policy_kl_penalty": 0.1, "ratio_clip_min": 0.2, "ratio_clip_max": 0.28}
+            loss = own(settings)
+            found.append(nemo_rl_cases.run_step(case, nemo_rl_cases.make_step(case), loss, call=call, cp_group=group))
+        return found
+
+    theirs, ours = before_and_after(results, lambda: importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install())
+    assert hasattr(NEMO_RL.load("nemo_rl.distributed.model_utils").DistributedLogprob, log_probs.MARK)
+    for their_result, result in zip(theirs, ours, strict=True):
+        assert result.loss == pytest.approx(their_result.loss, rel=OF_GRADIENTS)
+        largest = max(float(gradient.abs().max()) for gradient in their_result.gradients)
+        for their_gradient, gradient in zip(their_result.gradients, result.gradients, strict=True):
+            assert float((gradient - their_gradient).abs().max()) < OF_GRADIENTS * largest
+
+
+@pytest.mark.host("NEMO_RL_ROOT")
+@pytest.mark.parametrize("cp", [1, 2])
+def test_nemo_rls_own_loss_has_its_own_gradients_by_our_functions(cp):
+    run_ranks(nemo_rls_own_loss, cp, timeout=500, use_megatron=False)
+
+
+@pytest.mark.host("NEMO_RL_ROOT")
+@pytest.mark.megatron
+@pytest.mark.parametrize("tp", [1, 2])
+def test_nemo_rl_has_its_own_numbers_by_our_functions(tp):
+    run_ranks(partial(nemo_rl_calls, tp=tp), tp, tensor_model_parallel_size=tp)
+
+
+def skyrl_calls(rank: int, tp: int) -> None:
+    """The same of SkyRL, with its entropies."""
+    module = SKYRL.load(skyrl_log_probs.MODULE)
+    group = resolve_groups().tp
+    tokens, hidden, weight, logits, c, e, bounds = columns()
+    shard = VOCABULARY // tp
+    own = {"vocab_start_index": rank * shard, "vocab_end_index": (rank + 1) * shard}
+    alone = [dist.new_group([each]) for each in range(tp)][rank]
+
+    ppo_policy_loss = SKYRL.load(skyrl.TABLES).ppo_policy_loss
+    correction = SimpleNamespace(**dict.fromkeys((*skyrl.SWITCHES, *skyrl.MASK_SWITCHES)))
+    config = SimpleNamespace(policy_loss_type="regular", eps_clip_low=0.2, eps_clip_high=0.28, off_policy_correction=correction)
+
+    def total(found):
+        """SkyRL's own loss, and an entropy bonus."""
+        log_probs = found["log_probs"]
+        old = log_probs.detach() + 0.4 * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)
+        whole, _ = ppo_policy_loss(log_probs, old, c.float(), config, torch.ones_like(old))
+        return whole + (e * found["entropy"]).sum() if "entropy" in found else whole
+
+    def from_logits(packed=False, has_entropy=False, **options):
+        leaf = logits.chunk(tp, -1)[rank].clone().requires_grad_()
+        given = leaf * 1.0
+        if packed:
+            flat = given.reshape(1, -1, shard), tokens.reshape(1, -1), bounds, WIDTH
+            values = module.from_parallel_logits_to_logprobs_packed_sequences(*flat, **own, group=group, cp_group=alone, **options)
+        else:
+            values = module.from_parallel_logits_to_logprobs(given, tokens, **own, tp_group=group, cp_group=alone, **options)
+        found = {"log_probs": values}
+        if has_entropy:
+            found["entropy"] = module.vocab_parallel_entropy(given, chunk_size=options.get("chunk_size"))
+        total(found).backward()
+        return found, [leaf.grad]
+
+    def from_hidden(packed=False, **options):
+        leaves = hidden.clone().requires_grad_(), weight.chunk(tp)[rank].clone().requires_grad_()
+        kept = {"cp_group": alone, "chunk_size": 3, **options}
+        if packed:
+            flat = leaves[0].reshape(1, -1, HIDDEN), leaves[1], tokens.reshape(1, -1), bounds, WIDTH
+            values = module.from_parallel_hidden_to_logprobs_packed_sequences(*flat, **own, group=group, **kept)
+        else:
+            values = module.from_parallel_hidden_to_logprobs(*leaves, tokens, **own, tp_group=group, **kept)
+        total({"log_probs": values}).backward()
+        found = {"log_probs": values}
+        with torch.no_grad():
+            found["entropy"] = module._fused_vocab_parallel_entropy_from_hidden(*leaves, group, 3, options.get("temperature", 1.0))
+        return found, [leaf.grad for leaf in leaves]
+
+    calls = [
+        from_logits,
+        partial(from_logits, chunk_size=3),
+        partial(from_logits, has_entropy=True),
+        partial(from_logits, has_entropy=True, chunk_size=3),
+        partial(from_logits, packed=True),
+        partial(from_logits, packed=True, chunk_size=3),
+        from_hidden,
+        partial(from_hidden, temperature=TEMPERATURE),
+        partial(from_hidden, packed=True, temperature=TEMPERATURE),
+    ]
+    theirs, ours = before_and_after(
+        lambda: [call() for call in calls], lambda: pickle.loads(pickle.dumps(InWorkers("SkyRL", skyrl.DOOR.probed)))
+    )
+    for pair in zip(theirs, ours, strict=True):
+        nearly_equal(*pair)
+    assert hasattr(module._fused_lm_head_logprob_apply, log_probs.MARK)
+
+
+@pytest.mark.host("SKYRL_ROOT")
+@pytest.mark.megatron
+@pytest.mark.parametrize("tp", [1, 2])
+def test_skyrl_has_its_own_numbers_by_our_functions(tp):
+    run_ranks(partial(skyrl_calls, tp=tp), tp, tensor_model_parallel_size=tp)
+
+
+@pytest.mark.host("NEMO_RL_ROOT")
+def test_nemo_rl_makes_workers_of_another_class_as_we_ask():
+    """Its source: `setup` calls the factory with keywords, Policy takes the class, and its table has NeMo-RL's own worker."""
+    assert "policy_factory: Optional[Callable" in NEMO_RL.source("nemo_rl/algorithms/grpo.py")
+    policy = NEMO_RL.source("nemo_rl/models/policy/lm_policy.py")
+    assert (
+        "worker_extension_cls_fqn: Optional[str] = None," in policy
+        and "worker_builder_cls_fqn = worker_extension_cls_fqn" in policy
+    )
+    assert f'"{nemo_rl_plugin.OWN_WORKER}": ' in NEMO_RL.source("nemo_rl/distributed/ray_actor_environment_registry.py")
+    worker = NEMO_RL.source("nemo_rl/models/policy/workers/megatron_policy_worker.py")
+    assert "class MegatronPolicyWorkerImpl(" in worker and 'get_runtime_env_for_policy_worker("megatron_policy_worker")' in worker
+
+
+@pytest.mark.host("SKYRL_ROOT")
+def test_skyrls_workers_ask_for_their_loss_before_they_compute():
+    assert "PolicyLossRegistry.get(self.cfg.algorithm.policy_loss_type)" in SKYRL.source(
+        "skyrl/backends/skyrl_train/workers/worker.py"
+    )
+    table = SKYRL.source("skyrl/backends/skyrl_train/utils/ppo_utils.py")
+    assert "cls.sync_with_actor()" in table and "func = cloudpickle.loads(func_serialized)" in table
