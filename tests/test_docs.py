@@ -26,7 +26,7 @@ from host_harness import roots_by_environment
 from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
-from megatron_rl.hosts import prime_rl, roll, skyrl, verl, verl_loss
+from megatron_rl.hosts import nemo_rl_plugin, prime_rl, roll, skyrl, verl, verl_loss
 from megatron_rl.hosts.door import CORRECTION_SETTINGS, DIVISOR
 from megatron_rl.hosts.sampling import SAMPLERS, names_of
 from megatron_rl.validation import flag_of
@@ -127,9 +127,11 @@ def test_every_module_and_path_of_a_page_exists(page):
     in_verl = {*verl_loss.loss_modes(), *(f"{verl.PREFIX}{name}{verl.COMPANION_SUFFIX}" for name in verl.ESTIMATORS)}
     in_roll = {roll.WORKER}  # importable beside ROLL alone; test_roll.py starts it
     in_skyrl = {f"{skyrl.PREFIX}{name}" for name in CORRECTION_SETTINGS}  # and in TRL
-    in_skyrl.add(f"{skyrl.PREFIX}{DIVISOR}")
+    in_skyrl |= {f"{skyrl.PREFIX}{DIVISOR}", skyrl.LOG_PROBS}
+    in_nemo_rl = {nemo_rl_plugin.OUR_WORKER}  # importable beside NeMo-RL alone
     in_prime = set(prime_rl.DOOR.choice.names)  # made beside prime-rl alone
-    assert sorted(name for name in dotted - in_verl - in_roll - in_skyrl - in_prime if not resolves(name)) == []
+    here = dotted - in_verl - in_roll - in_skyrl - in_nemo_rl - in_prime
+    assert sorted(name for name in here if not resolves(name)) == []
     paths = {word for word in words if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|sh|md)|test_\w+\.py", word)}
     homes = (ROOT, ROOT / "megatron_rl", ROOT / "tests", (ROOT / page).parent)
     missing = [path for path in paths if not path.startswith(ELSEWHERE) and not any((home / path).exists() for home in homes)]

@@ -60,6 +60,14 @@ def test_numbers_and_gradients_are_those_of_a_dense_head(rows, has_entropy):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, plain, strict=False))
 
 
+def test_without_the_entropy_the_rest_is_equal():
+    hidden, weight, labels, c, _ = operands()
+    want = by_head(hidden, weight, labels, c, None)
+    got = by_head(hidden, weight, labels, c, None, with_entropy=False)
+    assert all(relative(mine, theirs) < 1e-14 for mine, theirs in zip((got[0], *got[2:]), (want[0], *want[2:]), strict=True))
+    assert got[1].abs().max() == 0
+
+
 def test_float64_is_computed_in_float64():
     case = operands()
     for mine, theirs in zip(by_head(*case), by_autograd(*case), strict=True):

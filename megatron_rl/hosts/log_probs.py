@@ -180,9 +180,10 @@ def log_probs_of_hidden(
     tp_group: Group,
     *,
     temperature: float = 1.0,
+    with_entropy: bool = True,
     reduces_hidden: bool,
     sequence_parallel: bool = False,
-) -> tuple[Tensor, Tensor]:  # log_probs [T], entropy [T] float32
+) -> tuple[Tensor, Tensor]:  # log_probs [T], entropy [T] float32; 0 without with_entropy
     """As differentiable_linear_log_probs, with float32 logits. A label outside the vocabulary gives 0 without a gradient; its
     entropy is what it is. Hidden states of another dtype are cast to the weight's, as a Megatron output layer does."""
     chosen = labels.reshape(-1).long()
@@ -192,6 +193,7 @@ def log_probs_of_hidden(
         chosen,
         temperature=temperature,
         tp_group=tp_group,
+        with_entropy=with_entropy,
         fp32_logits=True,
         reduces_hidden=reduces_hidden,
         sequence_parallel=sequence_parallel,

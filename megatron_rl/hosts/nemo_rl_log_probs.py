@@ -56,6 +56,7 @@ def of_hidden(theirs: Any) -> Applied:
                 weight,
                 in_order,
                 tp_group,
+                with_entropy=False,
                 reduces_hidden=True,
                 sequence_parallel=hidden.shape[0] < in_order.shape[0],
             )

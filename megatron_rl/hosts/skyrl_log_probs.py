@@ -62,7 +62,7 @@ def of_hidden(theirs: Any) -> Callable[..., Tensor]:
         """The gradient of hidden is this tp rank's part: the gather of sequence-parallel hidden states adds the parts."""
         check_shard(vocab_start_index, vocab_end_index, weight.shape[0], tp_group)
         with torch.set_grad_enabled(not inference_only and torch.is_grad_enabled()):
-            log_probs, _ = log_probs_of_hidden(hidden, weight, target, tp_group, reduces_hidden=False)
+            log_probs, _ = log_probs_of_hidden(hidden, weight, target, tp_group, with_entropy=False, reduces_hidden=False)
         return log_probs.view(target.shape)
 
     return _fused_lm_head_logprob_apply

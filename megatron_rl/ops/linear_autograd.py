@@ -38,6 +38,7 @@ def differentiable_linear_log_probs(
     *,
     temperature: float = 1.0,
     tp_group: Group | None = None,
+    with_entropy: bool = True,
     backend: str = Backend.AUTO,
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
     sequence_parallel: bool = False,
@@ -53,6 +54,7 @@ def differentiable_linear_log_probs(
     Args:
         hidden, weight, labels, temperature, tp_group, backend, max_logits_bytes, sequence_parallel, fp32_logits, check_ranks: as in
             `linear_log_probs`.
+        with_entropy: False: the entropy is 0 and costs nothing.
         reduces_hidden: the gradient of hidden is the sum over tp. False: it is this shard's part of it, for a caller whose own
             backward adds the parts, as Megatron's gather of sequence-parallel hidden states does.
     Communication: forward as `linear_log_probs`. Backward, with sequence_parallel one all-gather of hidden and one reduce-scatter
@@ -61,7 +63,7 @@ def differentiable_linear_log_probs(
     Raises: what linear_log_probs raises. ConfigError for a backward with create_graph=True.
     """
     tp_group = resolve_group(tp_group, "tp")
-    options = HeadOptions(temperature, None, tp_group, True, backend, sequence_parallel, fp32_logits)
+    options = HeadOptions(temperature, None, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
     with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
         num_tokens = check_head(hidden, weight, labels, options)
         compare_heads(agreement, hidden, weight, labels, None, options, max_logits_bytes)
@@ -84,12 +86,14 @@ class LinearLogProbs(torch.autograd.Function):
             rows = device_rows(numbers, head.hidden.device)
             result = forward_chunk(head, rows).result
             maximum[rows], total[rows] = result.maximum, result.total
-        assert head.entropy is not None
+        entropy = torch.zeros_like(head.log_probs) if head.entropy is None else head.entropy
+        if head.entropy is None:
+            ctx.mark_non_differentiable(entropy)
         ctx.options, ctx.capacity, ctx.reduces_hidden = options, capacity, reduces_hidden
         # An unused output gets a None gradient, not zeros, so that an unused entropy costs nothing.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, labels, maximum, total, head.log_probs, head.entropy)
-        return head.log_probs, head.entropy
+        ctx.save_for_backward(hidden, weight, labels, maximum, total, head.log_probs, entropy)
+        return head.log_probs, entropy
 
     @staticmethod
     @first_order_only
