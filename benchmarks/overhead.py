@@ -23,6 +23,7 @@ from benchmarks.launches import counted_launches, watched_launches
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import is_interpreted, why_triton_is_missing
 
 LOSSES, DOCUMENTS, COLUMNS, HIDDEN_SIZE = ("grpo", "gspo"), 4, 1024, 64
@@ -90,10 +91,12 @@ def _calls(name: str, rows: int, device: torch.device) -> dict[str, Callable[[],
     numbers = (torch.full((rows,), -7.0), torch.ones(documents), torch.ones(rows, dtype=torch.bool), bounds)
     inputs = [labels, *(tensor.to(device) for tensor in (*numbers, torch.full((documents,), 1 / rows)))]
     options: dict[str, Any] = {"tp_group": SINGLE, "cp_group": SINGLE, "backend": "triton", "check_ranks": False}
+    scale = AssumedScale()
     calls: dict[str, Callable[[], tuple[Tensor, Sequence[Tensor]]]] = {
         "logits": lambda: (policy_loss(name, logits, *inputs, **options).loss, [logits]),
         "logits, metrics": lambda: (policy_loss(name, logits, *inputs, metrics="basic", **options).loss, [logits]),
         "logits, loss_scale": lambda: (policy_loss(name, logits, *inputs, loss_scale=1.0, **options).loss, [logits]),
+        "logits, loss_scale assumed": lambda: (policy_loss(name, logits, *inputs, loss_scale=scale, **options).loss, [logits]),
     }
     if device.type == "cuda":  # on a CPU its matmuls would be measured
         calls["fused head"] = lambda: (linear_policy_loss(name, hidden, weight, *inputs, **options).loss, [hidden, weight])

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import GradientConfiguration, StatisticsConfiguration, resolve_backend
 from megatron_rl.ops.linear_head import bytes_per_logit, chunk_capacity, linear_log_probs
 from megatron_rl.ops.linear_schedule import MOVE_DIVISOR, Plan, document_bins, schedule_documents, schedule_rows
@@ -29,6 +31,8 @@ from megatron_rl.ops.log_probs_torch import logits_gradient_torch, row_results_t
 
 # From logits.
 OURS, OURS_ENTROPY, ONE_READ = "ours, in place", "ours, in place, entropy", "ours, in place, one read"
+# The factor that backward delivers is 1.
+GUESSES = {f"{ONE_READ}, right guess": 1.0, f"{ONE_READ}, wrong guess": 2.0}
 EAGER, COMPILED = "eager torch", "torch.compile"
 CPU_OURS, CPU_OURS_IN_PLACE = "ours, torch", "ours, torch, in place"
 SHIPPED, TORCH_TWIN = ", as shipped", "torch twin"
@@ -148,6 +152,7 @@ def loss_providers(device_kind: str) -> list[Provider]:
         ours("ours", Backend.TRITON, inplace=False),
         ours(OURS_ENTROPY, Backend.TRITON, inplace=True, metrics="with_entropy"),
         Provider(ONE_READ, one_read, is_ours=True),
+        *(Provider(name, functools.partial(one_read, guess=guess), is_ours=True) for name, guess in GUESSES.items()),
         ours("ours, in place, metrics", Backend.TRITON, inplace=True, metrics="basic"),
         ours("ours, in place, entropy bonus", Backend.TRITON, inplace=True, entropy_coefficient=ENTROPY_COEFFICIENT),
     ]
@@ -175,8 +180,11 @@ def ours(name: str, backend: str, *, inplace: bool, metrics: str = "none", entro
     return Provider(name, prepare, is_ours=True)
 
 
-def one_read(problem: LogitsProblem) -> Step:
-    """The gradient in forward, where shape and cache allow it; elsewhere the row would be that of two kernels."""
+def one_read(problem: LogitsProblem, guess: float | None = None) -> Step:
+    """The gradient in forward, where shape and cache allow it; elsewhere the row would be that of two kernels.
+
+    guess: the factor that each forward assumes; None: it is declared.
+    """
     needs_cuda(problem)
     whole_vocabulary_only(problem)
     resolve_backend(Backend.TRITON, problem.logits)  # says what is missing
@@ -188,7 +196,16 @@ def one_read(problem: LogitsProblem) -> Step:
     if one_read_configuration(rows, columns * problem.logits.itemsize, problem.logits.device) is None:
         raise Unavailable(NOT_SUPPORTED, "the rows under way at once do not fit the L2 cache, or are too few: two kernels")
     options = {"tp_group": SINGLE, "backend": Backend.TRITON, "inplace": True, "loss_scale": 1.0}
-    return step_of(problem, lambda logits: package_loss(problem, logits, **options))
+    step = step_of(problem, lambda logits: package_loss(problem, logits, **options))
+    if guess is None:
+        return step
+    scale = options["loss_scale"] = AssumedScale()
+
+    def load(index: int) -> None:
+        problem.load(index)
+        scale.assume(problem.logits.device).last.fill_(guess)  # the last backward has delivered 1
+
+    return replace(step, load=load)
 
 
 def _eager(problem: LogitsProblem) -> LogProbs:

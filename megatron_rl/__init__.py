@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         linear_policy_loss,
         policy_loss,
     )
+    from megatron_rl.ops.assumed_scale import AssumedScale
     from megatron_rl.ops.linear_head import linear_log_probs
     from megatron_rl.ops.log_probs import vocab_parallel_log_probs
     from megatron_rl.ops.ratios import bounded_exp
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 
 __all__ = [
+    "AssumedScale",
     "ConfigError",
     "Correction",
     "CorrectionSettings",
@@ -72,6 +74,7 @@ _FROM = {
         *("PolicyLossOutput", "grpo_loss", "gspo_loss", "importance_correction", "linear_grpo_loss", "linear_gspo_loss"),
         *("linear_policy_loss", "policy_loss"),
     ),
+    "ops.assumed_scale": ("AssumedScale",),
     "ops.linear_head": ("linear_log_probs",),
     "ops.log_probs": ("vocab_parallel_log_probs",),
     "ops.ratios": ("bounded_exp",),

@@ -13,7 +13,10 @@ from importlib import import_module
 SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "The step": {"megatron_rl": ("count_step", "sample_token_weights", "regularizer_weights", "StepTotals")},
     "Losses from logits": {
-        "megatron_rl": ("policy_loss", "grpo_loss", "gspo_loss", "PolicyLossOutput", "importance_correction", "CorrectionSettings"),
+        "megatron_rl": (
+            *("policy_loss", "grpo_loss", "gspo_loss", "PolicyLossOutput", "AssumedScale", "importance_correction"),
+            "CorrectionSettings",
+        ),
         "megatron_rl.losses.settings": ("LogitsLossKeywords", "LossKeywords"),
         "megatron_rl.losses": ("loss_of_log_probs",),
     },

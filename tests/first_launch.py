@@ -34,6 +34,7 @@ ONCE = (
     "statistics bf16, split",
     "gradient bf16",
     "unit gradient bf16",
+    "rescale bf16",
     "scaled exp bf16",
     "grpo, one read, bf16, everything",
 )

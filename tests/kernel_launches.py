@@ -18,6 +18,7 @@ from megatron_rl.layout.groups import GATHER_INTO_ONE, SINGLE
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import api
 from megatron_rl.losses import policy_loss as front_door
+from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.log_probs import row_kernels, vocab_shard
 
@@ -98,6 +99,13 @@ def unit_gradient(logits: Tensor, *, out: Tensor | None = None, with_entropy: bo
     assert run(logits, labels, shard, with_entropy=with_entropy, out=logits if out is None else out) is not None
 
 
+def rescale(gradient: Tensor) -> None:
+    """The backward of a loss whose factor was assumed."""
+    from megatron_rl.ops.rescale_triton import rescale as run
+
+    run(gradient, *(torch.empty((), device="cuda") for _ in range(3)))
+
+
 def scaled_exp(
     dtype: torch.dtype, *, rows: int = ROWS, columns: int = COLUMNS, hidden_size: int = 4096, temperature: float = 1.0, **options
 ) -> None:
@@ -146,13 +154,13 @@ def on_policy(function):
     return lambda logits, labels, old_log_probs, *tensors, **options: function(logits, labels, None, *tensors, **options)
 
 
-def one_read(function, *, dtype: str = "bf16", columns: int = COLUMNS, **options) -> None:
-    """The loss's forward where its factor is announced, on logits that get their gradient in place."""
+def one_read(function, *, dtype: str = "bf16", columns: int = COLUMNS, loss_scale: AssumedScale | float = 2.0, **options) -> None:
+    """The loss's forward where its factor is announced or assumed, on logits that get their gradient in place."""
     logits = large(dtype, columns=columns).requires_grad_()
     # A torch without CUDA builds no graph of tensors there.
     without_graph = mock.patch.object(api._WithLogitsGradient, "apply", lambda logits, result, *others: result.loss)
     with mock.patch.object(torch, "is_grad_enabled", lambda: True), without_graph:
-        policy_loss(function, logits=logits, inplace=True, loss_scale=2.0, **options)
+        policy_loss(function, logits=logits, inplace=True, loss_scale=loss_scale, **options)
 
 
 def each_size(function: Callable[..., None]) -> None:
@@ -190,6 +198,9 @@ def make_launches() -> dict[str, Callable[[], None]]:
         for columns in (COLUMNS, 151928, 151931)
         for temperature in TEMPERATURES
     ]
+    launches["rescale bf16"] = lambda: rescale(large("bf16"))
+    launches["rescale fp32"] = lambda: rescale(large("fp32"))
+    launches["rescale of each size"] = lambda: [rescale(rows_of(*size, torch.bfloat16)) for size in SIZES]
     launches["scaled exp bf16"] = lambda: scaled_exp(torch.bfloat16)
     launches["scaled exp bf16, fp32 logits, entropy"] = lambda: scaled_exp(torch.bfloat16, rounds_logits=False, with_entropy=True)
     launches["scaled exp fp32"] = lambda: scaled_exp(torch.float32)
@@ -214,6 +225,7 @@ def make_launches() -> dict[str, Callable[[], None]]:
         )
     # One, three and six rows that a multiprocessor has under way at once.
     launches["grpo, one read, bf16"] = lambda: one_read(grpo_loss)
+    launches["grpo, one read, bf16, assumed"] = lambda: one_read(grpo_loss, loss_scale=AssumedScale())
     launches["grpo, one read, bf16, everything"] = lambda: one_read(grpo_loss, everything=True)
     launches["gspo, one read, bf16, three rows, on-policy"] = lambda: one_read(on_policy(gspo_loss), columns=50257)
     launches["grpo, one read, fp32, six rows, everything"] = lambda: one_read(

@@ -17,8 +17,8 @@ PAGE = TESTS / "kernel_figures.md"
 # The newest, and that of torch 2.10 and 2.11, which many images bring.
 SHOWN = (TRITONS[-1], "3.6")
 NAMES = {"bf16": "bf16", "fp32": "float32"}
-ROWS, GRADIENT, ONE, UNIT, PRODUCT = (
-    f"{name}_kernel" for name in ("row_statistics", "logits_gradient", "one_read", "unit_gradient", "scaled_exp")
+ROWS, GRADIENT, RESCALE, ONE, UNIT, PRODUCT = (
+    f"{name}_kernel" for name in ("row_statistics", "logits_gradient", "rescale", "one_read", "unit_gradient", "scaled_exp")
 )
 # table -> what its first column says -> (launch, kernel).
 TABLES: dict[str, dict[str, tuple[str, str]]] = {
@@ -28,6 +28,7 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
         **{f"K4, {name}": (f"gradient {dtype}", GRADIENT) for dtype, name in NAMES.items()},
         "K4, float32 logits, bf16 gradient": ("gradient fp32 into bf16", GRADIENT),
         **{f"K4 with entropy, {name}": (f"gradient {dtype}, entropy", GRADIENT) for dtype, name in NAMES.items()},
+        **{f"`rescale`, {name}": (f"rescale {dtype}", RESCALE) for dtype, name in NAMES.items()},
     },
     "two walks": {
         "`one_read`, bf16": ("grpo, one read, bf16", ONE),
@@ -132,7 +133,7 @@ def tables() -> dict[str, list[str]]:
                 launch for table, rows in TABLES.items() if (table == OF_B200) == (target == 100) for launch, _ in rows.values()
             }
             command = [sys.executable, TESTS / "sass_gate.py", "--json", "--target", str(target), "--only", *sorted(wanted)]
-            command += ["--code-of", ROWS, GRADIENT, ONE, UNIT, PRODUCT]
+            command += ["--code-of", ROWS, GRADIENT, RESCALE, ONE, UNIT, PRODUCT]
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment_of(version))
             gate = json.loads(done.stdout)
             columns.setdefault(name_of(gate["versions"]), {}).update(described(gate, target))

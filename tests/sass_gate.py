@@ -50,7 +50,7 @@ REGISTER_UNIT, SHARED_PER_BLOCK = 8, 1024
 
 @dataclass(frozen=True)
 class Walk:
-    """An innermost loop that reads logits and takes exponentials of them."""
+    """An innermost loop that reads logits and takes exponentials of them, or writes them."""
 
     loads: dict[str, int]
     stores: dict[str, int]
@@ -231,7 +231,7 @@ def instructions(sass: str) -> list[str]:
 
 
 def hot_loops(sass: str) -> list[list[str]]:
-    """The innermost loops with loads and exponentials. A loop: from a label to the branch that returns to it."""
+    """The innermost loops that load, and take exponentials or store. A loop: from a label to the branch that returns to it."""
     lines, labels, bodies = sass.split("\n"), {}, []
     for number, text in enumerate(lines):
         if label := re.match(r"^(\.L_x_\d+):", text):
@@ -241,7 +241,8 @@ def hot_loops(sass: str) -> list[list[str]]:
             bodies.append((labels[branch.group(1)], number))
     inner = [a for a in bodies if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in bodies)]
     loops = [instructions("\n".join(lines[start : end + 1])) for start, end in inner]
-    return [loop for loop in loops if {"LDG", "MUFU"} <= {family(instruction) for instruction in loop}]
+    found = [{family(instruction) for instruction in loop} for loop in loops]
+    return [loop for loop, names in zip(loops, found, strict=True) if "LDG" in names and names & {"MUFU", "STG"}]
 
 
 def family(instruction: str) -> str:

@@ -609,6 +609,8 @@ def test_the_cost_of_a_call_is_shown_by_launches_operations_and_allocations(caps
         **{(loss, "logits, metrics"): 7 for loss in ("grpo", "gspo")},
         ("grpo", "logits, loss_scale"): 4,
         ("gspo", "logits, loss_scale"): 6,  # off-policy its coefficients need the whole sample
+        ("grpo", "logits, loss_scale assumed"): 5,
+        ("gspo", "logits, loss_scale assumed"): 6,
     }
     assert [row[1:6] for row in rows if row[0] == "16"] == [row[1:6] for row in rows if row[0] == "48"]
     assert all(float(row[7]) > 0 for row in rows)

@@ -131,6 +131,9 @@ GRADIENT, GRADIENT_WITH_ENTROPY = Bounds(instructions=18.0), Bounds(instructions
 # Each of the two walks that a row takes: both together have the budget of a logit that is read and written, 27.6.
 ONE_READ, ONE_READ_WITH_ENTROPY = Bounds(instructions=11.5), Bounds(instructions=13.0, has_clamp=True)
 
+# A number is read, multiplied and written, and a bf16 one is converted twice: 3.9.
+RESCALE = Bounds(instructions=5.0)
+
 TWO_WALKS = ("one_read_kernel", "unit_gradient_kernel")
 HOT = {
     "row_statistics_kernel": [
@@ -148,13 +151,19 @@ HOT = {
     "one_read_kernel": [
         *(
             (launch, ONE_READ)
-            for launch in ("grpo, one read, bf16", "grpo, one read, fp32", "gspo, one read, bf16, three rows, on-policy")
+            for launch in (
+                "grpo, one read, bf16",
+                "grpo, one read, bf16, assumed",
+                "grpo, one read, fp32",
+                "gspo, one read, bf16, three rows, on-policy",
+            )
         ),
         *((f"grpo, one read, {which}, everything", ONE_READ_WITH_ENTROPY) for which in ("bf16", "fp32", "fp32, six rows")),
     ],
     "unit_gradient_kernel": [
         *((f"unit gradient {which}", ONE_READ) for which in ("bf16", "fp32 into bf16, three rows", "fp32, six rows, entropy")),
     ],
+    "rescale_kernel": [(f"rescale {dtype}", RESCALE) for dtype in ("bf16", "fp32")],
 }
 
 
@@ -227,6 +236,7 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
         ("gspo of each size", ["gspo, metrics"]),
         ("grpo, one read of each size", ["grpo, one read, bf16"]),
         ("unit gradient of each size", ["unit gradient bf16"]),
+        ("rescale of each size", ["rescale bf16"]),
         ("scaled exp of each size", ["scaled exp bf16"]),
     ],
 )
@@ -241,6 +251,7 @@ def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(gate):
     found = {(figures["kernel"], name) for figures in gate.of_the_package() for name in figures["aligned_pointers"]}
     assert found == {
         ("row_statistics_kernel", "X"),
+        ("rescale_kernel", "X"),
         # What a loss needs besides comes in a tuple: do_not_specialize_on_alignment does not reach into one.
         ("loss_and_coefficients_kernel", "VECTORS"),
         *(
@@ -262,10 +273,11 @@ LAUNCHED = {
     "statistics bf16, split, shards": ["list_rows", "row_statistics", "combine", "combine"],
     "gradient bf16": ["logits_gradient"],
     "unit gradient bf16": ["unit_gradient"],
+    "rescale bf16": ["rescale"],
     **dict.fromkeys(
         (*(name for name in TWINS if name not in WITH_METRICS), "grpo", "grpo, cp", "gspo, advantages per token"), LOSS
     ),
-    "grpo, one read, bf16": ["one_read", *LOSS[2:]],
+    **dict.fromkeys(("grpo, one read, bf16", "grpo, one read, bf16, assumed"), ["one_read", *LOSS[2:]]),
     "grpo, one read, bf16, everything": ["one_read", *LOSS_WITH_METRICS[2:]],
     **dict.fromkeys((*(f"{name}, metrics" for name in WITH_METRICS), "gspo, everything"), LOSS_WITH_METRICS),
 }
@@ -281,7 +293,8 @@ def test_a_launch_on_a_gpu_takes_the_kernels_of_the_table_in_the_docs(gate, laun
     # The vectors of [N] of a loss that needs the tokens of a sample.
     counts = ["gt.Scalar", "clamp.default", "div.Tensor", "scalar_tensor.default", "where.self", "_to_copy.default"]
     expected = expected + [*counts, *counts, "_to_copy.default"] * (launch == "vespo")
-    assert gate.torch_operations[launch] == expected + ["clone.default"] * launch.endswith("cp")
+    expected += ["ones.default"] * launch.endswith("assumed")  # at the first call of an AssumedScale
+    assert gate.torch_operations[launch] == expected + ["clone.default"] * launch.endswith(("cp", "assumed"))
 
 
 # The bad kernels' own bounds: one tile of 8 logits an iteration costs more bookkeeping than the real kernels' two.

@@ -11,6 +11,7 @@ from linear_cases import budget, by_logits, every_term, head_batch, relative, ru
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses import linear_grpo_loss, linear_gspo_loss, linear_policy_loss
+from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.linear_head import linear_log_probs
 
 SMALL, LARGE = 6, 1000  # rows a chunk: plans in-chunk and scale-last, plan in-chunk alone
@@ -90,6 +91,13 @@ def test_another_factor_than_the_announced_one_raises_with_both():
     # A product of float32 numbers may be off in its last bits.
     output = call(case, *leaves(case), loss_scale=4.0)
     (output.loss * (4.0 * (1 + 5e-7))).backward()
+
+
+def test_an_assumed_factor_is_refused_by_name():
+    """What a wrong guess has added to main_grad cannot be taken out again."""
+    case = head_batch()
+    with pytest.raises(ConfigError, match=r"loss_scale=AssumedScale\(\) is for losses from logits: the fused head adds"):
+        call(case, *leaves(case), loss_scale=AssumedScale())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16 buffer", "float64 buffer"])

@@ -6,6 +6,7 @@ Interpreted on a CPU, compiled on a GPU. Its machine code: tests/test_kernel_cod
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Iterator
@@ -334,7 +335,7 @@ def test_two_kernels_stay_without_a_gradient_a_factor_room_or_adjacent_columns()
     assert "one_read_kernel" not in launches
     inputs, settings = mock.Mock(correction=None), mock.Mock(tp_group=two_ranks(), cp_group=SINGLE)
     with chosen():
-        plan = one_read.plan_one_read
+        plan = functools.partial(one_read.plan_one_read, is_assumed=False)
         assert plan(get_policy_loss("grpo"), logits, inputs, settings, inplace=True) is None
         settings.tp_group = SINGLE
         assert plan(get_policy_loss("grpo"), logits, inputs, settings, inplace=True) == SMALL

@@ -25,6 +25,7 @@ from megatron_rl.losses.settings import (
     with_defaults,
 )
 from megatron_rl.metrics import PolicyStatistics
+from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, resolve_backend, runs_eagerly
 from megatron_rl.ops.log_probs import (
     VocabParallelLogProbs,
@@ -130,20 +131,23 @@ def policy_loss(
         compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, temperature, vocab_size)
         if agreement.is_active:
             compare_inputs(agreement, loss, inputs, settings)
-        check_announced(loss_scale)
-        agreement.add("loss_scale", "a tensor" if isinstance(loss_scale, Tensor) else loss_scale)
+        announced = None if isinstance(loss_scale, AssumedScale) else loss_scale
+        check_announced(announced)
+        agreement.add("loss_scale", "a tensor" if isinstance(announced, Tensor) else announced)
+        agreement.add("whether loss_scale is assumed", announced is not loss_scale)
     inputs = with_token_counts(loss, inputs, cp_group)
     with_entropy = settings.needs_entropy
     if loss_scale is not None and has_twin(loss, settings) and torch.is_grad_enabled() and logits.requires_grad:
         from megatron_rl.losses.one_read_triton import plan_one_read, read_once
 
-        configuration = plan_one_read(loss, logits, inputs, settings, inplace=inplace)
+        configuration = plan_one_read(loss, logits, inputs, settings, inplace=inplace, is_assumed=announced is None)
         if configuration is not None:
+            made_with = loss_scale.assume(logits.device) if isinstance(loss_scale, AssumedScale) else loss_scale
             log_probs, entropy, gradient, inputs = read_once(
-                loss, logits, labels, inputs, settings, shard, configuration, loss_scale=loss_scale, inplace=inplace
+                loss, logits, labels, inputs, settings, shard, configuration, made_with=made_with, inplace=inplace
             )
             result = reducer_of(loss, settings)(loss, log_probs, entropy if with_entropy else None, inputs, settings)
-            loss_of_logits = _WithLogitsGradient.apply(logits, result, gradient, loss_scale)  # type: ignore[no-untyped-call]  # torch's
+            loss_of_logits = _WithLogitsGradient.apply(logits, result, gradient, made_with)  # type: ignore[no-untyped-call]  # torch's
             return output_of(result, loss_of_logits, log_probs)
     log_probs, entropy = VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
         logits,
@@ -157,7 +161,7 @@ def policy_loss(
         torch.is_grad_enabled(),
     )
     result = reducer_of(loss, settings)(loss, log_probs.detach(), entropy.detach() if with_entropy else None, inputs, settings)
-    with_gradient = _WithGradient.apply(log_probs, entropy if with_entropy else None, result, loss_scale)  # type: ignore[no-untyped-call]  # torch's
+    with_gradient = _WithGradient.apply(log_probs, entropy if with_entropy else None, result, announced)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, log_probs.detach())
 
 
@@ -302,11 +306,12 @@ class _WithGradient(torch.autograd.Function):
 
 
 class _WithLogitsGradient(torch.autograd.Function):
-    """Attaches the gradient of the logits that forward has made. Backward neither reads nor writes it, but for one column."""
+    """Attaches the gradient of the logits that forward has made. Backward neither reads nor writes it, but for one column, or where
+    another factor was assumed."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, result: LossResult, gradient: Tensor, loss_scale: Tensor | float) -> Tensor:
-        ctx.gradient, ctx.loss_scale = gradient, loss_scale
+    def forward(ctx: Any, logits: Tensor, result: LossResult, gradient: Tensor, made_with: Tensor | float | Assumption) -> Tensor:
+        ctx.gradient, ctx.made_with = gradient, made_with
         return result.loss
 
     @staticmethod
@@ -318,7 +323,10 @@ class _WithLogitsGradient(torch.autograd.Function):
                 "the loss again, or leave loss_scale out where retain_graph is needed"
             )
         gradient, ctx.gradient = ctx.gradient, None  # so that autograd can take the tensor without a copy
-        factor = check_delivered(upstream, ctx.loss_scale, "the gradient is already made with the announced one")
+        if isinstance(ctx.made_with, Assumption):
+            ctx.made_with.correct(gradient, upstream)
+            return gradient, None, None, None
+        factor = check_delivered(upstream, ctx.made_with, "the gradient is already made with the announced one")
         if factor is not None:  # 1 or NaN: a column is enough, because the product with any matrix spreads it
             gradient[:, :1].mul_(factor)
         return gradient, None, None, None

@@ -23,6 +23,7 @@ from megatron_rl.losses.inputs import LossInputs, are_coefficients_known_on_poli
 from megatron_rl.losses.reduce_triton import reduce_loss_triton
 from megatron_rl.losses.settings import LossSettings
 from megatron_rl.losses.twin_triton import apply_to_tokens, equation_of, kl_of_tokens, spread, twin_of_kl, weights_of_tokens
+from megatron_rl.ops.assumed_scale import Assumption
 from megatron_rl.ops.backends import (
     ALIGNMENT,
     MAX_REGISTERS,
@@ -37,7 +38,7 @@ from megatron_rl.ops.log_probs_triton import LOG2_E, row_result, statistics_of_r
 
 
 def plan_one_read(
-    loss: PolicyLoss, logits: Tensor, inputs: LossInputs, settings: LossSettings, *, inplace: bool
+    loss: PolicyLoss, logits: Tensor, inputs: LossInputs, settings: LossSettings, *, inplace: bool, is_assumed: bool
 ) -> OneReadConfiguration | None:
     """How one kernel takes these logits; None where statistics and gradient stay two kernels:
 
@@ -47,9 +48,12 @@ def plan_one_read(
       in training, or a correction by tokens on-policy, whose weights are made from the log-probabilities;
     - it is known before the rows, but with one more reduction over cp (cp above 1);
     - columns are not adjacent, or there is nothing to read;
+    - the factor is assumed and the gradient is float16: a wrong guess would leave zeros or infinities, which no factor mends;
     - the rows under way at once do not fit the cache, or are too few.
     """
     if settings.tp_group.size() > 1 or logits.numel() == 0 or not has_flat_rows(logits):
+        return None
+    if is_assumed and logits.dtype == torch.float16:
         return None
     if not (is_coefficient_known_in_row(loss, inputs) or (settings.cp_group.size() == 1 and is_known_before_rows(loss, inputs))):
         return None
@@ -223,7 +227,7 @@ def read_once(
     shard: VocabShard,
     configuration: OneReadConfiguration,  # of plan_one_read
     *,
-    loss_scale: Tensor | float,
+    made_with: Tensor | float | Assumption,
     inplace: bool,
 ) -> tuple[Tensor, Tensor, Tensor, LossInputs]:  # log_probs [T], entropy [T], gradient [T, V], the inputs for the reduction
     """One launch. In place the gradient is in the logits' memory. The inputs have a correction that was computed before.
@@ -242,6 +246,7 @@ def read_once(
         gradient = logits.detach() if inplace else gradient_like(logits)
         rows, out = flat_rows(logits), flat_rows(gradient)
         has_regularizer = settings.kl_coefficient != 0 or settings.entropy_coefficient != 0
+        loss_scale = made_with.factor if isinstance(made_with, Assumption) else made_with
         scale = loss_scale if isinstance(loss_scale, Tensor) and loss_scale.device == logits.device else None
         one_read_kernel[(logits.shape[0],)](
             X=rows.pointer,

@@ -21,6 +21,7 @@ from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.context_parallel import LAYOUTS
 from megatron_rl.layout.groups import ALONE, Agreement, Group, resolve_group
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters
+from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
 from megatron_rl.registries.kl_estimators import KLEstimator, get_kl_estimator
 
@@ -81,11 +82,12 @@ class LogitsLossKeywords(LossKeywords, total=False):
     loss_scale: the product of all factors of `.loss` before backward. Where a loss's coefficients are known row by row, one Triton
         kernel then makes the gradient in forward, with two thirds of the memory traffic (docs/kernels.md, "One kernel, 4 bytes").
         Out of place it is kept until backward. `.loss` can be differentiated once, and backward checks the factor: another one
-        raises on the CPU, and puts NaN into the gradient on CUDA. None: backward makes the gradient, with any factor.
+        raises on the CPU, and puts NaN into the gradient on CUDA. An AssumedScale is for a caller who does not know the factor: the
+        last one is assumed, and backward mends the gradient of another. None: backward makes the gradient, with any factor.
     """
 
     inplace: bool
-    loss_scale: Tensor | float | None
+    loss_scale: Tensor | float | AssumedScale | None
 
 
 class LinearLossKeywords(LossKeywords, total=False):

@@ -28,6 +28,7 @@ from megatron_rl.megatron.router_losses import prepare_routers
 from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
 from megatron_rl.metrics import PolicyStatistics, rollout_statistics
+from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_metrics import report_pairs
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
@@ -75,6 +76,7 @@ class PolicyForwardStep:
         self.route_checker: RouteChecker | None = None
         self.announces_factor = True
         """Whether the loss of logits is told what backward multiplies it with. False: a wrong factor is measured, and no error."""
+        self._assumed = AssumedScale()  # where another grad_scale_func than Megatron's hides the factor
         self._reports: list[MicrobatchReport] = []
         self._num_microbatches = 0
 
@@ -89,7 +91,8 @@ class PolicyForwardStep:
             output, inputs = run_model(model, batch, HeadSettings.of(self.config), groups.tp)
         if inputs is None:  # a model in eval mode may have no backward
             is_announced = self.announces_factor and model.training
-            loss_scale = self._delivered(batch, model_config, groups) if is_announced else None
+            delivered = self._delivered(batch, model_config, groups) if is_announced else None
+            loss_scale = self._assumed if is_announced and delivered is None else delivered
             return output, partial(self.loss_func, batch, model_config, groups, loss_scale=loss_scale)
         loss_scale = self._loss_scale(batch, model, model_config, groups)
         return output, partial(self.fused_loss_func, batch, model_config, groups, inputs, loss_scale)
@@ -101,7 +104,7 @@ class PolicyForwardStep:
         groups: ParallelGroups,
         logits: Tensor,
         *,
-        loss_scale: float | Tensor | None = None,
+        loss_scale: float | Tensor | AssumedScale | None = None,
     ) -> ScheduledLoss:
         """The 3-tuple of scale_for_schedule for logits [B, S, V_tp]. loss_scale: with it one kernel may read them once."""
         output = policy_loss(

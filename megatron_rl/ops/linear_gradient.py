@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Pending, start_all_reduce_sum, start_reduce_scatter_sum
+from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only
 from megatron_rl.ops.linear_head import (
     Chunk,
@@ -290,6 +291,12 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 def check_loss_scale(loss_scale: Tensor | float | None, hidden: Tensor, *, adds_in_forward: bool) -> None:
     """Raises ConfigError for a wrong loss_scale, for float16 without one, and in a recomputation that adds to main_grad."""
+    if isinstance(loss_scale, AssumedScale):
+        raise ConfigError(
+            "loss_scale=AssumedScale() is for losses from logits: the fused head adds the weight's gradient to main_grad in "
+            "forward, and cannot take out that of a wrong guess; pass the factor, or None, with which backward multiplies [T, H] "
+            "and [V_tp, H] by whatever it delivers"
+        )
     check_announced(loss_scale)
     if loss_scale is None and hidden.dtype == torch.float16:
         raise ConfigError(

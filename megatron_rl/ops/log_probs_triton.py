@@ -556,7 +556,7 @@ def _gradient(x, is_label, maximum, log2_total, c, p_factor, log_p_factor, qk, E
 
 
 @triton.jit
-def _edge_columns(head, split, vector_end, length):
+def edge_columns(head, split, vector_end, length):
     """Up to 7 columns before the first aligned one (in the first split), and up to 7 after the last whole vector."""
     step = tl.arange(0, 2 * UNIT)
     columns = tl.where(step < UNIT, step - UNIT, vector_end + step - UNIT)
@@ -637,7 +637,7 @@ def write_gradient_of_row(
         for offset in range(full_end + BLOCK, vector_end, BLOCK):
             tl.store(target + offset + lanes, zeros, mask=offset + firsts < vector_end)
         if has_edges:
-            columns, inside = _edge_columns(head, split, vector_end, length)
+            columns, inside = edge_columns(head, split, vector_end, length)
             x = tl.load(source + columns, mask=inside, other=-float("inf")).to(tl.float32)
             gradient = _gradient(x, columns == label_here, maximum, log2_total, scaled_c, p_factor, log_p_factor, qk, ENTROPY)
             gradient = tl.where(columns < real, gradient, 0.0)
@@ -646,7 +646,7 @@ def write_gradient_of_row(
         for offset in range(0, vector_end, BLOCK):
             tl.store(target + offset + lanes, zeros, mask=offset + firsts < vector_end)
         if has_edges:
-            columns, inside = _edge_columns(head, split, vector_end, length)
+            columns, inside = edge_columns(head, split, vector_end, length)
             tl.store(target + columns, tl.zeros((2 * UNIT,), OUT.dtype.element_ty), mask=inside)
 
 

@@ -1,0 +1,241 @@
+"""A loss_scale that is assumed: the bits of a declared one where the guess was right, one rounding more where not, and no wait.
+
+Interpreted on a CPU, compiled on a GPU. The kernel that makes the gradient: tests/test_one_read.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import trainer_cases
+from helpers import CLIP, KERNEL_DEVICE, Batch
+from simulated_cuda import simulated_cuda
+from torch import Tensor
+
+from megatron_rl import AssumedScale
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.losses import policy_loss
+from megatron_rl.testing.ranks import run_ranks
+
+pytest.importorskip("triton")
+from test_log_probs_triton import IS_INTERPRETED, counts, in_guarded_memory, only_interpreted, recorded_accesses
+from test_one_read import REAL, SMALL_GRADIENT, WIDTH, chosen, make_batch, terms
+
+from megatron_rl.ops.rescale_triton import rescale
+
+pytestmark = pytest.mark.kernel
+FACTOR = 3.0
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+# A rounding of the product, where the interpreter cuts bfloat16 off, and before it those of the ratio and of float32.
+ROUNDINGS = {BFLOAT16: (1 if IS_INTERPRETED else 0.5) * 2**-7 + 2**-22, FLOAT32: 2 * 2**-24 + 2**-46}
+
+
+@contextlib.contextmanager
+def small() -> Iterator[list[str]]:
+    """Rows of 77 columns have full blocks, a masked one and edges. Gives the names of the kernels that are launched."""
+    with chosen() as launches, mock.patch.dict(rescale.__kwdefaults__, SMALL_GRADIENT):
+        yield launches
+
+
+class Forward:
+    """A loss on logits of its own."""
+
+    def __init__(self, batch: Batch, loss_scale: AssumedScale | float | None, **options):
+        self.batch, self.leaf = batch, batch.logits.clone().requires_grad_()
+        self.logits = self.leaf * 1
+        options = {"temperature": 0.7, "vocab_size": REAL, "backend": "triton", "tp_group": SINGLE, **CLIP, **options}
+        self.loss = policy_loss("grpo", self.logits, *batch.arguments(), loss_scale=loss_scale, **options).loss
+
+    def backward(self, factor: float) -> Tensor:
+        """The gradient of the leaf."""
+        self.loss.backward(torch.full_like(self.loss, factor))
+        return self.leaf.grad
+
+
+def declared(batch: Batch, factor: float, **options) -> Tensor:
+    return Forward(batch, factor, **options).backward(factor)
+
+
+def assert_one_rounding(found: Tensor, made: Tensor, ratio: float) -> None:
+    """found is made x ratio, as float64 has it."""
+    truth = made.double() * ratio
+    # The numbers that bfloat16 and float32 cannot hold with all their digits.
+    assert ((found.double() - truth).abs() <= ROUNDINGS[found.dtype] * truth.abs() + 2.0**-125).all()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("asked", [(), ("importance", "kl", "entropy", "metrics")], ids=["plain", "everything"])
+def test_a_right_guess_has_the_bits_of_a_declared_factor(dtype, inplace, asked):
+    batch, scale = make_batch(dtype), AssumedScale()
+    options = {"inplace": inplace, **terms(batch, *asked)}
+    with small() as launches:
+        Forward(batch, scale, **options).backward(FACTOR)
+        launches.clear()
+        found = Forward(batch, scale, **options).backward(FACTOR)
+        assert launches.count("one_read_kernel") == launches.count("rescale_kernel") == 1
+        assert "logits_gradient_kernel" not in launches
+        wanted = declared(batch, FACTOR, **options)
+    assert torch.equal(found, wanted) and found.any()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("factor", [0.3, -7.0, 2.0**20, 1e-20])
+def test_a_wrong_guess_costs_one_rounding(dtype, inplace, factor):
+    """The first guess is 1. Of a product in float64 with the gradient of that guess, and of the true gradient in float64."""
+    batch = make_batch(dtype)
+    with small():
+        found = Forward(batch, AssumedScale(), inplace=inplace).backward(factor)
+        made = declared(batch, 1.0, inplace=inplace)
+    assert_one_rounding(found, made, float(torch.tensor(factor, dtype=FLOAT32)))
+    exact = Forward(batch, None, backend="torch").backward(1.0).double() * factor
+    rounding = torch.finfo(dtype).eps
+    # The tolerance of test_one_read.py, and a rounding.
+    tolerance = {"rtol": max(3 * rounding, 2e-5), "atol": abs(factor) * max(rounding / 64, 5e-6)}
+    torch.testing.assert_close(found.double(), exact, **tolerance)
+
+
+def test_each_micro_batch_gets_its_own_factor_and_the_next_one_is_guessed_by_it():
+    batch, scale = make_batch(), AssumedScale()
+    guess, factors = 1.0, [0.25, 0.25, 3.0, 3.0, 3.0, -2.0, 0.25]
+    with small():
+        for factor in factors:
+            found, made = Forward(batch, scale).backward(factor), declared(batch, abs(guess)) * math.copysign(1.0, guess)
+            if factor == guess:
+                assert torch.equal(found, made)
+            else:
+                assert_one_rounding(found, made, factor / guess)
+            guess = factor
+
+
+def test_a_forward_keeps_what_it_has_assumed_while_others_come_between():
+    """Pipelines run several forwards before their backwards: F F B B, with a factor that changes from step to step."""
+    batch, scale = make_batch(), AssumedScale()
+    with small():
+        wanted = {factor: declared(batch, factor) for factor in (4.0, 0.5)}
+        for factor in (4.0, 0.5):  # each ratio is a power of two, so that nothing is rounded
+            first, second = Forward(batch, scale), Forward(batch, scale)
+            assert torch.equal(first.backward(factor), wanted[factor])
+            third = Forward(batch, scale)
+            assert torch.equal(second.backward(factor), wanted[factor])
+            assert torch.equal(third.backward(factor), wanted[factor])
+
+
+@pytest.mark.parametrize("factor", [0.0, math.inf, -math.inf, math.nan, 2.0**-41, 2.0**41])
+def test_what_cannot_be_assumed_is_delivered_and_forgotten(factor):
+    """A guess of 0 would give zeros, and no factor makes a gradient of them."""
+    batch, scale = make_batch(), AssumedScale()
+    with small():
+        Forward(batch, scale).backward(FACTOR)
+        found, wanted = Forward(batch, scale).backward(factor), declared(batch, FACTOR)
+        after = Forward(batch, scale).backward(FACTOR)
+    if math.isfinite(factor):
+        assert_one_rounding(found, wanted, factor / FACTOR)
+        assert found.any() == (factor != 0)
+    else:
+        assert (found.isnan() | found.isinf())[batch.loss_mask & wanted.ne(0).any(1)].all()
+    assert torch.equal(after, wanted)
+
+
+@only_interpreted
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize(("stride", "offset"), [(WIDTH, 0), (WIDTH + 6, 5), (WIDTH + 3, 16)])
+@pytest.mark.parametrize("width", [1, 8, 33, WIDTH])
+def test_each_number_is_multiplied_once_or_not_even_read_and_nothing_beside_the_rows(dtype, stride, offset, width):
+    rows = torch.randn(19, width).to(dtype)
+    memory, view = in_guarded_memory(rows, stride, offset)
+    before, inside = memory.clone(), torch.zeros_like(memory, dtype=torch.bool)
+    inside.as_strided(view.shape, (stride, 1), offset).fill_(True)
+    four, last = torch.tensor(4.0), torch.tensor(1.0)
+    with recorded_accesses() as accesses:
+        rescale(view, four, torch.tensor(4.0), last, **SMALL_GRADIENT)
+    assert not counts(accesses.loads, memory).any() and not counts(accesses.stores, memory).any() and last == 4
+    with recorded_accesses() as accesses:
+        rescale(view, four, torch.tensor(0.5), last, **SMALL_GRADIENT)
+    assert all(torch.equal(counts(touched, memory), inside.long()) for touched in (accesses.loads, accesses.stores))
+    assert torch.equal(view, rows * 8)
+    assert torch.equal(memory[~inside].isnan(), before[~inside].isnan())
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="there is a GPU")
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_host_waits_for_nothing_and_a_graph_can_hold_it(inplace):
+    """Right guesses, wrong ones, and a factor that only the device knows."""
+    batch, scale = make_batch(), AssumedScale()
+    with small(), simulated_cuda() as seen:
+        tensors = [tensor.to("cuda") for tensor in batch.arguments()]
+        logits, factors = batch.logits.to("cuda"), torch.tensor([1.0, 2.0, 2.0, 0.0, 3.0]).to("cuda")
+        seen.clear()
+
+        def step(factor: Tensor) -> Tensor:
+            leaf = logits.detach().clone().requires_grad_()
+            options = {"loss_scale": scale, "inplace": inplace, "tp_group": SINGLE, "cp_group": SINGLE}
+            policy_loss("grpo", leaf * 1, *tensors, **options).loss.backward(factor)
+            return leaf.grad
+
+        found = [step(factor) for factor in factors.unbind()]
+        with seen.capture():
+            step(factors[1])
+        assert seen == []
+        found = [gradient.cpu() for gradient in found]
+    assert torch.equal(found[1], found[2]) and torch.equal(found[1], 2 * found[0]) and not found[3].any()
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_where_backward_makes_the_gradient_there_is_nothing_to_assume(backend):
+    """In torch, and with float16, in which the small numbers of a wrong guess would be 0: the values of no loss_scale at all."""
+    batch = make_batch(torch.float16 if backend == "triton" else FLOAT32)
+    scale = AssumedScale()
+    with small() as launches:
+        for factor in (FACTOR, 2.0**12):
+            forward, plain = Forward(batch, scale, backend=backend), Forward(batch, None, backend=backend)
+            assert torch.equal(forward.backward(factor), plain.backward(factor))
+    assert "one_read_kernel" not in launches and "rescale_kernel" not in launches
+    assert scale.assume(torch.device(KERNEL_DEVICE)).factor == 1
+
+
+def test_a_forward_without_a_gradient_assumes_nothing_and_a_second_backward_is_refused():
+    batch, scale = make_batch(), AssumedScale()
+    with small() as launches:
+        with torch.no_grad():
+            policy_loss("grpo", batch.logits, *batch.arguments(), backend="triton", vocab_size=REAL, loss_scale=scale)
+        assert "one_read_kernel" not in launches
+        forward = Forward(batch, scale)
+        forward.loss.backward(retain_graph=True)
+        with pytest.raises(ConfigError, match="a second backward"):
+            forward.loss.backward()
+        with pytest.raises(ConfigError, match="create_graph"):
+            Forward(batch, scale).loss.backward(create_graph=True)
+
+
+# Where Megatron's optimiser does not tell the factor
+
+
+def foreign_scale_on_rank(rank: int, is_foreign: bool) -> tuple[dict, list[str]]:
+    """(the gradients of a training step, the kernels that it launched)."""
+    trainer = trainer_cases.tiny_trainer(PolicyLossConfig(policy_loss="grpo", policy_loss_backend="triton"), **trainer_cases.STILL)
+    if is_foreign:
+        trainer._forward_step._delivered = lambda *given: None
+    samples = trainer_cases.ragged_step()
+    with small() as launches:
+        trainer.step(trainer_cases.with_shifted_old_log_probs(trainer, [samples[:4], samples[4:]]))
+        return trainer_cases.gradients_of(trainer), list(launches)
+
+
+@pytest.mark.megatron
+@only_interpreted
+def test_a_training_step_of_an_unknown_factor_reads_its_logits_once():
+    """As under another grad_scale_func than Megatron's optimisers set."""
+    (found, launches), (wanted, known) = (run_ranks(foreign_scale_on_rank, 1, is_foreign)[0] for is_foreign in (True, False))
+    assert launches.count("one_read_kernel") == known.count("one_read_kernel") == 2 and "logits_gradient_kernel" not in launches
+    assert launches.count("rescale_kernel") == 2 and "rescale_kernel" not in known
+    # The first micro-batch was rounded once more, to float32.
+    assert trainer_cases.relative_difference(trainer_cases.whole([found]), trainer_cases.whole([wanted])) < 1e-6
