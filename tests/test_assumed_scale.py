@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import math
+from argparse import Namespace
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+import roll_cases
 import torch
 import trainer_cases
 from helpers import CLIP, KERNEL_DEVICE, Batch
+from host_loss_cases import Case, host_batch, host_logits, never
 from simulated_cuda import simulated_cuda
 from torch import Tensor
 
 from megatron_rl import AssumedScale
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import Backend, PolicyLossConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import roll_loss
+from megatron_rl.hosts.loss import custom_loss, is_last_reader, read_plan
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.losses import policy_loss
+from megatron_rl.losses import api, policy_loss
 from megatron_rl.testing.ranks import run_ranks
 
 pytest.importorskip("triton")
@@ -216,7 +221,86 @@ def test_a_forward_without_a_gradient_assumes_nothing_and_a_second_backward_is_r
             Forward(batch, scale).loss.backward(create_graph=True)
 
 
-# Where Megatron's optimiser does not tell the factor
+# In miles and slime
+
+
+class HostStep:
+    """custom_loss on one micro-batch of a launch, and the host's factor before backward."""
+
+    def __init__(self, case: Case, args: Namespace, factor: float):
+        samples = case.samples()
+        self.leaf = host_logits(case, samples, samples, [sample.logits for sample in samples], 0, 1).float().requires_grad_()
+        self.given = self.leaf * 1
+        self.before = self.given.detach().clone()
+        self.loss, self.metrics = custom_loss(args, host_batch(case, samples, samples, 0, 1), self.given, never)
+        (self.loss * factor).backward()
+
+    def logits_are_theirs(self) -> bool:
+        return torch.equal(self.given.nan_to_num(), self.before.nan_to_num())
+
+
+def args_of(case: Case, **settings) -> Namespace:
+    args = case.args()
+    vars(args).update({"policy_loss_backend": "triton", **settings})
+    return args
+
+
+READERS = {
+    "a function of the user": {"custom_loss_function_path": "mine.loss"},
+    "a second run": {"recompute_loss_function": True},
+}
+
+
+@only_interpreted
+@pytest.mark.parametrize("settings", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("host", ["miles", "slime"])
+def test_a_host_gets_one_read_where_nobody_reads_the_logits_afterwards(host, settings):
+    """Gradient and metrics are those of two kernels, with the entropy of the logits as they came."""
+    case = Case(host=host, settings={"observe_training_entropy": True} if host == "miles" else {})
+    args, cautious = args_of(case), args_of(case, **settings)
+    with small() as launches:
+        for number, factor in enumerate((0.25, 0.25, 0.5)):
+            launches.clear()
+            found = HostStep(case, args, factor)
+            assert launches.count("one_read_kernel") == launches.count("rescale_kernel") == 1, launches
+            assert not found.logits_are_theirs()
+            launches.clear()
+            wanted = HostStep(case, cautious, factor)
+            assert not {"one_read_kernel", "rescale_kernel"} & {*launches}
+            assert wanted.logits_are_theirs()
+            assert torch.equal(found.leaf.grad, wanted.leaf.grad) and found.leaf.grad.any(), number
+            assert found.loss == wanted.loss and found.metrics == wanted.metrics and "entropy_loss" in found.metrics
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "allgather_cp", "backend", "is_last"),
+    [(2, True, "triton", False), (2, False, "triton", True), (1, True, "triton", True), (1, False, "torch", False)],
+)
+def test_the_host_reads_the_logits_again_under_allgather_cp(cp_size, allgather_cp, backend, is_last):
+    """It adds 0 x their sum to the loss, so that each rank has a backward."""
+    case = Case("allgather" if allgather_cp else "thd")
+    plan = read_plan(args_of(case, policy_loss_backend=backend))
+    assert is_last_reader(plan, torch.zeros(2, 3), mock.Mock(size=lambda: cp_size)) == is_last
+
+
+# In ROLL, and where Megatron's optimiser does not tell the factor
+
+
+@only_interpreted
+@pytest.mark.parametrize("packing", ["rows", "a call a sequence"])
+def test_roll_gets_one_read_of_rows_and_shares_the_logits_of_packed_sequences(packing, monkeypatch):
+    """A write into one packed sequence would be seen by the backward of another."""
+    case = roll_cases.Case(loss="grpo", aggregation="token_mean", sizes=(3, 5), num_samples=8, packing=packing)
+    step, settings = roll_cases.make_step(case), roll_cases.settings_of(case)
+    monkeypatch.setattr(api, "resolve_backend", lambda *given: Backend.TRITON)
+    with small() as launches:
+        wanted = roll_cases.run_step(case, step, settings)
+        assert not {"one_read_kernel", "rescale_kernel"} & {*launches}
+        launches.clear()
+        monkeypatch.setattr(roll_loss, "resolve_backend", lambda *given: Backend.TRITON)
+        found = roll_cases.run_step(case, step, settings)
+    assert launches.count("one_read_kernel") == launches.count("rescale_kernel") == (2 if packing == "rows" else 0)
+    assert found.loss == wanted.loss and all(map(torch.equal, found.gradients, wanted.gradients))
 
 
 def foreign_scale_on_rank(rank: int, is_foreign: bool) -> tuple[dict, list[str]]:

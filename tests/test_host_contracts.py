@@ -125,6 +125,9 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
             "loss_result *= data.meta_info['loss_scale']",
             "loss *= data.meta_info['loss_scale']",
             "loss_result += loss",
+            # Nobody reads the logits after the loss, which may write over them.
+            "loss, metrics = loss_func(data, output_tensor)\n                if self.worker_config.apply_loss_scale:",
+            "local_chunk = output_tensor[:, seq_start:seq_end]",
         ),
         "roll/distributed/strategy/strategy.py": (
             'num_valid = torch.tensor(len(batch), device=batch.batch["input_ids"].device)',
@@ -316,8 +319,31 @@ OLD_LOG_PROBS: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron_lm": {"megatron/rl/rl_utils.py": ("old_logprobs = _compute_logprobs_batch(",)},
 }
 
+# After custom_loss, which may write over the logits, these hosts read them under --allgather-cp alone.
+_LOSS = "loss, log = func(args, batch, logits, sum_of_sample_mean)\n\n"
+_OF_ALL_RANKS = "        loss = loss + 0 * logits.sum()\n\n    # Here we need to divide by cp_size because to cancel the multiply"
+LOGITS: dict[str, dict[str, tuple[str, ...]]] = {
+    "miles": {
+        "miles/backends/training_utils/loss.py": (
+            "    if args.recompute_loss_function:\n        loss, log = checkpoint(",
+            f"{_LOSS}    # Forces autograd to traverse the full graph on every rank to avoid hang.\n"
+            f"    if parallel_state.cp.size > 1 and args.allgather_cp:\n{_OF_ALL_RANKS}",
+        ),
+    },
+    "slime": {
+        "slime/backends/megatron_utils/loss.py": (
+            "    if args.recompute_loss_function:\n        loss, log = checkpoint(func, args, batch, logits, sum_of_sample_mean, ",
+            _LOSS,
+            f"    if args.allgather_cp and mpu.get_context_parallel_world_size() > 1:\n{_OF_ALL_RANKS}",
+        ),
+    },
+}
 
-@pytest.mark.parametrize("table", [WEIGHTS, SAMPLING, OLD_LOG_PROBS], ids=["weights", "sampling", "old log-probabilities"])
+
+TABLES = {"weights": WEIGHTS, "sampling": SAMPLING, "old log-probabilities": OLD_LOG_PROBS, "logits": LOGITS}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 @pytest.mark.parametrize("host", [pytest.param(name, marks=pytest.mark.host(f"{name.upper()}_ROOT")) for name in SAMPLING])
 def test_the_lines_that_a_door_rests_on_are_there(host, table):
     root = Path(os.environ[f"{host.upper()}_ROOT"])

@@ -24,19 +24,21 @@ from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, INIT_LINE
 from megatron_rl.hosts.run import Run, Runs
 from megatron_rl.layout.groups import maxima_anywhere, resolve_groups
 from megatron_rl.megatron.head import HeadSettings
+from megatron_rl.ops.assumed_scale import AssumedScale
 
 V = TypeVar("V")
 
 
 class HostRun(Run):
-    """has_begun: the init hook was called. numbers: counts the micro-batches of our loss. head: what the init hook places in the
-    model that is built next. has_head: it was placed."""
+    """has_begun: the init hook was called. numbers: counts the micro-batches of our loss. scale: what multiplies it. head: what the
+    init hook places in the model that is built next. has_head: it was placed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.guard = StepGuard()
         self.has_begun = False
         self.numbers = itertools.count()
+        self.scale = AssumedScale()
         self.head = HeadSettings()
         self.has_head = False
         self._judged: dict[Hashable, tuple[_Seen, Any]] = {}

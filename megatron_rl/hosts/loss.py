@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.config import Backend, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.base import HostLoss, HostOptions
+from megatron_rl.hosts.base import HostLoss, HostOptions, names_ours
 from megatron_rl.hosts.batch import HostBatch, is_absent, require
 from megatron_rl.hosts.carrier import carried
 from megatron_rl.hosts.checks import check_launch
@@ -36,6 +36,7 @@ from megatron_rl.losses.reduce_torch import evaluate, evaluate_batch
 from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of
+from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import LogProbKeywords, vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
@@ -61,8 +62,9 @@ def custom_loss(
     that a correction drops included. u_it is the correction's factor (--use-tis, --use-opsm, or our flags), 1 without one.
     The padded columns of the vocabulary take part in the softmax, as in the host's own log-probabilities.
     `sum_of_sample_mean`, the host's reducer, is not called: it takes tokens in zigzag order, which logits need not have.
-    It has no side effect: --recompute-loss-function runs it twice. The logits are not written. With --fused-lm-head-loss there are
-    none: the loss is computed from the hidden states that the model's output carries.
+    Where is_last_reader says so, the gradient is written over the logits, and by forward where one kernel can make it. Else there
+    is no side effect: --recompute-loss-function runs it twice.
+    With --fused-lm-head-loss there are no logits: the loss is computed from the hidden states that the model's output carries.
 
     Communication: as losses.policy_loss (tp one all-gather, cp one all-reduce of [N, k]) and of the metrics (cp one of
     [N, k <= 2]; tp one where the host reports an entropy at coefficient 0); --allgather-cp one more. Backward none. With a fused
@@ -77,6 +79,7 @@ def custom_loss(
     token_weights, mean_weights = sample_weights(plan, rows.token_counts, rows.rollout_token_counts)
     operands, old_log_probs = _operands(plan, run, logits, tp_group), _old_log_probs(plan, rows)
     config = plan.config
+    entropy = _entropy(plan, rows, operands, mean_weights, tp_group)  # before logits may be written
     options: LossKeywords = {
         "clip_ratio_low": config.clip_ratio_low,
         "clip_ratio_high": config.clip_ratio_high,
@@ -106,7 +109,9 @@ def custom_loss(
         token_weights,
     )
     if isinstance(operands, Tensor):
-        output = policy_loss(config.policy_loss, operands, *of_tokens, **options)
+        is_last = is_last_reader(plan, operands, cp_group)
+        scale = run.scale if is_last else None
+        output = policy_loss(config.policy_loss, operands, *of_tokens, inplace=is_last, loss_scale=scale, **options)
     else:
         output = linear_policy_loss(
             config.policy_loss,
@@ -121,9 +126,22 @@ def custom_loss(
         )
     if output.num_nonfinite.is_cuda:  # on the CPU the loss has raised by itself
         stop_on_nonfinite(run.guard, output.num_nonfinite)
-    entropy = _entropy(plan, rows, operands, output, mean_weights, tp_group)
     old_log_probs = given(output.log_probs) if old_log_probs is None else old_log_probs
+    entropy = output.entropy if entropy is None else entropy
     return output.loss, host_metrics(plan, rows, output, old_log_probs, mean_weights, entropy, cp_group)
+
+
+def is_last_reader(plan: LossPlan, logits: Tensor, cp_group: Group) -> bool:
+    """Whether nobody reads the logits after custom_loss, and Triton makes the gradient.
+
+    Not where a function of the user calls it, which may read them, and not where the host does: it runs the loss again
+    (--recompute-loss-function), or adds 0 x their sum (--allgather-cp). In torch a gradient of its own is faster: its memory holds
+    exponentials in between.
+    """
+    options = plan.options
+    is_called_by_host = names_ours(options["custom_loss_function_path"], "custom_loss")
+    is_read_again = options["recompute_loss_function"] or (options["allgather_cp"] and cp_group.size() > 1)
+    return is_called_by_host and not is_read_again and resolve_backend(plan.config.policy_loss_backend, logits) == Backend.TRITON
 
 
 # What the arguments ask for, read once a micro-batch, and the weights of tokens
@@ -275,18 +293,13 @@ def _operands(plan: LossPlan, run: HostRun, logits: Tensor, tp_group: Group) -> 
 
 @torch.no_grad()
 def _entropy(
-    plan: LossPlan,
-    rows: HostBatch,
-    operands: Tensor | HeadInputs,
-    output: PolicyLossOutput,
-    weights: Tensor,
-    tp_group: Group,
+    plan: LossPlan, rows: HostBatch, operands: Tensor | HeadInputs, weights: Tensor, tp_group: Group
 ) -> Tensor | None:  # 0-d
-    """The host's entropy_loss; without a coefficient it is computed from the logits again, outside the graph. A fused head takes
+    """The host's entropy_loss where no term of ours has it: the logits are read once more, outside the graph. A fused head takes
     one more product for it."""
-    if output.entropy is not None or not plan.entropy_is_reported:
-        return output.entropy
     config = plan.config
+    if config.entropy_coefficient or not plan.entropy_is_reported:
+        return None
     options: LogProbKeywords = {
         "loss_mask": rows.loss_mask,
         "temperature": config.policy_temperature,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, weigh_tokens
+from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import refuse_nonfinite, step_line
 from megatron_rl.hosts.door import Found
@@ -18,6 +19,8 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import PolicyLossOutput, policy_loss
+from megatron_rl.ops.assumed_scale import AssumedScale
+from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_metrics import finalise_metrics, reduce_statistics
 
@@ -38,6 +41,7 @@ class RollLoss:
         self.found, self.strategy, self.run = found, strategy, Run()
         # The batch has placeholders for old log-probabilities.
         self.is_on_policy = not found.settings[RECOMPUTE]
+        self.scale = AssumedScale()
         train_step = strategy.train_step
 
         @functools.wraps(train_step)
@@ -67,9 +71,10 @@ class RollLoss:
     ) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, ROLL's names of metrics
         """This rank's part of sum_i w_i sum_t m_it u_it l_it + KL - entropy, u: ROLL's train_infer_is_weight, or our correction.
 
-        Masked values may be anything. Communication: as policy_loss, and over context-parallel ranks two sums for metrics.
-        Synchronises, as ROLL's own loss does for its metrics. Raises ConfigError for a call without the step's counts or the
-        sampler's log-probabilities, and DataError for unmasked values that are not finite.
+        Masked values may be anything. On CUDA the gradient of logits in rows is written over them. Communication: as policy_loss,
+        and over context-parallel ranks two sums for metrics. Synchronises, as ROLL's own loss does for its metrics. Raises
+        ConfigError for a call without the step's counts or the sampler's log-probabilities, and DataError for unmasked values that
+        are not finite.
         """
         config, strategy, columns, totals = self.found.config, self.strategy, data.batch, read_totals(data)
         mask = loss_mask_of(columns)
@@ -86,6 +91,9 @@ class RollLoss:
                 "the sampler reports them"
             )
         importance = columns.get("train_infer_is_weight", None)
+        # Of packed sequences ROLL hands over slices of one tensor. A write into one of them is one into what the others keep for
+        # their backwards. Rows are read by nobody afterwards.
+        is_last = not strategy.use_sequence_packing and resolve_backend(Backend.AUTO, logits) == Backend.TRITON
         rows, width = logits.shape[:2]
         output = policy_loss(
             config.policy_loss,
@@ -117,6 +125,8 @@ class RollLoss:
             token_counts=token_counts,
             metrics=config.policy_metrics,
             cp_layout="zigzag",  # of _get_feature_on_this_cp_rank
+            inplace=is_last,
+            loss_scale=self.scale if is_last else None,
         )
         refuse_nonfinite(output)
         return output.loss, _metrics(output)
