@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.hosts.base import host_named
 from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, resolve_groups
+from megatron_rl.megatron.model import find_gpt_model, model_config_of
 from megatron_rl.testing.invariance import Layout, StepResult, TinyGPT, merged
 from megatron_rl.testing.layout_step import RankStep, gather_distributed_gradients, named_shards
 
@@ -124,8 +125,6 @@ def measure(step: HostStep) -> tuple[list[dict[str, list[Tensor]]], int]:
 
 def forward_only(f, args: Namespace, models, step: HostStep) -> list[dict[str, list[Tensor]]]:
     """Of the hosts: the log of each micro-batch, on the last stage."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     samples, groups = step.case.samples(), resolve_groups()
     parts = micro_batches(step.case, step.size, groups.dp.rank(), groups.dp.size())
     batches = [batch_of(step, [samples[number] for number in numbers], samples) for numbers in parts]
@@ -141,16 +140,7 @@ def forward_only(f, args: Namespace, models, step: HostStep) -> list[dict[str, l
             named.pop("max_seq_lens")
         return output, partial(f, args=args, **named)
 
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=models[0],
-        num_microbatches=len(batches),
-        seq_length=batches[0][0].shape[1] * groups.cp.size(),
-        micro_batch_size=batches[0][0].shape[0],
-        forward_only=True,
-        collect_non_loss_data=built_by_host.is_miles(args),
-    )
+    return scheduled(forward_step, batches, models, forward_only=True, collect_non_loss_data=built_by_host.is_miles(args))
 
 
 def peaks_on_rank(rank: int, steps: list[HostStep]) -> list[tuple[int, int]]:
@@ -196,8 +186,6 @@ def most_rows(seen: SeenShapes) -> int:
 
 
 def enlarge_head(models, factor: float) -> None:
-    from megatron_rl.megatron.model import find_gpt_model
-
     with torch.no_grad():
         for model in map(find_gpt_model, models):
             for name, parameter in model.named_parameters():
@@ -211,8 +199,6 @@ def enlarge_head(models, factor: float) -> None:
 
 def train_one_step(args: Namespace, models, optimizer, step: HostStep) -> list[dict[str, Tensor]]:
     """The hosts' train_one_step up to the optimiser: the log of each micro-batch."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     groups = resolve_groups()
     samples = step.case.samples()
     parts = micro_batches(step.case, step.size, groups.dp.rank(), groups.dp.size())
@@ -227,16 +213,23 @@ def train_one_step(args: Namespace, models, optimizer, step: HostStep) -> list[d
         output = model(input_ids=tokens, position_ids=None, attention_mask=None, labels=None, packed_seq_params=packed)
         return output, lambda logits: loss_function(args, batch, len(parts), step.case.num_rollouts, logits)
 
-    iterators = [iter(batches) for _ in models]
-    is_chunked = len(models) > 1
+    return scheduled(forward_step, batches, models, forward_only=False)
+
+
+def scheduled(forward_step, batches, models, **options) -> list:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    # As Megatron's command line sets it: what a stage has sent is freed.
+    model_config_of(models[0]).deallocate_pipeline_outputs = True
+    iterators, is_chunked = [iter(batches) for _ in models], len(models) > 1
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if is_chunked else iterators[0],
         model=models if is_chunked else models[0],
         num_microbatches=len(batches),
-        seq_length=batches[0][0].shape[1] * groups.cp.size(),
+        seq_length=batches[0][0].shape[1] * resolve_groups().cp.size(),
         micro_batch_size=batches[0][0].shape[0],
-        forward_only=False,
+        **options,
     )
 
 

@@ -45,6 +45,7 @@ OBSERVED = replace(OBSERVED, shapes=[shape for shape in OBSERVED.shapes if any(s
 RECOMPUTED = {"recompute_loss_function": True}
 
 SP, CP, PP, DP = Layout(tensor=2, sequence_parallel=True), Layout(context=2), Layout(pipeline=2), Layout(data=2)
+INTERLEAVED, DEEP = Layout(pipeline=2, virtual_pipeline=2), replace(TIED, num_layers=4)
 STEPS = {
     "one rank": [HostStep(GRPO), HostStep(OF_GSPO, tiny=TIED), HostStep(CISPO)],
     "one rank, padded rows, every term": [HostStep(PADDED), HostStep(EVERY_TERM, size=2), HostStep(OBSERVED, size=5)],
@@ -52,7 +53,7 @@ STEPS = {
     "TP2+SP": [HostStep(GRPO, SP), HostStep(OF_GSPO, SP, TIED), HostStep(CISPO, SP, TIED), HostStep(PADDED, SP)],
     "CP2": [HostStep(GRPO, CP, TIED), HostStep(OF_GSPO, CP), HostStep(CISPO, CP), HostStep(PADDED, CP), HostStep(CONTIGUOUS, CP)],
     "PP2": [HostStep(GRPO, PP), HostStep(OF_GSPO, PP, TIED), HostStep(CISPO, PP)],
-    "PP2, interleaved": [HostStep(GRPO, Layout(pipeline=2, virtual_pipeline=2), replace(TIED, num_layers=4), size=1)],
+    "PP2, interleaved": [HostStep(GRPO, INTERLEAVED, DEEP, size=1)],
     "DP2, distributed optimiser": [HostStep(GRPO, replace(DP, distributed_optimizer=True), size=2)],
 }
 
@@ -85,6 +86,7 @@ MEASURED = {
     "TP2+SP": [HostStep(CISPO, SP), HostStep(PADDED, SP, flags=ENTROPY)],
     "CP2": [HostStep(CISPO, CP, flags=ENTROPY), HostStep(PADDED, CP), HostStep(CONTIGUOUS, CP, flags=ENTROPY)],
     "PP2": [HostStep(GRPO, PP), HostStep(CISPO, PP)],
+    "PP2, interleaved": [HostStep(case, INTERLEAVED, DEEP, size=1) for case in (GRPO, CISPO)],
 }
 
 
