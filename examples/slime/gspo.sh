@@ -18,6 +18,7 @@ LINES=(
     # This hook allows no optimiser step after a token that is not finite.
     --custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step
     --custom-megatron-init-path megatron_rl.hooks.custom_megatron_init
+    # For long contexts add --fused-lm-head-loss: no logits of the micro-batch are made.
 )
 
 python3 -m megatron_rl.hosts.launch train.py "${LINES[@]}" "$@"
