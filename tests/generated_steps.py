@@ -92,6 +92,7 @@ SHAPES = {
     "no token": Shape((0, 0), "none"),
     "no document": Shape(()),
     "a vocabulary of one": Shape((3, 2, 1), vocabulary=1),
+    "ratios far from 1": Shape((5, 2, 7), log_ratios=(-1.5, -0.8, -0.1, 0.5, 0.8, 1.25)),
     "ratios beyond the bound": Shape((4, 1, 6), log_ratios=(-23.0, -0.3, 0.2, 24.0)),
 }
 USUAL_SHAPES = ["ragged", "a long document", "a masked document", "one document"]
