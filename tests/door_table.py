@@ -12,20 +12,16 @@ from collections.abc import Iterator
 from functools import cache
 
 from megatron_rl.__main__ import main
+from megatron_rl.hosts import DOOR_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.doors import DOORS as DECLARED
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, policy_loss_names
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import kl_estimator_names
 
 # door -> the flags of explain beside it. In miles and slime our losses run as their custom loss.
-DOORS = {
-    "miles": ("--route", "custom_loss"),
-    "slime": ("--route", "custom_loss"),
-    "verl": (),
-    "nemo_rl": (),
-    "roll": (),
-    "skyrl": (),
-    "prime_rl": (),
-    "trl": (),
+DOORS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(ROLLOUT_HOST_NAMES, ("--route", "custom_loss")),
+    **dict.fromkeys(DOOR_NAMES, ()),
     "megatron_lm": (),
 }
 STEP = ("--response-lengths", "3,5", "--prompt-ids", "a,b")
@@ -74,16 +70,7 @@ REASONS: dict[tuple[str, str], dict[str, str]] = {
     ("prime_rl", "aggregation"): {"prompt_mean": "no prompts there"},
     ("prime_rl", "KL estimator"): {ANY: "no reference there"},
 }
-TITLES = {
-    "miles": "miles",
-    "slime": "slime",
-    "verl": "verl",
-    "nemo_rl": "NeMo-RL",
-    "roll": "ROLL",
-    "skyrl": "SkyRL",
-    "prime_rl": "prime-rl",
-    "trl": "TRL",
-}
+TITLES = {name: name for name in ROLLOUT_HOST_NAMES} | {name: door.title for name, door in DECLARED.items()}
 TITLES["megatron_lm"] = "Megatron-LM"
 LINKS = {"loss": "losses.md", "aggregation": "aggregation.md", "correction": "corrections.md", "KL estimator": "corrections.md"}
 

@@ -6,6 +6,7 @@ What is one host's alone, and what needs its checkout, is in test_<host>.py.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts import door as door_module
+from megatron_rl.hosts.dense_rows import loss_of_rows
 from megatron_rl.hosts.door import Door
 from megatron_rl.hosts.door_line import given_by, judge_settings
 from megatron_rl.hosts.door_settings import losses, modes, read
@@ -119,6 +121,30 @@ def test_a_correction_of_ours_is_set_by_its_names_here(adapter, own, factor):
     case = adapter.case(loss="cispo", aggregation="token_mean", **adapter.shorts[0])
     plain, found = adapter.corrected(case, own)
     assert found == pytest.approx(plain * factor, rel=1e-5, abs=1e-9) and plain != 0  # float32
+
+
+# Roll's loss runs on ranks of processes; test_settings_launch.py compares its factors with its strategy.
+@pytest.mark.parametrize(
+    "adapter", [one for one in ADAPTERS.values() if one.num_ranks == 1], ids=lambda one: one.name, indirect=True
+)
+def test_the_loss_multiplies_its_weights_by_what_the_door_declares(adapter, monkeypatch):
+    """`returns`, from which explain makes its chain: two wrong factors of a declaration that cancel are seen here."""
+    scales = []
+
+    def watched(*arguments, scale=1, **options):
+        scales.append(scale)
+        return loss_of_rows(*arguments, scale=scale, **options)
+
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("megatron_rl.hosts.") and "loss_of_rows" in vars(module):
+            monkeypatch.setattr(module, "loss_of_rows", watched)
+    layout = {name: value for name, value in adapter.other.items() if name != "cp"}
+    case = adapter.case(loss="grpo", aggregation="sample_mean", **layout)
+    step, (micro_batches, *_) = adapter.step(case), adapter.micro_batches(case)
+    adapter.run(case, step)
+    num_tokens = sum(sum(sample.loss_mask) for sample in step[0])
+    sizes = {"dp": case.dp, "cp": 1, "M": len(micro_batches), "T": num_tokens}
+    assert case.dp > 1 and len(micro_batches) > 1 and set(scales) == {adapter.door.returns.evaluate(sizes)}
 
 
 # What is said

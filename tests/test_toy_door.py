@@ -123,7 +123,7 @@ def run_step(ours: ToyLoss, case: RowCase, samples: Sequence[StepSample], log_pr
 
 def test_contributing_shows_this_door():
     guide, declaration = (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / "tests" / "toy_door.py").read_text()
-    assert declaration[declaration.index("DOOR = Door(") : declaration.index("\n\n\nclass")] in guide
+    assert declaration[declaration.index("DOOR: Door = Door(") : declaration.index("\n\n\nclass")] in guide
     assert len(declaration.splitlines()) <= 60
 
 

@@ -24,7 +24,7 @@ def epochs_have_their_ratio(found: Found):
         yield f"toy.epochs={found.settings['toy.epochs']} with reinforce, which has no ratio: set toy.epochs=1, or take grpo"
 
 
-DOOR = Door(
+DOOR: Door = Door(
     name="toy",
     title="Toy",
     probed="nobody/toy 1234567",
