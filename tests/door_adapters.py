@@ -30,6 +30,7 @@ from megatron_rl.hosts import trl, verl
 from megatron_rl.hosts.door import Door
 from megatron_rl.hosts.door_settings import modes
 from megatron_rl.hosts.doors import DOORS
+from megatron_rl.metrics import EFFECTIVE_SAMPLE_SIZE, METRICS
 from megatron_rl.testing.layout_step import StepSample
 
 Step = tuple[Sequence[StepSample], Sequence[Tensor]]  # samples, and the log-probabilities of their responses
@@ -227,11 +228,8 @@ class Trl(Adapter):
         return trl_cases.run_step(case, *step, self.trainer, poison, own, **settings)
 
 
-POLICY_METRICS = (
-    *("num_documents", "num_tokens", "ratio_new_old_sum", "ratio_new_old_squared_sum", "old_logprobs", "new_logprobs"),
-    *("ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "clipped_low", "clipped_high", "advantage", "max_advantage"),
-    *("min_advantage", "effective_sample_size"),
-)
+# Of a loss without logits, which gives no entropy.
+POLICY_METRICS = [row.name for row in (*METRICS, EFFECTIVE_SAMPLE_SIZE) if row.is_reported and row.name != "entropy"]
 
 
 class PrimeRL(Adapter):

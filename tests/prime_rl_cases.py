@@ -22,7 +22,7 @@ from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR, losses_by_hand, weights_by_hand
 
-AGGREGATIONS = ("token_mean", "sample_mean", "constant")
+AGGREGATIONS = prime_rl.AGGREGATIONS
 # The number of a token: that of its sample, and its place there. Padding has number 1.
 PLACES = 1000
 STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")

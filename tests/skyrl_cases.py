@@ -11,7 +11,7 @@ from typing import Any
 
 import dense_row_cases
 import torch
-from dense_row_cases import AGGREGATIONS, LAYOUTS, Result, RowCase, gradients_of, own_part, padded, parameters_of, samples_of
+from dense_row_cases import LAYOUTS, Result, RowCase, gradients_of, own_part, padded, parameters_of, samples_of
 from torch import Tensor
 
 from megatron_rl.hosts import skyrl
@@ -60,12 +60,13 @@ def emulated_skyrl(old: str = "", new: str = "") -> dict[str, ModuleType]:
     return modules
 
 
+# Aggregation -> SkyRL's name of it.
 NAMES = {str(ours): theirs for theirs, ours in skyrl.DOOR.choice.names.items()}
 Scale = Callable[..., Tensor]
 
 
 def matrix(losses: Sequence[str]) -> list[RowCase]:
-    return [RowCase(loss=loss, aggregation=one, **layout) for loss in losses for one in AGGREGATIONS for layout in LAYOUTS]
+    return [RowCase(loss=loss, aggregation=one, **layout) for loss in losses for one in NAMES for layout in LAYOUTS]
 
 
 def algorithm_config(policy_loss_type: str, loss_reduction: str = "token_mean", **settings: Any) -> SimpleNamespace:

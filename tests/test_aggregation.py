@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 import megatron_rl.aggregation as aggregation_module
 from megatron_rl.aggregation import StepTotals, count_step, prompt_digest, regularizer_weights, sample_token_weights
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.testing.ranks import run_ranks
 
 # Step S: per-token losses (1, 2, 3, -). N = 4, P = 2, T = 7, M_a = 6, M_b = 1.
 S_LOSSES = [1, 2, 3, 0]
 S_TOTALS = StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
 S_COUNTS, S_PROMPT_COUNTS = torch.tensor([2, 4, 1, 0]), torch.tensor([6, 6, 1, 1])
+# Weights and loss, as fractions or as decimals. tests/test_explain.py reads them too.
 GOLDEN = [
     # 2/8 x 1 + 4/16 x 2 + 1/4 x 3 = 1/4 + 1/2 + 3/4; dropping the masked sample from N would give 2
     pytest.param("sample_mean", ["1/8", "1/16", "1/4", "0"], "3/2", id="FB-06 FB-18 sample_mean"),
@@ -34,6 +36,10 @@ GOLDEN = [
     pytest.param("constant", ["1/32", "1/32", "1/32", "0"], "13/32", id="FB-06 FB-05 constant"),
 ]
 DIVISORS = {"constant": 8.0}
+
+
+def test_each_built_in_aggregation_has_its_value_by_hand():
+    assert {row.values[0] for row in GOLDEN} == set(loss_aggregation_names()), "add its row to GOLDEN of tests/test_aggregation.py"
 
 
 def weights_of(mode: str, counts, totals, prompt_counts=None, divisor=None) -> torch.Tensor:

@@ -129,7 +129,8 @@ def pairs_of(layout: Layout) -> list[tuple[str, str]]:
         return list(itertools.product(CLIPS, AGGREGATIONS))
     names, turn = list(AGGREGATIONS), [row.values[0] for row in LAYOUTS].index(layout)
     others = [name for name in CLIPS if name != "gspo"]
-    chosen = [(name, names[(turn + place) % 4]) for place, name in enumerate(others) if name == "grpo" or (turn + place) % 5 == 0]
+    in_turn = [(name, turn + place) for place, name in enumerate(others)]
+    chosen = [(name, names[number % len(names)]) for name, number in in_turn if name == "grpo" or number % 5 == 0]
     return [*(("gspo", aggregation) for aggregation in names[turn % 2 :: 2]), *chosen]
 
 

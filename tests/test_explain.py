@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 from explain_cases import CLOSE, S, explain, explain_json
 from forked import forget, forked
+from test_aggregation import GOLDEN
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
@@ -36,14 +37,7 @@ def every_aggregation(request) -> tuple[str, ...]:
     return loss_aggregation_names()
 
 
-GOLDEN = {
-    # N = 4, P = 2, T = 7, M_a = 6, M_b = 1: the weights of tests/test_aggregation.py
-    "sample_mean": ["1/8", "1/16", "1/4", "0"],
-    "prompt_mean": ["1/12", "1/12", "1/2", "0"],
-    "token_mean": ["1/7", "1/7", "1/7", "0"],
-    "constant": ["1/32", "1/32", "1/32", "0"],
-    "of_squares": ["1/8", "1/4", "1/16", "0"],
-}
+WEIGHTS_BY_HAND = {row.values[0]: row.values[1] for row in GOLDEN} | {"of_squares": ["1/8", "1/4", "1/16", "0"]}
 
 
 def test_step_s_by_hand(every_aggregation):
@@ -55,7 +49,7 @@ def test_step_s_by_hand(every_aggregation):
     assert found["token_counts"] == [2, 4, 1, 0]
     assert tuple(found["aggregations"]) == every_aggregation
     for name in every_aggregation:
-        weighing, exact = found["aggregations"][name], [float(Fraction(weight)) for weight in GOLDEN[name]]
+        weighing, exact = found["aggregations"][name], [float(Fraction(weight)) for weight in WEIGHTS_BY_HAND[name]]
         assert weighing["token_weights"] == pytest.approx(exact, **CLOSE)
         masses = [weight * count for weight, count in zip(exact, [2, 4, 1, 0], strict=True)]
         assert weighing["sum_of_weights"] == pytest.approx(sum(masses), **CLOSE)

@@ -317,8 +317,9 @@ def test_the_table_of_a_page_states_the_formulas_of_the_records(page):
     cells = {name.strip("| `"): (weight, source) for name, weight, source in reversed([row for row in rows if len(row) == 3])}
     for name in loss_aggregation_names():
         record, (weight, source) = get_loss_aggregation(name), cells[name]
-        assert Formula.parse(weight.partition(",")[0]) == record.formula
-        assert record.source in source.replace("GSPO as published", "GSPO")
+        assert Formula.parse(weight.partition(",")[0]) == record.formula, f"the weight of {name} in {page}"
+        stated = source.replace("GSPO as published", "GSPO")
+        assert record.source in stated, f"{name} in {page}: its last column holds its source in the same words"
 
 
 @pytest.mark.parametrize(

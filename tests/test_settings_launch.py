@@ -206,7 +206,7 @@ def by_the_chain(chain: dict[str, Any], samples: list[StepSample]) -> list[float
     return [-sample.advantage * weight for sample, weight in zip(samples, chain["net_weights"], strict=True)]
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", skyrl_cases.NAMES)
 def test_the_chain_of_skyrl_is_what_its_driver_and_worker_do(aggregation, monkeypatch):
     for name, module in skyrl_cases.emulated_skyrl().items():
         monkeypatch.setitem(sys.modules, name, module)
