@@ -136,6 +136,29 @@ def test_a_host_trains_the_dense_step(hosts, place):
     assert_all_are_the_dense_step(ranks, roots, all_cases(place, names) if roots else thinned()[place], *place[:2])
 
 
+TRITON = ("policy_loss_backend", "triton")
+OF_TRITON = HostCase("miles", "custom_loss", "constant", size=3, options=(TRITON,))
+# The gradient is written over the logits, but for the last two, which read them again.
+IN_TRITON = [
+    OF_TRITON,
+    replace(OF_TRITON, host="slime", aggregation="token_mean", per_token=True, size=1),
+    replace(OF_TRITON, layout="bshd", estimator="gspo"),
+    replace(OF_TRITON, options=(TRITON, ("recompute_loss_function", True))),
+    replace(OF_TRITON, host="slime", layout="allgather"),
+]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_our_loss_in_triton_trains_the_dense_step(hosts, cp_size):
+    """The host's factor is not known to the loss: a first micro-batch that assumes 1 has the others' gradient."""
+    pytest.importorskip("triton")
+    ranks, roots, names = hosts
+    cases = [case for case in IN_TRITON if case.host in names and (cp_size > 1 or case.layout != "allgather")]
+    # A kernel's exponentials are off by 2^-22.
+    assert_all_are_the_dense_step(ranks, roots, cases, 2, cp_size, tolerance=2 * EXACT)
+
+
 FUSED_CASES = [
     HostCase(host, "reducer", "constant", estimator, size=3) for host in ("miles", "slime") for estimator in ("grpo", "gspo")
 ]
