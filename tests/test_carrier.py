@@ -21,12 +21,14 @@ from carrier_cases import (
     train_one_step,
 )
 from helpers import pool_of
-from host_loss_cases import GSPO, TERMS, Case
+from host_loss_cases import GSPO, TERMS, Case, host_batch
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import carried_log_probs
 from megatron_rl.hosts.carrier import Carrier, carried, carry
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.megatron.head import HeadInputs
+from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.testing.invariance import Layout
 
 # Two orders of float32 additions are up to 4e-6 of a parameter's gradient; one token more or less is 1e-2 and more.
@@ -103,6 +105,23 @@ def test_old_log_probabilities_are_measured_without_logits(pool, name):
             torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
             assert of_carrier <= UNTIED.hidden_size < of_logits or not found
     assert any(logs for answer in answers for logs, _ in answer)
+
+
+def test_no_token_of_a_prompt_is_multiplied(monkeypatch):
+    """The host computes rows of whole samples; lists have those of responses."""
+    seen, (first, second) = [], GRPO.samples()[:2]
+
+    def counting(*operands, loss_mask, **options):
+        seen.append(int(loss_mask.sum()))
+        return linear_log_probs(*operands, loss_mask=loss_mask, **options)
+
+    monkeypatch.setattr(carried_log_probs, "linear_log_probs", counting)
+    batch = host_batch(GRPO, [first, second], GRPO.samples(), 0, 1)
+    hidden, weight = torch.randn(first.total + second.total + 3, 1, 4), torch.randn(8, 4)
+    carrier = carry(HeadInputs(hidden, weight, False), SINGLE).transpose(0, 1)
+    named = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
+    found = carried_log_probs.carried_log_probs(carrier, args=host_args(HostStep(GRPO, flags=FUSED)), **named)
+    assert seen == [len(first.mask) + len(second.mask)] == [sum(map(len, found["log_probs"]))]
 
 
 @pytest.mark.megatron
