@@ -255,3 +255,38 @@ def skyrl_module() -> ModuleType:
     contents["from_parallel_hidden_to_logprobs_packed_sequences"] = from_parallel_hidden_to_logprobs
     contents["vocab_parallel_entropy"] = contents["vocab_parallel_entropy_weighted_sum"] = of_entropy
     return modules_of("skyrl", {name: contents})[name]
+
+
+# ROLL 8eb27cc2d
+
+
+def vocab_parallel_logprobs(vocab_parallel_logits, target, use_fused_kernel=True):
+    raise AssertionError("ROLL's own function is not asked")
+
+
+def vocab_parallel_entropy_of_roll(vocab_parallel_logits, used_fp32=True, use_fused_kernel=True):
+    raise AssertionError("ROLL's own function is not asked")
+
+
+def op_compute_log_probs(self, logits, labels):
+    return vocab_parallel_logprobs(logits, labels, use_fused_kernel=False)
+
+
+def op_compute_entropy(self, logits):
+    return vocab_parallel_entropy(logits, used_fp32=True, use_fused_kernel=False)
+
+
+def roll_modules() -> dict[str, ModuleType]:
+    """Its strategy has taken the names already, one of them from the package that hands it on."""
+    functions = "mcore_adapter.parallel_functions"
+    found = modules_of("mcore_adapter", {f"{functions}.vocab_parallel": {"vocab_parallel_logprobs": vocab_parallel_logprobs}})
+    log_probs = found[f"{functions}.vocab_parallel"].vocab_parallel_logprobs
+    found |= modules_of("mcore_adapter", {functions: {"vocab_parallel_logprobs": log_probs}})
+    parallel = "roll.third_party.megatron.tensor_parallel"
+    found |= modules_of("roll", {parallel: {"vocab_parallel_entropy": vocab_parallel_entropy_of_roll}})
+    entropy = found[parallel].vocab_parallel_entropy
+    strategy = "roll.distributed.strategy.megatron_strategy"
+    found |= modules_of("roll", {strategy: {"vocab_parallel_logprobs": log_probs, "vocab_parallel_entropy": entropy}})
+    methods = {one.__name__: _looking_up(found[strategy], one) for one in (op_compute_log_probs, op_compute_entropy)}
+    found[strategy].MegatronInferStrategy = type("MegatronInferStrategy", (), methods)
+    return found

@@ -10,6 +10,7 @@ import re
 import sys
 import types
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import roll_cases as cases
@@ -183,7 +184,7 @@ class Strategy:
 class ActorWorker:
     def __init__(self, worker_config): self.worker_config = worker_config
     def initialize(self, pipeline_config): self.strategy = Strategy(); print("made the model")
-    def loss_func(self, data, output_tensor): pass
+    def loss_func(self, data, output_tensor): return "ROLL's own loss"
 """
 
 
@@ -191,22 +192,28 @@ def started(old: str = "", new: str = "", **settings: object) -> tuple[int | Non
     """Our worker on an emulated ROLL, in which `old` is `new`."""
 
     def work() -> int:
-        assert old in EMULATED_ROLL
-        for path in ("roll", "roll.distributed.scheduler.decorator", "roll.pipeline.rlvr.actor_worker"):
-            names = path.split(".")
-            for end in range(1, len(names) + 1):
-                module = types.ModuleType(".".join(names[:end]))
-                module.__path__ = []
-                exec(EMULATED_ROLL.replace(old, new, 1), vars(module))
-                sys.modules.setdefault(module.__name__, module)
-        from megatron_rl.hosts.roll_worker import ActorWorker
-
-        worker = ActorWorker(cases.worker_config("gspo.prompt_mean"))
-        worker.initialize(cases.pipeline_config(**settings))
+        worker = started_with(cases.worker_config("gspo.prompt_mean"), old, new, **settings)
         print(worker.loss.found, worker.strategy.train_step.__wrapped__.__name__)
         return 0
 
     return forked(work)
+
+
+def started_with(config: Any, old: str = "", new: str = "", **settings: object) -> Any:
+    """Our worker, for a fork."""
+    assert old in EMULATED_ROLL
+    for path in ("roll", "roll.distributed.scheduler.decorator", "roll.pipeline.rlvr.actor_worker"):
+        names = path.split(".")
+        for end in range(1, len(names) + 1):
+            module = types.ModuleType(".".join(names[:end]))
+            module.__path__ = []
+            exec(EMULATED_ROLL.replace(old, new, 1), vars(module))
+            sys.modules.setdefault(module.__name__, module)
+    from megatron_rl.hosts.roll_worker import ActorWorker
+
+    worker = ActorWorker(config)
+    worker.initialize(cases.pipeline_config(**settings))
+    return worker
 
 
 def test_our_worker_reads_its_settings_before_the_model_is_made():

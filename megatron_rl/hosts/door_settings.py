@@ -275,7 +275,7 @@ def _own_names(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
     is_shared = own.prefix in door.sections  # with names of the host, and what is neither is judged by name
     offered = [one for one in allowed if one != DIVISOR or found.record.takes_divisor]
     if door.log_probs is not None and door.log_probs.setting.startswith(own.prefix):
-        offered.append(door.log_probs.setting.removeprefix(own.prefix))
+        offered.append(door.log_probs.setting.removeprefix(own.prefix).lower())
     for name, value in found.settings.given.items():
         if not name.startswith(own.prefix) or name in door.read_names or (is_shared and name not in all_names):
             continue

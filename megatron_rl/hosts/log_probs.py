@@ -4,6 +4,7 @@
     verl      actor_rollout_ref.model.external_lib=megatron_rl.hosts.verl_log_probs          verl_log_probs
     NeMo-RL   ++loss_fn.megatron_rl_log_probs=megatron_rl                                    nemo_rl_log_probs
     SkyRL     megatron_rl.log_probs=megatron_rl                                              skyrl_log_probs
+    ROLL      actor_train.system_envs.MEGATRON_RL_LOG_PROBS: megatron_rl                     roll_log_probs
 
 Each module has a table of `Replacement`: the name that the host looks up, its arguments as they were probed, and the function that
 takes its place. The name is replaced where it is defined, right after that module is loaded, and in each module of the host that
@@ -69,11 +70,11 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Installer:
-    """title: the host as it writes itself. probed: the revision that the tables were read from. package: its Python package."""
+    """title: the host as it writes itself. probed: the revision that the tables were read from. packages: its Python packages."""
 
     title: str
     probed: str
-    package: str
+    packages: tuple[str, ...]
 
     def install(self, replacements: Iterable[Replacement]) -> None:
         """Replaces what is loaded now and the rest when it is. Raises ConfigError here, or where the host imports a module, for a
@@ -95,7 +96,7 @@ class Installer:
         if problem := signature_problem(function, one.arguments):
             raise ConfigError(f"{self.title}'s {one.name} {problem}, {place_of(function)}; {self.probed} was probed")
         ours = _telling(one.ours(theirs), f"log_probs in {self.title}: {one.name} is megatron_rl's", run)
-        for holder in [module, *loaded(self.package)]:
+        for holder in [module, *loaded(self.packages)]:
             for name, value in [*vars(holder).items()]:
                 if value is theirs:
                     setattr(holder, name, ours)
@@ -124,8 +125,8 @@ def function_of(theirs: Any) -> Callable[..., Any]:
     return found
 
 
-def loaded(package: str) -> list[ModuleType]:
-    names = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+def loaded(packages: tuple[str, ...]) -> list[ModuleType]:
+    names = [name for name in sys.modules if name.split(".")[0] in packages]
     return [module for name in names if isinstance(module := sys.modules[name], ModuleType)]
 
 

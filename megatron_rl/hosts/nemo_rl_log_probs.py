@@ -81,4 +81,4 @@ REPLACEMENTS = (
 
 
 def install() -> None:
-    Installer(DOOR.title, DOOR.probed, "nemo_rl").install(REPLACEMENTS)
+    Installer(DOOR.title, DOOR.probed, ("nemo_rl",)).install(REPLACEMENTS)

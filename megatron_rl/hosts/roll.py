@@ -29,8 +29,23 @@ from megatron_rl.aggregation_record import Formula
 from megatron_rl.arguments import read_number
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.door import AVERAGED, TIMES_CP, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names
-from megatron_rl.hosts.door_settings import read
+from megatron_rl.hosts.door import (
+    AVERAGED,
+    TIMES_CP,
+    Choice,
+    Door,
+    Found,
+    Kind,
+    Line,
+    LogProbs,
+    Own,
+    Prompts,
+    ReadFile,
+    Setting,
+    names,
+)
+from megatron_rl.hosts.door_line import idle_beside_own_loss, judge_log_probs
+from megatron_rl.hosts.door_settings import in_words, read
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
 from megatron_rl.hosts.settings_files import resolved, with_values
@@ -42,6 +57,8 @@ SCRIPT, OUR_SCRIPT = re.compile(r"(?:.*/)?start_\w+_pipeline\.py"), re.compile(r
 TRAIN, INFER, CORRECTION = "actor_train.", "actor_infer.", "train_infer_correction."
 WORKER_CLASS, VARIANT, VARIABLES = f"{TRAIN}worker_cls", f"{TRAIN}pg_variant", "MEGATRON_RL_"
 ENVIRONMENT, TRAINING, STRATEGY_ARGS = f"{TRAIN}system_envs.", f"{TRAIN}training_args.", f"{TRAIN}strategy_args."
+# What computes old log-probabilities and those of ROLL's own loss: ours, or ROLL's.
+LOG_PROBS, OURS, THEIRS = f"{ENVIRONMENT}{VARIABLES}LOG_PROBS", "megatron_rl", "roll"
 BATCH = ("rollout_batch_size", "num_return_sequences_in_group")
 STEP = (f"{TRAINING}per_device_train_batch_size", f"{TRAINING}gradient_accumulation_steps")
 LAYOUT = tuple(f"{STRATEGY_ARGS}strategy_config.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
@@ -92,6 +109,19 @@ def read_settings(worker: Any, pipeline: Any) -> Found:
     if not hasattr(pipeline, "num_return_sequences_in_group"):
         raise ConfigError(f"{type(pipeline).__name__}: {OUR_PIPELINE}")
     return read(DOOR, settings_of(worker, pipeline))
+
+
+def trains_ours(settings: Settings) -> bool:
+    """Whether our worker trains our loss. It may be there for our log-probabilities alone."""
+    return settings[LOG_PROBS] == THEIRS or "." in str(settings[VARIANT])
+
+
+def check_log_probs(settings: Settings) -> bool:
+    """Whether our log-probabilities take the place of ROLL's. Raises one ConfigError with every problem of that."""
+    rows = [*judge_log_probs(DOOR, settings)] + ([] if trains_ours(settings) else [*idle_beside_own_loss(DOOR, settings)])
+    if problems := [in_words(row) for row in rows if row.is_wrong]:
+        raise ConfigError(problems)
+    return bool(settings[LOG_PROBS] != THEIRS)
 
 
 def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:
@@ -396,6 +426,7 @@ DOOR = Door(
         # The worker's.
         Setting(VARIANT),
         Setting(WORKER_CLASS),
+        Setting(LOG_PROBS, default=THEIRS),
         Setting(f"{TRAIN}apply_loss_scale", Kind.SWITCH, default=True),
         Setting(f"{TRAIN}use_dynamic_batching_in_train", Kind.SWITCH, default=False),
         Setting(f"{STRATEGY_ARGS}strategy_name", default="fsdp2_train"),
@@ -428,7 +459,8 @@ DOOR = Door(
     own=Own(prefix=f"{ENVIRONMENT}{VARIABLES}", is_upper=True, others=("kl_estimator",)),
     keep_clip="use_pg_clip_range: true and {name}: {value}",
     derive=derive,
-    is_ours=lambda settings: settings[WORKER_CLASS] in (WORKER, UNKNOWN),
+    is_ours=lambda settings: settings[WORKER_CLASS] in (WORKER, UNKNOWN) and trains_ours(settings),
+    log_probs=LogProbs(setting=LOG_PROBS, value=OURS, theirs=THEIRS),
     corrections=corrections,
     readers=readers,
     unchosen=unchosen,

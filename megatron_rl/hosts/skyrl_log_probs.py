@@ -113,7 +113,7 @@ REPLACEMENTS = (
 
 
 def install(title: str, probed: str) -> None:
-    Installer(title, probed, "skyrl").install(REPLACEMENTS)
+    Installer(title, probed, ("skyrl",)).install(REPLACEMENTS)
 
 
 class InWorkers:

@@ -155,7 +155,7 @@ REPLACEMENTS = (
 
 
 def install() -> None:
-    Installer(DOOR.title, DOOR.probed, "verl").install(REPLACEMENTS)
+    Installer(DOOR.title, DOOR.probed, ("verl",)).install(REPLACEMENTS)
 
 
 install()

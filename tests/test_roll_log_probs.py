@@ -1,0 +1,173 @@
+"""Our log-probabilities in ROLL: numbers on one and two ranks, our worker with ROLL's own loss, and what is refused.
+
+ROLL_ROOT=... pytest -m host --require host tests/test_roll_log_probs.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import partial
+
+import own_log_probs
+import pytest
+import roll_cases
+import torch
+from host_checkouts import ROLL
+from linear_cases import relative
+from test_host_log_probs import LIMIT, before_and_after, in_fork, nearly_equal, rows, truth
+from test_roll import started_with
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import door_line, log_probs, roll
+from megatron_rl.testing.ranks import run_ranks
+
+
+def install() -> None:
+    importlib.import_module("megatron_rl.hosts.roll_log_probs").install("ROLL", roll.DOOR.probed)
+
+
+def on_a_rank(rank: int, tp: int):
+    """log-probabilities, entropy and the gradient of ROLL's strategy with ours; it reads the logits twice."""
+    module = own_log_probs.roll_modules()["roll.distributed.strategy.megatron_strategy"]
+    install()
+    logits, labels, _, c, e = rows()
+    leaf = logits.chunk(tp, 1)[rank].clone().requires_grad_()
+    strategy = module.MegatronInferStrategy()
+    values, entropy = strategy.op_compute_log_probs(leaf[None], labels[None]), strategy.op_compute_entropy(leaf[None])
+    ((c * values).sum() + (e * entropy).sum()).backward()
+    return values.detach()[0], entropy.detach()[0], leaf.grad
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rolls_strategy_has_exact_numbers_by_our_functions(tp):
+    found = run_ranks(partial(on_a_rank, tp=tp), tp, tensor_model_parallel_size=tp)
+    logits, labels, temperature, c, e = rows()
+    values, entropy, gradient = truth(logits, labels, torch.ones_like(temperature), c, e)
+    for each in found:
+        assert relative(each[0], values) < LIMIT and relative(each[1], entropy) < LIMIT
+    assert relative(torch.cat([each[2] for each in found], 1), gradient) < LIMIT
+
+
+def test_a_roll_whose_strategy_calls_another_function_is_refused():
+    def work():
+        modules = own_log_probs.roll_modules()
+        modules["roll.distributed.strategy.megatron_strategy"].MegatronInferStrategy.op_compute_entropy = lambda self, logits: (
+            logits
+        )
+        with pytest.raises(ConfigError, match=r"op_compute_entropy does not call vocab_parallel_entropy any more, .*\.py:\d+"):
+            install()
+
+    in_fork(work)
+
+
+# Our worker
+
+
+@pytest.mark.parametrize(
+    ("variant", "value", "loss", "is_replaced"),
+    [
+        ("gspo.prompt_mean", None, "ours", False),
+        ("gspo.prompt_mean", "megatron_rl", "ours", True),
+        ("ppo", "megatron_rl", "ROLL's", True),
+        (None, "megatron_rl", "ROLL's", True),
+        ("gspo.prompt_mean", "roll", "ours", False),
+    ],
+)
+def test_our_worker_has_our_log_probabilities_with_our_loss_or_rolls(variant, value, loss, is_replaced):
+    def work():
+        modules = own_log_probs.roll_modules()
+        variables = {} if value is None else {"MEGATRON_RL_LOG_PROBS": value}
+        worker = started_with(roll_cases.worker_config(variant, **variables))
+        assert ("ours" if worker.loss is not None else "ROLL's") == loss
+        if worker.loss is None:
+            assert worker.loss_func("data", "logits") == "ROLL's own loss"
+        replaced = modules["mcore_adapter.parallel_functions.vocab_parallel"].vocab_parallel_logprobs
+        assert hasattr(replaced, log_probs.MARK) == is_replaced
+
+    in_fork(work)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"MEGATRON_RL_LOG_PROBS": "ours"}, "MEGATRON_RL_LOG_PROBS=ours must be megatron_rl, .* or roll"),
+        (
+            {"MEGATRON_RL_LOG_PROBS": "megatron_rl", "MEGATRON_RL_KL_ESTIMATOR": "k3"},
+            "MEGATRON_RL_KL_ESTIMATOR=k3 has no effect on ROLL's own loss",
+        ),
+    ],
+)
+def test_rolls_setting_is_judged(variables, message):
+    worker = roll_cases.worker_config("ppo", **variables)
+    with pytest.raises(ConfigError, match=message):
+        roll.check_log_probs(roll.settings_of(worker, roll_cases.pipeline_config()))
+
+
+def test_a_misspelt_name_is_refused():
+    worker = roll_cases.worker_config("grpo.token_mean", MEGATRON_RL_LOG_PROB="megatron_rl")
+    with pytest.raises(ConfigError, match=r"did you mean actor_train.system_envs.MEGATRON_RL_LOG_PROBS"):
+        roll.read_settings(worker, roll_cases.pipeline_config())
+
+
+@pytest.mark.parametrize(("value", "said"), [("megatron_rl", "in the place of ROLL's"), ("mine", "must be megatron_rl")])
+def test_doctor_says_whose_log_probabilities_train(tmp_path, value, said):
+    """Beside ROLL's own loss."""
+    tree = {
+        "actor_train": {
+            "worker_cls": roll.WORKER,
+            "system_envs": {"MEGATRON_RL_LOG_PROBS": value},
+            "strategy_args": {"strategy_name": roll.STRATEGY},
+        }
+    }
+    rows_of_doctor = [*door_line.judge_settings(roll.DOOR, roll.settings_of_yaml(tree))]
+    found = [row for row in rows_of_doctor if row.subject == roll.LOG_PROBS]
+    assert [row.is_wrong for row in found] == ["must be" in said] and said in found[0].text
+    assert any("the loss is ROLL's own" in row.text for row in rows_of_doctor)
+
+
+# ROLL's own code
+
+
+def rolls_own_functions(rank: int, tp: int) -> None:
+    entropies = ROLL.load("roll.third_party.megatron.tensor_parallel")
+    vocab_parallel = roll_file("mcore_adapter.parallel_functions.vocab_parallel")
+    logits, labels, _, c, e = rows()
+
+    def call():
+        found = []
+        for has_entropy in (False, True):
+            leaf = logits.chunk(tp, 1)[rank].clone().requires_grad_()
+            of_model = (leaf * 1.0)[None]
+            values = {}
+            if has_entropy:
+                values["entropy"] = entropies.vocab_parallel_entropy(of_model.clone(), use_fused_kernel=False)
+            values["log_probs"] = vocab_parallel.vocab_parallel_logprobs(of_model, labels[None], use_fused_kernel=False)
+            total = (c * values["log_probs"]).sum()
+            (total + (e * values["entropy"]).sum() if has_entropy else total).backward()
+            found.append((values, [leaf.grad]))
+        return found
+
+    for pair in zip(*before_and_after(call, install), strict=True):
+        nearly_equal(*pair)
+
+
+def roll_file(name: str):
+    """A module of mcore_adapter by its file: its package imports what is stubbed."""
+    path = ROLL.path("mcore_adapter", "src", *name.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.host("ROLL_ROOT")
+@pytest.mark.megatron
+@pytest.mark.parametrize("tp", [1, 2])
+def test_roll_has_its_own_numbers_by_our_functions(tp):
+    """Its strategy's file, whose callers are checked, is read, not run."""
+    run_ranks(partial(rolls_own_functions, tp=tp), tp, tensor_model_parallel_size=tp)
+    source = ROLL.source("roll/distributed/strategy/megatron_strategy.py")
+    assert "log_probs = vocab_parallel_logprobs(" in source and "entropy = vocab_parallel_entropy(" in source
