@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -18,17 +19,18 @@ from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
 PAGE_HEAD = """# What is refused before the first step
 
-Every rule of `megatron_rl.validation`, with a launch that it refuses and what it says. One error lists all problems of a launch,
-and nothing is corrected silently. [Flags](arguments.md) says which flag works on which route.
+Every rule of `megatron_rl.validation`, with a launch that it refuses and how its message begins. After `...` the message says why, and
+what to type. One error lists all problems of a launch, and nothing is corrected silently. [Flags](arguments.md) says which flag works
+on which route.
 
-| a launch | message |
+| a launch | the message begins |
 |---|---|
 """
 WARNINGS_HEAD = """## Warnings
 
 These launches run; a warning says so once, at start.
 
-| launch | warning |
+| launch | the warning begins |
 |---|---|
 """
 CONSTANT = {"loss_aggregation": "constant"}
@@ -386,12 +388,21 @@ def validation_page() -> str:
     lines = []
     for name in (rule.name for rule in RULES):
         settings = REFUSED[name][0]
-        lines.append(f"| {as_settings(settings)} | {judge(name, settings)[0]} |\n")
+        lines.append(f"| {as_settings(settings)} | {beginning(judge(name, settings)[0])} |\n")
     warned: dict[str, str] = {}  # the setting that a warning begins with -> the first such row
     for case in WARNED:
         warning = warnings_at(case)[0]
-        warned.setdefault(warning.partition("=")[0], f"| {as_settings(case)} | {warning} |\n")
+        warned.setdefault(warning.partition("=")[0], f"| {as_settings(case)} | {beginning(warning)} |\n")
     return "".join([PAGE_HEAD, *lines, "\n", WARNINGS_HEAD, *warned.values()])
+
+
+def beginning(message: str) -> str:
+    """What is wrong, without the reason and the remedy, which the message itself says."""
+    what, _, rest = message.partition("; ")
+    for end in re.finditer(": ", what):
+        if len(what[: end.start()].split()) > 4:
+            return f"{what[: end.start()]} ..."
+    return f"{what} ..." if rest else what
 
 
 def as_settings(settings: dict) -> str:
