@@ -35,9 +35,9 @@ def rows_of_page(text: str) -> dict[str, Row]:
             continue
         anchor, number = found.groups()
         cells = [cell.strip() for cell in BETWEEN_CELLS.split(line)[1:-1]]
-        if number in rows or anchor != number.lower() or len(cells) != 5:
-            raise ValueError(f"{number}: one row of five cells, with the anchor {number.lower()}; found {line[:80]!r}")
-        rows[number] = Row(not cells[4].startswith(NOT_APPLICABLE))
+        if number in rows or anchor != number.lower() or len(cells) != 4:
+            raise ValueError(f"{number}: one row of four cells, with the anchor {number.lower()}; found {line[:80]!r}")
+        rows[number] = Row(not cells[3].startswith(NOT_APPLICABLE))
     return rows
 
 
