@@ -217,8 +217,12 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
 ON_REQUEST: dict[str, Callable[[], str]] = {"tests/kernel_figures.md": of_kernels}
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
 LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
-EXPLAIN = {"megatron-rl explain": Producer(outputs.of_explain)}
 CHAIN = {"megatron-rl explain": Producer(outputs.of_the_chain)}
+EXPLAIN = {
+    "megatron-rl explain --response-lengths": Producer(outputs.of_explain),
+    "megatron-rl explain --host": Producer(outputs.of_the_chain),
+    "megatron-rl explain --rollouts": Producer(outputs.of_explain),
+}
 JUDGED = {"megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line)}
 OF_A_HOST = {
     "the init hook on examples/": Producer(outputs.of_the_init_hook, **OF_RANKS),
