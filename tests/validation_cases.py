@@ -19,9 +19,9 @@ from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
 PAGE_HEAD = """# What is refused before the first step
 
-Every rule of `megatron_rl.validation`, with a launch that it refuses and how its message begins. After `...` the message says why, and
-what to type. One error lists all problems of a launch, and nothing is corrected silently. [Flags](arguments.md) says which flag works
-on which route.
+Every rule of `megatron_rl.validation`, with a launch that it refuses and how its message begins. After `...` the message says why,
+and what to type. One error lists all problems of a launch, and nothing is corrected silently. [Flags](arguments.md) says which flag
+works on which route.
 
 | a launch | the message begins |
 |---|---|
