@@ -208,6 +208,26 @@ def test_a_head_that_is_not_trained_gives_the_layers_below_their_gradient(pool):
         assert (fused[name] - gradient).norm() <= TOLERANCE * gradient.norm(), name
 
 
+def head_alone_on_rank(rank: int, flags: dict) -> torch.Tensor:
+    """main_grad of a head whose model is not trained."""
+    step = HostStep(GRPO, flags=flags)
+    args = host_args(step)
+    models, optimizer, _ = host_model(args)
+    enlarge_head(models, step.factor_of_head)
+    models[0].requires_grad_(False)
+    weight = models[0].module.output_layer.weight.requires_grad_()
+    train_one_step(args, models, optimizer, step)
+    return weight.main_grad.clone()
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("flags", [{}, RECOMPUTED], ids=["plain", "the loss is recomputed"])
+def test_a_head_that_is_trained_alone_gets_its_gradient(pool, flags):
+    """Hidden states of frozen layers have no gradient, and logits have one: miles's checkpoint takes the latter for granted."""
+    [of_logits], [found] = (pool.run(head_alone_on_rank, flags | fused, world_size=1) for fused in ({}, FUSED))
+    assert of_logits.any() and (found - of_logits).norm() < TOLERANCE * of_logits.norm()
+
+
 # What a Carrier is asked for
 
 

@@ -90,8 +90,14 @@ class _Sum(Tensor):
 
 
 def carry(inputs: HeadInputs, tp_group: Group) -> Carrier:
-    """The arguments of the output layer as the output that it would have, [S, B, V_tp]."""
+    """The arguments of the output layer as the output that it would have, [S, B, V_tp].
+
+    It has a gradient where logits would: also of a trained head on frozen layers, whose hidden states have none. Else the reentrant
+    torch.utils.checkpoint would see no input with a gradient, and the head would get none.
+    """
     hidden, weight = inputs.hidden, inputs.weight
+    if torch.is_grad_enabled() and weight.requires_grad and not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()
     num_positions = hidden.shape[0] * (tp_group.size() if inputs.is_sequence_parallel else 1)
     shape = torch.Size((num_positions, hidden.shape[1], weight.shape[0]))
     return _made(hidden, _Claim(weight, inputs.is_sequence_parallel, shape, hidden.dtype))
