@@ -197,6 +197,11 @@ def with_bias(layer):
     layer.bias = nn.Parameter(torch.zeros(layer.weight.shape[0]))
 
 
+def hidden_away(model):
+    model.lm_head = model.output_layer
+    del model.output_layer
+
+
 CHANGES = {
     "adapter": lambda model: setattr(model, "output_layer", WithAdapter(model.output_layer)),
     "soft cap": lambda model: capped(model.output_layer),
@@ -204,6 +209,7 @@ CHANGES = {
     "gathered": lambda model: setattr(model.output_layer, "gather_output", True),
     "mtp": lambda model: setattr(model.config, "mtp_num_layers", 1),
     "deferred": lambda model: setattr(model.config, "defer_embedding_wgrad_compute", True),
+    "elsewhere": hidden_away,
     "nothing": lambda model: None,
 }
 
@@ -228,6 +234,7 @@ def test_a_model_whose_logits_are_not_x_w_is_refused_by_name(pool):
         "bias": "with a bias in the output layer",
         "gathered": "with gather_output=True in the output layer",
         "mtp": "--fused-lm-head-loss with mtp_num_layers=1: multi-token prediction calls the output layer again",
+        "elsewhere": "the model is a GPTModel whose output layer is not found",
         "deferred": "--fused-lm-head-loss with defer_embedding_wgrad_compute=True",
     }
     assert {name: text in found[name] for name, text in says.items()} == dict.fromkeys(says, True), found

@@ -33,7 +33,7 @@ from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import Group, maxima_anywhere, resolve_groups
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, check_head, check_layer, forward_through, is_plain
-from megatron_rl.megatron.model import find_output_layer, model_config_of
+from megatron_rl.megatron.model import find_gpt_model, find_output_layer, model_config_of
 
 ACTOR = "actor"
 # Where a function of ours holds the one that it has replaced.
@@ -84,7 +84,7 @@ def place_head(models: Sequence[nn.Module], settings: HeadSettings) -> None:
     Raises ConfigError where the head does not fit the model.
     """
     groups = resolve_groups()
-    problems = list(_problems(models, settings))
+    problems = list(_problems(models, settings, is_last_stage=groups.pp.rank() == groups.pp.size() - 1))
     if maxima_anywhere(torch.tensor([len(problems)]), groups) != [0] and not problems:
         problems = ["another rank refused its output layer, and this one agrees with it: see the message of that rank"]
     if problems:
@@ -93,13 +93,20 @@ def place_head(models: Sequence[nn.Module], settings: HeadSettings) -> None:
         layer.forward = forward_through(layer, _output_of(layer, settings, groups.tp))
 
 
-def _problems(models: Iterable[nn.Module], settings: HeadSettings) -> Iterator[str]:
+def _problems(models: Sequence[nn.Module], settings: HeadSettings, *, is_last_stage: bool) -> Iterator[str]:
     for model in models:
         try:
             check_head(settings, model_config_of(model))
         except ConfigError as error:
             yield from error.problems
-    for layer in _output_layers(models):
+    layers = _output_layers(models)
+    if is_last_stage and not layers:
+        name = type(find_gpt_model(models[-1])).__name__
+        yield (
+            f"the model is a {name} whose output layer is not found: neither it nor its language_model has the attribute "
+            f"output_layer; {REMEDY}"
+        )
+    for layer in layers:
         yield from _layer_problems(layer, settings)
 
 
