@@ -6,6 +6,8 @@ VERL_ROOT=... pytest -m host --require host tests/test_host_log_probs.py
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from verl_cases import judge
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import log_probs, verl
+from megatron_rl.hosts.after_import import after_import
 from megatron_rl.hosts.log_probs import check_shard, log_probs_of_logits
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.testing.ranks import run_ranks
@@ -292,6 +295,32 @@ def test_two_tensor_parallel_ranks_of_verl_have_the_numbers_of_one():
         assert all(relative(mine, theirs) < LIMIT for mine, theirs in zip(rank[2], want[:2], strict=True))
     # As verl's kernel: each rank's part, which the gather of sequence-parallel hidden states adds up.
     assert relative(first[3] + second[3], want[2]) < LIMIT and relative(torch.cat([first[4], second[4]]), want[3]) < LIMIT
+
+
+# Modules that the host loads later
+
+
+@pytest.mark.parametrize("before", ["nothing", "a search", "an import that fails"])
+def test_work_after_an_import_waits_for_the_import_that_succeeds(tmp_path, monkeypatch, before):
+    """A host looks for an optional module, or tries it, and imports it later."""
+    (tmp_path / "a_host").mkdir()
+    (tmp_path / "a_host" / "__init__.py").write_text("is_ready = False\n")
+    (tmp_path / "a_host" / "later.py").write_text("import a_host\nassert a_host.is_ready\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    package, finders, done = importlib.import_module("a_host"), [*sys.meta_path], []
+    for name in ("first", "second"):
+        after_import("a_host.later", lambda module, name=name: done.append((name, module.__name__)))
+    if before == "a search":
+        assert importlib.util.find_spec("a_host.later") is not None
+    if before == "an import that fails":
+        with pytest.raises(AssertionError):
+            importlib.import_module("a_host.later")
+    assert done == []
+    package.is_ready = True
+    importlib.import_module("a_host.later")
+    assert done == [("first", "a_host.later"), ("second", "a_host.later")] and sys.meta_path == finders
+    for name in ("a_host.later", "a_host"):
+        del sys.modules[name]
 
 
 # Hosts that are another version

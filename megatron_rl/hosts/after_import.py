@@ -12,22 +12,29 @@ from typing import Any
 
 
 class After(importlib.abc.MetaPathFinder):
-    """Finds no module by itself; it lets `work` run after the module is loaded."""
+    """Finds no module by itself; it lets `work` run after the module is loaded. A search alone, or an import that fails, is not one:
+    it waits for the next."""
 
     def __init__(self, name: str, work: Callable[[Any], None]):
         self.name, self.work = name, work
+        self.is_searching = False
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if fullname != self.name:
+        if fullname != self.name or self.is_searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self.is_searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.is_searching = False
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_work(module: ModuleType) -> None:
                 load(module)
-                self.work(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self.work(module)
 
             spec.loader.exec_module = load_and_work  # type: ignore[method-assign]
         return spec
