@@ -361,8 +361,9 @@ def test_a_misspelt_name_of_the_setting_is_refused():
 
 def skyrl_launch(**own):
     given = {f"{skyrl.PREFIX}{name}": value for name, value in own.items()}
-    loss = given.pop(f"{skyrl.PREFIX}loss", "regular")
-    tree = SimpleNamespace(trainer=SimpleNamespace(algorithm=SimpleNamespace(policy_loss_type=loss, loss_reduction="token_mean")))
+    loss, strategy = given.pop(f"{skyrl.PREFIX}loss", "regular"), given.pop(f"{skyrl.PREFIX}strategy", "megatron")
+    algorithm = SimpleNamespace(policy_loss_type=loss, loss_reduction="token_mean")
+    tree = SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm, strategy=strategy))
     return skyrl.settings_of(tree, given, tuple(given), section="")
 
 
@@ -373,6 +374,10 @@ def test_skyrl_has_our_log_probabilities_beside_our_loss_or_its_own():
         ({"log_probs": "ours"}, "megatron_rl.log_probs=ours must be megatron_rl"),
         ({"log_probs": "megatron_rl", "importance_correction": "tis"}, "has no effect on SkyRL's own loss"),
         ({}, "it is not a loss of megatron_rl"),
+        (
+            {"log_probs": "megatron_rl", "strategy": "fsdp", "loss": "megatron_rl.grpo"},
+            "trainer.strategy=fsdp: megatron_rl.log_probs=megatron_rl has no effect there; set trainer.strategy to megatron",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             skyrl.check_launch(skyrl_launch(**own))
@@ -395,7 +400,13 @@ def test_skyrls_table_carries_them_where_they_are_asked_for():
         (nemo_rl.DOOR, ["-m", nemo_rl.LAUNCHER, "run_grpo.py", f"++{nemo_rl.LOG_PROBS}=mine"], "must be megatron_rl"),
         (
             skyrl.DOOR,
-            ["-m", skyrl.ENTRY, f"{skyrl.ENTRYPOINT}={skyrl.__name__}", "megatron_rl.log_probs=megatron_rl"],
+            [
+                "-m",
+                skyrl.ENTRY,
+                f"{skyrl.ENTRYPOINT}={skyrl.__name__}",
+                "megatron_rl.log_probs=megatron_rl",
+                "trainer.strategy=megatron",
+            ],
             "in the place of SkyRL's",
         ),
         (skyrl.DOOR, ["-m", skyrl.ENTRY, f"{skyrl.ENTRYPOINT}={skyrl.__name__}", "megatron_rl.log_probs=1"], "must be megatron_rl"),

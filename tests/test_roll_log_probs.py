@@ -105,6 +105,16 @@ def test_rolls_setting_is_judged(variables, message):
         roll.check_log_probs(roll.settings_of(worker, roll_cases.pipeline_config()))
 
 
+def test_another_strategy_than_megatrons_is_refused():
+    """Its workers never load what is replaced."""
+    worker = roll_cases.worker_config("ppo", MEGATRON_RL_LOG_PROBS="megatron_rl")
+    worker.strategy_args.strategy_name = "fsdp2_train"
+    with pytest.raises(
+        ConfigError, match=r"strategy_name=fsdp2_train: .*LOG_PROBS=megatron_rl has no effect there; .* megatron_train"
+    ):
+        roll.check_log_probs(roll.settings_of(worker, roll_cases.pipeline_config()))
+
+
 def test_a_misspelt_name_is_refused():
     worker = roll_cases.worker_config("grpo.token_mean", MEGATRON_RL_LOG_PROB="megatron_rl")
     with pytest.raises(ConfigError, match=r"did you mean actor_train.system_envs.MEGATRON_RL_LOG_PROBS"):

@@ -123,12 +123,14 @@ class Own:
 class LogProbs:
     """The setting that puts our log-probabilities in the place of the host's, whichever loss trains (hosts/log_probs.py).
 
-    value: what turns it on. theirs: what leaves the host's own. is_hosts: the setting is the host's, and may have other values."""
+    value: what turns it on. theirs: what leaves the host's own. is_hosts: the setting is the host's, and may have other values.
+    backend: a setting of the host, and its value under which the replaced functions run; None: they run in each launch."""
 
     setting: str
     value: str
     theirs: str | None = None
     is_hosts: bool = False
+    backend: tuple[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

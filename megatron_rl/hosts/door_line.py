@@ -114,6 +114,11 @@ def judge_log_probs(door: Door, settings: Settings) -> Iterator[Row]:
     listed = value if isinstance(value, list | tuple) else str(value).strip("[]").split(",")
     values = [str(each).strip(" '\"") for each in listed]
     if one.value in values:
+        if one.backend is not None and settings[one.backend[0]] not in (one.backend[1], UNKNOWN):
+            name, needed = one.backend
+            text = f"{name}={settings[name]}: {one.setting}={one.value} has no effect there; set {name} to {needed}"
+            yield Row(name, text, is_wrong=True)
+            return
         text = f"{one.value}: log-probabilities and entropies are ours, in the place of {door.title}'s, for whichever loss trains"
         yield Row(one.setting, text)
     elif not one.is_hosts:

@@ -460,7 +460,7 @@ DOOR = Door(
     keep_clip="use_pg_clip_range: true and {name}: {value}",
     derive=derive,
     is_ours=lambda settings: settings[WORKER_CLASS] in (WORKER, UNKNOWN) and trains_ours(settings),
-    log_probs=LogProbs(setting=LOG_PROBS, value=OURS, theirs=THEIRS),
+    log_probs=LogProbs(setting=LOG_PROBS, value=OURS, theirs=THEIRS, backend=(f"{STRATEGY_ARGS}strategy_name", STRATEGY)),
     corrections=corrections,
     readers=readers,
     unchosen=unchosen,

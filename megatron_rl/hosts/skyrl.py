@@ -59,6 +59,7 @@ ENTRY, UTILITIES = "skyrl.train.entrypoints.main_base", "skyrl.backends.skyrl_tr
 TABLES, CORRECTIONS = f"{UTILITIES}.ppo_utils", f"{UTILITIES}.off_policy_correction_utils"
 # What computes log-probabilities: ours, whichever loss trains, or SkyRL's.
 LOG_PROBS, OURS, THEIRS = f"{PREFIX}log_probs", "megatron_rl", "skyrl"
+STRATEGY = "trainer.strategy"
 CORRECTION = f"{ALGORITHM}off_policy_correction"
 # SkyRL's correction is on where one of the first is set, or both of the last.
 SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high")
@@ -203,8 +204,8 @@ DOOR = Door(
     ),
     own=Own(prefix=PREFIX),
     is_ours=lambda settings: trains_ours(settings, has_our_entrypoint=settings[ENTRYPOINT] == __name__),
-    log_probs=LogProbs(setting=LOG_PROBS, value=OURS, theirs=THEIRS),
-    defaults={STEP_WISE: False},
+    log_probs=LogProbs(setting=LOG_PROBS, value=OURS, theirs=THEIRS, backend=(STRATEGY, "megatron")),
+    defaults={STEP_WISE: False, STRATEGY: "fsdp"},
     corrections=corrections,
     several=lambda settings: f"{STEP_WISE}=true" if settings[STEP_WISE] else None,
     sampler=Sampler(
