@@ -14,6 +14,8 @@ from helpers import error_of, pool_of, set_global_args
 from host_loss_cases import Case, one
 from launch_settings import CUSTOM_LOSS, REDUCER
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
@@ -202,6 +204,12 @@ def hidden_away(model):
     del model.output_layer
 
 
+def sharded(layer):
+    """As FSDP leaves the parameters of a module outside of its forward."""
+    mesh = init_device_mesh("cpu", (1,))
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+
+
 CHANGES = {
     "adapter": lambda model: setattr(model, "output_layer", WithAdapter(model.output_layer)),
     "soft cap": lambda model: capped(model.output_layer),
@@ -210,6 +218,7 @@ CHANGES = {
     "mtp": lambda model: setattr(model.config, "mtp_num_layers", 1),
     "deferred": lambda model: setattr(model.config, "defer_embedding_wgrad_compute", True),
     "elsewhere": hidden_away,
+    "fsdp": lambda model: sharded(model.output_layer),
     "nothing": lambda model: None,
 }
 
@@ -234,6 +243,7 @@ def test_a_model_whose_logits_are_not_x_w_is_refused_by_name(pool):
         "bias": "with a bias in the output layer",
         "gathered": "with gather_output=True in the output layer",
         "mtp": "--fused-lm-head-loss with mtp_num_layers=1: multi-token prediction calls the output layer again",
+        "fsdp": "--fused-lm-head-loss with FSDP: the weight of the output layer is whole within the layer's own forward alone",
         "elsewhere": "the model is a GPTModel whose output layer is not found",
         "deferred": "--fused-lm-head-loss with defer_embedding_wgrad_compute=True",
     }

@@ -99,6 +99,11 @@ def _problems(models: Sequence[nn.Module], settings: HeadSettings, *, is_last_st
             check_head(settings, model_config_of(model))
         except ConfigError as error:
             yield from error.problems
+    if settings.is_fused and _are_sharded_behind_forward(models):
+        yield (
+            "--fused-lm-head-loss with FSDP: the weight of the output layer is whole within the layer's own forward alone, and the "
+            "loss reads it later; train with Megatron's DistributedDataParallel, or remove --fused-lm-head-loss"
+        )
     layers = _output_layers(models)
     if is_last_stage and not layers:
         name = type(find_gpt_model(models[-1])).__name__
@@ -108,6 +113,12 @@ def _problems(models: Sequence[nn.Module], settings: HeadSettings, *, is_last_st
         )
     for layer in layers:
         yield from _layer_problems(layer, settings)
+
+
+def _are_sharded_behind_forward(models: Iterable[nn.Module]) -> bool:
+    from torch.distributed.tensor import DTensor  # takes seconds to import, and a trainer has done so
+
+    return any(isinstance(parameter, DTensor) for model in models for parameter in model.parameters())
 
 
 def _layer_problems(layer: Any, settings: HeadSettings) -> Iterator[str]:
