@@ -266,19 +266,32 @@ def test_a_reduction_of_the_fused_function_is_refused():
     in_fork(work)
 
 
+def of_sequences():
+    """operands() of as many tokens as two ranks can share."""
+    hidden, weight, labels, c, e = operands()
+    return hidden[1:], weight, labels[1:], c[1:], e[1:]
+
+
 def verl_on_a_rank(rank: int):
     """On one of two tensor-parallel ranks: engine with entropy, and the fused function."""
     modules = installed()
     logits, labels, temperature, c, e = rows()
     shard = logits.chunk(2, 1)[rank].contiguous()
     found, gradient = step(megatron_engine(modules, True), (shard, labels, temperature, c, e), batched=True)
-    hidden, weight, labels, c, e = operands()
-    leaves = hidden.clone().requires_grad_(), weight.chunk(2)[rank].clone().requires_grad_()
+    hidden, weight, labels, c, e = of_sequences()
+    leaves = hidden.chunk(2)[rank].clone().requires_grad_(), weight.chunk(2)[rank].clone().requires_grad_()
     group = importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
+    gather = importlib.import_module("megatron.core.tensor_parallel.mappings").gather_from_sequence_parallel_region
     fused = modules["verl.models.mcore.model_forward_fused"]
-    log_probs, entropy = fused.linear_cross_entropy(leaves[0], leaves[1], labels, 0.7, "none", group)
+    log_probs, entropy = fused.linear_cross_entropy(gather(leaves[0]), leaves[1], labels, 0.7, "none", group)
     ((c * log_probs).sum() + (e * entropy).sum()).backward()
     values = [tensor.detach() for tensor in found.values()]
+    whole = hidden.clone().requires_grad_()
+    with pytest.raises(ConfigError, match="use_fused_kernels on several tp ranks without sequence parallelism: .*=False"):
+        fused.linear_cross_entropy(whole * 1, leaves[1], labels, 0.7, "none", group)
+    with torch.no_grad():  # for old log-probabilities the parts of a gradient are no question
+        again, _ = fused.linear_cross_entropy(whole, leaves[1], labels, 0.7, "none", group)
+    assert torch.equal(again, log_probs)
     return values, gradient, [log_probs.detach(), entropy.detach()], leaves[0].grad, leaves[1].grad
 
 
@@ -290,11 +303,12 @@ def test_two_tensor_parallel_ranks_of_verl_have_the_numbers_of_one():
     for rank in (first, second):
         assert relative(rank[0][0], entropy) < LIMIT and relative(rank[0][1], log_probs) < LIMIT
     assert relative(torch.cat([first[1], second[1]], 1), gradient) < LIMIT
-    want = of_head(*operands())
+    want = of_head(*of_sequences())
     for rank in (first, second):
         assert all(relative(mine, theirs) < LIMIT for mine, theirs in zip(rank[2], want[:2], strict=True))
-    # As verl's kernel: each rank's part, which the gather of sequence-parallel hidden states adds up.
-    assert relative(first[3] + second[3], want[2]) < LIMIT and relative(torch.cat([first[4], second[4]]), want[3]) < LIMIT
+    # The gather of sequence-parallel hidden states adds up the ranks' parts.
+    assert relative(torch.cat([first[3], second[3]]), want[2]) < LIMIT
+    assert relative(torch.cat([first[4], second[4]]), want[3]) < LIMIT
 
 
 # Modules that the host loads later

@@ -12,8 +12,8 @@ from typing import Any
 
 
 class After(importlib.abc.MetaPathFinder):
-    """Finds no module by itself; it lets `work` run after the module is loaded. A search alone, or an import that fails, is not one:
-    it waits for the next."""
+    """Finds no module by itself; it lets `work` run after the module is loaded. After a search alone, or an import that fails, it
+    waits for the next."""
 
     def __init__(self, name: str, work: Callable[[Any], None]):
         self.name, self.work = name, work

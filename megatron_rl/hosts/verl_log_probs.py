@@ -40,6 +40,8 @@ FSDP, MEGATRON = "verl.utils.torch_functional", "verl.utils.megatron.tensor_para
 FUSED, FUSED_IN_TORCH = "verl.utils.kernel.linear_cross_entropy", "verl.utils.experimental.torch_functional"
 FSDP_ENGINE, MEGATRON_ENGINE = "verl.workers.engine.fsdp.transformer_impl", "verl.workers.engine.megatron.transformer_impl"
 FUSED_FORWARD = "verl.models.mcore.model_forward_fused"
+# The node of Megatron's gather in a graph. verl calls its fused function with what the gather returns.
+GATHER = "_GatherFromSequenceParallelRegionBackward"
 OF_THE_ENGINE = f"{MEGATRON_ENGINE}:MegatronEngineWithLMHead._lm_head_logits_processor"
 
 
@@ -89,13 +91,20 @@ def of_hidden(theirs: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         reduction: str = "none",
         dist_process_group: Group | None = None,
     ) -> tuple[Tensor, Tensor]:  # log_probs [T], entropy [T] float32
-        """The gradient of hidden is this tp rank's part, as verl's: the gather of sequence-parallel hidden states adds them up."""
+        """The gradient of hidden is this tp rank's part, as verl's: the gather of sequence-parallel hidden states adds them up.
+        Raises ConfigError for a reduction, and on several tp ranks for hidden states that do not come from that gather."""
         if reduction.lower() != "none":
             raise ConfigError(
                 f"linear_cross_entropy with reduction={reduction!r}: megatron_rl's head gives each token its log-probability; ask "
                 "for 'none', or take external_lib=megatron_rl.hosts.verl_log_probs out of the launch"
             )
         group = SINGLE if dist_process_group is None else dist_process_group
+        if group.size() > 1 and torch.is_grad_enabled() and hidden.requires_grad and type(hidden.grad_fn).__name__ != GATHER:
+            raise ConfigError(
+                "use_fused_kernels on several tp ranks without sequence parallelism: each rank would have its own part of the "
+                "gradient of the hidden states, and nobody would add them up; set actor_rollout_ref.actor.megatron."
+                "sequence_parallel=True, or use_fused_kernels=False"
+            )
         return log_probs_of_hidden(hidden, weight, labels, group, temperature=temperature, reduces_hidden=False)
 
     return linear_cross_entropy
