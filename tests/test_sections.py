@@ -122,7 +122,8 @@ def test_the_names_of_skyrl_are_its_own():
 
 @pytest.mark.host("NEMO_RL_ROOT")
 def test_the_names_of_nemo_rl_are_its_own():
-    found = fields(NEMO_RL, "nemo_rl/algorithms/loss/loss_functions.py", "ClippedPGLossConfig") | {"megatron_rl": "of ours"}
+    found = fields(NEMO_RL, "nemo_rl/algorithms/loss/loss_functions.py", "ClippedPGLossConfig")
+    found |= dict.fromkeys(("megatron_rl", "megatron_rl_log_probs"), "of ours")
     table = section_of(nemo_rl.DOOR)
     assert not any(differences(table, found).values()), differences(table, found)
     for file in NEMO_RL.path("examples").rglob("*grpo*.yaml"):
