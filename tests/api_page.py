@@ -55,8 +55,10 @@ HEAD = """# API
 
 Each name with its module, its signature and what it does, returns and raises. Shapes are beside the tensors; the
 [glossary](glossary.md) has the letters. `help(name)` adds the meaning of each argument, when an error is raised, collectives,
-memory and examples. A name without a module is imported from `megatron_rl`. `tests/api_page.py` makes this page.
+memory and examples. A wrong setting raises ConfigError, and wrong data DataError. A name without a module is imported from
+`megatron_rl`. `tests/api_page.py` makes this page.
 """
+SAID_BY_THE_HEAD = ("Raises: ConfigError.", "Raises: DataError.", "Raises: ConfigError and DataError.")
 # Where a reader finds arguments or fields that the page does not repeat.
 DECLARED_ELSEWHERE = {
     "LinearLossKeywords": "Its fields are those of LossKeywords, and those of [linear_policy_loss](#linear_policy_loss) above.",
@@ -115,7 +117,7 @@ def shortened(what: object) -> str:
 
 def named_errors(raises: str) -> str:
     """The kinds of errors that a part Raises names; a part that names none, as "what policy_loss raises", stays."""
-    names = list(dict.fromkeys(re.findall(r"\b[A-Z]\w*Error\b", raises)))
+    names = sorted(set(re.findall(r"\b[A-Z]\w*Error\b", raises)))
     return f"Raises: {' and '.join(names)}." if names else raises
 
 
@@ -146,6 +148,8 @@ def of_block(block: str) -> Iterator[str]:
     items: list[str] = []
     for line in lines:
         text, indent = line.strip(), len(line) - len(line.lstrip())
+        if text in SAID_BY_THE_HEAD:
+            continue
         if not indent and (part := PART.match(text)):
             items.append(
                 f"\n**{part['part']}**{part['rest'] if part['rest'] != ':' else ''}\n" if part["part"] != "Args" else "\n**Args**\n"
