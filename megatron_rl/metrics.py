@@ -234,7 +234,7 @@ KERNEL_METRICS: tuple[Metric, ...] = (
         lambda tokens: tokens.is_clipped & (tokens.advantages > 0),
         unit="0 to 1",
         formula="its part with A > 0",
-        healthy="above 0; if it is 0 and `clipped_low` is not, the clip never acts on this side",
+        healthy="as `clipped_low`",
     ),
     sample_mean(
         "advantage",
