@@ -384,6 +384,46 @@ def test_a_verl_whose_path_is_another_one_is_refused(name, message):
     in_fork(work)
 
 
+LATER = """
+def logprobs_from_logits(logits, labels, inplace_backward=True): pass
+def entropy_from_logits(logits): pass
+def entropy_from_logits_with_chunking(logits, chunk_size=2048): pass
+"""
+ENGINE = """
+from verl.utils.torch_functional import logprobs_from_logits
+class FSDPEngineWithLMHead:
+    def prepare_model_outputs(self, logits): return logprobs_from_logits(logits, None)
+"""
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["", "another signature"])
+def test_what_verl_loads_later_has_our_functions_from_the_start(tmp_path, is_known):
+    """As in a worker, which imports its engine after the module of external_lib: three names of one module, and their caller."""
+    files = {
+        "verl/utils/torch_functional.py": LATER if is_known else LATER.replace("chunk_size=2048", "chunk_size=2048, axis=-1"),
+        "verl/workers/engine/fsdp/transformer_impl.py": ENGINE,
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def work():
+        sys.path.insert(0, str(tmp_path))
+        importlib.import_module("megatron_rl.hosts.verl_log_probs")
+        if not is_known:
+            with pytest.raises(ConfigError, match=r"entropy_from_logits_with_chunking takes \(logits, chunk_size, axis\)"):
+                importlib.import_module("verl.utils.torch_functional")
+            return
+        engine = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+        functional = importlib.import_module("verl.utils.torch_functional")
+        names = ("logprobs_from_logits", "entropy_from_logits", "entropy_from_logits_with_chunking")
+        assert all(hasattr(vars(functional)[name], log_probs.MARK) for name in names)
+        assert engine.logprobs_from_logits is functional.logprobs_from_logits
+
+    in_fork(work)
+
+
 def test_bounds_of_a_shard_that_is_not_equal_are_refused():
     check_shard(0, 8, 8, SINGLE)
     with pytest.raises(DataError, match=r"has the columns \[0, 7\) of the vocabulary, and 8 columns of rank 0 of 1 are \[0, 8\)"):
