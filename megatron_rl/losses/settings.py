@@ -77,7 +77,8 @@ class LossKeywords(TypedDict, total=False):
 class LogitsLossKeywords(LossKeywords, total=False):
     """The keyword arguments of policy_loss: LossKeywords has most of them, and here are
 
-    inplace: the gradient is written over the logits, by backward or, with loss_scale, by forward; any later use of them raises.
+    inplace: the gradient is written over the logits, by backward or, with loss_scale, by forward. Another backward that needs the
+        logits then raises. A later read of them finds the gradient, and nothing raises: take an entropy or a second loss before.
         Default False.
     loss_scale: the product of all factors of `.loss` before backward. Where a loss's coefficients are known row by row, one Triton
         kernel then makes the gradient in forward, with two thirds of the memory traffic (docs/kernels.md, "One kernel, 4 bytes").

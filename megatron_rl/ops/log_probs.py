@@ -99,7 +99,8 @@ def vocab_parallel_log_probs(
         vocab_size: columns from it on are padding and may hold anything; None: all columns of all tp ranks are real.
         tp_group: None: Megatron's tensor-parallel group, else one rank.
         with_entropy: return the entropy of the full distribution too, in nats.
-        inplace: backward writes the gradient over the logits; any later use of them raises.
+        inplace: backward writes the gradient over the logits. Another backward that needs the logits then raises; a later read of
+            them finds the gradient.
         backend: "torch", "triton", or "auto": Triton for CUDA logits of at most 32 bits, else torch.
         check_ranks: whether tp ranks first compare their arguments, so that a difference or an error on one rank raises on all;
             None: where tp_group communicates through the CPU.
