@@ -80,7 +80,8 @@ FLAGS_OF_OTHERS = {
     "--rl-default-temperature --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef "
     + " ".join(map(flag_of, names_of(SAMPLERS["megatron_lm"]))),
     "Megatron-LM": "--fp8-param-gather --recompute-granularity --mtp-loss-scaling-factor --mtp-num-layers "
-    "--no-check-for-nan-in-loss-and-grad " + " ".join(map(flag_of, (*EXPERT_SETTINGS, *MODEL_SETTINGS, *FURTHER_SETTINGS))),
+    "--no-check-for-nan-in-loss-and-grad --use-megatron-fsdp --use-torch-fsdp2 "
+    + " ".join(map(flag_of, (*EXPERT_SETTINGS, *MODEL_SETTINGS, *FURTHER_SETTINGS))),
     "launch scripts of miles in Python, which hand its value on": "--extra-args",
     "OpenRLHF and prime-rl, up to the first dot; miles and slime": "--actor --trainer --algo --opsm-delta",
     "flags that other frameworks had, and vLLM's": "--pg-loss-divisor --quantization",
