@@ -17,7 +17,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.head import run_model
+from megatron_rl.megatron.head import HeadSettings, run_model
 from megatron_rl.megatron.model import find_output_layer, transformer_config
 from megatron_rl.train.trainer import PolicyTrainer
 
@@ -148,6 +148,21 @@ def test_hooks_on_the_output_layer_run_and_what_they_change_is_seen(pool):
         torch.testing.assert_close(handed, logits, rtol=1e-6, atol=1e-6)
     [(message, *_)] = pool.run(hooked_on_rank, "output scaled", world_size=1)
     assert "changes the logits afterwards" in message
+
+
+def unfound_on_rank(rank, heads):
+    model = small_model(bf16=True)
+    model.lm_head = model.output_layer
+    del model.output_layer
+    batch = model_input(torch.tensor([[1, 2, 3, 4]]))
+    return [error_of(lambda head=head: run_model(model, batch, head, SINGLE)) for head in heads]
+
+
+def test_a_model_whose_output_layer_is_not_found_is_refused(pool):
+    """Its logits would be the model's own, without a word."""
+    [(fused, fp32)] = pool.run(unfound_on_rank, [FUSED, HeadSettings(is_fp32=True)], world_size=1)
+    assert fused.startswith("ConfigError: --fused-lm-head-loss: the model is a GPTModel whose output layer is not found")
+    assert fp32.startswith("ConfigError: --fp32-lm-head: the model is a GPTModel whose output layer is not found")
 
 
 def evaluated_on_rank(rank):

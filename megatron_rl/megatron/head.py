@@ -21,7 +21,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.batch import ForwardInput
-from megatron_rl.megatron.model import find_output_layer, model_config_of
+from megatron_rl.megatron.model import find_gpt_model, find_output_layer, model_config_of
 from megatron_rl.megatron.router_losses import padding_of
 from megatron_rl.megatron.routing import replayed
 
@@ -110,6 +110,8 @@ def run_model(
         return output
 
     layer = find_output_layer(model)
+    if layer is None and settings.is_on:
+        _check_stage_without_layer(model, settings)
     if layer is None or not (settings.is_on or positions is not None):
         return call(), None
     if settings.is_on:
@@ -144,6 +146,16 @@ def run_model(
         output = call()
     _check_mark(layer, output, len(seen))
     return output, seen[0]
+
+
+def _check_stage_without_layer(model: nn.Module, settings: HeadSettings) -> None:
+    """Raises ConfigError for a last stage: its logits are computed by a layer that find_output_layer does not know."""
+    found = find_gpt_model(model)
+    if getattr(found, "post_process", False):
+        raise ConfigError(
+            f"{_flags(settings)}: the model is a {type(found).__name__} whose output layer is not found: neither it nor its "
+            f"language_model has the attribute output_layer; remove {_flags(settings)}"
+        )
 
 
 def without_upcast(model: nn.Module) -> dict[str, bool]:
