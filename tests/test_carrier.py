@@ -162,6 +162,19 @@ def test_the_fp32_head_of_a_bf16_model_is_one_head_fused_or_not(pool):
     assert (rounded.gradient[of_head] - plain.gradient[of_head]).norm() > 100 * TOLERANCE * plain.gradient[of_head].norm()
 
 
+@pytest.mark.megatron
+def test_old_log_probabilities_of_a_bf16_model_have_the_precision_of_its_head(pool):
+    """FB-39: measured from bf16 logits beside a loss of float32 logits, the first ratio would not be 1. A token's log-probability
+    moves by 1e-2 where logits of some units are rounded to bf16."""
+    fp32 = {"fp32_lm_head": True}
+    steps = [HostStep(CISPO, SP, HALF, flags=flags | ENTROPY) for flags in ({}, fp32, FUSED | fp32)]
+    for answer in pool.run(measured_on_rank, steps, world_size=2, **SP.model_parallel):
+        (rounded, _), (plain, _), (fused, _) = answer
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+        moved = [(one["log_probs"][0] - other["log_probs"][0]).abs().max() for one, other in zip(rounded, plain, strict=True)]
+        assert max(moved) > 1e-3
+
+
 # The weight's hooks
 
 
