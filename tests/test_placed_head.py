@@ -135,6 +135,10 @@ def test_what_the_host_measures_with_and_we_do_not_know_is_refused():
 # Which forward
 
 
+# (name, model.train(), gradients are enabled). Nothing of the hosts has gradients off in a model that trains.
+FORWARDS = (("trains", True, True), ("evaluates", False, True), ("measures", False, False), ("other", True, False))
+
+
 def forwards_on_rank(rank: int, flags: dict, bf16: bool) -> dict[str, tuple]:
     """By forward: (type, dtype and values of the model's output, whether they are the layer's own)."""
     args = host_args(HostStep(Case(), flags=flags, tiny=replace(UNTIED, bf16=bf16)))
@@ -147,7 +151,7 @@ def forwards_on_rank(rank: int, flags: dict, bf16: bool) -> dict[str, tuple]:
         return model(input_ids=tokens, position_ids=None, attention_mask=None, labels=None, packed_seq_params=packed)
 
     found = {}
-    for name, is_training, has_gradients in (("trains", True, True), ("evaluates", False, True), ("measures", False, False)):
+    for name, is_training, has_gradients in FORWARDS:
         models[0].train(is_training)
         with torch.set_grad_enabled(has_gradients):
             output, expected = output_of(models[0]), output_of(own)
@@ -164,10 +168,10 @@ CARRIED = ("Carrier", "torch.float32", True, None)
 @pytest.mark.parametrize(
     ("flags", "bf16", "expected"),
     [
-        pytest.param({}, False, [LOGITS] * 3, id="neither"),
-        pytest.param(FUSED, False, [CARRIED, LOGITS, CARRIED], id="fused"),
-        pytest.param({"fp32_lm_head": True}, True, [FP32_LOGITS] * 3, id="fp32"),
-        pytest.param(FUSED | {"fp32_lm_head": True}, True, [CARRIED, FP32_LOGITS, CARRIED], id="both"),
+        pytest.param({}, False, [LOGITS] * 4, id="neither"),
+        pytest.param(FUSED, False, [CARRIED, LOGITS, CARRIED, LOGITS], id="fused"),
+        pytest.param({"fp32_lm_head": True}, True, [FP32_LOGITS] * 4, id="fp32"),
+        pytest.param(FUSED | {"fp32_lm_head": True}, True, [CARRIED, FP32_LOGITS, CARRIED, FP32_LOGITS], id="both"),
     ],
 )
 def test_the_forwards_that_train_and_measure_get_a_carrier_and_no_other(pool, flags, bf16, expected):

@@ -5,8 +5,9 @@ gives the output layer of the actor's model another forward. No class of Megatro
 
     which forward                                          fused              fp32              both
     trains: gradients are enabled, model.train()           a Carrier          float32 logits    a Carrier
-    measures old and reference log-probabilities: no_grad  a Carrier          float32 logits    a Carrier
-    any other: gradients and model.eval()                  the layer's own    float32 logits    float32 logits
+    measures old and reference log-probabilities:
+    gradients are off, model.eval()                        a Carrier          float32 logits    a Carrier
+    any other, such as gradients and model.eval()          the layer's own    float32 logits    float32 logits
 
 Old and new log-probabilities then come from logits of one precision, so that the first ratio of a step is 1. What the hosts measure
 them with gets a function around it, too.
