@@ -67,12 +67,16 @@ def of_explain(command: str) -> str:
     return printed(command)
 
 
-def of_the_chain(command: str) -> str:
-    """The factors of a host, without the table of samples before them and what is left out after them."""
+def of_explain_from(mark: str, command: str) -> str:
+    """From the line with the mark on, without the table of samples before it and what is left out after it."""
     lines = of_explain(command).splitlines()
-    first = next(place for place, line in enumerate(lines) if ": ranks " in line)
+    first = next(place for place, line in enumerate(lines) if mark in line)
     last = next(place for place, line in enumerate(lines) if line.startswith("left out"))
     return "\n".join(["...", *lines[first:last]]).rstrip() + "\n...\n"
+
+
+of_the_chain = functools.partial(of_explain_from, ": ranks ")
+of_the_correction = functools.partial(of_explain_from, "correction: ")
 
 
 def of_doctor(facts: dict, command: str) -> str:

@@ -221,7 +221,7 @@ CHAIN = {"megatron-rl explain": Producer(outputs.of_the_chain)}
 EXPLAIN = {
     "megatron-rl explain --response-lengths": Producer(outputs.of_explain),
     "megatron-rl explain --host": Producer(outputs.of_the_chain),
-    "megatron-rl explain --rollouts": Producer(outputs.of_explain),
+    "megatron-rl explain --rollouts": Producer(outputs.of_the_correction),
 }
 JUDGED = {"megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line)}
 OF_A_HOST = {
