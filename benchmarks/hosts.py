@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path as FilePath
 from types import ModuleType
 from typing import Any
@@ -37,10 +38,10 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Unavailable
+from megatron_rl.hosts.log_probs import log_probs_of_logits
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.ops.linear_autograd import differentiable_linear_log_probs
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
 # The longest micro-batch of a small model on one GPU, with the vocabulary of Qwen3.
 FULL_TOKENS, FULL_COLUMNS, FULL_HIDDEN = 8192, 151_936, 4096
@@ -225,9 +226,13 @@ def _roll() -> Callable[[Tensor, Tensor], Scores]:
 # Ours
 
 
-def _our_log_probs(logits: Tensor, labels: Tensor) -> Scores:
-    # The float32 copy is the host's: Float16Module's, or the loss's own.
-    return vocab_parallel_log_probs(logits.float(), labels, tp_group=SINGLE, inplace=True, check_ranks=False), None
+def _our_log_probs(*, from_float32: bool, inplace: bool) -> Callable[[Tensor, Tensor], Scores]:
+    """What the host's setting puts in the place of its function. A float32 copy is the host's: Float16Module's, or its loss's."""
+
+    def scores(logits: Tensor, labels: Tensor) -> Scores:
+        return log_probs_of_logits(logits.float() if from_float32 else logits, labels, SINGLE, inplace=inplace), None
+
+    return scores
 
 
 def _our_head_log_probs() -> Loss:
@@ -282,6 +287,12 @@ THEIRS: tuple[tuple[str, Sequence[tuple[str, Callable[[], Loss]]], str], ...] = 
     ("ROLL", [("its own", of_scores(_roll))], NO_METRICS),
 )
 """Host, its own paths, and the metrics that ours computes beside the loss, so that both give the entropy or neither."""
+OUR_LOG_PROBS = {
+    "verl, Megatron": _our_log_probs(from_float32=True, inplace=True),
+    "verl, FSDP": _our_log_probs(from_float32=False, inplace=True),
+    **dict.fromkeys(("NeMo-RL", "SkyRL", "ROLL"), _our_log_probs(from_float32=True, inplace=False)),
+}
+"""As hosts/*_log_probs.py: the logits that a host hands over, and whether the gradient is written over them."""
 
 
 def paths() -> Iterator[Path]:
@@ -289,7 +300,7 @@ def paths() -> Iterator[Path]:
     for host, own, metrics in THEIRS:
         yield from (Path(host, name, find) for name, find in own)
         if metrics == NO_METRICS:
-            yield Path(host, "our log-probabilities", of_scores(lambda: _our_log_probs), is_ours=True)
+            yield Path(host, "our log-probabilities", of_scores(partial(OUR_LOG_PROBS.__getitem__, host)), is_ours=True)
             yield Path(host, "our log-probabilities from hidden states", _our_head_log_probs, is_ours=True)
         suffix = ", with entropy" if metrics == WITH_ENTROPY else ""
         yield Path(host, f"our loss from logits{suffix}", _our_loss(metrics), is_ours=True)

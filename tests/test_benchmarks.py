@@ -20,8 +20,8 @@ from torch import Tensor
 
 import benchmarks.__main__ as command
 import megatron_rl.aggregation as aggregation
+from benchmarks import hosts, peers, providers, report, scale, targets
 from benchmarks import measure as harness
-from benchmarks import peers, providers, report, scale, targets
 from benchmarks.measure import (
     ERROR,
     FAIL,
@@ -615,3 +615,13 @@ def test_the_cost_of_a_call_is_shown_by_launches_operations_and_allocations(caps
     assert [row[1:6] for row in rows if row[0] == "16"] == [row[1:6] for row in rows if row[0] == "48"]
     assert all(float(row[7]) > 0 for row in rows)
     assert command.main(["overhead", "--rows", "0"]) == command.EXIT_CONFIG
+
+
+@pytest.mark.parametrize(("host", "is_written"), [("verl, FSDP", True), ("NeMo-RL", False), ("SkyRL", False), ("ROLL", False)])
+def test_the_benchmark_of_hosts_writes_over_the_logits_where_the_hosts_setting_does(host, is_written):
+    """A host that may read its logits later keeps them, which costs memory."""
+    logits = torch.randn(3, 8).requires_grad_() * 1.0
+    before = logits.detach().clone()
+    log_probs, _ = hosts.OUR_LOG_PROBS[host](logits, torch.arange(3))
+    log_probs.sum().backward()
+    assert torch.equal(before, logits.detach()) != is_written
