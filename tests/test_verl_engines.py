@@ -245,6 +245,25 @@ def test_verls_training_worker_leaves_the_parameters_of_our_trainer(folder, trut
     assert max(errors.values()) < LIMIT, errors
 
 
+WITH_OURS = [
+    replace(FSDP, world_size=2, micro_batch_size=2, has_our_log_probs=True),
+    *(
+        replace(MEGATRON, world_size=2, micro_batch_size=3, parallel={size: 2}, has_our_log_probs=True, is_fused=is_fused)
+        for size in (CP, PP)
+        for is_fused in (False, True)
+    ),
+    replace(MEGATRON, world_size=2, micro_batch_size=4, parallel={TP: 2}, has_our_log_probs=True, is_fused=True),
+]
+
+
+@pytest.mark.parametrize("layout", WITH_OURS, ids=str)
+def test_verls_training_worker_leaves_the_same_parameters_by_our_log_probabilities_and_our_head(folder, truth, before, layout):
+    rows = [(loss, "sample_mean") for loss in CLIPS]
+    found = trained_by_verl(folder, layout, [verl_run(*row) for row in rows])
+    for row, weights in zip(rows, found, strict=True):
+        assert differences(weights, truth[ROWS.index(row)], before) < LIMIT, row
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
 def test_a_batch_of_several_mini_batches_is_several_steps_of_our_trainer(folder, before, engine):
     """Each rank cuts its mini-batches out of its own part of the batch. prompt_mean refuses such a batch."""

@@ -44,12 +44,15 @@ class EngineLayout:
     max_tokens: int = 40
     parallel: dict[str, int] = field(default_factory=dict)  # sizes of the Megatron engine
     remove_padding: bool = True  # packed rows (thd)
+    has_our_log_probs: bool = False
+    is_fused: bool = False  # use_fused_kernels
 
     def __str__(self) -> str:
         sizes = [f"{name.split('_')[0]} {size}" for name, size in self.parallel.items()]
         batches = "dynamic batches" if self.micro_batch_size is None else f"micro-batches of {self.micro_batch_size}"
         rows = "" if self.remove_padding else ", padded rows"
-        return f"{self.engine}, {self.world_size} ranks, {', '.join([*sizes, batches])}{rows}"
+        head = ", fused head" if self.is_fused else ", our log-probabilities" if self.has_our_log_probs else ""
+        return f"{self.engine}, {self.world_size} ranks, {', '.join([*sizes, batches])}{rows}{head}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +103,8 @@ def run_verl(
 
     import megatron_rl.hosts.verl_plugin  # noqa: F401  # as verl's plugin loader does in each worker
 
+    if layout.has_our_log_probs:
+        import megatron_rl.hosts.verl_log_probs  # noqa: F401  # as verl does for external_lib
     engine_workers.initialize_global_process_group_ray = lambda **options: None
     engine_workers.set_numa_affinity = lambda: None
     use_own_bridge()
@@ -150,11 +155,14 @@ def make_worker(folder: str, layout: EngineLayout, optimizer: Optimizer) -> Any:
         override_config={"attn_implementation": "eager"},
         use_remove_padding=layout.remove_padding and layout.engine == "megatron",
         enable_gradient_checkpointing=False,
+        use_fused_kernels=layout.is_fused,
+        fused_kernel_options={"impl_backend": "triton"},
     )
     batches = {
         "use_dynamic_bsz": layout.micro_batch_size is None,
         "micro_batch_size_per_gpu": layout.micro_batch_size,
         "max_token_len_per_gpu": layout.max_tokens,
+        "use_fused_kernels": layout.is_fused,
     }
     schedule = {"lr": optimizer.lr, "weight_decay": 0.0, "clip_grad": optimizer.clip_grad, "total_training_steps": 100}
     if layout.engine == "megatron":
@@ -211,6 +219,7 @@ def train(worker: Any, run: VerlRun, rollouts: Sequence[Rollout], layout: Engine
         tu.assign_non_tensor(
             data,
             calculate_entropy=False,
+            use_fused_kernels=layout.is_fused,
             global_batch_size=step,
             mini_batch_size=step,
             epochs=1,
