@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import math
 import re
@@ -190,6 +191,7 @@ def _places(flag: str) -> str:
     return "all" if routes == frozenset(Route) else ", ".join(route for route in Route if route in routes)
 
 
+@functools.cache
 def field_meanings() -> dict[str, str]:
     """Field name -> the docstring line under it in PolicyLossConfig, the one place where a setting is explained; for the loss also
     the built-in names."""

@@ -41,7 +41,7 @@ RING_2 = {
     "testing": (),
     "train": (),
     "commands": ("hosts", "testing", "train"),
-    "benchmarks": ("testing", "train"),
+    "benchmarks": ("hosts", "testing", "train"),
 }
 # The extras of setup.py that have what a room of the outer ring imports, besides what the package always needs.
 EXTRAS_OF_ROOM = {

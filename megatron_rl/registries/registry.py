@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -88,14 +89,7 @@ class Registry(Generic[Record]):
 
     def names_in_sources(self) -> tuple[str, ...]:
         """The built-in names and the registered ones, without an import of the files, which need torch: for a help text."""
-        found: dict[str, None] = {}
-        home = _PACKAGE / self.home
-        for path in sorted(home.glob("*.py")) or [home.with_suffix(".py")]:
-            functions = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
-            for call in (decorator for function in functions for decorator in function.decorator_list):
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == self.decorator:
-                    found[str(ast.literal_eval(call.args[0]))] = None
-        return tuple(found | dict.fromkeys(self.records))
+        return tuple(dict.fromkeys((*_names_declared_in(_PACKAGE / self.home, self.decorator), *self.records)))
 
     def _import_built_in(self) -> None:
         """At the first look into the registry, so that it does not matter what was imported before."""
@@ -106,6 +100,18 @@ class Registry(Generic[Record]):
             if not module.name.endswith("_triton"):  # imported where kernels run
                 importlib.import_module(module.name)
         self._has_built_in = True
+
+
+@functools.cache  # each parser asks again
+def _names_declared_in(home: Path, decorator: str) -> tuple[str, ...]:
+    """In the files of a folder, or in one file."""
+    found = []
+    for path in sorted(home.glob("*.py")) or [home.with_suffix(".py")]:
+        functions = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+        for call in (one for function in functions for one in function.decorator_list):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == decorator:
+                found.append(str(ast.literal_eval(call.args[0])))
+    return tuple(found)
 
 
 def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
