@@ -107,7 +107,7 @@ NEMO_RL = Checkout(
     variable="NEMO_RL_ROOT",
     stubbed=(
         "aiohttp datasets fastapi httpx huggingface_hub hydra megatron.bridge megatron.core.transformer.moe.moe_logging "
-        "megatron.training mlflow modelopt nvidia_resiliency_ext omegaconf pandas prometheus_client pydantic pynvml ray "
+        "megatron.training mlflow modelopt nvidia_resiliency_ext omegaconf pandas prometheus_client pydantic pynvml ray rich "
         "safetensors scipy soundfile swanlab tensordict torchdata tqdm transformers uvicorn vllm wandb zmq"
     ).split(),
     module_type=ModuleForNemoRL,
