@@ -96,7 +96,7 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
                 help="Of hidden states and weight. Default: bfloat16.",
             )
             add("--host", action="append", metavar="TEXT", help="Only hosts with TEXT in their name; may be repeated.")
-            add("--peer", action="append", default=[], metavar="NAME=PATH", help=f"A checkout; NAME: {names_of_hosts()}.")
+            add("--peer", action="append", default=[], metavar="NAME=PATH", help=f"A checkout; NAME: {', '.join(peers.HOSTS)}.")
             continue
         if kind == "cliff":
             add("--columns", type=int, nargs="+", metavar="COUNT", help=f"Default: {' '.join(map(str, cliff.COLUMNS))}.")
@@ -137,10 +137,6 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
         add("--json", action="store_true", help="Print one JSON object instead of the tables.")
         add("--output-dir", metavar="DIR", help="Write report.md, results.json and chart.png there, named by date and device.")
     return parser
-
-
-def names_of_hosts() -> str:
-    return ", ".join(peers.HOSTS)
 
 
 def run(args: Namespace) -> int:

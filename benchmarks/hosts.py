@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path as FilePath
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -38,6 +38,7 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Unavailable
+from benchmarks.scale import fake_ranks
 from megatron_rl.hosts.log_probs import log_probs_of_logits
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import linear_policy_loss, policy_loss
@@ -77,7 +78,7 @@ Loss = Callable[[Step, Tensor, Tensor], Tensor]  # (step, hidden, weight) -> 0-d
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class HostPath:
     """One way from hidden states to the loss. `find()` imports what it needs and returns the loss of (step, hidden, weight)."""
 
     host: str
@@ -295,17 +296,17 @@ OUR_LOG_PROBS = {
 """As hosts/*_log_probs.py: the logits that a host hands over, and whether the gradient is written over them."""
 
 
-def paths() -> Iterator[Path]:
+def paths() -> Iterator[HostPath]:
     """The host's own, then ours in its place: log-probabilities where its loss may stay, and our loss."""
     for host, own, metrics in THEIRS:
-        yield from (Path(host, name, find) for name, find in own)
+        yield from (HostPath(host, name, find) for name, find in own)
         if metrics == NO_METRICS:
-            yield Path(host, "our log-probabilities", of_scores(partial(OUR_LOG_PROBS.__getitem__, host)), is_ours=True)
-            yield Path(host, "our log-probabilities from hidden states", _our_head_log_probs, is_ours=True)
+            yield HostPath(host, "our log-probabilities", of_scores(partial(OUR_LOG_PROBS.__getitem__, host)), is_ours=True)
+            yield HostPath(host, "our log-probabilities from hidden states", _our_head_log_probs, is_ours=True)
         suffix = ", with entropy" if metrics == WITH_ENTROPY else ""
-        yield Path(host, f"our loss from logits{suffix}", _our_loss(metrics), is_ours=True)
-        yield Path(host, f"our fused head{suffix}", _our_head(metrics, None), is_ours=True)
-        yield Path(host, f"our fused head, into main_grad{suffix}", _our_head(metrics, 1.0), is_ours=True, into_main_grad=True)
+        yield HostPath(host, f"our loss from logits{suffix}", _our_loss(metrics), is_ours=True)
+        yield HostPath(host, f"our fused head{suffix}", _our_head(metrics, None), is_ours=True)
+        yield HostPath(host, f"our fused head, into main_grad{suffix}", _our_head(metrics, 1.0), is_ours=True, into_main_grad=True)
 
 
 # Measuring
@@ -318,7 +319,7 @@ def measure_hosts(
     step = draw(num_tokens, num_columns, hidden_size, dtype)
     full = draw(FULL_TOKENS, FULL_COLUMNS, FULL_HIDDEN, dtype, device="meta")
     exact = exact_gradients(step)
-    with one_fake_rank():
+    with one_megatron_rank():
         for path in paths():
             if hosts is not None and not any(text.lower() in path.host.lower() for text in hosts):
                 continue
@@ -341,7 +342,7 @@ def exact_gradients(step: Step) -> tuple[Tensor, ...]:
     return torch.autograd.grad(-(log_probs * double.advantages).sum() / len(step.labels), leaves)
 
 
-def _measured(path: Path, step: Step, full: Step, exact: Sequence[Tensor]) -> HostRow:
+def _measured(path: HostPath, step: Step, full: Step, exact: Sequence[Tensor]) -> HostRow:
     row = HostRow(path.host, path.name, path.is_ours)
     try:
         loss = path.find()
@@ -366,14 +367,14 @@ def _measured(path: Path, step: Step, full: Step, exact: Sequence[Tensor]) -> Ho
     )
 
 
-def _cpu_seconds(path: Path, loss: Loss, step: Step) -> float:
+def _cpu_seconds(path: HostPath, loss: Loss, step: Step) -> float:
     leaves = step.leaves(with_main_grad=path.into_main_grad)
     began = time.process_time()
     torch.autograd.grad(loss(step, *leaves), leaves, allow_unused=True)
     return time.process_time() - began
 
 
-def peak_bytes(path: Path, loss: Loss, step: Step) -> float:
+def peak_bytes(path: HostPath, loss: Loss, step: Step) -> float:
     """The most bytes that live at once during the step, above what lives before it."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -434,7 +435,7 @@ def host_module(name: str) -> ModuleType:
     before, absent, place = set(sys.modules), _Absent(), list(found.submodule_search_locations)
     for depth in range(len(folders) + 1):
         around = ModuleType(".".join([package, *folders[:depth]]))
-        around.__path__ = [str(FilePath(folder, *folders[:depth])) for folder in place]
+        around.__path__ = [str(Path(folder, *folders[:depth])) for folder in place]
         sys.modules.setdefault(around.__name__, around)
     sys.meta_path.append(absent)
     try:
@@ -457,18 +458,16 @@ def host_module(name: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def one_fake_rank() -> Iterator[None]:
+def one_megatron_rank() -> Iterator[None]:
     """Megatron's groups of one rank, whose collectives move nothing, also on meta tensors."""
     from megatron.core import parallel_state
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    with fake_ranks(1):
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 def one_rank() -> dist.ProcessGroup:

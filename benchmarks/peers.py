@@ -46,8 +46,8 @@ CHECKOUTS = {
 }
 HOSTS = {
     "miles": "https://github.com/radixark/miles",
-    "slime": "https://github.com/THUDM/slime",
-    "verl": "https://github.com/volcengine/verl",
+    "slime": CHECKOUTS["slime"],
+    "verl": CHECKOUTS["verl"],
     "nemo_rl": "https://github.com/NVIDIA-NeMo/RL",
     "skyrl": "https://github.com/NovaSky-AI/SkyRL",
     "mcore_adapter": "https://github.com/alibaba/ROLL (its mcore_adapter/src)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -62,14 +63,18 @@ STEPS = {
 pool = pool_of(2)
 
 
+def by_logits_and_carrier(pool, on_rank: Callable, steps: list[HostStep]) -> list[list]:
+    """Of each rank: for each step the answer with logits, and the one with a carrier. The steps have one layout."""
+    both = [replace(step, flags=step.flags | flags) for step in steps for flags in ({}, FUSED)]
+    layout = steps[0].layout
+    return pool.run(on_rank, both, world_size=layout.world_size, **layout.model_parallel)
+
+
 @pytest.mark.megatron
 @pytest.mark.parametrize("name", STEPS)
 def test_the_step_of_a_carrier_is_the_step_of_logits(pool, name):
     """Loss, metrics, and the gradient of each parameter; and no tensor has a row of this rank's vocabulary for each token."""
-    steps = STEPS[name]
-    both = [replace(step, flags=step.flags | flags) for step in steps for flags in ({}, FUSED)]
-    layout = steps[0].layout
-    answers = pool.run(found_on_rank, both, world_size=layout.world_size, **layout.model_parallel)
+    answers = by_logits_and_carrier(pool, found_on_rank, STEPS[name])
     found = results(answers)
     for number, (plain, fused) in enumerate(zip(found[::2], found[1::2], strict=True)):
         assert fused.loss == pytest.approx(plain.loss, rel=1e-6, abs=1e-6)
@@ -96,10 +101,7 @@ MEASURED = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_old_log_probabilities_are_measured_without_logits(pool, name):
     """By the host's own function of logits, token by token, and by ours of hidden states."""
-    steps = MEASURED[name]
-    both = [replace(step, flags=step.flags | flags) for step in steps for flags in ({}, FUSED)]
-    layout = steps[0].layout
-    answers = pool.run(measured_on_rank, both, world_size=layout.world_size, **layout.model_parallel)
+    answers = by_logits_and_carrier(pool, measured_on_rank, MEASURED[name])
     for answer in answers:
         for (plain, of_logits), (found, of_carrier) in zip(answer[::2], answer[1::2], strict=True):
             torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)

@@ -52,40 +52,22 @@ def read_host_batch(batch: Mapping, logits: Tensor, cp_group: Group, *, is_padde
     Communication: none; is_contiguous one all-reduce over cp of [response tokens, k], which brings the lists into the order
     of the logits. Raises DataError, naming the key, for what is absent or has a wrong length.
     """
-    lengths = _Lengths(batch, is_padded)
-    zigzag_pieces, bounds = _zigzag_pieces(lengths, cp_group)
-    num_rows = _check_logits(logits, lengths, bounds, is_contiguous, cp_group)
+    rows = _read_rows(batch, logits, cp_group, is_padded=is_padded, is_contiguous=is_contiguous)
+    lengths, device = rows.lengths, rows.device
     require(batch, "advantages")
     present = [key for key in PER_TOKEN_KEYS if not is_absent(batch.get(key))]
-    lists = {key: _check_list(key, batch[key], zigzag_pieces, lengths) for key in present}
-    pieces, device = zigzag_pieces, logits.device
+    lists = {key: _check_list(key, batch[key], rows.zigzag_pieces, lengths) for key in present}
     if is_contiguous:
-        pieces, bounds = _contiguous_pieces(lengths, cp_group.rank() * num_rows, num_rows)
-        whole = _whole_responses(lists, zigzag_pieces, lengths, cp_group, device)
-        lists = {
-            key: [values[piece.sample][piece.response_start : piece.response_start + piece.length] for piece in pieces]
-            for key, values in whole.items()
-        }
-    rows = _concatenate([torch.arange(piece.row, piece.row + piece.length, device=device) for piece in pieces], torch.int64, device)
-    labels, masks = [], []
-    for piece in pieces:
-        prompt_length = lengths.total[piece.sample] - lengths.response[piece.sample]
-        first = piece.response_start
-        labels.append(lengths.tokens[piece.sample][prompt_length + first : prompt_length + first + piece.length])
-        masks.append(lengths.masks[piece.sample][first : first + piece.length] != 0)
-
-    def place(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [T]
-        values = _concatenate(parts, dtype, device)
-        return torch.zeros(num_rows, dtype=dtype, device=device).index_copy(0, rows, values)
-
+        whole = _whole_responses(lists, rows.zigzag_pieces, lengths, cp_group, device)
+        lists = {key: _cut(values, rows.pieces) for key, values in whole.items()}
     token_counts = torch.stack([(mask != 0).sum() for mask in lengths.masks]).to(device)
     return HostBatch(
-        labels=place(labels, torch.int64),
-        loss_mask=place(masks, torch.bool),
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+        labels=rows.labels(),
+        loss_mask=rows.mask(),
+        cu_seqlens=torch.tensor(rows.bounds, dtype=torch.int32, device=device),
         token_counts=token_counts,
         rollout_token_counts=_rollout_counts(batch.get("rollout_mask_sums"), token_counts),
-        per_token={key: place(parts, torch.float32) for key, parts in lists.items()},
+        per_token={key: rows.place(parts, torch.float32) for key, parts in lists.items()},
         cp_layout="contiguous" if is_contiguous else "zigzag",
     )
 
@@ -96,50 +78,34 @@ class HostResponses:
 
     labels: Tensor  # [T] int64
     is_response: Tensor  # [T] bool: the row predicts a response token
-    _lengths: _Lengths
-    _pieces: list[_Piece]
-    _zigzag_pieces: list[_Piece]
+    _rows: _Rows
 
     def lists_of(self, values: Tensor, cp_group: Group) -> list[Tensor]:  # [T] -> the part of each sample that this rank owns
         """Numbers by rows as the lists of a host's batch, in zigzag order.
 
         Communication: where rows are contiguous under context parallelism one all-reduce of [response tokens] over cp, else none.
         """
-        samples = range(len(self._lengths.total))
+        rows = self._rows
 
-        def joined(parts: list[tuple[_Piece, Tensor]]) -> list[Tensor]:
-            own = [[part for piece, part in parts if piece.sample == sample] for sample in samples]
+        def joined(pieces: list[_Piece], parts: list[Tensor]) -> list[Tensor]:
+            own: list[list[Tensor]] = [[] for _ in rows.lengths.total]
+            for piece, part in zip(pieces, parts, strict=True):
+                own[piece.sample].append(part)
             return [_concatenate(of_sample, values.dtype, values.device) for of_sample in own]
 
-        lists = joined([(piece, values[piece.row : piece.row + piece.length]) for piece in self._pieces])
-        if self._pieces is self._zigzag_pieces:
+        lists = joined(rows.pieces, [values[piece.row : piece.row + piece.length] for piece in rows.pieces])
+        if rows.pieces is rows.zigzag_pieces:
             return lists
-        whole = _whole_responses({"": lists}, self._pieces, self._lengths, cp_group, values.device)[""]
-        return joined(
-            [
-                (piece, whole[piece.sample][piece.response_start : piece.response_start + piece.length])
-                for piece in self._zigzag_pieces
-            ]
-        )
+        whole = _whole_responses({"": lists}, rows.pieces, rows.lengths, cp_group, values.device)[""]
+        return joined(rows.zigzag_pieces, _cut(whole, rows.zigzag_pieces))
 
 
 def read_host_responses(batch: Mapping, logits: Tensor, cp_group: Group, *, is_padded: bool, is_contiguous: bool) -> HostResponses:
     """The response tokens of `logits`, as read_host_batch has them: masked ones too. No communication; the same errors."""
     responses = [torch.ones(int(length)) for length in require(batch, "response_lengths")]
-    lengths = _Lengths({**batch, "loss_masks": responses}, is_padded)
-    zigzag_pieces, bounds = _zigzag_pieces(lengths, cp_group)
-    num_rows, device = _check_logits(logits, lengths, bounds, is_contiguous, cp_group), logits.device
-    pieces = zigzag_pieces
-    if is_contiguous:
-        pieces, _ = _contiguous_pieces(lengths, cp_group.rank() * num_rows, num_rows)
-    labels = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    is_response = torch.zeros(num_rows, dtype=torch.bool, device=device)
-    for piece in pieces:
-        first = lengths.total[piece.sample] - lengths.response[piece.sample] + piece.response_start
-        rows = slice(piece.row, piece.row + piece.length)
-        labels[rows] = lengths.tokens[piece.sample][first : first + piece.length].to(device)
-        is_response[rows] = True
-    return HostResponses(labels, is_response, lengths, pieces, zigzag_pieces)
+    unmasked = {**batch, "loss_masks": responses}
+    rows = _read_rows(unmasked, logits, cp_group, is_padded=is_padded, is_contiguous=is_contiguous)
+    return HostResponses(rows.labels(), rows.mask(), rows)
 
 
 def require(batch: Mapping, key: str, reason: str = "these settings"):
@@ -156,6 +122,47 @@ def require(batch: Mapping, key: str, reason: str = "these settings"):
 def is_absent(value: object) -> bool:
     """Hosts give None or an empty list for what they do not have."""
     return value is None or (isinstance(value, list) and not value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Which row of the logits predicts which response token."""
+
+    lengths: _Lengths
+    zigzag_pieces: list[_Piece]
+    """In the order of the host's lists."""
+    pieces: list[_Piece]
+    """In the order of the logits; the same object unless the slices are contiguous."""
+    bounds: list[int]  # [N + 1]
+    num_rows: int
+    device: torch.device
+
+    def place(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [T]
+        """A part for each piece; 0 in the other rows."""
+        of_pieces = [torch.arange(piece.row, piece.row + piece.length, device=self.device) for piece in self.pieces]
+        places, values = _concatenate(of_pieces, torch.int64, self.device), _concatenate(parts, dtype, self.device)
+        return torch.zeros(self.num_rows, dtype=dtype, device=self.device).index_copy(0, places, values)
+
+    def labels(self) -> Tensor:  # [T]
+        responses = zip(self.lengths.tokens, self.lengths.total, self.lengths.response, strict=True)
+        return self.place(_cut([tokens[total - response :] for tokens, total, response in responses], self.pieces), torch.int64)
+
+    def mask(self) -> Tensor:  # [T]
+        return self.place([part != 0 for part in _cut(self.lengths.masks, self.pieces)], torch.bool)
+
+
+def _read_rows(batch: Mapping, logits: Tensor, cp_group: Group, *, is_padded: bool, is_contiguous: bool) -> _Rows:
+    lengths = _Lengths(batch, is_padded)
+    zigzag_pieces, bounds = _zigzag_pieces(lengths, cp_group)
+    num_rows, pieces = _check_logits(logits, lengths, bounds, is_contiguous, cp_group), zigzag_pieces
+    if is_contiguous:
+        pieces, bounds = _contiguous_pieces(lengths, cp_group.rank() * num_rows, num_rows)
+    return _Rows(lengths, zigzag_pieces, pieces, bounds, num_rows, logits.device)
+
+
+def _cut(responses: Sequence[Tensor], pieces: list[_Piece]) -> list[Tensor]:
+    """The part of each piece, from its sample's whole [response]."""
+    return [responses[piece.sample][piece.response_start : piece.response_start + piece.length] for piece in pieces]
 
 
 class _Lengths:

@@ -353,6 +353,16 @@ def signature_problem(function: Callable[..., Any], expected: tuple[str, ...]) -
     return f"takes ({', '.join(found)}), ours is made for ({', '.join(expected)})"
 
 
+def looks_up(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function of a host reads that name of its module: what takes the name's place then has an effect."""
+    return name in inspect.unwrap(function).__code__.co_names
+
+
+def part_of(module: Any, path: str) -> Any:
+    """A function of a host's module, or `Class.method`; None where it is not there."""
+    return functools.reduce(lambda owner, part: getattr(owner, part, None), path.split("."), module)
+
+
 def place_of(function: Callable[..., Any]) -> str:
     """file:line of a function of a host, for a message."""
     function = inspect.unwrap(function)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
@@ -141,6 +141,17 @@ def idle_beside_own_loss(door: Door, settings: Settings) -> Iterator[Row]:
         if name.startswith(door.own.prefix) and name != one.setting:
             text = f"{name}={value} has no effect on {door.title}'s own loss: choose one of ours, or remove it"
             yield Row(name, text, is_wrong=True)
+
+
+def check_log_probs(door: Door, settings: Settings, *, trains_ours: bool, others: Iterable[Row] = ()) -> bool:
+    """Whether our log-probabilities take the place of the host's. others: what more is said of that. Raises one ConfigError with
+    every problem of it."""
+    rows = [*judge_log_probs(door, settings), *others]
+    if not trains_ours:
+        rows += idle_beside_own_loss(door, settings)
+    if problems := [in_words(row) for row in rows if row.is_wrong]:
+        raise ConfigError(problems)
+    return door.log_probs is not None and bool(settings[door.log_probs.setting] != door.log_probs.theirs)
 
 
 def said_of(found: Found) -> Iterator[Row]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from megatron_rl.hosts.base import Host
-from megatron_rl.hosts.door import place_of, signature_problem
+from megatron_rl.hosts.door import looks_up, part_of, place_of, signature_problem
 from megatron_rl.megatron.head import HeadSettings
 
 REMEDY = "our head cannot be placed; remove --fused-lm-head-loss and --fp32-lm-head"
@@ -49,15 +47,11 @@ def host_problems(host: Host, settings: HeadSettings) -> Iterator[str]:
         except ImportError as error:
             yield f"{place} of {host} cannot be imported ({error}): {REMEDY}"
             continue
-        found = {name: _found(module, name) for name in (one.name, one.caller)}
+        found = {name: part_of(module, name) for name in (one.name, one.caller)}
         if None in found.values():
             missing = next(name for name, function in found.items() if function is None)
             yield f"{host}'s {place} has no {missing} ({module.__file__}): {REMEDY}"
         elif problem := signature_problem(found[one.name], one.arguments):
             yield f"{host}'s {one.name} {problem} ({place_of(found[one.name])}): {REMEDY}"
-        elif one.name not in inspect.unwrap(found[one.caller]).__code__.co_names:
+        elif not looks_up(found[one.caller], one.name):
             yield f"{host}'s {one.caller} does not call {one.name} ({place_of(found[one.caller])}): {REMEDY}"
-
-
-def _found(module: Any, name: str) -> Any:
-    return functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), module)

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.after_import import after_import
-from megatron_rl.hosts.door import place_of, signature_problem
+from megatron_rl.hosts.door import looks_up, part_of, place_of, signature_problem
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import Group
 from megatron_rl.ops.backends import runs_eagerly
@@ -102,13 +102,10 @@ class Installer:
                     setattr(holder, name, ours)
 
     def _check_caller(self, one: Replacement, name: str, module: ModuleType) -> None:
-        found: Any = module
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is None:
+        function = part_of(module, name)
+        if function is None:
             raise ConfigError(f"{self._of(module)} has no {name}, which calls {one.name}; {self.probed} was probed")
-        function = inspect.unwrap(found)
-        if one.name not in function.__code__.co_names:
+        if not looks_up(function, one.name):
             raise ConfigError(
                 f"{self.title}'s {name} does not call {one.name} any more, {place_of(function)}, so log_probs would have no effect "
                 f"there; {self.probed} was probed"

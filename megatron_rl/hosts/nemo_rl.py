@@ -24,6 +24,7 @@ from megatron_rl.aggregation_record import Formula
 from megatron_rl.arguments import read_number
 from megatron_rl.config import LARGEST_RATIO, CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import door_line
 from megatron_rl.hosts.door import (
     CORRECTION_SETTINGS,
     SUMMED,
@@ -40,8 +41,7 @@ from megatron_rl.hosts.door import (
     Setting,
     names,
 )
-from megatron_rl.hosts.door_line import idle_beside_own_loss, judge_log_probs, read_launch
-from megatron_rl.hosts.door_settings import in_words
+from megatron_rl.hosts.door_line import read_launch
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, put, read_overrides, value_at
@@ -286,12 +286,8 @@ def log_probs_need_the_worker(settings: Settings) -> Iterator[Row]:
 
 def check_log_probs(settings: Settings) -> bool:
     """Whether our log-probabilities take the place of NeMo-RL's. Raises one ConfigError with every problem of that."""
-    rows = [*judge_log_probs(DOOR, settings), *log_probs_need_the_worker(settings)]
-    if not trains_ours(settings):
-        rows += idle_beside_own_loss(DOOR, settings)
-    if problems := [in_words(row) for row in rows if row.is_wrong]:
-        raise ConfigError(problems)
-    return bool(settings[LOG_PROBS] != PACKAGE)
+    others = log_probs_need_the_worker(settings)
+    return door_line.check_log_probs(DOOR, settings, trains_ours=trains_ours(settings), others=others)
 
 
 def check_launch(master_config: Any, words: Sequence[str] = ()) -> Found:

@@ -29,6 +29,7 @@ from megatron_rl.aggregation_record import Formula
 from megatron_rl.arguments import read_number
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import door_line
 from megatron_rl.hosts.door import (
     AVERAGED,
     TIMES_CP,
@@ -44,8 +45,7 @@ from megatron_rl.hosts.door import (
     Setting,
     names,
 )
-from megatron_rl.hosts.door_line import idle_beside_own_loss, judge_log_probs
-from megatron_rl.hosts.door_settings import in_words, read
+from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
 from megatron_rl.hosts.settings_files import resolved, with_values
@@ -118,10 +118,7 @@ def trains_ours(settings: Settings) -> bool:
 
 def check_log_probs(settings: Settings) -> bool:
     """Whether our log-probabilities take the place of ROLL's. Raises one ConfigError with every problem of that."""
-    rows = [*judge_log_probs(DOOR, settings)] + ([] if trains_ours(settings) else [*idle_beside_own_loss(DOOR, settings)])
-    if problems := [in_words(row) for row in rows if row.is_wrong]:
-        raise ConfigError(problems)
-    return bool(settings[LOG_PROBS] != THEIRS)
+    return door_line.check_log_probs(DOOR, settings, trains_ours=trains_ours(settings))
 
 
 def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:

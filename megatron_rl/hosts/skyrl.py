@@ -44,8 +44,8 @@ from megatron_rl.hosts.door import (
     Setting,
     names,
 )
-from megatron_rl.hosts.door_line import idle_beside_own_loss, judge_log_probs, name_problems
-from megatron_rl.hosts.door_settings import OnceRead, in_words, losses, read
+from megatron_rl.hosts.door_line import check_log_probs, name_problems
+from megatron_rl.hosts.door_settings import OnceRead, losses, read
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import Filter, Sampler
 from megatron_rl.hosts.settings import ABSENT, Settings, read_overrides, value_at
@@ -316,9 +316,7 @@ def register(registry: Any, own: Mapping[str, Any], typed: Sequence[str] | None 
 def check_launch(settings: Settings) -> tuple[str, ...]:
     """The warnings of a launch behind our entrypoint. Raises one ConfigError with every problem."""
     has_loss = trains_ours(settings, has_our_entrypoint=True)
-    rows = [*judge_log_probs(DOOR, settings)] + ([] if has_loss else [*idle_beside_own_loss(DOOR, settings)])
-    if problems := [in_words(row) for row in rows if row.is_wrong]:
-        raise ConfigError(problems)
+    check_log_probs(DOOR, settings, trains_ours=has_loss)
     return read(DOOR, settings).warnings if has_loss else ()
 
 
