@@ -28,6 +28,13 @@ if not torch.cuda.is_available():
     with contextlib.suppress(ImportError):  # without Triton there is nothing to quicken
         quicken()
 
+# No example is judged by the wall clock: beside other work one of a millisecond may take half a second. pytest-timeout ends a hang.
+with contextlib.suppress(ImportError):  # `make gpu` runs without hypothesis
+    import hypothesis
+
+    hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.load_profile("busy machine")
+
 pytest_plugins = ["marker_plugin", "pytest_megatron_rl", "pytester"]
 
 ROOT = Path(__file__).resolve().parent.parent

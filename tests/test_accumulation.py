@@ -220,7 +220,7 @@ def test_empty_micro_batches_fill_up_to_the_multiple_of_an_interleaved_pipeline(
     assert [len(part) for part in found[0].microbatches[:3]] == [1, 1, 1]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     sizes=st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=3, max_size=3),
     target=st.integers(1, 12),
@@ -310,7 +310,7 @@ def test_a_step_ends_where_no_rank_is_inside_a_prompt_group(pool, extra, prefetc
     assert sizes_of(second[0]) == [(12, True, [3, 3, 2]), (8, True, [4])]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data(), size=st.integers(1, 4), target=st.integers(1, 10), by_id=st.booleans())
 def test_groups_are_whole_in_every_step_and_nothing_is_lost(pool, data, size, target, by_id):
     """Random cuts of whole groups into micro-batches, empty ones among them, on three ranks."""

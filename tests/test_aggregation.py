@@ -211,7 +211,7 @@ def test_partial_groups_pass_where_they_are_allowed_and_whole_ones_always():
 
 
 @given(order=st.permutations(range(8)), ids=st.sampled_from([["x", "y", "z"], [3, -1, 2**70]]))
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, derandomize=True, database=None)
 def test_ragged_groups_are_found_in_any_order(order, ids):
     """FB-17: groups of 1, 2 and 5, shuffled; nothing assumes a group size, or that its samples are neighbours."""
     lengths = [4, 1, 2, 0, 3, 7, 1, 5]

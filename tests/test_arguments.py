@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import fields
 
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
@@ -269,7 +268,6 @@ NAMES = [field.name for field in flag_fields()] + ["global_batch_size", "calcula
 
 
 # On a busy machine a draw may take a second: no clock decides here.
-@hypothesis_settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(settings=st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=6), route=st.sampled_from(Route))
 def test_any_value_gives_a_configuration_or_a_config_error(settings, route):
     """Catches a rule that trips over the type of a value it does not judge, before all problems are told."""

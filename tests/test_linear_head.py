@@ -173,7 +173,7 @@ def test_extra_memory_at_16k_tokens_and_128k_columns_is_below_the_target():
 
 
 @given(budget=st.integers(1, 10**7), bytes_per_row=st.integers(1, 10**5), preferred=st.none() | st.integers(1, 10**6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_chunk_and_the_block_that_moves_rows_fit_the_budget(budget, bytes_per_row, preferred):
     """The buffers of a chunk, and in the same moment a copy of up to one row in 32, are never more than was allowed."""
     if budget < bytes_per_row:
@@ -212,7 +212,7 @@ def test_small_chunks_are_warned_of_once():
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=30), capacity=st.integers(1, 30))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_each_document_is_in_one_bin_and_bins_are_full(sizes, capacity):
     """Every document once, masked ones too; no bin over its capacity but a long document's own; no two bins that fit in one."""
     bins = document_bins(sizes, capacity)
@@ -254,7 +254,7 @@ def test_the_plan_is_chosen_by_what_this_rank_holds(counts, bins, terms, idle, p
 
 
 @given(num_rows=st.integers(0, 200), capacity=st.integers(1, 60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_chunks_are_as_few_and_as_equal_as_can_be(num_rows, capacity):
     """A last chunk of a few rows would read and write the whole weight gradient for them."""
     rows = torch.arange(7, 7 + num_rows)

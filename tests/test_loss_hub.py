@@ -246,7 +246,7 @@ MODES, KINDS = [*loss_aggregation_names(), "user_root"], [*policy_loss_names(), 
 # Each loss with one aggregation, in turn, so that each aggregation meets two losses or more.
 @pytest.mark.parametrize(("kind", "mode"), [(kind, MODES[i % len(MODES)]) for i, kind in enumerate(KINDS)])
 @given(where=st.lists(st.integers(0, 5), min_size=12, max_size=12))
-@settings(max_examples=4, deadline=None, derandomize=True, database=None)
+@settings(max_examples=4, derandomize=True, database=None)
 def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mode, where):
     """FB-01, FB-04, FB-07: micro-batches and dp ranks are nothing but parts of the step (6 bins, some empty).
 

@@ -171,7 +171,7 @@ def samples_with_masks(draw):
     return make_sample(0, draw(st.text(max_size=5)), tokens=tokens, **numbers, **measured)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.lists(samples_with_masks(), min_size=1, max_size=3), min_size=1, max_size=3), st.booleans())
 def test_what_is_saved_is_loaded_bit_by_bit(tmp_path_factory, batches, is_on_policy):
     """Catches floats cut to some digits: a replay must see the run's own ratios. repr tells NaN and -0.0 apart."""
