@@ -1,0 +1,52 @@
+"""The sets of ids that a sampler kept: SamplingSupport."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.errors import DataError
+from megatron_rl.layout.sampling_support import SamplingSupport
+
+SETS = [[5, 1], [], [3], [2, 0, 9]]
+
+
+def as_lists(support: SamplingSupport) -> list[list[int]]:
+    return [ids.tolist() for ids in support.ids.split(support.sizes.tolist())]
+
+
+def test_sets_are_sorted_and_come_from_lists_and_from_padded_rows():
+    support = SamplingSupport.from_lists(SETS)
+    padded = torch.tensor([[5, 1, 7], [7, 7, 7], [3, 7, 7], [2, 0, 9]])
+    assert (
+        as_lists(support)
+        == as_lists(SamplingSupport.from_padded(padded, torch.tensor([2, 0, 1, 3])))
+        == [[1, 5], [], [3], [0, 2, 9]]
+    )
+    assert (support.num_rows, support.num_pairs, support.largest) == (4, 6, 3)
+    assert support.ids.dtype == torch.int32 and support.offsets.dtype == torch.int64
+    assert support.rows.tolist() == [0, 0, 2, 3, 3, 3]
+
+
+def test_rows_are_taken_in_any_order_and_joined():
+    support = SamplingSupport.from_lists(SETS)
+    taken = support.take(torch.tensor([3, 1, 3, 0]))
+    assert as_lists(taken) == [[0, 2, 9], [], [0, 2, 9], [1, 5]] and taken.largest == 3
+    assert as_lists(support.take(torch.tensor([1]))) == [[]] and support.take(torch.tensor([], dtype=torch.int64)).num_rows == 0
+    joined = SamplingSupport.cat([taken, support])
+    assert as_lists(joined) == as_lists(taken) + as_lists(support) and joined.largest == 3
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "message"),
+    [
+        ([1, 2], [0, 1], "rise from 0 to the 2 ids"),
+        ([1, 2], [1, 2], "rise from 0 to the 2 ids"),
+        ([1, 2, 3], [0, 2, 1, 3], "rise from 0 to the 3 ids"),
+        ([1], [], "rise from 0 to the 1 ids, got 0 offsets"),
+        ([1.0], [0, 1], "ids must be a vector of torch.int32, got .* torch.float32"),
+    ],
+)
+def test_wrong_offsets_and_dtypes_are_refused(ids, offsets, message):
+    with pytest.raises(DataError, match=message):
+        SamplingSupport(torch.tensor(ids), torch.tensor(offsets, dtype=torch.int64))
