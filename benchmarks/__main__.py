@@ -7,10 +7,12 @@ targets. It prints no time of a wrong result, and no ratio of numbers from two r
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ KINDS = {
     "cliff": "The kernel that reads a logit once against two kernels by columns: how much of the L2 cache it may take. For CUDA.",
     "sampling": "What a new token costs `megatron-rl train` by the length of the response. On a CPU; it needs megatron-core.",
     "rollouts": "What a sample costs the host in `megatron-rl train`: weighing, batches, files. It needs megatron-core.",
-    "hosts": "One training step of the head in each host's own code and in ours: bytes a logit, memory, CPU time. On a CPU.",
+    "hosts": "One training step of the head in each host's own code and in ours: bytes a logit, memory, time. CPU or CUDA.",
     "scale": "What counting a step costs one rank of up to thousands: host time and bytes, with a simulated process group.",
 }
 PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
@@ -38,6 +40,8 @@ EXIT_FAULT, EXIT_CONFIG = 1, 2
 MAX_DRIFT = {"cuda": 0.03, "cpu": 10.0}
 # Steps of a head take tens of milliseconds (CUDA) or seconds (CPU): few rounds are enough.
 ROUNDS = {"losses": {"cuda": 30, "cpu": 5}, "head": {"cuda": 12, "cpu": 5}, "cpu": {"cpu": 9}}
+# Tokens, columns, hidden size of `hosts`. The CPU's T / H is that of the full size, hosts.FULL_TOKENS and so on.
+HOST_SIZES = {"cpu": (512, 16384, 256), "cuda": (8192, 151_936, 4096)}
 SECONDS_PER_PROVIDER = {"losses": 4.0, "head": 2.0, "cpu": 60.0}
 
 
@@ -80,14 +84,20 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
             add("--samples", type=int, default=64, metavar="COUNT", help="Default: 64.")
             continue
         if kind == "hosts":
-            add("--rows", type=int, default=512, metavar="COUNT", help="Tokens. Default: 512.")
-            add("--vocab-size", type=int, default=16384, metavar="COUNT", help="Columns. Default: 16384.")
+            add(
+                "--device",
+                choices=("cuda", "cpu"),
+                default="cpu",
+                help="cpu: bytes by torch's tracker, and CPU time; cuda: the full size, memory and times of the GPU. Default: cpu, "
+                "whose table is in docs/benchmarks/README.md.",
+            )
+            add("--rows", type=int, metavar="COUNT", help="Tokens. Default: 512; on CUDA 8192.")
+            add("--vocab-size", type=int, metavar="COUNT", help="Columns. Default: 16384; on CUDA 151936.")
             add(
                 "--hidden-size",
                 type=int,
-                default=256,
                 metavar="COUNT",
-                help="Default: 256, so that T / H is that of the full size.",
+                help="Default: 256, so that T / H is that of the full size; on CUDA 4096.",
             )
             add(
                 "--dtype",
@@ -97,6 +107,9 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
             )
             add("--host", action="append", metavar="TEXT", help="Only hosts with TEXT in their name; may be repeated.")
             add("--peer", action="append", default=[], metavar="NAME=PATH", help=f"A checkout; NAME: {', '.join(peers.HOSTS)}.")
+            add("--time-limit", type=float, help="CUDA: no path starts after these seconds; 0: no limit. Default: 540.")
+            add("--json", action="store_true", help="CUDA: print one JSON object instead of the tables.")
+            add("--output-dir", metavar="DIR", help="CUDA: write report.md and results.json there, named by date and device.")
             continue
         if kind == "cliff":
             add("--columns", type=int, nargs="+", metavar="COUNT", help=f"Default: {' '.join(map(str, cliff.COLUMNS))}.")
@@ -233,13 +246,22 @@ def run_rollouts(args: Namespace) -> int:
 
 
 def run_hosts(args: Namespace) -> int:
-    sizes = (args.rows, args.vocab_size, args.hidden_size)
+    is_cuda = args.device == "cuda"
+    defaults = HOST_SIZES[args.device]
+    given = (args.rows, args.vocab_size, args.hidden_size)
+    sizes = [default if size is None else size for size, default in zip(given, defaults, strict=True)]
     if min(sizes) < 1:
         raise ConfigError(f"--rows {sizes[0]}, --vocab-size {sizes[1]} and --hidden-size {sizes[2]}: each must be at least 1")
+    if not is_cuda and (args.json or args.output_dir or args.time_limit is not None):
+        raise ConfigError("--json, --output-dir and --time-limit belong to --device cuda: add it, or leave them out on a CPU")
+    if is_cuda and args.time_limit is not None and args.time_limit < 0:
+        raise ConfigError(f"--time-limit {args.time_limit:g} must be at least 0")
     peers.add_checkouts(args.peer)
     try:
         from benchmarks import hosts
 
+        if is_cuda:
+            return run_hosts_on(measure.find_device("cuda"), sizes, args)
         torch.set_num_threads(1)
         rows = list[hosts.HostRow]()
         for line in hosts.table(noted(hosts.measure_hosts(*sizes, getattr(torch, args.dtype), args.host), rows)):
@@ -247,6 +269,35 @@ def run_hosts(args: Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ConfigError(f"hosts needs megatron-core: {error}") from error
     return EXIT_FAULT if any(row.is_ours and row.status for row in rows) else 0
+
+
+def run_hosts_on(device: Device, sizes: Sequence[int], args: Namespace) -> int:
+    from benchmarks import host_steps
+
+    if device.kind == "cuda" and os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        raise ConfigError("TORCH_COMPILE_DISABLE=1 takes from the hosts what they compile: unset it")
+    settings = replace(host_steps.SETTINGS, max_drift=MAX_DRIFT[device.kind])
+    time_limit = 540.0 if args.time_limit is None else args.time_limit
+    clocks, ceilings = {"before": measure.read_clocks(device)}, measure.measure_ceilings(device)
+    shape = f"T {sizes[0]:,}, V {sizes[1]:,}, H {sizes[2]:,}, {args.dtype}; max_logits_bytes {DEFAULT_MAX_LOGITS_BYTES:,}"
+    found = {"kind": "hosts", "shape": shape, "machine": measure.describe_machine(device), "ceilings": ceilings, "clocks": clocks}
+    found |= {"rounds": settings.rounds, "max_drift": settings.max_drift, "num_sets": 1, "stopped": None, "left_out": []}
+    found |= {"is_void": False, "cases": [], "targets": []}
+    problem = host_steps.draw_problem(*sizes, getattr(torch, args.dtype), device)
+    try:
+        for case in host_steps.measure_steps(problem, device, args.host, time_limit, settings):
+            found["cases"].append(case)
+            found["is_void"] = all(case["is_void"] for case in found["cases"])
+            if any(row["status"] == host_steps.NOT_STARTED for row in case["rows"]):
+                found["stopped"] = f"--time-limit {time_limit:g}"
+            if not args.json:
+                print(*report.case_lines(case, report.STYLES["hosts"], with_gate=True), sep="\n", flush=True)
+            if args.output_dir:
+                report.write_report(found, args.output_dir, with_picture=False)
+    except measure.DeviceLost as error:
+        found["stopped"] = f"the device is lost {error}"
+    found["clocks"]["at the end"] = measure.read_clocks(device)
+    return finish(found, args)
 
 
 def settings_of(args: Namespace, device: Device) -> Settings:
@@ -356,7 +407,7 @@ def finish(found: dict, args: Namespace) -> int:
     lines = report.summary_lines(found) + (["", *report.target_table(found)] if found["targets"] else [])
     print(json.dumps(found, allow_nan=False) if args.json else "\n".join(lines), flush=True)
     if args.output_dir:
-        reason = report.why_no_picture()
+        reason = "chart.png left out: hosts has none" if found["kind"] == "hosts" else report.why_no_picture()
         if reason is not None:
             say(reason)
         for path in report.write_report(found, args.output_dir, with_picture=reason is None):

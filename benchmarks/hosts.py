@@ -11,7 +11,7 @@ takes it, and a policy-gradient loss of one factor a token. What is linear in T 
     at full size          on meta tensors, which have a shape and no memory: T 8192, H 4096, V 151,936
 
 Bytes are counted by torch's memory tracker, which sees each storage of torch. Triton's kernels are no part of it: on a CPU ours is
-the torch path, whose chunks are those of a GPU.
+the torch path, whose chunks are those of a GPU. On a GPU the same steps are measured by benchmarks/host_steps.py, at full size.
 """
 
 from __future__ import annotations
@@ -42,12 +42,17 @@ from benchmarks.scale import fake_ranks
 from megatron_rl.hosts.log_probs import log_probs_of_logits
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.linear_autograd import differentiable_linear_log_probs
 
 # The longest micro-batch of a small model on one GPU, with the vocabulary of Qwen3.
 FULL_TOKENS, FULL_COLUMNS, FULL_HIDDEN = 8192, 151_936, 4096
+# The hosts' own chunks: fused_linear_logprobs_chunk_size of NeMo-RL's GRPO example, logprobs_chunk_size of SkyRL's defaults.
+NEMO_RL_ROWS, SKYRL_ROWS = 256, 1024
 ROUNDS = 5
-# Of the logits: what ours may hold of them at once in the fused head.
+# Of the float64 logits, which at full size are 10 GB: 0.6 GB at once.
+EXACT_ROWS = 512
+# Of the logits: what ours may hold of them at once in the fused head on a CPU. A host's own has as many rows.
 CHUNK_SHARE = 16
 # 16 bits of hidden states, weight and logits leave 2e-3 to 3e-3. What is further off computes something else.
 MOST_ERROR = 0.03
@@ -62,6 +67,11 @@ class Step:
     weight: Tensor  # [V, H]
     labels: Tensor  # [T]
     advantages: Tensor  # [T]
+    bounds: Tensor  # [2] int32: one document. Made before, because a copy to a GPU waits for it
+    max_logits_bytes: int
+    """What ours may hold of the logits at once in the fused head."""
+    chunk_rows: int | None
+    """Rows of a chunk in a host's own fused head; None: what the host has by default."""
 
     def leaves(self, *, with_main_grad: bool = False) -> tuple[Tensor, Tensor]:
         hidden, weight = self.hidden.detach().requires_grad_(), self.weight.detach().requires_grad_()
@@ -101,7 +111,6 @@ class HostRow:
     """On meta tensors of the full size; None where the code looks at a value."""
     cpu_ms: float | None = None
     gradient_error: float | None = None
-    """The largest of both gradients: the norm of the difference to float64, over the norm of the float64 gradient."""
 
 
 # The hosts
@@ -188,8 +197,8 @@ def _skyrl() -> Callable[[Tensor, Tensor], Scores]:
     return _shifted(host_module("skyrl.backends.skyrl_train.distributed.megatron.model_utils").from_parallel_logits_to_logprobs)
 
 
-def of_hidden(find: Callable[[], Callable[[Tensor, Tensor, Tensor, int], Tensor]]) -> Callable[[], Loss]:
-    """The path of a host's own fused function, in chunks of as many rows as ours: (hidden [T + 1, H], weight, labels, rows)."""
+def of_hidden(find: Callable[[], Callable[[Tensor, Tensor, Tensor, int], Tensor]], default_rows: int) -> Callable[[], Loss]:
+    """The path of a host's own fused function: (hidden [T + 1, H], weight, labels, rows of a chunk, by default the host's)."""
 
     def prepare() -> Loss:
         function = find()
@@ -197,7 +206,7 @@ def of_hidden(find: Callable[[], Callable[[Tensor, Tensor, Tensor, int], Tensor]
         def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:
             rows = torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
             labels = torch.cat([step.labels[:1], step.labels])
-            log_probs = function(rows, weight, labels, max(len(step.labels) // CHUNK_SHARE, 1))
+            log_probs = function(rows, weight, labels, step.chunk_rows or default_rows)
             return -(log_probs * step.advantages).sum() / len(step.labels)
 
         return loss
@@ -219,9 +228,9 @@ def _skyrl_head() -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
     )[0]
 
 
-def _roll() -> Callable[[Tensor, Tensor], Scores]:
+def _roll(*, use_fused_kernel: bool = False) -> Callable[[Tensor, Tensor], Scores]:
     function = host_module("mcore_adapter.parallel_functions.vocab_parallel").vocab_parallel_logprobs
-    return lambda logits, labels: (function(logits.float()[None], labels[None], use_fused_kernel=False)[0], None)
+    return lambda logits, labels: (function(logits.float()[None], labels[None], use_fused_kernel=use_fused_kernel)[0], None)
 
 
 # Ours
@@ -240,8 +249,7 @@ def _our_head_log_probs() -> Loss:
     """For the host's own loss: what takes the place of its fused function, or of logits and log-probabilities."""
 
     def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:
-        budget = step.num_logits * hidden.element_size() // CHUNK_SHARE
-        options = {"tp_group": SINGLE, "check_ranks": False, "max_logits_bytes": budget}
+        options = {"tp_group": SINGLE, "check_ranks": False, "max_logits_bytes": step.max_logits_bytes}
         log_probs, _ = differentiable_linear_log_probs(hidden, weight, step.labels, **options)
         return -(log_probs * step.advantages).sum() / len(step.labels)
 
@@ -251,26 +259,32 @@ def _our_head_log_probs() -> Loss:
 def _our_inputs(step: Step) -> list[Tensor | None]:
     num_tokens, device = len(step.labels), step.labels.device
     mask = torch.ones(num_tokens, dtype=torch.bool, device=device)
-    bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     weights = torch.full((1,), 1.0 / num_tokens, device=device)
-    return [step.labels, None, step.advantages, mask, bounds, weights]
+    return [step.labels, None, step.advantages, mask, step.bounds, weights]
 
 
+# Whose doors give the loss an AssumedScale: hosts/loss.py and hosts/roll_loss.py.
+ASSUME_SCALE = ("miles", "slime", "ROLL")
 OUR_OPTIONS = {"tp_group": SINGLE, "cp_group": SINGLE, "check_ranks": False}
 
 
-def _our_loss(metrics: str) -> Callable[[], Loss]:
-    def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:
-        logits = (hidden @ weight.T).float()
-        return policy_loss("grpo", logits, *_our_inputs(step), inplace=True, metrics=metrics, **OUR_OPTIONS).loss
+def _our_loss(host: str, metrics: str) -> Callable[[], Loss]:
+    def prepare() -> Loss:
+        # One for all steps, as in a door. Where no kernel makes the gradient in forward, as on a CPU, it has no effect.
+        options = OUR_OPTIONS | {"metrics": metrics, "loss_scale": AssumedScale() if host in ASSUME_SCALE else None}
 
-    return lambda: loss
+        def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:
+            logits = (hidden @ weight.T).float()
+            return policy_loss("grpo", logits, *_our_inputs(step), inplace=True, **options).loss
+
+        return loss
+
+    return prepare
 
 
 def _our_head(metrics: str, loss_scale: float | None) -> Callable[[], Loss]:
     def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:
-        budget = step.num_logits * hidden.element_size() // CHUNK_SHARE
-        options = OUR_OPTIONS | {"metrics": metrics, "max_logits_bytes": budget, "loss_scale": loss_scale}
+        options = OUR_OPTIONS | {"metrics": metrics, "max_logits_bytes": step.max_logits_bytes, "loss_scale": loss_scale}
         return linear_policy_loss("grpo", hidden, weight, *_our_inputs(step), **options).loss
 
     return lambda: loss
@@ -283,11 +297,13 @@ THEIRS: tuple[tuple[str, Sequence[tuple[str, Callable[[], Loss]]], str], ...] = 
     ("verl, Megatron", [("its own", of_scores(_verl_megatron))], NO_METRICS),
     ("verl, Megatron", [("its own, with entropy", of_scores(_verl_megatron_entropy))], WITH_ENTROPY),
     ("verl, FSDP", [("its own", of_scores(_verl_fsdp))], NO_METRICS),
-    ("NeMo-RL", [("its own", of_scores(_nemo_rl)), ("its own fused head", of_hidden(_nemo_rl_head))], NO_METRICS),
-    ("SkyRL", [("its own", of_scores(_skyrl)), ("its own fused head", of_hidden(_skyrl_head))], NO_METRICS),
+    ("NeMo-RL", [("its own", of_scores(_nemo_rl)), ("its own fused head", of_hidden(_nemo_rl_head, NEMO_RL_ROWS))], NO_METRICS),
+    ("SkyRL", [("its own", of_scores(_skyrl)), ("its own fused head", of_hidden(_skyrl_head, SKYRL_ROWS))], NO_METRICS),
     ("ROLL", [("its own", of_scores(_roll))], NO_METRICS),
 )
 """Host, its own paths, and the metrics that ours computes beside the loss, so that both give the entropy or neither."""
+THEIR_KERNELS = {"ROLL": ("its own, cross_entropy_loss_fusion", of_scores(partial(_roll, use_fused_kernel=True)))}
+"""Of a host that has a Triton kernel behind a setting: it needs CUDA."""
 OUR_LOG_PROBS = {
     "verl, Megatron": _our_log_probs(from_float32=True, inplace=True),
     "verl, FSDP": _our_log_probs(from_float32=False, inplace=True),
@@ -296,15 +312,21 @@ OUR_LOG_PROBS = {
 """As hosts/*_log_probs.py: the logits that a host hands over, and whether the gradient is written over them."""
 
 
-def paths() -> Iterator[HostPath]:
-    """The host's own, then ours in its place: log-probabilities where its loss may stay, and our loss."""
+def paths(hosts: Sequence[str] | None = None, *, with_kernels: bool = False) -> Iterator[HostPath]:
+    """The host's own, then ours in its place: log-probabilities where its loss may stay, and our loss.
+
+    hosts: texts of which a host's name holds one; None: all.
+    """
     for host, own, metrics in THEIRS:
-        yield from (HostPath(host, name, find) for name, find in own)
+        if hosts is not None and not any(text.lower() in host.lower() for text in hosts):
+            continue
+        kernels = [THEIR_KERNELS[host]] if with_kernels and host in THEIR_KERNELS else []
+        yield from (HostPath(host, name, find) for name, find in [*own, *kernels])
         if metrics == NO_METRICS:
             yield HostPath(host, "our log-probabilities", of_scores(partial(OUR_LOG_PROBS.__getitem__, host)), is_ours=True)
             yield HostPath(host, "our log-probabilities from hidden states", _our_head_log_probs, is_ours=True)
         suffix = ", with entropy" if metrics == WITH_ENTROPY else ""
-        yield HostPath(host, f"our loss from logits{suffix}", _our_loss(metrics), is_ours=True)
+        yield HostPath(host, f"our loss from logits{suffix}", _our_loss(host, metrics), is_ours=True)
         yield HostPath(host, f"our fused head{suffix}", _our_head(metrics, None), is_ours=True)
         yield HostPath(host, f"our fused head, into main_grad{suffix}", _our_head(metrics, 1.0), is_ours=True, into_main_grad=True)
 
@@ -315,31 +337,45 @@ def paths() -> Iterator[HostPath]:
 def measure_hosts(
     num_tokens: int, num_columns: int, hidden_size: int, dtype: torch.dtype, hosts: Sequence[str] | None = None
 ) -> Iterator[HostRow]:
-    """A row for each path, as it comes. hosts: texts of which a host's name holds one; None: all."""
+    """A row for each path, as it comes. hosts: as in `paths`."""
     step = draw(num_tokens, num_columns, hidden_size, dtype)
     full = draw(FULL_TOKENS, FULL_COLUMNS, FULL_HIDDEN, dtype, device="meta")
     exact = exact_gradients(step)
     with one_megatron_rank():
-        for path in paths():
-            if hosts is not None and not any(text.lower() in path.host.lower() for text in hosts):
-                continue
+        for path in paths(hosts):
             yield _measured(path, step, full, exact)
 
 
-def draw(num_tokens: int, num_columns: int, hidden_size: int, dtype: torch.dtype, device: str = "cpu") -> Step:
+def draw(num_tokens: int, num_columns: int, hidden_size: int, dtype: torch.dtype, device: str | torch.device = "cpu") -> Step:
     """Logits of standard deviation 2, as a trained model's are wide, and advantages of both signs."""
-    generator = torch.Generator().manual_seed(0) if device == "cpu" else None
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
     labels = torch.randint(num_columns, (num_tokens,), generator=generator, device=device)
     hidden, weight = normal(num_tokens, hidden_size), 2.0 * normal(num_columns, hidden_size) / hidden_size**0.5
-    return Step(hidden.to(dtype), weight.to(dtype), labels, normal(num_tokens))
+    bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+    budget = num_tokens * num_columns * dtype.itemsize // CHUNK_SHARE
+    chunk_rows = max(num_tokens // CHUNK_SHARE, 1)
+    return Step(hidden.to(dtype), weight.to(dtype), labels, normal(num_tokens), bounds, budget, chunk_rows)
 
 
-def exact_gradients(step: Step) -> tuple[Tensor, ...]:
-    double = replace(step, hidden=step.hidden.double(), weight=step.weight.double(), advantages=step.advantages.double())
-    leaves = double.leaves()
-    log_probs = torch.log_softmax(leaves[0] @ leaves[1].T, -1).gather(1, step.labels[:, None])[:, 0]
-    return torch.autograd.grad(-(log_probs * double.advantages).sum() / len(step.labels), leaves)
+def exact_gradients(step: Step) -> tuple[Tensor, Tensor]:
+    """Of hidden and weight, in float64, a chunk of rows at a time: dz_t = A_t / T (softmax(z_t) - 1 at the label)."""
+    weight, parts = step.weight.double(), list[Tensor]()
+    of_weight = torch.zeros_like(weight)
+    for start in range(0, len(step.labels), EXACT_ROWS):
+        rows = slice(start, start + EXACT_ROWS)
+        hidden, labels = step.hidden[rows].double(), step.labels[rows, None]
+        of_logits = torch.softmax(hidden @ weight.T, -1)
+        of_logits.scatter_add_(1, labels, -torch.ones_like(labels, dtype=torch.float64))
+        of_logits *= step.advantages[rows, None].double() / len(step.labels)
+        parts.append(of_logits @ weight)
+        of_weight.addmm_(of_logits.T, hidden)
+    return torch.cat(parts), of_weight
+
+
+def gradient_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest of both: the norm of the difference to float64, over the norm of the float64 gradient."""
+    return max(float((one.double() - right).norm() / right.norm()) for one, right in zip(found, exact, strict=True))
 
 
 def _measured(path: HostPath, step: Step, full: Step, exact: Sequence[Tensor]) -> HostRow:
@@ -351,7 +387,7 @@ def _measured(path: HostPath, step: Step, full: Step, exact: Sequence[Tensor]) -
     hidden, weight = step.leaves(with_main_grad=path.into_main_grad)
     of_hidden, of_weight = torch.autograd.grad(loss(step, hidden, weight), (hidden, weight), allow_unused=True)
     found = (of_hidden, weight.main_grad if path.into_main_grad else of_weight)
-    error = max(float((one.double() - right).norm() / right.norm()) for one, right in zip(found, exact, strict=True))
+    error = gradient_error(found, exact)
     if not error <= MOST_ERROR:
         return replace(row, status=f"FAIL: its gradient is {error:.1e} off", gradient_error=error)
     try:

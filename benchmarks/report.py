@@ -58,6 +58,7 @@ COLUMNS = {
     "over_three_matmuls": ("x 3 mm", "{:.2f}", 1.0),
     "over_four_matmuls": ("x 4 mm", "{:.2f}", 1.0),
     "over_unfused": ("x unfused", "{:.2f}", 1.0),
+    "bytes_a_logit": ("bytes a logit", "{:.2f}", 1.0),
     "peak_bytes": ("peak MB", "{:.1f}", 1e-6),
     "peak_extra_bytes": ("extra MB", "{:.1f}", 1e-6),
     "memory_over_unfused": ("x unf. MB", "{:.2f}", 1.0),
@@ -97,6 +98,14 @@ STYLES = {
         ratio="over_first",
         title="Log-probabilities, forward and backward: time over eager log_softmax and gather",
         axis="time over eager torch (dashed)",
+    ),
+    "hosts": Style(
+        columns=("bytes_a_logit", *TIMES, "peak_extra_bytes", *LAST),
+        sections=(("One step of the head in each host", "hosts"),),
+        cpu_heading=CPU_RATIOS,
+        ratio="bytes_a_logit",
+        title="One step of the head: the most bytes that live at once, for each of T x V logits",
+        axis="bytes a logit",
     ),
 }
 
@@ -192,6 +201,7 @@ def summary_lines(report: dict) -> list[str]:
     ]
     lines += [f"left out: {line}" for line in report["left_out"]]
     clocks = {when: found for when, found in report["clocks"].items() if found is not None}
+    lines += [f"shape: {report['shape']}"] if "shape" in report else []
     return lines + [f"nvidia-smi {when}: {', '.join(map(' '.join, found.items()))}" for when, found in clocks.items()]
 
 

@@ -438,6 +438,59 @@ def test_a_step_of_a_host_is_measured_in_its_own_file_and_a_wrong_gradient_is_no
 
 
 @pytest.mark.megatron
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_step_of_a_host_is_measured_on_a_device_and_a_wrong_gradient_is_not_timed(factor, tmp_path, monkeypatch):
+    """The path of CUDA through a CPU's clock: the same gate, report and files; a path after the time limit is no time."""
+    monkeypatch.setattr(harness, "find_device", lambda name: CpuDevice())
+    (tmp_path / "slime" / "utils").mkdir(parents=True)
+    (tmp_path / "slime" / "utils" / "ppo_utils.py").write_text(HOST_FILE.format(factor=factor))
+    words = ["--device", "cuda", "--rows", "64", "--vocab-size", "512", "--hidden-size", "16", "--host", "slime", "--host", "ROLL"]
+    words += ["--peer", f"slime={tmp_path}", "--output-dir", str(tmp_path / "out")]
+    code, shown, error = forked(lambda: command.main(["hosts", *words]))
+    assert code == 0, error
+    (results,) = (tmp_path / "out").glob("*_hosts_results.json")
+    assert results.with_name(results.name.replace("results.json", "report.md")).exists()
+    found = json.loads(results.read_text())
+    slime, roll = found["cases"]
+    theirs, *ours = slime["rows"]
+    assert [case["title"] for case in found["cases"]] == ["slime", "ROLL"] and f"### {slime['title']}" in shown
+    assert roll["rows"][0]["status"] == NOT_INSTALLED
+    if factor == 2:
+        assert (theirs["status"], theirs["median_ms"]) == (FAIL, None) and theirs["checks"][0]["error"] == pytest.approx(
+            1, abs=0.01
+        )
+    for row in ours if factor == 2 else slime["rows"]:
+        assert row["status"] == OK and row["rounds"] >= 5 and 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
+        assert row["checks"][0]["error"] < 1e-2 and row["bytes_a_logit"] is not None
+
+
+@pytest.mark.megatron
+def test_no_path_of_a_host_starts_after_the_time_limit_and_the_run_is_not_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "find_device", lambda name: CpuDevice())
+    words = ["--device", "cuda", "--rows", "8", "--vocab-size", "64", "--hidden-size", "8", "--host", "slime", "--json"]
+    code, shown, error = forked(lambda: command.main(["hosts", *words, "--time-limit", "1e-9"]))
+    found = json.loads(shown)
+    assert code == command.EXIT_FAULT and found["stopped"] == "--time-limit 1e-09", error
+    assert {row["status"] for row in found["cases"][0]["rows"]} == {"not started"}
+
+
+def test_files_of_the_benchmark_of_hosts_are_refused_on_a_cpu(capsys):
+    assert command.main(["hosts", "--rows", "8", "--json"]) == command.EXIT_CONFIG
+    assert "belong to --device cuda" in capsys.readouterr().err
+
+
+def test_exact_gradients_in_chunks_are_those_of_autograd(monkeypatch):
+    """Two whole chunks and a rest; both in float64, so that only the order of sums differs."""
+    monkeypatch.setattr(hosts, "EXACT_ROWS", 5)
+    step = hosts.draw(13, 29, 7, torch.bfloat16)
+    leaves = [tensor.double().requires_grad_() for tensor in (step.hidden, step.weight)]
+    log_probs = torch.log_softmax(leaves[0] @ leaves[1].T, -1).gather(1, step.labels[:, None])[:, 0]
+    expected = torch.autograd.grad(-(log_probs * step.advantages.double()).sum() / 13, leaves)
+    for found, right in zip(hosts.exact_gradients(step), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.megatron
 def test_a_host_without_a_checkout_is_a_row_that_says_how_to_add_it(monkeypatch, capsys):
     _, shown, error = forked(lambda: command.main(["hosts", "--rows", "8", "--vocab-size", "64", "--host", "SkyRL"]))
     assert "| SkyRL | its own | not installed: --peer skyrl=PATH, a checkout of https://github.com/NovaSky-AI/SkyRL" in shown, error
