@@ -89,6 +89,15 @@ def import_peer(module: str, remedy: str) -> ModuleType:
         raise Unavailable(NOT_INSTALLED, f"{package} is here but `import {module}` fails ({reason})") from None
 
 
+def verl_module(name: str, further: str = "") -> ModuleType:
+    """One file of verl, without the packages that the rest of verl imports, as Ray."""
+    if importlib.util.find_spec("verl") is None:
+        raise Unavailable(NOT_INSTALLED, f"pip install verl, or {checkout_of('verl')}{further}")
+    from benchmarks.hosts import host_module  # it imports this module
+
+    return host_module(name)
+
+
 def checkout_of(package: str) -> str:
     return f"--peer {package}=PATH, a checkout of {CHECKOUTS[package]}"
 
@@ -258,9 +267,7 @@ def _fast_llm(problem: LogitsProblem) -> Step:
 
 
 def _verl(problem: LogitsProblem) -> LogProbs:
-    peer = import_peer(
-        "verl.utils.torch_functional", f"pip install verl, or {checkout_of('verl')}; flash-attn for its fused cross-entropy"
-    )
+    peer = verl_module("verl.utils.torch_functional", "; flash-attn for its fused cross-entropy")
     whole_vocabulary_only(problem)
     # Without flash-attn it computes row by row in the dtype of the logits, and bfloat16 logits then fail the gate.
     return lambda logits: peer.logprobs_from_logits(logits, problem.current.labels)
@@ -384,7 +391,7 @@ def _rl_kernel(problem: HeadProblem) -> LogProbs:
 
 def _verl_head(problem: HeadProblem) -> LogProbs:
     needs_cuda(problem)
-    peer = import_peer("verl.utils.kernel.linear_cross_entropy", f"pip install verl, or {checkout_of('verl')}")
+    peer = verl_module("verl.utils.kernel.linear_cross_entropy")
     # Temperature, reduction, process group.
     options = (1.0, "none", None)
     return lambda hidden, weight: _first(peer.linear_cross_entropy(hidden, weight, problem.current.labels, *options))
