@@ -3,8 +3,9 @@
     python3 .ci/profile_kernels.py --ncu /usr/local/cuda/bin/ncu --seconds 60    on a GPU
     python3 .ci/profile_kernels.py --dry-run                                     the benchmarks alone, on a CPU
 
-For each kernel it prints what ncu printed and then one line of JSON: kernel, launches, reason (why there are none, or null). A
-kernel that is not profiled takes nothing from the others. Exit status 1 if one is not profiled.
+For each kernel it prints what ncu printed, of its page the columns that were asked for, and then one line of JSON: kernel,
+launches, reason (why there are none, or null). A kernel that is not profiled takes nothing from the others. Exit status 1 if one is
+not profiled.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import subprocess
 import sys
 import time
@@ -38,6 +40,9 @@ FACTORS = {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "usecond": 1e3, "us": 1e3, 
 WITHOUT_RIGHTS = "ERR_NVGPUCTRPERM"
 REMEDY = "run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
 RIGHTS = f"ncu may not read the GPU's counters ({WITHOUT_RIGHTS}): {REMEDY}"
+# Where a benchmark says why it launched nothing: ncu knows no more than that it failed.
+CAUSE = re.compile(r"^(left out: |[\w.]*Error: )")
+LONGEST_CAUSE = 200
 # The gate's launch comes first: on memory full of NaN, and right after the compiler. It is left out.
 SKIPPED, PROFILED = 1, 2
 
@@ -99,13 +104,15 @@ def profile(profiled: Profiled, ncu: str, seconds: float | None) -> dict[str, An
     command = ncu_command(profiled, ncu, seconds)
     print(f"===== {profiled.kernel}: {' '.join(command)}", flush=True)
     answer = ask(command, seconds)
-    print(answer.output, flush=True)
+    print(with_asked_columns(answer.output), flush=True)
     launches, reason = read_launches(answer.output), None
     if WITHOUT_RIGHTS in answer.output:
         reason = RIGHTS
     elif not launches:
         seen = answer.error or "ncu saw no launch of it"
-        reason = f"{seen}; its output ends: {' '.join(answer.output.split()[-20:])}"
+        cause = next((line[:LONGEST_CAUSE] for line in answer.output.splitlines() if CAUSE.match(line)), None)
+        ends = f"its output ends: {' '.join(answer.output.split()[-20:])}"
+        reason = f"{cause}; {seen}" if cause else f"{seen}; {ends}"
     return {"kernel": profiled.kernel, "launches": launches, "reason": reason}
 
 
@@ -117,14 +124,32 @@ def ncu_command(profiled: Profiled, ncu: str, seconds: float | None) -> list[str
     return [ncu, *options, *profiled.command(seconds)]
 
 
+def first_of_page(lines: Sequence[str]) -> int:
+    return next((number for number, line in enumerate(lines) if line.startswith('"') and '"Kernel Name"' in line), len(lines))
+
+
+def with_asked_columns(output: str) -> str:
+    """ncu's raw page has some hundred columns of the device beside the metrics, and a line of it tells a reader nothing."""
+    lines = output.splitlines()
+    first = first_of_page(lines)
+    if first == len(lines):
+        return output
+    names = next(csv.reader(lines[first : first + 1]))
+    asked = [number for number, name in enumerate(names) if name in ("ID", "Kernel Name", *NCU_METRICS)]
+    for number in range(first, len(lines)):
+        cells = next(csv.reader([lines[number]])) if lines[number].startswith('"') else []
+        if len(cells) == len(names):
+            lines[number] = "  ".join(cells[column] or "-" for column in asked)
+    return "\n".join(lines)
+
+
 def read_launches(output: str) -> list[dict[str, Any]]:
     """ncu's raw page: a line of names, a line of units, then a line for each launch. Bytes and nanoseconds.
 
     Warnings, and what the program itself prints, may come before and between.
     """
     lines = output.splitlines()
-    first = next((number for number, line in enumerate(lines) if line.startswith('"') and '"Kernel Name"' in line), len(lines))
-    rows = list(csv.DictReader(line for line in lines[first:] if line.startswith('"')))
+    rows = list(csv.DictReader(line for line in lines[first_of_page(lines) :] if line.startswith('"')))
     units, launches = (rows[0], rows[1:]) if rows else ({}, [])
     found = []
     for launch in launches:

@@ -193,12 +193,23 @@ def test_what_ncu_prints_is_read_in_bytes_and_nanoseconds():
     assert profile_kernels.read_launches("==ERROR== no counters") == []
 
 
+def test_of_the_page_of_ncu_a_reader_sees_the_metrics_alone():
+    """It has columns of the device too, and what the program prints stands around it."""
+    lines = [line.replace('","', '","of the device","', 1) if line.startswith('"') else line for line in NCU_OUTPUT.splitlines()]
+    shown = profile_kernels.with_asked_columns("\n".join([*lines, '"a line"', "after"])).splitlines()
+    assert shown[0] == "==PROF== Connected to process 7" and shown[5:] == ['"a line"', "after"]
+    assert shown[1] == "ID  Kernel Name  dram__bytes_read.sum  gpu__time_duration.sum  launch__registers_per_thread"
+    assert shown[2:4] == ["-  -  Gbyte  us  register/thread", "0  row_statistics_kernel(int)  4.2  1,000.5  64"]
+    assert profile_kernels.with_asked_columns("no page") == "no page"
+
+
 FAKE_NCU = """#!/bin/sh
 echo "==WARNING== Unable to access the following 6 metrics"
 echo '"a line that the program prints"'
 case "$*" in
   *{without_rights}*) echo "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access the counters" ;;
   *one_read_kernel*) echo "==ERROR== no counters" ;;
+  *unit_gradient_kernel*) echo "left out: gspo: CUDA out of memory"; echo "==ERROR== The application returned an error"; exit 1 ;;
   *scaled_exp_kernel*) sleep 600 ;;
   *) cat {output} ;;
 esac
@@ -217,13 +228,15 @@ def profile_with(session, monkeypatch, without_rights: str, seconds: float) -> t
 
 
 def test_each_kernel_is_profiled_whatever_happens_to_the_others(session, monkeypatch):
-    """One call of ncu sees no launch, one hangs: those of the others are kept, by the name of the kernel. Warnings come first."""
+    """One call of ncu sees no launch, one fails, one hangs: those of the others are kept, by the name of the kernel. Warnings come
+    first."""
     code, found, log = profile_with(session, monkeypatch, "nothing", 10.0)
     assert code == 1 and found["verdict"] == "FAILED" and log.count("===== ") == 1 + len(profile_kernels.KERNELS)
-    assert list(found["launches"]) == ["row_statistics_kernel", "logits_gradient_kernel", "unit_gradient_kernel"]
+    assert list(found["launches"]) == ["row_statistics_kernel", "logits_gradient_kernel"]
     assert len(found["launches"]["row_statistics_kernel"]) == 2
-    no_launch, hung = found["failures"]
+    no_launch, failed, hung = found["failures"]
     assert "one_read_kernel: ncu saw no launch of it; its output ends: " in no_launch and "==ERROR== no counters" in no_launch
+    assert failed.startswith("unit_gradient_kernel: left out: gspo: CUDA out of memory; ncu ended with 1: ")
     assert hung.startswith("scaled_exp_kernel: ncu hangs: stopped after")
 
 
