@@ -163,7 +163,10 @@ def on_simulated_ranks(function: Callable[[ParallelGroups], Any], groups: list[P
 
     def run(number: int) -> None:
         try:
-            answers[number] = function(groups[number])
+            # The backward of CUDA tensors runs in one thread of the device, for all ranks: the first to wait there for the others,
+            # as a loss with sums over samples does, keeps theirs from starting. Without it each rank runs its own, as on a CPU.
+            with torch.autograd.set_multithreading_enabled(False):
+                answers[number] = function(groups[number])
         except BaseException as error:
             errors.append(error)
             for of_rank in groups:  # whoever waits for this rank, or will
