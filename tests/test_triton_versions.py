@@ -53,6 +53,14 @@ def test_each_kernel_compiles_loads_and_launches(version):
 
 
 @pytest.mark.parametrize("version", ["3.6", TRITONS[-1]])
+def test_the_kernels_of_the_tests_compile_and_launch(version):
+    """As those of the package: each twin by itself. One that the interpreter ran did not compile with Triton 3.6."""
+    (found,) = first_launch(version, "--launches", TESTS / "twin_kernel.py", "--targets", 90).values()
+    assert {name: answer for name, answer in found.items() if isinstance(answer, str)} == {}
+    assert {line["launch"] for answer in found.values() for line in answer} == {"twin_kernel", "kl_kernel"}
+
+
+@pytest.mark.parametrize("version", ["3.6", TRITONS[-1]])
 def test_a_launch_that_fails_on_a_gpu_is_named_here(version):
     """A driver that only says yes proves nothing. The text as a default stopped each loss on CUDA with Triton 3.6."""
     (found,) = first_launch(version, "--launches", TESTS / "bad_launches.py", "--targets", 90).values()

@@ -1,11 +1,19 @@
-"""A kernel that calls the Triton twin of a loss on blocks, as the loss kernels do; apart, because it needs Triton to be read."""
+"""Kernels that call the Triton twins on blocks, as the loss kernels do; apart, because they need Triton to be read.
+
+The interpreter runs what does not compile: tests/test_triton_versions.py compiles LAUNCHES without a GPU.
+"""
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
-from megatron_rl.losses.twin_triton import apply_twin, load_vectors
+from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.losses.twin_triton import apply_twin, load_vectors, twin_of, twin_of_kl
+from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 
 
 @triton.jit
@@ -46,10 +54,30 @@ def twin_kernel(
     at = tl.arange(0, BLOCK)
     is_inside = at < n
     log_ratio, advantages = tl.load(LOG_RATIO + at, is_inside, 0.0), tl.load(ADVANTAGES + at, is_inside, 0.0)
-    log_probs, vectors = tl.load(LOG_PROBS + at, is_inside, 0.0), load_vectors(VECTORS, at, is_inside)
+    log_probs = tl.load(LOG_PROBS + at, is_inside, 0.0)
+    vectors = load_vectors(VECTORS, at, is_inside)  # by itself: Triton's compiler unpacks no tuple that holds None
     value, derivative, is_clipped = apply_twin(
         LOSS, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters
     )
     tl.store(VALUE + at, value, is_inside)
     tl.store(DERIVATIVE + at, derivative, is_inside)
     tl.store(IS_CLIPPED + at, (is_inside & is_clipped).to(tl.float32), is_inside)
+
+
+def launch(name: str) -> None:
+    """Of a loss: without the tuples that it does not have."""
+    loss = get_policy_loss(name)
+    vectors = [torch.empty(64, device="cuda") for _ in range(6 + len(loss.needs))]
+    further, numbers = tuple(vectors[6:]) or None, tuple(0.5 for _ in loss.parameters) or None
+    twin_kernel[(1,)](*vectors[:3], further, *vectors[3:6], 0.8, 1.2, numbers, 64, LOSS=twin_of(loss), BLOCK=64)
+
+
+def launch_kl(name: str) -> None:
+    vectors = [torch.empty(128, device="cuda") for _ in range(5)]
+    kl_kernel[(1,)](*vectors, 128, KL_TWIN=twin_of_kl(get_kl_estimator(name)), BLOCK=128)
+
+
+LAUNCHES = {
+    **{name: functools.partial(launch, name) for name in policy_loss_names() if get_policy_loss(name).triton},
+    **{f"KL {name}": functools.partial(launch_kl, name) for name in kl_estimator_names() if get_kl_estimator(name).triton},
+}
