@@ -1,4 +1,5 @@
-"""A pytest plugin: `gpu`, `megatron` and `host` tests skip with a reason; `--require gpu,megatron` makes such a skip a failure.
+"""A pytest plugin: `gpu`, `megatron`, `host` and `interpreter` tests skip with a reason; `--require gpu,megatron` makes such a skip
+a failure.
 
     pytest --require gpu
 
@@ -55,7 +56,14 @@ def missing_host(*named: str) -> str | None:
     return f"needs a checkout of a host: set {' or '.join(roots)} to its root"
 
 
-REASONS_TO_SKIP = {"gpu": missing_gpu, "megatron": missing_megatron, "host": missing_host}
+def missing_interpreter() -> str | None:
+    """Why an `interpreter` test cannot run here; None if it can."""
+    if missing_gpu() is not None:
+        return None
+    return "runs kernels on ranks that are forked, or on the CPU: here is a GPU, where they are compiled and CUDA survives no fork"
+
+
+REASONS_TO_SKIP = {"gpu": missing_gpu, "megatron": missing_megatron, "host": missing_host, "interpreter": missing_interpreter}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "host: runs a checkout of miles or slime; skips without MILES_ROOT and SLIME_ROOT. host(NAME): without NAME"
     )
+    config.addinivalue_line("markers", "interpreter: runs kernels in Triton's interpreter alone; skips where there is a GPU")
     known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
     unknown = sorted(required_markers(config) - known)
     if unknown:

@@ -251,7 +251,7 @@ READERS = {
 }
 
 
-@only_interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("settings", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("host", ["miles", "slime"])
 def test_a_host_gets_one_read_where_nobody_reads_the_logits_afterwards(host, settings):
@@ -280,13 +280,13 @@ def test_the_host_reads_the_logits_again_under_allgather_cp(cp_size, allgather_c
     """It adds 0 x their sum to the loss, so that each rank has a backward."""
     case = Case("allgather" if allgather_cp else "thd")
     plan = read_plan(args_of(case, policy_loss_backend=backend))
-    assert is_last_reader(plan, torch.zeros(2, 3), mock.Mock(size=lambda: cp_size)) == is_last
+    assert is_last_reader(plan, torch.zeros(2, 3, device=KERNEL_DEVICE), mock.Mock(size=lambda: cp_size)) == is_last
 
 
 # In ROLL, and where Megatron's optimiser does not tell the factor
 
 
-@only_interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("packing", ["rows", "a call a sequence"])
 def test_roll_gets_one_read_of_rows_and_shares_the_logits_of_packed_sequences(packing, monkeypatch):
     """A write into one packed sequence would be seen by the backward of another."""
@@ -315,7 +315,7 @@ def foreign_scale_on_rank(rank: int, is_foreign: bool) -> tuple[dict, list[str]]
 
 
 @pytest.mark.megatron
-@only_interpreted
+@pytest.mark.interpreter
 def test_a_training_step_of_an_unknown_factor_reads_its_logits_once():
     """As under another grad_scale_func than Megatron's optimisers set."""
     (found, launches), (wanted, known) = (run_ranks(foreign_scale_on_rank, 1, is_foreign)[0] for is_foreign in (True, False))

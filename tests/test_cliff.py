@@ -10,6 +10,7 @@ from functools import cache
 from unittest import mock
 
 import pytest
+from helpers import KERNEL_DEVICE
 
 import benchmarks.__main__ as command
 from benchmarks import cliff
@@ -115,7 +116,7 @@ def test_the_choice_is_that_of_the_package():
 
 @pytest.mark.kernel
 def test_the_command_times_both_paths_and_says_what_to_set(capsys):
-    assert command.main(["cliff", "--columns", "512", "--rows", "2", "--device", "cpu"]) == 0
+    assert command.main(["cliff", "--columns", "512", "--rows", "2", "--device", KERNEL_DEVICE]) == 0
     lines = capsys.readouterr().out.splitlines()
     paths = [line.split("|")[3].strip() for line in lines if line.startswith("| 512")]
     assert paths == 2 * ["two kernels", *(f"one kernel, {warps} warps" for warps in backends.ROWS_AT_ONCE)]

@@ -149,6 +149,7 @@ IN_TRITON = [
 
 
 @pytest.mark.kernel
+@pytest.mark.interpreter
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_our_loss_in_triton_trains_the_dense_step(hosts, cp_size):
     """The host's factor is not known to the loss: a first micro-batch that assumes 1 has the others' gradient."""

@@ -163,8 +163,15 @@ def cases_of(backend: str) -> dict[str, Case]:
     return {name: case for name, case in CASES.items() if backend == "torch" or name.startswith(tuple(KERNEL_CASES))}
 
 
+def marks_of(backend: str, tp_size: int) -> tuple:
+    """Shards are on ranks here; test_log_probs_triton.py joins them in one process."""
+    if backend != "triton":
+        return ()
+    return ON_TRITON if tp_size == 1 else (*ON_TRITON, pytest.mark.interpreter)
+
+
 CASES_OF_BACKENDS = [
-    pytest.param(*(backend, tp_size, name), id=f"{backend}-{tp_size}-{name}", marks=ON_TRITON if backend == "triton" else ())
+    pytest.param(*(backend, tp_size, name), id=f"{backend}-{tp_size}-{name}", marks=marks_of(backend, tp_size))
     for backend in DEVICES
     for tp_size in (1, 2, 4)
     for name in cases_of(backend)
@@ -197,8 +204,6 @@ def by_tp_size(backend, tp_size, on_one_rank, on_four_ranks):
     """{tp size: the ranks of one tensor-parallel group}, each rank with its results for all cases."""
     if tp_size == 1:
         return {1: [on_one_rank(backend)]}
-    if backend == "triton" and KERNEL_DEVICE != "cpu":
-        pytest.skip("ranks are forked on the CPU; test_log_probs_triton.py joins shards in one process")
     ranks = on_four_ranks(backend)
     return {2: [ranks[1][1], ranks[3][1]], 4: [of_rank[0] for of_rank in ranks]}
 

@@ -62,13 +62,15 @@ def hops_of_loss(name: str, backend: str = "triton", metrics: str = "basic") -> 
     batch, hops = random_batch([1, 1], num_masked=(0, 0)), Hops()
     tensors = [x.float() if x.is_floating_point() else x for x in (batch.logits, *batch.arguments())]
     logits, *others = (x.to(KERNEL_DEVICE) for x in tensors)
+    # Of two samples with a token each the advantages would be those of either: on a GPU nobody looks.
+    options = {"backend": backend, "metrics": metrics, "advantages_per": "sample"}
     for profile in (None, hops):  # what is imported and set up once is not entered by a step
         with watched_launches(hops.watching):
             sys.setprofile(profile)
             threading.setprofile(profile)  # autograd's thread
             try:
                 leaf = logits.detach().requires_grad_()
-                output = without_needless_clip(policy_loss, name, leaf, *others, backend=backend, metrics=metrics, **CLIP)
+                output = without_needless_clip(policy_loss, name, leaf, *others, **options, **CLIP)
                 output.loss.backward()
             finally:
                 sys.setprofile(None)

@@ -27,6 +27,7 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
+from megatron_rl.metrics import STATISTICS
 from megatron_rl.ops.backends import (
     ROWS_AT_ONCE,
     GradientConfiguration,
@@ -54,6 +55,9 @@ SMALL = OneReadConfiguration(lanes=4, tiles=2, block=32, num_warps=1)
 SMALL_STATISTICS = {"configuration": StatisticsConfiguration(lanes=4, tiles=2, num_warps=1, splits=1)}
 SMALL_GRADIENT = {"configuration": GradientConfiguration(block=32, num_warps=1, splits=1)}
 WIDTH, REAL, TAIL = 77, 70, 2  # stored columns, those that are no padding, tokens after the last document
+# Each compiled kernel fuses multiply-adds in its own way, so that a row's entropy, a chain of them, differs by a step or two of
+# float32 of 2^-23; the interpreter does the same operations in both.
+ENTROPY_STEPS = 0.0 if IS_INTERPRETED else 2**-22
 LENGTHS, NUM_MASKED = [4, 0, 5, 1, 2], (1, 0, 2, 0, 2)  # the last document is masked altogether
 
 
@@ -124,11 +128,13 @@ def assert_same(found: PolicyLossOutput, wanted: PolicyLossOutput) -> None:
     for field in fields(PolicyLossOutput):
         mine, other = getattr(found, field.name), getattr(wanted, field.name)
         if isinstance(mine, Tensor):
-            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True, msg=field.name)
+            steps = ENTROPY_STEPS if field.name in ("loss", "entropy") and found.entropy is not None else 0.0
+            torch.testing.assert_close(mine, other, rtol=steps, atol=0, equal_nan=True, msg=field.name)
         else:
             assert (mine is None) == (other is None), field.name
     if found.metrics is not None:
-        torch.testing.assert_close(found.metrics.values, wanted.metrics.values, rtol=0, atol=0, equal_nan=True)
+        for name, mine, other in zip(STATISTICS, found.metrics.values.tolist(), wanted.metrics.values.tolist(), strict=True):
+            assert mine == pytest.approx(other, rel=ENTROPY_STEPS if name == "entropy" else 0.0, abs=0.0, nan_ok=True), name
 
 
 @pytest.mark.parametrize(("backend", "loss_scale"), [("torch", None), ("triton", None), ("triton", SCALE)])
@@ -144,14 +150,16 @@ def test_without_old_log_probs_the_ratio_is_exactly_1(backend, loss_scale):
 
 
 def check_against_two_kernels(kind: str, batch: Batch, **options) -> None:
-    """Bit by bit the numbers of the two kernels with the same lanes; float64 says that they are right."""
+    """Bit by bit the numbers of the two kernels with the same lanes, but for entropies on a GPU. They are right by float64."""
     with chosen() as launches:
         found, gradient = run(kind, batch, **options)
     assert "one_read_kernel" in launches and "row_statistics_kernel" not in launches, launches
     with chosen() as launches:
         wanted, two_kernels = run(kind, batch, **options | {"loss_scale": None})
     assert "one_read_kernel" not in launches
-    assert torch.equal(gradient, two_kernels)
+    steps = ENTROPY_STEPS if "entropy_coefficient" in options and batch.logits.dtype == torch.float32 else 0.0
+    # Of an entropy term of 0.3 x 4.5 x SCALE / 0.7 = 6 times p (log p + H).
+    torch.testing.assert_close(gradient, two_kernels, rtol=steps, atol=6 * steps)
     assert_same(found, wanted)
     of_numbers = {name: value.double() for name, value in options.items() if isinstance(value, Tensor) and value.dim()}
     numbers = {name: getattr(batch, name) for name in ("logits", "old_log_probs", "advantages")}
@@ -409,7 +417,7 @@ def step_on_rank(rank: int, backend: str) -> tuple[dict, list[str]]:
 
 
 @pytest.mark.megatron
-@only_interpreted
+@pytest.mark.interpreter
 def test_a_training_step_reads_its_logits_once():
     """The forward step gives the schedule's factor up front; two micro-batches, so that it is not 1."""
     (found, launches), (truth, _) = (run_ranks(step_on_rank, 1, backend)[0] for backend in ("triton", "torch"))

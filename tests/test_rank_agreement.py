@@ -421,7 +421,7 @@ def test_what_a_loss_refuses_on_one_rank_is_raised_on_both(refusals, level, how,
         assert how == "raises" or f"{level} loss, {how}" in text
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=KERNEL)])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[*KERNEL, pytest.mark.interpreter])])
 @pytest.mark.parametrize("entry", ["policy_loss", "linear_policy_loss"])
 def test_numbers_that_overflow_on_one_rank_alone_stop_both(ranks, entry, backend):
     """A Triton twin can refuse nothing but numbers: those of one context-parallel rank's tokens."""

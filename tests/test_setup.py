@@ -294,6 +294,17 @@ def test_require_turns_the_skips_of_that_marker_alone_into_failures(run_plugin):
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_kernels_of_the_interpreter_are_not_run_where_there_is_a_gpu(run_plugin, monkeypatch, has_gpu):
+    """Also `--require gpu` allows it: their ranks are forked, or their tensors are on the CPU."""
+    import marker_plugin
+
+    monkeypatch.setattr(marker_plugin, "missing_gpu", lambda: None if has_gpu else "no gpu here")
+    result = run_plugin("import pytest\n@pytest.mark.interpreter\ndef test_on_ranks(): pass", "--require", "gpu")
+    result.assert_outcomes(skipped=int(has_gpu), passed=int(not has_gpu))
+    assert not has_gpu or "here is a GPU, where they are compiled and CUDA survives no fork" in str(result.stdout)
+
+
 def test_require_sees_a_skip_in_the_body_of_a_test(run_plugin):
     declared = ("--override-ini", "markers=slow: slow")
     run_plugin(MARKED, "--require", "slow", *declared).assert_outcomes(passed=1, skipped=3, failed=1)
