@@ -25,7 +25,7 @@ from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import GradientConfiguration, StatisticsConfiguration, resolve_backend
 from megatron_rl.ops.linear_head import bytes_per_logit, chunk_capacity, linear_log_probs
-from megatron_rl.ops.linear_schedule import MOVE_DIVISOR, Plan, document_bins, schedule_documents, schedule_rows
+from megatron_rl.ops.linear_schedule import Plan, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
 from megatron_rl.ops.log_probs_torch import logits_gradient_torch, row_results_torch
 
@@ -347,8 +347,8 @@ def chunk_rows(case: BenchmarkCase, device: torch.device, max_logits_bytes: int)
 
 
 def bytes_for(rows: int, case: BenchmarkCase, device: torch.device) -> int:
-    """max_logits_bytes of chunks of `rows` rows: with the block that moves rows."""
-    return (rows + -(-rows // MOVE_DIVISOR)) * case.vocab_size * bytes_per_logit(_empty_weight(case, device), False)
+    """max_logits_bytes of chunks of `rows` rows."""
+    return rows * case.vocab_size * bytes_per_logit(_empty_weight(case, device), False)
 
 
 def _empty_weight(case: BenchmarkCase, device: torch.device) -> Tensor:

@@ -13,13 +13,13 @@ from megatron_rl.layout.groups import Group, all_gather_stack, start_all_reduce_
 from megatron_rl.ops.backends import first_order_only, runs_eagerly
 from megatron_rl.ops.linear_gradient import gradient_in_main_grad, main_grad_of
 from megatron_rl.ops.linear_head import (
-    accumulator_dtype,
     add_weight_gradient,
     gradient_dtype,
     head_logits,
     hidden_gradient,
     logits_dtype,
     product_operand,
+    weight_gradient,
 )
 
 
@@ -78,8 +78,7 @@ def _weight_gradient(of_logits: Tensor, rows: Tensor, parameter: Tensor) -> Tens
     """Adds G^T X to main_grad, unrounded, where there is one; else returns it in the parameter's dtype."""
     main_grad = main_grad_of(parameter)
     if main_grad is None:
-        buffer = torch.zeros_like(parameter, dtype=accumulator_dtype(parameter))
-        return add_weight_gradient(of_logits, rows, out=buffer).to(parameter.dtype)
+        return weight_gradient(of_logits, rows, parameter.dtype)
     add_weight_gradient(of_logits, rows, out=main_grad)
     return gradient_in_main_grad(parameter)
 

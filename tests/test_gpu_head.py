@@ -29,7 +29,7 @@ from megatron_rl.ops.linear_head import (
     hidden_gradient,
     linear_log_probs,
 )
-from megatron_rl.ops.linear_schedule import MOVE_DIVISOR, Plan
+from megatron_rl.ops.linear_schedule import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of:UserWarning")]
 
@@ -97,7 +97,7 @@ def options_of(name: str, case: HeadBatch) -> tuple[str, dict]:
 
 def budget(case: HeadBatch, rows: int, fp32_logits: bool = False) -> int:
     """max_logits_bytes of chunks of this many rows."""
-    return (rows + -(-rows // MOVE_DIVISOR)) * case.weight.shape[0] * bytes_per_logit(case.weight, fp32_logits)
+    return rows * case.weight.shape[0] * bytes_per_logit(case.weight, fp32_logits)
 
 
 def fused(kind: str):

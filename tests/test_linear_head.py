@@ -29,7 +29,6 @@ from megatron_rl.ops.linear_head import (
     make_head,
 )
 from megatron_rl.ops.linear_schedule import (
-    MOVE_DIVISOR,
     Plan,
     cut,
     document_bins,
@@ -146,27 +145,26 @@ def most_extra_bytes(num_tokens: int, max_logits_bytes: int, *, has_main_grad: b
         head = make_head(hidden, weight, labels, HeadOptions(1.0, None, SINGLE, True, "torch", False, fp32_logits), rows)
         gradient = make_gradient(head, needs_hidden=True, needs_weight=True, main_grad=main_grad, scale=None, has_entropy_term=True)
     assert head.weight.dtype == torch.bfloat16 and head.hidden.shape == hidden.shape
+    assert (gradient.weight is None) != has_main_grad, "the first product makes it"
     chunk = head.logits.nbytes + (0 if head.gradient is head.logits else head.gradient.nbytes)
-    moved = rows // MOVE_DIVISOR * columns * head.logits.itemsize
-    assert chunk + moved <= max_logits_bytes
+    assert chunk <= max_logits_bytes
     rows_of_hidden = rows * hidden_size * 2
     numbers = 16 * num_tokens * 4  # statistics, log-probabilities, coefficients: float32, one a row
-    own = gradient.hidden.nbytes + (0 if has_main_grad else gradient.weight.nbytes)
-    # Clipped rows leave a chunk whose rows of hidden were gathered; later there is the gradient of those rows too. Without clipped
-    # rows the second copy is that of the rows times their coefficients.
-    return rows, chunk + own + numbers + max(moved + rows_of_hidden, 2 * rows_of_hidden)
+    # One product writes 16 bits; several are added to float32.
+    of_weight = 0 if has_main_grad else columns * hidden_size * (2 if rows == num_tokens else 4)
+    # Rows of hidden that were gathered, and the gradient of those rows, or the rows times their coefficients.
+    return rows, chunk + gradient.hidden.nbytes + of_weight + numbers + 2 * rows_of_hidden
 
 
 @pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks")
 def test_extra_memory_at_16k_tokens_and_128k_columns_is_below_the_target():
-    """4.2 GiB at the default budget, 2.3 GiB with main_grad and chunks of 4096 rows. Plan scale-last has one more buffer
-    of float32 weights where it cannot scale the one there is."""
+    """4.3 GiB at the default budget, 2.3 GiB with main_grad and chunks of 4096 rows; 3.2 GiB for 8192 tokens, which are one chunk.
+    Plan scale-last has one more buffer of float32 weights where it cannot scale the one there is."""
     rows, plain = most_extra_bytes(16384, DEFAULT_MAX_LOGITS_BYTES)
-    assert rows == 5462 and plain < 3.7 * GIB, "three chunks of one size"
-    rows, full = most_extra_bytes(7936, DEFAULT_MAX_LOGITS_BYTES)
-    other_tokens = (16384 - rows) * (4096 * 2 + 16 * 4)
-    assert rows == 7936 and full + other_tokens < 4.2 * GIB, "a document that fills its chunk, among 16k tokens"
-    rows, with_main_grad = most_extra_bytes(16384, 4352 * 131072 * 2, has_main_grad=True)
+    assert rows == 8192 and plain < 4.3 * GIB, "two full chunks"
+    rows, one = most_extra_bytes(8192, DEFAULT_MAX_LOGITS_BYTES)
+    assert rows == 8192 and one < 3.2 * GIB, "2 GiB hold exactly its logits"
+    rows, with_main_grad = most_extra_bytes(16384, 4096 * 131072 * 2, has_main_grad=True)
     assert rows == 4096 and with_main_grad < 2.3 * GIB
     rows, exact = most_extra_bytes(16384, DEFAULT_MAX_LOGITS_BYTES, fp32_logits=True)
     assert exact < 4.2 * GIB
@@ -174,25 +172,23 @@ def test_extra_memory_at_16k_tokens_and_128k_columns_is_below_the_target():
 
 @given(budget=st.integers(1, 10**7), bytes_per_row=st.integers(1, 10**5), preferred=st.none() | st.integers(1, 10**6))
 @settings(max_examples=200)
-def test_chunk_and_the_block_that_moves_rows_fit_the_budget(budget, bytes_per_row, preferred):
-    """The buffers of a chunk, and in the same moment a copy of up to one row in 32, are never more than was allowed."""
+def test_a_chunk_has_the_rows_that_fit_the_budget(budget, bytes_per_row, preferred):
+    """Never more bytes than were allowed, and no row less: a micro-batch that fits must not be two chunks."""
     if budget < bytes_per_row:
         with pytest.raises(ConfigError, match=f"{bytes_per_row} is the smallest budget that works"):
             rows_per_chunk(budget, bytes_per_row, preferred_bytes=preferred)
         return
     rows = rows_per_chunk(budget, bytes_per_row, preferred_bytes=preferred)
-    moved = 0 if rows == 1 else max(1, rows // MOVE_DIVISOR)
-    assert rows >= 1 and (rows + moved) * bytes_per_row <= budget
-    assert rows < 128 or rows % 128 == 0
-    if preferred is not None and rows > 1:
-        assert rows * bytes_per_row <= preferred
+    allowed = budget if preferred is None else min(budget, max(preferred, bytes_per_row))
+    assert rows >= 1 and rows * bytes_per_row <= allowed < (rows + 1) * bytes_per_row
 
 
 def test_rows_of_known_sizes():
-    """2 GiB of bfloat16 logits at 128,256 columns are 8372 rows; one in 33 of them is for moving, 8064 = 63 x 128 remain."""
-    assert rows_per_chunk(2 * 1024**3, 2 * 128_256) == 8064
-    assert rows_per_chunk(10, 10) == rows_per_chunk(29, 10) == 1
-    assert rows_per_chunk(30, 10) == 2
+    """2 GiB of bfloat16 logits at 128,256 columns are 8371 rows, at 131,072 columns 8192."""
+    assert rows_per_chunk(2 * 1024**3, 2 * 128_256) == 8371
+    assert rows_per_chunk(2 * 1024**3, 2 * 131_072) == 8192
+    assert rows_per_chunk(10, 10) == rows_per_chunk(19, 10) == 1
+    assert rows_per_chunk(20, 10) == 2
 
 
 @pytest.mark.parametrize("budget", [0, -1, 2.5, True, "2G", None])

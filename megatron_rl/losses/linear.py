@@ -280,6 +280,7 @@ def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, 
         needs_hidden=hidden.requires_grad,
         needs_weight=ready.parameter.requires_grad,
         main_grad=main_grad_of(ready.parameter) if ready.is_in_main_grad else None,
+        rounds_weight=main_grad_of(ready.parameter) is None,
         scale=ready.loss_scale,
         has_entropy_term=settings.entropy_coefficient != 0,
     )

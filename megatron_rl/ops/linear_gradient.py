@@ -8,9 +8,13 @@ A chunk: logits, all-gather over tp, coefficients (their function reduces over c
 written over the logits, dX, start of its reduction over tp, dW during that reduction. Where e is 0, the forward pass of a chunk may
 leave G itself, or e^z, in the memory of the logits: then no kernel reads the logits again.
 
-Backward multiplies this gradient by its factor; a second backward raises. The weight's gradient is a float32 buffer. It is added to
-Megatron's float32 `main_grad` where the parameter has one, unrounded: in forward if the factor was announced (loss_scale), else in
-backward. Without main_grad it is returned in the weight's dtype.
+Backward multiplies this gradient by its factor; a second backward raises. The weight's gradient is summed in float32. Where the
+parameter has Megatron's float32 `main_grad`, it is added there, unrounded: in forward if the factor was announced (loss_scale),
+else in backward. Without main_grad it is returned in the weight's dtype. If that has 16 bits, it is rounded
+
+    one product in all     by this product, once. Then a factor of backward that is no power of two rounds once more, by at most
+                           2^-9 of an element in bfloat16, as in the gradient of hidden. An announced factor rounds nothing
+    several products       by backward, once: it multiplies their float32 sum
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ from megatron_rl.ops.linear_head import (
     device_rows,
     forward_chunk,
     hidden_gradient,
-    keep_rows,
-    take_rows,
+    multiply_into,
+    weight_gradient,
 )
 from megatron_rl.ops.linear_schedule import Plan, WorkItem
 from megatron_rl.ops.log_probs_torch import RowResult
@@ -53,8 +57,9 @@ class HeadGradient:
     """The buffers that collect the gradient of one call. None: it is not needed."""
 
     hidden: Tensor | None  # [T, H], this tp rank's part where a reduce-scatter follows, else complete
-    weight: Tensor | None  # [V_tp, H] float32; the parameter's main_grad, or a buffer
-    is_weight_empty: bool  # nothing was added yet and it is not main_grad: it may be scaled as a whole
+    weight: Tensor | None  # [V_tp, H]: the parameter's main_grad, else what the products so far gave; None before the first
+    needs_weight: bool
+    rounds_weight: bool  # a product that is the first and the last one writes the weight's dtype
     has_entropy_term: bool  # a coefficient of the entropy comes, which does not commute
     scale: Tensor | float | None = None  # multiplies every coefficient
     is_reduced: bool = True  # `hidden` is summed over tp; False: it stays this shard's part of the sum
@@ -66,17 +71,14 @@ def make_gradient(
     *,
     needs_hidden: bool,
     needs_weight: bool,
-    main_grad: Tensor | None,  # [V_tp, H] to add to; None: a new buffer
+    main_grad: Tensor | None,  # [V_tp, H] to add to; None: a new tensor
+    rounds_weight: bool = True,  # False: it stays float32, for a main_grad that backward adds it to
     scale: Tensor | float | None,
     has_entropy_term: bool,
     is_reduced: bool = True,
 ) -> HeadGradient:
-    weight = main_grad
-    if weight is None and needs_weight:
-        weight = torch.zeros_like(head.weight, dtype=accumulator_dtype(head.weight))
     hidden = torch.zeros_like(head.hidden) if needs_hidden else None
-    is_empty = main_grad is None
-    return HeadGradient(hidden, weight, is_empty, has_entropy_term=has_entropy_term, scale=scale, is_reduced=is_reduced)
+    return HeadGradient(hidden, main_grad, needs_weight, rounds_weight, has_entropy_term, scale, is_reduced)
 
 
 def run_forward(head: LinearHead, items: Iterable[WorkItem], coefficients: Coefficients) -> None:
@@ -90,13 +92,13 @@ def run_forward(head: LinearHead, items: Iterable[WorkItem], coefficients: Coeff
 def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coefficients, gradient: HeadGradient) -> Tensor | None:
     """Forward and gradient; returns the complete gradient of hidden, [T, H] or with sequence parallelism [T / tp, H].
 
-    Rows that are in no item get gradient 0.
+    Rows that are in no item get gradient 0. `gradient.weight` is then there if it is needed: zeros if no row had a coefficient.
     Communication over tp: one all-gather a chunk. For the gradient of hidden one all-reduce a chunk, or one reduce-scatter; each
     runs during a weight gradient.
     """
     for number, item in enumerate(items):
         _PLANS[item.plan](head, item, coefficients, gradient, is_last=number == len(items) - 1)
-    return _finish_hidden(head, gradient)
+    return _finish(head, gradient)
 
 
 def run_gradient(
@@ -112,13 +114,15 @@ def run_gradient(
     for number, numbers in enumerate(chunks):
         rows = device_rows(numbers, head.hidden.device)
         hidden, labels = chunk_operands(head, rows)
-        chunk = Chunk(rows, hidden, labels, chunk_logits(head, hidden), take_rows(result, rows))
+        chunk = Chunk(rows, hidden, labels, chunk_logits(head, hidden), _take_rows(result, rows))
         is_last = number == len(chunks) - 1
         _multiply(head, chunk, c[rows], None if e is None else e[rows], gradient, is_last=is_last)
-    return _finish_hidden(head, gradient)
+    return _finish(head, gradient)
 
 
-def _finish_hidden(head: LinearHead, gradient: HeadGradient) -> Tensor | None:
+def _finish(head: LinearHead, gradient: HeadGradient) -> Tensor | None:
+    if gradient.needs_weight and gradient.weight is None:
+        gradient.weight = torch.zeros_like(head.weight, dtype=head.hidden.dtype)
     if gradient.hidden is None:
         return None
     if head.options.sequence_parallel and gradient.is_reduced and gradient.reduction is None:
@@ -139,13 +143,11 @@ def _scale_last(head: LinearHead, item: WorkItem, coefficients: Coefficients, gr
 
         dX_k = c (G_k W)     dW = c sum_k G_k^T X_k
 
-    The sum needs a scratch buffer of the weight's size, unless the weight gradient is still empty. The last chunk is multiplied
+    The sum needs a scratch buffer of the weight's size, unless there is no weight gradient yet. The last chunk is multiplied
     with its coefficient, as in plan in-chunk.
     """
-    early, target, scratch = [], gradient, None
-    if gradient.weight is not None and not gradient.is_weight_empty:
-        scratch = torch.zeros_like(gradient.weight)
-        target = dataclasses.replace(gradient, weight=scratch)
+    early: list[slice | Tensor] = []
+    target = gradient if gradient.weight is None else dataclasses.replace(gradient, weight=None)
     for number in range(len(item.chunks) - 1):
         chunk = _forward(head, item, number, leaves_gradient=True)
         early.append(chunk.rows)
@@ -155,13 +157,15 @@ def _scale_last(head: LinearHead, item: WorkItem, coefficients: Coefficients, gr
     is_dropped = bool(c[0] == 0)  # then 0 is written, because 0 x inf would be NaN
     if gradient.hidden is not None:
         for rows in early:
-            gradient.hidden[rows] = 0 if is_dropped else gradient.hidden[rows] * c[0]
+            part = gradient.hidden[rows]
+            gradient.hidden[rows] = 0 if is_dropped else multiply_into(part, c[0], part)
     if is_dropped:
-        if gradient.weight is not None and scratch is None:
-            gradient.weight.zero_()
+        target.weight = None
         return
-    if gradient.weight is not None:
-        _ = gradient.weight.mul_(c[0]) if scratch is None else gradient.weight.addcmul_(scratch, c[0].to(scratch.dtype))
+    if target.weight is not None and target is gradient:
+        target.weight.mul_(c[0])
+    elif target.weight is not None and gradient.weight is not None:
+        gradient.weight.addcmul_(target.weight, c[0].to(target.weight.dtype))
     _multiply(head, last, c[-last.labels.numel() :], None, gradient, is_last=is_last)
 
 
@@ -188,7 +192,7 @@ def _two_pass(head: LinearHead, item: WorkItem, coefficients: Coefficients, grad
         if kept.numel() < sizes[number]:
             rows = device_rows(item.chunks[number][kept], head.hidden.device)
             kept = kept.to(c.device, non_blocking=True)
-            c_part, e_part, result = c_part[kept], None if e_part is None else e_part[kept], take_rows(result, kept)
+            c_part, e_part, result = c_part[kept], None if e_part is None else e_part[kept], _take_rows(result, kept)
         hidden, labels = chunk_operands(head, rows)
         chunk = Chunk(rows, hidden, labels, chunk_logits(head, hidden), result)
         _multiply(head, chunk, c_part, e_part, gradient, is_last=is_last and number == len(sizes) - 2)
@@ -219,34 +223,102 @@ def _backward(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradi
     if kept.numel() == 0:
         return
     if kept.numel() < c.numel():
-        chunk, order = keep_rows(chunk, kept)
+        chunk, order = _keep_rows(chunk, kept)
         c, e = c[order], None if e is None else e[order]
     _multiply(head, chunk, c, e, gradient, is_last=is_last)
+
+
+def _take_rows(result: RowResult, rows: slice | Tensor) -> RowResult:  # rows [k] of n, on the device
+    return RowResult(**{field.name: getattr(result, field.name)[rows] for field in dataclasses.fields(RowResult)})
+
+
+def _keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k < n] ascending, on the CPU
+    """A chunk of only the `kept` rows, and their order [k] on the device: row i of the new chunk was row order[i].
+
+    Rows from the end fill the gaps, in place, so no more rows move than were dropped. The old chunk is then invalid.
+    """
+    num_rows, num_kept, device = chunk.logits.shape[0], kept.numel(), chunk.logits.device
+    is_kept = torch.zeros(num_rows, dtype=torch.bool)
+    is_kept[kept] = True
+    holes = is_kept[:num_kept].logical_not().nonzero()[:, 0]
+    sources = kept[num_kept - holes.numel() :]
+    order = torch.arange(num_kept)
+    order[holes] = sources
+    source_numbers = sources.tolist()
+    order, holes, sources = (index.to(device, non_blocking=True) for index in (order, holes, sources))
+    _move_rows(chunk.logits, sources, holes, num_kept, source_numbers)
+    rows, hidden = chunk.rows, chunk.hidden
+    if isinstance(rows, slice):  # then hidden is a view of the caller's tensor
+        rows, hidden = order + rows.start, hidden[order]
+    else:
+        hidden[holes] = hidden[sources]
+        rows, hidden = rows[order], hidden[:num_kept]
+    kept_chunk = dataclasses.replace(
+        chunk,
+        rows=rows,
+        hidden=hidden,
+        labels=chunk.labels[order],
+        logits=chunk.logits[:num_kept],
+        result=_take_rows(chunk.result, order),
+        unit_scales=None if chunk.unit_scales is None else chunk.unit_scales[order],
+        divisors=None if chunk.divisors is None else chunk.divisors[order],
+    )
+    return kept_chunk, order
+
+
+def _move_rows(
+    logits: Tensor,  # [n, V_tp]
+    sources: Tensor,  # [m] ascending, on the device, each >= num_kept
+    holes: Tensor,  # [m] on the device, each < num_kept
+    num_kept: int,
+    source_numbers: list[int],  # sources, on the host
+) -> None:
+    """logits[holes] = logits[sources] without memory beside them: the rows behind the last source are free, and a block is gathered
+    there on its way. Each block at least doubles the free rows, so m rows take log2(m) + 2 blocks at most."""
+    kept, sources, left = logits[:num_kept], sources - num_kept, len(source_numbers)
+    while left:
+        free = source_numbers[left - 1] + 1
+        count = min(logits.shape[0] - free, left)
+        if count == 0:  # nothing is free yet: one row goes alone
+            count, block = 1, logits[free - 1 : free]
+        else:
+            block = logits[free : free + count]
+            torch.index_select(logits[num_kept:free], 0, sources[left - count : left], out=block)
+        kept[holes[left - count : left]] = block
+        left -= count
 
 
 def _multiply(head: LinearHead, chunk: Chunk, c: Tensor | None, e: Tensor | None, gradient: HeadGradient, *, is_last: bool) -> None:
     """Writes the gradient over the logits, then dX, then dW while dX is reduced. c None: 1."""
     out, row_scale = _logits_gradient(head, chunk, c, e)
-    pending, hidden, operand = None, gradient.hidden, chunk.hidden
+    pending, own, hidden, operand = None, None, gradient.hidden, chunk.hidden
     if hidden is not None:
-        part = hidden_gradient(out, head.weight)
+        # A slice of rows is written to the place where it stays.
+        own = hidden[chunk.rows] if isinstance(chunk.rows, slice) and hidden.dtype == out.dtype else None
+        part = hidden_gradient(out, head.weight, out=own)
         if row_scale is not None:
             part.mul_(row_scale)
         if head.options.sequence_parallel or not gradient.is_reduced:
-            hidden[chunk.rows] = part.to(hidden.dtype)
+            if own is None:
+                hidden[chunk.rows] = part.to(hidden.dtype)
             if is_last and gradient.is_reduced:
                 gradient.reduction = start_reduce_scatter_sum(hidden, head.options.tp_group)
         else:
             pending = start_all_reduce_sum(part, head.options.tp_group)
         del part
-    if gradient.weight is not None:
+    if gradient.needs_weight:
         if row_scale is not None:  # rows that were gathered are this chunk's own; a slice shows the caller's tensor
-            own = operand if isinstance(chunk.rows, Tensor) else torch.empty_like(operand)
-            operand = torch.mul(operand, row_scale, out=own)
-        add_weight_gradient(out, operand, out=gradient.weight)
-        gradient.is_weight_empty = False
+            scaled = operand if isinstance(chunk.rows, Tensor) else torch.empty_like(operand)
+            operand = torch.mul(operand, row_scale, out=scaled)
+        if gradient.weight is not None:
+            add_weight_gradient(out, operand, out=gradient.weight)
+        else:
+            dtype = head.hidden.dtype if is_last and gradient.rounds_weight else accumulator_dtype(head.hidden)
+            gradient.weight = weight_gradient(out, operand, dtype)
     if hidden is not None and pending is not None:
-        hidden[chunk.rows] = pending.wait().to(hidden.dtype)
+        reduced = pending.wait()
+        if own is None:
+            hidden[chunk.rows] = reduced.to(hidden.dtype)
 
 
 def _logits_gradient(
@@ -272,7 +344,7 @@ class ReadyGradient:
     """The gradient that backward returns, once."""
 
     hidden: Tensor | None  # [T, H] or [T / tp, H]
-    weight: Tensor | None  # [V_tp, H] float32; None where it is in main_grad or not needed
+    weight: Tensor | None  # [V_tp, H] float32, or already the weight's dtype; None where it is in main_grad or not needed
     parameter: Tensor  # the weight as the caller gave it, with main_grad and its flags
     is_in_main_grad: bool
     loss_scale: Tensor | float | None
@@ -344,7 +416,7 @@ class _WithHeadGradient(torch.autograd.Function):
         hidden, weight = gradient.hidden, gradient.weight
         gradient.hidden = gradient.weight = None  # so that autograd can take the tensors without a copy
         if hidden is not None and factor is not None:
-            hidden.mul_(factor)
+            multiply_into(hidden, factor, hidden)
         return hidden, _deliver_weight(weight, factor, gradient, reaches_hidden=hidden is not None), None, None
 
 
@@ -361,11 +433,12 @@ def _deliver_weight(
         return None
     main_grad = main_grad_of(parameter)
     if main_grad is not None:
-        _ = main_grad.add_(weight) if factor is None else main_grad.addcmul_(weight, factor.to(weight.dtype))
+        _ = main_grad.add_(weight) if factor is None else main_grad.addcmul_(weight, factor.to(main_grad.dtype))
         return gradient_in_main_grad(parameter)
-    if factor is not None:
-        weight.mul_(factor)
-    return weight.to(parameter.dtype)
+    if factor is None:
+        return weight.to(parameter.dtype)
+    is_rounded = weight.dtype == parameter.dtype
+    return multiply_into(weight, factor, weight if is_rounded else torch.empty_like(weight, dtype=parameter.dtype))
 
 
 def gradient_in_main_grad(parameter: Tensor) -> Tensor | None:

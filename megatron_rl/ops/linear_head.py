@@ -1,9 +1,9 @@
 """Computes a head from hidden states [T, H]: its three matmuls, and log-probabilities chunk by chunk, without logits [T, V_tp].
 
-    logits = X W^T      dX = G W      dW += G^T X
+    logits = X W^T      dX = G W      dW = G^T X, or dW += G^T X
 
-16-bit products are exact in float32 and are summed there. Only a 16-bit result is rounded: logits, unless fp32_logits is set, and
-dX. dW is not rounded: it is added to a float32 buffer.
+16-bit products are exact in float32 and are summed there. Only a 16-bit result is rounded, once: logits, unless fp32_logits is set,
+dX, and dW where one product makes it. What is added to something is a float32 buffer, and not rounded.
 
 Data flow of a chunk: logits = X W^T into one buffer -> row statistics -> one all-gather over tp -> log-probabilities and entropy.
 ops/linear_gradient.py has the gradient of a chunk. Derivation: docs/kernels.md.
@@ -11,7 +11,6 @@ ops/linear_gradient.py has the gradient of a chunk. Derivation: docs/kernels.md.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -27,13 +26,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Agreement, Group, all_gather_stack, resolve_group
 from megatron_rl.ops.backends import resolve_backend, runs_eagerly
-from megatron_rl.ops.linear_schedule import (
-    CUDA_ROWS_WARNING,
-    MOVE_DIVISOR,
-    rows_per_chunk,
-    schedule_rows,
-    warn_of_small_chunks,
-)
+from megatron_rl.ops.linear_schedule import CUDA_ROWS_WARNING, rows_per_chunk, schedule_rows, warn_of_small_chunks
 from megatron_rl.ops.log_probs import (
     LOGIT_DTYPES,
     LogProbKeywords,
@@ -51,6 +44,8 @@ from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, keeps_exponen
 LEAST_LOG_PROB = -60.0
 # Size limit for a temporary product when the matmul cannot write into its output: 8192 columns at H = 4096, which fill any device.
 TEMPORARY_BYTES = 128 * 1024**2
+# On a CPU: a block and its float32 operands stay in a cache.
+CPU_TEMPORARY_BYTES = 4 * 1024**2
 # out += gradient.T @ hidden in one kernel. All three are contiguous.
 Accumulation = Callable[[Tensor, Tensor, Tensor], object]  # (hidden [n, H], gradient [n, V_tp], out [V_tp, H] float32)
 
@@ -97,10 +92,45 @@ def head_logits(
 def hidden_gradient(
     gradient: Tensor,  # [n, V_tp]
     weight: Tensor,  # [V_tp, H]
+    *,
+    out: Tensor | None = None,  # [n, H]; None: a new tensor
 ) -> Tensor:  # [n, H] in the operands' dtype
     """G W: this shard's part of the sum over the vocabulary."""
     # With `out`, because autocast would cast float32 operands to 16 bits.
-    return torch.mm(gradient, weight, out=gradient.new_empty(gradient.shape[0], weight.shape[1]))
+    return torch.mm(gradient, weight, out=gradient.new_empty(gradient.shape[0], weight.shape[1]) if out is None else out)
+
+
+def weight_gradient(
+    gradient: Tensor,  # [n, V_tp]
+    hidden: Tensor,  # [n, H]
+    dtype: torch.dtype,  # 16 bits, float32 or float64
+) -> Tensor:  # [V_tp, H] in `dtype`
+    """G^T X in a new tensor: no zeros are written, nothing is read. It is summed in float32 or better; a 16-bit result is rounded
+    once, by the matmul.
+
+    On CUDA torch's `allow_bf16_reduced_precision_reduction` (and float16's) holds here as for dX: where the library splits the sum
+    over rows, which pays for small results only, the parts are rounded too.
+    """
+    out = hidden.new_empty(gradient.shape[1], hidden.shape[1], dtype=dtype)
+    is_16_bit = dtype.itemsize < 4
+    if gradient.dtype == hidden.dtype == dtype and (gradient.is_cuda or not is_16_bit):
+        return torch.mm(gradient.t(), hidden, out=out)
+    if not gradient.is_cuda:
+        wide = torch.promote_types(dtype, torch.float32)
+        right = hidden.to(wide)
+        for columns in blocks(out.shape[0], max(out.shape[1], gradient.shape[0]) * wide.itemsize, CPU_TEMPORARY_BYTES):
+            target = out[columns]
+            product = torch.empty_like(target, dtype=wide) if is_16_bit else target
+            torch.mm(gradient[:, columns].t().to(wide), right, out=product)
+            if is_16_bit:
+                target.copy_(product)
+        return out
+    outputs = _float32_outputs(gradient.dtype, gradient.device)
+    if "mm out" in outputs:
+        return torch.mm(gradient.t(), hidden, out_dtype=torch.float32, out=out)
+    if "mm" in outputs:
+        return _float32_mm(gradient.t(), hidden)
+    return add_weight_gradient(gradient, hidden, out=out.zero_())
 
 
 def add_weight_gradient(
@@ -147,10 +177,26 @@ def _upcast_mm(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left.float(), right.float())
 
 
-def blocks(num_columns: int, bytes_per_column: int) -> Iterator[slice]:
-    """Consecutive columns, as many as take TEMPORARY_BYTES, at least one. A temporary for all columns would be as large as the
-    logits, or as the weight gradient."""
-    step = max(1, TEMPORARY_BYTES // max(bytes_per_column, 1))
+def multiply_into(
+    tensor: Tensor,  # [n, H]
+    factor: Tensor,  # 0-d on the device of `tensor`, float32 or float64
+    out: Tensor,  # [n, H] of any dtype; may be `tensor`
+) -> Tensor:
+    """tensor x factor into `out`, in one pass; rounded once, to the dtype of `out`."""
+    if tensor.is_cuda:
+        # With a dimension. Of a 0-d tensor on CUDA, torch rounds the factor to the dtype of `tensor` first.
+        return torch.mul(tensor, factor.reshape(1), out=out)
+    if out.dtype == tensor.dtype:
+        return torch.mul(tensor, factor, out=out)
+    for rows in blocks(tensor.shape[0], tensor.shape[1] * tensor.itemsize, CPU_TEMPORARY_BYTES):  # torch makes a temporary there
+        torch.mul(tensor[rows], factor, out=out[rows])
+    return out
+
+
+def blocks(num_columns: int, bytes_per_column: int, block_bytes: int | None = None) -> Iterator[slice]:
+    """Consecutive columns, as many as take block_bytes (None: TEMPORARY_BYTES), at least one. A temporary for all columns would be
+    as large as the logits, or as the weight gradient."""
+    step = max(1, (TEMPORARY_BYTES if block_bytes is None else block_bytes) // max(bytes_per_column, 1))
     for start in range(0, num_columns, step):
         yield slice(start, min(start + step, num_columns))
 
@@ -530,42 +576,3 @@ def _keep_results(head: LinearHead, rows: slice | Tensor, result: RowResult) -> 
     head.log_probs[rows] = result.log_probs
     if head.entropy is not None:
         head.entropy[rows] = result.entropy
-
-
-def take_rows(result: RowResult, rows: slice | Tensor) -> RowResult:  # rows [k] of n, on the device
-    return RowResult(**{field.name: getattr(result, field.name)[rows] for field in dataclasses.fields(RowResult)})
-
-
-def keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k < n] ascending, on the CPU
-    """A chunk of only the `kept` rows, and their order [k] on the device: row i of the new chunk was row order[i].
-
-    Rows from the end fill the gaps, in place and in blocks, so no more rows move than were dropped. The old chunk is then invalid.
-    """
-    num_rows, num_kept, device = chunk.logits.shape[0], kept.numel(), chunk.logits.device
-    is_kept = torch.zeros(num_rows, dtype=torch.bool)
-    is_kept[kept] = True
-    holes = is_kept[:num_kept].logical_not().nonzero()[:, 0]
-    sources = kept[num_kept - holes.numel() :]
-    order = torch.arange(num_kept)
-    order[holes] = sources
-    order, holes, sources = (index.to(device, non_blocking=True) for index in (order, holes, sources))
-    block = max(1, num_rows // MOVE_DIVISOR)
-    for start in range(0, holes.numel(), block):
-        chunk.logits[holes[start : start + block]] = chunk.logits[sources[start : start + block]]
-    rows, hidden = chunk.rows, chunk.hidden
-    if isinstance(rows, slice):  # then hidden is a view of the caller's tensor
-        rows, hidden = order + rows.start, hidden[order]
-    else:
-        hidden[holes] = hidden[sources]
-        rows, hidden = rows[order], hidden[:num_kept]
-    kept_chunk = dataclasses.replace(
-        chunk,
-        rows=rows,
-        hidden=hidden,
-        labels=chunk.labels[order],
-        logits=chunk.logits[:num_kept],
-        result=take_rows(chunk.result, order),
-        unit_scales=None if chunk.unit_scales is None else chunk.unit_scales[order],
-        divisors=None if chunk.divisors is None else chunk.divisors[order],
-    )
-    return kept_chunk, order

@@ -21,12 +21,8 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 
-# Rows of a matmul's tile. With another multiple a part of the last tile is idle.
-ROW_MULTIPLE = 128
 # With fewer rows the weight gradient is read and written too often: 8 bytes an element and chunk, 18 % of its matmul at 4096 rows.
 CUDA_ROWS_WARNING = 4096
-# When clipped rows are removed from a chunk, other rows move in blocks; the copy of a block is at most this fraction of the chunk.
-MOVE_DIVISOR = 32
 
 
 class Plan(StrEnum):
@@ -52,13 +48,13 @@ class WorkItem:
 
 
 def rows_per_chunk(max_logits_bytes: int, bytes_per_row: int, *, preferred_bytes: int | None = None) -> int:
-    """Rows of a chunk whose buffers, with the block that moves rows in them, fit into max_logits_bytes.
+    """Rows of a chunk whose buffers fit into max_logits_bytes: as many as can be, so that a micro-batch that fits is one chunk.
 
     bytes_per_row: in all buffers together. preferred_bytes: a smaller target, such as a cache; one row is always allowed.
     Raises: ConfigError for a max_logits_bytes below one row; the message names the smallest that works.
 
     >>> rows_per_chunk(2 * 1024**3, 2 * 128_256)
-    8064
+    8371
     """
     if not isinstance(max_logits_bytes, int) or isinstance(max_logits_bytes, bool):
         raise ConfigError(f"max_logits_bytes={max_logits_bytes!r} must be a whole number of bytes")
@@ -69,10 +65,7 @@ def rows_per_chunk(max_logits_bytes: int, bytes_per_row: int, *, preferred_bytes
         )
     if preferred_bytes is not None:
         max_logits_bytes = min(max_logits_bytes, max(preferred_bytes, bytes_per_row))
-    rows = max_logits_bytes // max(bytes_per_row, 1)
-    if rows > 1:
-        rows -= -(-rows // (MOVE_DIVISOR + 1))
-    return rows // ROW_MULTIPLE * ROW_MULTIPLE if rows >= ROW_MULTIPLE else rows
+    return max_logits_bytes // max(bytes_per_row, 1)
 
 
 @functools.cache
