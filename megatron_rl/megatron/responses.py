@@ -22,6 +22,7 @@ from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 # The model's output layer, unchanged.
 LOGITS = HeadSettings()
 Batch = TypeVar("Batch", bound=ForwardInput)
+Result = TypeVar("Result")
 
 
 def response_log_probs(
@@ -100,16 +101,16 @@ def recording(recorder: RouteRecorder | None, row_positions: Tensor, tokens: Ten
 def forward_only(
     model: nn.Module,
     batch: Batch,
-    measure: Callable[[Batch, Tensor, HeadInputs | None], Tensor],
+    measure: Callable[[Batch, Tensor, HeadInputs | None], Result],
     groups: ParallelGroups,
     head: HeadSettings,
     positions: Tensor | None = None,
-) -> Tensor | None:
+) -> Result | None:
     """One forward through Megatron's schedule. Returns measure(batch, logits of run_model, None), with a fused head measure(batch,
     a number, its inputs), on the last pipeline stage; None on the others."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def forward_step(data_iterator: object, model: nn.Module) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
+    def forward_step(data_iterator: object, model: nn.Module) -> tuple[Tensor, Callable[[Tensor, bool], Result]]:
         logits, inputs = run_model(model, batch, head, groups.tp, positions)
         return logits, lambda output, non_loss_data: measure(batch, output, inputs)
 

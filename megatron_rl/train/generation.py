@@ -2,7 +2,7 @@
 
 A new token is one row of each layer, with a cache of keys and values. It is a forward of the whole sequence where a recorder of
 routes needs that, and where `can_cache` is False: layers of Transformer Engine, no rotary positions. Each forward runs the training
-schedule. No state is kept between calls.
+schedule. No state is kept between calls. With top-p, top-k or min-p a token is drawn from the ids that the filter keeps of its row.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.responses import LOGITS, forward_only, recording
 from megatron_rl.megatron.routing import RouteRecorder
 from megatron_rl.train.key_value_cache import KeyValueCache, can_cache
+from megatron_rl.train.sampling_filter import KeptTokens, SamplingFilter
 
 # (sample ids [B] int64, position of the next token [B] int64, vocabulary ids [V_local] int64) -> [B, V_local] float32
 Noise = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -50,6 +51,7 @@ class SamplingSettings:
     temperature: float
     vocab_size: int  # the true vocabulary: padded columns are never sampled
     rows_per_forward: int  # limits the memory of a forward
+    filter: SamplingFilter = SamplingFilter()
 
 
 def sample_responses(
@@ -63,20 +65,25 @@ def sample_responses(
     device: torch.device,
     head: HeadSettings = LOGITS,
     recorder: RouteRecorder | None = None,
+    kept: KeptTokens | None = None,
 ) -> list[list[int]]:
     """One response for each prompt, equal on all ranks of the tp, cp and pp groups of a data-parallel rank.
 
         token = argmax_j (logits_j / temperature + noise_j),    noise standard Gumbel: a draw from the softmax (Gumbel, 1954)
 
+    With a filter j is of the kept ids alone, which `kept` gets: the same noise, so that tokens stay where all are kept.
+
     Only `noise` is random. Only the logits of the last positions are computed, [B, V_tp]. The host waits once a
     forward, for its tokens.
     Communication per new token, besides the model's: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
-    of [B]; dp none, so ranks may have different numbers of samples. Where ranks share experts, dp has one all-reduce of a number,
+    of [B]; dp none, so ranks may have different numbers of samples. With a filter tp has one all-gather of the float32 logits,
+    [B, V_tp], to sort whole rows, cp and pp have [4, B] float64 in the place of [B], and one more of all kept ids; the host waits
+    twice. Where ranks share experts, dp has one all-reduce of a number,
     and a rank with fewer rows runs forwards whose tokens nobody reads. A recorder's is added once a forward; it gets the routes of
     each sample, by its place in prompts, from the last forward that the sample was in: the one that sampled its last token.
     Raises DataError for logits that are not finite.
     """
-    sampler = _Sampler(model, settings, noise, groups, device, head, recorder)
+    sampler = _Sampler(model, settings, noise, groups, device, head, recorder, kept)
     responses: list[list[int]] = [[] for _ in prompts]
     starts = range(0, len(prompts), settings.rows_per_forward)
     parts = [range(len(prompts))[start : start + settings.rows_per_forward] for start in starts]
@@ -99,6 +106,7 @@ class _Sampler:
     device: torch.device
     head: HeadSettings
     recorder: RouteRecorder | None
+    kept: KeptTokens | None
 
     def run(
         self, part: Sequence[int], prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], responses: list[list[int]]
@@ -111,7 +119,7 @@ class _Sampler:
             if step == 0 and self.recorder is None and can_cache(self.model):
                 capacity = max(map(len, sequences.values())) + self.settings.max_new_tokens
                 cache = KeyValueCache(self.model, len(rows), capacity)
-            tokens = _next_tokens(
+            drawn = _next_tokens(
                 self.model,
                 [sequences[row] for row in rows],
                 [sample_ids[row] for row in rows],
@@ -124,12 +132,14 @@ class _Sampler:
                 cache=cache,
                 is_first=step == 0,
             )
-            for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            if self.kept is not None and drawn.kept is not None:
+                self.kept.add(rows, *drawn.kept)
+            for place, (row, token) in enumerate(zip(rows, drawn.tokens, strict=True)):
                 if self.recorder is not None:
                     self.recorder.keep(row, place * self.recorder.row_length, len(sequences[row]) + 1)
                 sequences[row].append(token)
                 responses[row].append(token)
-            is_open = [token not in self.settings.end_tokens for token in tokens]
+            is_open = [token not in self.settings.end_tokens for token in drawn.tokens]
             rows = [row for row, flag in zip(rows, is_open, strict=True) if flag]
             if not rows:
                 return
@@ -144,6 +154,71 @@ def _on_expert_ranks(has_work: bool, model: nn.Module, groups: ParallelGroups) -
     return bool(all_reduce_max(torch.tensor([int(has_work)], device=group_device(groups.dp)), groups.dp))
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """One new token of each row, the same on all ranks of tp, cp and pp."""
+
+    tokens: list[int]  # [B]; -1 where the logits are not finite
+    kept: tuple[Tensor, list[int], list[float], list[float]] | None  # as KeptTokens.add takes them; None: no filter
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Draws one token of each row. Each context-parallel rank has the logits of the rows whose last token it owns."""
+
+    settings: SamplingSettings
+    noise: Noise
+    groups: ParallelGroups
+    ids: Tensor  # [B] of the samples
+    positions: Tensor  # [B] that the new tokens take
+    is_own: Tensor  # [B] bool
+
+    def choose(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:  # [B, V_tp] float32
+        """([B] the tokens, None), with a filter ([4, B] float64 token, size, score, mass; [B, V] kept): 0 in rows of other ranks.
+        Communication: over tp, as sample_responses says."""
+        tp, vocabulary = self.groups.tp, self.settings.vocab_size
+        columns = torch.arange(rows.shape[1], device=rows.device) + tp.rank() * rows.shape[1]
+        scaled = rows / self.settings.temperature
+        scores, is_open, kept = scaled + self.noise(self.ids, self.positions, columns), columns < vocabulary, None
+        if self.settings.filter.is_on:
+            whole = all_gather_stack(scaled, tp).transpose(0, 1).flatten(1)
+            kept = self.settings.filter.kept(whole[:, :vocabulary])
+            is_open = is_open & kept[:, columns.clamp(max=vocabulary - 1)]
+        best = torch.where(is_open, scores, -torch.inf).max(-1)
+        # float64 holds a vocabulary id and a float32 score exactly: one all-gather for both.
+        pair = torch.stack([best.values.double(), columns[best.indices].double()], -1)
+        value, column = all_gather_stack(pair, tp).unbind(-1)  # [tp, B]
+        token = column.gather(0, value.argmax(0, keepdim=True))[0].long()
+        token = torch.where(self.is_own, torch.where(value.amax(0).isfinite(), token, -1), 0)
+        if kept is None:
+            return token, None
+        logits, kept = whole[:, :vocabulary].double(), kept & self.is_own[:, None]
+        among = torch.where(kept, logits, -torch.inf).logsumexp(-1)
+        score = logits.gather(1, token.clamp(min=0)[:, None])[:, 0] - among
+        mass = (among - logits.logsumexp(-1)).exp()
+        values = torch.stack([token.double(), kept.sum(-1).double(), score, mass])
+        return torch.where(self.is_own, values, 0.0), kept
+
+    def shared(self, chosen: tuple[Tensor, Tensor | None] | None) -> _Drawn:
+        """What each rank hears; None: of a stage without logits. Communication: over cp and pp, as sample_responses says."""
+        cp, pp, device, is_filtered = self.groups.cp, self.groups.pp, self.ids.device, self.settings.filter.is_on
+        count = len(self.ids)
+        if not is_filtered:
+            empty = torch.zeros(count, dtype=torch.int64, device=device)
+            return _Drawn(broadcast_from_last(empty if chosen is None else all_reduce_sum(chosen[0], cp), pp).tolist(), None)
+        values = torch.zeros(4, count, dtype=torch.float64, device=device)
+        values = broadcast_from_last(values if chosen is None else all_reduce_sum(chosen[0], cp).contiguous(), pp)
+        tokens, sizes, scores, masses = values.tolist()
+        whole_sizes = [int(size) for size in sizes]
+        ids = torch.zeros(sum(whole_sizes), dtype=torch.int32, device=device)
+        if chosen is not None and chosen[1] is not None:
+            rows, columns = chosen[1].nonzero().unbind(-1)
+            starts, own = (of_rows.cumsum(0) - of_rows for of_rows in (values[1].long(), chosen[1].sum(-1)))
+            ids[torch.arange(len(rows), device=device) + (starts - own)[rows]] = columns.int()
+            ids = all_reduce_sum(ids, cp)
+        return _Drawn([int(token) for token in tokens], (broadcast_from_last(ids, pp).cpu(), whole_sizes, scores, masses))
+
+
 def _next_tokens(
     model: nn.Module,
     sequences: list[list[int]],
@@ -156,7 +231,7 @@ def _next_tokens(
     recorder: RouteRecorder | None = None,
     cache: KeyValueCache | None = None,
     is_first: bool = True,
-) -> list[int]:
+) -> _Drawn:
     cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
     there = partial(Tensor.to, device=device, non_blocking=True)
     multiple = groups.tp.size() if model_config_of(model).sequence_parallel else 1
@@ -167,25 +242,12 @@ def _next_tokens(
     last = torch.tensor([len(sequence) - 1 for sequence in sequences])
     local = there(place[last])  # [B] index of the last token on this cp rank, -1 if another rank has it
     places = local.clamp(min=0)
-    ids, next_position = there(torch.tensor(sample_ids)), there(last + 1)
+    next_position = there(last + 1)
+    draw = _Draw(settings, noise, groups, there(torch.tensor(sample_ids)), next_position, local >= 0)
 
-    def choose(
-        _: object, logits: Tensor, inputs: HeadInputs | None
-    ) -> Tensor:  # -> [B] token, 0 on the cp ranks that do not own it
-        if inputs is None:
-            rows = logits.flatten(0, 1).float()
-        else:
-            rows = logits_at(inputs, places, head, groups.tp).float()
-        columns = torch.arange(rows.shape[1], device=device) + groups.tp.rank() * rows.shape[1]
-        scores = rows / settings.temperature + noise(ids, next_position, columns)
-        scores = torch.where(columns < settings.vocab_size, scores, -torch.inf)
-        best = scores.max(-1)
-        # float64 holds a vocabulary id and a float32 score exactly: one all-gather for both.
-        pair = torch.stack([best.values.double(), columns[best.indices].double()], -1)
-        value, column = all_gather_stack(pair, groups.tp).unbind(-1)  # [tp, B]
-        token = column.gather(0, value.argmax(0, keepdim=True))[0].long()
-        is_finite = value.amax(0).isfinite()
-        return torch.where(local >= 0, torch.where(is_finite, token, -1), 0)
+    def choose(_: object, logits: Tensor, inputs: HeadInputs | None) -> tuple[Tensor, Tensor | None]:
+        rows = logits.flatten(0, 1) if inputs is None else logits_at(inputs, places, head, groups.tp)
+        return draw.choose(rows.float())
 
     if cache is None or is_first:  # with a cache a later token costs no copy of what stands before it
         whole = torch.zeros(len(sequences), row_length, dtype=torch.int64)
@@ -194,21 +256,20 @@ def _next_tokens(
         batch = _PaddedPrompts(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
         row_positions = (torch.arange(len(sequences))[:, None] * row_length + order).flatten()
         with recording(recorder, row_positions, batch.tokens), nullcontext() if cache is None else cache.filled():
-            token = forward_only(model, batch, choose, groups, head, places)
+            chosen = forward_only(model, batch, choose, groups, head, places)
     else:
         newest = torch.zeros(1, -(-len(sequences) // multiple) * multiple, dtype=torch.int64)
         newest[0, : len(sequences)] = torch.tensor([sequence[-1] for sequence in sequences])
         batch, places = _PaddedPrompts(there(newest), there(torch.zeros_like(newest))), torch.arange(len(sequences), device=device)
         with cache.extended(next_position - 1, newest.shape[1], int(last.max())):
-            token = forward_only(model, batch, choose, groups, head, places)
-    token = torch.zeros(len(sequences), dtype=torch.int64, device=device) if token is None else all_reduce_sum(token, groups.cp)
-    tokens = broadcast_from_last(token, groups.pp).tolist()
-    if min(tokens) < 0:
+            chosen = forward_only(model, batch, choose, groups, head, places)
+    drawn = draw.shared(chosen)
+    if min(drawn.tokens) < 0:
         raise DataError(
-            f"the policy's logits are not finite while sampling (sample {sample_ids[tokens.index(min(tokens))]}): training has "
-            "diverged; lower --lr or --clip-grad, or resume from an earlier checkpoint"
+            f"the policy's logits are not finite while sampling (sample {sample_ids[drawn.tokens.index(min(drawn.tokens))]}): "
+            "training has diverged; lower --lr or --clip-grad, or resume from an earlier checkpoint"
         )
-    return tokens
+    return drawn
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from megatron_rl.step_metrics import step_metrics
 from megatron_rl.train import checkpoints
 from megatron_rl.train.generation import Noise, SamplingSettings, sample_responses
 from megatron_rl.train.hf_checkpoint import HFModel, save_hf_checkpoint
+from megatron_rl.train.sampling_filter import KeptTokens
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -135,11 +136,12 @@ class PolicyTrainer:
         settings: SamplingSettings,
         noise: Noise,
         recorder: RouteRecorder | None = None,
+        kept: KeptTokens | None = None,
     ) -> list[list[int]]:
         """One response for each prompt of this data-parallel rank. Communication and errors: as sample_responses."""
         device, head = self.device, self._head
         return sample_responses(
-            self.model, prompts, sample_ids, settings, noise, self.groups, device=device, head=head, recorder=recorder
+            self.model, prompts, sample_ids, settings, noise, self.groups, device=device, head=head, recorder=recorder, kept=kept
         )
 
     def log_probs(
