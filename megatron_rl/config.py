@@ -154,6 +154,8 @@ class PolicyLossConfig:
     """The fused head's first product leaves scaled exponentials, and no kernel reads the logits again; Triton, tp size 1."""
     fp32_lm_head: bool = False
     """Compute logits in float32 from the 16-bit parameters, which stay as they are."""
+    skip_old_log_probs: bool = False
+    """In miles and slime: a rollout is one step, and old log-probabilities are its own, without a forward; each ratio is 1."""
     docs_per_step: int | None = None
     """Accumulate micro-batches until the step holds this many documents (samples) over all ranks, in whole prompt groups."""
     router_aux_loss: str | None = None

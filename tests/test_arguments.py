@@ -48,6 +48,7 @@ EFFECT_OF_FLAG = {
     "--max-logits-bytes": ("1048576", 2**20, NOT_REDUCER, ["--fused-lm-head-loss"]),
     "--scaled-exp-head": (None, True, NOT_REDUCER, ["--fused-lm-head-loss"]),
     "--fp32-lm-head": (None, True, ALL, []),
+    "--skip-old-log-probs": (None, True, ("custom_loss",), []),
     "--docs-per-step": ("64", 64, ("train",), []),
     "--router-aux-loss": ("exact", "exact", ("megatron_lm", "train"), []),
     "--gradient-divisor": ("num_samples", "num_samples", ("megatron_lm", "train"), []),

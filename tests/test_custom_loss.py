@@ -48,6 +48,7 @@ MASK = {
     "importance_correction_low": 0.9,
     "importance_correction_high": 1.2,
 }
+SKIPPED = {"skip_old_log_probs": True, "custom_megatron_init_path": "megatron_rl.hooks.custom_megatron_init"}
 SEGMENTS = [0, 1, 2, 2, 1, 3]
 CASES = {
     "grpo thd": Case(),
@@ -70,6 +71,11 @@ CASES = {
     "FB-66 miles reuses them": Case(settings={"skip_actor_forward_only": True}, without=("log_probs",)),
     "FB-66 miles reuses them, with KL": Case(settings=TERMS | {"skip_actor_forward_only": True}, without=("log_probs",)),
     "FB-66 miles reuses them, gspo": Case(settings=GSPO | {"skip_actor_forward_only": True}, without=("log_probs",)),
+    "FB-66 our own flag, miles": Case(settings=GSPO | TERMS | SKIPPED, without=("log_probs",)),
+    "FB-66 our own flag, slime, per token": Case(
+        "thd", "slime", settings=PER_TOKEN | SKIPPED, shapes=SHAPES, without=("log_probs",)
+    ),
+    "TIS against the policy itself, our own flag": Case(settings=TIS | OPSM | SKIPPED, without=("log_probs",)),
     "TIS against the policy itself, slime without log_probs": Case(host="slime", settings=TIS, without=("log_probs",)),
     "TIS against the policy itself, miles": Case(settings=TIS | {"skip_actor_forward_only": True}, without=("log_probs",)),
     "icepop, a function of miles": Case(settings=ICEPOP["miles"] | TERMS, without=()),

@@ -67,7 +67,7 @@ OF_A_STEP = {
     "router_aux_loss": Effect("exact", "gradient", has_experts=True),
 }
 OF_A_RUN = ("docs_per_step", "watchdog")
-OF_A_HOST = ("one_sample_per_rollout",)  # tests/test_reward_weights.py
+OF_A_HOST = ("one_sample_per_rollout", "skip_old_log_probs")  # tests/test_reward_weights.py, tests/test_skipped_log_probs.py
 
 
 pool = pool_of(1)

@@ -42,6 +42,7 @@ REDUCED, OUR_LOSS = {**SAMPLE_MEAN, **REDUCER}, {**SAMPLE_MEAN, **CUSTOM_LOSS}
 IN_ACTORS = {"custom_megatron_init_path": "megatron_rl.hooks.custom_megatron_init"}
 FUSED = {**OUR_LOSS, **SLIME, **IN_ACTORS, "fused_lm_head_loss": True}
 FP32 = {**REDUCED, **MILES, **IN_ACTORS, "fp32_lm_head": True}
+SKIPPED = {**OUR_LOSS, **MILES, **IN_ACTORS, "skip_old_log_probs": True}
 BY_TOKENS = {**TOKEN_MEAN, **REDUCER, **PER_TOKEN}
 # A launch of each kind that nothing is said against.
 BY_REWARD = {**PROMPT_MEAN, **REWARD, **TWO_STEPS}
@@ -142,6 +143,57 @@ REFUSED = {
     "head_keeps_small_gradients": [({**FUSED, "fp16": True}, "--fused-lm-head-loss with --fp16: .*train in bfloat16, or remove")],
     "sampler_computes_the_same_logits": [
         ({**FP32, "true_on_policy_mode": True}, "--fp32-lm-head with --true-on-policy-mode: .*remove one of them")
+    ],
+    "forward_can_be_left_out": [
+        (
+            {**SKIPPED, "custom_megatron_init_path": None},
+            "--skip-old-log-probs has no effect without our init hook, .*: add --custom",
+        ),
+        (
+            {**SKIPPED, **FSDP},
+            "--train-backend fsdp with --skip-old-log-probs: .*use --train-backend megatron, or remove --sk",
+        ),
+        (
+            {**SKIPPED, **FROM_ROLLOUT},
+            "--use-rollout-logprobs with --skip-old-log-probs: .*to the sampler then.*remove one of",
+        ),
+    ],
+    "rollout_is_one_step": [
+        ({**SKIPPED, "num_steps_per_rollout": 2}, "--num-steps-per-rollout 2 with --skip-old-log-probs: from the second step on"),
+        (
+            {**SKIPPED, **TWO_STEPS},
+            "--global-batch-size 16 of a rollout batch of 32 samples with --skip-old-log-probs: .*or rem",
+        ),
+    ],
+    "nothing_reads_old_log_probs": [
+        (
+            {**SKIPPED, "keep_old_actor": True},
+            "--keep-old-actor with --skip-old-log-probs: .*another policy than the one in training",
+        ),
+        ({**SKIPPED, "kl_coef": 0.1}, "--kl-coef 0.1 with --skip-old-log-probs: .*use --use-kl-loss with --kl-loss-coef; remove"),
+        ({**SKIPPED, "use_opd": True}, "--use-opd with --skip-old-log-probs: distillation adds"),
+        (
+            {**SKIPPED, "custom_advantage_function_path": "user.f"},
+            "--custom-advantage-function-path user.f with .*may read the old",
+        ),
+        ({**SKIPPED, "rollout_data_postprocess_path": "user.f"}, "--rollout-data-postprocess-path user.f with .*may read the"),
+        (
+            {**SKIPPED, "custom_megatron_before_log_prob_hook_path": "user.f"},
+            "before-log-prob-hook-path user.f with .*is called before",
+        ),
+        ({**SKIPPED, "log_correct_samples": True}, "--log-correct-samples with .*entropy of right answers"),
+        ({**SKIPPED, "use_rollout_entropy": True}, "--use-rollout-entropy with .*measured by the forward that is left out"),
+        ({**SKIPPED, "use_routing_replay": True}, "--use-routing-replay with .*use --use-rollout-routing-replay, or remove"),
+        ({**SKIPPED, "use_indexer_replay": True}, "--use-indexer-replay with .*use --use-rollout-indexer-replay, or remove"),
+    ],
+    "both_forwards_are_the_same": [
+        (
+            {**SKIPPED, "attention_dropout": 0.1},
+            "--attention-dropout 0.1 with --skip-old-log-probs: .*set --attention-dropout 0, or",
+        ),
+        ({**SKIPPED, "hidden_dropout": 0.1}, "--hidden-dropout 0.1 with"),
+        ({**SKIPPED, "lora_dropout": 0.1}, "--lora-dropout 0.1 with"),
+        ({**SKIPPED, "moe_input_jitter_eps": 0.1}, "--moe-input-jitter-eps 0.1 with"),
     ],
     "sampler_and_trainer_score_alike": [
         (
@@ -245,6 +297,24 @@ ALLOWED = {
     "head_computes_no_other_losses": [{**FUSED, "mtp_num_layers": 0}, {**OUR_LOSS, **SLIME, "mtp_num_layers": 1}],
     "head_keeps_small_gradients": [{**FUSED, "bf16": True}, {**FP32, "fp16": True}],
     "sampler_computes_the_same_logits": [FP32, {**REDUCED, "true_on_policy_mode": True}],
+    "forward_can_be_left_out": [
+        SKIPPED,
+        {**SKIPPED, "custom_megatron_init_path": "user.init"},
+        {**OUR_LOSS, **FROM_ROLLOUT, "skip_old_log_probs": False},
+    ],
+    "rollout_is_one_step": [
+        {**SKIPPED, **ONE_STEP},
+        {**SKIPPED, **TWO_STEPS, "num_steps_per_rollout": 1},
+        {**SKIPPED, **TWO_STEPS, "use_dynamic_global_batch_size": True},  # the rollout says it
+        {**BY_CONVERT, **CUSTOM_LOSS, **IN_ACTORS, "global_batch_size": 8, "skip_old_log_probs": True},  # counted in prompts
+        {**OUR_LOSS, "num_steps_per_rollout": 2},
+    ],
+    "nothing_reads_old_log_probs": [
+        {**SKIPPED, "use_kl_loss": True, "use_tis": True, "normalize_advantages": True, "use_critic": True},
+        {**SKIPPED, "use_routing_replay": True, "use_rollout_routing_replay": True},
+        {**OUR_LOSS, **MILES, "use_opd": True, "kl_coef": 0.1},
+    ],
+    "both_forwards_are_the_same": [{**SKIPPED, "hidden_dropout": 0.0}, {**OUR_LOSS, "hidden_dropout": 0.1}],
     "sampler_and_trainer_score_alike": [
         {**REDUCED, **MILES, "rollout_top_p": 0.9, "rollout_top_k": 20},
         {**OUR_LOSS, **MILES, "rollout_top_p": 0.9, "rollout_top_k": 20, "importance_correction": "none"},
@@ -408,7 +478,7 @@ def test_the_checks_do_not_depend_on_what_was_imported_before():
 
 def test_each_check_has_a_row_that_it_refuses_and_one_that_it_allows():
     """tests/validation_cases.py has those of settings, tests/test_init_hook.py those that a launcher and the init hook ask."""
-    files = [f"megatron_rl.hosts.{name}" for name in ("names", "checks", "loss_checks", "head_checks", *HOST_NAMES)]
+    files = [f"megatron_rl.hosts.{name}" for name in ("names", "checks", "loss_checks", "head_checks", "skip_checks", *HOST_NAMES)]
     every = [check for check in checks_in(*files) if check.asked_by == EVERYONE and check.name != "settings_are_valid"]
     refusing = sorted(check.name for check in every if not check.is_warning)
     assert refusing == sorted([*REFUSED, *COMPANION_REFUSED]) and sorted(REFUSED) == sorted(ALLOWED)

@@ -23,8 +23,8 @@ from megatron_rl.hosts.base import Host, HostLaunch, HostOptions, host_named
 from megatron_rl.hosts.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.carrier import Carrier, carry
 from megatron_rl.hosts.head_checks import head_is_placed
-from megatron_rl.hosts.head_places import host_problems
-from megatron_rl.hosts.placed_head import OWN, place_head, take_over
+from megatron_rl.hosts.host_places import HEAD_REMEDY, OWN, host_problems, of_head
+from megatron_rl.hosts.placed_head import place_head, take_over
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.layout.groups import SINGLE
@@ -90,13 +90,13 @@ def test_a_host_that_builds_its_model_in_another_way_is_refused_by_the_init_hook
 
 def test_the_fp32_head_does_not_ask_how_the_host_measures(monkeypatch):
     as_slime(monkeypatch, actor="")
-    assert list(host_problems(SLIME, HeadSettings(is_fp32=True))) == []
-    (problem,) = host_problems(SLIME, HeadSettings(is_fused=True))
+    assert list(host_problems(SLIME, of_head(HeadSettings(is_fp32=True)), HEAD_REMEDY)) == []
+    (problem,) = host_problems(SLIME, of_head(HeadSettings(is_fused=True)), HEAD_REMEDY)
     assert "slime.backends.megatron_utils.actor has no get_log_probs_and_entropy" in problem
 
 
 def test_a_host_that_is_not_there_is_refused():
-    first, second = host_problems(SLIME, HeadSettings(is_fused=True))
+    first, second = host_problems(SLIME, of_head(HeadSettings(is_fused=True)), HEAD_REMEDY)
     assert "slime.backends.megatron_utils.model of slime cannot be imported" in first and "_utils.actor of slime" in second
 
 

@@ -147,11 +147,12 @@ def recorded(tmp_path_factory) -> Path:
     for data in ("with_masked_sample", "without_masked_sample"):
         (folder / data).mkdir()
         numbers = random.Random(SEED)
-        for rollout in range(ROLLOUTS):
+        for rollout in range(ROLLOUTS + 1):  # the last one for the hosts alone
             groups = range(rollout * PROMPTS, (rollout + 1) * PROMPTS)
             records = [record for group in groups for record in group_of(numbers, group, data == "with_masked_sample")]
             torch.save({"rollout_id": rollout, "samples": records}, folder / data / f"{rollout}.pt")
-            save_rollouts(folder / f"{data}.jsonl", RolloutBatch(samples=samples_of(records), rollout_index=rollout))
+            if rollout < ROLLOUTS:
+                save_rollouts(folder / f"{data}.jsonl", RolloutBatch(samples=samples_of(records), rollout_index=rollout))
     return folder
 
 
@@ -248,6 +249,37 @@ def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, 
     columns = VOCABULARY // (2 if "tp2" in layout else 1)
     most_rows = max(run.rows_of_products.get(columns, 0) for run in runs)
     assert (most_rows <= 16) == case.door.startswith("fused"), most_rows
+
+
+@pytest.mark.parametrize(
+    ("layout", "door", "loss"),
+    [
+        pytest.param("dp2", "custom_loss", "grpo", id="dp2"),
+        pytest.param("cp2", "custom_loss", "gspo", id="cp2"),
+        pytest.param("pp2", "custom_loss", "cispo", id="pp2"),
+        pytest.param("tp2 with sp", "fused", "grpo", id="tp2 with sp, fused"),
+    ],
+)
+@pytest.mark.parametrize("host", sorted(ROOTS) or ["slime"])
+def test_a_host_without_the_forward_for_old_log_probs_trains_the_same(recorded, host, layout, door, loss):
+    """Three rollouts of one step each. The forward comes from the same weights, so its numbers are the step's own to rounding."""
+    words = [*WholeCase(door, loss, "sample_mean").of_host(recorded), *LAYOUTS[layout].split()]
+    for flag, value in {"--num-steps-per-rollout": "1", "--num-rollout": "3"}.items():
+        words[words.index(flag) + 1] = value
+    measured, skipped = (
+        run_ranks(run_whole, 2, host, ROOTS[host], os.environ[MEGATRON_ROOT], given, use_megatron=False)
+        for given in (words, [*words, "--skip-old-log-probs"])
+    )
+    assert [run.num_measured for run in measured] == [3, 3] and [run.num_measured for run in skipped] == [0, 0]
+    weights = [trainer_cases.whole([run.weights for run in runs], VOCABULARY) for runs in (measured, skipped)]
+    difference = trainer_cases.relative_difference(weights[1], weights[0])
+    (with_it,), (without,) = ([run.steps for run in runs if run.steps] for runs in (measured, skipped))
+    norms = [[step["train/grad_norm"] for step in steps] for steps in (with_it, without)]
+    print(f"difference of the parameters {difference:.1e}, norms {norms}")
+    assert len(without) == 3 and all(norm > 0 for norm in norms[0])
+    assert norms[1] == pytest.approx(norms[0], rel=LIMIT)
+    assert difference < LIMIT
+    assert all(step["train/ppo_kl"] == 0 and step["train/pg_clipfrac"] == 0 for step in without)
 
 
 @pytest.mark.parametrize("host", sorted(ROOTS) or ["slime"])

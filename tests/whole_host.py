@@ -18,6 +18,7 @@ Nothing that computes, schedules, scales or updates is replaced. What is replace
 | sglang's flags in miles's validation, its aliases of transformers | they are of the sampler |
 | miles's object store, made anew | actor and manager share a process |
 | the dashboard's log | it notes what it is given |
+| forward_only of the actor | it is counted, and called |
 | Megatron's fused cross-entropy in miles, by Megatron's other one | the fused one rounds its gradient to bfloat16 |
 
 --spec names layer_spec, because Transformer Engine's attention needs CUDA. The file of --custom-config-path says bf16: false,
@@ -66,6 +67,7 @@ class WholeRun:
     weights: dict[str, tuple[int | None, int, Tensor]]  # as trainer_cases.weights_of
     steps: list[dict[str, float]]  # the host's metrics of each step, on the rank that reports
     rows_of_products: dict[int, int]  # columns of a matrix product -> the most rows that one had
+    num_measured: int  # forwards over a rollout that measured log-probabilities
 
 
 class Products(TorchDispatchMode):
@@ -94,7 +96,7 @@ def run_whole(rank: int, host: str, root: str, megatron_root: str, words: list[s
     made = {"slime": Slime, "miles": Miles}[host](rank, loads="--load" in words)
     with silent_logging(), made.replacements(), Products() as products:
         weights, steps = made.train(words)
-    return WholeRun(weights, steps, products.rows)
+    return WholeRun(weights, steps, products.rows, made.num_measured)
 
 
 def make_importable(root: str, megatron_root: str) -> None:
@@ -175,7 +177,7 @@ class WholeHost:
     initialize_module: str
 
     def __init__(self, rank: int, *, loads: bool = False):
-        self.rank, self.loads, self.steps = rank, loads, []
+        self.rank, self.loads, self.steps, self.num_measured = rank, loads, [], 0
 
     @contextlib.contextmanager
     def replacements(self) -> Iterator[None]:
@@ -191,8 +193,17 @@ class WholeHost:
         yield "torch.distributed", "init_process_group", lambda *given, **options: None
         yield "megatron.training.arguments", "get_device_arch_version", lambda: 10
         yield self.initialize_module, "np", types.SimpleNamespace(__version__="1.26", random=np.random)
+        actor = f"{self.name}.backends.megatron_utils.actor"
+        yield actor, "forward_only", self._counted(importlib.import_module(actor).forward_only)
         load = importlib.import_module(self.model_module).load_checkpoint
         yield self.model_module, "load_checkpoint", functools.partial(load_over_torchs_adam, load) if self.loads else load_weights
+
+    def _counted(self, forward_only: Any) -> Any:
+        def counting(*given: Any, **named: Any) -> Any:
+            self.num_measured += 1
+            return forward_only(*given, **named)
+
+        return counting
 
     def note(self, args: Namespace, metrics: dict[str, float], *others: Any, **options: Any) -> None:
         if "train/step" in metrics:

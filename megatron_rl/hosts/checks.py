@@ -36,7 +36,10 @@ COMPANION_OF_OPTION = {
 }
 # A clip nearer to 1 than this suits a mean: one bfloat16 rounding of a logit moves a token's ratio as far.
 LEAST_TOKEN_CLIP = 0.01
-OF_ALL = ("megatron_rl.hosts.names", __name__, "megatron_rl.hosts.loss_checks", "megatron_rl.hosts.head_checks")
+OF_ALL = (
+    *("megatron_rl.hosts.names", __name__, "megatron_rl.hosts.loss_checks", "megatron_rl.hosts.head_checks"),
+    "megatron_rl.hosts.skip_checks",
+)
 OF_ACTORS = "megatron_rl.hosts.actor_checks"
 DECLARATION = "--one-sample-per-rollout"
 # Estimators whose advantage is the reward, so that scaling the reward scales the advantage.

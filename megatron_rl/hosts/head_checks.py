@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_rl.arguments import read_switch
 from megatron_rl.config import Route
 from megatron_rl.hosts.base import INIT_LINE, HostLaunch
-from megatron_rl.hosts.head_places import host_problems
+from megatron_rl.hosts.host_places import HEAD_REMEDY, host_problems, of_head
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.validation.auxiliary_losses import number
 from megatron_rl.validation.checks import Asker, check
@@ -83,4 +83,4 @@ def recomputed_head_is_computed_twice(launch: HostLaunch) -> Iterator[str]:
 @check(asked_by=(Asker.INIT_HOOK,), when=has_head)
 def host_builds_its_model_as_known(launch: HostLaunch) -> Iterator[str]:
     if launch.options.host.training_package is not None:
-        yield from host_problems(launch.options.host, HeadSettings(is_fused=is_fused(launch)))
+        yield from host_problems(launch.options.host, of_head(HeadSettings(is_fused=is_fused(launch))), HEAD_REMEDY)

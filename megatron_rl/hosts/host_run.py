@@ -31,7 +31,7 @@ V = TypeVar("V")
 
 class HostRun(Run):
     """has_begun: the init hook was called. numbers: counts the micro-batches of our loss. scale: what multiplies it. head: what the
-    init hook places in the model that is built next. has_head: it was placed."""
+    init hook places in the model that is built next. has_head: it was placed. skips_old_log_probs: no forward measures them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +41,7 @@ class HostRun(Run):
         self.scale = AssumedScale()
         self.head = HeadSettings()
         self.has_head = False
+        self.skips_old_log_probs = False
         self._judged: dict[Hashable, tuple[_Seen, Any]] = {}
 
     def check_head(self) -> None:

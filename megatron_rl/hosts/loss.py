@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import Backend, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.base import HostLoss, HostOptions, names_ours
+from megatron_rl.hosts.base import INIT_LINE, HostLoss, HostOptions, names_ours
 from megatron_rl.hosts.batch import HostBatch, is_absent, require
 from megatron_rl.hosts.carrier import carried
 from megatron_rl.hosts.checks import check_launch
@@ -244,6 +244,11 @@ def check_keys(plan: LossPlan, batch: Mapping) -> None:
     for key, is_needed in needed.items():
         if is_needed:
             require(batch, key)
+    if plan.config.skip_old_log_probs and not is_absent(batch.get("log_probs")):
+        raise DataError(
+            "--skip-old-log-probs: the host's batch has log_probs, which would be ignored: the init hook was not called, or the "
+            f"rollout brings its own; add {INIT_LINE}, or remove --skip-old-log-probs"
+        )
     if needs_rollout_log_probs(plan.config):
         asked_by = plan.correction_in_words or f"policy_loss={plan.config.policy_loss}"
         require(batch, "rollout_log_probs", f"{asked_by}, which compares with the sampler's policy")
@@ -270,7 +275,8 @@ def stop_on_nonfinite(guard: StepGuard, num_nonfinite: Tensor) -> None:  # [N] i
 
 
 def _is_on_policy(plan: LossPlan) -> bool:
-    return bool(plan.options["skip_actor_forward_only"] and not plan.options["use_rollout_logprobs"])
+    is_skipped = plan.config.skip_old_log_probs or plan.options["skip_actor_forward_only"]
+    return bool(is_skipped and not plan.options["use_rollout_logprobs"])
 
 
 def _old_log_probs(plan: LossPlan, rows: HostBatch) -> Tensor | None:  # [T]

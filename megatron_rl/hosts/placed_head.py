@@ -15,10 +15,8 @@ them with gets a function around it, too.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from megatron_rl.hosts.base import Host
 from megatron_rl.hosts.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.carrier import Carrier, carry
 from megatron_rl.hosts.door import place_of
-from megatron_rl.hosts.head_places import BUILDER, MEASURE, REMEDY, replaced_by
+from megatron_rl.hosts.host_places import BUILDER, HEAD_REMEDY, MEASURE, of_head, put_around
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import Group, maxima_anywhere, resolve_groups
 from megatron_rl.lm_head import fp32_head_logits
@@ -37,21 +35,14 @@ from megatron_rl.megatron.head import HeadInputs, HeadSettings, check_head, chec
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, model_config_of
 
 ACTOR = "actor"
-# Where a function of ours holds the one that it has replaced.
-OWN = "_megatron_rl_replaced"
 
 
 def take_over(host: Host, settings: HeadSettings) -> None:
     """From now on each actor's model of this host gets the head that its run asks for, and our function measures what the model's
     output carries. A second call changes nothing. `host_problems` must have found none."""
     makers = {BUILDER: _with_placed_head, MEASURE: _measuring_carriers}
-    for one in replaced_by(settings):
-        module: Any = import_module(f"{host.training_package}.{one.module}")
-        own = vars(module)[one.name]
-        if OWN not in vars(own):
-            ours = functools.wraps(own)(makers[one](own, host))
-            vars(ours)[OWN] = own
-            vars(module)[one.name] = ours
+    for one in of_head(settings):
+        put_around(host, one, makers[one])
 
 
 def _with_placed_head(build: Callable[..., Any], host: Host) -> Callable[..., Any]:
@@ -110,7 +101,7 @@ def _problems(models: Sequence[nn.Module], settings: HeadSettings, *, is_last_st
         name = type(find_gpt_model(models[-1])).__name__
         yield (
             f"the model is a {name} whose output layer is not found: neither it nor its language_model has the attribute "
-            f"output_layer; {REMEDY}"
+            f"output_layer; {HEAD_REMEDY}"
         )
     for layer in layers:
         yield from _layer_problems(layer, settings)
@@ -129,7 +120,7 @@ def _layer_problems(layer: Any, settings: HeadSettings) -> Iterator[str]:
         yield (
             f"the output layer is a {type(layer).__name__} and computes by {name_of(forward)} ({place_of(forward)}), not by "
             "Megatron's ColumnParallelLinear: what it adds to X W^T (an adapter, a scale, a soft cap) would be lost; leave the "
-            f"output layer out of the adapter's target modules, or {REMEDY}"
+            f"output layer out of the adapter's target modules, or {HEAD_REMEDY}"
         )
         return
     try:

@@ -25,6 +25,7 @@ from megatron_rl.hosts.base import (
 from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.host_run import RUNS, begin_run
 from megatron_rl.hosts.placed_head import take_over
+from megatron_rl.hosts.skipped_log_probs import leave_out_forward
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
 from megatron_rl.megatron.head import HeadSettings
@@ -43,7 +44,7 @@ def custom_megatron_init(args: Namespace) -> None:
 
     It finds every problem of the launch, runs the installed Megatron's loss arithmetic, and prints one line on rank 0. Warnings
     come through `warnings`, on rank 0. With --fused-lm-head-loss or --fp32-lm-head the model that the host builds next gets our
-    head.
+    head; with --skip-old-log-probs the host leaves a forward out.
 
     Communication: one all-reduce of one number over dp-cp, pp and tp each, and the probe's steps.
     Raises one ConfigError with every problem; where ranks differ, those without a problem raise with the others.
@@ -63,6 +64,9 @@ def custom_megatron_init(args: Namespace) -> None:
     run.head = HeadSettings.of(config)
     if run.head.is_on:
         take_over(launch.options.host, run.head)
+    run.skips_old_log_probs = config.skip_old_log_probs
+    if run.skips_old_log_probs:
+        leave_out_forward(launch.options.host)
     tell_start(summary(config, launch, probe, groups), host_warnings(launch, Asker.INIT_HOOK))
 
 
@@ -102,6 +106,8 @@ def trained_in_words(config: PolicyLossConfig, launch: HostLaunch) -> str:
     by = f"loss_aggregation={config.loss_aggregation} by {reduced_by}{companion}"
     if HeadSettings.of(config).is_on:
         loss.append(head_in_words(config, launch.options["tensor_model_parallel_size"]))
+    if config.skip_old_log_probs:
+        loss.append("old log-probabilities are the step's own, each ratio is 1")
     return " | ".join([by, *loss, step_in_words(launch), f"weight of a token {weight_of_a_token(config, launch)}"])
 
 
