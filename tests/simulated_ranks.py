@@ -141,16 +141,24 @@ def simulated_collectives() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_kernel_at_a_time() -> Iterator[None]:
-    """Triton's interpreter keeps the place in the grid, and what it replaces in triton.language, for the whole process."""
+    """Triton's interpreter keeps the place in the grid, and what it replaces in triton.language, for the whole process. On a GPU
+    each rank would compile what the others are compiling too."""
+    from triton import JITFunction
     from triton.runtime.interpreter import GridExecutor
 
-    launch, lock = GridExecutor.__call__, threading.RLock()
+    lock = threading.RLock()
 
-    def locked(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return launch(executor, *args, **kwargs)
+    def locked(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                return launch(*args, **kwargs)
 
-    with mock.patch.object(GridExecutor, "__call__", locked):
+        return run
+
+    with (
+        mock.patch.object(GridExecutor, "__call__", locked(GridExecutor.__call__)),
+        mock.patch.object(JITFunction, "run", locked(JITFunction.run)),
+    ):
         yield
 
 
