@@ -118,6 +118,21 @@ def scaled_exp(
     run(hidden, weight, column(rows, torch.int64), shard, out=out, **options)
 
 
+def sparse_head(dtype: torch.dtype, *, hidden_size: int = 4096, num_pairs: int = 65536) -> None:
+    """The products of pairs and both gradients. Only their host numbers count."""
+    from megatron_rl.ops.sparse_head import Pairs
+    from megatron_rl.ops.support_head import pair_kernels
+
+    kernels, rows = pair_kernels(resolve_backend("auto", column(1))), column(ROWS, torch.int64)
+    numbers = (column(num_pairs, torch.int64) for _ in range(3))
+    pairs = Pairs(rows, *numbers, column(ROWS + 1, torch.int64), column(num_pairs, torch.bool), column(ROWS + 1, torch.int64))
+    hidden, weight, gradient = (torch.empty(size, hidden_size, dtype=dtype, device="cuda") for size in (ROWS, COLUMNS, ROWS))
+    g = kernels.multiply(hidden, weight, pairs, max_bytes=0)
+    kernels.add_hidden(g, pairs, weight, out=gradient, max_bytes=0)
+    of_weight = torch.empty(COLUMNS, hidden_size, device="cuda")
+    kernels.add_weight(g, pairs, hidden, out=of_weight, max_bytes=0)
+
+
 def policy_loss(
     function,
     *,
@@ -208,6 +223,12 @@ def make_launches() -> dict[str, Callable[[], None]]:
         scaled_exp(torch.bfloat16, rows=rows, columns=columns, hidden_size=hidden_size, temperature=temperature)
         for rows, columns, hidden_size in ((ROWS, COLUMNS, 4096), (1, 151928, 2056), (4097, 50264, 1000))
         for temperature in TEMPERATURES
+    ]
+    launches["sparse head bf16"] = lambda: sparse_head(torch.bfloat16)
+    launches["sparse head fp32"] = lambda: sparse_head(torch.float32)
+    launches["sparse head of each size"] = lambda: [
+        sparse_head(torch.bfloat16, hidden_size=hidden_size, num_pairs=num_pairs)
+        for hidden_size, num_pairs in ((4096, 1), (5120, 70001), (2056, 65536))
     ]
     launches["statistics of each size"] = lambda: each_size(statistics)
     launches["gradient of each size"] = lambda: each_size(gradient)

@@ -94,6 +94,8 @@ JUDGES = {
     "ops/ratios.py": "clipping term_contract kl_estimators golden_losses loss_contract generated_steps",
     "ops/ratios_triton.py": "term_contract loss_contract generated_steps",
     "registries/": "term_contract corrections",
+    "ops/sparse_head.py": "sparse_head",
+    "ops/sparse_head_triton.py": "sparse_head",
     "ops/unit_gradient_triton.py": "unit_gradient",
     "validation/": "validation messages arguments flag_effects router_losses_said",
     "validation/checks.py": "checks",

@@ -79,6 +79,7 @@ class Figures:
     occupancy: float  # threads that a multiprocessor holds at once, as a share of its 2048
     matmuls: int  # on tensor cores, from shared memory
     bulk_copies: int  # of a tile between memory and shared memory, by a descriptor
+    wide_loads: int  # of 16 bytes, in the code
     walks: list[Walk]  # in the order of the code
 
 
@@ -199,6 +200,7 @@ def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = 
         occupancy=blocks * threads / SM_THREADS,
         matmuls=everything["HGMMA"] + everything["UTCHMMA"],
         bulk_copies=everything["UTMALDG"] + everything["UTMASTG"],
+        wide_loads=sum(text.startswith("LDG") and ".128" in text for text in instructions(sass)),
         walks=[walk_of(loop, {"bf16": 2, "fp16": 2}.get(dtype, 4), blocks * threads) for loop in hot_loops(sass)],
     )
 

@@ -115,7 +115,7 @@ def compiled(triton: str | None) -> str:
         pytest.skip("Triton is not installed")
     files = (TESTS / "kernel_launches.py", TESTS / "bad_row_kernels.py")
     command = [sys.executable, TESTS / "sass_gate.py", "--json", "--launches", *files]
-    command += ["--without", *LEFT_OUT, "--code-of", *HOT, "rows", "scaled_exp"]
+    command += ["--without", *LEFT_OUT, "--code-of", *HOT, *PAIRS, "rows", "scaled_exp"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment_of(triton))
     if done.returncode == NOT_HERE:
         pytest.skip(done.stderr.strip().splitlines()[-1])
@@ -212,6 +212,21 @@ def test_the_product_of_the_head_runs_on_tensor_cores_without_spills(gate, launc
     assert not figures["matmuls"] or figures["num_warps"] == MATMULS[launch]
 
 
+# (registers, loads of 16 bytes): 128 threads with four loads of both operands under way; eight, and two of a float32 sum.
+# 72 registers leave 7 programs on a multiprocessor, 112 KiB under way: the 23 KiB that hide the latency, five times.
+PAIRS = {"gather_product_kernel": (72, {8}), "scatter_product_kernel": (64, {8, 10})}
+
+
+@pytest.mark.parametrize("kernel", PAIRS)
+def test_pairs_are_loaded_by_16_bytes_without_spills(gate, kernel):
+    (registers, loads), binaries = PAIRS[kernel], [figures for figures in gate.of_the_package() if figures["kernel"] == kernel]
+    found = [spills(figures) + specialisations(figures) for figures in binaries]
+    assert binaries and not any(found), list(zip(binaries, found, strict=True))
+    of_16_bits = [figures for figures in binaries if figures["dtype"] == "bf16"]
+    assert max(figures["registers"] for figures in binaries) <= registers
+    assert {figures["wide_loads"] for figures in of_16_bits} == loads
+
+
 @pytest.mark.parametrize("kernel", SMALL)
 def test_a_small_kernel_compiles_without_spills(gate, kernel):
     binaries = [figures for figures in gate.figures if figures["kernel"] == kernel]
@@ -224,7 +239,7 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
     """Catches a new kernel that the gate has not been told to launch."""
     sources = (TESTS.parent / "megatron_rl").rglob("*_triton.py")
     written = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(encoding="utf-8"), re.M)}
-    assert {figures["kernel"] for figures in gate.of_the_package()} == written == {*HOT, *SMALL, "scaled_exp_kernel"}
+    assert {figures["kernel"] for figures in gate.of_the_package()} == written == {*HOT, *PAIRS, *SMALL, "scaled_exp_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -238,6 +253,7 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
         ("unit gradient of each size", ["unit gradient bf16"]),
         ("rescale of each size", ["rescale bf16"]),
         ("scaled exp of each size", ["scaled exp bf16"]),
+        ("sparse head of each size", ["sparse head bf16"]),
     ],
 )
 def test_no_size_and_no_setting_has_a_binary_of_its_own(gate, launch, known):
@@ -252,6 +268,8 @@ def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(gate):
     assert found == {
         ("row_statistics_kernel", "X"),
         ("rescale_kernel", "X"),
+        *(("gather_product_kernel", name) for name in ("X", "W")),
+        *(("scatter_product_kernel", name) for name in ("SOURCE", "OUT")),
         # What a loss needs besides comes in a tuple: do_not_specialize_on_alignment does not reach into one.
         ("loss_and_coefficients_kernel", "VECTORS"),
         *(
@@ -274,6 +292,7 @@ LAUNCHED = {
     "gradient bf16": ["logits_gradient"],
     "unit gradient bf16": ["unit_gradient"],
     "rescale bf16": ["rescale"],
+    "sparse head bf16": ["gather_product", "scatter_product", "scatter_product"],
     **dict.fromkeys(
         (*(name for name in TWINS if name not in WITH_METRICS), "grpo", "grpo, cp", "gspo, advantages per token"), LOSS
     ),
@@ -293,6 +312,9 @@ def test_a_launch_on_a_gpu_takes_the_kernels_of_the_table_in_the_docs(gate, laun
     # The vectors of [N] of a loss that needs the tokens of a sample.
     counts = ["gt.Scalar", "clamp.default", "div.Tensor", "scalar_tensor.default", "where.self", "_to_copy.default"]
     expected = expected + [*counts, *counts, "_to_copy.default"] * (launch == "vespo")
+    # Pairs are sorted by id, and the first one of each id is found.
+    of_pairs = ["promote_types.default", "sort.stable", "arange.default", "searchsorted.Tensor", "searchsorted.Tensor"]
+    expected += [*of_pairs, "eq.Tensor", "where.self", "index_select.default", "index_select.default"] * launch.startswith("sparse")
     expected += ["ones.default"] * launch.endswith("assumed")  # at the first call of an AssumedScale
     assert gate.torch_operations[launch] == expected + ["clone.default"] * launch.endswith(("cp", "assumed"))
 

@@ -1,0 +1,198 @@
+"""Computes a head where a sampler kept few ids of each row: their logits alone, and the gradient through them alone.
+
+For a row t with kept ids S (layout/sampling_support.py), a pair is (t, v) with v in S, and k counts the pairs whose columns this tp
+rank owns. Where nothing reads the rest of the vocabulary,
+
+    z_tv = x_t . W_v      log_prob_t = z_ta - lse over S of z_t      g_tv = c_t (1_va - e^(z_tv) / sum over S) / temperature
+    dX_t = sum over S of g_tv W_v                                    dW_v = sum over t of g_tv x_t
+
+are 6 k H operations in the place of 6 T V H, and k numbers in the place of T V. Pairs are summed in float32 (float64 for float64)
+and never rounded to 16 bits. Sums have one order: of a row the ids', of a column the rows'. So two runs agree in each bit.
+
+Data flow: z [k] -> row statistics [n, 3] by segments -> one all-gather over tp -> log-probabilities; c -> g [k] -> dX by segments
+of rows, dW by segments of ids, which are sorted once. The gradient has no collective: the caller adds dX over tp.
+Here are the torch functions, which specify the kernels of ops/sparse_head_triton.py. Derivation: docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.layout.groups import Group, all_gather_stack
+from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.ops.log_probs_torch import (
+    CPU_CHUNK_BYTES,
+    CUDA_CHUNK_BYTES,
+    MAXIMUM_FLOOR,
+    RowResult,
+    VocabShard,
+    merge_shards,
+    working_dtype,
+)
+
+# A row with more kept ids is cheaper in a matmul of all columns (`python -m benchmarks head --support`).
+SPARSE_ROW_LIMIT = 512
+# A row of the hidden states, one of the weight, and their product: what a pair has in memory while torch multiplies it.
+ROWS_OF_A_PAIR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RowKinds:
+    """Row numbers in [0, T), ascending, on the CPU."""
+
+    single: Tensor  # at most one kept id: the score is 0, or -inf where the label is not that id
+    sparse: Tensor  # 2 to SPARSE_ROW_LIMIT ids
+    dense: Tensor  # more, or the whole vocabulary
+
+
+def sort_rows(
+    support: SamplingSupport,  # on the CPU
+    rows: Tensor,  # ascending row numbers, on the CPU
+    vocab_size: int,
+    *,
+    limit: int = SPARSE_ROW_LIMIT,
+) -> RowKinds:
+    """The rows by what their sets cost. All tp ranks have the same."""
+    sizes = support.sizes[rows]
+    is_single, is_dense = sizes <= 1, (sizes > limit) | (sizes == vocab_size)
+    is_single &= ~is_dense
+    return RowKinds(rows[is_single], rows[~(is_single | is_dense)], rows[is_dense])
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The pairs of n rows whose columns this tp rank owns, by row and then by id."""
+
+    rows: Tensor  # [n] int64 row numbers in [0, T)
+    columns: Tensor  # [k] int64: the id's column on this rank
+    places: Tensor  # [k] int64: the pair is of row rows[place]
+    tokens: Tensor  # [k] int64: rows[places]
+    offsets: Tensor  # [n + 1] int64: pairs of the rows before
+    is_label: Tensor  # [k] bool
+    bounds: Tensor  # `offsets` on the CPU
+
+    def chunks(self, num_pairs: int) -> Iterator[tuple[slice, slice]]:
+        """(rows, pairs) of whole rows with at most num_pairs pairs together, or of one row with more."""
+        start, n = 0, self.bounds.numel() - 1
+        while start < n:
+            stop = int(torch.searchsorted(self.bounds, self.bounds[start] + num_pairs, right=True)) - 1
+            stop = min(max(stop, start + 1), n)
+            yield slice(start, stop), slice(int(self.bounds[start]), int(self.bounds[stop]))
+            start = stop
+
+
+def make_pairs(
+    support: SamplingSupport,  # on the CPU
+    rows: Tensor,  # [n] row numbers, on the CPU
+    labels: Tensor,  # [T] int64 ids in the full vocabulary, on the device of the head
+    shard: VocabShard,
+) -> Pairs:
+    """The pairs of these rows, on the labels' device. It reads the sets on the host; the copies do not synchronise."""
+    starts, sizes = support.offsets[rows], support.sizes[rows]
+    bounds = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    places = torch.repeat_interleave(torch.arange(rows.numel()), sizes)
+    inside = torch.arange(int(bounds[-1])) - bounds[places]
+    columns = support.ids[starts[places] + inside].long() - shard.first_column
+    is_owned = (columns >= 0) & (columns < shard.num_columns)
+    if not bool(is_owned.all()):
+        columns, places = columns[is_owned], places[is_owned]
+        bounds = torch.cat([sizes.new_zeros(1), is_owned.cumsum(0)])[bounds]
+    on_host = (rows, columns, places, rows[places], bounds)
+    rows, columns, places, tokens, offsets = (part.to(labels.device, non_blocking=True) for part in on_host)
+    is_label = labels.index_select(0, tokens) == columns + shard.first_column
+    return Pairs(rows, columns, places, tokens, offsets, is_label, bounds)
+
+
+def single_log_probs(
+    support: SamplingSupport,  # on the CPU
+    rows: Tensor,  # [n] of RowKinds.single, on the CPU
+    labels: Tensor,  # [T]
+    dtype: torch.dtype,
+) -> Tensor:  # [n] on the labels' device
+    """0 where the label is the one kept id, else -inf, which the losses count. The gradient is 0: there is nothing to choose."""
+    starts, device = support.offsets[rows], labels.device
+    ids = torch.where(support.sizes[rows] == 1, torch.cat([support.ids.long(), support.ids.new_zeros(1)])[starts], -1)
+    is_label = labels[rows.to(device, non_blocking=True)] == ids.to(device, non_blocking=True)
+    return torch.where(is_label, 0.0, -torch.inf).to(dtype)
+
+
+def multiply_reference(
+    hidden: Tensor,  # [T, H]
+    weight: Tensor,  # [V_tp, H]
+    pairs: Pairs,
+    *,
+    max_bytes: int,
+) -> Tensor:  # [k] float32, or float64
+    """z = x_t . W_v of each pair. Products of 16-bit numbers are exact."""
+    dtype = working_dtype(weight)
+    z = hidden.new_empty(pairs.columns.numel(), dtype=dtype)
+    for _, chosen in pairs.chunks(_pairs_at_once(hidden, max_bytes)):
+        x = hidden.index_select(0, pairs.tokens[chosen]).to(dtype)
+        z[chosen] = x.mul_(weight.index_select(0, pairs.columns[chosen])).sum(-1)
+    return z
+
+
+def add_hidden_reference(g: Tensor, pairs: Pairs, weight: Tensor, *, out: Tensor, max_bytes: int) -> None:
+    """Writes dX of this shard to the rows of `out` [T, H]; rows without a pair on this rank get 0."""
+    for rows, chosen in pairs.chunks(_pairs_at_once(weight, max_bytes)):
+        part = weight.index_select(0, pairs.columns[chosen]).to(g.dtype).mul_(g[chosen, None])
+        counts = pairs.offsets[rows.start : rows.stop + 1].diff()
+        out[pairs.rows[rows]] = _sum_segments(part, counts, pairs.places[chosen] - rows.start).to(out.dtype)
+
+
+def add_weight_reference(g: Tensor, pairs: Pairs, hidden: Tensor, *, out: Tensor, max_bytes: int) -> None:
+    """Adds dW to the rows of `out` [V_tp, H]. On CUDA it synchronises: the ids of a chunk are counted."""
+    order = pairs.columns.argsort(stable=True)
+    for chosen in order.split(_pairs_at_once(hidden, max_bytes)):
+        part = hidden.index_select(0, pairs.tokens[chosen]).to(g.dtype).mul_(g[chosen, None])
+        columns, numbers, counts = pairs.columns[chosen].unique_consecutive(return_inverse=True, return_counts=True)
+        # The columns differ, so the addition has no order. An id that two chunks share gets the first one's sum first.
+        out.index_add_(0, columns, _sum_segments(part, counts, numbers).to(out.dtype))
+
+
+def _pairs_at_once(like: Tensor, max_bytes: int) -> int:
+    preferred = CUDA_CHUNK_BYTES if like.is_cuda else CPU_CHUNK_BYTES
+    return max(1, min(max_bytes, preferred) // max(1, ROWS_OF_A_PAIR * like.shape[1] * working_dtype(like).itemsize))
+
+
+def _sum_segments(values: Tensor, counts: Tensor, numbers: Tensor) -> Tensor:  # [k, H], [n], [k] ascending in [0, n) -> [n, H]
+    """In the order of the values on both devices: index_add has an order on a CPU alone, where it is the faster one."""
+    if not values.is_cuda or values.numel() == 0:
+        return values.new_zeros(counts.numel(), values.shape[1]).index_add_(0, numbers, values)
+    return torch.segment_reduce(values, "sum", lengths=counts, axis=0, unsafe=True, initial=0)
+
+
+def pair_results(
+    z: Tensor,  # [k]
+    pairs: Pairs,
+    shard: VocabShard,
+    tp_group: Group,
+) -> RowResult:  # [n]
+    """Scores over the kept ids. m is their own maximum: it may lie far below the row's. Communication: one all-gather of [n, 3]."""
+    maximum = _reduce_rows(z, pairs, "max", MAXIMUM_FLOOR)
+    total = _reduce_rows(((z - maximum[pairs.places]) * shard.inverse_temperature).exp_(), pairs, "sum", 0.0)
+    target = _reduce_rows(torch.where(pairs.is_label, z, -torch.inf), pairs, "max", -torch.inf)
+    statistics = torch.stack([maximum, total, target], -1)
+    return RowResult(*merge_shards(all_gather_stack(statistics, tp_group), None, shard))
+
+
+def _reduce_rows(values: Tensor, pairs: Pairs, how: str, initial: float) -> Tensor:  # [k] -> [n]
+    if values.numel() == 0:
+        return values.new_full((pairs.rows.numel(),), initial)
+    return torch.segment_reduce(values, how, offsets=pairs.offsets, unsafe=True, initial=initial)
+
+
+def pair_gradient(
+    z: Tensor,  # [k]
+    pairs: Pairs,
+    result: RowResult,  # [n]
+    coefficients: Tensor,  # [n] dL / dlog_prob
+    shard: VocabShard,
+) -> Tensor:  # [k] dL / dz
+    """g = c (1_va - p_v) / temperature, p_v = e^((z - m) / temperature) / total."""
+    p = ((z - result.maximum[pairs.places]) * shard.inverse_temperature).exp_() / result.total[pairs.places]
+    return (coefficients * shard.inverse_temperature).to(z.dtype)[pairs.places] * (pairs.is_label.to(z.dtype) - p)

@@ -1,0 +1,162 @@
+"""The sparse head's products of pairs, their scores and their gradients: the torch functions and the kernels, against float64.
+
+Kernels are interpreted on a CPU, compiled on a GPU. Their machine code: tests/test_kernel_code.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import KERNEL_DEVICE
+
+from megatron_rl.config import Backend
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.ops.log_probs import vocab_shard
+from megatron_rl.ops.log_probs_torch import working_dtype
+from megatron_rl.ops.sparse_head import (
+    Pairs,
+    make_pairs,
+    pair_gradient,
+    pair_results,
+    single_log_probs,
+    sort_rows,
+)
+from megatron_rl.ops.support_head import pair_kernels
+
+pytestmark = pytest.mark.kernel
+TEMPERATURE, VOCAB_SIZE = 0.7, 37
+# Empty, alone, two, a block of pairs and one more, more than two blocks, all but one, all. Row 3 and 8 share most ids with others.
+SIZES = [0, 1, 2, 8, 9, 20, 36, 37, 3]
+# Rows that are in no product: masked, alone, empty, whole.
+IDLE = [0, 1, 5, 7]
+LIVE = torch.tensor([0, 1, 2, 3, 4, 6, 7, 8])  # row 5 is masked
+# float32 sums of H products in another order: 1040 terms of size 1/32 keep five digits. A 16-bit dX has one rounding more, and
+# the interpreter truncates to bfloat16.
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
+BACKENDS = {Backend.TORCH: tuple(TOLERANCES), Backend.TRITON: (torch.float32, torch.bfloat16, torch.float16)}
+CASES = [pytest.param(backend, dtype, id=f"{backend} {dtype}") for backend, dtypes in BACKENDS.items() for dtype in dtypes]
+
+
+class Case:
+    """Hidden states and a weight with NaN wherever the sparse head must not read."""
+
+    def __init__(self, dtype: torch.dtype, width: int, *, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        lists = [torch.randperm(VOCAB_SIZE, generator=generator)[:size].tolist() for size in SIZES]
+        self.support = SamplingSupport.from_lists(lists)
+        self.labels = torch.tensor([ids[-1] if ids else 0 for ids in lists])
+        self.hidden = torch.randn(len(SIZES), width, generator=generator, dtype=torch.float64).to(dtype)
+        self.weight = (torch.randn(VOCAB_SIZE + 1, width, generator=generator, dtype=torch.float64) / width**0.5).to(dtype)
+        self.c = torch.randn(len(SIZES), generator=generator, dtype=torch.float64).to(working_dtype(self.hidden))
+        self.shard = vocab_shard(VOCAB_SIZE + 1, TEMPERATURE, VOCAB_SIZE, SINGLE)
+        self.hidden[IDLE], self.weight[VOCAB_SIZE] = math.nan, math.nan
+
+    def pairs(self) -> Pairs:
+        kinds = sort_rows(self.support, LIVE, VOCAB_SIZE)
+        assert (kinds.single.tolist(), kinds.sparse.tolist(), kinds.dense.tolist()) == ([0, 1], [2, 3, 4, 6, 8], [7])
+        return make_pairs(self.support, kinds.sparse, self.labels.to(KERNEL_DEVICE), self.shard)
+
+    def run(self, backend: Backend, *, max_bytes: int = 2**31) -> dict[str, torch.Tensor]:
+        pairs, kernels, options = self.pairs(), pair_kernels(backend), {"max_bytes": max_bytes}
+        hidden, weight, c = (tensor.to(KERNEL_DEVICE) for tensor in (self.hidden, self.weight, self.c))
+        z = kernels.multiply(hidden, weight, pairs, **options)
+        result = pair_results(z, pairs, self.shard, SINGLE)
+        g = pair_gradient(z, pairs, result, c[pairs.rows], self.shard)
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.ones_like(weight, dtype=working_dtype(weight))
+        kernels.add_hidden(g, pairs, weight, out=of_hidden, **options)
+        kernels.add_weight(g, pairs, hidden, out=of_weight, **options)
+        found = {"log_probs": result.log_probs, "of_hidden": of_hidden, "of_weight": of_weight}
+        return {name: tensor.cpu() for name, tensor in found.items()}
+
+    def truth(self) -> dict[str, torch.Tensor]:
+        """Row by row, in float64, by autograd."""
+        hidden, weight = self.hidden.double().requires_grad_(), self.weight.double().requires_grad_()
+        log_probs = []
+        for row in (2, 3, 4, 6, 8):
+            kept = self.support.ids[self.support.offsets[row] : self.support.offsets[row + 1]].long()
+            z = weight[kept] @ hidden[row] / TEMPERATURE
+            log_probs.append(z.log_softmax(0)[kept == self.labels[row]][0])
+            (log_probs[-1] * self.c[row]).backward()
+        return {"log_probs": torch.stack(log_probs).detach(), "of_hidden": hidden.grad, "of_weight": weight.grad + 1}
+
+
+# One vector and less, whole blocks, blocks and a rest, no whole vector.
+@pytest.mark.parametrize("width", [8, 1024, 1040, 21])
+@pytest.mark.parametrize(("backend", "dtype"), CASES)
+def test_scores_and_gradients_are_those_of_the_kept_columns_alone(backend, dtype, width):
+    """NaN in masked, single, whole and padded rows says that nothing else was read."""
+    case = Case(dtype, width)
+    found, wanted = case.run(backend), case.truth()
+    for name, tensor in found.items():
+        tolerance = TOLERANCES[dtype] if name == "of_hidden" else TOLERANCES[working_dtype(case.hidden)]
+        largest = float(wanted[name].abs().max())
+        assert torch.allclose(tensor.double(), wanted[name], rtol=0, atol=tolerance * largest), name
+    assert not found["of_hidden"][IDLE].any() and (found["of_weight"][VOCAB_SIZE] == 1).all()
+
+
+@pytest.mark.parametrize(("backend", "dtype"), CASES)
+def test_two_runs_agree_in_each_bit(backend, dtype):
+    first, second = (Case(dtype, 40).run(backend) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("max_bytes", [1, 3 * 40 * 8 * 9])
+def test_little_memory_changes_the_order_of_the_weights_sum_alone(max_bytes):
+    """One pair at a time, or 9 of them; a row is never cut."""
+    case = Case(torch.float64, 40)
+    small, large = case.run(Backend.TORCH, max_bytes=max_bytes), case.run(Backend.TORCH)
+    assert all(torch.equal(small[name], large[name]) for name in ("log_probs", "of_hidden"))
+    assert torch.allclose(small["of_weight"], large["of_weight"], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_pair_is_no_launch_and_no_error(backend):
+    """A tp rank may own no column of any set, a cp rank may have no row."""
+    case = Case(torch.float32, 8)
+    shard = vocab_shard(VOCAB_SIZE + 1, TEMPERATURE, VOCAB_SIZE, SINGLE)
+    for rows in (torch.zeros(0, dtype=torch.int64), torch.tensor([0])):
+        pairs, kernels = make_pairs(case.support, rows, case.labels.to(KERNEL_DEVICE), shard), pair_kernels(backend)
+        hidden, weight = case.hidden.to(KERNEL_DEVICE), case.weight.to(KERNEL_DEVICE)
+        z = kernels.multiply(hidden, weight, pairs, max_bytes=100)
+        result = pair_results(z, pairs, shard, SINGLE)
+        assert result.log_probs.numel() == rows.numel() and not result.log_probs.isfinite().any()
+        out = torch.zeros_like(hidden)
+        kernels.add_hidden(z, pairs, weight, out=out, max_bytes=100)
+        kernels.add_weight(z, pairs, hidden, out=torch.zeros_like(weight), max_bytes=100)
+        assert not out.any()
+
+
+def test_a_pair_of_another_rank_is_left_out_and_its_row_stays():
+    """Columns 20 to 36 of 37: row 2's ids lie below, so it has no pair here and counts as a row with nothing."""
+    support = SamplingSupport.from_lists([[5, 9], [3, 20, 36, 21], [7]])
+    shard = vocab_shard(20, 1.0, VOCAB_SIZE, _SecondOfTwo())
+    pairs = make_pairs(support, torch.tensor([0, 1]), torch.tensor([9, 36, 7]), shard)
+    assert pairs.columns.tolist() == [0, 1, 16] and pairs.places.tolist() == pairs.tokens.tolist() == [1, 1, 1]
+    assert pairs.offsets.tolist() == pairs.bounds.tolist() == [0, 0, 3] and pairs.is_label.tolist() == [False, False, True]
+
+
+class _SecondOfTwo:
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 1
+
+
+def test_a_set_of_one_id_scores_exactly_0_and_another_label_minus_infinity():
+    support = SamplingSupport.from_lists([[4], [], [6], [2, 3], [1]])
+    rows, labels = torch.tensor([0, 1, 2, 4]), torch.tensor([4, 0, 5, 2, 1])
+    assert single_log_probs(support, rows, labels, torch.float32).tolist() == [0.0, -math.inf, -math.inf, 0.0]
+
+
+def test_the_limit_and_the_whole_vocabulary_decide_which_rows_are_dense():
+    support = SamplingSupport.from_lists([[1], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]])
+    rows = torch.arange(5)
+    for vocab_size, limit, dense in ((5, 3, [3, 4]), (5, 9, [4]), (9, 9, [])):
+        kinds = sort_rows(support, rows, vocab_size, limit=limit)
+        assert kinds.dense.tolist() == dense and kinds.single.tolist() == [0]
+        assert kinds.sparse.tolist() == [row for row in range(1, 5) if row not in dense]
+    assert sort_rows(SamplingSupport.from_lists([[0]]), torch.tensor([0]), 1).dense.tolist() == [0], "whole and alone"
