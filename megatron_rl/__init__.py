@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megatron_rl.config import PolicyLossConfig
     from megatron_rl.corrections import Correction
     from megatron_rl.errors import ConfigError, DataError
+    from megatron_rl.layout.sampling_support import SamplingSupport
     from megatron_rl.loss_hub import LossValue, Parameter, register_loss_aggregation, register_policy_loss
     from megatron_rl.losses import (
         PolicyLossOutput,
@@ -44,6 +45,7 @@ __all__ = [
     "Parameter",
     "PolicyLossConfig",
     "PolicyLossOutput",
+    "SamplingSupport",
     "StepTotals",
     "bounded_exp",
     "count_step",
@@ -69,6 +71,7 @@ _FROM = {
     "config": ("PolicyLossConfig",),
     "corrections": ("Correction",),
     "errors": ("ConfigError", "DataError"),
+    "layout.sampling_support": ("SamplingSupport",),
     "loss_hub": ("LossValue", "Parameter", "register_loss_aggregation", "register_policy_loss"),
     "losses": (
         *("PolicyLossOutput", "grpo_loss", "gspo_loss", "importance_correction", "linear_grpo_loss", "linear_gspo_loss"),

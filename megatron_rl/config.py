@@ -37,6 +37,13 @@ class CorrectionLevel(StrEnum):
     SEQUENCE_SUM = "sequence_sum"
 
 
+class KLScore(StrEnum):
+    """Where a sampler's kept ids are given: over what the log-probabilities of the KL term are, on both sides."""
+
+    FULL = "full"
+    SUPPORT = "support"
+
+
 # Names in the registries of corrections and of KL estimators.
 NO_CORRECTION = "none"
 DEFAULT_KL_ESTIMATOR = "k3"

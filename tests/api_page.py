@@ -15,7 +15,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "Losses from logits": {
         "megatron_rl": (
             *("policy_loss", "grpo_loss", "gspo_loss", "PolicyLossOutput", "AssumedScale", "importance_correction"),
-            "CorrectionSettings",
+            *("CorrectionSettings", "SamplingSupport"),
         ),
         "megatron_rl.losses.settings": ("LogitsLossKeywords", "LossKeywords"),
         "megatron_rl.losses": ("loss_of_log_probs",),

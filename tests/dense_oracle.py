@@ -32,6 +32,7 @@ class DenseSample:
     ref: list[float]
     importance: list[float]
     prompt: str
+    kept: list[list[int]] | None = None  # the ids that the sampler drew from; None: all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class DenseSettings:
     sequence_delta: float | None = None
     is_dropped: bool = False  # rejected tokens are not counted
     kl_estimator: str = "k3"
+    kl_score: str = "full"  # where ids are kept: whether ref and the KL term are over all ids, or over the kept ones
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     temperature: float = 1.0
@@ -293,6 +295,11 @@ def dense_step(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSe
     return DenseResult(numbers[0], gradient, *numbers[1:], metrics, log_probs, sum(counts))
 
 
+def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], any logits or log-probabilities -> 0-d
+    """log pi(label) where the sampler draws from the kept ids alone: -log sum_{k kept} exp(x_k - x_label)."""
+    return -torch.logsumexp(torch.stack([row[k] - row[label] for k in kept]), 0)
+
+
 class SampleTerms:
     """What one sample gives to each term, on its unmasked tokens [m]."""
 
@@ -305,7 +312,12 @@ class SampleTerms:
 
         rows = log_softmax[self.live]
         one_hot = torch.nn.functional.one_hot(torch.tensor([sample.labels[t] for t in self.live], dtype=torch.int64), rows.shape[1])
-        self.new = (one_hot * rows).sum(-1)
+        self.new = full = (one_hot * rows).sum(-1)
+        if sample.kept is not None:
+            self.new = torch.stack(
+                [over_kept(row, sample.kept[t], sample.labels[t]) for row, t in zip(rows, self.live, strict=True)] or [full.sum()]
+            )
+            self.new = self.new[: len(self.live)]
         self.entropy = -(rows.exp() * rows).sum(-1)
         self.rollout, self.importance, self.advantages = of(sample.rollout), of(sample.importance), of(sample.advantages)
         self.old = self.new.detach() if sample.old is None else of(sample.old)
@@ -316,7 +328,7 @@ class SampleTerms:
         if self.live:
             self.values, self.is_clipped = formula(LOSSES, settings.loss, "policy loss")(tokens)
         self.factors, self.ratios, self.is_off_policy = self.corrected()
-        d = self.new - of(sample.ref)
+        d = (full if settings.kl_score == "full" else self.new) - of(sample.ref)
         estimate = formula(ESTIMATORS, settings.kl_estimator, "KL estimator")
         value, trained = estimate(d, d.clamp(-BOUND, BOUND), bounded_exp(self.log_ratio))
         if settings.kl_estimator == "unbiased":  # beyond the bound there is no gradient

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from dense_oracle import USUAL_BOUNDS, DenseSample, DenseSettings
+from dense_oracle import USUAL_BOUNDS, DenseSample, DenseSettings, over_kept
 from helpers import PARAMETERS, last_rank_alone, zigzag
 from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names, policy_loss_names
 from megatron_rl.registries.corrections import correction_names, get_correction
-from megatron_rl.registries.kl_estimators import kl_estimator_names
+from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 
 STEPS_OF_A_LOSS = int(os.environ.get("GENERATED_STEPS", "24"))
 CLIP = (0.1, 0.15)  # low and high differ, so that swapping them shows
@@ -152,6 +152,7 @@ class Case:
     counts_given: bool
     num_padded_columns: int
     is_per_token: bool  # Megatron's calculate_per_token_loss
+    kept: str = "all"  # the ids that the sampler draws from
 
     @property
     def loss(self) -> str:
@@ -166,6 +167,8 @@ class Case:
             terms += [settings.correction, settings.level]
         if settings.kl_coefficient:
             terms += [settings.kl_estimator]
+        if self.kept != "all":
+            terms += [f"kept {self.kept}", f"{settings.kl_score} KL" if settings.kl_coefficient else ""]
         return f"{self.loss} {self.number}: {self.shape}, {' '.join(terms)}, {' '.join(sizes) or 'one rank'}, {self.door}"
 
 
@@ -184,8 +187,8 @@ class Decks:
 
 
 def cases_of(name: str, number: int = STEPS_OF_A_LOSS) -> list[Case]:
-    decks = Decks(name)
-    return [possible(drawn(name, index, decks)) for index in range(number)]
+    decks, of_sets = Decks(name), Decks(f"{name}, kept ids")
+    return [possible(with_sets(drawn(name, index, decks), of_sets)) for index in range(number)]
 
 
 def drawn(name: str, number: int, decks: Decks) -> Case:
@@ -227,6 +230,12 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
     )
 
 
+def with_sets(case: Case, decks: Decks) -> Case:
+    """Decks of their own, so that the other axes are dealt as without."""
+    settings = replace(case.settings, kl_score=decks.draw("KL score", ["full", "support"]))
+    return replace(case, settings=settings, kept=decks.draw("kept", ["all", *KEPT]))
+
+
 def possible(case: Case) -> Case:
     """The case without what its loss or its door refuses; other tests see the refusals."""
     loss, settings, split, door = get_policy_loss(case.loss), case.settings, case.split, case.door
@@ -248,7 +257,10 @@ def possible(case: Case) -> Case:
         split = replace(split, tp=2)
     if door.backend == "triton" and split.dp * split.microbatches > 2:  # interpreted kernels take time with each launch
         split = replace(split, microbatches=1)
-    return replace(case, settings=settings, split=split, metrics=metrics)
+    kept = case.kept if door.head == "logits" else "all"
+    if get_kl_estimator(settings.kl_estimator).takes_log_ratio or kept == "all":
+        settings = replace(settings, kl_score="full" if kept == "all" else "support")
+    return replace(case, settings=settings, split=split, metrics=metrics, kept=kept)
 
 
 @dataclass(frozen=True)
@@ -291,7 +303,10 @@ def step_of(case: Case) -> Step:
 def sample_of(case: Case, shape: Shape, index: int, log_softmax: Tensor, numbers: random.Random) -> DenseSample:
     length, loss = log_softmax.shape[0], get_policy_loss(case.loss)
     labels = [numbers.randrange(shape.vocabulary) for _ in range(length)]
+    kept = kept_ids(case, shape, index, labels)
     new = [float(log_softmax[t, label]) for t, label in enumerate(labels)]
+    if kept is not None:
+        new = [float(over_kept(log_softmax[t], kept[t], label)) for t, label in enumerate(labels)]
     # Log-ratios off the edges of every bound, so that rounding decides none; a sample's mean lies anywhere.
     drift = numbers.choice((-0.15, 0.0, 0.18))
     old = [below_0(x - numbers.choice(shape.log_ratios) * numbers.uniform(0.9, 1.1) - drift) for x in new]
@@ -311,7 +326,29 @@ def sample_of(case: Case, shape: Shape, index: int, log_softmax: Tensor, numbers
         ref=[below_0(x + numbers.gauss(0.0, 0.3)) for x in new],
         importance=[numbers.uniform(0.5, 1.5) if case.has_importance else 1.0 for _ in range(length)],
         prompt=f"prompt {index // 2}",
+        kept=kept,
     )
+
+
+# How many ids beside the label, of a vocabulary of V.
+KEPT = {
+    "one": lambda numbers, V: 0,
+    "few": lambda numbers, V: numbers.choice((0, 1, 2)),
+    "mixed": lambda numbers, V: numbers.randrange(V),
+}
+
+
+def kept_ids(case: Case, shape: Shape, index: int, labels: list[int]) -> list[list[int]] | None:
+    """In any order, the label among them; from "mixed" sometimes the whole vocabulary."""
+    if case.kept == "all":
+        return None
+    numbers = random.Random(f"{case.loss} {case.number} {index} kept")
+    ids = range(shape.vocabulary)
+    sets = []
+    for label in labels:
+        others = numbers.sample([i for i in ids if i != label], min(KEPT[case.kept](numbers, len(ids)), len(ids) - 1))
+        sets.append(numbers.sample([label, *others], 1 + len(others)))
+    return sets
 
 
 def below_0(log_prob: float) -> float:

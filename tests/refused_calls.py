@@ -15,6 +15,7 @@ from helpers import CLIP, names_forgotten
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses import api, grpo_loss, importance_correction, linear_gspo_loss, policy_loss
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
@@ -81,6 +82,8 @@ def bounds(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
+KEPT = SamplingSupport.from_lists([[0, 2]] * 5)
+WITH_KL = {"kl_coefficient": 0.1, "ref_log_probs": torch.zeros(5), "regularizer_weights": torch.ones(2)}
 # Door -> what is wrong in the call.
 REFUSED: dict[Callable, list[dict]] = {
     loss_of_logits: [
@@ -116,6 +119,10 @@ REFUSED: dict[Callable, list[dict]] = {
         {"advantages": ONES, "cu_seqlens": bounds(0, 2, 2, 3, 4, 5), "token_weights": ONES},
         *each("loss_parameters", {"sapo_temperature_positive": 1.0}, {"clip_ratio_c": 0.5}),
         *each("sapo_temperature_positive", 1.0),
+        *each("sampling_support", [[0]] * 5, *(SamplingSupport.from_lists(sets) for sets in ([[0]] * 4, [[0]] * 4 + [[]]))),
+        *each("sampling_support", *(SamplingSupport.from_lists([[0, 2]] * 4 + [ids]) for ids in ([1, 2], [0, 2, 2], [0, 4]))),
+        *each("kl_score", "sampler", "support"),
+        {"kl_estimator": "unbiased", "sampling_support": KEPT, **WITH_KL},
     ],
     loss_of_hidden: [
         *each("hidden", torch.zeros(5, 1, 6)),
@@ -126,8 +133,13 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("document_lengths", [2], [2, 4], torch.tensor([2, 3])),
         *each("loss_scale", 0.0, math.nan, "8", torch.ones(2)),
         *each("advantages", torch.arange(5.0)),
+        *each("sampling_support", KEPT),
     ],
-    loss_of_log_probs: [*each("temperature", 0.7), {"entropy_coefficient": 0.1, "regularizer_weights": torch.ones(2)}],
+    loss_of_log_probs: [
+        *each("sampling_support", KEPT),
+        *each("temperature", 0.7),
+        {"entropy_coefficient": 0.1, "regularizer_weights": torch.ones(2)},
+    ],
     loss_of_the_sampler: [*each("rollout_log_probs", None), *each("correction", CorrectionSettings(kind="tis"))],
     log_probs_of_hidden: [
         *each("labels", torch.zeros(5, dtype=INT64, device="meta")),
@@ -143,6 +155,8 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("vocab_size", 0, 17),
         *each("backend", "cuda"),
         {"backend": "triton", "logits": torch.zeros(8, 16, dtype=DOUBLE)},
+        *each("with_full", True),
+        *each("sampling_support", KEPT),
     ],
     correction_of: [
         *each("cu_seqlens", bounds(0, 5), bounds(0, 2, 1, 3), bounds(1, 3), torch.tensor([0.0, 3.0])),
@@ -166,6 +180,8 @@ REFUSED: dict[Callable, list[dict]] = {
 
 
 def shown(value: object) -> str:
+    if isinstance(value, SamplingSupport):
+        return f"sets {[ids.tolist() for ids in value.ids.split(value.sizes.tolist())]}"
     if not isinstance(value, Tensor):
         return repr(value)
     numbers = "" if value.is_meta or value.numel() > 3 or value.layout != torch.strided else f" {value.tolist()}"

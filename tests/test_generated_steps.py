@@ -6,6 +6,7 @@ Ranks are threads here (simulated_ranks.py). tests/test_layouts.py has real rank
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from torch import Tensor
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names, policy_loss_names
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.api import PolicyLossOutput, loss_of_log_probs
@@ -111,6 +113,13 @@ class Microbatch:
         values = torch.tensor([getattr(self.step.samples[i], name)[t] for i, t in self.own], dtype=torch.float64)
         return self.padded(torch.where(self.is_live, values, math.nan), math.nan).to(KERNEL_DEVICE)
 
+    def support(self) -> SamplingSupport:
+        """Of masked tokens and of padding anything: nothing, an id that no vocabulary has, one twice."""
+        junk = itertools.cycle(([], [-1, 10**9], [3, 3]))
+        sets = [self.step.samples[i].kept[t] if live else next(junk) for (i, t), live in zip(self.own, self.is_live, strict=True)]
+        support = SamplingSupport.from_lists(sets + [next(junk) for _ in range(self.tail)])
+        return support.to(KERNEL_DEVICE)
+
     def rows_of(self, matrix: Tensor) -> Tensor:
         rows = matrix[self.rows]
         rows[~self.is_live] = math.nan
@@ -162,6 +171,8 @@ class Microbatch:
             options |= {"rollout_log_probs": self.vector("rollout"), "correction": correction if correction.is_on else None}
         if case.counts_given:
             options["token_counts"] = torch.tensor([sum(self.step.samples[i].mask) for i in self.samples], dtype=torch.int64)
+        if case.kept != "all":
+            options |= {"kl_score": settings.kl_score, "sampling_support": self.support()}
         if case.door.head != "log_probs":
             options |= {"temperature": settings.temperature, "vocab_size": self.step.weight.shape[0]}
         return options

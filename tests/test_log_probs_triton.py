@@ -179,7 +179,7 @@ def test_every_part_of_a_row_is_read_and_written_once(width, stride, offset, spl
     logits[:, real:] = math.nan
     memory, rows = in_guarded_memory(logits, stride, offset)
     c, e = torch.tensor([0.7, -1.3], device=KERNEL_DEVICE), torch.tensor([0.2, 0.0], device=KERNEL_DEVICE)
-    shard = VocabShard(0, real, 1 / 0.7)
+    shard = VocabShard(0, real, 1 / 0.7, real)
     log_probs, entropy, gradient = truth(logits[:, :real], labels, c, e, 0.7)
     forward = {"configuration": StatisticsConfiguration(4, 2, 1, splits)}
     backward = {"configuration": GradientConfiguration(32, 1, splits)}
@@ -218,7 +218,7 @@ def test_rows_without_a_gradient_are_never_read():
     logits[~mask], labels[~mask] = math.nan, -100
     c = torch.tensor([1.0, math.nan, 0.0, -2.0, math.inf, 0.0])
     e = torch.tensor([0.5, math.nan, 0.0, 0.0, 1.0, 0.25])
-    shard = VocabShard(0, 70, 1.0)
+    shard = VocabShard(0, 70, 1.0, 70)
     with recorded_accesses() as accesses:
         result = row_results_triton(logits, labels, mask, shard, SINGLE, with_entropy=True, **SMALL)
     assert (counts(accesses.loads, logits)[mask] >= 1).all()
@@ -286,7 +286,7 @@ def test_the_merge_is_the_twins(num_parts, width, has_mask):
     parts[..., 1] = parts[..., 1].abs() + 0.1
     parts[num_parts - 1, :100] = torch.tensor([-1e30, 0.0, -math.inf, 0.0][:width]) if num_parts > 1 else parts[0, :100]
     mask = torch.arange(257) % 3 > 0 if has_mask else None
-    shard = VocabShard(0, 1, 1 / 0.9)
+    shard = VocabShard(0, 1, 1 / 0.9, 1)
     want = merge_shards(parts, mask, shard)
     got = merge_shards_triton(parts.to(KERNEL_DEVICE), None if mask is None else mask.to(KERNEL_DEVICE), shard)
     active = torch.ones(257, dtype=torch.bool) if mask is None else mask
@@ -304,7 +304,7 @@ def test_a_nan_logit_is_visible_wherever_it_stands(with_entropy):
     _, rows = in_guarded_memory(logits, 75, 1)
     labels = labels.to(KERNEL_DEVICE)
     ones = torch.ones(10, device=KERNEL_DEVICE)
-    result, gradient = forward_and_gradient(rows, labels, None, VocabShard(0, 75, 1.0), ones, ones if with_entropy else None)
+    result, gradient = forward_and_gradient(rows, labels, None, VocabShard(0, 75, 1.0, 75), ones, ones if with_entropy else None)
     assert result.log_probs.isnan().tolist() == [True] * 9 + [False]
     assert gradient.isnan().all(1).tolist() == [True] * 9 + [False]
 
@@ -323,7 +323,7 @@ def test_minus_infinity_columns_have_probability_0(kind):
     there = [tensor.to(KERNEL_DEVICE) for tensor in (logits, labels)]
     ones = ones.to(KERNEL_DEVICE)
     forward = {"configuration": StatisticsConfiguration(4, 2, 1, 4)}
-    result, out = forward_and_gradient(*there, None, VocabShard(0, 130, 1.0), ones, ones, forward=forward)
+    result, out = forward_and_gradient(*there, None, VocabShard(0, 130, 1.0, 130), ones, ones, forward=forward)
     torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
     torch.testing.assert_close(result.entropy.cpu().double(), entropy, rtol=0, atol=4e-6)
     out = out.cpu()
@@ -348,7 +348,7 @@ def test_rows_lie_beyond_two_to_the_31_elements(has_mask):
     rows.copy_(logits)
     labels, ones = labels.to(KERNEL_DEVICE), torch.ones(4, device=KERNEL_DEVICE)
     log_probs, _, gradient = truth(logits, labels, ones, 0 * ones, 1.0)
-    shard, mask = VocabShard(0, 50, 1.0), (ones > 0 if has_mask else None)
+    shard, mask = VocabShard(0, 50, 1.0, 50), (ones > 0 if has_mask else None)
     result, _ = forward_and_gradient(rows, labels, mask, shard, ones, out=rows)
     torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
     torch.testing.assert_close(rows.cpu().double(), gradient, **GRADIENT_TOLERANCE[torch.float16])
@@ -417,7 +417,7 @@ def test_the_gradient_goes_into_any_tensor(kind):
         "columns apart": torch.full((70, 3), math.nan, device=KERNEL_DEVICE).t(),
     }[kind]
     logits, labels, c = (tensor.to(KERNEL_DEVICE) for tensor in (logits, labels, c))
-    shard = VocabShard(0, 70, 1.0)
+    shard = VocabShard(0, 70, 1.0, 70)
     result = row_results_triton(logits, labels, None, shard, SINGLE, with_entropy=False, **SMALL)
     arguments = (logits, labels, None, result.maximum, result.total, result.entropy, c, None, shard)
     assert logits_gradient_triton(*arguments, out=out, **SMALL_GRADIENT) is out
@@ -445,7 +445,7 @@ def test_wrapped_memory_that_begins_at_any_address_is_read_right():
     rows.copy_(logits)
     assert rows.data_ptr() % 16 == 6 and flat_rows(rows).shift == 0
     wanted = truth(logits, labels, torch.ones(3), torch.zeros(3), 1.0)[0]
-    result = row_results_triton(rows, labels, None, VocabShard(0, 50, 1.0), SINGLE, with_entropy=False, **SMALL)
+    result = row_results_triton(rows, labels, None, VocabShard(0, 50, 1.0, 50), SINGLE, with_entropy=False, **SMALL)
     torch.testing.assert_close(result.log_probs.double(), wanted, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
 
 

@@ -20,9 +20,10 @@ from megatron_rl.errors import DataError
 class SamplingSupport:
     """`ids[offsets[t]:offsets[t + 1]]` are the ids kept at row t, in any order; here they are sorted, so that order decides no bit.
 
-    Rows are the rows of the logits: labels[t] was drawn from set t. A row of a masked token may be empty. Both tensors lie on one
-    device. On CUDA the constructor synchronises; make it from host tensors and call `to`, which does not.
+    Rows are the rows of the logits: labels[t] was drawn from set t. The row of a masked token may be empty, or hold anything. Both
+    tensors lie on one device. On CUDA the constructor synchronises; make it from host tensors and call `to`, which does not.
     Raises: DataError for other shapes or dtypes, and for offsets that do not start with 0, decrease, or do not end with nnz.
+    `check` raises for wrong ids.
 
     >>> support = SamplingSupport(torch.tensor([7, 2, 5], dtype=torch.int32), torch.tensor([0, 2, 2, 3]))
     >>> support.ids.tolist(), support.sizes.tolist(), support.largest
@@ -31,8 +32,13 @@ class SamplingSupport:
 
     ids: Tensor  # [nnz] int32
     offsets: Tensor  # [T + 1] int64
+    # What the host knows, so that nothing asks the device.
     largest: int = field(init=False)
-    """The most ids of a row, known on the host."""
+    """The most ids of a row."""
+    bound: int = field(init=False)
+    """No id is as large as this one."""
+    is_clean: bool = field(init=False)
+    """No id is below 0, and no row has one twice."""
 
     def __post_init__(self) -> None:
         for name, tensor, dtypes in (
@@ -52,24 +58,27 @@ class SamplingSupport:
                 f"sampling support: offsets [T + 1] must rise from 0 to the {self.ids.numel()} ids, got {bounds.numel()} offsets, "
                 f"{ends}: offsets[t] counts the ids of the rows before t"
             )
-        rows = _rows_of(offsets, self.ids.numel())
-        order = self.ids.argsort(stable=True)
+        ids = self.ids.clamp(-1, torch.iinfo(torch.int32).max).int()  # a number beyond int32 stays one that no vocabulary has
+        rows = _rows_of(offsets, ids.numel())
+        order = ids.argsort(stable=True)
         order = order[rows[order].argsort(stable=True)]
-        object.__setattr__(self, "ids", self.ids[order].int())
-        object.__setattr__(self, "offsets", offsets)
-        object.__setattr__(self, "largest", int(bounds.diff().max()) if bounds.numel() > 1 else 0)
+        ids = ids[order]
+        is_clean = not bool((_repeated(ids, rows) | (ids < 0)).any())
+        largest = int(bounds.diff().max()) if bounds.numel() > 1 else 0
+        bound = int(ids.max()) + 1 if ids.numel() else 0
+        _set(self, ids=ids, offsets=offsets, largest=largest, bound=bound, is_clean=is_clean)
 
     @classmethod
     def from_lists(cls, ids: Sequence[Sequence[int]]) -> SamplingSupport:
         """One list of ids a row, as samplers return them; on the host."""
         sizes = torch.tensor([0, *(len(row) for row in ids)], dtype=torch.int64)
-        return cls(torch.tensor([number for row in ids for number in row], dtype=torch.int32), sizes.cumsum(0))
+        return cls(torch.tensor([number for row in ids for number in row], dtype=torch.int64), sizes.cumsum(0))
 
     @classmethod
     def from_padded(cls, ids: Tensor, sizes: Tensor) -> SamplingSupport:  # [T, K] int, [T] int
         """The first sizes[t] ids of each row count; the others are padding."""
         kept = torch.arange(ids.shape[1], device=ids.device) < sizes[:, None]
-        return cls(ids[kept].int(), torch.cat([sizes.new_zeros(1), sizes]).long().cumsum(0))
+        return cls(ids[kept], torch.cat([sizes.new_zeros(1), sizes]).long().cumsum(0))
 
     @property
     def num_rows(self) -> int:
@@ -89,7 +98,9 @@ class SamplingSupport:
 
     def to(self, device: torch.device) -> SamplingSupport:
         """The same sets there, without a synchronisation."""
-        return _made(self.ids.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True), self.largest)
+        return _made(
+            [self], self.ids.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True), largest=self.largest
+        )
 
     def take(self, rows: Tensor) -> SamplingSupport:  # [n] int64, on the same device
         """The sets of these rows, in this order. On CUDA it synchronises."""
@@ -97,22 +108,94 @@ class SamplingSupport:
         offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         inside = torch.arange(int(offsets[-1]), device=rows.device) - torch.repeat_interleave(offsets[:-1], sizes)
         ids = self.ids[torch.repeat_interleave(starts, sizes) + inside]
-        return _made(ids, offsets, int(sizes.max()) if sizes.numel() else 0)
+        return _made([self], ids, offsets, largest=int(sizes.max()) if sizes.numel() else 0)
 
     @staticmethod
     def cat(parts: Sequence[SamplingSupport]) -> SamplingSupport:
         """The rows of all parts, one after the other."""
         sizes = torch.cat([part.sizes for part in parts])
         offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        return _made(torch.cat([part.ids for part in parts]), offsets, max(part.largest for part in parts))
+        return _made(parts, torch.cat([part.ids for part in parts]), offsets, largest=max(part.largest for part in parts))
+
+    def is_inside(self, vocab_size: int) -> bool:
+        """Whether the host knows that all ids are distinct in their rows and in [0, vocab_size). False: some are not, somewhere."""
+        return self.is_clean and self.bound <= vocab_size
+
+    def are_wrong(self, vocab_size: int) -> Tensor:  # [nnz] bool
+        """Ids outside [0, vocab_size), and the second and later of equal ones in a row."""
+        return (self.ids < 0) | (self.ids >= vocab_size) | _repeated(self.ids, self.rows)
+
+    def check(
+        self,
+        num_tokens: int,
+        vocab_size: int,
+        labels: Tensor,  # [T] int64
+        loss_mask: Tensor | None = None,  # [T] bool; None: every row counts
+        cu_seqlens: Tensor | None = None,  # [N + 1], to name the sample
+    ) -> None:
+        """Raises DataError for another number of rows or another device; and on the CPU, for an unmasked token, where its set is
+        empty, does not hold the label, or has ids outside [0, vocab_size) or one twice. On CUDA no value is read: a score over such
+        a set is not finite."""
+        if self.num_rows != num_tokens:
+            raise DataError(
+                f"sampling_support has {self.num_rows} rows and the micro-batch {num_tokens} tokens: it needs one for each row of "
+                "the logits, which may be empty for padding and masked tokens"
+            )
+        if self.ids.device != labels.device:
+            raise DataError(
+                f"sampling_support is on {self.ids.device} and the logits on {labels.device}: move it with .to(logits.device)"
+            )
+        if self.ids.is_cuda:
+            return
+        is_live = torch.ones(num_tokens, dtype=torch.bool) if loss_mask is None else loss_mask
+        rows = self.rows
+        has_label = torch.zeros(num_tokens, dtype=torch.bool).index_fill(0, rows[self.ids == labels[rows]], True)
+        is_wrong = torch.zeros_like(has_label)
+        if not self.is_inside(vocab_size):
+            is_wrong = is_wrong.index_fill(0, rows[self.are_wrong(vocab_size)], True)
+        bad = (is_live & (is_wrong | ~has_label)).nonzero()[:, 0].tolist()
+        if bad:
+            raise DataError(self._fault(bad, vocab_size, labels, bool(is_wrong[bad[0]]), cu_seqlens))
+
+    def _fault(self, bad: list[int], vocab_size: int, labels: Tensor, is_wrong: bool, cu_seqlens: Tensor | None) -> str:
+        token = bad[0]
+        kept = self.ids[self.offsets[token] : self.offsets[token + 1]].tolist()
+        where = f"token {token}"
+        if cu_seqlens is not None:
+            where += f" (sample {int(torch.searchsorted(cu_seqlens[1:].cpu().long(), token, right=True))} of the micro-batch)"
+        shown = ", ".join(map(str, kept[:6])) + (", ..." if len(kept) > 6 else "")
+        if not kept:
+            what = "is trained and its set is empty: mask the token, or pass the ids that the sampler kept"
+        elif is_wrong:
+            what = (
+                f"has the ids {shown}: they must be distinct and in [0, {vocab_size}); pass the kept ids alone, without the "
+                "padding of their list"
+            )
+        else:
+            what = (
+                f"took the id {int(labels[token])}, which is not among its {len(kept)} ids {shown}: a token is drawn from its own "
+                "set, so these sets belong to other tokens (shifted by one?), or something after the sampler has changed the "
+                "token (speculative decoding, a logits processor); pass the sets that the tokens were drawn from, or mask the token"
+            )
+        return f"sampling_support: {where} {what}. {len(bad)} unmasked tokens have such a fault"
 
 
-def _made(ids: Tensor, offsets: Tensor, largest: int) -> SamplingSupport:
-    """Without the checks and the sort of the constructor."""
-    support = object.__new__(SamplingSupport)
-    for name, value in (("ids", ids), ("offsets", offsets), ("largest", largest)):
+def _made(parts: Sequence[SamplingSupport], ids: Tensor, offsets: Tensor, *, largest: int) -> SamplingSupport:
+    """Of rows of the parts, without the checks and the sort of the constructor."""
+    bound, is_clean = max(part.bound for part in parts), all(part.is_clean for part in parts)
+    return _set(object.__new__(SamplingSupport), ids=ids, offsets=offsets, largest=largest, bound=bound, is_clean=is_clean)
+
+
+def _set(support: SamplingSupport, **values: object) -> SamplingSupport:
+    for name, value in values.items():
         object.__setattr__(support, name, value)
     return support
+
+
+def _repeated(ids: Tensor, rows: Tensor) -> Tensor:  # [nnz] bool, of sorted ids
+    is_again = torch.zeros_like(ids, dtype=torch.bool)
+    is_again[1:] = (ids[1:] == ids[:-1]) & (rows[1:] == rows[:-1])
+    return is_again
 
 
 def _rows_of(offsets: Tensor, num_pairs: int) -> Tensor:

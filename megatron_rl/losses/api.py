@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend
+from megatron_rl.config import Backend, KLScore
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.compared import compare_inputs
 from megatron_rl.losses.inputs import prepare_inputs, with_token_counts
-from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
+from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch, with_full_coefficients
 from megatron_rl.losses.settings import (
     LogitsLossKeywords,
     LossKeywords,
@@ -35,6 +35,7 @@ from megatron_rl.ops.log_probs import (
     log_probs_dtype,
     row_kernels,
 )
+from megatron_rl.ops.support_scores import SupportLogProbs, check_support
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,9 @@ def policy_loss(
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, the weight of each token of a sample; sample_token_weights makes it.
         keywords: LogitsLossKeywords explains them.
-    Communication: tp one all-gather of [T, 3 or 4]; cp one all-reduce of [N, k]; with check_ranks one all-gather of 4 KiB over
-        each; backward none. None of them at size 1. A loss of level "batch" adds its own sums over cp. A loss that
-        needs token_counts of its tokens adds one of [N] where the caller gave none.
+    Communication: tp one all-gather of [T, 3 or 4], with sampling_support of [T, 3, 6 or 7]; cp one all-reduce of [N, k]; with
+        check_ranks one all-gather of 4 KiB over each; backward none. None of them at size 1. A loss of level "batch" adds its own
+        sums over cp. A loss that needs token_counts of its tokens adds one of [N] where the caller gave none.
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
         for a wrong return value of the loss, and on the CPU for unmasked non-finite values. ConfigError for wrong settings.
     """
@@ -129,6 +130,9 @@ def policy_loss(
         )
         shard = check_log_prob_inputs(logits, labels, inputs.loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
         compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, temperature, vocab_size)
+        support = inputs.sampling_support
+        if support is not None:
+            check_support(support, labels, inputs.loss_mask, shard, inputs.cu_seqlens)
         if agreement.is_active:
             compare_inputs(agreement, loss, inputs, settings)
         announced = None if isinstance(loss_scale, AssumedScale) else loss_scale
@@ -137,7 +141,7 @@ def policy_loss(
         agreement.add("whether loss_scale is assumed", announced is not loss_scale)
     inputs = with_token_counts(loss, inputs, cp_group)
     with_entropy = settings.needs_entropy
-    if loss_scale is not None and has_twin(loss, settings) and torch.is_grad_enabled() and logits.requires_grad:
+    if support is None and loss_scale is not None and has_twin(loss, settings) and torch.is_grad_enabled() and logits.requires_grad:
         from megatron_rl.losses.one_read_triton import plan_one_read, read_once
 
         configuration = plan_one_read(loss, logits, inputs, settings, inplace=inplace, is_assumed=announced is None)
@@ -149,19 +153,21 @@ def policy_loss(
             result = reducer_of(loss, settings)(loss, log_probs, entropy if with_entropy else None, inputs, settings)
             loss_of_logits = _WithLogitsGradient.apply(logits, result, gradient, made_with)  # type: ignore[no-untyped-call]  # torch's
             return output_of(result, loss_of_logits, log_probs)
-    log_probs, entropy = VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-        logits,
-        labels,
-        inputs.loss_mask,
-        shard,
-        tp_group,
-        with_entropy,
-        inplace,
-        row_kernels(settings.backend),
-        torch.is_grad_enabled(),
-    )
+    rows, how = (logits, labels, inputs.loss_mask), (inplace, row_kernels(settings.backend), torch.is_grad_enabled())
+    full = None
+    if support is None:
+        log_probs, entropy = VocabParallelLogProbs.apply(*rows, shard, tp_group, with_entropy, *how)  # type: ignore[no-untyped-call]  # torch's
+    else:
+        log_probs, full, entropy = SupportLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+            *rows, support, shard, tp_group, settings.is_kl_of_all, with_entropy, *how
+        )
+        if full is not None:
+            inputs = replace(inputs, log_kept_mass=full.detach() - log_probs.detach())
     result = reducer_of(loss, settings)(loss, log_probs.detach(), entropy.detach() if with_entropy else None, inputs, settings)
-    with_gradient = _WithGradient.apply(log_probs, entropy if with_entropy else None, result, announced)  # type: ignore[no-untyped-call]  # torch's
+    if settings.is_kl_of_all:
+        result = with_full_coefficients(result, log_probs.detach(), inputs, settings, shard.vocab_size)
+    scores = (log_probs, full, entropy if with_entropy else None)
+    with_gradient = _WithGradient.apply(*scores, result, announced)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, log_probs.detach())
 
 
@@ -188,6 +194,11 @@ def loss_of_log_probs(
         options = with_defaults(LossKeywords, loss, keywords)
         if (options["temperature"], options["vocab_size"], options["entropy_coefficient"]) != (1.0, None, 0.0):
             raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
+        if options["sampling_support"] is not None or options["kl_score"] != KLScore.FULL:
+            raise ConfigError(
+                "sampling_support and kl_score need logits, and this call has log-probabilities: give log_probs, old_log_probs, "
+                "rollout_log_probs and ref_log_probs over the kept ids, and leave both out"
+            )
         if loss.needs_entropy:
             raise ConfigError(
                 f"policy loss {loss.name!r} needs the entropy of each token, and this call has log-probabilities: call policy_loss "
@@ -211,7 +222,7 @@ def loss_of_log_probs(
             compare_inputs(agreement, loss, inputs, settings)
     inputs = with_token_counts(loss, inputs, cp_group)
     result = reducer_of(loss, settings)(loss, values.detach(), None, inputs, settings)
-    with_gradient = _WithGradient.apply(values, None, result, None)  # type: ignore[no-untyped-call]  # torch's
+    with_gradient = _WithGradient.apply(values, None, None, result, None)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, values.detach())
 
 
@@ -282,27 +293,27 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, log_probs: Tensor, entropy: Tensor | None, result: LossResult, loss_scale: Tensor | float | None
+        ctx: Any,
+        log_probs: Tensor,
+        full_log_probs: Tensor | None,
+        entropy: Tensor | None,
+        result: LossResult,
+        loss_scale: Tensor | float | None,
     ) -> Tensor:
-        ctx.save_for_backward(result.coefficients, result.entropy_coefficients)
+        ctx.save_for_backward(result.coefficients, result.full_coefficients, result.entropy_coefficients)
         ctx.loss_scale = loss_scale
         return result.loss
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        coefficients, entropy_coefficients = ctx.saved_tensors
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        of_scores = ctx.saved_tensors
         if ctx.loss_scale is not None:  # the same check as after one read, so that a shape decides no error
             factor = check_delivered(
                 upstream, ctx.loss_scale, "one kernel, where it can, makes the gradient with the announced one"
             )
             upstream = upstream if factor is None else upstream * factor
-        return (
-            upstream * coefficients,
-            None if entropy_coefficients is None else upstream * entropy_coefficients,
-            None,
-            None,
-        )
+        return *(None if coefficients is None else upstream * coefficients for coefficients in of_scores), None, None
 
 
 class _WithLogitsGradient(torch.autograd.Function):

@@ -9,6 +9,7 @@ from megatron_rl.layout.groups import Agreement
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.inputs import LossInputs
 from megatron_rl.losses.settings import LossSettings
+from megatron_rl.ops.support_scores import compare_supports
 
 
 def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> None:
@@ -17,7 +18,7 @@ def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, s
     for name, value in settings.keywords.items():
         agreement.add(name, value)
     agreement.add("correction", str(inputs.correction))
-    for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend", "cp_layout"):
+    for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend", "cp_layout", "is_kl_of_all"):
         agreement.add(name, getattr(settings, name))
     agreement.add("kl_estimator", None if settings.kl_estimator is None else settings.kl_estimator.name)
     agreement.add("number of documents", inputs.num_documents)
@@ -25,6 +26,7 @@ def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, s
     agreement.add("advantages_per", inputs.advantages_per)
     for name in ("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs"):
         agreement.add(name, _live(getattr(inputs, name), inputs.loss_mask), is_sliced=True)
+    compare_supports(agreement, inputs.sampling_support, inputs.loss_mask)
     if inputs.advantages_per == "token":
         agreement.add("advantages", _live(inputs.advantages, inputs.loss_mask), is_sliced=True)
     else:

@@ -19,8 +19,9 @@ from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.settings import LossKeywords
+from megatron_rl.losses.settings import LossKeywords, LossSettings
 from megatron_rl.registries.correction_settings import CorrectionSettings
 
 # Relative standard deviation above which a sample's [T] advantages vary. For equal numbers float64 sums give less than 1e-7.
@@ -48,6 +49,8 @@ class LossInputs:
     applied_correction: Correction | None = None  # is in importance_weights already
     document_numbers: tuple[int, ...] | None = None  # N, the caller's numbers, for messages; None: 0 to N - 1
     entropy: Tensor | None = None  # [T] of the policy in training, where the loss reads it
+    sampling_support: SamplingSupport | None = None  # T rows
+    log_kept_mass: Tensor | None = None  # [T] full score - score over the kept ids, where both are computed
 
     @property
     def num_documents(self) -> int:
@@ -152,6 +155,7 @@ def prepare_inputs(
         rollout_log_probs=options["rollout_log_probs"],
         regularizer_weights=regularizer_weights,
         correction=options["correction"] if options["correction"] is not None and options["correction"].is_on else None,
+        sampling_support=options["sampling_support"],
     )
 
 
@@ -256,7 +260,19 @@ def checked_tensors(
         tensors["rollout_log_probs"] = given(inputs.rollout_log_probs).to(dtype)
     if kl_coefficient:
         tensors["ref_log_probs"] = given(inputs.ref_log_probs).to(dtype)
+    if inputs.log_kept_mass is not None:  # a logit outside the set is in it, and not in log_probs
+        tensors["log_kept_mass"] = inputs.log_kept_mass
     return tensors | further_inputs(loss, inputs, dtype)
+
+
+def kl_reference(inputs: LossInputs, settings: LossSettings) -> Tensor:  # [T]
+    """What the KL term compares log_probs with. Where it is of the whole vocabulary and log_probs are over kept ids, the difference
+    of the full scores is log_probs - (ref - ln M), with M the kept mass."""
+    reference = given(inputs.ref_log_probs)
+    if not settings.is_kl_of_all:
+        return reference
+    log_kept_mass = given(inputs.log_kept_mass)
+    return reference.to(log_kept_mass.dtype) - log_kept_mass
 
 
 def further_inputs(loss: PolicyLoss, inputs: LossInputs, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each

@@ -32,6 +32,7 @@ from megatron_rl.losses.inputs import (
     checked_tensors,
     further_inputs,
     given,
+    kl_reference,
     raise_on_bad_data,
     raise_on_nonfinite,
     read_sums,
@@ -577,7 +578,7 @@ def _documents(loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, settings
         old_log_probs=_contiguous(inputs.old_log_probs),
         advantages=inputs.advantages.contiguous(),
         importance_weights=_contiguous(inputs.importance_weights),
-        ref_log_probs=_contiguous(inputs.ref_log_probs) if settings.kl_coefficient else None,
+        ref_log_probs=kl_reference(inputs, settings).contiguous() if settings.kl_coefficient else None,
         vectors=tuple(vector.contiguous() for vector in further_inputs(loss, inputs, log_probs.dtype).values()) or None,
         loss_mask=inputs.loss_mask.contiguous().view(torch.uint8),
         cu_seqlens=inputs.cu_seqlens.contiguous(),
@@ -591,6 +592,8 @@ def _document_sums(documents: _Documents, inputs: LossInputs, block: int) -> Ten
     checked = documents.vectors or ()
     if inputs.compares_with_sampler:
         checked = (*checked, given(inputs.rollout_log_probs).contiguous())
+    if inputs.log_kept_mass is not None:
+        checked = (*checked, inputs.log_kept_mass.contiguous())
     document_sums_kernel[(inputs.num_documents,)](
         LOG_PROBS=documents.log_probs,
         OLD_LOG_PROBS=documents.old_log_probs,

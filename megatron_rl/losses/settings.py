@@ -15,11 +15,12 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, KLScore, PolicyMetrics
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.context_parallel import LAYOUTS
 from megatron_rl.layout.groups import ALONE, Agreement, Group, resolve_group
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
@@ -48,6 +49,11 @@ class LossKeywords(TypedDict, total=False):
     kl_coefficient, entropy_coefficient: 0 turns the term off. Default 0.
     kl_estimator: a registered estimator of KL(policy, reference), or module.function. Default "k3".
     regularizer_weights [N]: from aggregation.regularizer_weights; needed where a coefficient is not 0.
+    sampling_support: the ids that the sampler kept, a set for each row of the logits, after temperature, top-k, top-p and min-p.
+        log_probs, ratios, corrections and what is made of them are then over these sets: give old_log_probs and rollout_log_probs
+        over the same sets. The entropy is that of the whole vocabulary. None: the sampler draws from the whole vocabulary.
+    kl_score: with sampling_support, over what ref_log_probs and the policy's side of the KL term are: "full", the whole
+        vocabulary, or "support". Default "full".
     check_ranks: whether tp and cp ranks compare their arguments; None: where they communicate through the CPU.
     """
 
@@ -72,6 +78,8 @@ class LossKeywords(TypedDict, total=False):
     entropy_coefficient: float
     regularizer_weights: Tensor | None
     check_ranks: bool | None
+    sampling_support: SamplingSupport | None
+    kl_score: str
 
 
 class LogitsLossKeywords(LossKeywords, total=False):
@@ -112,6 +120,7 @@ DEFAULTS: Mapping[str, object] = {
     "backend": Backend.AUTO,
     "kl_coefficient": 0.0,
     "kl_estimator": DEFAULT_KL_ESTIMATOR,
+    "kl_score": KLScore.FULL,
     "entropy_coefficient": 0.0,
     "inplace": False,
     "max_logits_bytes": DEFAULT_MAX_LOGITS_BYTES,
@@ -169,6 +178,7 @@ class LossSettings:
     backend: Backend  # resolved: TORCH or TRITON
     check_ranks: bool | None
     is_entropy_read: bool  # by the loss itself
+    is_kl_of_all: bool  # with sets of kept ids: the KL term compares scores over the whole vocabulary
 
     @property
     def keywords(self) -> dict[str, float]:
@@ -186,7 +196,9 @@ class LossSettings:
         return agreement_of(self.tp_group, self.cp_group, self.check_ranks)
 
     def policy_alone(self) -> LossSettings:
-        return replace(self, kl_coefficient=0.0, kl_estimator=None, entropy_coefficient=0.0, metrics=PolicyMetrics.NONE)
+        return replace(
+            self, kl_coefficient=0.0, kl_estimator=None, entropy_coefficient=0.0, metrics=PolicyMetrics.NONE, is_kl_of_all=False
+        )
 
 
 def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, cp_group: Group, backend: Backend) -> LossSettings:
@@ -209,6 +221,7 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
             estimator = get_kl_estimator(kl_estimator)
         except ConfigError as error:
             raise ConfigError(f"kl_estimator={kl_estimator!r}: {error}") from error
+    is_kl_of_all = _is_kl_of_all(options, estimator if coefficients["kl_coefficient"] else None)
     if options["cp_layout"] not in (*LAYOUTS, None):
         raise ConfigError(f"cp_layout={options['cp_layout']!r} is not one of {', '.join(LAYOUTS)}, or None")
     if correction is not None:
@@ -238,7 +251,30 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         backend=backend,
         check_ranks=options["check_ranks"],
         is_entropy_read=loss.needs_entropy,
+        is_kl_of_all=is_kl_of_all,
     )
+
+
+def _is_kl_of_all(options: LossKeywords, estimator: KLEstimator | None) -> bool:  # None: there is no KL term
+    score, has_support = options["kl_score"], options["sampling_support"] is not None
+    if has_support and "max_logits_bytes" in options:  # a keyword of the fused head alone
+        raise ConfigError("sampling_support comes with the losses from logits, not yet with the fused head: call policy_loss")
+    if score not in set(KLScore):
+        raise ConfigError(f"kl_score={score!r} is not one of {', '.join(KLScore)}")
+    if score == KLScore.SUPPORT and not has_support:
+        raise ConfigError(
+            "kl_score='support' needs sampling_support, the ids that the sampler kept: pass them, or kl_score='full', which is the "
+            "whole vocabulary"
+        )
+    if not has_support or estimator is None or score != KLScore.FULL:
+        return False
+    if estimator.takes_log_ratio:
+        raise ConfigError(
+            f"kl_estimator={estimator.name!r} multiplies the KL term by the importance ratio, which is over the kept ids, and "
+            "kl_score='full' makes the term over the whole vocabulary: pass kl_score='support' with ref_log_probs over the kept "
+            "ids, or another kl_estimator, such as 'k3'"
+        )
+    return True
 
 
 def _check_correction(loss: PolicyLoss, correction: CorrectionSettings, rollout_log_probs: Tensor | None) -> None:

@@ -30,14 +30,13 @@ from megatron_rl.ops.linear_schedule import CUDA_ROWS_WARNING, rows_per_chunk, s
 from megatron_rl.ops.log_probs import (
     LOGIT_DTYPES,
     LogProbKeywords,
-    RowKernels,
     check_labels,
     check_temperature,
     compare_log_prob_inputs,
     row_kernels,
     vocab_shard,
 )
-from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, keeps_exponentials
+from megatron_rl.ops.log_probs_torch import RowKernels, RowResult, VocabShard, keeps_exponentials
 
 # scaled_exp leaves numbers up to 1 / p_y. Below this log-probability they would come near the ends of bfloat16's range: 1 / p_y
 # near e^88, a coefficient times p_y near e^-87.

@@ -8,8 +8,6 @@ Derivation: docs/losses.md, "Log-probabilities over a sharded vocabulary".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -20,6 +18,7 @@ from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Agreement, Group, resolve_group
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import (
     first_order_only,
     gradient_like,
@@ -28,14 +27,17 @@ from megatron_rl.ops.backends import (
     runs_eagerly,
 )
 from megatron_rl.ops.log_probs_torch import (
-    RowResult,
+    RowKernels,
     VocabShard,
     gradient_of_exponentials,
     keeps_exponentials,
     logits_gradient_torch,
+    merge_shards,
     row_results_keeping,
     row_results_torch,
+    row_statistics_reference,
 )
+from megatron_rl.ops.support_scores import SupportLogProbs, check_support, compare_supports
 
 # 1 / temperature must fit in float32.
 SMALLEST_TEMPERATURE = 1e-30
@@ -55,18 +57,46 @@ class LogProbKeywords(TypedDict, total=False):
 
 class LogitsKeywords(LogProbKeywords, total=False):
     inplace: bool
+    sampling_support: SamplingSupport | None
 
 
 @overload
 def vocab_parallel_log_probs(
-    logits: Tensor, labels: Tensor, *, with_entropy: Literal[False] = False, **options: Unpack[LogitsKeywords]
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    with_entropy: Literal[False] = False,
+    with_full: Literal[False] = False,
+    **options: Unpack[LogitsKeywords],
 ) -> Tensor: ...
 
 
 @overload
 def vocab_parallel_log_probs(
-    logits: Tensor, labels: Tensor, *, with_entropy: Literal[True], **options: Unpack[LogitsKeywords]
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    with_entropy: Literal[True],
+    with_full: Literal[False] = False,
+    **options: Unpack[LogitsKeywords],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def vocab_parallel_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    with_entropy: Literal[False] = False,
+    with_full: Literal[True],
+    **options: Unpack[LogitsKeywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def vocab_parallel_log_probs(
+    logits: Tensor, labels: Tensor, *, with_entropy: Literal[True], with_full: Literal[True], **options: Unpack[LogitsKeywords]
+) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @runs_eagerly
@@ -82,13 +112,19 @@ def vocab_parallel_log_probs(
     inplace: bool = False,
     backend: str = Backend.AUTO,
     check_ranks: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # log_probs [T], or (log_probs [T], entropy [T]); float32 (float64 for float64 logits)
+    sampling_support: SamplingSupport | None = None,
+    with_full: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # log_probs [T], or with with_full, with_entropy (log_probs, full scores, entropy), [T] each
     """log softmax(logits / temperature) at the labels and, with `with_entropy`, the entropy of the full distribution.
 
         lse = ln sum_j e^(z_j), z = logits / temperature     log_prob = z_label - lse     entropy = lse - sum_j p_j z_j
 
-    Both are differentiable; the gradient has the logits' dtype. A label that no rank owns gives -inf, a NaN logit gives NaN: the
-    losses count such tokens and refuse the step. Each row is computed alone, so the result does not depend on packing.
+    With `sampling_support` the log-probabilities are over what the sampler kept: the sum of lse is over the row's set. A set of one
+    id gives exactly 0. with_full adds the scores over the whole vocabulary: log_prob - full score is -ln of the kept mass.
+
+    All are float32 (float64 for float64 logits) and differentiable; the gradient has the logits' dtype. A label that no rank owns
+    gives -inf, a NaN logit gives NaN: the losses count such tokens and refuse the step. Each row is computed alone, so the result
+    does not depend on packing.
     torch.compile does not trace this function (a graph break).
 
     Args:
@@ -104,10 +140,14 @@ def vocab_parallel_log_probs(
         backend: "torch", "triton", or "auto": Triton for CUDA logits of at most 32 bits, else torch.
         check_ranks: whether tp ranks first compare their arguments, so that a difference or an error on one rank raises on all;
             None: where tp_group communicates through the CPU.
-    Communication: one all-gather of [T, 3] (with entropy [T, 4]) over tp_group in forward, none in backward. With check_ranks one
-        more of 4 KiB. None at tp size 1.
-    Raises: DataError for wrong shapes, dtypes or devices. ConfigError for a temperature that is not above 0, a backend that cannot
-        run, and a backward with create_graph=True.
+        sampling_support: the ids that the sampler kept, a set for each row, after temperature, top-k, top-p and min-p; the same on
+            all tp ranks. None: all.
+        with_full: return the scores over the whole vocabulary too; it needs sampling_support.
+    Communication: one all-gather of [T, 3] (with entropy [T, 4]) over tp_group in forward, none in backward; with sets of [T, 3],
+        or of [T, 6] (with entropy [T, 7]) where the whole vocabulary is read. With check_ranks one more of 4 KiB. None at size 1.
+    Raises: DataError for wrong shapes, dtypes or devices and, on the CPU, for sets that SamplingSupport.check refuses; on CUDA
+        their scores are not finite. ConfigError for a temperature that is not above 0, a backend that cannot run, and a backward
+        with create_graph=True.
 
     >>> vocab_parallel_log_probs(torch.zeros(1, 4), torch.tensor([2])).exp()
     tensor([0.2500])
@@ -118,9 +158,25 @@ def vocab_parallel_log_probs(
         shard = check_log_prob_inputs(logits, labels, loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
         compare_log_prob_inputs(agreement, logits, labels, loss_mask, temperature, vocab_size)
         agreement.add("with_entropy", with_entropy)
-    options = (shard, tp_group, with_entropy, inplace, row_kernels(resolved), torch.is_grad_enabled())
-    log_probs, entropy = VocabParallelLogProbs.apply(logits, labels, loss_mask, *options)  # type: ignore[no-untyped-call]  # torch's
-    return (log_probs, entropy) if with_entropy else log_probs
+        agreement.add("with_full", with_full)
+        if with_full and sampling_support is None:
+            raise ConfigError(
+                "with_full=True needs sampling_support: without one the log-probabilities are the full scores already"
+            )
+        if sampling_support is not None:
+            check_support(sampling_support, labels, loss_mask, shard)
+        compare_supports(agreement, sampling_support, loss_mask)
+    options = (inplace, row_kernels(resolved), torch.is_grad_enabled())
+    if sampling_support is None:
+        log_probs, entropy = VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+            logits, labels, loss_mask, shard, tp_group, with_entropy, *options
+        )
+        return (log_probs, entropy) if with_entropy else log_probs
+    log_probs, *others = SupportLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+        logits, labels, loss_mask, sampling_support, shard, tp_group, with_full, with_entropy, *options
+    )
+    asked = [other for other, is_asked in zip(others, (with_full, with_entropy), strict=True) if is_asked]
+    return (log_probs, *asked) if asked else log_probs
 
 
 def log_probs_dtype(operand: Tensor) -> torch.dtype:
@@ -133,58 +189,46 @@ def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | N
 
     Raises DataError for a vocab_size that is not a whole number in [1, columns of all tp ranks].
     """
-    first_column = tp_group.rank() * num_stored_columns
+    first_column, num_stored = tp_group.rank() * num_stored_columns, num_stored_columns * tp_group.size()
     if vocab_size is None:
-        num_columns = num_stored_columns
+        vocab_size = num_stored
     elif isinstance(vocab_size, bool) or not isinstance(vocab_size, Integral):
         raise DataError(f"vocab_size={vocab_size!r} must be a whole number, or None where all columns are real")
-    elif not 1 <= vocab_size <= num_stored_columns * tp_group.size():
-        raise DataError(
-            f"vocab_size={vocab_size} must be in [1, {num_stored_columns * tp_group.size()}], the columns of all tp ranks together"
-        )
-    else:
-        num_columns = min(max(int(vocab_size) - first_column, 0), num_stored_columns)
+    elif not 1 <= vocab_size <= num_stored:
+        raise DataError(f"vocab_size={vocab_size} must be in [1, {num_stored}], the columns of all tp ranks together")
+    num_columns = min(max(int(vocab_size) - first_column, 0), num_stored_columns)
     # float(): a Triton kernel does not know numpy numbers, and takes a tensor as an address.
-    return VocabShard(first_column, num_columns, 1.0 / float(temperature))
-
-
-@dataclass(frozen=True, slots=True)
-class RowKernels:
-    """forward(logits [T, V_tp], labels [T], loss_mask [T] bool | None, shard, tp_group, *, with_entropy) -> RowResult
-
-    One all-gather of [T, 3] (with entropy [T, 4]) over tp_group; none at size 1.
-
-    gradient(logits, labels, loss_mask | None, maximum [T], total [T], entropy [T], coefficients [T] | None,
-             entropy_coefficients [T] | None, shard, *, out [T, V_tp]) -> out
-
-    Writes all of `out`, which may be the logits' own storage or have another floating dtype. No communication.
-
-    keeping, gradient_of_kept: row_results_keeping and gradient_of_exponentials, where keeps_exponentials says so; None: never.
-
-    unit_gradient(logits [T, V], labels [T], shard, *, with_entropy, out [T, V]) -> RowResult | None
-
-    Writes (delta - p) / temperature to `out`, which may be the logits; with None it did nothing. For one shard. None: never.
-
-    scaled_exp: the product and its exponentials in one kernel (ops/scaled_exp_triton.py). For one shard. None: never.
-    """
-
-    forward: Callable[..., RowResult]
-    gradient: Callable[..., Tensor]
-    keeping: Callable[..., tuple[RowResult, Tensor]] | None = None
-    gradient_of_kept: Callable[..., Tensor] | None = None
-    unit_gradient: Callable[..., RowResult | None] | None = None
-    scaled_exp: Callable[..., tuple[RowResult, Tensor]] | None = None
+    return VocabShard(first_column, num_columns, 1.0 / float(temperature), int(vocab_size))
 
 
 def row_kernels(backend: Backend) -> RowKernels:
     """The functions of a resolved backend (resolve_backend). Triton is imported here, on first use."""
     if backend == Backend.TORCH:
-        return RowKernels(row_results_torch, logits_gradient_torch, row_results_keeping, gradient_of_exponentials)
-    from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
+        return RowKernels(
+            row_results_torch,
+            logits_gradient_torch,
+            row_statistics_reference,
+            merge_shards,
+            row_results_keeping,
+            gradient_of_exponentials,
+        )
+    from megatron_rl.ops.log_probs_triton import (
+        logits_gradient_triton,
+        merge_shards_triton,
+        row_results_triton,
+        row_statistics_triton,
+    )
     from megatron_rl.ops.scaled_exp_triton import scaled_exp
     from megatron_rl.ops.unit_gradient_triton import unit_gradient
 
-    return RowKernels(row_results_triton, logits_gradient_triton, unit_gradient=unit_gradient, scaled_exp=scaled_exp)
+    return RowKernels(
+        row_results_triton,
+        logits_gradient_triton,
+        row_statistics_triton,
+        merge_shards_triton,
+        unit_gradient=unit_gradient,
+        scaled_exp=scaled_exp,
+    )
 
 
 class VocabParallelLogProbs(torch.autograd.Function):

@@ -9,7 +9,7 @@ Rows are computed in chunks that stay in the cache: on a CPU a pass over memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,7 @@ class VocabShard:
     first_column: int
     num_columns: int
     inverse_temperature: float
+    vocab_size: int  # real columns of all shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,39 @@ class RowResult:
     total: Tensor  # [T] sum of e^((x - maximum) / temperature); undefined where masked
     log_probs: Tensor  # [T], 0 where masked
     entropy: Tensor  # [T], 0 where masked, and everywhere without with_entropy
+
+
+@dataclass(frozen=True, slots=True)
+class RowKernels:
+    """forward(logits [T, V_tp], labels [T], loss_mask [T] bool | None, shard, tp_group, *, with_entropy) -> RowResult
+
+    One all-gather of [T, 3] (with entropy [T, 4]) over tp_group; none at size 1.
+
+    gradient(logits, labels, loss_mask | None, maximum [T], total [T], entropy [T], coefficients [T] | None,
+             entropy_coefficients [T] | None, shard, *, out [T, V_tp]) -> out
+
+    Writes all of `out`, which may be the logits' own storage or have another floating dtype. No communication.
+
+    statistics(logits, labels, loss_mask, shard, *, with_entropy) -> [T, 3 or 4], merge(gathered [tp, T, 3 or 4], loss_mask, shard)
+    -> the fields of a RowResult: the two halves of forward, for a caller whose own numbers ride in its all-gather.
+
+    keeping, gradient_of_kept: row_results_keeping and gradient_of_exponentials, where keeps_exponentials says so; None: never.
+
+    unit_gradient(logits [T, V], labels [T], shard, *, with_entropy, out [T, V]) -> RowResult | None
+
+    Writes (delta - p) / temperature to `out`, which may be the logits; with None it did nothing. For one shard. None: never.
+
+    scaled_exp: the product and its exponentials in one kernel (ops/scaled_exp_triton.py). For one shard. None: never.
+    """
+
+    forward: Callable[..., RowResult]
+    gradient: Callable[..., Tensor]
+    statistics: Callable[..., Tensor]
+    merge: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    keeping: Callable[..., tuple[RowResult, Tensor]] | None = None
+    gradient_of_kept: Callable[..., Tensor] | None = None
+    unit_gradient: Callable[..., RowResult | None] | None = None
+    scaled_exp: Callable[..., tuple[RowResult, Tensor]] | None = None
 
 
 def row_statistics_reference(
@@ -146,8 +180,16 @@ def row_results_keeping(
     """row_results_torch without entropy, for gradient_of_exponentials."""
     statistics = row_statistics_reference(logits, labels, loss_mask, shard, with_entropy=False, exponentials=out)
     result = RowResult(*merge_shards(all_gather_stack(statistics, tp_group), loss_mask, shard))
+    return result, divisors_of_kept(statistics, result, shard)
+
+
+def divisors_of_kept(
+    statistics: Tensor,  # [T, 3] of this shard
+    result: RowResult,
+    shard: VocabShard,
+) -> Tensor:  # [T]: what e^z of this shard is to be divided by; inf where it has no part in the row
     shift = (statistics[:, 0] - result.maximum).mul_(shard.inverse_temperature)
-    return result, result.total / shift.exp_()  # inf where this shard has no part in the row
+    return result.total / shift.exp_()
 
 
 def gradient_of_exponentials(

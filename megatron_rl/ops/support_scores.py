@@ -1,0 +1,356 @@
+"""Computes log-probabilities over the ids that a sampler kept, beside those over the whole vocabulary, and the gradient of both.
+
+    pairs      (row, kept id) -> the logit x, -inf where another shard has the column
+    rows       m, s, t of each row over its pairs [T, 3] -> one all-gather over tp, together with the statistics of the whole rows
+               where something reads them -> the same merge on every rank
+    gradient   zeros, or what the kernels of rows write for the scores over the whole vocabulary and the entropy; then the pairs of
+               this shard are written, each with the sum of both parts in float32. No collective.
+
+Letters as in log_probs_torch; a set S has its own maximum, because kept logits may lie far below the row's. Rows of pairs are
+segments with one order of additions, so two runs agree in each bit. Nothing synchronises. Both backends share this file: the whole
+rows are their own kernels'. A row whose set is the vocabulary is *whole*: it is scored by those kernels, to the bit.
+Derivation: docs/losses.md, "Scores over what the sampler kept".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import DataError
+from megatron_rl.layout.groups import Agreement, Group, all_gather_stack
+from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.ops.backends import first_order_only, gradient_like
+from megatron_rl.ops.log_probs_torch import (
+    EXPONENT_FLOOR,
+    MAXIMUM_FLOOR,
+    RowKernels,
+    RowResult,
+    VocabShard,
+    divisors_of_kept,
+    every_row,
+    keeps_exponentials,
+    merge_shards,
+    working_dtype,
+)
+
+# m, s, t.
+WIDTH = 3
+
+
+def check_support(
+    support: object, labels: Tensor, loss_mask: Tensor | None, shard: VocabShard, cu_seqlens: Tensor | None = None
+) -> None:
+    """Raises DataError for what is no SamplingSupport, and what SamplingSupport.check raises."""
+    if not isinstance(support, SamplingSupport):
+        raise DataError(
+            f"sampling_support is {type(support).__name__}: pass megatron_rl.SamplingSupport(ids, offsets), "
+            "SamplingSupport.from_lists(ids of each row), or None"
+        )
+    support.check(labels.numel(), shard.vocab_size, labels, loss_mask, cu_seqlens)
+
+
+def compare_supports(agreement: Agreement, support: SamplingSupport | None, loss_mask: Tensor | None) -> None:
+    """Adds the sets of unmasked tokens, which must be equal on ranks that share a softmax."""
+    if not agreement.is_active:
+        return
+    sizes, ids = (None, None) if support is None else (support.sizes, support.ids)
+    if support is not None and loss_mask is not None:
+        sizes, ids = support.sizes[loss_mask], support.ids[loss_mask[support.rows]]
+    agreement.add("sizes of sampling_support", sizes, is_sliced=True)
+    agreement.add("ids of sampling_support", ids, is_sliced=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SupportResult:
+    """Numbers of rows, equal bit for bit on all tp ranks, and the logits of this shard's pairs."""
+
+    scores: Tensor  # [T] over the kept ids, 0 where masked
+    maximum: Tensor  # [T] of the kept logits
+    total: Tensor  # [T] sum of e^((x - maximum) / temperature) over them
+    logits: Tensor  # [nnz] of the working dtype; empty where all rows are whole
+    full: RowResult | None  # over the vocabulary; None where nothing reads it
+    divisors: Tensor | None = None  # [T] of e^z that forward has kept
+
+
+def support_results(
+    logits: Tensor,  # [T, V_tp]
+    labels: Tensor,  # [T] int64
+    loss_mask: Tensor | None,  # [T] bool; None: every row counts
+    support: SamplingSupport,  # T rows
+    shard: VocabShard,
+    tp_group: Group,
+    kernels: RowKernels,
+    *,
+    reads_all: bool,
+    with_entropy: bool = False,
+    exponentials: Tensor | None = None,  # [T, V_tp] as in row_statistics_reference, where keeps_exponentials says so
+) -> SupportResult:
+    """Scores over the kept ids and, with reads_all, with an entropy, or where a row is whole, over the vocabulary.
+
+    A label outside its set gives -inf, a wrong id NaN, and so does an empty set on an unmasked row.
+    Communication: one all-gather over tp_group of [T, 3], of [T, 6] with the vocabulary, of [T, 7] with entropy; none at size 1.
+    """
+    reads_all |= with_entropy or support.largest == shard.vocab_size
+    are_whole = _are_all_whole(support, shard)
+    pairs = logits.new_empty(0) if are_whole else pair_logits(logits, support, shard)
+    own = None if are_whole else pair_statistics(pairs, support, labels, shard.inverse_temperature)
+    full = divisors = None
+    if reads_all and tp_group.size() == 1 and exponentials is None:
+        full = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
+        gathered = None if own is None else own[None]
+    elif reads_all:
+        kept = {} if exponentials is None else {"exponentials": exponentials}
+        statistics = kernels.statistics(logits, labels, loss_mask, shard, with_entropy=with_entropy, **kept)
+        together = all_gather_stack(statistics if own is None else torch.cat([statistics, own], dim=1), tp_group)
+        full = RowResult(*kernels.merge(together[..., : statistics.shape[1]], loss_mask, shard))
+        gathered = None if own is None else together[..., -WIDTH:]
+        divisors = None if exponentials is None else divisors_of_kept(statistics, full, shard)
+    else:
+        assert own is not None
+        gathered = all_gather_stack(own, tp_group)
+    if gathered is None:
+        assert full is not None
+        return SupportResult(full.log_probs.clone(), full.maximum, full.total, pairs, full, divisors)
+    maximum, total, scores, _ = merge_shards(gathered, loss_mask, shard)
+    if support.largest == shard.vocab_size:
+        assert full is not None
+        is_whole = (support.sizes == shard.vocab_size) & ~scores.isnan()  # NaN: it has a wrong id
+        scores = torch.where(is_whole, full.log_probs, scores)
+    return SupportResult(scores, maximum, total, pairs, full, divisors)
+
+
+def support_gradient(
+    result: SupportResult,
+    logits: Tensor,  # [T, V_tp]; read only where a coefficient of the vocabulary, or a whole row, needs it
+    labels: Tensor,  # [T] int64
+    loss_mask: Tensor | None,  # [T] bool
+    support: SamplingSupport,
+    shard: VocabShard,
+    kernels: RowKernels,
+    coefficients: Tensor | None,  # [T] dL / dscore over the kept ids
+    full_coefficients: Tensor | None,  # [T] dL / dscore over the vocabulary
+    entropy_coefficients: Tensor | None,  # [T] dL / dentropy
+    *,
+    out: Tensor,  # [T, V_tp] of any floating dtype; may be the logits' own storage; with result.divisors it holds e^z
+) -> Tensor:
+    """All of `out` is written, and with p^S, p the probabilities over kept ids and vocabulary, H the entropy, it is
+
+        dlogits_v = [ c_S (delta_v - [v in S] p^S_v) + c_V (delta_v - p_v) - e p_v (ln p_v + H) ] / temperature
+
+    Rows whose coefficients are 0 are 0. No communication.
+    """
+    dense = full_coefficients
+    if coefficients is not None and support.largest == shard.vocab_size:
+        of_whole = torch.where(support.sizes == shard.vocab_size, coefficients, 0.0)
+        dense = of_whole if dense is None else dense + of_whole
+    if dense is None and entropy_coefficients is None:
+        out.zero_()
+    else:
+        assert result.full is not None
+        if result.divisors is not None:
+            assert kernels.gradient_of_kept is not None and dense is not None
+            kernels.gradient_of_kept(out, labels, loss_mask, result.divisors, dense, shard)
+        else:
+            full = (result.full.maximum, result.full.total, result.full.entropy)
+            kernels.gradient(logits, labels, loss_mask, *full, dense, entropy_coefficients, shard, out=out)
+    if not _are_all_whole(support, shard):
+        values = pair_gradient(
+            result, labels, loss_mask, support, shard.inverse_temperature, coefficients, full_coefficients, entropy_coefficients
+        )
+        write_pairs(out, values, support, shard)
+    return out
+
+
+def pair_logits(
+    logits: Tensor,  # [T, V_tp]
+    support: SamplingSupport,
+    shard: VocabShard,
+) -> Tensor:  # [nnz] of the working dtype: -inf where another shard has the column, NaN for an id that no vocabulary has
+    columns = support.ids.long() - shard.first_column
+    if shard.num_columns:
+        x = logits.detach()[support.rows, columns.clamp(0, shard.num_columns - 1)].to(working_dtype(logits))
+    else:
+        x = logits.new_empty(support.num_pairs, dtype=working_dtype(logits))
+    x = torch.where((columns >= 0) & (columns < shard.num_columns), x, -torch.inf)
+    return x if support.is_inside(shard.vocab_size) else torch.where(support.are_wrong(shard.vocab_size), torch.nan, x)
+
+
+def pair_statistics(
+    pairs: Tensor,  # [nnz] from pair_logits
+    support: SamplingSupport,
+    labels: Tensor,  # [T] int64
+    inverse_temperature: float,
+) -> Tensor:  # [T, 3]: m, s, t over the pairs, as row_statistics_reference; an empty row is (-1e30, 0, -inf)
+    rows = support.rows
+    maximum = _over_rows("max", pairs, support, MAXIMUM_FLOOR)
+    exponentials = (pairs - maximum[rows]).mul_(inverse_temperature).exp_()
+    total = _over_rows("sum", exponentials.double(), support, 0.0).to(pairs.dtype)
+    target = _over_rows("max", torch.where(support.ids == labels[rows], pairs, -torch.inf), support, -torch.inf)
+    return torch.stack([maximum, total, target], dim=1)
+
+
+def pair_gradient(
+    result: SupportResult,
+    labels: Tensor,  # [T] int64
+    loss_mask: Tensor | None,  # [T] bool
+    support: SamplingSupport,
+    inverse_temperature: float,
+    coefficients: Tensor | None,  # [T]
+    full_coefficients: Tensor | None,  # [T]
+    entropy_coefficients: Tensor | None,  # [T]
+) -> Tensor:  # [nnz]: the gradient of each pair's logit, exactly 0 for a set of one id without the other two terms
+    rows, x = support.rows, result.logits
+    is_label = support.ids == labels[rows]
+    is_needed = torch.zeros_like(every_row(labels))
+    gradient = torch.zeros_like(x)
+    if coefficients is not None:
+        is_needed |= coefficients != 0
+        p = (x - result.maximum[rows]).mul_(inverse_temperature).exp_().div_(result.total[rows])
+        gradient += coefficients.to(x.dtype)[rows] * (is_label.to(x.dtype) - p)
+    if full_coefficients is not None or entropy_coefficients is not None:
+        assert result.full is not None
+        z = (x - result.full.maximum[rows]).mul_(inverse_temperature)
+        p = z.exp().div_(result.full.total[rows])
+    if full_coefficients is not None:
+        is_needed |= full_coefficients != 0
+        gradient += full_coefficients.to(x.dtype)[rows] * (is_label.to(x.dtype) - p)
+    if entropy_coefficients is not None:
+        assert result.full is not None
+        is_needed |= entropy_coefficients != 0
+        entropy_and_log_p = z.clamp_(min=EXPONENT_FLOOR) + (result.full.entropy - result.full.total.log())[rows]
+        gradient -= entropy_coefficients.to(x.dtype)[rows] * p * entropy_and_log_p
+    if loss_mask is not None:
+        is_needed &= loss_mask
+    return torch.where(is_needed[rows], gradient.mul_(inverse_temperature), 0.0)
+
+
+def write_pairs(
+    out: Tensor,  # [T, V_tp]
+    values: Tensor,  # [nnz]
+    support: SamplingSupport,
+    shard: VocabShard,
+) -> None:
+    """Writes the values of this shard's pairs into `out`, but for whole rows. No two values meet at one place.
+
+    The host does not know which pairs these are, so that each pair writes something: one of another shard the value of the row's
+    first pair here once more or, in a row without one, what stands in its first column.
+    """
+    if not support.num_pairs or not shard.num_columns:
+        return
+    rows, columns = support.rows, support.ids.long() - shard.first_column
+    values = values.to(out.dtype)
+    if shard.num_columns == shard.vocab_size > support.largest and support.is_inside(shard.vocab_size):
+        out[rows, columns] = values
+        return
+    is_own = (columns >= 0) & (columns < shard.num_columns)
+    if support.largest == shard.vocab_size:
+        is_own &= (support.sizes != shard.vocab_size)[rows]
+    # Ids rise in a row, so its pairs in this shard are neighbours.
+    first = support.offsets[:-1] + _over_rows("sum", (columns < 0).double(), support, 0.0).long()
+    has_own = _over_rows("sum", is_own.double(), support, 0.0) > 0
+    source = torch.where(is_own, torch.arange(support.num_pairs, device=rows.device), first.clamp(max=support.num_pairs - 1)[rows])
+    has_own = has_own[rows]
+    places = torch.where(has_own, columns[source], 0)
+    out[rows, places] = torch.where(has_own, values[source], out[rows, 0])
+
+
+class SupportLogProbs(torch.autograd.Function):
+    """(scores over the kept ids [T], scores over the vocabulary [T] | None, entropy [T] | None); what is computed anyway is given.
+
+    Saves the logits of the pairs and two numbers a row; the logits only where something reads the vocabulary, or in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        support: SamplingSupport,
+        shard: VocabShard,
+        tp_group: Group,
+        with_full: bool,
+        with_entropy: bool,
+        inplace: bool,
+        kernels: RowKernels,
+        has_graph: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        is_dense = with_full or support.largest == shard.vocab_size
+        has_backward = has_graph and ctx.needs_input_grad[0]
+        keeps = is_dense and has_backward and not inplace and kernels.keeping is not None
+        exponentials = gradient_like(logits) if keeps and keeps_exponentials(logits, with_entropy) else None
+        result = support_results(
+            logits,
+            labels,
+            loss_mask,
+            support,
+            shard,
+            tp_group,
+            kernels,
+            reads_all=with_full,
+            with_entropy=with_entropy,
+            exponentials=exponentials,
+        )
+        full, ctx.exponentials = result.full, exponentials
+        ctx.support, ctx.shard, ctx.inplace, ctx.kernels = support, shard, inplace, kernels
+        ctx.shape = logits.shape, logits.dtype
+        ctx.set_materialize_grads(False)
+        # In place another backward through these logits must raise, whatever it reads.
+        is_read = is_dense or with_entropy or inplace
+        ctx.save_for_backward(
+            logits if is_read else None,
+            labels,
+            loss_mask,
+            result.scores,
+            result.maximum,
+            result.total,
+            result.logits,
+            result.divisors,
+            *(() if full is None else (full.maximum, full.total, full.log_probs, full.entropy)),
+        )
+        scores_of_all = full.log_probs if full is not None and (with_full or with_entropy) else None
+        return result.scores, scores_of_all, full.entropy if full is not None and with_entropy else None
+
+    @staticmethod
+    @first_order_only
+    def backward(
+        ctx: Any, gradient: Tensor | None, full_gradient: Tensor | None, entropy_gradient: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        logits, labels, loss_mask, scores, maximum, total, pairs, divisors, *of_all = ctx.saved_tensors
+        out, ctx.exponentials = ctx.exponentials, None  # a second backward through the same graph computes them again
+        if out is None:
+            divisors = None
+            shape, dtype = ctx.shape
+            if logits is None:
+                out = torch.empty(shape, dtype=dtype, device=labels.device)
+            else:
+                out = logits.detach() if ctx.inplace else gradient_like(logits)
+        support_gradient(
+            SupportResult(scores, maximum, total, pairs, RowResult(*of_all) if of_all else None, divisors),
+            logits,
+            labels,
+            loss_mask,
+            ctx.support,
+            ctx.shard,
+            ctx.kernels,
+            gradient,
+            full_gradient,
+            entropy_gradient,
+            out=out,
+        )
+        return out, *[None] * 10
+
+
+def _over_rows(reduction: str, values: Tensor, support: SamplingSupport, initial: float) -> Tensor:  # [nnz] -> [T]
+    """torch reduces the segments in one order; an empty one is `initial`."""
+    return torch.segment_reduce(values, reduction, offsets=support.offsets, axis=0, unsafe=True, initial=initial)
+
+
+def _are_all_whole(support: SamplingSupport, shard: VocabShard) -> bool:
+    vocab_size = shard.vocab_size
+    has_all = support.num_pairs == support.num_rows * vocab_size and support.largest == vocab_size
+    return has_all and support.is_inside(vocab_size)
