@@ -36,6 +36,7 @@ ONCE = (
     "unit gradient bf16",
     "rescale bf16",
     "scaled exp bf16",
+    "sparse head bf16",
     "grpo, one read, bf16, everything",
 )
 
