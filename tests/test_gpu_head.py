@@ -343,7 +343,7 @@ def wide_case(num_documents: int) -> HeadBatch:
 @pytest.mark.parametrize("terms", [False, True], ids=["", "KL"])
 @pytest.mark.parametrize("num_documents", [16, 1])
 def test_memory_is_the_budget_and_the_gradients(num_documents, terms, into_main_grad):
-    """chunk buffers <= max_logits_bytes, dX, and the float32 buffer of dW unless it is main_grad: docs/kernels.md."""
+    """chunk buffers <= max_logits_bytes, dX, and dW of several chunks in float32 unless it is main_grad: docs/kernels.md."""
     case, limit = wide_case(num_documents), 2**27
     options = {**CLIP, "tp_group": SINGLE, "cp_group": SINGLE, "max_logits_bytes": limit}
     if terms:

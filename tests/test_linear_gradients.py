@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers import CLIP
 from linear_cases import budget, by_logits, every_term, head_batch, relative, run, seen, worst_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses import linear_grpo_loss, linear_gspo_loss, linear_policy_loss
+from megatron_rl.ops import linear_head
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.linear_head import linear_log_probs
 
@@ -244,3 +247,140 @@ def test_float16_needs_its_scale():
     assert relative(hidden.grad, by_logits("gspo", case, factor=1024.0).hidden_gradient) < 1e-2
     with torch.no_grad():
         call(case, *leaves(case))
+
+
+# Without main_grad: the first product makes the weight's gradient
+
+
+class WeightSized(TorchDispatchMode):
+    """The dtype of each new tensor [V, H], and the operations that write one."""
+
+    def __init__(self, case, *known):
+        super().__init__()
+        self.shape, self.known = tuple(case.weight.shape), [tensor.untyped_storage() for tensor in known]
+        self.dtypes: list[torch.dtype] = []
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
+        if isinstance(result, torch.Tensor) and tuple(result.shape) == self.shape and not function.is_view:
+            storage = result.untyped_storage()
+            if storage.data_ptr() not in {known.data_ptr() for known in self.known}:
+                self.known.append(storage)  # kept, so that no address comes twice
+                self.dtypes.append(result.dtype)
+            is_fill_of_empty = name == "fill_" and math.isnan(args[1])  # torch's, under deterministic algorithms
+            if not is_fill_of_empty and not name.startswith(("new_empty", "empty", "detach")):
+                self.operations.append(name)
+        return result
+
+
+def sixteen_bits(documents: int = 4, *, idle: tuple[int, ...] = (), hidden_size: int = 40):
+    """bfloat16, 12 rows a document, 64 columns. No clip binds: rows of idle documents, of advantage 0, have no coefficient."""
+    case = head_batch([12] * documents, seed=4, vocab_size=64, hidden_size=hidden_size).to(torch.bfloat16)
+    advantages = torch.where(torch.isin(torch.arange(documents), torch.tensor(idle, dtype=torch.int64)), 0.0, 1.0)
+    everything = torch.ones(12 * documents, dtype=torch.bool)
+    return replace(case, batch=replace(case.batch, loss_mask=everything, advantages=advantages.double()))
+
+
+WIDE = {"clip_ratio_low": 0.99, "clip_ratio_high": 100.0}
+
+
+def weight_gradient_of(kind, case, *, rows=1000, factor=1.0, main_grad=False, **options):
+    """float32 from main_grad, or what autograd gives; and what was written of its size."""
+    parameter = megatron_parameter(case.weight, start=0.0) if main_grad else case.weight.clone().requires_grad_()
+    labels, *rest = case.batch.arguments()
+    options = {**WIDE, "max_logits_bytes": budget(case, rows), **options}
+    hidden = case.hidden.clone().requires_grad_()
+    with WeightSized(case, *([parameter.main_grad] if main_grad else [])) as written:
+        (linear_policy_loss(kind, hidden, parameter, labels, *rest, **options).loss * factor).backward()
+    return parameter.main_grad if main_grad else parameter.grad, written
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """On a CPU 16-bit products are made in blocks; here a block is no whole [V, H]."""
+    monkeypatch.setattr(linear_head, "CPU_TEMPORARY_BYTES", 7 * 4 * 48)
+
+
+@pytest.mark.parametrize(("factor", "writes"), [(None, []), (8.0, ["mul"]), (24.0, ["mul"])], ids=str)
+def test_a_product_that_is_the_only_one_writes_16_bits_at_once(small_blocks, factor, writes):
+    """No zeros, no float32 of that size, no cast; a factor of backward is one pass. The budget holds exactly the rows there are."""
+    case = sixteen_bits()
+    options = {"rows": 48, "factor": factor or 1.0, "loss_scale": None if factor else 1.0}
+    got, written = weight_gradient_of("gspo", case, **options)
+    assert written.dtypes == [torch.bfloat16] and written.operations == writes
+    exact, _ = weight_gradient_of("gspo", case, loss_scale=1.0, main_grad=True)
+    # One rounding of 2^-8, and one more of a factor that is no power of two. 1e-6: sums in another order.
+    limit = (2 if factor == 24.0 else 1) * 2**-8 * (1 + 2**-8) + 1e-6
+    wanted = exact.double() * (factor or 1.0)
+    assert ((got.double() - wanted).abs() <= limit * wanted.abs() + 1e-9 * wanted.abs().max()).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "documents"), [("grpo", 4), ("gspo", 4), ("gspo", 1)], ids=["row-by-row", "in-chunk", "scale-last"]
+)
+def test_several_products_are_summed_in_float32_and_rounded_once(small_blocks, kind, documents):
+    """The first one writes float32 without zeros before it; backward multiplies and rounds in one pass, in blocks on a CPU."""
+    case = sixteen_bits(documents)
+    rows = 12 if documents > 1 else 5
+    got, written = weight_gradient_of(kind, case, rows=rows, factor=24.0)
+    assert written.dtypes == [torch.float32, torch.bfloat16]
+    assert not {"zeros", "zeros_like", "new_zeros", "zero_", "fill_", "copy_", "_to_copy"} & set(written.operations)
+    wanted, _ = weight_gradient_of(kind, case, rows=rows, factor=24.0, main_grad=True)
+    # Half a unit in the last place of bfloat16, and 1e-6 of float32 sums.
+    assert ((got.double() - wanted.double()).abs() <= (2**-8 + 1e-6) * wanted.double().abs() + 1e-9 * wanted.abs().max()).all()
+
+
+@pytest.mark.parametrize(
+    ("idle", "dtypes"),
+    [
+        pytest.param((0, 1, 2), [torch.bfloat16], id="the last one alone has a gradient"),
+        pytest.param((1, 2, 3), [torch.float32, torch.bfloat16], id="the first one alone"),
+        pytest.param((0, 3), [torch.float32, torch.bfloat16], id="two in the middle"),
+        pytest.param((0, 1, 2, 3), [torch.bfloat16], id="none"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gspo", "grpo"])
+def test_chunks_without_a_coefficient_make_no_product(small_blocks, kind, idle, dtypes):
+    """How many products there are is known when their rows are: 16 bits at once only if nothing was added and nothing follows."""
+    case = sixteen_bits(idle=idle)
+    options = {"loss_scale": 1.0, "fp32_logits": True, "max_logits_bytes": 12 * 64 * 4}
+    got, written = weight_gradient_of(kind, case, **options)
+    assert written.dtypes == [torch.float32, *dtypes], "the first is the weight as an operand"
+    truth = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
+    want = by_logits(kind, truth, **WIDE).weight_gradient
+    # float32 logits, so that the rounding of the result alone is left.
+    assert got.dtype == torch.bfloat16 and relative(got, want) < 2**-8 + 1e-5
+    assert bool(got.any()) == bool(want.any()) == (idle != (0, 1, 2, 3))
+
+
+def test_without_main_grad_a_float32_gradient_has_the_bits_of_one_that_is_added_to_zeros():
+    case = sixteen_bits().to(torch.float32)
+    for rows in (48, 12, 5):
+        got, written = weight_gradient_of("gspo", case, rows=rows, loss_scale=1.0)
+        want, _ = weight_gradient_of("gspo", case, rows=rows, loss_scale=1.0, main_grad=True)
+        assert torch.equal(got, want) and written.dtypes[0] == torch.float32
+
+
+def test_a_main_grad_that_backward_adds_to_gets_unrounded_numbers():
+    """loss_scale None: the buffer lives until backward, and must not be of 16 bits by then."""
+    case = sixteen_bits()
+    late, written = weight_gradient_of("gspo", case, main_grad=True, factor=16.0)
+    early, _ = weight_gradient_of("gspo", case, main_grad=True, factor=16.0, loss_scale=16.0)
+    assert written.dtypes == [torch.float32, torch.bfloat16], "the second is the placeholder for DDP's hook"
+    assert torch.equal(late, early), "a power of two rounds nothing, wherever it is multiplied"
+
+
+def test_the_memory_of_one_chunk_is_its_logits_and_two_bytes_an_element_of_each_gradient(small_blocks):
+    """8 KiB: vectors of [T], and blocks."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    case = head_batch([16] * 2, seed=4, vocab_size=2048, hidden_size=64).to(torch.bfloat16)
+    hidden, weight, tracker = *leaves(case), MemTracker()
+    tracker.track_external(hidden, weight)
+    total = lambda when: sum(found["Total"] for found in tracker.get_tracker_snapshot(when).values())  # noqa: E731
+    before = total("current")
+    with tracker:
+        torch.autograd.grad(call(case, hidden, weight, max_logits_bytes=budget(case, 32)).loss, (hidden, weight))
+    gradients, logits = hidden.nbytes + weight.nbytes, 32 * 2048 * 2
+    assert weight.nbytes + logits < total("peak") - before < gradients + logits + 2**13

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import warnings
 from types import SimpleNamespace
 
@@ -12,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linear_cases import budget, by_logits, head_batch, run, worst_error
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout import SINGLE
 from megatron_rl.losses import linear_gspo_loss
-from megatron_rl.ops import linear_head
+from megatron_rl.ops import linear_gradient, linear_head
 from megatron_rl.ops.linear_gradient import make_gradient
 from megatron_rl.ops.linear_head import (
+    Chunk,
     HeadOptions,
     add_weight_gradient,
     blocks,
@@ -27,6 +31,8 @@ from megatron_rl.ops.linear_head import (
     chunk_capacity,
     head_logits,
     make_head,
+    multiply_into,
+    weight_gradient,
 )
 from megatron_rl.ops.linear_schedule import (
     Plan,
@@ -37,6 +43,7 @@ from megatron_rl.ops.linear_schedule import (
     schedule_rows,
     warn_of_small_chunks,
 )
+from megatron_rl.ops.log_probs_torch import RowResult
 
 GIB = 1024**3
 
@@ -290,3 +297,86 @@ def test_products_are_summed_in_float32_or_better(dtype):
     logits = head_logits(hidden, weight, out=torch.empty(300, 50, dtype=out.dtype))
     exact = hidden.double() @ weight.double().T
     assert (logits.double() - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+class NewMemory(TorchDispatchMode):
+    """The storages [*, columns] that did not exist before."""
+
+    def __init__(self, columns: int, *known: torch.Tensor):
+        super().__init__()
+        self.columns, self.known, self.num_new = columns, {tensor.untyped_storage().data_ptr() for tensor in known}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dim() == 2 and result.shape[1] == self.columns:
+            self.num_new += result.untyped_storage().data_ptr() not in self.known
+        return result
+
+
+@given(is_kept=st.lists(st.booleans(), min_size=2, max_size=200).filter(lambda rows: 0 < sum(rows) < len(rows)))
+@settings(max_examples=100, deadline=None)
+def test_rows_move_without_memory_beside_them(is_kept):
+    """2 GiB may hold the logits exactly. A row goes alone, then blocks go through the rows that are free."""
+    num_rows, kept = len(is_kept), torch.tensor(is_kept).nonzero()[:, 0]
+    logits = torch.arange(num_rows * 3.0).view(num_rows, 3)
+    numbers = torch.arange(num_rows, dtype=torch.float32)
+    result = RowResult(**{field.name: numbers for field in dataclasses.fields(RowResult)})
+    hidden, before = numbers[:, None].repeat(1, 2), logits.clone()
+    chunk = Chunk(slice(5, 5 + num_rows), hidden, numbers.long(), logits, result, divisors=numbers)
+    with NewMemory(3, logits) as memory:
+        small, order = linear_gradient._keep_rows(chunk, kept)
+    assert memory.num_new == 0 and small.logits.data_ptr() == logits.data_ptr()
+    assert torch.equal(order.sort().values, kept) and torch.equal(small.logits, before[order])
+    assert torch.equal(small.rows, order + 5) and torch.equal(small.hidden, hidden[order])
+    assert torch.equal(small.divisors, order.float()) and torch.equal(small.labels, order)
+
+
+@pytest.mark.parametrize("num_dropped", [1, 7, 500])
+def test_few_blocks_move_many_rows(monkeypatch, num_dropped):
+    blocks_moved, select = [], torch.index_select
+    monkeypatch.setattr(torch, "index_select", lambda *args, out: (blocks_moved.append(len(out)), select(*args, out=out))[1])
+    logits = torch.arange(1000.0)[:, None].repeat(1, 2)
+    holes, sources = torch.arange(num_dropped), torch.arange(1000 - num_dropped, 1000)
+    linear_gradient._move_rows(logits, sources, holes, 1000 - num_dropped, sources.tolist())
+    assert logits[:num_dropped, 0].tolist() == sources.tolist()
+    # One row alone, then 1, 2, 4, ... rows.
+    assert sum(blocks_moved) == num_dropped - 1 and len(blocks_moved) <= math.log2(num_dropped) + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("operands", [torch.bfloat16, torch.float32], ids=str)
+def test_a_product_alone_is_rounded_once_to_what_is_asked(monkeypatch, operands, dtype):
+    """In blocks on a CPU, where no matmul gives float32 from 16 bits; float32 sums, so that 16 bits have one rounding."""
+    monkeypatch.setattr(linear_head, "CPU_TEMPORARY_BYTES", 7 * 4 * 300)  # seven columns of 300 rows
+    generator = torch.Generator().manual_seed(0)
+    hidden, gradient = (torch.randn(size, generator=generator).to(operands) for size in ((300, 40), (300, 50)))
+    out = weight_gradient(gradient, hidden, dtype)
+    exact = gradient.double().T @ hidden.double()
+    assert out.dtype == dtype and out.shape == (50, 40)
+    limit = 2**-8 if dtype == torch.bfloat16 else 0.0
+    # 1e-6: sums of 300 products in float32.
+    assert ((out.double() - exact).abs() <= limit * exact.abs() + 1e-6 * exact.abs().max()).all()
+
+
+@pytest.mark.parametrize("outputs", [frozenset({"mm"}), frozenset()], ids=["mm alone", "no float32 output"])
+def test_a_first_product_of_a_torch_without_a_form_is_float32(monkeypatch, outputs):
+    monkeypatch.setattr(linear_head, "_float32_outputs", lambda dtype, device: outputs)
+    monkeypatch.setattr(linear_head, "accumulating_matmul", lambda dtype, device: None)
+    for name in ("_float32_mm", "_upcast_mm"):
+        monkeypatch.setattr(linear_head, name, lambda left, right: left.float() @ right.float())
+    generator = torch.Generator().manual_seed(0)
+    gradient, hidden = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 40), (9, 12)))
+    out = weight_gradient(OnDevice(gradient), hidden, torch.float32)
+    torch.testing.assert_close(out, gradient.float().t() @ hidden.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_factor_and_a_cast_are_one_rounding(monkeypatch, dtype):
+    monkeypatch.setattr(linear_head, "CPU_TEMPORARY_BYTES", 4 * 3 * 20)  # three rows
+    tensor = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
+    want = (tensor * (1 / 3)).to(dtype)
+    out = torch.empty_like(tensor, dtype=dtype)
+    assert torch.equal(multiply_into(tensor, torch.tensor(1 / 3), out), want) and torch.equal(out, want)
+    sixteen = tensor.bfloat16()
+    want = (sixteen.float() * (1 / 3)).bfloat16()
+    assert torch.equal(multiply_into(sixteen, torch.tensor(1 / 3), sixteen), want), "the factor itself is not rounded"

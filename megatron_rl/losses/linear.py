@@ -90,8 +90,8 @@ def linear_policy_loss(
     Masked rows are in no matmul. Rows with c_t = 0 (clipped, or of advantage 0) are left out of the two matmuls of the gradient,
     except in the early chunks of plan scale-last.
 
-    The gradient is computed in forward if gradients are enabled, and `.loss` can be differentiated once. The gradient of hidden is
-    complete over tp and kept until backward; the gradient of weight is summed in float32. Under no_grad one matmul runs.
+    The gradient is computed in forward if gradients are enabled, else one matmul runs. `.loss` can be differentiated once. The
+    gradient of hidden is complete over tp; that of weight is summed in float32. ops/linear_gradient.py says when it is rounded.
 
     Args:
         name, old_log_probs, advantages, token_weights: as in policy_loss.
@@ -108,13 +108,13 @@ def linear_policy_loss(
             document_lengths: N ints, the tokens of whole documents with padding; under cp they save one synchronisation.
             loss_scale: the product of all factors of `.loss` before backward. The weight gradient then goes into weight.main_grad
                 in forward (where that is float32), and backward checks the factor: another one raises on the CPU, and makes the
-                gradient of hidden NaN on CUDA. None: backward adds the weight gradient to main_grad, or returns it in weight's
-                dtype. A forward pass without a backward must not have a loss_scale.
+                gradient of hidden NaN on CUDA. None: backward multiplies; it adds to main_grad, or returns the weight gradient in
+                weight's dtype. A forward pass without a backward must not have a loss_scale.
             return_log_probs: False: `.log_probs` is None. Without metrics, KL and entropy terms, rows of advantage 0 are then in
                 no matmul, and non-finite logits there are not found.
-    Memory: besides max_logits_bytes the gradient of hidden; the float32 weight gradient unless it is main_grad; for plan scale-last
-        one more buffer of that size, unless the micro-batch is one long document and main_grad is not added to in forward; and
-        scratch of the torch row kernels, up to six times 4 MiB on the CPU and 256 MiB on CUDA. The Triton kernels need none.
+    Memory: besides max_logits_bytes the gradient of hidden; that of weight unless it is main_grad, in weight's dtype if one chunk
+        makes it, else float32; for plan scale-last one more such buffer, unless the micro-batch is one long document and main_grad
+        is not added to in forward; scratch of the torch row kernels, up to six times 4 MiB on the CPU and 256 MiB on CUDA.
     Communication: tp one all-gather of [rows, 3 or 4] a chunk, and one all-reduce of the gradient of hidden a chunk, or with
         sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N_bin, k] a bin (row-by-row: one of
         [N, k], on-policy at sequence level two), and for bins one all-gather of [2, N] unless document_lengths and token_counts

@@ -49,7 +49,8 @@ def differentiable_linear_log_probs(
     """log softmax(hidden @ weight.T / temperature) at the labels, and the entropy in nats, both with a gradient.
 
     The numbers of linear_log_probs. Rows whose two coefficients are 0 take no part in backward. The gradient of weight is summed in
-    float32 and returned in weight's dtype; a second backward through a retained graph computes it again.
+    float32 and rounded once to weight's dtype, by its product where one chunk is enough. A second backward through a retained
+    graph computes it again.
 
     Args:
         hidden, weight, labels, temperature, tp_group, backend, max_logits_bytes, sequence_parallel, fp32_logits, check_ranks: as in

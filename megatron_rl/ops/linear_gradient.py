@@ -13,7 +13,7 @@ parameter has Megatron's float32 `main_grad`, it is added there, unrounded: in f
 else in backward. Without main_grad it is returned in the weight's dtype. If that has 16 bits, it is rounded
 
     one product in all     by this product, once. Then a factor of backward that is no power of two rounds once more, by at most
-                           2^-9 of an element in bfloat16, as in the gradient of hidden. An announced factor rounds nothing
+                           2^-8 of an element in bfloat16, as in the gradient of hidden. An announced factor rounds nothing
     several products       by backward, once: it multiplies their float32 sum
 """
 
