@@ -94,7 +94,9 @@ def test_with_the_same_lanes_it_has_the_bits_of_the_two_kernels(lanes, dtype):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     # On a GPU each kernel fuses the multiply-adds of an entropy in its own way: a step or two of float32.
     torch.testing.assert_close(got.entropy, want.entropy, rtol=0 if IS_INTERPRETED else 2**-22, atol=0)
-    assert torch.equal(rows, gradient)
+    # A float32 gradient likewise: on an H100 one was not equal. 16-bit ones were, because rounding hides it.
+    step = 0.0 if IS_INTERPRETED or dtype != torch.float32 else 2**-22 * float(gradient.abs().max())
+    torch.testing.assert_close(rows, gradient, rtol=0, atol=step)
 
 
 @pytest.mark.parametrize(
