@@ -382,7 +382,10 @@ def measure_cases(found: dict, cases: Sequence[BenchmarkCase], device: Device, s
         if not args.json:
             print(*report.case_lines(found["cases"][-1], report.STYLES[args.kind], with_gate=False), sep="\n", flush=True)
         if args.output_dir:
+            left = len(cases) - number
+            found["stopped"] = f"it was ended from outside before the last {left} of {len(cases)} cases" if left else None
             report.write_report(found, args.output_dir, with_picture=False)
+            found["stopped"] = None
 
 
 def measure_case(

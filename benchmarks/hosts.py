@@ -17,27 +17,19 @@ the torch path, whose chunks are those of a GPU. On a GPU the same steps are mea
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import peers
-from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Unavailable
+from benchmarks.checkouts import host_module
+from benchmarks.measure import Unavailable
 from benchmarks.scale import fake_ranks
 from megatron_rl.hosts.log_probs import log_probs_of_logits
 from megatron_rl.layout.groups import SINGLE
@@ -424,73 +416,6 @@ def peak_bytes(path: HostPath, loss: Loss, step: Step) -> float:
 
 def _total(tracker: Any, when: str) -> int:
     return sum(of_device["Total"] for of_device in tracker.get_tracker_snapshot(when).values())
-
-
-# A checkout without its requirements
-
-
-class _Stub(ModuleType):
-    """A module of an absent package. Names in TitleCase are classes, because hosts' classes inherit from some."""
-
-    __path__: list[str] = []  # noqa: RUF012  # so that its submodules are looked for too
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = type(name, (), {}) if name[0].isupper() else MagicMock(name=f"{self.__name__}.{name}")
-        setattr(self, name, value)
-        return value
-
-
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stubs for the packages that it is told of."""
-
-    def __init__(self) -> None:
-        self.packages = set[str]()
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        is_stub = name.partition(".")[0] in self.packages
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_stub else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Stub(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None: ...
-
-
-def host_module(name: str) -> ModuleType:
-    """A module of a checkout on sys.path: its file alone, without what the packages around it do when they are imported.
-
-    A package that the file cannot do without is a stub, for this import alone. Raises Unavailable without the checkout, and where
-    the file cannot be run here.
-    """
-    package, *folders = name.split(".")[:-1]
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        raise Unavailable(NOT_INSTALLED, f"--peer {package}=PATH, a checkout of {peers.HOSTS[package]}")
-    before, absent, place = set(sys.modules), _Absent(), list(found.submodule_search_locations)
-    for depth in range(len(folders) + 1):
-        around = ModuleType(".".join([package, *folders[:depth]]))
-        around.__path__ = [str(Path(folder, *folders[:depth])) for folder in place]
-        sys.modules.setdefault(around.__name__, around)
-    sys.meta_path.append(absent)
-    try:
-        while True:
-            try:
-                return importlib.import_module(name)
-            except ModuleNotFoundError as error:
-                missing = (error.name or package).partition(".")[0]
-                if missing in absent.packages | {package}:
-                    raise
-                absent.packages.add(missing)
-    except Exception as error:  # a host's own code
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise Unavailable(NOT_SUPPORTED, f"import {name}: {reason}") from None
-    finally:
-        sys.meta_path.remove(absent)
-        for made in set(sys.modules) - before:
-            if made.partition(".")[0] in absent.packages | {package}:
-                del sys.modules[made]
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from benchmarks.checkouts import CHECKOUTS, HOSTS, host_module
 from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Check, Provider, Step, Unavailable
 from benchmarks.problems import LOG_PROBS, BenchmarkCase, HeadProblem, LogitsProblem, Problem, Result
 from benchmarks.providers import LogProbs, fake_group, from_log_probs, needs_cuda, summed_log_probs, whole_vocabulary_only
@@ -31,28 +32,6 @@ VERL_HEAD, MEGATRON_HEAD = "verl fused linear CE + torch", "Megatron fused linea
 CUT, QUACK, RL_KERNEL = "cut-cross-entropy + torch", "QuACK linear CE", "RL-Kernel linear log-probs + torch"
 TRL, FLA = "TRL fused log-probs + torch", "flash-linear-attention GRPO, on-policy"
 MEGATRON_UNFUSED, SLIME = "Megatron vocab-parallel CE", "slime"
-# --peer NAME=PATH: the package that must be in PATH.
-CHECKOUTS = {
-    "fast_llm": "https://github.com/ServiceNow/Fast-LLM",
-    "verl": "https://github.com/volcengine/verl",
-    "liger_kernel": "https://github.com/linkedin/Liger-Kernel (its src)",
-    "cut_cross_entropy": "https://github.com/apple/ml-cross-entropy",
-    "quack": "https://github.com/Dao-AILab/quack",
-    "rl_engine": "https://github.com/RL-Align/RL-Kernel",
-    "trl": "https://github.com/huggingface/trl",
-    "fla": "https://github.com/fla-org/flash-linear-attention",
-    "megatron": "https://github.com/NVIDIA/Megatron-LM",
-    "slime": "https://github.com/THUDM/slime",
-}
-HOSTS = {
-    "miles": "https://github.com/radixark/miles",
-    "slime": CHECKOUTS["slime"],
-    "verl": CHECKOUTS["verl"],
-    "nemo_rl": "https://github.com/NVIDIA-NeMo/RL",
-    "skyrl": "https://github.com/NovaSky-AI/SkyRL",
-    "mcore_adapter": "https://github.com/alibaba/ROLL (its mcore_adapter/src)",
-}
-"""Packages of the trainers that `hosts` measures, for --peer too."""
 IGNORED_LABEL = -100
 LOSS_LEFT_OUT = "the loss itself (GRPO or GSPO in torch follows)"
 RECOMPUTED = "logits are computed a second time in backward"
@@ -93,8 +72,6 @@ def verl_module(name: str, further: str = "") -> ModuleType:
     """One file of verl, without the packages that the rest of verl imports, as Ray."""
     if importlib.util.find_spec("verl") is None:
         raise Unavailable(NOT_INSTALLED, f"pip install verl, or {checkout_of('verl')}{further}")
-    from benchmarks.hosts import host_module  # it imports this module
-
     return host_module(name)
 
 

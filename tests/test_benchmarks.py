@@ -603,6 +603,16 @@ WITHOUT = textwrap.dedent(
 )
 
 
+def test_a_report_of_a_run_that_is_ended_says_so(tmp_path, monkeypatch):
+    """The file of each case stays as it is where a job kills the process."""
+    written = []
+    monkeypatch.setattr(command.report, "write_report", lambda found, *_, **__: written.append(found["stopped"]) or [])
+    assert command.main([*TINY, *OURS_ALONE, "--max-drift", "1e9", "--output-dir", str(tmp_path)]) == 0
+    *before, last, finished = written
+    assert before and last is finished is None
+    assert before[0] == f"it was ended from outside before the last {len(before)} of {len(before) + 1} cases"
+
+
 def test_a_bare_clone_with_torch_alone_runs_the_command(tmp_path):
     words = ["losses", "--rounds", "1", "--max-drift", "1e9", "--case", "V 512", "--output-dir", str(tmp_path)]
     command = [sys.executable, "-c", WITHOUT, *words]
