@@ -71,6 +71,15 @@ class CorrectionValues:
     advantages: Tensor  # [T]
 
 
+@dataclass(frozen=True, slots=True)
+class SupportValues:
+    """The inputs of the metrics of kept ids, [T] each."""
+
+    log_probs: Tensor  # over the kept ids
+    sizes: Tensor  # ids that were kept
+    log_kept_mass: Tensor | None  # None: nothing reads the whole vocabulary
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """A row: the statistic `name`, and the metric `policy/<name>` that is made from it."""
@@ -435,7 +444,38 @@ CORRECTION_SAMPLE_SIZE = Metric(
     formula="(sum u)^2 / (n sum u^2) of the factors u of n tokens",
     healthy="above 0.9; under 0.1 a tenth of the tokens decides the step",
 )
+# Metrics of the ids that the sampler kept, where they are given. First samples with an unmasked token: all, those with a kept mass.
+SUPPORT_METRICS: tuple[Metric, ...] = (
+    count("num_support_samples", lambda given: torch.ones_like(given.log_probs), Weight.SAMPLE_SHARE),
+    count("num_mass_samples", lambda given: None if given.log_kept_mass is None else given.sizes > -1, Weight.SAMPLE_SHARE),
+    sample_mean(
+        "kept_mass",
+        lambda given: None if given.log_kept_mass is None else given.log_kept_mass.exp(),
+        normaliser="num_mass_samples",
+        unit="0 to 1",
+        formula="mean of M, the policy's probability of the kept ids, where something reads the vocabulary",
+        healthy="the sampler's top-p, or above",
+    ),
+    sample_mean(
+        "kept_ids",
+        lambda given: given.sizes,
+        normaliser="num_support_samples",
+        unit="ids",
+        formula="mean of the number of kept ids",
+        healthy="constant",
+    ),
+    Metric(
+        name="outside_support",
+        value=lambda given: given.log_probs == -torch.inf,
+        weight=Weight.TOKEN,
+        present_with="num_support_samples",
+        unit="count",
+        formula="unmasked tokens outside their own set",
+        healthy="0; one ends the step",
+    ),
+)
 CORRECTION_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in CORRECTION_METRICS}
+SUPPORT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in SUPPORT_METRICS}
 STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in METRICS}
 NUM_DOCUMENTS = list(STATISTICS).index("num_documents")
 ROLLOUT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in ROLLOUT_METRICS}
@@ -451,17 +491,19 @@ class PolicyStatistics:
     has_entropy: bool
     rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: the rollout gave no such input
     correction: Tensor | None = None  # [len(CORRECTION_STATISTICS)] float64; None: there is no correction
+    support: Tensor | None = None  # [len(SUPPORT_STATISTICS)] float64; None: the sampler keeps all ids
+    has_mass: bool = False  # whether support has the kept mass
 
 
 def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
     """The statistics of several micro-batches or ranks together, each by its reduction. Needs at least one part."""
-    rollouts = [part.rollout for part in parts if part.rollout is not None]
-    corrections = [part.correction for part in parts if part.correction is not None]
+    tables = {"rollout": ROLLOUT_STATISTICS, "correction": CORRECTION_STATISTICS, "support": SUPPORT_STATISTICS}
+    found = {name: [getattr(part, name) for part in parts if getattr(part, name) is not None] for name in tables}
     return PolicyStatistics(
         combined(torch.stack([part.values for part in parts]), STATISTICS),
         parts[0].has_entropy,
-        combined(torch.stack(rollouts), ROLLOUT_STATISTICS) if rollouts else None,
-        combined(torch.stack(corrections), CORRECTION_STATISTICS) if corrections else None,
+        has_mass=parts[0].has_mass,
+        **{name: combined(torch.stack(rows), tables[name]) for name, rows in found.items() if rows},
     )
 
 
@@ -492,20 +534,17 @@ def policy_statistics(
     return PolicyStatistics(torch.stack(values), has_entropy=tokens.entropy is not None)
 
 
-def correction_statistics(
-    given: CorrectionValues,
+def token_statistics(
+    given: CorrectionValues | SupportValues,
     *,
     loss_mask: Tensor,  # [T] bool
     counts: Tensor,  # [T] unmasked tokens of the token's document over all cp ranks
-) -> Tensor:  # [len(CORRECTION_STATISTICS)] float64
-    """This rank's share of CORRECTION_STATISTICS. No communication, no synchronisation."""
-    weights = {
-        Weight.SAMPLE_SHARE: torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0),
-        Weight.TOKEN: loss_mask.double(),
-    }
-    return torch.stack(
-        [_over_tokens(metric, metric.value(given), loss_mask, weights[metric.weight]) for metric in CORRECTION_METRICS]
-    )
+) -> Tensor:  # [len(CORRECTION_STATISTICS)] or [len(SUPPORT_STATISTICS)] float64
+    """This rank's share of the statistics that the given values make. No communication, no synchronisation."""
+    rows = CORRECTION_METRICS if isinstance(given, CorrectionValues) else SUPPORT_METRICS
+    share = torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0)
+    weights = {Weight.SAMPLE_SHARE: share, Weight.TOKEN: loss_mask.double()}
+    return torch.stack([_over_tokens(metric, metric.value(given), loss_mask, weights[metric.weight]) for metric in rows])
 
 
 def _over_tokens(metric: Metric, values: Tensor | None, loss_mask: Tensor, weights: Tensor) -> Tensor:  # 0-d float64

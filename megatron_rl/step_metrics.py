@@ -18,6 +18,8 @@ from megatron_rl.metrics import (
     ROLLOUT_METRICS,
     ROLLOUT_STATISTICS,
     STATISTICS,
+    SUPPORT_METRICS,
+    SUPPORT_STATISTICS,
     Metric,
     PolicyStatistics,
     Reduction,
@@ -39,13 +41,14 @@ def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *,
     tp, because its ranks hold the same numbers. Synchronises once.
     """
     local = neutral_statistics(has_entropy=has_entropy) if local is None else local
-    tables, device = (STATISTICS, ROLLOUT_STATISTICS, CORRECTION_STATISTICS), group_device(groups.dp_cp)
-    parts = zip((local.values, local.rollout, local.correction), tables, strict=True)
+    tables = (STATISTICS, ROLLOUT_STATISTICS, CORRECTION_STATISTICS, SUPPORT_STATISTICS)
+    device = group_device(groups.dp_cp)
+    parts = zip((local.values, local.rollout, local.correction, local.support), tables, strict=True)
     values = torch.cat([_neutral(kinds, device) if part is None else part.to(device) for part, kinds in parts])
     if groups.pp.rank() == groups.pp.size() - 1:
         values = combined(all_gather_stack(values, groups.dp_cp), {name: kind for kinds in tables for name, kind in kinds.items()})
-    values, rollout, correction = broadcast_from_last(values, groups.pp).cpu().split([len(kinds) for kinds in tables])
-    return PolicyStatistics(values, has_entropy, rollout, correction)
+    values, *others = broadcast_from_last(values, groups.pp).cpu().split([len(kinds) for kinds in tables])
+    return PolicyStatistics(values, has_entropy, *others)
 
 
 def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
@@ -65,9 +68,10 @@ def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
         if known["num_corrected_tokens"]:
             of_weights = (*(known[f"correction_weight_{name}"] for name in ("sum", "squared_sum")), known["num_corrected_tokens"])
             metrics[f"policy/{CORRECTION_SAMPLE_SIZE.name}"] = _effective_sample_size(*of_weights)
-    if statistics.rollout is not None:
-        known = dict(zip(ROLLOUT_STATISTICS, statistics.rollout.tolist(), strict=True))
-        metrics |= _finished(ROLLOUT_METRICS, known, statistics.has_entropy)
+    for rows, found in ((ROLLOUT_METRICS, statistics.rollout), (SUPPORT_METRICS, statistics.support)):
+        if found is not None:
+            known = dict(zip((row.name for row in rows), found.tolist(), strict=True))
+            metrics |= _finished(rows, known, statistics.has_entropy)
     return metrics
 
 
@@ -108,7 +112,10 @@ def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tens
     rows = METRICS
     if statistics.correction is not None:
         values |= dict(zip(CORRECTION_STATISTICS, statistics.correction.unbind(), strict=True))
-        rows = (*METRICS, *CORRECTION_METRICS)
+        rows = (*rows, *CORRECTION_METRICS)
+    if statistics.support is not None:
+        values |= dict(zip(SUPPORT_STATISTICS, statistics.support.unbind(), strict=True))
+        rows = (*rows, *(row for row in SUPPORT_METRICS if statistics.has_mass or row.name != "kept_mass"))
     one = torch.full_like(values["num_samples"], 1.0 / num_parts)
     pairs = {
         f"policy/{row.name}": (values[row.name], values[row.normaliser] if row.normaliser else one)

@@ -313,11 +313,11 @@ class SampleTerms:
         rows = log_softmax[self.live]
         one_hot = torch.nn.functional.one_hot(torch.tensor([sample.labels[t] for t in self.live], dtype=torch.int64), rows.shape[1])
         self.new = full = (one_hot * rows).sum(-1)
-        if sample.kept is not None:
-            self.new = torch.stack(
-                [over_kept(row, sample.kept[t], sample.labels[t]) for row, t in zip(rows, self.live, strict=True)] or [full.sum()]
-            )
-            self.new = self.new[: len(self.live)]
+        if sample.kept is not None and self.live:
+            kept = [(row, sample.kept[t], sample.labels[t]) for row, t in zip(rows, self.live, strict=True)]
+            self.new = torch.stack([over_kept(*of_token) for of_token in kept])
+            self.num_kept = torch.tensor([len(ids) for _, ids, _ in kept])
+            self.mass = torch.stack([row[ids].exp().sum() for row, ids, _ in kept]).detach()
         self.entropy = -(rows.exp() * rows).sum(-1)
         self.rollout, self.importance, self.advantages = of(sample.rollout), of(sample.importance), of(sample.advantages)
         self.old = self.new.detach() if sample.old is None else of(sample.old)
@@ -413,6 +413,8 @@ def dense_metrics(parts: Sequence[SampleTerms], num_documents: int, settings: De
         "min_advantage": float(advantages.min()),
         "entropy": means(lambda part: part.entropy.detach()),
     }
+    if any(part.sample.kept is not None for part in parts):
+        found |= {"kept_ids": means(lambda part: part.num_kept), "outside_support": 0, "kept_mass": means(lambda part: part.mass)}
     if settings.correction == "none" and settings.sequence_delta is None:
         return found
     signs = {"positive": lambda part: part.advantages > 0, "negative": lambda part: part.advantages < 0}

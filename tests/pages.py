@@ -76,6 +76,7 @@ def of_metrics() -> str:
     of_policy = (*metrics.METRICS, metrics.EFFECTIVE_SAMPLE_SIZE)
     of_correction = (*metrics.CORRECTION_METRICS, metrics.CORRECTION_SAMPLE_SIZE)
     tables = {"## Policy": of_policy, "## What a rollout": metrics.ROLLOUT_METRICS, "## Corrections": of_correction}
+    tables["## What the sampler kept"] = metrics.SUPPORT_METRICS
     return with_tables(text, {head: metric_lines(rows) for head, rows in tables.items()})
 
 

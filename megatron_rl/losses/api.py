@@ -15,7 +15,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.compared import compare_inputs
 from megatron_rl.losses.inputs import prepare_inputs, with_token_counts
-from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch, with_full_coefficients
+from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.losses.settings import (
     LogitsLossKeywords,
     LossKeywords,
@@ -24,6 +24,7 @@ from megatron_rl.losses.settings import (
     resolve_settings,
     with_defaults,
 )
+from megatron_rl.losses.support_terms import kl_coefficients_of_all
 from megatron_rl.metrics import PolicyStatistics
 from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, resolve_backend, runs_eagerly
@@ -165,7 +166,8 @@ def policy_loss(
             inputs = replace(inputs, log_kept_mass=full.detach() - log_probs.detach())
     result = reducer_of(loss, settings)(loss, log_probs.detach(), entropy.detach() if with_entropy else None, inputs, settings)
     if settings.is_kl_of_all:
-        result = with_full_coefficients(result, log_probs.detach(), inputs, settings, shard.vocab_size)
+        of_kl = kl_coefficients_of_all(log_probs.detach(), inputs, settings, shard.vocab_size)
+        result = replace(result, coefficients=result.coefficients - of_kl, full_coefficients=of_kl)
     scores = (log_probs, full, entropy if with_entropy else None)
     with_gradient = _WithGradient.apply(*scores, result, announced)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, log_probs.detach())

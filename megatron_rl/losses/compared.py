@@ -18,15 +18,16 @@ def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, s
     for name, value in settings.keywords.items():
         agreement.add(name, value)
     agreement.add("correction", str(inputs.correction))
-    for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend", "cp_layout", "is_kl_of_all"):
+    for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend", "cp_layout"):
         agreement.add(name, getattr(settings, name))
+    compare_supports(agreement, inputs.sampling_support, inputs.loss_mask)
+    agreement.add("whether kl_score is of the vocabulary", settings.is_kl_of_all)
     agreement.add("kl_estimator", None if settings.kl_estimator is None else settings.kl_estimator.name)
     agreement.add("number of documents", inputs.num_documents)
     agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)
     agreement.add("advantages_per", inputs.advantages_per)
     for name in ("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs"):
         agreement.add(name, _live(getattr(inputs, name), inputs.loss_mask), is_sliced=True)
-    compare_supports(agreement, inputs.sampling_support, inputs.loss_mask)
     if inputs.advantages_per == "token":
         agreement.add("advantages", _live(inputs.advantages, inputs.loss_mask), is_sliced=True)
     else:

@@ -19,7 +19,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.losses.inputs import DocumentSums, LossInputs, check_cu_seqlens, given
-from megatron_rl.metrics import CorrectionValues, correction_statistics
+from megatron_rl.metrics import CorrectionValues, token_statistics
 from megatron_rl.registries.correction_settings import CorrectionSettings
 
 
@@ -79,7 +79,7 @@ def importance_correction(
         cp_group=cp_group,
     )
     values = CorrectionValues(correction, advantages)
-    return correction, correction_statistics(values, loss_mask=is_live, counts=spread(counts, documents))
+    return correction, token_statistics(values, loss_mask=is_live, counts=spread(counts, documents))
 
 
 def correct_tokens(inputs: LossInputs, log_probs: Tensor) -> LossInputs:  # log_probs [T]
@@ -162,7 +162,7 @@ def correction_metric_sums(
     counts: Tensor,  # [N] unmasked tokens of each sample over all cp ranks
 ) -> Tensor:  # [len(CORRECTION_STATISTICS)] float64
     of_tokens = spread(counts, inputs.token_documents)
-    return correction_statistics(CorrectionValues(correction, advantages), loss_mask=inputs.loss_mask, counts=of_tokens)
+    return token_statistics(CorrectionValues(correction, advantages), loss_mask=inputs.loss_mask, counts=of_tokens)
 
 
 def _correct_alone(

@@ -21,7 +21,7 @@ from megatron_rl.layout.groups import Group, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.settings import LossKeywords, LossSettings
+from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.registries.correction_settings import CorrectionSettings
 
 # Relative standard deviation above which a sample's [T] advantages vary. For equal numbers float64 sums give less than 1e-7.
@@ -263,16 +263,6 @@ def checked_tensors(
     if inputs.log_kept_mass is not None:  # a logit outside the set is in it, and not in log_probs
         tensors["log_kept_mass"] = inputs.log_kept_mass
     return tensors | further_inputs(loss, inputs, dtype)
-
-
-def kl_reference(inputs: LossInputs, settings: LossSettings) -> Tensor:  # [T]
-    """What the KL term compares log_probs with. Where it is of the whole vocabulary and log_probs are over kept ids, the difference
-    of the full scores is log_probs - (ref - ln M), with M the kept mass."""
-    reference = given(inputs.ref_log_probs)
-    if not settings.is_kl_of_all:
-        return reference
-    log_kept_mass = given(inputs.log_kept_mass)
-    return reference.to(log_kept_mass.dtype) - log_kept_mass
 
 
 def further_inputs(loss: PolicyLoss, inputs: LossInputs, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each

@@ -27,7 +27,6 @@ from megatron_rl.losses.inputs import (
     checked_tensors,
     further_inputs,
     given,
-    kl_reference,
     raise_on_bad_data,
     raise_on_nonfinite,
     read_sums,
@@ -35,6 +34,7 @@ from megatron_rl.losses.inputs import (
     vectors_of_samples,
 )
 from megatron_rl.losses.settings import LossSettings
+from megatron_rl.losses.support_terms import kl_reference, with_support_sums
 from megatron_rl.losses.token_batch import JointSums, OtherNumberOfSums, RefusedElsewhere, TokenBatch
 from megatron_rl.metrics import PolicyStatistics, TokenValues, policy_statistics
 from megatron_rl.ops.ratios import bounded_exp, kl_estimate
@@ -62,7 +62,7 @@ class LossResult:
     num_nonfinite: Tensor  # [N] int32 over all cp ranks
     metric_sums: PolicyStatistics | None
     correction: Correction | None = None
-    full_coefficients: Tensor | None = None  # [T] d loss / d scores over the vocabulary, from with_full_coefficients
+    full_coefficients: Tensor | None = None  # [T] d loss / d scores over the vocabulary, where they are apart
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def reduce_loss_torch(
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
     kl = None
     if settings.kl_estimator is not None:
-        reference = kl_reference(inputs, settings).to(dtype)
+        reference = kl_reference(inputs) if settings.is_kl_of_all else tensors["ref_log_probs"]
         kl = kl_estimate(settings.kl_estimator, log_probs, reference, log_probs - old_log_probs)
         name = f"KL estimator {settings.kl_estimator.name}"
         results |= {f"value of {name}": kl[0], f"derivative of {name}": kl[1]}
@@ -150,6 +150,8 @@ def reduce_loss_torch(
         )
         if correction is not None:
             metric_sums = replace(metric_sums, correction=correction_metric_sums(correction, token_advantages, inputs, sums.counts))
+        if inputs.sampling_support is not None:
+            metric_sums = with_support_sums(metric_sums, log_probs, inputs, sums.counts)
     return LossResult(
         loss=total,
         policy_loss=policy_loss,
@@ -333,25 +335,6 @@ def _regularizers(
         entropy_sum = _sum_live(weights * given(entropy), inputs)
         entropy_coefficients = torch.where(inputs.loss_mask, -settings.entropy_coefficient * weights, 0.0)
     return kl_loss, kl_coefficients, entropy_sum, entropy_coefficients
-
-
-@torch.no_grad()
-def with_full_coefficients(
-    result: LossResult,
-    log_probs: Tensor,  # [T] over kept ids
-    inputs: LossInputs,
-    settings: LossSettings,
-    vocab_size: int,
-) -> LossResult:
-    """The result with its coefficients in two parts: those of a KL term over the whole vocabulary, and the others, which are by
-    log_probs. A row that keeps the whole vocabulary has one score, and stays as it is."""
-    assert settings.kl_estimator is not None and inputs.sampling_support is not None
-    reference = kl_reference(inputs, settings)
-    _, derivative = kl_estimate(settings.kl_estimator, log_probs, reference, torch.zeros_like(log_probs))
-    weights = spread(given(inputs.regularizer_weights).to(log_probs.dtype), inputs.token_documents)
-    has_two = inputs.loss_mask & (inputs.sampling_support.sizes != vocab_size)
-    of_kl = torch.where(has_two, settings.kl_coefficient * weights * derivative, 0.0)
-    return replace(result, coefficients=result.coefficients - of_kl, full_coefficients=of_kl)
 
 
 def _sum_documents(

@@ -32,7 +32,6 @@ from megatron_rl.losses.inputs import (
     checked_tensors,
     further_inputs,
     given,
-    kl_reference,
     raise_on_bad_data,
     raise_on_nonfinite,
     read_sums,
@@ -41,6 +40,7 @@ from megatron_rl.losses.inputs import (
 )
 from megatron_rl.losses.reduce_torch import LossResult, metric_sums_in_torch
 from megatron_rl.losses.settings import LossSettings
+from megatron_rl.losses.support_terms import kl_reference, with_support_sums
 from megatron_rl.losses.twin_triton import (
     Equation,
     apply_to_sample,
@@ -559,6 +559,8 @@ def reduce_loss_triton(
                 of_correction = correction_metric_sums(correction, advantages, inputs, sums[:, documents.column("counts")])
             has_entropy = settings.metrics == PolicyMetrics.WITH_ENTROPY
             metric_sums = PolicyStatistics(reduced, has_entropy, correction=of_correction)
+            if inputs.sampling_support is not None:
+                metric_sums = with_support_sums(metric_sums, log_probs, inputs, sums[:, documents.column("counts")])
     return LossResult(
         loss=total,
         policy_loss=policy_loss,
@@ -573,12 +575,13 @@ def reduce_loss_triton(
 
 
 def _documents(loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, settings: LossSettings) -> _Documents:
+    reference = kl_reference(inputs) if settings.is_kl_of_all else inputs.ref_log_probs
     return _Documents(
         log_probs=log_probs.contiguous(),
         old_log_probs=_contiguous(inputs.old_log_probs),
         advantages=inputs.advantages.contiguous(),
         importance_weights=_contiguous(inputs.importance_weights),
-        ref_log_probs=kl_reference(inputs, settings).contiguous() if settings.kl_coefficient else None,
+        ref_log_probs=_contiguous(reference) if settings.kl_coefficient else None,
         vectors=tuple(vector.contiguous() for vector in further_inputs(loss, inputs, log_probs.dtype).values()) or None,
         loss_mask=inputs.loss_mask.contiguous().view(torch.uint8),
         cu_seqlens=inputs.cu_seqlens.contiguous(),

@@ -49,11 +49,10 @@ class LossKeywords(TypedDict, total=False):
     kl_coefficient, entropy_coefficient: 0 turns the term off. Default 0.
     kl_estimator: a registered estimator of KL(policy, reference), or module.function. Default "k3".
     regularizer_weights [N]: from aggregation.regularizer_weights; needed where a coefficient is not 0.
-    sampling_support: the ids that the sampler kept, a set for each row of the logits, after temperature, top-k, top-p and min-p.
-        log_probs, ratios, corrections and what is made of them are then over these sets: give old_log_probs and rollout_log_probs
-        over the same sets. The entropy is that of the whole vocabulary. None: the sampler draws from the whole vocabulary.
-    kl_score: with sampling_support, over what ref_log_probs and the policy's side of the KL term are: "full", the whole
-        vocabulary, or "support". Default "full".
+    sampling_support: the ids that the sampler kept, a set for each row of the logits. log_probs, ratios and corrections are then
+        over these sets: give old_log_probs and rollout_log_probs so. The entropy stays that of the vocabulary. None: all ids.
+    kl_score: with sampling_support, over what ref_log_probs and the KL term are: "full", the whole vocabulary, or "support".
+        Default "full".
     check_ranks: whether tp and cp ranks compare their arguments; None: where they communicate through the CPU.
     """
 

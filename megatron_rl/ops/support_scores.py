@@ -60,6 +60,7 @@ def compare_supports(agreement: Agreement, support: SamplingSupport | None, loss
     sizes, ids = (None, None) if support is None else (support.sizes, support.ids)
     if support is not None and loss_mask is not None:
         sizes, ids = support.sizes[loss_mask], support.ids[loss_mask[support.rows]]
+    agreement.add("whether sampling_support is given", support is not None)
     agreement.add("sizes of sampling_support", sizes, is_sliced=True)
     agreement.add("ids of sampling_support", ids, is_sliced=True)
 

@@ -1,0 +1,55 @@
+"""What a loss does besides where a sampler's kept ids are given: a KL term over the whole vocabulary, and metrics of the sets.
+
+log_probs are over the kept ids, so each ratio and correction is as it is. Nothing here runs without sets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.layout.packing import spread
+from megatron_rl.losses.inputs import LossInputs, given
+from megatron_rl.losses.settings import LossSettings
+from megatron_rl.metrics import PolicyStatistics, SupportValues, token_statistics
+from megatron_rl.ops.ratios import kl_estimate
+
+
+def kl_reference(inputs: LossInputs) -> Tensor:  # [T]
+    """What a KL term over the vocabulary compares log_probs with, which are over kept ids: the difference of the full scores is
+    log_probs - (ref_log_probs - ln M), with M the kept mass."""
+    log_kept_mass = given(inputs.log_kept_mass)
+    return given(inputs.ref_log_probs).to(log_kept_mass.dtype) - log_kept_mass
+
+
+@torch.no_grad()
+def kl_coefficients_of_all(
+    log_probs: Tensor,  # [T] over kept ids
+    inputs: LossInputs,
+    settings: LossSettings,  # is_kl_of_all
+    vocab_size: int,
+) -> Tensor:  # [T] d loss / d full score
+    """The part of a loss's coefficients that a KL term over the vocabulary has. 0 in a row that keeps the whole vocabulary: it has
+    one score, and its coefficients stay together."""
+    assert settings.kl_estimator is not None and inputs.sampling_support is not None
+    nothing = torch.zeros_like(log_probs)  # the ratio, which such an estimator does not take
+    _, derivative = kl_estimate(settings.kl_estimator, log_probs, kl_reference(inputs), nothing)
+    weights = spread(given(inputs.regularizer_weights).to(log_probs.dtype), inputs.token_documents)
+    has_two = inputs.loss_mask & (inputs.sampling_support.sizes != vocab_size)
+    return torch.where(has_two, settings.kl_coefficient * weights * derivative, 0.0)
+
+
+def with_support_sums(
+    statistics: PolicyStatistics,
+    log_probs: Tensor,  # [T]
+    inputs: LossInputs,  # with sampling_support
+    counts: Tensor,  # [N] unmasked tokens of each sample over all cp ranks
+) -> PolicyStatistics:
+    """The statistics with those of the sets."""
+    assert inputs.sampling_support is not None
+    values = SupportValues(log_probs, inputs.sampling_support.sizes, inputs.log_kept_mass)
+    of_tokens = spread(counts, inputs.token_documents)
+    support = token_statistics(values, loss_mask=inputs.loss_mask, counts=of_tokens)
+    return replace(statistics, support=support, has_mass=inputs.log_kept_mass is not None)
