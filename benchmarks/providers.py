@@ -24,7 +24,8 @@ from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import GradientConfiguration, StatisticsConfiguration, resolve_backend
-from megatron_rl.ops.linear_head import bytes_per_logit, chunk_capacity, linear_log_probs
+from megatron_rl.ops.linear_head import bytes_per_logit, chunk_capacity
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.linear_schedule import Plan, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
 from megatron_rl.ops.log_probs_torch import logits_gradient_torch, row_results_torch

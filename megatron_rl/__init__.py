@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         policy_loss,
     )
     from megatron_rl.ops.assumed_scale import AssumedScale
-    from megatron_rl.ops.linear_head import linear_log_probs
+    from megatron_rl.ops.linear_log_probs import linear_log_probs
     from megatron_rl.ops.log_probs import vocab_parallel_log_probs
     from megatron_rl.ops.ratios import bounded_exp
     from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -78,7 +78,7 @@ _FROM = {
         *("linear_policy_loss", "policy_loss"),
     ),
     "ops.assumed_scale": ("AssumedScale",),
-    "ops.linear_head": ("linear_log_probs",),
+    "ops.linear_log_probs": ("linear_log_probs",),
     "ops.log_probs": ("vocab_parallel_log_probs",),
     "ops.ratios": ("bounded_exp",),
     "registries.correction_settings": ("CorrectionSettings",),

@@ -257,7 +257,7 @@ def possible(case: Case) -> Case:
         split = replace(split, tp=2)
     if door.backend == "triton" and split.dp * split.microbatches > 2:  # interpreted kernels take time with each launch
         split = replace(split, microbatches=1)
-    kept = case.kept if door.head == "logits" else "all"
+    kept = "all" if door.head == "log_probs" or door.option == "scaled exponentials" else case.kept
     if get_kl_estimator(settings.kl_estimator).takes_log_ratio or kept == "all":
         settings = replace(settings, kl_score="full" if kept == "all" else "support")
     return replace(case, settings=settings, split=split, metrics=metrics, kept=kept)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses import api, grpo_loss, importance_correction, linear_gspo_loss, policy_loss
-from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.registries.correction_settings import CorrectionSettings
 
@@ -133,7 +133,7 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("document_lengths", [2], [2, 4], torch.tensor([2, 3])),
         *each("loss_scale", 0.0, math.nan, "8", torch.ones(2)),
         *each("advantages", torch.arange(5.0)),
-        *each("sampling_support", KEPT),
+        *each("sampling_support", [[0]] * 5, SamplingSupport.from_lists([[0, 2]] * 4 + [[1, 2]])),
     ],
     loss_of_log_probs: [
         *each("sampling_support", KEPT),
@@ -145,6 +145,7 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("labels", torch.zeros(5, dtype=INT64, device="meta")),
         *each("loss_mask", torch.ones(4, dtype=torch.bool), ONES),
         *each("labels", torch.zeros(5)),
+        *each("sampling_support", [[0]] * 5, SamplingSupport.from_lists([[0, 2]] * 4 + [[]])),
     ],
     log_probs_of_logits: [
         *each("logits", torch.zeros(2, 3, 16), torch.zeros(8, 16, dtype=INT64)),

@@ -29,7 +29,7 @@ from megatron_rl.hosts import carried_log_probs
 from megatron_rl.hosts.carrier import Carrier, carried, carry
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.megatron.head import HeadInputs
-from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.testing.invariance import Layout
 
 # Two orders of float32 additions are up to 4e-6 of a parameter's gradient; one token more or less is 1e-2 and more.

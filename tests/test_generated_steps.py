@@ -32,7 +32,7 @@ from megatron_rl.losses.api import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.ops.backends import OneReadConfiguration
-from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import correction_names
 from megatron_rl.registries.kl_estimators import kl_estimator_names
@@ -315,6 +315,7 @@ def through_the_door(batch: Microbatch, width: int, factor: float) -> tuple[Poli
     )
     if output.log_probs is not None:
         shared = {name: options[name] for name in ("temperature", "vocab_size", "tp_group", "backend")} | head
+        shared["sampling_support"] = options.get("sampling_support")
         alone = linear_log_probs(hidden, weight, batch.arguments()[0], loss_mask=batch.padded(batch.is_live, False), **shared)
         torch.testing.assert_close(alone, output.log_probs, rtol=0, atol=TOLERANCES[door.dtype].log_probs)
     return output, {"hidden": hidden, "weight": weight}

@@ -27,8 +27,8 @@ from megatron_rl.ops.linear_head import (
     chunk_capacity,
     head_logits,
     hidden_gradient,
-    linear_log_probs,
 )
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.linear_schedule import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of:UserWarning")]

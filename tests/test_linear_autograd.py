@@ -11,7 +11,7 @@ from linear_cases import Seen, relative
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.ops.linear_autograd import differentiable_linear_log_probs
-from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.testing.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCABULARY, TEMPERATURE = 24, 8, 32, 0.7

@@ -18,7 +18,7 @@ import megatron_rl
 from megatron_rl.layout.agreement import MESSAGE_BYTES, RankAgreement, checks_microbatch
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import LossValue, register_policy_loss
-from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.testing.ranks import RankPool

@@ -23,7 +23,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops import linear_head
-from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_shard
 from megatron_rl.ops.scaled_exp_triton import TileConfiguration, scaled_exp
 from megatron_rl.testing.ranks import run_ranks

@@ -17,6 +17,7 @@ from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.log_probs import vocab_shard
 from megatron_rl.ops.log_probs_torch import working_dtype
 from megatron_rl.ops.sparse_head import (
+    SPARSE_ROW_LIMIT,
     Pairs,
     make_pairs,
     pair_gradient,
@@ -55,7 +56,7 @@ class Case:
         self.hidden[IDLE], self.weight[VOCAB_SIZE] = math.nan, math.nan
 
     def pairs(self) -> Pairs:
-        kinds = sort_rows(self.support, LIVE, VOCAB_SIZE)
+        kinds = sort_rows(self.support, LIVE, VOCAB_SIZE, limit=SPARSE_ROW_LIMIT)
         assert (kinds.single.tolist(), kinds.sparse.tolist(), kinds.dense.tolist()) == ([0, 1], [2, 3, 4, 6, 8], [7])
         return make_pairs(self.support, kinds.sparse, self.labels.to(KERNEL_DEVICE), self.shard)
 
@@ -159,4 +160,4 @@ def test_the_limit_and_the_whole_vocabulary_decide_which_rows_are_dense():
         kinds = sort_rows(support, rows, vocab_size, limit=limit)
         assert kinds.dense.tolist() == dense and kinds.single.tolist() == [0]
         assert kinds.sparse.tolist() == [row for row in range(1, 5) if row not in dense]
-    assert sort_rows(SamplingSupport.from_lists([[0]]), torch.tensor([0]), 1).dense.tolist() == [0], "whole and alone"
+    assert sort_rows(SamplingSupport.from_lists([[0]]), torch.tensor([0]), 1, limit=9).dense.tolist() == [0], "whole and alone"

@@ -32,7 +32,7 @@ from megatron_rl.losses.settings import LossKeywords, with_defaults
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.ops.backends import is_interpreted
-from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.step_metrics import report_pairs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
@@ -280,7 +280,7 @@ def test_pairs_of_metrics_wait_for_nothing():
 # The fused head
 
 
-HOST_FACTS, KEPT_ROWS = "megatron_rl/losses/linear.py", "megatron_rl/ops/linear_gradient.py"
+HOST_FACTS, KEPT_ROWS = "megatron_rl/losses/host_copies.py", "megatron_rl/ops/linear_gradient.py"
 # (loss, lengths of documents, rows of a chunk, KL, waits): once a chunk, in plan scale-last once a document.
 PLANS = {
     "A: all documents in one chunk": ("gspo", [5, 7, 0, 3], 1000, False, 1),

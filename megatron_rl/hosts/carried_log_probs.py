@@ -16,7 +16,7 @@ from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.loss import read_plan
 from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron.head import rows_of
-from megatron_rl.ops.linear_head import LinearKeywords, linear_log_probs
+from megatron_rl.ops.linear_log_probs import LinearKeywords, linear_log_probs
 
 # Arguments of the hosts that are read here, or that say nothing where there is no gradient.
 KNOWN = ("max_seq_lens", "non_loss_data", "entropy_requires_grad")

@@ -37,7 +37,7 @@ from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of
 from megatron_rl.ops.backends import resolve_backend
-from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import LogProbKeywords, vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings

@@ -97,10 +97,10 @@ class SamplingSupport:
         return _rows_of(self.offsets, self.num_pairs)
 
     def to(self, device: torch.device) -> SamplingSupport:
-        """The same sets there, without a synchronisation."""
-        return _made(
-            [self], self.ids.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True), largest=self.largest
-        )
+        """The same sets there; only a copy from CUDA to the host synchronises."""
+        waits = torch.device(device).type == "cpu"
+        ids, offsets = (part.to(device, non_blocking=not waits) for part in (self.ids, self.offsets))
+        return _made([self], ids, offsets, largest=self.largest)
 
     def take(self, rows: Tensor) -> SamplingSupport:  # [n] int64, on the same device
         """The sets of these rows, in this order. On CUDA it synchronises."""

@@ -15,18 +15,19 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.corrections import Correction, token_weights_of
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Agreement, Group, all_gather_stack, group_device
+from megatron_rl.layout.groups import SINGLE, Agreement
 from megatron_rl.layout.packing import document_ids, spread
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.api import PolicyLossOutput, output_of, reducer_of
 from megatron_rl.losses.compared import compare_inputs
 from megatron_rl.losses.corrected_inputs import can_correct_before_rows, correct_before_rows
+from megatron_rl.losses.host_copies import ScheduleCopies, check_document_lengths, document_sizes, read_host_copies
 from megatron_rl.losses.inputs import (
     LossInputs,
     are_coefficients_known_on_policy,
-    check_cu_seqlens,
     further_inputs,
     given,
     prepare_inputs,
@@ -35,6 +36,7 @@ from megatron_rl.losses.inputs import (
 )
 from megatron_rl.losses.reduce_torch import LossResult, are_finite, evaluate, nonfinite_values
 from megatron_rl.losses.settings import LinearLossKeywords, LossSettings, groups_and_agreement, resolve_settings, with_defaults
+from megatron_rl.losses.sparse_linear import reduce_with_support
 from megatron_rl.metrics import combine_statistics
 from megatron_rl.ops.backends import resolve_backend, runs_eagerly
 from megatron_rl.ops.linear_gradient import (
@@ -57,8 +59,10 @@ from megatron_rl.ops.linear_head import (
     make_head,
 )
 from megatron_rl.ops.linear_schedule import WorkItem, document_bins, schedule_documents, schedule_rows
-from megatron_rl.ops.log_probs import log_probs_dtype
+from megatron_rl.ops.log_probs import log_probs_dtype, vocab_shard
 from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.ops.support_head import make_support_head
+from megatron_rl.ops.support_scores import check_support
 
 
 @runs_eagerly
@@ -87,6 +91,9 @@ def linear_policy_loss(
         row-by-row   a token-level loss, or old_log_probs None: c_t is known row by row, so chunks may be cut anywhere. A correction
                      by samples of old_log_probs is known before
 
+    With sampling_support, where no term reads the whole vocabulary, rows of few kept ids multiply these columns alone, in float32
+    (ops/support_head.py); their hidden states are not read where one id is kept. Other rows are in plan two-pass.
+
     Masked rows are in no matmul. Rows with c_t = 0 (clipped, or of advantage 0) are left out of the two matmuls of the gradient,
     except in the early chunks of plan scale-last.
 
@@ -110,15 +117,17 @@ def linear_policy_loss(
                 in forward (where that is float32), and backward checks the factor: another one raises on the CPU, and makes the
                 gradient of hidden NaN on CUDA. None: backward multiplies; it adds to main_grad, or returns the weight gradient in
                 weight's dtype. A forward pass without a backward must not have a loss_scale.
+            sampling_support: sets on the CPU save one synchronisation.
             return_log_probs: False: `.log_probs` is None. Without metrics, KL and entropy terms, rows of advantage 0 are then in
                 no matmul, and non-finite logits there are not found.
     Memory: besides max_logits_bytes the gradient of hidden; that of weight unless it is main_grad, in weight's dtype if one chunk
         makes it, else float32; for plan scale-last one more such buffer, unless the micro-batch is one long document and main_grad
         is not added to in forward; scratch of the torch row kernels, up to six times 4 MiB on the CPU and 256 MiB on CUDA.
     Communication: tp one all-gather of [rows, 3 or 4] a chunk, and one all-reduce of the gradient of hidden a chunk, or with
-        sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N_bin, k] a bin (row-by-row: one of
-        [N, k], on-policy at sequence level two), and for bins one all-gather of [2, N] unless document_lengths and token_counts
-        are given. All cp ranks have the same bins. Backward none. None at size 1. check_ranks: as in policy_loss.
+        sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N_bin, k] a bin (row-by-row and
+        with sampling_support: one of [N, k], on-policy at sequence level row-by-row two), and for bins one all-gather of [2, N]
+        unless document_lengths and token_counts are given. All cp ranks have the same bins. Backward none. None at size 1. With
+        check_ranks as policy_loss.
     Synchronisation on CUDA: one for the rows unless loss_mask and cu_seqlens are on the CPU, one under cp for the bins unless
         document_lengths are given, one a chunk for the rows with a gradient; none in backward.
     Raises: what policy_loss raises. DataError for operands or document_lengths that do not fit. ConfigError for a max_logits_bytes
@@ -142,9 +151,16 @@ def linear_policy_loss(
             scaled_exp=options["scaled_exp"],
         )
         num_tokens, device = check_head(hidden, weight, labels, head_options), hidden.device
+        support = options["sampling_support"]
+        if isinstance(support, SamplingSupport):
+            options["sampling_support"], support = support.to(device), support.to(torch.device("cpu"))
         like_logits = weight.new_empty(0, dtype=logits_dtype(weight, fp32_logits))
         settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], like_logits))
         head_options = replace(head_options, with_entropy=settings.needs_entropy)
+        if options["scaled_exp"] and support is not None:
+            raise ConfigError(
+                "scaled_exp=True is for logits of the whole vocabulary, and sampling_support leaves most of them out; leave it out"
+            )
         if options["scaled_exp"] and settings.entropy_coefficient:
             raise ConfigError(
                 "scaled_exp=True has no effect with an entropy term, whose coefficient does not commute; leave it out"
@@ -163,6 +179,9 @@ def linear_policy_loss(
             token_weights=token_weights,
             document_lengths=document_lengths,
         )
+        if inputs.sampling_support is not None:
+            shard = vocab_shard(weight.shape[0], options["temperature"], options["vocab_size"], tp_group)
+            check_support(inputs.sampling_support, labels, inputs.loss_mask, shard, inputs.cu_seqlens)
         copies = read_host_copies(loss_mask, cu_seqlens, inputs, advantages)
         check_document_lengths(document_lengths, copies, cp_group.size())
         capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, num_tokens)
@@ -174,10 +193,25 @@ def linear_policy_loss(
         _compare_plans(agreement, hidden, weight, copies, options)
     inputs = with_token_counts(loss, inputs, cp_group)
     with torch.no_grad():
-        plan = _plan(loss, inputs, settings, copies, capacity, options, log_probs_dtype(like_logits))
-        longest = max((chunk.numel() for item in plan.items for chunk in item.chunks), default=0)
-        head = make_head(hidden, weight, labels, head_options, longest)
-        result = _run(head, plan, settings, hidden, ready)
+        if support is None:
+            plan = _plan(loss, inputs, settings, copies, capacity, options, log_probs_dtype(like_logits))
+            longest = max((chunk.numel() for item in plan.items for chunk in item.chunks), default=0)
+            head = make_head(hidden, weight, labels, head_options, longest)
+            result = _run(head, plan, settings, hidden, ready)
+        else:
+            rows, _ = _rows_that_take_part(loss, inputs, settings, copies, options)
+            sparse = make_support_head(
+                hidden,
+                weight,
+                labels,
+                head_options,
+                support,
+                rows,
+                capacity=capacity,
+                max_bytes=max_logits_bytes,
+                reads_all=settings.is_kl_of_all,
+            )
+            head, result = sparse.head, reduce_with_support(sparse, loss, inputs, settings, hidden, ready)
     with_gradient = result.loss if ready is None else attach_gradient(result.loss, hidden, weight, ready)
     return output_of(result, with_gradient, head.log_probs if options["return_log_probs"] else None)
 
@@ -241,16 +275,9 @@ def _plan(
     Communication: as document_sizes; in plan row-by-row none, or for a correction by samples one all-reduce of [N, k] over cp.
     """
     has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
-    has_no_gradient = None if has_row_terms or not loss.zero_advantage_has_no_gradient else copies.has_no_advantage
-    is_live = copies.loss_mask
     if loss.level == "token" and inputs.correction is not None and can_correct_before_rows(inputs):
         inputs = correct_before_rows(inputs, log_probs_type, settings.cp_group)
-    # A sum over a sample needs the log-probabilities of all its tokens.
-    if inputs.correction is not None and inputs.correction.needs_sums:
-        has_no_gradient = None
-    if has_no_gradient is not None and not options["return_log_probs"] and settings.metrics == PolicyMetrics.NONE:
-        is_live = is_live & ~has_no_gradient
-    rows = is_live.nonzero()[:, 0]
+    rows, has_no_gradient = _rows_that_take_part(loss, inputs, settings, copies, options)
     waits_for_sums = inputs.correction is not None and inputs.correction.needs_sums
     if (loss.level == "token" and not waits_for_sums) or are_coefficients_known_on_policy(loss, inputs):
         return _Plan(loss, inputs, schedule_rows(rows, capacity), copies.bounds, is_row_by_row=True)
@@ -266,6 +293,20 @@ def _plan(
         is_idle=[has_no_gradient is not None and bool(has_no_gradient[rows].all()) for rows in rows_of_documents],
     )
     return _Plan(loss, replace(inputs, token_counts=counts), items, copies.bounds, is_row_by_row=False)
+
+
+def _rows_that_take_part(
+    loss: PolicyLoss, inputs: LossInputs, settings: LossSettings, copies: ScheduleCopies, options: LinearLossKeywords
+) -> tuple[Tensor, Tensor | None]:  # ascending row numbers; [T] bool, rows known to have no gradient, or None
+    has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
+    has_no_gradient = None if has_row_terms or not loss.zero_advantage_has_no_gradient else copies.has_no_advantage
+    # A sum over a sample needs the log-probabilities of all its tokens.
+    if inputs.correction is not None and inputs.correction.needs_sums:
+        has_no_gradient = None
+    is_live = copies.loss_mask
+    if has_no_gradient is not None and not options["return_log_probs"] and settings.metrics == PolicyMetrics.NONE:
+        is_live = is_live & ~has_no_gradient
+    return is_live.nonzero()[:, 0], has_no_gradient
 
 
 def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, ready: ReadyGradient | None) -> LossResult:
@@ -465,103 +506,6 @@ def _total_of_term(parts: Sequence[Tensor | None]) -> Tensor | None:  # 0-d each
     """The sum; None for a term that is off."""
     present = [part for part in parts if part is not None]
     return _total(present) if present else None
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleCopies:
-    """CPU copies of this rank's slice that the schedule needs."""
-
-    bounds: list[int]  # N + 1
-    loss_mask: Tensor  # [T] bool, False on padding
-    has_no_advantage: Tensor | None  # [T] bool: advantage 0, so no policy gradient; None: not read
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.bounds) - 1
-
-    def rows_of_documents(self, rows: Tensor) -> list[Tensor]:  # rows [k] ascending -> N parts
-        """The rows of each document, without padding."""
-        cuts = torch.searchsorted(rows, torch.tensor(self.bounds)).tolist()
-        return [rows[start:stop] for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
-
-
-def read_host_copies(
-    loss_mask: Tensor,  # [T] as the caller gave it
-    cu_seqlens: Tensor,  # [N + 1] as the caller gave it
-    inputs: LossInputs,
-    advantages: Tensor,  # [N] or [T] as the caller gave it
-) -> ScheduleCopies:
-    """The host copies: without a synchronisation where loss_mask and cu_seqlens are on the CPU, else with one.
-
-    Advantages on the device are read only with that synchronisation. Raises DataError for wrong bounds from the device, which
-    prepare_inputs did not read.
-    """
-    zeros: Tensor | None
-    if loss_mask.is_cuda or cu_seqlens.is_cuda:
-        # The tensors of `inputs` are checked and on the device; the mask is already False on padding.
-        bounds, mask, zeros = read_together(inputs.cu_seqlens, inputs.loss_mask, inputs.advantages == 0)
-        check_cu_seqlens(bounds, mask.numel())
-    else:
-        bounds, zeros = cu_seqlens, None if advantages.is_cuda else advantages == 0
-        mask = loss_mask.bool() & (torch.arange(loss_mask.numel()) < cu_seqlens[-1])
-    ends = bounds.tolist()
-    if zeros is not None and inputs.advantages_per == "sample":
-        padding = torch.ones(mask.numel() - ends[-1], dtype=torch.bool)
-        zeros = torch.cat([zeros.repeat_interleave(torch.tensor(ends).diff()), padding])
-    return ScheduleCopies(ends, mask, zeros)
-
-
-def read_together(*tensors: Tensor) -> list[Tensor]:  # 1-d, integer or bool, on one device -> the same on the CPU
-    """Copies all tensors at once, because each copy waits for all work that is queued on the device."""
-    packed = torch.cat([tensor.long() for tensor in tensors]).cpu()
-    parts = packed.split([tensor.numel() for tensor in tensors])
-    return [part.to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def check_document_lengths(document_lengths: Sequence[int] | None, copies: ScheduleCopies, cp_size: int) -> None:
-    """Raises DataError unless there is one length for each document, not below the tokens that this rank has of it."""
-    if document_lengths is None:
-        return
-    if isinstance(document_lengths, Tensor) or any(not isinstance(length, int) for length in document_lengths):
-        raise DataError("document_lengths must be a list of host ints, the whole documents' lengths: pass .tolist() of a tensor")
-    if len(document_lengths) != copies.num_documents:
-        raise DataError(f"document_lengths has {len(document_lengths)} entries for {copies.num_documents} documents")
-    local = [stop - start for start, stop in zip(copies.bounds[:-1], copies.bounds[1:], strict=True)]
-    for document, (length, here) in enumerate(zip(document_lengths, local, strict=True)):
-        if here > length or (cp_size == 1 and here != length):
-            raise DataError(
-                f"document_lengths[{document}]={length} but cu_seqlens gives {here} tokens on this rank: pass the lengths of "
-                "whole documents, the same list on every cp rank"
-            )
-
-
-def document_sizes(
-    copies: ScheduleCopies,
-    live_rows: Sequence[Tensor],  # N
-    document_lengths: Sequence[int] | None,
-    token_counts: Tensor | None,  # [N]
-    cp_group: Group,
-    device: torch.device,
-) -> tuple[list[int], Tensor | None]:
-    """(rows of each document on the cp rank that holds most of it, token counts [N] over all cp ranks).
-
-    Both are equal on all cp ranks. Under cp, document_lengths replace the sizes (as equal slices), without a synchronisation.
-    Communication: one all-gather of [2, N] over cp unless lengths and counts are both given; none at size 1.
-    """
-    sizes = [rows.numel() for rows in live_rows]
-    counts = [int(copies.loss_mask[start:stop].sum()) for start, stop in zip(copies.bounds[:-1], copies.bounds[1:], strict=True)]
-    if cp_group.size() == 1:
-        return sizes, token_counts if token_counts is not None else torch.tensor(counts, dtype=torch.int64).to(
-            device, non_blocking=True
-        )
-    if document_lengths is not None:
-        sizes = [-(-length // cp_group.size()) for length in document_lengths]
-    if document_lengths is None or token_counts is None:
-        here = torch.tensor([sizes, counts], dtype=torch.int64).to(group_device(cp_group))
-        gathered = all_gather_stack(here, cp_group)
-        token_counts = gathered[:, 1].sum(0).to(device, non_blocking=True) if token_counts is None else token_counts
-        sizes = gathered[:, 0].amax(0).tolist() if document_lengths is None else sizes
-    return sizes, token_counts
 
 
 def bin_inputs(

@@ -256,8 +256,6 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
 
 def _is_kl_of_all(options: LossKeywords, estimator: KLEstimator | None) -> bool:  # None: there is no KL term
     score, has_support = options["kl_score"], options["sampling_support"] is not None
-    if has_support and "max_logits_bytes" in options:  # a keyword of the fused head alone
-        raise ConfigError("sampling_support comes with the losses from logits, not yet with the fused head: call policy_loss")
     if score not in set(KLScore):
         raise ConfigError(f"kl_score={score!r} is not one of {', '.join(KLScore)}")
     if score == KLScore.SUPPORT and not has_support:

@@ -16,7 +16,7 @@ from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, broadcast_
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of, run_model
 from megatron_rl.megatron.routing import RouteRecorder
-from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
 # The model's output layer, unchanged.

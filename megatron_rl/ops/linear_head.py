@@ -16,20 +16,17 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
+from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Agreement, Group, all_gather_stack, resolve_group
-from megatron_rl.ops.backends import resolve_backend, runs_eagerly
-from megatron_rl.ops.linear_schedule import CUDA_ROWS_WARNING, rows_per_chunk, schedule_rows, warn_of_small_chunks
+from megatron_rl.layout.groups import Agreement, Group, all_gather_stack
+from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.linear_schedule import CUDA_ROWS_WARNING, rows_per_chunk, warn_of_small_chunks
 from megatron_rl.ops.log_probs import (
     LOGIT_DTYPES,
-    LogProbKeywords,
     check_labels,
     check_temperature,
     compare_log_prob_inputs,
@@ -277,84 +274,6 @@ def _transformer_engine_accumulation() -> Accumulation | None:
 # Enough rows for the matmuls and for whole documents: at [4096, 32000, 512] in float32 the time falls from 16 to 96 MiB and is flat
 # from 96 to 192.
 CPU_CHUNK_BYTES = 128 * 1024**2
-
-
-class LinearKeywords(LogProbKeywords, total=False):
-    max_logits_bytes: int
-    sequence_parallel: bool
-    fp32_logits: bool
-
-
-@overload
-def linear_log_probs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, with_entropy: Literal[False] = False, **options: Unpack[LinearKeywords]
-) -> Tensor: ...
-
-
-@overload
-def linear_log_probs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, with_entropy: Literal[True], **options: Unpack[LinearKeywords]
-) -> tuple[Tensor, Tensor]: ...
-
-
-@runs_eagerly
-def linear_log_probs(
-    hidden: Tensor,  # [T, H], or this rank's [T / tp, H] with sequence_parallel; float32, bfloat16, float16 or float64
-    weight: Tensor,  # [V_tp, H] of the same dtype: this tp rank's rows of the head
-    labels: Tensor,  # [T] int64 ids in the full vocabulary
-    *,
-    loss_mask: Tensor | None = None,  # [T] bool, on any device; None: every row counts
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    tp_group: Group | None = None,
-    with_entropy: bool = False,
-    backend: str = Backend.AUTO,
-    max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
-    sequence_parallel: bool = False,
-    fp32_logits: bool = False,
-    check_ranks: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # log_probs [T], or (log_probs [T], entropy [T]); float32 (float64 for float64)
-    """log softmax(hidden @ weight.T / temperature) at the labels, forward only: for old and reference policies, and evaluation.
-
-    It has no gradient; linear_policy_loss has one. Columns, labels and non-finite values are treated as in
-    `vocab_parallel_log_probs`.
-
-    Args:
-        hidden: hidden states; rows outside loss_mask may hold anything.
-        weight: this tp rank's rows of the head.
-        labels: labels[t] is the token whose log-probability row t gives: the caller has shifted.
-        loss_mask: only these rows are multiplied; the others give 0. On CUDA it is read on the host, with one synchronisation.
-        temperature, vocab_size, tp_group, with_entropy, backend, check_ranks: as in `vocab_parallel_log_probs`.
-        max_logits_bytes: the most bytes of all chunk buffers together.
-        sequence_parallel: hidden is this tp rank's part of the rows.
-        fp32_logits: logits of 16-bit operands stay float32.
-    Communication: one all-gather of [rows, 3] (with entropy [rows, 4]) over tp_group a chunk; with sequence_parallel one of hidden
-        [T / tp, H]; with check_ranks one of 4 KiB. None at tp size 1.
-    Raises: DataError for wrong shapes, dtypes or devices. ConfigError for a temperature that is not above 0, a backend that cannot
-        run and a max_logits_bytes below one row.
-
-    >>> linear_log_probs(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([2])).exp()
-    tensor([0.2500])
-    """
-    tp_group = resolve_group(tp_group, "tp")
-    options = HeadOptions(temperature, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
-    with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
-        num_tokens = check_head(hidden, weight, labels, options)
-        if loss_mask is not None and (
-            not isinstance(loss_mask, Tensor) or loss_mask.shape != (num_tokens,) or loss_mask.dtype != torch.bool
-        ):
-            given = f"{tuple(loss_mask.shape)} {loss_mask.dtype}" if isinstance(loss_mask, Tensor) else type(loss_mask).__name__
-            raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {given}")
-        compare_heads(agreement, hidden, weight, labels, loss_mask, options, max_logits_bytes)
-        rows = torch.arange(num_tokens) if loss_mask is None else loss_mask.cpu().nonzero()[:, 0]
-        capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, rows.numel())
-    with torch.no_grad():
-        items = schedule_rows(rows, capacity)
-        chunks = [chunk for item in items for chunk in item.chunks]
-        head = make_head(hidden, weight, labels, options, max((chunk.numel() for chunk in chunks), default=0))
-        for chunk in chunks:
-            forward_chunk(head, device_rows(chunk, head.hidden.device))
-    return head.log_probs if head.entropy is None else (head.log_probs, head.entropy)
 
 
 @dataclass(frozen=True, slots=True)

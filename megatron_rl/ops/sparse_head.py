@@ -54,11 +54,15 @@ def sort_rows(
     rows: Tensor,  # ascending row numbers, on the CPU
     vocab_size: int,
     *,
-    limit: int = SPARSE_ROW_LIMIT,
+    limit: int,  # SPARSE_ROW_LIMIT
 ) -> RowKinds:
-    """The rows by what their sets cost. All tp ranks have the same."""
+    """The rows by what their sets cost. All tp ranks have the same. A wrong id makes a row dense, where its score is NaN."""
     sizes = support.sizes[rows]
     is_single, is_dense = sizes <= 1, (sizes > limit) | (sizes == vocab_size)
+    if not support.is_inside(vocab_size):
+        is_wrong = torch.zeros(support.num_rows, dtype=torch.bool)
+        is_wrong[support.rows[support.are_wrong(vocab_size)]] = True
+        is_dense |= is_wrong[rows]
     is_single &= ~is_dense
     return RowKinds(rows[is_single], rows[~(is_single | is_dense)], rows[is_dense])
 

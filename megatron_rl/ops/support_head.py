@@ -1,14 +1,54 @@
-"""Runs a head whose rows have sets of kept ids: pairs where a set is small, matmuls of all columns where it is not."""
+"""Runs a head whose rows have sets of kept ids: pairs where a set is small, matmuls of all columns where it is not.
+
+    a row of one id                       score 0, gradient 0, in no product
+    a row of 2 to SPARSE_ROW_LIMIT ids    ops/sparse_head.py: its kept columns alone
+    a row with more ids, or with all      a chunk of logits, as in ops/linear_head.py, scored by ops/support_scores.py
+    every row, where a term reads the     such a chunk
+    whole vocabulary
+
+Scores of all rows come first, because they cost little where sets are small; then the caller knows all coefficients. A chunk's
+logits are computed a second time for its gradient, but for those of the last chunk, which are still there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_rl.config import Backend
-from megatron_rl.ops.sparse_head import add_hidden_reference, add_weight_reference, multiply_reference
+from megatron_rl.layout.groups import start_all_reduce_sum, start_reduce_scatter_sum
+from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.linear_head import (
+    HeadOptions,
+    LinearHead,
+    add_weight_gradient,
+    chunk_logits,
+    chunk_operands,
+    device_rows,
+    hidden_gradient,
+    make_head,
+)
+from megatron_rl.ops.linear_schedule import cut
+from megatron_rl.ops.log_probs import vocab_shard
+from megatron_rl.ops.log_probs_torch import RowResult
+from megatron_rl.ops.sparse_head import (
+    SPARSE_ROW_LIMIT,
+    Pairs,
+    RowKinds,
+    add_hidden_reference,
+    add_weight_reference,
+    make_pairs,
+    multiply_reference,
+    pair_gradient,
+    pair_results,
+    single_log_probs,
+    sort_rows,
+)
+from megatron_rl.ops.support_scores import SupportResult, support_gradient, support_results
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +72,151 @@ def pair_kernels(backend: Backend) -> PairKernels:
     from megatron_rl.ops.sparse_head_triton import add_hidden_triton, add_weight_triton, multiply_triton
 
     return PairKernels(multiply_triton, add_hidden_triton, add_weight_triton)
+
+
+@dataclass(slots=True)
+class DenseChunk:
+    """Rows in a matmul of all columns."""
+
+    rows: slice | Tensor  # [n] row numbers in [0, T), on the device
+    support: SamplingSupport  # n rows, on the device
+    result: SupportResult | None = None
+
+
+@dataclass(slots=True)
+class SupportHead:
+    """A head, its rows by what they cost, and their scores so far. Rows that take no part have 0."""
+
+    head: LinearHead  # its log_probs are the scores over the kept ids
+    pairs: Pairs
+    kernels: PairKernels
+    chunks: list[DenseChunk]
+    max_bytes: int
+    full: Tensor | None  # [T] scores over the vocabulary; None: nothing reads it
+    z: Tensor | None = None  # [k]
+    result: RowResult | None = None  # [n] of the rows of the pairs
+
+
+def make_support_head(
+    hidden: Tensor,  # [T, H] or [T / tp, H]
+    weight: Tensor,  # [V_tp, H]
+    labels: Tensor,  # [T]
+    options: HeadOptions,
+    support: SamplingSupport,  # T rows, on the CPU
+    rows: Tensor,  # ascending row numbers that take part, on the CPU
+    *,
+    capacity: int,
+    max_bytes: int,
+    reads_all: bool,
+) -> SupportHead:
+    """Sorts the rows, and sets the scores of those of one id. Call it under no_grad.
+
+    reads_all: a term needs the scores over the vocabulary; with options.with_entropy the entropy too.
+    Communication: with sequence_parallel one all-gather of hidden over tp.
+    """
+    nothing = rows[:0]
+    vocab_size = vocab_shard(weight.shape[0], options.temperature, options.vocab_size, options.tp_group).vocab_size
+    if reads_all or options.with_entropy:
+        kinds = RowKinds(nothing, nothing, rows)
+    else:
+        kinds = sort_rows(support, rows, vocab_size, limit=SPARSE_ROW_LIMIT)
+    # A chunk of whole rows alone needs no pair, of which they have as many as there are logits.
+    is_whole = support.sizes[kinds.dense] == vocab_size
+    numbers = [chunk for rows_of_kind in (kinds.dense[is_whole], kinds.dense[~is_whole]) for chunk in cut(rows_of_kind, capacity)]
+    head = make_head(hidden, weight, labels, options, max((chunk.numel() for chunk in numbers), default=0))
+    device = head.hidden.device
+    chunks = [DenseChunk(device_rows(chunk, device), support.take(chunk).to(device)) for chunk in numbers]
+    if kinds.single.numel():
+        scores = single_log_probs(support, kinds.single, labels, head.log_probs.dtype)
+        head.log_probs[kinds.single.to(device, non_blocking=True)] = scores
+    return SupportHead(
+        head=head,
+        pairs=make_pairs(support, kinds.sparse, labels, head.shard),
+        kernels=pair_kernels(resolve_backend(options.backend, head.logits)),
+        chunks=chunks,
+        max_bytes=max_bytes,
+        full=torch.zeros_like(head.log_probs) if reads_all else None,
+    )
+
+
+def run_scores(sparse: SupportHead) -> None:
+    """Fills log_probs, full and the entropy. Communication: one all-gather over tp for the pairs and one a chunk."""
+    head, pairs = sparse.head, sparse.pairs
+    if pairs.rows.numel():
+        sparse.z = sparse.kernels.multiply(head.hidden, head.weight, pairs, max_bytes=sparse.max_bytes)
+        sparse.result = pair_results(sparse.z, pairs, head.shard, head.options.tp_group)
+        head.log_probs[pairs.rows] = sparse.result.log_probs
+    for chunk in sparse.chunks:
+        hidden, labels = chunk_operands(head, chunk.rows)
+        logits = chunk_logits(head, hidden)
+        result = chunk.result = support_results(
+            logits,
+            labels,
+            None,
+            chunk.support,
+            head.shard,
+            head.options.tp_group,
+            head.kernels,
+            reads_all=sparse.full is not None,
+            with_entropy=head.options.with_entropy,
+        )
+        head.log_probs[chunk.rows] = result.scores
+        if sparse.full is not None:
+            assert result.full is not None
+            sparse.full[chunk.rows] = result.full.log_probs
+        if head.entropy is not None:
+            assert result.full is not None
+            head.entropy[chunk.rows] = result.full.entropy
+
+
+def run_support_gradient(
+    sparse: SupportHead,  # after run_scores
+    c: Tensor,  # [T] dL / dscore over the kept ids
+    c_full: Tensor | None,  # [T] dL / dscore over the vocabulary
+    e: Tensor | None,  # [T] dL / dentropy
+    *,
+    of_hidden: Tensor | None,  # [T, H] zeros; None: not needed
+    of_weight: Tensor | None,  # [V_tp, H] float32 to add to; None: not needed
+) -> Tensor | None:
+    """The complete gradient of hidden, [T, H] or with sequence parallelism [T / tp, H].
+
+    Communication: one all-reduce of [T, H] over tp, or one reduce-scatter, during the weight gradient of the pairs.
+    """
+    head, pairs = sparse.head, sparse.pairs
+    for number in reversed(range(len(sparse.chunks))):
+        is_there = number == len(sparse.chunks) - 1
+        _multiply_chunk(head, sparse.chunks[number], c, c_full, e, of_hidden, of_weight, is_there=is_there)
+    g, memory = None, {"max_bytes": sparse.max_bytes}
+    if sparse.z is not None and sparse.result is not None:
+        g = pair_gradient(sparse.z, pairs, sparse.result, c[pairs.rows], head.shard)
+        if of_hidden is not None:
+            sparse.kernels.add_hidden(g, pairs, head.weight, out=of_hidden, **memory)
+    start = start_reduce_scatter_sum if head.options.sequence_parallel else start_all_reduce_sum
+    pending = None if of_hidden is None else start(of_hidden, head.options.tp_group)
+    if g is not None and of_weight is not None:
+        sparse.kernels.add_weight(g, pairs, head.hidden, out=of_weight, **memory)
+    return None if pending is None else pending.wait()
+
+
+def _multiply_chunk(
+    head: LinearHead,
+    chunk: DenseChunk,
+    c: Tensor,
+    c_full: Tensor | None,
+    e: Tensor | None,
+    of_hidden: Tensor | None,
+    of_weight: Tensor | None,
+    *,
+    is_there: bool,
+) -> None:
+    """The gradient of the chunk's logits, over them or beside them, and its two products."""
+    assert chunk.result is not None
+    hidden, labels = chunk_operands(head, chunk.rows)
+    logits = head.logits[: labels.numel()] if is_there else chunk_logits(head, hidden)
+    coefficients = (None if part is None else part[chunk.rows] for part in (c, c_full, e))
+    out = head.gradient[: labels.numel()]
+    support_gradient(chunk.result, logits, labels, None, chunk.support, head.shard, head.kernels, *coefficients, out=out)
+    if of_hidden is not None:
+        of_hidden[chunk.rows] = hidden_gradient(out, head.weight).to(of_hidden.dtype)
+    if of_weight is not None:
+        add_weight_gradient(out, hidden, out=of_weight)
