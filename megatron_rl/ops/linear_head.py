@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Agreement, Group, all_gather_stack
-from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.backends import resolve_backend, why_triton_is_missing
 from megatron_rl.ops.linear_schedule import CUDA_ROWS_WARNING, rows_per_chunk, warn_of_small_chunks
 from megatron_rl.ops.log_probs import (
     LOGIT_DTYPES,
@@ -173,13 +173,29 @@ def _upcast_mm(left: Tensor, right: Tensor) -> Tensor:
     return torch.mm(left.float(), right.float())
 
 
+def multiply_by_kernel(
+    tensor: Tensor,  # [n, H] with at least one element, not float64
+    factor: Tensor,  # 0-d
+    out: Tensor,  # [n, H] of any dtype; may be `tensor`
+) -> Tensor:
+    """A factor of 1 ends it at once. torch multiplies numbers of two dtypes at a fraction of the bandwidth: on an H100 the fused
+    head took 6 ms more with a gradient of 1 GiB in 16 bits than with one in main_grad."""
+    from megatron_rl.ops.rescale_triton import rescale
+
+    one = torch.ones((), dtype=torch.float32, device=tensor.device)
+    rescale(tensor, factor, one, torch.empty_like(one))
+    return out if out is tensor else out.copy_(tensor)
+
+
 def multiply_into(
     tensor: Tensor,  # [n, H]
     factor: Tensor,  # 0-d on the device of `tensor`, float32 or float64
     out: Tensor,  # [n, H] of any dtype; may be `tensor`
 ) -> Tensor:
-    """tensor x factor into `out`, in one pass; rounded once, to the dtype of `out`."""
-    if tensor.is_cuda:
+    """tensor x factor into `out`, rounded once, to the dtype of `out`. On CUDA `tensor` then holds the product too."""
+    if tensor.is_cuda and tensor.dtype != torch.float64 and tensor.numel() > 0:
+        if why_triton_is_missing() is None:
+            return multiply_by_kernel(tensor, factor, out)
         # With a dimension. Of a 0-d tensor on CUDA, torch rounds the factor to the dtype of `tensor` first.
         return torch.mul(tensor, factor.reshape(1), out=out)
     if out.dtype == tensor.dtype:
