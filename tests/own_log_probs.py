@@ -39,6 +39,8 @@ def modules_of(package: str, contents: dict[str, dict[str, object]]) -> dict[str
 
 def _looking_up(module: ModuleType, value: object) -> object:
     """A function whose globals are the module's."""
+    if isinstance(value, staticmethod):
+        return staticmethod(_looking_up(module, value.__func__))
     if isinstance(value, type(chosen)) and value.__module__ == __name__:
         vars(module).setdefault("__builtins__", builtins)
         made = type(chosen)(value.__code__, vars(module), value.__name__, value.__defaults__, value.__closure__)
@@ -86,19 +88,90 @@ class FusedLinearForPPOFunction(torch.autograd.Function):
         raise AssertionError("verl's own function is not asked")
 
 
-def of_the_megatron_engine(logits, label, temperature, calculate_entropy, with_chunking=False):
-    """MegatronEngineWithLMHead._lm_head_logits_processor."""
+# MegatronEngine and MegatronEngineWithLMHead
+
+
+def _maybe_enable_fused_kernels(self):
+    """verl's own: not for MTP, nor for rows with padding."""
+    if self.engine_config.use_fused_kernels:
+        self.engine_config.use_fused_kernels = False
+
+
+def initialize(self):
+    self._maybe_enable_fused_kernels()
+
+
+def of_the_megatron_engine(
+    self,
+    logits,
+    label,
+    temperature,
+    *,
+    calculate_sum_pi_squared,
+    calculate_entropy,
+    distillation_use_topk,
+    distillation_only,
+    logits_processor_func,
+    batch,
+    data_format,
+):
+    """_lm_head_logits_processor."""
+    temperature[temperature <= 0] = 1e-8
     logits.div_(temperature.unsqueeze(dim=-1).to(logits.dtype))
     found = {}
     kept = logits
     if calculate_entropy:
         kept = logits.clone()
-        if with_chunking:
+        if self.engine_config.entropy_from_logits_with_chunking:
             found["entropy"] = vocab_parallel_entropy_with_chunking(logits, chunk_size=2)
         else:
             found["entropy"] = vocab_parallel_entropy(logits)
     found["log_probs"] = vocab_parallel_log_probs_from_logits(kept, label)
     return found
+
+
+def forward_step(self, batch, calculate_entropy=False, calculate_sum_pi_squared=False):
+    """Of whole rows: the labels and the temperature of each row, laid out as the model's output is. With MTP the model is given its
+    labels. A row of padding has temperature 0."""
+    tokens = batch["input_ids"]
+    output = self.module[0](tokens, tokens.roll(-1, 1) if self.has_mtp else None)
+    temperature = batch["temperature"][:, None].repeat(1, tokens.shape[1])
+    temperature[:, -1] = 0.0
+    return self._lm_head_logits_processor(
+        output,
+        tokens.roll(-1, 1),
+        temperature,
+        calculate_sum_pi_squared=calculate_sum_pi_squared,
+        calculate_entropy=calculate_entropy,
+        distillation_use_topk=False,
+        distillation_only=False,
+        logits_processor_func=None,
+        batch=batch,
+        data_format="bshd",
+    )
+
+
+# FSDPEngineWithLMHead
+
+
+def prepare_model_inputs(self, micro_batch):
+    """Of packed rows; a fused head has one temperature."""
+    temperature, tokens = micro_batch["temperature"], micro_batch["input_ids"]
+    is_fused = micro_batch["use_fused_kernels"]
+    if is_fused:
+        assert not isinstance(temperature, Tensor), "use_fused_kernels does not support per sample temperature yet"
+    of_rows = torch.as_tensor(temperature).expand(tokens.shape[0]).repeat_interleave(tokens.shape[1])
+    kept = {"input_ids_rmpad_rolled": tokens.roll(-1, 1).flatten(), "temperature_rmpad": of_rows}
+    inputs = {"input_ids": tokens.flatten()[None]}
+    if is_fused:
+        rolled = kept["input_ids_rmpad_rolled"].unsqueeze(0)
+        inputs |= {"temperature": temperature, "return_dict": True, "shift_labels": rolled}
+    return inputs, kept
+
+
+def step_of_the_fsdp_engine(self, micro_batch):
+    """forward_step."""
+    return self.prepare_model_inputs(micro_batch=micro_batch)
 
 
 def of_the_fsdp_engine(logits, labels, temperature, entropy):
@@ -115,6 +188,27 @@ def fused_output_processor(hidden_states, weight, labels, temperature):
 def fused_in_torch(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
     """FusedLinearForPPO.forward."""
     return FusedLinearForPPOFunction.apply(hidden_states, vocab_weights, input_ids, temperature, 512)
+
+
+def get_non_tensor_data(data, key, default):
+    return data.get(key, default)
+
+
+def assign_non_tensor(data, **values):
+    data.update(values)
+
+
+FSDP_ENGINE = {
+    "FSDPEngineWithLMHead": {
+        "prepare_model_outputs": staticmethod(of_the_fsdp_engine),
+        "prepare_model_inputs": prepare_model_inputs,
+        "forward_step": step_of_the_fsdp_engine,
+    }
+}
+MEGATRON_ENGINE = {
+    "MegatronEngine": {"_maybe_enable_fused_kernels": _maybe_enable_fused_kernels, "initialize": initialize},
+    "MegatronEngineWithLMHead": {"_lm_head_logits_processor": of_the_megatron_engine, "forward_step": forward_step},
+}
 
 
 def verl_modules() -> dict[str, ModuleType]:
@@ -136,13 +230,19 @@ def verl_modules() -> dict[str, ModuleType]:
     )
     functional, parallel = found["verl.utils.torch_functional"], found["verl.utils.megatron.tensor_parallel"]
     engines = {
-        "verl.workers.engine.fsdp.transformer_impl": (functional, rows, "FSDPEngineWithLMHead", of_the_fsdp_engine),
-        "verl.workers.engine.megatron.transformer_impl": (parallel, shards, "MegatronEngineWithLMHead", of_the_megatron_engine),
+        "verl.workers.engine.fsdp.transformer_impl": (functional, rows, FSDP_ENGINE),
+        "verl.workers.engine.megatron.transformer_impl": (parallel, shards, MEGATRON_ENGINE),
     }
-    methods = {"FSDPEngineWithLMHead": "prepare_model_outputs", "MegatronEngineWithLMHead": "_lm_head_logits_processor"}
-    for name, (source, names, engine, function) in engines.items():
-        found |= modules_of("verl", {name: {each: vars(source)[each] for each in names} | {"chosen": chosen}})
-        vars(found[name])[engine] = SimpleNamespace(**{methods[engine]: _looking_up(found[name], function)})
+    for name, (source, names, classes) in engines.items():
+        found |= modules_of("verl", {name: {each: vars(source)[each] for each in names} | {"chosen": chosen, "torch": torch}})
+        vars(found[name])["Tensor"] = Tensor
+        base: type = SimpleNamespace
+        for engine, methods in classes.items():
+            of_class = {key: _looking_up(found[name], function) for key, function in methods.items()}
+            base = vars(found[name])[engine] = type(engine, (base,), of_class | {"__module__": name})
+    found |= modules_of(
+        "verl", {"verl.utils.tensordict_utils": {one.__name__: one for one in (get_non_tensor_data, assign_non_tensor)}}
+    )
     forward = "verl.models.mcore.model_forward_fused"
     found |= modules_of(
         "verl", {forward: {"linear_cross_entropy": linear_cross_entropy, "fused_output_processor": fused_output_processor}}
@@ -169,22 +269,6 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
         raise AssertionError("the host's own function is not asked")
 
 
-class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        tensor_parallel_hidden_states,
-        target,
-        output_weight_layer,
-        vocab_start_index,
-        vocab_end_index,
-        chunk_size,
-        tp_group,
-        inference_only=False,
-    ):
-        raise AssertionError("NeMo-RL's own function is not asked")
-
-
 class _VocabParallelEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, vocab_parallel_logits):
@@ -198,12 +282,6 @@ def from_parallel_logits_to_logprobs(logits, target, first, end, group, inferenc
         found = DistributedLogprob.apply(logits, target, first, end, group, inference_only)
     else:
         found = ChunkedDistributedLogprob.apply(logits, target, first, end, chunk_size, group, inference_only)
-    return found.contiguous()[:, :-1]
-
-
-def from_parallel_hidden_states_to_logprobs(hidden, weight, target, first, end, group, inference_only=False):
-    target = target.roll(shifts=-1, dims=-1)
-    found = ChunkedDistributedHiddenStatesToLogprobs.apply(hidden, target, weight, first, end, 4, group, inference_only)
     return found.contiguous()[:, :-1]
 
 
@@ -234,11 +312,9 @@ def of_entropy(vocab_parallel_logits):
 
 def nemo_rl_module() -> ModuleType:
     name = "nemo_rl.distributed.model_utils"
-    functions = (DistributedLogprob, ChunkedDistributedLogprob, ChunkedDistributedHiddenStatesToLogprobs)
-    contents: dict[str, object] = {one.__name__: one for one in functions}
+    contents: dict[str, object] = {one.__name__: one for one in (DistributedLogprob, ChunkedDistributedLogprob)}
     contents["from_parallel_logits_to_logprobs"] = from_parallel_logits_to_logprobs
     contents["from_parallel_logits_to_logprobs_packed_sequences"] = from_parallel_logits_to_logprobs
-    contents["from_parallel_hidden_states_to_logprobs"] = from_parallel_hidden_states_to_logprobs
     return modules_of("nemo_rl", {name: contents})[name]
 
 

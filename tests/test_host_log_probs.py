@@ -79,8 +79,11 @@ def fsdp_engine(modules, name=None):
 
 
 def megatron_engine(modules, has_entropy=False, with_chunking=False):
-    engine = modules["verl.workers.engine.megatron.transformer_impl"].MegatronEngineWithLMHead
-    return lambda *given: engine._lm_head_logits_processor(*given, has_entropy, with_chunking)
+    made = modules["verl.workers.engine.megatron.transformer_impl"].MegatronEngineWithLMHead()
+    made.engine_config = SimpleNamespace(entropy_from_logits_with_chunking=with_chunking)
+    options = dict.fromkeys(("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"), False)
+    options |= dict.fromkeys(("logits_processor_func", "batch", "data_format"))
+    return lambda *given: made._lm_head_logits_processor(*given, **options, calculate_entropy=has_entropy)
 
 
 CALLS = {
@@ -393,6 +396,8 @@ ENGINE = """
 from verl.utils.torch_functional import logprobs_from_logits
 class FSDPEngineWithLMHead:
     def prepare_model_outputs(self, logits): return logprobs_from_logits(logits, None)
+    def prepare_model_inputs(self, micro_batch): pass
+    def forward_step(self, micro_batch): return self.prepare_model_inputs(micro_batch)
 """
 
 

@@ -6,6 +6,7 @@ NEMO_RL_ROOT=... SKYRL_ROOT=... pytest -m host --require host tests/test_log_pro
 from __future__ import annotations
 
 import importlib
+import math
 import pickle
 import sys
 from functools import partial
@@ -16,20 +17,25 @@ import own_log_probs
 import pytest
 import torch
 import torch.distributed as dist
+from carrier_cases import LiveBytes
 from host_checkouts import NEMO_RL, SKYRL
 from linear_cases import relative
 from nemo_rl_cases import master_config
+from test_forward_step import SeenShapes
 from test_host_log_probs import HIDDEN, LIMIT, OF_GRADIENTS, VOCABULARY, before_and_after, in_fork, nearly_equal
 from test_nemo_rl import load_nemo_rl
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import door_line, log_probs, nemo_rl, nemo_rl_plugin, skyrl, skyrl_log_probs
+from megatron_rl.hosts.carried_rows import carry_rows
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.skyrl_log_probs import InWorkers
 from megatron_rl.layout.groups import SINGLE, resolve_groups
+from megatron_rl.megatron.head import HeadInputs
 from megatron_rl.testing.ranks import run_ranks
 
 ROWS, WIDTH, TEMPERATURE = 2, 8, 0.7
+FUSED_HEAD = {"megatron_cfg": {"enabled": True, "use_fused_linear_logprobs": True}}
 
 
 def nemo_rl_with_ours(change=lambda module: None) -> ModuleType:
@@ -116,6 +122,12 @@ def test_skyrls_entropies_are_exact():
     in_fork(work)
 
 
+def carried(hidden, weight, group=SINGLE, *, is_sequence_parallel=False):
+    """[S, B, H] as the output layer of NeMo-RL's worker gives it to the host, [B, S, V]."""
+    rows = carry_rows(HeadInputs(hidden, weight, is_sequence_parallel), group, nemo_rl.FUSED_HEAD)
+    return rows.transpose(0, 1).contiguous()
+
+
 def test_the_fused_switches_run_our_head():
     def work():
         tokens, hidden, weight, _, c, _ = case()
@@ -123,14 +135,50 @@ def test_the_fused_switches_run_our_head():
         for name in HOSTS:
             module = HOSTS[name]()
             leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-            if name == "NeMo-RL":  # [S, B, H]
-                given = (leaves[0].transpose(0, 1), leaves[1], tokens, 0, VOCABULARY, SINGLE)
-                found = module.from_parallel_hidden_states_to_logprobs(*given)
+            if name == "NeMo-RL":
+                given = (carried(leaves[0].transpose(0, 1), leaves[1]), tokens, 0, VOCABULARY, SINGLE)
+                found = module.from_parallel_logits_to_logprobs(*given)
             else:
                 found = module.from_parallel_hidden_to_logprobs(*leaves, tokens, 0, VOCABULARY, SINGLE)
             (c * found).sum().backward()
             got = found.detach(), *(leaf.grad for leaf in leaves)
             assert all(relative(mine, theirs) < LIMIT for mine, theirs in zip(got, want, strict=True)), name
+
+    in_fork(work)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_no_logits_are_made_behind_the_fused_switches(host):
+    """1,440 tokens and 4,096 columns in chunks of 256 KiB, which are 16 rows: forward and backward, entropies of SkyRL too. Of the
+    memory of float32 logits they take less than a tenth; from logits it is more than the logits and their gradient."""
+    width, columns = 1440, 4096
+
+    def work():
+        module = HOSTS[host]()
+        log_probs.MAX_LOGITS_BYTES = 16 * columns * 4
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, columns, (1, width), generator=generator)
+        hidden = torch.randn(1, width, HIDDEN, generator=generator).requires_grad_()
+        weight = torch.randn(columns, HIDDEN, generator=generator).requires_grad_()
+
+        def by_head():
+            if host == "NeMo-RL":
+                output = carried(hidden.transpose(0, 1), weight)
+                output.div_(TEMPERATURE)
+                return module.from_parallel_logits_to_logprobs(output, tokens, 0, columns, SINGLE)
+            module.from_parallel_hidden_to_entropy_packed_sequences(hidden, weight, SINGLE, TEMPERATURE)
+            return module.from_parallel_hidden_to_logprobs(hidden, weight, tokens, 0, columns, SINGLE, temperature=TEMPERATURE)
+
+        def by_logits():
+            return module.from_parallel_logits_to_logprobs(hidden @ weight.T, tokens, 0, columns, SINGLE)
+
+        peaks = {}
+        for name, call in (("logits", by_logits), ("head", by_head)):
+            with LiveBytes() as live, SeenShapes() as seen:
+                call().sum().backward()
+            peaks[name] = live.peak
+        assert max(math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns) <= 16
+        assert peaks["logits"] > 2 * 4 * width * columns and peaks["head"] < 0.1 * 4 * width * columns, peaks
 
     in_fork(work)
 
@@ -153,7 +201,8 @@ def fused_on_a_rank(rank: int):
     of_sequence = hidden.transpose(0, 1).contiguous()  # [S, B, H]
     for name, given in (("whole", of_sequence), ("SP", of_sequence.chunk(2)[rank])):
         parts = leaves(given)
-        keep(f"NeMo-RL {name}", module.from_parallel_hidden_states_to_logprobs(*parts, tokens, *bounds, tp), *parts)
+        output = carried(*parts, tp, is_sequence_parallel=name == "SP")
+        keep(f"NeMo-RL {name}", module.from_parallel_logits_to_logprobs(output, tokens, *bounds, tp), *parts)
     for name in HOSTS:
         module, shard = HOSTS[name](), logits.chunk(2, -1)[rank].clone().requires_grad_()
         keep(f"{name} logits", module.from_parallel_logits_to_logprobs(shard, tokens, *bounds, tp), shard)
@@ -241,6 +290,22 @@ def test_nemo_rl_makes_its_workers_of_our_class():
     in_fork(with_environments(work))
 
 
+def test_nemo_rls_fused_head_is_ours_in_its_path_of_logits():
+    """NeMo-RL refuses its own with context parallelism and with packed rows: its config has none, and the worker has ours."""
+
+    def work(environments):
+        trainer = SimpleNamespace(Policy=Policy)
+        config = master_config({})
+        config.policy["megatron_cfg"]["use_fused_linear_logprobs"] = True
+        given, named = nemo_rl_plugin.with_our_worker(trainer, setup, (config, "tokenizer"), {}, has_head=True)
+        assert setup(*given, **named).worker == nemo_rl_plugin.WORKER_WITH_HEAD
+        assert given[0].policy["megatron_cfg"] == {"enabled": True, "use_fused_linear_logprobs": False}
+        assert config.policy["megatron_cfg"]["use_fused_linear_logprobs"], "the caller's own stays"
+        assert environments[nemo_rl_plugin.WORKER_WITH_HEAD] == "its Python"
+
+    in_fork(with_environments(work))
+
+
 def test_a_nemo_rl_without_such_workers_is_refused():
     def older(master_config, tokenizer):
         pass
@@ -267,10 +332,14 @@ def test_a_launch_of_nemo_rl_with_our_log_probabilities_alone():
     def work(environments):
         def whole_setup(master_config, tokenizer, policy_factory=None):
             policy = (trainer.Policy if policy_factory is None else policy_factory)(config=master_config)
+            is_fused.append(fused_of(master_config))
             return policy.worker, type(trainer.ClippedPGLossFn(master_config.loss_fn)).__name__
 
         def own_estimator(master_config):
             return "NeMo-RL's own"
+
+        def fused_of(config):
+            return config.policy["megatron_cfg"].get("use_fused_linear_logprobs")
 
         contents = {
             "setup": whole_setup,
@@ -281,6 +350,7 @@ def test_a_launch_of_nemo_rl_with_our_log_probabilities_alone():
         trainer = own_log_probs.modules_of("nemo_rl", {nemo_rl.TRAINER: contents})[nemo_rl.TRAINER]
         sys.argv = ["run_grpo.py"]
         calls, problems = [], []
+        is_fused: list = []
         with nemo_rl_plugin.loss_in_setup(lambda error: problems.append(str(error)) or 2, calls):
             alone = master_config({"megatron_rl_log_probs": "megatron_rl"})
             assert trainer.setup(alone, "tokenizer") == (nemo_rl_plugin.OUR_WORKER, "ClippedPGLossFn")
@@ -291,9 +361,15 @@ def test_a_launch_of_nemo_rl_with_our_log_probabilities_alone():
             assert trainer.setup(both, tokenizer="tokenizer") == (nemo_rl_plugin.OUR_WORKER, "NemoLoss")
             ours = master_config({"megatron_rl": "grpo.token_mean", "reference_policy_kl_penalty": 0})
             assert trainer.setup(ours, "tokenizer") == (None, "NemoLoss")
+            for one in (alone, ours):
+                one.policy["megatron_cfg"]["use_fused_linear_logprobs"] = True
+            is_fused.clear()
+            assert trainer.setup(alone, "tokenizer") == (nemo_rl_plugin.WORKER_WITH_HEAD, "ClippedPGLossFn")
+            assert trainer.setup(ours, "tokenizer") == (None, "NemoLoss"), "NeMo-RL's own switch, without our log-probabilities"
+            assert is_fused == [False, True]
             with pytest.raises(SystemExit):
                 trainer.setup(master_config({"megatron_rl_log_probs": "mine"}), "tokenizer")
-        assert len(calls) == 4 and "must be megatron_rl" in problems[0]
+        assert len(calls) == 6 and "must be megatron_rl" in problems[0]
         assert trainer.setup is whole_setup
 
     in_fork(with_environments(work))
@@ -324,6 +400,16 @@ def test_nemo_rl_has_our_log_probabilities_beside_our_loss_or_its_own(settings, 
             {"megatron_rl_log_probs": "megatron_rl"},
             {"megatron_cfg": {"enabled": False}},
             "is made for NeMo-RL's Megatron worker; set policy.megatron_cfg.enabled=true",
+        ),
+        (
+            {"megatron_rl_log_probs": "megatron_rl"},
+            {**FUSED_HEAD, "generation": {"top_p": 0.9, "vllm_cfg": {"logprobs_mode": "processed_logprobs"}}},
+            "policy.generation.top_p=0.9: NeMo-RL cuts the trainer's distribution too, and .*linear_logprobs=true makes no logits",
+        ),
+        (
+            {"megatron_rl_log_probs": "megatron_rl"},
+            {**FUSED_HEAD, "draft": {"enabled": True}},
+            "policy.draft.enabled=true: a draft model learns from logits",
         ),
         (
             {"megatron_rl_log_probs": "megatron_rl"},
@@ -433,8 +519,8 @@ def columns():
 
 
 def nemo_rl_calls(rank: int, tp: int) -> None:
-    """NeMo-RL's own functions of log-probabilities with its autograd functions and with ours: whole rows, packed rows, in chunks,
-    and its fused head. Those of a filter of the sampler stay its own."""
+    """NeMo-RL's own functions of log-probabilities with its autograd functions and with ours: whole rows, packed rows, in chunks.
+    Those of a filter of the sampler stay its own."""
     module = NEMO_RL.load("nemo_rl.distributed.model_utils")
     group = resolve_groups().tp
     tokens, hidden, weight, logits, c, _, bounds = columns()
@@ -452,20 +538,11 @@ def nemo_rl_calls(rank: int, tp: int) -> None:
         clipped_loss(found, c).backward()
         return {"log_probs": found}, [leaf.grad]
 
-    def from_hidden():
-        leaves = hidden.transpose(0, 1).chunk(tp)[rank].clone().requires_grad_(), weight.chunk(tp)[rank].clone().requires_grad_()
-        found = module.from_parallel_hidden_states_to_logprobs(
-            leaves[0], leaves[1], None, tokens, **own, tp_group=group, cp_group=None, chunk_size=3
-        )
-        clipped_loss(found, c).backward()
-        return {"log_probs": found}, [leaf.grad for leaf in leaves]
-
     calls = [
         from_logits,
         partial(from_logits, chunk_size=3),
         partial(from_logits, packed=True),
         partial(from_logits, packed=True, chunk_size=3),
-        from_hidden,
     ]
     theirs, ours = before_and_after(
         lambda: [call() for call in calls], lambda: importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install()
@@ -506,6 +583,53 @@ def nemo_rls_own_loss(rank: int) -> None:
         largest = max(float(gradient.abs().max()) for gradient in their_result.gradients)
         for their_gradient, gradient in zip(their_result.gradients, result.gradients, strict=True):
             assert float((gradient - their_gradient).abs().max()) < OF_GRADIENTS * largest
+
+
+def nemo_rls_own_loss_of_our_head(rank: int) -> None:
+    """The same from hidden states, through its forward_with_post_processing_fn, at a temperature: by a product that makes logits,
+    and by our head. The gradients are of the numbers that hidden states are made of, and of the weight."""
+    group = dist.group.WORLD
+    weight = torch.eye(50) + 0.2 * torch.randn(50, 50, generator=torch.Generator().manual_seed(3))
+    leaf = weight.requires_grad_()
+    seen = []
+
+    def by_logits(hidden):
+        return hidden @ leaf.T
+
+    def by_our_head(hidden):
+        seen.append(carry_rows(HeadInputs(hidden.transpose(0, 1), leaf, False), SINGLE, nemo_rl.FUSED_HEAD).transpose(0, 1))
+        return seen[-1]
+
+    chosen = [case for case in nemo_rl_cases.matrix(["grpo"]) if case.cp == group.size() and case.aggregation == "token_mean"]
+    chosen = [case for case in chosen if group.size() == 1 or case.packing != "rows"]
+
+    def results(output_of):
+        own, call = load_nemo_rl(group, output_of, TEMPERATURE)
+        found = []
+        for case in chosen:
+            leaf.grad = None
+            loss = own({"reference_policy_kl_penalty": 0.1, "ratio_clip_min": 0.2, "ratio_clip_max": 0.28})
+            step = nemo_rl_cases.run_step(case, nemo_rl_cases.make_step(case), loss, call=call, cp_group=group)
+            found.append((step.loss, [torch.cat(step.gradients), leaf.grad]))
+        return found
+
+    theirs = results(by_logits)
+    importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install()
+    log_probs.MAX_LOGITS_BYTES = 5 * 50 * 4
+    ours = results(by_our_head)
+    assert seen and {case.packing for case in chosen} == set(nemo_rl_cases.PACKINGS[group.size() > 1 :])
+    for (their_loss, their_gradients), (loss, gradients) in zip(theirs, ours, strict=True):
+        assert loss == pytest.approx(their_loss, rel=OF_GRADIENTS)
+        for their_gradient, gradient in zip(their_gradients, gradients, strict=True):
+            # Logits that are float32 sums of 50 products are rounded in another order, some near 30, before their exponential.
+            assert relative(gradient, their_gradient) < 4 * OF_GRADIENTS
+
+
+@pytest.mark.host("NEMO_RL_ROOT")
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_nemo_rls_own_loss_has_its_own_gradients_by_our_head(cp):
+    """With context parallelism and packed rows, where NeMo-RL refuses its own head."""
+    run_ranks(nemo_rls_own_loss_of_our_head, cp, timeout=500, use_megatron=False)
 
 
 @pytest.mark.host("NEMO_RL_ROOT")

@@ -603,9 +603,11 @@ def test_doctor_approves_of_the_example_in_a_checkout(monkeypatch):
 # NeMo-RL's own code
 
 
-def load_nemo_rl(cp_group):
+def load_nemo_rl(cp_group, output_of=None, temperature=1.0):
     """(its ClippedPGLossFn by settings, a call through its LossPostProcessor). For a rank that ends with the test: an index that
-    NeMo-RL's gather sends to the GPU stays on the CPU."""
+    NeMo-RL's gather sends to the GPU stays on the CPU.
+
+    output_of: what the model gives for these rows; the call is then NeMo-RL's forward step, with a temperature."""
     make_tensor = torch.tensor
     torch.tensor = lambda *given, pin_memory=False, **options: make_tensor(*given, **options)
     torch.Tensor.cuda = lambda tensor, **options: tensor
@@ -618,6 +620,9 @@ def load_nemo_rl(cp_group):
         vars(train)[f"get_{kind}_group"] = lambda group=group: group
         vars(train)[f"get_{kind}_rank"] = group.rank
         vars(train)[f"get_{kind}_world_size"] = group.size
+
+    names = ("input_ids", "attention_mask", "position_ids", "cu_seqlens_padded", "mtp_loss_mask", "routed_experts_cp_sharded")
+    nothing = dict.fromkeys((*names, "media_token_validity_mask"))
 
     def call(case, loss, data, rows, counts, num_microbatches):
         packing = {"enabled": case.packing != "rows", "fuse_loss": case.packing == "one call"}
@@ -636,7 +641,19 @@ def load_nemo_rl(cp_group):
         else:
             width = data["token_mask"].shape[1]
             output = torch.stack([torch.nn.functional.pad(part, (0, 0, 0, width - len(part))) for part in logits])
-        return processor(batches.BatchedDataDict(data), packed, *counts)(output)
+        batch = batches.BatchedDataDict(data)
+        if output_of is None:
+            return processor(batch, packed, *counts)(output)
+        given = SimpleNamespace(data_dict=batch, input_ids_cp_sharded=torch.zeros(1), packed_seq_params=packed, **nothing)
+        found, process = train.forward_with_post_processing_fn(
+            iter([given]),
+            lambda **inputs: output_of(output),
+            processor,
+            global_valid_seqs=counts[0],
+            global_valid_toks=counts[1],
+            sampling_params=SimpleNamespace(temperature=temperature, top_k=None, top_p=1.0),
+        )
+        return process(found)
 
     def own(settings):
         return losses.ClippedPGLossFn(losses.ClippedPGLossConfig(**settings))

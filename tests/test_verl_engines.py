@@ -264,6 +264,54 @@ def test_verls_training_worker_leaves_the_same_parameters_by_our_log_probabiliti
         assert differences(weights, truth[ROWS.index(row)], before) < LIMIT, row
 
 
+def own_and_ours(folder: Path, layout: EngineLayout, **rollout: Any) -> list[dict[str, torch.Tensor]]:
+    """The weights that verl's worker leaves of its own loss and an entropy bonus: by its functions from logits, and by our head."""
+    batches = [replace(as_rollout(samples), **rollout) for samples in rollouts()]
+    return [
+        by_own_loss(folder, replace(layout, has_our_log_probs=has_head, is_fused=has_head), batches) for has_head in (False, True)
+    ]
+
+
+def by_own_loss(folder: Path, layout: EngineLayout, batches: list[Rollout]) -> dict[str, torch.Tensor]:
+    run = VerlRun(loss_mode="vanilla", estimator="grpo", actor={"entropy_coeff": 0.3, "clip_ratio_low": 0.1})
+    arguments = (os.environ["VERL_ROOT"], str(folder), layout, ADAM, [run], batches)
+    return run_ranks(run_verl, layout.world_size, *arguments, use_megatron=False, timeout=600)[0][0]
+
+
+OF_TWO_TEMPERATURES = [
+    replace(FSDP, world_size=2, micro_batch_size=3, backend="torch"),
+    replace(MEGATRON, world_size=2, micro_batch_size=3, parallel={CP: 2}),
+    replace(MEGATRON, world_size=2, micro_batch_size=4, parallel={TP: 2}),
+    replace(MEGATRON, micro_batch_size=4, remove_padding=False),
+]
+
+
+@pytest.mark.parametrize("layout", OF_TWO_TEMPERATURES, ids=str)
+def test_verls_batch_of_two_temperatures_is_trained_by_our_head_as_by_its_logits(folder, before, layout):
+    """verl refuses its own head for it, and for rows with padding; its fused kernel needs CUDA."""
+    temperature = torch.tensor([0.7, 1.3, 1.0] * 4)
+    theirs, ours = own_and_ours(folder, layout, temperature=temperature)
+    assert differences(ours, theirs, before) < LIMIT
+    one, _ = own_and_ours(folder, layout, temperature=0.7)
+    assert differences(one, theirs, before) > 1e3 * LIMIT  # else the temperature would say nothing
+
+
+OF_MTP = [
+    replace(MEGATRON, micro_batch_size=4, has_mtp=True),
+    replace(MEGATRON, world_size=2, micro_batch_size=3, parallel={CP: 2}, has_mtp=True),
+    replace(MEGATRON, world_size=2, micro_batch_size=4, parallel={TP: 2}, has_mtp=True),
+]
+
+
+@pytest.mark.parametrize("layout", OF_MTP, ids=str)
+def test_verls_loss_of_mtp_is_trained_beside_our_head_as_beside_its_logits(folder, layout):
+    """verl turns its own head off for MTP. The loss of MTP has verl's weight, and trains its layer and the trunk."""
+    theirs, ours = own_and_ours(folder, layout, temperature=torch.tensor([0.7, 1.3, 1.0] * 4))
+    start = by_own_loss(folder, layout, [])
+    assert differences(ours, theirs, start) < LIMIT
+    assert any("mtp" in name and not torch.equal(value, start[name]) for name, value in theirs.items())
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
 def test_a_batch_of_several_mini_batches_is_several_steps_of_our_trainer(folder, before, engine):
     """Each rank cuts its mini-batches out of its own part of the batch. prompt_mean refuses such a batch."""

@@ -27,11 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.megatron.attention import SequenceParallelNorm
 from megatron_rl.megatron.cpu import install_cpu_support
-from megatron_rl.megatron.model import transformer_config
+from megatron_rl.megatron.model import build_gpt_model, transformer_config
 from megatron_rl.train.hf_checkpoint import read_hf_model, save_hf_checkpoint
 
 MAX_SEQUENCE_LENGTH = 64
+MTP_FACTOR = 0.7  # of its loss, as large as the policy's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +48,16 @@ class EngineLayout:
     remove_padding: bool = True  # packed rows (thd)
     has_our_log_probs: bool = False
     is_fused: bool = False  # use_fused_kernels
+    has_mtp: bool = False  # a layer of multi-token prediction, with random weights, and its loss
+    backend: str = "triton"  # of verl's fused kernels, FSDP engine
 
     def __str__(self) -> str:
         sizes = [f"{name.split('_')[0]} {size}" for name, size in self.parallel.items()]
         batches = "dynamic batches" if self.micro_batch_size is None else f"micro-batches of {self.micro_batch_size}"
         rows = "" if self.remove_padding else ", padded rows"
         head = ", fused head" if self.is_fused else ", our log-probabilities" if self.has_our_log_probs else ""
-        return f"{self.engine}, {self.world_size} ranks, {', '.join([*sizes, batches])}{rows}{head}"
+        mtp = ", MTP" * self.has_mtp
+        return f"{self.engine}, {self.world_size} ranks, {', '.join([*sizes, batches])}{rows}{head}{mtp}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,11 @@ class VerlRun:
     actor: dict[str, Any]  # what a launch line sets of the actor
     mini_batches: int = 1
 
+    @property
+    def has_entropy(self) -> bool:
+        """As verl's worker asks its engine."""
+        return bool(self.actor.get("entropy_coeff"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
@@ -80,7 +90,7 @@ class Rollout:
     tensors: dict[str, Tensor]  # [S, ...]
     rewards: Tensor  # [S]
     prompt_ids: Sequence[str]
-    temperature: float
+    temperature: float | Tensor  # a number, or one a sample [S]
 
 
 def run_verl(
@@ -109,6 +119,7 @@ def run_verl(
     engine_workers.set_numa_affinity = lambda: None
     use_own_bridge()
     found = []
+    Bridge.has_mtp = layout.has_mtp
     for run in runs:
         worker = make_worker(folder, layout, optimizer)
         train(worker, run, rollouts, layout)
@@ -156,8 +167,11 @@ def make_worker(folder: str, layout: EngineLayout, optimizer: Optimizer) -> Any:
         use_remove_padding=layout.remove_padding and layout.engine == "megatron",
         enable_gradient_checkpointing=False,
         use_fused_kernels=layout.is_fused,
-        fused_kernel_options={"impl_backend": "triton"},
+        fused_kernel_options={"impl_backend": layout.backend},
+        mtp=configs.MtpConfig(enable=layout.has_mtp, enable_train=layout.has_mtp, mtp_loss_scaling_factor=MTP_FACTOR),
     )
+    if layout.has_mtp:
+        model.hf_config.num_nextn_predict_layers = 1
     batches = {
         "use_dynamic_bsz": layout.micro_batch_size is None,
         "micro_batch_size_per_gpu": layout.micro_batch_size,
@@ -213,13 +227,17 @@ def train(worker: Any, run: VerlRun, rollouts: Sequence[Rollout], layout: Engine
             name: values[place * parts : (place + 1) * parts]
             for name, values in {**rollout.tensors, "advantages": advantages}.items()
         }
-        data = tu.get_tensordict(own, non_tensor_dict={"temperature": rollout.temperature})
+        temperature = rollout.temperature
+        if isinstance(temperature, Tensor):
+            own["temperature"], others = temperature[place * parts : (place + 1) * parts], {}
+        else:
+            others = {"temperature": temperature}
+        data = tu.get_tensordict(own, non_tensor_dict=others)
         data = left_right_2_no_padding(data)
         step = number // run.mini_batches
         tu.assign_non_tensor(
             data,
-            calculate_entropy=False,
-            use_fused_kernels=layout.is_fused,
+            calculate_entropy=run.has_entropy,
             global_batch_size=step,
             mini_batch_size=step,
             epochs=1,
@@ -234,6 +252,9 @@ def weights_of(worker: Any, run: VerlRun, layout: EngineLayout, folder: str) -> 
     if layout.engine != "megatron":
         parameters, _ = worker.engine.get_per_tensor_param()
         return {name: value.detach().clone() for name, value in parameters}
+    if layout.has_mtp:  # of this rank, by Megatron's names: the folder's format has no MTP
+        chunks = enumerate(worker.engine.module)
+        return {f"{index} {name}": value.detach().clone() for index, chunk in chunks for name, value in chunk.named_parameters()}
     from safetensors.torch import load_file
 
     saved = os.path.join(folder, f"{layout}, {run.loss_mode}, {run.mini_batches} mini-batches")  # of no other run: stages are files
@@ -262,6 +283,8 @@ def use_own_bridge() -> None:
 class Bridge:
     """mbridge's interface, as far as the engine calls it."""
 
+    has_mtp = False
+
     def __init__(self, folder: str):
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -270,7 +293,8 @@ class Bridge:
         self._model = read_hf_model(folder)
         is_parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
         options = self._model.transformer_options()
-        self.config = transformer_config(**options, sequence_parallel=is_parallel, variable_seq_lengths=True)
+        mtp = {"mtp_num_layers": 1} if self.has_mtp else {}
+        self.config = transformer_config(**options, sequence_parallel=is_parallel, variable_seq_lengths=True, **mtp)
 
     @classmethod
     def from_config(cls, hf_config: Any, dtype: torch.dtype) -> Bridge:
@@ -285,8 +309,32 @@ class Bridge:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         assert wrap_with_ddp
-        chunk = self._model.build(self.config, max_sequence_length=MAX_SEQUENCE_LENGTH, use_transformer_engine=False)
+        if self.has_mtp:
+            chunk = self._with_mtp()
+        else:
+            chunk = self._model.build(self.config, max_sequence_length=MAX_SEQUENCE_LENGTH, use_transformer_engine=False)
         return [DistributedDataParallel(self.config, DistributedDataParallelConfig(**ddp_config), chunk)]
 
     def load_weights(self, module: list, path: str) -> None:
         """`build` has loaded them."""
+
+    def _with_mtp(self) -> Any:
+        """GPTModel with its block of multi-token prediction, as mbridge builds it. Its weights are those of a seed."""
+        from megatron.core.models import gpt
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+        own = gpt.GPTModel
+
+        class GPTModel(own):
+            def __init__(self, *, config: Any, transformer_layer_spec: Any, **options: Any):
+                mtp = get_gpt_mtp_block_spec(config, transformer_layer_spec, use_transformer_engine=False)
+                for layer in mtp.layer_specs:
+                    vars(layer.submodules).update(dict.fromkeys(("enorm", "hnorm", "layer_norm"), SequenceParallelNorm))
+                super().__init__(config=config, transformer_layer_spec=transformer_layer_spec, mtp_block_spec=mtp, **options)
+
+        gpt.GPTModel = GPTModel
+        try:
+            sizes = {"vocab_size": self._model.vocab_size, "max_sequence_length": MAX_SEQUENCE_LENGTH}
+            return build_gpt_model(self.config, **sizes, use_transformer_engine=False)
+        finally:
+            gpt.GPTModel = own

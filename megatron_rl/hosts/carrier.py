@@ -41,6 +41,7 @@ from megatron_rl.megatron.head import HeadInputs
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+_CARRIERS = (__file__, os.path.join(os.path.dirname(__file__), "carried_rows.py"))
 _OF_TENSOR: Any = Tensor  # its attributes are descriptors, which type checkers do not know
 
 
@@ -66,11 +67,11 @@ class Carrier(Tensor):
     ) -> Any:
         answer, named = FUNCTIONS.get(func), kwargs or {}
         found = NotImplemented
-        if answer is not None and _takes(answer, args, named):
+        if answer is not None and takes(answer, args, named, Carrier):
             with torch._C.DisableTorchFunctionSubclass():
                 found = answer(*args, **named)
         if found is NotImplemented:
-            raise _refusal(func)
+            raise refusal(func)
         return found
 
 
@@ -83,7 +84,7 @@ class _Sum(Tensor):
     ) -> Any:
         factors = [value for value in args if not isinstance(value, _Sum)]
         if func not in _PRODUCTS or kwargs or len(factors) != 1 or isinstance(factors[0], Tensor) or factors[0] != 0:
-            raise _refusal(func, "the sum of ")
+            raise refusal(func, "the sum of ")
         (own,) = (value for value in args if isinstance(value, _Sum))
         with torch._C.DisableTorchFunctionSubclass():
             return own.as_subclass(Tensor) * 0
@@ -122,12 +123,13 @@ def carried(logits: Tensor) -> HeadInputs:
         return HeadInputs(logits.as_subclass(Tensor), claim.weight, claim.is_sequence_parallel)
 
 
-def _takes(answer: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+def takes(answer: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], carrier: type[Tensor]) -> bool:
+    """Whether the answer has these arguments, the first of them of this class."""
     try:
         inspect.signature(answer).bind(*args, **named)
     except TypeError:
         return False
-    return isinstance(args[0], Carrier)
+    return isinstance(args[0], carrier)
 
 
 def _made(data: Tensor, claim: _Claim) -> Carrier:
@@ -208,19 +210,20 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 _PRODUCTS = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 
 
-def _refusal(func: Callable[..., Any], of: str = "") -> ConfigError:
+def refusal(func: Callable[..., Any], of: str = "", setting: str = "--fused-lm-head-loss") -> ConfigError:
+    """For a function of torch that has no answer here. setting: what the user typed to get a carrier."""
     name = getattr(func, "__name__", repr(func))
     if name in ("__get__", "__set__", "__delete__"):  # an attribute: the descriptor has its name
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     return ConfigError(
-        f"{_caller()} asks for `{name}` of {of}the model's output, which under --fused-lm-head-loss carries hidden states and no "
-        "logits: the line would compute another number; leave it out, or remove --fused-lm-head-loss"
+        f"{_caller()} asks for `{name}` of {of}the model's output, which under {setting} carries hidden states and no logits: "
+        f"the line would compute another number; leave it out, or remove {setting}"
     )
 
 
 def _caller() -> str:
-    """file:line of the innermost frame that is neither torch's nor of this file."""
+    """file:line of the innermost frame that is neither torch's nor of a carrier."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH_FOLDER)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH_FOLDER, *_CARRIERS)):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -16,15 +16,19 @@ probabilities. What changes is the function of a row:
 - Value, entropy and gradient are the host's in float32. From 16-bit logits they are computed in float32, and come in float32.
 - A label outside the vocabulary gives 0 and has no gradient. Theirs give 0 or max - lse and push the whole row down, or raise.
 - Sizes of chunks are accepted and have no effect: nothing here makes a float32 copy of the logits, and a head is cut by
-  `max_logits_bytes` of 2 GiB.
+  MAX_LOGITS_BYTES, 2 GiB.
 - The gradient is written over the logits only where the host's own function does that too.
+- Logits may be CarriedRows, where the host's setting has placed our head: no logits are made then.
+- Rows of several temperatures go through a head one temperature after the other, and each divides its float32 logits. Hidden states
+  that are divided before the product would be rounded to 16 bits again, so that a row had other numbers beside rows of another
+  temperature than alone.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -33,8 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.after_import import after_import
+from megatron_rl.hosts.carried_rows import CarriedRows, rows_of
 from megatron_rl.hosts.door import looks_up, part_of, place_of, signature_problem
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import Group
@@ -43,22 +49,29 @@ from megatron_rl.ops.linear_autograd import differentiable_linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
 MARK = "_log_probs_of_megatron_rl"
+MAX_LOGITS_BYTES = DEFAULT_MAX_LOGITS_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """path: module:name, as the host defines it. arguments: of the function, or of the `forward` of an autograd function. ours:
-    takes the host's own, returns what takes its place. callers: module:function that must look the name up; a module that the host
-    does not load is not asked."""
+    """path: module:name or module:Class.method, as the host defines it. arguments: of the function, or of the `forward` of an
+    autograd function. ours: takes the host's own, returns what takes its place. callers: module:function that must look the name
+    up; a module that the host does not load is not asked. is_told: it says once that it is at work."""
 
     path: str
     arguments: tuple[str, ...]
     ours: Callable[[Any], Any]
     callers: tuple[str, ...] = ()
+    is_told: bool = True
 
     @property
     def name(self) -> str:
         return self.path.partition(":")[2]
+
+    @property
+    def looked_up(self) -> str:
+        """What a caller reads of it."""
+        return self.name.rpartition(".")[2]
 
 
 class Applied:
@@ -87,7 +100,7 @@ class Installer:
                 after_import(place, partial(self._check_caller, one, function))
 
     def _replace(self, one: Replacement, run: Run, module: ModuleType) -> None:
-        theirs = getattr(module, one.name, None)
+        theirs = part_of(module, one.name)
         if hasattr(theirs, MARK):
             return
         if theirs is None:
@@ -95,7 +108,13 @@ class Installer:
         function = function_of(theirs)
         if problem := signature_problem(function, one.arguments):
             raise ConfigError(f"{self.title}'s {one.name} {problem}, {place_of(function)}; {self.probed} was probed")
-        ours = _telling(one.ours(theirs), f"log_probs in {self.title}: {one.name} is megatron_rl's", run)
+        ours = one.ours(theirs)
+        if one.is_told:
+            ours = _telling(ours, f"log_probs in {self.title}: {one.name} is megatron_rl's", run)
+        setattr(ours, MARK, True)
+        if "." in one.name:
+            setattr(part_of(module, one.name.rpartition(".")[0]), one.looked_up, ours)
+            return
         for holder in [module, *loaded(self.packages)]:
             for name, value in [*vars(holder).items()]:
                 if value is theirs:
@@ -105,7 +124,7 @@ class Installer:
         function = part_of(module, name)
         if function is None:
             raise ConfigError(f"{self._of(module)} has no {name}, which calls {one.name}; {self.probed} was probed")
-        if not looks_up(function, one.name):
+        if not looks_up(function, one.looked_up):
             raise ConfigError(
                 f"{self.title}'s {name} does not call {one.name} any more, {place_of(function)}, so log_probs would have no effect "
                 f"there; {self.probed} was probed"
@@ -136,9 +155,7 @@ def _telling(ours: Any, text: str, run: Run) -> Any:
         run.warn(text)
         return call(*given, **named)
 
-    found = Applied(told) if isinstance(ours, Applied) else told
-    setattr(found, MARK, True)
-    return found
+    return Applied(told) if isinstance(ours, Applied) else told
 
 
 # The functions of a row
@@ -152,6 +169,8 @@ def log_probs_of_logits(
     inplace: bool = False,
 ) -> Tensor:  # [...] float32 (float64 for float64)
     """As vocab_parallel_log_probs. A label outside the vocabulary gives 0 without a gradient."""
+    if isinstance(logits, CarriedRows):
+        return log_probs_of_carried(logits, labels, tp_group, with_entropy=False)[0]
     rows, chosen = _rows(logits), labels.reshape(-1).long()
     found = vocab_parallel_log_probs(
         rows,
@@ -165,10 +184,36 @@ def log_probs_of_logits(
 
 def entropy_of_logits(logits: Tensor, tp_group: Group, *, inplace: bool = False) -> Tensor:  # [..., V_tp] -> [...] float32
     """The entropy of the full distribution, with its gradient."""
+    if isinstance(logits, CarriedRows):
+        any_label = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+        return log_probs_of_carried(logits, any_label, tp_group)[1]
     rows = _rows(logits)
     any_label = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
     _, entropy = vocab_parallel_log_probs(rows, any_label, tp_group=tp_group, with_entropy=True, inplace=inplace)
     return entropy.view(logits.shape[:-1])
+
+
+def log_probs_of_carried(
+    rows: CarriedRows,
+    labels: Tensor,  # [...] as rows
+    tp_group: Group,
+    *,
+    temperature: Tensor | None = None,  # [...], beside the one that the host has divided by
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor]:  # log_probs, entropy [...] float32; 0 without with_entropy
+    """As log_probs_of_hidden."""
+    hidden, claim = rows_of(rows)
+    found = log_probs_of_hidden(
+        hidden,
+        claim.weight,
+        labels,
+        tp_group,
+        temperature=claim.temperature if temperature is None else claim.temperature * temperature,
+        with_entropy=with_entropy,
+        reduces_hidden=True,
+    )
+    log_probs, entropy = (values.view(labels.shape) for values in found)
+    return log_probs, entropy
 
 
 def log_probs_of_hidden(
@@ -177,13 +222,30 @@ def log_probs_of_hidden(
     labels: Tensor,  # as many as hidden has rows, in their order
     tp_group: Group,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # a number, or one a row
     with_entropy: bool = True,
     reduces_hidden: bool,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor]:  # log_probs [T], entropy [T] float32; 0 without with_entropy
     """As differentiable_linear_log_probs, with float32 logits. A label outside the vocabulary gives 0 without a gradient; its
-    entropy is what it is. Hidden states of another dtype are cast to the weight's, as a Megatron output layer does."""
+    entropy is what it is. Hidden states of another dtype are cast to the weight's, as a Megatron output layer does.
+
+    Rows of several temperatures are not sequence parallel. Their temperatures are read by the CPU: one synchronisation.
+    """
+    weight = _whole(weight, hidden.dtype)
+    if isinstance(temperature, Tensor):
+        known = torch.unique(temperature.detach()).tolist()
+        if len(known) > 1:
+            return _at_each_temperature(
+                known,
+                temperature.reshape(-1),
+                hidden.reshape(-1, hidden.shape[-1]),
+                labels.reshape(-1),
+                lambda part, chosen, one: log_probs_of_hidden(
+                    part, weight, chosen, tp_group, temperature=one, with_entropy=with_entropy, reduces_hidden=reduces_hidden
+                ),
+            )
+        temperature = known[0] if known else 1.0
     chosen = labels.reshape(-1).long()
     log_probs, entropy = differentiable_linear_log_probs(
         hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype),
@@ -193,10 +255,36 @@ def log_probs_of_hidden(
         tp_group=tp_group,
         with_entropy=with_entropy,
         fp32_logits=True,
+        max_logits_bytes=MAX_LOGITS_BYTES,
         reduces_hidden=reduces_hidden,
         sequence_parallel=sequence_parallel,
     )
     return torch.where(_is_known(chosen, weight.shape[0] * tp_group.size()), log_probs, 0.0), entropy
+
+
+def _whole(weight: Any, dtype: torch.dtype) -> Tensor:
+    """A weight that FSDP2 shards, because the host reads it outside of its layer's forward, as a whole one in the dtype of that
+    forward. Its gradient is the mean over ranks, as FSDP2 makes of each gradient."""
+    found: Tensor = weight
+    if hasattr(weight, "full_tensor"):
+        from torch.distributed.tensor import Partial  # takes seconds to import, and FSDP2 has done so
+
+        found = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim).to(dtype)
+    return found
+
+
+def _at_each_temperature(
+    known: Sequence[float],
+    temperature: Tensor,  # [T]
+    hidden: Tensor,  # [T, H]
+    labels: Tensor,  # [T]
+    compute: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    parts = [(temperature == one).nonzero()[:, 0] for one in known]
+    found = [compute(hidden[rows], labels[rows], one) for rows, one in zip(parts, known, strict=True)]
+    order = torch.cat(parts).argsort()
+    log_probs, entropy = (torch.cat(values)[order] for values in zip(*found, strict=True))
+    return log_probs, entropy
 
 
 # NeMo-RL and SkyRL have taken two autograd functions from NeMo-Aligner: the arguments of their `forward`, and ours.

@@ -54,6 +54,8 @@ LOSS_FN, SAMPLING = "loss_fn.", "policy.generation."
 NAME, PREFIX = f"{LOSS_FN}megatron_rl", f"{LOSS_FN}megatron_rl_"
 # What computes log-probabilities: ours, whichever loss trains, or NeMo-RL's.
 LOG_PROBS, QUANTISED = f"{PREFIX}log_probs", "policy.quant_cfg"
+# NeMo-RL's fused head, and what trains on logits themselves.
+FUSED_HEAD, DRAFT = "policy.megatron_cfg.use_fused_linear_logprobs", "policy.draft.enabled"
 CHOOSE = f"++{NAME}=<loss>.<aggregation>"
 PENALTY, POSITIVE_EXAMPLES = f"{LOSS_FN}reference_policy_kl_penalty", f"{LOSS_FN}positive_example_nll_weight"
 # Settings that choose another loss, and what ours has for it.
@@ -226,7 +228,7 @@ DOOR = Door(
     defaults={TRUNCATION: None, BOUND: None, LOWER_BOUND: None, WORKER: True},
     derive=derive,
     is_ours=lambda settings: trains_ours(settings),
-    of_any_launch=lambda settings: log_probs_need_the_worker(settings),
+    of_any_launch=lambda settings: problems_of_log_probs(settings),
     log_probs=LogProbs(setting=LOG_PROBS, value="megatron_rl", theirs=PACKAGE),
     sampler=Sampler(
         filters={f"{SAMPLING}top_p": Filter(1.0, (1.0,)), f"{SAMPLING}top_k": Filter(None, ("null", None, -1, 0))},
@@ -284,9 +286,32 @@ def log_probs_need_the_worker(settings: Settings) -> Iterator[Row]:
         yield Row(LOG_PROBS, text, is_wrong=True)
 
 
+def has_fused_head(settings: Settings) -> bool:
+    """Whether NeMo-RL's switch is on beside our log-probabilities: the head is ours then."""
+    return settings.value_of(FUSED_HEAD) is True
+
+
+def fused_head_is_not_filtered(settings: Settings) -> Iterator[Row]:
+    """What reads a row of logits beside its log-probability finds none."""
+    if settings[LOG_PROBS] in (PACKAGE, UNKNOWN) or not has_fused_head(settings):
+        return
+    for name, one in DOOR.sampler.filters.items():
+        if settings[name] not in (*one.off, ABSENT, UNKNOWN):
+            text = f": NeMo-RL cuts the trainer's distribution too, and {FUSED_HEAD}=true makes no logits; remove one of them"
+            yield wrong(name, settings[name], text)
+    if settings.value_of(DRAFT) is True:
+        text = f": a draft model learns from logits, and {FUSED_HEAD}=true makes none; remove one of them"
+        yield wrong(DRAFT, True, text)
+
+
+def problems_of_log_probs(settings: Settings) -> Iterator[Row]:
+    yield from log_probs_need_the_worker(settings)
+    yield from fused_head_is_not_filtered(settings)
+
+
 def check_log_probs(settings: Settings) -> bool:
     """Whether our log-probabilities take the place of NeMo-RL's. Raises one ConfigError with every problem of that."""
-    others = log_probs_need_the_worker(settings)
+    others = problems_of_log_probs(settings)
     return door_line.check_log_probs(DOOR, settings, trains_ours=trains_ours(settings), others=others)
 
 

@@ -5,6 +5,7 @@ See nemo_rl.py for what NeMo-RL's settings are to us, and what becomes of the nu
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -24,12 +25,14 @@ from megatron_rl.hosts.door_settings import read_choice
 from megatron_rl.hosts.nemo_rl import (
     BATCH,
     DOOR,
+    FUSED_HEAD,
     LOSS_FN,
     NAME,
     PACKAGE,
     TRAINER,
     check_launch,
     check_log_probs,
+    has_fused_head,
     settings_of,
     trains_ours,
 )
@@ -48,6 +51,7 @@ COLUMNS = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
 ENVIRONMENTS = "nemo_rl.distributed.ray_actor_environment_registry"
 OWN_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 OUR_WORKER = "megatron_rl.hosts.nemo_rl_worker.MegatronPolicyWorker"
+WORKER_WITH_HEAD = "megatron_rl.hosts.nemo_rl_worker.MegatronPolicyWorkerWithHead"
 UNFILTERED = "curr_logprobs_unfiltered"
 # What NeMo-RL's workers, wrappers and metrics read of a loss.
 LOSS_ATTRIBUTES = ("input_type", "loss_type", "use_fused_linear_logprobs", "metric_normalizations", "reference_policy_kl_penalty")
@@ -225,10 +229,13 @@ def with_prompt_weights(estimator: Any) -> Any:
 
 
 def with_our_worker(
-    trainer: Any, setup: Callable[..., Any], positional: tuple[Any, ...], named: Mapping[str, Any]
+    trainer: Any, setup: Callable[..., Any], positional: tuple[Any, ...], named: Mapping[str, Any], *, has_head: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of NeMo-RL's `setup`, with which it makes its Megatron workers of our class. Raises ConfigError for a NeMo-RL
-    that has no such way."""
+    that has no such way.
+
+    has_head: NeMo-RL's fused head is asked for. NeMo-RL gets a copy of its config without it, and runs its path of logits, which
+    has context parallelism, packed rows and the temperature; our class places our head in that path."""
     parameters = inspect.signature(setup).parameters
     if "policy_factory" not in parameters:
         raise ConfigError(
@@ -242,9 +249,14 @@ def with_our_worker(
             f"NeMo-RL's {factory.__name__} takes no worker_extension_cls_fqn ({place_of(factory)}), and {DOOR.probed} was probed: "
             "remove log_probs"
         )
+    worker = WORKER_WITH_HEAD if has_head else OUR_WORKER
     environments = import_module(ENVIRONMENTS).ACTOR_ENVIRONMENT_REGISTRY
-    environments[OUR_WORKER] = environments[OWN_WORKER]  # of its Python
-    bound.arguments["policy_factory"] = functools.partial(factory, worker_extension_cls_fqn=OUR_WORKER)
+    environments[worker] = environments[OWN_WORKER]  # of its Python
+    bound.arguments["policy_factory"] = functools.partial(factory, worker_extension_cls_fqn=worker)
+    if has_head:
+        config = copy.deepcopy(bound.arguments["master_config"])
+        config.policy["megatron_cfg"][FUSED_HEAD.rpartition(".")[2]] = False
+        bound.arguments["master_config"] = config
     return bound.args, bound.kwargs
 
 
@@ -269,12 +281,15 @@ def loss_in_setup(refuse: Callable[[ConfigError], int], calls: list[str]) -> Ite
         settings, found = settings_of(master_config, sys.argv[1:]), None
         try:
             if check_log_probs(settings):
-                positional, named = with_our_worker(trainer, setup, (master_config, *positional), named)
-                positional = positional[1:]
+                has_head = has_fused_head(settings)
+                given = (master_config, *positional)
+                (master_config, *others), named = with_our_worker(trainer, setup, given, named, has_head=has_head)
+                positional = (*others,)
             if trains_ours(settings):
                 found = check_launch(master_config, sys.argv[1:])
         except ConfigError as error:
             sys.exit(refuse(error))
+        trainer.ClippedPGLossFn = own_loss  # a setup before may have had ours
         if found is not None:
             for text in found.warnings:
                 print(f"megatron_rl: {text}", file=sys.stderr, flush=True)

@@ -31,7 +31,7 @@ from megatron_rl.hosts.host_places import BUILDER, HEAD_REMEDY, MEASURE, of_head
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import Group, maxima_anywhere, resolve_groups
 from megatron_rl.lm_head import fp32_head_logits
-from megatron_rl.megatron.head import HeadInputs, HeadSettings, check_head, check_layer, forward_through, is_plain
+from megatron_rl.megatron.head import HeadInputs, HeadSettings, check_head, check_layer, flags_of, forward_through, is_plain
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, model_config_of
 
 ACTOR = "actor"
@@ -69,8 +69,14 @@ def _measuring_carriers(own: Callable[..., Any], host: Host) -> Callable[..., An
     return get_log_probs_and_entropy
 
 
-def place_head(models: Sequence[nn.Module], settings: HeadSettings) -> None:
+def place_head(
+    models: Sequence[nn.Module],
+    settings: HeadSettings,
+    forward_of: Callable[[Any, HeadSettings, Group], Callable[..., Any]] | None = None,
+) -> None:
     """Gives the output layer of these parts of a model, where this stage has it, the forward of `settings`.
+
+    forward_of(layer, settings, tp group): another forward, for a host that takes another carrier.
 
     Communication: one all-reduce of one number over dp-cp, pp and tp each, so that a fault of the last stage stops all.
     Raises ConfigError where the head does not fit the model.
@@ -82,7 +88,7 @@ def place_head(models: Sequence[nn.Module], settings: HeadSettings) -> None:
     if problems:
         raise ConfigError(problems)
     for layer in _output_layers(models):
-        layer.forward = forward_through(layer, _output_of(layer, settings, groups.tp))
+        layer.forward = (forward_of or _forward_of)(layer, settings, groups.tp)
 
 
 def _problems(models: Sequence[nn.Module], settings: HeadSettings, *, is_last_stage: bool) -> Iterator[str]:
@@ -93,15 +99,15 @@ def _problems(models: Sequence[nn.Module], settings: HeadSettings, *, is_last_st
             yield from error.problems
     if settings.is_fused and _are_sharded_behind_forward(models):
         yield (
-            "--fused-lm-head-loss with FSDP: the weight of the output layer is whole within the layer's own forward alone, and the "
-            "loss reads it later; train with Megatron's DistributedDataParallel, or remove --fused-lm-head-loss"
+            f"{flags_of(settings)} with FSDP: the weight of the output layer is whole within the layer's own forward alone, and "
+            f"the loss reads it later; train with Megatron's DistributedDataParallel, or remove {flags_of(settings)}"
         )
     layers = _output_layers(models)
     if is_last_stage and not layers:
         name = type(find_gpt_model(models[-1])).__name__
         yield (
             f"the model is a {name} whose output layer is not found: neither it nor its language_model has the attribute "
-            f"output_layer; {HEAD_REMEDY}"
+            f"output_layer; {_remedy(settings)}"
         )
     for layer in layers:
         yield from _layer_problems(layer, settings)
@@ -120,7 +126,7 @@ def _layer_problems(layer: Any, settings: HeadSettings) -> Iterator[str]:
         yield (
             f"the output layer is a {type(layer).__name__} and computes by {name_of(forward)} ({place_of(forward)}), not by "
             "Megatron's ColumnParallelLinear: what it adds to X W^T (an adapter, a scale, a soft cap) would be lost; leave the "
-            f"output layer out of the adapter's target modules, or {HEAD_REMEDY}"
+            f"output layer out of the adapter's target modules, or {_remedy(settings)}"
         )
         return
     try:
@@ -129,8 +135,16 @@ def _layer_problems(layer: Any, settings: HeadSettings) -> Iterator[str]:
         yield from error.problems
 
 
+def _remedy(settings: HeadSettings) -> str:
+    return HEAD_REMEDY if settings.setting is None else f"our head cannot be placed; remove {settings.setting}"
+
+
 def _output_layers(models: Iterable[nn.Module]) -> list[Any]:
     return [layer for layer in map(find_output_layer, models) if layer is not None]
+
+
+def _forward_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Callable[..., Any]:
+    return forward_through(layer, _output_of(layer, settings, tp_group))
 
 
 def _output_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Any:  # HeadInputs -> Tensor

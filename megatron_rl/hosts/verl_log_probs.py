@@ -9,30 +9,38 @@ policy and each loss, verl's own too. `log_probs` says what is the same and what
     Megatron   vocab_parallel_entropy(_with_chunking)     over float32 logits: verl has copied them for the log-probabilities
     FSDP       logprobs_from_logits                       over the logits where verl says inplace_backward
     FSDP       entropy_from_logits(_with_chunking)        new memory
-    both       linear_cross_entropy                       no logits: verl's own switch, use_fused_kernels, now also on a CPU
+    FSDP       linear_cross_entropy                       no logits: verl's own switch, use_fused_kernels, now also on a CPU
     FSDP       FusedLinearForPPOFunction                  no logits: the same switch with impl_backend torch
 
-verl divides the logits by the temperature of each row before; a fused head gets one temperature, as in verl. Σπ² stays verl's.
+Under use_fused_kernels verl has other forwards, which refuse several temperatures in a batch and, in the Megatron engine, turn
+themselves off for MTP and for padded rows. So the Megatron engine runs its forward of logits here, and the output layer gives
+CarriedRows in their place (`place_rows`): shifts, packing, MTP's loss and the temperature of each row are that forward's. The FSDP
+engine prepares its inputs as for logits, and its model's fused forward gets the temperatures of the rows. Σπ² stays verl's.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.after_import import after_import
+from megatron_rl.hosts.carried_rows import CarriedRows
 from megatron_rl.hosts.log_probs import (
     Applied,
     Installer,
     Replacement,
     entropy_of_logits,
+    log_probs_of_carried,
     log_probs_of_hidden,
     log_probs_of_logits,
 )
+from megatron_rl.hosts.placed_rows import place_rows, with_logits
 from megatron_rl.hosts.verl import DOOR
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 
@@ -43,6 +51,9 @@ FUSED_FORWARD = "verl.models.mcore.model_forward_fused"
 # The node of Megatron's gather in a graph. verl calls its fused function with what the gather returns.
 GATHER = "_GatherFromSequenceParallelRegionBackward"
 OF_THE_ENGINE = f"{MEGATRON_ENGINE}:MegatronEngineWithLMHead._lm_head_logits_processor"
+MTP, SWITCH = "verl.models.mcore.mtp_patch", "actor_rollout_ref.model.use_fused_kernels"
+# What verl makes of a temperature that is not positive, such as that of padding.
+SMALLEST_TEMPERATURE = 1e-8
 
 
 def overwrites(logits: Tensor) -> bool:
@@ -87,7 +98,7 @@ def of_hidden(theirs: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         hidden: Tensor,  # [..., H]
         weight: Tensor,  # [V_tp, H]
         labels: Tensor,  # as many as hidden has rows
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,  # a number, or one a row
         reduction: str = "none",
         dist_process_group: Group | None = None,
     ) -> tuple[Tensor, Tensor]:  # log_probs [T], entropy [T] float32
@@ -112,13 +123,75 @@ def of_hidden(theirs: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def of_hidden_in_torch(theirs: Any) -> Applied:
     def apply(
-        hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0, chunk_size: int = 512
+        hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float | Tensor = 1.0, chunk_size: int = 512
     ) -> tuple[Tensor, Tensor]:  # [...] each, as input_ids
         found = log_probs_of_hidden(hidden_states, vocab_weights, input_ids, SINGLE, temperature=temperature, reduces_hidden=False)
         log_probs, entropy = (values.view(input_ids.shape) for values in found)
         return log_probs, entropy
 
     return Applied(apply)
+
+
+def with_placed_head(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def _maybe_enable_fused_kernels(self: Any) -> Any:
+        if not self.engine_config.use_fused_kernels or self.is_value_model:
+            return theirs(self)
+        place_rows(self.module, f"{SWITCH}=True", knows_mtp=True)
+        self.engine_config.use_fused_kernels = False  # its forward of logits
+        return None
+
+    return _maybe_enable_fused_kernels
+
+
+def of_the_processor(theirs: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    @functools.wraps(theirs)
+    def _lm_head_logits_processor(
+        self: Any, logits: Tensor, label: Tensor, temperature: Tensor, **options: Any
+    ) -> dict[str, Tensor]:  # [B, S] each, as label
+        if not isinstance(logits, CarriedRows):
+            return theirs(self, logits, label, temperature, **options)
+        if needs := [name for name in ("calculate_sum_pi_squared", "distillation_use_topk") if options[name]]:
+            raise ConfigError(f"{SWITCH}=True: {needs[0]} reads logits, and none are made; set {SWITCH}=False")
+        given = torch.as_tensor(options["batch"]["temperature"], dtype=temperature.dtype).flatten()
+        # Rows of padding have 0. At a temperature of the batch they cost no products of their own.
+        others = float(given[0]) if bool((given > 0).all()) else SMALLEST_TEMPERATURE
+        log_probs, entropy = log_probs_of_carried(
+            logits,
+            label,
+            resolve_group(None, "tp"),
+            temperature=torch.where(temperature > 0, temperature, others),
+            with_entropy=options["calculate_entropy"],
+        )
+        found = {"entropy": entropy} if options["calculate_entropy"] else {}
+        return found if options["distillation_only"] else found | {"log_probs": log_probs}
+
+    return _lm_head_logits_processor
+
+
+def of_the_inputs(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
+        """verl prepares the temperature of each row for a forward of logits alone; what it adds for a fused one is three names."""
+        values = import_module("verl.utils.tensordict_utils")
+        is_fused = values.get_non_tensor_data(data=micro_batch, key="use_fused_kernels", default=False)
+        # An engine of another module has fused forwards that are not replaced.
+        is_ours = type(self).__module__ == FSDP_ENGINE
+        if not (is_fused and is_ours) or not isinstance(micro_batch["temperature"], Tensor):
+            return theirs(self, micro_batch)
+        of_logits = micro_batch.copy()
+        values.assign_non_tensor(of_logits, use_fused_kernels=False)
+        inputs, kept = theirs(self, of_logits)
+        inputs["return_dict"] = True
+        if "temperature_rmpad" in kept:
+            inputs["temperature"] = kept["temperature_rmpad"].clamp(min=SMALLEST_TEMPERATURE)
+            inputs["shift_labels"] = kept["input_ids_rmpad_rolled"].unsqueeze(0)
+        else:
+            rows = kept["temperature"].clamp(min=SMALLEST_TEMPERATURE)
+            inputs["temperature"] = rows[:, None].expand(inputs["input_ids"].shape)
+        return inputs, kept
+
+    return prepare_model_inputs
 
 
 REPLACEMENTS = (
@@ -160,11 +233,36 @@ REPLACEMENTS = (
         ours=of_hidden_in_torch,
         callers=(f"{FUSED_IN_TORCH}:FusedLinearForPPO.forward",),
     ),
+    Replacement(
+        path=f"{MEGATRON_ENGINE}:MegatronEngine._maybe_enable_fused_kernels",
+        arguments=("self",),
+        ours=with_placed_head,
+        callers=(f"{MEGATRON_ENGINE}:MegatronEngine.initialize",),
+        is_told=False,
+    ),
+    Replacement(
+        path=OF_THE_ENGINE,
+        arguments=(
+            *("self", "logits", "label", "temperature", "calculate_sum_pi_squared", "calculate_entropy", "distillation_use_topk"),
+            *("distillation_only", "logits_processor_func", "batch", "data_format"),
+        ),
+        ours=of_the_processor,
+        callers=(f"{MEGATRON_ENGINE}:MegatronEngineWithLMHead.forward_step",),
+        is_told=False,
+    ),
+    Replacement(
+        path=f"{FSDP_ENGINE}:FSDPEngineWithLMHead.prepare_model_inputs",
+        arguments=("self", "micro_batch"),
+        ours=of_the_inputs,
+        callers=(f"{FSDP_ENGINE}:FSDPEngineWithLMHead.forward_step",),
+        is_told=False,
+    ),
 )
 
 
 def install() -> None:
     Installer(DOOR.title, DOOR.probed, ("verl",)).install(REPLACEMENTS)
+    after_import(MTP, with_logits)
 
 
 install()

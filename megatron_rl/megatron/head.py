@@ -36,11 +36,14 @@ _plain_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSettings:
-    """What a model's output layer computes. With the defaults it is not replaced."""
+    """What a model's output layer computes. With the defaults it is not replaced. setting: what the user typed, in a host that has
+    a switch of its own; knows_mtp: calls of the layer for losses of multi-token prediction get their logits."""
 
     is_fused: bool = False
     is_fp32: bool = False
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
+    setting: str | None = None
+    knows_mtp: bool = False
 
     @property
     def is_on(self) -> bool:
@@ -62,11 +65,11 @@ class HeadInputs:
 
 def check_head(settings: HeadSettings, config: TransformerConfig) -> None:
     """Raises ConfigError where the settings do not fit the model's config; the same error on every rank."""
-    flags = _flags(settings)
+    flags = flags_of(settings)
     problems = []
     if not flags:
         return
-    if config.mtp_num_layers:
+    if config.mtp_num_layers and not settings.knows_mtp:
         problems.append(
             f"{flags} with mtp_num_layers={config.mtp_num_layers}: multi-token prediction calls the output layer again for its "
             f"losses, which would get no logits; remove --mtp-num-layers or {flags}"
@@ -153,8 +156,8 @@ def _check_stage_without_layer(model: nn.Module, settings: HeadSettings) -> None
     found = find_gpt_model(model)
     if getattr(found, "post_process", False):
         raise ConfigError(
-            f"{_flags(settings)}: the model is a {type(found).__name__} whose output layer is not found: neither it nor its "
-            f"language_model has the attribute output_layer; remove {_flags(settings)}"
+            f"{flags_of(settings)}: the model is a {type(found).__name__} whose output layer is not found: neither it nor its "
+            f"language_model has the attribute output_layer; remove {flags_of(settings)}"
         )
 
 
@@ -266,7 +269,10 @@ def is_free_in_forward(model: nn.Module) -> bool:
     return True
 
 
-def _flags(settings: HeadSettings) -> str:
+def flags_of(settings: HeadSettings) -> str:
+    """What the user typed, for a message."""
+    if settings.setting is not None:
+        return settings.setting
     flags = {"--fused-lm-head-loss": settings.is_fused, "--fp32-lm-head": settings.is_fp32}
     return " and ".join(flag for flag, is_on in flags.items() if is_on)
 
@@ -283,10 +289,10 @@ def check_layer(layer: Any, settings: HeadSettings) -> None:
     problems = []
     # Transformer Engine's layers hold an empty tensor where they have no bias.
     if layer.bias is not None and layer.bias.numel():
-        problems.append(f"{_flags(settings)} with a bias in the output layer: only X W^T is computed; build it with bias=False")
+        problems.append(f"{flags_of(settings)} with a bias in the output layer: only X W^T is computed; build it with bias=False")
     if getattr(layer, "gather_output", False):
         problems.append(
-            f"{_flags(settings)} with gather_output=True in the output layer: the loss needs a sharded vocabulary; build the "
+            f"{flags_of(settings)} with gather_output=True in the output layer: the loss needs a sharded vocabulary; build the "
             "model with parallel_output=True"
         )
     if problems:

@@ -1,0 +1,371 @@
+"""Hidden states in the place of logits in verl and NeMo-RL: several temperatures, MTP's loss, shards, and what is refused.
+
+tests/test_verl_engines.py and tests/test_log_probs_of_aligner.py run the hosts' own code with them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import own_log_probs
+import pytest
+import torch
+from carrier_cases import LiveBytes
+from linear_cases import relative
+from test_forward_step import SeenShapes
+from test_host_log_probs import HIDDEN, LIMIT, VOCABULARY, in_fork
+from test_log_probs_of_aligner import nemo_rl_with_ours
+from torch import nn
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import log_probs
+from megatron_rl.hosts.carried_rows import CarriedRows, carry_rows
+from megatron_rl.hosts.placed_rows import place_rows, with_logits
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.megatron.head import HeadInputs
+from megatron_rl.testing.ranks import run_ranks
+
+ROWS, WIDTH, MTP_FACTOR = 3, 8, 0.7
+TEMPERATURES = (0.7, 1.3, 0.7)
+SETTING = "actor_rollout_ref.model.use_fused_kernels=True"
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
+# Three rows of float32 logits in a chunk.
+SMALL = 3 * VOCABULARY * 4
+
+
+class Body(nn.Module):
+    """A model as verl's engine and our head see it: an embedding, a layer of multi-token prediction, Megatron's output layer."""
+
+    def __init__(
+        self, *, has_mtp: bool = False, is_sequence_parallel: bool = False, vocabulary: int = VOCABULARY, width: int = HIDDEN
+    ):
+        super().__init__()
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        from megatron_rl.megatron.model import transformer_config
+
+        options = {"sequence_parallel": is_sequence_parallel, "mtp_num_layers": 1 if has_mtp else None}
+        self.config = transformer_config(num_layers=1, hidden_size=width, num_attention_heads=2, **options)
+        self.embedding, self.mtp = nn.Embedding(vocabulary, width), nn.Linear(width, width)
+        self.output_layer = ColumnParallelLinear(
+            width, vocabulary, config=self.config, init_method=nn.init.zeros_, bias=False, gather_output=False
+        )
+        self.detaches_head = True
+        group = importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
+        generator = torch.Generator().manual_seed(2)
+        weight = torch.randn(vocabulary, width, generator=generator)
+        with torch.no_grad():
+            for parameter in (self.embedding.weight, self.mtp.weight, self.mtp.bias):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            self.output_layer.weight.copy_(weight.chunk(group.size())[group.rank()])
+
+    def forward(self, tokens, labels=None):
+        from megatron.core import tensor_parallel
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        hidden = self.embedding(tokens).transpose(0, 1)
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.scatter_to_sequence_parallel_region(hidden)
+        if labels is not None:
+            # As verl's mtp_patch: the loss of the layer does not train the head.
+            given = {name: value.detach() for name, value in self.output_layer.named_parameters()}
+            given = given if self.detaches_head else dict(self.output_layer.named_parameters())
+            logits, _ = torch.func.functional_call(self.output_layer, given, (self.mtp(hidden),))
+            loss = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.roll(-1, 1).T.contiguous())
+            hidden = MTPLossAutoScaler.apply(hidden, MTP_FACTOR * loss)
+        logits, _ = self.output_layer(hidden)
+        return logits.transpose(0, 1).contiguous()
+
+
+def batch_of_verl():
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, WIDTH), generator=generator)
+    factors = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2)]
+    for factor in factors:
+        factor[:, -1] = 0.0  # padding
+    return {"input_ids": tokens, "temperature": torch.tensor(TEMPERATURES)}, factors
+
+
+def engine_of(modules: dict[str, ModuleType], model: Body, *, is_fused: bool):
+    """verl's engine of this model, as its worker makes it."""
+    settings = SimpleNamespace(use_fused_kernels=is_fused, entropy_from_logits_with_chunking=False)
+    has_mtp = bool(model.config.mtp_num_layers)
+    made = vars(modules[ENGINE])["MegatronEngineWithLMHead"](
+        engine_config=settings, is_value_model=False, module=[model], has_mtp=has_mtp
+    )
+    made.initialize()
+    return made
+
+
+def step_of(engine, model: Body):
+    """Log-probabilities, entropies, and the gradient of each parameter."""
+    batch, (c, e) = batch_of_verl()
+    found = engine.forward_step(batch, calculate_entropy=True)
+    ((c * found["log_probs"]).sum() + (e * found["entropy"]).sum()).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: value.detach()[:, :-1] for name, value in found.items()}, gradients
+
+
+def steps_on_a_rank(rank: int, *, has_mtp: bool, is_sequence_parallel: bool):
+    """By verl's path of logits, without a head of ours; by ours; and the most rows of a tensor as wide as the logits."""
+    modules, found = own_log_probs.verl_modules(), {}
+    if not is_sequence_parallel:
+        model = Body(has_mtp=has_mtp)
+        found["theirs"] = step_of(engine_of(modules, model, is_fused=False), model)
+    importlib.import_module("megatron_rl.hosts.verl_log_probs")
+    log_probs.MAX_LOGITS_BYTES = SMALL
+    model = Body(has_mtp=has_mtp, is_sequence_parallel=is_sequence_parallel)
+    engine = engine_of(modules, model, is_fused=True)
+    with SeenShapes() as seen:
+        found["ours"] = step_of(engine, model)
+    columns = model.output_layer.weight.shape[0]
+    found["rows"] = max(math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns)
+    return found
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("has_mtp", [False, True], ids=["", "MTP"])
+def test_verls_step_of_two_temperatures_is_that_of_its_logits(has_mtp):
+    """verl refuses its fused head for such a batch, and turns it off for MTP. The loss of MTP has its own weight in both."""
+    [found] = run_ranks(partial(steps_on_a_rank, has_mtp=has_mtp, is_sequence_parallel=False), 1)
+    for theirs, ours in zip(found["theirs"], found["ours"], strict=True):
+        assert theirs.keys() == ours.keys()
+        for name, value in theirs.items():
+            has_gradient = has_mtp or not name.startswith("mtp")
+            assert (value is not None) == (ours[name] is not None) == has_gradient, name
+            assert value is None or relative(ours[name], value) < LIMIT, name
+    # MTP's own logits are made, of all rows. Else a chunk of three rows, or the weight's columns.
+    assert found["rows"] == (ROWS * WIDTH if has_mtp else HIDDEN)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("is_sequence_parallel", [True], ids=["SP"])
+def test_two_tensor_parallel_ranks_have_the_step_of_one(is_sequence_parallel):
+    one = run_ranks(partial(steps_on_a_rank, has_mtp=True, is_sequence_parallel=False), 1)[0]["ours"]
+    work = partial(steps_on_a_rank, has_mtp=True, is_sequence_parallel=is_sequence_parallel)
+    first, second = (found["ours"] for found in run_ranks(work, 2, tensor_model_parallel_size=2))
+    for name, value in one[0].items():
+        assert torch.equal(first[0][name], second[0][name]) and relative(first[0][name], value) < LIMIT, name
+    for name, gradient in one[1].items():
+        if name == "output_layer.weight":
+            mine = torch.cat([first[1][name], second[1][name]])
+        elif name.startswith("mtp"):  # of this rank's positions
+            mine = first[1][name] + second[1][name]
+        else:
+            mine = first[1][name]
+        assert relative(mine, gradient) < LIMIT, name
+
+
+# Several temperatures
+
+
+def head(dtype=torch.float32, rows=ROWS * WIDTH):
+    generator = torch.Generator().manual_seed(8)
+    hidden, weight = (torch.randn(size, HIDDEN, generator=generator).to(dtype) for size in (rows, VOCABULARY))
+    labels = torch.randint(0, VOCABULARY, (rows,), generator=generator)
+    return hidden, weight, labels, torch.tensor(TEMPERATURES).repeat_interleave(WIDTH)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_numbers_that_it_has_alone_whatever_temperatures_are_beside_it(dtype):
+    """To the last bit, in 16 bits too: a division of hidden states before the product would round them."""
+    hidden, weight, labels, temperature = head(dtype)
+    leaf = hidden.clone().requires_grad_()
+    found = log_probs.log_probs_of_hidden(leaf, weight, labels, SINGLE, temperature=temperature, reduces_hidden=True)
+    sum(values.sum() for values in found).backward()
+    for one in set(temperature.tolist()):
+        rows = (temperature == one).nonzero()[:, 0]
+        alone = hidden[rows].requires_grad_()
+        mine = log_probs.log_probs_of_hidden(alone, weight, labels[rows], SINGLE, temperature=one, reduces_hidden=True)
+        sum(values.sum() for values in mine).backward()
+        assert all(torch.equal(values[rows], other) for values, other in zip(found, mine, strict=True))
+        assert torch.equal(leaf.grad[rows], alone.grad)
+
+
+def test_several_temperatures_by_hand():
+    """Logits 0 and ln 2. At temperature 1 the second of two has probability 2/3, at temperature 1/2 it is 4/5."""
+    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(2)]])
+    labels = torch.tensor([1, 1])
+    temperature = torch.tensor([1.0, 0.5])
+    found, _ = log_probs.log_probs_of_hidden(hidden, weight, labels, SINGLE, temperature=temperature, reduces_hidden=True)
+    assert found.exp().tolist() == pytest.approx([2 / 3, 4 / 5], rel=1e-6)
+    nothing = log_probs.log_probs_of_hidden(
+        hidden[:0], weight, labels[:0], SINGLE, temperature=temperature[:0], reduces_hidden=True
+    )
+    assert [values.shape for values in nothing] == [(0,), (0,)]
+
+
+def test_verls_fsdp_engine_gives_its_fused_forward_the_temperature_of_each_row():
+    def work():
+        modules = own_log_probs.verl_modules()
+        engine = modules["verl.workers.engine.fsdp.transformer_impl"].FSDPEngineWithLMHead()
+        batch, _ = batch_of_verl()
+        fused = batch | {"use_fused_kernels": True}
+        with pytest.raises(AssertionError, match="does not support per sample temperature"):
+            engine.forward_step(fused)
+        importlib.import_module("megatron_rl.hosts.verl_log_probs")
+        inputs, kept = engine.forward_step(fused)
+        assert inputs["temperature"].tolist() == pytest.approx([one for one in TEMPERATURES for _ in range(WIDTH)])
+        assert inputs["return_dict"] and torch.equal(inputs["shift_labels"][0], kept["input_ids_rmpad_rolled"])
+        assert fused["use_fused_kernels"], "the batch is as it was"
+        one, _ = engine.forward_step(fused | {"temperature": 0.9})
+        assert one.keys() == inputs.keys() and one["temperature"] == 0.9
+        assert "temperature" not in engine.forward_step(batch | {"use_fused_kernels": False})[0]
+        other = type("VeOmniEngine", (type(engine),), {"__module__": "verl.workers.engine.veomni.transformer_impl"})()
+        with pytest.raises(AssertionError, match="does not support per sample temperature"):
+            other.forward_step(fused)
+
+    in_fork(work)
+
+
+# NeMo-RL
+
+
+def rows_of(hidden, weight) -> CarriedRows:
+    """As the output layer gives them: [S, B, V]."""
+    return carry_rows(HeadInputs(hidden, weight, False), SINGLE, SETTING)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_what_nemo_rl_does_between_model_and_loss_is_that_of_logits(chunk_size):
+    """A division by the temperature, a sequence cut out, a dimension off and on, a cast; then NeMo-RL's own function."""
+
+    def work():
+        module = nemo_rl_with_ours()
+        hidden, weight, labels, _ = head()
+        tokens = labels.view(1, -1)
+        found = {}
+        for name in ("logits", "carried"):
+            leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            of_layer = leaves[0][:, None]  # [S, 1, H]
+            output = rows_of(of_layer, leaves[1]) if name == "carried" else (of_layer @ leaves[1].T).to(torch.float32)
+            output = output.transpose(0, 1).contiguous()
+            output.div_(0.7)
+            assert output.shape == (1, ROWS * WIDTH, VOCABULARY) == output.squeeze(0).unsqueeze(0).shape
+            assert output.narrow(1, 4, 10).shape[1] == 10 and output.size(-1) == VOCABULARY and output.dim() == 3
+            part = output[:, slice(4, 20)].squeeze(0).unsqueeze(0).to(torch.float32)
+            values = module.from_parallel_logits_to_logprobs(part, tokens[:, 4:20], 0, VOCABULARY, SINGLE, chunk_size=chunk_size)
+            (values * torch.linspace(-1, 1, values.numel())).sum().backward()
+            found[name] = [values.detach(), *(leaf.grad for leaf in leaves)]
+        for theirs, ours in zip(found["logits"], found["carried"], strict=True):
+            assert relative(ours, theirs) < LIMIT
+
+    in_fork(work)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("touch", "name"),
+    [
+        (lambda rows: rows * 2, "mul"),
+        (lambda rows: rows.softmax(-1), "softmax"),
+        (lambda rows: rows[..., 0], "__getitem__"),
+        (lambda rows: rows[0], "__getitem__"),
+        (lambda rows: rows.narrow(-1, 0, 2), "narrow"),
+        (lambda rows: rows.transpose(0, 2), "transpose"),
+        (lambda rows: rows.div_(torch.ones(1)), "div_"),
+        (lambda rows: rows.div_(0.0), "div_"),
+        (lambda rows: rows.to("cpu"), "to"),
+        (lambda rows: torch.cat([rows, rows]), "cat"),
+        (lambda rows: rows.data.sum(), "sum"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_another_function_of_torch_is_refused_by_its_name_and_line(touch, name):
+    hidden, weight, *_ = head()
+    rows = rows_of(hidden[:, None], weight)
+    with pytest.raises(
+        ConfigError, match=rf"test_carried_rows.py:\d+ asks for `{name}` of the model's output, which under .*{SETTING}"
+    ):
+        touch(rows)
+    assert f"(24, 1, 20) torch.float32, {SETTING}" in repr(rows)
+
+
+def refused_on_a_rank(rank: int):
+    modules = own_log_probs.verl_modules()
+    importlib.import_module("megatron_rl.hosts.verl_log_probs")
+    model = Body()
+    engine = engine_of(modules, model, is_fused=True)
+    batch, _ = batch_of_verl()
+    with pytest.raises(ConfigError, match=f"{SETTING}: calculate_sum_pi_squared reads logits, and none are made"):
+        engine.forward_step(batch, calculate_sum_pi_squared=True)
+    # A loss of MTP that trains the head, as Megatron-Core's own: its call cannot be told from the main one.
+    model = Body(has_mtp=True)
+    model.detaches_head = False
+    engine = engine_of(modules, model, is_fused=True)
+    with pytest.raises(ConfigError, match=r"cross_entropy.py:\d+ asks for `.*` of the model's output"):
+        engine.forward_step(batch)
+    with pytest.raises(
+        ConfigError, match="a.setting=true with mtp_num_layers=1: multi-token prediction calls the output layer again"
+    ):
+        place_rows([Body(has_mtp=True)], "a.setting=true")
+    # A value model stays verl's.
+    made = engine_of(modules, model, is_fused=False)
+    made.is_value_model, made.engine_config.use_fused_kernels = True, True
+    made.initialize()
+    assert not made.engine_config.use_fused_kernels
+
+
+@pytest.mark.megatron
+def test_what_needs_logits_is_refused_by_name():
+    run_ranks(refused_on_a_rank, 1)
+
+
+def core_has_the_loss(rank: int):
+    """Releases of Megatron-Core that have process_mtp_loss: it gets the output layer, and its weight is not detached."""
+    model = Body()
+    place_rows([model], SETTING, knows_mtp=True)
+    seen = []
+
+    def process_mtp_loss(*, output_layer, hidden_states):
+        seen.append(type(output_layer(hidden_states)[0]))
+        return hidden_states
+
+    module = ModuleType("verl.models.mcore.mtp_patch")
+    module._process_mtp_loss = process_mtp_loss
+    with_logits(module)
+    hidden = torch.randn(WIDTH, ROWS, HIDDEN)
+    module._process_mtp_loss(output_layer=model.output_layer, hidden_states=hidden)
+    assert seen == [torch.Tensor] and type(model.output_layer(hidden)[0]) is CarriedRows
+    assert type(model.output_layer(hidden, runtime_gather_output=True)[0]) is torch.Tensor, "a sampler's forward"
+    module._process_mtp_loss(output_layer=nn.Identity(), hidden_states=hidden)
+    empty = ModuleType("verl.models.mcore.mtp_patch")
+    with_logits(empty)
+    assert not hasattr(empty, "_process_mtp_loss")
+
+
+@pytest.mark.megatron
+def test_the_loss_of_mtp_of_newer_megatron_core_has_its_logits():
+    run_ranks(core_has_the_loss, 1)
+
+
+# Memory
+
+
+def peak_on_a_rank(rank: int) -> list[int]:
+    """Of a forward and backward in verl's engine, by logits and by our head."""
+    peaks, modules = [], own_log_probs.verl_modules()
+    importlib.import_module("megatron_rl.hosts.verl_log_probs")
+    log_probs.MAX_LOGITS_BYTES = 2**18
+    tokens = torch.randint(0, 4096, (6, 240), generator=torch.Generator().manual_seed(1))
+    for is_fused in (False, True):
+        model = Body(vocabulary=4096, width=8)
+        engine = engine_of(modules, model, is_fused=is_fused)
+        with LiveBytes() as live:
+            found = engine.forward_step({"input_ids": tokens, "temperature": torch.tensor([0.7, 1.3] * 3)}, calculate_entropy=True)
+            (found["log_probs"][:, :-1].sum() + found["entropy"][:, :-1].sum()).backward()
+        peaks.append(live.peak)
+    return peaks
+
+
+@pytest.mark.megatron
+def test_verls_step_takes_a_tenth_of_the_memory_of_the_logits():
+    """1,440 tokens and 4,096 columns, chunks of 256 KiB, two temperatures."""
+    [(of_logits, of_head)] = run_ranks(peak_on_a_rank, 1)
+    logits = 1440 * 4096 * 4
+    assert of_logits > 2 * logits and of_head < 0.1 * logits
