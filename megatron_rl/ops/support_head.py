@@ -111,12 +111,13 @@ def make_support_head(
 ) -> SupportHead:
     """Sorts the rows, and sets the scores of those of one id. Call it under no_grad.
 
-    reads_all: a term needs the scores over the vocabulary; with options.with_entropy the entropy too.
+    reads_all: a term needs the scores over the vocabulary; they are there with options.with_entropy too.
     Communication: with sequence_parallel one all-gather of hidden over tp.
     """
     nothing = rows[:0]
     vocab_size = vocab_shard(weight.shape[0], options.temperature, options.vocab_size, options.tp_group).vocab_size
-    if reads_all or options.with_entropy:
+    reads_all |= options.with_entropy
+    if reads_all:
         kinds = RowKinds(nothing, nothing, rows)
     else:
         kinds = sort_rows(support, rows, vocab_size, limit=SPARSE_ROW_LIMIT)
