@@ -299,7 +299,8 @@ THEIR_KERNELS = {"ROLL": ("its own, cross_entropy_loss_fusion", of_scores(partia
 OUR_LOG_PROBS = {
     "verl, Megatron": _our_log_probs(from_float32=True, inplace=True),
     "verl, FSDP": _our_log_probs(from_float32=False, inplace=True),
-    **dict.fromkeys(("NeMo-RL", "SkyRL", "ROLL"), _our_log_probs(from_float32=True, inplace=False)),
+    "ROLL": _our_log_probs(from_float32=True, inplace=True),
+    **dict.fromkeys(("NeMo-RL", "SkyRL"), _our_log_probs(from_float32=True, inplace=False)),
 }
 """As hosts/*_log_probs.py: the logits that a host hands over, and whether the gradient is written over them."""
 

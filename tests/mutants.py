@@ -64,6 +64,7 @@ JUDGES = {
     "hosts/verl": "verl doors door_lines verl_launch",
     "hosts/nemo_rl": "nemo_rl doors settings_launch",
     "hosts/roll": "roll doors settings_launch",
+    "hosts/roll_packed.py": "roll_packed",
     "hosts/skyrl": "skyrl doors settings_launch",
     "hosts/prime_rl": "prime_rl doors",
     "hosts/trl": "trl doors",

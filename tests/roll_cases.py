@@ -31,6 +31,7 @@ from torch import Tensor
 from megatron_rl.hosts import roll
 from megatron_rl.hosts.door import Found
 from megatron_rl.hosts.roll_loss import RollLoss, loss_mask_of
+from megatron_rl.hosts.roll_packed import share_one_gradient
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -185,6 +186,9 @@ class Strategy:
     def _get_feature_on_this_cp_rank(self, feature: Tensor, feature_name: str = "input_ids") -> Tensor:
         return feature[:, local_positions(feature.shape[1], self.groups.cp.rank(), self.groups.cp.size())]
 
+    def _unpack_sequences(self, output_tensor: Tensor, cu_seqlens_padded: Tensor) -> Iterator[Tensor]:
+        yield from output_tensor.split((cu_seqlens_padded.diff() // self.case.cp).tolist(), 1)
+
     def inner_forward_step(self, loss_func, data_iterator: Iterator[Data], model):
         return self.forward_step(self, loss_func, data_iterator, model)
 
@@ -242,15 +246,15 @@ def emulated_forward_step(strategy: Strategy, loss_func, data_iterator: Iterator
             loss, metrics = loss_func(data, logits)
             loss *= data.meta_info["loss_scale"]
             return loss, metrics
-        total, logs, start, width = torch.tensor(0.0), [], 0, data.batch["input_ids"].shape[1]
-        for row in range(len(data)):
-            length = -(-int(data.batch["attention_mask"][row].sum()) // PAD_FACTOR) * PAD_FACTOR
-            end = start + length // strategy.case.cp
+        total, logs, width = torch.tensor(0.0), [], data.batch["input_ids"].shape[1]
+        lengths = -(-data.batch["attention_mask"].sum(-1) // PAD_FACTOR) * PAD_FACTOR
+        bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        for row, single in enumerate(strategy._unpack_sequences(logits, bounds)):
+            length = single.shape[1] * strategy.case.cp
             columns = {name: cut(values, length, width) for name, values in data[row : row + 1].batch.items()}
-            loss, log = loss_func(Data(columns, data.meta_info), logits[:, start:end])
+            loss, log = loss_func(Data(columns, data.meta_info), single)
             total += loss
             logs.append(log)
-            start = end
         total *= data.meta_info["loss_scale"]
         return total, {name: sum(log[name] for log in logs) for name in logs[0]}
 
@@ -273,6 +277,7 @@ def run_step(
 ) -> Result:
     """What this rank adds to the gradient, and to the reported losses. On the ranks of an initialised Megatron."""
     strategy = Strategy(case, step, poison, forward_step)
+    share_one_gradient(strategy)
     loss = RollLoss(settings, strategy)
     order = [index for batch in list(case.micro_batches())[strategy.groups.dp.rank()] for index in batch]
     data = Data({name: column[order] for name, column in step.columns.items()}, {})

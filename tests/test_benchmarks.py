@@ -680,7 +680,7 @@ def test_the_cost_of_a_call_is_shown_by_launches_operations_and_allocations(caps
     assert command.main(["overhead", "--rows", "0"]) == command.EXIT_CONFIG
 
 
-@pytest.mark.parametrize(("host", "is_written"), [("verl, FSDP", True), ("NeMo-RL", False), ("SkyRL", False), ("ROLL", False)])
+@pytest.mark.parametrize(("host", "is_written"), [("verl, FSDP", True), ("NeMo-RL", False), ("SkyRL", False), ("ROLL", True)])
 def test_the_benchmark_of_hosts_writes_over_the_logits_where_the_hosts_setting_does(host, is_written):
     """A host that may read its logits later keeps them, which costs memory."""
     logits = torch.randn(3, 8).requires_grad_() * 1.0

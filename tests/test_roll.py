@@ -21,7 +21,7 @@ from host_checkouts import ROLL
 from roll_cases import Case
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import roll
+from megatron_rl.hosts import roll, roll_packed
 from megatron_rl.hosts.roll_loss import read_totals
 from megatron_rl.testing.ranks import run_ranks
 
@@ -181,6 +181,7 @@ class Strategy:
     def train_step(self, batch, loss_func): return "trained"
     def inner_forward_step(self, loss_func, data_iterator, model): pass
     def _get_feature_on_this_cp_rank(self, feature, feature_name="input_ids"): pass
+    def _unpack_sequences(self, output_tensor, cu_seqlens_padded): pass
 class ActorWorker:
     def __init__(self, worker_config): self.worker_config = worker_config
     def initialize(self, pipeline_config): self.strategy = Strategy(); print("made the model")
@@ -229,6 +230,11 @@ def test_our_worker_reads_its_settings_before_the_model_is_made():
         ("self, data, output_tensor", "self, data, logits", r"ActorWorker.loss_func takes \(self, data, logits\)"),
         ("batch, loss_func", "batch", "Strategy.train_step takes"),
         ("_get_feature_on_this_cp_rank", "get_feature", "has no _get_feature_on_this_cp_rank, and .* was probed .roll"),
+        (
+            "output_tensor, cu_seqlens_padded",
+            "output_tensor",
+            "Strategy._unpack_sequences takes .self, output_tensor., ours is made",
+        ),
     ],
 )
 def test_another_contract_is_refused(old, new, message):
@@ -246,7 +252,7 @@ def roll_forward_step(strategy, loss_func, data_iterator, model):
     own = module.MegatronTrainStrategy
     strategy.is_multimodal = strategy.enable_router_replay = False
     strategy.worker_config = SimpleNamespace(apply_loss_scale=True)
-    for name in ("_pack_sequences", "_get_pad_factor", "_unpack_sequences"):
+    for name in ("_pack_sequences", "_get_pad_factor"):
         setattr(strategy, name, types.MethodType(getattr(own, name), strategy))
 
     def own_model(**given):
@@ -282,6 +288,8 @@ def test_our_worker_and_settings_fit_roll():
 
         differences = (roll.DOOR.differences(strategy, name, arguments) for name, arguments in roll.STRATEGY_CONTRACT.items())
         assert [problem for each in differences for problem in each] == [*roll.DOOR.contract_problems()] == []
+        assert [*roll.DOOR.differences(strategy, roll_packed.UNPACK, roll_packed.ARGUMENTS)] == []
+        assert ROLL.source("roll/distributed/strategy/megatron_strategy.py").count("self._unpack_sequences(") == 1
         assert issubclass(ActorWorker, RollWorker)
         decorator = ROLL.load("roll.distributed.scheduler.decorator")
         assert hasattr(ActorWorker.initialize, decorator.BIND_WORKER_METHOD_FLAG)  # so that ROLL's clusters call it

@@ -13,6 +13,7 @@ import own_log_probs
 import pytest
 import roll_cases
 import torch
+from helpers import error_of
 from host_checkouts import ROLL
 from linear_cases import relative
 from test_host_log_probs import LIMIT, before_and_after, in_fork, nearly_equal, rows, truth
@@ -48,6 +49,36 @@ def test_rolls_strategy_has_exact_numbers_by_our_functions(tp):
     for each in found:
         assert relative(each[0], values) < LIMIT and relative(each[1], entropy) < LIMIT
     assert relative(torch.cat([each[2] for each in found], 1), gradient) < LIMIT
+
+
+def in_an_order(rank: int, orders: list[tuple[str, ...]]):
+    """For each order the gradient by the logits of ROLL's strategy with ours, or the error. The logits are no leaf."""
+    module = own_log_probs.roll_modules()["roll.distributed.strategy.megatron_strategy"]
+    install()
+    logits, labels, _, c, e = rows()
+    strategy, found = module.MegatronInferStrategy(), []
+    for order in orders:
+        leaf = logits.clone().requires_grad_()
+        of_model = (leaf * 1.0)[None]
+        values = {
+            name: strategy.op_compute_log_probs(of_model, labels[None])
+            if name == "log_probs"
+            else strategy.op_compute_entropy(of_model)
+            for name in order
+        }
+        total = sum(((c if name == "log_probs" else e) * value).sum() for name, value in values.items())
+        message = error_of(total.backward)
+        found.append(message or leaf.grad)
+    return found
+
+
+@pytest.mark.megatron
+def test_the_entropy_after_the_log_probabilities_reads_the_logits_before_they_are_written():
+    """As in both losses of ROLL. In the other order backward raises, and gives no wrong number."""
+    orders = [("log_probs", "entropy"), ("entropy", "log_probs"), ("log_probs",), ("entropy",)]
+    [(both, other, *alone)] = run_ranks(in_an_order, 1, orders)
+    torch.testing.assert_close(both, sum(alone), rtol=1e-5, atol=1e-7)
+    assert "modified by an inplace operation" in other
 
 
 def test_a_roll_whose_strategy_calls_another_function_is_refused():

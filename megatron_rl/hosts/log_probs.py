@@ -17,7 +17,7 @@ probabilities. What changes is the function of a row:
 - A label outside the vocabulary gives 0 and has no gradient. Theirs give 0 or max - lse and push the whole row down, or raise.
 - Sizes of chunks are accepted and have no effect: nothing here makes a float32 copy of the logits, and a head is cut by
   MAX_LOGITS_BYTES, 2 GiB.
-- The gradient is written over the logits only where the host's own function does that too.
+- The gradient is written over the logits only where the host's own function does that too, or overwrites them in forward.
 - Logits may be CarriedRows, where the host's setting has placed our head: no logits are made then.
 - Rows of several temperatures go through a head one temperature after the other, and each divides its float32 logits. Hidden states
   that are divided before the product would be rounded to 16 bits again, so that a row had other numbers beside rows of another

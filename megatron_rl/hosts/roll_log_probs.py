@@ -5,6 +5,10 @@
 
 Our own loss computes from logits already; with it the old log-probabilities are ours too. Without a loss of ours in
 `actor_train.pg_variant` the worker trains ROLL's. `log_probs` says what is the same and what is not.
+
+Backward writes the gradient of the log-probabilities over the logits: ROLL's own function overwrites float32 logits already in
+forward. ROLL's losses compute the entropy of the same logits, if at all, after the log-probabilities. Autograd runs the younger of
+two backwards first, so the entropy's has read the logits by then; in another order it raises, and no number is wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron_rl.hosts.log_probs import Installer, Replacement, entropy_of_logits, log_probs_of_logits
+from megatron_rl.hosts.roll_packed import is_alone
 from megatron_rl.layout.groups import resolve_group
 
 STRATEGY = "roll.distributed.strategy.megatron_strategy:MegatronInferStrategy"
@@ -23,8 +28,8 @@ STRATEGY = "roll.distributed.strategy.megatron_strategy:MegatronInferStrategy"
 def of_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(theirs)
     def vocab_parallel_logprobs(vocab_parallel_logits: Tensor, target: Tensor, use_fused_kernel: bool = True) -> Tensor:
-        # ROLL takes the entropy of the same logits: nothing is written over them.
-        return log_probs_of_logits(vocab_parallel_logits, target, resolve_group(None, "tp"))
+        is_last = is_alone(vocab_parallel_logits)
+        return log_probs_of_logits(vocab_parallel_logits, target, resolve_group(None, "tp"), inplace=is_last)
 
     return vocab_parallel_logprobs
 

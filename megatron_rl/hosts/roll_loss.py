@@ -15,6 +15,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import refuse_nonfinite, step_line
 from megatron_rl.hosts.door import Found
 from megatron_rl.hosts.roll import DOOR, RECOMPUTE, STRATEGY_CONTRACT
+from megatron_rl.hosts.roll_packed import is_alone
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
 from megatron_rl.loss_hub import get_policy_loss
@@ -71,7 +72,7 @@ class RollLoss:
     ) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, ROLL's names of metrics
         """This rank's part of sum_i w_i sum_t m_it u_it l_it + KL - entropy, u: ROLL's train_infer_is_weight, or our correction.
 
-        Masked values may be anything. On CUDA the gradient of logits in rows is written over them. Communication: as policy_loss,
+        Masked values may be anything. On CUDA the gradient is written over the logits. Communication: as policy_loss,
         and over context-parallel ranks two sums for metrics. Synchronises, as ROLL's own loss does for its metrics. Raises
         ConfigError for a call without the step's counts or the sampler's log-probabilities, and DataError for unmasked values that
         are not finite.
@@ -91,9 +92,8 @@ class RollLoss:
                 "the sampler reports them"
             )
         importance = columns.get("train_infer_is_weight", None)
-        # Of packed sequences ROLL hands over slices of one tensor. A write into one of them is one into what the others keep for
-        # their backwards. Rows are read by nobody afterwards.
-        is_last = not strategy.use_sequence_packing and resolve_backend(Backend.AUTO, logits) == Backend.TRITON
+        # ROLL reads them no more. A write into a slice would be one into what the others keep for their backwards.
+        is_last = is_alone(logits) and resolve_backend(Backend.AUTO, logits) == Backend.TRITON
         rows, width = logits.shape[:2]
         output = policy_loss(
             config.policy_loss,

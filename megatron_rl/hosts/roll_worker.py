@@ -12,6 +12,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.roll import DOOR, check_log_probs, read_settings, settings_of, trains_ours
 from megatron_rl.hosts.roll_log_probs import install
 from megatron_rl.hosts.roll_loss import RollLoss
+from megatron_rl.hosts.roll_packed import share_one_gradient
 
 
 class ActorWorker(RollWorker):
@@ -27,6 +28,7 @@ class ActorWorker(RollWorker):
             install(DOOR.title, DOOR.probed)
         found = read_settings(self.worker_config, pipeline_config) if trains_ours(settings) else None
         super().initialize(pipeline_config)
+        share_one_gradient(self.strategy)
         self.loss = None if found is None else RollLoss(found, self.strategy)
 
     def loss_func(self, data: Any, output_tensor: Tensor) -> tuple[Tensor, dict[str, float]]:
