@@ -51,13 +51,13 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"verl's own requirements are not installed: {', '.join(MISSING)}"),
 ]
 
-VOCABULARY, GROUP_SIZE, PROMPTS, ROLLOUTS, DIVISOR, TEMPERATURE = 24, 4, 3, 2, 16, 0.9
+VOCABULARY, GROUP_SIZE, PROMPTS, ROLLOUTS, DIVISOR, TEMPERATURE = 24, 4, 3, 3, 16, 0.9
 CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03), "cispo": (1.0, 0.28)}
 NO_DUAL_CLIP = {"clip_ratio_c": 1e9}
 # With this eps Adam's step follows the size of a gradient, and not its sign, which rounding decides where a gradient is near 0. A
 # gradient that is clipped would have one size under each aggregation.
 ADAM = Optimizer(lr=3e-3, eps=1e-3, beta2=0.95, clip_grad=1e9)
-# Of what the steps have moved. Float32, two steps; a sample that counts twice is 0.1.
+# Of what the steps have moved. Float32, three steps; a sample that counts twice is 0.1.
 LIMIT = 1e-5
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 FSDP = EngineLayout(engine="fsdp2", micro_batch_size=12)
@@ -242,6 +242,7 @@ def trained_by_verl(
 def test_verls_training_worker_leaves_the_parameters_of_our_trainer(folder, truth, before, layout):
     found = trained_by_verl(folder, layout, [verl_run(*row) for row in ROWS])
     errors = {row: differences(weights, expected, before) for row, weights, expected in zip(ROWS, found, truth, strict=True)}
+    print(f"largest difference {max(errors.values()):.1e}")
     assert max(errors.values()) < LIMIT, errors
 
 
