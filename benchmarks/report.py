@@ -236,7 +236,9 @@ def markdown(report: dict, picture: str | None) -> str:
             lines += case_lines(case, style, with_gate=True)
     left_out = {row["provider"]: row["leaves_out"] for case in report["cases"] for row in case["rows"] if row["leaves_out"]}
     lines += ["## How to read this", "", "What is measured, and what each column is: docs/benchmarks/README.md.", ""]
-    return "\n".join([*lines, *(f"- {provider} leaves out: {what}." for provider, what in left_out.items())]) + "\n"
+    text = "\n".join([*lines, *(f"- {provider} leaves out: {what}." for provider, what in left_out.items())]) + "\n"
+    # An error's text may hold a word in angle brackets, which a reader of Markdown takes for a tag.
+    return re.sub(r"<(?=[A-Za-z/])", "&lt;", text)
 
 
 # Files
