@@ -12,6 +12,8 @@ import torch
 from helpers import error_of, pool_of
 from test_forward_step import SeenShapes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from trainer_cases import (
     CP,
@@ -398,6 +400,23 @@ def test_a_layer_that_is_more_than_a_product_is_refused_by_name(pool):
     assert "gather_output=True in the output layer" in gather and "parallel_output=True" in gather
     assert "asked to gather logits over tp" in at_runtime
     assert "--fp32-lm-head has no effect with float32 parameters" in float32 and "--bf16" in float32
+
+
+def sharded_on_rank(rank):
+    """torch's FSDP2, which frees the weight of the output layer after the layer's forward; the layer's own forward trains."""
+    mesh = init_device_mesh("cpu", (1,))
+    messages = []
+    for settings in (FUSED, HeadSettings()):
+        model = small_model()
+        fully_shard(model.output_layer, mesh=mesh)
+        messages.append(error_of(partial(run_model, model, model_input(torch.tensor([[1, 2, 3, 4]])), settings, SINGLE)))
+    return messages
+
+
+def test_a_head_that_fsdp_shards_is_refused_before_the_loss_reads_a_freed_weight(pool):
+    [(fused, own)] = pool.run(sharded_on_rank, world_size=1)
+    assert "--fused-lm-head-loss with FSDP: the weight of the output layer is whole within the layer's own forward alone" in fused
+    assert own == ""
 
 
 def test_what_a_model_s_config_cannot_do_with_the_head_is_told_at_once():

@@ -31,7 +31,16 @@ from megatron_rl.hosts.host_places import BUILDER, HEAD_REMEDY, MEASURE, of_head
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import Group, maxima_anywhere, resolve_groups
 from megatron_rl.lm_head import fp32_head_logits
-from megatron_rl.megatron.head import HeadInputs, HeadSettings, check_head, check_layer, flags_of, forward_through, is_plain
+from megatron_rl.megatron.head import (
+    HeadInputs,
+    HeadSettings,
+    check_head,
+    check_layer,
+    forward_through,
+    is_plain,
+    is_sharded_behind_forward,
+    sharded_problem,
+)
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, model_config_of
 
 ACTOR = "actor"
@@ -97,11 +106,8 @@ def _problems(models: Sequence[nn.Module], settings: HeadSettings, *, is_last_st
             check_head(settings, model_config_of(model))
         except ConfigError as error:
             yield from error.problems
-    if settings.is_fused and _are_sharded_behind_forward(models):
-        yield (
-            f"{flags_of(settings)} with FSDP: the weight of the output layer is whole within the layer's own forward alone, and "
-            f"the loss reads it later; train with Megatron's DistributedDataParallel, or remove {flags_of(settings)}"
-        )
+    if settings.is_fused and any(map(is_sharded_behind_forward, models)):
+        yield sharded_problem(settings)
     layers = _output_layers(models)
     if is_last_stage and not layers:
         name = type(find_gpt_model(models[-1])).__name__
@@ -111,12 +117,6 @@ def _problems(models: Sequence[nn.Module], settings: HeadSettings, *, is_last_st
         )
     for layer in layers:
         yield from _layer_problems(layer, settings)
-
-
-def _are_sharded_behind_forward(models: Iterable[nn.Module]) -> bool:
-    from torch.distributed.tensor import DTensor  # takes seconds to import, and a trainer has done so
-
-    return any(isinstance(parameter, DTensor) for model in models for parameter in model.parameters())
 
 
 def _layer_problems(layer: Any, settings: HeadSettings) -> Iterator[str]:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _MARK = 1000.0
 # Layers whose model returns their output unchanged. On CUDA the check synchronises, so it is done once.
 _plain_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Layers of models that no FSDP shards.
+_whole_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +121,10 @@ def run_model(
         return call(), None
     if settings.is_on:
         check_layer(layer, settings)
+    if settings.is_fused and layer not in _whole_heads:
+        if is_sharded_behind_forward(model):
+            raise ConfigError(sharded_problem(settings))
+        _whole_heads.add(layer)
     if not settings.is_fused:
         own_forward = layer.forward
 
@@ -275,6 +281,20 @@ def flags_of(settings: HeadSettings) -> str:
         return settings.setting
     flags = {"--fused-lm-head-loss": settings.is_fused, "--fp32-lm-head": settings.is_fp32}
     return " and ".join(flag for flag, is_on in flags.items() if is_on)
+
+
+def is_sharded_behind_forward(model: nn.Module) -> bool:
+    """Whether FSDP, torch's or Megatron's, holds the parameters between forwards."""
+    from torch.distributed.tensor import DTensor  # takes seconds to import, and a trainer has done so
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def sharded_problem(settings: HeadSettings) -> str:
+    return (
+        f"{flags_of(settings)} with FSDP: the weight of the output layer is whole within the layer's own forward alone, and the "
+        f"loss reads it later; train with Megatron's DistributedDataParallel, or remove {flags_of(settings)}"
+    )
 
 
 def is_plain(layer: nn.Module) -> bool:
