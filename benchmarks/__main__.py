@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import cliff, measure, overhead, peers, providers, report, scale, targets
+from benchmarks import cliff, measure, overhead, peers, providers, report, scale, support, targets
 from benchmarks.measure import Device, Settings
 from benchmarks.problems import LOG_PROBS, NUM_SETS, PRESETS, BenchmarkCase, HeadProblem, Inputs, LogitsProblem, Problem, with_shape
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
@@ -32,6 +32,7 @@ KINDS = {
     "sampling": "What a new token costs `megatron-rl train` by the length of the response. On a CPU; it needs megatron-core.",
     "rollouts": "What a sample costs the host in `megatron-rl train`: weighing, batches, files. It needs megatron-core.",
     "hosts": "One training step of the head in each host's own code and in ours: bytes a logit, memory, time. CPU or CUDA.",
+    "support": "The head with sets of kept ids, as pairs and as matmuls of all columns, by ids of a row. CUDA or CPU.",
     "scale": "What counting a step costs one rank of up to thousands: host time and bytes, with a simulated process group.",
 }
 PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "sampling": run_sampling,
             "rollouts": run_rollouts,
             "hosts": run_hosts,
+            "support": run_support,
         }.get(args.kind, run)(args)
     except ConfigError as error:
         say(f"benchmarks {args.kind}: ConfigError: {error}")
@@ -116,6 +118,11 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
             add("--rows", type=int, default=cliff.ROWS, metavar="COUNT", help=f"Tokens. Default: {cliff.ROWS}.")
             add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu, to try it out.")
             add("--time-limit", type=float, default=0.0, help="No shape starts after these seconds; 0: no limit. Default: 0.")
+            continue
+        if kind == "support":
+            add("--ids", type=int, nargs="+", metavar="COUNT", help=f"Of a row. Default: {' '.join(map(str, support.IDS))}.")
+            add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu.")
+            add("--shape", metavar="T,V,H", help="Tokens, columns, hidden size. Default: 512,32000,256; on CUDA 8192,151936,4096.")
             continue
         if kind == "overhead":
             add("--rows", type=int, nargs="+", default=[16, 128, 4096], metavar="COUNT", help="Tokens. Default: 16 128 4096.")
@@ -199,6 +206,24 @@ def run_overhead(args: Namespace) -> int:
     device = measure.find_device(args.device)
     torch.set_num_threads(1)
     for line in overhead.table(overhead.measure_overhead(args.rows, torch.device(device.kind))):
+        print(line, flush=True)
+    return 0
+
+
+def run_support(args: Namespace) -> int:
+    device = measure.find_device(args.device)
+    ids, sizes = args.ids or list(support.IDS), support.SIZES[device.kind]
+    if args.shape:
+        try:
+            num_rows, vocab_size, hidden_size = map(int, args.shape.split(","))
+        except ValueError:
+            raise ConfigError(f"--shape {args.shape} must be three whole numbers T,V,H, such as 512,32000,256") from None
+        sizes = (num_rows, vocab_size, hidden_size)
+    if min(*ids, *sizes) < 1:
+        raise ConfigError(f"--ids {ids} and --shape {args.shape}: each must be at least 1")
+    torch.set_num_threads(1)
+    print(f"T {sizes[0]}, V {sizes[1]}, H {sizes[2]}, {measure.describe_machine(device)['device_name']}")
+    for line in support.table(support.measure_support(ids, *sizes, torch.device(device.kind))):
         print(line, flush=True)
     return 0
 
