@@ -37,6 +37,20 @@ def test_rows_are_taken_in_any_order_and_joined():
     assert as_lists(joined) == as_lists(taken) + as_lists(support) and joined.largest == 3
 
 
+def test_blocks_are_neighbouring_rows_of_few_ids_or_one_row():
+    support = SamplingSupport.from_lists([*SETS, [], [4, 6]])
+    cut = {most: [(rows, pairs, as_lists(sets)) for rows, pairs, sets in support.blocks(most)] for most in (1, 3, 100)}
+    assert cut[3] == [
+        (slice(0, 3), slice(0, 3), [[1, 5], [], [3]]),
+        (slice(3, 5), slice(3, 6), [[0, 2, 9], []]),
+        (slice(5, 6), slice(6, 8), [[4, 6]]),
+    ]
+    assert [sets for _, _, sets in cut[1]] == [[[1, 5]], [[], [3]], [[0, 2, 9]], [[]], [[4, 6]]]
+    assert cut[100] == [(slice(0, 6), slice(0, 8), as_lists(support))]
+    assert [sets.largest for _, _, sets in support.blocks(3)] == [2, 3, 2]
+    assert list(SamplingSupport.from_lists([]).blocks()) == []
+
+
 @pytest.mark.parametrize(
     ("ids", "offsets", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from test_log_probs import ON_BACKENDS
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.log_probs import row_kernels, vocab_parallel_log_probs, vocab_shard
@@ -320,6 +322,19 @@ def test_each_row_is_computed_alone_and_the_order_of_ids_decides_no_bit(backend)
         case.logits.float(), torch.tensor(case.labels), temperature=0.7, sampling_support=support, with_full=True
     )
     assert torch.equal(scores, alone[0][rows]) and torch.equal(full, alone[1][rows])
+
+
+@pytest.mark.parametrize("most", [1, 7])
+def test_large_sets_are_taken_in_blocks_with_the_same_bits(most, backend):
+    """Wrong sets are found in each block too."""
+    case, blocks = random_case(), SamplingSupport.blocks
+    whole = by_ranks(case, 2, backend, torch.float32, "all", inplace=True)
+    with mock.patch.object(SamplingSupport, "blocks", lambda support: blocks(support, most)):
+        assert all(map(torch.equal, by_ranks(case, 2, backend, torch.float32, "all", inplace=True), whole))
+        for row in (0, 23):
+            wrong = replace(case, kept=[[*kept, kept[0]] if t == row else kept for t, kept in enumerate(case.kept)])
+            with pytest.raises(DataError, match=f"token {row} has the ids"):
+                run(wrong, SINGLE, backend, torch.float32, "all")
 
 
 # Logits as a host may hand them over: a view with strided columns, rows further apart than they are wide, one column before.

@@ -7,13 +7,16 @@ they would be other sets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron_rl.errors import DataError
+
+# Ids whose numbers, up to 45 bytes each, exist at one time: 50 MB.
+PAIRS_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +36,8 @@ class SamplingSupport:
     ids: Tensor  # [nnz] int32
     offsets: Tensor  # [T + 1] int64
     # What the host knows, so that nothing asks the device.
+    bounds: Tensor = field(init=False)  # [T + 1] int64 on the CPU
+    """offsets."""
     largest: int = field(init=False)
     """The most ids of a row."""
     bound: int = field(init=False)
@@ -64,9 +69,8 @@ class SamplingSupport:
         order = order[rows[order].argsort(stable=True)]
         ids = ids[order]
         is_clean = not bool((_repeated(ids, rows) | (ids < 0)).any())
-        largest = int(bounds.diff().max()) if bounds.numel() > 1 else 0
         bound = int(ids.max()) + 1 if ids.numel() else 0
-        _set(self, ids=ids, offsets=offsets, largest=largest, bound=bound, is_clean=is_clean)
+        _set(self, ids=ids, offsets=offsets, bounds=bounds, largest=_largest(bounds), bound=bound, is_clean=is_clean)
 
     @classmethod
     def from_lists(cls, ids: Sequence[Sequence[int]]) -> SamplingSupport:
@@ -100,22 +104,38 @@ class SamplingSupport:
         """The same sets there; only a copy from CUDA to the host synchronises."""
         waits = torch.device(device).type == "cpu"
         ids, offsets = (part.to(device, non_blocking=not waits) for part in (self.ids, self.offsets))
-        return _made([self], ids, offsets, largest=self.largest)
+        return _made([self], ids, offsets, self.bounds)
 
     def take(self, rows: Tensor) -> SamplingSupport:  # [n] int64, on the same device
         """The sets of these rows, in this order. On CUDA it synchronises."""
         starts, sizes = self.offsets[rows], self.sizes[rows]
         offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        inside = torch.arange(int(offsets[-1]), device=rows.device) - torch.repeat_interleave(offsets[:-1], sizes)
-        ids = self.ids[torch.repeat_interleave(starts, sizes) + inside]
-        return _made([self], ids, offsets, largest=int(sizes.max()) if sizes.numel() else 0)
+        bounds = offsets.cpu()
+        shift = torch.repeat_interleave(starts - offsets[:-1], sizes, output_size=int(bounds[-1]))
+        return _made([self], self.ids[shift + torch.arange(len(shift), device=rows.device)], offsets, bounds)
+
+    def cut(self, first: int, last: int) -> SamplingSupport:
+        """The sets of the rows from first to last - 1, without a copy of ids and without a synchronisation."""
+        start, end = self.bounds[[first, last]].tolist()
+        ids, rows = self.ids[start:end], slice(first, last + 1)
+        return _made([self], ids, self.offsets[rows] - start, self.bounds[rows] - start)
+
+    def blocks(self, most: int = PAIRS_AT_ONCE) -> Iterator[tuple[slice, slice, SamplingSupport]]:
+        """(rows, pairs, their sets): neighbouring rows with at most so many ids together, or one row. No synchronisation."""
+        first = 0
+        while first < self.num_rows:
+            start = int(self.bounds[first])
+            last = max(int(torch.searchsorted(self.bounds, start + most, right=True)) - 1, first + 1)
+            whole = first == 0 and last == self.num_rows
+            yield slice(first, last), slice(start, int(self.bounds[last])), self if whole else self.cut(first, last)
+            first = last
 
     @staticmethod
     def cat(parts: Sequence[SamplingSupport]) -> SamplingSupport:
         """The rows of all parts, one after the other."""
-        sizes = torch.cat([part.sizes for part in parts])
-        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        return _made(parts, torch.cat([part.ids for part in parts]), offsets, largest=max(part.largest for part in parts))
+        sizes, known = torch.cat([part.sizes for part in parts]), torch.cat([part.bounds.diff() for part in parts])
+        offsets, bounds = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (sizes, known))
+        return _made(parts, torch.cat([part.ids for part in parts]), offsets, bounds)
 
     def is_inside(self, vocab_size: int) -> bool:
         """Whether the host knows that all ids are distinct in their rows and in [0, vocab_size). False: some are not, somewhere."""
@@ -148,11 +168,12 @@ class SamplingSupport:
         if self.ids.is_cuda:
             return
         is_live = torch.ones(num_tokens, dtype=torch.bool) if loss_mask is None else loss_mask
-        rows = self.rows
-        has_label = torch.zeros(num_tokens, dtype=torch.bool).index_fill(0, rows[self.ids == labels[rows]], True)
-        is_wrong = torch.zeros_like(has_label)
-        if not self.is_inside(vocab_size):
-            is_wrong = is_wrong.index_fill(0, rows[self.are_wrong(vocab_size)], True)
+        has_label, is_wrong = (torch.zeros(num_tokens, dtype=torch.bool) for _ in range(2))
+        for block, _, sets in self.blocks():
+            rows = sets.rows
+            has_label[block].index_fill_(0, rows[sets.ids == labels[block][rows]], True)
+            if not self.is_inside(vocab_size):
+                is_wrong[block].index_fill_(0, rows[sets.are_wrong(vocab_size)], True)
         bad = (is_live & (is_wrong | ~has_label)).nonzero()[:, 0].tolist()
         if bad:
             raise DataError(self._fault(bad, vocab_size, labels, bool(is_wrong[bad[0]]), cu_seqlens))
@@ -180,10 +201,14 @@ class SamplingSupport:
         return f"sampling_support: {where} {what}. {len(bad)} unmasked tokens have such a fault"
 
 
-def _made(parts: Sequence[SamplingSupport], ids: Tensor, offsets: Tensor, *, largest: int) -> SamplingSupport:
+def _made(parts: Sequence[SamplingSupport], ids: Tensor, offsets: Tensor, bounds: Tensor) -> SamplingSupport:
     """Of rows of the parts, without the checks and the sort of the constructor."""
-    bound, is_clean = max(part.bound for part in parts), all(part.is_clean for part in parts)
-    return _set(object.__new__(SamplingSupport), ids=ids, offsets=offsets, largest=largest, bound=bound, is_clean=is_clean)
+    known = {"bound": max(part.bound for part in parts), "is_clean": all(part.is_clean for part in parts)}
+    return _set(object.__new__(SamplingSupport), ids=ids, offsets=offsets, bounds=bounds, largest=_largest(bounds), **known)
+
+
+def _largest(bounds: Tensor) -> int:
+    return int(bounds.diff().max()) if bounds.numel() > 1 else 0
 
 
 def _set(support: SamplingSupport, **values: object) -> SamplingSupport:

@@ -14,7 +14,7 @@ Derivation: docs/losses.md, "Scores over what the sampler kept".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ class SupportResult:
     full: RowResult | None  # over the vocabulary; None where nothing reads it
     divisors: Tensor | None = None  # [T] of e^z that forward has kept
 
+    def cut(self, rows: slice, pairs: slice) -> SupportResult:
+        """The numbers of these rows, whose pairs these are."""
+        full = None if self.full is None else RowResult(*(getattr(self.full, field.name)[rows] for field in fields(self.full)))
+        return SupportResult(self.scores[rows], self.maximum[rows], self.total[rows], self.logits[pairs], full)
+
 
 def support_results(
     logits: Tensor,  # [T, V_tp]
@@ -97,8 +102,12 @@ def support_results(
     """
     reads_all |= with_entropy or support.largest == shard.vocab_size
     are_whole = _are_all_whole(support, shard)
-    pairs = logits.new_empty(0) if are_whole else pair_logits(logits, support, shard)
-    own = None if are_whole else pair_statistics(pairs, support, labels, shard.inverse_temperature)
+    pairs = logits.new_empty(0 if are_whole else support.num_pairs, dtype=working_dtype(logits))
+    own = None if are_whole else pairs.new_empty(support.num_rows, WIDTH)
+    if own is not None:
+        for rows, block, sets in support.blocks():
+            pairs[block] = pair_logits(logits[rows], sets, shard)
+            own[rows] = pair_statistics(pairs[block], sets, labels[rows], shard.inverse_temperature)
     full = divisors = None
     if reads_all and tp_group.size() == 1 and exponentials is None:
         full = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
@@ -159,10 +168,11 @@ def support_gradient(
             full = (result.full.maximum, result.full.total, result.full.entropy)
             kernels.gradient(logits, labels, loss_mask, *full, dense, entropy_coefficients, shard, out=out)
     if not _are_all_whole(support, shard):
-        values = pair_gradient(
-            result, labels, loss_mask, support, shard.inverse_temperature, coefficients, full_coefficients, entropy_coefficients
-        )
-        write_pairs(out, values, support, shard)
+        vectors = (coefficients, full_coefficients, entropy_coefficients)
+        for rows, block, sets in support.blocks():
+            of_rows = [None if vector is None else vector[rows] for vector in (loss_mask, *vectors)]
+            values = pair_gradient(result.cut(rows, block), labels[rows], of_rows[0], sets, shard.inverse_temperature, *of_rows[1:])
+            write_pairs(out[rows], values, sets, shard)
     return out
 
 
