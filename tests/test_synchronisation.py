@@ -14,6 +14,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -25,12 +26,14 @@ from torch import Tensor
 from megatron_rl import StepTotals, count_step, policy_loss, vocab_parallel_log_probs
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import linear_policy_loss
 from megatron_rl.losses.inputs import prepare_inputs
 from megatron_rl.losses.settings import LossKeywords, with_defaults
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.ops import support_head
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.step_metrics import report_pairs
@@ -349,6 +352,37 @@ def test_a_fused_head_without_a_gradient_waits_for_nothing():
         seen.clear()
         linear_log_probs(hidden, weight, labels, loss_mask=case.batch.loss_mask, tp_group=SINGLE, backend="torch")
         assert seen == []
+
+
+@pytest.mark.parametrize("sets_on", ["cpu", "cuda"])
+def test_sets_of_kept_ids_wait_for_nothing_but_sets_on_the_device(sets_on):
+    """Pairs, rows of one id, and chunks of rows of all ids and of all but one, which is above a limit of 3. In
+    torch the weight's gradient counts the ids of a chunk; the kernel does not (test_kernel_code.py)."""
+    case = float32(head_batch([9, 7], "none masked"))
+    labels, old, advantages, mask, cu_seqlens, weights = case.batch.arguments()
+    vocab_size = case.weight.shape[0]
+    kept = [[(int(label) + i) % vocab_size for i in range((1, 2, 3, 15, 16)[t % 5])] for t, label in enumerate(labels)]
+    support = SamplingSupport.from_lists(kept)
+    with mock.patch.object(support_head, "SPARSE_ROW_LIMIT", 3), simulated_cuda() as seen:
+        sets, hidden, weight = support.to(torch.device(sets_on)), case.hidden.to("cuda"), case.weight.to("cuda")
+        there = [value.to("cuda") for value in (labels, old, advantages, weights)]
+        options = {"sampling_support": sets, "backend": "torch", "tp_group": SINGLE}
+        seen.clear()
+        linear_log_probs(hidden, weight, there[0], loss_mask=mask, **options)
+        of_scores = list(seen)
+        seen.clear()
+        leaf, parameter = hidden.requires_grad_(), torch.nn.Parameter(weight)
+        packed = (*there[:3], mask, cu_seqlens, there[3])
+        output = linear_policy_loss("grpo", leaf, parameter, *packed, **options, **CLIP, cp_group=SINGLE)
+        in_forward = list(seen)
+        seen.clear()
+        output.loss.backward()
+        assert seen == []
+    of_sets = [(LOOK, "megatron_rl/layout/sampling_support.py")] * 2 * (sets_on == "cuda")
+    assert [(event.kind, event.file) for event in of_scores] == of_sets
+    counted = [(event.kind, event.file) for event in in_forward]
+    assert counted[: len(of_sets)] == of_sets
+    assert {file for _, file in counted[len(of_sets) :]} == {"megatron_rl/ops/sparse_head.py"}
 
 
 # Counting a step

@@ -102,7 +102,7 @@ def linear_log_probs(
         compare_heads(agreement, hidden, weight, labels, loss_mask, options, max_logits_bytes)
         on_host, mask = None, None
         if sampling_support is not None:
-            mask = None if loss_mask is None else loss_mask.to(hidden.device)
+            mask = None if loss_mask is None else loss_mask.to(hidden.device, non_blocking=True)
             if isinstance(sampling_support, SamplingSupport):
                 on_host, sampling_support = sampling_support.to(torch.device("cpu")), sampling_support.to(hidden.device)
             check_support(sampling_support, labels, mask, vocab_shard(weight.shape[0], temperature, vocab_size, tp_group))
