@@ -355,6 +355,12 @@ def moved(name: str) -> Callable[[], None]:
         elif name == "caller":
             engine = modules["verl.workers.engine.megatron.transformer_impl"].MegatronEngineWithLMHead
             engine._lm_head_logits_processor = lambda logits, label: logits
+        elif name in ("method", "start"):
+            engine = modules["verl.workers.engine.megatron.transformer_impl"].MegatronEngine
+            if name == "method":
+                engine._maybe_enable_fused_kernels = lambda self, module: None
+            else:
+                engine.initialize = lambda self: None
         else:
             del modules["verl.workers.engine.fsdp.transformer_impl"].FSDPEngineWithLMHead
 
@@ -374,6 +380,15 @@ def moved(name: str) -> Callable[[], None]:
             "caller",
             r"verl's MegatronEngineWithLMHead._lm_head_logits_processor does not call vocab_parallel_log_probs_from_logits any "
             r"more, .*test_host_log_probs.py:\d+, so log_probs would have no effect there",
+        ),
+        (
+            "method",
+            r"verl's MegatronEngine._maybe_enable_fused_kernels takes \(self, module\), ours is made for \(self\), "
+            r".*test_host_log_probs.py:\d+; verl-project/verl 1dda039b9 was probed",
+        ),
+        (
+            "start",
+            r"verl's MegatronEngine.initialize does not call MegatronEngine._maybe_enable_fused_kernels any more, .*:\d+, so",
         ),
         ("no engine", r"has no FSDPEngineWithLMHead.prepare_model_outputs, which calls logprobs_from_logits; verl-project/verl"),
     ],

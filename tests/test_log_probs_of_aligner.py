@@ -730,6 +730,9 @@ def test_nemo_rl_makes_workers_of_another_class_as_we_ask():
     )
     assert f'"{nemo_rl_plugin.OWN_WORKER}": ' in NEMO_RL.source("nemo_rl/distributed/ray_actor_environment_registry.py")
     worker = NEMO_RL.source("nemo_rl/models/policy/workers/megatron_policy_worker.py")
+    # Our head is placed in the model that its __init__ leaves, and its fused head is off by this name.
+    assert "self.model = model_and_optimizer_state.model" in worker
+    assert 'config["megatron_cfg"].get("use_fused_linear_logprobs", False)' in NEMO_RL.source("nemo_rl/models/megatron/setup.py")
     assert "class MegatronPolicyWorkerImpl(" in worker and 'get_runtime_env_for_policy_worker("megatron_policy_worker")' in worker
 
 
