@@ -11,6 +11,7 @@ import torch
 from carrier_cases import (
     FUSED,
     UNTIED,
+    VOCABULARY,
     HostStep,
     enlarge_head,
     found_on_rank,
@@ -23,6 +24,7 @@ from carrier_cases import (
 )
 from helpers import pool_of
 from host_loss_cases import GSPO, TERMS, Case, host_batch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import carried_log_probs
@@ -136,6 +138,43 @@ def test_a_fused_step_takes_a_tenth_of_the_memory_of_the_logits(pool):
     of_logits = 1440 * 4096 * 4
     assert trains > 2 * of_logits and measures > of_logits
     assert trains_fused < 0.1 * trains and measures_fused < 0.1 * measures
+
+
+class RowsOfLogits(TorchDispatchMode):
+    """The rows of all matrix products with as many columns as the vocabulary has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and result.shape[1] == VOCABULARY:
+            self.rows += result.shape[0]
+        return result
+
+
+def rows_on_rank(rank: int, steps: list[HostStep]) -> list[int]:
+    """Of each step the rows of logits that its head has made."""
+    found = []
+    for step in steps:
+        args = host_args(step)
+        models, optimizer, _ = host_model(args)
+        with RowsOfLogits() as logits:
+            train_one_step(args, models, optimizer, step)
+        found.append(logits.rows)
+    return found
+
+
+@pytest.mark.megatron
+def test_a_reported_entropy_takes_no_product_of_its_own(pool):
+    """slime always reports one. It comes from the chunk's logits, which the loss has made."""
+    reports = Case(host="slime", settings=WIDE)
+    silent = replace(reports, settings=WIDE | {"policy_metrics": "none"})
+    observes = Case(settings=WIDE | {"observe_training_entropy": True})
+    steps = [HostStep(case, flags=FUSED) for case in (silent, reports, observes)]
+    [found] = pool.run(rows_on_rank, steps, world_size=1)
+    assert found == [sum(sum(mask) for _, _, mask in reports.shapes)] * 3
 
 
 @pytest.mark.megatron

@@ -134,6 +134,19 @@ def test_rows_without_a_gradient_leave_the_matmuls(kind, rows):
     assert matmul_rows(case, kind, **options, **every_term(case.batch)) == {"logits": 18, "hidden": 18, "weight": 18}
 
 
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+def test_the_entropy_of_each_token_comes_with_the_loss(kind):
+    """From the logits of the chunks, which are computed once, and from the pass over logits. None where nothing asked for it."""
+    case = fates(kind)
+    options = {**FATES, "max_logits_bytes": budget(case, 1000), "metrics": "with_entropy"}
+    log_probs = torch.log_softmax(case.batch.logits, -1)
+    expected = torch.where(case.batch.loss_mask, -(log_probs.exp() * log_probs).sum(-1), 0.0)
+    for found in (run(fused(kind), case, **options), by_logits(kind, case, **FATES, metrics="with_entropy")):
+        torch.testing.assert_close(found.output.entropy_per_token, expected, rtol=EXACT, atol=EXACT)
+    assert run(fused(kind), case, **options | {"metrics": "basic"}).output.entropy_per_token is None
+    assert matmul_rows(case, kind, **options)["logits"] == 18
+
+
 def test_long_documents_pay_what_their_plan_says():
     """Plan scale-last: three matmuls a row, the last chunk of a clipped document one; advantage 0 one. Two-pass: all chunks
     but the last have their logits computed again."""

@@ -37,8 +37,6 @@ from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of
 from megatron_rl.ops.backends import resolve_backend
-from megatron_rl.ops.linear_log_probs import linear_log_probs
-from megatron_rl.ops.log_probs import LogProbKeywords, vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation.checks import Asker
@@ -67,8 +65,7 @@ def custom_loss(
     With --fused-lm-head-loss there are no logits: the loss is computed from the hidden states that the model's output carries.
 
     Communication: as losses.policy_loss (tp one all-gather, cp one all-reduce of [N, k]) and of the metrics (cp one of
-    [N, k <= 2]; tp one where the host reports an entropy at coefficient 0); --allgather-cp one more. Backward none. With a fused
-    head as losses.linear_policy_loss, and for that entropy as ops.linear_log_probs.
+    [N, k <= 2]); --allgather-cp one more. Backward none. With a fused head as losses.linear_policy_loss.
     Raises: ConfigError, DataError: settings that are not honoured, an absent key, a wrong length, a non-finite unmasked token.
     """
     run = RUNS.of(args)
@@ -79,7 +76,6 @@ def custom_loss(
     token_weights, mean_weights = sample_weights(plan, rows.token_counts, rows.rollout_token_counts)
     operands, old_log_probs = _operands(plan, run, logits, tp_group), _old_log_probs(plan, rows)
     config = plan.config
-    entropy = _entropy(plan, rows, operands, mean_weights, tp_group)  # before logits may be written
     options: LossKeywords = {
         "clip_ratio_low": config.clip_ratio_low,
         "clip_ratio_high": config.clip_ratio_high,
@@ -87,6 +83,8 @@ def custom_loss(
         "temperature": config.policy_temperature,
         "kl_coefficient": config.kl_coefficient,
         "entropy_coefficient": config.entropy_coefficient,
+        # The host's entropy_loss, where no term of ours has it, from the same pass.
+        "metrics": PolicyMetrics.WITH_ENTROPY if _has_metric_of_entropy(plan) else PolicyMetrics.NONE,
         "backend": config.policy_loss_backend,
         "advantages_per": "token",
         "token_counts": rows.token_counts,
@@ -127,7 +125,7 @@ def custom_loss(
     if output.num_nonfinite.is_cuda:  # on the CPU the loss has raised by itself
         stop_on_nonfinite(run.guard, output.num_nonfinite)
     old_log_probs = given(output.log_probs) if old_log_probs is None else old_log_probs
-    entropy = output.entropy if entropy is None else entropy
+    entropy = _entropy(rows, output.entropy_per_token, mean_weights) if _has_metric_of_entropy(plan) else output.entropy
     return output.loss, host_metrics(plan, rows, output, old_log_probs, mean_weights, entropy, cp_group)
 
 
@@ -297,36 +295,13 @@ def _operands(plan: LossPlan, run: HostRun, logits: Tensor, tp_group: Group) -> 
     return HeadInputs(hidden, inputs.weight, is_sequence_parallel)
 
 
-@torch.no_grad()
-def _entropy(
-    plan: LossPlan, rows: HostBatch, operands: Tensor | HeadInputs, weights: Tensor, tp_group: Group
-) -> Tensor | None:  # 0-d
-    """The host's entropy_loss where no term of ours has it: the logits are read once more, outside the graph. A fused head takes
-    one more product for it."""
-    config = plan.config
-    if config.entropy_coefficient or not plan.entropy_is_reported:
-        return None
-    options: LogProbKeywords = {
-        "loss_mask": rows.loss_mask,
-        "temperature": config.policy_temperature,
-        "tp_group": tp_group,
-        "backend": config.policy_loss_backend,
-    }
-    if isinstance(operands, Tensor):
-        _, entropy = vocab_parallel_log_probs(operands.detach(), rows.labels, with_entropy=True, **options)
-    else:
-        _, entropy = linear_log_probs(
-            operands.hidden,
-            operands.weight,
-            rows.labels,
-            with_entropy=True,
-            max_logits_bytes=config.max_logits_bytes,
-            sequence_parallel=operands.is_sequence_parallel,
-            fp32_logits=config.fp32_lm_head,
-            **options,
-        )
+def _has_metric_of_entropy(plan: LossPlan) -> bool:
+    return plan.entropy_is_reported and not plan.config.entropy_coefficient
+
+
+def _entropy(rows: HostBatch, of_tokens: Tensor | None, weights: Tensor) -> Tensor:  # [T], [N] -> 0-d
     documents = document_ids(rows.cu_seqlens, rows.labels.numel())
-    return torch.where(rows.loss_mask, entropy.double() * spread(weights.double(), documents), 0.0).sum()
+    return torch.where(rows.loss_mask, given(of_tokens).double() * spread(weights.double(), documents), 0.0).sum()
 
 
 # The host's own metric names and divisor, from what the loss has computed; no gradient goes through them

@@ -42,7 +42,8 @@ from megatron_rl.ops.support_scores import SupportLogProbs, check_support
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
     """loss is 0-d and differentiable; the other fields are detached. kl_loss and entropy are None at coefficient 0, metrics is None
-    at "none", log_probs is None with return_log_probs=False."""
+    at "none", log_probs is None with return_log_probs=False. entropy_per_token is there where the loss, a coefficient or a metric
+    needs it."""
 
     loss: Tensor
     policy_loss: Tensor
@@ -52,9 +53,12 @@ class PolicyLossOutput:
     num_nonfinite: Tensor  # [N] int32
     metrics: PolicyStatistics | None
     correction: Correction | None = None  # None without a correction
+    entropy_per_token: Tensor | None = None  # [T], in nats; 0 in masked rows
 
 
-def output_of(result: LossResult, loss: Tensor, log_probs: Tensor | None) -> PolicyLossOutput:
+def output_of(
+    result: LossResult, loss: Tensor, log_probs: Tensor | None, entropy_per_token: Tensor | None = None
+) -> PolicyLossOutput:
     """loss: result.loss with the gradient attached."""
     return PolicyLossOutput(
         loss=loss,
@@ -65,6 +69,7 @@ def output_of(result: LossResult, loss: Tensor, log_probs: Tensor | None) -> Pol
         num_nonfinite=result.num_nonfinite,
         metrics=result.metric_sums,
         correction=result.correction,
+        entropy_per_token=entropy_per_token,
     )
 
 
@@ -153,7 +158,7 @@ def policy_loss(
             )
             result = reducer_of(loss, settings)(loss, log_probs, entropy if with_entropy else None, inputs, settings)
             loss_of_logits = _WithLogitsGradient.apply(logits, result, gradient, made_with)  # type: ignore[no-untyped-call]  # torch's
-            return output_of(result, loss_of_logits, log_probs)
+            return output_of(result, loss_of_logits, log_probs, entropy if with_entropy else None)
     rows, how = (logits, labels, inputs.loss_mask), (inplace, row_kernels(settings.backend), torch.is_grad_enabled())
     full = None
     if support is None:
@@ -164,13 +169,14 @@ def policy_loss(
         )
         if full is not None:
             inputs = replace(inputs, log_kept_mass=full.detach() - log_probs.detach())
-    result = reducer_of(loss, settings)(loss, log_probs.detach(), entropy.detach() if with_entropy else None, inputs, settings)
+    of_tokens = entropy.detach() if with_entropy else None
+    result = reducer_of(loss, settings)(loss, log_probs.detach(), of_tokens, inputs, settings)
     if settings.is_kl_of_all:
         of_kl = kl_coefficients_of_all(log_probs.detach(), inputs, settings, shard.vocab_size)
         result = replace(result, coefficients=result.coefficients - of_kl, full_coefficients=of_kl)
     scores = (log_probs, full, entropy if with_entropy else None)
     with_gradient = _WithGradient.apply(*scores, result, announced)  # type: ignore[no-untyped-call]  # torch's
-    return output_of(result, with_gradient, log_probs.detach())
+    return output_of(result, with_gradient, log_probs.detach(), of_tokens)
 
 
 @runs_eagerly

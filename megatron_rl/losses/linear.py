@@ -213,7 +213,8 @@ def linear_policy_loss(
             )
             head, result = sparse.head, reduce_with_support(sparse, loss, inputs, settings, hidden, ready)
     with_gradient = result.loss if ready is None else attach_gradient(result.loss, hidden, weight, ready)
-    return output_of(result, with_gradient, head.log_probs if options["return_log_probs"] else None)
+    of_tokens = head.entropy if settings.needs_entropy else None
+    return output_of(result, with_gradient, head.log_probs if options["return_log_probs"] else None, of_tokens)
 
 
 def linear_grpo_loss(
