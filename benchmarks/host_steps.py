@@ -6,7 +6,7 @@ then times between two events around loss and gradients. What a host compiles is
 
     ours              Triton, as backend auto takes it there. Chunks of the fused head hold DEFAULT_MAX_LOGITS_BYTES, 2 GiB
     a host's own      its own default of chunk rows in its fused head; a kernel that a setting turns on is a row beside it
-    groups            of one rank, on torch's fake backend: no message is sent, so no time of one is in the numbers
+    groups            of one rank: NCCL's, gloo's on a CPU. No message leaves it, so no time of one is in the numbers
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def measure_steps(
     No path starts after time_limit seconds; 0: no limit. Raises DeviceLost.
     """
     ends = time.perf_counter() + time_limit if time_limit else float("inf")
-    with hosts.one_megatron_rank():
+    with hosts.one_megatron_rank("nccl" if device.kind == "cuda" else "gloo"):
         for host, paths in groupby(hosts.paths(texts, with_kernels=device.kind == "cuda"), lambda path: path.host):
             chosen = [provider_of(path, lambda: time.perf_counter() <= ends, time_limit) for path in paths]
             rows, drift = measure.measure(problem, chosen, device, settings)

@@ -420,16 +420,25 @@ def _total(tracker: Any, when: str) -> int:
 
 
 @contextlib.contextmanager
-def one_megatron_rank() -> Iterator[None]:
-    """Megatron's groups of one rank, whose collectives move nothing, also on meta tensors."""
+def one_megatron_rank(backend: str = "fake") -> Iterator[None]:
+    """Megatron's groups of one rank. Collectives of "fake" take meta tensors too; not all of them write their result."""
     from megatron.core import parallel_state
 
-    with fake_ranks(1):
+    with fake_ranks(1) if backend == "fake" else one_real_rank(backend):
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         try:
             yield
         finally:
             parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def one_real_rank(backend: str) -> Iterator[None]:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def one_rank() -> dist.ProcessGroup:
