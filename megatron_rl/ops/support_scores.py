@@ -61,6 +61,8 @@ def compare_supports(agreement: Agreement, support: SamplingSupport | None, loss
     if support is not None and loss_mask is not None:
         sizes, ids = support.sizes[loss_mask], support.ids[loss_mask[support.rows]]
     agreement.add("whether sampling_support is given", support is not None)
+    # It decides what is gathered.
+    agreement.add("most ids of a row of sampling_support", None if support is None else support.largest, is_sliced=True)
     agreement.add("sizes of sampling_support", sizes, is_sliced=True)
     agreement.add("ids of sampling_support", ids, is_sliced=True)
 
@@ -103,26 +105,24 @@ def support_results(
     reads_all |= with_entropy or support.largest == shard.vocab_size
     are_whole = _are_all_whole(support, shard)
     pairs = logits.new_empty(0 if are_whole else support.num_pairs, dtype=working_dtype(logits))
-    own = None if are_whole else pairs.new_empty(support.num_rows, WIDTH)
-    if own is not None:
-        for rows, block, sets in support.blocks():
-            pairs[block] = pair_logits(logits[rows], sets, shard)
-            own[rows] = pair_statistics(pairs[block], sets, labels[rows], shard.inverse_temperature)
+    own = pairs.new_zeros(support.num_rows, WIDTH)  # of whole rows too: no rank gathers another shape
+    for rows, block, sets in () if are_whole else support.blocks():
+        pairs[block] = pair_logits(logits[rows], sets, shard)
+        own[rows] = pair_statistics(pairs[block], sets, labels[rows], shard.inverse_temperature)
     full = divisors = None
     if reads_all and tp_group.size() == 1 and exponentials is None:
         full = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
-        gathered = None if own is None else own[None]
+        gathered = own[None]
     elif reads_all:
         kept = {} if exponentials is None else {"exponentials": exponentials}
         statistics = kernels.statistics(logits, labels, loss_mask, shard, with_entropy=with_entropy, **kept)
-        together = all_gather_stack(statistics if own is None else torch.cat([statistics, own], dim=1), tp_group)
+        together = all_gather_stack(torch.cat([statistics, own], dim=1), tp_group)
         full = RowResult(*kernels.merge(together[..., : statistics.shape[1]], loss_mask, shard))
-        gathered = None if own is None else together[..., -WIDTH:]
+        gathered = together[..., -WIDTH:]
         divisors = None if exponentials is None else divisors_of_kept(statistics, full, shard)
     else:
-        assert own is not None
         gathered = all_gather_stack(own, tp_group)
-    if gathered is None:
+    if are_whole:
         assert full is not None
         return SupportResult(full.log_probs.clone(), full.maximum, full.total, pairs, full, divisors)
     maximum, total, scores, _ = merge_shards(gathered, loss_mask, shard)
