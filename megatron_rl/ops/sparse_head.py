@@ -98,16 +98,17 @@ def make_pairs(
     """The pairs of these rows, on the labels' device. It reads the sets on the host; the copies do not synchronise."""
     starts, sizes = support.offsets[rows], support.sizes[rows]
     bounds = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    places = torch.repeat_interleave(torch.arange(rows.numel()), sizes)
-    inside = torch.arange(int(bounds[-1])) - bounds[places]
-    columns = support.ids[starts[places] + inside].long() - shard.first_column
-    is_owned = (columns >= 0) & (columns < shard.num_columns)
-    if not bool(is_owned.all()):
+    num_pairs = int(bounds[-1])
+    places = torch.repeat_interleave(torch.arange(rows.numel()), sizes, output_size=num_pairs)
+    shift = torch.repeat_interleave(starts - bounds[:-1], sizes, output_size=num_pairs)
+    columns = support.ids.index_select(0, shift.add_(torch.arange(num_pairs))).long() - shard.first_column
+    if num_pairs and (int(columns.min()) < 0 or int(columns.max()) >= shard.num_columns):
+        is_owned = (columns >= 0) & (columns < shard.num_columns)
         columns, places = columns[is_owned], places[is_owned]
         bounds = torch.cat([sizes.new_zeros(1), is_owned.cumsum(0)])[bounds]
-    on_host = (rows, columns, places, rows[places], bounds)
+    on_host = (rows, columns, places, rows.index_select(0, places), bounds)
     rows, columns, places, tokens, offsets = (part.to(labels.device, non_blocking=True) for part in on_host)
-    is_label = labels.index_select(0, tokens) == columns + shard.first_column
+    is_label = (labels - shard.first_column).index_select(0, tokens) == columns
     return Pairs(rows, columns, places, tokens, offsets, is_label, bounds)
 
 
