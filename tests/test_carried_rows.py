@@ -19,6 +19,8 @@ from test_forward_step import SeenShapes
 from test_host_log_probs import HIDDEN, LIMIT, VOCABULARY, in_fork
 from test_log_probs_of_aligner import nemo_rl_with_ours
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import log_probs
@@ -196,6 +198,30 @@ def test_several_temperatures_by_hand():
         hidden[:0], weight, labels[:0], SINGLE, temperature=temperature[:0], reduces_hidden=True
     )
     assert [values.shape for values in nothing] == [(0,), (0,)]
+
+
+def sharded_on_a_rank(rank: int):
+    """FSDP2's shard of a head that the host reads outside of the layer's forward; each rank has hidden states of its own."""
+    hidden, weight, labels, temperature = head()
+    mesh = init_device_mesh("cpu", (2,))
+    leaf = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+    found, _ = log_probs.log_probs_of_hidden(
+        (1 + rank) * hidden, leaf, labels, SINGLE, temperature=temperature, reduces_hidden=False
+    )
+    found.sum().backward()
+    return found.detach(), leaf.grad.full_tensor()
+
+
+def test_a_head_that_fsdp2_shards_has_the_mean_of_the_ranks_gradients():
+    hidden, weight, labels, temperature = head()
+    answers = run_ranks(sharded_on_a_rank, 2, use_megatron=False)
+    leaf, values = weight.clone().requires_grad_(), []
+    for rank in range(2):
+        log_p = ((1 + rank) * hidden @ leaf.T / temperature[:, None]).log_softmax(-1)
+        values.append(log_p.gather(1, labels[:, None])[:, 0])
+    (sum(value.sum() for value in values) / 2).backward()
+    for (found, gradient), value in zip(answers, values, strict=True):
+        assert relative(found, value.detach()) < LIMIT and relative(gradient, leaf.grad) < LIMIT
 
 
 def test_verls_fsdp_engine_gives_its_fused_forward_the_temperature_of_each_row():
