@@ -14,6 +14,7 @@ from helpers import KERNEL_DEVICE
 from megatron_rl.config import Backend
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.ops import sparse_head
 from megatron_rl.ops.log_probs import vocab_shard
 from megatron_rl.ops.log_probs_torch import working_dtype
 from megatron_rl.ops.sparse_head import (
@@ -113,6 +114,17 @@ def test_little_memory_changes_the_order_of_the_weights_sum_alone(max_bytes):
     assert torch.allclose(small["of_weight"], large["of_weight"], rtol=0, atol=1e-13)
 
 
+def test_an_id_of_many_rows_is_added_once(monkeypatch):
+    """On CUDA index_add has no order: the sum has one only where each id comes once."""
+    case, seen, sums = Case(torch.float32, 8), [], sparse_head._sum_segments
+    monkeypatch.setattr(sparse_head, "_sum_segments", lambda values, counts, of: seen.append(counts) or sums(values, counts, of))
+    pairs = case.pairs()
+    weight = torch.zeros(case.weight.shape)
+    sparse_head.add_weight_reference(torch.ones(pairs.columns.numel()), pairs, case.hidden, out=weight, max_bytes=2**31)
+    counts = pairs.columns.bincount()
+    assert [tuple(found.tolist()) for found in seen] == [tuple(counts[counts > 0].tolist())] and int(counts.max()) > 2
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_pair_is_no_launch_and_no_error(backend):
     """A tp rank may own no column of any set, a cp rank may have no row."""
@@ -147,6 +159,20 @@ class _SecondOfTwo:
         return 1
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kept_logits_far_below_the_others_and_below_0_keep_their_digits(backend):
+    """Their own maximum: z = -300 and -301 beside 0. e^-300 is 0 in float32. log_prob = -ln(1 + e^-1)."""
+    weight = torch.tensor([[-300.0], [-301.0], [0.0]], device=KERNEL_DEVICE)
+    support, shard = SamplingSupport.from_lists([[0, 1]]), vocab_shard(3, 1.0, None, SINGLE)
+    pairs = make_pairs(support, torch.tensor([0]), torch.tensor([0], device=KERNEL_DEVICE), shard)
+    z = pair_kernels(backend).multiply(torch.ones(1, 1, device=KERNEL_DEVICE), weight, pairs, max_bytes=100)
+    result = pair_results(z, pairs, shard, SINGLE)
+    assert float(result.log_probs) == pytest.approx(-math.log1p(math.exp(-1)), rel=1e-6)
+    g = pair_gradient(z, pairs, result, torch.ones(1, device=KERNEL_DEVICE), shard)
+    p = 1 / (1 + math.exp(-1))
+    assert g.tolist() == pytest.approx([1 - p, -(1 - p)], rel=1e-6)
+
+
 def test_a_set_of_one_id_scores_exactly_0_and_another_label_minus_infinity():
     support = SamplingSupport.from_lists([[4], [], [6], [2, 3], [1]])
     rows, labels = torch.tensor([0, 1, 2, 4]), torch.tensor([4, 0, 5, 2, 1])
@@ -161,3 +187,10 @@ def test_the_limit_and_the_whole_vocabulary_decide_which_rows_are_dense():
         assert kinds.dense.tolist() == dense and kinds.single.tolist() == [0]
         assert kinds.sparse.tolist() == [row for row in range(1, 5) if row not in dense]
     assert sort_rows(SamplingSupport.from_lists([[0]]), torch.tensor([0]), 1, limit=9).dense.tolist() == [0], "whole and alone"
+
+
+def test_a_wrong_id_makes_a_row_dense_where_its_score_is_nan():
+    """On CUDA no check has read the sets: an id below 0, one twice, one past the vocabulary, and a right row."""
+    support = SamplingSupport.from_lists([[-1, 2], [2, 2], [5], [1, 2]])
+    kinds = sort_rows(support, torch.arange(4), 5, limit=9)
+    assert kinds.dense.tolist() == [0, 1, 2] and kinds.sparse.tolist() == [3] and kinds.single.numel() == 0
