@@ -81,6 +81,7 @@ FILES = {
         "hosts.checks",
         "hosts.loss_checks",
         "hosts.head_checks",
+        "hosts.skip_checks",
         *(f"hosts.{name}" for name in HOST_NAMES),
         "hosts.actor_checks",
     ),
@@ -132,6 +133,7 @@ ASKED_BY_FEW = {
     Asker.INIT_HOOK: {
         *("paths_load", "flags_reach_the_arguments", "no_report_was_asked_for", "kernels_are_there"),
         *("groups_have_the_sizes_of_the_arguments", "this_release_trains_the_model", "host_builds_its_model_as_known"),
+        "host_measures_as_known",
     },
 }
 
