@@ -168,6 +168,11 @@ def samples_with_masks(draw):
     numbers = {"reward": draw(finite), "advantage": draw(finite), "policy_version": draw(st.integers(0, 9))}
     measured = {"old_log_probs": log_probs, "rollout_log_probs": log_probs, "loss_mask": mask, "response_length": length}
     tokens = draw(st.lists(st.integers(0, 8), min_size=length + 1, max_size=length + 3))
+    kept = [
+        draw(st.sets(st.integers(0, 8))) | ({token} if unmasked else set())
+        for token, unmasked in zip(tokens[-length:], mask, strict=True)
+    ]
+    measured |= {"kept_ids": [sorted(ids) for ids in kept], "kept_mass": [0.1 * (1 + place) for place in range(length)]}
     return make_sample(0, draw(st.text(max_size=5)), tokens=tokens, **numbers, **measured)
 
 
@@ -222,6 +227,25 @@ BAD_SAMPLES = [
             ({"rollout_log_probs": [5.0, -1.0]}, "rollout_log_probs: 5.0 at .* token 0 is above 0"),
             ({"policy_version": -1}, "policy_version: -1 must be null or the steps"),
             ({"policy_version": 1.5}, "policy_version: 1.5 must be null or the steps"),
+            ({"kept_ids": [[1, 2]]}, "kept_ids: 1 sets for a response of 2 tokens"),
+            ({"kept_ids": [[1, 2], 2]}, "kept_ids: must be null, or a list of ids for each response token; or"),
+            ({"kept_ids": [[1], [2.0]]}, "kept_ids: must be null, or a list"),
+            ({"kept_ids": {"ids": [1, 2]}}, "kept_ids: must be null, or a list"),
+            (
+                {"kept_ids": {"ids": [1, 2], "counts": [1, 2]}},
+                "kept_ids: sampling support: offsets .* must rise from 0 to the 2 ids",
+            ),
+            ({"kept_ids": {"ids": [1, 2], "counts": [1, 1], "offsets": [0, 1, 2]}}, "kept_ids: must be null, or a list"),
+            (
+                {"kept_ids": [[1, 3], [0, 3]]},
+                "kept_ids: response token 1, 2, is not in its set of 2: a token is drawn from its set",
+            ),
+            ({"kept_ids": [[1], []]}, "kept_ids: response token 1, 2, is not in its set of 0"),
+            ({"kept_ids": [[1, 9], [2]]}, r"kept_ids: 9 in the set of response token 0 must be an id in \[0, 9\), the voc"),
+            ({"kept_ids": [[1], [2, -1]]}, "kept_ids: -1 in the set of response token 1"),
+            ({"kept_ids": [[1], [2, 0, 2]]}, "kept_ids: 2 is twice in the set of response token 1: each id stands once"),
+            ({"kept_mass": [0.5, 1.5]}, "kept_mass: 1.5 at unmasked response token 1 must be above 0 and at most 1"),
+            ({"kept_mass": [0.5]}, "kept_mass: must be null or a list of 2 numbers"),
         )
     ),
 ]
@@ -238,6 +262,30 @@ def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, record, mess
     assert next(batches).rollout_index == 0
     with pytest.raises(DataError, match=rf"r\.jsonl, line 2, sample 1: {message}"):
         next(batches)
+
+
+FORMS = [
+    pytest.param([[1, 5], [7, 2]], id="lists"),
+    pytest.param({"ids": [5, 1, 2, 7], "counts": [2, 2]}, id="prime-rl"),
+    pytest.param({"token_ids": [1, 5, 2, 7], "offsets": [0, 2, 4]}, id="vLLM, slime"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kept_ids_of_a_file_have_three_forms_and_one_meaning(tmp_path, form):
+    path = tmp_path / "r.jsonl"
+    path.write_text(line_of(sample_record(kept_ids=form)))
+    [batch] = load_rollouts(path, vocab_size=9)
+    assert record_of(batch)["samples"][0]["kept_ids"] == [[1, 5], [2, 7]]
+
+
+def test_a_masked_token_may_have_any_set_or_none(tmp_path):
+    """A tool's token was not sampled."""
+    path = tmp_path / "r.jsonl"
+    for kept in ([[], [2]], [[7, 7, -1, 40], [2]]):
+        path.write_text(line_of(sample_record(kept_ids=kept, loss_mask=[0, 1])))
+        [batch] = load_rollouts(path, vocab_size=9)
+        assert batch.samples[0].kept_ids.sizes.tolist() == [len(ids) for ids in kept]
 
 
 def line_of(*samples: dict, index: int = 0) -> str:
@@ -264,6 +312,10 @@ BAD_FILES = [
     (
         line_of(sample_record(), sample_record(old_log_probs=None)),
         "line 1, sample 1: old_log_probs: null here and given for others",
+    ),
+    (
+        line_of(sample_record(kept_ids=[[1], [2]]), sample_record()),
+        r"sample 1: kept_ids: null here and given for others .* or for none \(the sampler drew from the whole vocabulary\)",
     ),
     (
         line_of(sample_record(policy_version=3), sample_record()),

@@ -266,6 +266,8 @@ class BinSample:
     rollout_log_probs: list[float] | None = None
     policy_version: int | None = None
     routes: None = None
+    kept_ids: None = None
+    kept_mass: None = None
 
 
 def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSample]:

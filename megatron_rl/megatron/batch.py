@@ -13,13 +13,14 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import DataError
 from megatron_rl.layout.context_parallel import local_positions, padded_length
 from megatron_rl.layout.groups import Group
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.attention import remember_document_bounds
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 
 __all__ = ["HostCopies", "PolicyBatch", "PolicySample", "StepContext", "make_packed_batch", "make_padded_batch", "weigh_samples"]
 # In the place of a token's experts: it has no route.
 NO_ROUTE = -1
-PER_TOKEN_LOG_PROBS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+PER_TOKEN_VALUES = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "kept_mass")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,7 @@ class HostCopies:
     advantages: Tensor  # [N] float32
     cu_seqlens: Tensor  # [N + 1] int32
     document_lengths: tuple[int, ...]  # N whole documents with their padding, over all cp ranks
+    sampling_support: SamplingSupport | None  # T rows
 
 
 class ForwardInput(Protocol):
@@ -77,6 +79,8 @@ class PolicyBatch:
     old_log_probs: Tensor | None  # [T] float32
     ref_log_probs: Tensor | None  # [T] float32
     rollout_log_probs: Tensor | None  # [T] float32
+    kept_mass: Tensor | None  # [T] float32
+    sampling_support: SamplingSupport | None  # T rows, empty where nothing was sampled; None also of a micro-batch without samples
     advantages: Tensor  # [N] float32
     staleness: Tensor | None  # [N] int64, policy versions since a sample was sampled
     routes: Tensor | None  # [T, num_moe_layers, topk] int16, -1 where a token has none; see megatron/routing.py
@@ -192,8 +196,9 @@ def _assemble(
         advantages=of_samples("advantage", torch.float32),
         cu_seqlens=local_bounds.to(torch.int32),
         document_lengths=tuple(sizes[: len(samples)]),
+        sampling_support=None if "set" not in local else _kept_sets(samples).take(local["set"]),
     )
-    given = {name: there(local[name]) if name in local else None for name in (*PER_TOKEN_LOG_PROBS, "routes")}
+    given = {name: there(local[name]) if name in local else None for name in (*PER_TOKEN_VALUES, "routes")}
     if not samples:
         # A KL term needs ref_log_probs, and a rank without samples has none: padding, whose values are not used.
         given["ref_log_probs"] = there(torch.zeros(places.numel()))
@@ -206,6 +211,7 @@ def _assemble(
         row_positions=there(places.flatten()),
         labels=there(local["labels"]),
         loss_mask=there(host.loss_mask),
+        sampling_support=None if host.sampling_support is None else host.sampling_support.to(device),
         advantages=there(host.advantages),
         staleness=None if staleness is None else there(staleness),
         cu_seqlens=there(host.cu_seqlens),
@@ -221,7 +227,8 @@ def _assemble(
 def _whole_rows(samples: Sequence[PolicySample], sizes: Sequence[int]) -> dict[str, Tensor]:  # each [sum of sizes, ...]
     """The flattened whole rows, without a loop over tokens: position q of a document holds token q, and the values of token q + 1.
 
-    Log-probabilities and routes that the samples do not have are left out. Raises DataError where a sample's parts do not fit.
+    "set" is the number of a position's set among those of all response tokens; where it has none, of one more. What the samples do
+    not have is left out. Raises DataError where a sample's parts do not fit.
     """
     lengths, responses = [sample.tokens.shape[0] for sample in samples], [sample.response_length for sample in samples]
     for index, (total, response, size) in enumerate(zip(lengths, responses, sizes[: len(samples)], strict=True)):
@@ -252,7 +259,7 @@ def _whole_rows(samples: Sequence[PolicySample], sizes: Sequence[int]) -> dict[s
         "labels": placed(0, at_tokens[~is_last], tokens[1:][~is_last[:-1]]),
         "loss_mask": placed(False, predicting, _joined([sample.loss_mask for sample in samples], torch.bool)),
     }
-    for name in PER_TOKEN_LOG_PROBS:
+    for name in PER_TOKEN_VALUES:
         if _is_given(samples, name):
             values = [_response_values(getattr(sample, name), sample.response_length, i, name) for i, sample in enumerate(samples)]
             rows[name] = placed(0.0, predicting, _joined(values, torch.float32))
@@ -262,6 +269,8 @@ def _whole_rows(samples: Sequence[PolicySample], sizes: Sequence[int]) -> dict[s
         if len(wrong):
             index = int(torch.searchsorted(starts, wrong[0], right=True)) - 1
             raise DataError(f"sample {index}: rollout_log_probs is not finite at an unmasked token: mask the token")
+    if _is_given(samples, "kept_ids"):
+        rows["set"] = placed(len(predicting), predicting, torch.arange(len(predicting)))
     routes = _routes_of_tokens(samples)
     if routes is not None:
         rows["routes"] = placed(NO_ROUTE, at_tokens[~is_last], routes)
@@ -289,6 +298,15 @@ def _routes_of_tokens(samples: Sequence[PolicySample]) -> Tensor | None:  # [tok
     if len(shapes) > 1:
         raise DataError(f"routes of {sorted(shapes)} (layers with experts, experts of a token) in one micro-batch: of one model")
     return torch.cat([given.transpose(0, 1) for given in routes]).to(torch.int16)
+
+
+def _kept_sets(samples: Sequence[PolicySample]) -> SamplingSupport:
+    """The sets of all response tokens, and an empty one."""
+    sets = [sample.kept_ids for sample in samples if sample.kept_ids is not None]
+    for index, (sample, given) in enumerate(zip(samples, sets, strict=True)):
+        if given.num_rows != sample.response_length:
+            raise DataError(f"sample {index}: kept_ids has {given.num_rows} sets for a response of {sample.response_length} tokens")
+    return SamplingSupport.cat([*sets, SamplingSupport.from_lists([[]])])
 
 
 def _response_values(values: Tensor, response: int, index: int, name: str) -> Tensor:

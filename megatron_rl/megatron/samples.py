@@ -13,6 +13,7 @@ from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights,
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RejectedTokens, RouterAuxLoss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import importance_correction
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -36,6 +37,8 @@ class PolicySample:
     rollout_log_probs: Tensor | None = None  # [R] from the sampling engine; for metrics, corrections and losses that need them
     policy_version: int | None = None  # of the policy that sampled; only for metrics
     routes: Tensor | None = None  # [num_moe_layers, L - 1, topk] ids of the experts that each token but the last goes to
+    kept_ids: SamplingSupport | None = None  # R rows, what the sampler drew each response token from; None: the whole vocabulary
+    kept_mass: Tensor | None = None  # [R] what these ids had of the sampler's softmax; only for metrics
 
     @property
     def response_length(self) -> int:
@@ -71,6 +74,14 @@ class UnweightedSample(Protocol):
 
     @property
     def routes(self) -> Sequence[Sequence[Sequence[int]]] | Tensor | None: ...  # [num_moe_layers][tokens - 1][topk], of experts
+
+    @property
+    def kept_ids(
+        self,
+    ) -> Sequence[Sequence[int]] | SamplingSupport | None: ...  # a set for each response token
+
+    @property
+    def kept_mass(self) -> Sequence[float] | Tensor | None: ...
 
 
 def weigh_samples(
@@ -132,21 +143,37 @@ def weigh_samples(
             rollout_log_probs=values(sample.rollout_log_probs) if has_sampler else None,
             policy_version=sample.policy_version if has_metrics else None,
             routes=_routes_of(sample, place),
+            kept_ids=sets_of(sample),
+            kept_mass=values(sample.kept_mass) if has_metrics else None,
         )
         for place, (sample, mask, weight, count, regularizer) in enumerate(rows)
     ], totals
 
 
-def unweighted(sample: UnweightedSample, has_routes: bool = False) -> PolicySample:
-    """The sample for a forward that only measures: every response token counts, so that masked tokens are measured too."""
+def unweighted(sample: UnweightedSample, has_routes: bool = False, has_sets: bool = False) -> PolicySample:
+    """The sample for a forward that only measures: every response token counts, so that masked tokens are measured too. With sets
+    of kept ids those count that are in their set."""
+    tokens, length = torch.as_tensor(sample.tokens), len(sample.loss_mask)
+    sets = sets_of(sample) if has_sets else None
     return PolicySample(
-        tokens=torch.as_tensor(sample.tokens),
-        loss_mask=torch.ones(len(sample.loss_mask), dtype=torch.bool),
+        tokens=tokens,
+        loss_mask=torch.ones(length, dtype=torch.bool) if sets is None else _are_in(sets, tokens[-length:]),
         advantage=0.0,
         token_weight=0.0,
-        token_count=len(sample.loss_mask),
+        token_count=length,
         routes=torch.as_tensor(sample.routes) if has_routes and sample.routes is not None else None,
+        kept_ids=sets,
     )
+
+
+def sets_of(sample: UnweightedSample) -> SamplingSupport | None:
+    kept = sample.kept_ids
+    return kept if kept is None or isinstance(kept, SamplingSupport) else SamplingSupport.from_lists(kept)
+
+
+def _are_in(sets: SamplingSupport, tokens: Tensor) -> Tensor:  # [R] bool
+    rows = sets.rows
+    return torch.zeros(tokens.shape, dtype=torch.bool).index_fill(0, rows[sets.ids == tokens[rows]], True)
 
 
 def _routes_of(sample: UnweightedSample, place: int) -> Tensor | None:

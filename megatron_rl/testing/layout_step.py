@@ -128,6 +128,8 @@ class StepSample:
     rollout_log_probs: list[float] | None = None
     policy_version: int | None = None
     routes: list[list[list[int]]] | None = None
+    kept_ids: list[list[int]] | None = None
+    kept_mass: list[float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,7 +90,7 @@ class ReplayedRollouts:
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> SharedRollout | None:
         """None after the last rollout. policy_version has no effect: the file's samples have their own, or none.
 
-        Communication, where each rank reads its own parts: on_all_ranks', and two all-gathers over dp, of 12 numbers a rank and 6
+        Communication, where each rank reads its own parts: on_all_ranks', and two all-gathers over dp, of 14 numbers a rank and 6
         numbers a sample.
         """
         if self._own_files:

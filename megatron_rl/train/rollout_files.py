@@ -6,9 +6,11 @@ JSON lines, one line a rollout batch:
      "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7, "old_log_probs": [-1.9, -2.2], "index": 0}, ...], "vocab_size": 9}
 
 vocab_size, the policy's, may be left out: then --vocab-size or the task gives it. old_log_probs, ref_log_probs,
-rollout_log_probs, policy_version and routes may be null or left out (old_log_probs: null). routes are
-[layers with experts][tokens - 1][experts of a token], ids of experts; the last token predicts nothing and has none. Floats have as
-many digits as the same bits of float32 need. A value at a masked token may be NaN or Infinity, as Python's json module writes them.
+rollout_log_probs, policy_version, routes, kept_ids and kept_mass may be null or left out (old_log_probs: null). routes are
+[layers with experts][tokens - 1][experts of a token], ids of experts; the last token predicts nothing and has none. kept_ids are
+what a sampler with top-p, top-k or min-p drew each response token from: [response_length][ids of a set], a masked token's may be
+empty; train/kept_ids.py reads two other forms. Log-probabilities are then over these sets. Floats have as many digits as the same
+bits of float32 need. A value at a masked token may be NaN or Infinity, as Python's json module writes them.
 
 On several data-parallel ranks each writes its own samples: rollouts.jsonl is then rollouts.part-0.jsonl, rollouts.part-1.jsonl, and
 so on, with a line a rollout in each, where num_parts is their number and digest one of the whole rollout. The name without a part
@@ -34,7 +36,9 @@ from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.files.host_dumps import load_samples, plain_number
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.samples import RouteShape, route_problem
+from megatron_rl.train.kept_ids import problems_of_kept_ids, read_kept_ids
 from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample, group_advantages
 
 # Fields that all samples of a rollout have, or none -> what it means where none has.
@@ -43,6 +47,8 @@ GIVEN_FOR_ALL = {
     "rollout_log_probs": "the trainer's own engine sampled",
     "policy_version": "staleness is not counted",
     "routes": "routers choose by themselves",
+    "kept_ids": "the sampler drew from the whole vocabulary",
+    "kept_mass": "it is not measured",
 }
 
 
@@ -88,6 +94,8 @@ def record_of(batch: RolloutBatch) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
             return (value.long() if value.dtype == torch.bool else value).tolist()
+        if isinstance(value, SamplingSupport):
+            return [ids.tolist() for ids in value.ids.split(value.sizes.tolist())]
         return value
 
     names = [field.name for field in dataclasses.fields(Sample)]
@@ -332,6 +340,11 @@ def _problems_of_lists(record: dict) -> Iterator[tuple[str, str]]:
         problem = f"ids of experts must be below {EXPERT_LIMIT}"
     if problem is not None:
         yield "routes", problem
+    if record.get("kept_ids") is not None:
+        try:
+            read_kept_ids(record["kept_ids"])
+        except DataError as error:
+            yield "kept_ids", str(error)
 
 
 def _sample_problems(sample: Sample, vocab_size: int | None, route_shape: RouteShape | None) -> Iterator[tuple[str, str]]:
@@ -361,6 +374,20 @@ def _sample_problems(sample: Sample, vocab_size: int | None, route_shape: RouteS
     problem = None if sample.routes is None else route_problem(sample.routes, len(sample.tokens), route_shape)
     if problem is not None:
         yield "routes", problem
+    if sample.kept_ids is not None:
+        of_response = sample.tokens[-sample.response_length :]
+        for text in problems_of_kept_ids(sample.kept_ids, of_response, sample.loss_mask, vocab_size):
+            yield "kept_ids", text
+    if sample.kept_mass is not None:
+        yield from _mass_problems(sample.kept_mass, sample.loss_mask)
+
+
+def _mass_problems(values: Tensor, loss_mask: Tensor) -> Iterator[tuple[str, str]]:
+    if values.shape != loss_mask.shape:
+        yield "kept_mass", f"must be null or a list of {len(loss_mask)} numbers, one for each response token"
+    is_mass = (values > 0) & (values <= 1 + LARGEST_LOG_PROB)
+    for position in (loss_mask & ~is_mass).nonzero().flatten().tolist():
+        yield "kept_mass", f"{float(values[position])} at unmasked response token {position} must be above 0 and at most 1"
 
 
 def _log_prob_problems(name: str, values: Tensor, loss_mask: Tensor) -> Iterator[tuple[str, str]]:
@@ -432,7 +459,14 @@ def _sample_of_host(record: Any, place: str, number: int) -> dict[str, Any]:
         "old_log_probs": None,
         "rollout_log_probs": _listed(record.get("rollout_log_probs")),
         "index": number,
+        "kept_ids": _kept_ids_of_host(record),
     }
+
+
+def _kept_ids_of_host(record: dict) -> Any:
+    """slime's, with what top-p kept."""
+    ids, offsets = (_listed(record.get(f"rollout_top_p_token_{name}")) for name in ("ids", "offsets"))
+    return None if ids is None and offsets is None else {"token_ids": ids, "offsets": offsets}
 
 
 def _listed(values: Any) -> Any:

@@ -17,6 +17,8 @@ from megatron_rl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_rl.layout.sampling_support import SamplingSupport
+
 # Added to the standard deviation of a group, so that rewards that differ by rounding alone give advantages near 0.
 DEVIATION_FLOOR = 1e-6
 # Digests travel as int64.
@@ -42,6 +44,7 @@ TENSORS = {
     "old_log_probs": "float32",
     "ref_log_probs": "float32",
     "rollout_log_probs": "float32",
+    "kept_mass": "float32",
     "routes": "int16",
 }
 
@@ -75,6 +78,11 @@ class Sample:
     routes: Tensor | None = None
     """[num_moe_layers, tokens - 1, topk] int16, the experts of each token but the last, by the engine that sampled or, with
     --router-replay old_log_probs, where the old log-probabilities were measured."""
+    kept_ids: SamplingSupport | None = None
+    """A set of ids for each response token: what a sampler with top-p, top-k or min-p drew it from. Log-probabilities are then over
+    these sets. None: the whole vocabulary."""
+    kept_mass: Tensor | None = None
+    """[response_length] float32, what each set had of the sampler's softmax; a metric and explain show it."""
 
     def __post_init__(self) -> None:
         import torch
@@ -83,6 +91,10 @@ class Sample:
             values = getattr(self, name)
             if isinstance(values, list):
                 object.__setattr__(self, name, torch.tensor(values, dtype=getattr(torch, dtype)))
+        if isinstance(self.kept_ids, list | dict):
+            from megatron_rl.train.kept_ids import read_kept_ids
+
+            object.__setattr__(self, "kept_ids", read_kept_ids(self.kept_ids))
 
 
 class InGroup(Protocol):
