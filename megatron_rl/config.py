@@ -44,6 +44,13 @@ class KLScore(StrEnum):
     SUPPORT = "support"
 
 
+class SupportUse(StrEnum):
+    """What is done with the ids that a sampler kept, where samples come with them."""
+
+    REFUSE = "refuse"
+    REPLAY = "replay"
+
+
 # Names in the registries of corrections and of KL estimators.
 NO_CORRECTION = "none"
 DEFAULT_KL_ESTIMATOR = "k3"
@@ -147,6 +154,10 @@ class PolicyLossConfig:
     """Weight of the estimate of KL(policy, reference), averaged by sample_mean; 0 computes nothing."""
     kl_estimator: str = DEFAULT_KL_ESTIMATOR
     """The estimate of KL(policy, reference): a registered estimator, or module.function."""
+    sampling_support: str | None = None
+    """Samples with the ids that top-p, top-k or min-p kept: replay: scores are over them; refuse: an error; None: replay."""
+    kl_score: str = KLScore.FULL
+    """Over what the KL term's scores are, the reference's too: full (the vocabulary), support (kept ids)."""
     entropy_coefficient: float = 0.0
     """Weight of the full-vocabulary entropy, averaged by sample_mean and subtracted from the loss; 0 computes nothing."""
     policy_metrics: str = PolicyMetrics.BASIC

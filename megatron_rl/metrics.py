@@ -56,7 +56,8 @@ class RolloutValues:
     """The inputs of the rollout metrics; None where the rollout did not give them."""
 
     log_prob_difference: Tensor | None  # [T] float64, trained - sampled
-    share: Tensor | None  # [T] float64, 1 / m_i of unmasked tokens, 0 of masked ones
+    share: Tensor  # [T] float64, 1 / m_i of unmasked tokens, 0 of masked ones
+    kept_mass: Tensor | None  # [T] what the sampler's kept ids had of its softmax
     staleness: Tensor | None  # [N] policy versions between sampling and training
     has_tokens: Tensor  # [N] bool
     is_phantom: Tensor | None  # [T] bool
@@ -144,11 +145,9 @@ def count(name: str, value: Callable[..., Tensor | None], weight: Weight = Weigh
     return Metric(name=name, value=value, weight=weight, is_reported=False)
 
 
-def _shared(given: RolloutValues, of_difference: Callable[[Tensor], Tensor]) -> Tensor | None:
+def _shared(given: RolloutValues, values: Tensor | None, of: Callable[[Tensor], Tensor] = torch.Tensor.double) -> Tensor | None:
     """The sum of the samples' means."""
-    if given.log_prob_difference is None or given.share is None:
-        return None
-    return _masked(of_difference(given.log_prob_difference), given.loss_mask, given.share)
+    return None if values is None else _masked(of(values), given.loss_mask, given.share)
 
 
 def _largest_staleness(given: RolloutValues) -> Tensor | None:
@@ -278,8 +277,7 @@ KERNEL_METRICS: tuple[Metric, ...] = (
 )
 # A row that is no part of KERNEL_METRICS is computed in torch, beside the kernels too.
 METRICS: tuple[Metric, ...] = KERNEL_METRICS
-# Made from three statistics at the end.
-EFFECTIVE_SAMPLE_SIZE = Metric(
+EFFECTIVE_SAMPLE_SIZE = Metric(  # made from three statistics at the end
     name="effective_sample_size",
     value=lambda tokens: None,
     normaliser="num_ratios",
@@ -289,43 +287,47 @@ EFFECTIVE_SAMPLE_SIZE = Metric(
 )
 # Metrics of inputs that a rollout may give besides the loss's own.
 ROLLOUT_METRICS: tuple[Metric, ...] = (
-    # Samples with an unmasked token and rollout_log_probs.
-    count("num_rollout_samples", lambda given: None if given.share is None else given.share.sum()),
-    Metric(
-        name="train_rollout_logprob_abs_diff",
-        value=lambda given: _shared(given, lambda difference: difference.abs()),
+    # Samples with an unmasked token: those with rollout_log_probs, and those whose sampler measured a kept mass.
+    count("num_rollout_samples", lambda given: None if given.log_prob_difference is None else given.share.sum()),
+    count("num_sampler_mass_samples", lambda given: None if given.kept_mass is None else given.share.sum()),
+    sample_mean(
+        "train_rollout_logprob_abs_diff",
+        lambda given: _shared(given, given.log_prob_difference, torch.abs),
         normaliser="num_rollout_samples",
-        present_with="num_rollout_samples",
         unit="nats per token",
-        formula="mean of abs(d_t), d_t = old_log_probs_t - rollout_log_probs_t, on-policy log_probs_t - rollout_log_probs_t: two "
-        "engines on the same weights",
+        formula="mean of abs(d_t), d_t = old_log_probs_t (on-policy log_probs_t) - rollout_log_probs_t: two engines, equal weights",
         healthy="small and constant; it falls with equal head precision (`--fp32-lm-head`); if it rises, the engines drift apart",
     ),
-    Metric(
-        name="train_rollout_logprob_diff",
-        value=lambda given: _shared(given, lambda difference: difference),
+    sample_mean(
+        "train_rollout_logprob_diff",
+        lambda given: _shared(given, given.log_prob_difference),
         normaliser="num_rollout_samples",
-        present_with="num_rollout_samples",
         unit="nats per token",
         formula="mean of d_t",
         healthy="near 0, about -1/2 of the mean of d^2; ln M where the sampler keeps tokens of the mass M alone",
     ),
-    Metric(
-        name="train_rollout_kl",
-        value=lambda given: _shared(given, lambda difference: k3_estimate(torch.zeros_like(difference), difference)[0]),
+    sample_mean(
+        "train_rollout_kl",
+        lambda given: _shared(given, given.log_prob_difference, lambda d: k3_estimate(torch.zeros_like(d), d)[0]),
         normaliser="num_rollout_samples",
-        present_with="num_rollout_samples",
         unit="nats per token",
         formula="mean of exp(d_t) - 1 - d_t: k3 of KL(rollout, train) on the rollout's samples",
         healthy="about half the mean of d^2, constant",
     ),
+    sample_mean(
+        "sampler_mass",
+        lambda given: _shared(given, given.kept_mass),
+        normaliser="num_sampler_mass_samples",
+        unit="0 to 1",
+        formula="mean of M by the sampler's softmax: over the vocabulary the mean ratio would be",
+        healthy="as `kept_mass`",
+    ),
     # Samples with an unmasked token and a policy version.
     count("num_versioned_samples", lambda given: None if given.staleness is None else given.has_tokens.sum()),
-    Metric(
-        name="staleness",
-        value=lambda given: None if given.staleness is None else torch.where(given.has_tokens, given.staleness, 0).sum(),
+    sample_mean(
+        "staleness",
+        lambda given: None if given.staleness is None else torch.where(given.has_tokens, given.staleness, 0).sum(),
         normaliser="num_versioned_samples",
-        present_with="num_versioned_samples",
         unit="optimiser steps",
         formula="mean of v - v_i: v the optimiser steps done, v_i those done when sample i was sampled",
         healthy="0, 1, ... within a rollout; below 0: the versions in the file do not count the steps of this run",
@@ -346,8 +348,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         value=lambda given: None if given.is_phantom is None else given.is_phantom.sum(),
         present_with="num_compared_tokens",
         unit="count",
-        formula="first step of a run, where old log-probs are given: unmasked tokens with an old log-probability of exactly 0 that "
-        "the policy gives less than 1/2",
+        formula="first step of a run: unmasked tokens with a given old log-probability of exactly 0 and a probability below 1/2",
         healthy="0",
     ),
 )
@@ -393,8 +394,7 @@ CORRECTION_METRICS: tuple[Metric, ...] = (
         lambda given: given.correction.is_off_policy,
         normaliser="num_corrected_samples",
         unit="0 to 1",
-        formula="mean over samples of the share of its tokens that `--off-policy-sequence-delta` drops: the share of samples, "
-        "unless advantages differ inside one",
+        formula="mean over samples of the share of its tokens that `--off-policy-sequence-delta` drops",
         healthy="a few per cent; always 0: the delta never acts",
     ),
     sample_mean(
@@ -568,6 +568,7 @@ def rollout_statistics(
     log_probs: Tensor | None,  # [T]; None only where nothing below needs them
     old_log_probs: Tensor | None,  # [T]; None: on-policy
     rollout_log_probs: Tensor | None,  # [T] from the sampling engine
+    kept_mass: Tensor | None = None,  # [T] what its kept ids had of its softmax
     staleness: Tensor | None,  # [N] policy versions between sampling and training
     counts_phantoms: bool,
     loss_mask: Tensor,  # [T] bool
@@ -576,21 +577,20 @@ def rollout_statistics(
 ) -> Tensor:  # [len(ROLLOUT_STATISTICS)] float64
     """This rank's share of ROLLOUT_STATISTICS, from the inputs that are given. No communication, no synchronisation.
 
-    train_rollout_* compare two engines on the same weights, so the trainer's side is old_log_probs, or log_probs on-policy. KL is
-    k3 of KL(rollout, train) on the rollout's samples. A phantom is an unmasked token with an old log-probability of exactly 0 and a
-    probability below 1/2 now: a placeholder that was never measured. Every cp rank has all documents, so staleness and its count
-    are both summed cp times; their quotient is the mean.
+    train_rollout_* compare two engines on the same weights, so the trainer's side is old_log_probs, or log_probs on-policy. A
+    phantom is a placeholder that was never measured. Every cp rank has all documents, so staleness and its count are both summed
+    cp times; their quotient is the mean.
     Raises DataError where a statistic needs log_probs and they are None.
     """
-    difference = share = is_phantom = None
+    difference = is_phantom = None
+    of_token = spread(1.0 / token_counts.clamp(min=1).double(), document_ids(cu_seqlens, loss_mask.numel()))
+    share = torch.where(loss_mask, of_token, 0.0)
     if rollout_log_probs is not None:
-        documents = document_ids(cu_seqlens, loss_mask.numel())
-        share = torch.where(loss_mask, spread(1.0 / token_counts.clamp(min=1).double(), documents), 0.0)
         trained = _needed(log_probs) if old_log_probs is None else old_log_probs
         difference = trained.double() - rollout_log_probs.double()
     if counts_phantoms and old_log_probs is not None:
         is_phantom = loss_mask & (old_log_probs == 0) & (_needed(log_probs) < PHANTOM_LOG_PROB)
-    given = RolloutValues(difference, share, staleness, token_counts > 0, is_phantom, loss_mask)
+    given = RolloutValues(difference, share, kept_mass, staleness, token_counts > 0, is_phantom, loss_mask)
     neutral = token_counts.new_zeros((), dtype=torch.float64)
     values = [(metric.value(given), NEUTRAL[metric.reduction]) for metric in ROLLOUT_METRICS]
     return torch.stack([neutral + none if value is None else value.double() for value, none in values])

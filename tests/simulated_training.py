@@ -40,6 +40,8 @@ def sample_of(index: int, response: list[int], old_log_probs=None, ref_log_probs
         rollout_log_probs=old_log_probs,
         policy_version=0,
         routes=None,
+        kept_ids=None,
+        kept_mass=None,
     )
 
 

@@ -41,6 +41,8 @@ EFFECT_OF_FLAG = {
     "--rejected-tokens": ("dropped", "dropped", ("megatron_lm", "train"), ["--importance-correction", "icepop"]),
     "--kl-coefficient": ("1e-3", 1e-3, NOT_REDUCER, []),
     "--kl-estimator": ("k3+", "k3+", NOT_REDUCER, ["--kl-coefficient", "0.1"]),
+    "--sampling-support": ("refuse", "refuse", ("train",), []),
+    "--kl-score": ("support", "support", ("train",), ["--kl-coefficient", "0.1"]),
     "--entropy-coefficient": (".01", 0.01, NOT_REDUCER, []),
     "--policy-metrics": ("none", "none", NOT_REDUCER, []),
     "--policy-loss-backend": ("torch", "torch", NOT_REDUCER, []),

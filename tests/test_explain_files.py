@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -41,6 +41,23 @@ def test_a_rollout_of_our_file():
     assert found["left_out"][0].startswith("1 other rollouts of the file")
     assert explain_json("--rollouts", "r.jsonl", "--rollout-index", "1")["token_counts"] == [1, 1]
     assert "holds the rollouts 0 to 1" in explain("--rollouts", "r.jsonl", "--rollout-index", "7")[2]
+
+
+def test_what_the_sampler_kept_and_what_the_mistake_would_be():
+    """Unmasked sets of 1, 3, 1 and 1 ids and masses 0.5, 0.8, 0.9 and 0.2; the longest sample's product is 0.4."""
+    kept, masses = [[[1], [1, 5, 7], [1] * 9], [[1], [1]]], [[0.5, 0.8, 0.01], [0.9, 0.2]]
+    samples = [
+        make_sample(n, "p", tokens=[1] * 5, response_length=len(sets), loss_mask=[1, 1, 0][: len(sets)], kept_ids=sets)
+        for n, sets in enumerate(kept)
+    ]
+    samples = [replace(sample, old_log_probs=None) for sample in samples]
+    save_rollouts("bare.jsonl", RolloutBatch(samples=samples, rollout_index=0))
+    samples = [replace(sample, kept_mass=torch.tensor(row)) for sample, row in zip(samples, masses, strict=True)]
+    save_rollouts("r.jsonl", RolloutBatch(samples=samples, rollout_index=0))
+    text = "kept ids: 1.5 a token; 75% of the tokens have one, score 0 and no gradient"
+    off = "; kept mass 0.6: over the whole vocabulary each ratio would be off by it, the product over 2 tokens by 0.4"
+    lines = [explain("--rollouts", name, "--loss-aggregation", "sample_mean")[1].splitlines() for name in ("bare.jsonl", "r.jsonl")]
+    assert text in lines[0] and text + off in lines[1]
 
 
 def write_lines(*lines: object) -> list[str]:

@@ -31,6 +31,7 @@ class Effect(NamedTuple):
     beside: dict = {}
     is_bf16: bool = False
     has_experts: bool = False
+    has_sets: bool = False
 
 
 # With a loss of the router whose mean over two micro-batches is not the mean over their tokens.
@@ -55,6 +56,7 @@ OF_A_STEP = {
     "off_policy_sequence_delta": Effect(0.0, "gradient"),
     "rejected_tokens": Effect("dropped", "gradient", ICEPOP),
     "kl_coefficient": Effect(0.5, "gradient"),
+    "kl_score": Effect("support", "gradient", {"kl_coefficient": 0.5}, has_sets=True),
     "kl_estimator": Effect("k2", "gradient", {"kl_coefficient": 0.5}),
     "entropy_coefficient": Effect(0.5, "gradient"),
     "policy_metrics": Effect("none", "metrics"),
@@ -66,14 +68,14 @@ OF_A_STEP = {
     "gradient_divisor": Effect("num_samples", "gradient"),
     "router_aux_loss": Effect("exact", "gradient", has_experts=True),
 }
-OF_A_RUN = ("docs_per_step", "watchdog")
+OF_A_RUN = ("docs_per_step", "watchdog", "sampling_support")
 OF_A_HOST = ("one_sample_per_rollout", "skip_old_log_probs")  # tests/test_reward_weights.py, tests/test_skipped_log_probs.py
 
 
 pool = pool_of(1)
 
 
-def step_of(config, is_bf16, has_experts):
+def step_of(config, is_bf16, has_experts, has_sets):
     """What can be seen of one step of two micro-batches."""
     import own_losses
 
@@ -87,6 +89,7 @@ def step_of(config, is_bf16, has_experts):
             s,
             ref_log_probs=[value - 0.2 for value in s.old_log_probs],
             rollout_log_probs=[value + 0.3 * (t % 2) - 0.1 for t, value in enumerate(s.old_log_probs)],
+            kept_ids=[list(range(t, t + 60)) for t in s.tokens[-len(s.loss_mask) :]] if has_sets else None,
         )
         for s in old
     ]
@@ -103,9 +106,9 @@ def step_of(config, is_bf16, has_experts):
 
 
 @functools.cache
-def step_without(is_bf16, has_experts, **beside):
+def step_without(is_bf16, has_experts, has_sets, **beside):
     """Of settings that several rows share."""
-    return step_of(PolicyLossConfig(**beside), is_bf16, has_experts)
+    return step_of(PolicyLossConfig(**beside), is_bf16, has_experts, has_sets)
 
 
 def steps_on_rank(rank, name):
@@ -152,6 +155,11 @@ def test_settings_of_a_run_change_it(pool, tmp_path):
     [(rows, error)] = pool.run(run_on_rank, tmp_path / "docs", replace(config, docs_per_step=4), {"num_rollouts": 1})
     assert error == "" and [row["num_samples"] for row in rows] == [4, 4, 4, 4]
     batch = next(load_rollouts(path))
+    kept = replace(batch, samples=[replace(s, kept_ids=[[int(t)] for t in s.tokens[-4:]]) for s in batch.samples])
+    save_rollouts(tmp_path / "kept.jsonl", kept)
+    given, of_file = replace(config, sampling_support="refuse", watchdog="off"), {"rollouts": str(tmp_path / "kept.jsonl")}
+    [(_, error)] = pool.run(run_on_rank, tmp_path / "refused", given, {**once, **of_file})
+    assert "kept_ids with --sampling-support refuse" in error
     path = tmp_path / "others.jsonl"
     save_rollouts(path, replace(batch, samples=[replace(s, old_log_probs=spread_over(s)) for s in batch.samples]))
     for watchdog, says in (("off", ""), ("raise", "mean importance ratio")):

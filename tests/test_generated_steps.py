@@ -261,7 +261,14 @@ def unweighed(step: Step, number: int) -> SimpleNamespace:
     vectors = {"old_log_probs": sample.old, "ref_log_probs": None, "rollout_log_probs": sample.rollout}
     vectors = {name: None if v is None else torch.tensor(v, dtype=torch.float64) for name, v in vectors.items()}
     mask = [int(bit) for bit in sample.mask]
-    others = {"policy_version": None, "routes": None, "advantage": 0.0, "tokens": [0, *sample.labels]}
+    others = {
+        "policy_version": None,
+        "routes": None,
+        "kept_ids": None,
+        "kept_mass": None,
+        "advantage": 0.0,
+        "tokens": [0, *sample.labels],
+    }
     return SimpleNamespace(loss_mask=mask, prompt_id=sample.prompt, **vectors, **others)
 
 

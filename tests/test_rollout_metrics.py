@@ -67,6 +67,23 @@ def test_sampler_against_trainer_by_hand():
     )
 
 
+def test_what_a_sampler_kept_by_hand():
+    """Sample 0 has tokens of masses 0.5 and 1, sample 1 one of 0.9; what stands at a masked token is not read."""
+    values = rollout_statistics(
+        log_probs=None,
+        old_log_probs=None,
+        rollout_log_probs=None,
+        kept_mass=torch.tensor([0.5, math.nan, 1.0, 0.9]),
+        staleness=None,
+        counts_phantoms=False,
+        loss_mask=torch.tensor([True, False, True, True]),
+        cu_seqlens=torch.tensor([0, 3, 4], dtype=torch.int32),
+        token_counts=torch.tensor([2, 1]),
+    )
+    metrics = found(PolicyStatistics(LOSS_STATISTICS.values, has_entropy=False, rollout=values))
+    assert metrics == pytest.approx({"policy/sampler_mass": (0.75 + 0.9) / 2})
+
+
 def test_the_kl_is_that_from_rollout_to_train_on_the_rollout_s_samples():
     """Sampler (1/2, 1/4, 1/4) as four samples of one token, trainer (1/4, 1/4, 1/2): KL = 1/2 log 2 - 1/4 log 2."""
     sampler, trainer, tokens = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0, 0, 1, 2]

@@ -238,7 +238,7 @@ BAD_SAMPLES = [
             ({"kept_ids": {"ids": [1, 2], "counts": [1, 1], "offsets": [0, 1, 2]}}, "kept_ids: must be null, or a list"),
             (
                 {"kept_ids": [[1, 3], [0, 3]]},
-                "kept_ids: response token 1, 2, is not in its set of 2: a token is drawn from its set",
+                "kept_ids: response token 1, 2, is not in its set of 2: it is drawn from its set",
             ),
             ({"kept_ids": [[1], []]}, "kept_ids: response token 1, 2, is not in its set of 0"),
             ({"kept_ids": [[1, 9], [2]]}, r"kept_ids: 9 in the set of response token 0 must be an id in \[0, 9\), the voc"),

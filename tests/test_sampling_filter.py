@@ -95,9 +95,10 @@ def sampled_on_rank(rank, layout, one, temperature=1.0):
     responses = trainer.sample([prompts[index] for index in mine], list(mine), settings, NOISE, kept=kept)
     found = {}
     for place, index in enumerate(mine):
-        sets = kept.support(place)
+        fields = kept.fields(place)
+        sets = fields["kept_ids"]
         rows = [ids.tolist() for ids in sets.ids.split(sets.sizes.tolist())]
-        found[index] = responses[place], rows, kept.log_probs(place), kept.masses(place)
+        found[index] = responses[place], rows, fields["rollout_log_probs"], fields["kept_mass"]
     return found
 
 

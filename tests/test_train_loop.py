@@ -16,7 +16,7 @@ from trainer_cases import CP, PP, TP, metrics_of, run_loop, tiny_trainer, unlike
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import all_gather_objects
-from megatron_rl.metrics import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS
+from megatron_rl.metrics import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS, SUPPORT_METRICS
 from megatron_rl.train.collection import SampledRollouts, with_old_log_probs
 from megatron_rl.train.loop import TIMING_METRICS
 from megatron_rl.train.options import TrainOptions
@@ -126,7 +126,7 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
     page = (ROOT / "docs" / "metrics.md").read_text().partition("## A healthy run")[0]
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     defined = [name for cell in cells for name in re.findall(r"`([a-z_/]+)`", cell) if name not in set(PolicyMetrics)]
-    rows = (*ROLLOUT_METRICS, *CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE)
+    rows = (*ROLLOUT_METRICS, *CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, *SUPPORT_METRICS)
     optional = {f"policy/{row.name}" for row in rows if row.is_reported}
     optional |= {"loss/kl", "loss/entropy", "eval/reward", "eval/response_length", *TIMING_METRICS, MAX_VIO, ROUTE_AGREEMENT}
     assert len(defined) == len(set(defined))

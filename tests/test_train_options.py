@@ -208,6 +208,17 @@ REJECTED = [
     pytest.param("--save-rollouts mine", "--save-rollouts mine: it is a folder", 1, id="rollouts in a folder"),
     pytest.param("--off-policy-sequence-delta 0.1 --steps-per-rollout 1", "no effect with one optimiser step", 1, id="one step"),
     pytest.param("--off-policy-sequence-delta 0.1 --docs-per-step 128", "no effect with one optimiser step", 1, id="step of docs"),
+    pytest.param("--top-p 0", r"--top-p 0\.0 must be above 0 and at most 1; 1 turns it off", 1, id="nothing kept"),
+    pytest.param("--top-p 1.5", r"--top-p 1\.5 must be above 0 and at most 1", 1, id="more than all"),
+    pytest.param("--top-k 0", "--top-k 0 must be at least 1, or -1, which turns it off", 1, id="no token"),
+    pytest.param("--min-p 2", r"--min-p 2\.0 must be at least 0 and at most 1", 1, id="above the largest"),
+    pytest.param("--top-p 0.9 --rollouts here.jsonl", r"--top-p 0\.9 has no effect with --rollouts", 1, id="nothing is sampled"),
+    pytest.param("--top-k 20 --sampling-support refuse", "-k 20 with --sampling-support refuse: .* off by", 1, id="sets refused"),
+    pytest.param("--sampling-support replay", "--sampling-support replay has no effect: .* add --top-p", 1, id="no sets"),
+    pytest.param("--kl-score support --kl-coefficient 1", "--kl-score support has no effect: .* whole vocab", 1, id="one score"),
+    pytest.param(
+        "--top-p 0.9 --kl-coefficient 1 --kl-estimator unbiased", "estimator unbiased: .* add --kl-score sup", 1, id="two scores"
+    ),
     pytest.param("--hidden-size 12", "makes heads 3 wide: .* use --hidden-size 24", 1, id="odd head width"),
     pytest.param("--output-dir here.jsonl/x", r"here\.jsonl is not a directory", 1, id="output below a file"),
     pytest.param(f"{TP2} --context-parallel-size 2", r"6 ranks do not .* of 4 \(--tensor.* 2 .*-per-node 4", 6, id="world size"),
@@ -239,6 +250,10 @@ def test_a_bad_option_is_refused_with_its_flag(earlier_files, line, message, wor
 
 ALLOWED = [
     pytest.param("--clip-grad 0 --seed 0", 1, id="zeros that mean something"),
+    pytest.param("--top-p 1 --top-k -1 --min-p 0 --sampling-support refuse", 1, id="filters that are off"),
+    pytest.param("--top-p 0.9 --top-k 20 --min-p 0.1 --sampling-support replay", 1, id="filters that are on"),
+    pytest.param("--min-p 1 --kl-coefficient 1 --kl-estimator unbiased --kl-score support", 1, id="one score for both"),
+    pytest.param("--sampling-support replay --kl-coefficient 1 --kl-score support --rollouts here.jsonl", 1, id="sets of a file"),
     pytest.param("--task sort --reward os.getcwd", 1, id="own reward for a built-in task"),
     pytest.param("--prompts here.jsonl --reward os.getcwd --max-new-tokens 3 --end-token 0", 1, id="own task"),
     pytest.param("--tensor-model-parallel-size 4 --sequence-parallel", 4, id="as many ranks as heads"),

@@ -289,6 +289,16 @@ SAMPLERS = [
 ]
 
 
+def test_scores_of_the_whole_vocabulary_are_known_where_kept_ids_are_replayed():
+    """The sampler's scores lie below the trainer's by ln M. Without kept ids nothing names such a difference."""
+    mean = 0.2
+    rollout = {"train_rollout_logprob_diff": mean, "train_rollout_kl": math.exp(mean) - 1 - mean}
+    old = {"new_logprobs": mean - 1, "old_logprobs": -1.0, "kl_new_old": math.exp(mean) - 1 - mean, "ratio_new_old": 1.22}
+    assert names(GRPO, 9, **rollout) == [] and names(GRPO, 9, **rollout, kept_ids=7.0) == ["whole_rollout"]
+    assert names(GRPO, 1, **old, kept_ids=7.0) == ["whole_old"] and "first_ratio" in names(GRPO, 1, **old)
+    assert names(GRPO, 9, train_rollout_logprob_diff=mean, train_rollout_kl=0.1, kept_ids=7.0) == []
+
+
 @pytest.mark.parametrize(("sampler", "scored", "is_truncated"), SAMPLERS)
 def test_the_kept_mass_is_told_from_noise_temperature_and_another_policy(sampler, scored, is_truncated):
     """At any step of the sampler's scores, at the first of old ones, in the place of what else would be said of it there."""

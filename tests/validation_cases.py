@@ -124,6 +124,7 @@ REFUSED: dict[str, list[dict]] = {
         {"importance_correction": "icepop", "off_policy_sequence_delta": 0.1, "rejected_tokens": "dropped"},
     ],
     "kl_estimator_has_a_term": [{"kl_estimator": "k2"}],
+    "kl_score_has_a_term": [{"kl_score": "support", "route": Route.TRAIN}],
     "temperature_is_positive": [
         {"policy_temperature": 0.0},
         {"policy_temperature": float("inf")},
@@ -249,6 +250,7 @@ ALLOWED: dict[str, list[dict]] = {
     ],
     "dropped_tokens_are_known": [{"importance_correction": "icepop", "rejected_tokens": "dropped"}],
     "kl_estimator_has_a_term": [{"kl_estimator": "k3+", "kl_coefficient": 0.1}],
+    "kl_score_has_a_term": [{"kl_score": "support", "kl_coefficient": 0.1, "route": Route.TRAIN}, {"kl_score": "full"}],
     "temperature_is_positive": [{"policy_temperature": 1e-3}],
     "coefficients_are_not_negative": [{"kl_coefficient": 0.0, "entropy_coefficient": 0.01}],
     "counts_are_positive": [{"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None}],

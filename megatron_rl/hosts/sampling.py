@@ -10,8 +10,8 @@ off-policy, and the product over m tokens M^m: whatever compares with the sample
 are right. The policy that samples still is another one than pi: a token outside S is never sampled. The ratio of two scores of the
 trainer's holds no M, whatever the sampler reports.
 
-megatron-rl train has no such settings: it samples from the whole vocabulary. What others have sampled comes by --rollouts, and the
-watchdog knows the signature.
+megatron-rl train records what it keeps, and its scores are over that. What others sampled comes by --rollouts; where kept ids are
+missing the watchdog knows the signature.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.config import KLScore, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import get_loss_aggregation, needs_rollout_log_probs
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
@@ -118,7 +119,7 @@ class PolicyForwardStep:
             batch.token_weights,
             inplace=True,  # nothing else reads the logits
             loss_scale=loss_scale,
-            **self._loss_options(batch, groups),
+            **self._loss_options(batch, groups, batch.sampling_support),
         )
         return self._finish(output, batch, model_config, groups)
 
@@ -150,11 +151,11 @@ class PolicyForwardStep:
             document_lengths=batch.host.document_lengths,
             loss_scale=loss_scale,
             return_log_probs=_needs_log_probs(batch, self.config),
-            **self._loss_options(batch, groups),
+            **self._loss_options(batch, groups, batch.host.sampling_support),
         )
         return self._finish(output, batch, model_config, groups)
 
-    def _loss_options(self, batch: PolicyBatch, groups: ParallelGroups) -> LossKeywords:
+    def _loss_options(self, batch: PolicyBatch, groups: ParallelGroups, sampling_support: SamplingSupport | None) -> LossKeywords:
         config = self.config
         check_ranks = checks_microbatch(self._num_microbatches)
         self._num_microbatches += 1
@@ -174,6 +175,9 @@ class PolicyForwardStep:
             "ref_log_probs": batch.ref_log_probs,
             "rollout_log_probs": _rollout_log_probs(batch, config),
             "loss_parameters": config.loss_parameters,
+            "sampling_support": sampling_support,
+            # A micro-batch without samples has no sets, and nothing to score.
+            "kl_score": KLScore.FULL if sampling_support is None else config.kl_score,
             "correction": CorrectionSettings.of(config),
             "kl_coefficient": config.kl_coefficient,
             "kl_estimator": config.kl_estimator,
@@ -245,12 +249,14 @@ def _needs_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> bool:
 def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatistics | None:
     """The loss's statistics, with the rollout statistics where the batch has inputs for them."""
     counts_phantoms = batch.context.counts_phantoms and batch.old_log_probs is not None
-    if output.metrics is None or (batch.rollout_log_probs is None and batch.staleness is None and not counts_phantoms):
+    given = (batch.rollout_log_probs, batch.staleness, batch.kept_mass)
+    if output.metrics is None or not (counts_phantoms or any(values is not None for values in given)):
         return output.metrics
     rollout = rollout_statistics(
         log_probs=output.log_probs,
         old_log_probs=batch.old_log_probs,
         rollout_log_probs=batch.rollout_log_probs,
+        kept_mass=batch.kept_mass,
         staleness=batch.staleness,
         counts_phantoms=counts_phantoms,
         loss_mask=batch.loss_mask,

@@ -37,7 +37,8 @@ def response_log_probs(
     head: HeadSettings = LOGITS,
     recorder: RouteRecorder | None = None,
 ) -> list[list[Tensor]]:  # for each batch and each of its samples: [response_length] float32 on the CPU; 0 where masked
-    """Log-probabilities of whole responses by the current model, on all ranks of the tp, cp and pp groups.
+    """Log-probabilities of whole responses by the current model, on all ranks of the tp, cp and pp groups. Where the batches have
+    the sampler's sets they are over these.
 
     The batches are cut as in training, so that rounding is the same. With a fused `head` they cost one product, and no more
     logits than max_logits_bytes. The host waits once a batch, for its rows.
@@ -51,6 +52,7 @@ def response_log_probs(
                 logits.flatten(0, 1),
                 batch.labels,
                 loss_mask=batch.loss_mask,
+                sampling_support=batch.sampling_support,
                 temperature=temperature,
                 vocab_size=vocab_size,
                 tp_group=groups.tp,
@@ -62,6 +64,7 @@ def response_log_probs(
             inputs.weight,
             batch.labels,
             loss_mask=batch.host.loss_mask,
+            sampling_support=batch.host.sampling_support,
             max_logits_bytes=head.max_logits_bytes,
             sequence_parallel=is_sequence_parallel,
             fp32_logits=head.is_fp32,

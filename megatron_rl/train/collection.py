@@ -25,17 +25,21 @@ from megatron_rl.train.key_value_cache import cache_bytes, can_cache
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.reward_guard import TimeLimit, keeps_process_alive, keeps_settings_of_torch
 from megatron_rl.train.rollouts import Microbatches, Prompt, RolloutBatch, Sample, SampleHeader, SharedRollout, group_advantages
+from megatron_rl.train.sampling_filter import KeptTokens, SamplingFilter
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer
 
 Response = tuple[int, Prompt, list[int]]  # number of the sample, its prompt, the sampled tokens
 # Of a sampling forward: rows that take more go through several forwards. On CUDA an eighth of the device's memory.
 SAMPLING_BYTES, SHARE_OF_DEVICE = 2 * 1024**3, 8
+# Of a vocabulary id where a filter sorts whole rows: logits, twice, and sorted; ids; float64 masses and sums; flags.
+SORTED_BYTES = 3 * 4 + 8 + 3 * 8 + 4
 
 
-def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_routes: bool) -> int:
+def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_routes: bool, sorts_rows: bool = False) -> int:
     """How many samples are sampled at once: by the logits of their last positions, the activations of a layer in the longest
-    forward, and the keys and values. The same on all ranks. Communication: an all-reduce of a number over all of them."""
+    forward, the keys and values, and with sorts_rows what a filter needs of whole rows. The same on all ranks.
+    Communication: an all-reduce of a number over all of them."""
     model, config, length = trainer.model, model_config_of(trainer.model), trainer.settings.max_sequence_length
     keeps_keys = can_cache(model) and not records_routes
     longest = length - max_new_tokens if keeps_keys else length  # a prompt, or the whole sequence for each token
@@ -43,6 +47,7 @@ def rows_per_forward(trainer: PolicyTrainer, max_new_tokens: int, *, records_rou
     row_bytes = 4 * trainer.settings.vocab_size // tp_size
     row_bytes += max(longest, 1) * (4 * config.hidden_size + 2 * config.ffn_hidden_size // tp_size) * element
     row_bytes += cache_bytes(model, length) if keeps_keys else 0
+    row_bytes += SORTED_BYTES * trainer.settings.vocab_size if sorts_rows else 0
     device, memory = trainer.device, SAMPLING_BYTES
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory // SHARE_OF_DEVICE
@@ -59,12 +64,16 @@ class SampledRollouts:
         self._samples_per_prompt = samples_per_prompt
         is_replayed = options.router_replay == RouterReplay.ROLLOUT
         self._records_routes = is_replayed or (options.check_router_replay and options.router_replay == RouterReplay.NONE)
+        self._filter = SamplingFilter.of(options)
         self._settings = SamplingSettings(
             max_new_tokens=task.max_new_tokens,
             end_tokens=task.end_tokens,
             temperature=trainer.config.policy_temperature,
             vocab_size=trainer.settings.vocab_size,
-            rows_per_forward=rows_per_forward(trainer, task.max_new_tokens, records_routes=self._records_routes),
+            rows_per_forward=rows_per_forward(
+                trainer, task.max_new_tokens, records_routes=self._records_routes, sorts_rows=self._filter.is_on
+            ),
+            filter=self._filter,
         )
         timeout = COLLECTIVE_TIMEOUT + datetime.timedelta(seconds=options.reward_timeout)
         is_alone = dist.get_world_size() == 1
@@ -83,12 +92,14 @@ class SampledRollouts:
         of_sample = [prompt for prompt in prompts for _ in range(self._samples_per_prompt)]
         mine = [index for index in range(len(of_sample)) if self._dp_rank_of(index) == dp.rank()]
         recorder = self._trainer.route_recorder() if self._records_routes else None
+        kept = KeptTokens(len(mine)) if self._filter.is_on else None
         responses = self._trainer.sample(
             [of_sample[index].tokens for index in mine],
             mine,
             self._settings,
             partial(gumbel_noise, self._options.seed, rollout_index),
             recorder,
+            kept,
         )
         share = [(index, of_sample[index], response) for index, response in zip(mine, responses, strict=True)]
         rewards, lengths = self._exchanged(share, self._rewards_of(share, rollout_index), len(of_sample))
@@ -108,6 +119,8 @@ class SampledRollouts:
             self._sample(headers[index], prompt, response, policy_version, None if recorder is None else recorder.samples[place])
             for place, (index, prompt, response) in enumerate(share)
         ]
+        if kept is not None:
+            samples = [replace(sample, **kept.fields(place)) for place, sample in enumerate(samples)]
         own = RolloutBatch(
             samples=samples,
             rollout_index=rollout_index,
@@ -216,7 +229,8 @@ def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> 
         return f"--router-replay {options.router_replay}"
     if config.rejected_tokens == RejectedTokens.DROPPED:  # which tokens are counted
         return f"--rejected-tokens {config.rejected_tokens}"
-    if options.rollouts is None and needs_rollout_log_probs(config):  # the sampler is the trainer's own engine
+    # The sampler is the trainer's own engine. With a filter it reports its log-probabilities itself.
+    if options.rollouts is None and needs_rollout_log_probs(config) and not SamplingFilter.of(options).is_on:
         has_delta = config.off_policy_sequence_delta is not None
         return "--off-policy-sequence-delta" if has_delta else f"--policy-loss {config.policy_loss}"
     return None

@@ -11,8 +11,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import NO_CORRECTION, AdvantageNormalization, Overlong, PolicyMetrics, RouterReplay
+from megatron_rl.config import (
+    DEFAULT_KL_ESTIMATOR,
+    NO_CORRECTION,
+    AdvantageNormalization,
+    KLScore,
+    Overlong,
+    PolicyMetrics,
+    RouterReplay,
+    SupportUse,
+)
 from megatron_rl.errors import ConfigError, printable
+from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.registry import import_dotted
 from megatron_rl.train import output_dir
 from megatron_rl.train.hf_checkpoint import HFModel, copied_files, read_hf_model
@@ -312,6 +322,41 @@ def check_corrections(options: TrainLaunch) -> Iterator[str]:
             "one that sampled; give --steps-per-rollout 2 or more, fewer --docs-per-step than a rollout has, or rollouts of "
             "another engine with --rollouts"
         )
+
+
+@check()
+def check_sampling_filter(options: TrainLaunch) -> Iterator[str]:
+    settings = options.settings
+    given = [f"{flag_of(name)} {value}" for name, value in filters_of(options).items()]
+    typed = " ".join(given)
+    if options.rollouts is not None:
+        for one in given:
+            yield f"{one} has no effect with --rollouts, where nothing is sampled: remove it; kept_ids of the file are replayed"
+        return
+    if given and settings["sampling_support"] == SupportUse.REFUSE:
+        yield (
+            f"{typed} with --sampling-support refuse: the sampler keeps a part of the vocabulary, and without the kept ids every "
+            "ratio is off by their mass; remove one of them"
+        )
+    for name, value in (("sampling_support", SupportUse.REPLAY), ("kl_score", KLScore.SUPPORT)):
+        if not given and settings[name] == value:
+            yield (
+                f"{flag_of(name)} {value} has no effect: this run samples from the whole vocabulary; add --top-p, --top-k or "
+                "--min-p, or remove it"
+            )
+    estimator = KL_ESTIMATORS.find_or_none(settings["kl_estimator"] or DEFAULT_KL_ESTIMATOR)
+    is_full = settings["kl_score"] in (None, KLScore.FULL)
+    if given and settings["kl_coefficient"] and is_full and estimator is not None and estimator.takes_log_ratio:
+        yield (
+            f"{typed} with --kl-estimator {estimator.name}: it multiplies the KL term by the importance ratio, which is over the "
+            "kept ids, and the term would be over the whole vocabulary; add --kl-score support, or choose another estimator"
+        )
+
+
+def filters_of(options: TrainOptions) -> dict[str, float]:
+    """The filters of sampling that are on."""
+    off = {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
+    return {name: getattr(options, name) for name, value in off.items() if getattr(options, name) != value}
 
 
 @check()

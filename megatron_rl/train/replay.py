@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import prompt_digest
-from megatron_rl.config import AdvantageNormalization, RouterReplay
+from megatron_rl.config import AdvantageNormalization, RouterReplay, SupportUse
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device
@@ -35,6 +35,7 @@ class ReplayRules:
 
     vocab_size: int
     has_sampler: bool = False  # refuse samples without rollout_log_probs
+    refuses_sets: bool = False  # refuse samples with kept_ids
     advantage_normalization: str = AdvantageNormalization.STD  # where the file has rewards alone
     router_replay: str = RouterReplay.NONE
     route_shape: RouteShape | None = None  # of the routes that router_replay, or a comparison, needs; None: routes are left out
@@ -45,6 +46,7 @@ class ReplayRules:
         return cls(
             vocab_size=trainer.settings.vocab_size,
             has_sampler=CorrectionSettings.of(trainer.config).is_on,
+            refuses_sets=trainer.config.sampling_support == SupportUse.REFUSE,
             advantage_normalization=options.advantage_normalization,
             router_replay=options.router_replay,
             route_shape=trainer.route_shape if has_routes else None,
@@ -56,6 +58,12 @@ class ReplayRules:
             raise DataError(
                 f"{path}, rollout {batch.rollout_index}: no rollout_log_probs, which the correction compares with: record the "
                 "sampling engine's log-probabilities, or remove --importance-correction and --off-policy-sequence-delta"
+            )
+        if self.refuses_sets and any(sample.kept_ids is not None for sample in batch.samples):
+            raise DataError(
+                f"{path}, rollout {batch.rollout_index}: kept_ids with --sampling-support refuse: its sampler kept a part of the "
+                "vocabulary (top-p, top-k, min-p), and its log-probabilities are over that; choose --sampling-support replay, or "
+                "record rollouts of the whole vocabulary"
             )
         if self.route_shape is None:
             return replace(batch, samples=[replace(sample, routes=None) for sample in batch.samples])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.train.options import TrainOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +20,10 @@ class SamplingFilter:
     top_p: float = 1.0  # 1: off
     top_k: int = -1  # -1: off
     min_p: float = 0.0  # 0: off
+
+    @classmethod
+    def of(cls, options: TrainOptions) -> SamplingFilter:
+        return cls(top_p=options.top_p, top_k=options.top_k, min_p=options.min_p)
 
     @property
     def is_on(self) -> bool:
@@ -79,14 +85,13 @@ class KeptTokens:
             self._scores[sample].append(score)
             self._masses[sample].append(mass)
 
-    def support(self, sample: int) -> SamplingSupport:
+    def _support(self, sample: int) -> SamplingSupport:
         """One row for each token of the response."""
         rows = self._ids[sample]
         offsets = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64).cumsum(0)
         return SamplingSupport(torch.cat([torch.empty(0, dtype=torch.int32), *rows]), offsets)
 
-    def log_probs(self, sample: int) -> Tensor:  # [response_length] float32
-        return torch.tensor(self._scores[sample])
-
-    def masses(self, sample: int) -> Tensor:  # [response_length] float32
-        return torch.tensor(self._masses[sample])
+    def fields(self, sample: int) -> dict[str, Any]:
+        """Of its Sample: the sets, what they had of the softmax, and the sampler's own log-probabilities, over the sets."""
+        masses, scores = torch.tensor(self._masses[sample]), torch.tensor(self._scores[sample])
+        return {"kept_ids": self._support(sample), "kept_mass": masses, "rollout_log_probs": scores}

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import AdvantageNormalization, PolicyLossConfig
+from megatron_rl.config import AdvantageNormalization, KLScore, PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.agreement import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
@@ -34,6 +34,7 @@ from megatron_rl.train.peers import PeerWatch
 from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.train.rollout_files import check_rollouts_are_of, recorded_vocab_size
 from megatron_rl.train.run_lock import RunLock
+from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.train.user_tasks import PromptFileTask
@@ -165,6 +166,10 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     if not options.rollouts:
         is_divided = options.advantage_normalization == AdvantageNormalization.STD
         samples += f", advantages {'(r - mean) / std' if is_divided else 'r - mean'} of a prompt"
+    filters = SamplingFilter.of(options)
+    if filters.is_on:
+        of_kl = f", KL over {'the same' if config.kl_score == KLScore.SUPPORT else 'the whole vocabulary'}"
+        samples += f", {filters.in_words()}: log-probabilities over the kept ids{of_kl if config.kl_coefficient else ''}"
     reader = reader_of_old_log_probs(options, config)
     if reader is not None:
         samples += f", old log-probabilities of the first step measured for {reader}"

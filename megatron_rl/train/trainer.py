@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay
+from megatron_rl.config import KLScore, PolicyLossConfig, PolicyMetrics, RouterReplay
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
@@ -152,13 +152,15 @@ class PolicyTrainer:
         recorder: RouteRecorder | None = None,
     ) -> list[list[Tensor]]:  # [response_length] float32 on the CPU
         """The log-probabilities of each response, by micro-batch and sample, under the policy or the reference (the policy's
-        weights before training). Under router_replay=rollout the policy's routers use the samples' routes.
+        weights before training). Those of samples with kept_ids are over these, the reference's where --kl-score says so; 0 at a
+        token outside its set. Under router_replay=rollout the policy's routers use the samples' routes.
         Communication: as response_log_probs. Raises ConfigError without a reference."""
         model = self._reference if of_reference else self.model
         if model is None:
             raise ConfigError("of_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
         has_routes = self.settings.router_replay == RouterReplay.ROLLOUT and not of_reference
-        plain = [[unweighted(sample, has_routes) for sample in samples] for samples in microbatches]
+        has_sets = not of_reference or self.config.kl_score == KLScore.SUPPORT
+        plain = [[unweighted(sample, has_routes, has_sets) for sample in samples] for samples in microbatches]
         context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
         batches = self._batches(plain, context)
         sizes = [[(sample.tokens.shape[0], sample.response_length) for sample in samples] for samples in plain]

@@ -99,7 +99,7 @@ def watch(
     values = {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
     state = _remember(config, state, values)
     found = [*_truncation(step, values)]
-    if step == 1 and not any(finding.name == "truncated_old" for finding in found):
+    if step == 1 and not any(finding.name in ("truncated_old", "whole_old") for finding in found):
         found += _first_step(config, values)
     found += _first_kl(config, values, is_float32) if step == 1 and not found else []  # one line for one cause
     found += [*_phantom_counts(values), *_idle_clip(config, state), *_correction(values, state), *_silence(values, state)]
@@ -123,9 +123,19 @@ def _truncation(step: int, values: Mapping[str, float]) -> Iterator[WatchdogFind
     if step == 1 and new is not None and old is not None:
         compared["old"] = (new - old, values.get("policy/kl_new_old"))
     for name, (mean, kl) in compared.items():
-        if mean is None or kl is None or mean > LARGEST_LOG_MASS:
+        if mean is None or kl is None or abs(mean) < -LARGEST_LOG_MASS:
             continue
-        if kl <= LARGEST_EXCESS_OF_CONSTANT * (math.exp(mean) - 1 - mean):
+        if kl > LARGEST_EXCESS_OF_CONSTANT * (math.exp(mean) - 1 - mean):
+            continue
+        if mean > 0 and "policy/kept_ids" in values:
+            yield WatchdogFinding(
+                f"whole_{name}",
+                f"{name}_log_probs are {mean:.3f} nats below the trainer's on nearly every token: they are over the vocabulary, "
+                f"and the trainer's are over the sampler's kept ids, of mass {math.exp(-mean):.2f}, so each importance weight is "
+                "the inverse of that mass; let the sampler report log-probabilities among the kept tokens (vLLM: "
+                "logprobs_mode=processed_logprobs), or leave them out of --rollouts",
+            )
+        if mean < 0:
             yield WatchdogFinding(
                 f"truncated_{name}",
                 f"{name}_log_probs are {-mean:.3f} nats above the trainer's on nearly every token: the sampler kept a part of the "

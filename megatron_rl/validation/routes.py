@@ -13,11 +13,13 @@ from megatron_rl.config import (
     Backend,
     CorrectionLevel,
     GradientDivisor,
+    KLScore,
     PolicyLossConfig,
     PolicyMetrics,
     RejectedTokens,
     Route,
     RouterAuxLoss,
+    SupportUse,
     Watchdog,
 )
 from megatron_rl.errors import ConfigError
@@ -50,6 +52,8 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--rejected-tokens": _WITH_MODEL,
     "--kl-coefficient": _WITH_LOGITS,
     "--kl-estimator": _WITH_LOGITS,
+    "--sampling-support": frozenset({Route.TRAIN}),
+    "--kl-score": frozenset({Route.TRAIN}),
     "--entropy-coefficient": _WITH_LOGITS,
     "--policy-metrics": _WITH_LOGITS,
     "--policy-loss-backend": _WITH_LOGITS,
@@ -80,6 +84,8 @@ REASONS: dict[str, str] = {
     "--rejected-tokens": "elsewhere the host has counted the step's tokens before the loss knows which are dropped",
     "--docs-per-step": "elsewhere the host's batching decides which samples make a step; your own loop can iterate over "
     "megatron_rl.accumulation.StepAccumulator",
+    "--sampling-support": "elsewhere a batch with kept ids is refused",
+    "--kl-score": "elsewhere a batch with kept ids is refused",
     "--router-aux-loss": "elsewhere the host calls the model and sets the coefficients of its routers",
 }
 
@@ -87,6 +93,8 @@ REASONS: dict[str, str] = {
 CHOICES: dict[str, type[StrEnum]] = {
     "importance_correction_level": CorrectionLevel,
     "rejected_tokens": RejectedTokens,
+    "sampling_support": SupportUse,
+    "kl_score": KLScore,
     "policy_metrics": PolicyMetrics,
     "policy_loss_backend": Backend,
     "router_aux_loss": RouterAuxLoss,

@@ -12,6 +12,7 @@ from megatron_rl.config import (
     DEFAULT_MAX_LOGITS_BYTES,
     Backend,
     CorrectionLevel,
+    KLScore,
     PolicyMetrics,
     RejectedTokens,
     Route,
@@ -210,6 +211,13 @@ def kl_estimator_has_a_term(launch: Settings) -> Iterator[str]:
     config = launch.config
     if config.kl_estimator != DEFAULT_KL_ESTIMATOR and launch.kl_estimator is not None and config.kl_coefficient == 0:
         yield f"kl_estimator={config.kl_estimator} has no effect without a KL term: set --kl-coefficient, or remove it"
+
+
+@check()
+def kl_score_has_a_term(launch: Settings) -> Iterator[str]:
+    config = launch.config
+    if config.kl_score == KLScore.SUPPORT and config.kl_coefficient == 0:
+        yield "kl_score=support has no effect without a KL term: set --kl-coefficient, or remove it"
 
 
 @check()

@@ -59,6 +59,8 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
     lines = [headline(explanation), *columns(weight_table(explanation, max_rows)), *remarks(explanation)]
     if corrections := list(corrections_in_words(CorrectionSettings.of(config))):
         lines += ["", f"correction: {', '.join(corrections)}; rejected tokens are {config.rejected_tokens}"]
+    if explanation.step.kept is not None:
+        lines += ["", explanation.step.kept]
     if explanation.corrected is not None:
         lines += [*columns(token_table(explanation.corrected, max_rows)), kept_line(explanation.corrected)]
     if chain is not None:

@@ -18,6 +18,7 @@ from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import Host, host_named
 from megatron_rl.hosts.companions import positions_of, read_batch
 from megatron_rl.train.rollout_files import load_rollouts
+from megatron_rl.train.rollouts import Sample
 from megatron_rl.validation import field_of
 
 # Of a response and of a step: more is a slip of the finger or a damaged file, and the masks would fill the memory.
@@ -55,6 +56,8 @@ class StepInput:
     """The rollout of each sample, where one of them makes several samples; None: each sample is one rollout."""
     old_log_probs: list[Tensor] | None = None  # S tensors [response_length] float64; None where a sample has none
     rollout_log_probs: list[Tensor] | None = None
+    kept: str | None = None
+    """What the sampler kept of the vocabulary, in words; None: the step does not say."""
     source: str
     notes: tuple[str, ...] = ()
 
@@ -124,8 +127,27 @@ def read_rollouts(path: str, index: int | None) -> StepInput:
         prompts=[sample.prompt_id for sample in samples],
         old_log_probs=_rows_of([sample.old_log_probs for sample in samples]),
         rollout_log_probs=_rows_of([sample.rollout_log_probs for sample in samples]),
+        kept=kept_in_words(samples),
         source=f"rollout {chosen[0].rollout_index} of {path}",
         notes=tuple(notes),
+    )
+
+
+def kept_in_words(samples: Sequence[Sample]) -> str | None:
+    """Of the unmasked tokens, and what a trainer without these sets would make of each ratio."""
+    rows = [(sample.kept_ids.sizes[sample.loss_mask], sample) for sample in samples if sample.kept_ids is not None]
+    sizes = torch.cat([of_sample for of_sample, _ in rows]) if rows else torch.empty(0)
+    if not sizes.numel():
+        return None
+    singles = float((sizes == 1).double().mean())
+    text = f"kept ids: {float(sizes.double().mean()):.3g} a token; {singles:.0%} of the tokens have one, score 0 and no gradient"
+    masses = [sample.kept_mass[sample.loss_mask].double() for _, sample in rows if sample.kept_mass is not None]
+    if len(masses) < len(rows):
+        return text
+    longest = max(masses, key=len)
+    return text + (
+        f"; kept mass {float(torch.cat(masses).mean()):.3g}: over the whole vocabulary each ratio would be off by it, "
+        f"the product over {len(longest)} tokens by {float(longest.prod()):.3g}"
     )
 
 
