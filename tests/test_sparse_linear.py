@@ -15,13 +15,16 @@ from carrier_cases import LiveBytes
 from helpers import KERNEL_DEVICE, without_needless_clip
 from linear_cases import VOCAB_SIZE, HeadBatch, by_logits, every_term, head_batch, on_device, run, seen, worst_error
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
+from test_support_scores import BY_HAND, GRADIENT, SUPPORT
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.losses import linear_policy_loss
 from megatron_rl.ops import support_head
+from megatron_rl.ops.linear_head import HeadOptions
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 
 # Sums of a few dozen float64 products in another order.
@@ -126,6 +129,27 @@ def test_a_row_of_one_id_counts():
     assert torch.allclose(output.log_probs, torch.tensor([-math.log(2.0), 0.0], dtype=torch.float64), rtol=0, atol=1e-15)
     # dL / dlog_prob = -1/2, so dL / dz = -1/2 (1_1 - 1/2): 1/4 of id 0 and -1/4 of id 1.
     assert weight.grad.tolist() == [[0.25], [-0.25], [0.0]] and not hidden.grad.any()
+
+
+def test_values_by_hand_come_out_of_a_head_that_is_the_identity():
+    """Then hidden states are logits, and the gradient of hidden states is that of the logits (test_support_scores.py)."""
+    labels, support = torch.tensor(BY_HAND.labels), SamplingSupport.from_lists(BY_HAND.kept)
+    hidden, weight = BY_HAND.logits, torch.eye(5, dtype=torch.float64)
+    options = HeadOptions(BY_HAND.temperature, None, SINGLE, False, "torch", False, False)
+    for reads_all, c_full in ((True, torch.tensor([0.1, 0.0, -0.3, 0.05], dtype=torch.float64)), (False, None)):
+        sizes = {"capacity": 3, "max_bytes": 2**20, "reads_all": reads_all}
+        sparse = support_head.make_support_head(hidden, weight, labels, options, support, torch.arange(4), **sizes)
+        support_head.run_scores(sparse)
+        assert sparse.head.log_probs.tolist() == pytest.approx(SUPPORT, abs=1e-9)
+        c = torch.tensor([-1.0, 0.5, 2.0, -0.25]).double()
+        if reads_all:  # the last row is whole: it has one score, and its two coefficients come together
+            c, c_full = c + torch.tensor([0, 0, 0, 0.05], dtype=torch.float64), torch.where(support.sizes == 5, 0.0, c_full)
+        found = support_head.run_support_gradient(
+            sparse, c, c_full, None, of_hidden=torch.zeros_like(hidden), of_weight=torch.zeros_like(weight)
+        )
+        rows = range(4) if reads_all else [1]  # of row 1 alone the gradient has no part of the vocabulary
+        for row in rows:
+            assert found[row].tolist() == pytest.approx(GRADIENT[row], abs=1e-9)
 
 
 def large_case(dtype: torch.dtype = torch.float32) -> tuple[HeadBatch, SamplingSupport]:
