@@ -462,7 +462,7 @@ SUPPORT_METRICS: tuple[Metric, ...] = (
         normaliser="num_support_samples",
         unit="ids",
         formula="mean of the number of kept ids",
-        healthy="constant",
+        healthy="falls with the entropy",
     ),
     Metric(
         name="outside_support",
