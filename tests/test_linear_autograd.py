@@ -143,6 +143,21 @@ def test_two_tensor_parallel_ranks_have_the_gradient_of_one(sequence_parallel, r
         assert torch.equal(first[2], second[2]) == reduces_hidden
 
 
+def of_columns(rank: int):
+    """Hidden states whose columns lie together in memory, and every row with a coefficient: each chunk is a slice of rows."""
+    hidden, weight, labels, c, _ = operands(torch.float32)
+    by_columns = hidden.t().contiguous().t()
+    return by_head(by_columns, weight.chunk(2)[rank], labels, c + 1.0, None, tp_group=resolve_groups().tp, max_logits_bytes=ROW * 5)
+
+
+@pytest.mark.megatron
+def test_the_sum_over_ranks_reaches_the_gradient_of_hidden_states_of_any_strides():
+    hidden, weight, labels, c, _ = operands(torch.float32)
+    want = by_autograd(hidden, weight, labels, c + 1.0, None)[2]
+    for found in run_ranks(of_columns, 2, tensor_model_parallel_size=2):
+        assert relative(found[2], want) < LIMIT
+
+
 def without_a_coefficient(rank: int):
     """No row has one on any rank, as in a micro-batch whose samples are all masked."""
     hidden, weight, labels, *_ = operands(torch.float32)

@@ -77,7 +77,8 @@ def make_gradient(
     has_entropy_term: bool,
     is_reduced: bool = True,
 ) -> HeadGradient:
-    hidden = torch.zeros_like(head.hidden) if needs_hidden else None
+    # Whatever the strides of head.hidden: a slice of rows must be contiguous, because a product and the sum over tp are in place.
+    hidden = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) if needs_hidden else None
     return HeadGradient(hidden, main_grad, needs_weight, rounds_weight, has_entropy_term, scale, is_reduced)
 
 
