@@ -16,13 +16,13 @@ import dense_oracle
 import pytest
 import torch
 from dense_oracle import DenseResult, dense_step
-from generated_steps import CASES, DEALS, SHAPES, SPLITS, Case, Step, step_of
+from generated_steps import CASES, CORRECTIONS, DEALS, KEPT, SHAPES, SPLITS, Case, Step, step_of
 from helpers import KERNEL_DEVICE
 from loss_backends import HAS_TRITON
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from torch import Tensor
 
-from megatron_rl.config import CorrectionLevel, PolicyLossConfig
+from megatron_rl.config import CorrectionLevel, KLScore, PolicyLossConfig
 from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
@@ -35,7 +35,7 @@ from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import correction_names
-from megatron_rl.registries.kl_estimators import kl_estimator_names
+from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 from megatron_rl.step_metrics import report_pairs, step_metrics
 
 REGISTERED = [
@@ -463,3 +463,10 @@ def test_the_steps_are_worth_their_time():
         has_clip = get_policy_loss(name).clip_ratios is not None
         assert not has_clip or sum(0 < share < 1 for share in shares) >= len(shares) // 3, name
     assert {case.split for case in CASES} >= set(SPLITS[:3])
+    with_sets = [case for case in CASES if case.kept != "all"]
+    assert {(case.loss, case.kept) for case in with_sets} == set(itertools.product(policy_loss_names(), KEPT))
+    assert {(case.settings.correction, case.settings.level) for case in with_sets} == set(CORRECTIONS)
+    assert {case.settings.aggregation for case in with_sets} == set(loss_aggregation_names())
+    with_kl = {(case.settings.kl_estimator, case.settings.kl_score) for case in with_sets if case.settings.kl_coefficient}
+    of_both = [name for name in kl_estimator_names() if not get_kl_estimator(name).takes_log_ratio]
+    assert with_kl >= set(itertools.product(of_both, KLScore)), "a KL term over the vocabulary, and one over the kept ids"

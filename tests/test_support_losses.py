@@ -160,6 +160,20 @@ def test_a_logit_outside_the_set_is_read_where_a_term_reads_the_vocabulary(backe
     assert output.loss.isfinite() and gradient.isfinite().all()
 
 
+@pytest.mark.skipif(KERNEL_DEVICE == "cuda", reason="on CUDA nothing is read")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_kept_logit_that_is_not_finite_is_named(value, backend):
+    """-inf is a probability of 0: of the token that was drawn it is an error, of another one it is none."""
+    batch = float32(random_batch([5, 4], num_masked=(0, 0)))
+    label = int(batch.labels[6])
+    batch.logits[6, label] = value
+    with pytest.raises(DataError, match="document 1 of the micro-batch has 1 unmasked tokens .* not finite, in log_probs"):
+        run("grpo", batch, backend, sampling_support=sets_of(batch, 3))
+    batch.logits[6, label], batch.logits[6, (label + 3) % V] = 0.5, -math.inf
+    output, gradient = run("grpo", batch, backend, sampling_support=sets_of(batch, 3))
+    assert output.loss.isfinite() and gradient.isfinite().all() and gradient[6, (label + 3) % V] == 0
+
+
 INTERPRETED = [pytest.mark.kernel, pytest.mark.skipif(not is_interpreted(), reason="Triton is not in its interpreter here")]
 
 
