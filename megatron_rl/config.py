@@ -155,7 +155,7 @@ class PolicyLossConfig:
     kl_estimator: str = DEFAULT_KL_ESTIMATOR
     """The estimate of KL(policy, reference): a registered estimator, or module.function."""
     sampling_support: str | None = None
-    """Samples with the ids that top-p, top-k or min-p kept: replay: scores are over them; refuse: an error; None: replay."""
+    """Samples with kept ids of a sampler: replay: scores are over them; refuse: an error. None: train replays, a host refuses."""
     kl_score: str = KLScore.FULL
     """Over what the KL term's scores are, the reference's too: full (the vocabulary), support (kept ids)."""
     entropy_coefficient: float = 0.0

@@ -32,14 +32,27 @@ def get_log_probs_and_entropy(
     with_entropy: bool = False,
     non_loss_data: bool = True,
     max_seq_lens: list[int] | None = None,
+    top_p_token_ids: list[Tensor] | None = None,
+    top_p_token_offsets: list[Tensor] | None = None,
 ):
-    """Token by token, from whole rows of the vocabulary."""
+    """Token by token, from whole rows of the vocabulary; with ids from these and the token itself."""
+    starts = list(zip(total_lengths, response_lengths, strict=True))
+
+    def measured(row: Tensor, number: int, place: int) -> tuple[Tensor, Tensor]:
+        token, entropy = unconcat_tokens[number][place + 1], -(row.exp() * row).sum()
+        if top_p_token_ids is None or top_p_token_offsets is None:
+            return row[token], entropy
+        index = place + 1 - (starts[number][0] - starts[number][1])
+        first, end = top_p_token_offsets[number][index : index + 2]
+        kept = {*top_p_token_ids[number][first:end].tolist(), int(token)}
+        return row[token] - row[sorted(kept)].logsumexp(0), entropy
+
     groups, found = resolve_groups(), {"log_probs": [], "entropy": []}
     cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
     shards = all_gather_stack(logits.flatten(0, 1), groups.tp) if groups.tp.size() > 1 else logits.flatten(0, 1)[None]
     rows = torch.log_softmax(torch.cat([*shards], -1) / args.rollout_temperature, -1)
     start = 0
-    for number, (tokens, total, response) in enumerate(zip(unconcat_tokens, total_lengths, response_lengths, strict=True)):
+    for number, (total, response) in enumerate(starts):
         length = total if max_seq_lens is None else max_seq_lens[number]
         document = [*range(total), *[None] * (length - total)]
         document += [None] * (-length % (2 * cp_size) if cp_size > 1 else 0)
@@ -50,11 +63,11 @@ def get_log_probs_and_entropy(
             for place in range(total - response - 1, total - 1):
                 rank, row = divmod(start + place, rows.shape[0])
                 if rank == cp_rank:
-                    whole[:, place] = torch.stack(measures_of(rows[row], tokens[place + 1]))
+                    whole[:, place] = torch.stack(measured(rows[row], number, place))
             values = all_reduce_sum(whole, groups.cp)[:, predicting]
             start += total
         else:
-            each = [measures_of(rows[start + own.index(place)], tokens[place + 1]) for place in predicting]
+            each = [measured(rows[start + own.index(place)], number, place) for place in predicting]
             values = torch.tensor(each).reshape(-1, 2).t()
             start += len(own)
         found["log_probs"].append(values[0])
@@ -65,10 +78,6 @@ def get_log_probs_and_entropy(
 
 def is_miles(args: Namespace) -> bool:
     return "observe_training_entropy" in vars(args)
-
-
-def measures_of(row: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  # [V] log-probabilities
-    return row[token], -(row.exp() * row).sum()
 
 
 class MegatronTrainRayActor:

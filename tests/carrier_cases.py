@@ -17,7 +17,7 @@ from types import ModuleType
 
 import built_by_host
 import torch
-from host_loss_cases import Case, Sample, host_batch, micro_batches, never, rows_of
+from host_loss_cases import KEYS, Case, Sample, host_batch, micro_batches, never, rows_of
 from host_rank import load_function
 from test_forward_step import SeenShapes
 from torch import Tensor
@@ -138,6 +138,8 @@ def forward_only(f, args: Namespace, models, step: HostStep) -> list[dict[str, l
         named = {name: batch[name] for name in names} | {"with_entropy": args.use_rollout_entropy}
         if not built_by_host.is_miles(args):
             named.pop("max_seq_lens")
+            if step.case.keeps:
+                named |= {name.removeprefix("rollout_"): batch[name] for name in KEYS["slime"]}
         return output, partial(f, args=args, **named)
 
     return scheduled(forward_step, batches, models, forward_only=True, collect_non_loss_data=built_by_host.is_miles(args))

@@ -6,6 +6,7 @@ import math
 from argparse import Namespace
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from helpers import loop_entropy, loop_log_probs, loop_sample, zigzag
@@ -29,6 +30,13 @@ SHAPES = [
 MASKED = (8, 4, [0, 0, 0, 0])
 
 
+# Where the hosts' batches have what their samplers kept.
+KEYS = {
+    "miles": ("rollout_sampling_mask_ids", "rollout_sampling_mask_offsets"),
+    "slime": ("rollout_top_p_token_ids", "rollout_top_p_token_offsets"),
+}
+
+
 @dataclass
 class Sample:
     """`values` holds [response] float64 numbers that float32 represents, NaN where the mask is 0."""
@@ -39,6 +47,8 @@ class Sample:
     logits: Tensor  # [total, V] float64
     values: dict[str, Tensor]
     rollout: int
+    kept: list[list[int]] | None = None
+    """What the sampler kept at each response token: nothing at a masked one, which is a tool's."""
 
     @property
     def prompt(self) -> int:
@@ -46,6 +56,15 @@ class Sample:
 
     def unmasked(self) -> list[int]:
         return [j for j, bit in enumerate(self.mask) if bit]
+
+    def scores(self, rows: Tensor, index: list[int]) -> Tensor:  # [n, V] of these response tokens -> [n]
+        """Their log-probabilities, over what was kept where that is known: the other logits are -inf."""
+        if self.kept is not None:
+            outside = torch.ones_like(rows, dtype=torch.bool)
+            for row, j in enumerate(index):
+                outside[row, self.kept[j] or list(range(VOCAB_SIZE))] = False
+            rows = rows.masked_fill(outside, -math.inf)
+        return loop_log_probs(rows, self.tokens[self.prompt + torch.tensor(index, dtype=torch.int64)], temperature=TEMPERATURE)
 
 
 @dataclass
@@ -60,6 +79,15 @@ class Case:
     without: tuple[str, ...] = ("rollout_log_probs",)
     ref_noise: float = 0.4
 
+    @property
+    def keeps(self) -> bool:
+        """--sampling-support replay: each sample comes with what its sampler kept."""
+        return self.settings.get("sampling_support") == "replay"
+
+    def scores_kl_over_kept(self) -> bool:
+        """As the host measures ref_log_probs."""
+        return self.keeps and self.host == "slime"
+
     def samples(self) -> list[Sample]:
         generator = torch.Generator().manual_seed(7)
         rollouts = list(range(len(self.shapes))) if self.rollouts is None else self.rollouts
@@ -68,14 +96,24 @@ class Case:
             logits = torch.randn(total, VOCAB_SIZE, generator=generator, dtype=torch.float64)
             tokens = torch.randint(VOCAB_SIZE, (total,), generator=generator)
             values = {"advantages": torch.full((response,), (1.5, -0.75, 0.5, -2.0, 1.0, -0.25)[number])}
-            exact = loop_log_probs(logits[total - response - 1 : total - 1], tokens[total - response :], temperature=TEMPERATURE)
+            one = Sample(total, mask, tokens, logits, {}, rollouts[number])
+            full = one.scores(one.logits[one.prompt - 1 : total - 1], list(range(response)))
+            one.kept = [self.set_of(int(tokens[one.prompt + j]), j, bit) for j, bit in enumerate(mask)] if self.keeps else None
+            exact = one.scores(one.logits[one.prompt - 1 : total - 1], list(range(response)))
             for name, noise in (("log_probs", 0.2), ("ref_log_probs", self.ref_noise), ("rollout_log_probs", 0.3)):
-                values[name] = exact + noise * torch.randn(response, generator=generator, dtype=torch.float64)
+                base = full if name == "ref_log_probs" and not self.scores_kl_over_kept() else exact
+                values[name] = base + noise * torch.randn(response, generator=generator, dtype=torch.float64)
             junk = (math.nan, -math.inf, math.inf, 1e30)[number % 4]
             hidden = torch.tensor(mask) == 0
             rounded = {key: value.float().double().masked_fill(hidden, junk) for key, value in values.items()}
-            samples.append(Sample(total, mask, tokens, logits, rounded, rollouts[number]))
+            samples.append(Sample(total, mask, tokens, logits, rounded, rollouts[number], one.kept))
         return samples
+
+    @staticmethod
+    def set_of(token: int, place: int, bit: int) -> list[int]:
+        """Of one id, of a few on one or both tensor-parallel shards, in the order of a sampler, and of all."""
+        size = (3, 1, 4, VOCAB_SIZE, 2)[place % 5]
+        return [(token + 3 * k) % VOCAB_SIZE for k in range(size)] if bit else []
 
     def args(self) -> Namespace:
         values = {
@@ -138,6 +176,10 @@ def host_batch(case: Case, samples: list[Sample], all_samples: list[Sample], cp_
         "max_seq_lens": [longest] * len(samples) if lists_layout == "bshd" else None,
         "opd_reverse_kl": None,
     }
+    if case.keeps:
+        ids, offsets = KEYS[case.host]
+        batch[ids] = [torch.tensor([one for kept in sample.kept for one in kept], dtype=torch.int32) for sample in samples]
+        batch[offsets] = [torch.tensor([0, *accumulate(map(len, sample.kept))]) for sample in samples]
     for key in ("advantages", "log_probs", "ref_log_probs", "rollout_log_probs"):
         own = [
             [q + 1 - sample.prompt for n, q in rows if n == number and sample.prompt - 1 <= q < sample.total - 1]
@@ -194,7 +236,9 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
         weight = 1.0 / (case.num_rollouts * DIVISOR) if args.loss_aggregation == "constant" and not has_companion else mean
         index = torch.tensor(tokens)
         rows, labels = leaf[sample.prompt - 1 + index], sample.tokens[sample.prompt + index]
-        new, entropies = loop_log_probs(rows, labels, temperature=TEMPERATURE), loop_entropy(rows, temperature=TEMPERATURE)
+        new, entropies = sample.scores(rows, tokens), loop_entropy(rows, temperature=TEMPERATURE)
+        full = loop_log_probs(rows, labels, temperature=TEMPERATURE)
+        of_kl = new if case.scores_kl_over_kept() else full
         recorded = {key: [float(sample.values[key][j]) for j in tokens] for key in sample.values}
         old = recorded["rollout_log_probs"] if settings.get("use_rollout_logprobs") else recorded["log_probs"]
         if "log_probs" in case.without and not settings.get("use_rollout_logprobs"):
@@ -211,7 +255,7 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
                 value = value.clamp(max=-settings["eps_clip_c"] * advantages[k])
             sums["pg_loss"] += weight * factors[k] * value
             sums["entropy_loss"] += mean * entropies[k]
-            sums["kl_loss"] += mean * kl_value(settings, new[k], recorded["ref_log_probs"][k], old[k])
+            sums["kl_loss"] += mean * kl_value(settings, of_kl[k], recorded["ref_log_probs"][k], old[k])
             sums["pg_clipfrac"] += mean * float(is_clipped)
             sums["ppo_kl"] -= mean * float(log_ratio.detach())
             sums["ois"] += mean * ratios[k]
@@ -221,6 +265,9 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
             sums["train_rollout_logprob_abs_diff"] += mean * abs(compared - recorded["rollout_log_probs"][k])
             back = old[k] - recorded["rollout_log_probs"][k]
             sums["train_rollout_kl"] += mean * (math.exp(back) - back - 1)
+            if sample.kept is not None:
+                sums["kept_ids"] += mean * len(sample.kept[tokens[k]])
+                sums["kept_mass"] += mean * math.exp(float(full[k].detach() - new[k].detach()))
     loss = sums["pg_loss"] - settings.get("entropy_coef", 0.0) * sums["entropy_loss"]
     if settings.get("use_kl_loss"):
         loss = loss + settings["kl_loss_coef"] * sums["kl_loss"]
@@ -285,6 +332,12 @@ PER_TOKEN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True}
 TIS = {"use_tis": True, "tis_clip": TIS_CLIP, "tis_clip_low": 0}
 ICEPOP = {host: TIS | {"tis_clip_low": 0.8, "custom_tis_function_path": path} for host, path in FUNCTIONS.items()}
 OPSM = {"use_opsm": True, "opsm_delta": 0.02}
+# What the sampler kept, and the KL term over what each host measures the reference.
+REPLAY = {
+    "miles": {"sampling_support": "replay", "rollout_top_p": 0.9, "rollout_top_k": 5},
+    "slime": {"sampling_support": "replay", "rollout_top_p": 0.9},
+}
+KL_OF_KEPT = {"kl_score": "support"}
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.2}
 REWARD = {
     "loss_aggregation": "prompt_mean",

@@ -23,7 +23,7 @@ from carrier_cases import (
     train_one_step,
 )
 from helpers import pool_of
-from host_loss_cases import GSPO, TERMS, Case, host_batch
+from host_loss_cases import GSPO, KL_OF_KEPT, REPLAY, TERMS, TIS, Case, host_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.errors import ConfigError
@@ -47,6 +47,11 @@ OBSERVED = Case(
     settings=WIDE | {"observe_training_entropy": True, "calculate_per_token_loss": True, "loss_aggregation": "token_mean"}
 )
 OBSERVED = replace(OBSERVED, shapes=[shape for shape in OBSERVED.shapes if any(shape[2])])
+KEPT = Case(settings=WIDE | REPLAY["miles"] | TERMS | {"kl_loss_type": "k2", "policy_metrics": "none"})
+KEPT_OBSERVED = Case(settings=WIDE | REPLAY["miles"] | {"observe_training_entropy": True})
+KEPT_ALONE = Case(settings=WIDE | REPLAY["miles"] | TIS | {"policy_metrics": "none"}, without=())
+K2 = TERMS | {"kl_loss_type": "k2", "entropy_coef": 0.0}
+KEPT_OF_SLIME = Case(host="slime", settings=WIDE | REPLAY["slime"] | KL_OF_KEPT | K2)
 RECOMPUTED = {"recompute_loss_function": True}
 
 SP, CP, PP, DP = Layout(tensor=2, sequence_parallel=True), Layout(context=2), Layout(pipeline=2), Layout(data=2)
@@ -54,6 +59,9 @@ INTERLEAVED, DEEP = Layout(pipeline=2, virtual_pipeline=2), replace(TIED, num_la
 STEPS = {
     "one rank": [HostStep(GRPO), HostStep(OF_GSPO, tiny=TIED), HostStep(CISPO)],
     "one rank, padded rows, every term": [HostStep(PADDED), HostStep(EVERY_TERM, size=2), HostStep(OBSERVED, size=5)],
+    "one rank, kept ids": [HostStep(KEPT), HostStep(KEPT_OBSERVED), HostStep(KEPT_ALONE), HostStep(KEPT_OF_SLIME, tiny=TIED)],
+    "TP2+SP, kept ids": [HostStep(KEPT_OBSERVED, SP), HostStep(KEPT_ALONE, SP), HostStep(KEPT_OF_SLIME, SP, TIED)],
+    "CP2, kept ids": [HostStep(KEPT, CP), HostStep(KEPT_ALONE, CP), HostStep(replace(KEPT_OF_SLIME, layout="allgather"), CP)],
     "one rank, the loss is recomputed": [HostStep(GRPO, flags=RECOMPUTED), HostStep(CISPO, tiny=TIED, flags=RECOMPUTED)],
     "TP2+SP": [HostStep(GRPO, SP), HostStep(OF_GSPO, SP, TIED), HostStep(CISPO, SP, TIED), HostStep(PADDED, SP)],
     "CP2": [HostStep(GRPO, CP, TIED), HostStep(OF_GSPO, CP), HostStep(CISPO, CP), HostStep(PADDED, CP), HostStep(CONTIGUOUS, CP)],
@@ -93,6 +101,8 @@ ENTROPY = {"use_rollout_entropy": True}
 MEASURED = {
     "one rank": [HostStep(GRPO, flags=ENTROPY), HostStep(CISPO, tiny=TIED), HostStep(PADDED)],
     "TP2+SP": [HostStep(CISPO, SP), HostStep(PADDED, SP, flags=ENTROPY)],
+    "one rank, kept ids": [HostStep(KEPT_OF_SLIME, flags=ENTROPY)],
+    "CP2, kept ids": [HostStep(KEPT_OF_SLIME, CP), HostStep(replace(KEPT_OF_SLIME, layout="allgather"), CP)],
     "CP2": [HostStep(CISPO, CP, flags=ENTROPY), HostStep(PADDED, CP), HostStep(CONTIGUOUS, CP, flags=ENTROPY)],
     "PP2": [HostStep(GRPO, PP), HostStep(CISPO, PP)],
     "PP2, interleaved": [HostStep(case, INTERLEAVED, DEEP, size=1) for case in (GRPO, CISPO)],

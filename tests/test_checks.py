@@ -82,6 +82,7 @@ FILES = {
         "hosts.loss_checks",
         "hosts.head_checks",
         "hosts.skip_checks",
+        "hosts.support_checks",
         *(f"hosts.{name}" for name in HOST_NAMES),
         "hosts.actor_checks",
     ),
@@ -133,7 +134,7 @@ ASKED_BY_FEW = {
     Asker.INIT_HOOK: {
         *("paths_load", "flags_reach_the_arguments", "no_report_was_asked_for", "kernels_are_there"),
         *("groups_have_the_sizes_of_the_arguments", "this_release_trains_the_model", "host_builds_its_model_as_known"),
-        "host_measures_as_known",
+        *("host_measures_as_known", "sampler_scores_what_it_kept"),
     },
 }
 

@@ -12,9 +12,12 @@ from host_loss_cases import (
     CONSTANT,
     GSPO,
     ICEPOP,
+    KEYS,
+    KL_OF_KEPT,
     MASKED,
     OPSM,
     PER_TOKEN,
+    REPLAY,
     REWARD,
     SHAPES,
     TERMS,
@@ -100,6 +103,20 @@ CASES = {
     "our own flags, a mask by the sample's ratio": Case(settings=MASK | CONSTANT, without=()),
     "FB-25 one-token responses, ranks without any": Case(shapes=[SHAPES[1], MASKED, SHAPES[1]]),
     "FB-25 gspo, ranks without any": Case("bshd", settings=GSPO, shapes=[SHAPES[1], SHAPES[1]]),
+}
+CASES |= {
+    "kept ids": Case(settings=REPLAY["miles"] | TERMS),
+    "kept ids, slime": Case(host="slime", settings=REPLAY["slime"] | KL_OF_KEPT | TERMS, without=()),
+    "kept ids bshd, gspo, TIS and OPSM": Case("bshd", settings=REPLAY["miles"] | GSPO | TIS | OPSM | TERMS, without=()),
+    "kept ids allgather, slime, TIS": Case("allgather", "slime", settings=REPLAY["slime"] | TIS, without=()),
+    "kept ids allgather, KL of all": Case("allgather", settings=REPLAY["miles"] | TERMS | CONSTANT),
+    "kept ids, the step's own": Case(settings=REPLAY["miles"] | TERMS | SKIPPED, without=("log_probs",)),
+    "kept ids, slime's reuse, per token": Case(
+        host="slime", settings=REPLAY["slime"] | PER_TOKEN | UNBIASED | KL_OF_KEPT | TERMS, shapes=SHAPES, without=("log_probs",)
+    ),
+    "kept ids, a ratio to the sampler": Case(settings=REPLAY["miles"] | {"use_rollout_logprobs": True}, without=()),
+    "kept ids, a reported KL": Case(settings=REPLAY["miles"] | TERMS | {"kl_loss_coef": 0.0, "kl_loss_type": "k2"}),
+    "kept ids, ranks without any": Case(settings=REPLAY["miles"], shapes=[SHAPES[1], MASKED, SHAPES[1]]),
 }
 if has_dual_clip("grpo"):
     CASES |= {"dual clip": Case(settings={"eps_clip_c": 1.3})}
@@ -410,11 +427,139 @@ BAD_DATA = {
 }
 
 
+REPLAYED = Case(settings=REPLAY["miles"])
+REPLAYED_BY_SLIME = Case(host="slime", settings=REPLAY["slime"])
+
+
+def change_sets(case, change):
+    """change(ids, offsets) of sample 0, whose tokens 0, 2 and 3 are trained, with sets of 3, 4 and 8 ids; masked ones have none."""
+
+    def changed(batch, logits):
+        keys = KEYS[case.host]
+        new = change(*(batch[key][0].clone() for key in keys))
+        for key, value in zip(keys, new, strict=True):
+            batch[key][0] = value
+
+    return changed
+
+
+def outside(batch, logits):
+    """Sample 2 takes the sets of tokens one later."""
+    ids, offsets = (batch[key] for key in KEYS["miles"])
+    ids[2], offsets[2] = ids[2][3:], torch.tensor([0, 1, 5, 5])
+
+
+BAD_SETS = {
+    "no ids": (REPLAYED, without(KEYS["miles"][0]), f"no '{KEYS['miles'][0]}', which --sampling-support replay needs: this host"),
+    "no offsets": (REPLAYED_BY_SLIME, without(KEYS["slime"][1]), f"no '{KEYS['slime'][1]}', which --sampling-support replay"),
+    "fewer lists": (REPLAYED, fewer(KEYS["miles"][0]), "5 rollout_sampling_mask_ids for 6 samples"),
+    "a sample without": (
+        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (None, offsets))),
+        r"rollout_sampling_mask_ids\[0\] of the host's batch is None: with --sampling-support replay each sample needs",
+    ),
+    "short offsets": (
+        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids, offsets[:-1]))),
+        r"rollout_sampling_mask_offsets\[0\] .* has 5 offsets, and its response of 5 tokens needs 6",
+    ),
+    "falling offsets": (
+        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids, offsets.flip(0)))),
+        r"rollout_sampling_mask_ids\[0\] and .*: sampling support: offsets \[T \+ 1\] must rise from 0",
+    ),
+    "offsets of other ids": (
+        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids[:-1], offsets))),
+        "must rise from 0 to the 14 ids",
+    ),
+    "an empty set": (
+        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids[3:], (offsets - 3).clamp(min=0)))),
+        r"token 0 \(sample 0 of the micro-batch\) is trained and its set is empty",
+    ),
+    "padding in a set": (
+        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids.index_fill(0, torch.tensor([2]), -1), offsets))),
+        r"token 0 \(sample 0 .*\) has the ids -1, .*: they must be distinct and in \[0, 8\)",
+    ),
+    "a token outside its set": (REPLAYED, outside, r"token 6 \(sample 2 of the micro-batch\) took the id \d, which is not among"),
+    "the sets of other tokens, slime": (
+        *(REPLAYED_BY_SLIME, lambda batch, logits: [tokens.add_(1).remainder_(8) for tokens in batch["unconcat_tokens"]] and None),
+        "took the id .* which is not among its",
+    ),
+    "the sets of another host": (
+        *(REPLAYED, lambda batch, logits: batch.update({KEYS["slime"][0]: [[1]]})),
+        f"has '{KEYS['slime'][0]}': .*the whole vocabulary; sample with",
+    ),
+    "sets, and no flag": (
+        *(Case(), lambda batch, logits: batch.update({KEYS["miles"][0]: [[1]]})),
+        "the whole vocabulary; add --sampling-support replay, or sample with",
+    ),
+}
+BAD_DATA |= {f"kept ids: {name}": row for name, row in BAD_SETS.items()}
+
+
 @pytest.mark.parametrize("name", BAD_DATA)
 def test_bad_data_is_refused_by_name(name):
     case, change, message = BAD_DATA[name]
     with pytest.raises(DataError, match=message):
         one(case, change)
+
+
+def test_slime_counts_a_sampled_token_at_the_edge_of_its_set_as_kept():
+    """Its sampler and its trainer both do. miles refuses it."""
+    whole = one(REPLAYED_BY_SLIME)[0]
+
+    def without_token(batch, logits):
+        ids, token = KEYS["slime"][0], batch["unconcat_tokens"][0][4]
+        assert batch[ids][0][0] == token
+        batch[ids][0], offsets = batch[ids][0][1:], batch[KEYS["slime"][1]][0]
+        batch[KEYS["slime"][1]][0] = torch.cat([offsets[:1], offsets[1:] - 1])
+
+    assert one(REPLAYED_BY_SLIME, without_token)[0] == whole
+
+
+@pytest.mark.parametrize("host", ["miles", "slime"])
+def test_the_first_step_has_ratio_1_over_kept_ids_and_not_without(host):
+    """Old log-probabilities are those of the weights in training: over the kept ids, as the host measures them."""
+    case = Case(
+        host=host, settings=REPLAY[host] | {"observe_training_entropy": True} if host == "miles" else REPLAY[host], without=()
+    )
+
+    def on_policy(batch, logits):
+        for key in ("log_probs", "rollout_log_probs"):
+            batch[key] = [
+                sample.scores(sample.logits[sample.prompt - 1 : sample.total - 1], [*range(len(sample.mask))]).float()
+                for sample in case.samples()
+            ]
+
+    _, metrics, _ = one(case, on_policy)
+    # float32 of log-probabilities of 1 to 5 nats
+    assert abs(float(metrics["ppo_kl"])) < 1e-6 and float(metrics["train_rollout_logprob_abs_diff"]) < 1e-6
+    assert 0.3 < float(metrics["kept_mass"]) / case.num_rollouts < 0.9
+
+    def drop(batch, logits):
+        on_policy(batch, logits)
+        for key in KEYS[host]:
+            batch[key] = None
+
+    _, without_sets, _ = one(case, drop, sampling_support="refuse", rollout_top_p=1.0, rollout_top_k=-1)
+    assert float(without_sets["ppo_kl"]) / case.num_rollouts > 0.2
+
+
+KEPT_CASES = [name for name in CASES if name.startswith("kept ids")]
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        pytest.param(4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2}, id="cp 2 x tp 2"),
+        pytest.param(4, {"context_parallel_size": 4}, id="cp 4"),
+        pytest.param(2, {"tensor_model_parallel_size": 2}, id="tp 2"),
+    ],
+)
+def test_kept_ids_of_ranks_add_up_to_the_dense_loss(pool, world_size, layout):
+    """Sets on both shards and on one, of one id and of all; rows of the ranks' own responses."""
+    answers = pool.run(run_on_rank, 3, KEPT_CASES, world_size=world_size, **layout)
+    for name in KEPT_CASES:
+        assert_is_the_dense_loss(CASES[name], [answer[name] for answer in answers], layout.get("tensor_model_parallel_size", 1))
 
 
 def test_an_armed_guard_takes_the_count_and_nobody_looks():

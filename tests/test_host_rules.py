@@ -43,6 +43,9 @@ IN_ACTORS = {"custom_megatron_init_path": "megatron_rl.hooks.custom_megatron_ini
 FUSED = {**OUR_LOSS, **SLIME, **IN_ACTORS, "fused_lm_head_loss": True}
 FP32 = {**REDUCED, **MILES, **IN_ACTORS, "fp32_lm_head": True}
 SKIPPED = {**OUR_LOSS, **MILES, **IN_ACTORS, "skip_old_log_probs": True}
+REPLAY = {"sampling_support": "replay"}
+REPLAYED = {**OUR_LOSS, **MILES, **REPLAY, "rollout_top_p": 0.9, "rollout_top_k": 20}
+REPLAYED_BY_SLIME = {**OUR_LOSS, **SLIME, **REPLAY, "rollout_top_p": 0.9}
 BY_TOKENS = {**TOKEN_MEAN, **REDUCER, **PER_TOKEN}
 # A launch of each kind that nothing is said against.
 BY_REWARD = {**PROMPT_MEAN, **REWARD, **TWO_STEPS}
@@ -195,16 +198,53 @@ REFUSED = {
         ({**SKIPPED, "lora_dropout": 0.1}, "--lora-dropout 0.1 with"),
         ({**SKIPPED, "moe_input_jitter_eps": 0.1}, "--moe-input-jitter-eps 0.1 with"),
     ],
+    "support_has_a_use": [
+        (
+            {**OUR_LOSS, **KL, "kl_score": "support"},
+            "--kl-score support without --sampling-support replay: .*add --sampling-support replay",
+        )
+    ],
+    "sets_are_handed_over": [
+        (
+            {**OUR_LOSS, **MILES, **REPLAY},
+            "--sampling-support replay has no effect: .*set --rollout-top-p or --rollout-top-k, or remove",
+        ),
+        (
+            {**OUR_LOSS, **SLIME, **REPLAY, "rollout_top_k": 20},
+            "--sampling-support replay with --rollout-top-k 20: slime returns .*only where --rollout-top-p is set; set --ro",
+        ),
+    ],
+    "reference_is_scored_so": [
+        (
+            {**REPLAYED, **KL, "kl_score": "support"},
+            "--kl-score support with .*: miles measures ref_log_probs over the whole vocabulary, .*set --kl-score full",
+        ),
+        (
+            {**REPLAYED_BY_SLIME, **KL},
+            "--kl-score full with .*: slime measures ref_log_probs among the kept ids, .*set --kl-score support",
+        ),
+        ({**REPLAYED, **KL, "use_unbiased_kl": True}, "--use-unbiased-kl with .*importance ratio, .*remove --use-unbiased-kl"),
+        ({**REPLAYED, "kl_coef": 0.1}, "--kl-coef 0.1 with .*use --use-kl-loss with --kl-loss-coef, and remove --kl-coef"),
+    ],
+    "head_leaves_other_logits_out": [
+        (
+            {**REPLAYED, **IN_ACTORS, "fused_lm_head_loss": True, "scaled_exp_head": True},
+            "--scaled-exp-head with .*: .*remove --scaled",
+        ),
+    ],
     "sampler_and_trainer_score_alike": [
         (
             {**OUR_LOSS, **MILES, **CORRECTED, "rollout_top_p": 0.9},
-            "--rollout-top-p 0.9 beside --importance-correction mask: .*SGLang .*cannot be known here; .*set --rollout-top-p 1, or",
+            "--rollout-top-p 0.9 beside --importance-correction mask: .*SGLang .*; add --sampling-support replay, or set --ro",
         ),
         ({**OUR_LOSS, **MILES, "use_opsm": True, "rollout_top_k": 20}, "--rollout-top-k 20 beside --use-opsm: .*or remove --use-o"),
         ({**OUR_LOSS, **MILES, **FROM_ROLLOUT, "rollout_top_k": 20}, "--rollout-top-k 20 beside --use-rollout-logprobs: "),
         ({**OUR_LOSS, **MILES, "policy_loss": "dppo_tv", "rollout_top_k": 20}, "--rollout-top-k 20 beside --policy-loss dppo_tv"),
         ({**REDUCED, **MILES, "use_tis": True, "rollout_top_p": 0.9}, "--rollout-top-p 0.9 beside --use-tis: .*remove --use-tis"),
-        ({**OUR_LOSS, **SLIME, "rollout_top_p": 0.9}, "--rollout-top-p 0.9: the trainer computes old .*off by the kept mass; set"),
+        (
+            {**OUR_LOSS, **SLIME, "rollout_top_p": 0.9},
+            "--rollout-top-p 0.9: the trainer computes old .*off by the kept mass; add --sampling-support replay, or set",
+        ),
         (
             {**OUR_LOSS, **SLIME, "use_tis": True, "rollout_top_k": 20},
             "--rollout-top-k 20 beside --use-tis: .*set --rollout-top-k -1",
@@ -315,7 +355,18 @@ ALLOWED = {
         {**OUR_LOSS, **MILES, "use_opd": True, "kl_coef": 0.1},
     ],
     "both_forwards_are_the_same": [{**SKIPPED, "hidden_dropout": 0.0}, {**OUR_LOSS, "hidden_dropout": 0.1}],
+    "support_has_a_use": [{**OUR_LOSS, **KL, "kl_score": "full"}, {**REPLAYED_BY_SLIME, **KL, "kl_score": "support"}, REDUCED],
+    "sets_are_handed_over": [REPLAYED, REPLAYED_BY_SLIME, {**OUR_LOSS, **MILES, "sampling_support": "refuse"}],
+    "reference_is_scored_so": [
+        {**REPLAYED, **KL},
+        {**REPLAYED_BY_SLIME, **KL, "kl_score": "support", "use_unbiased_kl": True, "kl_coef": 0.1},
+        {**REPLAYED_BY_SLIME},
+        {**OUR_LOSS, **MILES, **KL, "use_unbiased_kl": True},
+    ],
+    "head_leaves_other_logits_out": [{**REPLAYED, **IN_ACTORS, "fused_lm_head_loss": True}],
     "sampler_and_trainer_score_alike": [
+        {**REPLAYED, **CORRECTED, **FROM_ROLLOUT, "importance_correction": "none"},
+        {**REPLAYED_BY_SLIME, "use_tis": True, "use_opsm": True, "rollout_top_k": 20},
         {**REDUCED, **MILES, "rollout_top_p": 0.9, "rollout_top_k": 20},
         {**OUR_LOSS, **MILES, "rollout_top_p": 0.9, "rollout_top_k": 20, "importance_correction": "none"},
         {**OUR_LOSS, **MILES, **CORRECTED, "rollout_top_p": 1.0, "rollout_top_k": -1},
@@ -478,7 +529,10 @@ def test_the_checks_do_not_depend_on_what_was_imported_before():
 
 def test_each_check_has_a_row_that_it_refuses_and_one_that_it_allows():
     """tests/validation_cases.py has those of settings, tests/test_init_hook.py those that a launcher and the init hook ask."""
-    files = [f"megatron_rl.hosts.{name}" for name in ("names", "checks", "loss_checks", "head_checks", "skip_checks", *HOST_NAMES)]
+    files = [
+        f"megatron_rl.hosts.{name}"
+        for name in ("names", "checks", "loss_checks", "head_checks", "skip_checks", "support_checks", *HOST_NAMES)
+    ]
     every = [check for check in checks_in(*files) if check.asked_by == EVERYONE and check.name != "settings_are_valid"]
     refusing = sorted(check.name for check in every if not check.is_warning)
     assert refusing == sorted([*REFUSED, *COMPANION_REFUSED]) and sorted(REFUSED) == sorted(ALLOWED)

@@ -26,10 +26,12 @@ from megatron_rl.hosts.training_hooks import (
     shift_in_words,
     step_in_words,
     summary,
+    trained_in_words,
     weight_of_a_token,
 )
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.probe import ProbeResult
+from megatron_rl.validation.checks import Asker
 
 REWARD = {**HOOK, "global_batch_size": 128, "rollout_batch_size": 16, "n_samples_per_prompt": 8}
 CONVERT = {**CONVERTER, "global_batch_size": 16, "rollout_batch_size": 16, "n_samples_per_prompt": 8}
@@ -113,6 +115,27 @@ def test_every_problem_of_a_launch_is_in_one_error():
         "cp process group has 1 ranks",
     )
     assert [part in problem for problem, part in zip(problems, found, strict=True)] == [True] * 4
+
+
+@pytest.mark.parametrize("value", ["1", "true", "0", None])
+def test_a_sampler_that_scores_the_whole_vocabulary_is_refused_where_kept_ids_are_replayed(value, monkeypatch):
+    monkeypatch.delenv("SGLANG_RETURN_ORIGINAL_LOGPROB", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", value)
+    launch = {**CUSTOM_LOSS, "loss_aggregation": "sample_mean", "rollout_batch_size": 8, "rollout_top_p": 0.9}
+    args = Namespace(**launch, sampling_support="replay")
+    if value in ("1", "true"):
+        with pytest.raises(ConfigError, match=f"SGLANG_RETURN_ORIGINAL_LOGPROB={value} with --sampling-support replay: .*unset it"):
+            check_launch(args, asker=Asker.INIT_HOOK)
+    else:
+        check_launch(args, asker=Asker.INIT_HOOK)
+
+
+def test_the_line_says_what_scores_are_over():
+    launch = {**CUSTOM_LOSS, "loss_aggregation": "sample_mean", "rollout_batch_size": 8, "rollout_top_p": 0.9}
+    launch |= {"sampling_support": "replay", "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_score": "support"}
+    config, found = check_launch(Namespace(**launch))
+    assert "| log-probabilities over the kept ids of rollout_top_p_token_ids, KL over the same |" in trained_in_words(config, found)
 
 
 @pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("0", False), ("", False)])

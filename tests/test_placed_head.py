@@ -125,7 +125,7 @@ def test_a_host_is_taken_over_once_and_keeps_what_is_not_ours(monkeypatch):
 
 def test_what_the_host_measures_with_and_we_do_not_know_is_refused():
     carrier = carry(HeadInputs(torch.zeros(5, 1, 4), torch.zeros(7, 4), False), SINGLE)
-    named = {"args": Namespace(), "unconcat_tokens": [], "total_lengths": [], "response_lengths": []}
+    named = {"args": Case().args(), "unconcat_tokens": [], "total_lengths": [], "response_lengths": []}
     with pytest.raises(
         ConfigError, match=r"measures log-probabilities with top_p_token_ids=\[\[1\]\], which our head does not know"
     ):

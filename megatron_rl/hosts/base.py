@@ -21,6 +21,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.batch import HostBatch, HostResponses, read_host_batch, read_host_responses
 from megatron_rl.hosts.flags import host_config, known_correction
+from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.registries.registry import import_dotted
@@ -59,6 +60,8 @@ class HostLoss:
     """Old log-probabilities are in each batch, unless the settings say that they are not needed."""
     correction_functions: Mapping[str, str] = field(default_factory=dict)
     """The host's own values of --custom-tis-function-path -> our correction with the same weights. They leave the masks alone."""
+    kept: KeptIds | None = None
+    """How it hands a loss the ids that its sampler kept; None: it does not."""
 
 
 class Host:
@@ -113,10 +116,14 @@ class Host:
         where the loss cannot know it (prompts)."""
         return StepTotals(num_samples=1, num_prompts=None, num_tokens=1)
 
-    def batch(self, batch: Mapping, logits: Tensor, options: HostOptions, cp_group: Group) -> HostBatch:
+    def batch(
+        self, batch: Mapping, logits: Tensor, options: HostOptions, cp_group: Group, kept: KeptIds | None = None, tp_size: int = 1
+    ) -> HostBatch:
         """The host's micro-batch as flat rows. Communication and errors: see batch.read_host_batch."""
-        is_contiguous = options["allgather_cp"] and cp_group.size() > 1
-        return read_host_batch(batch, logits, cp_group, is_padded=options["qkv_format"] == "bshd", is_contiguous=is_contiguous)
+        is_contiguous, is_padded = options["allgather_cp"] and cp_group.size() > 1, options["qkv_format"] == "bshd"
+        return read_host_batch(
+            batch, logits, cp_group, is_padded=is_padded, is_contiguous=is_contiguous, kept=kept, tp_size=tp_size
+        )
 
     def responses(self, batch: Mapping, logits: Tensor, options: HostOptions, cp_group: Group) -> HostResponses:
         """The response tokens of a micro-batch without a loss. See batch.read_host_responses."""

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import DataError
+from megatron_rl.hosts.kept_ids import KeptIds, read_sets, sets_of_rows, trained_sets, with_tokens
 from megatron_rl.layout.context_parallel import chunk_spans, response_spans
 from megatron_rl.layout.groups import Group, all_reduce_sum
+from megatron_rl.layout.sampling_support import SamplingSupport
 
 # Lists of the batch that hold one number for each response token of this rank.
 PER_TOKEN_KEYS = ("advantages", "log_probs", "ref_log_probs", "rollout_log_probs", "opd_reverse_kl")
@@ -34,6 +36,7 @@ class HostBatch:
     rollout_token_counts: Tensor  # [N] float64: the host's rollout_mask_sums, else token_counts
     per_token: dict[str, Tensor]  # name -> [T] float32, 0 outside the response; only what the batch has
     cp_layout: str  # the order of the slices: "zigzag" or "contiguous"
+    sampling_support: SamplingSupport | None = None  # T rows on the host, empty where the mask is 0; None: not asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,18 @@ class _Piece:
     length: int
 
 
-def read_host_batch(batch: Mapping, logits: Tensor, cp_group: Group, *, is_padded: bool, is_contiguous: bool) -> HostBatch:
-    """The micro-batch of `logits` [1, T, V_tp] (thd) or [N, S, V_tp] (bshd, is_padded). is_contiguous: the layout allgather.
+def read_host_batch(
+    batch: Mapping,
+    logits: Tensor,
+    cp_group: Group,
+    *,
+    is_padded: bool,
+    is_contiguous: bool,
+    kept: KeptIds | None = None,
+    tp_size: int = 1,
+) -> HostBatch:
+    """The micro-batch of `logits` [1, T, V_tp] (thd) or [N, S, V_tp] (bshd, is_padded). is_contiguous: the layout allgather. kept:
+    where the ids are that the sampler kept; None: they are not read. With them labels on a GPU are copied to the host.
 
     Communication: none; is_contiguous one all-reduce over cp of [response tokens, k], which brings the lists into the order
     of the logits. Raises DataError, naming the key, for what is absent or has a wrong length.
@@ -61,10 +74,16 @@ def read_host_batch(batch: Mapping, logits: Tensor, cp_group: Group, *, is_padde
         whole = _whole_responses(lists, rows.zigzag_pieces, lengths, cp_group, device)
         lists = {key: _cut(values, rows.pieces) for key, values in whole.items()}
     token_counts = torch.stack([(mask != 0).sum() for mask in lengths.masks]).to(device)
+    support = None
+    if kept is not None:
+        mask = _concatenate([part != 0 for part in lengths.masks], torch.bool, device)
+        sets, vocab_size = read_sets(batch, kept, lengths.response), logits.shape[-1] * tp_size
+        support = rows.sets_of(trained_sets(sets, kept, rows.response_tokens(), mask, vocab_size, lengths.response))
     return HostBatch(
         labels=rows.labels(),
         loss_mask=rows.mask(),
         cu_seqlens=torch.tensor(rows.bounds, dtype=torch.int32, device=device),
+        sampling_support=support,
         token_counts=token_counts,
         rollout_token_counts=_rollout_counts(batch.get("rollout_mask_sums"), token_counts),
         per_token={key: rows.place(parts, torch.float32) for key, parts in lists.items()},
@@ -79,6 +98,11 @@ class HostResponses:
     labels: Tensor  # [T] int64
     is_response: Tensor  # [T] bool: the row predicts a response token
     _rows: _Rows
+
+    def kept_sets(self, batch: Mapping, keys: KeptIds) -> SamplingSupport:
+        """The sets of the rows, on the host, each with its token: where nothing was sampled the score is 0, as in the host."""
+        sets, labels = read_sets(batch, keys, self._rows.lengths.response), self._rows.response_tokens().cpu()
+        return self._rows.sets_of(with_tokens(sets, labels, torch.ones_like(labels, dtype=torch.bool))[0])
 
     def lists_of(self, values: Tensor, cp_group: Group) -> list[Tensor]:  # [T] -> the part of each sample that this rank owns
         """Numbers by rows as the lists of a host's batch, in zigzag order.
@@ -144,8 +168,13 @@ class _Rows:
         return torch.zeros(self.num_rows, dtype=dtype, device=self.device).index_copy(0, places, values)
 
     def labels(self) -> Tensor:  # [T]
-        responses = zip(self.lengths.tokens, self.lengths.total, self.lengths.response, strict=True)
-        return self.place(_cut([tokens[total - response :] for tokens, total, response in responses], self.pieces), torch.int64)
+        return self.place(_cut(self.lengths.responses, self.pieces), torch.int64)
+
+    def response_tokens(self) -> Tensor:  # [sum of the response lengths], of all ranks
+        return _concatenate(self.lengths.responses, torch.int64, self.device)
+
+    def sets_of(self, sets: SamplingSupport) -> SamplingSupport:
+        return sets_of_rows(sets, self.lengths.response, self.pieces, self.num_rows)
 
     def mask(self) -> Tensor:  # [T]
         return self.place([part != 0 for part in _cut(self.lengths.masks, self.pieces)], torch.bool)
@@ -191,6 +220,10 @@ class _Lengths:
             for index, (value, length) in enumerate(zip(values, expected, strict=True)):
                 if value.shape != (length,):
                     raise DataError(f"{key}[{index}] of the host's batch is {tuple(value.shape)}, expected [{length}]")
+
+    @property
+    def responses(self) -> list[Tensor]:  # [response] of each sample
+        return [tokens[total - size :] for tokens, total, size in zip(self.tokens, self.total, self.response, strict=True)]
 
 
 def _zigzag_pieces(lengths: _Lengths, cp_group: Group) -> tuple[list[_Piece], list[int]]:

@@ -35,16 +35,19 @@ def carried_log_probs(
 ) -> dict[str, list[Tensor]]:  # "log_probs", "entropy" -> of each sample the numbers of this context-parallel rank, float32
     """What the host computes from logits over its temperature, for the response tokens.
 
-    At most --max-logits-bytes of logits exist at a time, and none for a token of a prompt.
+    At most --max-logits-bytes of logits exist at a time, and none for a token of a prompt. They are over the kept ids that the host
+    passes under --sampling-support replay; where it passes none, over the whole vocabulary.
     Communication: as ops.linear_log_probs over tp; --allgather-cp one all-reduce of [response tokens] over cp for each name.
     Raises: ConfigError for an argument that is not known here; DataError for lengths that do not fit the rows.
     """
-    if unknown := [f"{name}={value!r}" for name, value in others.items() if name not in KNOWN and value is not None]:
+    plan = RUNS.of(args).judged(Route.CUSTOM_LOSS, args, read_plan)
+    of_sets = () if plan.kept is None else plan.kept.arguments
+    known = (*KNOWN, *of_sets)
+    if unknown := [f"{name}={value!r}"[:200] for name, value in others.items() if name not in known and value is not None]:
         raise ConfigError(
             f"--fused-lm-head-loss: the host measures log-probabilities with {', '.join(unknown)}, which our head does not know; "
             "remove --fused-lm-head-loss, or the host's setting"
         )
-    plan = RUNS.of(args).judged(Route.CUSTOM_LOSS, args, read_plan)
     config, cp_group, tp_group = plan.config, resolve_group(None, "cp"), resolve_group(None, "tp")
     batch = {
         "unconcat_tokens": list(unconcat_tokens),
@@ -64,6 +67,9 @@ def carried_log_probs(
         "sequence_parallel": is_sequence_parallel,
         "fp32_logits": config.fp32_lm_head,
     }
+    if plan.kept is not None and of_sets and others.get(of_sets[0]) is not None:
+        sets = {plan.kept.ids: others[of_sets[0]], plan.kept.offsets: others.get(of_sets[1])}
+        options["sampling_support"] = responses.kept_sets(sets, plan.kept)
     found = {}
     if with_entropy:
         found["log_probs"], found["entropy"] = linear_log_probs(

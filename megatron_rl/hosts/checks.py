@@ -38,7 +38,7 @@ COMPANION_OF_OPTION = {
 LEAST_TOKEN_CLIP = 0.01
 OF_ALL = (
     *("megatron_rl.hosts.names", __name__, "megatron_rl.hosts.loss_checks", "megatron_rl.hosts.head_checks"),
-    "megatron_rl.hosts.skip_checks",
+    *("megatron_rl.hosts.skip_checks", "megatron_rl.hosts.support_checks"),
 )
 OF_ACTORS = "megatron_rl.hosts.actor_checks"
 DECLARATION = "--one-sample-per-rollout"

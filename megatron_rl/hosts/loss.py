@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
-from megatron_rl.config import Backend, PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.config import Backend, KLScore, PolicyLossConfig, PolicyMetrics, Route, SupportUse
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.base import INIT_LINE, HostLoss, HostOptions, names_ours
 from megatron_rl.hosts.batch import HostBatch, is_absent, require
@@ -25,6 +25,7 @@ from megatron_rl.hosts.carrier import carried
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.flags import KL_ESTIMATORS, kl_key
 from megatron_rl.hosts.host_run import RUNS, HostRun, StepGuard
+from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.reducer import check_no_phantom_tokens
 from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, all_reduce_sum, resolve_group
@@ -71,8 +72,8 @@ def custom_loss(
     run = RUNS.of(args)
     plan = run.judged(Route.CUSTOM_LOSS, args, read_plan)
     cp_group, tp_group = resolve_group(None, "cp"), resolve_group(None, "tp")
-    rows = plan.options.host.batch(batch, logits, plan.options, cp_group)
     check_keys(plan, batch)
+    rows = plan.options.host.batch(batch, logits, plan.options, cp_group, plan.kept, tp_group.size())
     token_weights, mean_weights = sample_weights(plan, rows.token_counts, rows.rollout_token_counts)
     operands, old_log_probs = _operands(plan, run, logits, tp_group), _old_log_probs(plan, rows)
     config = plan.config
@@ -84,7 +85,7 @@ def custom_loss(
         "kl_coefficient": config.kl_coefficient,
         "entropy_coefficient": config.entropy_coefficient,
         # The host's entropy_loss, where no term of ours has it, from the same pass.
-        "metrics": PolicyMetrics.WITH_ENTROPY if _has_metric_of_entropy(plan) else PolicyMetrics.NONE,
+        "metrics": PolicyMetrics.WITH_ENTROPY if _has_metric_of_all(plan) else PolicyMetrics.NONE,
         "backend": config.policy_loss_backend,
         "advantages_per": "token",
         "token_counts": rows.token_counts,
@@ -98,6 +99,10 @@ def custom_loss(
         "cp_layout": rows.cp_layout,
         "check_ranks": checks_microbatch(next(run.numbers)),
     }
+    support = rows.sampling_support
+    if support is not None:
+        options["sampling_support"] = support if isinstance(operands, HeadInputs) else support.to(operands.device)
+        options["kl_score"] = config.kl_score
     of_tokens = (
         rows.labels,
         old_log_probs,
@@ -171,6 +176,11 @@ class LossPlan:
     def corrects_importance(self) -> bool:
         """Weights or bounds act on the ratio of old to rollout probability, as with --use-tis."""
         return CorrectionSettings.of(self.config).has_factor
+
+    @property
+    def kept(self) -> KeptIds | None:
+        """Where the batch has the ids that the sampler kept; None: scores are over the whole vocabulary."""
+        return self.host_loss.kept if self.config.sampling_support == SupportUse.REPLAY else None
 
     @property
     def correction_in_words(self) -> str:
@@ -251,11 +261,14 @@ def check_keys(plan: LossPlan, batch: Mapping) -> None:
         asked_by = plan.correction_in_words or f"policy_loss={plan.config.policy_loss}"
         require(batch, "rollout_log_probs", f"{asked_by}, which compares with the sampler's policy")
     for key in SUPPORT_KEYS:
-        if not is_absent(batch.get(key)):
+        if not is_absent(batch.get(key)) and (plan.kept is None or plan.kept.ids != key):
+            own = plan.host_loss.kept
+            replay = f"add --sampling-support {SupportUse.REPLAY}, or " if own is not None and own.ids == key else ""
             raise DataError(
                 f"the host's batch has {key!r}: its samples were taken from a part of the vocabulary, and "
-                "megatron_rl.hooks.custom_loss has log-probabilities of the whole vocabulary; sample with --rollout-top-p 1 "
-                "--rollout-top-k -1, or train with the host's --loss-type policy_loss and megatron_rl.reducers.get_pg_loss_reducer"
+                f"megatron_rl.hooks.custom_loss has log-probabilities of the whole vocabulary; {replay}sample with --rollout-top-p "
+                "1 --rollout-top-k -1, or train with the host's --loss-type policy_loss and "
+                "megatron_rl.reducers.get_pg_loss_reducer"
             )
 
 
@@ -297,6 +310,17 @@ def _operands(plan: LossPlan, run: HostRun, logits: Tensor, tp_group: Group) -> 
 
 def _has_metric_of_entropy(plan: LossPlan) -> bool:
     return plan.entropy_is_reported and not plan.config.entropy_coefficient
+
+
+def _has_metric_of_all(plan: LossPlan) -> bool:
+    return _has_metric_of_entropy(plan) or _has_reported_kl_of_all(plan)
+
+
+def _has_reported_kl_of_all(plan: LossPlan) -> bool:
+    """A KL at coefficient 0 over the whole vocabulary beside scores over kept ids, which comes with the entropy's pass."""
+    is_of_all = plan.kept is not None and plan.kept.reference == KLScore.FULL
+    is_reported = plan.kl_is_reported and plan.config.policy_metrics != PolicyMetrics.NONE
+    return is_of_all and is_reported and not plan.config.kl_coefficient
 
 
 def _entropy(rows: HostBatch, of_tokens: Tensor | None, weights: Tensor) -> Tensor:  # [T], [N] -> 0-d
@@ -345,7 +369,8 @@ def host_metrics(
         kl_loss = output.kl_loss
         if kl_loss is None:
             ref_log_probs = batch.per_token["ref_log_probs"]
-            kl_loss = mean(kl_estimate(plan.reported_kl, log_probs, ref_log_probs, log_probs - old_log_probs)[0])
+            compared = log_probs + given(output.log_kept_mass) if _has_reported_kl_of_all(plan) else log_probs
+            kl_loss = mean(kl_estimate(plan.reported_kl, compared, ref_log_probs, log_probs - old_log_probs)[0])
         metrics["kl_loss"] = kl_loss
     correction = output.correction
     if is_basic and plan.corrects_importance and correction is not None:
@@ -357,6 +382,10 @@ def host_metrics(
         metrics["opsm_clipfrac"] = mean(correction.is_off_policy)
     if is_basic and "opd_reverse_kl" in batch.per_token:
         metrics["opd_reverse_kl"] = mean(batch.per_token["opd_reverse_kl"])
+    if is_basic and batch.sampling_support is not None:
+        metrics["kept_ids"] = mean(batch.sampling_support.sizes.to(log_probs.device))
+        if output.log_kept_mass is not None:  # without the sets each ratio would be this number
+            metrics["kept_mass"] = mean(output.log_kept_mass.exp())
     return {name: value.to(torch.float32).clone() for name, value in metrics.items()}
 
 

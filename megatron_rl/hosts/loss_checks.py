@@ -23,6 +23,7 @@ from megatron_rl.hosts.flags import (
     mis_problems,
 )
 from megatron_rl.hosts.sampling import SAMPLERS, SamplingVerdict, flags_that_read, judge_sampling
+from megatron_rl.hosts.support_checks import remedy_of, replays
 from megatron_rl.validation.checks import check
 
 WOULD_LEAVE_OUT = "which would train as if it were not there"
@@ -88,11 +89,14 @@ def _sampling(launch: HostLaunch) -> SamplingVerdict:
     options, is_our_loss = launch.options, launch.route == Route.CUSTOM_LOSS
     if launch.is_alone or launch.route not in options.host.routes or options.host.name not in SAMPLERS:
         return SamplingVerdict()
+    if replays(launch):  # the sampler's log-probabilities and the loss's are among the kept ids; support_checks judges the rest
+        return SamplingVerdict(keeps_a_part=True)
     readers = ["--use-tis"] * bool(options["use_tis"]) + ["--use-rollout-logprobs"] * bool(options["use_rollout_logprobs"])
     if is_our_loss:
         readers += ["--use-opsm"] * bool(options["use_opsm"])
         readers += flags_that_read(options.ours)
-    return judge_sampling(SAMPLERS[options.host.name], options.__getitem__, readers, is_our_loss=is_our_loss)
+    sampler, remedy = SAMPLERS[options.host.name], remedy_of(launch)
+    return judge_sampling(sampler, options.__getitem__, readers, is_our_loss=is_our_loss, remedy=remedy)
 
 
 @check(when=HostLaunch.has_our_loss)

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatron_rl.config import KLScore
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
     CONVERT_LINE,
@@ -20,6 +21,7 @@ from megatron_rl.hosts.base import (
     reward_function,
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
+from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.auxiliary_losses import num_experts_of, number
 from megatron_rl.validation.checks import check
@@ -47,6 +49,13 @@ class Miles(Host):
         compares_trained_with_rollout=False,
         needs_log_probs=True,
         correction_functions={f"{CORRECTIONS}.vanilla_tis_function": "tis", f"{CORRECTIONS}.icepop_function": "icepop"},
+        kept=KeptIds(
+            ids="rollout_sampling_mask_ids",
+            offsets="rollout_sampling_mask_offsets",
+            filters=("rollout_top_p", "rollout_top_k"),
+            adds_token=False,
+            reference=KLScore.FULL,
+        ),
     )
 
     def takes_checkpoint_coefficient(self, options: HostOptions) -> bool:

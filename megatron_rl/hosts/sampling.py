@@ -201,10 +201,12 @@ def judge_sampling(
     readers: Sequence[str],  # what compares with the sampler, as it is typed
     *,
     is_our_loss: bool = True,
+    remedy: str | None = None,
 ) -> SamplingVerdict:
     """Refuses what would take the kept mass for a difference of policies, and warns where the sampler is another policy alone.
 
-    is_our_loss: False where the host's own loss trains, which may know the kept tokens.
+    is_our_loss: False where the host's own loss trains, which may know the kept tokens. remedy: the flag with which our loss
+    is given them; None: it cannot be.
     """
     if sampler.recomputes:
         return judge_recomputed_sampling(sampler, value_of, readers)
@@ -219,10 +221,11 @@ def judge_sampling(
     if not launch.on:
         return SamplingVerdict(warnings=tuple(warnings))
     given, off = launch.in_words(), launch.off_in_words()
+    replay = "" if remedy is None else f"add {remedy}, or "
     if filtered and is_our_loss:
         problem = (
             f"{given}: the trainer computes old log-probabilities among the kept tokens, and our loss those of the whole "
-            f"vocabulary, so that the ratio is off by the kept mass; set {off}, or train with the host's own loss"
+            f"vocabulary, so that the ratio is off by the kept mass; {replay}set {off}, or train with the host's own loss"
         )
         return SamplingVerdict((problem,), tuple(warnings), True)
     if not readers or launch.scores == Scores.WHOLE:
@@ -232,6 +235,7 @@ def judge_sampling(
         warnings.append(
             f"{given}: the sampler keeps a part of the vocabulary; {right}, but the policy that samples is another one than the "
             f"policy that trains, and no weight makes up for tokens that are never sampled; {off} samples from the policy itself"
+            + ("" if remedy is None else f", and {remedy} trains the policy that samples")
         )
         return SamplingVerdict((), tuple(warnings), True)
     if launch.asked is not None:
@@ -243,8 +247,8 @@ def judge_sampling(
     raw = f", or {launch.typed(launch.mode[0], 'raw_logprobs')} at temperature 1" if launch.mode else ""
     problem = (
         f"{given} beside {read}: the sampler keeps a part of the vocabulary, and {launch.scores_in_words()}; the trainer's are "
-        f"{Scores.WHOLE}, so every weight would be the kept mass, which is below 1 although nothing is off-policy; set "
-        f"{off}{raw}, or remove {read}"
+        f"{Scores.WHOLE}, so every weight would be the kept mass, which is below 1 although nothing is off-policy; "
+        f"{replay}set {off}{raw}, or remove {read}"
     )
     return SamplingVerdict((problem,), tuple(warnings), True)
 

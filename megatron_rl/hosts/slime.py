@@ -10,8 +10,10 @@ from types import MethodType
 import torch
 from torch import Tensor
 
+from megatron_rl.config import KLScore
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import REWARD_LINE, Converter, Host, HostLoss, HostOptions, import_of_host, reward_function
+from megatron_rl.hosts.kept_ids import KeptIds
 
 MANAGER_MODULE = "slime.ray.rollout"
 LOSSES = "slime.backends.megatron_utils.loss"
@@ -29,6 +31,14 @@ class Slime(Host):
         drops_masked_values=False,
         always_has_entropy=True,
         correction_functions={f"{LOSSES}.vanilla_tis_function": "tis", f"{LOSSES}.icepop_function": "icepop"},
+        kept=KeptIds(
+            ids="rollout_top_p_token_ids",
+            offsets="rollout_top_p_token_offsets",
+            filters=("rollout_top_p",),
+            adds_token=True,
+            reference=KLScore.SUPPORT,
+            arguments=("top_p_token_ids", "top_p_token_offsets"),
+        ),
     )
 
     def measured(self, found: dict[str, list[Tensor]], logits: Tensor) -> tuple[Tensor, dict[str, list[Tensor]]]:

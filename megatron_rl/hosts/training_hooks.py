@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyLossConfig, Route
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, KLScore, PolicyLossConfig, Route, SupportUse
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
     Host,
@@ -106,6 +106,10 @@ def trained_in_words(config: PolicyLossConfig, launch: HostLaunch) -> str:
     by = f"loss_aggregation={config.loss_aggregation} by {reduced_by}{companion}"
     if HeadSettings.of(config).is_on:
         loss.append(head_in_words(config, launch.options["tensor_model_parallel_size"]))
+    kept = launch.options.host.loss.kept
+    if config.sampling_support == SupportUse.REPLAY and kept is not None:
+        of_kl = f", KL over {'the same' if config.kl_score == KLScore.SUPPORT else 'the whole vocabulary'}"
+        loss.append(f"log-probabilities over the kept ids of {kept.ids}{of_kl if config.kl_coefficient else ''}")
     if config.skip_old_log_probs:
         loss.append("old log-probabilities are the step's own, each ratio is 1")
     return " | ".join([by, *loss, step_in_words(launch), f"weight of a token {weight_of_a_token(config, launch)}"])

@@ -43,7 +43,7 @@ from megatron_rl.ops.support_scores import SupportLogProbs, check_support
 class PolicyLossOutput:
     """loss is 0-d and differentiable; the other fields are detached. kl_loss and entropy are None at coefficient 0, metrics is None
     at "none", log_probs is None with return_log_probs=False. entropy_per_token is there where the loss, a coefficient or a metric
-    needs it."""
+    needs it, log_kept_mass where the scores of the whole vocabulary are computed beside those of kept ids."""
 
     loss: Tensor
     policy_loss: Tensor
@@ -54,10 +54,15 @@ class PolicyLossOutput:
     metrics: PolicyStatistics | None
     correction: Correction | None = None  # None without a correction
     entropy_per_token: Tensor | None = None  # [T], in nats; 0 in masked rows
+    log_kept_mass: Tensor | None = None  # [T], in nats: ln of the policy's probability of the kept ids
 
 
 def output_of(
-    result: LossResult, loss: Tensor, log_probs: Tensor | None, entropy_per_token: Tensor | None = None
+    result: LossResult,
+    loss: Tensor,
+    log_probs: Tensor | None,
+    entropy_per_token: Tensor | None = None,
+    log_kept_mass: Tensor | None = None,
 ) -> PolicyLossOutput:
     """loss: result.loss with the gradient attached."""
     return PolicyLossOutput(
@@ -70,6 +75,7 @@ def output_of(
         metrics=result.metric_sums,
         correction=result.correction,
         entropy_per_token=entropy_per_token,
+        log_kept_mass=log_kept_mass,
     )
 
 
@@ -176,7 +182,7 @@ def policy_loss(
         result = replace(result, coefficients=result.coefficients - of_kl, full_coefficients=of_kl)
     scores = (log_probs, full, entropy if with_entropy else None)
     with_gradient = _WithGradient.apply(*scores, result, announced)  # type: ignore[no-untyped-call]  # torch's
-    return output_of(result, with_gradient, log_probs.detach(), of_tokens)
+    return output_of(result, with_gradient, log_probs.detach(), of_tokens, inputs.log_kept_mass)
 
 
 @runs_eagerly

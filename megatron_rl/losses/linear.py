@@ -192,6 +192,7 @@ def linear_policy_loss(
             compare_inputs(agreement, loss, inputs, settings)
         _compare_plans(agreement, hidden, weight, copies, options)
     inputs = with_token_counts(loss, inputs, cp_group)
+    log_kept_mass = None
     with torch.no_grad():
         if support is None:
             plan = _plan(loss, inputs, settings, copies, capacity, options, log_probs_dtype(like_logits))
@@ -212,9 +213,10 @@ def linear_policy_loss(
                 reads_all=settings.is_kl_of_all,
             )
             head, result = sparse.head, reduce_with_support(sparse, loss, inputs, settings, hidden, ready)
+            log_kept_mass = None if sparse.full is None else sparse.full - head.log_probs
     with_gradient = result.loss if ready is None else attach_gradient(result.loss, hidden, weight, ready)
     of_tokens = head.entropy if settings.needs_entropy else None
-    return output_of(result, with_gradient, head.log_probs if options["return_log_probs"] else None, of_tokens)
+    return output_of(result, with_gradient, head.log_probs if options["return_log_probs"] else None, of_tokens, log_kept_mass)
 
 
 def linear_grpo_loss(

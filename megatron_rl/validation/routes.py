@@ -52,8 +52,8 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--rejected-tokens": _WITH_MODEL,
     "--kl-coefficient": _WITH_LOGITS,
     "--kl-estimator": _WITH_LOGITS,
-    "--sampling-support": frozenset({Route.TRAIN}),
-    "--kl-score": frozenset({Route.TRAIN}),
+    "--sampling-support": frozenset({Route.CUSTOM_LOSS, Route.TRAIN}),
+    "--kl-score": frozenset({Route.CUSTOM_LOSS, Route.TRAIN}),
     "--entropy-coefficient": _WITH_LOGITS,
     "--policy-metrics": _WITH_LOGITS,
     "--policy-loss-backend": _WITH_LOGITS,
@@ -84,8 +84,8 @@ REASONS: dict[str, str] = {
     "--rejected-tokens": "elsewhere the host has counted the step's tokens before the loss knows which are dropped",
     "--docs-per-step": "elsewhere the host's batching decides which samples make a step; your own loop can iterate over "
     "megatron_rl.accumulation.StepAccumulator",
-    "--sampling-support": "elsewhere a batch with kept ids is refused",
-    "--kl-score": "elsewhere a batch with kept ids is refused",
+    "--sampling-support": "elsewhere nothing hands the loss what a sampler kept; sample from the whole vocabulary",
+    "--kl-score": "elsewhere nothing hands the loss what a sampler kept, and the KL term is over the whole vocabulary",
     "--router-aux-loss": "elsewhere the host calls the model and sets the coefficients of its routers",
 }
 

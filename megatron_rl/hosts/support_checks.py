@@ -1,0 +1,113 @@
+"""What is refused of --sampling-support replay and --kl-score, before there is data; kept_ids reads the sets of each batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megatron_rl.arguments import read_number, read_switch
+from megatron_rl.config import KLScore, SupportUse
+from megatron_rl.hosts.base import HostLaunch
+from megatron_rl.hosts.kept_ids import KeptIds
+from megatron_rl.hosts.sampling import SAMPLERS
+from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
+from megatron_rl.validation import flag_of
+from megatron_rl.validation.checks import Asker, check
+
+FLAG = f"--sampling-support {SupportUse.REPLAY}"
+OR_REFUSE = "or remove --sampling-support"
+# SGLang then reports log-probabilities of the whole vocabulary, beside the sets.
+RAW_SCORES = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+
+
+def replays(launch: HostLaunch) -> bool:
+    return launch.has_our_loss() and launch.options.ours("sampling_support") == SupportUse.REPLAY
+
+
+def remedy_of(launch: HostLaunch) -> str | None:
+    """What gives our loss the sets that the sampler of this launch returns; None: it returns none."""
+    kept = _kept(launch)
+    return FLAG if launch.has_our_loss() and kept is not None and any(_filters_on(launch)[name] for name in kept.filters) else None
+
+
+def _kept(launch: HostLaunch) -> KeptIds | None:
+    return launch.options.host.loss.kept
+
+
+def _filters_on(launch: HostLaunch) -> dict[str, bool]:
+    filters = SAMPLERS[launch.options.host.name].filters
+    return {name: read_number(launch.options[name]) not in one.off for name, one in filters.items()}
+
+
+@check(when=HostLaunch.has_our_loss)
+def support_has_a_use(launch: HostLaunch) -> Iterator[str]:
+    """kl_score is checked against the KL term by megatron_rl.validation."""
+    if not replays(launch) and launch.options.ours("kl_score") == KLScore.SUPPORT:
+        yield f"--kl-score support without {FLAG}: there are no kept ids for the KL term; add {FLAG}, or remove --kl-score"
+
+
+@check(when=replays)
+def sets_are_handed_over(launch: HostLaunch) -> Iterator[str]:
+    host, kept = launch.options.host, _kept(launch)
+    if kept is None:
+        yield f"{FLAG}: {host} does not hand a loss the ids that its sampler kept; sample from the whole vocabulary, {OR_REFUSE}"
+        return
+    is_on = _filters_on(launch)
+    if any(is_on[name] for name in kept.filters):
+        return
+    on = " and ".join(f"{flag_of(name)} {launch.options[name]}" for name in is_on if is_on[name])
+    typed = " or ".join(map(flag_of, kept.filters))
+    if on:
+        yield (
+            f"{FLAG} with {on}: {host} returns what its sampler kept only where {typed} is set; set {typed} below 1 too, or remove "
+            f"{on} and --sampling-support"
+        )
+    else:
+        yield f"{FLAG} has no effect: the sampler keeps the whole vocabulary; set {typed}, {OR_REFUSE}"
+
+
+@check(when=replays)
+def reference_is_scored_so(launch: HostLaunch) -> Iterator[str]:
+    """The host's trainer measures ref_log_probs, over what it always does."""
+    options, kept = launch.options, _kept(launch)
+    ours = options.ours("kl_coefficient")
+    has_term = options["use_kl_loss"] or (ours is not None and read_number(ours) not in (0, None))
+    if kept is None:
+        return
+    if has_term:
+        score = options.ours("kl_score") or KLScore.FULL
+        over = {KLScore.FULL: "over the whole vocabulary", KLScore.SUPPORT: "among the kept ids"}
+        if score != kept.reference and score in over:
+            yield (
+                f"--kl-score {score} with {FLAG}: {options.host} measures ref_log_probs {over[kept.reference]}, and the KL term "
+                f"would compare two kinds of scores; set --kl-score {kept.reference}"
+            )
+        estimator = KL_ESTIMATORS.find_or_none(str(options.ours("kl_estimator")))
+        takes_ratio = options["use_unbiased_kl"] or (estimator is not None and estimator.takes_log_ratio)
+        if takes_ratio and kept.reference == KLScore.FULL:
+            given = "--use-unbiased-kl" if options["use_unbiased_kl"] else f"--kl-estimator {options.ours('kl_estimator')}"
+            yield (
+                f"{given} with {FLAG}: it multiplies the KL term by the importance ratio, which is among the kept ids, and the KL "
+                f"of {options.host} is over the whole vocabulary; remove {given}"
+            )
+    if options["kl_coef"] and kept.reference == KLScore.FULL:
+        yield (
+            f"--kl-coef {options['kl_coef']:g} with {FLAG}: the KL in the reward compares old log-probabilities among the kept ids "
+            "with ref_log_probs over the whole vocabulary; use --use-kl-loss with --kl-loss-coef, and remove --kl-coef"
+        )
+
+
+@check(asked_by=(Asker.INIT_HOOK,), when=replays)
+def sampler_scores_what_it_kept(launch: HostLaunch) -> Iterator[str]:
+    """The engine's process may have another environment; this one's is often handed on."""
+    if os.environ.get(RAW_SCORES, "0").lower() in ("1", "true"):
+        yield (
+            f"{RAW_SCORES}={os.environ[RAW_SCORES]} with {FLAG}: rollout_log_probs are then over the whole vocabulary, and the "
+            f"loss's among the kept ids, so that each comparison is off by the kept mass; unset it"
+        )
+
+
+@check(when=replays)
+def head_leaves_other_logits_out(launch: HostLaunch) -> Iterator[str]:
+    if read_switch(launch.options.ours("scaled_exp_head")) is True:
+        yield f"--scaled-exp-head with {FLAG}: it is for logits of the whole vocabulary; remove --scaled-exp-head"
