@@ -44,6 +44,24 @@ def records_of(rollout: int) -> list[dict]:
     return records
 
 
+def test_what_slime_s_sampler_kept_is_read(tmp_path):
+    """Its Sample has all ids one after the other, as a list or a tensor, and where each token's begin."""
+    records = records_of(0)
+    for record in records:
+        kept = [{token, (token + 1) % VOCABULARY} for token in record["tokens"][3:]]
+        ids, offsets = [number for of_token in kept for number in of_token], torch.arange(len(kept) + 1) * 2
+        record |= {"rollout_top_p_token_ids": ids, "rollout_top_p_token_offsets": offsets.int()}
+    torch.save({"rollout_id": 0, "samples": records}, tmp_path / "0.pt")
+    [batch] = load_rollouts(tmp_path / "0.pt", vocab_size=VOCABULARY)
+    for record, sample in zip(records, batch.samples, strict=True):
+        rows = sample.kept_ids.ids.split(sample.kept_ids.sizes.tolist())
+        assert [row.tolist() for row in rows] == [sorted({token, (token + 1) % VOCABULARY}) for token in record["tokens"][3:]]
+    del records[0]["rollout_top_p_token_offsets"]
+    torch.save({"rollout_id": 0, "samples": records}, tmp_path / "0.pt")
+    with pytest.raises(DataError, match=r"0\.pt, sample 0: kept_ids: must be null, or a list of ids for each response token"):
+        list(load_rollouts(tmp_path / "0.pt"))
+
+
 @pytest.fixture
 def folder(tmp_path):
     for rollout in (0, 1):
