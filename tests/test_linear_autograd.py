@@ -107,6 +107,44 @@ def test_in_bfloat16_only_the_operands_are_rounded():
         assert relative(mine, theirs) < (LIMIT if mine.dtype == torch.float32 else 2**-8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_many_temperatures_share_one_gradient_of_the_weight(dtype):
+    """In bfloat16 a row of logits' gradient is rounded once, and so is the sum over all temperatures: 2 x 2^-9. Sums of 24
+    temperatures that are each rounded are 8e-3 off."""
+    hidden, weight, labels, c, e = operands(dtype)
+    temperatures = 0.5 + torch.arange(TOKENS).roll(7) / TOKENS
+    leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
+    log_probs, entropy = differentiable_linear_log_probs(*leaves, labels, temperature=temperatures, fp32_logits=True)
+    ((c * log_probs).sum() + (e * entropy).sum()).backward()
+    scaled = hidden.double() / temperatures.double()[:, None] * TEMPERATURE
+    want = by_autograd(scaled, weight, labels, c, e)
+    want = (*want[:2], want[2] / temperatures.double()[:, None] * TEMPERATURE, want[3])
+    limit = LIMIT if dtype == torch.float32 else 2**-8
+    for mine, theirs in zip((log_probs.detach(), entropy.detach(), leaves[0].grad, leaves[1].grad), want, strict=True):
+        assert relative(mine, theirs) < limit
+
+
+@pytest.mark.parametrize("live", [slice(0, 0), slice(3, 4)], ids=["no row", "one row"])
+def test_a_temperature_without_a_coefficient_takes_no_part(live):
+    hidden, weight, labels, c, _ = operands(torch.float32)
+    c = torch.zeros_like(c).index_fill_(0, torch.arange(TOKENS)[live], 1.5)
+    leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
+    temperatures = torch.where(torch.arange(TOKENS) % 2 == 0, 2.0, TEMPERATURE)  # row 3 has TEMPERATURE
+    (c * differentiable_linear_log_probs(*leaves, labels, temperature=temperatures)[0]).sum().backward()
+    want = by_autograd(hidden, weight, labels, c, None)[2:]
+    for leaf, theirs in zip(leaves, want, strict=True):
+        assert leaf.grad.dtype == leaf.dtype and (leaf.grad - theirs).abs().max() <= LIMIT * theirs.abs().max()
+
+
+def test_temperatures_that_do_not_fit_are_refused():
+    hidden, weight, labels, *_ = operands()
+    for wrong, says in ((torch.ones(3), "3 numbers for 24 rows"), (torch.linspace(0, 1, TOKENS), "temperature")):
+        with pytest.raises((DataError, ConfigError), match=says):
+            differentiable_linear_log_probs(hidden, weight, labels, temperature=wrong)
+    with pytest.raises(ConfigError, match="with 24 temperatures"):
+        differentiable_linear_log_probs(hidden, weight, labels, temperature=torch.linspace(1, 2, TOKENS), sequence_parallel=True)
+
+
 def test_operands_that_do_not_fit_are_refused():
     hidden, weight, labels, _, _ = operands()
     with pytest.raises(DataError, match="both end with the hidden size"):

@@ -19,7 +19,7 @@ probabilities. What changes is the function of a row:
   MAX_LOGITS_BYTES, 2 GiB.
 - The gradient is written over the logits only where the host's own function does that too, or overwrites them in forward.
 - Logits may be CarriedRows, where the host's setting has placed our head: no logits are made then.
-- Rows of several temperatures go through a head one temperature after the other, and each divides its float32 logits. Hidden states
+- Rows of several temperatures go through a head in chunks of one temperature, which divides their float32 logits. Hidden states
   that are divided before the product would be rounded to 16 bits again, so that a row had other numbers beside rows of another
   temperature than alone.
 """
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -233,19 +233,8 @@ def log_probs_of_hidden(
     Rows of several temperatures are not sequence parallel. Their temperatures are read by the CPU: one synchronisation.
     """
     weight = _whole(weight, hidden.dtype)
-    if isinstance(temperature, Tensor):
-        known = torch.unique(temperature.detach()).tolist()
-        if len(known) > 1:
-            return _at_each_temperature(
-                known,
-                temperature.reshape(-1),
-                hidden.reshape(-1, hidden.shape[-1]),
-                labels.reshape(-1),
-                lambda part, chosen, one: log_probs_of_hidden(
-                    part, weight, chosen, tp_group, temperature=one, with_entropy=with_entropy, reduces_hidden=reduces_hidden
-                ),
-            )
-        temperature = known[0] if known else 1.0
+    if isinstance(temperature, Tensor) and temperature.numel() != labels.numel():
+        (temperature,) = temperature.unique().tolist()
     chosen = labels.reshape(-1).long()
     log_probs, entropy = differentiable_linear_log_probs(
         hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype),
@@ -271,20 +260,6 @@ def _whole(weight: Any, dtype: torch.dtype) -> Tensor:
 
         found = weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim).to(dtype)
     return found
-
-
-def _at_each_temperature(
-    known: Sequence[float],
-    temperature: Tensor,  # [T]
-    hidden: Tensor,  # [T, H]
-    labels: Tensor,  # [T]
-    compute: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    parts = [(temperature == one).nonzero()[:, 0] for one in known]
-    found = [compute(hidden[rows], labels[rows], one) for rows, one in zip(parts, known, strict=True)]
-    order = torch.cat(parts).argsort()
-    log_probs, entropy = (torch.cat(values)[order] for values in zip(*found, strict=True))
-    return log_probs, entropy
 
 
 # NeMo-RL and SkyRL have taken two autograd functions from NeMo-Aligner: the arguments of their `forward`, and ours.

@@ -7,18 +7,21 @@ the rows with a coefficient again, chunk by chunk, and multiplies: four matmuls 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 from megatron_rl.ops.backends import first_order_only, runs_eagerly
 from megatron_rl.ops.linear_gradient import make_gradient, run_gradient
 from megatron_rl.ops.linear_head import (
     HeadOptions,
+    LinearHead,
     check_head,
     chunk_capacity,
     compare_heads,
@@ -27,6 +30,7 @@ from megatron_rl.ops.linear_head import (
     make_head,
 )
 from megatron_rl.ops.linear_schedule import cut
+from megatron_rl.ops.log_probs import check_temperature, vocab_shard
 from megatron_rl.ops.log_probs_torch import RowResult
 
 
@@ -36,7 +40,7 @@ def differentiable_linear_log_probs(
     weight: Tensor,  # [V_tp, H] of the same dtype: this tp rank's rows of the head
     labels: Tensor,  # [T] int64 ids in the full vocabulary
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,  # a number, or one a row [T]
     tp_group: Group | None = None,
     with_entropy: bool = True,
     backend: str = Backend.AUTO,
@@ -53,24 +57,57 @@ def differentiable_linear_log_probs(
     graph computes it again.
 
     Args:
-        hidden, weight, labels, temperature, tp_group, backend, max_logits_bytes, sequence_parallel, fp32_logits, check_ranks: as in
+        temperature: of all rows, or of each. Rows of one temperature share chunks, and those of all share the two gradients.
+        hidden, weight, labels, tp_group, backend, max_logits_bytes, sequence_parallel, fp32_logits, check_ranks: as in
             `linear_log_probs`.
         with_entropy: False: the entropy is 0 and costs nothing.
         reduces_hidden: the gradient of hidden is the sum over tp. False: it is this shard's part of it, for a caller whose own
             backward adds the parts, as Megatron's gather of sequence-parallel hidden states does.
     Communication: forward as `linear_log_probs`. Backward, with sequence_parallel one all-gather of hidden and one reduce-scatter
         of its gradient; else with reduces_hidden one all-reduce of [rows, H] a chunk. None at tp size 1.
-    Synchronisation on CUDA: one in backward, for the rows that have a coefficient; they must be the same on all tp ranks.
-    Raises: what linear_log_probs raises. ConfigError for a backward with create_graph=True.
+    Synchronisation on CUDA: one in backward, for the rows that have a coefficient; they must be the same on all tp ranks. One in
+        forward for temperatures of rows.
+    Raises: what linear_log_probs raises. DataError for another number of temperatures than rows. ConfigError for several with
+        sequence_parallel, and for a backward with create_graph=True.
     """
     tp_group = resolve_group(tp_group, "tp")
-    options = HeadOptions(temperature, None, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
+    one_for_all = 1.0 if isinstance(temperature, Tensor) else temperature
+    options = HeadOptions(one_for_all, None, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
     with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
         num_tokens = check_head(hidden, weight, labels, options)
+        parts = _parts(temperature, num_tokens)
+        for known, _ in parts:
+            check_temperature(known)
+        if len(parts) > 1 and sequence_parallel:
+            raise ConfigError(
+                f"sequence_parallel=True with {len(parts)} temperatures: the gradient of hidden states is reduced once, after the "
+                "rows of one temperature; gather hidden, and pass sequence_parallel=False"
+            )
+        if isinstance(temperature, Tensor):
+            agreement.add("temperatures of rows", temperature.detach(), is_sliced=True)
         compare_heads(agreement, hidden, weight, labels, None, options, max_logits_bytes)
         capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, num_tokens)
-    log_probs, entropy = LinearLogProbs.apply(hidden, weight, labels, options, capacity, reduces_hidden)  # type: ignore[no-untyped-call]  # torch's
+    log_probs, entropy = LinearLogProbs.apply(hidden, weight, labels, options, parts, capacity, reduces_hidden)  # type: ignore[no-untyped-call]  # torch's
     return log_probs, entropy
+
+
+def _parts(
+    temperature: float | Tensor, num_rows: int
+) -> tuple[tuple[float, Tensor], ...]:  # (temperature, its rows [k] on the CPU)
+    if not isinstance(temperature, Tensor):
+        return ((temperature, torch.arange(num_rows)),)
+    if temperature.numel() != num_rows:
+        raise DataError(f"temperature has {temperature.numel()} numbers for {num_rows} rows: pass one a row, or a float for all")
+    of_rows = temperature.detach().reshape(-1).cpu()
+    known = of_rows.unique().tolist() or [1.0]
+    return tuple((one, (of_rows == one).nonzero()[:, 0]) for one in known)
+
+
+def _at(head: LinearHead, temperature: float) -> LinearHead:
+    """The head of another temperature, with the same buffers and results."""
+    options = replace(head.options, temperature=temperature)
+    shard = vocab_shard(head.weight.shape[0], temperature, options.vocab_size, options.tp_group)
+    return replace(head, options=options, shard=shard)
 
 
 class LinearLogProbs(torch.autograd.Function):
@@ -78,19 +115,26 @@ class LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, capacity: int, reduces_hidden: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        options: HeadOptions,
+        parts: tuple[tuple[float, Tensor], ...],
+        capacity: int,
+        reduces_hidden: bool,
     ) -> tuple[Tensor, Tensor]:
-        chunks = cut(torch.arange(labels.shape[0]), capacity)
-        head = make_head(hidden, weight, labels, options, max((chunk.numel() for chunk in chunks), default=0))
+        chunks = [(temperature, chunk) for temperature, rows in parts for chunk in cut(rows, capacity)]
+        head = make_head(hidden, weight, labels, options, max((chunk.numel() for _, chunk in chunks), default=0))
         maximum, total = torch.zeros_like(head.log_probs), torch.ones_like(head.log_probs)
-        for numbers in chunks:
+        for temperature, numbers in chunks:
             rows = device_rows(numbers, head.hidden.device)
-            result = forward_chunk(head, rows).result
+            result = forward_chunk(_at(head, temperature), rows).result
             maximum[rows], total[rows] = result.maximum, result.total
         entropy = torch.zeros_like(head.log_probs) if head.entropy is None else head.entropy
         if head.entropy is None:
             ctx.mark_non_differentiable(entropy)
-        ctx.options, ctx.capacity, ctx.reduces_hidden = options, capacity, reduces_hidden
+        ctx.options, ctx.parts, ctx.capacity, ctx.reduces_hidden = options, parts, capacity, reduces_hidden
         # An unused output gets a None gradient, not zeros, so that an unused entropy costs nothing.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, labels, maximum, total, head.log_probs, entropy)
@@ -102,18 +146,24 @@ class LinearLogProbs(torch.autograd.Function):
         hidden, weight, labels, maximum, total, log_probs, entropy = ctx.saved_tensors
         c = torch.zeros_like(log_probs) if log_probs_gradient is None else log_probs_gradient
         is_live = c != 0 if entropy_gradient is None else (c != 0) | (entropy_gradient != 0)
-        chunks = cut(is_live.cpu().nonzero()[:, 0], ctx.capacity)
-        head = make_head(hidden, weight, labels, ctx.options, max((chunk.numel() for chunk in chunks), default=0))
+        is_live = is_live.cpu()
+        parts = [(temperature, cut(rows[is_live[rows]], ctx.capacity)) for temperature, rows in ctx.parts]
+        parts = [part for part in parts if part[1]] or parts[:1]
+        head = make_head(
+            hidden, weight, labels, ctx.options, max((chunk.numel() for _, chunks in parts for chunk in chunks), default=0)
+        )
         gradient = make_gradient(
             head,
             needs_hidden=ctx.needs_input_grad[0],
             needs_weight=ctx.needs_input_grad[1],
             main_grad=None,
+            rounds_weight=len(parts) == 1,  # else the first product is not the last one
             scale=None,
             has_entropy_term=entropy_gradient is not None,
             is_reduced=ctx.reduces_hidden,
         )
         result = RowResult(maximum, total, log_probs, entropy)
-        of_hidden = run_gradient(head, chunks, result, c, entropy_gradient, gradient)
+        for temperature, chunks in parts:
+            of_hidden = run_gradient(_at(head, temperature), chunks, result, c, entropy_gradient, gradient)
         of_weight = None if gradient.weight is None else gradient.weight.to(weight.dtype)
-        return of_hidden, of_weight, *[None] * 4
+        return of_hidden, of_weight, *[None] * 5
