@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import log_probs
+from megatron_rl.hosts import carried_rows, log_probs
 from megatron_rl.hosts.carried_rows import CarriedRows, carry_rows
 from megatron_rl.hosts.placed_rows import place_rows, with_logits
 from megatron_rl.layout.groups import SINGLE
@@ -310,6 +310,25 @@ def test_another_function_of_torch_is_refused_by_its_name_and_line(touch, name):
     ):
         touch(rows)
     assert f"(24, 1, 20) torch.float32, {SETTING}" in repr(rows)
+
+
+@pytest.mark.parametrize("view", [lambda rows: rows[:, :], lambda rows: rows.float(), lambda rows: rows.squeeze(1)])
+@pytest.mark.parametrize("is_divided", [0, 1], ids=["rows are divided", "their view is divided"])
+def test_a_view_of_rows_that_were_divided_elsewhere_is_refused(view, is_divided):
+    """The division of logits would reach both, and here one of them would keep temperature 1."""
+    rows = rows_of(torch.ones(2, 1, 4), torch.ones(3, 4))
+    both = [rows, view(rows)]
+    both[is_divided].div_(0.5)
+    assert carried_rows.rows_of(both[is_divided])[1].temperature == 0.5
+    with pytest.raises(ConfigError, match=f"asks for `div_` of another view of .* remove {SETTING}"):
+        carried_rows.rows_of(both[1 - is_divided])
+
+
+def test_a_cast_to_another_type_is_a_copy_that_has_its_own_temperature():
+    rows = rows_of(torch.ones(2, 1, 4, dtype=torch.bfloat16), torch.ones(3, 4, dtype=torch.bfloat16))
+    copied = rows.float()
+    copied.div_(0.5)
+    assert [carried_rows.rows_of(each)[1].temperature for each in (rows, copied)] == [1.0, 0.5]
 
 
 def refused_on_a_rank(rank: int):

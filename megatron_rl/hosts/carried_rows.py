@@ -15,7 +15,7 @@ rounded to their 16 bits once more. Any other function of torch is a ConfigError
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,15 @@ _OF_TENSOR: Any = Tensor  # its attributes are descriptors, which type checkers 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What CarriedRows say of themselves. setting: what the user typed to get them."""
+    """What CarriedRows say of themselves. setting: what the user typed to get them. divisors: of all views of the same numbers;
+    num_seen: how many of them `temperature` holds."""
 
     weight: Tensor  # [V_tp, H]
     dtype: torch.dtype
     setting: str
     temperature: float = 1.0
+    divisors: list[float] = field(default_factory=list)
+    num_seen: int = 0
 
 
 class CarriedRows(Tensor):
@@ -69,7 +72,12 @@ def carry_rows(inputs: HeadInputs, tp_group: Group, setting: str) -> CarriedRows
 
 
 def rows_of(rows: CarriedRows) -> tuple[Tensor, Claim]:
-    """Hidden states [..., H], whose gradient must be complete over tp, and what belongs to them."""
+    """Hidden states [..., H], whose gradient must be complete over tp, and what belongs to them.
+
+    Raises ConfigError where another view of them was divided in place: the division of logits would reach these, or a part of them.
+    """
+    if rows.claim.num_seen != len(rows.claim.divisors):
+        raise refusal(Tensor.div_, of="another view of ", setting=rows.claim.setting)
     with torch._C.DisableTorchFunctionSubclass():
         return rows.as_subclass(Tensor), rows.claim
 
@@ -121,14 +129,20 @@ def _cut(rows: CarriedRows, index: Any) -> Any:
 
 def _cast(rows: CarriedRows, dtype: Any) -> Any:
     is_known = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    return _made(rows, replace(rows.claim, dtype=dtype)) if is_known else NotImplemented
+    if not is_known:
+        return NotImplemented
+    claim = replace(rows.claim, dtype=dtype)
+    # Logits of another dtype are a copy.
+    return _made(rows, claim if dtype == rows.claim.dtype else replace(claim, divisors=[], num_seen=0))
 
 
 def _divide(rows: CarriedRows, divisor: Any) -> Any:
     """In place, by a number."""
     if isinstance(divisor, bool) or not isinstance(divisor, (int, float)) or not divisor > 0:
         return NotImplemented
-    rows.claim = replace(rows.claim, temperature=rows.claim.temperature * divisor)
+    claim = rows.claim
+    claim.divisors.append(divisor)
+    rows.claim = replace(claim, temperature=claim.temperature * divisor, num_seen=claim.num_seen + 1)
     return rows
 
 
