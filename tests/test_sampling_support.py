@@ -33,6 +33,7 @@ def test_rows_are_taken_in_any_order_and_joined():
     taken = support.take(torch.tensor([3, 1, 3, 0]))
     assert as_lists(taken) == [[0, 2, 9], [], [0, 2, 9], [1, 5]] and taken.largest == 3
     assert as_lists(support.take(torch.tensor([1]))) == [[]] and support.take(torch.tensor([], dtype=torch.int64)).num_rows == 0
+    assert as_lists(support.take(torch.tensor([-1, -3]))) == [[0, 2, 9], []]  # from the end, as in all of torch
     joined = SamplingSupport.cat([taken, support])
     assert as_lists(joined) == as_lists(taken) + as_lists(support) and joined.largest == 3
 
@@ -64,3 +65,15 @@ def test_blocks_are_neighbouring_rows_of_few_ids_or_one_row():
 def test_wrong_offsets_and_dtypes_are_refused(ids, offsets, message):
     with pytest.raises(DataError, match=message):
         SamplingSupport(torch.tensor(ids), torch.tensor(offsets, dtype=torch.int64))
+
+
+def test_a_fraction_is_no_id():
+    with pytest.raises(DataError, match=r"ids must be a vector of torch.int32, got .* torch.float32"):
+        SamplingSupport.from_lists([[1, 2.5]])
+
+
+@pytest.mark.parametrize("shapes", [((4, 3), (3,)), ((12,), (4,)), ((4, 3), (4, 1))], ids=str)
+def test_padded_rows_need_one_size_each(shapes):
+    ids, sizes = (torch.ones(shape, dtype=torch.int64) for shape in shapes)
+    with pytest.raises(DataError, match=r"ids \[T, K\] and sizes \[T\]"):
+        SamplingSupport.from_padded(ids, sizes)

@@ -76,11 +76,16 @@ class SamplingSupport:
     def from_lists(cls, ids: Sequence[Sequence[int]]) -> SamplingSupport:
         """One list of ids a row, as samplers return them; on the host."""
         sizes = torch.tensor([0, *(len(row) for row in ids)], dtype=torch.int64)
-        return cls(torch.tensor([number for row in ids for number in row], dtype=torch.int64), sizes.cumsum(0))
+        numbers = [number for row in ids for number in row]  # their own dtype: a fraction is refused
+        return cls(torch.tensor(numbers) if numbers else sizes[:0], sizes.cumsum(0))
 
     @classmethod
     def from_padded(cls, ids: Tensor, sizes: Tensor) -> SamplingSupport:  # [T, K] int, [T] int
         """The first sizes[t] ids of each row count; the others are padding."""
+        if ids.dim() != 2 or sizes.shape != ids.shape[:1]:
+            raise DataError(
+                f"sampling support: padded rows are ids [T, K] and sizes [T], got {tuple(ids.shape)} and {tuple(sizes.shape)}"
+            )
         kept = torch.arange(ids.shape[1], device=ids.device) < sizes[:, None]
         return cls(ids[kept], torch.cat([sizes.new_zeros(1), sizes]).long().cumsum(0))
 
@@ -108,7 +113,7 @@ class SamplingSupport:
 
     def take(self, rows: Tensor) -> SamplingSupport:  # [n] int64, on the same device
         """The sets of these rows, in this order. On CUDA it synchronises."""
-        starts, sizes = self.offsets[rows], self.sizes[rows]
+        starts, sizes = self.offsets[:-1][rows], self.sizes[rows]
         offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         bounds = offsets.cpu()
         shift = torch.repeat_interleave(starts - offsets[:-1], sizes, output_size=int(bounds[-1]))
