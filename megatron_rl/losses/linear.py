@@ -95,7 +95,7 @@ def linear_policy_loss(
     (ops/support_head.py); their hidden states are not read where one id is kept. Other rows are in plan two-pass.
 
     Masked rows are in no matmul. Rows with c_t = 0 (clipped, or of advantage 0) are left out of the two matmuls of the gradient,
-    except in the early chunks of plan scale-last.
+    except in the early chunks of plan scale-last, and in chunks with sampling_support.
 
     The gradient is computed in forward if gradients are enabled, else one matmul runs. `.loss` can be differentiated once. The
     gradient of hidden is complete over tp; that of weight is summed in float32. ops/linear_gradient.py says when it is rounded.
@@ -121,8 +121,9 @@ def linear_policy_loss(
             return_log_probs: False: `.log_probs` is None. Without metrics, KL and entropy terms, rows of advantage 0 are then in
                 no matmul, and non-finite logits there are not found.
     Memory: besides max_logits_bytes the gradient of hidden; that of weight unless it is main_grad, in weight's dtype if one chunk
-        makes it, else float32; for plan scale-last one more such buffer, unless the micro-batch is one long document and main_grad
-        is not added to in forward; scratch of the torch row kernels, up to six times 4 MiB on the CPU and 256 MiB on CUDA.
+        makes it without sampling_support, else float32; for plan scale-last one more such buffer, unless the micro-batch is one
+        long document and main_grad is not added to in forward; scratch of the torch row kernels, up to six times 4 MiB on the CPU
+        and 256 MiB on CUDA.
     Communication: tp one all-gather of [rows, 3 or 4] a chunk, and one all-reduce of the gradient of hidden a chunk, or with
         sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N_bin, k] a bin (row-by-row and
         with sampling_support: one of [N, k], on-policy at sequence level row-by-row two), and for bins one all-gather of [2, N]
