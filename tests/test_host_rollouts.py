@@ -62,6 +62,23 @@ def test_what_slime_s_sampler_kept_is_read(tmp_path):
         list(load_rollouts(tmp_path / "0.pt"))
 
 
+class KeptByMiles:
+    """Its Sample has an object in the place of lists."""
+
+
+def test_what_miles_s_sampler_kept_is_not_lost_in_silence(tmp_path):
+    records = records_of(0)
+    for record in records:
+        record["rollout_sampling_mask"] = None
+    torch.save({"rollout_id": 0, "samples": records}, tmp_path / "0.pt")
+    [batch] = load_rollouts(tmp_path / "0.pt", vocab_size=VOCABULARY)
+    assert batch.samples[0].kept_ids is None
+    records[1]["rollout_sampling_mask"] = KeptByMiles()
+    torch.save({"rollout_id": 0, "samples": records}, tmp_path / "0.pt")
+    with pytest.raises(DataError, match=r"0\.pt, sample 1: rollout_sampling_mask: .* write the ids as rollout_top_p_token_ids"):
+        list(load_rollouts(tmp_path / "0.pt", vocab_size=VOCABULARY))
+
+
 @pytest.fixture
 def folder(tmp_path):
     for rollout in (0, 1):

@@ -459,12 +459,17 @@ def _sample_of_host(record: Any, place: str, number: int) -> dict[str, Any]:
         "old_log_probs": None,
         "rollout_log_probs": _listed(record.get("rollout_log_probs")),
         "index": number,
-        "kept_ids": _kept_ids_of_host(record),
+        "kept_ids": _kept_ids_of_host(record, place),
     }
 
 
-def _kept_ids_of_host(record: dict) -> Any:
-    """slime's, with what top-p kept."""
+def _kept_ids_of_host(record: dict, place: str) -> Any:
+    """slime's, with what top-p kept. Miles keeps them in an object of its own, of which nothing is read here."""
+    if record.get("rollout_sampling_mask") is not None:
+        raise DataError(
+            f"{place}: rollout_sampling_mask: what the sampler kept, in an object of the host's that is not read; without it each "
+            "ratio would be off by the kept mass: write the ids as rollout_top_p_token_ids and rollout_top_p_token_offsets"
+        )
     ids, offsets = (_listed(record.get(f"rollout_top_p_token_{name}")) for name in ("ids", "offsets"))
     return None if ids is None and offsets is None else {"token_ids": ids, "offsets": offsets}
 
