@@ -65,6 +65,7 @@ JUDGES = {
     "hosts/nemo_rl": "nemo_rl doors settings_launch",
     "hosts/roll": "roll doors settings_launch",
     "hosts/roll_packed.py": "roll_packed",
+    "hosts/roll_head.py": "roll_head",
     "hosts/skyrl": "skyrl doors settings_launch",
     "hosts/prime_rl": "prime_rl doors",
     "hosts/trl": "trl doors",

@@ -1,4 +1,4 @@
-"""Rows of hidden states where verl or NeMo-RL expects the rows of its logits, up to the function that makes log-probabilities.
+"""Rows of hidden states where verl, NeMo-RL or ROLL expects those of its logits, up to the function that makes log-probabilities.
 
 As carrier.Carrier, for hosts that cut the model's output before they compute: a sequence out of a packed row, a batch dimension off
 and on, a division by the temperature. The data of CarriedRows are hidden states [..., H] in the layout that logits [..., V_tp]
@@ -31,7 +31,7 @@ _OF_TENSOR: Any = Tensor  # its attributes are descriptors, which type checkers 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What CarriedRows say of themselves. setting: what the user typed to get them. divisors: of all views of the same numbers;
-    num_seen: how many of them `temperature` holds."""
+    num_seen: how many of them `temperature` holds. max_logits_bytes: of what is made of them."""
 
     weight: Tensor  # [V_tp, H]
     dtype: torch.dtype
@@ -39,6 +39,7 @@ class Claim:
     temperature: float = 1.0
     divisors: list[float] = field(default_factory=list)
     num_seen: int = 0
+    max_logits_bytes: int | None = None  # None: that of log_probs
 
 
 class CarriedRows(Tensor):
@@ -62,13 +63,14 @@ class CarriedRows(Tensor):
         return found
 
 
-def carry_rows(inputs: HeadInputs, tp_group: Group, setting: str) -> CarriedRows:
+def carry_rows(inputs: HeadInputs, tp_group: Group, setting: str, max_logits_bytes: int | None = None) -> CarriedRows:
     """The arguments of the output layer as the output that it would have, [S, B, V_tp].
 
     Communication: under sequence parallelism one all-gather of hidden states over tp; backward takes this rank's part of a gradient
     that is complete over tp.
     """
-    return _made(whole_sequences(inputs, tp_group), Claim(inputs.weight, inputs.hidden.dtype, setting))
+    claim = Claim(inputs.weight, inputs.hidden.dtype, setting, max_logits_bytes=max_logits_bytes)
+    return _made(whole_sequences(inputs, tp_group), claim)
 
 
 def rows_of(rows: CarriedRows) -> tuple[Tensor, Claim]:

@@ -41,7 +41,7 @@ CORRECTION_SETTINGS = (
     "off_policy_sequence_delta",
 )
 # Of ours that a door may set, those that are a word.
-WORDS = ("importance_correction", "importance_correction_level", "kl_estimator")
+WORDS = ("importance_correction", "importance_correction_level", "kl_estimator", "fused_lm_head_loss")
 CLIPS = ("clip_ratio_low", "clip_ratio_high")
 DIVISOR = "loss_aggregation_divisor"
 

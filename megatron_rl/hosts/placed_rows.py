@@ -1,4 +1,4 @@
-"""Places CarriedRows in a model of verl or NeMo-RL: the output layer gives hidden states where the host expects its logits."""
+"""Places CarriedRows in a model of verl, NeMo-RL or ROLL: its output layer gives hidden states where the host expects logits."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ OWN = "_megatron_rl_own_forward"
 OF_MTP = "_process_mtp_loss"
 
 
-def place_rows(models: Sequence[nn.Module], setting: str, *, knows_mtp: bool = False) -> None:
+def place_rows(models: Sequence[nn.Module], setting: str, *, knows_mtp: bool = False, max_logits_bytes: int | None = None) -> None:
     """From now on the output layer of these parts of a model returns CarriedRows. setting: what the user typed.
 
     knows_mtp: the host computes losses of multi-token prediction with a detached weight, or within `with_logits`; these calls get
-    their logits. Another call for such a loss would refuse its CarriedRows.
+    their logits. Another call for such a loss would refuse its CarriedRows. max_logits_bytes: None is that of log_probs.
     Communication and errors: as place_head.
     """
-    place_head(models, HeadSettings(is_fused=True, setting=setting, knows_mtp=knows_mtp), _forward_of)
+    settings = HeadSettings(is_fused=True, setting=setting, knows_mtp=knows_mtp)
+    place_head(models, settings, functools.partial(_forward_of, max_logits_bytes=max_logits_bytes))
 
 
-def _forward_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Callable[..., Any]:
+def _forward_of(layer: Any, settings: HeadSettings, tp_group: Group, *, max_logits_bytes: int | None) -> Callable[..., Any]:
     own = layer.forward
 
     def forward(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
@@ -38,7 +39,7 @@ def _forward_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Callable
         if runtime_gather_output or not isinstance(used, nn.Parameter):  # a sampler's forward; a loss that does not train the head
             return own(input_, weight=weight, runtime_gather_output=runtime_gather_output)
         inputs = HeadInputs(input_, used, layer.sequence_parallel)
-        return carry_rows(inputs, tp_group, settings.setting or ""), None
+        return carry_rows(inputs, tp_group, settings.setting or "", max_logits_bytes), None
 
     setattr(forward, OWN, own)
     return forward

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.arguments import read_number
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.arguments import read_number, read_switch
+from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import door_line
 from megatron_rl.hosts.door import (
@@ -59,6 +59,10 @@ WORKER_CLASS, VARIANT, VARIABLES = f"{TRAIN}worker_cls", f"{TRAIN}pg_variant", "
 ENVIRONMENT, TRAINING, STRATEGY_ARGS = f"{TRAIN}system_envs.", f"{TRAIN}training_args.", f"{TRAIN}strategy_args."
 # What computes old log-probabilities and those of ROLL's own loss: ours, or ROLL's.
 LOG_PROBS, OURS, THEIRS = f"{ENVIRONMENT}{VARIABLES}LOG_PROBS", "megatron_rl", "roll"
+OTHERS = ("kl_estimator", "fused_lm_head_loss", "max_logits_bytes")
+# Our head in the model of the worker, and the most bytes of its logits.
+HEAD, HEAD_BYTES = (f"{ENVIRONMENT}{VARIABLES}{name}" for name in ("FUSED_LM_HEAD_LOSS", "MAX_LOGITS_BYTES"))
+PACKING = f"{TRAIN}use_sequence_packing"
 BATCH = ("rollout_batch_size", "num_return_sequences_in_group")
 STEP = (f"{TRAINING}per_device_train_batch_size", f"{TRAINING}gradient_accumulation_steps")
 LAYOUT = tuple(f"{STRATEGY_ARGS}strategy_config.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
@@ -122,11 +126,14 @@ def check_log_probs(settings: Settings) -> bool:
 
 
 def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:
-    """The clip of both sides, or of each; ROLL's c of the dual clip; KL and entropy. Text stays as it is, and is refused."""
+    """The clip of both sides, or of each; ROLL's c of the dual clip; KL, entropy, our head. Text stays as it is, and is refused."""
 
     def number(name: str, of: Any) -> Any:
         value = settings[name]
         return of(value) if isinstance(value, int | float) else value
+
+    def as_whole(value: float) -> float:
+        return int(value) if value == value // 1 else value
 
     # The switch chooses both sides, whatever their values; without it ROLL's default counts as not set.
     has_range = bool(settings["use_pg_clip_range"])
@@ -139,6 +146,8 @@ def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:
         "clip_ratio_c": Given("dual_clip_loss", dual_clip),
         "kl_coefficient": kl,
         "entropy_coefficient": Given("entropy_loss_coef", number("entropy_loss_coef", lambda value: max(value, 0)), 0),
+        "fused_lm_head_loss": settings.one(HEAD)._replace(value=read_switch(settings[HEAD])),
+        "max_logits_bytes": settings.one(HEAD_BYTES)._replace(value=number(HEAD_BYTES, as_whole)),
     }
 
 
@@ -282,6 +291,28 @@ def step_has_what_weights_and_ratios_need(found: Found) -> Iterator[Row]:
         yield Row("train_infer_correction", f"{RECOMPUTE}=false beside it: {why}; set {RECOMPUTE}: true", is_wrong=True)
 
 
+@check()
+def head_can_train(found: Found) -> Iterator[Row]:
+    settings, is_fused, size = found.settings, found.config.fused_lm_head_loss, found.config.max_logits_bytes
+    if not isinstance(is_fused, bool):
+        yield Row(HEAD, f"{HEAD}={is_fused!r} must be 'true' or 'false'", is_wrong=True)
+        return
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        yield Row(HEAD_BYTES, f"{HEAD_BYTES}={size!r} must be a whole number of bytes above 0", is_wrong=True)
+        return
+    if not is_fused:
+        if size != DEFAULT_MAX_LOGITS_BYTES:
+            text = f"{HEAD_BYTES}={size} has no effect without our head: set {HEAD}: 'true', or remove it"
+            yield Row(HEAD_BYTES, text, is_wrong=True)
+        return
+    if settings[LOG_PROBS] != OURS:
+        why = "ROLL's function of log-probabilities needs logits, and none are made"
+        yield Row(LOG_PROBS, f"{HEAD}=true: {why}; set {LOG_PROBS}: {OURS}", is_wrong=True)
+    if settings[PACKING]:
+        why = "ROLL calls the loss once a sequence, and each call would keep a gradient of the head's whole weight"
+        yield Row(PACKING, f"{PACKING}=true with {HEAD}=true: {why}; set {PACKING}: false, or remove {HEAD}", is_wrong=True)
+
+
 @check(is_warning=True, subject="old log-probabilities")
 def ratio_is_one(found: Found) -> Iterator[str]:
     if not found.settings[RECOMPUTE]:
@@ -345,6 +376,8 @@ def file_of(words: Sequence[str], script: Path) -> Path:
 def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
     """Of the clip both sides are written, as its switch chooses both."""
     lines = {WORKER_CLASS: WORKER, f"{STRATEGY_ARGS}strategy_name": STRATEGY, **given}
+    if config.fused_lm_head_loss:
+        lines[LOG_PROBS] = OURS
     if dual_clip := given.get("dual_clip_loss"):
         lines |= {"dual_clip_loss": True, "pg_clip": (dual_clip - 1) / 2}
     if dual_clip or any(name in given for name in CLIPS[1:]):
@@ -357,7 +390,7 @@ def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
 def line_of(name: str, value: Any) -> str:
     """A line of YAML. Variables of an environment are text."""
     shown = str(value).lower() if isinstance(value, bool) else as_typed(value)
-    return f"{name}: '{shown}'" if name.startswith(ENVIRONMENT) and isinstance(value, float) else f"{name}: {shown}"
+    return f"{name}: '{shown}'" if name.startswith(ENVIRONMENT) and isinstance(value, int | float) else f"{name}: {shown}"
 
 
 DOOR = Door(
@@ -424,6 +457,7 @@ DOOR = Door(
         Setting(VARIANT),
         Setting(WORKER_CLASS),
         Setting(LOG_PROBS, default=THEIRS),
+        Setting(PACKING, Kind.SWITCH, default=False),
         Setting(f"{TRAIN}apply_loss_scale", Kind.SWITCH, default=True),
         Setting(f"{TRAIN}use_dynamic_batching_in_train", Kind.SWITCH, default=False),
         Setting(f"{STRATEGY_ARGS}strategy_name", default="fsdp2_train"),
@@ -441,7 +475,7 @@ DOOR = Door(
             "sequence_length_round_in_infer opd_kl_coef",
         ),
         *names(TRAIN, Kind.NUMBER, dict.fromkeys(("topr_positive_weight", "topr_negative_weight"), "remove it")),
-        *names(TRAIN, Kind.SWITCH, "use_dynamic_batching_in_infer offload_nccl use_sequence_packing logits_in_fp32"),
+        *names(TRAIN, Kind.SWITCH, "use_dynamic_batching_in_infer offload_nccl logits_in_fp32"),
         *names(TRAIN, Kind.OTHER, "name device_mapping mtp_training_mode tag_included"),
         *names(
             TRAIN,
@@ -453,7 +487,7 @@ DOOR = Door(
     choice=Choice(
         setting=VARIANT, remedy=f"for ours set {WORKER_CLASS}: {WORKER} and {VARIANT}: <loss>.<aggregation>", imports=True
     ),
-    own=Own(prefix=f"{ENVIRONMENT}{VARIABLES}", is_upper=True, others=("kl_estimator",)),
+    own=Own(prefix=f"{ENVIRONMENT}{VARIABLES}", is_upper=True, others=OTHERS),
     keep_clip="use_pg_clip_range: true and {name}: {value}",
     derive=derive,
     is_ours=lambda settings: settings[WORKER_CLASS] in (WORKER, UNKNOWN) and trains_ours(settings),
@@ -473,7 +507,7 @@ DOOR = Door(
     ),
     checks=(
         *(clip_that_its_switch_turns_off, clip_that_a_worker_cannot_know, only_values_that_ours_accept, strategy_is_megatrons),
-        *(step_has_what_weights_and_ratios_need, ratio_is_one),
+        *(step_has_what_weights_and_ratios_need, head_can_train, ratio_is_one),
     ),
     prompts=Prompts.COUNTED,
     step=(
@@ -488,7 +522,7 @@ DOOR = Door(
     line_of=line_of,
     place="lines of the YAML",
     separator="; ",
-    honours=("kl_coefficient", "kl_estimator", "entropy_coefficient"),
+    honours=("kl_coefficient", "entropy_coefficient", *OTHERS),
     decides="temperature and batches",
     contract={
         "roll.pipeline.rlvr.actor_worker:ActorWorker.loss_func": ("self", "data", "output_tensor"),

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from megatron_rl.hosts.carried_rows import CarriedRows
 from megatron_rl.hosts.log_probs import Installer, Replacement, entropy_of_logits, log_probs_of_logits
 from megatron_rl.hosts.roll_packed import is_alone
 from megatron_rl.layout.groups import resolve_group
@@ -28,7 +29,7 @@ STRATEGY = "roll.distributed.strategy.megatron_strategy:MegatronInferStrategy"
 def of_shards(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(theirs)
     def vocab_parallel_logprobs(vocab_parallel_logits: Tensor, target: Tensor, use_fused_kernel: bool = True) -> Tensor:
-        is_last = is_alone(vocab_parallel_logits)
+        is_last = not isinstance(vocab_parallel_logits, CarriedRows) and is_alone(vocab_parallel_logits)
         return log_probs_of_logits(vocab_parallel_logits, target, resolve_group(None, "tp"), inplace=is_last)
 
     return vocab_parallel_logprobs

@@ -12,14 +12,16 @@ from torch import Tensor
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, weigh_tokens
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.carried_rows import CarriedRows, rows_of
 from megatron_rl.hosts.dense_rows import refuse_nonfinite, step_line
 from megatron_rl.hosts.door import Found
-from megatron_rl.hosts.roll import DOOR, RECOMPUTE, STRATEGY_CONTRACT
+from megatron_rl.hosts.roll import DOOR, HEAD, RECOMPUTE, STRATEGY_CONTRACT
 from megatron_rl.hosts.roll_packed import is_alone
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
 from megatron_rl.loss_hub import get_policy_loss
-from megatron_rl.losses import PolicyLossOutput, policy_loss
+from megatron_rl.losses import PolicyLossOutput, linear_policy_loss, policy_loss
+from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -68,14 +70,14 @@ class RollLoss:
     def __call__(
         self,
         data: Any,  # ROLL's micro-batch of whole samples: [B, S] and [B, S - 1] columns; position t of the latter is of token t + 1
-        logits: Tensor,  # [B, S / c, V / tp] with gradient: of this rank's tokens
+        logits: Tensor,  # [B, S / c, V / tp] with gradient: of this rank's tokens; with our head CarriedRows
     ) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, ROLL's names of metrics
         """This rank's part of sum_i w_i sum_t m_it u_it l_it + KL - entropy, u: ROLL's train_infer_is_weight, or our correction.
 
-        Masked values may be anything. On CUDA the gradient is written over the logits. Communication: as policy_loss,
-        and over context-parallel ranks two sums for metrics. Synchronises, as ROLL's own loss does for its metrics. Raises
-        ConfigError for a call without the step's counts or the sampler's log-probabilities, and DataError for unmasked values that
-        are not finite.
+        Masked values may be anything. On CUDA the gradient is written over the logits. Communication: as policy_loss, with our head
+        as linear_policy_loss; over context-parallel ranks two sums for metrics. Synchronises, as ROLL's own loss does for its
+        metrics. Raises ConfigError for a call without the step's counts or the sampler's log-probabilities, and with our head for a
+        plain tensor; DataError for unmasked values that are not finite.
         """
         config, strategy, columns, totals = self.found.config, self.strategy, data.batch, read_totals(data)
         mask = loss_mask_of(columns)
@@ -92,12 +94,8 @@ class RollLoss:
                 "the sampler reports them"
             )
         importance = columns.get("train_infer_is_weight", None)
-        # ROLL reads them no more. A write into a slice would be one into what the others keep for their backwards.
-        is_last = is_alone(logits) and resolve_backend(Backend.AUTO, logits) == Backend.TRITON
         rows, width = logits.shape[:2]
-        output = policy_loss(
-            config.policy_loss,
-            logits.flatten(0, 1),
+        of_tokens = (
             on_this_rank(torch.where(mask, columns["input_ids"][:, 1:], 0)),
             None if self.is_on_policy else on_this_rank(columns["old_log_probs"].float()),
             on_this_rank(columns["advantages"].float()),
@@ -110,26 +108,52 @@ class RollLoss:
                 prompt_token_counts=columns[PROMPT_TOKENS] if self.found.counts_prompts else None,
                 divisor=config.loss_aggregation_divisor,
             ),
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
-            loss_parameters=config.loss_parameters,
-            importance_weights=None if importance is None else on_this_rank(importance),
-            rollout_log_probs=None if sampled is None else on_this_rank(sampled),
-            correction=correction if correction.is_on else None,
-            ref_log_probs=on_this_rank(columns["ref_log_probs"].float()) if config.kl_coefficient else None,
-            kl_coefficient=config.kl_coefficient,
-            kl_estimator=config.kl_estimator,
-            entropy_coefficient=config.entropy_coefficient,
-            regularizer_weights=regularizer_weights(token_counts, totals),
-            advantages_per="token",
-            token_counts=token_counts,
-            metrics=config.policy_metrics,
-            cp_layout="zigzag",  # of _get_feature_on_this_cp_rank
-            inplace=is_last,
-            loss_scale=self.scale if is_last else None,
         )
+        options: LossKeywords = {
+            "clip_ratio_low": config.clip_ratio_low,
+            "clip_ratio_high": config.clip_ratio_high,
+            "loss_parameters": config.loss_parameters,
+            "importance_weights": None if importance is None else on_this_rank(importance),
+            "rollout_log_probs": None if sampled is None else on_this_rank(sampled),
+            "correction": correction if correction.is_on else None,
+            "ref_log_probs": on_this_rank(columns["ref_log_probs"].float()) if config.kl_coefficient else None,
+            "kl_coefficient": config.kl_coefficient,
+            "kl_estimator": config.kl_estimator,
+            "entropy_coefficient": config.entropy_coefficient,
+            "regularizer_weights": regularizer_weights(token_counts, totals),
+            "advantages_per": "token",
+            "token_counts": token_counts,
+            "metrics": config.policy_metrics,
+            "cp_layout": "zigzag",  # of _get_feature_on_this_cp_rank
+        }
+        if config.fused_lm_head_loss:
+            output = self._of_hidden(logits, of_tokens, options)
+        else:
+            # ROLL reads them no more. A write into a slice would be one into what the others keep for their backwards.
+            is_last = is_alone(logits) and resolve_backend(Backend.AUTO, logits) == Backend.TRITON
+            scale = self.scale if is_last else None
+            output = policy_loss(config.policy_loss, logits.flatten(0, 1), *of_tokens, inplace=is_last, loss_scale=scale, **options)
         refuse_nonfinite(output)
         return output.loss, _metrics(output)
+
+    def _of_hidden(self, rows: Tensor, of_tokens: tuple[Any, ...], options: LossKeywords) -> PolicyLossOutput:
+        """Of what our head gives in the place of logits. Float32 logits, as our log-probabilities have them."""
+        if not isinstance(rows, CarriedRows):
+            raise ConfigError(
+                f"{HEAD}=true: the loss is given a plain tensor and not what our head returns, so something between model and loss "
+                f"took it for logits; {DOOR.probed} was probed; remove {HEAD}"
+            )
+        hidden, claim = rows_of(rows)
+        options["temperature"] = claim.temperature
+        return linear_policy_loss(
+            self.found.config.policy_loss,
+            hidden.flatten(0, 1).to(claim.weight.dtype),
+            claim.weight,
+            *of_tokens,
+            max_logits_bytes=self.found.config.max_logits_bytes,
+            fp32_logits=True,
+            **options,
+        )
 
 
 # The step

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.roll import DOOR, check_log_probs, read_settings, settings_of, trains_ours
+from megatron_rl.hosts.roll_head import place
 from megatron_rl.hosts.roll_log_probs import install
 from megatron_rl.hosts.roll_loss import RollLoss
 from megatron_rl.hosts.roll_packed import share_one_gradient
@@ -29,6 +30,8 @@ class ActorWorker(RollWorker):
         found = read_settings(self.worker_config, pipeline_config) if trains_ours(settings) else None
         super().initialize(pipeline_config)
         share_one_gradient(self.strategy)
+        if found is not None and found.config.fused_lm_head_loss:
+            place(self.strategy, found.config.max_logits_bytes)
         self.loss = None if found is None else RollLoss(found, self.strategy)
 
     def loss_func(self, data: Any, output_tensor: Tensor) -> tuple[Tensor, dict[str, float]]:

@@ -1,0 +1,63 @@
+"""Our fused head in the models of ROLL's strategy: `actor_train.system_envs.MEGATRON_RL_FUSED_LM_HEAD_LOSS: 'true'`.
+
+The output layer gives CarriedRows (`place_rows`) to our loss and, with our log-probabilities, to ROLL's op_compute_log_probs and
+op_compute_entropy. mcore_adapter's models have a hook on that layer: an identity whose backward makes the gradient of logits
+contiguous, for the layer's own product. On CarriedRows it raises, since autograd would make a plain tensor of them. So it is given
+the layer's own logits alone; the gradient of CarriedRows is ours, and contiguous.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron_rl.errors import ConfigError, name_of
+from megatron_rl.hosts.carried_rows import CarriedRows
+from megatron_rl.hosts.door import place_of
+from megatron_rl.hosts.placed_rows import place_rows
+from megatron_rl.hosts.roll import DOOR, HEAD
+from megatron_rl.megatron.model import find_output_layer, model_config_of
+
+# mcore_adapter.models.model_utils, registered by McaGPTModel.
+HOOK = "mca_lora_logits_postprocess_hook"
+
+
+def place(strategy: Any, max_logits_bytes: int) -> None:
+    """From now on the output layer of this strategy's models returns CarriedRows.
+
+    Communication: as place_rows. Raises ConfigError where the head does not fit the model or its fp16, for a strategy without
+    models_unwrapped, and for another hook on the layer, which would take CarriedRows for logits.
+    """
+    models: Sequence[nn.Module] | None = getattr(strategy, "models_unwrapped", None)
+    if models is None:
+        raise ConfigError(f"ROLL's {type(strategy).__name__} has no models_unwrapped, and {DOOR.probed} was probed; remove {HEAD}")
+    if any(model_config_of(model).fp16 for model in models):
+        raise ConfigError(
+            f"{HEAD}=true with fp16: the gradient of hidden states is made before the loss scale is known, and float16 would round "
+            f"most of it to 0; train in bf16, or remove {HEAD}"
+        )
+    place_rows(models, f"{HEAD}=true", max_logits_bytes=max_logits_bytes)
+    for layer in map(find_output_layer, models):
+        if layer is not None:
+            _keep_hooks_for_logits(layer)
+
+
+def _keep_hooks_for_logits(layer: nn.Module) -> None:
+    for number, hook in [*layer._forward_hooks.items()]:
+        if getattr(hook, "__name__", None) != HOOK:
+            raise ConfigError(
+                f"{HEAD}=true: the output layer has a hook, {name_of(hook)} ({place_of(hook)}), which would be given no logits; "
+                f"remove the hook, or {HEAD}"
+            )
+        layer._forward_hooks[number] = _of_logits(hook)
+
+
+def _of_logits(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def of_logits(module: nn.Module, given: Any, output: Any) -> Any:
+        return output if isinstance(output[0], CarriedRows) else hook(module, given, output)
+
+    return of_logits

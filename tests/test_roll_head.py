@@ -1,0 +1,323 @@
+"""Our fused head in ROLL: a step and log-probabilities without logits, mcore_adapter's hook, and what is refused.
+
+ROLL_ROOT=... pytest -m host --require host tests/test_roll_head.py
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import own_log_probs
+import pytest
+import roll_cases as cases
+import torch
+from dense_row_cases import VOCABULARY
+from forked import forked
+from host_checkouts import ROLL
+from linear_cases import relative
+from roll_cases import Case, Data
+from test_carried_rows import Body
+from test_forward_step import SeenShapes
+from test_host_log_probs import HIDDEN
+from test_roll import roll_forward_step, started_with
+from test_roll_log_probs import roll_file
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import door_line, placed_rows, roll
+from megatron_rl.hosts.carried_rows import CarriedRows
+from megatron_rl.hosts.roll_head import place
+from megatron_rl.hosts.roll_loss import RollLoss
+from megatron_rl.testing.ranks import run_ranks
+
+OURS = {"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "true", "MEGATRON_RL_LOG_PROBS": "megatron_rl"}
+# Three rows of float32 logits in a chunk of one tensor-parallel rank, six of two.
+SMALL = 3 * VOCABULARY * 4
+# Float32: a loss is one sum of a step's tokens; a gradient adds products of other chunks.
+OF_LOSS, OF_GRADIENT = 1e-6, 1e-5
+LAYOUTS = [
+    {"tp": 1, "sizes": (3, 5)},
+    {"tp": 2, "sizes": (6, 2)},
+    {"cp": 2, "sizes": (2, 4), "num_samples": 6},
+    {"tp": 2, "cp": 2, "sizes": (2, 4), "num_samples": 6},
+]
+TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.02}
+
+
+class Contiguous(torch.autograd.Function):
+    """As mcore_adapter's: what comes in goes out; its gradient is contiguous."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.contiguous()
+
+
+def mca_lora_logits_postprocess_hook(module, given, output):
+    module.calls = getattr(module, "calls", 0) + 1
+    return Contiguous.apply(output[0]), output[1]
+
+
+def rolls_own_hook():
+    """Of mcore_adapter's file, whose imports are not here."""
+    path = "mcore_adapter/src/mcore_adapter/models/model_utils.py"
+    names = ("_McaLoraLogitsHelper", "_mca_lora_logits_postprocess", "mca_lora_logits_postprocess_hook")
+    tree = ast.parse(ROLL.source(path))
+    tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
+    found = {"torch": torch}
+    exec(compile(tree, path, "exec"), found)
+    registered = "self.output_layer.register_forward_hook(mca_lora_logits_postprocess_hook)"
+    assert ROLL.source("mcore_adapter/src/mcore_adapter/models/model_factory.py").count(registered) == 1
+    return found["mca_lora_logits_postprocess_hook"]
+
+
+def model_of(hook, *, is_sequence_parallel: bool = False) -> Body:
+    model = Body(vocabulary=VOCABULARY, is_sequence_parallel=is_sequence_parallel)
+    model.output_layer.register_forward_hook(hook)
+    return model
+
+
+class Strategy(cases.Strategy):
+    """Its logits are a model's, in training and where log-probabilities are measured."""
+
+    def __init__(self, case: Case, step: cases.Step, forward_step, model: Body):
+        super().__init__(case, step, None, forward_step)
+        self.models_unwrapped = [model]
+
+    def logits(self, data: Data):
+        return self.models_unwrapped[0](self._get_feature_on_this_cp_rank(data.batch["input_ids"]))
+
+
+def step_of(case: Case, model: Body, forward_step, *, is_fused: bool):
+    """(loss of this rank's metrics, gradients, most rows of a tensor as wide as the logits)."""
+    step = cases.make_step(case)
+    settings = cases.settings_of(case, **TERMS, **(OURS | {"MEGATRON_RL_MAX_LOGITS_BYTES": str(SMALL)} if is_fused else {}))
+    strategy = Strategy(case, step, forward_step, model)
+    if is_fused:
+        place(strategy, settings.config.max_logits_bytes)
+    loss = RollLoss(settings, strategy)
+    order = [index for batch in list(case.micro_batches())[strategy.groups.dp.rank()] for index in batch]
+    data = Data({name: column[order] for name, column in step.columns.items()}, {})
+    with SeenShapes() as seen:
+        metrics = strategy.train_step(batch=data, loss_func=loss)
+    columns = model.output_layer.weight.shape[0]
+    rows = max(math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns)
+    total = sum(log["actor/total_loss@sum"] for log in metrics)
+    return total, {name: parameter.grad for name, parameter in model.named_parameters()}, rows
+
+
+def steps_on_a_rank(rank: int, case: Case, is_sequence_parallel: bool, is_rolls: bool):
+    hook, forward_step = mca_lora_logits_postprocess_hook, cases.emulated_forward_step
+    if is_rolls:
+        hook, forward_step = rolls_own_hook(), roll_forward_step
+    return [
+        step_of(case, model_of(hook, is_sequence_parallel=is_sequence_parallel), forward_step, is_fused=is_fused)
+        for is_fused in (False, True)
+    ]
+
+
+def check_steps(loss: str, layout: dict, *, is_rolls: bool) -> None:
+    case = Case(loss=loss, aggregation="prompt_mean", **layout)
+    options = {"tensor_model_parallel_size": case.tp, "context_parallel_size": case.cp, "timeout": 300}
+    work = partial(steps_on_a_rank, case=case, is_sequence_parallel=case.tp > 1, is_rolls=is_rolls)
+    answers = run_ranks(work, case.tp * case.cp, **options)
+    for of_logits, of_hidden in answers:
+        assert abs(of_hidden[0] - of_logits[0]) < OF_LOSS * max(abs(of_logits[0]), 1)
+        for name in ("embedding.weight", "output_layer.weight"):
+            assert of_logits[1][name].abs().max() > 1e-3, "a step that trains something"
+            assert relative(of_hidden[1][name], of_logits[1][name]) < OF_GRADIENT, name
+        # All rows of a micro-batch with logits; without, a chunk, or the columns of a weight that is turned.
+        assert of_hidden[2] <= max(HIDDEN, 3 * case.tp) < 16 <= of_logits[2]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("loss", ["gspo", "cispo"])
+def test_a_step_is_that_of_logits_and_makes_none(loss, layout):
+    """tp with sequence parallelism, cp, KL and entropy terms, chunks of a few rows."""
+    check_steps(loss, layout, is_rolls=False)
+
+
+@pytest.mark.host("ROLL_ROOT")
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rolls_own_forward_step_and_hook_give_the_step_of_logits(layout):
+    check_steps("gspo", layout, is_rolls=True)
+
+
+# Old log-probabilities
+
+
+def measured_on_a_rank(rank: int, tp: int, is_rolls: bool):
+    """What ROLL's strategy measures without gradients: by our functions from the model's own logits, and without."""
+    tokens = torch.randint(0, VOCABULARY, (3, 16), generator=torch.Generator().manual_seed(7))
+    if is_rolls:
+        module = ROLL.load("roll.distributed.strategy.megatron_strategy")
+        parallel = roll_file("mcore_adapter.parallel_functions.vocab_parallel")
+        module.vocab_parallel_logprobs = parallel.vocab_parallel_logprobs
+        own = module.MegatronInferStrategy
+        module.mpu = importlib.import_module("megatron.core.parallel_state")
+        hook = rolls_own_hook()
+    else:
+        own = own_log_probs.roll_modules()["roll.distributed.strategy.megatron_strategy"].MegatronInferStrategy
+        hook = mca_lora_logits_postprocess_hook
+    importlib.import_module("megatron_rl.hosts.roll_log_probs").install("ROLL", roll.DOOR.probed)
+    strategy = SimpleNamespace(
+        megatron_train_args=SimpleNamespace(cross_entropy_loss_fusion=False),
+        worker_config=SimpleNamespace(logits_in_fp32=True),
+        _get_feature_on_this_cp_rank=lambda feature, name: feature,
+    )
+    found = []
+    for is_fused in (False, True):
+        model = model_of(hook, is_sequence_parallel=tp > 1).eval()
+        strategy.models_unwrapped = [model]
+        if is_fused:
+            place(strategy, SMALL)
+        with torch.no_grad(), SeenShapes() as seen:
+            logits = model(tokens)
+            assert isinstance(logits, CarriedRows) == is_fused
+            if is_rolls:
+                mask = torch.ones_like(tokens)
+                values = own.op_compute_log_probs(strategy, logits, tokens, mask), own.op_compute_entropy(strategy, logits, mask)
+            else:
+                values = own.op_compute_log_probs(strategy, logits, tokens.roll(-1, 1)), own.op_compute_entropy(strategy, logits)
+        columns = model.output_layer.weight.shape[0]
+        rows = max(math.prod(shape[:-1]) for shape in seen.shapes if shape and shape[-1] == columns)
+        found.append((*(value[:, :15] for value in values), rows))
+    return found
+
+
+def check_measured(tp: int, *, is_rolls: bool) -> None:
+    answers = run_ranks(partial(measured_on_a_rank, tp=tp, is_rolls=is_rolls), tp, tensor_model_parallel_size=tp)
+    for of_logits, of_hidden in answers:
+        assert relative(of_hidden[0], of_logits[0]) < OF_LOSS and relative(of_hidden[1], of_logits[1]) < OF_LOSS
+        assert of_logits[0].std() > 0.1
+        assert of_hidden[2] <= max(HIDDEN, 3 * tp) < 48 == of_logits[2]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("tp", [1, 2])
+def test_old_log_probabilities_are_measured_without_logits(tp):
+    check_measured(tp, is_rolls=False)
+
+
+@pytest.mark.host("ROLL_ROOT")
+@pytest.mark.megatron
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rolls_strategy_measures_old_log_probabilities_without_logits(tp):
+    check_measured(tp, is_rolls=True)
+
+
+# The hook
+
+
+def hooks_on_a_rank(rank: int):
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    model = model_of(mca_lora_logits_postprocess_hook)
+    place(SimpleNamespace(models_unwrapped=[model]), SMALL)
+    layer = model.output_layer
+    assert isinstance(model(tokens), CarriedRows) and not hasattr(layer, "calls")
+    # The layer's own logits, for a loss that does not train the head, have the hook.
+    own, _ = layer(torch.ones(4, 2, HIDDEN), weight=layer.weight.detach())
+    assert type(own) is torch.Tensor and layer.calls == 1
+    left = model_of(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"the output layer has a hook, .*lambda.*test_roll_head.py:\d+.*remove the hook, or "):
+        place(SimpleNamespace(models_unwrapped=[left]), SMALL)
+    left.output_layer.register_forward_hook(mca_lora_logits_postprocess_hook)
+    for has_gradients in (True, False):  # without place it would be given CarriedRows
+        with torch.set_grad_enabled(has_gradients), pytest.raises(ConfigError, match="`view_as`"):
+            left(tokens)
+    case = Case(loss="grpo", aggregation="token_mean")
+    step = cases.make_step(case)
+    strategy = Strategy(case, step, cases.emulated_forward_step, left)
+    loss = RollLoss(cases.settings_of(case, **OURS), strategy)
+    # What a host's function of autograd may make of CarriedRows.
+    strategy.logits = lambda data: torch.zeros(*data.batch["input_ids"].shape, HIDDEN)
+    with pytest.raises(ConfigError, match="FUSED_LM_HEAD_LOSS=true: the loss is given a plain tensor"):
+        strategy.train_step(batch=Data(step.columns, {}), loss_func=loss)
+    left.config.fp16 = True
+    with pytest.raises(ConfigError, match=r"HEAD_LOSS=true with fp16: .*train in bf16"):
+        place(SimpleNamespace(models_unwrapped=[left]), SMALL)
+    with pytest.raises(ConfigError, match=r"MEGATRON_RL_FUSED_LM_HEAD_LOSS=true with mtp_num_layers=1"):
+        place(SimpleNamespace(models_unwrapped=[Body(has_mtp=True)]), SMALL)
+    return True
+
+
+@pytest.mark.megatron
+def test_the_hook_sees_logits_alone_and_another_one_is_refused():
+    assert run_ranks(hooks_on_a_rank, 1) == [True]
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        ({"use_sequence_packing": True}, "use_sequence_packing=true with .*HEAD_LOSS=true: ROLL calls the loss once a sequence"),
+        ({"MEGATRON_RL_LOG_PROBS": "roll"}, "needs logits, and none are made; set .*LOG_PROBS: megatron_rl"),
+        ({"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "yes"}, "HEAD_LOSS='yes' must be 'true' or 'false'"),
+        ({"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "1"}, "must be 'true' or 'false'"),
+        ({"MEGATRON_RL_MAX_LOGITS_BYTES": "2GiB"}, "must be a whole number of bytes above 0"),
+        ({"MEGATRON_RL_MAX_LOGITS_BYTES": "0"}, "must be a whole number of bytes above 0"),
+        (
+            {"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "false", "MEGATRON_RL_MAX_LOGITS_BYTES": "4096"},
+            "MAX_LOGITS_BYTES=4096 has no effect without our head",
+        ),
+    ],
+)
+def test_settings_of_the_head_that_cannot_act_are_refused(worker, message):
+    given = {"pg_variant": "gspo.prompt_mean"} | OURS | worker
+    with pytest.raises(ConfigError, match=message):
+        roll.read_settings(cases.worker_config(**given), cases.pipeline_config())
+
+
+def test_settings_of_the_head_are_read_written_and_refused_beside_rolls_own_loss():
+    given = OURS | {"MEGATRON_RL_MAX_LOGITS_BYTES": "4096"}
+    found = roll.read_settings(cases.worker_config("gspo.prompt_mean", **given), cases.pipeline_config())
+    assert found.config.fused_lm_head_loss is True and found.config.max_logits_bytes == 4096
+    plain = roll.read_settings(cases.worker_config("gspo.prompt_mean"), cases.pipeline_config())
+    assert plain.config.fused_lm_head_loss is False
+    lines, problems = door_line.write(roll.DOOR, found.config)
+    assert not problems
+    for name, value in given.items():
+        quoted = value if value == "megatron_rl" else f"'{value}'"
+        assert f"actor_train.system_envs.{name}: {quoted}" in lines
+    with pytest.raises(ConfigError, match="HEAD_LOSS=true has no effect on ROLL's own loss"):
+        roll.check_log_probs(roll.settings_of(cases.worker_config("ppo", **OURS), cases.pipeline_config()))
+
+
+def test_our_worker_places_the_head_in_the_model_that_roll_made(monkeypatch):
+    placed = []
+
+    def work() -> int:
+        own_log_probs.roll_modules()
+        worker = cases.worker_config("gspo.prompt_mean", **OURS)
+        monkeypatch.setattr(
+            placed_rows, "place_head", lambda models, settings, forward_of: placed.append((models, settings.setting))
+        )
+        # A stage without an output layer.
+        made = started_with(worker, "    def train_step", "    models_unwrapped = ()\n    def train_step")
+        assert placed == [((), f"{roll.HEAD}=true")] and made.loss.found.config.fused_lm_head_loss
+        return 0
+
+    code, _, error = forked(work)
+    assert code == 0, error[-2000:]
+
+
+def test_a_roll_whose_strategy_has_no_models_is_refused():
+    def work() -> int:
+        own_log_probs.roll_modules()
+        worker = cases.worker_config("gspo.prompt_mean", **OURS)
+        with pytest.raises(ConfigError, match="Strategy has no models_unwrapped, and .* was probed; remove .*HEAD_LOSS"):
+            started_with(worker)
+        return 0
+
+    code, _, error = forked(work)
+    assert code == 0, error[-2000:]
