@@ -156,8 +156,8 @@ def read_selftest(session: Session, output: str) -> dict[str, Any]:
 
 
 def gpu_test_files() -> list[str]:
-    """The files that may hold a `gpu` or a `kernel` test; loss_backends.py gives its users tests of kernels."""
-    marks = re.compile(r"mark\.(gpu|kernel)\b|from loss_backends import")
+    """The files that may hold a `gpu` or a `kernel` test; loss_backends.py and ON_BACKENDS give their users tests of kernels."""
+    marks = re.compile(r"mark\.(gpu|kernel)\b|from loss_backends import|\bON_BACKENDS\b")
     paths = sorted((ROOT / "tests").glob("test_*.py"))
     return [path.relative_to(ROOT).as_posix() for path in paths if marks.search(path.read_text(encoding="utf-8"))]
 
