@@ -39,7 +39,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron_rl.megatron.probe": ("probe_schedule",),
         "megatron_rl.megatron.forward_step": ("PolicyForwardStep",),
         "megatron_rl.megatron.cpu": ("install_cpu_support",),
-        "megatron_rl.step_metrics": ("step_metrics",),
+        "megatron_rl.metrics.step": ("step_metrics",),
         "megatron_rl.train.watchdog": ("watch", "WatchdogState"),
         "megatron_rl": ("PolicyLossConfig",),
     },

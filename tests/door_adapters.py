@@ -30,7 +30,7 @@ from megatron_rl.hosts import trl, verl
 from megatron_rl.hosts.door import Door
 from megatron_rl.hosts.door_settings import modes
 from megatron_rl.hosts.doors import DOORS
-from megatron_rl.metrics import EFFECTIVE_SAMPLE_SIZE, METRICS
+from megatron_rl.metrics.policy import EFFECTIVE_SAMPLE_SIZE, METRICS
 from megatron_rl.testing.layout_step import StepSample
 
 Step = tuple[Sequence[StepSample], Sequence[Tensor]]  # samples, and the log-probabilities of their responses

@@ -30,10 +30,10 @@ import refused_calls
 import validation_cases
 from helpers import names_forgotten
 
-from megatron_rl import metrics
 from megatron_rl.arguments import arguments_page
 from megatron_rl.config import DEFAULT_KL_ESTIMATOR, NO_CORRECTION, CorrectionLevel
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.metrics import further, policy
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 
@@ -71,21 +71,21 @@ def with_tables(text: str, tables: dict[str, Iterable[str]]) -> str:
 
 
 def of_metrics() -> str:
-    """The page with its three tables as metrics.py has them."""
+    """The page with its three tables as metrics/ has them."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    of_policy = (*metrics.METRICS, metrics.EFFECTIVE_SAMPLE_SIZE)
-    of_correction = (*metrics.CORRECTION_METRICS, metrics.CORRECTION_SAMPLE_SIZE)
-    tables = {"## Policy": of_policy, "## What a rollout": metrics.ROLLOUT_METRICS, "## Corrections": of_correction}
-    tables["## What the sampler kept"] = metrics.SUPPORT_METRICS
+    of_policy = (*policy.METRICS, policy.EFFECTIVE_SAMPLE_SIZE)
+    of_correction = (*further.CORRECTION_METRICS, further.CORRECTION_SAMPLE_SIZE)
+    tables = {"## Policy": of_policy, "## What a rollout": further.ROLLOUT_METRICS, "## Corrections": of_correction}
+    tables["## What the sampler kept"] = further.SUPPORT_METRICS
     return with_tables(text, {head: metric_lines(rows) for head, rows in tables.items()})
 
 
-def metric_lines(rows: Iterable[metrics.Metric]) -> Iterator[str]:
+def metric_lines(rows: Iterable[policy.Metric]) -> Iterator[str]:
     yield "| name | formula | unit | normaliser | a healthy run |\n|---|---|---|---|---|\n"
     for row in rows:
         if row.is_reported:
             normaliser = {"num_samples": "sample mean", None: "none"}.get(row.normaliser, f"`{row.normaliser}`")
-            how = normaliser if row.reduction == metrics.Reduction.SUM else row.reduction
+            how = normaliser if row.reduction == policy.Reduction.SUM else row.reduction
             yield f"| `policy/{row.name}` | {row.formula} | {row.unit} | {how} | {row.healthy} |\n"
 
 

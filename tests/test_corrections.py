@@ -26,9 +26,9 @@ from megatron_rl.corrections import sample_weights_of
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import importance_correction, linear_policy_loss, policy_loss
-from megatron_rl.metrics import CORRECTION_STATISTICS
+from megatron_rl.metrics.further import CORRECTION_STATISTICS
+from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.step_metrics import finalise_metrics
 
 # Three samples: w = old / rollout probability by token, and the policy in training equal to the old one.
 RATIOS = [[0.4, 1.0], [6.0], [1.0, 2.5, 0.9]]

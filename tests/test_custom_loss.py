@@ -41,7 +41,7 @@ from megatron_rl.hosts.flags import has_dual_clip
 from megatron_rl.hosts.host_run import StepGuard
 from megatron_rl.hosts.loss import custom_loss, stop_on_nonfinite
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.metrics import STATISTICS
+from megatron_rl.metrics.policy import STATISTICS
 
 UNBIASED = {"use_unbiased_kl": True}
 CISPO_OPEN = {"advantage_estimator": "cispo", "eps_clip": 4.0}

@@ -20,7 +20,7 @@ from megatron_rl import (
 from megatron_rl.layout.groups import SINGLE, resolve_groups
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses.api import loss_of_log_probs
-from megatron_rl.step_metrics import finalise_metrics
+from megatron_rl.metrics.step import finalise_metrics
 
 pool = pool_of(2)
 # One of each level and way through the reduction; dppo_tv compares with the sampler; the own loss sums over samples by itself.

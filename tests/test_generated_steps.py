@@ -31,12 +31,12 @@ from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.api import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.metrics.step import report_pairs, step_metrics
 from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import correction_names
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
-from megatron_rl.step_metrics import report_pairs, step_metrics
 
 REGISTERED = [
     *(("LOSSES", name) for name in policy_loss_names()),

@@ -23,9 +23,9 @@ from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import policy_loss_names, register_policy_loss
 from megatron_rl.losses import policy_loss
 from megatron_rl.megatron.schedule import scale_for_schedule
+from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops import backends
 from megatron_rl.ops.assumed_scale import AssumedScale
-from megatron_rl.step_metrics import report_pairs
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from megatron_rl.loss_hub import LossValue, get_policy_loss, policy_loss_names, 
 from megatron_rl.losses.api import loss_of_log_probs
 from megatron_rl.losses.reduce_torch import LossValues, evaluate, evaluate_batch
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
-from megatron_rl.step_metrics import finalise_metrics
+from megatron_rl.metrics.step import finalise_metrics
 
 ELEMENTWISE = [name for name in policy_loss_names() if get_policy_loss(name).level != "batch"]
 OF_BATCHES = [name for name in policy_loss_names() if name not in ELEMENTWISE]

@@ -30,8 +30,8 @@ from megatron_rl.losses import (
     policy_loss,
 )
 from megatron_rl.losses.settings import DEFAULTS, LinearLossKeywords, LogitsLossKeywords, LossKeywords
+from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
-from megatron_rl.step_metrics import finalise_metrics
 
 BATCH = BATCHES["ragged"]
 

@@ -10,7 +10,7 @@ from helpers import CLIP, random_batch
 from loss_backends import LOSSES, over_losses, rows_of_losses
 
 from megatron_rl.errors import DataError
-from megatron_rl.step_metrics import neutral_statistics
+from megatron_rl.metrics.step import neutral_statistics
 
 
 def with_every_term(batch) -> dict:

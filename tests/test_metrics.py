@@ -20,17 +20,10 @@ import megatron_rl.ops.log_probs_torch as reference_module
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.losses import grpo_loss
-from megatron_rl.metrics import (
-    NEUTRAL,
-    PolicyStatistics,
-    Reduction,
-    TokenValues,
-    combine_statistics,
-    policy_statistics,
-    rollout_statistics,
-)
+from megatron_rl.metrics.further import rollout_statistics
+from megatron_rl.metrics.policy import NEUTRAL, PolicyStatistics, Reduction, TokenValues, policy_statistics
+from megatron_rl.metrics.step import combine_statistics, finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
 from megatron_rl.ops.ratios import clipped_objective
-from megatron_rl.step_metrics import finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 
@@ -237,8 +230,8 @@ import json, torch
 from dataclasses import replace
 from helpers import CLIP, KERNEL_DEVICE, random_batch, run_loss
 from megatron_rl.losses import policy_loss
-from megatron_rl.metrics import combine_statistics
-from megatron_rl.step_metrics import finalise_metrics
+from megatron_rl.metrics.step import combine_statistics
+from megatron_rl.metrics.step import finalise_metrics
 batch = random_batch([4, 3])
 batch = replace(batch, logits=batch.logits.float(), token_weights=batch.token_weights.float())
 names = ("logits", "labels", "old_log_probs", "advantages", "loss_mask")
@@ -257,7 +250,7 @@ print(json.dumps(found))
 def test_a_metric_is_one_row_of_the_table(tmp_path):
     """As a contributor writes it: into the table and nowhere else, for torch, Triton, ranks and report."""
     shutil.copytree(ROOT / "megatron_rl", tmp_path / "megatron_rl", ignore=shutil.ignore_patterns("__pycache__"))
-    page = tmp_path / "megatron_rl" / "metrics.py"
+    page = tmp_path / "megatron_rl" / "metrics" / "policy.py"
     page.write_text(page.read_text().replace("\nSTATISTICS: dict", "\n" + ROW, 1))
     # conftest.py has set TRITON_INTERPRET where there is no GPU.
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

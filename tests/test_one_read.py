@@ -27,7 +27,8 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
-from megatron_rl.metrics import STATISTICS
+from megatron_rl.metrics.policy import STATISTICS
+from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.ops.backends import (
     ROWS_AT_ONCE,
     GradientConfiguration,
@@ -36,7 +37,6 @@ from megatron_rl.ops.backends import (
     one_read_configuration,
 )
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.testing.ranks import run_ranks
 
 pytest.importorskip("triton")

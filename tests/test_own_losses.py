@@ -48,7 +48,7 @@ from megatron_rl.hosts.settings import Settings
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.losses.api import loss_of_log_probs
-from megatron_rl.step_metrics import finalise_metrics
+from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("own_losses")

@@ -18,8 +18,9 @@ import megatron_rl.megatron.forward_step as forward_step_module
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.losses import grpo_loss
-from megatron_rl.metrics import ROLLOUT_METRICS, PolicyStatistics, combine_statistics, rollout_statistics
-from megatron_rl.step_metrics import finalise_metrics
+from megatron_rl.metrics.further import ROLLOUT_METRICS, rollout_statistics
+from megatron_rl.metrics.policy import PolicyStatistics
+from megatron_rl.metrics.step import combine_statistics, finalise_metrics
 
 NAMES = {f"policy/{row.name}" for row in ROLLOUT_METRICS if row.is_reported}
 

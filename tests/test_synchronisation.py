@@ -33,10 +33,10 @@ from megatron_rl.losses.inputs import prepare_inputs
 from megatron_rl.losses.settings import LossKeywords, with_defaults
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops import support_head
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.ops.linear_log_probs import linear_log_probs
-from megatron_rl.step_metrics import report_pairs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
 
@@ -434,7 +434,7 @@ def test_the_first_mask_that_is_none_is_named_wherever_the_others_lie():
 
 GENERATION, TRAINER = "megatron_rl/train/generation.py", "megatron_rl/train/trainer.py"
 RESPONSES = "megatron_rl/megatron/responses.py"
-COUNTING, FINITE, METRICS = "megatron_rl/aggregation.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/step_metrics.py"
+COUNTING, FINITE, METRICS = "megatron_rl/aggregation.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/metrics/step.py"
 GRADIENT_NORM = "megatron/core/optimizer/clip_grads.py"
 
 

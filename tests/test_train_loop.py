@@ -16,7 +16,7 @@ from trainer_cases import CP, PP, TP, metrics_of, run_loop, tiny_trainer, unlike
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import all_gather_objects
-from megatron_rl.metrics import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS, SUPPORT_METRICS
+from megatron_rl.metrics.further import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS, SUPPORT_METRICS
 from megatron_rl.train.collection import SampledRollouts, with_old_log_probs
 from megatron_rl.train.loop import TIMING_METRICS
 from megatron_rl.train.options import TrainOptions

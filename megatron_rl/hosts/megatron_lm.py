@@ -38,7 +38,7 @@ from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.samples import count_routed_tokens, unweighted
-from megatron_rl.step_metrics import step_metrics
+from megatron_rl.metrics.step import step_metrics
 from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.checks import Asker, problems_of, warnings_of
 from megatron_rl.validation.model_settings import model_notes
@@ -378,7 +378,7 @@ class PackedForwardStep:
         """All metrics of the step before, with what train_step cannot carry: minima, maxima, effective sample size, and what needs
         rollout_log_probs. Empty at --policy-metrics none.
 
-        Communication: as step_metrics.step_metrics; every rank calls it, after the step. Synchronises once.
+        Communication: as metrics.step.step_metrics; every rank calls it, after the step. Synchronises once.
         """
         if self.config.policy_metrics == PolicyMetrics.NONE:
             return {}

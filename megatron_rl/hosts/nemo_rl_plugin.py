@@ -40,8 +40,8 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import UNSCORED
 from megatron_rl.hosts.settings import value_at
 from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.step_metrics import finalise_metrics
 
 # A score of 0.0 beside a sampler's score above this belongs to a sure token: it is rounded.
 SURE = -1e-3

@@ -26,8 +26,8 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.settings import Settings, read_value
 from megatron_rl.layout.groups import SINGLE, all_reduce_sum, group_device, world_group
 from megatron_rl.loss_hub import needs_rollout_log_probs
+from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.step_metrics import finalise_metrics
 
 
 class PrimeLoss:

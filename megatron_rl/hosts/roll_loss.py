@@ -22,10 +22,10 @@ from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_gr
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.losses.settings import LossKeywords
+from megatron_rl.metrics.step import finalise_metrics, reduce_statistics
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.step_metrics import finalise_metrics, reduce_statistics
 
 # Columns that we add to ROLL's batch of a step, [B] int64, and to its meta_info.
 PROMPT_TOKENS, NUM_PROMPTS = "megatron_rl_prompt_tokens", "megatron_rl_num_prompts"

@@ -51,7 +51,7 @@ from megatron_rl.hosts.sampling import Filter, Sampler
 from megatron_rl.hosts.settings import ABSENT, Settings, read_overrides, value_at
 from megatron_rl.hosts.skyrl_log_probs import InWorkers
 from megatron_rl.loss_hub import needs_rollout_log_probs
-from megatron_rl.step_metrics import finalise_metrics
+from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.validation.checks import Row, check
 
 PREFIX, ENTRYPOINT, ALGORITHM = "megatron_rl.", "trainer.override_entrypoint", "trainer.algorithm."

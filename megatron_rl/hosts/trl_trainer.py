@@ -20,7 +20,7 @@ from megatron_rl.hosts.settings import ABSENT, Settings, value_at
 from megatron_rl.hosts.trl import DOOR, PREFIX
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput
-from megatron_rl.step_metrics import finalise_metrics
+from megatron_rl.metrics.step import finalise_metrics
 
 # Columns that we add to TRL's batches: the number of a completion's prompt group, the tokens of that group, and (completions,
 # tokens) of the micro-batch over all ranks.

@@ -38,7 +38,7 @@ from megatron_rl.hosts.verl import (
 )
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput
-from megatron_rl.step_metrics import finalise_metrics
+from megatron_rl.metrics.step import finalise_metrics
 
 # The arguments of verl's call of a loss, and of its estimate of KL.
 LOSS_ARGUMENTS = (

@@ -25,7 +25,7 @@ from megatron_rl.losses.settings import (
     with_defaults,
 )
 from megatron_rl.losses.support_terms import kl_coefficients_of_all
-from megatron_rl.metrics import PolicyStatistics
+from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, resolve_backend, runs_eagerly
 from megatron_rl.ops.log_probs import (

@@ -19,7 +19,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.losses.inputs import DocumentSums, LossInputs, check_cu_seqlens, given
-from megatron_rl.metrics import CorrectionValues, token_statistics
+from megatron_rl.metrics.further import CorrectionValues, token_statistics
 from megatron_rl.registries.correction_settings import CorrectionSettings
 
 

@@ -37,7 +37,7 @@ from megatron_rl.losses.inputs import (
 from megatron_rl.losses.reduce_torch import LossResult, are_finite, evaluate, nonfinite_values
 from megatron_rl.losses.settings import LinearLossKeywords, LossSettings, groups_and_agreement, resolve_settings, with_defaults
 from megatron_rl.losses.sparse_linear import reduce_with_support
-from megatron_rl.metrics import combine_statistics
+from megatron_rl.metrics.step import combine_statistics
 from megatron_rl.ops.backends import resolve_backend, runs_eagerly
 from megatron_rl.ops.linear_gradient import (
     ReadyGradient,

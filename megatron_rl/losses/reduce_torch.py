@@ -36,7 +36,7 @@ from megatron_rl.losses.inputs import (
 from megatron_rl.losses.settings import LossSettings
 from megatron_rl.losses.support_terms import kl_reference, with_support_sums
 from megatron_rl.losses.token_batch import JointSums, OtherNumberOfSums, RefusedElsewhere, TokenBatch
-from megatron_rl.metrics import PolicyStatistics, TokenValues, policy_statistics
+from megatron_rl.metrics.policy import PolicyStatistics, TokenValues, policy_statistics
 from megatron_rl.ops.ratios import bounded_exp, kl_estimate
 
 

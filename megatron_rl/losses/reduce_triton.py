@@ -58,7 +58,7 @@ from megatron_rl.losses.twin_triton import (
     twin_of_kl,
     weights_of_tokens,
 )
-from megatron_rl.metrics import KERNEL_METRICS, METRICS, PolicyStatistics, Reduction
+from megatron_rl.metrics.policy import KERNEL_METRICS, METRICS, PolicyStatistics, Reduction
 from megatron_rl.ops.ratios_triton import bounded_exp, k3_estimate
 
 # Tokens that a program loads at once. Documents may be long and few, so a big block keeps many loads in flight. 16 warps hold 4

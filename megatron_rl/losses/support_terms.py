@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_rl.layout.packing import spread
 from megatron_rl.losses.inputs import LossInputs, given
 from megatron_rl.losses.settings import LossSettings
-from megatron_rl.metrics import PolicyStatistics, SupportValues, token_statistics
+from megatron_rl.metrics.further import SupportValues, token_statistics
+from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.ops.ratios import kl_estimate
 
 

@@ -28,10 +28,11 @@ from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.router_losses import prepare_routers
 from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
-from megatron_rl.metrics import PolicyStatistics, rollout_statistics
+from megatron_rl.metrics.further import rollout_statistics
+from megatron_rl.metrics.policy import PolicyStatistics
+from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.step_metrics import report_pairs
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
 from megatron_rl.validation.model_settings import model_problems
 
@@ -61,7 +62,7 @@ class PolicyForwardStep:
         config: the settings of the loss.
         vocab_size: columns of the vocabulary without padding.
         groups: None: the model's process groups, read at each call.
-        reports_metrics: add step_metrics.report_pairs to the schedule's report, for Megatron's train_step, which reduces them.
+        reports_metrics: add metrics.step.report_pairs to the schedule's report, for Megatron's train_step, which reduces them.
     Communication: none here; a call runs the collectives of the model and of policy_loss or linear_policy_loss.
     Raises: nothing here; a call raises what the loss and scale_for_schedule raise, and ConfigError where the model's config does
         not fit the settings.

@@ -29,7 +29,7 @@ from megatron_rl.megatron.forward_step import PolicyForwardStep, check_finite
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, halves_of, sharding_of, transformer_config
 from megatron_rl.megatron.routing import RouteChecker, RouteLog
 from megatron_rl.megatron.samples import count_routed_tokens
-from megatron_rl.step_metrics import step_metrics
+from megatron_rl.metrics.step import step_metrics
 
 # The version that a step trains, where its samples have one.
 POLICY_VERSION = 10

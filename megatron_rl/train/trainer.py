@@ -28,8 +28,8 @@ from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.routing import RouteChecker, RouteRecorder, forget_recomputations, replay_problems
 from megatron_rl.megatron.samples import PolicySample, RouteShape, UnweightedSample, count_routed_tokens, unweighted, weigh_samples
+from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
-from megatron_rl.step_metrics import step_metrics
 from megatron_rl.train import checkpoints
 from megatron_rl.train.generation import Noise, SamplingSettings, sample_responses
 from megatron_rl.train.hf_checkpoint import HFModel, save_hf_checkpoint

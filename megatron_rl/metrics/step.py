@@ -8,24 +8,34 @@ import torch
 from torch import Tensor
 
 from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, broadcast_from_last, group_device
-from megatron_rl.metrics import (
+from megatron_rl.metrics.further import (
     CORRECTION_METRICS,
     CORRECTION_SAMPLE_SIZE,
     CORRECTION_STATISTICS,
-    EFFECTIVE_SAMPLE_SIZE,
-    METRICS,
-    NEUTRAL,
     ROLLOUT_METRICS,
     ROLLOUT_STATISTICS,
-    STATISTICS,
     SUPPORT_METRICS,
     SUPPORT_STATISTICS,
-    Metric,
-    PolicyStatistics,
-    Reduction,
-    combine_statistics,
-    combined,
 )
+from megatron_rl.metrics.policy import EFFECTIVE_SAMPLE_SIZE, METRICS, NEUTRAL, STATISTICS, Metric, PolicyStatistics, Reduction
+
+
+def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
+    """The statistics of several micro-batches or ranks together, each by its reduction. Needs at least one part."""
+    tables = {"rollout": ROLLOUT_STATISTICS, "correction": CORRECTION_STATISTICS, "support": SUPPORT_STATISTICS}
+    found = {name: [getattr(part, name) for part in parts if getattr(part, name) is not None] for name in tables}
+    return PolicyStatistics(
+        combined(torch.stack([part.values for part in parts]), STATISTICS),
+        parts[0].has_entropy,
+        has_mass=parts[0].has_mass,
+        **{name: combined(torch.stack(rows), tables[name]) for name, rows in found.items() if rows},
+    )
+
+
+def combined(rows: Tensor, kinds: dict[str, Reduction]) -> Tensor:  # [parts, K] -> [K]
+    """Each statistic over the parts, by its reduction."""
+    by_kind = {Reduction.SUM: rows.sum(0), Reduction.MIN: rows.amin(0), Reduction.MAX: rows.amax(0)}
+    return torch.stack([by_kind[kind][index] for index, kind in enumerate(kinds.values())])
 
 
 def neutral_statistics(*, has_entropy: bool) -> PolicyStatistics:

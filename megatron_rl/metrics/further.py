@@ -1,16 +1,10 @@
-"""Defines the metrics of a step, each as a row of a table, and computes the statistics from which they are made.
-
-A statistic is a sum, a minimum or a maximum over tokens. It is combined over micro-batches, cp and dp ranks in any order. The
-division by the row's normaliser comes last, once, so that no mean is taken of means. Means are over the samples with at least one
-unmasked token, with equal weight, so that a healthy step 0 has ratio 1 under any mask. docs/metrics.md is written from these rows.
-"""
+"""Defines the metrics of what a loss may be given: the inputs of a rollout, a correction, kept ids. Tables, and statistics."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -18,37 +12,8 @@ from torch import Tensor
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import DataError
 from megatron_rl.layout.packing import document_ids, spread
+from megatron_rl.metrics.policy import NEUTRAL, Metric, Reduction, Weight, count, masked_sum, over_tokens, sample_mean
 from megatron_rl.ops.ratios import k3_estimate
-
-
-class Reduction(StrEnum):
-    SUM = "sum"
-    MIN = "min"
-    MAX = "max"
-
-
-class Weight(StrEnum):
-    """What a token's value is multiplied by before it is summed."""
-
-    SAMPLE_SHARE = "1 / m_i"
-    TOKEN = "1"
-    RATIO = "1, or 1 / m_i where the sample has one ratio"
-
-
-# The value that a rank or micro-batch without tokens contributes.
-NEUTRAL = {Reduction.SUM: 0.0, Reduction.MIN: float("inf"), Reduction.MAX: float("-inf")}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenValues:
-    """The inputs of the policy metrics, [T] each. Values of masked tokens are left out afterwards."""
-
-    log_probs: Tensor
-    old_log_probs: Tensor
-    ratios: Tensor  # the importance ratio of the loss: of the token, or of its sample
-    is_clipped: Tensor  # bool, from the loss
-    advantages: Tensor
-    entropy: Tensor | None  # None: not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,44 +46,6 @@ class SupportValues:
     log_kept_mass: Tensor | None  # None: nothing reads the whole vocabulary
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """A row: the statistic `name`, and the metric `policy/<name>` that is made from it."""
-
-    name: str
-    value: Callable[..., Tensor | None]
-    """TokenValues -> [T], or RolloutValues -> the statistic of this rank, 0-d. None: its inputs are missing."""
-    reduction: Reduction = Reduction.SUM
-    weight: Weight = Weight.SAMPLE_SHARE
-    """The weight of each token in a sum."""
-    normaliser: str | None = None
-    """The statistic that it is divided by, once, at the end."""
-    present_with: str | None = None
-    """A count. Where it is 0 the step had no such input, and the metric is left out."""
-    is_reported: bool = True
-    """False: it is no metric; other rows are divided by it."""
-    unit: str = ""
-    formula: str = ""
-    healthy: str = ""
-    """What a healthy run shows."""
-
-
-def sample_mean(
-    name: str,
-    value: Callable[..., Tensor | None],
-    *,
-    normaliser: str = "num_samples",
-    unit: str,
-    formula: str,
-    healthy: str,
-) -> Metric:
-    """The mean over samples of the mean over a sample's tokens."""
-    present_with = None if normaliser == "num_samples" else normaliser
-    return Metric(
-        name=name, value=value, normaliser=normaliser, present_with=present_with, unit=unit, formula=formula, healthy=healthy
-    )
-
-
 def of_tokens(
     name: str,
     value: Callable[[CorrectionValues], Tensor | None],
@@ -140,14 +67,9 @@ def of_tokens(
     )
 
 
-def count(name: str, value: Callable[..., Tensor | None], weight: Weight = Weight.TOKEN) -> Metric:
-    """A statistic that other rows are divided by."""
-    return Metric(name=name, value=value, weight=weight, is_reported=False)
-
-
 def _shared(given: RolloutValues, values: Tensor | None, of: Callable[[Tensor], Tensor] = torch.Tensor.double) -> Tensor | None:
     """The sum of the samples' means."""
-    return None if values is None else _masked(of(values), given.loss_mask, given.share)
+    return None if values is None else masked_sum(of(values), given.loss_mask, given.share)
 
 
 def _largest_staleness(given: RolloutValues) -> Tensor | None:
@@ -156,135 +78,6 @@ def _largest_staleness(given: RolloutValues) -> Tensor | None:
     return torch.where(given.has_tokens, given.staleness.double(), NEUTRAL[Reduction.MAX]).max()
 
 
-# The rows that metric_sums_kernel of losses/reduce_triton.py computes too. Its columns are in this order.
-KERNEL_METRICS: tuple[Metric, ...] = (
-    Metric(
-        name="num_documents",
-        value=lambda tokens: None,  # policy_statistics fills it in: it counts documents, not tokens
-        unit="count",
-        formula="documents that the loss saw, fully masked ones included",
-        healthy="`num_samples`",
-    ),
-    # Documents with at least one unmasked token.
-    count("num_samples", lambda tokens: torch.ones_like(tokens.log_probs), Weight.SAMPLE_SHARE),
-    Metric(
-        name="num_tokens",
-        value=lambda tokens: torch.ones_like(tokens.log_probs),
-        weight=Weight.TOKEN,
-        unit="count",
-        formula="unmasked tokens that the loss saw",
-        healthy="`num_tokens`",
-    ),
-    # Tokens for a token-level loss, samples for a sequence-level one.
-    count("num_ratios", lambda tokens: torch.ones_like(tokens.log_probs), Weight.RATIO),
-    Metric(
-        name="ratio_new_old_sum",
-        value=lambda tokens: tokens.ratios,
-        weight=Weight.RATIO,
-        unit="ratio",
-        formula="sum of rho_t over tokens, of s_i over samples",
-        healthy="the number of tokens (samples) at a first step",
-    ),
-    Metric(
-        name="ratio_new_old_squared_sum",
-        value=lambda tokens: tokens.ratios.double().square(),
-        weight=Weight.RATIO,
-        unit="ratio",
-        formula="sum of rho_t^2 over tokens, of s_i^2 over samples",
-        healthy="the number of tokens (samples) at a first step",
-    ),
-    sample_mean(
-        "old_logprobs",
-        lambda tokens: tokens.old_log_probs,
-        unit="nats",
-        formula="mean of the old log-probability of the token taken; of dppo the rollout's",
-        healthy="equal to the new one at a first step",
-    ),
-    sample_mean(
-        "new_logprobs",
-        lambda tokens: tokens.log_probs,
-        unit="nats",
-        formula="mean of the policy's log-probability of the token taken",
-        healthy="goes towards 0 when the policy becomes sure",
-    ),
-    sample_mean(
-        "ratio_new_old",
-        lambda tokens: tokens.ratios,
-        unit="ratio",
-        formula="mean of rho_t (token level), s_i (sequence level)",
-        healthy="1 at a first step, to 1e-5 where trainer and sampler are one engine; near 1 later",
-    ),
-    sample_mean(
-        "kl_new_old",
-        lambda tokens: k3_estimate(tokens.old_log_probs, tokens.log_probs)[0],
-        unit="nats per token",
-        formula="mean of rho_t - 1 - ln rho_t, for GSPO too: KL(old, new) estimated token by token on the old policy's samples; "
-        "of dppo KL(rollout, new)",
-        healthy="0 at a first step; later 1e-1 falling to 1e-4",
-    ),
-    sample_mean(
-        "clipped_ratio_fraction",
-        lambda tokens: tokens.is_clipped,
-        unit="0 to 1",
-        formula="mean of [the loss says that the token is clipped]; for GRPO and GSPO: the derivative is 0 and A is not, so the "
-        "clip keeps the token from learning",
-        healthy="0 at a first step; later a few per cent with GRPO, half and more with GSPO at its published clip",
-    ),
-    sample_mean(
-        "clipped_low",
-        lambda tokens: tokens.is_clipped & (tokens.advantages < 0),
-        unit="0 to 1",
-        formula="its part with A < 0",
-        healthy="above 0; if it is 0 and `clipped_high` is not, the clip never acts on this side",
-    ),
-    sample_mean(
-        "clipped_high",
-        lambda tokens: tokens.is_clipped & (tokens.advantages > 0),
-        unit="0 to 1",
-        formula="its part with A > 0",
-        healthy="as `clipped_low`",
-    ),
-    sample_mean(
-        "advantage",
-        lambda tokens: tokens.advantages,
-        unit="reward",
-        formula="mean of A",
-        healthy="0 with group-relative advantages and whole groups",
-    ),
-    sample_mean(
-        "entropy",
-        lambda tokens: tokens.entropy,
-        unit="nats",
-        formula="with `with_entropy`: mean of -sum_v p_v ln p_v over the whole vocabulary, padding left out",
-        healthy="falls slowly; 0 early in a run means that sampling has collapsed",
-    ),
-    Metric(
-        name="max_advantage",
-        value=lambda tokens: tokens.advantages,
-        reduction=Reduction.MAX,
-        unit="reward",
-        formula="largest A of an unmasked token",
-        healthy="above 0; 0 if all samples of each group have the same reward",
-    ),
-    Metric(
-        name="min_advantage",
-        value=lambda tokens: tokens.advantages,
-        reduction=Reduction.MIN,
-        unit="reward",
-        formula="smallest A of an unmasked token",
-        healthy="below 0",
-    ),
-)
-# A row that is no part of KERNEL_METRICS is computed in torch, beside the kernels too.
-METRICS: tuple[Metric, ...] = KERNEL_METRICS
-EFFECTIVE_SAMPLE_SIZE = Metric(  # made from three statistics at the end
-    name="effective_sample_size",
-    value=lambda tokens: None,
-    normaliser="num_ratios",
-    unit="0 to 1",
-    formula="(sum r)^2 / (n sum r^2), n tokens for GRPO, samples for GSPO",
-    healthy="1 at a first step; later above 0.9 but for the first few rollouts",
-)
 # Metrics of inputs that a rollout may give besides the loss's own.
 ROLLOUT_METRICS: tuple[Metric, ...] = (
     # Samples with an unmasked token: those with rollout_log_probs, and those whose sampler measured a kept mass.
@@ -474,93 +267,11 @@ SUPPORT_METRICS: tuple[Metric, ...] = (
         healthy="0; one ends the step",
     ),
 )
+ROLLOUT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in ROLLOUT_METRICS}
 CORRECTION_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in CORRECTION_METRICS}
 SUPPORT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in SUPPORT_METRICS}
-STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in METRICS}
-NUM_DOCUMENTS = list(STATISTICS).index("num_documents")
-ROLLOUT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in ROLLOUT_METRICS}
 # An old log-probability of exactly 0 means probability 1. If the policy gives less than 1/2 at step 0, it was never measured.
 PHANTOM_LOG_PROB = math.log(0.5)
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyStatistics:
-    """The statistics of one micro-batch, rank or step."""
-
-    values: Tensor  # [len(STATISTICS)] float64, in the order of STATISTICS
-    has_entropy: bool
-    rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: the rollout gave no such input
-    correction: Tensor | None = None  # [len(CORRECTION_STATISTICS)] float64; None: there is no correction
-    support: Tensor | None = None  # [len(SUPPORT_STATISTICS)] float64; None: the sampler keeps all ids
-    has_mass: bool = False  # whether support has the kept mass
-
-
-def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
-    """The statistics of several micro-batches or ranks together, each by its reduction. Needs at least one part."""
-    tables = {"rollout": ROLLOUT_STATISTICS, "correction": CORRECTION_STATISTICS, "support": SUPPORT_STATISTICS}
-    found = {name: [getattr(part, name) for part in parts if getattr(part, name) is not None] for name in tables}
-    return PolicyStatistics(
-        combined(torch.stack([part.values for part in parts]), STATISTICS),
-        parts[0].has_entropy,
-        has_mass=parts[0].has_mass,
-        **{name: combined(torch.stack(rows), tables[name]) for name, rows in found.items() if rows},
-    )
-
-
-def combined(rows: Tensor, kinds: dict[str, Reduction]) -> Tensor:  # [parts, K] -> [K]
-    """Each statistic over the parts, by its reduction."""
-    by_kind = {Reduction.SUM: rows.sum(0), Reduction.MIN: rows.amin(0), Reduction.MAX: rows.amax(0)}
-    return torch.stack([by_kind[kind][index] for index, kind in enumerate(kinds.values())])
-
-
-def policy_statistics(
-    tokens: TokenValues,
-    *,
-    loss_mask: Tensor,  # [T] bool
-    counts: Tensor,  # [T] unmasked tokens of the token's document over all cp ranks
-    num_documents: int,
-    is_sequence_level: bool,
-    cp_rank: int,
-) -> PolicyStatistics:
-    """This rank's share of the step's statistics. No communication, no synchronisation.
-
-    Every cp rank has all documents, so only cp rank 0 counts them. Every other statistic is over this rank's tokens.
-    """
-    share = torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0)
-    live = loss_mask.double()
-    weights = {Weight.SAMPLE_SHARE: share, Weight.TOKEN: live, Weight.RATIO: share if is_sequence_level else live}
-    values = [_over_tokens(metric, metric.value(tokens), loss_mask, weights[metric.weight]) for metric in METRICS]
-    values[NUM_DOCUMENTS] = share.new_full((), num_documents if cp_rank == 0 else 0)
-    return PolicyStatistics(torch.stack(values), has_entropy=tokens.entropy is not None)
-
-
-def token_statistics(
-    given: CorrectionValues | SupportValues,
-    *,
-    loss_mask: Tensor,  # [T] bool
-    counts: Tensor,  # [T] unmasked tokens of the token's document over all cp ranks
-) -> Tensor:  # [len(CORRECTION_STATISTICS)] or [len(SUPPORT_STATISTICS)] float64
-    """This rank's share of the statistics that the given values make. No communication, no synchronisation."""
-    rows = CORRECTION_METRICS if isinstance(given, CorrectionValues) else SUPPORT_METRICS
-    share = torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0)
-    weights = {Weight.SAMPLE_SHARE: share, Weight.TOKEN: loss_mask.double()}
-    return torch.stack([_over_tokens(metric, metric.value(given), loss_mask, weights[metric.weight]) for metric in rows])
-
-
-def _over_tokens(metric: Metric, values: Tensor | None, loss_mask: Tensor, weights: Tensor) -> Tensor:  # 0-d float64
-    neutral = NEUTRAL[metric.reduction]
-    if values is None or not values.numel():
-        return weights.new_full((), neutral)
-    if metric.reduction == Reduction.SUM:
-        return _masked(values, loss_mask, weights)
-    live = torch.where(loss_mask, values, neutral)
-    return (live.max() if metric.reduction == Reduction.MAX else live.min()).double()
-
-
-def _needed(log_probs: Tensor | None) -> Tensor:
-    if log_probs is None:
-        raise DataError("these rollout statistics need the policy's log_probs: call the loss with return_log_probs=True")
-    return log_probs
 
 
 def rollout_statistics(
@@ -596,5 +307,20 @@ def rollout_statistics(
     return torch.stack([neutral + none if value is None else value.double() for value, none in values])
 
 
-def _masked(values: Tensor, loss_mask: Tensor, share: Tensor) -> Tensor:
-    return (torch.where(loss_mask, values, 0).double() * share).sum()
+def _needed(log_probs: Tensor | None) -> Tensor:
+    if log_probs is None:
+        raise DataError("these rollout statistics need the policy's log_probs: call the loss with return_log_probs=True")
+    return log_probs
+
+
+def token_statistics(
+    given: CorrectionValues | SupportValues,
+    *,
+    loss_mask: Tensor,  # [T] bool
+    counts: Tensor,  # [T] unmasked tokens of the token's document over all cp ranks
+) -> Tensor:  # [len(CORRECTION_STATISTICS)] or [len(SUPPORT_STATISTICS)] float64
+    """This rank's share of the statistics that the given values make. No communication, no synchronisation."""
+    rows = CORRECTION_METRICS if isinstance(given, CorrectionValues) else SUPPORT_METRICS
+    share = torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0)
+    weights = {Weight.SAMPLE_SHARE: share, Weight.TOKEN: loss_mask.double()}
+    return torch.stack([over_tokens(metric, metric.value(given), loss_mask, weights[metric.weight]) for metric in rows])
