@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.config import KLScore
 from megatron_rl.errors import DataError
-from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.layout.sampling_support import SamplingSupport, offsets_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,25 +105,23 @@ def trained_sets(
     """
     labels, loss_mask = labels.cpu(), loss_mask.cpu()
     sizes = torch.where(loss_mask, sets.sizes, 0)
-    sets = SamplingSupport(sets.ids[loss_mask[sets.rows]], _offsets(sizes))
+    sets = SamplingSupport(sets.ids[loss_mask[sets.rows]], offsets_of(sizes))
     if keys.adds_token and sets.is_inside(vocab_size):
         found, num_added = with_tokens(sets, labels, sizes > 0)
         if num_added <= max(1, int((sizes > 0).sum()) // 2):
             sets = found
-    sets.check(sets.num_rows, vocab_size, labels, loss_mask, _offsets(torch.tensor([*response_lengths], dtype=torch.int64)))
+    sets.check(sets.num_rows, vocab_size, labels, loss_mask, offsets_of(torch.tensor([*response_lengths], dtype=torch.int64)))
     return sets
 
 
 def with_tokens(sets: SamplingSupport, labels: Tensor, rows: Tensor) -> tuple[SamplingSupport, int]:  # [R] int64, [R] bool
     """(the sets, those of `rows` with their row's token; the number of sets that lacked it)."""
-    of_ids = sets.rows
-    has_token = torch.zeros(labels.shape, dtype=torch.bool).index_fill(0, of_ids[sets.ids == labels[of_ids]], True)
-    lacks = rows & ~has_token
+    lacks = rows & ~sets.have(labels)
     added = lacks.nonzero()[:, 0]
     if not added.numel():
         return sets, 0
-    order = torch.cat([of_ids, added]).argsort(stable=True)
-    return SamplingSupport(torch.cat([sets.ids.long(), labels[added]])[order], _offsets(sets.sizes + lacks)), added.numel()
+    order = torch.cat([sets.rows, added]).argsort(stable=True)
+    return SamplingSupport(torch.cat([sets.ids.long(), labels[added]])[order], offsets_of(sets.sizes + lacks)), added.numel()
 
 
 def sets_of_rows(sets: SamplingSupport, response_lengths: Sequence[int], pieces: Iterable[Piece], num_rows: int) -> SamplingSupport:
@@ -134,7 +132,3 @@ def sets_of_rows(sets: SamplingSupport, response_lengths: Sequence[int], pieces:
         first = starts[piece.sample] + piece.response_start
         places[piece.row : piece.row + piece.length] = torch.arange(first, first + piece.length)
     return SamplingSupport.cat([sets, SamplingSupport.from_lists([[]])]).take(places)
-
-
-def _offsets(sizes: Tensor) -> Tensor:
-    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])

@@ -68,16 +68,16 @@ class SamplingSupport:
         order = ids.argsort(stable=True)
         order = order[rows[order].argsort(stable=True)]
         ids = ids[order]
-        is_clean = not bool((_repeated(ids, rows) | (ids < 0)).any())
-        bound = int(ids.max()) + 1 if ids.numel() else 0
-        _set(self, ids=ids, offsets=offsets, bounds=bounds, largest=_largest(bounds), bound=bound, is_clean=is_clean)
+        _set(self, ids=ids, offsets=offsets, bounds=bounds, largest=_largest(bounds))
+        is_clean = not bool((self.are_repeated | (ids < 0)).any())
+        _set(self, bound=int(ids.max()) + 1 if ids.numel() else 0, is_clean=is_clean)
 
     @classmethod
     def from_lists(cls, ids: Sequence[Sequence[int]]) -> SamplingSupport:
         """One list of ids a row, as samplers return them; on the host."""
-        sizes = torch.tensor([0, *(len(row) for row in ids)], dtype=torch.int64)
+        sizes = torch.tensor([len(row) for row in ids], dtype=torch.int64)
         numbers = [number for row in ids for number in row]  # their own dtype: a fraction is refused
-        return cls(torch.tensor(numbers) if numbers else sizes[:0], sizes.cumsum(0))
+        return cls(torch.tensor(numbers) if numbers else sizes[:0], offsets_of(sizes))
 
     @classmethod
     def from_padded(cls, ids: Tensor, sizes: Tensor) -> SamplingSupport:  # [T, K] int, [T] int
@@ -87,7 +87,7 @@ class SamplingSupport:
                 f"sampling support: padded rows are ids [T, K] and sizes [T], got {tuple(ids.shape)} and {tuple(sizes.shape)}"
             )
         kept = torch.arange(ids.shape[1], device=ids.device) < sizes[:, None]
-        return cls(ids[kept], torch.cat([sizes.new_zeros(1), sizes]).long().cumsum(0))
+        return cls(ids[kept], offsets_of(sizes))
 
     @property
     def num_rows(self) -> int:
@@ -105,6 +105,17 @@ class SamplingSupport:
     def rows(self) -> Tensor:  # [nnz] int64: the row of each id
         return _rows_of(self.offsets, self.num_pairs)
 
+    @property
+    def are_repeated(self) -> Tensor:  # [nnz] bool: the second and later of equal ids in a row
+        is_again, rows = torch.zeros_like(self.ids, dtype=torch.bool), self.rows
+        is_again[1:] = (self.ids[1:] == self.ids[:-1]) & (rows[1:] == rows[:-1])
+        return is_again
+
+    def have(self, tokens: Tensor) -> Tensor:  # [T] int64 -> [T] bool: whether the set of a row holds its token
+        """On CUDA it synchronises."""
+        rows = self.rows
+        return torch.zeros_like(tokens, dtype=torch.bool).index_fill_(0, rows[self.ids == tokens[rows]], True)
+
     def to(self, device: torch.device) -> SamplingSupport:
         """The same sets there; only a copy from CUDA to the host synchronises."""
         waits = torch.device(device).type == "cpu"
@@ -114,7 +125,7 @@ class SamplingSupport:
     def take(self, rows: Tensor) -> SamplingSupport:  # [n] int64, on the same device
         """The sets of these rows, in this order. On CUDA it synchronises."""
         starts, sizes = self.offsets[:-1][rows], self.sizes[rows]
-        offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+        offsets = offsets_of(sizes)
         bounds = offsets.cpu()
         shift = torch.repeat_interleave(starts - offsets[:-1], sizes, output_size=int(bounds[-1]))
         return _made([self], self.ids[shift + torch.arange(len(shift), device=rows.device)], offsets, bounds)
@@ -127,28 +138,23 @@ class SamplingSupport:
 
     def blocks(self, most: int = PAIRS_AT_ONCE) -> Iterator[tuple[slice, slice, SamplingSupport]]:
         """(rows, pairs, their sets): neighbouring rows with at most so many ids together, or one row. No synchronisation."""
-        first = 0
-        while first < self.num_rows:
-            start = int(self.bounds[first])
-            last = max(int(torch.searchsorted(self.bounds, start + most, right=True)) - 1, first + 1)
-            whole = first == 0 and last == self.num_rows
-            yield slice(first, last), slice(start, int(self.bounds[last])), self if whole else self.cut(first, last)
-            first = last
+        for rows, pairs in neighbouring_rows(self.bounds, most):
+            is_whole = rows.stop - rows.start == self.num_rows
+            yield rows, pairs, self if is_whole else self.cut(rows.start, rows.stop)
 
     @staticmethod
     def cat(parts: Sequence[SamplingSupport]) -> SamplingSupport:
         """The rows of all parts, one after the other."""
         sizes, known = torch.cat([part.sizes for part in parts]), torch.cat([part.bounds.diff() for part in parts])
-        offsets, bounds = (torch.cat([x.new_zeros(1), x.cumsum(0)]) for x in (sizes, known))
-        return _made(parts, torch.cat([part.ids for part in parts]), offsets, bounds)
+        return _made(parts, torch.cat([part.ids for part in parts]), offsets_of(sizes), offsets_of(known))
 
     def is_inside(self, vocab_size: int) -> bool:
         """Whether the host knows that all ids are distinct in their rows and in [0, vocab_size). False: some are not, somewhere."""
         return self.is_clean and self.bound <= vocab_size
 
     def are_wrong(self, vocab_size: int) -> Tensor:  # [nnz] bool
-        """Ids outside [0, vocab_size), and the second and later of equal ones in a row."""
-        return (self.ids < 0) | (self.ids >= vocab_size) | _repeated(self.ids, self.rows)
+        """Ids outside [0, vocab_size), and those that are_repeated."""
+        return (self.ids < 0) | (self.ids >= vocab_size) | self.are_repeated
 
     def check(
         self,
@@ -175,10 +181,9 @@ class SamplingSupport:
         is_live = torch.ones(num_tokens, dtype=torch.bool) if loss_mask is None else loss_mask
         has_label, is_wrong = (torch.zeros(num_tokens, dtype=torch.bool) for _ in range(2))
         for block, _, sets in self.blocks():
-            rows = sets.rows
-            has_label[block].index_fill_(0, rows[sets.ids == labels[block][rows]], True)
+            has_label[block] = sets.have(labels[block])
             if not self.is_inside(vocab_size):
-                is_wrong[block].index_fill_(0, rows[sets.are_wrong(vocab_size)], True)
+                is_wrong[block].index_fill_(0, sets.rows[sets.are_wrong(vocab_size)], True)
         bad = (is_live & (is_wrong | ~has_label)).nonzero()[:, 0].tolist()
         if bad:
             raise DataError(self._fault(bad, vocab_size, labels, bool(is_wrong[bad[0]]), cu_seqlens))
@@ -206,6 +211,21 @@ class SamplingSupport:
         return f"sampling_support: {where} {what}. {len(bad)} unmasked tokens have such a fault"
 
 
+def offsets_of(sizes: Tensor) -> Tensor:  # [n] -> [n + 1] int64: how many come before each, and all
+    sums = sizes.cumsum(0)
+    return torch.cat([sums.new_zeros(1), sums])
+
+
+def neighbouring_rows(bounds: Tensor, most: int) -> Iterator[tuple[slice, slice]]:  # [n + 1] offsets on the CPU
+    """(rows, pairs) of neighbouring rows with at most so many pairs together, or of one row."""
+    first, num_rows = 0, bounds.numel() - 1
+    while first < num_rows:
+        start = int(bounds[first])
+        last = max(int(torch.searchsorted(bounds, start + most, right=True)) - 1, first + 1)
+        yield slice(first, last), slice(start, int(bounds[last]))
+        first = last
+
+
 def _made(parts: Sequence[SamplingSupport], ids: Tensor, offsets: Tensor, bounds: Tensor) -> SamplingSupport:
     """Of rows of the parts, without the checks and the sort of the constructor."""
     known = {"bound": max(part.bound for part in parts), "is_clean": all(part.is_clean for part in parts)}
@@ -220,12 +240,6 @@ def _set(support: SamplingSupport, **values: object) -> SamplingSupport:
     for name, value in values.items():
         object.__setattr__(support, name, value)
     return support
-
-
-def _repeated(ids: Tensor, rows: Tensor) -> Tensor:  # [nnz] bool, of sorted ids
-    is_again = torch.zeros_like(ids, dtype=torch.bool)
-    is_again[1:] = (ids[1:] == ids[:-1]) & (rows[1:] == rows[:-1])
-    return is_again
 
 
 def _rows_of(offsets: Tensor, num_pairs: int) -> Tensor:

@@ -157,7 +157,7 @@ def unweighted(sample: UnweightedSample, has_routes: bool = False, has_sets: boo
     sets = sets_of(sample) if has_sets else None
     return PolicySample(
         tokens=tokens,
-        loss_mask=torch.ones(length, dtype=torch.bool) if sets is None else _are_in(sets, tokens[-length:]),
+        loss_mask=torch.ones(length, dtype=torch.bool) if sets is None else sets.have(tokens[-length:]),
         advantage=0.0,
         token_weight=0.0,
         token_count=length,
@@ -169,11 +169,6 @@ def unweighted(sample: UnweightedSample, has_routes: bool = False, has_sets: boo
 def sets_of(sample: UnweightedSample) -> SamplingSupport | None:
     kept = sample.kept_ids
     return kept if kept is None or isinstance(kept, SamplingSupport) else SamplingSupport.from_lists(kept)
-
-
-def _are_in(sets: SamplingSupport, tokens: Tensor) -> Tensor:  # [R] bool
-    rows = sets.rows
-    return torch.zeros(tokens.shape, dtype=torch.bool).index_fill(0, rows[sets.ids == tokens[rows]], True)
 
 
 def _routes_of(sample: UnweightedSample, place: int) -> Tensor | None:

@@ -16,14 +16,13 @@ Here are the torch functions, which specify the kernels of ops/sparse_head_trito
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl.layout.groups import Group, all_gather_stack
-from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.layout.sampling_support import SamplingSupport, neighbouring_rows, offsets_of
 from megatron_rl.ops.log_probs_torch import (
     CPU_CHUNK_BYTES,
     CUDA_CHUNK_BYTES,
@@ -34,7 +33,7 @@ from megatron_rl.ops.log_probs_torch import (
     working_dtype,
 )
 
-# A row with more kept ids is cheaper in a matmul of all columns (`python -m benchmarks head --support`).
+# A row with more kept ids is cheaper in a matmul of all columns (`python -m benchmarks support`).
 SPARSE_ROW_LIMIT = 512
 # A row of the hidden states, one of the weight, and their product: what a pair has in memory while torch multiplies it.
 ROWS_OF_A_PAIR = 3
@@ -79,15 +78,6 @@ class Pairs:
     is_label: Tensor  # [k] bool
     bounds: Tensor  # `offsets` on the CPU
 
-    def chunks(self, num_pairs: int) -> Iterator[tuple[slice, slice]]:
-        """(rows, pairs) of whole rows with at most num_pairs pairs together, or of one row with more."""
-        start, n = 0, self.bounds.numel() - 1
-        while start < n:
-            stop = int(torch.searchsorted(self.bounds, self.bounds[start] + num_pairs, right=True)) - 1
-            stop = min(max(stop, start + 1), n)
-            yield slice(start, stop), slice(int(self.bounds[start]), int(self.bounds[stop]))
-            start = stop
-
 
 def make_pairs(
     support: SamplingSupport,  # on the CPU
@@ -97,7 +87,7 @@ def make_pairs(
 ) -> Pairs:
     """The pairs of these rows, on the labels' device. It reads the sets on the host; the copies do not synchronise."""
     starts, sizes = support.offsets[rows], support.sizes[rows]
-    bounds = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    bounds = offsets_of(sizes)
     num_pairs = int(bounds[-1])
     places = torch.repeat_interleave(torch.arange(rows.numel()), sizes, output_size=num_pairs)
     shift = torch.repeat_interleave(starts - bounds[:-1], sizes, output_size=num_pairs)
@@ -105,7 +95,7 @@ def make_pairs(
     if num_pairs and (int(columns.min()) < 0 or int(columns.max()) >= shard.num_columns):
         is_owned = (columns >= 0) & (columns < shard.num_columns)
         columns, places = columns[is_owned], places[is_owned]
-        bounds = torch.cat([sizes.new_zeros(1), is_owned.cumsum(0)])[bounds]
+        bounds = offsets_of(is_owned)[bounds]
     on_host = (rows, columns, places, rows.index_select(0, places), bounds)
     rows, columns, places, tokens, offsets = (part.to(labels.device, non_blocking=True) for part in on_host)
     is_label = (labels - shard.first_column).index_select(0, tokens) == columns
@@ -135,7 +125,7 @@ def multiply_reference(
     """z = x_t . W_v of each pair. Products of 16-bit numbers are exact."""
     dtype = working_dtype(weight)
     z = hidden.new_empty(pairs.columns.numel(), dtype=dtype)
-    for _, chosen in pairs.chunks(_pairs_at_once(hidden, max_bytes)):
+    for _, chosen in neighbouring_rows(pairs.bounds, _pairs_at_once(hidden, max_bytes)):
         x = hidden.index_select(0, pairs.tokens[chosen]).to(dtype)
         z[chosen] = x.mul_(weight.index_select(0, pairs.columns[chosen])).sum(-1)
     return z
@@ -143,7 +133,7 @@ def multiply_reference(
 
 def add_hidden_reference(g: Tensor, pairs: Pairs, weight: Tensor, *, out: Tensor, max_bytes: int) -> None:
     """Writes dX of this shard to the rows of `out` [T, H]; rows without a pair on this rank get 0."""
-    for rows, chosen in pairs.chunks(_pairs_at_once(weight, max_bytes)):
+    for rows, chosen in neighbouring_rows(pairs.bounds, _pairs_at_once(weight, max_bytes)):
         part = weight.index_select(0, pairs.columns[chosen]).to(g.dtype).mul_(g[chosen, None])
         counts = pairs.offsets[rows.start : rows.stop + 1].diff()
         out[pairs.rows[rows]] = _sum_segments(part, counts, pairs.places[chosen] - rows.start).to(out.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import DataError
-from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.layout.sampling_support import SamplingSupport, offsets_of
 
 FORMS = (
     'must be null, or a list of ids for each response token; or {"ids": [...], "counts": [...]}, or {"token_ids": [...], '
@@ -33,8 +33,8 @@ def read_kept_ids(value: Any) -> SamplingSupport:
     ids, sizes = (_first(value, names) for names in (("ids", "token_ids"), ("counts", "offsets")))
     if ids is None or sizes is None or not (_are_integers(ids) and _are_integers(sizes)):
         raise DataError(FORMS)
-    offsets = torch.tensor(sizes if "offsets" in value else [0, *sizes], dtype=torch.int64)
-    return SamplingSupport(torch.tensor(ids, dtype=torch.int64), offsets if "offsets" in value else offsets.cumsum(0))
+    counted = torch.tensor(sizes, dtype=torch.int64)
+    return SamplingSupport(torch.tensor(ids, dtype=torch.int64), counted if "offsets" in value else offsets_of(counted))
 
 
 def _first(value: dict, names: tuple[str, str]) -> Any:
@@ -57,16 +57,13 @@ def problems_of_kept_ids(
         yield f"{kept.num_rows} sets for a response of {len(tokens)} tokens; a masked token may have an empty one"
         return
     rows, ids = kept.rows, kept.ids
-    is_again = torch.zeros_like(ids, dtype=torch.bool)
-    is_again[1:] = (ids[1:] == ids[:-1]) & (rows[1:] == rows[:-1])
     is_outside = (ids < 0) | (ids >= vocab_size) if vocab_size is not None else ids < 0
     for pair in (loss_mask[rows] & is_outside).nonzero().flatten().tolist():
         bounds = "of at least 0" if vocab_size is None else f"in [0, {vocab_size}), the vocabulary of the model, without padding"
         yield f"{int(ids[pair])} in the set of response token {int(rows[pair])} must be an id {bounds}"
-    for pair in (loss_mask[rows] & is_again).nonzero().flatten().tolist():
+    for pair in (loss_mask[rows] & kept.are_repeated).nonzero().flatten().tolist():
         yield f"{int(ids[pair])} is twice in the set of response token {int(rows[pair])}: each id stands once"
-    is_held = torch.zeros(len(tokens), dtype=torch.bool).index_fill(0, rows[ids == tokens[rows]], True)
-    for place in (loss_mask & ~is_held).nonzero().flatten().tolist():
+    for place in (loss_mask & ~kept.have(tokens)).nonzero().flatten().tolist():
         size = int(kept.sizes[place])
         yield (
             f"response token {place}, {int(tokens[place])}, is not in its set of {size}: it is drawn from its set, so sets and "

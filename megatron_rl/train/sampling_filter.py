@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.layout.sampling_support import SamplingSupport
+from megatron_rl.layout.sampling_support import SamplingSupport, offsets_of
 from megatron_rl.train.options import TrainOptions
 
 
@@ -88,8 +88,8 @@ class KeptTokens:
     def _support(self, sample: int) -> SamplingSupport:
         """One row for each token of the response."""
         rows = self._ids[sample]
-        offsets = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64).cumsum(0)
-        return SamplingSupport(torch.cat([torch.empty(0, dtype=torch.int32), *rows]), offsets)
+        sizes = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return SamplingSupport(torch.cat([torch.empty(0, dtype=torch.int32), *rows]), offsets_of(sizes))
 
     def fields(self, sample: int) -> dict[str, Any]:
         """Of its Sample: the sets, what they had of the softmax, and the sampler's own log-probabilities, over the sets."""
