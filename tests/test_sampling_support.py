@@ -38,6 +38,13 @@ def test_rows_are_taken_in_any_order_and_joined():
     assert as_lists(joined) == as_lists(taken) + as_lists(support) and joined.largest == 3
 
 
+def test_a_set_has_its_token_and_an_id_is_repeated_in_its_own_row_alone():
+    support = SamplingSupport.from_lists([[3, 1, 3], [3], [], [4, 5]])
+    assert support.have(torch.tensor([3, 1, 3, 5])).tolist() == [True, False, False, True]
+    assert support.are_repeated.tolist() == [False, False, True, False, False, False]  # sorted: 1 3 3, 3, 4 5
+    assert SamplingSupport.from_lists([]).have(torch.tensor([], dtype=torch.int64)).tolist() == []
+
+
 def test_blocks_are_neighbouring_rows_of_few_ids_or_one_row():
     support = SamplingSupport.from_lists([*SETS, [], [4, 6]])
     cut = {most: [(rows, pairs, as_lists(sets)) for rows, pairs, sets in support.blocks(most)] for most in (1, 3, 100)}

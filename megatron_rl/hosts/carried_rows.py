@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.hosts.carrier import refusal, takes
+from megatron_rl.hosts.carrier import OF_EVERY_CARRIER, of_data, refusal, takes
 from megatron_rl.layout.groups import Group
 from megatron_rl.megatron.head import HeadInputs, whole_sequences
 
@@ -152,28 +152,17 @@ def _in_words(rows: CarriedRows, *_: Any, **__: Any) -> str:
     return f"CarriedRows(hidden states in the place of logits {tuple(_shape(rows))} {rows.claim.dtype}, {rows.claim.setting})"
 
 
-def _of_data(getter: Callable[[Tensor], Any]) -> Callable[[CarriedRows], Any]:
-    """What the hidden states and the logits have alike."""
-    return lambda rows: getter(rows)
-
-
-# A function of torch -> the answer, called below __torch_function__. NotImplemented: refused with these arguments.
+# A function of torch -> the answer, as in carrier.FUNCTIONS.
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **OF_EVERY_CARRIER,
     _OF_TENSOR.shape.__get__: _shape,
     Tensor.size: _size,
-    _OF_TENSOR.dtype.__get__: lambda rows: rows.claim.dtype,
-    _OF_TENSOR.ndim.__get__: _of_data(Tensor.dim),
-    Tensor.dim: _of_data(Tensor.dim),
+    _OF_TENSOR.ndim.__get__: of_data(Tensor.dim),
+    Tensor.dim: of_data(Tensor.dim),
     Tensor.numel: lambda rows: _shape(rows).numel(),
-    _OF_TENSOR.device.__get__: _of_data(_OF_TENSOR.device.__get__),
-    Tensor.get_device: _of_data(Tensor.get_device),
-    _OF_TENSOR.is_cuda.__get__: _of_data(_OF_TENSOR.is_cuda.__get__),
-    Tensor.is_floating_point: lambda rows: True,
-    _OF_TENSOR.requires_grad.__get__: _of_data(_OF_TENSOR.requires_grad.__get__),
     _OF_TENSOR.data.__get__: lambda rows: _made(rows.detach(), rows.claim),
     Tensor.detach: lambda rows: _made(rows.detach(), rows.claim),
     Tensor.transpose: _transpose,
-    Tensor.contiguous: lambda rows: rows,
     Tensor.float: lambda rows: _cast(rows, torch.float32),
     Tensor.to: _cast,
     Tensor.narrow: _narrow,

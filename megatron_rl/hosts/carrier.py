@@ -178,30 +178,34 @@ def _in_words(carrier: Carrier, *_: Any, **__: Any) -> str:
     return f"Carrier(hidden states in the place of logits {shape} {dtype}, --fused-lm-head-loss)"
 
 
-def _of_data(getter: Callable[[Tensor], Any]) -> Callable[[Carrier], Any]:
+def of_data(getter: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
     """What the hidden states and the logits have alike."""
     return lambda carrier: getter(carrier)
 
 
-# A function of torch -> the answer of a Carrier, called below __torch_function__. NotImplemented: refused with these arguments.
+# A function of torch -> the answer, called below __torch_function__. NotImplemented: refused with these arguments.
+OF_EVERY_CARRIER: dict[Callable[..., Any], Callable[..., Any]] = {
+    _OF_TENSOR.dtype.__get__: lambda carrier: carrier.claim.dtype,
+    _OF_TENSOR.device.__get__: of_data(_OF_TENSOR.device.__get__),
+    Tensor.get_device: of_data(Tensor.get_device),
+    _OF_TENSOR.is_cuda.__get__: of_data(_OF_TENSOR.is_cuda.__get__),
+    Tensor.is_floating_point: lambda carrier: True,
+    _OF_TENSOR.requires_grad.__get__: of_data(_OF_TENSOR.requires_grad.__get__),
+    Tensor.contiguous: lambda carrier: carrier,
+}
+# Those of a Carrier.
 FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **OF_EVERY_CARRIER,
     _OF_TENSOR.shape.__get__: _size,
     Tensor.size: _size,
-    _OF_TENSOR.dtype.__get__: lambda carrier: carrier.claim.dtype,
     _OF_TENSOR.ndim.__get__: lambda carrier: 3,
     Tensor.dim: lambda carrier: 3,
     Tensor.numel: lambda carrier: carrier.claim.shape.numel(),
-    _OF_TENSOR.device.__get__: _of_data(_OF_TENSOR.device.__get__),
-    Tensor.get_device: _of_data(Tensor.get_device),
-    _OF_TENSOR.is_cuda.__get__: _of_data(_OF_TENSOR.is_cuda.__get__),
-    Tensor.is_floating_point: lambda carrier: True,
-    _OF_TENSOR.requires_grad.__get__: _of_data(_OF_TENSOR.requires_grad.__get__),
     _OF_TENSOR.requires_grad.__set__: _require_gradient,
     _OF_TENSOR.grad.__get__: _gradient,
     _OF_TENSOR.data.__get__: _detached,
     Tensor.detach: _detached,
     Tensor.transpose: _transpose,
-    Tensor.contiguous: lambda carrier: carrier,
     Tensor.float: _float,
     Tensor.sum: _sum,
     Tensor.__repr__: _in_words,

@@ -14,7 +14,7 @@ from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.compared import compare_inputs
-from megatron_rl.losses.inputs import prepare_inputs, with_token_counts
+from megatron_rl.losses.inputs import LossInputs, prepare_inputs, with_token_counts
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.losses.settings import (
     LogitsLossKeywords,
@@ -177,9 +177,7 @@ def policy_loss(
             inputs = replace(inputs, log_kept_mass=full.detach() - log_probs.detach())
     of_tokens = entropy.detach() if with_entropy else None
     result = reducer_of(loss, settings)(loss, log_probs.detach(), of_tokens, inputs, settings)
-    if settings.is_kl_of_all:
-        of_kl = kl_coefficients_of_all(log_probs.detach(), inputs, settings, shard.vocab_size)
-        result = replace(result, coefficients=result.coefficients - of_kl, full_coefficients=of_kl)
+    result = with_kl_apart(result, log_probs.detach(), inputs, settings, shard.vocab_size)
     scores = (log_probs, full, entropy if with_entropy else None)
     with_gradient = _WithGradient.apply(*scores, result, announced)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, log_probs.detach(), of_tokens, inputs.log_kept_mass)
@@ -300,6 +298,20 @@ def gspo_loss(
     Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: as policy_loss.
     """
     return policy_loss("gspo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
+
+
+def with_kl_apart(
+    result: LossResult,
+    log_probs: Tensor,  # [T]
+    inputs: LossInputs,
+    settings: LossSettings,
+    vocab_size: int,
+) -> LossResult:
+    """The result with the coefficients of a KL term over the whole vocabulary apart from those of the scores over kept ids."""
+    if not settings.is_kl_of_all:
+        return result
+    of_kl = kl_coefficients_of_all(log_probs, inputs, settings, vocab_size)
+    return replace(result, coefficients=result.coefficients - of_kl, full_coefficients=of_kl)
 
 
 class _WithGradient(torch.autograd.Function):

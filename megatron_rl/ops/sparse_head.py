@@ -26,12 +26,12 @@ from megatron_rl.layout.sampling_support import SamplingSupport, neighbouring_ro
 from megatron_rl.ops.log_probs_torch import (
     CPU_CHUNK_BYTES,
     CUDA_CHUNK_BYTES,
-    MAXIMUM_FLOOR,
     RowResult,
     VocabShard,
     merge_shards,
     working_dtype,
 )
+from megatron_rl.ops.support_scores import gradient_of_kept_score, statistics_of_kept
 
 # A row with more kept ids is cheaper in a matmul of all columns (`python -m benchmarks support`).
 SPARSE_ROW_LIMIT = 512
@@ -168,17 +168,8 @@ def pair_results(
     tp_group: Group,
 ) -> RowResult:  # [n]
     """Scores over the kept ids. m is their own maximum: it may lie far below the row's. Communication: one all-gather of [n, 3]."""
-    maximum = _reduce_rows(z, pairs, "max", MAXIMUM_FLOOR)
-    total = _reduce_rows(((z - maximum[pairs.places]) * shard.inverse_temperature).exp_(), pairs, "sum", 0.0)
-    target = _reduce_rows(torch.where(pairs.is_label, z, -torch.inf), pairs, "max", -torch.inf)
-    statistics = torch.stack([maximum, total, target], -1)
+    statistics = statistics_of_kept(z, pairs.is_label, pairs.places, pairs.offsets, shard.inverse_temperature)
     return RowResult(*merge_shards(all_gather_stack(statistics, tp_group), None, shard))
-
-
-def _reduce_rows(values: Tensor, pairs: Pairs, how: str, initial: float) -> Tensor:  # [k] -> [n]
-    if values.numel() == 0:
-        return values.new_full((pairs.rows.numel(),), initial)
-    return torch.segment_reduce(values, how, offsets=pairs.offsets, unsafe=True, initial=initial)
 
 
 def pair_gradient(
@@ -189,5 +180,5 @@ def pair_gradient(
     shard: VocabShard,
 ) -> Tensor:  # [k] dL / dz
     """g = c (1_va - p_v) / temperature, p_v = e^((z - m) / temperature) / total."""
-    p = ((z - result.maximum[pairs.places]) * shard.inverse_temperature).exp_() / result.total[pairs.places]
-    return (coefficients * shard.inverse_temperature).to(z.dtype)[pairs.places] * (pairs.is_label.to(z.dtype) - p)
+    numbers = (pairs.places, result.maximum, result.total, coefficients, shard.inverse_temperature)
+    return gradient_of_kept_score(z, pairs.is_label, *numbers).mul_(shard.inverse_temperature)

@@ -108,7 +108,9 @@ def support_results(
     own = pairs.new_zeros(support.num_rows, WIDTH)  # of whole rows too: no rank gathers another shape
     for rows, block, sets in () if are_whole else support.blocks():
         pairs[block] = pair_logits(logits[rows], sets, shard)
-        own[rows] = pair_statistics(pairs[block], sets, labels[rows], shard.inverse_temperature)
+        of_pairs = sets.rows
+        is_label = sets.ids == labels[rows][of_pairs]
+        own[rows] = statistics_of_kept(pairs[block], is_label, of_pairs, sets.offsets, shard.inverse_temperature)
     full = divisors = None
     if reads_all and tp_group.size() == 1 and exponentials is None:
         full = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
@@ -190,18 +192,31 @@ def pair_logits(
     return x if support.is_inside(shard.vocab_size) else torch.where(support.are_wrong(shard.vocab_size), torch.nan, x)
 
 
-def pair_statistics(
-    pairs: Tensor,  # [nnz] from pair_logits
-    support: SamplingSupport,
-    labels: Tensor,  # [T] int64
+def statistics_of_kept(
+    x: Tensor,  # [k] logits of pairs, row after row
+    is_label: Tensor,  # [k] bool
+    rows: Tensor,  # [k] int64, ascending in [0, n)
+    offsets: Tensor,  # [n + 1] int64: pairs of the rows before
     inverse_temperature: float,
-) -> Tensor:  # [T, 3]: m, s, t over the pairs, as row_statistics_reference; an empty row is (-1e30, 0, -inf)
-    rows = support.rows
-    maximum = _over_rows("max", pairs, support, MAXIMUM_FLOOR)
-    exponentials = (pairs - maximum[rows]).mul_(inverse_temperature).exp_()
-    total = _over_rows("sum", exponentials.double(), support, 0.0).to(pairs.dtype)
-    target = _over_rows("max", torch.where(support.ids == labels[rows], pairs, -torch.inf), support, -torch.inf)
+) -> Tensor:  # [n, 3]: m, s, t over the pairs, as row_statistics_reference; a row without one is (-1e30, 0, -inf)
+    maximum = _over_rows("max", x, offsets, MAXIMUM_FLOOR)
+    exponentials = (x - maximum[rows]).mul_(inverse_temperature).exp_()
+    total = _over_rows("sum", exponentials.double(), offsets, 0.0).to(x.dtype)
+    target = _over_rows("max", torch.where(is_label, x, -torch.inf), offsets, -torch.inf)
     return torch.stack([maximum, total, target], dim=1)
+
+
+def gradient_of_kept_score(
+    x: Tensor,  # [k] logits of pairs
+    is_label: Tensor,  # [k] bool
+    rows: Tensor,  # [k] int64 in [0, n)
+    maximum: Tensor,  # [n] of the kept logits
+    total: Tensor,  # [n]
+    coefficients: Tensor,  # [n] dL / dscore
+    inverse_temperature: float,
+) -> Tensor:  # [k]: c (delta_v - p^S_v), to be divided by the temperature
+    p = (x - maximum[rows]).mul_(inverse_temperature).exp_().div_(total[rows])
+    return coefficients.to(x.dtype)[rows] * (is_label.to(x.dtype) - p)
 
 
 def pair_gradient(
@@ -220,8 +235,7 @@ def pair_gradient(
     gradient = torch.zeros_like(x)
     if coefficients is not None:
         is_needed |= coefficients != 0
-        p = (x - result.maximum[rows]).mul_(inverse_temperature).exp_().div_(result.total[rows])
-        gradient += coefficients.to(x.dtype)[rows] * (is_label.to(x.dtype) - p)
+        gradient += gradient_of_kept_score(x, is_label, rows, result.maximum, result.total, coefficients, inverse_temperature)
     if full_coefficients is not None or entropy_coefficients is not None:
         assert result.full is not None
         z = (x - result.full.maximum[rows]).mul_(inverse_temperature)
@@ -261,8 +275,8 @@ def write_pairs(
     if support.largest == shard.vocab_size:
         is_own &= (support.sizes != shard.vocab_size)[rows]
     # Ids rise in a row, so its pairs in this shard are neighbours.
-    first = support.offsets[:-1] + _over_rows("sum", (columns < 0).double(), support, 0.0).long()
-    has_own = _over_rows("sum", is_own.double(), support, 0.0) > 0
+    first = support.offsets[:-1] + _over_rows("sum", (columns < 0).double(), support.offsets, 0.0).long()
+    has_own = _over_rows("sum", is_own.double(), support.offsets, 0.0) > 0
     source = torch.where(is_own, torch.arange(support.num_pairs, device=rows.device), first.clamp(max=support.num_pairs - 1)[rows])
     has_own = has_own[rows]
     places = torch.where(has_own, columns[source], 0)
@@ -356,9 +370,11 @@ class SupportLogProbs(torch.autograd.Function):
         return out, *[None] * 10
 
 
-def _over_rows(reduction: str, values: Tensor, support: SamplingSupport, initial: float) -> Tensor:  # [nnz] -> [T]
-    """torch reduces the segments in one order; an empty one is `initial`."""
-    return torch.segment_reduce(values, reduction, offsets=support.offsets, axis=0, unsafe=True, initial=initial)
+def _over_rows(reduction: str, values: Tensor, offsets: Tensor, initial: float) -> Tensor:  # [k], [n + 1] -> [n]
+    """torch reduces the segments in one order; an empty one is `initial`. It refuses to reduce no values at all."""
+    if values.numel() == 0:
+        return values.new_full((offsets.numel() - 1,), initial)
+    return torch.segment_reduce(values, reduction, offsets=offsets, axis=0, unsafe=True, initial=initial)
 
 
 def _are_all_whole(support: SamplingSupport, shard: VocabShard) -> bool:

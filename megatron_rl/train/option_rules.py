@@ -30,6 +30,7 @@ from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, goes_on, is_same_file, path_problem
 from megatron_rl.train.rollout_files import existing_parts, is_of_host
+from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.validation import flag_of
@@ -327,7 +328,7 @@ def check_corrections(options: TrainLaunch) -> Iterator[str]:
 @check()
 def check_sampling_filter(options: TrainLaunch) -> Iterator[str]:
     settings = options.settings
-    given = [f"{flag_of(name)} {value}" for name, value in filters_of(options).items()]
+    given = [f"{flag_of(name)} {value}" for name, value in SamplingFilter.of(options).on.items()]
     typed = " ".join(given)
     if options.rollouts is not None:
         for one in given:
@@ -351,12 +352,6 @@ def check_sampling_filter(options: TrainLaunch) -> Iterator[str]:
             f"{typed} with --kl-estimator {estimator.name}: it multiplies the KL term by the importance ratio, which is over the "
             "kept ids, and the term would be over the whole vocabulary; add --kl-score support, or choose another estimator"
         )
-
-
-def filters_of(options: TrainOptions) -> dict[str, float]:
-    """The filters of sampling that are on."""
-    off = {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
-    return {name: getattr(options, name) for name, value in off.items() if getattr(options, name) != value}
 
 
 @check()

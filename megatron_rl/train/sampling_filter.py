@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,23 +15,28 @@ from megatron_rl.train.options import TrainOptions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingFilter:
-    """Filters of a sampler; with the defaults each token is kept."""
+    """Filters of a sampler, in the order in which they act; with the defaults each token is kept."""
 
-    top_p: float = 1.0  # 1: off
     top_k: int = -1  # -1: off
+    top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
 
     @classmethod
     def of(cls, options: TrainOptions) -> SamplingFilter:
-        return cls(top_p=options.top_p, top_k=options.top_k, min_p=options.min_p)
+        return cls(top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
+
+    @property
+    def on(self) -> dict[str, float]:
+        """The filters that keep a part, in the order in which they act."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {one.name: values[one.name] for one in fields(self) if values[one.name] != one.default}
 
     @property
     def is_on(self) -> bool:
-        return self.top_p < 1.0 or self.top_k != -1 or self.min_p > 0.0
+        return bool(self.on)
 
     def in_words(self) -> str:
-        given = {"top-k": (self.top_k, -1), "top-p": (self.top_p, 1.0), "min-p": (self.min_p, 0.0)}
-        return ", ".join(f"{name} {value:g}" for name, (value, off) in given.items() if value != off)
+        return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in self.on.items())
 
     def kept(self, logits: Tensor) -> Tensor:  # [B, V] float32, divided by the temperature -> [B, V] bool
         """The tokens of each row that all filters keep, in this order; p is the softmax of the row.
