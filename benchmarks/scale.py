@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_rl.aggregation import count_step
 from megatron_rl.layout.groups import GATHER_INTO_ONE
+from megatron_rl.step_counts import count_step
 from megatron_rl.testing.ranks import run_ranks
 
-# Of a row of a prompt: digest, tokens, samples.
-PROMPT_COLUMNS = 3
+# Of a row of a prompt: digest, tokens, samples. Of a rollout's: two digests, tokens, samples.
+ROW_COLUMNS = (3, 4)
 COLLECTIVES = (GATHER_INTO_ONE, "all_reduce", "all_to_all_single")
 ROUNDS = 3
 
@@ -34,6 +34,7 @@ class Form:
     num_tokens: int = 8
     dtype: str = "bool"
     """Of the masks."""
+    samples_per_rollout: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class ScaleRow:
     prompts: int
     """Different ones of this rank."""
     given: str
-    """What count_step gets: masks of `tokens` tokens, or token counts."""
+    """What count_step gets: masks of `tokens` tokens, or token counts, and these with ids of rollouts too."""
     collectives: int
     sent_bytes: int
     """By this rank, once."""
@@ -55,7 +56,7 @@ class ScaleRow:
 
 
 def measure_scale(num_ranks: Sequence[int], num_samples: Sequence[int], form: Form) -> Iterator[ScaleRow]:
-    """A row for each number of ranks, of samples a rank, and for masks and token counts."""
+    """A row for each number of ranks, of samples a rank, and for what count_step gets."""
     for ranks in num_ranks:
         with fake_ranks(ranks):
             for samples in num_samples:
@@ -97,10 +98,15 @@ def _forms(samples: int, form: Form, rank: int = 0) -> dict[str, Callable[[], ob
     ids = [f"prompt {rank}.{index // form.samples_per_prompt}" for index in range(samples)]
     masks = list(torch.ones(samples, form.num_tokens, dtype=getattr(torch, form.dtype)).unbind(0))
     counts = torch.full((samples,), form.num_tokens)
+    of_prompt = [index % form.samples_per_prompt // form.samples_per_rollout for index in range(samples)]
+    rollouts = [f"{prompt}/{number}" for prompt, number in zip(ids, of_prompt, strict=True)]
     kind = "" if form.dtype == "bool" else f" {form.dtype}"
     return {
         f"masks of {form.num_tokens}{kind}": lambda: count_step(masks, ids, dist.group.WORLD),
         "token counts": lambda: count_step(None, ids, dist.group.WORLD, token_counts=counts),
+        f"and rollouts of {form.samples_per_rollout}": lambda: count_step(
+            None, ids, dist.group.WORLD, token_counts=counts, rollout_ids=rollouts
+        ),
     }
 
 
@@ -125,7 +131,7 @@ def _measured(count: Callable[[], object]) -> tuple[int, int, int, float]:
             began = time.process_time()
             result = originals[name](first, *rest, **options)
             sent = first if name == "all_reduce" else rest[0]
-            if dist.get_backend() == "fake" and first.dim() == 2 and first.shape[1] == PROMPT_COLUMNS:
+            if dist.get_backend() == "fake" and first.dim() == 2 and first.shape[1] in ROW_COLUMNS:
                 _draw_digests(first, sent)
             inside[0] += time.process_time() - began
             calls.append((_bytes(sent), _bytes(first)))
@@ -145,14 +151,15 @@ def _measured(count: Callable[[], object]) -> tuple[int, int, int, float]:
     return len(calls), sum(sent for sent, _ in calls), sum(received for _, received in calls), 1e3 * seconds
 
 
-def _draw_digests(received: torch.Tensor, sent: torch.Tensor) -> None:  # [R, 3], [U, 3]: digest, tokens, samples
+def _draw_digests(received: torch.Tensor, sent: torch.Tensor) -> None:  # [R, c], [U, c]: digests, tokens, samples
     """The fake group returns this rank's first rows again and again; the prompts of real ranks differ, which is more to sort.
 
     After an all-gather this rank's own rows come first, and it looks them up. An owner is sent no digest that it knows.
     """
     others = slice(len(sent) if len(received) > len(sent) else 0, None)
-    received[others, 0] = torch.randint(2**62, (len(received[others]),), generator=torch.Generator().manual_seed(0))
-    received[others, 1:] = sent[0, 1:]
+    digests, number = received.shape[1] - 2, len(received[others])
+    received[others, :digests] = torch.randint(2**62, (number, digests), generator=torch.Generator().manual_seed(0))
+    received[others, digests:] = sent[torch.arange(number) % len(sent), digests:]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

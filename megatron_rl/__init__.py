@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
+    from megatron_rl.aggregation import regularizer_weights, sample_token_weights
     from megatron_rl.config import PolicyLossConfig
     from megatron_rl.corrections import Correction
     from megatron_rl.errors import ConfigError, DataError
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megatron_rl.registries.correction_settings import CorrectionSettings
     from megatron_rl.registries.corrections import CorrectionValue, register_correction
     from megatron_rl.registries.kl_estimators import KLValue, register_kl_estimator
+    from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 
 __version__ = "0.3.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "Parameter",
     "PolicyLossConfig",
     "PolicyLossOutput",
+    "RolloutCounts",
     "SamplingSupport",
     "StepTotals",
     "bounded_exp",
@@ -67,7 +69,7 @@ __all__ = [
 ]
 # Module -> its names here. The module is imported at the first use of a name.
 _FROM = {
-    "aggregation": ("StepTotals", "count_step", "regularizer_weights", "sample_token_weights"),
+    "aggregation": ("regularizer_weights", "sample_token_weights"),
     "config": ("PolicyLossConfig",),
     "corrections": ("Correction",),
     "errors": ("ConfigError", "DataError"),
@@ -84,6 +86,7 @@ _FROM = {
     "registries.correction_settings": ("CorrectionSettings",),
     "registries.corrections": ("CorrectionValue", "register_correction"),
     "registries.kl_estimators": ("KLValue", "register_kl_estimator"),
+    "step_counts": ("RolloutCounts", "StepTotals", "count_step"),
 }
 _MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
 

@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, count_step
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import (
@@ -48,6 +47,7 @@ from megatron_rl.layout.groups import (
     world_group,
 )
 from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.step_counts import StepTotals, count_step
 
 logger = logging.getLogger(__name__)
 Sample = TypeVar("Sample")

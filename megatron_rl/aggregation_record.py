@@ -16,12 +16,17 @@ from megatron_rl.errors import ConfigError
 # Letter of a declared formula -> field of StepTotals, or argument of the function.
 COUNTS = {
     "N": "num_samples",
+    "R": "num_rollouts",
     "P": "num_prompts",
     "T": "num_tokens",
     "m_i": "token_counts",
+    "M_j": "rollout_token_counts",
+    "k_j": "rows_of_rollout",
     "M_g": "prompt_token_counts",
     "L": "divisor",
 }
+# Letter of a count of rollouts -> what it is where each sample is a rollout.
+OF_ONE_SAMPLE = {"R": "N", "M_j": "m_i", "k_j": "1"}
 # The names that `needs` may hold. token_counts are always given.
 STEP_COUNTS = tuple(name for name in COUNTS.values() if name not in ("token_counts", "divisor"))
 FACTOR = re.compile(r"\s*\*?\s*([A-Za-z]\w*|1(?![\w.]))(?:\s*\^\s*(\d+(?:\.\d+)?))?")
@@ -75,6 +80,12 @@ class Formula:
 
     def renamed(self, names: Mapping[str, str]) -> Formula:
         return Formula({names.get(name, name): power for name, power in self.powers.items()})
+
+    def of_one_sample(self) -> Formula:
+        """The formula where each sample is a rollout: 1/(R M_j) is 1/(N m_i)."""
+        others = {OF_ONE_SAMPLE[name]: power for name, power in self.powers.items() if name in OF_ONE_SAMPLE}
+        kept = self.without(*OF_ONE_SAMPLE)
+        return kept * Formula(others).without("1")
 
     def with_names(self, names: Mapping[str, str]) -> str:
         """The text, with other names for some letters: 1/(L N) with {"L": "8192"} is 1/(8192 N)."""
@@ -131,18 +142,23 @@ MEANS = {
 class AggregationRecord:
     """One registered aggregation.
 
-    formula: the weight of a token, checked against what the function returns; None: not declared.
+    rollout_formula: the weight of a token, checked against what the function returns; None: not declared.
     source: the algorithms that use it, or "".
-    needs: the counts of the step that it reads (STEP_COUNTS); None: not known.
+    needs: the counts of the step that it reads (STEP_COUNTS) where each sample is a rollout; None: not known.
     takes_divisor: whether it uses --loss-aggregation-divisor; None: not known.
     """
 
     name: str
     function: Callable[..., Any]
-    formula: Formula | None = None
+    rollout_formula: Formula | None = None
     source: str = ""
     needs: tuple[str, ...] | None = None
     takes_divisor: bool | None = None
+
+    @property
+    def formula(self) -> Formula | None:
+        """The weight of a token where each sample is a rollout."""
+        return None if self.rollout_formula is None else self.rollout_formula.of_one_sample()
 
     @property
     def needs_prompts(self) -> bool:
@@ -225,7 +241,8 @@ def declared_fields(
     if formula is None:
         return None, source, needs, takes_divisor
     parsed = Formula.parse(formula)
-    found = tuple(name for letter, name in COUNTS.items() if letter in parsed.powers and name in STEP_COUNTS)
+    of_one_sample = parsed.of_one_sample().powers
+    found = tuple(name for letter, name in COUNTS.items() if letter in of_one_sample and name in STEP_COUNTS)
     if needs is not None and set(needs) != set(found):
         raise ConfigError(f"needs={needs!r} and formula={formula!r}, which needs {found!r}: correct one, or leave needs out")
     if takes_divisor is not None and takes_divisor != ("L" in parsed.powers):

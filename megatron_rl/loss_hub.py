@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from megatron_rl.aggregation_record import AggregationRecord, declared_fields
+from megatron_rl.aggregation_record import COUNTS, AggregationRecord, declared_fields
 from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -25,6 +25,8 @@ Anchor = Literal["old", "rollout"]
 Weigh = TypeVar("Weigh", bound=Callable[..., Any])
 Function = TypeVar("Function", bound=Callable[..., Any])
 _AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
+# Letter of a formula -> the keyword that a function with this letter must have. Another function may have it.
+_OF_ROLLOUTS = {letter: COUNTS[letter] for letter in ("M_j", "k_j")}
 # The names that `needs` of a loss may hold, beside what each loss is given: vectors that the caller passes, and those that the
 # package computes.
 PASSED_INPUTS = ("rollout_log_probs", "ref_log_probs")
@@ -166,8 +168,12 @@ def register_loss_aggregation(
 ) -> Callable[[Weigh], Weigh]:
     """Decorator: registers `fn(token_counts [S], totals, *, prompt_token_counts [S] | None, divisor) -> weights [S]` as `name`.
 
-    formula: the weight as a product of counts over a product of counts, as in "1 / (N m_i)": N samples, P prompts and T tokens of
-        the step, m_i tokens of sample i, M_g tokens of its prompt's samples, L the divisor. needs and takes_divisor follow from it.
+    A function with the keywords rollout_token_counts or rows_of_rollout gets M_j or k_j too, [S]; they are m_i and 1 where each
+    sample is a rollout. Its totals have num_rollouts in any case.
+
+    formula: the weight as a product of counts over a product of counts, as in "1 / (R M_j)": N samples, R rollouts, P prompts and T
+        tokens of the step, m_i tokens of sample i, M_j of its rollout's samples, k_j of which have a token, M_g tokens of its
+        prompt's samples, L the divisor. needs and takes_divisor follow from it.
         Without it explain and start lines say that the weight is not stated, and miles and slime need the reward hook.
     source: the algorithms that use it, as in "GRPO, GSPO".
     needs: without a formula, the counts that the function reads besides token_counts, of aggregation_record.STEP_COUNTS.
@@ -181,7 +187,10 @@ def register_loss_aggregation(
         raise ConfigError(f"loss aggregation {name!r}: {error}") from error
 
     def decorate(function: Weigh) -> Weigh:
-        check_signature("loss aggregation", name, function, *_AGGREGATION_PARAMETERS)
+        powers = {} if fields[0] is None else fields[0].powers
+        of_rollouts = (keyword for letter, keyword in _OF_ROLLOUTS.items() if letter in powers or takes(function, keyword))
+        positional, keywords = _AGGREGATION_PARAMETERS
+        check_signature("loss aggregation", name, function, positional, (*keywords, *of_rollouts))
         AGGREGATIONS.add(name, AggregationRecord(name, function, *fields))
         return function
 

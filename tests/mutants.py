@@ -42,6 +42,7 @@ JUDGES = {
     "": "loss_contract generated_steps",
     "accumulation": "accumulation",
     "aggregation.py": "aggregation rank_agreement own_aggregation generated_steps",
+    "step_counts.py": "aggregation rank_agreement synchronisation",
     "aggregation_record.py": "aggregation own_aggregation explain_table",
     "corrections.py": "corrections term_contract generated_steps",
     "metrics/policy.py": "metrics generated_steps",

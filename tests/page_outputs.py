@@ -28,7 +28,6 @@ from test_examples import namespace_of, settings_of, whole_numbers
 from torch.distributed import run as torchrun
 
 from megatron_rl.__main__ import main
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
@@ -40,6 +39,7 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.train_rl import take_rollouts
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.megatron.cpu import import_megatron
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.ranks import RankPool, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,9 +16,9 @@ import torch
 from dense_row_cases import LAYOUTS, Result, RowCase, gradients_of, parameters_of, samples_of
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.hosts import prime_rl, prime_rl_loss
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR, losses_by_hand, weights_by_hand
 

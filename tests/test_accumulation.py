@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from megatron_rl import accumulation
 from megatron_rl.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator, make_accumulation_group
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.ranks import HANG_SECONDS, RankError
 
 

@@ -14,10 +14,11 @@ from helpers import S_PROMPTS, counted_collectives, error_of, s_masks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megatron_rl.aggregation as aggregation_module
-from megatron_rl.aggregation import StepTotals, count_step, prompt_digest, regularizer_weights, sample_token_weights
+import megatron_rl.step_counts as counts_module
+from megatron_rl.aggregation import regularizer_weights, sample_token_weights
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.loss_hub import loss_aggregation_names
+from megatron_rl.step_counts import StepTotals, count_step, prompt_digest
 from megatron_rl.testing.ranks import run_ranks
 
 # Step S: per-token losses (1, 2, 3, -). N = 4, P = 2, T = 7, M_a = 6, M_b = 1.
@@ -84,7 +85,7 @@ def test_a_truncated_completion_leaves_numerator_and_denominator_together():
     assert weights_of("token_mean", counts, totals).tolist() == pytest.approx([1 / 3, 0, 1 / 3, 0])
 
 
-@pytest.mark.parametrize("num_tokens", [8, 3 * aggregation_module.FEW_TOKENS])
+@pytest.mark.parametrize("num_tokens", [8, 3 * counts_module.FEW_TOKENS])
 def test_short_and_long_masks_are_counted_by_either_way(num_tokens):
     generator = torch.Generator().manual_seed(0)
     bools = [torch.rand(num_tokens + index, generator=generator) < 0.5 for index in range(5)] + [torch.zeros(0, dtype=torch.bool)]
@@ -255,7 +256,7 @@ def count_over_ranks(rank):
     lengths = [int(mask.sum()) for mask in masks]
     by_lengths = count_step(None, ids, group, token_counts=lengths)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aggregation_module, "GATHERED_ROWS", 0)
+        patch.setattr(counts_module, "GATHERED_ROWS", 0)
         with counted_collectives() as made:
             by_owners = count_step(masks, ids, group)
         too_large = error_of(lambda: count_step(masks, ids, group, samples_per_prompt=1))

@@ -19,7 +19,7 @@ from forked import forked
 from torch import Tensor
 
 import benchmarks.__main__ as command
-import megatron_rl.aggregation as aggregation
+import megatron_rl.step_counts as step_counts
 from benchmarks import hosts, peers, providers, report, scale, support, targets
 from benchmarks import measure as harness
 from benchmarks.measure import (
@@ -645,7 +645,9 @@ def test_the_cost_of_counting_is_measured_on_real_ranks(capsys):
         assert command.main(["scale", "--real", "--ranks", "1", "2", *words]) == 0
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[2:]]
         assert [(row[0], *row[2:4]) for row in rows] == [
-            (ranks, given, count) for ranks, count in (("1", "0"), ("2", collectives)) for given in ("masks of 8", "token counts")
+            (ranks, given, count)
+            for ranks, count in (("1", "0"), ("2", collectives))
+            for given in ("masks of 8", "token counts", "and rollouts of 2")
         ]
         assert all(0 < float(cpu) and 0 < float(wall) for *_, cpu, wall in rows)
 
@@ -653,9 +655,9 @@ def test_the_cost_of_counting_is_measured_on_real_ranks(capsys):
 @pytest.mark.parametrize(("ranks", "samples"), [(4, 64), (1024, 2000)], ids=["gathered", "by owners"])
 def test_prompts_of_ranks_that_are_not_there_differ(ranks, samples, monkeypatch):
     """Else sorting them would be work on few different numbers."""
-    real, seen = aggregation._added_up, []
-    monkeypatch.setattr(aggregation, "_added_up", lambda rows: seen.append(rows[:, 0]) or real(rows))
-    (row, _) = scale.measure_scale([ranks], [samples], scale.Form())
+    real, seen = step_counts._add_up_prompts, []
+    monkeypatch.setattr(step_counts, "_add_up_prompts", lambda rows: seen.append(rows[:, 0]) or real(rows))
+    (row, *_) = scale.measure_scale([ranks], [samples], scale.Form())
     assert row.prompts == samples // 8 and len(seen) == 2 * scale.ROUNDS
     for digests in seen:
         assert len(digests.unique()) == len(digests) >= (ranks * row.prompts if ranks == 4 else row.prompts // 2)

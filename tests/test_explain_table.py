@@ -12,7 +12,7 @@ import torch
 from explain_cases import LAYOUT, STEP, explain, explain_json
 from host_emulator import EmulatedHost
 
-from megatron_rl.aggregation import StepTotals, weigh_tokens
+from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
@@ -22,6 +22,7 @@ from megatron_rl.hosts.loss import LossPlan, sample_weights
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.step_counts import StepTotals
 
 # As LAYOUT says: cp 2, dp 2, 3 micro-batches. Nothing is launched over these groups.
 OF_TWO, OF_FOUR = (SimpleNamespace(rank=lambda: 0, size=lambda size=size: size) for size in (2, 4))

@@ -16,7 +16,6 @@ import pytest
 import torch
 from helpers import error_of, pool_of
 
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
@@ -24,6 +23,7 @@ from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics.further import ROLLOUT_METRICS
 from megatron_rl.metrics.policy import METRICS, Reduction
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.invariance import POLICY_VERSION, Layout, StepResult, StepSample, TinyGPT, step_on_layout, steps_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, row_length
 from megatron_rl.testing.reference import (

@@ -25,7 +25,7 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.aggregation import StepTotals, count_step, sample_token_weights
+from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import (
     LossValue,
@@ -39,6 +39,7 @@ from megatron_rl.loss_hub import (
 )
 from megatron_rl.losses import policy_loss
 from megatron_rl.registries.registry import import_dotted
+from megatron_rl.step_counts import StepTotals, count_step
 from megatron_rl.testing.losses_by_hand import REFERENCES
 
 # The default clips of published numbers; another loss need not be here.

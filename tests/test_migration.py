@@ -10,8 +10,9 @@ import torch
 from conftest import ROOT
 from explain_cases import CLOSE, explain
 
-from megatron_rl.aggregation import StepTotals, sample_token_weights
+from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.loss_hub import loss_aggregation_names
+from megatron_rl.step_counts import StepTotals
 
 
 def rows_below(heading: str) -> list[list[str]]:

@@ -14,7 +14,7 @@ from explain_cases import CLOSE, LAYOUT, STEP, S, chain_of, explain, explain_jso
 from host_cases import HostCase, dense_step, normalised_rewards, sample_loss
 from host_ranks import run_cases
 
-from megatron_rl.aggregation import StepTotals, sample_token_weights
+from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.commands.launch_config import launch_lines
 from megatron_rl.config import PolicyLossConfig, Route
@@ -25,6 +25,7 @@ from megatron_rl.hosts.door_settings import read_choice
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.training_hooks import shift_in_words, weight_of_a_token
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.ranks import RankPool
 
 MODULE = "my_aggregations"
@@ -277,7 +278,7 @@ def test_the_forward_step_of_megatron_trains_it(pool):
 
 
 WRONG = [
-    pytest.param({"formula": "1 / (N m_j)"}, "formula=.* 'm_j' is no count; known: N, P, T, m_i, M_g, L", id="symbol"),
+    pytest.param({"formula": "1 / (N m_j)"}, "formula=.* 'm_j' is no count; known: N, R, P, T, m_i, M_j, k_j, M_g, L", id="symbol"),
     pytest.param({"formula": "1 / N / m_i"}, "formula=.* has 2 divisions: one division at most", id="two divisions"),
     pytest.param({"formula": "1 / (N + m_i)"}, "formula=.* is not a product of counts over", id="sum"),
     pytest.param({"formula": 3}, "formula=3 must be text", id="no text"),

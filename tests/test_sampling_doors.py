@@ -14,13 +14,13 @@ import roll_cases
 import yaml
 
 from megatron_rl.__main__ import main
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, dense_rows, megatron_lm, nemo_rl, roll, verl, verl_plugin
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.sampling import SAMPLERS, judge_sampling
 from megatron_rl.hosts.settings import UNKNOWN
+from megatron_rl.step_counts import StepTotals
 
 VERL = (
     "python3 -m verl.trainer.main_ppo data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=256 "

@@ -12,12 +12,12 @@ import torch
 from helpers import pool_of
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.forward_step import PolicyForwardStep
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
 from megatron_rl.testing.reference import ragged_samples
 from megatron_rl.testing.step_check import aggregations_alike, check_step

@@ -21,7 +21,6 @@ from dense_row_cases import (
 )
 from toy_door import DOOR, ToyLoss
 
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
@@ -30,6 +29,7 @@ from megatron_rl.hosts.dense_rows import carry_prompt_weights
 from megatron_rl.hosts.door_settings import OnceRead, modes
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
 

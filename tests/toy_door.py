@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.hosts.dense_rows import loss_of_rows, step_line
 from megatron_rl.hosts.door import Choice, Door, Found, Kind, Line, Own, Prompts, Setting, names
@@ -15,6 +14,7 @@ from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.settings import Settings, read_overrides
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation.checks import check
 
 

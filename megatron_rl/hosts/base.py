@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
@@ -25,6 +24,7 @@ from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.registries.registry import import_dotted
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation import HOST_SWITCHES, config_warnings, flag_of
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, count_step, weigh_tokens
+from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import CONVERT_LINE, CUSTOM_LOSS_LINE, REWARD_LINE, Host, HostOptions, companion_of, names_ours
@@ -45,6 +45,7 @@ from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.step_counts import StepTotals, count_step
 from megatron_rl.validation.checks import Asker
 
 # The hosts add it to the standard deviation of a prompt's rewards before they divide.

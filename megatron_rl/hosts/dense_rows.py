@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, regularizer_weights, weigh_tokens
+from megatron_rl.aggregation import regularizer_weights, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.door import is_carried
@@ -26,6 +26,7 @@ from megatron_rl.loss_hub import (
 from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.step_counts import StepTotals
 
 # A marked advantage has a code in its last bits: a relative change of at most 16 x 2^-23.
 MARK_BITS = 5

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import LARGEST_RATIO, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError, name_of
@@ -39,6 +38,7 @@ from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.samples import count_routed_tokens, unweighted
 from megatron_rl.metrics.step import step_metrics
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.checks import Asker, problems_of, warnings_of
 from megatron_rl.validation.model_settings import model_notes

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, regularizer_weights
+from megatron_rl.aggregation import regularizer_weights
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, loss_of_rows, marked_rows, step_line
 from megatron_rl.hosts.door import Found, is_carried, place_of
@@ -42,6 +42,7 @@ from megatron_rl.hosts.settings import value_at
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.step_counts import StepTotals
 
 # A score of 0.0 beside a sampler's score above this belongs to a sure token: it is rounded.
 SURE = -1e-3

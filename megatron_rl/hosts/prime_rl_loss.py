@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.settings_file import read_settings_file
 from megatron_rl.hosts import prime_rl
@@ -28,6 +27,7 @@ from megatron_rl.layout.groups import SINGLE, all_reduce_sum, group_device, worl
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.step_counts import StepTotals
 
 
 class PrimeLoss:

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, weigh_tokens
+from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import REWARD_LINE, HostOptions
@@ -24,6 +24,7 @@ from megatron_rl.hosts.checks import bshd_problem, check_launch
 from megatron_rl.hosts.host_run import RUNS, current_args
 from megatron_rl.layout.context_parallel import slice_response
 from megatron_rl.layout.groups import resolve_group
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation.checks import Asker
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, weigh_tokens
+from megatron_rl.aggregation import regularizer_weights, weigh_tokens
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.carried_rows import CarriedRows, rows_of
@@ -26,6 +26,7 @@ from megatron_rl.metrics.step import finalise_metrics, reduce_statistics
 from megatron_rl.ops.assumed_scale import AssumedScale
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.step_counts import StepTotals, count_step
 
 # Columns that we add to ROLL's batch of a step, [B] int64, and to its meta_info.
 PROMPT_TOKENS, NUM_PROMPTS = "megatron_rl_prompt_tokens", "megatron_rl_num_prompts"

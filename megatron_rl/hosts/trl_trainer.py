@@ -10,7 +10,7 @@ import torch
 import trl
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, regularizer_weights
+from megatron_rl.aggregation import regularizer_weights
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import loss_of_rows, step_line
 from megatron_rl.hosts.door import Found
@@ -21,6 +21,7 @@ from megatron_rl.hosts.trl import DOOR, PREFIX
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput
 from megatron_rl.metrics.step import finalise_metrics
+from megatron_rl.step_counts import StepTotals
 
 # Columns that we add to TRL's batches: the number of a completion's prompt group, the tokens of that group, and (completions,
 # tokens) of the micro-batch over all ranks.

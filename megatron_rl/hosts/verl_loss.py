@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, loss_of_rows, marked_rows, step_line
 from megatron_rl.hosts.door import Found, place_of, signature_problem
@@ -39,6 +38,7 @@ from megatron_rl.hosts.verl import (
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput
 from megatron_rl.metrics.step import finalise_metrics
+from megatron_rl.step_counts import StepTotals
 
 # The arguments of verl's call of a loss, and of its estimate of KL.
 LOSS_ARGUMENTS = (

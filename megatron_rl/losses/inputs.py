@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import check_counts
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group, all_reduce_sum
@@ -23,6 +22,7 @@ from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.step_counts import check_counts
 
 # Relative standard deviation above which a sample's [T] advantages vary. For equal numbers float64 sums give less than 1e-7.
 ADVANTAGE_VARIATION = 1e-5

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
+from megatron_rl.aggregation import regularizer_weights, sample_token_weights
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RejectedTokens, RouterAuxLoss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
@@ -17,6 +17,7 @@ from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import importance_correction
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.step_counts import StepTotals, count_step
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

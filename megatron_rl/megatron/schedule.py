@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import GradientDivisor, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation.auxiliary_losses import expert_loss_problems, settings_of_model
 
 if TYPE_CHECKING:

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.aggregation import count_step, regularizer_weights, sample_token_weights
+from megatron_rl.aggregation import regularizer_weights, sample_token_weights
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.megatron.ranks import join_ranks
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.step_counts import count_step
 from megatron_rl.testing.comparison import compare
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard, StepSample
 from megatron_rl.testing.loss_batch import StepRows

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, sample_token_weights
+from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import on_all_ranks
@@ -26,6 +26,7 @@ from megatron_rl.loss_hub import AGGREGATIONS, PASSED_INPUTS, get_loss_aggregati
 from megatron_rl.megatron.model import is_of_expert, model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.comparison import Comparison, compare_shards, named_sizes
 from megatron_rl.testing.layout_step import (
     Layout,

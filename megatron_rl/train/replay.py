@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import prompt_digest
 from megatron_rl.config import AdvantageNormalization, RouterReplay, SupportUse
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device
 from megatron_rl.megatron.samples import RouteShape
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.step_counts import prompt_digest
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import GIVEN_FOR_ALL, check_parts, existing_parts, is_of_host, load_rollouts, read_part
 from megatron_rl.train.rollouts import RolloutBatch, Sample, SampleHeader, SharedRollout

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import KLScore, PolicyLossConfig, PolicyMetrics, RouterReplay
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
@@ -30,6 +29,7 @@ from megatron_rl.megatron.routing import RouteChecker, RouteRecorder, forget_rec
 from megatron_rl.megatron.samples import PolicySample, RouteShape, UnweightedSample, count_routed_tokens, unweighted, weigh_samples
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.train import checkpoints
 from megatron_rl.train.generation import Noise, SamplingSettings, sample_responses
 from megatron_rl.train.hf_checkpoint import HFModel, save_hf_checkpoint
