@@ -117,7 +117,7 @@ def contract_on_rank(rank: int, is_scaled: bool | None) -> list[str]:
             config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=is_per_token)
             vars(config)["dsa_indexer_loss_coeff"] = coefficient
             answers.append(error_of(lambda c=config: forward_step.check_contract(config_of("grpo", "token_mean"), c)))
-        vars(config)["hybrid_context_parallel"] = True
+        vars(config).update(hybrid_context_parallel=True, expert_model_parallel_size=2)
         answers.append(error_of(lambda: forward_step.check_contract(config_of("grpo", "token_mean"), config)))
     return answers
 
@@ -130,7 +130,7 @@ def test_the_forward_step_refuses_an_indexer_whose_scale_is_wrong(pool, is_scale
         is_scaled is False
     )
     assert "dsa_indexer_loss_coeff=0.01 does not go with calculate_per_token_loss=True" in of_tokens
-    assert switched_off == "" and "remove --hybrid-context-parallel" in hybrid
+    assert switched_off == "" and "with expert_model_parallel_size=2: these ranks would run different" in hybrid
 
 
 @megatron
@@ -175,7 +175,8 @@ LINES = [
         "hidden_dropout=0.1: dropout makes the log-probabilities of a training",
     ),
     (HOSTS, "--attention-dropout 0", NOTE, "hidden_dropout left out, which is Megatron's 0.1: dropout makes"),
-    (HOSTS, f"{STILL} --hybrid-context-parallel", PROBLEM, "hybrid_context_parallel=True: each sample then has"),
+    (HOSTS, f"{STILL} --hybrid-context-parallel", PROBLEM, "hybrid_context_parallel=True: each micro-batch then has"),
+    (HOSTS, f"{STILL} --dynamic-context-parallel", PROBLEM, "dynamic_context_parallel=True: each micro-batch then has"),
     (HOSTS, f"{STILL} {LATENT}", PROBLEM, "multi_latent_attention=True with tensor_model_parallel_size=2 needs sequence_parallel"),
     (
         HOSTS,

@@ -284,9 +284,8 @@ def test_no_logits_larger_than_the_budget_are_ever_there(pool, settings):
 
 
 def model_input(tokens):
-    return SimpleNamespace(
-        tokens=tokens, position_ids=torch.arange(tokens.shape[1]).expand_as(tokens), packed_seq_params=None, replayed_routes=None
-    )
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return SimpleNamespace(tokens=tokens, position_ids=positions, packed_seq_params=None, cp_group=None, replayed_routes=None)
 
 
 def small_model(**overrides):

@@ -79,6 +79,35 @@ LAYOUTS = [
     pytest.param(Layout(packed=True, num_microbatches=2), id="packed rows with a padding tail"),
     pytest.param(Layout(packed=True, context=2, **SP, num_microbatches=2), marks=SLOW, id="packed CP2xTP2+SP"),
     pytest.param(Layout(packed=True, pipeline=2, data=2, num_microbatches=2), marks=SLOW, id="packed PP2xDP2"),
+    pytest.param(
+        Layout(data=2, num_microbatches=2, context_sizes=(2, 1)), id="CP 2 and 1 in a step: the schedule divides by dp x cp"
+    ),
+    pytest.param(
+        Layout(context=2, num_microbatches=2, context_sizes=(1, 2), packed=True),
+        id="packed CP 1 and 2: positions of the static group",
+    ),
+    pytest.param(
+        Layout(data=2, context=2, num_microbatches=3, context_sizes=(4, (1, 1, 2), 1)), marks=SLOW, id="CP 4, 2 and 1 in a step"
+    ),
+    pytest.param(
+        Layout(data=4, num_microbatches=3, context_sizes=(1, 4, 2), packed=True, distributed_optimizer=True),
+        marks=SLOW,
+        id="packed CP 1, 4 and 2 in a step, distributed optimiser",
+    ),
+    pytest.param(
+        Layout(context=2, **SP, num_microbatches=2, context_sizes=(2, 1), packed=True), marks=SLOW, id="packed CP 2 and 1, TP2+SP"
+    ),
+    pytest.param(Layout(pipeline=2, data=2, num_microbatches=4, context_sizes=(1, 2, 1, 2)), marks=SLOW, id="CP 1 and 2, PP2"),
+    pytest.param(
+        Layout(data=4, num_microbatches=3, context_sizes=((2, 1, 1), 4, 1), hybrid_schedule=True, overlap_grad_reduce=True),
+        marks=SLOW,
+        id="Megatron-Core's hybrid schedule: 8 to 9 micro-batches a rank",
+    ),
+    pytest.param(
+        Layout(**SP, data=2, num_microbatches=2, context_sizes=(2, 1), hybrid_schedule=True, packed=True),
+        marks=SLOW,
+        id="hybrid schedule, TP2+SP: samples reach the first rank of tp alone",
+    ),
 ]
 
 
@@ -165,6 +194,7 @@ FEW_SAMPLES = [
     pytest.param(Layout(data=2, packed=True), id="FB-29 DP2, packed"),
     pytest.param(Layout(data=2, num_microbatches=2), id="FB-29 DP2 M2: one micro-batch of four has a sample"),
     pytest.param(Layout(num_microbatches=2), id="one rank, an empty micro-batch"),
+    pytest.param(Layout(data=2, num_microbatches=2, context_sizes=(1, 2)), id="CP 1 and 2: three of four micro-batches are empty"),
 ]
 
 
@@ -234,6 +264,9 @@ METRIC_LAYOUTS = [
     pytest.param(Layout(context=2, num_microbatches=2), ["grpo"], id="CP2"),
     pytest.param(Layout(**SP, num_microbatches=4), ["gspo"], id="TP2+SP"),
     pytest.param(Layout(pipeline=2, data=2, num_microbatches=2), ["gspo"], marks=SLOW, id="PP2xDP2"),
+    pytest.param(
+        Layout(data=2, num_microbatches=2, context_sizes=(2, 1)), ["gspo"], id="CP 2 and 1: staleness counted by cp ranks"
+    ),
 ]
 OTHERS = sorted({*policy_loss_names()} - {"cispo", "grpo", "gspo"})
 METRIC_LAYOUTS.append(pytest.param(Layout(data=2, context=2, num_microbatches=2), OTHERS, marks=SLOW, id="DP2xCP2"))

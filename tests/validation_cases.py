@@ -191,6 +191,7 @@ REFUSED: dict[str, list[dict]] = {
     ],
     "models_are_right_on_their_layout": [
         {"hybrid_context_parallel": True},
+        {"dynamic_context_parallel": True},
         {**LATENT, "tensor_model_parallel_size": 2},
         {**LATENT, "tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": "local"},
     ],

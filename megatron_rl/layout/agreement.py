@@ -32,7 +32,7 @@ NUM_CHECKED_MICROBATCHES = 2
 
 
 def checks_microbatch(number: int) -> bool | None:
-    """check_ranks for micro-batch `number` of a run: True for the first ones, then None. Equal on every tp and cp rank."""
+    """check_ranks for micro-batch `number` that a cp group has in a run: True for the first ones, then None."""
     return True if number < NUM_CHECKED_MICROBATCHES else None
 
 

@@ -148,6 +148,7 @@ class PackedAttention(nn.Module):
     At cp_size 1 each run of equally long documents is one `scaled_dot_product_attention(is_causal=True)`: no mask,
     memory linear in T. Under CP a rank's two chunks of each document attend to the gathered keys up to the chunk's end,
     with a mask of that size.
+    The group is that of packed_seq_params, where a micro-batch has one of its own, else the model's.
     Communication: under CP one all-gather forward (keys and values together) and one all-reduce backward over cp; else none.
     Raises ConfigError for settings that it does not compute, DataError for wrong document bounds.
     """
@@ -185,7 +186,8 @@ class PackedAttention(nn.Module):
                 f"PackedAttention was called with attn_mask_type={attn_mask_type.name}, but it computes only causal "
                 "attention; Megatron's key-value cache uses no_mask: generate with whole forwards"
             )
-        cp_group = resolve_group(self.cp_group, "cp")
+        of_call = None if packed_seq_params is None else vars(packed_seq_params).get("cp_group")  # since Megatron-Core 0.16
+        cp_group = resolve_group(self.cp_group if of_call is None else of_call, "cp")
         is_packed = query.dim() == 3
         if is_packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))

@@ -62,6 +62,9 @@ class ForwardInput(Protocol):
     def packed_seq_params(self) -> object | None: ...  # Megatron's PackedSeqParams for a packed row
 
     @property
+    def cp_group(self) -> Group | None: ...  # over which its rows are cut; None: the model's own
+
+    @property
     def replayed_routes(self) -> Tensor | None: ...  # [T, num_moe_layers, topk], as PolicyBatch has them; None: routers choose
 
 
@@ -73,6 +76,7 @@ class PolicyBatch:
     position_ids: Tensor  # [B, S] int64
     is_padding: Tensor  # [B, S] bool: no token of a sample
     packed_seq_params: object | None  # Megatron's PackedSeqParams for a packed row, else None
+    cp_group: Group  # of this micro-batch; another one may have another size
     row_positions: Tensor  # [T] int64, the position of each local token in the flattened whole rows
     labels: Tensor  # [T] int64, the next token
     loss_mask: Tensor  # [T] bool
@@ -108,6 +112,8 @@ def make_padded_batch(
     """One sample a row (bshd), padded to `row_length`. Further rows are padding, so that shapes are equal over a pipeline.
     A batch has at least one row, because a rank without samples still runs the collectives of the model.
 
+    cp_group: of this micro-batch. It need not be the model's: layout.groups.make_context_groups makes some of other sizes.
+
     Raises DataError for more samples than rows, for a row that is no multiple of 2 cp_size, for a sample longer than the row and
     for tensors of different lengths.
     """
@@ -118,7 +124,7 @@ def make_padded_batch(
     order = local_positions(row_length, cp_group.rank(), cp_group.size())
     places = torch.arange(num_rows)[:, None] * row_length + order
     local_bounds = torch.arange(len(samples) + 1) * order.numel()
-    return _assemble(samples, context, [row_length] * num_rows, local_bounds, places, None, device)
+    return _assemble(samples, context, [row_length] * num_rows, local_bounds, places, None, cp_group, device)
 
 
 def make_packed_batch(
@@ -132,6 +138,7 @@ def make_packed_batch(
 ) -> PolicyBatch:
     """All samples in one row (thd), each padded to a multiple of 2 cp_size. One more document pads the row to `row_length`.
 
+    cp_group: of this micro-batch, as in make_padded_batch.
     bounds_on_host: the model's cu_seqlens stay on the CPU. Use it without Transformer Engine: the host then reads them several
     times a layer. Transformer Engine reads them on the device.
 
@@ -161,7 +168,7 @@ def make_packed_batch(
         max_seqlen_kv=longest,
     )
     remember_document_bounds(packed, starts)
-    return _assemble(samples, context, sizes, bounds[: len(samples) + 1] // cp_size, places[None], packed, device)
+    return _assemble(samples, context, sizes, bounds[: len(samples) + 1] // cp_size, places[None], packed, cp_group, device)
 
 
 def _check_row_length(row_length: int, cp_size: int) -> None:
@@ -176,6 +183,7 @@ def _assemble(
     local_bounds: Tensor,
     places: Tensor,
     packed_seq_params: object | None,
+    cp_group: Group,
     device: torch.device,
 ) -> PolicyBatch:
     """sizes: of the whole documents with their padding; the samples are the first of them. local_bounds [N + 1]: of the samples'
@@ -208,6 +216,7 @@ def _assemble(
         position_ids=there(local["positions"].view(places.shape)),
         is_padding=there(local["is_padding"].view(places.shape)),
         packed_seq_params=packed_seq_params,
+        cp_group=cp_group,
         row_positions=there(places.flatten()),
         labels=there(local["labels"]),
         loss_mask=there(host.loss_mask),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import KLScore, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import checks_microbatch
-from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.layout.groups import Group, ParallelGroups, resolve_groups
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import get_loss_aggregation, needs_rollout_log_probs
 from megatron_rl.losses import linear_policy_loss, policy_loss
@@ -80,7 +81,7 @@ class PolicyForwardStep:
         """Whether the loss of logits is told what backward multiplies it with. False: a wrong factor is measured, and no error."""
         self._assumed = AssumedScale()  # where another grad_scale_func than Megatron's hides the factor
         self._reports: list[MicrobatchReport] = []
-        self._num_microbatches = 0
+        self._num_microbatches: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
 
     def __call__(self, data_iterator: Iterator[PolicyBatch], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], ScheduledLoss]]:
         batch = next(data_iterator)
@@ -158,17 +159,18 @@ class PolicyForwardStep:
 
     def _loss_options(self, batch: PolicyBatch, groups: ParallelGroups, sampling_support: SamplingSupport | None) -> LossKeywords:
         config = self.config
-        check_ranks = checks_microbatch(self._num_microbatches)
-        self._num_microbatches += 1
+        # By group: ranks that share one agree on the number, and may have had others between.
+        number = self._num_microbatches.get(batch.cp_group, 0)
+        self._num_microbatches[batch.cp_group] = number + 1
         return {
-            "check_ranks": check_ranks,
+            "check_ranks": checks_microbatch(number),
             "clip_ratio_low": config.clip_ratio_low,
             "clip_ratio_high": config.clip_ratio_high,
             "temperature": config.policy_temperature,
             "vocab_size": self.vocab_size,
             "token_counts": batch.token_counts,
             "tp_group": groups.tp,
-            "cp_group": groups.cp,
+            "cp_group": batch.cp_group,
             "cp_layout": "zigzag",  # of make_packed_batch and make_padded_batch
             "metrics": config.policy_metrics,
             "backend": config.policy_loss_backend,
@@ -250,7 +252,9 @@ def _needs_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> bool:
 def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatistics | None:
     """The loss's statistics, with the rollout statistics where the batch has inputs for them."""
     counts_phantoms = batch.context.counts_phantoms and batch.old_log_probs is not None
-    given = (batch.rollout_log_probs, batch.staleness, batch.kept_mass)
+    # Each rank of the group has all samples; another micro-batch may have more ranks.
+    staleness = batch.staleness if batch.cp_group.rank() == 0 else None
+    given = (batch.rollout_log_probs, staleness, batch.kept_mass)
     if output.metrics is None or not (counts_phantoms or any(values is not None for values in given)):
         return output.metrics
     rollout = rollout_statistics(
@@ -258,7 +262,7 @@ def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatist
         old_log_probs=batch.old_log_probs,
         rollout_log_probs=batch.rollout_log_probs,
         kept_mass=batch.kept_mass,
-        staleness=batch.staleness,
+        staleness=staleness,
         counts_phantoms=counts_phantoms,
         loss_mask=batch.loss_mask,
         cu_seqlens=batch.cu_seqlens,
@@ -273,7 +277,7 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
     per_token = bool(model_config.calculate_per_token_loss)
     settings = settings_of_model(model_config) | {"calculate_per_token_loss": per_token, "router_aux_loss": config.router_aux_loss}
     problems = [*auxiliary_loss_problems(settings, Route.MEGATRON_LM), *unscaled_indexer(settings)]
-    problems += model_problems(vars(model_config))
+    problems += model_problems(vars(model_config), has_own_groups=True)
     if settings.get("mtp_num_layers") and not problems and not takes_no_labels():
         problems.append(
             f"mtp_num_layers={settings['mtp_num_layers']!r} in the model's config: this Megatron-Core reads labels in its forward, "

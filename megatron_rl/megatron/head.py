@@ -21,6 +21,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.batch import ForwardInput
+from megatron_rl.megatron.context_groups import packed_params_of
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, model_config_of
 from megatron_rl.megatron.router_losses import padding_of
 from megatron_rl.megatron.routing import replayed
@@ -105,7 +106,8 @@ def run_model(
     """
     config = model_config_of(model)
     check_head(settings, config)
-    extra: dict[str, object] = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
+    packed = packed_params_of(model, config, batch)
+    extra: dict[str, object] = {} if packed is None else {"packed_seq_params": packed}
     extra |= without_upcast(model)
     extra |= padding_of(model, config, batch, tp_group)
 

@@ -242,7 +242,7 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
         )
     settings = vars(config)
     # transformer_impl='local' would build other layers: see _whole_down_projections.
-    problems = [*expert_problems(settings), *model_problems(settings | {"transformer_impl": None})]
+    problems = [*expert_problems(settings), *model_problems(settings | {"transformer_impl": None}, has_own_groups=True)]
     drift = drift_problem(settings)
     if drift is not None and expert_replicas_drift():
         problems.append(drift)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, broadcast_from_last
+from megatron_rl.layout.groups import Group, ParallelGroups, all_reduce_sum, broadcast_from_last
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of, run_model
 from megatron_rl.megatron.routing import RouteRecorder
@@ -37,8 +37,8 @@ def response_log_probs(
     head: HeadSettings = LOGITS,
     recorder: RouteRecorder | None = None,
 ) -> list[list[Tensor]]:  # for each batch and each of its samples: [response_length] float32 on the CPU; 0 where masked
-    """Log-probabilities of whole responses by the current model, on all ranks of the tp, cp and pp groups. Where the batches have
-    the sampler's sets they are over these.
+    """Log-probabilities of whole responses by the current model, on all ranks of the tp and pp groups and of the batch's cp_group.
+    Where the batches have the sampler's sets they are over these.
 
     The batches are cut as in training, so that rounding is the same. With a fused `head` they cost one product, and no more
     logits than max_logits_bytes. The host waits once a batch, for its rows.
@@ -76,14 +76,15 @@ def response_log_probs(
 
     results = []
     for batch, sizes in zip(batches, lengths, strict=True):
-        with recording(recorder, batch.row_positions, batch.tokens):
+        cp_group = batch.cp_group
+        with recording(recorder, batch.row_positions, batch.tokens, cp_group):
             local = forward_only(model, batch, measure, groups, head)
-        whole = torch.zeros(batch.labels.shape[0] * groups.cp.size(), device=batch.labels.device)
+        whole = torch.zeros(batch.labels.shape[0] * cp_group.size(), device=batch.labels.device)
         if local is not None:
             whole[batch.row_positions] = local
-            whole = all_reduce_sum(whole, groups.cp)
+            whole = all_reduce_sum(whole, cp_group)
         whole = broadcast_from_last(whole.contiguous(), groups.pp).cpu()
-        starts = (batch.host.cu_seqlens[:-1] * groups.cp.size()).tolist()
+        starts = (batch.host.cu_seqlens[:-1] * cp_group.size()).tolist()
         if recorder is not None:
             for start, (total, _) in zip(starts, sizes, strict=True):
                 recorder.keep(len(recorder.samples), start, total)
@@ -96,8 +97,10 @@ def response_log_probs(
     return results
 
 
-def recording(recorder: RouteRecorder | None, row_positions: Tensor, tokens: Tensor) -> AbstractContextManager[None]:
-    return nullcontext() if recorder is None else recorder.forward(row_positions, (tokens.shape[0], tokens.shape[1]))
+def recording(
+    recorder: RouteRecorder | None, row_positions: Tensor, tokens: Tensor, cp_group: Group
+) -> AbstractContextManager[None]:
+    return nullcontext() if recorder is None else recorder.forward(row_positions, (tokens.shape[0], tokens.shape[1]), cp_group)
 
 
 @torch.no_grad()  # the schedule does not switch gradients off

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megatron_rl.config import RouterAuxLoss
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import Group, ParallelGroups, resolve_group
+from megatron_rl.layout.groups import Group, ParallelGroups, have_same_ranks, resolve_group
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.model import find_gpt_model
 from megatron_rl.megatron.router_scale import RoutedStep, tell_scale
@@ -129,6 +129,10 @@ def prepare_routers(
     if config.moe_router_enable_expert_bias:
         _count_real_tokens(model)
     losses = router_losses(config)
+    if not have_same_ranks(batch.cp_group, groups.cp):
+        problems = list(own_group_problems(mode, losses, batch.cp_group, groups.cp))
+        if problems:
+            raise ConfigError(problems)
     check_routers(mode, model, config, is_packed=batch.packed_seq_params is not None)
     if mode != RouterAuxLoss.EXACT:
         for router in routers_of(model):
@@ -190,6 +194,20 @@ def exact_problems(losses: Mapping[str, float], model: nn.Module, config: Transf
         yield (
             f"--router-aux-loss exact with seq_aux_loss (--moe-aux-loss-coeff {losses['seq_aux_loss']}) and packed rows: "
             f"{NO_BOUNDS_OF_SAMPLES}; pad the samples, or use aux_loss"
+        )
+
+
+def own_group_problems(mode: str | None, losses: Mapping[str, float], group: Group, own: Group) -> Iterator[str]:
+    """Why these losses would be wrong in a micro-batch over a context-parallel group that is not the model's.
+
+    Only the exact z-loss is a sum over tokens; the others add up the routes over the model's group.
+    """
+    wrong = [name for name in losses if mode != RouterAuxLoss.EXACT or name != "z_loss"]
+    if wrong:
+        yield (
+            f"{', '.join(wrong)} with a micro-batch over {group.size()} context-parallel ranks, in a model with {own.size()}: its "
+            "routers balance the tokens of the model's group, whose ranks now have other samples; set their coefficients to 0 "
+            "(z_loss alone goes with --router-aux-loss exact), or give each micro-batch the model's group"
         )
 
 

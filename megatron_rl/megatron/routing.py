@@ -107,8 +107,9 @@ class RouteRecorder:
         """Number of the sample -> [num_moe_layers, tokens - 1, topk] int16, on the CPU."""
 
     @contextmanager
-    def forward(self, row_positions: Tensor, shape: tuple[int, int]) -> Iterator[None]:
-        """Around one forward. row_positions [T]: the position of each local token in the flattened whole rows; shape: their (B, S).
+    def forward(self, row_positions: Tensor, shape: tuple[int, int], cp_group: Group) -> Iterator[None]:
+        """Around one forward. row_positions [T]: the position of each local token in the flattened whole rows; shape: their (B, S);
+        cp_group: over which they are cut.
 
         Communication: one all-reduce of [positions, num_moe_layers, topk] over cp and pp, and over tp with sequence parallelism.
         """
@@ -117,11 +118,11 @@ class RouteRecorder:
         config, groups = self._config, self._groups
         places = in_router_order(row_positions.view(shape).cpu(), config, groups.tp)
         layers = expert_layers(config)
-        whole = torch.zeros(row_positions.numel() * groups.cp.size(), len(layers), config.moe_router_topk, dtype=torch.int32)
+        whole = torch.zeros(row_positions.numel() * cp_group.size(), len(layers), config.moe_router_topk, dtype=torch.int32)
         for layer, (chosen,) in log.by_layer.items():
             whole[places, layers.index(layer)] = chosen.nonzero()[:, 1].view(len(places), -1).int()
         # Each token and layer lies on one rank.
-        for group in (*([groups.tp] if config.sequence_parallel else []), groups.cp, groups.pp):
+        for group in (*([groups.tp] if config.sequence_parallel else []), cp_group, groups.pp):
             whole = all_reduce_sum(whole.to(group_device(group)), group)
         self._whole, self.row_length = whole.cpu().short(), len(whole) // shape[0]
 

@@ -280,7 +280,7 @@ def rollout_statistics(
     old_log_probs: Tensor | None,  # [T]; None: on-policy
     rollout_log_probs: Tensor | None,  # [T] from the sampling engine
     kept_mass: Tensor | None = None,  # [T] what its kept ids had of its softmax
-    staleness: Tensor | None,  # [N] policy versions between sampling and training
+    staleness: Tensor | None,  # [N] policy versions between sampling and training; of one of the ranks that share the documents
     counts_phantoms: bool,
     loss_mask: Tensor,  # [T] bool
     cu_seqlens: Tensor,  # [N + 1], this rank's slices
@@ -289,8 +289,7 @@ def rollout_statistics(
     """This rank's share of ROLLOUT_STATISTICS, from the inputs that are given. No communication, no synchronisation.
 
     train_rollout_* compare two engines on the same weights, so the trainer's side is old_log_probs, or log_probs on-policy. A
-    phantom is a placeholder that was never measured. Every cp rank has all documents, so staleness and its count are both summed
-    cp times; their quotient is the mean.
+    phantom is a placeholder that was never measured. Staleness is summed over the ranks that give it.
     Raises DataError where a statistic needs log_probs and they are None.
     """
     difference = is_phantom = None

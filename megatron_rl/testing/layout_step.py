@@ -6,26 +6,32 @@ No factor here undoes a layout by hand: schedule, DDP and optimiser are Megatron
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import (
+    Group,
     ParallelGroups,
     all_gather_stack,
     all_reduce_sum,
     broadcast_from_last,
+    make_context_groups,
+    process_group,
     resolve_group,
     resolve_groups,
 )
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import PolicyForwardStep, check_finite
+from megatron_rl.megatron.hybrid_schedule import HybridRounds
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, halves_of, sharding_of, transformer_config
 from megatron_rl.megatron.routing import RouteChecker, RouteLog
 from megatron_rl.megatron.samples import count_routed_tokens
@@ -78,6 +84,10 @@ class Layout:
     expert_tensor: int | None = None  # None: as Megatron, the tensor-parallel size
     virtual_pipeline: int | None = None
     num_microbatches: int = 1
+    context_sizes: tuple[int | tuple[int, ...], ...] = ()
+    """The size of the context-parallel groups of each micro-batch, of neighbours in dp-cp, or the sizes of its groups in order: a
+    group begins at a multiple of its size. (): `context` for all micro-batches."""
+    hybrid_schedule: bool = False  # Megatron-Core's, in rounds of context_sizes; a micro-batch for each sample
     sequence_parallel: bool = False
     packed: bool = False
     distributed_optimizer: bool = False
@@ -88,6 +98,25 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def sizes_of_groups(self) -> list[int]:
+        """The context-parallel sizes that its micro-batches have."""
+        return sorted({size for index in range(self.num_microbatches) for size in self._groups(index)})
+
+    def place_of(self, dp_cp_rank: int, microbatch: int) -> tuple[int, int, int]:
+        """(number of the rank's context-parallel group in this micro-batch, number of groups, size of the rank's)."""
+        sizes = self._groups(microbatch)
+        number = bisect.bisect_right(list(itertools.accumulate(sizes)), dp_cp_rank)
+        return number, len(sizes), sizes[number]
+
+    def _groups(self, microbatch: int) -> tuple[int, ...]:
+        sizes = self.context_sizes[microbatch] if self.context_sizes else self.context
+        return sizes if isinstance(sizes, tuple) else (sizes,) * (self.data * self.context // sizes)
+
+    def over(self, context: int) -> Layout:
+        """As many ranks with another context-parallel size."""
+        return replace(self, context=context, data=self.context * self.data // context, context_sizes=())
 
     @property
     def model_parallel(self) -> dict[str, int]:
@@ -108,8 +137,18 @@ class Layout:
         sizes = {"DP": self.data, "TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VPP": self.virtual_pipeline}
         sizes |= {"EP": self.expert, "ETP": self.expert_tensor}
         name = "x".join(f"{letters}{size}" for letters, size in sizes.items() if size and size > 1) or "one rank"
+        if self.context_sizes:
+            sizes = (size if isinstance(size, int) else "+".join(map(str, size)) for size in self.context_sizes)
+            name += f" as CP {', '.join(map(str, sizes))}"
         flags = (
-            *("sequence_parallel", "packed", "distributed_optimizer", "average_in_collective", "overlap_grad_reduce"),
+            *(
+                "hybrid_schedule",
+                "sequence_parallel",
+                "packed",
+                "distributed_optimizer",
+                "average_in_collective",
+                "overlap_grad_reduce",
+            ),
             "calculate_per_token_loss",
         )
         return ", ".join([name, f"M{self.num_microbatches}", *(flag for flag in flags if getattr(self, flag))])
@@ -177,6 +216,7 @@ class LayoutModel:
         from megatron.core.transformer.module import Float16Module
 
         self.layout, self.tiny, self.groups = layout, tiny, resolve_groups()
+        self.context_groups = make_context_groups(layout.sizes_of_groups) if layout.context_sizes else {}
         config = transformer_config(
             num_layers=tiny.num_layers,
             hidden_size=tiny.hidden_size,
@@ -185,6 +225,7 @@ class LayoutModel:
             calculate_per_token_loss=layout.calculate_per_token_loss,
             finalize_model_grads_func=finalize_model_grads,
             bf16=tiny.bf16,
+            **({"hybrid_context_parallel": True} if layout.hybrid_schedule else {}),
             **tiny.expert_options,
         )
         stages = range(layout.virtual_pipeline) if layout.virtual_pipeline else [None]
@@ -226,21 +267,25 @@ class LayoutModel:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         models, groups, layout = self.models, self.groups, self.layout
-        batches = make_step_batches(policy_config, layout, samples, groups)
+        batches = make_step_batches(policy_config, layout, samples, groups, self.context_groups)
         forward_step = PolicyForwardStep(policy_config, vocab_size=self.tiny.true_vocab_size, reports_metrics=True)
         forward_step.announces_factor = self.announces_factor
         for model in models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()  # the optimiser left main_grad in .grad, which the next backward would add
-        iterators = [iter(batches) for _ in models]
+        iterators: list[Any] = [iter(batches) for _ in models]
+        schedule_step: Any = forward_step
+        if layout.hybrid_schedule:
+            rounds = HybridRounds(self._rounds(batches, len(samples)), groups.dp_cp)
+            iterators, schedule_step = [rounds.data_iterator()], rounds.forward_step(forward_step)
         is_chunked = len(models) > 1
         with RouteLog(models) as log, RouteChecker(models) as forward_step.route_checker:
             scaled = get_forward_backward_func()(
-                forward_step_func=forward_step,
+                forward_step_func=schedule_step,
                 data_iterator=iterators if is_chunked else iterators[0],
                 model=models if is_chunked else models[0],
-                num_microbatches=layout.num_microbatches,
-                seq_length=row_length(samples, layout) if not layout.packed else batches[0].tokens.numel() * groups.cp.size(),
+                num_microbatches=len(batches),
+                seq_length=batches[0].tokens.shape[1] * groups.cp.size(),
                 micro_batch_size=batches[0].tokens.shape[0],
                 forward_only=False,
             )
@@ -259,10 +304,17 @@ class LayoutModel:
             metrics = step_metrics(statistics, groups, has_entropy=has_entropy)
             if self.tiny.expert_options.get("num_moe_experts"):
                 metrics |= forward_step.route_checker.metrics(groups)
-        # A layer that is recomputed has its routes twice.
-        is_recomputed = any(self.tiny.expert_options.get(name) for name in ("recompute_granularity", "moe_layer_recompute"))
-        routes = {} if is_recomputed else routes_of_step(log, batches, layout, groups)
+        # A layer that is recomputed has its routes twice, and the hybrid schedule has micro-batches of its own.
+        has_no_order = layout.hybrid_schedule or any(
+            self.tiny.expert_options.get(name) for name in ("recompute_granularity", "moe_layer_recompute")
+        )
+        routes = {} if has_no_order else routes_of_step(log, batches, layout, groups, len(samples))
         return RankStep(float(loss), gradients, float(norm), metrics, reported, routes)
+
+    def _rounds(self, batches: list[PolicyBatch], num_samples: int) -> list[list[PolicyBatch]]:
+        rest = iter(batches)
+        numbers = (samples_of(self.layout, self.groups, index, num_samples) for index in range(self.layout.num_microbatches))
+        return [list(itertools.islice(rest, max(1, len(of_round)))) for of_round in numbers]
 
 
 def as_train_step_logs(reports: Sequence[dict[str, Tensor]], groups: ParallelGroups) -> dict[str, float]:
@@ -272,7 +324,9 @@ def as_train_step_logs(reports: Sequence[dict[str, Tensor]], groups: ParallelGro
     return {name: float(pair[0] / pair[1]) for name, pair in zip(names, pairs, strict=True)}
 
 
-def routes_of_step(log: RouteLog, batches: Sequence[PolicyBatch], layout: Layout, groups: ParallelGroups) -> Routes:
+def routes_of_step(
+    log: RouteLog, batches: Sequence[PolicyBatch], layout: Layout, groups: ParallelGroups, num_samples: int
+) -> Routes:
     """The routes of this rank's tokens by sample and position. Samples lie in micro-batches as make_step_batches puts them."""
     routes: Routes = {}
     for layer, maps in log.by_layer.items():
@@ -286,35 +340,64 @@ def routes_of_step(log: RouteLog, batches: Sequence[PolicyBatch], layout: Layout
                 if padding:
                     continue
                 document = bisect.bisect_right(starts, place) - 1
-                sample = groups.dp.rank() + groups.dp.size() * (microbatch + layout.num_microbatches * document)
+                sample = samples_of(layout, groups, microbatch, num_samples)[document]
                 routes[layer, sample, place - starts[document]] = tuple(row.nonzero().flatten().tolist())
     return routes
 
 
-def make_step_batches(policy_config: PolicyLossConfig, layout: Layout, step: Sequence[StepSample], groups: ParallelGroups):
-    """This rank's micro-batches. dp ranks and micro-batches take samples in turn, so prompt groups are split over both."""
-    mine = list(step)[groups.dp.rank() :: groups.dp.size()]
+def samples_of(layout: Layout, groups: ParallelGroups, microbatch: int, num_samples: int) -> range:
+    """The numbers of this rank's samples in a micro-batch, or in a round of the hybrid schedule. Ranks and micro-batches take the
+    step's samples in turn, so prompt groups are split over both."""
+    if not layout.context_sizes:
+        return range(num_samples)[groups.dp.rank() :: groups.dp.size()][microbatch :: layout.num_microbatches]
+    number, num_groups, _ = layout.place_of(groups.dp_cp.rank(), microbatch)
+    return range(num_samples)[microbatch :: layout.num_microbatches][number::num_groups]
+
+
+def make_step_batches(
+    policy_config: PolicyLossConfig,
+    layout: Layout,
+    step: Sequence[StepSample],
+    groups: ParallelGroups,
+    context_groups: Mapping[int, Group] | None = None,
+) -> list[PolicyBatch]:
+    """This rank's micro-batches. Under context_sizes, whose make_context_groups are given, samples are weighed where the layout
+    without them has them, and then moved. The hybrid schedule has a micro-batch for each sample."""
+    numbers = range(len(step))[groups.dp.rank() :: groups.dp.size()]
+    mine = [step[number] for number in numbers]
     samples, totals = weigh_samples(policy_config, mine, groups)
+    weighed = dict(zip(numbers, samples, strict=True))
+    if layout.context_sizes and groups.dp.size() > 1:
+        of_ranks: list[Any] = [None] * groups.dp.size()
+        dist.all_gather_object(of_ranks, weighed, group=process_group(groups.dp))
+        weighed = {number: sample for of_rank in of_ranks for number, sample in of_rank.items()}
+    parts = [[weighed[n] for n in samples_of(layout, groups, index, len(step))] for index in range(layout.num_microbatches)]
+    sizes = [layout.place_of(groups.dp_cp.rank(), index)[2] for index in range(layout.num_microbatches)]
+    if layout.hybrid_schedule:
+        sizes = [size for size, part in zip(sizes, parts, strict=True) for _ in range(max(1, len(part)))]
+        parts = [part[index : index + 1] for part in parts for index in range(max(1, len(part)))]
     context = StepContext(
         totals=totals,
-        num_microbatches=layout.num_microbatches,
+        num_microbatches=len(parts),
         policy_version=POLICY_VERSION,
         counts_phantoms=any(sample.rollout_log_probs is not None for sample in step),
         num_routed_tokens=count_routed_tokens(policy_config, mine, groups),
     )
-    parts = [samples[index :: layout.num_microbatches] for index in range(layout.num_microbatches)]
+    make = functools.partial(_packed_batch if layout.packed else _padded_batch, step, layout, parts, context)
+    return [make(part, size, (context_groups or {}).get(size, groups.cp)) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _padded_batch(step, layout: Layout, parts, context: StepContext, part, size: int, cp_group: Group) -> PolicyBatch:
+    num_rows, longest = max(map(len, parts)), row_length(step, layout.over(size))
     device = torch.device(torch.cuda.current_device())
-    whole_row = row_length(step, layout)
-    if not layout.packed:
-        num_rows = max(len(part) for part in parts)
-        return [
-            make_padded_batch(part, context, num_rows=num_rows, row_length=whole_row, cp_group=groups.cp, device=device)
-            for part in parts
-        ]
-    multiple = _local_multiple(layout)
-    lengths = [sum(padded_length(len(sample.tokens), layout.context) for sample in part) for part in parts]
-    packed_length = padded_length(max(lengths) + 1, layout.context, multiple=multiple)
-    return [make_packed_batch(part, context, row_length=packed_length, cp_group=groups.cp, device=device) for part in parts]
+    return make_padded_batch(part, context, num_rows=num_rows, row_length=longest, cp_group=cp_group, device=device)
+
+
+def _packed_batch(step, layout: Layout, parts, context: StepContext, part, size: int, cp_group: Group) -> PolicyBatch:
+    longest = max(sum(padded_length(len(sample.tokens), size) for sample in part) for part in parts)
+    length = padded_length(longest + 1, size, multiple=_local_multiple(layout))
+    device = torch.device(torch.cuda.current_device())
+    return make_packed_batch(part, context, row_length=length, cp_group=cp_group, device=device)
 
 
 def _local_multiple(layout: Layout) -> int:
@@ -324,7 +407,7 @@ def _local_multiple(layout: Layout) -> int:
 def row_length(step: Sequence[StepSample], layout: Layout) -> int:
     """The length of the longest sample's row, padded for this layout."""
     longest = max(len(sample.tokens) for sample in step)
-    return padded_length(longest, layout.context, multiple=_local_multiple(layout))
+    return max(padded_length(longest, size, multiple=_local_multiple(layout)) for size in layout.sizes_of_groups)
 
 
 def gather_distributed_gradients(models) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.testing.comparison import cause_of_gradient
-from megatron_rl.testing.layout_step import Layout, StepSample
+from megatron_rl.testing.layout_step import Layout, StepSample, samples_of
 from megatron_rl.testing.loss_batch import LossBatch, WholeStep
 from megatron_rl.testing.rank_groups import make_groups
 from megatron_rl.testing.ranks import RankError, RankPool
@@ -25,7 +25,7 @@ from megatron_rl.testing.reference import ragged_samples
 ROUNDING = 4e-3
 OWN_FOLDER = str(Path(__file__).parent)
 # The sizes of a layout that a loss of logits depends on.
-SUPPORTED = ("tensor", "context", "data", "num_microbatches")
+SUPPORTED = ("tensor", "context", "data", "num_microbatches", "context_sizes")
 # With Megatron: a loss may find groups of experts in parallel_state, and must not use them for its own.
 SUPPORTED_WITH_MEGATRON = ("expert", "expert_tensor")
 LAYOUTS = (
@@ -34,6 +34,7 @@ LAYOUTS = (
     Layout(data=4, num_microbatches=3),
     Layout(context=2),
     Layout(context=2, data=2, num_microbatches=3),
+    Layout(data=4, num_microbatches=3, context_sizes=(4, (2, 1, 1), 1)),
     Layout(tensor=2),
     Layout(tensor=2, context=2),
 )
@@ -154,13 +155,14 @@ def _check_layouts(layouts: Sequence[Layout], vocab_size: int, use_megatron: boo
 
 
 def _parts_on_rank(rank: int, layout: Layout, num_calls: int, *shared) -> list[_Part]:
-    groups = make_groups(rank, layout)
+    by_size = {size: make_groups(rank, layout.over(size)) for size in layout.sizes_of_groups}
+    groups = [by_size[layout.place_of(rank // layout.tensor, index)[2]] for index in range(layout.num_microbatches)]
     return [_part(layout, groups, *shared) for _ in range(num_calls)]
 
 
 def _part(
     layout: Layout,
-    groups: ParallelGroups,
+    groups_of: list[ParallelGroups],  # by micro-batch
     loss: Loss,
     samples: list[StepSample],
     reduction: str,
@@ -168,12 +170,12 @@ def _part(
     dtype: torch.dtype,
 ) -> _Part:
     step = WholeStep(samples, vocab_size, dtype)
-    tp_rank, columns = groups.tp.rank(), vocab_size // layout.tensor
+    tp_rank, columns = groups_of[0].tp.rank(), vocab_size // layout.tensor
     shard = slice(tp_rank * columns, (tp_rank + 1) * columns)
     gradient = torch.zeros_like(step.logits)
     has_graph = reaches_padding = False
-    for index in range(layout.num_microbatches):
-        mine = list(range(len(samples)))[groups.dp.rank() :: layout.data][index :: layout.num_microbatches]
+    for index, groups in enumerate(groups_of):
+        mine = list(samples_of(layout, groups, index, len(samples)))
         batch, rows, is_token = step.batch(mine, layout, groups, vocab_start=shard.start)
         leaf = step.logits[rows, shard].clone().requires_grad_()
         value = loss(leaf.clone(), batch)  # a model's logits are no leaf either: they may be changed in place

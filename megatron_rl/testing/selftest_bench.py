@@ -35,6 +35,8 @@ class Bench:
     """Whose gradients a probe of the schedule measures: "dense", "experts"."""
     router_losses: Sequence[str] = ()
     """The auxiliary losses of routers that are exact here."""
+    has_own_groups: bool = False
+    """Whether micro-batches can be cut over context-parallel groups of other sizes than the layout's."""
     left_out: Sequence[str]
     cuts: dict[str, tuple[float, float]]
     """As in Setting."""

@@ -7,6 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, process_group
+from megatron_rl.megatron.context_groups import packed_params_name_groups
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.probe import megatron_version, probe_schedule, reduces_experts_apart
@@ -61,7 +63,8 @@ class WholeSteps(Bench):
         self.router_losses, without_router_losses = exact_router_losses(self.layout) if has_experts else ((), ())
         self.left_out = (WITHOUT_TRANSFORMER_ENGINE, *without_router_losses)
         self.cuts = {}
-        self._models: dict[bool, LayoutModel] = {}
+        self.has_own_groups = self.layout.data * self.layout.context > 1 and packed_params_name_groups()
+        self._models: dict[tuple[bool, bool], LayoutModel] = {}
         self._router_models: dict[bool, RouterLossModel] = {}
 
     def prepare(self, cases: Sequence[Case]) -> None:
@@ -81,25 +84,34 @@ class WholeSteps(Bench):
         return ratio
 
     def loss(self, case: Case) -> Measured:
-        model, of_loss = self._model(is_per_token=case.is_per_token), self.truths[case.policy_loss, case.term]
+        model, of_loss = self._model(case.is_per_token, case.has_own_groups), self.truths[case.policy_loss, case.term]
         found = model.step(case.config, of_loss.samples)
         return {"": compare(found, of_loss.by_aggregation[case.aggregation], model.groups)}
 
     def router_loss(self, name: str, *, is_per_token: bool) -> Measured:
         if is_per_token not in self._router_models:
-            model = RouterLossModel(*self._built(is_per_token), model_of_router_losses(self.tiny))
+            model = RouterLossModel(*self._built(is_per_token, False), model_of_router_losses(self.tiny))
             self._router_models[is_per_token] = model
         return compare_router_loss(self._router_models[is_per_token], name, self.of_routers)
 
-    def _model(self, *, is_per_token: bool) -> LayoutModel:
+    def _model(self, is_per_token: bool, has_own_groups: bool) -> LayoutModel:
         """Under one contract, built for its first row."""
-        if is_per_token not in self._models:
-            self._models[is_per_token] = LayoutModel(*self._built(is_per_token), self.tiny)
-            self._models[is_per_token].announces_factor = False  # a row says how large a wrong factor is
-        return self._models[is_per_token]
+        key = is_per_token, has_own_groups
+        if key not in self._models:
+            self._models[key] = LayoutModel(*self._built(*key), self.tiny)
+            self._models[key].announces_factor = False  # a row says how large a wrong factor is
+        return self._models[key]
 
-    def _built(self, is_per_token: bool) -> tuple[Layout, int]:
-        return replace(self.layout, calculate_per_token_loss=is_per_token), row_length(self.samples, self.layout)
+    def _built(self, is_per_token: bool, has_own_groups: bool) -> tuple[Layout, int]:
+        layout = with_own_groups(self.layout) if has_own_groups else self.layout
+        return replace(layout, calculate_per_token_loss=is_per_token), row_length(self.samples, layout)
+
+
+def with_own_groups(layout: Layout) -> Layout:
+    """Its micro-batches over all ranks of dp x cp, then over fewer, down to one."""
+    ranks = layout.data * layout.context
+    sizes = [size for size in range(ranks, 0, -1) if ranks % size == 0]
+    return replace(layout, context_sizes=tuple(islice(cycle(sizes), layout.num_microbatches)))
 
 
 def truths_of(samples: list[StepSample], tiny: TinyGPT, cases: Sequence[Case]) -> Truths:

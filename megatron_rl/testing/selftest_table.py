@@ -49,7 +49,8 @@ def table(runs_triton: Callable[[Case], bool]) -> list[Row]:
         row_of_probe("schedule probe, experts", "experts"),
     ]
     on_triton = [case for case in cases_of(Backend.TRITON) if runs_triton(case)]
-    for is_per_token, cases in ((False, [*cases_of(Backend.TORCH), *on_triton]), (True, per_token_cases())):
+    of_torch = [*cases_of(Backend.TORCH), *own_group_cases()]
+    for is_per_token, cases in ((False, [*of_torch, *on_triton]), (True, per_token_cases())):
         rows += map(row_of_loss, cases)
         rows += [row_of_router_loss(name, is_per_token=is_per_token) for name in ROUTER_LOSSES]
     return rows
@@ -62,7 +63,7 @@ def row_of_probe(name: str, gradients: str) -> Row:
 def row_of_loss(case: Case) -> Row:
     def runs_when(bench: Bench) -> bool:
         is_of_a_step = case.is_per_token or case.term in OF_STEPS
-        return bench.megatron_version is not None or not is_of_a_step
+        return (bench.has_own_groups or not case.has_own_groups) and (bench.megatron_version is not None or not is_of_a_step)
 
     return Row(str(case), runs_when, lambda bench: bench.loss(case), case=case)
 
@@ -78,6 +79,12 @@ def cases_of(backend: Backend) -> list[Case]:
         Case(policy_loss, aggregation, head, backend) for head in heads for policy_loss in CLIPS for aggregation in AGGREGATIONS
     ]
     return plain + [Case(loss, aggregation, head, backend, term=term) for head in heads for loss, aggregation, term in term_pairs()]
+
+
+def own_group_cases() -> list[Case]:
+    """A loss of tokens and one of whole samples, whose sums go over the micro-batch's group."""
+    pairs = (("grpo", "token_mean"), ("gspo", "sample_mean"))
+    return [Case(*pair, head, has_own_groups=True) for head in (LOGITS, FUSED) for pair in pairs]
 
 
 def per_token_cases() -> list[Case]:

@@ -111,7 +111,8 @@ def term_pairs() -> Iterator[tuple[str, str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step of one loss. is_per_token: under Megatron's calculate_per_token_loss, for token_mean alone. term: of TERMS."""
+    """A step of one loss. is_per_token: under Megatron's calculate_per_token_loss, for token_mean alone. term: of TERMS.
+    has_own_groups: each micro-batch is cut over context-parallel groups of another size."""
 
     policy_loss: str
     aggregation: str
@@ -119,6 +120,7 @@ class Case:
     backend: str = Backend.TORCH
     is_per_token: bool = False
     term: str = ""
+    has_own_groups: bool = False
 
     @property
     def of_truth(self) -> tuple[str, str, str]:
@@ -128,7 +130,8 @@ class Case:
     def __str__(self) -> str:
         contract = ", per-token" if self.is_per_token else ""
         term = f", {self.term}" if self.term else ""
-        return f"{self.policy_loss} {self.aggregation}, {self.head}, {self.backend}{contract}{term}"
+        own_groups = ", own cp groups" if self.has_own_groups else ""
+        return f"{self.policy_loss} {self.aggregation}, {self.head}, {self.backend}{contract}{term}{own_groups}"
 
     @property
     def config(self) -> PolicyLossConfig:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron_rl.errors import DataError
 from megatron_rl.layout.context_parallel import local_positions, padded_length
 from megatron_rl.layout.groups import (
+    Group,
     ParallelGroups,
     all_gather_stack,
     all_reduce_max,
@@ -255,7 +256,7 @@ def _next_tokens(
             whole[row, : len(sequence)] = torch.tensor(sequence)
         batch = _PaddedPrompts(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
         row_positions = (torch.arange(len(sequences))[:, None] * row_length + order).flatten()
-        with recording(recorder, row_positions, batch.tokens), nullcontext() if cache is None else cache.filled():
+        with recording(recorder, row_positions, batch.tokens, groups.cp), nullcontext() if cache is None else cache.filled():
             chosen = forward_only(model, batch, choose, groups, head, places)
     else:
         newest = torch.zeros(1, -(-len(sequences) // multiple) * multiple, dtype=torch.int64)
@@ -280,6 +281,7 @@ class _PaddedPrompts:
     position_ids: Tensor
     is_padding: Tensor | None = None
     packed_seq_params: object | None = None
+    cp_group: Group | None = None
     replayed_routes: Tensor | None = None
 
 

@@ -1,0 +1,304 @@
+"""Context parallelism that changes inside a step: what the layers, the checks and the schedule get from a micro-batch's own group.
+
+test_layouts.py has the gradients, on layouts with `context_sizes`; the selftest has rows of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from helpers import error_of, pool_of
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import SINGLE, SingleProcess, have_same_ranks, make_context_groups, resolve_groups
+from megatron_rl.megatron import forward_step as forward_step_module
+from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
+from megatron_rl.megatron.context_groups import packed_params_of
+from megatron_rl.megatron.forward_step import PolicyForwardStep
+from megatron_rl.megatron.hybrid_schedule import HybridRounds
+from megatron_rl.megatron.model import build_gpt_model, transformer_config
+from megatron_rl.megatron.responses import response_log_probs
+from megatron_rl.testing import layout_step
+from megatron_rl.testing.invariance import Layout, TinyGPT, step_on_layout
+from megatron_rl.testing.layout_step import LayoutModel
+from megatron_rl.testing.reference import ragged_samples
+from megatron_rl.validation.model_settings import model_problems
+
+pytestmark = pytest.mark.megatron
+CPU = torch.device("cpu")
+CONFIG = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", clip_ratio_low=0.1, clip_ratio_high=0.2)
+# Float32 sums in another order; test_layouts.py says why a layout may double 6e-7.
+TOLERANCE = 1e-5
+pool = pool_of(4)
+
+
+# Groups
+
+
+def groups_on_rank(rank: int, sizes: list[int]) -> tuple[dict[int, tuple[int, list[int]]], str, list[bool]]:
+    made = make_context_groups(sizes)
+    own = resolve_groups()
+    members = {size: (group.rank(), torch.distributed.get_process_group_ranks(group)) for size, group in made.items()}
+    alike = [have_same_ranks(made[4], own.dp_cp), have_same_ranks(made[2], own.dp_cp), have_same_ranks(made[1], SINGLE)]
+    return members, error_of(lambda: make_context_groups([3])), alike
+
+
+def test_groups_are_of_neighbours_in_dp_cp(pool):
+    answers = pool.run(groups_on_rank, [1, 2, 4], world_size=4, context_parallel_size=2)
+    for rank, (members, error, alike) in enumerate(answers):
+        first = rank // 2 * 2
+        assert members == {1: (0, [rank]), 2: (rank % 2, [first, first + 1]), 4: (rank, [0, 1, 2, 3])}
+        assert error == "ConfigError: context-parallel sizes [3] do not divide the 4 ranks of dp x cp: choose of 1, 2, 4"
+        assert alike == [True, False, True]
+
+
+# Layers
+
+
+def tiny(**options: object) -> TinyGPT:
+    return TinyGPT(num_layers=2, experts=tuple(options.items()))
+
+
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OWN = Layout(data=2, num_microbatches=2, context_sizes=(2, 1), packed=True)
+
+
+@pytest.mark.parametrize("options", [RECOMPUTED, {}], ids=["recomputed", "kept"])
+def test_layers_have_the_group_of_their_microbatch_in_forward_and_where_backward_recomputes(pool, options):
+    """Backward recomputes the first micro-batch at once here; under a pipeline another one has been forwarded meanwhile."""
+    for layout in (OWN, Layout(pipeline=2, data=2, num_microbatches=4, context_sizes=(1, 2, 2, 1), packed=True)):
+        model = tiny(**options)
+        alone, found = (step_on_layout(pool, where, ragged_samples(), CONFIG, model) for where in (Layout(), layout))
+        assert found.gradient_error(alone) < TOLERANCE, layout
+
+
+def sticky_on_rank(rank: int) -> list[tuple[str, int | None, bool]]:
+    """(format, local_cp_size, whether the group is the model's) of the forwards of one model, and what a layer holds behind them."""
+    model = LayoutModel(Layout(context=2), 8, TinyGPT(num_layers=1)).models[0]
+    own, made = resolve_groups(model).cp, make_context_groups([1, 2])
+    samples, totals = weigh_samples(CONFIG, ragged_samples()[:1], resolve_groups())
+    context = StepContext(totals=totals, num_microbatches=1)
+
+    def forward(cp_group, is_packed: bool) -> tuple[str, int | None, bool]:
+        shape = {"row_length": 64, "cp_group": cp_group, "device": CPU}
+        make = make_packed_batch if is_packed else lambda *given, **named: make_padded_batch(*given, num_rows=2, **named)
+        batch = make(samples, context, **shape)
+        params = packed_params_of(model, model.config, batch)
+        if params is None:
+            return "none", None, False
+        bounds = [] if is_packed else [0, 64, 128]
+        assert is_packed or (params.cu_seqlens_q.tolist() == bounds and params.max_seqlen_q == 64)
+        assert params is not batch.packed_seq_params or params.cp_group is None
+        return params.qkv_format, params.local_cp_size, params.cp_group is own
+
+    rows = [forward(own, False), forward(made[2], True), forward(made[1], True), forward(made[1], False), forward(own, True)]
+    layer = model.module.decoder.layers[0].self_attention
+    with pytest.raises(TypeError):  # a forward that raises leaves the layer as it was
+        layer(torch.zeros(1), None, packed_seq_params=SimpleNamespace(cp_group=made[1]), nothing=1)
+    assert layer.pg_collection.cp is own or have_same_ranks(layer.pg_collection.cp, own)
+    return [*rows, forward(own, False)]
+
+
+def test_a_model_that_met_another_group_names_each_group_from_then_on(pool):
+    """Transformer Engine's layers keep the last group that they were given."""
+    for rows in pool.run(sticky_on_rank, world_size=2, context_parallel_size=2):
+        before = [("none", None, False), ("thd", None, False)]
+        own_groups = [("thd", 1, False), ("sbhd", 1, False)]
+        assert rows == [*before, *own_groups, ("thd", 2, True), ("sbhd", 2, True)]
+
+
+def refused_on_rank(rank: int) -> dict[str, str]:
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    def error(change=lambda model: None, cp_group=None, **settings) -> str:
+        config = transformer_config(num_layers=1, hidden_size=8, num_attention_heads=2)
+        model = build_gpt_model(config, vocab_size=16, max_sequence_length=8)
+        vars(config).update(settings)
+        change(model)
+        batch = SimpleNamespace(cp_group=made[1] if cp_group is None else cp_group, packed_seq_params=None)
+        return error_of(lambda: packed_params_of(model, config, batch))
+
+    def with_core(kind: type) -> object:
+        def change(model) -> None:
+            model.decoder.layers[0].self_attention.core_attention.__class__ = kind
+
+        return change
+
+    def with_mamba(model) -> None:
+        model.mixer = type("MambaMixer", (torch.nn.Module,), {"__module__": "megatron.core.ssm.mamba_mixer"})()
+
+    made = make_context_groups([1])
+    with mock.patch("megatron_rl.megatron.context_groups.packed_params_name_groups", lambda: False):
+        old = error()
+    return {
+        "old": old,
+        "single": error(cp_group=SINGLE),
+        "core": error(with_core(DotProductAttention)),
+        "mamba": error(with_mamba),
+        "latent": error(multi_latent_attention=True, mtp_num_layers=1),
+        "graph": error(cuda_graph_impl="local"),
+        "hierarchical": error(hierarchical_context_parallel_sizes=[1, 2]),
+    }
+
+
+def test_what_cannot_take_a_group_of_its_own_is_refused_by_name(pool):
+    start = "a micro-batch over 1 context-parallel ranks, in a model with 2: "
+    for errors in pool.run(refused_on_rank, world_size=2, context_parallel_size=2):
+        assert all(start in error for error in errors.values())
+        assert "has no cp_group; install megatron-core 0.16 or later" in errors["old"]
+        assert "SINGLE is no process group" in errors["single"] and "make_context_groups" in errors["single"]
+        assert "DotProductAttention does not read the group in packed_seq_params" in errors["core"]
+        assert "its state-space layers exchange over the model's group alone" in errors["mamba"]
+        assert "multi_latent_attention=True: its layers" in errors["latent"] and "mtp_num_layers=1: multi-" in errors["latent"]
+        assert "cuda_graph_impl='local': a graph repeats the group" in errors["graph"]
+        assert "hierarchical_context_parallel_sizes=[1, 2]: its groups are made once" in errors["hierarchical"]
+
+
+def log_probs_on_rank(rank: int, layout: Layout) -> list[list[float]]:
+    model = LayoutModel(layout, 64, TinyGPT(num_layers=1)).models[0]
+    groups = resolve_groups()
+    batches = layout_step.make_step_batches(CONFIG, layout, ragged_samples(), groups, make_context_groups(layout.sizes_of_groups))
+    chosen = [layout_step.samples_of(layout, groups, index, 16) for index in range(layout.num_microbatches)]
+    lengths = [[(len(s.tokens), len(s.loss_mask)) for s in (ragged_samples()[n] for n in part)] for part in chosen]
+    named = {"temperature": 1.0, "vocab_size": 61, "backend": "torch", "groups": groups}
+    found = response_log_probs(model, batches, lengths, **named)
+    return {
+        number: values.tolist() for part, rows in zip(chosen, found, strict=True) for number, values in zip(part, rows, strict=True)
+    }
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_log_probs_of_responses_are_whole_over_each_group(pool, packed):
+    """Old log-probabilities on the layout of the step: a sum over the model's group would add other samples."""
+    layout = Layout(data=2, num_microbatches=2, context_sizes=(2, 1), packed=packed)
+    [alone] = pool.run(log_probs_on_rank, replace(layout, data=1, context_sizes=()), world_size=1)
+    for found in pool.run(log_probs_on_rank, layout, world_size=2):
+        assert len(found) == 12  # the 8 of the first micro-batch, and half of the second's
+        for number, values in found.items():
+            assert values == pytest.approx(alone[number], abs=2e-5)  # of float32 logits, summed in another order
+
+
+# Checks
+
+
+def test_the_first_microbatches_are_counted_by_group():
+    """Ranks that meet in a group may have had other micro-batches before. One number for all would let one rank compare and wait,
+    and the other go on."""
+    numbers: list[int] = []
+    forward_step = PolicyForwardStep(CONFIG, vocab_size=8)
+    batch = SimpleNamespace(token_counts=torch.ones(1), ref_log_probs=None, rollout_log_probs=None, regularizer_weights=None)
+    first, second = SingleProcess(), SingleProcess()
+    with mock.patch.object(forward_step_module, "checks_microbatch", numbers.append):
+        for group in (first, second, second, first, second):
+            batch.cp_group = group
+            options = forward_step._loss_options(batch, SimpleNamespace(tp=SINGLE, cp=SINGLE), None)
+            assert options["cp_group"] is group
+    assert numbers == [0, 0, 1, 1, 2]
+
+
+# Experts
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_layer_freq": (0, 1),
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+}
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_experts_and_the_exact_z_loss_take_groups_of_their_own(pool, expert):
+    """The z-loss is a sum over tokens, whatever group they lie in. Its coefficient makes it half of the gradient."""
+    layout, options = Layout(data=2, expert=expert, num_microbatches=2, context_sizes=(2, 1)), {**EXPERTS, "moe_z_loss_coeff": 0.1}
+    config = replace(CONFIG, router_aux_loss="exact")
+    alone, found, without = (
+        step_on_layout(pool, where, ragged_samples(), config, tiny(**given))
+        for where, given in ((Layout(), options), (layout, options), (Layout(), EXPERTS))
+    )
+    assert found.gradient_error(alone) < TOLERANCE and without.gradient_error(alone) > 0.1
+    assert found.routes == alone.routes
+
+
+def losses_refused_on_rank(rank: int, mode: str | None, options: dict) -> str:
+    layout = Layout(data=2, num_microbatches=2, context_sizes=(2, 1))
+    model = LayoutModel(layout, 64, tiny(**options))
+    return error_of(lambda: model.step(replace(CONFIG, router_aux_loss=mode), ragged_samples()))
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("exact", {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}),
+        ("host", {"moe_z_loss_coeff": 0.1}),
+    ],
+    ids=["exact", "host"],
+)
+def test_balancing_losses_of_routers_are_refused(pool, mode, options):
+    name = "aux_loss" if mode == "exact" else "z_loss"
+    for error in pool.run(losses_refused_on_rank, mode, EXPERTS | options, world_size=2):
+        assert f"{name} with a micro-batch over 2 context-parallel ranks, in a model with 1: its routers balance" in error
+
+
+# Megatron-Core's own scheduler and schedule
+
+
+def planned_on_rank(rank: int, num_tokens: int) -> tuple[layout_step.RankStep, list[list[list[int]]], int]:
+    """Rounds that Megatron-Core's scheduler makes of the samples' lengths, through its schedule."""
+    from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
+
+    samples, dp_cp = ragged_samples(), resolve_groups().dp_cp
+    scheduler = BalancedCPScheduler(max_seq_len_per_rank=num_tokens, dp_cp_group=dp_cp)
+    _, plan = scheduler.get_groups_and_subsamples([(number, len(sample.tokens)) for number, sample in enumerate(samples)], None)
+
+    def sizes(of_round: list[list[int]]) -> tuple[int, ...]:
+        of_ranks = [sum(bool(set(numbers) & set(others)) for others in of_round) for numbers in of_round]
+        starts, found = 0, []
+        while starts < len(of_ranks):
+            found.append(of_ranks[starts])
+            starts += of_ranks[starts]
+        return tuple(found)
+
+    layout = Layout(data=4, num_microbatches=len(plan), context_sizes=tuple(map(sizes, plan)), hybrid_schedule=True, packed=True)
+    with mock.patch.object(layout_step, "samples_of", lambda layout, groups, index, number: plan[index][groups.dp_cp.rank()]):
+        model = LayoutModel(layout, 64, TinyGPT(num_layers=1))
+        return model.step(CONFIG, samples), plan, sum(len(of_round[rank]) for of_round in plan)
+
+
+def test_a_plan_of_megatrons_scheduler_trains_the_gradient_of_one_rank(pool):
+    """Different groups and different numbers of micro-batches by rank, in rounds, as Megatron-Core plans them."""
+    from megatron_rl.testing.invariance import merged
+
+    alone = step_on_layout(pool, Layout(), ragged_samples(), CONFIG, TinyGPT(num_layers=1))
+    answers = pool.run(planned_on_rank, 8, world_size=4)
+    plan = answers[0][1]
+    sizes = {len([1 for others in of_round if number in others]) for of_round in plan for numbers in of_round for number in numbers}
+    assert sizes == {1, 2, 4} or sizes == {1, 2}, plan
+    assert len({number for _, _, number in answers}) > 1 or len(plan) > 1
+    found = merged([step for step, _, _ in answers])
+    assert found.gradient_error(alone) < TOLERANCE and found.loss == pytest.approx(alone.loss, rel=1e-5)
+
+
+def test_the_last_round_needs_a_microbatch():
+    batch = SimpleNamespace(cp_group=SINGLE)
+    for rounds in ([], [[batch], []]):
+        with pytest.raises(ConfigError, match="the last of the rounds has no micro-batch on this rank"):
+            HybridRounds(rounds, SINGLE)
+
+
+def test_own_loops_may_have_what_hosts_may_not():
+    hybrid = {"hybrid_context_parallel": True, "expert_model_parallel_size": 1}
+    [of_host] = model_problems(hybrid)
+    assert "each micro-batch then has a context-parallel group of its own, and this launch cuts all of them" in of_host
+    assert list(model_problems(hybrid, has_own_groups=True)) == []
+    [of_newer] = model_problems({"dynamic_context_parallel": True})
+    assert "remove --dynamic-context-parallel" in of_newer
+    for name in ("expert_model_parallel_size", "pipeline_model_parallel_size"):
+        [waits] = model_problems(hybrid | {name: 2}, has_own_groups=True)
+        assert waits.startswith(f"hybrid_context_parallel=True with {name}=2: these ranks would run different numbers")
