@@ -15,7 +15,8 @@ from helpers import error_of, pool_of
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import SINGLE, SingleProcess, have_same_ranks, make_context_groups, resolve_groups
+from megatron_rl.layout.context_groups import have_same_ranks, make_context_groups
+from megatron_rl.layout.groups import SINGLE, SingleProcess, resolve_groups
 from megatron_rl.megatron import forward_step as forward_step_module
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.context_groups import packed_params_of
@@ -78,7 +79,7 @@ def test_layers_have_the_group_of_their_microbatch_in_forward_and_where_backward
 
 
 def sticky_on_rank(rank: int) -> list[tuple[str, int | None, bool]]:
-    """(format, local_cp_size, whether the group is the model's) of the forwards of one model, and what a layer holds behind them."""
+    """(format, local_cp_size, whether the group is the model's) of the forwards of one model."""
     model = LayoutModel(Layout(context=2), 8, TinyGPT(num_layers=1)).models[0]
     own, made = resolve_groups(model).cp, make_context_groups([1, 2])
     samples, totals = weigh_samples(CONFIG, ragged_samples()[:1], resolve_groups())

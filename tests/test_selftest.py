@@ -39,6 +39,7 @@ from megatron_rl.testing.selftest_steps import WholeSteps, check_megatron, model
 from megatron_rl.testing.selftest_table import (
     Choice,
     cases_of,
+    own_group_cases,
     per_token_cases,
     row_of_loss,
     row_of_router_loss,
@@ -107,10 +108,10 @@ def without_the_gradient_divisor(right, *args, gradient_divisor, **others):
 
 
 RIGHT = {
-    "CP2": (Layout(context=2), (OF_LOGITS, PER_TOKEN)),
+    "CP2": (Layout(context=2), (OF_LOGITS, PER_TOKEN, *own_group_cases()[::3])),
     "TP2+SP, packed": (Layout(tensor=2, sequence_parallel=True, packed=True), (OF_HIDDEN_STATES, PER_TOKEN)),
     "PP2": (Layout(pipeline=2), (OF_LOGITS, OF_A_DIVISOR)),
-    "DP2, distributed optimiser": (Layout(distributed_optimizer=True), (OF_HIDDEN_STATES,)),
+    "DP2, distributed optimiser": (Layout(distributed_optimizer=True), (OF_HIDDEN_STATES, own_group_cases()[2])),
 }
 MISTAKES = {
     "FB-21 1/cp": (
@@ -474,7 +475,7 @@ def test_every_loss_aggregation_head_and_backend_has_a_row():
     assert list(map(len, few)) == [len(CLIPS), len(AGGREGATIONS), 2], "a command's tests run each once"
     rows = table(lambda case: True)
     cases = [row.case for row in rows if row.case is not None]
-    assert len(cases) == 2 * ROWS + len(per_token_cases()) and len(per_token_cases()) == 2 * len(CLIPS)
+    assert len(cases) == 2 * ROWS + len(per_token_cases()) + len(own_group_cases()) and len(per_token_cases()) == 2 * len(CLIPS)
     assert len({row.name for row in rows}) == len(rows)
     assert {case.aggregation for case in cases} == set(AGGREGATIONS) and {case.backend for case in cases} == {"torch", "triton"}
     assert {case.config.kl_estimator for case in cases} == set(kl_estimator_names())

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import SINGLE, Group, have_same_ranks, resolve_groups
+from megatron_rl.layout.context_groups import have_same_ranks
+from megatron_rl.layout.groups import SINGLE, Group, resolve_groups
 from megatron_rl.megatron.attention import PackedAttention
 from megatron_rl.megatron.batch import ForwardInput
 from megatron_rl.megatron.model import find_gpt_model
@@ -71,7 +72,7 @@ def own_group_problems(bare: nn.Module, config: TransformerConfig, group: Group)
         yield "PackedSeqParams of the installed Megatron-Core has no cp_group; install megatron-core 0.16 or later"
         return
     if group is SINGLE:
-        yield "SINGLE is no process group, which the layers need; take the group of one rank from layout.groups.make_context_groups"
+        yield "SINGLE is no process group, which layers need; take that of one rank from layout.context_groups.make_context_groups"
     settings = vars(config)
     for name, why in _SETTINGS.items():
         if settings.get(name) not in (None, False, 0, "none"):

@@ -50,11 +50,13 @@ class HybridRounds:
     def data_iterator(self) -> Iterator[tuple[dict[int, dict[str, Any]], list[list[list[int]]]]]:
         """Of one step, as Megatron-Core's HybridCPDataLoaderWrapper has it: samples by number, and their numbers by round and dp-cp
         rank. Of the other ranks only this rank's samples are known, and the schedule reads no more."""
-        numbers, samples, of_ranks = count(), {}, []
+        numbers, of_ranks = count(), []
+        samples: dict[int, dict[str, Any]] = {}
         places = {rank: place for place, rank in enumerate(_ranks(self._dp_cp))}
         for batches in self._rounds:
             of_round: list[list[int]] = [[] for _ in places]
-            for batch, number in zip(batches, numbers, strict=False):
+            for batch in batches:
+                number = next(numbers)
                 samples[number] = {}
                 for rank in _ranks(batch.cp_group):
                     of_round[places[rank]].append(number)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.layout.context_groups import make_context_groups
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import (
     Group,
@@ -24,7 +25,6 @@ from megatron_rl.layout.groups import (
     all_gather_stack,
     all_reduce_sum,
     broadcast_from_last,
-    make_context_groups,
     process_group,
     resolve_group,
     resolve_groups,
@@ -138,8 +138,8 @@ class Layout:
         sizes |= {"EP": self.expert, "ETP": self.expert_tensor}
         name = "x".join(f"{letters}{size}" for letters, size in sizes.items() if size and size > 1) or "one rank"
         if self.context_sizes:
-            sizes = (size if isinstance(size, int) else "+".join(map(str, size)) for size in self.context_sizes)
-            name += f" as CP {', '.join(map(str, sizes))}"
+            parts = (str(size) if isinstance(size, int) else "+".join(map(str, size)) for size in self.context_sizes)
+            name += f" as CP {', '.join(parts)}"
         flags = (
             *(
                 "hybrid_schedule",

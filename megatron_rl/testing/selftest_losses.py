@@ -50,7 +50,7 @@ class LossesAlone(Bench):
             )
         layout = complete_layout(asked, world_size)
         switches = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(asked, name)]
-        self.layout = replace(layout, packed=True, **dict.fromkeys(switches, False))
+        self.layout = replace(layout, packed=True, sequence_parallel=False, distributed_optimizer=False)
         self.left_out = (ALONE, *(name.replace("_", " ") + ": Megatron's" for name in switches))
         self.cuts = {}
         self.device = join_ranks()
