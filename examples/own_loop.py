@@ -16,7 +16,7 @@ from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.testing.invariance import StepSample
 from megatron_rl.testing.step_check import check_step
 
-VOCABULARY, LENGTH, PROMPT, SAMPLES, SAMPLES_PER_PROMPT, MICROBATCHES = 16, 12, 4, 24, 4, 2
+VOCABULARY, LENGTH, PROMPT, SAMPLES, SAMPLES_PER_PROMPT, MICROBATCHES = 16, 12, 4, 24, 3, 3
 
 
 def build():  # plain Megatron-Core: put your own model and optimiser here
@@ -46,6 +46,7 @@ def main():
     tokens, advantages = torch.randint(VOCABULARY, (SAMPLES, LENGTH), device=device), torch.randn(SAMPLES, device=device)
     prompts = [index // SAMPLES_PER_PROMPT for index in range(SAMPLES)]
     lengths = 1 + torch.arange(SAMPLES, device=device) * 3 % 7  # responses of 1 to 7 tokens; the rest is padding
+    old = -2.8 + 0.2 * torch.randn(SAMPLES, LENGTH, device=device)  # log-probabilities of the policy that took the rollout
     mine = list(range(groups.dp.rank(), SAMPLES, groups.dp.size()))  # any division of the samples will do
     positions = torch.arange(LENGTH, device=device)
     places = positions - (PROMPT - 1)  # the logits at a position predict the next token, of this place in the response
@@ -61,7 +62,8 @@ def main():
         bounds = torch.arange(len(rows) + 1, dtype=torch.int32, device=device) * LENGTH
         mask = is_trained[index].flatten()
         labels = tokens[index].roll(-1, 1).flatten()
-        output = grpo_loss(logits.flatten(0, 1), labels, None, advantages[index], mask, bounds, weights[rows])  # (3)
+        old_here = old[index].flatten()  # at the row that predicts the token
+        output = grpo_loss(logits.flatten(0, 1), labels, old_here, advantages[index], mask, bounds, weights[rows])  # (3)
         tokens_here = int(mask.sum())
         return scale_for_schedule(  # (4) undoes what schedule and DDP divide
             output.loss, len(batches), totals=totals, num_local_tokens=tokens_here, config=config, groups=groups
@@ -72,9 +74,8 @@ def main():
         return model(tokens[[mine[row] for row in rows]], positions.expand(len(rows), -1), None), partial(loss_func, rows)
 
     shape = {"seq_length": LENGTH, "micro_batch_size": len(batches[0])}
-    check_own_step(
-        forward_step, batches, model, tokens, lengths.tolist(), advantages, prompts, mine, shape
-    )  # (5) once, before training
+    rollout = (tokens, old, lengths.tolist(), advantages, prompts)
+    check_own_step(forward_step, batches, model, rollout, mine, shape)  # (5) once, before training
     for step in range(3):
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -88,11 +89,18 @@ def main():
     torch.distributed.destroy_process_group()
 
 
-def check_own_step(forward_step, batches, model, tokens, lengths, advantages, prompts, mine, shape):
+def check_own_step(forward_step, batches, model, rollout, mine, shape):
     """Compares the gradient of one step with a dense float64 reference, which knows the samples as plain numbers."""
+    tokens, old, lengths, advantages, prompts = rollout
     samples = [
-        StepSample(tokens=row[: PROMPT + length], loss_mask=[1] * length, prompt_id=str(prompt), advantage=advantage)
-        for row, length, prompt, advantage in zip(tokens.tolist(), lengths, prompts, advantages.tolist(), strict=True)
+        StepSample(
+            tokens=tokens[number, : PROMPT + length].tolist(),
+            loss_mask=[1] * length,
+            prompt_id=str(prompts[number]),
+            advantage=float(advantages[number]),
+            old_log_probs=old[number, PROMPT - 1 :][:length].tolist(),
+        )
+        for number, length in enumerate(lengths)
     ]
 
     def places_of(rows):  # of each row of the logits: the number of the sample, and the place in its response

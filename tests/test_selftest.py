@@ -380,6 +380,12 @@ CAUSES_BY_HAND = [
     ),
     pytest.param(1 / 15, {"cp": 3, "micro-batches": 5}, "= 1/(cp x micro-batches): ", id="two means"),
     pytest.param(2 / 3, {"cp": 2, "micro-batches": 3}, "= cp/(micro-batches): each context-parallel rank counts", id="cp/M"),
+    pytest.param(
+        1 / 6,
+        {"dp": 2, "micro-batches": 3, "prompts": 6},
+        "= 1/prompts: the step's prompts divide twice; or = 1/(dp x micro-batches): ",
+        id="a count that is a product too",
+    ),
     pytest.param(6.0, {"dp": 2, "micro-batches": 3, "tp": 5}, "= dp x micro-batches: nothing divides", id="two factors twice"),
     pytest.param(1 / 30, {"dp": 2, "cp": 3, "micro-batches": 5, "tp": 6}, "= 1/(micro-batches x tp): ", id="the fewest factors"),
 ]

@@ -20,7 +20,7 @@ from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
 from megatron_rl.testing.reference import ragged_samples
-from megatron_rl.testing.step_check import aggregations_alike, check_step
+from megatron_rl.testing.step_check import aggregations_alike, check_step, what_the_step_hides
 
 pytestmark = pytest.mark.megatron
 
@@ -174,8 +174,12 @@ def with_dropout(forward_step, groups, model):
     return noisy
 
 
-def with_another_estimate(forward_step, groups, model):
-    return PolicyForwardStep(replace(TERMS, kl_estimator="k2"), vocab_size=TINY.true_vocab_size)
+def with_other_terms(**terms):
+    return partial(of_config, replace(TERMS, **terms))
+
+
+def of_config(config, forward_step, groups, model):
+    return PolicyForwardStep(config, vocab_size=TINY.true_vocab_size)
 
 
 def with_padded_columns(forward_step, groups, model):
@@ -226,20 +230,25 @@ DP2 = Layout(data=2, num_microbatches=3)
         pytest.param(
             GSPO,
             without_scale,
-            r"of gspo with .*gradient is 0\.166667 of expected = 1/\(dp x micro-batches\).*; loss_func must return scale_for_sch",
+            r"of gspo with .*gradient is 0\.166667 of expected = 1/\(dp x micro-batches\).*; return scale_for_schedule",
             id="no scale_for_schedule",
         ),
         pytest.param(
             PER_TOKEN,
             partial(changed_batch, change=of_own_counts),
-            "samples weigh otherwise than they should",
+            "tokens weigh as under token_mean of each micro-batch alone: count the whole step",
             id="counts of its own",
         ),
         pytest.param(
-            PER_TOKEN, partial(changed_batch, change=labels_of_the_inputs), "no multiple of expected", id="labels not shifted"
+            PER_TOKEN, partial(changed_batch, change=labels_of_the_inputs), "labels are not moved by one", id="labels not shifted"
         ),
-        pytest.param(TERMS, with_another_estimate, "no multiple of expected", id="another estimate of KL"),
-        pytest.param(GSPO, with_padded_columns, "no multiple of expected", id="padded columns in the softmax"),
+        pytest.param(TERMS, with_other_terms(kl_estimator="k2"), "the KL term is that of k2", id="another estimate of KL"),
+        pytest.param(TERMS, with_other_terms(kl_coefficient=0.0), "the KL term is missing", id="no KL"),
+        pytest.param(TERMS, with_other_terms(entropy_coefficient=0.0), "the entropy term is missing", id="no entropy"),
+        pytest.param(
+            TERMS, with_other_terms(policy_temperature=1.0), "are at temperature 1, and config says 0.7", id="temperature"
+        ),
+        pytest.param(GSPO, with_padded_columns, "padded columns of the vocabulary take part", id="padded columns in the softmax"),
         pytest.param(GSPO, reporting_half, r"the reported loss is 0\.5 of expected", id="reported loss"),
         pytest.param(GSPO, partial(returning, change=the_loss_alone), "loss_func returned a Tensor: return", id="a bare loss"),
         pytest.param(GSPO, partial(returning, change=reporting_a_number), r"has shape \[\]: it must be a \[sum", id="no pair"),
@@ -251,6 +260,31 @@ def test_a_mistake_is_refused_on_every_rank(pool, config, fault, message):
     for found in found_on(pool, DP2, config, fault):
         assert isinstance(found, str), f"passed with {found}"
         assert re.search(message, found), found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=2, data=2, num_microbatches=3, sequence_parallel=True),
+        Layout(context=2, data=2, num_microbatches=3),
+        Layout(pipeline=2, num_microbatches=4, virtual_pipeline=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("config", "fault", "message"),
+    [
+        (TERMS, with_other_terms(policy_temperature=1.0), "are at temperature 1, and config says 0.7"),
+        (GSPO, with_other_terms(policy_temperature=1.0, kl_coefficient=0.0, entropy_coefficient=0.0), "the loss is grpo"),
+        (GSPO, partial(changed_batch, change=labels_of_the_inputs), "labels are not moved by one"),
+    ],
+    ids=["temperature", "another loss", "labels"],
+)
+def test_a_mistake_has_its_name_on_every_layout(pool, layout, config, fault, message):
+    """Rows and columns of the logits lie on other ranks."""
+    for found in found_on(pool, layout, config, fault):
+        assert isinstance(found, str), f"passed with {found}"
+        assert message in found
 
 
 def test_dropout_is_refused_on_every_stage_of_a_pipeline(pool):
@@ -317,3 +351,12 @@ def test_samples_that_cannot_tell_aggregations_apart_are_said(lengths, prompts, 
 def test_a_loss_that_the_report_does_not_have_is_refused(pool):
     for found in found_on(pool, Layout(num_microbatches=3), GSPO, reported_loss="loss"):
         assert "which has policy/loss" in found
+
+
+def test_a_step_whose_ratios_are_all_1_says_that_losses_and_clips_are_one():
+    samples = [replace(sample, old_log_probs=None) for sample in samples_of_step()]
+    totals = StepTotals(num_samples=16, num_prompts=4, num_tokens=sum(sum(sample.loss_mask) for sample in samples))
+    [words] = what_the_step_hides(samples, totals, GSPO)
+    assert words.startswith("every ratio of this step is 1: the check cannot tell losses and clips apart. Give it")
+    assert not [*what_the_step_hides(samples_of_step(), totals, GSPO)]
+    assert not [*what_the_step_hides(samples, totals, replace(GSPO, policy_loss="reinforce"))]  # it has no ratio

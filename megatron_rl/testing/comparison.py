@@ -12,13 +12,15 @@ from torch import Tensor
 
 from megatron_rl.layout.groups import Group, ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group
 from megatron_rl.megatron.model import is_of_expert
-from megatron_rl.megatron.probe import CAUSES, TOLERANCE, cause_of
+from megatron_rl.megatron.probe import CAUSES, TOLERANCE, cause_of, factor_names
 from megatron_rl.testing.layout_step import Layout, RankStep, Shards, StepSample
 
 # The relative residual beside a gradient that is a multiple of the true one is at most this.
 MULTIPLE_TOLERANCE = 1e-4
 # Factors that may be left in or taken twice together.
 FACTORS = ("dp", "cp", "micro-batches", "tp")
+# A factor of these may be a product of FACTORS as well.
+COUNTS = {"samples", "prompts", "tokens"}
 # After an all-reduce replicas hold the same bits; a norm that sequence parallelism sums in another order differs by 1e-7.
 REPLICA_TOLERANCE = 1e-4
 
@@ -52,6 +54,11 @@ class Comparison:
     norm_error: float | None
     ranks_differ: bool = False
 
+    @property
+    def is_no_multiple(self) -> bool:
+        """Whether the gradient has another direction than the true one."""
+        return math.isfinite(self.ratio) and math.isfinite(self.residual) and self.residual >= MULTIPLE_TOLERANCE * abs(self.ratio)
+
     def is_within(self, tolerance: float) -> bool:
         errors = (self.gradient_error, self.loss_error or 0.0, self.norm_error or 0.0)
         return all(error < tolerance for error in errors)  # NaN is not
@@ -78,8 +85,13 @@ def cause_of_gradient(ratio: float, residual: float, sizes: Mapping[str, int], e
         return "gradient is not finite: a division by 0, as by the tokens of a part that has none, or an overflow"
     if ratio == 0 and residual == 0:
         return "no gradient arrives"
-    if residual < MULTIPLE_TOLERANCE * abs(ratio):
-        return f"gradient is {ratio:.6g} of {expected} {cause_of(ratio, sizes) or cause_of_product(ratio, sizes)}".rstrip()
+    if residual < MULTIPLE_TOLERANCE * -ratio:
+        return f"gradient is {ratio:.6g} of {expected}, with the other sign: return the loss, which is minimised, not the objective"
+    if residual < MULTIPLE_TOLERANCE * ratio:
+        causes = [cause_of(ratio, sizes)]
+        if {name.removeprefix("1/(").removesuffix(")") for name in factor_names(ratio, sizes)} <= COUNTS:
+            causes.append(cause_of_product(ratio, sizes))
+        return f"gradient is {ratio:.6g} of {expected} {'; or '.join(filter(None, causes))}".rstrip()
     return (
         f"gradient is no multiple of {expected} (nearest {ratio:.4g}, {residual:.2g} beside it): samples weigh otherwise than they "
         "should, as with another aggregation or counts taken after slicing; or tokens are paired wrongly, as with labels that are "

@@ -2,7 +2,8 @@
 
 The loop's forward_step runs once through the installed schedule, DDP and finalize_model_grads. What it must give is computed by
 hand: all ranks' log-probabilities of the step's samples go into one float64 loss, whose gradient by each logit is then sent through
-the same model. So no line of the loop's own loss, counts, weights and scale is used for what it is compared with.
+the same model. So no line of the loop's own loss, counts, weights and scale is used for what it is compared with. Where the
+gradient is wrong, forward_step runs once more, and step_mistakes.py reads the mistake from its gradient by each logit.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,11 @@ from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import on_all_ranks
-from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, broadcast_from_last, resolve_group, resolve_groups
+from megatron_rl.layout.groups import ParallelGroups, broadcast_from_last, resolve_group, resolve_groups
 from megatron_rl.loss_hub import AGGREGATIONS, PASSED_INPUTS, get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.megatron.model import is_of_expert, model_config_of
 from megatron_rl.megatron.probe import probe_schedule
-from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
+from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.comparison import Comparison, compare_shards, named_sizes
 from megatron_rl.testing.layout_step import (
@@ -36,8 +37,8 @@ from megatron_rl.testing.layout_step import (
     gather_distributed_gradients,
     named_shards,
 )
-from megatron_rl.testing.reference import DIVISOR, scale_of_terms
-from megatron_rl.testing.selftest_terms import Tokens, loss_by_hand
+from megatron_rl.testing.step_mistakes import OF_16_BITS, OF_FLOAT32, Step, mistake_of, rows_of
+from megatron_rl.testing.step_reference import DenseStep, Microbatch, Target, dense_step, gather_tokens
 
 # Both gradients run through the same layers, so they differ by the rounding of the gradient of a logit alone: of float32 (4e-7 on
 # the layouts of the tests), or of 16 bits (2^-9 of each).
@@ -45,10 +46,7 @@ TOLERANCE, TOLERANCE_OF_16_BITS = 1e-5, 1e-2
 # A model without dropout gives the same logits twice: exactly on one device, and nearly where a kernel adds in any order.
 REPEATED_LOGITS = 1e-3
 
-CURE = (
-    "loss_func must return scale_for_schedule(output.loss, ...), which undoes what the schedule does to a loss; "
-    "docs/own_loop.md shows it"
-)
+CURE = "return scale_for_schedule(output.loss, ...) from loss_func: it undoes what the schedule does (docs/own_loop.md)"
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[[Tensor], Any]]]
 
@@ -82,9 +80,10 @@ def check_step(
         seq_length, micro_batch_size: as given to the schedule.
         reported_loss: the key of loss_func's report that holds the step's loss as a [sum, count] pair; None compares none.
     Returns: the comparison; gradient_error is relative, about 4e-7 in float32.
-    Warns: on rank 0, where the samples weigh the same under another aggregation too, so that a wrong one would pass.
-    Communication: two steps of the schedule, the probe's, and gathers of the step's log-probabilities over all ranks.
-    Raises: ConfigError, on every rank: for a wrong gradient or reported loss, with the factor by its name where it has one; where
+    Warns: on rank 0, where a mistake would pass: the samples weigh the same under another aggregation, or every ratio is 1.
+    Communication: two steps of the schedule, the probe's, and gathers of the step's log-probabilities over all ranks. A third step
+        where the gradient is wrong.
+    Raises: ConfigError, on every rank: for a wrong gradient or reported loss, with the mistake or the factor by its name; where
         places_of misses an unmasked token or names one twice; for a model with dropout, and where nothing reduces gradients.
     """
     models: list[Any] = list(model) if isinstance(model, Sequence) else [model]
@@ -97,15 +96,16 @@ def check_step(
     reports = run(own)
     on_all_ranks(own.refuse_what_it_returned)
     gradients = _gradients(models)
-    microbatches: list[_Microbatch] = []
+    microbatches: list[Microbatch] = []
 
     def read() -> None:
         for logits, batch in zip(own.logits, own.batches, strict=True):
             places = places_of(batch)
-            microbatches.append(_Microbatch.of(logits, places, samples, config.policy_temperature, groups, vocab_size))
+            microbatches.append(Microbatch.of(logits, places, samples, config.policy_temperature, groups, vocab_size))
 
     on_all_ranks(read)
-    step = _dense_step(microbatches, samples, config, groups)
+    known = gather_tokens(microbatches, samples, groups)
+    step = dense_step(samples, known, config)
     totals = StepTotals(
         num_samples=len(samples),
         num_prompts=len({sample.prompt_id for sample in samples}),
@@ -136,26 +136,57 @@ def check_step(
         found = _with_loss(found, reports, reported_loss, step, groups)
     is_16_bit = any(on_all_ranks(lambda: any(logits.dtype != torch.float32 for logits in own.logits)))
     tolerance = TOLERANCE_OF_16_BITS if is_16_bit else TOLERANCE
-    if (alike := aggregations_alike(samples, totals, config)) and torch.distributed.get_rank() == 0:
-        warnings.warn(
-            f"check_step: every sample of this step weighs the same under {', '.join(alike)}: the check cannot tell these apart. "
-            "Give it responses of different lengths, and prompts with different numbers of tokens",
-            stacklevel=2,
-        )
+    if torch.distributed.get_rank() == 0:
+        for words in what_the_step_hides(samples, totals, config):
+            warnings.warn(f"check_step: {words}", stacklevel=2)
     if not found.is_within(tolerance):
-        layout = Layout(
-            tensor=groups.tp.size(),
-            context=groups.cp.size(),
-            pipeline=groups.pp.size(),
-            data=groups.dp.size(),
-            expert=resolve_group(None, "ep").size(),
-            num_microbatches=len(batches),
-        )
-        cause = found.cause(tolerance, named_sizes(layout, samples))
-        is_of_schedule = any(f"{name}{end}" in cause for name in ("micro-batches", "dp", "cp") for end in (":", ")", " x"))
-        cure = f"; {CURE}" if is_of_schedule else ""
-        raise ConfigError(f"check_step of {config.policy_loss} with {config.loss_aggregation}: {cause}{cure}")
+        mistake = ""
+        if not found.gradient_error < tolerance and found.is_no_multiple and not found.ranks_differ:
+            reader = _GradientReader(forward_step)
+            run(reader)
+            for chunk in models:
+                chunk.zero_grad_buffer()
+            precision = OF_16_BITS if is_16_bit else OF_FLOAT32
+            gradients_of_rows = [reader.by_logits.get(number) for number in range(len(microbatches))]
+            rows = rows_of(gradients_of_rows, microbatches, samples, config, vocab_size, groups, precision)
+            delivered = delivered_factor(
+                len(batches), totals=totals, config=model_config, groups=groups, gradient_divisor=config.gradient_divisor
+            )
+            mistake = mistake_of(Step(rows, samples, known, config, step, float(delivered or 1.0), precision))
+        mistake = mistake or _cause(found, tolerance, groups, len(batches), samples)
+        raise ConfigError(f"check_step of {config.policy_loss} with {config.loss_aggregation}: {mistake}")
     return found
+
+
+def _cause(
+    found: Comparison, tolerance: float, groups: ParallelGroups, num_microbatches: int, samples: Sequence[StepSample]
+) -> str:
+    """What the numbers of the whole gradient say, such as a factor with a name, and what to do where it is the schedule's."""
+    layout = Layout(
+        tensor=groups.tp.size(),
+        context=groups.cp.size(),
+        pipeline=groups.pp.size(),
+        data=groups.dp.size(),
+        expert=resolve_group(None, "ep").size(),
+        num_microbatches=num_microbatches,
+    )
+    cause = found.cause(tolerance, named_sizes(layout, samples))
+    is_of_schedule = any(f"{name}{end}" in cause for name in ("micro-batches", "dp", "cp") for end in (":", ")", " x"))
+    return f"{cause}; {CURE}" if is_of_schedule else cause
+
+
+def what_the_step_hides(samples: Sequence[StepSample], totals: StepTotals, config: PolicyLossConfig) -> Iterator[str]:
+    """The mistakes that these samples cannot show, with the data that would."""
+    if alike := aggregations_alike(samples, totals, config):
+        yield (
+            f"every sample of this step weighs the same under {', '.join(alike)}: the check cannot tell these apart. Give it "
+            "responses of different lengths, and prompts with different numbers of tokens"
+        )
+    if get_policy_loss(config.policy_loss).clip_ratios is not None and all(sample.old_log_probs is None for sample in samples):
+        yield (
+            "every ratio of this step is 1: the check cannot tell losses and clips apart. Give it, and the loss, old "
+            "log-probabilities on both sides of the clip"
+        )
 
 
 def aggregations_alike(samples: Sequence[StepSample], totals: StepTotals, config: PolicyLossConfig) -> list[str]:
@@ -252,20 +283,10 @@ class _Recorder:
             raise ConfigError(f"check_step: {self.problem}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """Of one micro-batch: the gradient of the step's loss by this rank's logits, and the rank's unmasked tokens."""
-
-    gradient: Tensor  # [rows, columns]
-    num_tokens: int
-
-
 class _Exact:
     """The loop's forward_step with another loss: linear in the logits, with the right gradient."""
 
-    def __init__(
-        self, forward_step: ForwardStep, logits: list[Tensor], targets: list[_Target], scale: Callable[..., ScheduledLoss]
-    ):
+    def __init__(self, forward_step: ForwardStep, logits: list[Tensor], targets: list[Target], scale: Callable[..., ScheduledLoss]):
         self.forward_step, self.scale = forward_step, scale
         self.expected = iter(zip(logits, targets, strict=True))
         self.repeats_logits = True
@@ -281,121 +302,24 @@ class _Exact:
         return self.scale((rows.float() * target.gradient).sum(), num_local_tokens=target.num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _Microbatch:
-    """The rows of this rank that predict a token of a response: R of them, of `num_rows`."""
+class _GradientReader:
+    """The loop's forward_step; keeps the gradient by the logits of each micro-batch of the last pipeline stage."""
 
-    rows: Tensor  # [R] int64, of the logits
-    places: list[tuple[int, int]]  # R numbers of samples, and places in their responses
-    logits: Tensor  # [R, V] float64, a leaf
-    tokens: Tokens  # [R] each, with graph
-    num_rows: int
-    columns: slice  # of the whole vocabulary, those that this rank's logits hold
-    width: int  # columns of this rank's logits, with padding
+    def __init__(self, forward_step: ForwardStep):
+        self.forward_step, self.by_logits, self.seen = forward_step, dict[int, Tensor](), 0
 
-    @classmethod
-    def of(
-        cls,
-        logits: Tensor,  # [rows, V_tp], or [rows, V] where the output layer gathers
-        places: Tensor,  # [rows, 2] int64
-        samples: Sequence[StepSample],
-        temperature: float,
-        groups: ParallelGroups,
-        vocab_size: int,
-    ) -> _Microbatch:
-        """Communication: an all-gather of the logits over tp, unless they are whole."""
-        if places.shape != (len(logits), 2):
-            raise ConfigError(
-                f"check_step: places_of returned shape {tuple(places.shape)} for {len(logits)} rows of logits: it must be "
-                f"[{len(logits)}, 2], the number of the sample and the place in its response for each row"
-            )
-        is_whole, width = logits.shape[1] >= vocab_size, logits.shape[1]
-        whole = logits if is_whole else torch.cat(list(all_gather_stack(logits.contiguous(), groups.tp)), 1)
-        start = 0 if is_whole else groups.tp.rank() * width
-        rows = (places[:, 0] >= 0).nonzero()[:, 0].to(logits.device)
-        named = [(int(sample), int(place)) for sample, place in places[places[:, 0] >= 0].tolist()]
-        leaf = whole[rows, :vocab_size].double().requires_grad_()
-        for sample, place in named:
-            if sample >= len(samples) or not 0 <= place < len(samples[sample].loss_mask):
-                raise ConfigError(f"check_step: places_of names token {place} of sample {sample}, which `samples` does not have")
-        labels = [samples[sample].tokens[place - len(samples[sample].loss_mask)] for sample, place in named]
-        tokens = Tokens.of_labels(leaf, torch.tensor(labels, dtype=torch.int64, device=logits.device), temperature)
-        return cls(rows, named, leaf, tokens, len(logits), slice(start, min(start + width, vocab_size)), width)
+    def __call__(self, iterator: _Watched, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        output, loss_func = self.forward_step(iterator, model)
 
-    def target(self, step: _DenseStep, samples: Sequence[StepSample]) -> _Target:
-        log_probs, entropy = (
-            torch.tensor([of_samples[sample][place] for sample, place in self.places], dtype=torch.float64)
-            for of_samples in (step.by_log_prob, step.by_entropy)
-        )
-        loss = (self.tokens.log_probs * log_probs.to(self.logits)).sum() + (self.tokens.entropy * entropy.to(self.logits)).sum()
-        (gradient,) = torch.autograd.grad(loss, self.logits)
-        own = gradient[:, self.columns].float()
-        target = torch.zeros(self.num_rows, self.width, device=own.device)
-        target[self.rows, : own.shape[1]] = own
-        return _Target(target, sum(samples[sample].loss_mask[place] for sample, place in self.places))
+        def watched(logits: Tensor, *others: Any) -> Any:
+            number, self.seen = self.seen, self.seen + 1
+            logits.register_hook(partial(self._keep, number))
+            return loss_func(logits, *others)
 
+        return output, watched
 
-@dataclass(frozen=True, slots=True)
-class _DenseStep:
-    """The loss of the whole step, and its derivative by each token's log-probability and entropy: of each sample, by place."""
-
-    loss: float
-    loss_scale: float
-    by_log_prob: list[list[float]]
-    by_entropy: list[list[float]]
-
-
-def _dense_step(
-    microbatches: Sequence[_Microbatch], samples: Sequence[StepSample], config: PolicyLossConfig, groups: ParallelGroups
-) -> _DenseStep:
-    """Equal on every rank. Communication: one all-gather of objects over all ranks."""
-
-    def own() -> list[tuple[int, int, float, float]]:
-        if groups.tp.rank():  # all ranks of tp hold the same rows
-            return []
-        return [
-            (sample, place, log_prob, entropy)
-            for of_one in microbatches
-            for (sample, place), log_prob, entropy in zip(
-                of_one.places, of_one.tokens.log_probs.tolist(), of_one.tokens.entropy.tolist(), strict=True
-            )
-        ]
-
-    known: list[dict[int, tuple[float, float]]] = [{} for _ in samples]
-    problems = []
-    for number, place, log_prob, entropy in (token for of_rank in on_all_ranks(own) for token in of_rank):
-        if place in known[number]:
-            problems.append(f"token {place} of sample {number} is in more than one row of the step")
-        known[number][place] = (log_prob, entropy)
-    for number, (sample, tokens) in enumerate(zip(samples, known, strict=True)):
-        missing = [place for place, bit in enumerate(sample.loss_mask) if bit and place not in tokens]
-        if missing:
-            problems.append(
-                f"token {missing[0]} of sample {number} is in no row of the step: {len(missing)} of its tokens are missing"
-            )
-    if problems:
-        raise ConfigError(
-            [f"check_step: by places_of, {problem}" for problem in problems[:5]]
-            + ([f"and {len(problems) - 5} more of the kind"] if len(problems) > 5 else [])
-        )
-    leaves = [Tokens(*(_leaf(sample, tokens, column) for column in (0, 1))) for sample, tokens in zip(samples, known, strict=True)]
-    step = [
-        replace(sample, old_log_probs=tokens.log_probs.tolist()) if sample.old_log_probs is None else sample
-        for sample, tokens in zip(samples, leaves, strict=True)
-    ]
-    loss = loss_by_hand(step, leaves, config)
-    gradients = torch.autograd.grad(
-        loss, [values for tokens in leaves for values in (tokens.log_probs, tokens.entropy)], materialize_grads=True
-    )
-    by_token = [gradient.tolist() for gradient in gradients]
-    scale = scale_of_terms(step, config.loss_aggregation, config.loss_aggregation_divisor or DIVISOR)
-    return _DenseStep(float(loss.detach()), scale, by_token[::2], by_token[1::2])
-
-
-def _leaf(sample: StepSample, tokens: dict[int, tuple[float, float]], column: int) -> Tensor:  # [response_length] float64
-    """A masked token that no row predicts has the value 0, which nothing reads."""
-    values = [tokens.get(place, (0.0, 0.0))[column] for place in range(len(sample.loss_mask))]
-    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    def _keep(self, number: int, gradient: Tensor) -> None:
+        self.by_logits[number] = gradient.detach().flatten(0, -2).clone()
 
 
 def _run(models: Sequence[Any], batches: Sequence[Any], seq_length: int, micro_batch_size: int, forward_step: Any) -> Any:
@@ -425,7 +349,7 @@ def _gradients(models: Sequence[Any]) -> list[Shards]:
 
 
 def _with_loss(
-    found: Comparison, reports: Sequence[dict[str, Tensor]], key: str, step: _DenseStep, groups: ParallelGroups
+    found: Comparison, reports: Sequence[dict[str, Tensor]], key: str, step: DenseStep, groups: ParallelGroups
 ) -> Comparison:
     known = [*on_all_ranks(lambda: sorted(reports[0]) if reports else [])][-1]
     if key not in known:
