@@ -24,8 +24,9 @@ from megatron_rl import loss_hub
 from megatron_rl.layout.agreement import MESSAGE_BYTES
 from megatron_rl.layout.groups import GATHER_INTO_ONE
 from megatron_rl.loss_hub import get_policy_loss
-from megatron_rl.registries.corrections import CORRECTIONS, correction_names
-from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, kl_estimator_names
+from megatron_rl.registries.corrections import CORRECTIONS
+from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
+from megatron_rl.registries.token_selections import TOKEN_SELECTIONS
 from megatron_rl.testing import ranks as rank_pools
 from megatron_rl.testing.losses_by_hand import REFERENCES, sample_by_hand
 from megatron_rl.testing.ranks import RankPool
@@ -49,10 +50,11 @@ COLLECTIVES = {
 
 @contextlib.contextmanager
 def names_forgotten() -> Iterator[None]:
-    """The registries forget the losses, aggregations, KL estimators and corrections that are registered inside."""
-    for built_in in (loss_hub.policy_loss_names, loss_hub.loss_aggregation_names, kl_estimator_names, correction_names):
-        built_in()  # they are there
-    registries = [one.records for one in (loss_hub.AGGREGATIONS, loss_hub.POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS)]
+    """The registries forget the losses, aggregations, and what else is registered inside."""
+    of_kinds = (loss_hub.AGGREGATIONS, loss_hub.POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, TOKEN_SELECTIONS)
+    for one in of_kinds:
+        one.names()  # the built-in ones are there
+    registries = [one.records for one in of_kinds]
     known = [dict(registry) for registry in registries]
     try:
         yield

@@ -31,11 +31,12 @@ import validation_cases
 from helpers import names_forgotten
 
 from megatron_rl.arguments import arguments_page
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, NO_CORRECTION, CorrectionLevel
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, NO_CORRECTION, NO_SELECTION, CorrectionLevel
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.metrics import further, policy
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
+from megatron_rl.registries.token_selections import get_token_selection, token_selection_names
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(
@@ -140,6 +141,13 @@ def of_corrections() -> str:
     return with_tables(text, {"<!-- table: bounds -->": rows_of_bounds(), "<!-- table: KL estimators -->": rows_of_estimators()})
 
 
+def of_selections() -> str:
+    """The page with its table as the docstrings of the selections have it."""
+    kinds = [get_token_selection(name) for name in token_selection_names() if name != NO_SELECTION]
+    rows = {f"`{kind.name}`": guide_of(kind.name, str(inspect.getdoc(kind.function))) for kind in kinds}
+    return with_guide("docs/selections.md", "selections", "selection | the score, and what is done", rows)
+
+
 def rows_of_bounds() -> list[str]:
     """Of each correction, what is taken and what is required at each of its levels."""
     lines = [f"| kind | {' | '.join(CorrectionLevel)} |\n|---|{'---|' * len(CorrectionLevel)}\n"]
@@ -210,6 +218,7 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/validation.md": validation_cases.validation_page,
     "docs/losses.md": of_losses,
     "docs/corrections.md": of_corrections,
+    "docs/selections.md": of_selections,
     "docs/metrics.md": of_metrics,
     "docs/hosts/index.md": of_hosts,
     "tests/messages.txt": refused_calls.messages_table,

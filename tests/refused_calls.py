@@ -95,6 +95,8 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("old_log_probs", torch.zeros(6), torch.zeros(5, device="meta"), COMPLEX),
         *each("token_weights", torch.ones(3), torch.tensor([1, math.nan]), torch.full((2,), 1e300, dtype=DOUBLE)),
         *each("importance_weights", torch.ones(2), TOO_LONG, COMPLEX),
+        *each("old_kl_coefficients", torch.ones(2), TOO_LONG, COMPLEX),
+        *each("entropy_mask", ONES, torch.ones(2, dtype=torch.bool)),
         *each("advantages", torch.ones(3), torch.ones(2, 1), [1.0, -1.0]),
         *each("advantages_per", "token", "turn"),
         *each("cu_seqlens", bounds(0, 2, 6), bounds(0, 3, 2), bounds(1, 5), torch.tensor([0.0, 5.0]), [0, 2, 5]),

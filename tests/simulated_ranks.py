@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,16 +25,17 @@ class Meeting:
     """Where the ranks of one group put what they send, and wait for each other."""
 
     def __init__(self, ranks: list[int]):
-        self.ranks, self.sent = ranks, [None] * len(ranks)
+        self.ranks, self.sent, self.combined = ranks, [None] * len(ranks), None
         self.barrier = threading.Barrier(len(ranks), timeout=SECONDS)
 
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        """What each rank has sent, in the order of the group."""
+    def exchange(self, rank: int, value: Any, combine: Callable[[list[Any]], Any] = list) -> Any:
+        """What `combine` makes of what each rank has sent, in the order of the group. The first rank computes it for all."""
         self.sent[rank] = value
         self.barrier.wait()
-        found = list(self.sent)
+        if rank == 0:
+            self.combined = combine(self.sent)
         self.barrier.wait()
-        return found
+        return self.combined
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +51,19 @@ class SimulatedGroup:
     def rank(self) -> int:
         return self.own_rank
 
-    def exchange(self, kind: str, value: Any) -> list[Any]:
+    def exchange(self, kind: str, value: Any, combine: Callable[[list[Any]], Any] = list) -> Any:
         """Raises where another rank meets another collective, or another shape."""
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
-        found = self.meeting.exchange(self.own_rank, (kind, shape, value.clone() if isinstance(value, Tensor) else value))
-        kinds = {(kind, shape) for kind, shape, _ in found}
+
+        def combined(found: list[Any]) -> tuple[set[tuple[str, Any]], Any]:
+            kinds = {(kind, shape) for kind, shape, _ in found}
+            return kinds, combine([value for _, _, value in found]) if len(kinds) == 1 else None
+
+        sent = (kind, shape, value.clone() if isinstance(value, Tensor) else value)
+        kinds, found = self.meeting.exchange(self.own_rank, sent, combined)
         if len(kinds) > 1:
             raise AssertionError(f"ranks {self.meeting.ranks} meet unlike collectives: {sorted(map(str, kinds))}")
-        return [value for _, _, value in found]
+        return found
 
 
 class Done:
@@ -67,9 +74,14 @@ class Done:
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Done:
-    parts = torch.stack(group.exchange(f"all_reduce {op}", tensor))
-    tensor.copy_(parts.amax(0) if op == dist.ReduceOp.MAX else parts.sum(0))
+    reduce = (lambda parts: torch.stack(parts).amax(0)) if op == dist.ReduceOp.MAX else summed
+    tensor.copy_(group.exchange(f"all_reduce {op}", tensor, reduce))
     return Done()
+
+
+def summed(parts: list[Tensor]) -> Tensor:
+    """Whole numbers one rank after the other, because a thousand ranks' may not fit in memory twice."""
+    return torch.stack(parts).sum(0) if parts[0].is_floating_point() else functools.reduce(torch.add, parts)
 
 
 def all_gather_into_one(output: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Done:

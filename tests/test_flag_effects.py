@@ -12,7 +12,17 @@ from helpers import error_of, pool_of
 from loss_backends import HAS_TRITON
 from test_forward_step import SeenShapes
 from test_fused_head import most_rows
-from trainer_cases import STILL, gradients_of, metrics_of, ragged_step, relative_difference, run_loop, tiny_trainer, whole
+from trainer_cases import (
+    STILL,
+    gradients_of,
+    metrics_of,
+    ragged_step,
+    relative_difference,
+    run_loop,
+    selection_for,
+    tiny_trainer,
+    whole,
+)
 
 from benchmarks.launches import counted_launches
 from megatron_rl.config import PolicyLossConfig
@@ -39,6 +49,9 @@ EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8.0}
 TIS = {"importance_correction": "tis"}
 ICEPOP = {"importance_correction": "icepop", "importance_correction_low": 0.9, "importance_correction_high": 1.2}
+CLIP_COV = {
+    **{"token_selection": "clip_cov", "token_selection_share": 0.5, "token_selection_low": -99.0, "token_selection_high": 99.0},
+}
 OF_A_STEP = {
     "policy_loss": Effect("gspo", "gradient"),
     "loss_aggregation": Effect("token_mean", "gradient"),
@@ -55,6 +68,14 @@ OF_A_STEP = {
     "importance_correction_high": Effect(1.1, "gradient", TIS),
     "off_policy_sequence_delta": Effect(0.0, "gradient"),
     "rejected_tokens": Effect("dropped", "gradient", ICEPOP),
+    "token_selection": Effect("top_entropy", "gradient", {"token_selection_share": 0.3}),
+    "token_selection_share": Effect(0.6, "gradient", {"token_selection": "top_entropy", "token_selection_share": 0.3}),
+    "token_selection_low": Effect(0.0, "gradient", CLIP_COV),
+    "token_selection_high": Effect(0.0, "gradient", CLIP_COV),
+    "token_selection_kl_coefficient": Effect(3.0, "gradient", {"token_selection": "kl_cov", "token_selection_share": 0.5}),
+    "entropy_bonus_tokens": Effect(
+        "trained", "gradient", {"token_selection": "top_entropy", "token_selection_share": 0.3, "entropy_coefficient": 0.5}
+    ),
     "kl_coefficient": Effect(0.5, "gradient"),
     "kl_score": Effect("support", "gradient", {"kl_coefficient": 0.5}, has_sets=True),
     "kl_estimator": Effect("k2", "gradient", {"kl_coefficient": 0.5}),
@@ -95,7 +116,8 @@ def step_of(config, is_bf16, has_experts, has_sets):
     ]
     metrics, seen = {}, SeenShapes()
     with seen, counted_launches() if HAS_TRITON else contextlib.nullcontext([]) as launches:
-        error = error_of(lambda: metrics.update(trainer.step([step[:3], step[3:]])))
+        selection = selection_for(trainer, [step[:3], step[3:]])
+        error = error_of(lambda: metrics.update(trainer.step([step[:3], step[3:]], selection=selection)))
     return {
         "error": error,
         "metrics": sorted(metrics),

@@ -13,11 +13,12 @@ from trainer_cases import CP, PP, TP, VOCABULARY, lively, ragged_step, tiny_trai
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.layout.noise import INCREMENT, scramble, signed
 from megatron_rl.megatron import responses as responses_module
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.train import generation
 from megatron_rl.train.collection import rows_per_forward
-from megatron_rl.train.generation import INCREMENT, SamplingSettings, _scramble, _signed, gumbel_noise
+from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 
 NOISE = partial(gumbel_noise, 7, 0)
 END = 4
@@ -325,7 +326,7 @@ def gumbel_reference(seed: int, rollout: int, sample: int, position: int, column
 def test_the_hash_is_the_published_splitmix64():
     """The first numbers for the seed 1234567, as published with the generator (Rosetta Code, "Pseudo-random numbers/
     Splitmix64"). Catches an arithmetic shift, which copies the sign, and a multiplication that does not wrap."""
-    numbers = [int(word) % 2**64 for word in _scramble(torch.tensor([1234567]) + torch.arange(1, 6) * _signed(INCREMENT))]
+    numbers = [int(word) % 2**64 for word in scramble(torch.tensor([1234567]) + torch.arange(1, 6) * signed(INCREMENT))]
     assert numbers == [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
 
 

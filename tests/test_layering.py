@@ -23,8 +23,8 @@ from megatron_rl.hosts import DOOR_NAMES, ROLLOUT_HOST_NAMES
 FLOORS = (
     ("errors", "config"),
     ("files", "layout", "aggregation_record", "registries"),
-    ("loss_hub", "ops", "correction_kinds", "step_counts"),
-    ("aggregation", "built_in_losses", "corrections", "kl_estimators", "lm_head"),
+    ("loss_hub", "ops", "correction_kinds", "step_counts", "token_selections"),
+    ("aggregation", "built_in_losses", "corrections", "selections", "kl_estimators", "lm_head"),
     ("metrics", "accumulation"),
     ("losses",),
     ("validation", "__init__"),

@@ -23,7 +23,7 @@ MOST_FRAMES = {"losses": 3, "ops": 4}  # of the kernels in losses/ and of the ro
 # (backend, metrics) -> the files that forward and backward enter, and the lines of these files together: the next hundred, so
 # that a sentence in a docstring is no finding.
 MOST = {
-    ("torch", "none"): (13, 3600),
+    ("torch", "none"): (13, 3700),
     ("torch", "basic"): (14, 4200),
     ("triton", "none"): (12, 4400),
     ("triton", "basic"): (12, 4400),

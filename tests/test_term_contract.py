@@ -356,7 +356,7 @@ def test_an_estimator_that_puts_the_loss_into_torch_is_named_at_start(own_terms,
     assert warning.endswith(f"or choose one of {', '.join(name for name in kl_estimator_names() if get_kl_estimator(name).triton)}")
     assert not explain_json(*S, "--loss-aggregation", "sample_mean", *term, "--policy-loss-backend", "torch")["warnings"]
     for name, runs_in_triton in ((f"{own_terms}.jeffreys", False), ("k3", True)):
-        settings = SimpleNamespace(backend=Backend.TRITON, kl_estimator=get_kl_estimator(name))
+        settings = SimpleNamespace(backend=Backend.TRITON, kl_estimator=get_kl_estimator(name), is_entropy_masked=False)
         assert has_twin(get_policy_loss("grpo"), settings) == runs_in_triton
     register_kl_estimator("own", triton="own.twin", is_gradient_of_value=False)(negated)
     assert not explain_json(*S, "--loss-aggregation", "sample_mean", *term[:3], "own")["warnings"]

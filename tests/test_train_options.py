@@ -151,6 +151,7 @@ def test_an_unknown_preset_is_refused(line, capsys):
 # Rules
 
 TP2 = "--tensor-model-parallel-size 2"
+KL_COV = "--token-selection kl_cov --token-selection-share 0.1"
 REJECTED = [
     # line, what the message says, number of ranks
     pytest.param("--num-rollouts 0", "--num-rollouts 0 must be at least 1", 1, id="count of zero"),
@@ -181,7 +182,6 @@ REJECTED = [
     pytest.param(
         "--rollouts r.jsonl --advantage-normalization none", "none has no effect with --rollouts", 1, id="advantages of the file"
     ),
-    pytest.param("--off-policy-sequence-delta 0.1", "0.1 has no effect with one optimiser step", 1, id="FB-120 the policy itself"),
     pytest.param("--steps-per-rollout 17", "--steps-per-rollout 17 must be at most --prompts-per-rollout 16", 1, id="steps"),
     pytest.param("--rollouts none.jsonl", r"--rollouts none\.jsonl: there is no such file", 1, id="no replay file"),
     pytest.param("--rollouts here.jsonl --save-rollouts ./here.jsonl", r"are both here\.jsonl", 1, id="read and written"),
@@ -206,7 +206,13 @@ REJECTED = [
     pytest.param("--save-rollouts runs/train/x/../run.lock", r"it is the run's own run\.lock", 1, id="rollouts in the lock"),
     pytest.param("--save-rollouts a/x.pt", "would be JSON lines, and .* .pt .* name it a/x.jsonl", 1, id="rollouts as a dump"),
     pytest.param("--save-rollouts mine", "--save-rollouts mine: it is a folder", 1, id="rollouts in a folder"),
-    pytest.param("--off-policy-sequence-delta 0.1 --steps-per-rollout 1", "no effect with one optimiser step", 1, id="one step"),
+    pytest.param(
+        "--off-policy-sequence-delta 0.1 --steps-per-rollout 1",
+        "no effect with one optimiser step",
+        1,
+        id="FB-120 the policy itself",
+    ),
+    pytest.param(f"{KL_COV} --steps-per-rollout 1", "kl_cov has no effect with one optimiser step a rollout", 1, id="no penalty"),
     pytest.param("--off-policy-sequence-delta 0.1 --docs-per-step 128", "no effect with one optimiser step", 1, id="step of docs"),
     pytest.param("--top-p 0", r"--top-p 0\.0 must be above 0 and at most 1; 1 turns it off", 1, id="nothing kept"),
     pytest.param("--top-p 1.5", r"--top-p 1\.5 must be above 0 and at most 1", 1, id="more than all"),
@@ -260,6 +266,9 @@ ALLOWED = [
     pytest.param("--vocab-size 9 --tensor-model-parallel-size 2", 2, id="odd vocabulary, which is padded"),
     pytest.param("--num-layers 4 --pipeline-model-parallel-size 4", 8, id="two replicas of four stages"),
     pytest.param("--steps-per-rollout 16", 1, id="a prompt a step"),
+    pytest.param("--off-policy-sequence-delta 0.1", 1, id="two steps unless told"),
+    pytest.param(KL_COV, 1, id="a penalty from the second step on"),
+    pytest.param(f"{KL_COV} --steps-per-rollout 1 --rollouts here.jsonl", 1, id="a penalty towards another policy"),
     pytest.param("--off-policy-sequence-delta 0.1 --steps-per-rollout 2", 1, id="off-policy from the second step on"),
     pytest.param("--importance-correction tis --off-policy-sequence-delta 0.1 --rollouts here.jsonl", 1, id="another engine"),
     pytest.param("--docs-per-step 128 --max-microbatches 9 --steps-per-rollout 1", 1, id="a rollout a step"),

@@ -44,6 +44,8 @@ PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no cli
 ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
 SCALED_EXP = {"fused_lm_head_loss": True, "scaled_exp_head": True}
 TIS = {"importance_correction": "tis"}
+TOP_ENTROPY = {"token_selection": "top_entropy", "token_selection_share": 0.2}
+KL_COV = {"token_selection": "kl_cov", "token_selection_share": 2e-3}
 WITHOUT_TWIN = {"kl_coefficient": 0.1, "kl_estimator": "own_losses.jeffreys"}
 # Of a Settings.model; the other two are read from elsewhere.
 MODEL = {*MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS} - {"calculate_per_token_loss", "router_aux_loss"}
@@ -123,6 +125,20 @@ REFUSED: dict[str, list[dict]] = {
         {**TIS, "rejected_tokens": "dropped"},
         {"importance_correction": "icepop", "off_policy_sequence_delta": 0.1, "rejected_tokens": "dropped"},
     ],
+    "selections_fit": [
+        {"token_selection": "kl_cov"},
+        *({"token_selection": "top_entropy", "token_selection_share": value} for value in (20, float("nan"), True, "20%", 0.0)),
+        {"token_selection_share": 0.2},
+        {"token_selection_kl_coefficient": 1.0},
+        {"entropy_bonus_tokens": "trained"},
+        {**TOP_ENTROPY, "token_selection_kl_coefficient": 1.0},
+        {**TOP_ENTROPY, "token_selection_low": "a"},
+        {**TOP_ENTROPY, "token_selection_low": 2.0, "token_selection_high": 1.0},
+        *({**KL_COV, "token_selection_kl_coefficient": value} for value in (0.0, float("inf"))),
+        {**KL_COV, "entropy_bonus_tokens": "trained", "entropy_coefficient": 0.1},
+        {**TOP_ENTROPY, "entropy_bonus_tokens": "trained"},
+        {**TOP_ENTROPY, **GSPO},
+    ],
     "kl_estimator_has_a_term": [{"kl_estimator": "k2"}],
     "kl_score_has_a_term": [{"kl_score": "support", "route": Route.TRAIN}],
     "temperature_is_positive": [
@@ -152,10 +168,12 @@ REFUSED: dict[str, list[dict]] = {
         {"importance_correction": "ppo"},
         {"kl_estimator": "k4", "kl_coefficient": 0.1},
         {"kl_estimator": "no_module.f", "kl_coefficient": 0.1},
+        {"token_selection": "top_k", "token_selection_share": 0.2},
     ],
     "own_terms_are_what_they_declare": [
         {"kl_estimator": "own_losses.negated", "kl_coefficient": 0.1},
         {"importance_correction": "own_losses.normalised", **RATIO_BOUNDS},
+        {"token_selection": "own_losses.ranked", "token_selection_share": 0.2},
     ],
     "switches_are_true_or_false": [
         {"allow_partial_prompt_groups": "maybe"},
@@ -250,6 +268,11 @@ ALLOWED: dict[str, list[dict]] = {
         {"off_policy_sequence_delta": 0.1, "policy_loss": ANCHORED},
     ],
     "dropped_tokens_are_known": [{"importance_correction": "icepop", "rejected_tokens": "dropped"}],
+    "selections_fit": [
+        {**TOP_ENTROPY, "entropy_bonus_tokens": "trained", "entropy_coefficient": 0.1},
+        {**KL_COV, "token_selection_kl_coefficient": 0.5, "token_selection_low": 0.0},
+        {"token_selection": "clip_cov", "token_selection_share": 2e-4, "route": Route.TRAIN},
+    ],
     "kl_estimator_has_a_term": [{"kl_estimator": "k3+", "kl_coefficient": 0.1}],
     "kl_score_has_a_term": [{"kl_score": "support", "kl_coefficient": 0.1, "route": Route.TRAIN}, {"kl_score": "full"}],
     "temperature_is_positive": [{"policy_temperature": 1e-3}],
@@ -257,7 +280,10 @@ ALLOWED: dict[str, list[dict]] = {
     "counts_are_positive": [{"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None}],
     "choices_are_listed": [{"policy_metrics": "with_entropy", "watchdog": "raise", "gradient_divisor": "num_samples"}],
     "registered_names_are_known": [{"importance_correction": "tis"}, {"kl_estimator": "k3+", "kl_coefficient": 0.1}],
-    "own_terms_are_what_they_declare": [{"kl_estimator": "own_losses.jeffreys", "kl_coefficient": 0.1}],
+    "own_terms_are_what_they_declare": [
+        {"kl_estimator": "own_losses.jeffreys", "kl_coefficient": 0.1},
+        {"token_selection": "own_losses.widest", "token_selection_share": 0.2},
+    ],
     "switches_are_true_or_false": [{"fp32_lm_head": True}],
     "partial_groups_need_a_declared_size": [
         {"allow_partial_prompt_groups": True, "samples_per_prompt": 4},

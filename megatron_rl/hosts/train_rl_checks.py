@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.arguments import read_switch
-from megatron_rl.config import NO_CORRECTION
+from megatron_rl.config import NO_CORRECTION, NO_SELECTION
 from megatron_rl.hosts.base import HostOptions
 from megatron_rl.hosts.dense_rows import sample_in_words
 from megatron_rl.hosts.sampling import SAMPLERS, SamplingVerdict, flags_that_read, judge_sampling
@@ -54,6 +54,16 @@ def bins_hold_the_samplers_scores(launch: TrainRl) -> Iterator[str]:
         yield (
             f"{named} compares with the sampler, and train_rl.py packs the sampler's log-probabilities only with "
             f"{CORRECTION_FLAG}: add it"
+        )
+
+
+@check()
+def tokens_are_not_selected(launch: TrainRl) -> Iterator[str]:
+    if launch.merged.get("token_selection") not in (None, NO_SELECTION):
+        yield (
+            f"--token-selection {launch.merged['token_selection']} with --perform-rl-step: the scores are of the policy before the "
+            "step, and train_rl.py measures none there; remove it, or train in a loop of your own with "
+            "megatron.step_selection.select_step_tokens"
         )
 
 

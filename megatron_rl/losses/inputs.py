@@ -51,6 +51,8 @@ class LossInputs:
     entropy: Tensor | None = None  # [T] of the policy in training, where the loss reads it
     sampling_support: SamplingSupport | None = None  # T rows
     log_kept_mass: Tensor | None = None  # [T] full score - score over the kept ids, where both are computed
+    old_kl_coefficients: Tensor | None = None  # [T]
+    entropy_mask: Tensor | None = None  # [T] bool
 
     @property
     def num_documents(self) -> int:
@@ -103,6 +105,8 @@ def prepare_inputs(
         "importance_weights": options["importance_weights"],
         "ref_log_probs": options["ref_log_probs"],
         "rollout_log_probs": options["rollout_log_probs"],
+        "old_kl_coefficients": options["old_kl_coefficients"],
+        "entropy_mask": options["entropy_mask"],
     }
     optional = {**per_token, "token_counts": token_counts, "regularizer_weights": regularizer_weights}
     _check_are_tensors(required | {name: value for name, value in optional.items() if value is not None})
@@ -117,6 +121,9 @@ def prepare_inputs(
     }
     if not loss_mask.is_cuda and loss_mask.dtype != torch.bool and bool(((loss_mask != 0) & (loss_mask != 1)).any()):
         raise DataError("loss_mask has values other than 0 and 1: a mask selects tokens; pass weights as token_weights")
+    entropy_mask = options["entropy_mask"]
+    if entropy_mask is not None and entropy_mask.dtype != torch.bool:
+        raise DataError(f"entropy_mask is {entropy_mask.dtype}: it must be [T={num_tokens}] bool")
     for length, letter, tensors in ((num_tokens, "T", per_token), (num_documents, "N", per_document)):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.shape != (length,):
@@ -156,6 +163,8 @@ def prepare_inputs(
         regularizer_weights=regularizer_weights,
         correction=options["correction"] if options["correction"] is not None and options["correction"].is_on else None,
         sampling_support=options["sampling_support"],
+        old_kl_coefficients=options["old_kl_coefficients"],
+        entropy_mask=options["entropy_mask"],
     )
 
 

@@ -16,8 +16,8 @@ from megatron_rl.layout.groups import Group, ParallelGroups, all_reduce_sum, bro
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of, run_model
 from megatron_rl.megatron.routing import RouteRecorder
-from megatron_rl.ops.linear_log_probs import linear_log_probs
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.ops.linear_log_probs import LinearKeywords, linear_log_probs
+from megatron_rl.ops.log_probs import LogProbKeywords, vocab_parallel_log_probs
 
 # The model's output layer, unchanged.
 LOGITS = HeadSettings()
@@ -36,9 +36,11 @@ def response_log_probs(
     groups: ParallelGroups,
     head: HeadSettings = LOGITS,
     recorder: RouteRecorder | None = None,
+    with_entropy: bool = False,
 ) -> list[list[Tensor]]:  # for each batch and each of its samples: [response_length] float32 on the CPU; 0 where masked
     """Log-probabilities of whole responses by the current model, on all ranks of the tp and pp groups and of the batch's cp_group.
-    Where the batches have the sampler's sets they are over these.
+    Where the batches have the sampler's sets they are over these. with_entropy: [2, response_length], the entropies over the
+    vocabulary below them.
 
     The batches are cut as in training, so that rounding is the same. With a fused `head` they cost one product, and no more
     logits than max_logits_bytes. The host waits once a batch, for its rows.
@@ -46,42 +48,37 @@ def response_log_probs(
     which gets the routes of each sample by its number in the order of the batches.
     """
 
-    def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:
+    common: LogProbKeywords = {"temperature": temperature, "vocab_size": vocab_size, "tp_group": groups.tp, "backend": backend}
+
+    def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:  # [1 or 2, T]
         if inputs is None:
-            return vocab_parallel_log_probs(
-                logits.flatten(0, 1),
-                batch.labels,
-                loss_mask=batch.loss_mask,
-                sampling_support=batch.sampling_support,
-                temperature=temperature,
-                vocab_size=vocab_size,
-                tp_group=groups.tp,
-                backend=backend,
-            )
+            rows, sets = logits.flatten(0, 1), batch.sampling_support
+            of_rows: LogProbKeywords = {"loss_mask": batch.loss_mask, **common}
+            if with_entropy:
+                scores = vocab_parallel_log_probs(rows, batch.labels, with_entropy=True, sampling_support=sets, **of_rows)
+                return torch.stack(scores)
+            return vocab_parallel_log_probs(rows, batch.labels, sampling_support=sets, **of_rows)[None]
         hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
-        return linear_log_probs(
-            hidden,
-            inputs.weight,
-            batch.labels,
-            loss_mask=batch.host.loss_mask,
-            sampling_support=batch.host.sampling_support,
-            max_logits_bytes=head.max_logits_bytes,
-            sequence_parallel=is_sequence_parallel,
-            fp32_logits=head.is_fp32,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            tp_group=groups.tp,
-            backend=backend,
-        )
+        of_head: LinearKeywords = {
+            "loss_mask": batch.host.loss_mask,
+            "sampling_support": batch.host.sampling_support,
+            "max_logits_bytes": head.max_logits_bytes,
+            "sequence_parallel": is_sequence_parallel,
+            "fp32_logits": head.is_fp32,
+            **common,
+        }
+        if with_entropy:
+            return torch.stack(linear_log_probs(hidden, inputs.weight, batch.labels, with_entropy=True, **of_head))
+        return linear_log_probs(hidden, inputs.weight, batch.labels, **of_head)[None]
 
     results = []
     for batch, sizes in zip(batches, lengths, strict=True):
         cp_group = batch.cp_group
         with recording(recorder, batch.row_positions, batch.tokens, cp_group):
             local = forward_only(model, batch, measure, groups, head)
-        whole = torch.zeros(batch.labels.shape[0] * cp_group.size(), device=batch.labels.device)
+        whole = torch.zeros(1 + with_entropy, batch.labels.shape[0] * cp_group.size(), device=batch.labels.device)
         if local is not None:
-            whole[batch.row_positions] = local
+            whole[:, batch.row_positions] = local
             whole = all_reduce_sum(whole, cp_group)
         whole = broadcast_from_last(whole.contiguous(), groups.pp).cpu()
         starts = (batch.host.cu_seqlens[:-1] * cp_group.size()).tolist()
@@ -90,7 +87,7 @@ def response_log_probs(
                 recorder.keep(len(recorder.samples), start, total)
         results.append(
             [
-                whole[start + total - response - 1 : start + total - 1].clone()
+                whole[:, start + total - response - 1 : start + total - 1].squeeze(0).clone()
                 for start, (total, response) in zip(starts, sizes, strict=True)
             ]
         )

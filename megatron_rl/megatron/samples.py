@@ -40,6 +40,8 @@ class PolicySample:
     routes: Tensor | None = None  # [num_moe_layers, L - 1, topk] ids of the experts that each token but the last goes to
     kept_ids: SamplingSupport | None = None  # R rows, what the sampler drew each response token from; None: the whole vocabulary
     kept_mass: Tensor | None = None  # [R] what these ids had of the sampler's softmax; only for metrics
+    importance_weights: Tensor | None = None  # [R] factors of the policy term; None: 1
+    old_kl_coefficients: Tensor | None = None  # [R] of a KL penalty towards the old policy; None: 0
 
     @property
     def response_length(self) -> int:

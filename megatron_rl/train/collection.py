@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import Overlong, PolicyLossConfig, RejectedTokens, RouterReplay
+from megatron_rl.config import NO_SELECTION, Overlong, PolicyLossConfig, RejectedTokens, RouterReplay
 from megatron_rl.layout.agreement import finish_together
 from megatron_rl.layout.groups import SINGLE, all_reduce_max, all_reduce_sum, group_device, world_group
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
+from megatron_rl.megatron.step_selection import StepSelection, select_step_tokens
+from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 from megatron_rl.train.key_value_cache import cache_bytes, can_cache
 from megatron_rl.train.options import TrainOptions
@@ -270,6 +272,29 @@ def with_ref_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Mi
     """The samples with the reference policy's log-probabilities."""
     values = trainer.log_probs(microbatches, of_reference=True)
     return [[replace(sample, ref_log_probs=row) for sample, row in pairs] for pairs in _paired(microbatches, values)]
+
+
+def selection_of(trainer: PolicyTrainer, microbatches: Microbatches, *, seed: int) -> StepSelection | None:
+    """The tokens of the step that --token-selection selects by the policy as it is now; None without one.
+
+    seed: of the step, for random tokens. Communication: trainer.log_probs', one forward of each micro-batch, and select_tokens'
+    over dp.
+    """
+    if trainer.config.token_selection == NO_SELECTION:
+        return None
+    replays_routes = trainer.settings.router_replay != RouterReplay.NONE
+    with_entropy = "entropy" in TokenSelectionSettings.of(trainer.config).declared.needs
+    measured = trainer.log_probs(microbatches, with_entropy=with_entropy, replays_routes=replays_routes)
+    pairs = [pair for of_microbatch in _paired(microbatches, measured) for pair in of_microbatch]
+    return select_step_tokens(
+        trainer.config,
+        [sample for sample, _ in pairs],
+        [sample.number for sample, _ in pairs],
+        trainer.groups,
+        log_probs=[row[0] if with_entropy else row for _, row in pairs],
+        entropy=[row[1] for _, row in pairs] if with_entropy else None,
+        seed=seed,
+    )
 
 
 def _lack(name: str, trainer: PolicyTrainer, microbatches: Microbatches) -> bool:

@@ -26,6 +26,9 @@ from megatron_rl.train.rollouts import RolloutBatch, Sample, prompt_groups
 from megatron_rl.train.trainer import PolicyTrainer
 from megatron_rl.train.writers import LENGTH, REWARD, WITHOUT_SIGNAL
 
+# Of a sample's number in its rollout, which is below the samples of a rollout.
+NUMBER_BITS = 20
+
 
 class DocumentSteps:
     """Every rank makes one, and closes it (or ends the `with`) before torch.distributed is destroyed.
@@ -105,6 +108,11 @@ class StreamedSample(Sample):
 
     place: tuple[int, int]
     """(rollout, number of the sample in it)."""
+
+    @property
+    def number(self) -> int:
+        rollout, sample = self.place
+        return (rollout << NUMBER_BITS) | sample
 
     @classmethod
     def all_of(cls, batch: RolloutBatch) -> list[StreamedSample]:

@@ -28,6 +28,7 @@ from megatron_rl.layout.groups import (
     group_device,
     resolve_group,
 )
+from megatron_rl.layout.noise import INCREMENT, hash_of, logical_shift, scramble, signed
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, logits_at
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.responses import LOGITS, forward_only, recording
@@ -37,10 +38,6 @@ from megatron_rl.train.sampling_filter import KeptTokens, SamplingFilter
 
 # (sample ids [B] int64, position of the next token [B] int64, vocabulary ids [V_local] int64) -> [B, V_local] float32
 Noise = Callable[[Tensor, Tensor, Tensor], Tensor]
-# splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-INCREMENT = 0x9E3779B97F4A7C15
-MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-SHIFTS = (30, 27, 31)
 # Bits of the hash that become a uniform number. With the added half, which excludes 0 and 1, they fill a float64's 53 bits.
 UNIFORM_BITS = 52
 
@@ -308,27 +305,7 @@ def gumbel_noise(
     for name, tensor in (("samples", samples), ("positions", positions), ("columns", columns)):
         if tensor.dtype != torch.int64 or tensor.dim() != 1:
             raise TypeError(f"{name} must be one-dimensional int64, got {tuple(tensor.shape)} {tensor.dtype}")
-    states = torch.zeros_like(samples)
-    for part in (_signed(seed), _signed(rollout), samples, positions):
-        states = _scramble((states + _signed(INCREMENT)) ^ part)
-    hashes = _scramble(states[:, None] + (columns + 1)[None, :] * _signed(INCREMENT))
-    uniform = _logical_shift(hashes, 64 - UNIFORM_BITS).double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
+    states = hash_of(seed, rollout, samples, positions)
+    hashes = scramble(states[:, None] + (columns + 1)[None, :] * signed(INCREMENT))
+    uniform = logical_shift(hashes, 64 - UNIFORM_BITS).double().add_(0.5).mul_(2.0**-UNIFORM_BITS)
     return uniform.log_().neg_().log_().neg_().float()
-
-
-def _scramble(words: Tensor) -> Tensor:
-    """The finaliser of splitmix64: an input bit flips each output bit with probability near 1/2. int64 wraps."""
-    for shift, multiplier in zip(SHIFTS[:2], MULTIPLIERS, strict=True):
-        words = (words ^ _logical_shift(words, shift)) * _signed(multiplier)
-    return words ^ _logical_shift(words, SHIFTS[2])
-
-
-def _logical_shift(words: Tensor, shift: int) -> Tensor:
-    """Shift to the right that brings in zeros; torch's own brings in copies of the sign."""
-    return (words >> shift) & ((1 << (64 - shift)) - 1)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the low 64 bits of value."""
-    value &= 0xFFFFFFFFFFFFFFFF
-    return value - (1 << 64) if value >> 63 else value

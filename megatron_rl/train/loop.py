@@ -26,6 +26,7 @@ from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,
     reader_of_old_log_probs,
+    selection_of,
     with_old_log_probs,
     with_ref_log_probs,
     with_rollout_log_probs,
@@ -273,6 +274,7 @@ class TrainingRun:
                 num_documents=num_documents,
                 policy_version=steps_done,
                 counts_phantoms=self._watchdog.counts_phantoms(steps_done),
+                selection=selection_of(self._trainer, microbatches, seed=(self._options.seed << 32) + steps_done),
             )
         except EmptyStep as error:
             is_all_masked = not any(sample.loss_mask.any() for of_microbatch in microbatches for sample in of_microbatch)

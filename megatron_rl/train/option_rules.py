@@ -14,6 +14,7 @@ from typing import Any
 from megatron_rl.config import (
     DEFAULT_KL_ESTIMATOR,
     NO_CORRECTION,
+    NO_SELECTION,
     AdvantageNormalization,
     KLScore,
     Overlong,
@@ -24,6 +25,7 @@ from megatron_rl.config import (
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.registry import import_dotted
+from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
 from megatron_rl.train import output_dir
 from megatron_rl.train.hf_checkpoint import HFModel, copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
@@ -315,9 +317,7 @@ def check_corrections(options: TrainLaunch) -> Iterator[str]:
             f"--importance-correction {kind} has no effect: this run samples with the engine that trains, so every ratio is 1; "
             "give rollouts of another engine with --rollouts, or remove the flag"
         )
-    docs, of_prompt = settings["docs_per_step"], settings["samples_per_prompt"]
-    is_whole = docs is None or (isinstance(of_prompt, int) and docs == options.prompts_per_rollout * of_prompt)
-    if delta is not None and settings["steps_per_rollout"] in (None, 1) and is_whole:
+    if delta is not None and _has_one_step(options):
         yield (
             f"--off-policy-sequence-delta {delta} has no effect with one optimiser step a rollout: the policy in training is the "
             "one that sampled; give --steps-per-rollout 2 or more, fewer --docs-per-step than a rollout has, or rollouts of "
@@ -351,6 +351,25 @@ def check_sampling_filter(options: TrainLaunch) -> Iterator[str]:
         yield (
             f"{typed} with --kl-estimator {estimator.name}: it multiplies the KL term by the importance ratio, which is over the "
             "kept ids, and the term would be over the whole vocabulary; add --kl-score support, or choose another estimator"
+        )
+
+
+def _has_one_step(options: TrainLaunch) -> bool:
+    """Whether each sampled rollout is one optimiser step, in which the policy is still the one that sampled."""
+    docs, of_prompt = options.settings["docs_per_step"], options.settings["samples_per_prompt"]
+    is_whole = docs is None or (isinstance(of_prompt, int) and docs == options.prompts_per_rollout * of_prompt)
+    return options.rollouts is None and options.steps_per_rollout == 1 and is_whole
+
+
+@check()
+def check_token_selection(options: TrainLaunch) -> Iterator[str]:
+    name = options.settings["token_selection"]
+    declared = TOKEN_SELECTIONS.find_or_none(name or NO_SELECTION)
+    if declared is not None and declared.effect == Effect.PENALIZED and _has_one_step(options):
+        yield (
+            f"--token-selection {name} has no effect with one optimiser step a rollout: the policy in training is the one that its "
+            "penalty holds it to; give --steps-per-rollout 2 or more, fewer --docs-per-step than a rollout has, or rollouts of "
+            "another engine with --rollouts"
         )
 
 

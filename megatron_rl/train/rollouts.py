@@ -84,6 +84,11 @@ class Sample:
     kept_mass: Tensor | None = None
     """[response_length] float32, what each set had of the sampler's softmax; a metric and explain show it."""
 
+    @property
+    def number(self) -> int:
+        """Its own in the step, on each layout the same."""
+        return self.index
+
     def __post_init__(self) -> None:
         import torch
 

@@ -22,6 +22,7 @@ from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.agreement import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.megatron.ranks import initialize_ranks
+from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import Evaluation, SampledRollouts, reader_of_old_log_probs
 from megatron_rl.train.document_steps import size_of_steps
@@ -173,9 +174,10 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
     reader = reader_of_old_log_probs(options, config)
     if reader is not None:
         samples += f", old log-probabilities of the first step measured for {reader}"
-    probe = trainer.probe
+    probe, selection = trainer.probe, TokenSelectionSettings.of(config).in_words()
+    selection = f", {selection}" if selection else ""
     print(
-        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{head} | "
+        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{selection}{head} | "
         f"{model_in_words(options, trainer.settings)} | {samples} | {layout}, {trainer.device.type} | "
         f"megatron-core {probe.megatron_version}, {probe.contract}: gradient x {probe.ratio:.6f}, PASS",
         file=sys.stderr,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, Backend, CorrectionLevel
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
+from megatron_rl.registries.token_selections import Effect
 from megatron_rl.validation.checks import check
 from megatron_rl.validation.routes import Settings
 
@@ -84,4 +85,10 @@ def kernels_have_their_twins(launch: Settings) -> Iterator[str]:
             "arithmetic of the whole loss on tokens then runs in torch, about a hundred small kernels in place of three, and the "
             "kernel that reads the logits once cannot be used; declare a twin by triton= (CONTRIBUTING.md), or choose one of "
             f"{', '.join(others)}"
+        )
+    elif launch.token_selection is not None and launch.token_selection.effect == Effect.PENALIZED:
+        yield (
+            f"policy_loss={config.policy_loss} has a Triton twin, and the penalty of token_selection={config.token_selection} has "
+            "none: on a GPU the arithmetic of the whole loss on tokens then runs in torch, about a hundred small kernels in place "
+            "of three, and the kernel that reads the logits once cannot be used"
         )

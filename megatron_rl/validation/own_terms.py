@@ -1,4 +1,4 @@
-"""Tries a user's own KL estimator and correction, and says where one is not what it declares. It runs once a launch.
+"""Tries a user's own KL estimator, correction and token selection, and says where one is not what it declares, once a launch.
 
 Nothing here of a function of the package: the tests over the registries try those.
 """
@@ -17,6 +17,7 @@ from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CORRECTIONS, CorrectionKind
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator, KLValue
+from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, TokenSelectionKind
 from megatron_rl.validation.routes import Settings
 
 _NUM_PROBES = 1024
@@ -28,14 +29,16 @@ _FACTOR_NOISE = 1e-2  # a user may compute in bfloat16
 
 
 def own_term_problems(launch: Settings) -> Iterator[str]:
-    """The contradictions of the configured estimator and correction; none of a built-in one, and none where a name or bounds are
-    wrong, which other rules report."""
+    """The contradictions of the configured estimator, correction and selection; none of a built-in one, and none where a name or
+    bounds are wrong, which other rules report."""
     estimator, correction = launch.kl_estimator, launch.correction
     if estimator is not None and not KL_ESTIMATORS.is_built_in(launch.config.kl_estimator):
         yield from estimator_problems(estimator)
     settings = CorrectionSettings.of(launch.config)
     if correction is not None and not CORRECTIONS.is_built_in(settings.kind) and not list(settings.problems()):
         yield from correction_problems(correction, settings)
+    if launch.token_selection is not None and not TOKEN_SELECTIONS.is_built_in(launch.config.token_selection):
+        yield from selection_problems(launch.token_selection)
 
 
 def estimator_problems(estimator: KLEstimator) -> Iterator[str]:
@@ -120,6 +123,30 @@ def correction_problems(correction: CorrectionKind, settings: CorrectionSettings
     if correction.drops_tokens == bool(is_kept.all()):
         drops = "drops nothing" if correction.drops_tokens else "drops some"
         yield f"{name} declares drops_tokens={correction.drops_tokens}, and of ratios between e^-20 and e^20 it {drops}: change it"
+
+
+def selection_problems(selection: TokenSelectionKind) -> Iterator[str]:
+    """A text for each way in which a selection's score differs from what it must be."""
+    name = f"token_selection={selection.name}"
+    log_probs, others, differences = (vector.double() for vector in _probes())
+    vectors = {
+        **{"log_probs": log_probs, "entropy": -others, "advantages": differences},
+        **{"centred_log_probs": log_probs - log_probs.mean(), "centred_advantages": differences - differences.mean()},
+    }
+    given = {need: vectors[need] for need in selection.needs}
+    try:
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            score = selection.function(**{need: vector.clone() for need, vector in given.items()})
+            alone = selection.function(**{need: vector[_SOME].clone() for need, vector in given.items()})
+            is_apart = not torch.allclose(alone, score[_SOME])
+            is_finite = bool(score.isfinite().all())
+    except Exception as error:  # of any type: it is the user's function
+        yield f"{name} cannot be computed: {type(error).__name__}: {error}"
+        return
+    if not is_finite:
+        yield f"{name} has a score that is not finite, for log-probabilities between -30 and 0: bound it"
+    if is_apart:
+        yield f"{name} depends at one token on the others, so it would change with the layout: it must be elementwise"
 
 
 def _probes() -> tuple[Tensor, Tensor, Tensor]:  # [_NUM_PROBES] float32: two log-probabilities, and a log-ratio

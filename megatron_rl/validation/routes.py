@@ -12,6 +12,7 @@ from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import (
     Backend,
     CorrectionLevel,
+    EntropyBonusTokens,
     GradientDivisor,
     KLScore,
     PolicyLossConfig,
@@ -27,6 +28,7 @@ from megatron_rl.loss_hub import PolicyLoss, declared_parameters, get_loss_aggre
 from megatron_rl.registries.corrections import CORRECTIONS, CorrectionKind
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator
 from megatron_rl.registries.registry import Registry
+from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, TokenSelectionKind
 
 _EVERYWHERE = frozenset(Route)
 _WITH_LOGITS = _EVERYWHERE - {Route.REDUCER}
@@ -50,6 +52,12 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--importance-correction-high": _WITH_LOGITS,
     "--off-policy-sequence-delta": _WITH_LOGITS,
     "--rejected-tokens": _WITH_MODEL,
+    "--token-selection": _WITH_MODEL,
+    "--token-selection-share": _WITH_MODEL,
+    "--token-selection-low": _WITH_MODEL,
+    "--token-selection-high": _WITH_MODEL,
+    "--token-selection-kl-coefficient": _WITH_MODEL,
+    "--entropy-bonus-tokens": _WITH_MODEL,
     "--kl-coefficient": _WITH_LOGITS,
     "--kl-estimator": _WITH_LOGITS,
     "--sampling-support": frozenset({Route.CUSTOM_LOSS, Route.TRAIN}),
@@ -82,6 +90,13 @@ REASONS: dict[str, str] = {
     "--max-logits-bytes": "a reducer comes after the host's own loss, which needs the logits",
     "--skip-old-log-probs": "train leaves it out by itself, and beside a reducer the host's own loss decides",
     "--rejected-tokens": "elsewhere the host has counted the step's tokens before the loss knows which are dropped",
+    **dict.fromkeys(
+        (
+            *("--token-selection", "--token-selection-share", "--token-selection-low", "--token-selection-high"),
+            *("--token-selection-kl-coefficient", "--entropy-bonus-tokens"),
+        ),
+        "elsewhere the loss sees one micro-batch at a time, and tokens are selected in the whole step",
+    ),
     "--docs-per-step": "elsewhere the host's batching decides which samples make a step; your own loop can iterate over "
     "megatron_rl.accumulation.StepAccumulator",
     "--sampling-support": "elsewhere nothing hands the loss what a sampler kept; sample from the whole vocabulary",
@@ -95,6 +110,7 @@ CHOICES: dict[str, type[StrEnum]] = {
     "rejected_tokens": RejectedTokens,
     "sampling_support": SupportUse,
     "kl_score": KLScore,
+    "entropy_bonus_tokens": EntropyBonusTokens,
     "policy_metrics": PolicyMetrics,
     "policy_loss_backend": Backend,
     "router_aux_loss": RouterAuxLoss,
@@ -102,7 +118,11 @@ CHOICES: dict[str, type[StrEnum]] = {
     "watchdog": Watchdog,
 }
 # Fields whose values are the names of a registry, or module.function.
-REGISTRIES: dict[str, Registry[Any]] = {"importance_correction": CORRECTIONS, "kl_estimator": KL_ESTIMATORS}
+REGISTRIES: dict[str, Registry[Any]] = {
+    "importance_correction": CORRECTIONS,
+    "kl_estimator": KL_ESTIMATORS,
+    "token_selection": TOKEN_SELECTIONS,
+}
 
 
 # Switches of hosts and of Megatron that a rule or a hook reads -> the value that an absent one has.
@@ -184,6 +204,11 @@ class Settings:
     def kl_estimator(self) -> KLEstimator | None:
         """The declaration of the configured KL estimator; None for an unknown name, which registered_names_are_known reports."""
         return KL_ESTIMATORS.find_or_none(self.config.kl_estimator)
+
+    @cached_property
+    def token_selection(self) -> TokenSelectionKind | None:
+        """The declaration of the configured selection; None for an unknown name, which registered_names_are_known reports."""
+        return TOKEN_SELECTIONS.find_or_none(self.config.token_selection)
 
     @cached_property
     def record(self) -> AggregationRecord | None:

@@ -12,6 +12,7 @@ from megatron_rl.config import (
     DEFAULT_MAX_LOGITS_BYTES,
     Backend,
     CorrectionLevel,
+    EntropyBonusTokens,
     KLScore,
     PolicyMetrics,
     RejectedTokens,
@@ -34,6 +35,7 @@ from megatron_rl.loss_hub import (
 )
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
 from megatron_rl.registries.corrections import correction_names, get_correction
+from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.checks import check
 from megatron_rl.validation.experts import expert_problems
@@ -207,6 +209,26 @@ def dropped_tokens_are_known(launch: Settings) -> Iterator[str]:
 
 
 @check()
+def selections_fit(launch: Settings) -> Iterator[str]:
+    config, selection, loss = launch.config, TokenSelectionSettings.of(launch.config), launch.loss
+    if launch.token_selection is None or config.entropy_bonus_tokens not in tuple(EntropyBonusTokens):
+        return
+    yield from selection.problems()
+    if not selection.is_on:
+        return
+    if selection.share == 0:
+        yield "token_selection_share=0 selects no token: remove --token-selection, or give the share that is to be selected"
+    if loss is not None and loss.level != "token":
+        yield (
+            f"token_selection={selection.kind} with policy_loss={config.policy_loss}, a loss of level {loss.level}: the tokens of "
+            "a sample are together in it, so one is not trained without the others; remove --token-selection, or choose a loss of "
+            "single tokens, such as grpo"
+        )
+    if selection.entropy_bonus == EntropyBonusTokens.TRAINED and not config.entropy_coefficient:
+        yield ("entropy_bonus_tokens=trained has no effect without an entropy term: set --entropy-coefficient, or remove it")
+
+
+@check()
 def kl_estimator_has_a_term(launch: Settings) -> Iterator[str]:
     config = launch.config
     if config.kl_estimator != DEFAULT_KL_ESTIMATOR and launch.kl_estimator is not None and config.kl_coefficient == 0:
@@ -272,7 +294,8 @@ def registered_names_are_known(launch: Settings) -> Iterator[str]:
 
 @check()
 def own_terms_are_what_they_declare(launch: Settings) -> Iterator[str]:
-    own = [declared for declared in (launch.kl_estimator, launch.correction) if declared is not None]
+    declarations = (launch.kl_estimator, launch.correction, launch.token_selection)
+    own = [declared for declared in declarations if declared is not None]
     if any(not declared.function.__module__.startswith("megatron_rl.") for declared in own):
         from megatron_rl.validation.own_terms import own_term_problems  # torch, which a user's function has imported
 

@@ -1,0 +1,1 @@
+"""Each file declares a selection of a step's tokens."""
