@@ -496,26 +496,44 @@ def test_words_that_may_hide_flags_are_told_and_are_nobodys_values():
     assert problem.endswith("(unless ${GRPO_ARGS[@]}, $EXTRA_ARGS says otherwise)")
 
 
+FREE = "the weights of its tokens do not depend on the layout"
+
+
 def test_a_line_with_nothing_of_ours_says_nothing_of_what_it_hides(on_machine):
     code, out = on_machine(CPU_MACHINE, "--launch-only", "--", "python", "slime/train.py", "${GRPO_ARGS[@]}")
     assert code == 0 and "what could be read of this line has no path and no flag of megatron_rl" in out
-    said = "doctor: nothing of megatron_rl on this line: nothing was judged in what could be read; not read: ${GRPO_ARGS[@]}\n"
+    said = "the weights of its tokens do not depend on the layout in what could be read; not read: ${GRPO_ARGS[@]}\n"
     assert out.endswith(said)
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--host miles -- python3 train.py --advantage-estimator grpo --disable-grpo-std-normalization", "nothing was judged"),
-        ("-- python slime/train.py --num-experts 8 --moe-aux-loss-coeff 0", "only what changes any step was judged"),
-        ("-- python -m verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "nothing was judged"),
-        ("-- python -m skyrl.train.entrypoints.main_base trainer.algorithm.policy_loss_type=gspo", "nothing was judged"),
-        ("-- python examples/run_grpo.py loss_fn.ratio_clip_max=0.28", "nothing was judged"),
+        (
+            "--host miles -- python3 train.py --advantage-estimator grpo --disable-grpo-std-normalization",
+            f"; miles's own loss: {FREE}",
+        ),
+        (
+            "-- python slime/train.py --num-experts 8 --moe-aux-loss-coeff 0",
+            f"; slime's own loss: {FREE}",
+        ),
+        (
+            "-- python -m verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+            f"verl's own loss: {FREE}",
+        ),
+        (
+            "-- python -m skyrl.train.entrypoints.main_base trainer.algorithm.policy_loss_type=gspo",
+            f"SkyRL's own loss: {FREE}",
+        ),
+        (
+            "-- python examples/run_grpo.py loss_fn.ratio_clip_max=0.28",
+            f"NeMo-RL's own loss: {FREE}",
+        ),
     ],
 )
 def test_the_last_line_of_a_stock_launch_does_not_say_that_there_is_no_problem(line, said, on_machine):
     code, out = on_machine(CPU_MACHINE, "--launch-only", *line.split())
-    assert code == 0 and out.endswith(f"doctor: nothing of megatron_rl on this line: {said}\n"), out
+    assert code == 0 and out.endswith(f"{said}\n"), out
 
 
 @pytest.mark.parametrize("start", ["python3 train.py", "python3 -m megatron_rl.hosts.launch train.py"])

@@ -21,6 +21,7 @@ from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.batch import HostBatch, HostResponses, read_host_batch, read_host_responses
 from megatron_rl.hosts.flags import host_config, known_correction
 from megatron_rl.hosts.kept_ids import KeptIds
+from megatron_rl.hosts.stock import OF_COUNTED_TOKENS, SAMPLE_MEAN, Stock
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.registries.registry import import_dotted
@@ -161,6 +162,17 @@ class Host:
     def warnings(self, config: PolicyLossConfig, args: Namespace) -> list[str]:
         """What is said at start of a launch that calls our forward step."""
         return config_warnings(config)
+
+    def stock(self, options: HostOptions) -> Stock | None:
+        """What its own loss weighs a token; None: it is not known here. It divides by the rollouts of the step, or Megatron by the
+        tokens that all ranks have counted."""
+        if options["loss_type"] != "policy_loss":
+            return None
+        reducer = options["custom_pg_loss_reducer_function_path"]
+        weight = OF_COUNTED_TOKENS if options["calculate_per_token_loss"] else SAMPLE_MEAN
+        kl = weight if options["use_kl_loss"] and options["kl_loss_coef"] else None
+        remarks = (f"{reducer} reduces the policy term, and is not known here",) if reducer else ()
+        return Stock(None if reducer else weight, kl, weight if options["entropy_coef"] else None, remarks=remarks)
 
     def converter(self) -> Converter | None:
         """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""

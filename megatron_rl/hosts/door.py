@@ -19,6 +19,7 @@ from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.sampling import Sampler, names_of
 from megatron_rl.hosts.settings import Given, Settings, as_typed
+from megatron_rl.hosts.stock import SAMPLE_MEAN, Stock
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters, get_loss_aggregation, loss_aggregation_names
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation.checks import Check, Row
@@ -34,7 +35,6 @@ AVERAGED: tuple[Stage, ...] = (
 )
 SUMMED: tuple[Stage, ...] = (("schedule", Formula(), "adds micro-batches"), ("DDP", Formula(), "adds ranks"))
 TIMES_CP: Stage = ("schedule", Formula(M=-1, cp=1), "averages over micro-batches, x cp")
-SAMPLE_MEAN = Formula(N=-1, m_i=-1)
 # Our settings of the correction for the sampler, by the names of PolicyLossConfig.
 CORRECTION_SETTINGS = (
     *("importance_correction", "importance_correction_level", "importance_correction_low", "importance_correction_high"),
@@ -135,10 +135,12 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a launch line says. rows: what is said of the line itself. settings: None where nothing can be judged."""
+    """What a launch line says. rows: what is said of the line itself. settings: None where nothing of ours can be judged.
+    stock: the settings of a line that trains the trainer's own loss, where `settings` is None."""
 
     settings: Settings | None
     rows: Sequence[Row] = ()
+    stock: Settings | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +224,9 @@ class Door:
     """What is said of a launch that chooses no loss of ours, and means one."""
     is_open: Callable[[Settings, str], bool] = lambda settings, section: False
     """Whether a class of the user's own may have given a section more names."""
+
+    stock: Callable[[Settings], Stock | None] = lambda settings: None
+    """What the host's own loss weighs a token; None: it is not known here."""
 
     # What it does with the number.
     has_logits: bool = False

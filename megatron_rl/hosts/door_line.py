@@ -9,11 +9,12 @@ from typing import Any
 
 from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import stock
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, clip_to_type, not_numbers
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
 from megatron_rl.validation.checks import Row
 
@@ -32,14 +33,28 @@ LOSS_SETTINGS = ("policy_loss", "loss_aggregation", DIVISOR, *CLIPS)
 # doctor
 
 
-def judge(door: Door, words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
-    """What becomes of a launch line. read_file: the mapping of a file of settings; raises ConfigError where it cannot be read."""
+def judge(door: Door, words: Sequence[str], read_file: ReadFile, of_step: stock.JudgeStep | None = None) -> Iterator[Row]:
+    """What becomes of a launch line. read_file: the mapping of a file of settings; raises ConfigError where it cannot be read.
+    of_step: what is said of a recorded step where the trainer's own loss trains."""
     line = door.read_line(words, read_file)
     yield from line.rows
     if line.settings is not None:
         yield from _flags_of_others(door, words, line.settings.given)
         yield from _given_twice(door, words)
-        yield from judge_settings(door, line.settings)
+        yield from judge_settings(door, line.settings, of_step=of_step)
+    elif line.stock is not None:
+        yield from judge_stock(door, line.stock, of_step)
+
+
+def judge_stock(door: Door, settings: Settings, of_step: stock.JudgeStep | None) -> Iterator[Row]:
+    """What the trainer's own loss weighs a token, and the settings that give an exact weight."""
+
+    def exact(aggregation: str) -> str:
+        record = get_loss_aggregation(aggregation)
+        divisor = 1.0 if record.takes_divisor else None
+        return door.separator.join(write(door, PolicyLossConfig(loss_aggregation=aggregation, loss_aggregation_divisor=divisor))[0])
+
+    yield from stock.judge(door.stock(settings), door.title, exact, of_step)
 
 
 def read_launch(door: Door, settings: Settings, *, may_have_more: bool = False) -> Found:
@@ -62,8 +77,10 @@ def name_problems(door: Door, settings: Settings, *, may_have_more: bool = False
     return [in_words(row) for row in rows if row.is_wrong]
 
 
-def judge_settings(door: Door, settings: Settings, *, may_have_more: bool = False) -> Iterator[Row]:
-    """may_have_more: see judge_names."""
+def judge_settings(
+    door: Door, settings: Settings, *, may_have_more: bool = False, of_step: stock.JudgeStep | None = None
+) -> Iterator[Row]:
+    """may_have_more: see judge_names. of_step: see judge."""
     choice = door.choice
     if groups := [*_values_for_groups(door, settings)]:
         yield from groups
@@ -87,6 +104,7 @@ def judge_settings(door: Door, settings: Settings, *, may_have_more: bool = Fals
         text = f"{loss} is {door.title}'s own: none of our losses is chosen; {choice.remedy}"
         yield Row(choice.setting, text, is_note=True)
         yield from idle_beside_own_loss(door, settings)
+        yield from judge_stock(door, settings, of_step)
         return
     own = [name for name in settings.given if name.startswith(door.own.prefix)]
     if unknown := [one for one in dict.fromkeys([*door.read_names, *own]) if settings[one] is UNKNOWN]:

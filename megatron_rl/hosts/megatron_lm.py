@@ -25,6 +25,7 @@ from megatron_rl.hosts.actor_checks import release_problems
 from megatron_rl.hosts.base import Host, HostOptions
 from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.host_run import current_args
+from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, OF_COUNTED_TOKENS, Stock
 from megatron_rl.hosts.train_rl_checks import CORRECTION_FLAG, TRAIN_RL_CHECKS, TrainRl
 from megatron_rl.hosts.training_hooks import head_in_words, shift_in_words, start_line, tell_start, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
@@ -55,6 +56,11 @@ class MegatronLM(Host):
     own_options = ("perform_rl_step", "grpo_group_size", "grpo_prompts_per_step")
     script_name = "train_rl|pretrain"
     parser_defaults: Mapping[str, object] = {}
+
+    def stock(self, options: HostOptions) -> Stock:
+        """Of train_rl.py: the sum over a bin, divided by its tokens, or by all that ranks have counted. All terms are in it."""
+        weight = OF_COUNTED_TOKENS if options["calculate_per_token_loss"] else MEAN_OF_TOKEN_MEANS
+        return Stock(weight, weight, weight, "--calculate-per-token-loss")
 
     def recognises(self, names: Mapping[str, object]) -> bool:
         """True: it is asked last."""

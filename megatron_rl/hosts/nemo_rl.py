@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.aggregation_record import Formula
+from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.arguments import read_number
 from megatron_rl.config import LARGEST_RATIO, CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import ConfigError
@@ -46,6 +46,7 @@ from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, put, read_overrides, value_at
 from megatron_rl.hosts.settings_files import inherited, merge, nested, resolved, with_values
+from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, is_on
 from megatron_rl.registries.corrections import get_correction
 from megatron_rl.validation.checks import Row, check
 
@@ -203,6 +204,15 @@ def weights_reach_the_loss(found: Found) -> Iterator[Row]:
         yield wrong(BATCH, batch, text)
 
 
+def stock(settings: Settings) -> Stock | None:
+    """NeMo-RL's own loss: both terms are means over the tokens of the step, or over its samples."""
+    is_of_tokens = settings[f"{LOSS_FN}token_level_loss"]
+    if not isinstance(is_of_tokens, bool):
+        return None
+    weight = TOKEN_MEAN if is_of_tokens else OF_PRESENT_SAMPLES
+    return Stock(weight, weight if is_on(settings, PENALTY) else None)
+
+
 DOOR = Door(
     name="nemo_rl",
     title="NeMo-RL",
@@ -229,6 +239,7 @@ DOOR = Door(
     derive=derive,
     is_ours=lambda settings: trains_ours(settings),
     of_any_launch=lambda settings: problems_of_log_probs(settings),
+    stock=stock,
     log_probs=LogProbs(setting=LOG_PROBS, value="megatron_rl", theirs=PACKAGE),
     sampler=Sampler(
         filters={f"{SAMPLING}top_p": Filter(1.0, (1.0,)), f"{SAMPLING}top_k": Filter(None, ("null", None, -1, 0))},
@@ -346,8 +357,15 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     if LAUNCHER not in words:
         text = f"without python -m {LAUNCHER} before the script, NeMo-RL trains its own loss and reads no {NAME}"
         is_meant = any(word.lstrip("+").startswith(NAME) for word in words)
-        return Line(None, [Row("launcher", text, is_wrong=is_meant, is_note=not is_meant)])
-    rows, overrides, path = [*judge_script(words)], read_overrides(words), file_of(words)
+        row = Row("launcher", text, is_wrong=is_meant, is_note=not is_meant)
+        return Line(None, [row], stock=None if is_meant else _settings_of_line(words, read_file, []))
+    rows = [*judge_script(words)]
+    return Line(_settings_of_line(words, read_file, rows), rows)
+
+
+def _settings_of_line(words: Sequence[str], read_file: ReadFile, rows: list[Row]) -> Settings:
+    """rows: gets what is said of the file and of names that need a ++."""
+    overrides, path = read_overrides(words), file_of(words)
     try:
         tree, is_whole = with_values(inherited(path, read_file)), True
         rows.append(Row("settings", f"{path}, and {len(overrides)} override{'' if len(overrides) == 1 else 's'}"))
@@ -365,7 +383,7 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     if worker is ABSENT or worker is UNKNOWN:
         put(tree, WORKER.split("."), worker is UNKNOWN or not is_whole)
     given = flat(tree) | overrides
-    return Line(Settings.of_object(tree, DOOR.all_defaults, typed=overrides, has_files=True, given=given), rows)
+    return Settings.of_object(tree, DOOR.all_defaults, typed=overrides, has_files=True, given=given)
 
 
 def file_of(words: Sequence[str]) -> Path:

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.aggregation_record import Formula
+from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
 from megatron_rl.hosts.pydantic_line import SIGN, read_pydantic_line
 from megatron_rl.hosts.sampling import Filter, Sampler
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, flat, value_at
+from megatron_rl.hosts.stock import Stock
 from megatron_rl.validation.checks import Row, check
 
 LOSS, KWARGS = "trainer.loss.", "trainer.loss.kwargs."
@@ -142,6 +143,7 @@ DOOR = Door(
         default_mode="processed_logprobs",
     ),
     checks=(loss_is_custom, tokens_reach_our_loss, zero_advantages_leave_the_step),
+    stock=lambda settings: Stock(TOKEN_MEAN) if settings[TYPE] in ("default", "ipo") else None,
     prompts=Prompts.UNKNOWN,
     returns=Formula(T=1),
     step=(

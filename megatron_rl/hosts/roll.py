@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.aggregation_record import Formula
+from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.arguments import read_number, read_switch
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig
 from megatron_rl.errors import ConfigError
@@ -49,6 +49,7 @@ from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
 from megatron_rl.hosts.settings_files import resolved, with_values
+from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, is_on
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation.checks import Row, check
 
@@ -351,6 +352,21 @@ def unchosen(settings: Settings) -> Iterator[Row]:
         yield Row(WORKER_CLASS, text, is_wrong=True)
 
 
+# What the terms of ROLL's own losses weigh a token.
+STOCK_MODES = {
+    "token-mean": TOKEN_MEAN,
+    "seq-mean-token-mean": OF_PRESENT_SAMPLES,
+    "seq-mean-token-sum": Formula({"N+": -1}),
+    "seq-mean-token-sum-norm": Formula(L_b=-1),
+}
+
+
+def stock(settings: Settings) -> Stock | None:
+    weight = STOCK_MODES.get(str(settings["loss_agg_mode"]))
+    has_kl, has_entropy = settings["use_kl_loss"] is not False, is_on(settings, "entropy_loss_coef")
+    return None if weight is None else Stock(weight, weight if has_kl else None, weight if has_entropy else None)
+
+
 def settings_of_yaml(tree: Mapping[str, Any]) -> Settings:
     """As ROLL makes its objects of a YAML: the pipeline's variables are the worker's, and it decides on old log-probabilities."""
     train, variables = tree.get("actor_train"), tree.get("system_envs")
@@ -495,6 +511,7 @@ DOOR = Door(
     corrections=corrections,
     readers=readers,
     unchosen=unchosen,
+    stock=stock,
     sampler=Sampler(
         filters={
             f"{INFER}generating_args.top_p": Filter(0.7, (1.0,)),

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation_record import Formula
+from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import loss_of_rows, step_line
@@ -50,6 +50,7 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import Filter, Sampler
 from megatron_rl.hosts.settings import ABSENT, Settings, read_overrides, value_at
 from megatron_rl.hosts.skyrl_log_probs import InWorkers
+from megatron_rl.hosts.stock import MEAN_OF_SAMPLE_MEANS, MEAN_OF_TOKEN_MEANS, SAMPLE_MEAN, Stock, exact_setting
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.validation.checks import Row, check
@@ -83,6 +84,31 @@ def estimate_of_kl_is_known(found: Found) -> Iterator[Row]:
     kind = found.settings[f"{ALGORITHM}kl_estimator_type"]
     if any(found.settings[ALGORITHM + name] for name in switches) and kind not in KL_TYPES:
         yield Row("kl_estimator_type", f"SkyRL has no {kind}: set one of {', '.join(KL_TYPES)}", is_wrong=True)
+
+
+# What the policy term of SkyRL's own losses weighs a token.
+STOCK_REDUCTIONS = {
+    "token_mean": TOKEN_MEAN,
+    "token_mean_legacy": MEAN_OF_TOKEN_MEANS,
+    "sequence_mean": SAMPLE_MEAN,
+    "prompt_mean": Formula(P=-1, M_g=-1),
+    "seq_mean_token_sum_norm": Formula(N=-1, L=-1),
+}
+
+
+def stock(settings: Settings) -> Stock | None:
+    """KL and entropy are means of a micro-batch. Those of a number of samples are alike; those of a number of tokens are not."""
+    weight = STOCK_REDUCTIONS.get(str(settings[f"{ALGORITHM}loss_reduction"]))
+    if weight is None:
+        return None
+    is_by_samples = settings.value_of("trainer.max_tokens_per_microbatch") in (ABSENT, None, -1)
+    kl = SAMPLE_MEAN if is_by_samples else MEAN_OF_SAMPLE_MEANS
+    return Stock(
+        weight,
+        kl if settings[f"{ALGORITHM}use_kl_loss"] is not False else None,
+        MEAN_OF_TOKEN_MEANS if settings[f"{ALGORITHM}use_entropy_loss"] is not False else None,
+        exact_setting(f"{ALGORITHM}loss_reduction={{}}", STOCK_REDUCTIONS, weight),
+    )
 
 
 @check(is_warning=True, subject="KL and entropy")
@@ -217,6 +243,7 @@ DOOR = Door(
         engines={"vLLM": None},
         modes=("generator.inference_engine.engine_init_kwargs.logprobs_mode",),
     ),
+    stock=stock,
     checks=(estimate_of_kl_is_known, regularizers_are_means_of_means),
     prompts=Prompts.BY_DRIVER,
     step=(("SkyRL", Formula(M=1, dp=1), "multiplies by micro-batches and data-parallel ranks"), TIMES_CP, AVERAGED[1]),

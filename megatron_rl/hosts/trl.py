@@ -21,12 +21,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.aggregation_record import Formula
+from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import CLIPS, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.settings import Given, Settings, read_value
+from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, SAMPLE_MEAN, Stock, exact_setting, is_on
 from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
 from megatron_rl.validation.checks import Row, check
 
@@ -116,6 +117,27 @@ def clip_reaches_the_trainer(found: Found) -> Iterator[Row]:
         text = f"TRL's default too, so the trainer cannot tell that you typed it, and {PREFIX}{found} would train its own clip, "
         text += f"{own[0]:g}/{own[1]:g}; remove it, or give the trainer megatron_rl={{'clip_ratio_low': {default}}}"
         yield Row("epsilon", f"epsilon={default}: {text}", is_wrong=True)
+
+
+# What TRL's own losses weigh a token. All its micro-batches have as many samples.
+STOCK_TYPES = {
+    **dict.fromkeys(("grpo", "sapo"), SAMPLE_MEAN),
+    "bnpo": MEAN_OF_TOKEN_MEANS,
+    "dr_grpo": Formula(N=-1, L=-1),
+    **dict.fromkeys(("dapo", "cispo", "vespo"), TOKEN_MEAN),
+    "luspo": Formula(N=-1),
+}
+
+
+def stock(settings: Settings) -> Stock | None:
+    """The KL term is in the loss of a token; the entropy is a mean of the step where the loss is, else of a micro-batch."""
+    weight = STOCK_TYPES.get(str(settings[CHOICE]))
+    if weight is None:
+        return None
+    kl = weight if is_on(settings, "beta") else None
+    entropy = TOKEN_MEAN if weight == TOKEN_MEAN else MEAN_OF_TOKEN_MEANS
+    exact = exact_setting(f"{CHOICE}={{}}", {"dapo": TOKEN_MEAN}, weight)
+    return Stock(weight, kl, entropy if is_on(settings, "entropy_coef") else None, exact)
 
 
 def is_launch(words: Sequence[str]) -> bool:
@@ -234,6 +256,7 @@ DOOR = Door(
         sampler_reports_its_scores,
         sampler_follows_the_settings,
     ),
+    stock=stock,
     prompts=Prompts.COUNTED,
     returns=Formula(dp=1),
     step=(("accelerate", Formula(), "adds micro-batches"), ("DDP", Formula(dp=-1), "averages over ranks")),

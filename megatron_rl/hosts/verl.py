@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_rl.aggregation_record import Formula
+from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.door import (
     AVERAGED,
@@ -48,6 +48,7 @@ from megatron_rl.hosts.door_line import judge_settings
 from megatron_rl.hosts.door_settings import in_words
 from megatron_rl.hosts.sampling import Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, as_typed, read_overrides, read_value, value_at
+from megatron_rl.hosts.stock import SAMPLE_MEAN, Stock, is_on
 from megatron_rl.loss_hub import (
     clip_of,
     get_loss_aggregation,
@@ -78,6 +79,14 @@ UNCUT_WEIGHTS = {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_th
 # Where a rollout is more than one row of the batch.
 SEVERAL_ROWS = "an agent loop with several outputs a session"
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
+# What the terms of verl's own losses weigh a token.
+STOCK_MODES = {
+    "token-mean": TOKEN_MEAN,
+    "token-sum": Formula(),
+    "seq-mean-token-mean": SAMPLE_MEAN,
+    "seq-mean-token-sum": Formula(N=-1),
+    "seq-mean-token-sum-norm": Formula(N=-1, L=-1),
+}
 # Our aggregation -> verl's name of it.
 AGG_MODES: dict[str, str] = {
     "sample_mean": "seq-mean-token-mean",
@@ -305,6 +314,27 @@ def unchosen(settings: Settings) -> Iterator[Row]:
         yield Row(ESTIMATOR, f"{text}; {remedy}", is_wrong=True)
 
 
+def stock(settings: Settings) -> Stock | None:
+    """verl's losses divide by counts of the mini-batch; some choose an aggregation of their own."""
+    mode, loss = settings[AGG_MODE], settings[LOSS_MODE]
+    weight = STOCK_MODES.get(mode) if isinstance(mode, str) else None
+    if weight is None:
+        return None
+    exact = None
+    if "L" in weight.powers and settings[f"{ACTOR}loss_scale_factor"] is None:
+        weight, exact = Formula(N=-1, L_b=-1), f"{ACTOR}loss_scale_factor=<longest response>"
+    policy, remarks = weight, []
+    if loss in ("gspo", "sapo"):
+        policy = SAMPLE_MEAN
+    elif loss == "geo_mean":
+        policy = Formula(dp=-1, N_b=-1, m_i=-1)
+        remarks.append("geo_mean adds the means of micro-batches, so the gradient grows with their number")
+    elif loss in ("clip_cov", "kl_cov"):
+        remarks.append(f"{loss} selects tokens of each micro-batch, where the paper selects them of the step")
+    has_kl, has_entropy = settings[f"{ACTOR}use_kl_loss"] is not False, is_on(settings, f"{ACTOR}entropy_coeff")
+    return Stock(policy, weight if has_kl else None, weight if has_entropy else None, exact, tuple(remarks))
+
+
 def is_open(settings: Settings, section: str) -> bool:
     """A class of the user's own may have more fields."""
     if section == f"{ACTOR}policy_loss.":
@@ -464,6 +494,7 @@ DOOR = Door(
     ),
     of_any_launch=estimates_of_kl,
     unchosen=unchosen,
+    stock=stock,
     is_open=is_open,
     prompts=Prompts.CARRIED,
     carrier="megatron_rl.<estimator>_prompt_mean",

@@ -30,11 +30,13 @@ from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.settings_file import read_settings_file
+from megatron_rl.hosts import stock
 from megatron_rl.hosts.base import (
     CUSTOM_LOSS_LINE,
     GUARD_LINE,
     INIT_LINE,
     OPTIONS,
+    REDUCER_LINE,
     HostOptions,
     known_hosts,
     read_launch,
@@ -52,9 +54,11 @@ from megatron_rl.hosts.names import (
     misspelling_hint,
     path_problem,
 )
+from megatron_rl.hosts.stock import TERMS, VERDICT
 from megatron_rl.hosts.training_hooks import trained_in_words
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, unscaled_indexer_problem
+from megatron_rl.validation.checks import Row
 from megatron_rl.validation.experts import drift_problem, expert_notes, expert_problems
 from megatron_rl.validation.model_settings import default_dropout_note, model_notes, model_problems
 from megatron_rl.validation.routes import REASONS
@@ -73,11 +77,16 @@ FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
 
 def judge_launch(
-    words: Sequence[str], host: str | None, *, replicas_drift: bool | None = None, scales_indexer_loss: bool | None = None
+    words: Sequence[str],
+    host: str | None,
+    *,
+    replicas_drift: bool | None = None,
+    scales_indexer_loss: bool | None = None,
+    of_step: stock.JudgeStep | None = None,
 ) -> LaunchReport:
     """replicas_drift, scales_indexer_loss: what the installed Megatron-Core does with replicas of experts, and with the loss of the
-    sparse-attention indexer; None: not known. ConfigError: a line that cannot be read."""
-    if report := _judge_settings(words, host):
+    sparse-attention indexer; None: not known. of_step: judges a recorded step. ConfigError: a line that cannot be read."""
+    if report := _judge_settings(words, host, of_step):
         return report
     line = read_line(words, host)
     folders: list[str | Path] = [*reversed(line.python_path), line.folder]
@@ -94,6 +103,10 @@ def judge_launch(
         flags = [row for row in flags if row.status != OK or not any(_refuses(problem, row.subject) for problem in found)]
         scope = "nothing" if all(row.status == NOTE for row in found) else "only what changes any step"
         unjudged = f"{NOTHING_OF_OURS}: {scope} was judged" if route is None else None
+        if is_importable and (route is None or _trains_without_ours(line)):
+            *own, last = _stock(line, of_step)
+            found += map(_finding, own)
+            unjudged = f"{NOTHING_OF_OURS}; {last.text}"
         return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread, unjudged)
 
 
@@ -102,7 +115,7 @@ def _refuses(row: Finding, flag: str) -> bool:
     return row.status == PROBLEM and re.match(rf"({flag}|{field_of(flag)})(?![\w-])", row.text) is not None
 
 
-def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | None:
+def _judge_settings(words: Sequence[str], named: str | None, of_step: stock.JudgeStep | None) -> LaunchReport | None:
     """A line of a trainer that settings configure; None: it is another host's."""
     is_script = any(word.endswith((".sh", ".bash")) or re.search(r"\s", word) for word in words)
     if named is not None and named not in DOORS or not is_script and named is None and door_of(words) is None:
@@ -113,8 +126,11 @@ def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | N
     if door is None:
         return None
     # A problem may be found by name and by value.
-    rows = {row.text: row for row in judge_line(door, given, read_settings_file)}.values()
-    found = [Finding(row.subject, PROBLEM if row.is_wrong else NOTE if row.is_note else OK, row.text) for row in rows]
+    rows = {
+        (row.text, row.subject if row.subject in TERMS else ""): row for row in judge_line(door, given, read_settings_file, of_step)
+    }.values()
+    verdict = next((row.text for row in rows if row.subject == VERDICT), None)
+    found = [_finding(row) for row in rows if row.subject != VERDICT]
     reading = (
         [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []
     )
@@ -125,7 +141,7 @@ def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | N
     is_judged = any(row.status == OK and row.subject != "settings" for row in found)
     is_open = any("not known here" in row.text for row in found)
     why = "the loss is not known here" if is_open else NOTHING_OF_OURS
-    unjudged = None if is_judged else f"{why}: nothing was judged"
+    unjudged = verdict or (None if is_judged else f"{why}: nothing was judged")
     return LaunchReport(f"{door.name}, {door.starts}{place}", None, reading, [], found, [], hidden, unjudged)
 
 
@@ -180,6 +196,23 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
         words = f"{line.stray.words[0]} and {len(line.stray.words) - 1} words after it"
         text = f"{words} are alone on line {line.stray.line} and have no effect: the line above lacks its \\ at the end"
         yield Finding("script", PROBLEM, text)
+
+
+def _trains_without_ours(line: LaunchLine) -> bool:
+    """A script of Megatron-LM's own, with no flag of ours; one with our forward step has our flags in its parser."""
+    return line.host == "megatron_lm" and not line.ours and not (line.has_script and line.takes_our_flags)
+
+
+def _finding(row: Row) -> Finding:
+    return Finding(row.subject, PROBLEM if row.is_wrong else NOTE if row.is_note else OK, row.text)
+
+
+def _stock(line: LaunchLine, of_step: stock.JudgeStep | None) -> Iterator[Row]:
+    """What the host's own loss weighs. The last row is the verdict."""
+    options = HostOptions(host_arguments(line), line.of_host)
+    of_ours = f"{INIT_LINE} {REDUCER_LINE} --loss-aggregation"
+    exact = (lambda aggregation: f"{of_ours} {aggregation}") if line.is_of_rollouts else None
+    yield from stock.judge(options.host.stock(options), str(options.host), exact, of_step)
 
 
 def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None) -> Iterator[Finding]:

@@ -1,0 +1,96 @@
+"""How far a trainer's own loss is from its exact weights on a recorded step: numbers for doctor, and a picture."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.accumulation import Deal
+from megatron_rl.aggregation_record import Formula
+from megatron_rl.commands.explain.step import read_step
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.stock import Stock, local_letters, of_the_step
+from megatron_rl.train.plots import plot_weights
+from megatron_rl.validation.checks import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The weights of terms on a step against those of the mean over the whole step, of the samples with an unmasked token."""
+
+    terms: str
+    lengths: Tensor  # [S'] unmasked tokens
+    ratios: Tensor  # [S'] float64, weight / exact weight
+    error: float
+    """|w - exact| / |exact| over all tokens: the relative error of the gradient where token gradients are independent and alike."""
+
+
+def judge_step(stock: Stock, args: Namespace) -> Iterator[Row]:
+    """One row for each term that depends on the layout, and the picture. Raises what read_step raises."""
+    step = read_step(args)
+    data, size = args.data_parallel_size or 1, args.micro_batch_size or 1
+    tokens, lengths = (torch.tensor([count(mask) for mask in step.masks]) for count in (lambda m: int(m.sum()), len))
+    parts = microbatches(len(step.masks), data, size)
+    terms: dict[Formula, list[str]] = {}
+    for name, weight in stock.terms.items():
+        if local_letters(weight):
+            terms.setdefault(weight, []).append(name)
+    found = [difference(", ".join(names), weight, tokens, lengths, parts) for weight, names in terms.items()]
+    where = f"{step.source}; data-parallel size {data}, micro-batch size {size}"
+    for one in found:
+        low, high = float(one.ratios.min()), float(one.ratios.max())
+        far = f"a token weighs {low:.3g} to {high:.3g} times its exact weight, and the gradient is {one.error:.0%} off"
+        yield Row("this step", f"{one.terms}: {far} ({where})", is_note=True)
+    if not found:
+        yield Row("this step", f"each token has its exact weight ({where})")
+    if args.plot is not None:
+        if not found:
+            raise ConfigError(f"--plot {args.plot}: each token has its exact weight, so there is nothing to draw; remove it")
+        panels = [(f"{one.terms}: the gradient is {one.error:.0%} off", one.lengths.tolist(), one.ratios.tolist()) for one in found]
+        plot_weights(panels, args.plot, where)
+        yield Row("plot", str(args.plot))
+
+
+def microbatches(num_samples: int, data_parallel_size: int, micro_batch_size: int) -> list[list[list[int]]]:
+    """The samples of each micro-batch of each rank: runs of the file, in its order."""
+    share = -(-num_samples // data_parallel_size)
+    ranks = [list(range(num_samples))[rank * share : (rank + 1) * share] for rank in range(data_parallel_size)]
+    return [Deal(1, micro_batch_size).cut_share([samples]) for samples in ranks]
+
+
+def difference(
+    terms: str, weight: Formula, tokens: Tensor, lengths: Tensor, parts: Sequence[Sequence[Sequence[int]]]
+) -> Difference:
+    has_tokens = tokens > 0
+    own = token_weights(weight, tokens, lengths, parts)[has_tokens]
+    if "L_b" in weight.powers:  # the divisor that is meant is a constant of the run: here the longest of the step
+        exact = token_weights(weight, tokens, torch.full_like(lengths, int(lengths.max())), parts)[has_tokens]
+    else:
+        exact = token_weights(of_the_step(weight), tokens, lengths, parts)[has_tokens]
+    live = tokens[has_tokens].double()
+    error = ((live * (own - exact).square()).sum() / (live * exact.square()).sum()).sqrt()
+    return Difference(terms, tokens[has_tokens], own / exact, float(error))
+
+
+def token_weights(
+    weight: Formula,
+    tokens: Tensor,  # [S] unmasked
+    lengths: Tensor,  # [S] padded by the trainer to the longest of a micro-batch
+    parts: Sequence[Sequence[Sequence[int]]],  # samples of each micro-batch of each rank
+) -> Tensor:  # [S] float64
+    """The formula on a step: counts of the step, and of the micro-batch that a sample is in."""
+    present = int((tokens > 0).sum())
+    step = {"N": len(tokens), "T": int(tokens.sum()), "N+": present, "T'": int(tokens.clamp(min=1).sum()), "L": 1}
+    found = torch.zeros(len(tokens), dtype=torch.float64)
+    for of_rank in parts:
+        for samples in of_rank:
+            local = {"T_b": int(tokens[samples].sum()), "N_b": len(samples), "L_b": int(lengths[samples].max())}
+            values = {**step, **local, "M": len(of_rank), "dp": len(parts)}
+            for sample in samples:
+                if tokens[sample]:
+                    found[sample] = weight.evaluate(values | {"m_i": int(tokens[sample])})
+    return found

@@ -1,0 +1,156 @@
+"""What a trainer's own loss weighs a token, of a launch that chooses none of ours: for doctor.
+
+A weight is a product of counts, as the weights of our aggregations are. Counts of the step are the same on every layout. Counts of
+one micro-batch, T_b, N_b and L_b, change with its size, with data parallelism, packing and dynamic batches: such a term is a mean
+of the means of micro-batches. tests/test_stock.py holds each row against the trainer's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron_rl.aggregation_record import Formula
+from megatron_rl.hosts.settings import UNKNOWN, Settings
+from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
+from megatron_rl.validation.checks import Row
+
+# Counts of one micro-batch, by their letters.
+LOCAL = {
+    "T_b": "the unmasked tokens of the micro-batch",
+    "N_b": "the samples of the micro-batch",
+    "L_b": "the padded response length of the micro-batch",
+}
+# Counts that no aggregation of ours has.
+OTHERS = {"N+": "the samples with an unmasked token", "T'": "the tokens, and one for each fully masked sample"}
+SAMPLE_MEAN = Formula(N=-1, m_i=-1)
+OF_PRESENT_SAMPLES = Formula({"N+": -1, "m_i": -1})
+OF_COUNTED_TOKENS = Formula({"T'": -1})
+# Means of the means of micro-batches: over their tokens, and over their samples.
+MEAN_OF_TOKEN_MEANS = Formula(M=-1, dp=-1, T_b=-1)
+MEAN_OF_SAMPLE_MEANS = Formula(M=-1, dp=-1, N_b=-1, m_i=-1)
+TERMS = ("policy", "KL", "entropy")
+# A count of micro-batches -> the count of the step that a mean over all of it has.
+WHOLE = {"T_b": "T", "N_b": "N"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """The weight of a token in each term of a trainer's own loss; None: the term is off, or its weight is not known here."""
+
+    policy: Formula | None
+    kl: Formula | None = None
+    entropy: Formula | None = None
+    exact: str | None = None
+    """The trainer's own setting of the policy term that does not depend on the layout, as it is typed."""
+    remarks: tuple[str, ...] = ()
+    """What else of the loss depends on the layout, or is not judged."""
+
+    @property
+    def terms(self) -> dict[str, Formula]:
+        named = zip(TERMS, (self.policy, self.kl, self.entropy), strict=True)
+        return {name: weight for name, weight in named if weight is not None}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no term depends on the layout."""
+        return not any(map(local_letters, self.terms.values()))
+
+
+JudgeStep = Callable[[Stock], Iterable[Row]]
+
+
+def local_letters(weight: Formula) -> list[str]:
+    return [letter for letter in LOCAL if letter in weight.powers]
+
+
+def of_the_step(weight: Formula) -> Formula:
+    """The weight that the mean over the whole step has, in the place of the mean over micro-batches."""
+    found = weight
+    for letter in local_letters(weight):
+        if letter in WHOLE:
+            power = weight.powers[letter]
+            found *= Formula({letter: -power, WHOLE[letter]: power, "M": -power, "dp": -power})
+    return found
+
+
+def aggregation_of(weight: Formula) -> str | None:
+    """Our aggregation of that weight."""
+    of_step = of_the_step(weight)
+    named = {get_loss_aggregation(name).formula: name for name in loss_aggregation_names() if "." not in name}
+    of_step = of_step.renamed({"N+": "N", "T'": "T"})
+    return named.get(of_step) or ("constant" if of_step.powers.keys() <= {"N", "L", "L_b"} and "N" in of_step.powers else None)
+
+
+def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None) -> Iterator[Row]:
+    """What doctor says of it. exact: an aggregation of ours -> the line that trains it; None: nothing of ours trains there."""
+    said: dict[Formula, str] = {}
+    for name, weight in stock.terms.items():
+        if weight in said:
+            yield Row(name, f"{title}'s own: {weight} too, as the {said[weight]} term", is_note=bool(local_letters(weight)))
+            continue
+        said[weight] = name
+        letters, ours = local_letters(weight), aggregation_of(weight)
+        known = {**LOCAL, **OTHERS}
+        where = "".join(f", {letter} is {known[letter]}" for letter in known if letter in weight.powers)
+        called = f"; {ours} here" if ours else ""
+        if not letters:
+            yield Row(name, f"{title}'s own: a token weighs {weight}{where}{called}; the same on every layout")
+            continue
+        remedy = None
+        if name == TERMS[0]:
+            remedy = stock.exact or (exact(ours) if exact is not None and ours is not None else None)
+        words = "" if remedy is None else f"; exact: {remedy}"
+        yield Row(name, f"{title}'s own: a token weighs {weight}{where}: {_changes(letters)}{words}", is_note=True)
+    for text in stock.remarks:
+        yield Row("stock loss", text, is_note=True)
+
+
+def _changes(letters: list[str]) -> str:
+    if letters == ["L_b"]:
+        return "it changes with what shares a micro-batch"
+    unit = "tokens" if "T_b" in letters else "samples"
+    return (
+        "a mean of the means of micro-batches. It changes with micro-batch size, data parallelism, packing and dynamic batches; a "
+        f"token weighs twice as much in a micro-batch of half the {unit}"
+    )
+
+
+# The subject of the row that doctor's last line is made of.
+VERDICT = "verdict"
+
+
+def judge(
+    stock: Stock | None, title: str, exact: Callable[[str], str] | None = None, of_step: JudgeStep | None = None
+) -> Iterator[Row]:
+    """The rows of each term, of a recorded step where there is one, and the verdict; None: the weights are not known here."""
+    if stock is None:
+        yield Row(VERDICT, f"{title}'s own loss, and what it weighs is not known here: nothing was judged", is_note=True)
+        return
+    yield from rows_of(stock, title, exact)
+    yield from () if of_step is None else of_step(stock)
+    yield Row(VERDICT, verdict(stock, title), is_note=True)
+
+
+def verdict(stock: Stock, title: str) -> str:
+    if stock.is_exact and not stock.remarks:
+        return f"{title}'s own loss: the weights of its tokens do not depend on the layout"
+    terms = [name for name, weight in stock.terms.items() if local_letters(weight)]
+    if not terms:
+        return f"{title}'s own loss: the weights of its tokens do not depend on the layout; see the notes"
+    listed = " and ".join(filter(None, (", ".join(terms[:-1]), terms[-1])))
+    return (
+        f"{title}'s own loss: NOT exact: the weight of a token in its {listed} term{'s' * (len(terms) > 1)} depends on the layout"
+    )
+
+
+def exact_setting(setting: str, modes: Mapping[str, Formula], weight: Formula) -> str | None:
+    """The value of the setting whose weight is the mean over the whole step, where `weight` depends on micro-batches."""
+    wanted = of_the_step(weight)
+    return next((setting.format(mode) for mode, one in modes.items() if one == wanted), None) if local_letters(weight) else None
+
+
+def is_on(settings: Settings, name: str) -> bool:
+    """Whether a coefficient is not 0, as far as it is known here."""
+    value = settings[name]
+    return value is UNKNOWN or bool(value)
