@@ -469,6 +469,18 @@ BAD_SETS = {
         *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids[:-1], offsets))),
         "must rise from 0 to the 14 ids",
     ),
+    "fractions for ids": (
+        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids + 0.5, offsets))),
+        r"rollout_sampling_mask_ids\[0\] .* has float32 numbers, as \d\.5: ids and offsets are whole numbers",
+    ),
+    "numbers that were floats": (
+        *(REPLAYED_BY_SLIME, change_sets(REPLAYED_BY_SLIME, lambda ids, offsets: (ids, offsets.double()))),
+        r"rollout_top_p_token_offsets\[0\] .* has float64 numbers, as 0\.0",
+    ),
+    "words for ids": (
+        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (["a"], offsets))),
+        r"rollout_sampling_mask_ids\[0\] .* is no list of whole numbers",
+    ),
     "an empty set": (
         *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids[3:], (offsets - 3).clamp(min=0)))),
         r"token 0 \(sample 0 of the micro-batch\) is trained and its set is empty",

@@ -58,6 +58,9 @@ def test_what_the_sampler_kept_and_what_the_mistake_would_be():
     off = "; kept mass 0.6: over the whole vocabulary each ratio would be off by it, the product over 2 tokens by 0.4"
     lines = [explain("--rollouts", name, "--loss-aggregation", "sample_mean")[1].splitlines() for name in ("bare.jsonl", "r.jsonl")]
     assert text in lines[0] and text + off in lines[1]
+    bare, found = (explain_json("--rollouts", name)["kept_ids"] for name in ("bare.jsonl", "r.jsonl"))
+    assert bare == {"mean_size": 1.5, "single_fraction": 0.75, "mean_mass": None, "longest_sample": None, "mass_product": None}
+    assert found == bare | {"mean_mass": pytest.approx(0.6), "longest_sample": 2, "mass_product": pytest.approx(0.4)}
 
 
 def write_lines(*lines: object) -> list[str]:

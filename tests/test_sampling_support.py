@@ -45,6 +45,13 @@ def test_a_set_has_its_token_and_an_id_is_repeated_in_its_own_row_alone():
     assert SamplingSupport.from_lists([]).have(torch.tensor([], dtype=torch.int64)).tolist() == []
 
 
+def test_other_rows_are_emptied_with_what_is_wrong_in_them():
+    support = SamplingSupport.from_lists([[5, 1], [7, 7, 900], [3]])
+    live = support.only(torch.tensor([True, False, True]))
+    assert as_lists(live) == [[1, 5], [], [3]] and live.largest == 2
+    assert live.is_inside(6) and not support.is_inside(901)
+
+
 def test_blocks_are_neighbouring_rows_of_few_ids_or_one_row():
     support = SamplingSupport.from_lists([*SETS, [], [4, 6]])
     cut = {most: [(rows, pairs, as_lists(sets)) for rows, pairs, sets in support.blocks(most)] for most in (1, 3, 100)}

@@ -263,7 +263,7 @@ def test_ranks_of_processes_have_the_step_of_one():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"size": 2}, "most ids of a row of sampling_support"),
+        ({"size": 2}, "sizes of sampling_support"),
         ({"kl_score": "support"}, "whether kl_score is of the vocabulary"),
         ({"size": None}, "whether sampling_support is given"),
     ],

@@ -541,6 +541,29 @@ def test_sets_of_masked_tokens_may_differ_between_ranks():
     torch.testing.assert_close(first, want, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("check_ranks", [True, False])
+@pytest.mark.parametrize("size", [7, V])
+def test_a_masked_set_on_one_rank_alone_decides_nothing(size, check_ranks):
+    """Not even where it is the vocabulary, whose logits would be gathered. Trained sets are small."""
+
+    def one(group) -> Tensor:
+        kept = [[0, 3], [4, 5], [*range(size * group.rank())]]
+        return vocab_parallel_log_probs(
+            normal(3)[:, 8 * group.rank() :][:, :8],
+            torch.tensor([0, 4, 9]),
+            loss_mask=torch.tensor([True, True, False]),
+            tp_group=group,
+            check_ranks=check_ranks,
+            sampling_support=SamplingSupport.from_lists(kept),
+        )
+
+    first, second = on_simulated_ranks(lambda of_rank: one(of_rank.tp), groups_of_ranks(tp=2))
+    z = normal(3)
+    want = [z[0, 0] - z[0, [0, 3]].logsumexp(0), z[1, 4] - z[1, [4, 5]].logsumexp(0), torch.tensor(0.0).double()]
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, torch.stack(want), rtol=0, atol=1e-14)  # float64, sums of two terms
+
+
 @pytest.mark.parametrize("changes", [{"kept": [[0, 3], [4, 5, 2]]}, {"kept": [[0, 3], [4, 6]]}, {"kept": None}], ids=str)
 def test_ranks_with_other_sets_are_named(changes):
     """Sets of masked tokens may differ: no rank reads them."""
@@ -556,6 +579,6 @@ def test_ranks_with_other_sets_are_named(changes):
     on_simulated_ranks(lambda of_rank: one(of_rank.tp, same), groups_of_ranks(tp=2))
     with pytest.raises(
         DataError,
-        match="(sizes of|ids of|most ids of a row of|whether) sampling_support( is given)? differs between tensor-parallel ranks",
+        match="(sizes of|ids of|whether) sampling_support( is given)? differs between tensor-parallel ranks",
     ):
         on_simulated_ranks(lambda of_rank: one(of_rank.tp, changes["kept"] if of_rank.tp.rank() else same), groups_of_ranks(tp=2))

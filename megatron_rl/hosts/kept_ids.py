@@ -76,16 +76,29 @@ def _sets_of_sample(keys: KeptIds, number: int, ids: Any, offsets: Any, length: 
                 f"{key}[{number}] of the host's batch is None: with --sampling-support replay each sample needs the ids that its "
                 "sampler kept, also one of your own rollout function (an empty set for a token that nothing sampled); or drop it"
             )
-    starts = torch.as_tensor(offsets).reshape(-1).cpu()
+    kept, starts = (_whole_numbers(f"{key}[{number}]", value) for key, value in ((keys.ids, ids), (keys.offsets, offsets)))
     if starts.numel() != length + 1:
         raise DataError(
             f"{keys.offsets}[{number}] of the host's batch has {starts.numel()} offsets, and its response of {length} tokens needs "
             f"{length + 1}: one before each token and one at the end; tokens that are added or cut after sampling need theirs too"
         )
     try:
-        return SamplingSupport(torch.as_tensor(ids, dtype=torch.int64).reshape(-1).cpu(), starts.long())
+        return SamplingSupport(kept, starts)
     except DataError as error:
         raise DataError(f"{keys.ids}[{number}] and {keys.offsets}[{number}] of the host's batch: {error}") from error
+
+
+def _whole_numbers(name: str, values: Any) -> Tensor:  # -> [n] int64 on the host
+    try:
+        found = torch.as_tensor(values).reshape(-1).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name} of the host's batch is no list of whole numbers: {error}") from error
+    if found.numel() and (found.dtype == torch.bool or found.is_floating_point() or found.is_complex()):
+        raise DataError(
+            f"{name} of the host's batch has {str(found.dtype).removeprefix('torch.')} numbers, as {found[0].item()}: ids and "
+            "offsets are whole numbers; convert them where the rollout records them"
+        )
+    return found.long()
 
 
 def trained_sets(
@@ -104,11 +117,11 @@ def trained_sets(
     or given twice; where a token is added, for more than half of the tokens outside their sets.
     """
     labels, loss_mask = labels.cpu(), loss_mask.cpu()
-    sizes = torch.where(loss_mask, sets.sizes, 0)
-    sets = SamplingSupport(sets.ids[loss_mask[sets.rows]], offsets_of(sizes))
+    sets = sets.only(loss_mask)
+    has_set = sets.sizes > 0
     if keys.adds_token and sets.is_inside(vocab_size):
-        found, num_added = with_tokens(sets, labels, sizes > 0)
-        if num_added <= max(1, int((sizes > 0).sum()) // 2):
+        found, num_added = with_tokens(sets, labels, has_set)
+        if num_added <= max(1, int(has_set.sum()) // 2):
             sets = found
     sets.check(sets.num_rows, vocab_size, labels, loss_mask, offsets_of(torch.tensor([*response_lengths], dtype=torch.int64)))
     return sets

@@ -130,6 +130,11 @@ class SamplingSupport:
         shift = torch.repeat_interleave(starts - offsets[:-1], sizes, output_size=int(bounds[-1]))
         return _made([self], self.ids[shift + torch.arange(len(shift), device=rows.device)], offsets, bounds)
 
+    def only(self, rows: Tensor) -> SamplingSupport:  # [T] bool, on the same device
+        """As many rows, of which the others are empty: what is wrong with their ids is gone too. On CUDA it synchronises."""
+        sizes = torch.where(rows, self.sizes, 0)
+        return SamplingSupport(self.ids[rows[self.rows]], torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
+
     def cut(self, first: int, last: int) -> SamplingSupport:
         """The sets of the rows from first to last - 1, without a copy of ids and without a synchronisation."""
         start, end = self.bounds[[first, last]].tolist()

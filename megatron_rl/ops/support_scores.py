@@ -53,18 +53,28 @@ def check_support(
     support.check(labels.numel(), shard.vocab_size, labels, loss_mask, cu_seqlens)
 
 
+def gathered_support(
+    agreement: Agreement, support: SamplingSupport, loss_mask: Tensor | None, shard: VocabShard, tp_group: Group
+) -> SamplingSupport:
+    """The sets, equal on all tp ranks in what decides what is gathered: whether one is the vocabulary.
+
+    A masked token's does not count. On CUDA the host does not know which these are, and ranks that differ in this are refused.
+    """
+    if loss_mask is not None and not loss_mask.is_cuda and tp_group.size() > 1 and support.largest == shard.vocab_size:
+        support = support.only(loss_mask)
+    agreement.add("whether a set of sampling_support is the vocabulary", support.largest == shard.vocab_size, is_sliced=True)
+    return support
+
+
 def compare_supports(agreement: Agreement, support: SamplingSupport | None, loss_mask: Tensor | None) -> None:
     """Adds the sets of unmasked tokens, which must be equal on ranks that share a softmax."""
     if not agreement.is_active:
         return
-    sizes, ids = (None, None) if support is None else (support.sizes, support.ids)
     if support is not None and loss_mask is not None:
-        sizes, ids = support.sizes[loss_mask], support.ids[loss_mask[support.rows]]
+        support = support.only(loss_mask)
     agreement.add("whether sampling_support is given", support is not None)
-    # It decides what is gathered.
-    agreement.add("most ids of a row of sampling_support", None if support is None else support.largest, is_sliced=True)
-    agreement.add("sizes of sampling_support", sizes, is_sliced=True)
-    agreement.add("ids of sampling_support", ids, is_sliced=True)
+    agreement.add("sizes of sampling_support", None if support is None else support.sizes, is_sliced=True)
+    agreement.add("ids of sampling_support", None if support is None else support.ids, is_sliced=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
     if corrections := list(corrections_in_words(CorrectionSettings.of(config))):
         lines += ["", f"correction: {', '.join(corrections)}; rejected tokens are {config.rejected_tokens}"]
     if explanation.step.kept is not None:
-        lines += ["", explanation.step.kept]
+        lines += ["", str(explanation.step.kept)]
     if explanation.corrected is not None:
         lines += [*columns(token_table(explanation.corrected, max_rows)), kept_line(explanation.corrected)]
     if chain is not None:
@@ -223,6 +223,7 @@ def as_json(explanation: Explanation) -> str:
         "layout": asdict(explanation.layout) if explanation.host is not None else None,
         "chain": None if explanation.chain is None else _chain_keys(explanation.chain, explanation),
         "correction": None if explanation.corrected is None else asdict(explanation.corrected),
+        "kept_ids": None if step.kept is None else asdict(step.kept),
         "launch_lines": explanation.launch_lines,
         "problems": explanation.problems,
         "warnings": explanation.warnings,

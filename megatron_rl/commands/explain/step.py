@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -47,6 +47,29 @@ class LaunchLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeptSets:
+    """The sets of the unmasked tokens, and what a trainer without them would make of each ratio. None: masses are not recorded."""
+
+    mean_size: float
+    single_fraction: float
+    """Of tokens whose set is one id."""
+    mean_mass: float | None = None
+    longest_sample: int | None = None
+    """Its unmasked tokens."""
+    mass_product: float | None = None
+    """Over these tokens."""
+
+    def __str__(self) -> str:
+        text = f"kept ids: {self.mean_size:.3g} a token; {self.single_fraction:.0%} of the tokens have one, score 0 and no gradient"
+        if self.mean_mass is None:
+            return text
+        return text + (
+            f"; kept mass {self.mean_mass:.3g}: over the whole vocabulary each ratio would be off by it, "
+            f"the product over {self.longest_sample} tokens by {self.mass_product:.3g}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInput:
     """Whole: what count_step needs, and where it comes from."""
 
@@ -56,8 +79,8 @@ class StepInput:
     """The rollout of each sample, where one of them makes several samples; None: each sample is one rollout."""
     old_log_probs: list[Tensor] | None = None  # S tensors [response_length] float64; None where a sample has none
     rollout_log_probs: list[Tensor] | None = None
-    kept: str | None = None
-    """What the sampler kept of the vocabulary, in words; None: the step does not say."""
+    kept: KeptSets | None = None
+    """What the sampler kept of the vocabulary; None: the step does not say."""
     source: str
     notes: tuple[str, ...] = ()
 
@@ -127,28 +150,24 @@ def read_rollouts(path: str, index: int | None) -> StepInput:
         prompts=[sample.prompt_id for sample in samples],
         old_log_probs=_rows_of([sample.old_log_probs for sample in samples]),
         rollout_log_probs=_rows_of([sample.rollout_log_probs for sample in samples]),
-        kept=kept_in_words(samples),
+        kept=kept_sets(samples),
         source=f"rollout {chosen[0].rollout_index} of {path}",
         notes=tuple(notes),
     )
 
 
-def kept_in_words(samples: Sequence[Sample]) -> str | None:
-    """Of the unmasked tokens, and what a trainer without these sets would make of each ratio."""
+def kept_sets(samples: Sequence[Sample]) -> KeptSets | None:
     rows = [(sample.kept_ids.sizes[sample.loss_mask], sample) for sample in samples if sample.kept_ids is not None]
     sizes = torch.cat([of_sample for of_sample, _ in rows]) if rows else torch.empty(0)
     if not sizes.numel():
         return None
-    singles = float((sizes == 1).double().mean())
-    text = f"kept ids: {float(sizes.double().mean()):.3g} a token; {singles:.0%} of the tokens have one, score 0 and no gradient"
+    found = KeptSets(mean_size=float(sizes.double().mean()), single_fraction=float((sizes == 1).double().mean()))
     masses = [sample.kept_mass[sample.loss_mask].double() for _, sample in rows if sample.kept_mass is not None]
     if len(masses) < len(rows):
-        return text
+        return found
     longest = max(masses, key=len)
-    return text + (
-        f"; kept mass {float(torch.cat(masses).mean()):.3g}: over the whole vocabulary each ratio would be off by it, "
-        f"the product over {len(longest)} tokens by {float(longest.prod()):.3g}"
-    )
+    mean = float(torch.cat(masses).mean())
+    return replace(found, mean_mass=mean, longest_sample=len(longest), mass_product=float(longest.prod()))
 
 
 def _rows_of(values: list[Tensor | None]) -> list[Tensor] | None:
