@@ -236,6 +236,9 @@ BAD_SAMPLES = [
                 "kept_ids: sampling support: offsets .* must rise from 0 to the 2 ids",
             ),
             ({"kept_ids": {"ids": [1, 2], "counts": [1, 1], "offsets": [0, 1, 2]}}, "kept_ids: must be null, or a list"),
+            ({"kept_ids": {"token_ids": [[1, 0], [2]], "sizes": [1, 1]}}, "kept_ids: must be null, or a list"),
+            ({"kept_ids": {"token_ids": [[1, 0], [2, 0]], "sizes": [1, 3]}}, "kept_ids: must be null, or a list"),
+            ({"kept_ids": {"token_ids": [1, 2], "sizes": [1, 1]}}, "kept_ids: must be null, or a list"),
             (
                 {"kept_ids": [[1, 3], [0, 3]]},
                 "kept_ids: response token 1, 2, is not in its set of 2: it is drawn from its set",
@@ -265,14 +268,16 @@ def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, record, mess
 
 
 FORMS = [
-    pytest.param([[1, 5], [7, 2]], id="lists"),
+    pytest.param([[1, 5], [7, 2]], id="ours, SGLang"),
     pytest.param({"ids": [5, 1, 2, 7], "counts": [2, 2]}, id="prime-rl"),
     pytest.param({"token_ids": [1, 5, 2, 7], "offsets": [0, 2, 4]}, id="vLLM, slime"),
+    pytest.param({"token_ids": [1, 5, 2, 7], "lengths": [2, 2]}, id="SGLang, all at once"),
+    pytest.param({"token_ids": [[1, 5, 0], [7, 2, 0]], "sizes": [2, 2]}, id="NeMo-RL, padded"),
 ]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_kept_ids_of_a_file_have_three_forms_and_one_meaning(tmp_path, form):
+def test_the_kept_ids_of_a_file_have_several_forms_and_one_meaning(tmp_path, form):
     path = tmp_path / "r.jsonl"
     path.write_text(line_of(sample_record(kept_ids=form)))
     [batch] = load_rollouts(path, vocab_size=9)

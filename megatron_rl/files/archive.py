@@ -174,10 +174,14 @@ def _unpacked(
 
 
 class StandIn:
-    """In the place of an object that was not read."""
+    """In the place of an object that was not read. tensors: those of its state, by their attribute."""
+
+    tensors: Mapping[str, Tensor]
 
     def __new__(cls, *args, **kwargs):
-        return object.__new__(cls)
+        made = object.__new__(cls)
+        made.tensors = {}
+        return made
 
     def __init__(self, *args, **kwargs):
         pass
@@ -303,9 +307,11 @@ class ArchiveUnpickler(PlainUnpickler):
         return storage.elements.as_strided(sizes, strides, offset)
 
     def load_build(self) -> None:
-        """A state is left out: it would be attributes."""
+        """A state would be attributes: a StandIn keeps its tensors by their names, and everything else is left out."""
         self.check_build()
-        self.stack.pop()
+        state, made = self.stack.pop(), self.stack[-1]
+        if isinstance(made, StandIn) and type(state) is dict:
+            made.tensors = {name: value for name, value in state.items() if type(name) is str and isinstance(value, Tensor)}
 
     def set_items(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], StandIn):

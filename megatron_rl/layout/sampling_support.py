@@ -132,8 +132,7 @@ class SamplingSupport:
 
     def only(self, rows: Tensor) -> SamplingSupport:  # [T] bool, on the same device
         """As many rows, of which the others are empty: what is wrong with their ids is gone too. On CUDA it synchronises."""
-        sizes = torch.where(rows, self.sizes, 0)
-        return SamplingSupport(self.ids[rows[self.rows]], torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
+        return SamplingSupport(self.ids[rows[self.rows]], offsets_of(torch.where(rows, self.sizes, 0)))
 
     def cut(self, first: int, last: int) -> SamplingSupport:
         """The sets of the rows from first to last - 1, without a copy of ids and without a synchronisation."""

@@ -11,35 +11,53 @@ from torch import Tensor
 from megatron_rl.errors import DataError
 from megatron_rl.layout.sampling_support import SamplingSupport, offsets_of
 
+# The list with all ids -> those that say where the ids of each token are.
+PLACES = {"ids": ("counts", "offsets"), "token_ids": ("counts", "offsets", "lengths", "sizes")}
 FORMS = (
-    'must be null, or a list of ids for each response token; or {"ids": [...], "counts": [...]}, or {"token_ids": [...], '
-    '"offsets": [...]}, all ids one after the other'
+    'must be null, or a list of ids for each response token; or all ids one after the other, as {"ids": [...], "counts": [...]}, '
+    '{"token_ids": [...], "offsets": [...]} or {"token_ids": [...], "lengths": [...]}; or padded rows of them with their "sizes"'
 )
 
 
 def read_kept_ids(value: Any) -> SamplingSupport:
     """One row a response token. Raises DataError with what is wrong, without a place.
 
-    Lists are of a file of ours; ids with counts of prime-rl; token_ids with offsets, 0 first, of vLLM's SamplingMask and of slime.
+    A list of lists is of a file of ours, and SGLang's output_token_sampling_mask; ids with counts of prime-rl; token_ids with
+    offsets, 0 first, of vLLM's SamplingMask and of slime, with lengths of SGLang; padded token_ids with sizes of NeMo-RL.
     """
     if isinstance(value, SamplingSupport):
         return value
     if isinstance(value, list):
-        if not all(isinstance(row, list) and _are_integers(row) for row in value):
+        if not _are_rows(value):
             raise DataError(FORMS)
         return SamplingSupport.from_lists(value)
-    if not isinstance(value, dict):
+    name, place = _names_of(value) if isinstance(value, dict) else ("", "")
+    if not place or not _are_integers(value[place]):
         raise DataError(FORMS)
-    ids, sizes = (_first(value, names) for names in (("ids", "token_ids"), ("counts", "offsets")))
-    if ids is None or sizes is None or not (_are_integers(ids) and _are_integers(sizes)):
+    ids, numbers = value[name], torch.tensor(value[place], dtype=torch.int64)
+    if place == "sizes":
+        return SamplingSupport.from_padded(_padded(ids, value[place]), numbers)
+    if not _are_integers(ids):
         raise DataError(FORMS)
-    counted = torch.tensor(sizes, dtype=torch.int64)
-    return SamplingSupport(torch.tensor(ids, dtype=torch.int64), counted if "offsets" in value else offsets_of(counted))
+    return SamplingSupport(torch.tensor(ids, dtype=torch.int64), numbers if place == "offsets" else offsets_of(numbers))
 
 
-def _first(value: dict, names: tuple[str, str]) -> Any:
-    found = [value[name] for name in names if name in value]
-    return found[0] if len(found) == 1 and isinstance(found[0], list) else None
+def _padded(rows: list, sizes: list) -> Tensor:  # [response_length, K] int64
+    width = len(rows[0]) if rows and isinstance(rows[0], list) else 0
+    if not _are_rows(rows) or {len(row) for row in rows} - {width} or any(not 0 <= size <= width for size in sizes):
+        raise DataError(FORMS)
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(rows), width)
+
+
+def _names_of(value: dict) -> tuple[str, str]:
+    """The two keys of lists, where there is one of each kind; else ("", "")."""
+    found = [(ids, place) for ids, places in PLACES.items() for place in places if ids in value and place in value]
+    are_lists = len(found) == 1 and all(isinstance(value[name], list) for name in found[0])
+    return found[0] if are_lists else ("", "")
+
+
+def _are_rows(values: list) -> bool:
+    return all(isinstance(row, list) and _are_integers(row) for row in values)
 
 
 def _are_integers(values: list) -> bool:

@@ -9,7 +9,7 @@ vocab_size, the policy's, may be left out: then --vocab-size or the task gives i
 rollout_log_probs, policy_version, routes, kept_ids and kept_mass may be null or left out (old_log_probs: null). routes are
 [layers with experts][tokens - 1][experts of a token], ids of experts; the last token predicts nothing and has none. kept_ids are
 what a sampler with top-p, top-k or min-p drew each response token from: [response_length][ids of a set], a masked token's may be
-empty; train/kept_ids.py reads two other forms. Log-probabilities are then over these sets. Floats have as many digits as the same
+empty; train/kept_ids.py reads other forms. Log-probabilities are then over these sets. Floats have as many digits as the same
 bits of float32 need. A value at a masked token may be NaN or Infinity, as Python's json module writes them.
 
 On several data-parallel ranks each writes its own samples: rollouts.jsonl is then rollouts.part-0.jsonl, rollouts.part-1.jsonl, and
@@ -464,13 +464,19 @@ def _sample_of_host(record: Any, place: str, number: int) -> dict[str, Any]:
 
 
 def _kept_ids_of_host(record: dict, place: str) -> Any:
-    """slime's, with what top-p kept. Miles keeps them in an object of its own, of which nothing is read here."""
-    if record.get("rollout_sampling_mask") is not None:
-        raise DataError(
-            f"{place}: rollout_sampling_mask: what the sampler kept, in an object of the host's that is not read; without it each "
-            "ratio would be off by the kept mass: write the ids as rollout_top_p_token_ids and rollout_top_p_token_offsets"
-        )
-    ids, offsets = (_listed(record.get(f"rollout_top_p_token_{name}")) for name in ("ids", "offsets"))
+    """slime has lists, miles an object with two tensors."""
+    kept = record.get("rollout_sampling_mask")
+    if kept is None:
+        found = [record.get(f"rollout_top_p_token_{name}") for name in ("ids", "offsets")]
+    else:
+        tensors = getattr(kept, "tensors", {})
+        found = [tensors.get(f"_{name}", tensors.get(name)) for name in ("ids", "offsets")]
+        if any(one is None for one in found):
+            raise DataError(
+                f"{place}: rollout_sampling_mask: what the sampler kept, in an object without tensors of ids and offsets; each "
+                "ratio would be off by the kept mass: write them as rollout_top_p_token_ids and rollout_top_p_token_offsets"
+            )
+    ids, offsets = map(_listed, found)
     return None if ids is None and offsets is None else {"token_ids": ids, "offsets": offsets}
 
 
