@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import os
 import random
@@ -38,7 +39,7 @@ pytestmark = [
     pytest.mark.skipif(MEGATRON_ROOT not in os.environ, reason=f"needs a checkout of Megatron-LM: set {MEGATRON_ROOT} to its root"),
 ]
 VOCABULARY, GROUP_SIZE, PROMPTS, STEPS, ROLLOUTS = 12, 4, 4, 2, 2
-DIVISOR = 16
+DIVISOR, KEPT = 16, "with_kept_ids"
 # Adam's first step is the sign of a gradient. Of 3 to 8 this seed alone has no entry so near 0 that rounding decides its sign: with
 # the others our command is up to 5e-5 from itself in other micro-batches.
 SEED = 7
@@ -85,9 +86,10 @@ class WholeCase:
     door: str
     loss: str
     aggregation: str
+    has_sets: bool = False
 
     def __str__(self) -> str:
-        return f"{self.door} {self.loss} {self.aggregation}"
+        return f"{self.door} {self.loss} {self.aggregation}{' of kept ids' * self.has_sets}"
 
     @property
     def aggregation_flags(self) -> str:
@@ -97,6 +99,8 @@ class WholeCase:
     @property
     def data(self) -> str:
         """A host that divides by the step's tokens counts one for a fully masked sample, and our hooks refuse it."""
+        if self.has_sets:
+            return KEPT
         return "without_masked_sample" if self.aggregation == "token_mean" else "with_masked_sample"
 
     def of_host(self, folder: Path) -> list[str]:
@@ -107,6 +111,7 @@ class WholeCase:
         words += f" --custom-config-path {folder}/fp32.yaml"
         if self.door != "stock":
             words += f" {self.aggregation_flags} {INIT_HOOK}"
+        words += " --rollout-top-p 0.9 --sampling-support replay" * self.has_sets
         words += {"prompt_mean": f" {REWARD_HOOK}", "token_mean": " --calculate-per-token-loss"}.get(self.aggregation, "")
         return words.split()
 
@@ -115,7 +120,7 @@ class WholeCase:
         return f"""
             {MODEL} --vocab-size {VOCABULARY} --rollouts {folder}/{self.data}.jsonl --steps-per-rollout {STEPS} --no-bf16
             --policy-loss {self.loss} --clip-ratio-low {low} --clip-ratio-high {high} --samples-per-prompt {GROUP_SIZE}
-            --output-dir {folder}/{self.loss}-{self.aggregation} --no-tensorboard --no-plot {self.aggregation_flags}
+            --output-dir {folder}/{self.loss}-{self.aggregation}-{self.has_sets} --no-tensorboard --no-plot {self.aggregation_flags}
         """.split()
 
 
@@ -144,12 +149,14 @@ def recorded(tmp_path_factory) -> Path:
         importlib.import_module(f"megatron.core.{name}")
     folder = tmp_path_factory.mktemp("recorded")
     (folder / "fp32.yaml").write_text("bf16: false\n")
-    for data in ("with_masked_sample", "without_masked_sample"):
+    for data in ("with_masked_sample", "without_masked_sample", KEPT):
         (folder / data).mkdir()
         numbers = random.Random(SEED)
         for rollout in range(ROLLOUTS + 1):  # the last one for the hosts alone
             groups = range(rollout * PROMPTS, (rollout + 1) * PROMPTS)
-            records = [record for group in groups for record in group_of(numbers, group, data == "with_masked_sample")]
+            records = [record for group in groups for record in group_of(numbers, group, data != "without_masked_sample")]
+            if data == KEPT:
+                records = list(map(with_sets, records))
             torch.save({"rollout_id": rollout, "samples": records}, folder / data / f"{rollout}.pt")
             if rollout < ROLLOUTS:
                 save_rollouts(folder / f"{data}.jsonl", RolloutBatch(samples=samples_of(records), rollout_index=rollout))
@@ -181,20 +188,31 @@ def group_of(numbers: random.Random, group: int, has_masked_sample: bool) -> lis
     return records
 
 
+def with_sets(record: dict) -> dict:
+    """As slime records them: a token and 0 to 6 others; nothing was sampled at a masked token."""
+    tokens, kept = record["tokens"][-record["response_length"] :], []
+    for place, (token, bit) in enumerate(zip(tokens, record["loss_mask"], strict=True)):
+        size = 1 + (3 * place + record["index"]) % 7
+        kept.append([(token + 5 * step) % VOCABULARY for step in range(size)] if bit else [])
+    offsets = [0, *itertools.accumulate(map(len, kept))]
+    lists = {"rollout_top_p_token_ids": sum(kept, []), "rollout_top_p_token_offsets": offsets}
+    return record | lists | {"kept_ids": kept}
+
+
 def samples_of(records: list[dict]) -> list[Sample]:
     prompt_ids = [str(record["group_index"]) for record in records]
     advantages = group_advantages([record["reward"] for record in records], prompt_ids)
-    names = ("tokens", "response_length", "loss_mask", "reward", "index")
+    names = ("tokens", "response_length", "loss_mask", "reward", "index", "kept_ids")
     return [
-        Sample(prompt_id=prompt, advantage=advantage, old_log_probs=None, **{name: record[name] for name in names})
+        Sample(prompt_id=prompt, advantage=advantage, old_log_probs=None, **{n: record[n] for n in names if n in record})
         for record, prompt, advantage in zip(records, prompt_ids, advantages, strict=True)
     ]
 
 
 @pytest.fixture(scope="module")
 def trained(recorded):
-    """(loss, aggregation) -> trained_by_command of its case."""
-    return functools.cache(lambda loss, aggregation: trained_by_command(WholeCase("", loss, aggregation).of_train(recorded)))
+    """(loss, aggregation, whether it has sets) -> trained_by_command of its case."""
+    return functools.cache(lambda *case: trained_by_command(WholeCase("", *case).of_train(recorded)))
 
 
 def trained_by_command(words: list[str]) -> tuple[dict, dict, list[float]]:
@@ -235,7 +253,7 @@ def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, 
     # New ranks for each launch: a host leaves its process groups, each with threads, and its functions in torch.distributed.
     given = (host, ROOTS[host], os.environ[MEGATRON_ROOT], words)
     runs: list[WholeRun] = run_ranks(run_whole, 2, *given, use_megatron=False)
-    first, last, norms = trained(case.loss, case.aggregation)
+    first, last, norms = trained(case.loss, case.aggregation, case.has_sets)
     found = trainer_cases.whole([run.weights for run in runs], VOCABULARY)
     moved, expected = ({name: weights[name] - value for name, value in first.items()} for weights in (found, last))
     difference = trainer_cases.relative_difference(moved, expected)
@@ -245,10 +263,31 @@ def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, 
     assert len(norms) == STEPS * ROLLOUTS
     assert of_norms < LIMIT, (steps, norms)
     assert difference < LIMIT
+    if case.has_sets:
+        ratios = [max(of_microbatch) for of_microbatch in zip(*(run.log_ratios for run in runs), strict=True)]
+        of_steps = [max(part) for part in zip(*[iter(ratios)] * (len(ratios) // (STEPS * ROLLOUTS)), strict=True)]
+        print(f"largest log-ratios of each step {of_steps}")
+        assert max(of_steps[::STEPS]) < 1e-6 < 1e-4 < min(of_steps[1::STEPS])
     # Of the logits, or of a chunk of them; also where old log-probabilities are measured.
     columns = VOCABULARY // (2 if "tp2" in layout else 1)
     most_rows = max(run.rows_of_products.get(columns, 0) for run in runs)
     assert (most_rows <= 16) == case.door.startswith("fused"), most_rows
+
+
+@pytest.mark.parametrize(
+    ("layout", "door", "loss"),
+    [
+        ("dp2", "custom_loss", "grpo"),
+        ("cp2", "custom_loss", "gspo"),
+        ("tp2", "custom_loss", "cispo"),
+        ("tp2 with sp", "fused", "gspo"),
+    ],
+)
+def test_a_host_trains_over_the_kept_ids_that_it_carries(recorded, trained, layout, door, loss):
+    """slime, from its dump to its optimiser. In the first step of a rollout the old log-probabilities, which it measures over the
+    sets, are the loss's own: each ratio is 1. Over the whole vocabulary it would be the kept mass."""
+    case = WholeCase(door, loss, "sample_mean", has_sets=True)
+    test_a_host_trains_what_our_command_trains(recorded, trained, "slime", layout, case)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +349,7 @@ def test_a_run_that_goes_on_from_the_hosts_own_checkpoint_ends_as_the_whole_one(
         given = (host, ROOTS[host], os.environ[MEGATRON_ROOT], others)
         runs: list[WholeRun] = run_ranks(run_whole, 2, *given, use_megatron=False)
         assert [len(run.steps) for run in runs if run.steps] == [STEPS]
-    first, last, norms = trained(case.loss, case.aggregation)
+    first, last, norms = trained(case.loss, case.aggregation, False)
     found = trainer_cases.whole([run.weights for run in runs], VOCABULARY)
     moved, expected = ({name: weights[name] - value for name, value in first.items()} for weights in (found, last))
     difference = trainer_cases.relative_difference(moved, expected)

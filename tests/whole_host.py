@@ -18,7 +18,7 @@ Nothing that computes, schedules, scales or updates is replaced. What is replace
 | sglang's flags in miles's validation, its aliases of transformers | they are of the sampler |
 | miles's object store, made anew | actor and manager share a process |
 | the dashboard's log | it notes what it is given |
-| forward_only of the actor | it is counted, and called |
+| forward_only of the actor, our host_metrics | it is counted, the largest ratio is noted, and both are called |
 | Megatron's fused cross-entropy in miles, by Megatron's other one | the fused one rounds its gradient to bfloat16 |
 
 --spec names layer_spec, because Transformer Engine's attention needs CUDA. The file of --custom-config-path says bf16: false,
@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import named_shards
 
+from megatron_rl.hosts import loss
 from megatron_rl.hosts.launch import with_our_flags
 from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.model import find_gpt_model, gpt_layer_spec, layout_independent_normal
@@ -68,6 +69,7 @@ class WholeRun:
     steps: list[dict[str, float]]  # the host's metrics of each step, on the rank that reports
     rows_of_products: dict[int, int]  # columns of a matrix product -> the most rows that one had
     num_measured: int  # forwards over a rollout that measured log-probabilities
+    log_ratios: list[float]  # the largest of an unmasked token, in size, of each micro-batch of our custom_loss
 
 
 class Products(TorchDispatchMode):
@@ -96,7 +98,7 @@ def run_whole(rank: int, host: str, root: str, megatron_root: str, words: list[s
     made = {"slime": Slime, "miles": Miles}[host](rank, loads="--load" in words)
     with silent_logging(), made.replacements(), Products() as products:
         weights, steps = made.train(words)
-    return WholeRun(weights, steps, products.rows, made.num_measured)
+    return WholeRun(weights, steps, products.rows, made.num_measured, made.log_ratios)
 
 
 def make_importable(root: str, megatron_root: str) -> None:
@@ -178,6 +180,7 @@ class WholeHost:
 
     def __init__(self, rank: int, *, loads: bool = False):
         self.rank, self.loads, self.steps, self.num_measured = rank, loads, [], 0
+        self.log_ratios: list[float] = []
 
     @contextlib.contextmanager
     def replacements(self) -> Iterator[None]:
@@ -195,8 +198,17 @@ class WholeHost:
         yield self.initialize_module, "np", types.SimpleNamespace(__version__="1.26", random=np.random)
         actor = f"{self.name}.backends.megatron_utils.actor"
         yield actor, "forward_only", self._counted(importlib.import_module(actor).forward_only)
+        yield "megatron_rl.hosts.loss", "host_metrics", self._noting_ratios(loss.host_metrics)
         load = importlib.import_module(self.model_module).load_checkpoint
         yield self.model_module, "load_checkpoint", functools.partial(load_over_torchs_adam, load) if self.loads else load_weights
+
+    def _noting_ratios(self, host_metrics: Any) -> Any:
+        def noting(plan: Any, batch: Any, output: Any, old_log_probs: Tensor, *given: Any) -> Any:
+            of_trained = (output.log_probs - old_log_probs)[batch.loss_mask].abs()
+            self.log_ratios.append(max(of_trained.tolist(), default=0.0))
+            return host_metrics(plan, batch, output, old_log_probs, *given)
+
+        return noting
 
     def _counted(self, forward_only: Any) -> Any:
         def counting(*given: Any, **named: Any) -> Any:
