@@ -214,6 +214,16 @@ REFUSED = {
             "--sampling-support replay with --rollout-top-k 20: slime returns .*only where --rollout-top-p is set; set --ro",
         ),
     ],
+    "tokens_are_drawn_from_their_sets": [
+        (
+            {**REPLAYED, "sglang_speculative_algorithm": "EAGLE"},
+            "--sglang-speculative-algorithm EAGLE with --sampling-support replay: .* of a draft, .*; remove it, or sample",
+        ),
+        (
+            {**REPLAYED_BY_SLIME, "sglang_enable_custom_logit_processor": True},
+            "--sglang-enable-custom-logit-processor True with .*logits processor changes the logits; remove it",
+        ),
+    ],
     "reference_is_scored_so": [
         (
             {**REPLAYED, **KL, "kl_score": "support"},
@@ -357,6 +367,7 @@ ALLOWED = {
     "both_forwards_are_the_same": [{**SKIPPED, "hidden_dropout": 0.0}, {**OUR_LOSS, "hidden_dropout": 0.1}],
     "support_has_a_use": [{**OUR_LOSS, **KL, "kl_score": "full"}, {**REPLAYED_BY_SLIME, **KL, "kl_score": "support"}, REDUCED],
     "sets_are_handed_over": [REPLAYED, REPLAYED_BY_SLIME, {**OUR_LOSS, **MILES, "sampling_support": "refuse"}],
+    "tokens_are_drawn_from_their_sets": [REPLAYED, {**OUR_LOSS, **MILES, "sglang_speculative_algorithm": "EAGLE"}],
     "reference_is_scored_so": [
         {**REPLAYED, **KL},
         {**REPLAYED_BY_SLIME, **KL, "kl_score": "support", "use_unbiased_kl": True, "kl_coef": 0.1},

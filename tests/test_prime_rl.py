@@ -6,6 +6,7 @@ PRIME_RL_ROOT=... pytest -m host --require host tests/test_prime_rl.py
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -246,6 +247,26 @@ def test_a_sampler_that_keeps_a_part_is_refused_beside_any_loss(name, value):
     raw = {"inference": {"vllm": {"logprobs_mode": "raw_logprobs"}}}
     problems, said = judged("rl @ rl.toml", rl=OURS | {"orchestrator": {"train": body}} | raw)
     assert not problems and "keeps a part of the vocabulary" in said
+
+
+def test_its_own_names_have_the_trainer_score_among_the_samplers_sets():
+    """Then both scores are of one kind; a penalty, a draft or raw scores still are not."""
+
+    def problems_of(sampling, vllm=None):
+        files = {"orchestrator": {"train": {"sampling": sampling}}, "inference": {"vllm": vllm or {}}}
+        return judged("rl @ rl.toml", rl=OURS | files)[0]
+
+    assert problems_of({"top_p": 0.9, "top_k": 20}) == problems_of({"top_k": 20}) == problems_of({"top_p": 1.0}) == []
+    name = "orchestrator.train.sampling."
+    for sampling, vllm, message in (
+        ({"extra_body": {"repetition_penalty": 1.1}}, {}, f"{name}extra_body.repetition_penalty=1.1 with {name}top_p=0.9: "),
+        ({}, {"speculative_config": "{}"}, f"inference.vllm.speculative_config=.* with {name}top_p=0.9: .* of a draft"),
+        ({}, {"logprobs_mode": "raw_logprobs"}, f"{name}top_p=0.9 beside .*set inference.vllm.logprobs_mode=processed_logp"),
+    ):
+        [problem] = problems_of({"top_p": 0.9} | sampling, vllm)
+        assert re.search(message, problem), problem
+    [problem] = problems_of({"extra_body": {"top_p": 0.9}})
+    assert f"add {name}top_p and top_k in the place of extra_body's (in releases that have it), or set" in problem
 
 
 def test_of_several_sources_one_that_has_our_loss_is_enough():

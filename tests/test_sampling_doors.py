@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import roll_cases
@@ -38,6 +40,10 @@ SKYRL = (
 )
 SKYRL_TIS, SKYRL_TOP_P = "megatron_rl.importance_correction=tis ", "generator.sampling_params.top_p=0.8 "
 SKYRL_KEPT = "generator.inference_engine.engine_init_kwargs.logprobs_mode=processed_logprobs "
+SKYRL_REPLAY = (
+    "trainer.algorithm.enable_sample_support_replay=true generator.inference_engine.enable_return_sample_support_set=true "
+)
+NEMO_REPLAY = "policy.generation.top_p=0.8 policy.generation.top_k=50 ++policy.generation.vllm_kwargs.return_sampling_mask=true "
 ROLLOUTS = (
     "python3 -m megatron_rl.hosts.launch train.py --loss-type custom_loss "
     "--custom-loss-function-path megatron_rl.hooks.custom_loss --custom-megatron-init-path megatron_rl.hooks.custom_megatron_init "
@@ -89,6 +95,12 @@ LINES: dict[str, tuple[str, str | None, str]] = {
         NOTE,
         "name is not known here: importance_corr",
     ),
+    "verl, a penalty": (
+        f"{VERL}{ICEPOP}actor_rollout_ref.rollout.repetition_penalty=1.1",
+        PROBLEM,
+        "repetition_penalty=1.1 beside importance_correction=icepop and .*set actor_rollout_ref.rollout.repetition_penalty=1, or",
+    ),
+    "verl, a penalty alone": (f"{VERL}{GRPO}actor_rollout_ref.rollout.repetition_penalty=1.1", NOTE, "another one than the policy"),
     "verl, validation": (f"{VERL}{ICEPOP}actor_rollout_ref.rollout.val_kwargs.top_p=0.7", None, ""),
     "verl, off": (f"{VERL}{ICEPOP}actor_rollout_ref.rollout.top_p=1.0 actor_rollout_ref.rollout.top_k=-1", None, ""),
     "NeMo-RL, tis": (
@@ -118,6 +130,21 @@ LINES: dict[str, tuple[str, str | None, str]] = {
         "beside ..loss_fn.megatron_rl_kl_estimator=unbiased",
     ),
     "NeMo-RL, no correction": (f"{NEMO.format('grpo')}policy.generation.top_p=0.8", NOTE, "its share is unscored_token_fraction"),
+    "NeMo-RL, its own replay": (
+        f"{NEMO.format('gspo')}{NEMO_TIS}{NEMO_REPLAY}",
+        NOTE,
+        "return_sampling_mask=True: right where the trainer has nemo_rl.*:SamplingMask, and none is installed here; else set",
+    ),
+    "NeMo-RL, its own replay of a draft": (
+        f"{NEMO.format('grpo')}{NEMO_REPLAY}++policy.generation.vllm_kwargs.speculative_config.method=mtp",
+        PROBLEM,
+        "speculative_config.* with policy.generation.vllm_kwargs.return_sampling_mask=True: ",
+    ),
+    "NeMo-RL, its own replay and the ratio of a KL": (
+        f"{NEMO.format('grpo')}++loss_fn.megatron_rl_kl_estimator=unbiased loss_fn.reference_policy_kl_penalty=0.01 {NEMO_REPLAY}",
+        PROBLEM,
+        "kl_estimator=unbiased multiplies a KL over the whole vocabulary by a ratio among the sets",
+    ),
     "NeMo-RL, off": (f"{NEMO.format('gspo')}{NEMO_TIS}policy.generation.top_p=1 policy.generation.top_k=null", None, ""),
     "SkyRL, tis": (f"{SKYRL}{SKYRL_TIS}{SKYRL_TOP_P}", NOTE, "vLLM .*raw_logprobs. are over the whole vocabulary"),
     "SkyRL, processed": (f"{SKYRL}{SKYRL_TIS}{SKYRL_TOP_P}{SKYRL_KEPT}", PROBLEM, "beside importance_correction=tis"),
@@ -125,6 +152,24 @@ LINES: dict[str, tuple[str, str | None, str]] = {
         f"{SKYRL}generator.sampling_params.min_p=0.1 trainer.algorithm.off_policy_correction.tis_ratio_type=token {SKYRL_KEPT}",
         PROBLEM,
         "min_p=0.1 beside trainer.algorithm.off_policy_correction: ",
+    ),
+    "SkyRL, its own replay": (f"{SKYRL}{SKYRL_TIS}{SKYRL_TOP_P}{SKYRL_KEPT}{SKYRL_REPLAY}", None, ""),
+    "SkyRL, its own replay, compared with nobody": (f"{SKYRL}{SKYRL_TOP_P}{SKYRL_REPLAY}", None, ""),
+    "SkyRL, its own replay of the whole vocabulary": (f"{SKYRL}{SKYRL_TIS}{SKYRL_REPLAY}trainer.mtp.enabled=true", None, ""),
+    "SkyRL, its own replay of raw scores": (
+        f"{SKYRL}{SKYRL_TIS}{SKYRL_TOP_P}{SKYRL_REPLAY}",
+        PROBLEM,
+        "enable_sample_support_replay=True beside importance_correction=tis: .*set .*logprobs_mode=processed_logprobs, or remove",
+    ),
+    "SkyRL, its own replay of a draft": (
+        f"{SKYRL}{SKYRL_TOP_P}{SKYRL_REPLAY}trainer.mtp.enabled=true",
+        PROBLEM,
+        "trainer.mtp.enabled=True with trainer.algorithm.enable_sample_support_replay=True: .*remove it, or sample from the whole",
+    ),
+    "SkyRL, its own replay with a penalty": (
+        f"{SKYRL}{SKYRL_TOP_P}{SKYRL_REPLAY}generator.sampling_params.additional_kwargs.repetition_penalty=1.1",
+        PROBLEM,
+        "repetition_penalty=1.1 with trainer.algorithm.enable_sample_support_replay=True: the sampler draws from logits that this",
     ),
     "SkyRL, evaluation": (f"{SKYRL}{SKYRL_TIS}{SKYRL_KEPT}generator.eval_sampling_params.top_p=0.7", None, ""),
     "SkyRL, off": (f"{SKYRL}{SKYRL_TIS}generator.sampling_params.top_p=1.0 {SKYRL_KEPT}", None, ""),
@@ -151,7 +196,11 @@ def doctor(capsys, line: str, host: str | None = None) -> tuple[int, list[tuple[
 
 
 def check_rows(code: int, rows: list[tuple[str, str]], status: str | None, says: str) -> None:
-    found = [(row, text) for row, text in rows if re.search("keeps a part|kept|must be off|NeMo-RL's trainer", text)]
+    found = [
+        (row, text)
+        for row, text in rows
+        if re.search("keeps a part|kept|must be off|NeMo-RL's trainer|that this changes|of a draft|right where|ratio among", text)
+    ]
     assert code == (status == PROBLEM), rows
     assert [row for row, _ in found] == [status] * (status is not None), rows
     assert not says or re.search(says, found[0][1]), found
@@ -164,6 +213,8 @@ def test_doctor_refuses_warns_or_says_nothing(name, tmp_path, monkeypatch, capsy
     line, status, says = LINES[name]
     check_rows(*doctor(capsys, line, HOST_OF.get(name.partition(",")[0])), status, says)
 
+
+MARK = "logits_sampling_utils.py"
 
 OF_ROLL = [
     # generating_args, strategy_args, further settings, what doctor says, the text
@@ -298,6 +349,26 @@ def test_the_first_step_says_what_a_rollout_weighs():
     for aggregation, says in (("sample_mean", "weighs k times"), ("prompt_mean", "weighs as in one")):
         line = dense_rows.step_line(aggregation, PolicyLossConfig(loss_aggregation=aggregation), None, "none", several="turns")
         assert f"a rollout that comes in k rows (turns) {says}" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("class SamplingMask:", None), ("class Other:", "has no .*SamplingMask, and keeps tok")]
+)
+def test_nemo_rls_replay_is_looked_for_where_it_is_installed(text, says, tmp_path, monkeypatch):
+    """A release that cannot replay takes the setting for one of vLLM, and filters by its own logits."""
+    package = tmp_path / "nemo_rl" / "algorithms"
+    package.mkdir(parents=True)
+    for file, content in ((package.parent / "__init__.py", ""), (package / "__init__.py", ""), (package / MARK, text)):
+        file.write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = {"policy.generation.top_p": 0.8, "policy.generation.vllm_kwargs.return_sampling_mask": True}
+    processed = {"policy.generation.backend": "vllm", "policy.generation.vllm_cfg.logprobs_mode": "processed_logprobs"}
+    with mock.patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
+            del sys.modules[name]
+        found = judge_sampling(nemo_rl.DOOR.sampler, (given | processed).get, ["the policy loss gspo"])
+    assert not found.warnings and not found.keeps_a_part  # a score of 0.0 is that of a set of one id
+    assert found.problems == () if says is None else re.search(says, found.problems[0])
 
 
 def test_each_host_has_a_row():

@@ -258,6 +258,9 @@ OPTIONS: dict[str, object] = {
     "rollout_top_p": 1.0,
     "tis_clip": 2.0,
     "tis_clip_low": 0.0,
+    # Of SGLang, which both hosts add to their parser.
+    "sglang_enable_custom_logit_processor": False,
+    "sglang_speculative_algorithm": None,
     # In the file of --custom-config-path, for flags.MIS_FUNCTION.
     "rs_level": "token",
     "rs_lower_bound": None,

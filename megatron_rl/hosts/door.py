@@ -155,6 +155,7 @@ class Found:
     theirs: tuple[str, ...]  # the host's own corrections that are on, as typed
     warnings: tuple[str, ...] = ()
     keeps_a_part: bool = False  # a filter of the sampler is on
+    replays: bool = False  # and the host's trainer scores among the sets that it leaves
 
     @property
     def correction(self) -> CorrectionSettings:

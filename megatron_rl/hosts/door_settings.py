@@ -60,6 +60,7 @@ def read(door: Door, settings: Settings) -> Found:
         theirs=theirs,
         warnings=sampling.warnings,
         keeps_a_part=sampling.keeps_a_part,
+        replays=sampling.replays,
     )
     problems += [*twice, *own_loss_problems(config)]
     for find in (_own_names, _corrections, _kl, _proportional):

@@ -42,16 +42,18 @@ from megatron_rl.hosts.door import (
     names,
 )
 from megatron_rl.hosts.door_line import read_launch
-from megatron_rl.hosts.sampling import Filter, Sampler, Scores
+from megatron_rl.hosts.sampling import OFF, Filter, Replay, Sampler, Scores
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, put, read_overrides, value_at
 from megatron_rl.hosts.settings_files import inherited, merge, nested, resolved, with_values
 from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, is_on
 from megatron_rl.registries.corrections import get_correction
+from megatron_rl.registries.kl_estimators import get_kl_estimator
 from megatron_rl.validation.checks import Row, check
 
 PACKAGE, TRAINER, LAUNCHER = "nemo_rl", "nemo_rl.algorithms.grpo", "megatron_rl.hosts.launch"
 LOSS_FN, SAMPLING = "loss_fn.", "policy.generation."
+REPLAY = f"{SAMPLING}vllm_kwargs.return_sampling_mask"
 NAME, PREFIX = f"{LOSS_FN}megatron_rl", f"{LOSS_FN}megatron_rl_"
 # What computes log-probabilities: ours, whichever loss trains, or NeMo-RL's.
 LOG_PROBS, QUANTISED = f"{PREFIX}log_probs", "policy.quant_cfg"
@@ -163,6 +165,14 @@ def one_estimate_of_kl_acts(found: Found) -> Iterator[Row]:
 
 
 @check()
+def ratio_of_the_kl_is_of_its_kind(found: Found) -> Iterator[Row]:
+    """With NeMo-RL's replay the ratio is among the sampler's sets, and its reference over the whole vocabulary."""
+    if found.replays and found.config.kl_coefficient and get_kl_estimator(found.config.kl_estimator).takes_log_ratio:
+        text = f" multiplies a KL over the whole vocabulary by a ratio among the sets of {REPLAY}=true; choose another one"
+        yield wrong(DOOR.own.typed("kl_estimator"), found.config.kl_estimator, text)
+
+
+@check()
 def kl_is_a_mean_over(found: Found) -> Iterator[Row]:
     """Not a problem: what the term is, for doctor."""
     config, penalty = found.config, found.settings[PENALTY]
@@ -248,10 +258,16 @@ DOOR = Door(
         modes=(LOGPROBS_MODE,),
         trainer_keeps=(f"{SAMPLING}top_p", f"{SAMPLING}top_k"),
         recomputes=True,
+        replay=Replay(
+            by={REPLAY: OFF},
+            told=f"{REPLAY}=true with a {SAMPLING}top_k above 0",
+            mark="nemo_rl.algorithms.logits_sampling_utils:SamplingMask",
+        ),
+        unsettled={f"{SAMPLING}vllm_kwargs.speculative_config": OFF},
     ),
     checks=(
         *(one_loss_trains, one_correction_acts, one_estimate_of_kl_acts, worker_is_megatrons, weights_reach_the_loss),
-        kl_is_a_mean_over,
+        *(ratio_of_the_kl_is_of_its_kind, kl_is_a_mean_over),
     ),
     prompts=Prompts.CARRIED,
     carrier="the launcher's estimator",

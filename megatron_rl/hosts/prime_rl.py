@@ -22,14 +22,17 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
 from megatron_rl.hosts.pydantic_line import SIGN, read_pydantic_line
-from megatron_rl.hosts.sampling import Filter, Sampler
+from megatron_rl.hosts.sampling import NO_ADDEND, NO_FACTOR, OFF, Filter, Replay, Sampler
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, flat, value_at
 from megatron_rl.hosts.stock import Stock
 from megatron_rl.validation.checks import Row, check
 
 LOSS, KWARGS = "trainer.loss.", "trainer.loss.kwargs."
 TYPE, IMPORT_PATH = f"{LOSS}type", f"{LOSS}import_path"
-ALGORITHM, SAMPLING = "orchestrator.algo.type", "orchestrator.train.sampling.extra_body."
+ALGORITHM, SAMPLING = "orchestrator.algo.type", "orchestrator.train.sampling."
+EXTRA = f"{SAMPLING}extra_body."
+# With these names its trainer scores among the sampler's sets by itself; releases that do not refuse the names.
+REPLAYED = {f"{SAMPLING}top_p": Filter(1.0, (1.0,)), f"{SAMPLING}top_k": Filter(-1, (-1, 0, None, "None", "null"))}
 LOSSES, BATCHES = "prime_rl.trainer.rl.loss", "prime_rl.trainer.rl.data"
 PROGRAMS, MODULES = ("rl", "trainer"), ("prime_rl.entrypoints.rl", "prime_rl.entrypoints.trainer", "prime_rl.trainer.rl.train")
 # Algorithms of the orchestrator whose tokens go to another loss of prime-rl's.
@@ -134,13 +137,21 @@ DOOR = Door(
     several=lambda settings: "a trace of several branches",
     sampler=Sampler(
         filters={
-            f"{SAMPLING}top_p": Filter(1.0, (1.0,)),
-            f"{SAMPLING}top_k": Filter(-1, (-1, 0)),
-            f"{SAMPLING}min_p": Filter(0.0, (0.0,)),
+            **REPLAYED,
+            f"{EXTRA}top_p": Filter(1.0, (1.0,)),
+            f"{EXTRA}top_k": Filter(-1, (-1, 0)),
+            f"{EXTRA}min_p": Filter(0.0, (0.0,)),
         },
         engines={"vLLM": None},
         modes=("inference.vllm.logprobs_mode",),
         default_mode="processed_logprobs",
+        replay=Replay(by=REPLAYED, told=f"{SAMPLING}top_p and top_k in the place of extra_body's"),
+        reshaped={
+            f"{EXTRA}repetition_penalty": NO_FACTOR,
+            **dict.fromkeys((f"{EXTRA}presence_penalty", f"{EXTRA}frequency_penalty"), NO_ADDEND),
+            f"{EXTRA}logit_bias": OFF,
+        },
+        unsettled={"inference.vllm.speculative_config": OFF},
     ),
     checks=(loss_is_custom, tokens_reach_our_loss, zero_advantages_leave_the_step),
     stock=lambda settings: Stock(TOKEN_MEAN) if settings[TYPE] in ("default", "ipo") else None,

@@ -46,7 +46,7 @@ from megatron_rl.hosts.door import (
     names,
 )
 from megatron_rl.hosts.door_settings import read
-from megatron_rl.hosts.sampling import Filter, Sampler, Scores
+from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
 from megatron_rl.hosts.settings_files import resolved, with_values
 from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, is_on
@@ -520,6 +520,7 @@ DOOR = Door(
         engine=f"{INFER}strategy_args.strategy_name",
         engines={"vllm": None, "sglang": Scores.WHOLE},
         modes=(f"{INFER}strategy_args.strategy_config.logprobs_mode",),
+        reshaped={f"{INFER}generating_args.repetition_penalty": NO_FACTOR},
         typed="{}: {}".format,
     ),
     checks=(

@@ -10,6 +10,9 @@ off-policy, and the product over m tokens M^m: whatever compares with the sample
 are right. The policy that samples still is another one than pi: a token outside S is never sampled. The ratio of two scores of the
 trainer's holds no M, whatever the sampler reports.
 
+Some trainers score among the sampler's own sets, by a setting of theirs: both scores are then of one kind, if nothing else changes
+what is drawn from. A penalty changes the logits themselves, and speculative decoding draws from another model's tokens.
+
 megatron-rl train records what it keeps, and its scores are over that. What others sampled comes by --rollouts; where kept ids are
 missing the watchdog knows the signature.
 """
@@ -17,8 +20,11 @@ missing the watchdog knows the signature.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.util import find_spec
+from itertools import starmap
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.arguments import read_number
@@ -40,10 +46,43 @@ class Scores(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A setting that leaves tokens out of sampling. off: the values with which it leaves none out; the first is written."""
+    """A setting that changes sampling, as one that leaves tokens out. off: the values with which it changes nothing; the first is
+    written."""
 
     default: Any
     off: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """How a trainer is told to score among its sampler's own sets, whoever's loss trains.
+
+    by: each of these settings does so where it is on. told: what to type. mark: the module and class that have it; an installed
+    trainer without them takes the setting for something else. "": one that does not replay refuses the setting itself.
+    """
+
+    by: Mapping[str, Filter]
+    told: str
+    mark: str = ""
+
+    def in_words(self) -> str:
+        return f"{self.told} (in releases that have it)"
+
+    def is_there(self) -> bool | None:
+        """Whether the installed trainer has it; None: none is installed here. Nothing of it runs but its packages' own files."""
+        if not self.mark:
+            return True
+        module, _, name = self.mark.partition(":")
+        try:
+            spec = find_spec(module)
+        except ImportError:  # of a package above it
+            return None
+        return spec is not None and spec.origin is not None and f"class {name}" in Path(spec.origin).read_text(encoding="utf-8")
+
+
+OFF = Filter(None, (None, "null", False, ""))
+NO_FACTOR = Filter(1.0, (1.0,))
+NO_ADDEND = Filter(0.0, (0.0,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +101,11 @@ class Sampler:
     """Filters that the trainer applies to its own scores as well."""
     recomputes: bool = False
     """It does so by its own logits, and gives a token outside its set the score 0.0."""
+    replay: Replay | None = None
+    reshaped: Mapping[str, Filter] = field(default_factory=dict)
+    """Settings that change the logits that a token is drawn from: penalties and biases."""
+    unsettled: Mapping[str, Filter] = field(default_factory=dict)
+    """Settings with which a set that is returned need not be the one that its token was drawn from."""
     typed: Callable[[str, str], str] = "{}={}".format
 
 
@@ -76,11 +120,18 @@ def _flag(name: str, value: str) -> str:
 
 
 _ROLLOUT_FLAGS = {"rollout_top_p": Filter(1.0, (1.0,)), "rollout_top_k": Filter(-1, (-1, 0))}
+_OF_SGLANG = {"sglang_speculative_algorithm": OFF, "sglang_enable_custom_logit_processor": OFF}
 SAMPLERS: dict[str, Sampler] = {
     # What SGLang reports: the whole vocabulary, or the kept tokens where it returns them as well, by its version and its patches.
-    "miles": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, typed=_flag),
+    "miles": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, typed=_flag, unsettled=_OF_SGLANG),
     # slime's trainer computes old log-probabilities among the tokens that top-p has kept, and none of top-k.
-    "slime": Sampler(filters=_ROLLOUT_FLAGS, engines={"SGLang": Scores.UNKNOWN}, trainer_keeps=("rollout_top_p",), typed=_flag),
+    "slime": Sampler(
+        filters=_ROLLOUT_FLAGS,
+        engines={"SGLang": Scores.UNKNOWN},
+        trainer_keeps=("rollout_top_p",),
+        typed=_flag,
+        unsettled=_OF_SGLANG,
+    ),
     "megatron_lm": Sampler(
         filters={"rl_default_top_p": Filter(0.0, (0.0, 1.0)), "rl_default_top_k": Filter(-1, (-1, 0))},
         engines={"Megatron's engine": None},
@@ -95,7 +146,9 @@ class SamplingVerdict:
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     keeps_a_part: bool = False
-    """Some filter is on."""
+    """Some filter is on, and the trainer does not replay it."""
+    replays: bool = False
+    """The trainer scores among the sampler's sets, by its own setting."""
 
 
 class _Launch:
@@ -103,9 +156,16 @@ class _Launch:
 
     def __init__(self, sampler: Sampler, value_of: Callable[[str], Any]):
         self.sampler, self.value_of = sampler, value_of
-        given = {name: self._read(name, one.default) for name, one in sampler.filters.items()}
-        self.unknown = [name for name, value in given.items() if value is UNKNOWN]
-        self.on = {n: value for n, value in given.items() if value is not UNKNOWN and value not in sampler.filters[n].off}
+        self.on, self.unknown = self._on(sampler.filters)
+        self.reshaped, _ = self._on(sampler.reshaped)
+        self.unsettled, _ = self._on(sampler.unsettled)
+        self.replayed, _ = self._on(sampler.replay.by if sampler.replay is not None else {})
+
+    def _on(self, settings: Mapping[str, Filter]) -> tuple[dict[str, Any], list[str]]:
+        """(those that change sampling, with their values; those whose value is not known here)."""
+        given = {name: self._read(name, one.default) for name, one in settings.items()}
+        unknown = [name for name, value in given.items() if value is UNKNOWN]
+        return {n: value for n, value in given.items() if value is not UNKNOWN and value not in settings[n].off}, unknown
 
     def _read(self, name: str, default: Any) -> Any:
         value = self.value_of(name)
@@ -158,7 +218,9 @@ class _Launch:
 
 def names_of(sampler: Sampler) -> tuple[str, ...]:
     """The settings that the check reads."""
-    return (*sampler.filters, *sampler.modes, *([sampler.engine] if sampler.engine else []))
+    replay = () if sampler.replay is None else sampler.replay.by
+    more = (*sampler.modes, *([sampler.engine] if sampler.engine else []), *sampler.reshaped, *sampler.unsettled)
+    return tuple(dict.fromkeys((*sampler.filters, *replay, *more)))
 
 
 def readers_of(config: PolicyLossConfig) -> list[str]:
@@ -208,9 +270,19 @@ def judge_sampling(
     is_our_loss: False where the host's own loss trains, which may know the kept tokens. remedy: the flag with which our loss
     is given them; None: it cannot be.
     """
+    launch = _Launch(sampler, value_of)
+    if launch.on and launch.replayed:
+        return _judge_replay(launch, readers)
     if sampler.recomputes:
-        return judge_recomputed_sampling(sampler, value_of, readers)
-    launch, read = _Launch(sampler, value_of), " and ".join(readers)
+        found = judge_recomputed_sampling(sampler, value_of, readers)
+    else:
+        found = _judge_filters(launch, readers, is_our_loss=is_our_loss, remedy=remedy)
+    more = _judge_reshaped(launch, readers)
+    return SamplingVerdict(found.problems + more.problems, found.warnings + more.warnings, found.keeps_a_part)
+
+
+def _judge_filters(launch: _Launch, readers: Sequence[str], *, is_our_loss: bool, remedy: str | None) -> SamplingVerdict:
+    sampler, value_of, read = launch.sampler, launch.value_of, " and ".join(readers)
     warnings = []
     if launch.unknown and readers:
         names = ", ".join(launch.unknown)
@@ -221,6 +293,8 @@ def judge_sampling(
     if not launch.on:
         return SamplingVerdict(warnings=tuple(warnings))
     given, off = launch.in_words(), launch.off_in_words()
+    if remedy is None and sampler.replay is not None:
+        remedy = sampler.replay.in_words()
     replay = "" if remedy is None else f"add {remedy}, or "
     if filtered and is_our_loss:
         problem = (
@@ -253,6 +327,53 @@ def judge_sampling(
     return SamplingVerdict((problem,), tuple(warnings), True)
 
 
+def _judge_replay(launch: _Launch, readers: Sequence[str]) -> SamplingVerdict:
+    """The trainer's scores are among the sampler's sets: the sampler's must be too, and of the same logits."""
+    replay, read, off = launch.sampler.replay, " and ".join(readers), launch.off_in_words()
+    assert replay is not None
+    told = " and ".join(starmap(launch.typed, launch.replayed.items()))
+    problems, warnings = changed_under_replay(launch.sampler, launch.value_of, told), []
+    is_there = replay.is_there()
+    if is_there is None:
+        warnings.append(f"{told}: right where the trainer has {replay.mark}, and none is installed here; else set {off}")
+    elif not is_there:
+        problems.append(f"{told}: this trainer has no {replay.mark}, and keeps tokens by its own logits; update it, or set {off}")
+    if readers and launch.scores != Scores.KEPT:
+        how = f"set {launch.typed(launch.mode[0], 'processed_logprobs')}, or " if launch.mode else ""
+        text = (
+            f"{told} beside {read}: the trainer scores among the kept tokens, and {launch.scores_in_words()}, so that every weight "
+            f"may be off by the kept mass; {how}remove {read}"
+        )
+        (problems if launch.asked is None else warnings).append(text)
+    return SamplingVerdict(tuple(problems), tuple(warnings), replays=True)
+
+
+def changed_under_replay(sampler: Sampler, value_of: Callable[[str], Any], told: str) -> list[str]:
+    """What changes a token's distribution behind the set that the sampler returns. told: how replay is typed."""
+    launch = _Launch(sampler, value_of)
+    draft = (
+        "the set that comes with a token need not be the one that it was drawn from: speculative decoding takes the tokens of a "
+        "draft, and a logits processor changes the logits"
+    )
+    penalty = "the sampler draws from logits that this changes, and the trainer scores the model's own"
+    found = [*((one, penalty) for one in launch.reshaped.items()), *((one, draft) for one in launch.unsettled.items())]
+    return [f"{launch.typed(*one)} with {told}: {why}; remove it, or sample from the whole vocabulary" for one, why in found]
+
+
+def _judge_reshaped(launch: _Launch, readers: Sequence[str]) -> SamplingVerdict:
+    """Penalties: the sampler's scores are of changed logits, unless they are raw."""
+    if not launch.reshaped:
+        return SamplingVerdict()
+    given, read = ", ".join(starmap(launch.typed, launch.reshaped.items())), " and ".join(readers)
+    off = " and ".join(launch.typed(name, launch.sampler.reshaped[name].off[0]) for name in launch.reshaped)
+    if readers and launch.scores == Scores.KEPT:
+        mode = "" if launch.mode is None else f", or {launch.typed(launch.mode[0], 'raw_logprobs')} at temperature 1"
+        text = f"the sampler's log-probabilities are of logits that this changes, and every weight would be off by that; set {off}"
+        return SamplingVerdict((f"{given} beside {read}: {text}{mode}, or remove {read}",))
+    text = "the sampler draws from logits that this changes, so the policy that samples is another one than the policy that trains"
+    return SamplingVerdict((), (f"{given}: {text}; {off} samples from the policy itself",))
+
+
 def judge_recomputed_sampling(sampler: Sampler, value_of: Callable[[str], Any], readers: Sequence[str]) -> SamplingVerdict:
     """NeMo-RL: its trainer keeps tokens by the same settings and its own logits, and gives one outside its set the score 0.0.
 
@@ -267,6 +388,8 @@ def judge_recomputed_sampling(sampler: Sampler, value_of: Callable[[str], Any], 
     if not launch.on:
         return SamplingVerdict(warnings=tuple(warnings))
     given, off = launch.in_words(), launch.off_in_words()
+    if sampler.replay is not None:
+        off = f"{off}, or {sampler.replay.in_words()}"
     why = "NeMo-RL's trainer keeps tokens by the same settings, and a token that it leaves out has log-probability 0.0"
     if launch.scores != Scores.KEPT and launch.asked is None:
         how = f"set {launch.typed(launch.mode[0], 'processed_logprobs')}, or {off}" if launch.mode else f"set {off}"

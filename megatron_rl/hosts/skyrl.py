@@ -47,7 +47,7 @@ from megatron_rl.hosts.door import (
 from megatron_rl.hosts.door_line import check_log_probs, name_problems
 from megatron_rl.hosts.door_settings import OnceRead, losses, read
 from megatron_rl.hosts.run import Run
-from megatron_rl.hosts.sampling import Filter, Sampler
+from megatron_rl.hosts.sampling import NO_ADDEND, NO_FACTOR, OFF, Filter, Replay, Sampler
 from megatron_rl.hosts.settings import ABSENT, Settings, read_overrides, value_at
 from megatron_rl.hosts.skyrl_log_probs import InWorkers
 from megatron_rl.hosts.stock import MEAN_OF_SAMPLE_MEANS, MEAN_OF_TOKEN_MEANS, SAMPLE_MEAN, Stock, exact_setting
@@ -66,6 +66,7 @@ CORRECTION = f"{ALGORITHM}off_policy_correction"
 SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high")
 MASK_SWITCHES = ("token_mask_is_threshold_low", "token_mask_is_threshold_high")
 STEP_WISE = "generator.step_wise_trajectories"
+REPLAY, MORE_SAMPLING = f"{ALGORITHM}enable_sample_support_replay", "generator.sampling_params.additional_kwargs."
 # SkyRL's estimates of KL that have the name, value and gradient of ours.
 KL_ESTIMATORS = ("k1", "k2", "k3")
 KL_TYPES = (*KL_ESTIMATORS, "abs")
@@ -242,6 +243,14 @@ DOOR = Door(
         },
         engines={"vLLM": None},
         modes=("generator.inference_engine.engine_init_kwargs.logprobs_mode",),
+        # Releases that do not have it refuse the setting.
+        replay=Replay(by={REPLAY: OFF}, told=f"{REPLAY}=true and generator.inference_engine.enable_return_sample_support_set=true"),
+        reshaped={
+            f"{MORE_SAMPLING}repetition_penalty": NO_FACTOR,
+            **dict.fromkeys((f"{MORE_SAMPLING}presence_penalty", f"{MORE_SAMPLING}frequency_penalty"), NO_ADDEND),
+            f"{MORE_SAMPLING}logit_bias": OFF,
+        },
+        unsettled={"generator.inference_engine.speculative_config": OFF, "trainer.mtp.enabled": OFF},
     ),
     stock=stock,
     checks=(estimate_of_kl_is_known, regularizers_are_means_of_means),

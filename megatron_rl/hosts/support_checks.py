@@ -9,7 +9,7 @@ from megatron_rl.arguments import read_number, read_switch
 from megatron_rl.config import KLScore, SupportUse
 from megatron_rl.hosts.base import HostLaunch
 from megatron_rl.hosts.kept_ids import KeptIds
-from megatron_rl.hosts.sampling import SAMPLERS
+from megatron_rl.hosts.sampling import SAMPLERS, changed_under_replay
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import Asker, check
@@ -64,6 +64,12 @@ def sets_are_handed_over(launch: HostLaunch) -> Iterator[str]:
         )
     else:
         yield f"{FLAG} has no effect: the sampler keeps the whole vocabulary; set {typed}, {OR_REFUSE}"
+
+
+@check(when=replays)
+def tokens_are_drawn_from_their_sets(launch: HostLaunch) -> Iterator[str]:
+    sampler = SAMPLERS.get(launch.options.host.name)
+    yield from changed_under_replay(sampler, launch.options.__getitem__, FLAG) if sampler is not None else ()
 
 
 @check(when=replays)

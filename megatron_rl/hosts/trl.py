@@ -25,7 +25,7 @@ from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import CLIPS, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
-from megatron_rl.hosts.sampling import Filter, Sampler, Scores
+from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import Given, Settings, read_value
 from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, SAMPLE_MEAN, Stock, exact_setting, is_on
 from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
@@ -248,6 +248,7 @@ DOOR = Door(
     sampler=Sampler(
         filters={"top_p": Filter(1.0, (1.0,)), "top_k": Filter(0, (0, -1)), "min_p": Filter(None, (None, 0.0))},
         engines={"vLLM": Scores.KEPT},
+        reshaped={"repetition_penalty": NO_FACTOR},
     ),
     checks=(
         one_loss_trains,

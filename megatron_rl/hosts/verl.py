@@ -46,7 +46,7 @@ from megatron_rl.hosts.door import (
 )
 from megatron_rl.hosts.door_line import judge_settings
 from megatron_rl.hosts.door_settings import in_words
-from megatron_rl.hosts.sampling import Filter, Sampler, Scores
+from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, as_typed, read_overrides, read_value, value_at
 from megatron_rl.hosts.stock import SAMPLE_MEAN, Stock, is_on
 from megatron_rl.loss_hub import (
@@ -487,6 +487,7 @@ DOOR = Door(
         engines={"vllm": None, "sglang": Scores.WHOLE},
         modes=(f"{ROLLOUT}engine_kwargs.vllm.logprobs_mode", f"{ROLLOUT}logprobs_mode"),
         default_mode="processed_logprobs",
+        reshaped={f"{ROLLOUT}repetition_penalty": NO_FACTOR},
     ),
     checks=(
         *(clip_reaches_the_workers, clip_of_both_sides_is_not_read, class_has_our_fields),
