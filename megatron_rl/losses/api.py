@@ -37,7 +37,7 @@ from megatron_rl.ops.log_probs import (
     log_probs_dtype,
     row_kernels,
 )
-from megatron_rl.ops.support_scores import SupportLogProbs, check_support, gathered_support
+from megatron_rl.ops.support_scores import SupportLogProbs, agreed_support
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,9 @@ def policy_loss(
         compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, temperature, vocab_size)
         support = inputs.sampling_support
         if support is not None:
-            check_support(support, labels, inputs.loss_mask, shard, inputs.cu_seqlens)
+            support = agreed_support(agreement, support, labels, inputs.loss_mask, shard, tp_group, inputs.cu_seqlens)
         if agreement.is_active:
             compare_inputs(agreement, loss, inputs, settings)
-        if support is not None:
-            support = gathered_support(agreement, support, inputs.loss_mask, shard, tp_group)
         announced = None if isinstance(loss_scale, AssumedScale) else loss_scale
         check_announced(announced)
         agreement.add("loss_scale", "a tensor" if isinstance(announced, Tensor) else announced)

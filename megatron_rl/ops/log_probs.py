@@ -37,7 +37,7 @@ from megatron_rl.ops.log_probs_torch import (
     row_results_torch,
     row_statistics_reference,
 )
-from megatron_rl.ops.support_scores import SupportLogProbs, check_support, compare_supports, gathered_support
+from megatron_rl.ops.support_scores import SupportLogProbs, agreed_support, compare_supports
 
 # 1 / temperature must fit in float32.
 SMALLEST_TEMPERATURE = 1e-30
@@ -164,10 +164,8 @@ def vocab_parallel_log_probs(
                 "with_full=True needs sampling_support: without one the log-probabilities are the full scores already"
             )
         if sampling_support is not None:
-            check_support(sampling_support, labels, loss_mask, shard)
+            sampling_support = agreed_support(agreement, sampling_support, labels, loss_mask, shard, tp_group)
         compare_supports(agreement, sampling_support, loss_mask)
-        if sampling_support is not None:
-            sampling_support = gathered_support(agreement, sampling_support, loss_mask, shard, tp_group)
     options = (inplace, row_kernels(resolved), torch.is_grad_enabled())
     if sampling_support is None:
         log_probs, entropy = VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's

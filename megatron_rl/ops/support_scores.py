@@ -39,6 +39,7 @@ from megatron_rl.ops.log_probs_torch import (
 
 # m, s, t.
 WIDTH = 3
+IS_GIVEN = "whether sampling_support is given"
 
 
 def check_support(
@@ -53,15 +54,22 @@ def check_support(
     support.check(labels.numel(), shard.vocab_size, labels, loss_mask, cu_seqlens)
 
 
-def gathered_support(
-    agreement: Agreement, support: SamplingSupport, loss_mask: Tensor | None, shard: VocabShard, tp_group: Group
+def agreed_support(
+    agreement: Agreement,
+    support: SamplingSupport,
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    shard: VocabShard,
+    tp_group: Group,
+    cu_seqlens: Tensor | None = None,
 ) -> SamplingSupport:
-    """The sets, equal on all tp ranks in what decides what is gathered: whether one is the vocabulary.
-
-    A masked token's does not count. On CUDA the host does not know which these are, and ranks that differ in this are refused.
+    """check_support, and the sets as they are scored: equal on all tp ranks in what decides what is gathered, whether one is the
+    vocabulary. A masked token's does not count. On CUDA the host does not know which these are: ranks that differ are refused.
     """
+    check_support(support, labels, loss_mask, shard, cu_seqlens)
     if loss_mask is not None and not loss_mask.is_cuda and tp_group.size() > 1 and support.largest == shard.vocab_size:
         support = support.only(loss_mask)
+    agreement.add(IS_GIVEN, True)
     agreement.add("whether a set of sampling_support is the vocabulary", support.largest == shard.vocab_size, is_sliced=True)
     return support
 
@@ -72,7 +80,7 @@ def compare_supports(agreement: Agreement, support: SamplingSupport | None, loss
         return
     if support is not None and loss_mask is not None:
         support = support.only(loss_mask)
-    agreement.add("whether sampling_support is given", support is not None)
+    agreement.add(IS_GIVEN, support is not None)
     agreement.add("sizes of sampling_support", None if support is None else support.sizes, is_sliced=True)
     agreement.add("ids of sampling_support", None if support is None else support.ids, is_sliced=True)
 
