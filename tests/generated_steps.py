@@ -42,6 +42,7 @@ class Split:
     microbatches: int = 1
     pp: int = 1
     deal: str = "zigzag"  # which tokens of a document a cp rank holds
+    contexts: tuple[tuple[int, ...], ...] = ()  # of each micro-batch the sizes of its cp groups, over neighbours in dp; (): cp
 
 
 def uneven(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
@@ -66,6 +67,8 @@ SPLITS = [
     Split(cp=2, dp=2, microbatches=2),
     Split(tp=2, cp=2, dp=2),
     Split(dp=2, pp=2),
+    Split(dp=4, microbatches=3, contexts=((4,), (2, 1, 1), (2, 2)), deal="uneven"),
+    Split(dp=2, microbatches=2, contexts=((2,), (1, 1))),
 ]
 
 
@@ -162,6 +165,7 @@ class Case:
         """Names the terms, so that `pytest -k` finds the cases of a new one."""
         settings = self.settings
         sizes = [f"{name}{size}" for name, size in vars(self.split).items() if isinstance(size, int) and size > 1]
+        sizes += ["as " + " and ".join("+".join(map(str, of_one)) for of_one in self.split.contexts)] if self.split.contexts else []
         terms = [settings.aggregation]
         if settings.correction != "none":
             terms += [settings.correction, settings.level]
@@ -256,7 +260,7 @@ def possible(case: Case) -> Case:
     if door.option == "sequence parallel" and split.tp == 1:
         split = replace(split, tp=2)
     if door.backend == "triton" and split.dp * split.microbatches > 2:  # interpreted kernels take time with each launch
-        split = replace(split, microbatches=1)
+        split = replace(split, microbatches=1, contexts=split.contexts[:1])
     kept = "all" if door.head == "log_probs" or door.option == "scaled exponentials" else case.kept
     if get_kl_estimator(settings.kl_estimator).takes_log_ratio or kept == "all":
         settings = replace(settings, kl_score="full" if kept == "all" else "support")

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -177,8 +177,13 @@ def one_kernel_at_a_time() -> Iterator[None]:
         yield
 
 
-def on_simulated_ranks(function: Callable[[ParallelGroups], Any], groups: list[ParallelGroups]) -> list[Any]:
-    """[function(groups of the rank) for each rank]. The first error of a rank is raised, with its traceback; the others stop."""
+def on_simulated_ranks(
+    function: Callable[[ParallelGroups], Any], groups: list[ParallelGroups], others: Sequence[ParallelGroups] = ()
+) -> list[Any]:
+    """[function(groups of the rank) for each rank]. others: what the function uses besides.
+
+    The first error of a rank is raised, with its traceback; the others stop.
+    """
     if len(groups) == 1:
         return [function(groups[0])]
     answers: list[Any] = [None] * len(groups)
@@ -192,7 +197,7 @@ def on_simulated_ranks(function: Callable[[ParallelGroups], Any], groups: list[P
                 answers[number] = function(groups[number])
         except BaseException as error:
             errors.append(error)
-            for of_rank in groups:  # whoever waits for this rank, or will
+            for of_rank in (*groups, *others):  # whoever waits for this rank, or will
                 for group in (of_rank.tp, of_rank.cp, of_rank.dp, of_rank.dp_cp, of_rank.pp):
                     if isinstance(group, SimulatedGroup):
                         group.meeting.barrier.abort()

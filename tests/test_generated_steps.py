@@ -5,6 +5,7 @@ Ranks are threads here (simulated_ranks.py). tests/test_layouts.py has real rank
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import math
@@ -16,7 +17,7 @@ import dense_oracle
 import pytest
 import torch
 from dense_oracle import DenseResult, dense_step
-from generated_steps import CASES, CORRECTIONS, DEALS, KEPT, SHAPES, SPLITS, Case, Step, step_of
+from generated_steps import CASES, CORRECTIONS, DEALS, KEPT, SHAPES, SPLITS, Case, Split, Step, step_of
 from helpers import KERNEL_DEVICE
 from loss_backends import HAS_TRITON
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
@@ -220,7 +221,21 @@ def columns_of(case: Case, step: Step, groups: ParallelGroups) -> tuple[int, int
     return first, min(first + width, real), width
 
 
-def run_rank(case: Case, step: Step, groups: ParallelGroups) -> Answer:
+def groups_of(split: Split) -> tuple[list[ParallelGroups], dict[int, list[ParallelGroups]]]:
+    """(the groups of each rank in a step, those of its micro-batches by the id of the former)."""
+    shared = {"tp": split.tp, "pp": split.pp}
+    static, ranks = groups_of_ranks(cp=split.cp, dp=split.dp, **shared), split.cp * split.dp
+    by_size = {size: groups_of_ranks(cp=size, dp=ranks // size, **shared) for sizes in split.contexts for size in sizes}
+
+    def of_microbatch(number: int, sizes: tuple[int, ...]) -> ParallelGroups:
+        of_place = [size for size in sizes for _ in range(size)]
+        return by_size[of_place[number // split.tp % ranks]][number]
+
+    own = {id(groups): [of_microbatch(n, sizes) for sizes in split.contexts] for n, groups in enumerate(static)}
+    return static, own
+
+
+def run_rank(case: Case, step: Step, groups: ParallelGroups, *of_microbatches: ParallelGroups) -> Answer:
     size, (first, last, width) = step.logits.shape[0], columns_of(case, step, groups)
     mine = list(range(len(step.samples)))[groups.dp.rank() :: groups.dp.size()]
     is_last_stage = groups.pp.rank() == groups.pp.size() - 1
@@ -229,13 +244,23 @@ def run_rank(case: Case, step: Step, groups: ParallelGroups) -> Answer:
     except EmptyStep:
         weighed, totals = [without_weight(step, i) for i in mine], None
     number = case.split.microbatches
+    parts = [(groups, mine[part::number], weighed[part::number]) for part in range(number)]
+    if of_microbatches:
+        of_ranks = [dict(zip(mine, weighed, strict=True))]
+        of_ranks = of_ranks if groups.dp.size() == 1 else groups.dp.exchange("weighed samples", of_ranks[0])
+        moved = {number: sample for of_rank in of_ranks for number, sample in of_rank.items()}
+        parts = []
+        for part, (own, sizes) in enumerate(zip(of_microbatches, case.split.contexts, strict=True)):
+            ends = list(itertools.accumulate(sizes))
+            chosen = sorted(moved)[part::number][bisect.bisect_right(ends, groups.dp_cp.rank()) :: len(sizes)]
+            parts.append((own, chosen, [moved[i] for i in chosen]))
     model = SimpleNamespace(calculate_per_token_loss=case.is_per_token, grad_scale_func=None, num_moe_experts=None)
     context = {"totals": totals, "config": model, "groups": groups}
     factor = 1.0 if totals is None else delivered_factor(number, **context)
     answer = Answer({}, None, None, None, torch.zeros(size, dtype=torch.float64), 0, {}, {})
     statistics = []
-    for part in range(number if is_last_stage else 0):
-        batch = Microbatch(case, step, mine[part::number], weighed[part::number], groups)
+    for own, chosen, samples in parts if is_last_stage else ():
+        batch = Microbatch(case, step, chosen, samples, own)
         output, leaves = through_the_door(batch, width, factor)
         loss = output.loss
         if totals is not None:
@@ -374,7 +399,7 @@ def needs_triton(case: Case):
     is_kernel = case.door.backend == "triton"
     marks = [pytest.mark.kernel, pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")] if is_kernel else []
     # Its sums over samples are collectives in backward. Ranks that are threads wait for each other there, on an H100 for ever.
-    meets_in_backward = case.split.cp > 1 and get_policy_loss(case.settings.loss).level == "batch"
+    meets_in_backward = (case.split.cp > 1 or case.split.contexts) and get_policy_loss(case.settings.loss).level == "batch"
     return pytest.param(case, id=str(case), marks=[*marks, pytest.mark.interpreter] if is_kernel and meets_in_backward else marks)
 
 
@@ -400,13 +425,18 @@ def test_a_step_is_that_of_the_dense_oracle(case):
     FB-49, FB-51. Shapes: FB-10, FB-55, FB-56, FB-59, FB-60, FB-64. Options and kernels: FB-39, FB-63, FB-80, FB-93."""
     step, split = step_of(case), case.split
     truth = dense_step(step.samples, step.logits, case.settings)
-    groups = groups_of_ranks(tp=split.tp, cp=split.cp, dp=split.dp, pp=split.pp)
+    groups, own = groups_of(split)
+    others = [of_one for of_rank in own.values() for of_one in of_rank]
+
+    def work(of_rank: ParallelGroups) -> Answer:
+        return run_rank(case, step, of_rank, *own[id(of_rank)])
+
     if case.settings.is_dropped and truth.num_counted == 0 and any(any(sample.mask) for sample in step.samples):
         with pytest.raises(DataError, match="among the tokens that the correction keeps, the step has .* not a single unmasked"):
-            on_simulated_ranks(lambda of_rank: run_rank(case, step, of_rank), groups)
+            on_simulated_ranks(work, groups, others)
         return
     with small_kernels() if case.door.backend == "triton" else contextlib.nullcontext():
-        answers = on_simulated_ranks(lambda of_rank: run_rank(case, step, of_rank), groups)
+        answers = on_simulated_ranks(work, groups, others)
     check(case, step, answers, truth)
 
 
