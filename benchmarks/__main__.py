@@ -22,6 +22,7 @@ from benchmarks.measure import Device, Settings
 from benchmarks.problems import LOG_PROBS, NUM_SETS, PRESETS, BenchmarkCase, HeadProblem, Inputs, LogitsProblem, Problem, with_shape
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.errors import ConfigError
+from megatron_rl.validation import flag_of
 
 KINDS = {
     "losses": "Losses and their kernels from given logits, beside every peer that is here. Made for CUDA.",
@@ -32,7 +33,6 @@ KINDS = {
     "sampling": "What a new token costs `megatron-rl train` by the length of the response. On a CPU; it needs megatron-core.",
     "rollouts": "What a sample costs the host in `megatron-rl train`: weighing, batches, files. It needs megatron-core.",
     "hosts": "One training step of the head in each host's own code and in ours: bytes a logit, memory, time. CPU or CUDA.",
-    "support": "The head with sets of kept ids, as pairs and as matmuls of all columns, by ids of a row. CUDA or CPU.",
     "scale": "What counting a step costs one rank of up to thousands: host time and bytes, with a simulated process group.",
 }
 PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
@@ -57,8 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "sampling": run_sampling,
             "rollouts": run_rollouts,
             "hosts": run_hosts,
-            "support": run_support,
-        }.get(args.kind, run)(args)
+        }.get(args.kind, run_support if args.kind == "head" and args.support else run)(args)
     except ConfigError as error:
         say(f"benchmarks {args.kind}: ConfigError: {error}")
         return EXIT_CONFIG
@@ -119,11 +118,6 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
             add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu, to try it out.")
             add("--time-limit", type=float, default=0.0, help="No shape starts after these seconds; 0: no limit. Default: 0.")
             continue
-        if kind == "support":
-            add("--ids", type=int, nargs="+", metavar="COUNT", help=f"Of a row. Default: {' '.join(map(str, support.IDS))}.")
-            add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu.")
-            add("--shape", metavar="T,V,H", help="Tokens, columns, hidden size. Default: 512,32000,256; on CUDA 8192,151936,4096.")
-            continue
         if kind == "overhead":
             add("--rows", type=int, nargs="+", default=[16, 128, 4096], metavar="COUNT", help="Tokens. Default: 16 128 4096.")
             add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu.")
@@ -138,6 +132,14 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
         if kind == "head":
             add("--shape", metavar="T,H,V", help="Replaces the first shape of the preset; its variants stay.")
             add("--max-logits-bytes", type=int, default=DEFAULT_MAX_LOGITS_BYTES, metavar="COUNT", help="Default: 2 GiB.")
+            add(
+                "--support",
+                action="store_true",
+                help="Instead: with sets of kept ids, as pairs and as matmuls of all columns, and the size at which both cost the "
+                "same. --shape: 512,256,32000; on CUDA 8192,4096,151936.",
+            )
+            ids = " ".join(map(str, support.IDS))
+            add("--ids", type=int, nargs="+", metavar="COUNT", help=f"With --support: of a row. Default: {ids}.")
         add(
             "--threads",
             type=int,
@@ -161,6 +163,8 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
 
 def run(args: Namespace) -> int:
     peers.add_checkouts(args.peer)
+    if args.kind == "head" and args.ids:
+        raise ConfigError("--ids needs --support, which measures sets of kept ids by their size")
     asked = "cpu" if args.kind == "cpu" else args.device
     device = measure.find_device(asked)
     settings, (preset, cases) = settings_of(args, device), cases_of(args, device)
@@ -211,19 +215,24 @@ def run_overhead(args: Namespace) -> int:
 
 
 def run_support(args: Namespace) -> int:
+    unused = vars(build_parser().parse_args(["head"]))
+    for name in ("support", "ids", "shape", "device", "threads", "max_logits_bytes"):
+        del unused[name]
+    if given := [flag_of(name) for name, value in unused.items() if getattr(args, name) != value]:
+        raise ConfigError(f"{', '.join(given)} with --support: no effect, both paths of one head are compared; remove it")
     device = measure.find_device(args.device)
     ids, sizes = args.ids or list(support.IDS), support.SIZES[device.kind]
     if args.shape:
         try:
-            num_rows, vocab_size, hidden_size = map(int, args.shape.split(","))
+            num_rows, hidden_size, vocab_size = map(int, args.shape.split(","))
         except ValueError:
-            raise ConfigError(f"--shape {args.shape} must be three whole numbers T,V,H, such as 512,32000,256") from None
-        sizes = (num_rows, vocab_size, hidden_size)
+            raise ConfigError(f"--shape {args.shape} must be three whole numbers T,H,V, such as 512,256,32000") from None
+        sizes = (num_rows, hidden_size, vocab_size)
     if min(*ids, *sizes) < 1:
         raise ConfigError(f"--ids {ids} and --shape {args.shape}: each must be at least 1")
-    torch.set_num_threads(1)
-    print(f"T {sizes[0]}, V {sizes[1]}, H {sizes[2]}, {measure.describe_machine(device)['device_name']}")
-    for line in support.table(support.measure_support(ids, *sizes, torch.device(device.kind))):
+    torch.set_num_threads(args.threads or 1)
+    print(f"T {sizes[0]}, H {sizes[1]}, V {sizes[2]}, {measure.describe_machine(device)['device_name']}")
+    for line in support.table(support.measure_support(ids, *sizes, torch.device(device.kind), args.max_logits_bytes)):
         print(line, flush=True)
     return 0
 

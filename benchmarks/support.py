@@ -1,4 +1,4 @@
-"""`python -m benchmarks support`: the fused head with sets of kept ids, as pairs and as matmuls of all columns, by ids of a row.
+"""`python -m benchmarks head --support`: the head with sets of kept ids, as pairs and as matmuls of all columns, by ids of a row.
 
 Both paths are the package's: SPARSE_ROW_LIMIT of megatron_rl/ops/sparse_head.py says which one a row takes. Each row of the table
 has one size for all sets; the last one is drawn as a sampler with top-p leaves them, half of them of one id. From the times follows
@@ -23,8 +23,8 @@ from megatron_rl.losses import linear_policy_loss
 from megatron_rl.ops import support_head
 
 IDS = (1, 2, 8, 32, 128, 512, 1024)
-# Tokens, columns, hidden size.
-SIZES = {"cpu": (512, 32000, 256), "cuda": (8192, 151_936, 4096)}
+# Tokens, hidden size, columns.
+SIZES = {"cpu": (512, 256, 32000), "cuda": (8192, 4096, 151_936)}
 ROUNDS = {"cpu": 3, "cuda": 5}
 DRAWN = "drawn"
 TITLES = ("ids of a row", "pairs", "ms, pairs", "ms, all columns", "all columns / pairs", "gradients differ by")
@@ -48,7 +48,7 @@ def drawn_sizes(num_rows: int, vocab_size: int, generator: torch.Generator) -> T
 
 
 def measure_support(
-    ids: Sequence[int], num_rows: int, vocab_size: int, hidden_size: int, device: torch.device
+    ids: Sequence[int], num_rows: int, hidden_size: int, vocab_size: int, device: torch.device, max_logits_bytes: int
 ) -> Iterator[SupportPoint]:
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -60,7 +60,7 @@ def measure_support(
         lists = [torch.randint(vocab_size, (2 * size + 8,), generator=generator).unique()[:size] for size in sizes.tolist()]
         support = SamplingSupport(torch.cat(lists).int(), torch.tensor([0, *(len(row) for row in lists)]).cumsum(0))
         labels = torch.stack([row[len(row) // 2] for row in lists]).to(device)
-        paths = [_step(hidden, weight, labels, support, limit) for limit in (vocab_size, 0)]
+        paths = [_step(hidden, weight, labels, support, limit, max_logits_bytes) for limit in (vocab_size, 0)]
         found = [path() for path in paths]
         difference = max(float((a - b).double().norm() / b.double().norm().clamp(min=1e-30)) for a, b in zip(*found, strict=True))
         times = [inf, inf]
@@ -69,7 +69,9 @@ def measure_support(
         yield SupportPoint(number, support.num_pairs, *times, difference)
 
 
-def _step(hidden: Tensor, weight: Tensor, labels: Tensor, support: SamplingSupport, limit: int) -> Callable[[], Sequence[Tensor]]:
+def _step(
+    hidden: Tensor, weight: Tensor, labels: Tensor, support: SamplingSupport, limit: int, max_logits_bytes: int
+) -> Callable[[], Sequence[Tensor]]:
     """Forward and backward into main_grad; rows above the limit take the matmuls of all columns."""
     num_rows = hidden.shape[0]
     parameter = torch.nn.Parameter(weight)
@@ -77,6 +79,7 @@ def _step(hidden: Tensor, weight: Tensor, labels: Tensor, support: SamplingSuppo
     ones = torch.ones(1, device=hidden.device)
     packed = (ones, torch.ones(num_rows, dtype=torch.bool), torch.tensor([0, num_rows], dtype=torch.int32), ones / num_rows)
     options = {"sampling_support": support, "loss_scale": 1.0, "tp_group": SINGLE, "cp_group": SINGLE}
+    options |= {"max_logits_bytes": max_logits_bytes}
 
     def step() -> Sequence[Tensor]:
         leaf = hidden.detach().requires_grad_()

@@ -38,7 +38,7 @@ class CorrectionLevel(StrEnum):
 
 
 class KLScore(StrEnum):
-    """Where a sampler's kept ids are given: over what the log-probabilities of the KL term are, on both sides."""
+    """Where a sampler's kept ids are given: over what a term is; for the KL term log-probabilities of both sides."""
 
     FULL = "full"
     SUPPORT = "support"
@@ -179,7 +179,9 @@ class PolicyLossConfig:
     kl_score: str = KLScore.FULL
     """Over what the KL term's scores are, the reference's too: full (the vocabulary), support (kept ids)."""
     entropy_coefficient: float = 0.0
-    """Weight of the full-vocabulary entropy, averaged by sample_mean and subtracted from the loss; 0 computes nothing."""
+    """Weight of the entropy, averaged by sample_mean and subtracted from the loss; 0 computes nothing."""
+    entropy_score: str = KLScore.FULL
+    """Over what the entropy is, also as metric: full (the vocabulary), support (kept ids)."""
     policy_metrics: str = PolicyMetrics.BASIC
     """Which metrics are computed: none, basic, with_entropy."""
     policy_loss_backend: str = Backend.AUTO

@@ -230,7 +230,7 @@ def register_policy_loss(
     needs: further vectors by keyword, constants for the gradient; [T], and at level "sequence" [N]:
         "rollout_log_probs", "ref_log_probs": as the caller passes them, at level "sequence" their means. A call without is refused.
         "token_counts": m_i, the unmasked tokens of the sample over all cp ranks.
-        "entropy": of the policy in training at the token, in nats, over the whole vocabulary; at level "sequence" its mean. A call
+        "entropy": of the trained policy at the token, in nats, over what entropy_score says; at level "sequence" its mean. A call
         that has log-probabilities and no logits is refused.
     parameters: numbers by keyword.
     anchor: the policy that log_ratio compares with: "old" (old_log_probs), or "rollout" (rollout_log_probs, which a call needs).

@@ -52,6 +52,7 @@ class DenseSettings:
     kl_score: str = "full"  # where ids are kept: whether ref and the KL term are over all ids, or over the kept ones
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
+    entropy_score: str = "full"  # likewise of the entropy
     temperature: float = 1.0
 
 
@@ -319,6 +320,9 @@ class SampleTerms:
             self.num_kept = torch.tensor([len(ids) for _, ids, _ in kept])
             self.mass = torch.stack([row[ids].exp().sum() for row, ids, _ in kept]).detach()
         self.entropy = -(rows.exp() * rows).sum(-1)
+        if settings.entropy_score == "support" and sample.kept is not None and self.live:
+            of_kept = [row[ids].log_softmax(0) for row, ids, _ in kept]
+            self.entropy = torch.stack([-(log_p.exp() * log_p).sum() for log_p in of_kept])
         self.rollout, self.importance, self.advantages = of(sample.rollout), of(sample.importance), of(sample.advantages)
         self.old = self.new.detach() if sample.old is None else of(sample.old)
         self.anchor = self.rollout if settings.loss in OF_THE_SAMPLER else self.old

@@ -173,6 +173,7 @@ class Case:
             terms += [settings.kl_estimator]
         if self.kept != "all":
             terms += [f"kept {self.kept}", f"{settings.kl_score} KL" if settings.kl_coefficient else ""]
+            terms += [f"{settings.entropy_score} entropy"]
         return f"{self.loss} {self.number}: {self.shape}, {' '.join(terms)}, {' '.join(sizes) or 'one rank'}, {self.door}"
 
 
@@ -236,8 +237,9 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
 
 def with_sets(case: Case, decks: Decks) -> Case:
     """Decks of their own, so that the other axes are dealt as without."""
-    settings = replace(case.settings, kl_score=decks.draw("KL score", ["full", "support"]))
-    return replace(case, settings=settings, kept=decks.draw("kept", ["all", *KEPT]))
+    settings, kept = replace(case.settings, kl_score=decks.draw("KL score", ["full", "support"])), ["all", *KEPT]
+    settings = replace(settings, entropy_score=decks.draw("entropy score", ["support", "full", "support"]))
+    return replace(case, settings=settings, kept=decks.draw("kept", kept))
 
 
 def possible(case: Case) -> Case:
@@ -264,6 +266,8 @@ def possible(case: Case) -> Case:
     kept = "all" if door.head == "log_probs" or door.option == "scaled exponentials" else case.kept
     if get_kl_estimator(settings.kl_estimator).takes_log_ratio or kept == "all":
         settings = replace(settings, kl_score="full" if kept == "all" else "support")
+    if kept == "all":
+        settings = replace(settings, entropy_score="full")
     return replace(case, settings=settings, split=split, metrics=metrics, kept=kept)
 
 

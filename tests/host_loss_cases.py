@@ -57,14 +57,18 @@ class Sample:
     def unmasked(self) -> list[int]:
         return [j for j, bit in enumerate(self.mask) if bit]
 
-    def scores(self, rows: Tensor, index: list[int]) -> Tensor:  # [n, V] of these response tokens -> [n]
-        """Their log-probabilities, over what was kept where that is known: the other logits are -inf."""
-        if self.kept is not None:
-            outside = torch.ones_like(rows, dtype=torch.bool)
-            for row, j in enumerate(index):
-                outside[row, self.kept[j] or list(range(VOCAB_SIZE))] = False
-            rows = rows.masked_fill(outside, -math.inf)
-        return loop_log_probs(rows, self.tokens[self.prompt + torch.tensor(index, dtype=torch.int64)], temperature=TEMPERATURE)
+    def over_kept(self, rows: Tensor, index: list[int]) -> Tensor:  # [n, V] of these response tokens
+        """-inf outside of what was kept, where that is known."""
+        if self.kept is None:
+            return rows
+        outside = torch.ones_like(rows, dtype=torch.bool)
+        for row, j in enumerate(index):
+            outside[row, self.kept[j] or list(range(VOCAB_SIZE))] = False
+        return rows.masked_fill(outside, -math.inf)
+
+    def scores(self, rows: Tensor, index: list[int]) -> Tensor:  # [n, V] of these response tokens -> [n] log-probabilities
+        labels = self.tokens[self.prompt + torch.tensor(index, dtype=torch.int64)]
+        return loop_log_probs(self.over_kept(rows, index), labels, temperature=TEMPERATURE)
 
 
 @dataclass
@@ -236,7 +240,8 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
         weight = 1.0 / (case.num_rollouts * DIVISOR) if args.loss_aggregation == "constant" and not has_companion else mean
         index = torch.tensor(tokens)
         rows, labels = leaf[sample.prompt - 1 + index], sample.tokens[sample.prompt + index]
-        new, entropies = sample.scores(rows, tokens), loop_entropy(rows, temperature=TEMPERATURE)
+        of_entropy = sample.over_kept(rows, tokens) if settings.get("entropy_score") == "support" else rows
+        new, entropies = sample.scores(rows, tokens), loop_entropy(of_entropy, temperature=TEMPERATURE)
         full = loop_log_probs(rows, labels, temperature=TEMPERATURE)
         of_kl = new if case.scores_kl_over_kept() else full
         recorded = {key: [float(sample.values[key][j]) for j in tokens] for key in sample.values}
@@ -338,6 +343,7 @@ REPLAY = {
     "slime": {"sampling_support": "replay", "rollout_top_p": 0.9},
 }
 KL_OF_KEPT = {"kl_score": "support"}
+ENTROPY_OF_KEPT = {"entropy_score": "support"}
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.2}
 REWARD = {
     "loss_aggregation": "prompt_mean",

@@ -124,6 +124,7 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("sampling_support", [[0]] * 5, *(SamplingSupport.from_lists(sets) for sets in ([[0]] * 4, [[0]] * 4 + [[]]))),
         *each("sampling_support", *(SamplingSupport.from_lists([[0, 2]] * 4 + [ids]) for ids in ([1, 2], [0, 2, 2], [0, 4]))),
         *each("kl_score", "sampler", "support"),
+        *each("entropy_score", "sampler", "support"),
         {"kl_estimator": "unbiased", "sampling_support": KEPT, **WITH_KL},
     ],
     loss_of_hidden: [

@@ -51,6 +51,7 @@ EFFECT_OF_FLAG = {
     "--sampling-support": ("refuse", "refuse", ("custom_loss", "train"), []),
     "--kl-score": ("support", "support", ("custom_loss", "train"), ["--kl-coefficient", "0.1"]),
     "--entropy-coefficient": (".01", 0.01, NOT_REDUCER, []),
+    "--entropy-score": ("support", "support", ("custom_loss", "train"), ["--entropy-coefficient", "0.1"]),
     "--policy-metrics": ("none", "none", NOT_REDUCER, []),
     "--policy-loss-backend": ("torch", "torch", NOT_REDUCER, []),
     "--fused-lm-head-loss": (None, True, NOT_REDUCER, []),

@@ -684,7 +684,7 @@ def test_the_cost_of_a_call_is_shown_by_launches_operations_and_allocations(caps
 
 def test_pairs_and_matmuls_of_kept_ids_have_one_gradient_and_their_times_cross(capsys):
     """Of 1 id, of 3, of the whole vocabulary, which takes the matmuls on both paths, and of drawn ones."""
-    assert command.main(["support", "--ids", "1", "3", "40", "--shape", "32,40,8", "--device", "cpu"]) == 0
+    assert command.main(["head", "--support", "--ids", "1", "3", "40", "--shape", "32,8,40", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[3:-1]]
     assert [row[0] for row in rows] == ["1", "3", "40", "drawn"] and rows[0][1] == "32"
@@ -692,8 +692,16 @@ def test_pairs_and_matmuls_of_kept_ids_have_one_gradient_and_their_times_cross(c
     # Pairs cost 1, 4 and 16 ms, the others 8: equal between 4 and 16 times the first size, at its geometric mean.
     points = [support.SupportPoint(ids, 0, float(ids), 8.0, 0.0) for ids in (16, 1, 4)]
     assert support.crossing(points) == pytest.approx(8.0) and support.crossing(points[1:]) is None
-    for arguments in (["--ids", "0"], ["--shape", "3,4"], ["--shape", "3,4,x"], ["--shape", "0,4,4"]):
-        assert command.main(["support", *arguments, "--device", "cpu"]) == command.EXIT_CONFIG
+    for arguments in (
+        ["--ids", "0"],
+        ["--shape", "3,4"],
+        ["--shape", "3,4,x"],
+        ["--shape", "0,4,4"],
+        ["--rounds", "3"],
+        ["--json"],
+    ):
+        assert command.main(["head", "--support", *arguments, "--device", "cpu"]) == command.EXIT_CONFIG
+    assert command.main(["head", "--ids", "3", "--device", "cpu"]) == command.EXIT_CONFIG
     sizes = support.drawn_sizes(20000, 32000, torch.Generator().manual_seed(0))
     assert 7 < float(sizes.double().mean()) < 9 and int(sizes.median()) == 2
 

@@ -10,6 +10,7 @@ import torch
 from helpers import counted_collectives, error_of, pool_of
 from host_loss_cases import (
     CONSTANT,
+    ENTROPY_OF_KEPT,
     GSPO,
     ICEPOP,
     KEYS,
@@ -107,6 +108,7 @@ CASES = {
 CASES |= {
     "kept ids": Case(settings=REPLAY["miles"] | TERMS),
     "kept ids, slime": Case(host="slime", settings=REPLAY["slime"] | KL_OF_KEPT | TERMS, without=()),
+    "kept ids, slime, all over them": Case(host="slime", settings=REPLAY["slime"] | KL_OF_KEPT | ENTROPY_OF_KEPT | TERMS),
     "kept ids bshd, gspo, TIS and OPSM": Case("bshd", settings=REPLAY["miles"] | GSPO | TIS | OPSM | TERMS, without=()),
     "kept ids allgather, slime, TIS": Case("allgather", "slime", settings=REPLAY["slime"] | TIS, without=()),
     "kept ids allgather, KL of all": Case("allgather", settings=REPLAY["miles"] | TERMS | CONSTANT),

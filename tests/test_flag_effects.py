@@ -80,6 +80,7 @@ OF_A_STEP = {
     "kl_score": Effect("support", "gradient", {"kl_coefficient": 0.5}, has_sets=True),
     "kl_estimator": Effect("k2", "gradient", {"kl_coefficient": 0.5}),
     "entropy_coefficient": Effect(0.5, "gradient"),
+    "entropy_score": Effect("support", "gradient", {"entropy_coefficient": 0.5}, has_sets=True),
     "policy_metrics": Effect("none", "metrics"),
     "policy_loss_backend": Effect("triton", "kernels"),
     "fused_lm_head_loss": Effect(True, "rows of logits"),

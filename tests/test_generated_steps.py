@@ -173,7 +173,7 @@ class Microbatch:
         if case.counts_given:
             options["token_counts"] = torch.tensor([sum(self.step.samples[i].mask) for i in self.samples], dtype=torch.int64)
         if case.kept != "all":
-            options |= {"kl_score": settings.kl_score, "sampling_support": self.support()}
+            options |= {"kl_score": settings.kl_score, "sampling_support": self.support(), "entropy_score": settings.entropy_score}
         if case.door.head != "log_probs":
             options |= {"temperature": settings.temperature, "vocab_size": self.step.weight.shape[0]}
         return options
@@ -467,7 +467,7 @@ def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> 
     wanted = {f"policy/{name}": value for name, value in truth.metrics.items()}
     if case.metrics != "with_entropy":
         wanted.pop("policy/entropy", None)
-    if not (reads_the_vocabulary(case) or case.metrics == "with_entropy"):
+    if not reads_the_vocabulary(case):
         wanted.pop("policy/kept_mass", None)
     for answer in answers:
         assert answer.metrics == pytest.approx(wanted, rel=tolerance.metrics, abs=tolerance.metrics)
@@ -477,9 +477,10 @@ def check(case: Case, step: Step, answers: list[Answer], truth: DenseResult) -> 
 
 
 def reads_the_vocabulary(case: Case) -> bool:
-    """Whether a term besides the metrics does, where sets are given."""
+    """Whether a term or a metric does, where sets are given."""
     settings, needs = case.settings, get_policy_loss(case.loss).needs
-    return bool(settings.entropy_coefficient) or "entropy" in needs or (settings.kl_coefficient > 0 and settings.kl_score == "full")
+    has_entropy = bool(settings.entropy_coefficient) or "entropy" in needs or case.metrics == "with_entropy"
+    return (has_entropy and settings.entropy_score == "full") or (settings.kl_coefficient > 0 and settings.kl_score == "full")
 
 
 def test_the_steps_are_worth_their_time():
@@ -500,3 +501,11 @@ def test_the_steps_are_worth_their_time():
     with_kl = {(case.settings.kl_estimator, case.settings.kl_score) for case in with_sets if case.settings.kl_coefficient}
     of_both = [name for name in kl_estimator_names() if not get_kl_estimator(name).takes_log_ratio]
     assert with_kl >= set(itertools.product(of_both, KLScore)), "a KL term over the vocabulary, and one over the kept ids"
+    with_entropy = {
+        (case.door.head, case.settings.entropy_score, bool(case.settings.kl_coefficient) and case.settings.kl_score == "full")
+        for case in with_sets
+        if case.settings.entropy_coefficient
+    }
+    heads = ("logits", "hidden")
+    assert {of[:2] for of in with_entropy} >= set(itertools.product(heads, KLScore)), "and so for an entropy"
+    assert with_entropy >= set(itertools.product(heads, [KLScore.SUPPORT], (True, False))), "that of kept ids beside each KL"

@@ -202,7 +202,18 @@ REFUSED = {
         (
             {**OUR_LOSS, **KL, "kl_score": "support"},
             "--kl-score support without --sampling-support replay: .*add --sampling-support replay",
-        )
+        ),
+        (
+            {**OUR_LOSS, "entropy_score": "support"},
+            "--entropy-score support without --sampling-support replay: .*remove --entropy-s",
+        ),
+    ],
+    "entropy_is_scored_so": [
+        ({**REPLAYED, "entropy_score": "support"}, "--entropy-score support has no effect: .*set --entropy-coef, or remove it"),
+        (
+            {**REPLAYED, "entropy_score": "support", "entropy_coef": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.0},
+            "--entropy-score support with --use-kl-loss and --kl-loss-coef 0: .*remove --use-kl-loss or",
+        ),
     ],
     "sets_are_handed_over": [
         (
@@ -366,6 +377,12 @@ ALLOWED = {
     ],
     "both_forwards_are_the_same": [{**SKIPPED, "hidden_dropout": 0.0}, {**OUR_LOSS, "hidden_dropout": 0.1}],
     "support_has_a_use": [{**OUR_LOSS, **KL, "kl_score": "full"}, {**REPLAYED_BY_SLIME, **KL, "kl_score": "support"}, REDUCED],
+    "entropy_is_scored_so": [
+        {**REPLAYED, "entropy_score": "support", "observe_training_entropy": True},
+        {**REPLAYED, **KL, "entropy_score": "support", "entropy_coef": 0.1},
+        {**REPLAYED_BY_SLIME, "entropy_score": "support", "use_kl_loss": True},
+        REPLAYED,
+    ],
     "sets_are_handed_over": [REPLAYED, REPLAYED_BY_SLIME, {**OUR_LOSS, **MILES, "sampling_support": "refuse"}],
     "tokens_are_drawn_from_their_sets": [REPLAYED, {**OUR_LOSS, **MILES, "sglang_speculative_algorithm": "EAGLE"}],
     "reference_is_scored_so": [

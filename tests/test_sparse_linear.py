@@ -49,11 +49,10 @@ def fused(kind: str):
 
 
 def terms(which: str, case: HeadBatch) -> dict:
-    """none: nothing reads the vocabulary; full: KL, entropy bonus and metric do; support: the KL term is over the kept ids."""
+    """none: nothing reads the vocabulary; full: KL, entropy bonus and metric do; support: all of them are over the kept ids."""
     if which == "none":
         return {"metrics": "basic"}
-    options = {"kl_score": which, **every_term(case.batch)}
-    return options if which == "full" else options | {"entropy_coefficient": 0.0, "metrics": "basic"}
+    return {"kl_score": which, "entropy_score": which, **every_term(case.batch)}
 
 
 @pytest.fixture(params=[2, 512], ids=["limit 2", "limit 512"])
@@ -85,12 +84,12 @@ def test_float32_is_exact_to_its_rounding():
     assert max(worst_error(got, want).values()) < 1e-6  # a few roundings of 2^-24 of what is at most twice the largest
 
 
-@pytest.mark.parametrize("which", ["none", "full"])
+@pytest.mark.parametrize("which", ["none", "full", "support"])
 def test_a_set_of_the_whole_vocabulary_is_the_head_without_sets(which):
     case = head_batch().to(torch.float32)
     whole = SamplingSupport.from_lists([range(VOCAB_SIZE)] * len(case.batch.labels))
     without = {**terms(which, case), "temperature": 0.7}
-    of_none = {name: value for name, value in without.items() if name != "kl_score"}
+    of_none = {name: value for name, value in without.items() if name not in ("kl_score", "entropy_score")}
     want, got = run(fused("grpo"), case, **of_none), run(fused("grpo"), case, sampling_support=whole, **without)
     assert max(worst_error(got, want).values()) < 2e-7  # the coefficient comes before the product, not after it: 2^-23
 
@@ -260,7 +259,7 @@ def on_shards(case: HeadBatch, support: SamplingSupport, tp: int, sequence_paral
     return ranks[0][0], whole, torch.cat([rank[2] for rank in ranks])
 
 
-@pytest.mark.parametrize("which", ["none", "full"])
+@pytest.mark.parametrize("which", ["none", "full", "support"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_of_the_vocabulary_have_the_gradient_of_the_whole(layout, which, limit):
     case = head_batch([12, 21, 7, 0, 1, 12, 3])  # 56 rows

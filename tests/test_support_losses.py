@@ -70,7 +70,7 @@ def run(name: str, batch: Batch, backend: str = "torch", **options) -> tuple[Pol
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
-@pytest.mark.parametrize("terms", ["alone", "every term"])
+@pytest.mark.parametrize("terms", ["alone", "every term", "entropy of the sets"])
 @pytest.mark.parametrize(
     ("name", "backend"),
     # Interpreted kernels take seconds: a loss of tokens, one of samples, one without a twin.
@@ -78,8 +78,9 @@ def run(name: str, batch: Batch, backend: str = "torch", **options) -> tuple[Pol
 )
 def test_sets_of_the_whole_vocabulary_have_the_bits_of_none(name, terms, inplace, backend):
     batch = float32(random_batch([6, 3, 8]))
-    options = {"inplace": inplace} | (every_term(batch) if terms == "every term" else {"metrics": "basic"})
+    options = {"inplace": inplace} | ({"metrics": "basic"} if terms == "alone" else every_term(batch))
     want, gradient = run(name, batch, backend, **options)
+    options |= {"entropy_score": "support"} if terms == "entropy of the sets" else {}
     got, of_sets = run(name, batch, backend, sampling_support=sets_of(batch, V), **options)
     for field in ("loss", "policy_loss", "kl_loss", "entropy", "log_probs", "num_nonfinite"):
         wanted, found = getattr(want, field), getattr(got, field)
@@ -150,14 +151,12 @@ def test_an_announced_or_assumed_factor_changes_no_bit_and_is_checked(backend):
 def test_a_logit_outside_the_set_is_read_where_a_term_reads_the_vocabulary(backend):
     batch = float32(random_batch([5, 4], num_masked=(0, 0)))
     batch.logits[6, (int(batch.labels[6]) + 1) % V] = math.nan
-    support, terms = (
-        sets_of(batch, 3),
-        {"metrics": "basic"} | {k: v for k, v in every_term(batch).items() if k not in ("metrics", "entropy_coefficient")},
-    )
-    with pytest.raises(DataError, match="document 1 of the micro-batch has 1 unmasked tokens .* not finite, in log_kept_mass;"):
-        run("grpo", batch, backend, sampling_support=support, **terms)
-    output, gradient = run("grpo", batch, backend, sampling_support=support, kl_score="support", **terms)
-    assert output.loss.isfinite() and gradient.isfinite().all()
+    support, terms = sets_of(batch, 3), every_term(batch)
+    for scores in ({"entropy_score": "support"}, {"kl_score": "support"}):  # of the other term: full
+        with pytest.raises(DataError, match="document 1 of the micro-batch has 1 unmasked tokens .* not finite, in log_kept_mass"):
+            run("grpo", batch, backend, sampling_support=support, **scores, **terms)
+    output, gradient = run("grpo", batch, backend, sampling_support=support, kl_score="support", entropy_score="support", **terms)
+    assert output.loss.isfinite() and gradient.isfinite().all() and output.log_kept_mass is None
 
 
 @pytest.mark.skipif(KERNEL_DEVICE == "cuda", reason="on CUDA nothing is read")
@@ -179,12 +178,13 @@ INTERPRETED = [pytest.mark.kernel, pytest.mark.skipif(not is_interpreted(), reas
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("size", [1, 3, V])
-@pytest.mark.parametrize("terms", ["alone", "every term", "KL over the kept ids"])
+@pytest.mark.parametrize("terms", ["alone", "every term", "KL over the kept ids", "all over the kept ids"])
 @pytest.mark.parametrize(("name", "on"), [("grpo", "torch"), ("gspo", "torch"), pytest.param("grpo", "triton", marks=INTERPRETED)])
 def test_a_device_is_never_waited_for(name, on, terms, size):
     batch, want, gradient = float32(random_batch([5, 0, 4])), None, None
     options = {"metrics": "basic", "backend": on} | ({} if terms == "alone" else every_term(batch))
-    options |= {"kl_score": "support"} if terms == "KL over the kept ids" else {}
+    options |= {"kl_score": "support"} if "over the kept ids" in terms else {}
+    options |= {"entropy_score": "support"} if terms == "all over the kept ids" else {}
     support = sets_of(batch, size)
     want, gradient = run(name, batch, **options | {"backend": "torch"}, sampling_support=support)
     with simulated_cuda() as seen:
@@ -265,18 +265,20 @@ def test_ranks_of_processes_have_the_step_of_one():
     [
         ({"size": 2}, "sizes of sampling_support"),
         ({"kl_score": "support"}, "whether kl_score is of the vocabulary"),
+        ({"entropy_score": "support"}, "whether entropy_score is of kept ids"),
         ({"size": None}, "whether sampling_support is given"),
     ],
     ids=str,
 )
-def test_ranks_with_other_sets_or_another_kl_score_are_named(changes, message):
+def test_ranks_with_other_sets_or_another_score_are_named(changes, message):
     batch = float32(random_batch([4, 4]))
     terms = {k: v for k, v in every_term(batch).items() if k != "metrics"}
 
     def one(groups) -> None:
         own = changes if groups.tp.rank() else {}
         size = own.get("size", 3)
-        support = {} if size is None else {"sampling_support": sets_of(batch, size), "kl_score": own.get("kl_score", "full")}
+        scores = {name: own.get(name, "full") for name in ("kl_score", "entropy_score")}
+        support = {} if size is None else {"sampling_support": sets_of(batch, size), **scores}
         shard = torch.cat([batch.logits, batch.logits[:, :1]], 1)[:, 6 * groups.tp.rank() :][:, :6]
         options = {"tp_group": groups.tp, "cp_group": groups.cp, "check_ranks": True, "vocab_size": V}
         policy_loss("grpo", shard, *batch.arguments(), **options, **terms, **support)

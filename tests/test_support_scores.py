@@ -12,7 +12,7 @@ import torch
 from carrier_cases import LiveBytes
 from helpers import KERNEL_DEVICE
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
-from test_log_probs import ON_BACKENDS
+from test_log_probs import ON_BACKENDS, ON_TRITON
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
@@ -187,6 +187,75 @@ def check(case: Case, found: tuple[Tensor, ...], dtype: torch.dtype, which: str)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_values_and_gradient_are_those_of_a_softmax_over_each_set(name, which, tp):
     check(CASES[name], by_ranks(CASES[name], tp, "torch", torch.float64, which), torch.float64, which)
+
+
+def run_with_entropy_of_sets(case: Case, group, backend: str, dtype: torch.dtype, with_full: bool) -> tuple[Tensor, ...]:
+    """(scores over the sets, their entropy, this shard's gradient) of one tp rank; with_full: beside scores over the vocabulary."""
+    width = case.logits.shape[1] // group.size()
+    leaf = case.logits[:, group.rank() * width :][:, :width].to(KERNEL_DEVICE, dtype).clone().requires_grad_()
+    labels = torch.tensor(case.labels, dtype=torch.int64, device=KERNEL_DEVICE)
+    shard, kernels = vocab_shard(width, case.temperature, case.vocab_size, group), row_kernels(resolve_backend(backend, leaf))
+    rows = (leaf, labels, case.mask.to(KERNEL_DEVICE), SamplingSupport.from_lists(case.kept).to(KERNEL_DEVICE), shard, group)
+    scores, full, entropy = SupportLogProbs.apply(*rows, with_full, True, True, False, kernels, True)
+    assert (full is not None) == with_full
+    c, c_full, e = (x.to(KERNEL_DEVICE, scores.dtype) for x in coefficients_of(case, "all"))
+    loss = (c * scores).sum() + (e * entropy).sum()
+    (loss if full is None else loss + (c_full * full).sum()).backward()
+    return *(x.detach().double().cpu() for x in (scores, entropy)), leaf.grad.double().cpu()
+
+
+@pytest.mark.parametrize("with_full", [False, True], ids=["alone", "beside the vocabulary"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("backend", "tp", "dtype"),
+    [
+        *(("torch", *of) for of in ((1, torch.float64), (2, torch.float64), (4, torch.float64), (2, torch.float32))),
+        pytest.param("triton", 1, torch.bfloat16, marks=ON_TRITON),
+        pytest.param("triton", 2, torch.float32, marks=ON_TRITON),
+    ],
+    ids=str,
+)
+def test_an_entropy_of_each_set_is_that_of_its_softmax(name, backend, tp, dtype, with_full):
+    """In float64 by autograd, row by row. A whole row has that of the vocabulary, a set of one id 0 and no gradient."""
+    case = CASES[name]
+    ranks = on_simulated_ranks(
+        lambda of_rank: run_with_entropy_of_sets(case, of_rank.tp, backend, dtype, with_full), groups_of_ranks(tp=tp)
+    )
+    assert all(torch.equal(mine, first) for rank in ranks for mine, first in zip(rank[:2], ranks[0][:2], strict=True))
+    rounded = replace(case, logits=case.logits.to(dtype).double())
+    leaf = rounded.logits.clone().requires_grad_()
+    c, c_full, e = coefficients_of(case, "all")
+    scores, entropies = torch.zeros(2, len(case.labels), dtype=torch.float64)
+    total = leaf[:0].sum()
+    for t in case.mask.nonzero()[:, 0].tolist():
+        row = leaf[t, : case.vocab_size]
+        z = (row - row.max().detach()) / case.temperature  # so that logits near 1e4 are exact here too
+        log_p = z[case.kept[t]] - torch.logsumexp(z[case.kept[t]], 0)
+        p = torch.softmax(z[case.kept[t]], 0)
+        score = z[case.labels[t]] - torch.logsumexp(z[case.kept[t]], 0)
+        entropy = -torch.where(p > 0, p * torch.where(p > 0, log_p, 0.0), 0.0).sum()
+        scores[t], entropies[t] = score.detach(), entropy.detach()
+        full = z[case.labels[t]] - torch.logsumexp(z, 0) if with_full else 0.0
+        total = total + c[t] * score + e[t] * entropy + c_full[t] * full
+    if case.mask.any():
+        total.backward()
+    gradient = torch.zeros_like(rounded.logits) if leaf.grad is None else leaf.grad
+    found = torch.cat([rank[2] for rank in ranks], 1)
+    for got, want in ((ranks[0][0], scores), (ranks[0][1], entropies)):
+        torch.testing.assert_close(got, want, rtol=VALUES[dtype], atol=VALUES[dtype])
+    scale = max(1.0, float(gradient.abs().max()) if gradient.numel() else 0.0)
+    torch.testing.assert_close(found, gradient, rtol=0, atol=GRADIENTS[dtype] * scale)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_whole_row_beside_others_has_the_bits_of_the_vocabularys_entropy(tp, backend):
+    case = whole_but((1, 2, 8))
+    groups, is_whole = groups_of_ranks(tp=tp), torch.tensor([t not in (1, 2, 7, 8) for t in range(12)])
+    of_sets, *_ = on_simulated_ranks(
+        lambda of_rank: run_with_entropy_of_sets(case, of_rank.tp, backend, torch.float32, False), groups
+    )
+    entropy = by_ranks(case, tp, backend, torch.float32, "all")[2]
+    assert torch.equal(of_sets[1][is_whole], entropy[is_whole]) and not torch.equal(of_sets[1], entropy)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -491,7 +560,7 @@ def test_a_wrong_set_that_nobody_reads_gives_no_number(which, tp, backend):
         width = V // group.size()
         leaf = case.logits[:, group.rank() * width :][:, :width].float().to(KERNEL_DEVICE).clone().requires_grad_()
         shard, kernels = vocab_shard(width, 1.0, None, group), row_kernels(resolve_backend(backend, leaf))
-        scores, _, _ = SupportLogProbs.apply(leaf, labels, None, support, shard, group, False, False, False, kernels, True)
+        scores, _, _ = SupportLogProbs.apply(leaf, labels, None, support, shard, group, False, False, False, False, kernels, True)
         scores.sum().backward()
         return scores.detach().cpu(), leaf.grad.cpu()
 

@@ -222,6 +222,7 @@ REJECTED = [
     pytest.param("--top-k 20 --sampling-support refuse", "-k 20 with --sampling-support refuse: .* off by", 1, id="sets refused"),
     pytest.param("--sampling-support replay", "--sampling-support replay has no effect: .* add --top-p", 1, id="no sets"),
     pytest.param("--kl-score support --kl-coefficient 1", "--kl-score support has no effect: .* whole vocab", 1, id="one score"),
+    pytest.param("--entropy-score support --entropy-coefficient 1", "--entropy-score support has no effect", 1, id="one entropy"),
     pytest.param(
         "--top-p 0.9 --kl-coefficient 1 --kl-estimator unbiased", "estimator unbiased: .* add --kl-score sup", 1, id="two scores"
     ),
@@ -260,6 +261,7 @@ ALLOWED = [
     pytest.param("--top-p 0.9 --top-k 20 --min-p 0.1 --sampling-support replay", 1, id="filters that are on"),
     pytest.param("--min-p 1 --kl-coefficient 1 --kl-estimator unbiased --kl-score support", 1, id="one score for both"),
     pytest.param("--sampling-support replay --kl-coefficient 1 --kl-score support --rollouts here.jsonl", 1, id="sets of a file"),
+    pytest.param("--top-k 9 --entropy-score support --policy-metrics with_entropy", 1, id="metric over the sets"),
     pytest.param("--task sort --reward os.getcwd", 1, id="own reward for a built-in task"),
     pytest.param("--prompts here.jsonl --reward os.getcwd --max-new-tokens 3 --end-token 0", 1, id="own task"),
     pytest.param("--tensor-model-parallel-size 4 --sequence-parallel", 4, id="as many ranks as heads"),

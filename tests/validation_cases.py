@@ -141,6 +141,7 @@ REFUSED: dict[str, list[dict]] = {
     ],
     "kl_estimator_has_a_term": [{"kl_estimator": "k2"}],
     "kl_score_has_a_term": [{"kl_score": "support", "route": Route.TRAIN}],
+    "entropy_score_has_a_reader": [{"entropy_score": "support", "route": Route.TRAIN}],
     "temperature_is_positive": [
         {"policy_temperature": 0.0},
         {"policy_temperature": float("inf")},
@@ -275,6 +276,11 @@ ALLOWED: dict[str, list[dict]] = {
     ],
     "kl_estimator_has_a_term": [{"kl_estimator": "k3+", "kl_coefficient": 0.1}],
     "kl_score_has_a_term": [{"kl_score": "support", "kl_coefficient": 0.1, "route": Route.TRAIN}, {"kl_score": "full"}],
+    "entropy_score_has_a_reader": [
+        {"entropy_score": "support", "policy_metrics": "with_entropy", "route": Route.TRAIN},
+        {"entropy_score": "support", "entropy_coefficient": 0.1, "route": Route.TRAIN},
+        {"entropy_score": "support", "route": Route.CUSTOM_LOSS},  # the host may report it
+    ],
     "temperature_is_positive": [{"policy_temperature": 1e-3}],
     "coefficients_are_not_negative": [{"kl_coefficient": 0.0, "entropy_coefficient": 0.01}],
     "counts_are_positive": [{"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None}],

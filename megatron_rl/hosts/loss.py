@@ -103,6 +103,7 @@ def custom_loss(
     if support is not None:
         options["sampling_support"] = support if isinstance(operands, HeadInputs) else support.to(operands.device)
         options["kl_score"] = config.kl_score
+        options["entropy_score"] = config.entropy_score
     of_tokens = (
         rows.labels,
         old_log_probs,
@@ -317,7 +318,7 @@ def _has_metric_of_all(plan: LossPlan) -> bool:
 
 
 def _has_reported_kl_of_all(plan: LossPlan) -> bool:
-    """A KL at coefficient 0 over the whole vocabulary beside scores over kept ids, which comes with the entropy's pass."""
+    """A KL at coefficient 0 over the whole vocabulary beside scores over kept ids, which comes with the pass of its entropy."""
     is_of_all = plan.kept is not None and plan.kept.reference == KLScore.FULL
     is_reported = plan.kl_is_reported and plan.config.policy_metrics != PolicyMetrics.NONE
     return is_of_all and is_reported and not plan.config.kl_coefficient

@@ -1,4 +1,4 @@
-"""What is refused of --sampling-support replay and --kl-score, before there is data; kept_ids reads the sets of each batch."""
+"""What is refused of --sampling-support replay and the scores of its terms, before there is data; kept_ids reads the sets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from megatron_rl.arguments import read_number, read_switch
-from megatron_rl.config import KLScore, SupportUse
+from megatron_rl.config import KLScore, PolicyMetrics, SupportUse
 from megatron_rl.hosts.base import HostLaunch
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.sampling import SAMPLERS, changed_under_replay
@@ -42,8 +42,10 @@ def _filters_on(launch: HostLaunch) -> dict[str, bool]:
 @check(when=HostLaunch.has_our_loss)
 def support_has_a_use(launch: HostLaunch) -> Iterator[str]:
     """kl_score is checked against the KL term by megatron_rl.validation."""
-    if not replays(launch) and launch.options.ours("kl_score") == KLScore.SUPPORT:
-        yield f"--kl-score support without {FLAG}: there are no kept ids for the KL term; add {FLAG}, or remove --kl-score"
+    for name, term in (("kl_score", "the KL term"), ("entropy_score", "the entropy")):
+        if not replays(launch) and launch.options.ours(name) == KLScore.SUPPORT:
+            flag = flag_of(name)
+            yield f"{flag} support without {FLAG}: there are no kept ids for {term}; add {FLAG}, or remove {flag}"
 
 
 @check(when=replays)
@@ -100,6 +102,25 @@ def reference_is_scored_so(launch: HostLaunch) -> Iterator[str]:
         yield (
             f"--kl-coef {options['kl_coef']:g} with {FLAG}: the KL in the reward compares old log-probabilities among the kept ids "
             "with ref_log_probs over the whole vocabulary; use --use-kl-loss with --kl-loss-coef, and remove --kl-coef"
+        )
+
+
+@check(when=replays)
+def entropy_is_scored_so(launch: HostLaunch) -> Iterator[str]:
+    """The KL that a host reports at coefficient 0 takes its kept mass from the pass that has the entropy of the vocabulary."""
+    options, loss = launch.options, launch.options.host.loss
+    if options.ours("entropy_score") != KLScore.SUPPORT:
+        return
+    ours, metrics = options.ours("entropy_coefficient"), options.ours("policy_metrics")
+    has_metrics, is_computed = metrics != PolicyMetrics.NONE, loss.always_has_entropy or options["observe_training_entropy"]
+    is_reported = metrics == PolicyMetrics.WITH_ENTROPY or (has_metrics and is_computed)
+    if not (options["entropy_coef"] or read_number(ours) not in (0, None) or is_reported):
+        yield "--entropy-score support has no effect: nothing takes an entropy; set --entropy-coef, or remove it"
+    has_term = options["kl_loss_coef"] or read_number(options.ours("kl_coefficient")) not in (0, None)
+    if loss.kept is not None and loss.kept.reference == KLScore.FULL and options["use_kl_loss"] and not has_term and has_metrics:
+        yield (
+            "--entropy-score support with --use-kl-loss and --kl-loss-coef 0: the KL is then a metric over the whole vocabulary, "
+            "which is read for the entropy alone; remove --use-kl-loss or --entropy-score, or set --policy-metrics none"
         )
 
 

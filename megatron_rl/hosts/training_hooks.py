@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, KLScore, PolicyLossConfig, Route, SupportUse
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyLossConfig, Route, SupportUse
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
     Host,
@@ -28,6 +28,7 @@ from megatron_rl.hosts.placed_head import take_over
 from megatron_rl.hosts.skipped_log_probs import leave_out_forward
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
+from megatron_rl.losses.support_terms import terms_over_kept_ids
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.installed import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
@@ -109,8 +110,7 @@ def trained_in_words(config: PolicyLossConfig, launch: HostLaunch) -> str:
         loss.append(head_in_words(config, launch.options["tensor_model_parallel_size"]))
     kept = launch.options.host.loss.kept
     if config.sampling_support == SupportUse.REPLAY and kept is not None:
-        of_kl = f", KL over {'the same' if config.kl_score == KLScore.SUPPORT else 'the whole vocabulary'}"
-        loss.append(f"log-probabilities over the kept ids of {kept.ids}{of_kl if config.kl_coefficient else ''}")
+        loss.append(f"log-probabilities over the kept ids of {kept.ids}{terms_over_kept_ids(config)}")
     if config.skip_old_log_probs:
         loss.append("old log-probabilities are the step's own, each ratio is 1")
     return " | ".join([by, *loss, step_in_words(launch), f"weight of a token {weight_of_a_token(config, launch)}"])

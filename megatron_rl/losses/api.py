@@ -14,7 +14,7 @@ from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.compared import compare_inputs
-from megatron_rl.losses.inputs import LossInputs, prepare_inputs, with_token_counts
+from megatron_rl.losses.inputs import prepare_inputs, with_token_counts
 from megatron_rl.losses.old_kl import with_old_kl
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.losses.settings import (
@@ -25,7 +25,7 @@ from megatron_rl.losses.settings import (
     resolve_settings,
     with_defaults,
 )
-from megatron_rl.losses.support_terms import kl_coefficients_of_all
+from megatron_rl.losses.support_terms import kl_apart
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.ops.assumed_scale import AssumedScale, Assumption
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only, resolve_backend, runs_eagerly
@@ -115,7 +115,7 @@ def policy_loss(
         cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
         token_weights: [N] float32, the weight of each token of a sample; sample_token_weights makes it.
         keywords: LogitsLossKeywords explains them.
-    Communication: tp one all-gather of [T, 3 or 4], with sampling_support of [T, 3, 6 or 7]; cp one all-reduce of [N, k]; with
+    Communication: tp one all-gather of [T, 3 or 4], with sampling_support of [T, 3 to 8]; cp one all-reduce of [N, k]; with
         check_ranks one all-gather of 4 KiB over each; backward none. None of them at size 1. A loss of level "batch" adds its own
         sums over cp. A loss that needs token_counts of its tokens adds one of [N] where the caller gave none.
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
@@ -173,13 +173,15 @@ def policy_loss(
         log_probs, entropy = VocabParallelLogProbs.apply(*rows, shard, tp_group, with_entropy, *how)  # type: ignore[no-untyped-call]  # torch's
     else:
         log_probs, full, entropy = SupportLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-            *rows, support, shard, tp_group, settings.is_kl_of_all, with_entropy, *how
+            *rows, support, shard, tp_group, settings.is_kl_of_all, with_entropy, settings.is_entropy_of_kept, *how
         )
         if full is not None:
             inputs = replace(inputs, log_kept_mass=full.detach() - log_probs.detach())
     of_tokens = entropy.detach() if with_entropy else None
     result = reducer_of(loss, settings)(loss, log_probs.detach(), of_tokens, inputs, settings)
-    result = with_kl_apart(result, log_probs.detach(), inputs, settings, shard.vocab_size)
+    if settings.is_kl_of_all:
+        own, of_kl = kl_apart(result.coefficients, log_probs.detach(), inputs, settings, shard.vocab_size)
+        result = replace(result, coefficients=own, full_coefficients=of_kl)
     scores = (log_probs, full, entropy if with_entropy else None)
     with_gradient = _WithGradient.apply(*scores, result, announced)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, log_probs.detach(), of_tokens, inputs.log_kept_mass)
@@ -209,10 +211,10 @@ def loss_of_log_probs(
         loss = loss if options["old_kl_coefficients"] is None else with_old_kl(loss)
         if (options["temperature"], options["vocab_size"], options["entropy_coefficient"]) != (1.0, None, 0.0):
             raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
-        if options["sampling_support"] is not None or options["kl_score"] != KLScore.FULL:
+        if options["sampling_support"] is not None or {options["kl_score"], options["entropy_score"]} != {KLScore.FULL}:
             raise ConfigError(
-                "sampling_support and kl_score need logits, and this call has log-probabilities: give log_probs, old_log_probs, "
-                "rollout_log_probs and ref_log_probs over the kept ids, and leave both out"
+                "sampling_support, kl_score and entropy_score need logits, and this call has log-probabilities: give log_probs, "
+                "old_log_probs, rollout_log_probs and ref_log_probs over the kept ids, and leave these out"
             )
         if loss.needs_entropy:
             raise ConfigError(
@@ -301,20 +303,6 @@ def gspo_loss(
     Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: as policy_loss.
     """
     return policy_loss("gspo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
-
-
-def with_kl_apart(
-    result: LossResult,
-    log_probs: Tensor,  # [T]
-    inputs: LossInputs,
-    settings: LossSettings,
-    vocab_size: int,
-) -> LossResult:
-    """The result with the coefficients of a KL term over the whole vocabulary apart from those of the scores over kept ids."""
-    if not settings.is_kl_of_all:
-        return result
-    of_kl = kl_coefficients_of_all(log_probs, inputs, settings, vocab_size)
-    return replace(result, coefficients=result.coefficients - of_kl, full_coefficients=of_kl)
 
 
 class _WithGradient(torch.autograd.Function):

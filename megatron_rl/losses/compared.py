@@ -22,6 +22,7 @@ def compare_inputs(agreement: Agreement, loss: PolicyLoss, inputs: LossInputs, s
         agreement.add(name, getattr(settings, name))
     compare_supports(agreement, inputs.sampling_support, inputs.loss_mask)
     agreement.add("whether kl_score is of the vocabulary", settings.is_kl_of_all)
+    agreement.add("whether entropy_score is of kept ids", settings.is_entropy_of_kept)
     agreement.add("kl_estimator", None if settings.kl_estimator is None else settings.kl_estimator.name)
     agreement.add("number of documents", inputs.num_documents)
     agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)

@@ -159,7 +159,7 @@ def linear_policy_loss(
             options["sampling_support"], support = support.to(device), support.to(torch.device("cpu"))
         like_logits = weight.new_empty(0, dtype=logits_dtype(weight, fp32_logits))
         settings = resolve_settings(loss, options, tp_group, cp_group, resolve_backend(options["backend"], like_logits))
-        head_options = replace(head_options, with_entropy=settings.needs_entropy)
+        head_options = replace(head_options, with_entropy=settings.needs_entropy, entropy_of_kept=settings.is_entropy_of_kept)
         if options["scaled_exp"] and support is not None:
             raise ConfigError(
                 "scaled_exp=True is for logits of the whole vocabulary, and sampling_support leaves most of them out; leave it out"

@@ -53,9 +53,10 @@ class LossKeywords(TypedDict, total=False):
     kl_estimator: a registered estimator of KL(policy, reference), or module.function. Default "k3".
     regularizer_weights [N]: from aggregation.regularizer_weights; needed where a coefficient is not 0.
     sampling_support: the ids that the sampler kept, a set for each row of the logits. log_probs, ratios and corrections are then
-        over these sets: give old_log_probs and rollout_log_probs so. The entropy stays that of the vocabulary. None: all ids.
+        over these sets: give old_log_probs and rollout_log_probs so. None: all ids.
     kl_score: with sampling_support, over what ref_log_probs and the KL term are: "full", the whole vocabulary, or "support".
         Default "full".
+    entropy_score: likewise of the entropy: of the term, of the metric, and what a loss reads. Default "full".
     check_ranks: whether tp and cp ranks compare their arguments; None: where they communicate through the CPU.
     """
 
@@ -84,6 +85,7 @@ class LossKeywords(TypedDict, total=False):
     check_ranks: bool | None
     sampling_support: SamplingSupport | None
     kl_score: str
+    entropy_score: str
 
 
 class LogitsLossKeywords(LossKeywords, total=False):
@@ -125,6 +127,7 @@ DEFAULTS: Mapping[str, object] = {
     "kl_coefficient": 0.0,
     "kl_estimator": DEFAULT_KL_ESTIMATOR,
     "kl_score": KLScore.FULL,
+    "entropy_score": KLScore.FULL,
     "entropy_coefficient": 0.0,
     "inplace": False,
     "max_logits_bytes": DEFAULT_MAX_LOGITS_BYTES,
@@ -184,6 +187,7 @@ class LossSettings:
     is_entropy_read: bool  # by the loss itself
     is_kl_of_all: bool  # with sets of kept ids: the KL term compares scores over the whole vocabulary
     is_entropy_masked: bool  # the entropy term has its own mask
+    is_entropy_of_kept: bool  # with sets of kept ids: the entropy is over them
 
     @property
     def keywords(self) -> dict[str, float]:
@@ -226,6 +230,7 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
             estimator = get_kl_estimator(kl_estimator)
         except ConfigError as error:
             raise ConfigError(f"kl_estimator={kl_estimator!r}: {error}") from error
+    _check_scores(options)
     is_kl_of_all = _is_kl_of_all(options, estimator if coefficients["kl_coefficient"] else None)
     if options["cp_layout"] not in (*LAYOUTS, None):
         raise ConfigError(f"cp_layout={options['cp_layout']!r} is not one of {', '.join(LAYOUTS)}, or None")
@@ -258,19 +263,23 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         is_entropy_read=loss.needs_entropy,
         is_kl_of_all=is_kl_of_all,
         is_entropy_masked=options["entropy_mask"] is not None and coefficients["entropy_coefficient"] != 0,
+        is_entropy_of_kept=options["entropy_score"] == KLScore.SUPPORT,
     )
 
 
+def _check_scores(options: LossKeywords) -> None:
+    for name, score in (("kl_score", options["kl_score"]), ("entropy_score", options["entropy_score"])):
+        if score not in set(KLScore):
+            raise ConfigError(f"{name}={score!r} is not one of {', '.join(KLScore)}")
+        if score == KLScore.SUPPORT and options["sampling_support"] is None:
+            raise ConfigError(
+                f"{name}='support' needs sampling_support, the ids that the sampler kept: pass them, or {name}='full', which is "
+                "the whole vocabulary"
+            )
+
+
 def _is_kl_of_all(options: LossKeywords, estimator: KLEstimator | None) -> bool:  # None: there is no KL term
-    score, has_support = options["kl_score"], options["sampling_support"] is not None
-    if score not in set(KLScore):
-        raise ConfigError(f"kl_score={score!r} is not one of {', '.join(KLScore)}")
-    if score == KLScore.SUPPORT and not has_support:
-        raise ConfigError(
-            "kl_score='support' needs sampling_support, the ids that the sampler kept: pass them, or kl_score='full', which is the "
-            "whole vocabulary"
-        )
-    if not has_support or estimator is None or score != KLScore.FULL:
+    if options["sampling_support"] is None or estimator is None or options["kl_score"] != KLScore.FULL:
         return False
     if estimator.takes_log_ratio:
         raise ConfigError(

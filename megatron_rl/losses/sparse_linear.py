@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.api import reducer_of, with_kl_apart
+from megatron_rl.losses.api import reducer_of
 from megatron_rl.losses.inputs import LossInputs
 from megatron_rl.losses.reduce_torch import LossResult
 from megatron_rl.losses.settings import LossSettings
+from megatron_rl.losses.support_terms import kl_apart
 from megatron_rl.ops.linear_gradient import ReadyGradient, main_grad_of
 from megatron_rl.ops.log_probs_torch import working_dtype
 from megatron_rl.ops.support_head import SupportHead, run_scores, run_support_gradient
@@ -36,7 +37,9 @@ def reduce_with_support(
     if sparse.full is not None:
         inputs = replace(inputs, log_kept_mass=sparse.full - head.log_probs)
     result = reducer_of(loss, settings)(loss, head.log_probs, head.entropy, inputs, settings)
-    result = with_kl_apart(result, head.log_probs, inputs, settings, head.shard.vocab_size)
+    if settings.is_kl_of_all:
+        own, of_kl = kl_apart(result.coefficients, head.log_probs, inputs, settings, head.shard.vocab_size)
+        result = replace(result, coefficients=own, full_coefficients=of_kl)
     if ready is None:
         return result
     scale = 1.0 if ready.loss_scale is None else ready.loss_scale

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_rl.config import KLScore, PolicyLossConfig
 from megatron_rl.layout.packing import spread
 from megatron_rl.losses.inputs import LossInputs, given
 from megatron_rl.losses.settings import LossSettings
@@ -26,20 +27,22 @@ def kl_reference(inputs: LossInputs) -> Tensor:  # [T]
 
 
 @torch.no_grad()
-def kl_coefficients_of_all(
+def kl_apart(
+    coefficients: Tensor,  # [T] of the loss
     log_probs: Tensor,  # [T] over kept ids
     inputs: LossInputs,
     settings: LossSettings,  # is_kl_of_all
     vocab_size: int,
-) -> Tensor:  # [T] d loss / d full score
-    """The part of a loss's coefficients that a KL term over the vocabulary has. 0 in a row that keeps the whole vocabulary: it has
-    one score, and its coefficients stay together."""
+) -> tuple[Tensor, Tensor]:  # [T] d loss / d score over kept ids, [T] d loss / d full score
+    """The coefficients without those of the KL term over the vocabulary, and these. They are 0 in a row that keeps the whole
+    vocabulary: it has one score, and its coefficients stay together."""
     assert settings.kl_estimator is not None and inputs.sampling_support is not None
     nothing = torch.zeros_like(log_probs)  # the ratio, which such an estimator does not take
     _, derivative = kl_estimate(settings.kl_estimator, log_probs, kl_reference(inputs), nothing)
     weights = spread(given(inputs.regularizer_weights).to(log_probs.dtype), inputs.token_documents)
     has_two = inputs.loss_mask & (inputs.sampling_support.sizes != vocab_size)
-    return torch.where(has_two, settings.kl_coefficient * weights * derivative, 0.0)
+    of_kl = torch.where(has_two, settings.kl_coefficient * weights * derivative, 0.0)
+    return coefficients - of_kl, of_kl
 
 
 def with_support_sums(
@@ -54,3 +57,10 @@ def with_support_sums(
     of_tokens = spread(counts, inputs.token_documents)
     support = token_statistics(values, loss_mask=inputs.loss_mask, counts=of_tokens)
     return replace(statistics, support=support, has_mass=inputs.log_kept_mass is not None)
+
+
+def terms_over_kept_ids(config: PolicyLossConfig) -> str:
+    """Over what the terms of a loss over kept ids are, for start lines."""
+    over = {KLScore.SUPPORT: "the same", KLScore.FULL: "the whole vocabulary"}
+    terms = {"KL": (config.kl_coefficient, config.kl_score), "entropy": (config.entropy_coefficient, config.entropy_score)}
+    return "".join(f", {term} over {over[KLScore(score)]}" for term, (coefficient, score) in terms.items() if coefficient)

@@ -181,6 +181,7 @@ class PolicyForwardStep:
             "sampling_support": sampling_support,
             # A micro-batch without samples has no sets, and nothing to score.
             "kl_score": KLScore.FULL if sampling_support is None else config.kl_score,
+            "entropy_score": KLScore.FULL if sampling_support is None else config.entropy_score,
             "correction": CorrectionSettings.of(config),
             "kl_coefficient": config.kl_coefficient,
             "kl_estimator": config.kl_estimator,

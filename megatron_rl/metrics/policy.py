@@ -190,7 +190,7 @@ KERNEL_METRICS: tuple[Metric, ...] = (
         "entropy",
         lambda tokens: tokens.entropy,
         unit="nats",
-        formula="with `with_entropy`: mean of -sum_v p_v ln p_v over the whole vocabulary, padding left out",
+        formula="with `with_entropy`: mean of -sum_v p_v ln p_v over the vocabulary, or the kept ids (`--entropy-score`)",
         healthy="falls slowly; 0 early in a run means that sampling has collapsed",
     ),
     Metric(

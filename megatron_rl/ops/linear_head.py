@@ -299,6 +299,7 @@ class HeadOptions:
     sequence_parallel: bool
     fp32_logits: bool
     scaled_exp: bool = False
+    entropy_of_kept: bool = False  # with sampling_support: over the kept ids, and not over the vocabulary
 
 
 @dataclass(slots=True)
@@ -471,7 +472,7 @@ def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bo
         found = _scaled_exp(head, hidden, labels)
         if found is not None:
             result, scales = found
-            _keep_results(head, rows, result)
+            keep_results(head, rows, result)
             return Chunk(rows, hidden, labels, head.gradient[:n], result, is_unit_gradient=True, unit_scales=scales)
     logits = chunk_logits(head, hidden)
     if leaves_gradient and kernels.unit_gradient is not None and options.tp_group.size() == 1:
@@ -483,7 +484,7 @@ def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bo
         result, divisors = kernels.keeping(logits, labels, None, head.shard, options.tp_group, out=logits)
     if result is None:
         result = kernels.forward(logits, labels, None, head.shard, options.tp_group, with_entropy=options.with_entropy)
-    _keep_results(head, rows, result)
+    keep_results(head, rows, result)
     return Chunk(rows, hidden, labels, logits, result, is_unit_gradient, divisors=divisors)
 
 
@@ -501,7 +502,7 @@ def _scaled_exp(head: LinearHead, hidden: Tensor, labels: Tensor) -> tuple[RowRe
     return (result, scales) if bool(is_near.all()) else None
 
 
-def _keep_results(head: LinearHead, rows: slice | Tensor, result: RowResult) -> None:
+def keep_results(head: LinearHead, rows: slice | Tensor, result: RowResult) -> None:
     head.log_probs[rows] = result.log_probs
     if head.entropy is not None:
         head.entropy[rows] = result.entropy

@@ -173,7 +173,7 @@ def vocab_parallel_log_probs(
         )
         return (log_probs, entropy) if with_entropy else log_probs
     log_probs, *others = SupportLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-        logits, labels, loss_mask, sampling_support, shard, tp_group, with_full, with_entropy, *options
+        logits, labels, loss_mask, sampling_support, shard, tp_group, with_full, with_entropy, False, *options
     )
     asked = [other for other, is_asked in zip(others, (with_full, with_entropy), strict=True) if is_asked]
     return (log_probs, *asked) if asked else log_probs

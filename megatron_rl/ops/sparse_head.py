@@ -3,7 +3,7 @@
 For a row t with kept ids S (layout/sampling_support.py), a pair is (t, v) with v in S, and k counts the pairs whose columns this tp
 rank owns. Where nothing reads the rest of the vocabulary,
 
-    z_tv = x_t . W_v      log_prob_t = z_ta - lse over S of z_t      g_tv = c_t (1_va - e^(z_tv) / sum over S) / temperature
+    z_tv = x_t . W_v      log_prob_t = z_ta - lse over S of z_t      g_tv = c_t (1_va - e^(z_tv) / sum over S) / temperature,
     dX_t = sum over S of g_tv W_v                                    dW_v = sum over t of g_tv x_t
 
 are 6 k H operations in the place of 6 T V H, and k numbers in the place of T V. Pairs are summed in float32 (float64 for float64)
@@ -31,9 +31,9 @@ from megatron_rl.ops.log_probs_torch import (
     merge_shards,
     working_dtype,
 )
-from megatron_rl.ops.support_scores import gradient_of_kept_score, statistics_of_kept
+from megatron_rl.ops.support_scores import gradient_of_kept, statistics_of_kept
 
-# A row with more kept ids is cheaper in a matmul of all columns (`python -m benchmarks support`).
+# A row with more kept ids is cheaper in a matmul of all columns (`python -m benchmarks head --support`).
 SPARSE_ROW_LIMIT = 512
 # A row of the hidden states, one of the weight, and their product: what a pair has in memory while torch multiplies it.
 ROWS_OF_A_PAIR = 3
@@ -166,9 +166,15 @@ def pair_results(
     pairs: Pairs,
     shard: VocabShard,
     tp_group: Group,
+    *,
+    with_entropy: bool = False,
 ) -> RowResult:  # [n]
-    """Scores over the kept ids. m is their own maximum: it may lie far below the row's. Communication: one all-gather of [n, 3]."""
-    statistics = statistics_of_kept(z, pairs.is_label, pairs.places, pairs.offsets, shard.inverse_temperature)
+    """Scores and entropy over the kept ids. m is their own maximum: it may lie far below the row's.
+
+    Communication: one all-gather of [n, 3], with entropy [n, 4].
+    """
+    numbers = (pairs.is_label, pairs.places, pairs.offsets, shard.inverse_temperature)
+    statistics = statistics_of_kept(z, *numbers, with_entropy=with_entropy)
     return RowResult(*merge_shards(all_gather_stack(statistics, tp_group), None, shard))
 
 
@@ -178,7 +184,8 @@ def pair_gradient(
     result: RowResult,  # [n]
     coefficients: Tensor,  # [n] dL / dlog_prob
     shard: VocabShard,
+    entropy_coefficients: Tensor | None = None,  # [n] dL / dentropy
 ) -> Tensor:  # [k] dL / dz
-    """g = c (1_va - p_v) / temperature, p_v = e^((z - m) / temperature) / total."""
-    numbers = (pairs.places, result.maximum, result.total, coefficients, shard.inverse_temperature)
-    return gradient_of_kept_score(z, pairs.is_label, *numbers).mul_(shard.inverse_temperature)
+    """g = (c (1_va - p_v) - e p_v (ln p_v + H)) / temperature, p_v = e^((z - m) / temperature) / total."""
+    numbers = (result, coefficients, entropy_coefficients, shard.inverse_temperature)
+    return gradient_of_kept(z, pairs.is_label, pairs.places, *numbers).mul_(shard.inverse_temperature)

@@ -13,7 +13,7 @@ logits are computed a second time for its gradient, but for those of the last ch
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from megatron_rl.ops.linear_head import (
     chunk_operands,
     device_rows,
     hidden_gradient,
+    keep_results,
     make_head,
 )
 from megatron_rl.ops.linear_schedule import cut
@@ -111,12 +112,12 @@ def make_support_head(
 ) -> SupportHead:
     """Sorts the rows, and sets the scores of those of one id. Call it under no_grad.
 
-    reads_all: a term needs the scores over the vocabulary; they are there with options.with_entropy too.
+    reads_all: a term needs the scores over the vocabulary; they are there with an entropy of the vocabulary too.
     Communication: with sequence_parallel one all-gather of hidden over tp.
     """
     nothing = rows[:0]
     vocab_size = vocab_shard(weight.shape[0], options.temperature, options.vocab_size, options.tp_group).vocab_size
-    reads_all |= options.with_entropy
+    reads_all |= options.with_entropy and not options.entropy_of_kept
     if reads_all:
         kinds = RowKinds(nothing, nothing, rows)
     else:
@@ -145,8 +146,9 @@ def run_scores(sparse: SupportHead) -> None:
     head, pairs = sparse.head, sparse.pairs
     if pairs.rows.numel():
         sparse.z = sparse.kernels.multiply(head.hidden, head.weight, pairs, max_bytes=sparse.max_bytes)
-        sparse.result = pair_results(sparse.z, pairs, head.shard, head.options.tp_group)
-        head.log_probs[pairs.rows] = sparse.result.log_probs
+        options = head.options
+        sparse.result = pair_results(sparse.z, pairs, head.shard, options.tp_group, with_entropy=options.with_entropy)
+        keep_results(head, pairs.rows, sparse.result)
     for chunk in sparse.chunks:
         hidden, labels = chunk_operands(head, chunk.rows)
         logits = chunk_logits(head, hidden)
@@ -160,14 +162,12 @@ def run_scores(sparse: SupportHead) -> None:
             head.kernels,
             reads_all=sparse.full is not None,
             with_entropy=head.options.with_entropy,
+            entropy_of_kept=head.options.entropy_of_kept,
         )
-        head.log_probs[chunk.rows] = result.scores
+        keep_results(head, chunk.rows, replace(result.kept, entropy=result.entropy))
         if sparse.full is not None:
             assert result.full is not None
             sparse.full[chunk.rows] = result.full.log_probs
-        if head.entropy is not None:
-            assert result.full is not None
-            head.entropy[chunk.rows] = result.full.entropy
 
 
 def run_support_gradient(
@@ -189,7 +189,8 @@ def run_support_gradient(
         _multiply_chunk(head, sparse.chunks[number], c, c_full, e, of_hidden, of_weight, is_there=is_there)
     g, memory = None, {"max_bytes": sparse.max_bytes}
     if sparse.z is not None and sparse.result is not None:
-        g = pair_gradient(sparse.z, pairs, sparse.result, c[pairs.rows], head.shard)
+        of_entropy = None if e is None else e[pairs.rows]
+        g = pair_gradient(sparse.z, pairs, sparse.result, c[pairs.rows], head.shard, of_entropy)
         if of_hidden is not None:
             sparse.kernels.add_hidden(g, pairs, head.weight, out=of_hidden, **memory)
     start = start_reduce_scatter_sum if head.options.sequence_parallel else start_all_reduce_sum

@@ -1,8 +1,8 @@
 """Computes log-probabilities over the ids that a sampler kept, beside those over the whole vocabulary, and the gradient of both.
 
     pairs      (row, kept id) -> the logit x, -inf where another shard has the column
-    rows       m, s, t of each row over its pairs [T, 3] -> one all-gather over tp, together with the statistics of the whole rows
-               where something reads them -> the same merge on every rank
+    rows       m, s, t and, with an entropy of the sets, w of each row over its pairs [T, 3 or 4] -> one all-gather over tp,
+               together with the statistics of the whole rows where something reads them -> the same merge on every rank
     gradient   zeros, or what the kernels of rows write for the scores over the whole vocabulary and the entropy; then the pairs of
                this shard are written, each with the sum of both parts in float32. No collective.
 
@@ -14,7 +14,7 @@ Derivation: docs/losses.md, "Scores over what the sampler kept".
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -89,17 +89,24 @@ def compare_supports(agreement: Agreement, support: SamplingSupport | None, loss
 class SupportResult:
     """Numbers of rows, equal bit for bit on all tp ranks, and the logits of this shard's pairs."""
 
-    scores: Tensor  # [T] over the kept ids, 0 where masked
-    maximum: Tensor  # [T] of the kept logits
-    total: Tensor  # [T] sum of e^((x - maximum) / temperature) over them
+    kept: RowResult  # [T] each, over the kept ids
     logits: Tensor  # [nnz] of the working dtype; empty where all rows are whole
     full: RowResult | None  # over the vocabulary; None where nothing reads it
+    entropy_of_kept: bool = False  # whether the entropy is over the kept ids
     divisors: Tensor | None = None  # [T] of e^z that forward has kept
+
+    @property
+    def entropy(self) -> Tensor:  # [T], 0 where none was asked for
+        return self.kept.entropy if self.entropy_of_kept or self.full is None else self.full.entropy
 
     def cut(self, rows: slice, pairs: slice) -> SupportResult:
         """The numbers of these rows, whose pairs these are."""
-        full = None if self.full is None else RowResult(*(getattr(self.full, field.name)[rows] for field in fields(self.full)))
-        return SupportResult(self.scores[rows], self.maximum[rows], self.total[rows], self.logits[pairs], full)
+        kept, full = (
+            None if of is None else RowResult(*(getattr(of, field.name)[rows] for field in fields(of)))
+            for of in (self.kept, self.full)
+        )
+        assert kept is not None
+        return replace(self, kept=kept, full=full, logits=self.logits[pairs], divisors=None)
 
 
 def support_results(
@@ -113,44 +120,52 @@ def support_results(
     *,
     reads_all: bool,
     with_entropy: bool = False,
+    entropy_of_kept: bool = False,
     exponentials: Tensor | None = None,  # [T, V_tp] as in row_statistics_reference, where keeps_exponentials says so
 ) -> SupportResult:
-    """Scores over the kept ids and, with reads_all, with an entropy, or where a row is whole, over the vocabulary.
+    """Scores over the kept ids and, with reads_all, with an entropy of the vocabulary, or where a row is whole, over all ids.
 
     A label outside its set gives -inf, a wrong id NaN, and so does an empty set on an unmasked row.
-    Communication: one all-gather over tp_group of [T, 3], of [T, 6] with the vocabulary, of [T, 7] with entropy; none at size 1.
+    Communication: one all-gather over tp_group of [T, 3], of [T, 6] with the vocabulary; an entropy adds a column, and one of the
+    kept ids beside a whole row two. None at size 1.
     """
-    reads_all |= with_entropy or support.largest == shard.vocab_size
+    has_whole, of_sets = support.largest == shard.vocab_size, with_entropy and entropy_of_kept
+    with_entropy &= not entropy_of_kept or has_whole  # of the vocabulary, which a whole row has too
+    reads_all |= with_entropy or has_whole
     are_whole = _are_all_whole(support, shard)
     pairs = logits.new_empty(0 if are_whole else support.num_pairs, dtype=working_dtype(logits))
-    own = pairs.new_zeros(support.num_rows, WIDTH)  # of whole rows too: no rank gathers another shape
+    # Of whole rows too: no rank gathers another shape.
+    own = pairs.new_zeros(support.num_rows, WIDTH + of_sets)
     for rows, block, sets in () if are_whole else support.blocks():
         pairs[block] = pair_logits(logits[rows], sets, shard)
         of_pairs = sets.rows
         is_label = sets.ids == labels[rows][of_pairs]
-        own[rows] = statistics_of_kept(pairs[block], is_label, of_pairs, sets.offsets, shard.inverse_temperature)
+        numbers = (of_pairs, sets.offsets, shard.inverse_temperature)
+        own[rows] = statistics_of_kept(pairs[block], is_label, *numbers, with_entropy=of_sets)
     full = divisors = None
     if reads_all and tp_group.size() == 1 and exponentials is None:
         full = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
         gathered = own[None]
     elif reads_all:
-        kept = {} if exponentials is None else {"exponentials": exponentials}
-        statistics = kernels.statistics(logits, labels, loss_mask, shard, with_entropy=with_entropy, **kept)
+        memory = {} if exponentials is None else {"exponentials": exponentials}
+        statistics = kernels.statistics(logits, labels, loss_mask, shard, with_entropy=with_entropy, **memory)
         together = all_gather_stack(torch.cat([statistics, own], dim=1), tp_group)
         full = RowResult(*kernels.merge(together[..., : statistics.shape[1]], loss_mask, shard))
-        gathered = together[..., -WIDTH:]
+        gathered = together[..., statistics.shape[1] :]
         divisors = None if exponentials is None else divisors_of_kept(statistics, full, shard)
     else:
         gathered = all_gather_stack(own, tp_group)
     if are_whole:
         assert full is not None
-        return SupportResult(full.log_probs.clone(), full.maximum, full.total, pairs, full, divisors)
-    maximum, total, scores, _ = merge_shards(gathered, loss_mask, shard)
-    if support.largest == shard.vocab_size:
+        kept = replace(full, log_probs=full.log_probs.clone(), entropy=full.entropy.clone())
+        return SupportResult(kept, pairs, full, entropy_of_kept, divisors)
+    maximum, total, scores, entropy = merge_shards(gathered, loss_mask, shard)
+    if has_whole:
         assert full is not None
         is_whole = (support.sizes == shard.vocab_size) & ~scores.isnan()  # NaN: it has a wrong id
         scores = torch.where(is_whole, full.log_probs, scores)
-    return SupportResult(scores, maximum, total, pairs, full, divisors)
+        entropy = torch.where(is_whole, full.entropy, entropy)
+    return SupportResult(RowResult(maximum, total, scores, entropy), pairs, full, entropy_of_kept, divisors)
 
 
 def support_gradient(
@@ -171,13 +186,18 @@ def support_gradient(
 
         dlogits_v = [ c_S (delta_v - [v in S] p^S_v) + c_V (delta_v - p_v) - e p_v (ln p_v + H) ] / temperature
 
-    Rows whose coefficients are 0 are 0. No communication.
+    with p^S and the entropy of S in the last term where result.entropy_of_kept. Rows whose coefficients are 0 are 0. No
+    communication.
     """
-    dense = full_coefficients
-    if coefficients is not None and support.largest == shard.vocab_size:
-        of_whole = torch.where(support.sizes == shard.vocab_size, coefficients, 0.0)
-        dense = of_whole if dense is None else dense + of_whole
-    if dense is None and entropy_coefficients is None:
+    dense, of_entropy = full_coefficients, None if result.entropy_of_kept else entropy_coefficients
+    if support.largest == shard.vocab_size:
+        is_whole = support.sizes == shard.vocab_size
+        if coefficients is not None:
+            of_whole = torch.where(is_whole, coefficients, 0.0)
+            dense = of_whole if dense is None else dense + of_whole
+        if entropy_coefficients is not None and result.entropy_of_kept:
+            of_entropy = torch.where(is_whole, entropy_coefficients, 0.0)
+    if dense is None and of_entropy is None:
         out.zero_()
     else:
         assert result.full is not None
@@ -186,7 +206,7 @@ def support_gradient(
             kernels.gradient_of_kept(out, labels, loss_mask, result.divisors, dense, shard)
         else:
             full = (result.full.maximum, result.full.total, result.full.entropy)
-            kernels.gradient(logits, labels, loss_mask, *full, dense, entropy_coefficients, shard, out=out)
+            kernels.gradient(logits, labels, loss_mask, *full, dense, of_entropy, shard, out=out)
     if not _are_all_whole(support, shard):
         vectors = (coefficients, full_coefficients, entropy_coefficients)
         for rows, block, sets in support.blocks():
@@ -216,25 +236,39 @@ def statistics_of_kept(
     rows: Tensor,  # [k] int64, ascending in [0, n)
     offsets: Tensor,  # [n + 1] int64: pairs of the rows before
     inverse_temperature: float,
-) -> Tensor:  # [n, 3]: m, s, t over the pairs, as row_statistics_reference; a row without one is (-1e30, 0, -inf)
+    *,
+    with_entropy: bool,
+) -> Tensor:  # [n, 3 or 4]: m, s, t, w over the pairs, as row_statistics_reference; a row without one is (-1e30, 0, -inf, 0)
+    def sums(values: Tensor) -> Tensor:
+        return _over_rows("sum", values.double(), offsets, 0.0).to(x.dtype)
+
     maximum = _over_rows("max", x, offsets, MAXIMUM_FLOOR)
-    exponentials = (x - maximum[rows]).mul_(inverse_temperature).exp_()
-    total = _over_rows("sum", exponentials.double(), offsets, 0.0).to(x.dtype)
+    z = (x - maximum[rows]).mul_(inverse_temperature)
     target = _over_rows("max", torch.where(is_label, x, -torch.inf), offsets, -torch.inf)
-    return torch.stack([maximum, total, target], dim=1)
+    if not with_entropy:
+        return torch.stack([maximum, sums(z.exp_()), target], dim=1)
+    exponentials = z.clamp_(min=EXPONENT_FLOOR).exp()
+    return torch.stack([maximum, sums(exponentials), target, sums(exponentials * z)], dim=1)
 
 
-def gradient_of_kept_score(
+def gradient_of_kept(
     x: Tensor,  # [k] logits of pairs
     is_label: Tensor,  # [k] bool
     rows: Tensor,  # [k] int64 in [0, n)
-    maximum: Tensor,  # [n] of the kept logits
-    total: Tensor,  # [n]
-    coefficients: Tensor,  # [n] dL / dscore
+    of_rows: RowResult,  # [n] each, over the kept ids or over the vocabulary
+    coefficients: Tensor | None,  # [n] dL / dscore
+    entropy_coefficients: Tensor | None,  # [n] dL / dentropy
     inverse_temperature: float,
-) -> Tensor:  # [k]: c (delta_v - p^S_v), to be divided by the temperature
-    p = (x - maximum[rows]).mul_(inverse_temperature).exp_().div_(total[rows])
-    return coefficients.to(x.dtype)[rows] * (is_label.to(x.dtype) - p)
+) -> Tensor:  # [k]: c (delta_v - p_v) - e p_v (ln p_v + H), which the temperature divides
+    z = (x - of_rows.maximum[rows]).mul_(inverse_temperature)
+    p = z.exp().div_(of_rows.total[rows])
+    gradient = torch.zeros_like(x)
+    if coefficients is not None:
+        gradient += coefficients.to(x.dtype)[rows] * (is_label.to(x.dtype) - p)
+    if entropy_coefficients is not None:
+        entropy_and_log_p = z.clamp_(min=EXPONENT_FLOOR) + (of_rows.entropy - of_rows.total.log())[rows]
+        gradient -= entropy_coefficients.to(x.dtype)[rows] * p * entropy_and_log_p
+    return gradient
 
 
 def pair_gradient(
@@ -247,25 +281,18 @@ def pair_gradient(
     full_coefficients: Tensor | None,  # [T]
     entropy_coefficients: Tensor | None,  # [T]
 ) -> Tensor:  # [nnz]: the gradient of each pair's logit, exactly 0 for a set of one id without the other two terms
-    rows, x = support.rows, result.logits
+    rows = support.rows
     is_label = support.ids == labels[rows]
+    of_kept, of_all = (entropy_coefficients, None) if result.entropy_of_kept else (None, entropy_coefficients)
+    gradient = torch.zeros_like(result.logits)
+    for of_rows, c, e in ((result.kept, coefficients, of_kept), (result.full, full_coefficients, of_all)):
+        if c is not None or e is not None:
+            assert of_rows is not None
+            gradient += gradient_of_kept(result.logits, is_label, rows, of_rows, c, e, inverse_temperature)
     is_needed = torch.zeros_like(every_row(labels))
-    gradient = torch.zeros_like(x)
-    if coefficients is not None:
-        is_needed |= coefficients != 0
-        gradient += gradient_of_kept_score(x, is_label, rows, result.maximum, result.total, coefficients, inverse_temperature)
-    if full_coefficients is not None or entropy_coefficients is not None:
-        assert result.full is not None
-        z = (x - result.full.maximum[rows]).mul_(inverse_temperature)
-        p = z.exp().div_(result.full.total[rows])
-    if full_coefficients is not None:
-        is_needed |= full_coefficients != 0
-        gradient += full_coefficients.to(x.dtype)[rows] * (is_label.to(x.dtype) - p)
-    if entropy_coefficients is not None:
-        assert result.full is not None
-        is_needed |= entropy_coefficients != 0
-        entropy_and_log_p = z.clamp_(min=EXPONENT_FLOOR) + (result.full.entropy - result.full.total.log())[rows]
-        gradient -= entropy_coefficients.to(x.dtype)[rows] * p * entropy_and_log_p
+    for given in (coefficients, full_coefficients, entropy_coefficients):
+        if given is not None:
+            is_needed |= given != 0
     if loss_mask is not None:
         is_needed &= loss_mask
     return torch.where(is_needed[rows], gradient.mul_(inverse_temperature), 0.0)
@@ -302,7 +329,8 @@ def write_pairs(
 
 
 class SupportLogProbs(torch.autograd.Function):
-    """(scores over the kept ids [T], scores over the vocabulary [T] | None, entropy [T] | None); what is computed anyway is given.
+    """(scores over the kept ids [T], scores over the vocabulary [T] | None, entropy [T] | None, with entropy_of_kept over the kept
+    ids); scores that are computed anyway are given.
 
     Saves the logits of the pairs and two numbers a row; the logits only where something reads the vocabulary, or in place.
     """
@@ -318,14 +346,17 @@ class SupportLogProbs(torch.autograd.Function):
         tp_group: Group,
         with_full: bool,
         with_entropy: bool,
+        entropy_of_kept: bool,
         inplace: bool,
         kernels: RowKernels,
         has_graph: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        is_dense = with_full or support.largest == shard.vocab_size
+        has_whole = support.largest == shard.vocab_size
+        reads_entropy = with_entropy and (has_whole or not entropy_of_kept)
+        is_dense = with_full or has_whole
         has_backward = has_graph and ctx.needs_input_grad[0]
         keeps = is_dense and has_backward and not inplace and kernels.keeping is not None
-        exponentials = gradient_like(logits) if keeps and keeps_exponentials(logits, with_entropy) else None
+        exponentials = gradient_like(logits) if keeps and keeps_exponentials(logits, reads_entropy) else None
         result = support_results(
             logits,
             labels,
@@ -336,34 +367,34 @@ class SupportLogProbs(torch.autograd.Function):
             kernels,
             reads_all=with_full,
             with_entropy=with_entropy,
+            entropy_of_kept=entropy_of_kept,
             exponentials=exponentials,
         )
         full, ctx.exponentials = result.full, exponentials
-        ctx.support, ctx.shard, ctx.inplace, ctx.kernels = support, shard, inplace, kernels
+        ctx.support, ctx.shard, ctx.inplace, ctx.kernels, ctx.entropy_of_kept = support, shard, inplace, kernels, entropy_of_kept
         ctx.shape = logits.shape, logits.dtype
         ctx.set_materialize_grads(False)
         # In place another backward through these logits must raise, whatever it reads.
-        is_read = is_dense or with_entropy or inplace
+        is_read = is_dense or reads_entropy or inplace
         ctx.save_for_backward(
             logits if is_read else None,
             labels,
             loss_mask,
-            result.scores,
-            result.maximum,
-            result.total,
             result.logits,
             result.divisors,
-            *(() if full is None else (full.maximum, full.total, full.log_probs, full.entropy)),
+            *(getattr(of, field.name) for of in (result.kept, full) if of is not None for field in fields(of)),
         )
-        scores_of_all = full.log_probs if full is not None and (with_full or with_entropy) else None
-        return result.scores, scores_of_all, full.entropy if full is not None and with_entropy else None
+        is_given = with_full or (with_entropy and not entropy_of_kept)
+        scores_of_all = full.log_probs if full is not None and is_given else None
+        return result.kept.log_probs, scores_of_all, result.entropy if with_entropy else None
 
     @staticmethod
     @first_order_only
     def backward(
         ctx: Any, gradient: Tensor | None, full_gradient: Tensor | None, entropy_gradient: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        logits, labels, loss_mask, scores, maximum, total, pairs, divisors, *of_all = ctx.saved_tensors
+        logits, labels, loss_mask, pairs, divisors, *of_rows = ctx.saved_tensors
+        kept, full = RowResult(*of_rows[:4]), RowResult(*of_rows[4:]) if of_rows[4:] else None
         out, ctx.exponentials = ctx.exponentials, None  # a second backward through the same graph computes them again
         if out is None:
             divisors = None
@@ -373,7 +404,7 @@ class SupportLogProbs(torch.autograd.Function):
             else:
                 out = logits.detach() if ctx.inplace else gradient_like(logits)
         support_gradient(
-            SupportResult(scores, maximum, total, pairs, RowResult(*of_all) if of_all else None, divisors),
+            SupportResult(kept, pairs, full, ctx.entropy_of_kept, divisors),
             logits,
             labels,
             loss_mask,
@@ -385,11 +416,11 @@ class SupportLogProbs(torch.autograd.Function):
             entropy_gradient,
             out=out,
         )
-        return out, *[None] * 10
+        return out, *[None] * 11
 
 
 def _over_rows(reduction: str, values: Tensor, offsets: Tensor, initial: float) -> Tensor:  # [k], [n + 1] -> [n]
-    """torch reduces the segments in one order; an empty one is `initial`. It refuses to reduce no values at all."""
+    """torch reduces the segments in one order; an empty one is `initial`, and without a value torch is not asked."""
     if values.numel() == 0:
         return values.new_full((offsets.numel() - 1,), initial)
     return torch.segment_reduce(values, reduction, offsets=offsets, axis=0, unsafe=True, initial=initial)

@@ -339,7 +339,8 @@ def check_sampling_filter(options: TrainLaunch) -> Iterator[str]:
             f"{typed} with --sampling-support refuse: the sampler keeps a part of the vocabulary, and without the kept ids every "
             "ratio is off by their mass; remove one of them"
         )
-    for name, value in (("sampling_support", SupportUse.REPLAY), ("kl_score", KLScore.SUPPORT)):
+    of_kept = {"sampling_support": SupportUse.REPLAY, "kl_score": KLScore.SUPPORT, "entropy_score": KLScore.SUPPORT}
+    for name, value in of_kept.items():
         if not given and settings[name] == value:
             yield (
                 f"{flag_of(name)} {value} has no effect: this run samples from the whole vocabulary; add --top-p, --top-k or "

@@ -17,10 +17,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import AdvantageNormalization, KLScore, PolicyLossConfig
+from megatron_rl.config import AdvantageNormalization, PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.agreement import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
+from megatron_rl.losses.support_terms import terms_over_kept_ids
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.train import checkpoints
@@ -169,8 +170,7 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTra
         samples += f", advantages {'(r - mean) / std' if is_divided else 'r - mean'} of a prompt"
     filters = SamplingFilter.of(options)
     if filters.is_on:
-        of_kl = f", KL over {'the same' if config.kl_score == KLScore.SUPPORT else 'the whole vocabulary'}"
-        samples += f", {filters.in_words()}: log-probabilities over the kept ids{of_kl if config.kl_coefficient else ''}"
+        samples += f", {filters.in_words()}: log-probabilities over the kept ids{terms_over_kept_ids(config)}"
     reader = reader_of_old_log_probs(options, config)
     if reader is not None:
         samples += f", old log-probabilities of the first step measured for {reader}"

@@ -62,6 +62,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--kl-estimator": _WITH_LOGITS,
     "--sampling-support": frozenset({Route.CUSTOM_LOSS, Route.TRAIN}),
     "--kl-score": frozenset({Route.CUSTOM_LOSS, Route.TRAIN}),
+    "--entropy-score": frozenset({Route.CUSTOM_LOSS, Route.TRAIN}),
     "--entropy-coefficient": _WITH_LOGITS,
     "--policy-metrics": _WITH_LOGITS,
     "--policy-loss-backend": _WITH_LOGITS,
@@ -101,6 +102,7 @@ REASONS: dict[str, str] = {
     "megatron_rl.accumulation.StepAccumulator",
     "--sampling-support": "elsewhere nothing hands the loss what a sampler kept; sample from the whole vocabulary",
     "--kl-score": "elsewhere nothing hands the loss what a sampler kept, and the KL term is over the whole vocabulary",
+    "--entropy-score": "elsewhere nothing hands the loss what a sampler kept, and the entropy is over the whole vocabulary",
     "--router-aux-loss": "elsewhere the host calls the model and sets the coefficients of its routers",
 }
 
@@ -111,6 +113,7 @@ CHOICES: dict[str, type[StrEnum]] = {
     "sampling_support": SupportUse,
     "kl_score": KLScore,
     "entropy_bonus_tokens": EntropyBonusTokens,
+    "entropy_score": KLScore,
     "policy_metrics": PolicyMetrics,
     "policy_loss_backend": Backend,
     "router_aux_loss": RouterAuxLoss,

@@ -243,6 +243,18 @@ def kl_score_has_a_term(launch: Settings) -> Iterator[str]:
 
 
 @check()
+def entropy_score_has_a_reader(launch: Settings) -> Iterator[str]:
+    """What a host reports by itself, its own rules know."""
+    config, loss = launch.config, launch.loss
+    is_read = config.entropy_coefficient or config.policy_metrics == PolicyMetrics.WITH_ENTROPY or (loss and loss.needs_entropy)
+    if config.entropy_score == KLScore.SUPPORT and not is_read and launch.route != Route.CUSTOM_LOSS:
+        yield (
+            "entropy_score=support has no effect: nothing takes an entropy; set --entropy-coefficient or --policy-metrics "
+            "with_entropy, or remove it"
+        )
+
+
+@check()
 def temperature_is_positive(launch: Settings) -> Iterator[str]:
     value = launch.config.policy_temperature
     if not (is_finite_number(value) and value > 0):
