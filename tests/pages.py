@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import api_page
+import bias_tables
 import door_table
 import kernel_tables
 import page_outputs as outputs
@@ -138,7 +139,9 @@ def of_corrections() -> str:
     kinds = [get_correction(name) for name in correction_names() if name != NO_CORRECTION]
     rows = {f"`{kind.name}`": guide_of(kind.name, str(inspect.getdoc(kind.function))) for kind in kinds}
     text = with_guide("docs/corrections.md", "corrections", "correction | the factor of a token", rows)
-    return with_tables(text, {"<!-- table: bounds -->": rows_of_bounds(), "<!-- table: KL estimators -->": rows_of_estimators()})
+    tables = {"<!-- table: bounds -->": rows_of_bounds(), "<!-- table: KL estimators -->": rows_of_estimators()}
+    tables |= {f"<!-- table: {name} -->": rows for name, rows in bias_tables.tables().items()}
+    return with_tables(text, tables)
 
 
 def of_selections() -> str:
