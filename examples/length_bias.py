@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl import count_step, grpo_loss, sample_token_weights
-from megatron_rl.loss_hub import loss_aggregation_names
+from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.train.rollouts import group_advantages
 
 PROMPTS, SAMPLES = 16, 8
@@ -33,7 +33,9 @@ MAX_LENGTH = 256  # longer answers are cut: 16 times the mean at the start
 DIVISOR = statistics.fmean(START_LENGTHS)
 # Colours of Okabe and Ito, 2008. A line that lies on another one is dashed.
 STYLES = [("#d55e00", "-"), ("#cc79a7", "--"), ("#009e73", "-"), ("#0072b2", "--")]
-LOOKS = dict(zip(loss_aggregation_names(), cycle(STYLES), strict=False))
+# row_mean is sample_mean here: each sample is a rollout.
+AGGREGATIONS = [name for name in loss_aggregation_names() if not get_loss_aggregation(name).needs_rows]
+LOOKS = dict(zip(AGGREGATIONS, cycle(STYLES), strict=False))
 
 
 @dataclass
@@ -142,7 +144,7 @@ def main() -> None:
     torch.set_num_threads(1)  # tensors have a few hundred numbers: more threads would only wait for each other
     runs = {}
     print(f"lengths after {args.steps} steps, x start: mean (least .. most) of {args.seeds} seeds")
-    for aggregation in loss_aggregation_names():
+    for aggregation in AGGREGATIONS:
         runs[aggregation] = [train(aggregation, seed, steps=args.steps) for seed in range(args.seeds)]
         cells = []
         for name in ("wrong", "right"):

@@ -28,7 +28,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,10 +47,17 @@ from megatron_rl.layout.groups import (
     world_group,
 )
 from megatron_rl.loss_hub import get_loss_aggregation
-from megatron_rl.step_counts import StepTotals, count_step
+from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 
 logger = logging.getLogger(__name__)
-Sample = TypeVar("Sample")
+
+
+class OfRollout(Protocol):
+    @property
+    def rollout_id(self) -> int | str | None: ...
+
+
+Sample = TypeVar("Sample", bound=OfRollout)
 
 # How long close() waits for a stream or a peer that does not answer. Peers that close too answer within milliseconds.
 CLOSE_SECONDS = 5.0
@@ -71,9 +78,11 @@ class AccumulationSettings:
     microbatch_multiple: int = 1
     """Empty micro-batches are added up to a multiple of it: microbatch_group_size_per_vp_stage of an interleaved pipeline."""
     keep_prompt_groups: bool = False
-    """A step ends where no rank is inside a prompt group. The samples of a group must follow one another in one rank's stream."""
+    """A step ends where no rank is inside a prompt group. The samples of a group must follow one another in one rank's stream. A
+    rollout of several samples is whole then; else a step may hold a part of it, and counts that as a rollout."""
     samples_per_prompt: int | None = None
-    """Groups end by counting. None: they end where prompt_id changes, which reads one micro-batch ahead."""
+    """Groups end by counting. None, or samples with a rollout_id: they end where prompt_id changes, which reads one micro-batch
+    ahead."""
     drop_last: bool = False
     """Leave out the samples at the end of the streams that do not fill a step: a step of few documents has a large variance."""
 
@@ -132,7 +141,8 @@ class AccumulatedStep:
         *,
         samples_per_prompt: int | None = None,
         allow_partial_prompt_groups: bool = False,
-    ) -> tuple[StepTotals, Tensor, Tensor | None]:
+        rollout_ids: Sequence[int | str] | None = None,
+    ) -> tuple[StepTotals, Tensor, Tensor | None] | tuple[StepTotals, Tensor, Tensor | None, RolloutCounts]:
         """count_step of the samples (their loss_mask and prompt_id): all denominators of the step.
 
         Communication and errors: those of count_step. Raises DataError too where the numbers of samples differ.
@@ -144,6 +154,7 @@ class AccumulatedStep:
             dp_group,
             samples_per_prompt=samples_per_prompt,
             allow_partial_prompt_groups=allow_partial_prompt_groups,
+            rollout_ids=rollout_ids,
         )
         if counted[0].num_samples != self.num_documents:
             raise DataError(
@@ -177,8 +188,21 @@ class Deal:
         """The micro-batches of one rank's prompt groups."""
         if self.micro_batch_size is None:
             return list(groups)
-        samples = list(itertools.chain.from_iterable(groups))
-        return [samples[start : start + self.micro_batch_size] for start in range(0, len(samples), self.micro_batch_size)]
+        return cut_at_rollouts(list(itertools.chain.from_iterable(groups)), self.micro_batch_size)
+
+
+def cut_at_rollouts(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
+    """Micro-batches of at most `size` samples, in their order. The samples of one rollout stay together: a rollout that is larger
+    makes a larger micro-batch, and its samples come where the first of them is."""
+    rollouts: dict[object, list[Sample]] = {}
+    for place, sample in enumerate(samples):
+        rollouts.setdefault((None, place) if sample.rollout_id is None else sample.rollout_id, []).append(sample)
+    parts: list[list[Sample]] = []
+    for rollout in rollouts.values():
+        if not parts or len(parts[-1]) + len(rollout) > size:
+            parts.append([])
+        parts[-1] += rollout
+    return parts
 
 
 def make_accumulation_group(dp_group: Group | None = None, *, timeout: datetime.timedelta | None = None) -> Group:
@@ -464,7 +488,7 @@ class Assembler:
 
     def _ends_inside_group(self, own: Sequence[Any]) -> bool:
         size = self._settings.samples_per_prompt
-        if size is not None:
+        if size is not None and not (len(own) and own[-1].rollout_id is not None):
             self._num_in_group = (self._num_in_group + len(own)) % size
             return self._num_in_group > 0
         if len(own):
@@ -486,8 +510,8 @@ class Assembler:
                 self._num_to_skip -= 1
             self._ready = next(self._stream)
             num_samples = len(self._ready)  # here, so that an item that is no sequence counts as a failure of the stream
-            if num_samples and self._settings.keep_prompt_groups and self._settings.samples_per_prompt is None:
-                self._ready[0].prompt_id, self._ready[-1].prompt_id  # noqa: B018
+            if num_samples and self._settings.keep_prompt_groups:
+                self._ready[0].prompt_id, self._ready[-1].prompt_id, self._ready[-1].rollout_id  # noqa: B018
         except StopIteration:
             self._is_dry = True
         except Exception as error:

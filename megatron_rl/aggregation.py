@@ -172,6 +172,20 @@ def constant(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: T
     return torch.full_like(token_counts, 1.0 / (divisor * totals.num_rollouts))
 
 
+@register_loss_aggregation("row_mean", formula="1 / (R k_j m_i)", source="equal weight to each turn of a rollout")
+def row_mean(
+    token_counts: Tensor,
+    totals: StepTotals,
+    *,
+    prompt_token_counts: Tensor | None,
+    divisor: float | None,
+    rows_of_rollout: Tensor,
+) -> Tensor:
+    """Each rollout weighs the same, and each of its samples that have a token. sample_mean where each sample is a rollout."""
+    assert totals.num_rollouts is not None  # the caller gives N where each sample is a rollout
+    return 1.0 / (totals.num_rollouts * rows_of_rollout * token_counts)
+
+
 def regularizer_weights(
     token_counts: Tensor, totals: StepTotals, rollout_token_counts: Tensor | None = None
 ) -> Tensor:  # [S] float32

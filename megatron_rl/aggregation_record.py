@@ -165,6 +165,11 @@ class AggregationRecord:
         return self.needs is not None and not {"num_prompts", "prompt_token_counts"}.isdisjoint(self.needs)
 
     @property
+    def needs_rows(self) -> bool:
+        """Whether it counts the rows of a rollout. Where each sample is a rollout, it is another aggregation's second name."""
+        return self.rollout_formula is not None and "k_j" in self.rollout_formula.powers
+
+    @property
     def counts_other_samples(self) -> bool:
         """Whether a sample's weight depends on the tokens of other samples. True where `needs` is not known."""
         return self.needs is None or self.needs_prompts or "num_tokens" in self.needs
@@ -174,7 +179,8 @@ class AggregationRecord:
         if self.formula is None:
             return None
         left = self.formula * Formula({count: 1})
-        return tuple(COUNTS[name] for name in left.powers if COUNTS[name] in STEP_COUNTS)
+        rows = ("rows_of_rollout",) if self.needs_rows else ()
+        return (*(COUNTS[name] for name in left.powers if COUNTS[name] in STEP_COUNTS), *rows)
 
     @property
     def is_of_one_step(self) -> bool:

@@ -69,6 +69,14 @@ class EntropyBonusTokens(StrEnum):
     TRAINED = "trained"
 
 
+class RatioUnit(StrEnum):
+    """Over which tokens a sequence-level loss, and a sequence-level correction, take a mean log-ratio."""
+
+    ROW = "row"
+    ROLLOUT = "rollout"
+    TURN = "turn"
+
+
 class RouterAuxLoss(StrEnum):
     REFUSE = "refuse"
     HOST = "host"
@@ -142,6 +150,8 @@ class PolicyLossConfig:
     """The importance ratio is clipped at 1 minus this; None: the loss's default (grpo 0.2, gspo 3e-4)."""
     clip_ratio_high: float | None = None
     """The importance ratio is clipped at 1 plus this; None: the loss's default (grpo 0.2, gspo 4e-4)."""
+    importance_ratio_unit: str = RatioUnit.ROW
+    """Whose tokens share a ratio in a sequence-level loss or correction: row (a sample), rollout (its samples together), turn."""
     loss_parameters: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Numbers that the loss declares besides its clip, by name; each has its own flag. A missing one keeps its default."""
     policy_temperature: float = 1.0

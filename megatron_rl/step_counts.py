@@ -156,7 +156,7 @@ def count_step(
     dp_group = resolve_group(dp_group, "dp")
     check_dp_group_excludes_cp(dp_group)
     samples, problem = _local_samples(loss_masks, token_counts, prompt_ids, rollout_ids, samples_per_prompt)
-    counts, rows = samples.counts, samples.rows()
+    counts, ids = samples.counts, samples.rollouts or samples.prompts
     # A rank with a problem still takes part, so that all ranks raise and none waits for it.
     own = _Header(
         has_problem=problem is not None,
@@ -165,7 +165,7 @@ def count_step(
         num_samples=counts.numel(),
         num_tokens=int(counts.sum()),
         ids=_PROMPTS * (samples.prompts is not None) + _ROLLOUTS * (samples.rollouts is not None),
-        num_rows=rows.shape[0],
+        num_rows=0 if ids is None else ids.digests.numel(),
     )
     headers = all_gather_stack(torch.tensor(own, device=group_device(dp_group)), dp_group).cpu()
     if problem is not None:
@@ -184,9 +184,9 @@ def count_step(
         )
     found = _Merged.none(counts)
     if has_rollouts:
-        found = _merge_rollouts(samples, rows, columns["num_rows"], dp_group, rollout_ids or [])
+        found = _merge_rollouts(samples, columns["num_rows"], dp_group, rollout_ids or [])
     elif has_prompts:
-        found = _merge_prompts(samples, rows, columns["num_rows"], dp_group)
+        found = _merge_prompts(samples, columns["num_rows"], dp_group)
     if samples_per_prompt is not None:
         kind = "rollouts" if has_rollouts else "samples"
         _check_group_sizes(found, prompt_ids or [], samples_per_prompt, allow_partial_prompt_groups, kind)
@@ -272,16 +272,21 @@ class _Samples(NamedTuple):
     prompts: _Ids | None = None
     rollouts: _Ids | None = None
 
-    def rows(self) -> Tensor:
-        """int64: [U, 4] digest of the prompt, digest of the rollout, tokens, samples with a token; without rollouts [U, 3] digest
-        of the prompt, tokens, samples; [0, 3] without any. A rollout of no known prompt is a prompt of its own."""
-        ids = self.rollouts or self.prompts
-        if ids is None:
+    def rows_of_prompts(self) -> Tensor:  # [U, 3] int64: digest, tokens, samples
+        if self.prompts is None:  # a rank without samples
             return torch.zeros(0, 3, dtype=torch.int64)
+        return torch.stack([self.prompts.digests, *self._sums(self.prompts, torch.ones_like(self.counts))], dim=1)
+
+    def rows_of_rollouts(self) -> Tensor:  # [U, 4] int64: digest of the prompt, digest of the rollout, tokens, samples with a token
+        """A rollout of no known prompt is a prompt of its own."""
+        if self.rollouts is None:  # a rank without samples
+            return torch.zeros(0, 4, dtype=torch.int64)
+        sums = self._sums(self.rollouts, (self.counts > 0).long())
+        return torch.stack([self.prompts_of_rollouts(), self.rollouts.digests, *sums], dim=1)
+
+    def _sums(self, ids: _Ids, ones: Tensor) -> Tensor:  # [2, U]
         sums = torch.zeros(2, ids.digests.numel(), dtype=torch.int64)
-        ones = torch.ones_like(self.counts) if self.rollouts is None else (self.counts > 0).long()
-        sums.index_add_(1, ids.of_sample, torch.stack([self.counts, ones]))
-        return torch.stack([*([] if self.rollouts is None else [self.prompts_of_rollouts()]), ids.digests, *sums], dim=1)
+        return sums.index_add_(1, ids.of_sample, torch.stack([self.counts, ones]))
 
     def prompts_of_rollouts(self) -> Tensor:  # [U] int64, digests
         assert self.rollouts is not None
@@ -320,22 +325,20 @@ class _AddedUp(NamedTuple):
 GATHERED_ROWS = 65536
 
 
-def _merge_prompts(samples: _Samples, rows: Tensor, num_rows: Tensor, dp_group: Group) -> _Merged:
+def _merge_prompts(samples: _Samples, num_rows: Tensor, dp_group: Group) -> _Merged:
     """Adds the tokens and samples of each prompt up over dp. num_rows: [dp]. Communication: as count_step."""
-    answers, (num_prompts,), (largest, smallest) = _exchange(rows, num_rows, dp_group, _add_up_prompts)
+    answers, (num_prompts,), (largest, smallest) = _exchange(samples.rows_of_prompts(), num_rows, dp_group, _add_up_prompts)
     of_sample = samples.counts[:0] if samples.prompts is None else samples.prompts.of_sample
     tokens, sizes = answers[of_sample].unbind(1)
     return _Merged(tokens, sizes, _Merged.none(samples.counts).rollouts, num_prompts, None, largest, smallest)
 
 
-def _merge_rollouts(
-    samples: _Samples, rows: Tensor, num_rows: Tensor, dp_group: Group, rollout_ids: Sequence[int | str]
-) -> _Merged:
+def _merge_rollouts(samples: _Samples, num_rows: Tensor, dp_group: Group, rollout_ids: Sequence[int | str]) -> _Merged:
     """Adds up over dp: tokens and rows of each rollout, tokens and rollouts of each prompt. Communication: as count_step.
 
     Raises DataError, on all ranks, for a rollout whose rows have different prompts.
     """
-    rows = rows if samples.rollouts is not None else rows.new_zeros(0, 4)
+    rows = samples.rows_of_rollouts()
     # The owner of a prompt adds up. A claim tells the owner of the rollout its prompt: two prompts of one may have two owners.
     claims = torch.cat([rows[:, :2].flip(1), torch.full_like(rows[:, :2], _CLAIM)], dim=1)
     claims = claims if samples.prompts is not None else claims[:0]

@@ -33,6 +33,7 @@ class DenseSample:
     importance: list[float]
     prompt: str
     kept: list[list[int]] | None = None  # the ids that the sampler drew from; None: all
+    rollout_id: str | None = None  # equal for the rows of a rollout; None: the sample is one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,12 +216,13 @@ LOSSES: dict[str, Callable[[Tokens], Result]] = {
 OF_THE_SAMPLER = {"dppo_tv", "dppo_kl"}
 # These have one ratio a sample.
 ONE_RATIO_A_SAMPLE = {"gspo", "vespo"}
-# The weight of a token by N, P, T of the step, m of its sample, M of its prompt, L the divisor.
+# The weight of a token by R, P, T of the step, m of its sample, Mj and kj of its rollout, M of its prompt, L the divisor.
 AGGREGATIONS: dict[str, Callable[..., float]] = {
-    "sample_mean": lambda N, P, T, m, M, L: 1 / (N * m),
-    "prompt_mean": lambda N, P, T, m, M, L: 1 / (P * M),
-    "token_mean": lambda N, P, T, m, M, L: 1 / T,
-    "constant": lambda N, P, T, m, M, L: 1 / (L * N),
+    "sample_mean": lambda R, P, T, m, Mj, kj, M, L: 1 / (R * Mj),
+    "prompt_mean": lambda R, P, T, m, Mj, kj, M, L: 1 / (P * M),
+    "token_mean": lambda R, P, T, m, Mj, kj, M, L: 1 / T,
+    "constant": lambda R, P, T, m, Mj, kj, M, L: 1 / (L * R),
+    "row_mean": lambda R, P, T, m, Mj, kj, M, L: 1 / (R * kj * m),
 }
 # The factor by w, the ratio of old to sampler, and its bounds.
 CORRECTIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
@@ -276,18 +278,23 @@ def dense_step(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSe
         starts.append(starts[-1] + len(sample.labels))
     parts = [SampleTerms(s, log_softmax[a:b], settings) for s, a, b in zip(samples, starts[:-1], starts[1:], strict=True)]
     counts = [int(part.is_kept().sum()) if settings.is_dropped else len(part.live) for part in parts]  # of the policy term
+    names = [sample.rollout_id or f"sample {place}" for place, sample in enumerate(samples)]
     of_prompts: dict[str, int] = {}
     for sample, count in zip(samples, counts, strict=True):
         of_prompts[sample.prompt] = of_prompts.get(sample.prompt, 0) + count
+    of_rollouts = {name: [count for other, count in zip(names, counts, strict=True) if other == name] for name in names}
+    live_of = {name: sum(len(part.live) for other, part in zip(names, parts, strict=True) if other == name) for name in names}
     weigh = formula(AGGREGATIONS, settings.aggregation, "loss aggregation")
     policy = kl = entropy = leaf.sum() * 0.0
-    for part, m in zip(parts, counts, strict=True):
+    for part, m, name in zip(parts, counts, names, strict=True):
         if m > 0:
-            of_step = {"N": len(samples), "P": len(of_prompts), "T": sum(counts), "M": of_prompts[part.sample.prompt]}
+            of_step = {"R": len(of_rollouts), "P": len(of_prompts), "T": sum(counts), "M": of_prompts[part.sample.prompt]}
+            of_step |= {"Mj": sum(of_rollouts[name]), "kj": sum(count > 0 for count in of_rollouts[name])}
             weight = weigh(**of_step, m=m, L=settings.divisor)
             policy = policy + weight * (part.importance * part.factors * part.values).sum()
         if part.live:
-            kl, entropy = kl + part.kl.mean() / len(samples), entropy + part.entropy.mean() / len(samples)
+            weight = 1 / (len(of_rollouts) * live_of[name])
+            kl, entropy = kl + weight * part.kl.sum(), entropy + weight * part.entropy.sum()
     loss = policy + settings.kl_coefficient * kl - settings.entropy_coefficient * entropy
     (gradient,) = torch.autograd.grad(loss, leaf)
     log_probs = torch.cat([torch.zeros(0, dtype=torch.float64), *(part.all_log_probs() for part in parts)])

@@ -61,13 +61,14 @@ NOT_PROPORTIONAL = "not proportional"
 # (door, kind) -> name -> why the door refuses it, in at most three words; ANY: of each name that has no reason of its own.
 ANY = "any"
 REASONS: dict[tuple[str, str], dict[str, str]] = {
+    **{(door, "aggregation"): {"row_mean": "no rollout ids"} for door in DECLARED},
     ("verl", "loss"): {"dro": NOT_PROPORTIONAL},
     ("nemo_rl", "loss"): {"dro": NOT_PROPORTIONAL},
     ("miles", "loss"): {"dro": NOT_PROPORTIONAL},
     ("slime", "loss"): {"dro": NOT_PROPORTIONAL},
     ("skyrl", "loss"): {"dro": NOT_PROPORTIONAL},
     ("skyrl", "KL estimator"): {ANY: "not in SkyRL"},
-    ("prime_rl", "aggregation"): {"prompt_mean": "no prompts there"},
+    ("prime_rl", "aggregation"): {"prompt_mean": "no prompts there", "row_mean": "no rollout ids"},
     ("prime_rl", "KL estimator"): {ANY: "no reference there"},
 }
 TITLES = {name: name for name in ROLLOUT_HOST_NAMES} | {name: door.title for name, door in DECLARED.items()}

@@ -19,7 +19,7 @@ from helpers import PARAMETERS, last_rank_alone, zigzag
 from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
-from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names, policy_loss_names
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 
@@ -156,6 +156,7 @@ class Case:
     num_padded_columns: int
     is_per_token: bool  # Megatron's calculate_per_token_loss
     kept: str = "all"  # the ids that the sampler draws from
+    rollouts: str = "samples"  # of which samples a rollout is
 
     @property
     def loss(self) -> str:
@@ -174,6 +175,8 @@ class Case:
         if self.kept != "all":
             terms += [f"kept {self.kept}", f"{settings.kl_score} KL" if settings.kl_coefficient else ""]
             terms += [f"{settings.entropy_score} entropy"]
+        if self.rollouts != "samples":
+            terms += [f"rollouts: {self.rollouts}"]
         return f"{self.loss} {self.number}: {self.shape}, {' '.join(terms)}, {' '.join(sizes) or 'one rank'}, {self.door}"
 
 
@@ -192,8 +195,9 @@ class Decks:
 
 
 def cases_of(name: str, number: int = STEPS_OF_A_LOSS) -> list[Case]:
-    decks, of_sets = Decks(name), Decks(f"{name}, kept ids")
-    return [possible(with_sets(drawn(name, index, decks), of_sets)) for index in range(number)]
+    decks, of_sets, of_rollouts = Decks(name), Decks(f"{name}, kept ids"), Decks(f"{name}, rollouts")
+    cases = [with_sets(drawn(name, index, decks), of_sets) for index in range(number)]
+    return [possible(with_rollouts(case, of_rollouts)) for case in cases]
 
 
 def drawn(name: str, number: int, decks: Decks) -> Case:
@@ -207,7 +211,9 @@ def drawn(name: str, number: int, decks: Decks) -> Case:
         low=low,
         high=high,
         parameters=loss.resolve_parameters(decks.draw("parameters", NUMBERS.get(name, [{}]))),
-        aggregation=decks.draw("aggregation", loss_aggregation_names()),
+        aggregation=decks.draw(
+            "aggregation", [one for one in loss_aggregation_names() if not get_loss_aggregation(one).needs_rows]
+        ),
         divisor=8.0,
         correction=kind,
         level=level,
@@ -240,6 +246,15 @@ def with_sets(case: Case, decks: Decks) -> Case:
     settings, kept = replace(case.settings, kl_score=decks.draw("KL score", ["full", "support"])), ["all", *KEPT]
     settings = replace(settings, entropy_score=decks.draw("entropy score", ["support", "full", "support"]))
     return replace(case, settings=settings, kept=decks.draw("kept", kept))
+
+
+def with_rollouts(case: Case, decks: Decks) -> Case:
+    """An aggregation that counts rows takes the place of sample_mean where a rollout has several."""
+    rollouts, counts_rows = decks.draw("rollouts", [*ROLLOUTS]), decks.draw("counts rows", [False, True])
+    if counts_rows and rollouts != "samples" and case.settings.aggregation == "sample_mean":
+        names = [one for one in loss_aggregation_names() if get_loss_aggregation(one).needs_rows]
+        case = replace(case, settings=replace(case.settings, aggregation=decks.draw("of rows", names)))
+    return replace(case, rollouts=rollouts)
 
 
 def possible(case: Case) -> Case:
@@ -333,9 +348,19 @@ def sample_of(case: Case, shape: Shape, index: int, log_softmax: Tensor, numbers
         rollout=rollout,
         ref=[below_0(x + numbers.gauss(0.0, 0.3)) for x in new],
         importance=[numbers.uniform(0.5, 1.5) if case.has_importance else 1.0 for _ in range(length)],
-        prompt=f"prompt {index // 2}",
+        prompt=f"prompt {index // 4}",
         kept=kept,
+        rollout_id=ROLLOUTS[case.rollouts](index),
     )
+
+
+# The rollout of a sample, by its number; of a prompt's samples. Ranks and micro-batches take samples in turn, so rows lie apart.
+ROLLOUTS = {
+    "samples": lambda index: None,
+    "pairs": lambda index: f"rollout {index // 2}",
+    "prompts": lambda index: f"rollout {index // 4}",
+    "uneven": lambda index: f"rollout {index // 4}, {index % 4 == 1}",
+}
 
 
 # How many ids beside the label, of a vocabulary of V.

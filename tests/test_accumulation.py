@@ -19,7 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl import accumulation
-from megatron_rl.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator, make_accumulation_group
+from megatron_rl.accumulation import (
+    AccumulatedStep,
+    AccumulationSettings,
+    StepAccumulator,
+    cut_at_rollouts,
+    make_accumulation_group,
+)
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
@@ -34,6 +40,7 @@ class Document:
     index: int
     prompt_id: str = "p"
     loss_mask: tuple[int, ...] = (1,)
+    rollout_id: str | None = None
 
 
 def stream_of(sizes: Sequence[int], first: int = 0, group: int | None = None) -> list[list[Document]]:
@@ -338,6 +345,25 @@ def test_a_group_whose_end_is_hidden_by_an_empty_or_a_broken_micro_batch_is_not_
     assert [[document.index for document in step.samples] for step in found] == [[0, 1], [2, 3]]
     with pytest.raises(DataError, match="disk on fire"):
         next(accumulate(unreadable([[a], [b]], at=1), {"docs_per_step": 1, **WHOLE}))
+
+
+def test_a_rollout_of_several_samples_is_not_cut_where_groups_are_whole():
+    """Two rollouts of two samples each, whose samples alternate: by count the group would end after two samples."""
+    rows = [Document(index, "a", rollout_id=rollout) for index, rollout in enumerate("ABAB")] + [Document(4, "b", rollout_id="C")]
+    found = accumulate([[row] for row in rows], {"docs_per_step": 1, "samples_per_prompt": 2, **WHOLE})
+    assert [[document.index for document in step.samples] for step in found] == [[0, 1, 2, 3], [4]]
+
+
+def test_micro_batches_are_cut_between_rollouts():
+    rows = [Document(index, rollout_id=rollout) for index, rollout in enumerate(["A", "B", "A", "A", None, None])]
+    cuts = {size: [[row.index for row in part] for part in cut_at_rollouts(rows, size)] for size in (1, 2, 4, 6)}
+    assert cuts == {
+        1: [[0, 2, 3], [1], [4], [5]],
+        2: [[0, 2, 3], [1, 4], [5]],
+        4: [[0, 2, 3, 1], [4, 5]],
+        6: [[0, 2, 3, 1, 4, 5]],
+    }
+    assert cut_at_rollouts(rows[4:], 1) == [[rows[4]], [rows[5]]] and cut_at_rollouts([], 3) == []
 
 
 @BY_MODE

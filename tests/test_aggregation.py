@@ -35,6 +35,8 @@ GOLDEN = [
     pytest.param("token_mean", ["1/7", "1/7", "1/7", "0"], "13/7", id="FB-06 FB-09 token_mean"),
     # 13 / (8 x 4); not divided by N it would be 13/8
     pytest.param("constant", ["1/32", "1/32", "1/32", "0"], "13/32", id="FB-06 FB-05 constant"),
+    # sample_mean, because each sample is a rollout; tests/test_rollout_counts.py has rollouts of several
+    pytest.param("row_mean", ["1/8", "1/16", "1/4", "0"], "3/2", id="row_mean"),
 ]
 DIVISORS = {"constant": 8.0}
 
@@ -112,9 +114,9 @@ REFUSED_WEIGHTS = [  # (error, message, aggregation, what is changed of step S)
     ],
     *[
         (ConfigError, f"divisor=8 with loss aggregation {mode}, whose weight is .*: it has no divisor", mode, {"divisor": 8})
-        for mode in ("sample_mean", "prompt_mean", "token_mean")
+        for mode in ("sample_mean", "prompt_mean", "token_mean", "row_mean")
     ],
-    (ConfigError, "'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant", "mean", {}),
+    (ConfigError, "'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant, row_mean", "mean", {}),
     (DataError, "no unmasked token", "token_mean", {"totals": StepTotals(4, 2, 0)}),
     (DataError, "token_counts is tuple", "token_mean", {"counts": (2, 4)}),
     (DataError, r"prompt_token_counts \(2,\) must have one entry a sample", "prompt_mean", {"prompt_counts": S_PROMPT_COUNTS[:2]}),

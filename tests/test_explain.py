@@ -27,14 +27,15 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["as registered", "with a fifth"])
 def every_aggregation(request) -> tuple[str, ...]:
-    """The names of the registry; the second time with another one."""
+    """The names of the registry; the second time with another one. row_mean is sample_mean where each sample is a rollout, and is
+    not shown then."""
     if request.param == "with a fifth":
 
         @register_loss_aggregation("of_squares", formula="m_i / N^2")
         def of_squares(token_counts, totals, *, prompt_token_counts, divisor):
             return token_counts / totals.num_samples**2
 
-    return loss_aggregation_names()
+    return tuple(name for name in loss_aggregation_names() if name != "row_mean")
 
 
 WEIGHTS_BY_HAND = {row.values[0]: row.values[1] for row in GOLDEN} | {"of_squares": ["1/8", "1/4", "1/16", "0"]}
@@ -69,10 +70,12 @@ def test_rollouts_of_several_samples_have_one_share_each():
     assert weights["prompt_mean"] == pytest.approx([1 / 32, 1 / 32, 1 / 32, 1 / 8], **CLOSE)
     assert weights["token_mean"] == pytest.approx([1 / 20] * 4, **CLOSE)
     assert weights["constant"] == pytest.approx([1 / 24] * 4, **CLOSE)
+    assert weights["row_mean"] == pytest.approx([1 / 18, 1 / 30, 1 / 24, 1 / 12], **CLOSE)  # k = 2, 2, 1, 1
     assert found["mean_tokens"] == pytest.approx(20 / 3, **CLOSE)
     _, out, _ = explain(*step)
     assert "N = 3 rollouts with 4 samples of 2 prompts" in out
     assert re.search(r"^sample 3 +b +2 +4/4 ", out, re.MULTILINE)
+    assert re.search(r"^rollout 0 +k = 2 +8 +33.3% +25.0% +40.0% +40.0% +33.3%$", out, re.MULTILINE)
 
 
 def test_shares_of_unequal_lengths(every_aggregation):

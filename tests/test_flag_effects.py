@@ -67,6 +67,7 @@ OF_A_STEP = {
     "importance_correction_low": Effect(0.95, "gradient", TIS),
     "importance_correction_high": Effect(1.1, "gradient", TIS),
     "off_policy_sequence_delta": Effect(0.0, "gradient"),
+    "importance_ratio_unit": Effect("turn", "gradient", {"policy_loss": "gspo"}),
     "rejected_tokens": Effect("dropped", "gradient", ICEPOP),
     "token_selection": Effect("top_entropy", "gradient", {"token_selection_share": 0.3}),
     "token_selection_share": Effect(0.6, "gradient", {"token_selection": "top_entropy", "token_selection_share": 0.3}),

@@ -294,7 +294,7 @@ def unweighed(step: Step, number: int) -> SimpleNamespace:
         "advantage": 0.0,
         "tokens": [0, *sample.labels],
     }
-    return SimpleNamespace(loss_mask=mask, prompt_id=sample.prompt, **vectors, **others)
+    return SimpleNamespace(loss_mask=mask, prompt_id=sample.prompt, rollout_id=sample.rollout_id, **vectors, **others)
 
 
 def without_weight(step: Step, number: int) -> SimpleNamespace:

@@ -36,7 +36,7 @@ from megatron_rl.testing.reference import (
     model_logits,
     ragged_samples,
 )
-from megatron_rl.testing.selftest_terms import AGGREGATIONS, truth_of_terms
+from megatron_rl.testing.selftest_terms import AGGREGATIONS, RATIO_OF_ROLLOUTS, RATIO_OF_TURNS, ROLLOUTS, TERMS, truth_of_terms
 
 pytestmark = pytest.mark.megatron
 
@@ -128,9 +128,14 @@ def truth_of_losses(samples: list[StepSample], tiny: TinyGPT, policy_losses: Ite
     """The step and truth of each loss without a term, under each aggregation, on a process whose layout is one rank. The model runs
     once."""
     model = double_model(tiny, samples)
-    rows = [(policy_loss, aggregation, "") for policy_loss in policy_losses for aggregation in AGGREGATIONS]
+    rows = [(policy_loss, aggregation, term_of(policy_loss)) for policy_loss in policy_losses for aggregation in AGGREGATIONS]
     truths = truth_of_terms(samples, model_logits(model, samples, tiny), global_parameters(model), rows)
-    return {policy_loss: truths[policy_loss, ""] for policy_loss in policy_losses}
+    return {policy_loss: truths[policy_loss, term_of(policy_loss)] for policy_loss in policy_losses}
+
+
+def term_of(policy_loss: str) -> str:
+    """The samples of grpo are rows of rollouts, whose siblings lie on other ranks and in other micro-batches."""
+    return ROLLOUTS if policy_loss == "grpo" else ""
 
 
 def truth_on_rank(rank: int, model: TinyGPT) -> dict[str, LossTruth]:
@@ -211,11 +216,14 @@ def test_a_rank_without_any_sample_takes_part(pool, truth, layout):
     assert result.loss == pytest.approx(alone.loss, rel=1e-5)
 
 
-def test_the_aggregations_train_four_different_gradients(truth):
+def test_the_aggregations_train_different_gradients(truth):
     """Otherwise the table above could not tell them apart (FB-19: a chosen aggregation that is ignored)."""
-    for of_loss in truth.values():
+    for policy_loss, of_loss in truth.items():
         results = {name: StepResult(t.loss, t.gradient, None, {}) for name, t in of_loss.by_aggregation.items()}
-        for first, second in itertools.combinations(AGGREGATIONS, 2):
+        pairs_apart = {*itertools.combinations(AGGREGATIONS, 2)}
+        if term_of(policy_loss) != ROLLOUTS:
+            pairs_apart -= {("sample_mean", "row_mean")}
+        for first, second in pairs_apart:
             assert results[first].gradient_error(results[second]) > 0.01, (first, second)
 
 
@@ -325,6 +333,45 @@ def test_kl_and_entropy_terms_keep_their_scale_on_every_layout(pool, truth):
         result = step_on_layout(pool, layout, step, config, model_of(layout))
         assert result.gradient_error(whole) < GRADIENT_TOLERANCE, layout
         assert result.loss == pytest.approx(whole.loss, rel=1e-5), layout
+
+
+UNITS = {
+    RATIO_OF_TURNS: (
+        Layout(data=2, num_microbatches=2),
+        Layout(context=2, num_microbatches=2),
+        Layout(packed=True, context=2, **SP, num_microbatches=2),
+    ),
+    # A rollout is whole in a micro-batch: eight of them are dealt.
+    RATIO_OF_ROLLOUTS: (Layout(data=2, num_microbatches=2), Layout(packed=True, context=2, num_microbatches=3)),
+}
+
+
+def truth_of_units_on_rank(rank: int, model: TinyGPT) -> dict[str, LossTruth]:
+    double, samples = double_model(model, ragged_samples()), ragged_samples()
+    rows = [("gspo", aggregation, term) for term in UNITS for aggregation in aggregations_of(term)]
+    truths = truth_of_terms(samples, model_logits(double, samples, model), global_parameters(double), rows)
+    return {term: truths["gspo", term] for term in UNITS}
+
+
+def aggregations_of(term: str) -> list[str]:
+    """The rows of a rollout with one ratio weigh the same."""
+    return [name for name in AGGREGATIONS if name != "row_mean" or term != RATIO_OF_ROLLOUTS]
+
+
+@pytest.mark.parametrize("head", ["logits", "fused head"])
+def test_a_ratio_of_rollouts_or_of_turns_is_that_of_the_float64_reference_on_every_layout(pool, head):
+    """Turns are cut at context-parallel slices, and the samples of a rollout lie in any order in their micro-batch."""
+    model = model_of(Layout())
+    truths = pool.run(truth_of_units_on_rank, model, world_size=1)[0]
+    others = {"fused_lm_head_loss": True, "max_logits_bytes": 16 * 1024} if head == "fused head" else {}
+    for term, layouts in UNITS.items():
+        names, unit = aggregations_of(term), str(TERMS[term]["importance_ratio_unit"])
+        for layout in (Layout(num_microbatches=1), *layouts):
+            runs = [(truths[term].samples, config_of("gspo", name, importance_ratio_unit=unit, **others)) for name in names]
+            for name, result in zip(names, steps_on_layout(pool, layout, runs, model), strict=True):
+                expected = truths[term].by_aggregation[name]
+                assert result.gradient_error(expected) < GRADIENT_TOLERANCE, (term, layout, name)
+                assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, (term, layout, name)
 
 
 def test_a_corrected_step_keeps_its_gradient_on_every_layout(pool, truth):

@@ -36,6 +36,8 @@ GOLDEN = {
     "token_mean": ([1 / 15] * 6 + [0], 3.466666667),
     # 52 / (8 x 4)
     "constant": ([1 / 32] * 6 + [0], 1.625),
+    # (1 + 2) / (4 x 2) + 3 / 4 + (4 + 5 + 6) / (4 x 3) = 3/8 + 3/4 + 5/4
+    "row_mean": ([1 / 16, 1 / 32, 1 / 12, 1 / 12, 1 / 12, 1 / 48, 0], 2.375),
 }
 
 
@@ -116,6 +118,11 @@ def count_over_ranks(rank, parts, gathered_rows):
             count_step(None, own.prompts, group, token_counts=own.tokens)
         assert [name for name, *_ in with_rollouts] == [name for name, *_ in with_prompts], "a collective more"
         alone = count_step(None, None, group, token_counts=own.tokens, rollout_ids=own.rollouts)
+        # A rank without samples may give ids, or none, whatever the others do.
+        without = count_step(None, own.prompts, group, token_counts=own.tokens, rollout_ids=None if own.tokens else [])
+        assert without[0] == StepTotals(7, 2, 15)
+        ids = own.rollouts or None
+        assert count_step(None, own.prompts, group, token_counts=own.tokens, rollout_ids=ids)[0] == step[0]
         # A has two rows and is one rollout: prompt a has two, as prompt b has.
         assert own.count(group, samples_per_prompt=2)[0] == step[0]
         errors = [

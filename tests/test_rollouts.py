@@ -19,6 +19,7 @@ from megatron_rl.train.rollouts import (
     Sample,
     SharedRollout,
     group_advantages,
+    mean_reward,
     partition,
     share_without_signal,
     split_into_steps,
@@ -384,3 +385,66 @@ def test_truncating_drops_what_the_resumed_run_will_write_again(tmp_path):
     assert records(load_rollouts(path)) == records(batches[:2])
     save_rollouts(path, batches[2])
     assert records(load_rollouts(path)) == records(batches[:3])
+
+
+# Rollouts of several samples: A is 3 rows of reward 1, B and C are one each of reward 0, of prompt p; D is one of prompt q.
+ROWS = [("A", "p", 1.0), ("B", "p", 0.0), ("A", "p", 1.0), ("C", "p", 0.0), ("A", "p", 1.0), ("D", "q", 0.0)]
+
+
+def rows_of_rollouts(**changes) -> list[Sample]:
+    return [
+        make_sample(index, prompt, rollout_id=rollout, reward=reward, **changes)
+        for index, (rollout, prompt, reward) in enumerate(ROWS)
+    ]
+
+
+def test_the_baseline_of_a_group_is_over_rollouts_and_not_over_rows():
+    """FB-143: a rollout of many turns would pull the mean of its group to its own reward, and its own advantage to 0."""
+    rollouts, prompts, rewards = ([*column] for column in zip(*ROWS, strict=True))
+    found = group_advantages(rewards, prompts, "none", rollouts)
+    # Mean 1/3 over A, B and C; over the rows of p it is 3/5.
+    assert found == pytest.approx([2 / 3, -1 / 3, 2 / 3, -1 / 3, 2 / 3, 0.0])
+    deviation = math.sqrt((4 + 1 + 1) / 9 / 2)  # unbiased, of 1, 0, 0
+    of_std = group_advantages(rewards, prompts, rollout_ids=rollouts)
+    assert of_std == pytest.approx([value / (deviation + 1e-6) for value in found])
+    assert mean_reward(rows_of_rollouts()) == 0.25  # of A, B, C, D; over rows it is 1/2
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+@pytest.mark.parametrize("size", [None, 1, 2, 3])
+def test_the_samples_of_a_rollout_go_to_one_rank_and_one_micro_batch(dp_size, size):
+    batch = RolloutBatch(samples=rows_of_rollouts(), rollout_index=0)
+    shared = [SharedRollout.of(batch, rank, dp_size) for rank in range(dp_size)]
+    parts = [partition(of_rank.headers, rank, size) for rank, of_rank in enumerate(shared)]
+    assert len({len(of_rank) for of_rank in parts}) == 1, "ranks with unlike numbers of micro-batches hang"
+    places = {}
+    for rank, of_rank in enumerate(parts):
+        for number, part in enumerate(of_rank):
+            assert size is None or len(part) <= size or len({header.rollout_id for header in part}) == 1
+            for header in part:
+                places.setdefault(header.rollout_id, set()).add((rank, number))
+    assert {name: len(found) for name, found in places.items()} == dict.fromkeys("ABCD", 1)
+    assert sorted(header.index for of_rank in parts for part in of_rank for header in part) == list(range(6))
+
+
+WRONG_ROLLOUTS = [
+    ({"reward": 0.5}, "reward: samples of rollout 'A' have 1.0 and 0.5: a rollout has one reward, which all its samples share"),
+    ({"prompt_id": "q"}, "prompt_id: samples of rollout 'A' have 'p' and 'q': a rollout has one prompt_id"),
+    ({"rollout_id": None}, "rollout_id: null here and given for others of the rollout; .* for none .each sample is a rollout."),
+    ({"rollout_id": 1.5}, "rollout_id: 1.5 must be null, a string or an integer"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_ROLLOUTS)
+def test_samples_that_make_no_rollout_are_refused(tmp_path, change, message):
+    samples = rows_of_rollouts()
+    samples[2] = dataclasses.replace(samples[2], **change)
+    with pytest.raises(DataError, match=message):
+        save_rollouts(tmp_path / "r.jsonl", RolloutBatch(samples=samples, rollout_index=0))
+
+
+def test_a_file_keeps_the_rollouts_of_its_samples(tmp_path):
+    batch = RolloutBatch(samples=rows_of_rollouts(), rollout_index=0)
+    save_rollouts(tmp_path / "r.jsonl", batch)
+    (found,) = load_rollouts(tmp_path / "r.jsonl")
+    assert [sample.rollout_id for sample in found.samples] == [rollout for rollout, *_ in ROWS]

@@ -17,7 +17,6 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.forward_step import PolicyForwardStep
-from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
 from megatron_rl.testing.reference import ragged_samples
 from megatron_rl.testing.step_check import aggregations_alike, check_step, what_the_step_hides
@@ -344,8 +343,7 @@ def test_samples_that_cannot_tell_aggregations_apart_are_said(lengths, prompts, 
         StepSample(tokens=[1] * (length + 1), loss_mask=[1] * length, prompt_id=prompt, advantage=1.0)
         for length, prompt in zip(lengths, prompts, strict=True)
     ]
-    totals = StepTotals(num_samples=len(samples), num_prompts=len({*prompts}), num_tokens=sum(lengths))
-    assert aggregations_alike(samples, totals, GSPO) == alike
+    assert aggregations_alike(samples, GSPO) == alike
 
 
 def test_a_loss_that_the_report_does_not_have_is_refused(pool):
@@ -355,8 +353,7 @@ def test_a_loss_that_the_report_does_not_have_is_refused(pool):
 
 def test_a_step_whose_ratios_are_all_1_says_that_losses_and_clips_are_one():
     samples = [replace(sample, old_log_probs=None) for sample in samples_of_step()]
-    totals = StepTotals(num_samples=16, num_prompts=4, num_tokens=sum(sum(sample.loss_mask) for sample in samples))
-    [words] = what_the_step_hides(samples, totals, GSPO)
+    [words] = what_the_step_hides(samples, GSPO)
     assert words.startswith("every ratio of this step is 1: the check cannot tell losses and clips apart. Give it")
-    assert not [*what_the_step_hides(samples_of_step(), totals, GSPO)]
-    assert not [*what_the_step_hides(samples, totals, replace(GSPO, policy_loss="reinforce"))]  # it has no ratio
+    assert not [*what_the_step_hides(samples_of_step(), GSPO)]
+    assert not [*what_the_step_hides(samples, replace(GSPO, policy_loss="reinforce"))]  # it has no ratio

@@ -120,6 +120,11 @@ REFUSED: dict[str, list[dict]] = {
         {"off_policy_sequence_delta": -1.0},
         {**TIS, "policy_loss": ANCHORED},
     ],
+    "ratios_have_a_unit": [
+        {"importance_ratio_unit": "turn"},
+        {"importance_ratio_unit": "rollout", "policy_loss": "gspo_token"},
+        {"importance_ratio_unit": "rollout", "policy_loss": "gspo", "loss_aggregation": "row_mean"},
+    ],
     "dropped_tokens_are_known": [
         {"rejected_tokens": "dropped"},
         {**TIS, "rejected_tokens": "dropped"},
@@ -162,6 +167,7 @@ REFUSED: dict[str, list[dict]] = {
         {"gradient_divisor": 8},
         {"router_aux_loss": "off"},
         {"importance_correction_level": ["token"]},
+        {"importance_ratio_unit": "sample"},
         {"rejected_tokens": "ignored"},
         {"watchdog": False},
     ],
@@ -267,6 +273,12 @@ ALLOWED: dict[str, list[dict]] = {
         {"importance_correction": "icepop", "importance_correction_low": 0.9},
         {"importance_correction": "mask", "importance_correction_low": 0.9, "importance_correction_high": 1.1},
         {"off_policy_sequence_delta": 0.1, "policy_loss": ANCHORED},
+    ],
+    "ratios_have_a_unit": [
+        {"importance_ratio_unit": "turn", "policy_loss": "gspo", "loss_aggregation": "row_mean"},
+        {"importance_ratio_unit": "rollout", "policy_loss": "vespo"},
+        {**TIS, "importance_ratio_unit": "turn", "importance_correction_level": "sequence_mean"},
+        {"importance_ratio_unit": "turn", "off_policy_sequence_delta": 0.1},
     ],
     "dropped_tokens_are_known": [{"importance_correction": "icepop", "rejected_tokens": "dropped"}],
     "selections_fit": [

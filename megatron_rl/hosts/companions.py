@@ -31,7 +31,7 @@ import math
 import operator
 from argparse import Namespace
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -188,12 +188,13 @@ class HostRollouts:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutCounts:
+class HostCounts:
     """A step as the hosts count it, and divide by it: a rollout is one sample, which holds the tokens of all its samples."""
 
     totals: StepTotals  # num_samples counts rollouts
     tokens: Tensor  # [S] unmasked tokens of each sample
     rollout_tokens: Tensor  # [S] tokens of its whole rollout
+    rollout_rows: Tensor  # [S] samples of its rollout with an unmasked token
     prompt_tokens: Tensor | None  # [S] tokens of its prompt's samples
 
     @property
@@ -209,8 +210,12 @@ class RolloutCounts:
         return int((self.tokens == 0).sum())
 
     def token_weights(self, config: PolicyLossConfig) -> Tensor:  # [S] float64, of each unmasked token of the sample
-        name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
-        weights = weigh_tokens(name, self.rollout_tokens, self.totals, prompt_token_counts=self.prompt_tokens, divisor=divisor)
+        name, tokens, totals, counts = config.loss_aggregation, self.rollout_tokens, self.totals, {}
+        if get_loss_aggregation(name).needs_rows:
+            tokens, totals = self.tokens, replace(totals, num_samples=self.num_samples, num_rollouts=totals.num_samples)
+            counts = {"rollout_token_counts": self.rollout_tokens, "rows_of_rollout": self.rollout_rows}
+        divisor = config.loss_aggregation_divisor
+        weights = weigh_tokens(name, tokens, totals, prompt_token_counts=self.prompt_tokens, divisor=divisor, **counts)
         return torch.where(self.tokens > 0, weights.to(torch.float64), 0.0)
 
 
@@ -220,7 +225,7 @@ def count_rollouts(
     rollouts: Sequence[Hashable],
     config: PolicyLossConfig,
     samples_per_prompt: int | None,
-) -> RolloutCounts:
+) -> HostCounts:
     """Raises DataError as count_step does. A prompt group is complete when its rollouts are there."""
     positions = positions_of(rollouts)
     totals, rollout_tokens, prompt_tokens = count_step(
@@ -233,7 +238,9 @@ def count_rollouts(
     _, tokens, _ = count_step(masks, None, SINGLE)
     row_of = {rollout: row for row, rollout in enumerate(positions)}
     rows = torch.tensor([row_of[rollout] for rollout in rollouts])
-    return RolloutCounts(totals, tokens, rollout_tokens[rows], None if prompt_tokens is None else prompt_tokens[rows])
+    num_rows = torch.zeros_like(rollout_tokens).index_add_(0, rows, (tokens > 0).long())
+    prompt_tokens = None if prompt_tokens is None else prompt_tokens[rows]
+    return HostCounts(totals, tokens, rollout_tokens[rows], num_rows[rows], prompt_tokens)
 
 
 def read_batch(samples: Sequence, host: Host | None, *, needs_prompts: bool) -> HostRollouts:

@@ -305,6 +305,8 @@ class Door:
         """Whether the host hands over what the aggregation needs."""
         if self.choice.aggregation is not None:
             return record.name in self.choice.names.values()
+        if record.needs_rows:
+            return False
         if self.prompts == Prompts.COUNTED:
             return True
         carries = self.prompts == Prompts.CARRIED and is_carried(record.name)

@@ -267,6 +267,7 @@ class BinSample:
     prompt_id: int | str
     advantage: float
     start: int  # its first position in the bin
+    rollout_id: int | str | None = None
     old_log_probs: list[float] | None = None
     ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None

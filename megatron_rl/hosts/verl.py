@@ -502,9 +502,9 @@ DOOR = Door(
     returns=Formula(dp=1),
     step=(("verl", Formula(M=1), "multiplies by micro-batches"), TIMES_CP, AVERAGED[1]),
     step_per_token=(
-        ("verl", Formula(R=1, dp=-1), "R: the tokens that the model is given; here those of the responses"),
+        ("verl", Formula(T_all=1, dp=-1), "T_all: the tokens that the model is given; here those of the responses"),
         *SUMMED,
-        ("finalize", Formula(R=-1), "divides by the tokens that all ranks have counted"),
+        ("finalize", Formula(T_all=-1), "divides by the tokens that all ranks have counted"),
     ),
     starts=MAIN,
     recognises=lambda words: any(map(is_main, words)),

@@ -14,6 +14,7 @@ from megatron_rl.layout.context_parallel import local_positions, padded_length
 from megatron_rl.layout.groups import Group
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.attention import remember_document_bounds
+from megatron_rl.megatron.ratio_units import documents_of, side_by_side
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.step_counts import StepTotals
 
@@ -44,7 +45,7 @@ class HostCopies:
     loss_mask: Tensor  # [T] bool
     advantages: Tensor  # [N] float32
     cu_seqlens: Tensor  # [N + 1] int32
-    document_lengths: tuple[int, ...]  # N whole documents with their padding, over all cp ranks
+    document_lengths: tuple[int, ...] | None  # N whole samples with their padding, over all cp ranks; None of other units than rows
     sampling_support: SamplingSupport | None  # T rows
 
 
@@ -72,7 +73,9 @@ class ForwardInput(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyBatch:
-    """One micro-batch of one cp rank: T = B * S local tokens, row after row, and N documents. Rows after them are padding."""
+    """One micro-batch of one cp rank: T = B * S local tokens, row after row, and N documents. Rows after them are padding.
+
+    A document is what has one ratio of a sequence-level loss: a sample, with other units than rows a rollout or a turn."""
 
     tokens: Tensor  # [B, S] int64
     position_ids: Tensor  # [B, S] int64
@@ -96,6 +99,7 @@ class PolicyBatch:
     token_weights: Tensor  # [N] float32
     regularizer_weights: Tensor  # [N] float32
     token_counts: Tensor  # [N] int64
+    ratio_unit: str | None  # what the documents are; None without samples
     host: HostCopies
     context: StepContext
 
@@ -121,6 +125,7 @@ def make_padded_batch(
     Raises DataError for more samples than rows, for a row that is no multiple of 2 cp_size, for a sample longer than the row and
     for tensors of different lengths.
     """
+    samples = side_by_side(samples)
     if len(samples) > num_rows:
         raise DataError(f"{len(samples)} samples do not fit num_rows={num_rows}")
     num_rows = max(1, num_rows)
@@ -150,7 +155,7 @@ def make_packed_batch(
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    cp_size = cp_group.size()
+    cp_size, samples = cp_group.size(), side_by_side(samples)
     lengths = [padded_length(sample.tokens.shape[0], cp_size) for sample in samples]
     tail = row_length - sum(lengths)
     if tail < 0:
@@ -193,11 +198,15 @@ def _assemble(
     """sizes: of the whole documents with their padding; the samples are the first of them. local_bounds [N + 1]: of the samples'
     slices on this rank. places [B, S]: the row positions of this rank's tokens."""
     rows = _whole_rows(samples, sizes)
+    documents = documents_of(samples, rows["loss_mask"], sizes)
+    if documents.bounds is not None:  # places ascend: a rank's slices are in the order of the row
+        local_bounds = torch.searchsorted(places.flatten(), documents.bounds)
+    ratio_unit, documents_in = documents.unit, documents.samples
     is_whole = places.numel() == sum(sizes)  # in order, because cp_size is 1
     local = rows if is_whole else {name: values[places.flatten()] for name, values in rows.items()}
 
     def of_samples(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(sample, name) for sample in samples], dtype=dtype)
+        return torch.tensor([getattr(sample, name) for sample in documents_in], dtype=dtype)
 
     def there(values: Tensor) -> Tensor:
         """Copies without a wait of the host: the copy is queued before the kernels that read it, and `values` does not change."""
@@ -207,14 +216,14 @@ def _assemble(
         loss_mask=local["loss_mask"],
         advantages=of_samples("advantage", torch.float32),
         cu_seqlens=local_bounds.to(torch.int32),
-        document_lengths=tuple(sizes[: len(samples)]),
+        document_lengths=tuple(sizes[: len(samples)]) if documents.bounds is None else None,
         sampling_support=None if "set" not in local else _kept_sets(samples).take(local["set"]),
     )
     given = {name: there(local[name]) if name in local else None for name in (*PER_TOKEN_VALUES, "routes")}
     if not samples:
         # A KL term needs ref_log_probs, and a rank without samples has none: padding, whose values are not used.
         given["ref_log_probs"] = there(torch.zeros(places.numel()))
-    staleness = _staleness(samples, context)
+    staleness = _staleness(documents_in, context)
     return PolicyBatch(
         tokens=there(local["tokens"].view(places.shape)),
         position_ids=there(local["positions"].view(places.shape)),
@@ -230,7 +239,8 @@ def _assemble(
         cu_seqlens=there(host.cu_seqlens),
         token_weights=there(of_samples("token_weight", torch.float32)),
         regularizer_weights=there(of_samples("regularizer_weight", torch.float32)),
-        token_counts=there(of_samples("token_count", torch.int64)),
+        token_counts=there(documents.token_counts),
+        ratio_unit=ratio_unit,
         host=host,
         context=context,
         **given,

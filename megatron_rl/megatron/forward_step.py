@@ -87,6 +87,11 @@ class PolicyForwardStep:
         batch = next(data_iterator)
         model_config = model_config_of(model)
         check_contract(self.config, model_config)
+        if batch.ratio_unit not in (None, self.config.importance_ratio_unit):
+            raise ConfigError(
+                f"importance_ratio_unit={self.config.importance_ratio_unit}, and the batch has one ratio a {batch.ratio_unit}: "
+                "make its samples with weigh_samples and the same config"
+            )
         groups = resolve_groups(model) if self.groups is None else self.groups
         prepare_routers(self.config.router_aux_loss, model, model_config, batch, groups)
         checker = self.route_checker

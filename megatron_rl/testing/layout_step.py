@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig, RatioUnit
 from megatron_rl.layout.context_groups import make_context_groups
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import (
@@ -169,6 +169,7 @@ class StepSample:
     routes: list[list[list[int]]] | None = None
     kept_ids: list[list[int]] | None = None
     kept_mass: list[float] | None = None
+    rollout_id: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,7 +336,7 @@ def routes_of_step(
             places, is_padding = (values.view(batch.tokens.shape).t().cpu() for values in (batch.row_positions, batch.is_padding))
             if layout.sequence_parallel:
                 places, is_padding = (values.chunk(groups.tp.size())[groups.tp.rank()] for values in (places, is_padding))
-            starts = [0, *itertools.accumulate(batch.host.document_lengths)]
+            starts = [0, *itertools.accumulate(batch.host.document_lengths or ())]
             for place, row, padding in zip(places.flatten().tolist(), chosen, is_padding.flatten().tolist(), strict=True):
                 if padding:
                     continue
@@ -345,13 +346,26 @@ def routes_of_step(
     return routes
 
 
-def samples_of(layout: Layout, groups: ParallelGroups, microbatch: int, num_samples: int) -> range:
+def samples_of(
+    layout: Layout, groups: ParallelGroups, microbatch: int, num_samples: int, units: Sequence[Sequence[int]] | None = None
+) -> list[int]:
     """The numbers of this rank's samples in a micro-batch, or in a round of the hybrid schedule. Ranks and micro-batches take the
-    step's samples in turn, so prompt groups are split over both."""
+    step's samples in turn, so prompt groups are split over both. units: the numbers of samples that stay together; None: each is
+    alone."""
+    units = [[number] for number in range(num_samples)] if units is None else units
     if not layout.context_sizes:
-        return range(num_samples)[groups.dp.rank() :: groups.dp.size()][microbatch :: layout.num_microbatches]
+        return [*itertools.chain(*units[groups.dp.rank() :: groups.dp.size()][microbatch :: layout.num_microbatches])]
     number, num_groups, _ = layout.place_of(groups.dp_cp.rank(), microbatch)
-    return range(num_samples)[microbatch :: layout.num_microbatches][number::num_groups]
+    return [*itertools.chain(*units[microbatch :: layout.num_microbatches][number::num_groups])]
+
+
+def units_of(policy_config: PolicyLossConfig, step: Sequence[StepSample]) -> list[list[int]]:
+    """The numbers of the samples that stay together: those of a rollout, where it has one ratio; else each sample by itself."""
+    together: dict[object, list[int]] = {}
+    for number, sample in enumerate(step):
+        is_alone = policy_config.importance_ratio_unit != RatioUnit.ROLLOUT or sample.rollout_id is None
+        together.setdefault((None, number) if is_alone else sample.rollout_id, []).append(number)
+    return list(together.values())
 
 
 def make_step_batches(
@@ -363,7 +377,8 @@ def make_step_batches(
 ) -> list[PolicyBatch]:
     """This rank's micro-batches. Under context_sizes, whose make_context_groups are given, samples are weighed where the layout
     without them has them, and then moved. The hybrid schedule has a micro-batch for each sample."""
-    numbers = range(len(step))[groups.dp.rank() :: groups.dp.size()]
+    units = units_of(policy_config, step)
+    numbers = [*itertools.chain(*units[groups.dp.rank() :: groups.dp.size()])]
     mine = [step[number] for number in numbers]
     samples, totals = weigh_samples(policy_config, mine, groups)
     weighed = dict(zip(numbers, samples, strict=True))
@@ -371,7 +386,7 @@ def make_step_batches(
         of_ranks: list[Any] = [None] * groups.dp.size()
         dist.all_gather_object(of_ranks, weighed, group=process_group(groups.dp))
         weighed = {number: sample for of_rank in of_ranks for number, sample in of_rank.items()}
-    parts = [[weighed[n] for n in samples_of(layout, groups, index, len(step))] for index in range(layout.num_microbatches)]
+    parts = [[weighed[n] for n in samples_of(layout, groups, index, len(step), units)] for index in range(layout.num_microbatches)]
     sizes = [layout.place_of(groups.dp_cp.rank(), index)[2] for index in range(layout.num_microbatches)]
     if layout.hybrid_schedule:
         sizes = [size for size, part in zip(sizes, parts, strict=True) for _ in range(max(1, len(part)))]

@@ -77,16 +77,39 @@ def weights_by_hand(samples: Sequence[StepSample], aggregation: str, divisor: fl
     """The weight of a token of each sample, by the formula that the record declares and not by its function. divisor: its L."""
     counts = [int(sum(sample.loss_mask)) for sample in samples]
     groups: dict[str, int] = {}
-    for sample, count in zip(samples, counts, strict=True):
+    rollouts: dict[object, list[int]] = {}
+    for place, (sample, count) in enumerate(zip(samples, counts, strict=True)):
         groups[sample.prompt_id] = groups.get(sample.prompt_id, 0) + count
-    formula = get_loss_aggregation(aggregation).formula
+        rollouts.setdefault(rollout_key(sample, place), []).append(count)
+    formula = get_loss_aggregation(aggregation).rollout_formula
     if formula is None:
         raise ConfigError(f"loss aggregation {aggregation!r} declares no formula: there is nothing to compute its weights by")
-    of_step = {"N": len(samples), "P": len(groups), "T": sum(counts), "L": divisor}
-    return [
-        float(formula.evaluate({**of_step, "m_i": count, "M_g": groups[sample.prompt_id]})) if count else 0.0
-        for sample, count in zip(samples, counts, strict=True)
-    ]
+    of_step = {"N": len(samples), "R": len(rollouts), "P": len(groups), "T": sum(counts), "L": divisor}
+    weights = []
+    for place, (sample, count) in enumerate(zip(samples, counts, strict=True)):
+        of_rollout = rollouts[rollout_key(sample, place)]
+        rows = {"M_j": sum(of_rollout), "k_j": sum(one > 0 for one in of_rollout)}
+        values = {**of_step, **rows, "m_i": count, "M_g": groups[sample.prompt_id]}
+        weights.append(float(formula.evaluate(values)) if count else 0.0)
+    return weights
+
+
+def rollout_key(sample: StepSample, place: int) -> object:
+    """Equal for the samples of one rollout. place: of the sample in the step."""
+    return (None, place) if sample.rollout_id is None else sample.rollout_id
+
+
+def in_rollouts(samples: Sequence[StepSample]) -> list[StepSample]:
+    """The samples as rows of rollouts: two rollouts of each prompt, whose rows alternate."""
+    return [replace(sample, rollout_id=f"{sample.prompt_id}/{place % 2}") for place, sample in enumerate(samples)]
+
+
+def with_one_advantage(samples: Sequence[StepSample]) -> list[StepSample]:
+    """Each rollout with the advantage of its first sample."""
+    firsts: dict[object, float] = {}
+    for place, sample in enumerate(samples):
+        firsts.setdefault(rollout_key(sample, place), sample.advantage)
+    return [replace(sample, advantage=firsts[rollout_key(sample, place)]) for place, sample in enumerate(samples)]
 
 
 def old_log_probs_of(sample: StepSample) -> list[float]:

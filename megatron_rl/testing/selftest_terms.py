@@ -6,11 +6,12 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, PolicyLossConfig, RejectedTokens
+from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, PolicyLossConfig, RatioUnit, RejectedTokens
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -23,14 +24,17 @@ from megatron_rl.testing.reference import (
     DIVISOR,
     PARAMETERS,
     LossTruth,
+    in_rollouts,
     losses_by_hand,
     mean_of,
     old_log_probs_of,
     old_log_probs_off_the_edges,
+    rollout_key,
     rollout_log_probs_of,
     scale_of_terms,
     weights_by_hand,
     with_anchors,
+    with_one_advantage,
 )
 
 # Where a sampler's log-probabilities differ from the old ones, and the bounds of the corrections' ratios: both sides are met.
@@ -62,9 +66,10 @@ Truths = dict[tuple[str, str], LossTruth]  # by loss and term
 AGGREGATIONS = tuple(name for name in loss_aggregation_names() if _has_formula(name))
 LOGITS, FUSED = "logits", "fused head"
 ALL_TERMS, DROPPED = "KL + entropy + temperature", "icepop, dropped"
-DUAL_CLIP, DIVIDED = "dual clip", "gradient / samples"
+DUAL_CLIP, DIVIDED, ROLLOUTS = "dual clip", "gradient / samples", "rollouts of several samples"
+RATIO_OF_ROLLOUTS, RATIO_OF_TURNS = "a ratio a rollout", "a ratio a turn"
 # Of Megatron's step, so the losses alone have no row of them.
-OF_STEPS = (DROPPED, DIVIDED)
+OF_STEPS = (DROPPED, DIVIDED, ROLLOUTS, RATIO_OF_ROLLOUTS, RATIO_OF_TURNS)
 # A term -> its fields of PolicyLossConfig.
 TERMS: Mapping[str, Mapping[str, object]] = {
     "": {},
@@ -78,6 +83,9 @@ TERMS: Mapping[str, Mapping[str, object]] = {
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},
     DUAL_CLIP: {},  # its bound follows from the loss's clip
     DIVIDED: {"gradient_divisor": str(GradientDivisor.NUM_SAMPLES)},
+    ROLLOUTS: {},  # of the samples
+    RATIO_OF_ROLLOUTS: {"importance_ratio_unit": str(RatioUnit.ROLLOUT)},
+    RATIO_OF_TURNS: {"importance_ratio_unit": str(RatioUnit.TURN)},
     ALL_TERMS: {"kl_coefficient": 0.1, "entropy_coefficient": 0.1, "policy_temperature": 0.7},
 }
 # A ratio of a token and one of a sample meet each term alone. Every loss meets three at once.
@@ -104,9 +112,12 @@ def config_of(policy_loss: str, aggregation: str, term: str, **others: object) -
 
 def term_pairs() -> Iterator[tuple[str, str, str]]:
     """(loss, aggregation, term) of each row. The aggregations take turns."""
-    alone = [(loss, term) for term in TERMS if term not in ("", ALL_TERMS) for loss in (OF_TOKENS, OF_SAMPLES)]
+    of_sequences = (RATIO_OF_ROLLOUTS, RATIO_OF_TURNS)
+    terms = [term for term in TERMS if term not in ("", ALL_TERMS, *of_sequences)]
+    alone = [(loss, term) for term in terms for loss in (OF_TOKENS, OF_SAMPLES)]
     for place, (loss, term) in enumerate([*alone, *((loss, ALL_TERMS) for loss in CLIPS)]):
         yield loss, AGGREGATIONS[(place + place // len(AGGREGATIONS)) % len(AGGREGATIONS)], term
+    yield from ((OF_SAMPLES, "sample_mean", term) for term in of_sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +185,9 @@ def truth_of_terms(
     for policy_loss, aggregation, term in dict.fromkeys(rows):
         config = config_of(policy_loss, aggregation, term)
         tokens = [Tokens.of(rows, sample, config.policy_temperature) for rows, sample in zip(logits, samples, strict=True)]
-        step = step_of_term(samples, tokens, policy_loss, config)
+        given = in_rollouts(samples) if term in (ROLLOUTS, RATIO_OF_ROLLOUTS) else samples
+        given = with_one_advantage(given) if term == RATIO_OF_ROLLOUTS else given
+        step = step_of_term(given, tokens, policy_loss, config)
         loss = loss_by_hand(step, tokens, config)
         parts = torch.autograd.grad(loss, [*leaves.values()], retain_graph=True, materialize_grads=True)
         divisor = len(step) if config.gradient_divisor == GradientDivisor.NUM_SAMPLES else 1  # of the gradient alone
@@ -240,34 +253,86 @@ def loss_by_hand(
 ) -> Tensor:  # 0-d float64 with graph
     """The loss of the whole step. Raises DataError for a sample without log-probabilities that the settings need."""
     policy_loss, divisor = config.policy_loss, config.loss_aggregation_divisor or DIVISOR
-    log_probs = [of_sample.log_probs for of_sample in tokens]
-    factors = [factors_by_hand(sample, values.tolist(), config) for sample, values in zip(step, log_probs, strict=True)]
+    units = units_by_hand(step, tokens, config.importance_ratio_unit)
+    factors = [factors_by_hand(unit.sample, unit.tokens.log_probs.tolist(), config) for unit in units]
     is_corrected = CorrectionSettings.of(config).is_on
     clip = get_policy_loss(policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
     sums = losses_by_hand(
-        step,
-        log_probs,
+        [unit.sample for unit in units],
+        [unit.tokens.log_probs for unit in units],
         policy_loss,
         config.loss_parameters,
         factors if is_corrected else None,
         clip,
-        [of_sample.entropy for of_sample in tokens],
+        [unit.tokens.entropy for unit in units],
     )
     counted = list(step)
     if config.rejected_tokens == RejectedTokens.DROPPED:
-        counted = [
-            replace(sample, loss_mask=[bit * (factor != 0) for bit, factor in zip(sample.loss_mask, of_sample, strict=True)])
-            for sample, of_sample in zip(step, factors, strict=True)
-        ]
+        masks = [[0] * len(sample.loss_mask) for sample in step]
+        for unit, of_unit in zip(units, factors, strict=True):
+            for (number, t), bit, factor in zip(unit.places, unit.sample.loss_mask, of_unit, strict=True):
+                masks[number][t] |= bit * (factor != 0)
+        counted = [replace(sample, loss_mask=mask) for sample, mask in zip(step, masks, strict=True)]
     weights = weights_by_hand(counted, config.loss_aggregation, divisor)
     weights_of_samples = weights_by_hand(step, "sample_mean")
-    loss = sum((weight * part for weight, part in zip(weights, sums, strict=True)), start=torch.zeros((), dtype=torch.float64))
+    of_units = [max(weights[place] for place, _ in unit.places) for unit in units]
+    loss = sum((weight * part for weight, part in zip(of_units, sums, strict=True)), start=torch.zeros((), dtype=torch.float64))
     for sample, of_sample, weight in zip(step, tokens, weights_of_samples, strict=True):
         for t in (t for t, bit in enumerate(sample.loss_mask) if bit):
             if config.kl_coefficient:
                 loss = loss + config.kl_coefficient * weight * kl_by_hand(sample, t, of_sample.log_probs[t], config.kl_estimator)
             loss = loss - config.entropy_coefficient * weight * of_sample.entropy[t]
     return loss
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What has one ratio, as a sample. places: the sample of the step and the place in its response, of each token."""
+
+    sample: StepSample
+    tokens: Tokens
+    places: list[tuple[int, int]]
+
+
+def units_by_hand(step: Sequence[StepSample], tokens: Sequence[Tokens], unit: str) -> list[Unit]:
+    """The samples; or the rollouts, their samples' responses in a row; or the turns, each a sample with one run of its mask."""
+    together: dict[object, list[int]] = {}
+    for place, sample in enumerate(step):
+        together.setdefault(rollout_key(sample, place) if unit == RatioUnit.ROLLOUT else place, []).append(place)
+    units = []
+    for members in together.values():
+        places = [(place, t) for place in members for t in range(len(step[place].loss_mask))]
+
+        def joined_lists(values: Sequence[list[Any] | None]) -> list[Any] | None:
+            given = [of_one for of_one in values if of_one is not None]
+            return [value for of_one in given for value in of_one] if given else None
+
+        parts = [step[place] for place in members]
+        sample = replace(
+            parts[0],
+            tokens=[0, *(token for part in parts for token in part.tokens[-len(part.loss_mask) :])],
+            loss_mask=[bit for part in parts for bit in part.loss_mask],
+            old_log_probs=joined_lists([part.old_log_probs for part in parts]),
+            ref_log_probs=joined_lists([part.ref_log_probs for part in parts]),
+            rollout_log_probs=joined_lists([part.rollout_log_probs for part in parts]),
+        )
+        joined = Tokens(*(torch.cat([getattr(tokens[place], name) for place in members]) for name in ("log_probs", "entropy")))
+        masks = [sample.loss_mask]
+        if unit == RatioUnit.TURN:
+            masks = runs_of(sample.loss_mask)
+        units += [Unit(replace(sample, loss_mask=mask), joined, places) for mask in masks]
+    return units
+
+
+def runs_of(mask: Sequence[int]) -> list[list[int]]:
+    """The mask once for each of its runs of ones, with that run alone."""
+    found: list[list[int]] = []
+    for place, bit in enumerate(mask):
+        if bit and (place == 0 or not mask[place - 1]):
+            found.append([0] * len(mask))
+        if bit:
+            found[-1][place] = 1
+    return found
 
 
 def kl_by_hand(sample: StepSample, t: int, new: Tensor, estimator: str) -> Tensor:  # 0-d each

@@ -22,12 +22,13 @@ from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import on_all_ranks
-from megatron_rl.layout.groups import ParallelGroups, broadcast_from_last, resolve_group, resolve_groups
+from megatron_rl.layout.groups import SINGLE, ParallelGroups, broadcast_from_last, resolve_group, resolve_groups
 from megatron_rl.loss_hub import AGGREGATIONS, PASSED_INPUTS, get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.megatron.model import is_of_expert, model_config_of
 from megatron_rl.megatron.probe import probe_schedule
+from megatron_rl.megatron.samples import rollout_ids_of
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
-from megatron_rl.step_counts import StepTotals
+from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 from megatron_rl.testing.comparison import Comparison, compare_shards, named_sizes
 from megatron_rl.testing.layout_step import (
     Layout,
@@ -106,11 +107,7 @@ def check_step(
     on_all_ranks(read)
     known = gather_tokens(microbatches, samples, groups)
     step = dense_step(samples, known, config)
-    totals = StepTotals(
-        num_samples=len(samples),
-        num_prompts=len({sample.prompt_id for sample in samples}),
-        num_tokens=sum(sum(sample.loss_mask) for sample in samples),
-    )
+    totals = _counted(samples)[0]
     scale = partial(
         scale_for_schedule,
         num_microbatches=len(batches),
@@ -137,7 +134,7 @@ def check_step(
     is_16_bit = any(on_all_ranks(lambda: any(logits.dtype != torch.float32 for logits in own.logits)))
     tolerance = TOLERANCE_OF_16_BITS if is_16_bit else TOLERANCE
     if torch.distributed.get_rank() == 0:
-        for words in what_the_step_hides(samples, totals, config):
+        for words in what_the_step_hides(samples, config):
             warnings.warn(f"check_step: {words}", stacklevel=2)
     if not found.is_within(tolerance):
         mistake = ""
@@ -175,9 +172,9 @@ def _cause(
     return f"{cause}; {CURE}" if is_of_schedule else cause
 
 
-def what_the_step_hides(samples: Sequence[StepSample], totals: StepTotals, config: PolicyLossConfig) -> Iterator[str]:
+def what_the_step_hides(samples: Sequence[StepSample], config: PolicyLossConfig) -> Iterator[str]:
     """The mistakes that these samples cannot show, with the data that would."""
-    if alike := aggregations_alike(samples, totals, config):
+    if alike := aggregations_alike(samples, config):
         yield (
             f"every sample of this step weighs the same under {', '.join(alike)}: the check cannot tell these apart. Give it "
             "responses of different lengths, and prompts with different numbers of tokens"
@@ -189,19 +186,34 @@ def what_the_step_hides(samples: Sequence[StepSample], totals: StepTotals, confi
         )
 
 
-def aggregations_alike(samples: Sequence[StepSample], totals: StepTotals, config: PolicyLossConfig) -> list[str]:
+def _counted(samples: Sequence[StepSample]) -> tuple[StepTotals, Tensor, Tensor, RolloutCounts]:
+    """Of the whole step, which every rank knows."""
+    masks, ids = [torch.tensor(sample.loss_mask) for sample in samples], rollout_ids_of(samples)
+    rollout_ids = range(len(samples)) if ids is None else ids
+    totals, counts, of_prompts, rollouts = count_step(masks, [one.prompt_id for one in samples], SINGLE, rollout_ids=rollout_ids)
+    assert of_prompts is not None
+    return totals, counts, of_prompts, rollouts
+
+
+def aggregations_alike(samples: Sequence[StepSample], config: PolicyLossConfig) -> list[str]:
     """The built-in aggregations, with the configured one, whose weights on these samples are the same; empty where it is alone."""
     records = [get_loss_aggregation(name) for name in loss_aggregation_names() if "." not in name]
-    # A divisor is a number of the user's.
-    names = [record.name for record in records if AGGREGATIONS.is_built_in(record.name) and not record.takes_divisor]
+    # A divisor is a number of the user's. row_mean is sample_mean where each sample is a rollout.
+    has_rollouts = rollout_ids_of(samples) is not None
+    names = [
+        record.name
+        for record in records
+        if AGGREGATIONS.is_built_in(record.name) and not record.takes_divisor and (has_rollouts or not record.needs_rows)
+    ]
     if config.loss_aggregation not in names:
         return []
-    counts = torch.tensor([sum(sample.loss_mask) for sample in samples])
-    of_prompt = {sample.prompt_id: 0 for sample in samples}
-    for sample in samples:
-        of_prompt[sample.prompt_id] += sum(sample.loss_mask)
-    of_prompts = torch.tensor([of_prompt[sample.prompt_id] for sample in samples])
-    weights = {name: sample_token_weights(name, counts, totals, prompt_token_counts=of_prompts) for name in names}
+    totals, counts, of_prompts, (tokens, rows) = _counted(samples)
+    weights = {
+        name: sample_token_weights(
+            *(name, counts, totals), prompt_token_counts=of_prompts, rollout_token_counts=tokens, rows_of_rollout=rows
+        )
+        for name in names
+    }
     own = weights[config.loss_aggregation]
     # 1e-5 of each: TOLERANCE, below which the gradients cannot differ either.
     alike = [name for name, found in weights.items() if torch.allclose(found, own, rtol=TOLERANCE, atol=0.0)]

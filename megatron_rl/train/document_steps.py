@@ -22,7 +22,7 @@ from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
 from megatron_rl.megatron.schedule import microbatch_multiple
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollouts import RolloutBatch, Sample, prompt_groups
+from megatron_rl.train.rollouts import RolloutBatch, Sample, prompt_groups, rollouts_of
 from megatron_rl.train.trainer import PolicyTrainer
 from megatron_rl.train.writers import LENGTH, REWARD, WITHOUT_SIGNAL
 
@@ -78,16 +78,18 @@ class DocumentSteps:
         """The rollout/ metrics of a file's step, and the last rollout with samples in it; equal on all ranks.
 
         A prompt group counts with its samples that are in the step; they are on one rank.
-        Communication: one all-gather of six numbers over dp.
+        Communication: one all-gather of seven numbers over dp.
         """
         samples, groups = step.samples, prompt_groups(step.samples)
         last = max((sample.place[0] for sample in samples), default=-1)
-        sums = [math.fsum(sample.reward for sample in samples), sum(sample.response_length for sample in samples)]
+        rollouts = rollouts_of(samples)
+        sums = [math.fsum(rollout[0].reward for rollout in rollouts), len(rollouts)]
+        sums += [sum(sample.response_length for sample in samples)]
         silent = sum(all(sample.advantage == 0.0 for sample in group) for group in groups)
         mine = torch.tensor([last, *sums, len(samples), silent, len(groups)], dtype=torch.float64, device=group_device(self._dp))
         lasts, *columns = zip(*all_gather_stack(mine, self._dp).tolist(), strict=True)
-        rewards, lengths, num_samples, without_signal, num_groups = (math.fsum(column) for column in columns)
-        means = {REWARD: rewards / num_samples, LENGTH: lengths / num_samples, WITHOUT_SIGNAL: without_signal / num_groups}
+        rewards, num_rollouts, lengths, num_samples, without_signal, num_groups = (math.fsum(column) for column in columns)
+        means = {REWARD: rewards / num_rollouts, LENGTH: lengths / num_samples, WITHOUT_SIGNAL: without_signal / num_groups}
         return means, int(max(lasts))
 
     def close(self) -> None:
@@ -104,7 +106,7 @@ class DocumentSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedSample(Sample):
-    """A sample that knows its rollout. Its prompt_id holds the rollout, because a step may hold several rollouts."""
+    """A sample that knows its rollout. Its ids hold the rollout, because a step may hold several rollouts."""
 
     place: tuple[int, int]
     """(rollout, number of the sample in it)."""
@@ -117,10 +119,14 @@ class StreamedSample(Sample):
     @classmethod
     def all_of(cls, batch: RolloutBatch) -> list[StreamedSample]:
         names, index = [field.name for field in dataclasses.fields(Sample)], batch.rollout_index
-        return [
-            cls(**{**{name: getattr(sample, name) for name in names}, "prompt_id": f"{index}/{sample.prompt_id}"}, place=(index, n))
-            for n, sample in enumerate(batch.samples)
-        ]
+        found = []
+        for number, sample in enumerate(batch.samples):
+            values = {name: getattr(sample, name) for name in names}
+            values["prompt_id"] = f"{index}/{sample.prompt_id}"
+            if sample.rollout_id is not None:
+                values["rollout_id"] = f"{index}/{sample.rollout_id}"
+            found.append(cls(**values, place=(index, number)))
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from megatron_rl.train.rollouts import (
     Microbatches,
     RolloutBatch,
     SharedRollout,
+    mean_reward,
     partition,
     share_without_signal,
     split_into_steps,
@@ -205,7 +206,7 @@ class TrainingRun:
             if rollout is None:
                 return
             headers = rollout.headers
-            reward = sum(sample.reward for sample in headers) / len(headers)
+            reward = mean_reward(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
             of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
             if self._evaluation is not None and progress.num_rollouts % options.eval_interval == 0:

@@ -25,7 +25,7 @@ from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import prompt_digest
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import GIVEN_FOR_ALL, check_parts, existing_parts, is_of_host, load_rollouts, read_part
-from megatron_rl.train.rollouts import RolloutBatch, Sample, SampleHeader, SharedRollout
+from megatron_rl.train.rollouts import RolloutBatch, Sample, SampleHeader, SharedRollout, problem_of_rollouts
 from megatron_rl.train.trainer import PolicyTrainer
 
 
@@ -98,7 +98,7 @@ class ReplayedRollouts:
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> SharedRollout | None:
         """None after the last rollout. policy_version has no effect: the file's samples have their own, or none.
 
-        Communication, where each rank reads its own parts: on_all_ranks', and two all-gathers over dp, of 14 numbers a rank and 6
+        Communication, where each rank reads its own parts: on_all_ranks', and two all-gathers over dp, of 15 numbers a rank and 6
         numbers a sample.
         """
         if self._own_files:
@@ -156,18 +156,20 @@ class ReplayedRollouts:
                     f"{self._path}, rollout {due}: {name} is in some parts and null in others; give it for all samples, or for "
                     f"none ({without})"
                 )
-        headers = self._headers(samples, [of_rank[0] for of_rank in ranks], due)
+        has_rollouts = bool(holders[0][6 + list(GIVEN_FOR_ALL).index("rollout_id")])
+        headers = self._headers(samples, [of_rank[0] for of_rank in ranks], due, has_rollouts)
         vocab_size = next((part.vocab_size for part in parts), None)
         own = RolloutBatch(samples=samples, rollout_index=due, vocab_size=vocab_size)
         return SharedRollout(headers=headers, own=own)
 
-    def _headers(self, samples: list[Sample], counts: list[int], due: int) -> list[SampleHeader]:
+    def _headers(self, samples: list[Sample], counts: list[int], due: int, has_rollouts: bool) -> list[SampleHeader]:
         """Of the samples of all ranks, by their index. counts: the samples of each rank."""
-        rows = torch.zeros(max(counts), 5, dtype=torch.int64)
+        rows = torch.zeros(max(counts), 6, dtype=torch.int64)
         for place, sample in enumerate(samples):
             digest = prompt_digest(sample.prompt_id)
             bits = struct.unpack("2q", struct.pack("2d", sample.reward, sample.advantage))
-            rows[place] = torch.tensor([sample.index, digest, sample.response_length, *bits])
+            rollout = 0 if sample.rollout_id is None else prompt_digest(sample.rollout_id, "rollout")
+            rows[place] = torch.tensor([sample.index, digest, sample.response_length, *bits, rollout])
         gathered = all_gather_stack(rows.to(group_device(self._dp)), self._dp).cpu()
         headers = [
             _header(row, dp_rank)
@@ -178,6 +180,10 @@ class ReplayedRollouts:
         for before, header in itertools.pairwise(headers):
             if before.index == header.index:
                 raise DataError(f"{self._path}, rollout {due}: index: {header.index} is in two parts: each sample has its own")
+        if not has_rollouts:
+            headers = [replace(header, rollout_id=None) for header in headers]
+        if (problem := problem_of_rollouts(headers)) is not None:
+            raise DataError(f"{self._path}, rollout {due}, digests of ids: {problem[0]}: {problem[1]}")
         return headers
 
 
@@ -201,6 +207,14 @@ class _Ahead:
 
 
 def _header(row: Tensor, dp_rank: int) -> SampleHeader:
-    index, digest, length, *bits = row.tolist()
+    index, digest, length, *bits, rollout = row.tolist()
     reward, advantage = struct.unpack("2d", struct.pack("2q", *bits))
-    return SampleHeader(prompt_id=digest, index=index, response_length=length, reward=reward, advantage=advantage, dp_rank=dp_rank)
+    return SampleHeader(
+        prompt_id=digest,
+        index=index,
+        response_length=length,
+        reward=reward,
+        advantage=advantage,
+        dp_rank=dp_rank,
+        rollout_id=rollout,
+    )

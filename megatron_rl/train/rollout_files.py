@@ -6,7 +6,8 @@ JSON lines, one line a rollout batch:
      "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7, "old_log_probs": [-1.9, -2.2], "index": 0}, ...], "vocab_size": 9}
 
 vocab_size, the policy's, may be left out: then --vocab-size or the task gives it. old_log_probs, ref_log_probs,
-rollout_log_probs, policy_version, routes, kept_ids and kept_mass may be null or left out (old_log_probs: null). routes are
+rollout_log_probs, policy_version, routes, kept_ids, kept_mass and rollout_id may be null or left out (old_log_probs: null).
+Samples of one rollout_id, a string or an integer, are rows of one rollout: they share prompt_id and reward. routes are
 [layers with experts][tokens - 1][experts of a token], ids of experts; the last token predicts nothing and has none. kept_ids are
 what a sampler with top-p, top-k or min-p drew each response token from: [response_length][ids of a set], a masked token's may be
 empty; train/kept_ids.py reads other forms. Log-probabilities are then over these sets. Floats have as many digits as the same
@@ -39,7 +40,7 @@ from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.samples import RouteShape, route_problem
 from megatron_rl.train.kept_ids import problems_of_kept_ids, read_kept_ids
-from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample, group_advantages
+from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample, group_advantages, problem_of_rollouts
 
 # Fields that all samples of a rollout have, or none -> what it means where none has.
 GIVEN_FOR_ALL = {
@@ -49,6 +50,7 @@ GIVEN_FOR_ALL = {
     "routes": "routers choose by themselves",
     "kept_ids": "the sampler drew from the whole vocabulary",
     "kept_mass": "it is not measured",
+    "rollout_id": "each sample is a rollout",
 }
 
 
@@ -290,6 +292,8 @@ def _check_together(samples: Sequence[Sample], place: str) -> None:
                 f"{place}, sample {is_absent.index(True)}: {name}: null here and given for others of the rollout; "
                 f"give them for all samples, or for none ({without})"
             )
+    if (of_rollout := problem_of_rollouts(samples)) is not None:
+        raise DataError(f"{place}: {of_rollout[0]}: {of_rollout[1]}")
     taken: dict[int, int] = {}
     for number, sample in enumerate(samples):
         if taken.setdefault(sample.index, number) != number:
@@ -351,6 +355,8 @@ def _sample_problems(sample: Sample, vocab_size: int | None, route_shape: RouteS
     """(field, what is wrong with it). The caller stops at the first, so a later check may rely on earlier ones."""
     if not isinstance(sample.prompt_id, str):
         yield "prompt_id", f"{sample.prompt_id!r} must be a string"
+    if sample.rollout_id is not None and not isinstance(sample.rollout_id, str) and not _is_int(sample.rollout_id):
+        yield "rollout_id", f"{sample.rollout_id!r} must be null, a string or an integer"
     if not _is_int(sample.index) or sample.index < 0:
         yield "index", f"{sample.index!r} must be an integer of at least 0"
     if vocab_size is not None:
@@ -432,7 +438,10 @@ def host_records(path: str | Path, normalization: str = AdvantageNormalization.S
         records, _ = load_samples(str(file), "--rollouts")
         samples = [_sample_of_host(record, f"{file}, sample {number}", number) for number, record in enumerate(records)]
         prompts = [sample["prompt_id"] for sample in samples]
-        advantages = group_advantages([sample["reward"] for sample in samples], prompts, normalization)
+        keys = [sample["rollout_id"] for sample in samples]
+        advantages = group_advantages([sample["reward"] for sample in samples], prompts, normalization, keys)
+        if len({*keys}) == len(keys):  # each sample is a rollout
+            samples = [{**sample, "rollout_id": None} for sample in samples]
         for sample, advantage in zip(samples, advantages, strict=True):
             sample["advantage"] = advantage
         yield file, {"rollout_index": rollout_index, "samples": samples}
@@ -447,6 +456,7 @@ def _sample_of_host(record: Any, place: str, number: int) -> dict[str, Any]:
         raise DataError(f"{place}: group_index: missing, and it says which samples answer one prompt: the host's rollouts set it")
     if isinstance(reward, bool) or not isinstance(reward, int | float):
         raise DataError(f"{place}: reward: {reward!r} must be a number: a host with several takes one by --reward-key")
+    rollout = plain_number(record.get("rollout_id"))
     length, mask = plain_number(record.get("response_length")), _listed(record.get("loss_mask"))
     if record.get("remove_sample"):  # the host masks all of it
         mask = [0] * length if isinstance(length, int) else mask
@@ -460,6 +470,7 @@ def _sample_of_host(record: Any, place: str, number: int) -> dict[str, Any]:
         "rollout_log_probs": _listed(record.get("rollout_log_probs")),
         "index": number,
         "kept_ids": _kept_ids_of_host(record, place),
+        "rollout_id": f"sample {number}" if rollout is None else rollout,
     }
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -83,6 +82,8 @@ class Sample:
     these sets. None: the whole vocabulary."""
     kept_mass: Tensor | None = None
     """[response_length] float32, what each set had of the sampler's softmax; a metric and explain show it."""
+    rollout_id: str | int | None = None
+    """Equal for the samples of one rollout, as its turns or agents; they share prompt_id and reward. None: it is a rollout."""
 
     @property
     def number(self) -> int:
@@ -105,6 +106,12 @@ class Sample:
 class InGroup(Protocol):
     @property
     def prompt_id(self) -> str | int: ...
+
+    @property
+    def rollout_id(self) -> str | int | None: ...
+
+    @property
+    def reward(self) -> float: ...
 
 
 AnySample = TypeVar("AnySample", bound=InGroup)
@@ -140,6 +147,8 @@ class SampleHeader:
     reward: float
     advantage: float
     dp_rank: int
+    rollout_id: str | int | None = None
+    """A name, or its digest; None: the sample is a rollout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,9 +162,9 @@ class SharedRollout:
     @classmethod
     def of(cls, batch: RolloutBatch, dp_rank: int, dp_size: int) -> SharedRollout:
         """Of a rollout that every rank has read whole. The samples of one prompt go to the ranks in turn, and the next
-        prompt goes on from there, so that no rank is idle in a step of few prompts."""
-        in_groups = itertools.chain.from_iterable(prompt_groups(batch.samples))
-        rank_of = {sample.index: place % dp_size for place, sample in enumerate(in_groups)}
+        prompt goes on from there, so that no rank is idle in a step of few prompts. The samples of one rollout go together."""
+        in_groups = [rollout for group in prompt_groups(batch.samples) for rollout in rollouts_of(group)]
+        rank_of = {sample.index: place % dp_size for place, rollout in enumerate(in_groups) for sample in rollout}
         headers = [
             SampleHeader(
                 prompt_id=sample.prompt_id,
@@ -164,6 +173,7 @@ class SharedRollout:
                 reward=sample.reward,
                 advantage=sample.advantage,
                 dp_rank=rank_of[sample.index],
+                rollout_id=sample.rollout_id,
             )
             for sample in batch.samples
         ]
@@ -181,19 +191,27 @@ class SharedRollout:
 
 
 def group_advantages(
-    rewards: Sequence[float], prompt_ids: Sequence[str], normalization: str = AdvantageNormalization.STD
+    rewards: Sequence[float],
+    prompt_ids: Sequence[str],
+    normalization: str = AdvantageNormalization.STD,
+    rollout_ids: Sequence[str | int] | None = None,
 ) -> list[float]:
     """(reward - mean of its group) / (unbiased standard deviation of its group + 1e-6); 0 in a group of equal rewards.
 
     arXiv:2402.03300, section 4.1.2, with a floor under the deviation. normalization "none": reward - mean, as in Dr. GRPO,
-    arXiv:2503.20783, section 3.2. A group of one gets 0; groups may be scattered.
+    arXiv:2503.20783, section 3.2. A group of one gets 0; groups may be scattered. Samples of one rollout count once in their group,
+    with the reward that they share. rollout_ids None: each sample is a rollout.
     Example: rewards 0, 1, 1 of one prompt: mean 2/3, deviation 0.57735, advantages -1.1547, 0.57735, 0.57735.
     """
     groups: dict[str, list[float]] = {}
-    for reward, prompt_id in zip(rewards, prompt_ids, strict=True):
+    keys: Sequence[str | int] = range(len(rewards)) if rollout_ids is None else rollout_ids
+    seen: set[str | int] = set()
+    for reward, prompt_id, key in zip(rewards, prompt_ids, keys, strict=True):
         if not math.isfinite(reward):
             raise DataError(f"prompt {prompt_id!r} has a reward of {reward}, it must be finite: fix the reward function")
-        groups.setdefault(prompt_id, []).append(reward)
+        if key not in seen:
+            groups.setdefault(prompt_id, []).append(reward)
+        seen.add(key)
     try:
         baselines = {prompt_id: _mean_and_deviation(group) for prompt_id, group in groups.items()}
     except OverflowError as error:
@@ -221,6 +239,35 @@ def prompt_groups(samples: Sequence[AnySample]) -> list[list[AnySample]]:
     for sample in samples:
         groups.setdefault(sample.prompt_id, []).append(sample)
     return list(groups.values())
+
+
+def rollouts_of(samples: Sequence[AnySample]) -> list[list[AnySample]]:
+    """The samples of each rollout, in the order of their first samples."""
+    found: dict[object, list[AnySample]] = {}
+    for place, sample in enumerate(samples):
+        found.setdefault((None, place) if sample.rollout_id is None else sample.rollout_id, []).append(sample)
+    return list(found.values())
+
+
+def mean_reward(samples: Sequence[AnySample]) -> float:
+    """Over rollouts: a rollout of several samples has one reward."""
+    rewards = [rollout[0].reward for rollout in rollouts_of(samples)]
+    return sum(rewards) / len(rewards)
+
+
+def problem_of_rollouts(samples: Sequence[AnySample]) -> tuple[str, str] | None:
+    """(field, what is wrong) where the samples of one rollout do not share their prompt or their reward; None: nothing."""
+    for rollout in rollouts_of(samples):
+        first = rollout[0]
+        for sample in rollout[1:]:
+            for name, own, other in (
+                ("prompt_id", first.prompt_id, sample.prompt_id),
+                ("reward", first.reward, sample.reward),
+            ):
+                if own != other:
+                    shared = f"samples of rollout {first.rollout_id!r} have {own!r} and {other!r}: a rollout has one {name}"
+                    return name, f"{shared}, which all its samples share; correct it, or give the samples a rollout_id each"
+    return None
 
 
 def share_without_signal(samples: Sequence[SampleHeader]) -> float:
@@ -253,13 +300,19 @@ def partition(samples: Sequence[SampleHeader], dp_rank: int, micro_batch_size: i
     """The micro-batches of one data-parallel rank: of the step's samples those that it holds. None: one micro-batch.
 
     Each rank gets the same number of micro-batches, because the schedule's collectives need it; a rank with too few
-    samples gets empty ones at the end. Together the ranks hold each sample once; they split prompt groups.
+    samples gets empty ones at the end. Together the ranks hold each sample once; they split prompt groups. The samples of one
+    rollout stay in one micro-batch where they are on one rank.
     """
     if not samples:
         raise DataError("a step without samples: there is nothing to partition")
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(f"--micro-batch-size {micro_batch_size} must be at least 1, or unset for one micro-batch")
-    most = max(Counter(sample.dp_rank for sample in samples).values())
-    size = most if micro_batch_size is None else micro_batch_size
-    mine = [sample for sample in samples if sample.dp_rank == dp_rank]
-    return [mine[start : start + size] for start in range(0, most, size)]
+    from megatron_rl.accumulation import cut_at_rollouts  # it needs torch, and `train --help` does not
+
+    of_ranks: dict[int, list[SampleHeader]] = {dp_rank: []}
+    for sample in samples:
+        of_ranks.setdefault(sample.dp_rank, []).append(sample)
+    size = len(samples) if micro_batch_size is None else micro_batch_size
+    parts = {rank: cut_at_rollouts(mine, size) for rank, mine in of_ranks.items()}
+    most = max(map(len, parts.values()))
+    return [*parts[dp_rank], *([] for _ in range(most - len(parts[dp_rank])))]

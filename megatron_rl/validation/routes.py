@@ -17,6 +17,7 @@ from megatron_rl.config import (
     KLScore,
     PolicyLossConfig,
     PolicyMetrics,
+    RatioUnit,
     RejectedTokens,
     Route,
     RouterAuxLoss,
@@ -45,6 +46,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--one-sample-per-rollout": frozenset({Route.REDUCER}),
     "--clip-ratio-low": _WITH_LOGITS,
     "--clip-ratio-high": _WITH_LOGITS,
+    "--importance-ratio-unit": _WITH_MODEL,
     "--policy-temperature": _WITH_LOGITS,
     "--importance-correction": _WITH_LOGITS,
     "--importance-correction-level": _WITH_LOGITS,
@@ -90,6 +92,7 @@ REASONS: dict[str, str] = {
     "--fused-lm-head-loss": "a reducer comes after the host's own loss, which needs the logits",
     "--max-logits-bytes": "a reducer comes after the host's own loss, which needs the logits",
     "--skip-old-log-probs": "train leaves it out by itself, and beside a reducer the host's own loss decides",
+    "--importance-ratio-unit": "elsewhere the host says what a sample of the loss is",
     "--rejected-tokens": "elsewhere the host has counted the step's tokens before the loss knows which are dropped",
     **dict.fromkeys(
         (
@@ -109,6 +112,7 @@ REASONS: dict[str, str] = {
 # Fields with a fixed set of values.
 CHOICES: dict[str, type[StrEnum]] = {
     "importance_correction_level": CorrectionLevel,
+    "importance_ratio_unit": RatioUnit,
     "rejected_tokens": RejectedTokens,
     "sampling_support": SupportUse,
     "kl_score": KLScore,

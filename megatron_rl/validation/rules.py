@@ -15,6 +15,7 @@ from megatron_rl.config import (
     EntropyBonusTokens,
     KLScore,
     PolicyMetrics,
+    RatioUnit,
     RejectedTokens,
     Route,
     Watchdog,
@@ -188,6 +189,30 @@ def corrections_fit(launch: Settings) -> Iterator[str]:
     yield from correction.problems()
     if correction.has_factor and loss is not None and loss.anchor == "rollout":
         yield counted_twice(correction.kind, loss.name)
+
+
+@check()
+def ratios_have_a_unit(launch: Settings) -> Iterator[str]:
+    """A wrong unit is reported with the other choices."""
+    config, loss, correction = launch.config, launch.loss, CorrectionSettings.of(launch.config)
+    unit = config.importance_ratio_unit
+    if unit not in (RatioUnit.ROLLOUT, RatioUnit.TURN) or loss is None:
+        return
+    if loss.level == "batch":
+        yield (
+            f"importance_ratio_unit={unit} with policy_loss={config.policy_loss}: its function sums over the tokens of a sample by "
+            "itself, so it has no ratio of a sequence that could be another one's; remove it, or choose --policy-loss gspo"
+        )
+    elif loss.level != "sequence" and not correction.needs_sums:
+        yield (
+            f"importance_ratio_unit={unit} has no effect with policy_loss={config.policy_loss}, which has a ratio a token, and "
+            "without a correction of sequences; remove it, or choose --policy-loss gspo"
+        )
+    if unit == RatioUnit.ROLLOUT and launch.record is not None and launch.record.needs_rows:
+        yield (
+            f"importance_ratio_unit={unit} with loss_aggregation={config.loss_aggregation}: the samples of a rollout weigh "
+            "differently there, and the one ratio of them all has one weight; choose --loss-aggregation sample_mean"
+        )
 
 
 @check()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.accumulation import Deal
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.commands.explain.step import read_step
 from megatron_rl.errors import ConfigError
@@ -59,7 +58,7 @@ def microbatches(num_samples: int, data_parallel_size: int, micro_batch_size: in
     """The samples of each micro-batch of each rank: runs of the file, in its order."""
     share = -(-num_samples // data_parallel_size)
     ranks = [list(range(num_samples))[rank * share : (rank + 1) * share] for rank in range(data_parallel_size)]
-    return [Deal(1, micro_batch_size).cut_share([samples]) for samples in ranks]
+    return [[row[place : place + micro_batch_size] for place in range(0, len(row), micro_batch_size)] for row in ranks]
 
 
 def difference(

@@ -17,7 +17,7 @@ from megatron_rl.commands.explain.step import LaunchLayout
 from megatron_rl.commands.explain.weights import Weighing
 from megatron_rl.config import GradientDivisor, Route
 from megatron_rl.hosts.base import HostLaunch
-from megatron_rl.hosts.companions import RolloutCounts
+from megatron_rl.hosts.companions import HostCounts
 from megatron_rl.hosts.door import AVERAGED, SUMMED, Door
 
 # The weight of an aggregation that declares no formula.
@@ -68,7 +68,7 @@ def host_chain(launch: HostLaunch, weighing: Weighing, layout: LaunchLayout) -> 
     if launch.companion == REWARD:
         # What divides the sample later: our reducer sees samples, everybody else the rollout that they are part of.
         later = "m_i" if launch.has_reducer else _rollout_letter(counts)
-        hook = _of_rollouts(formula, counts) * Formula({"N": 1, later: 1})
+        hook = _asked_of(weighing) * Formula({"N": 1, later: 1})
         of_samples.insert(0, ("reward hook", hook, "hooks.reward_post_process scales the sample's advantage"))
     does = f"{launch.options.host} scales what its loss function returns"
     does += "; the converter makes a rollout of each prompt" if is_converted and not launch.is_per_token else ""
@@ -91,8 +91,10 @@ def own_chain(weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> C
     scale = Formula(T=1) if per_token else Formula(M=1, dp=1, cp=1)
     rest.append(("scale", scale, "scale_for_schedule undoes what follows"))
     rest += [*SUMMED, ("finalize", TOKEN_MEAN, FINALIZE)] if per_token else AVERAGED
+    # It counts rollouts: the declared letters, where one has several samples.
+    weight = weighing.record.rollout_formula or OWN_WEIGHT if weighing.counts.has_fan_out else weight
     of_samples = [("weight", weight, "sample_token_weights, from counts of the whole step")]
-    return _chain(of_samples, rest, weighing, layout)
+    return _chain(of_samples, rest, weighing, layout, weight)
 
 
 def door_chain(door: Door, weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> Chain:
@@ -102,7 +104,7 @@ def door_chain(door: Door, weighing: Weighing, layout: LaunchLayout, *, per_toke
     return _chain(*stages, weighing, layout)
 
 
-def _reduced(launch: HostLaunch, counts: RolloutCounts, formula: Formula) -> tuple[str, Formula, str] | None:
+def _reduced(launch: HostLaunch, counts: HostCounts, formula: Formula) -> tuple[str, Formula, str] | None:
     """What one token counts in the number that the loss function returns."""
     mean = Formula({"M_g" if launch.companion == CONVERT else _rollout_letter(counts): -1})
     if our_route(launch) is None:
@@ -121,23 +123,32 @@ def _reduced(launch: HostLaunch, counts: RolloutCounts, formula: Formula) -> tup
     return ("custom_loss", weight, "megatron_rl.hooks.custom_loss") if is_loss else ("reducer", weight, REDUCER)
 
 
-def _rollout_letter(counts: RolloutCounts) -> str:
+def _rollout_letter(counts: HostCounts) -> str:
     return "M_roll" if counts.has_fan_out else "m_i"
 
 
-def _of_rollouts(formula: Formula, counts: RolloutCounts) -> Formula:
+def _asked_of(weighing: Weighing) -> Formula:
+    """The weight in the letters of a host."""
+    record, counts = weighing.record, weighing.counts
+    if record.needs_rows and record.rollout_formula is not None and counts.has_fan_out:
+        return record.rollout_formula.renamed({"R": "N", "M_j": "M_roll"})
+    return _of_rollouts(record.formula or OWN_WEIGHT, counts)
+
+
+def _of_rollouts(formula: Formula, counts: HostCounts) -> Formula:
     """N counts rollouts: the tokens of a whole rollout take the place of a sample's."""
     return formula.renamed({"m_i": _rollout_letter(counts)})
 
 
-def _chain(of_samples, rest, weighing: Weighing, layout: LaunchLayout) -> Chain:
-    """of_samples: the factors that weigh samples, 0 for one without a token; rest: those that scale the whole step."""
+def _chain(of_samples, rest, weighing: Weighing, layout: LaunchLayout, wanted: Formula | None = None) -> Chain:
+    """of_samples: the factors that weigh samples, 0 for one without a token; rest: those that scale the whole step. wanted: the
+    weight that is asked for; None: the record's, of samples that are rollouts."""
     counts, has_tokens = weighing.counts, weighing.counts.tokens > 0
     symbols, formulas = _symbols(weighing, layout), [formula for _, formula, _ in (*of_samples, *rest)]
     net = math.prod(formulas, start=Formula())
     # --gradient-divisor is asked for too.
     divided = Formula() if weighing.config.gradient_divisor == GradientDivisor.NONE else Formula(N=-1)
-    asked = _of_rollouts(weighing.record.formula or OWN_WEIGHT, counts) * divided
+    asked = (wanted or _asked_of(weighing)) * divided
     left_over = net / asked
     # One factor that is all of it, else those that have a part in it.
     suspects = {left_over} & {*formulas} if left_over.powers else set()
@@ -161,7 +172,12 @@ def _symbols(weighing: Weighing, layout: LaunchLayout) -> dict[str, Tensor]:
     counts, totals = weighing.counts, weighing.counts.totals
     symbols: dict[str, float | Tensor | None] = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
     symbols |= {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens, "L": weighing.divisor}
-    symbols |= {"R": int(counts.tokens.sum())}
+    symbols |= {
+        "T_all": int(counts.tokens.sum()),
+        "R": totals.num_samples,
+        "M_j": counts.rollout_tokens,
+        "k_j": counts.rollout_rows,
+    }
     symbols |= {"T'": int(counts.tokens.clamp(min=1).sum()), "w_i": weighing.token_weights}
     symbols |= {"m_i": counts.tokens, "M_roll": counts.rollout_tokens, "M_g": counts.prompt_tokens}
     return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in symbols.items() if value is not None}

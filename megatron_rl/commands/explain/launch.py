@@ -11,7 +11,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, HostLaunch, host_named, read_launch
 from megatron_rl.hosts.checks import HOMOGENEOUS_ESTIMATORS, check_launch, host_warnings
-from megatron_rl.hosts.companions import RolloutCounts
+from megatron_rl.hosts.companions import HostCounts
 from megatron_rl.validation import field_of
 
 TRAIN = "train"
@@ -63,7 +63,7 @@ def route_of(args: Namespace) -> Route:
     return Route.CUSTOM_LOSS if route_name(args) == Route.CUSTOM_LOSS else Route.REDUCER
 
 
-def given_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCounts) -> tuple[Namespace, HostLaunch, list[str]]:
+def given_launch(args: Namespace, config: PolicyLossConfig, counts: HostCounts) -> tuple[Namespace, HostLaunch, list[str]]:
     """A host's arguments, what they ask for, and the hooks among them as lines, none where nothing of megatron_rl is at work.
 
     The whole input is one step: what the hosts call a dynamic global batch.

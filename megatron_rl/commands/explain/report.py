@@ -13,7 +13,7 @@ from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
 from megatron_rl.commands.explain.step import LaunchLayout, StepInput
 from megatron_rl.commands.explain.weights import Corrected, Weighing, shift_lines, short
 from megatron_rl.errors import printable
-from megatron_rl.hosts.companions import RolloutCounts
+from megatron_rl.hosts.companions import HostCounts
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.training_hooks import corrections_in_words
 from megatron_rl.loss_hub import get_policy_loss
@@ -23,7 +23,7 @@ from megatron_rl.registries.correction_settings import CorrectionSettings
 @dataclass(kw_only=True, slots=True)
 class Explanation:
     step: StepInput
-    counts: RolloutCounts
+    counts: HostCounts
     weighings: list[Weighing]
     assumes_divisor: bool
     """No divisor was given: it is the longest response."""
@@ -112,14 +112,28 @@ def weight_table(explanation: Explanation, max_rows: int) -> list[list[str]]:
         rows.append([f"sample {index}", *names, f"{int(counts.tokens[index])}/{step.masks[index].numel()}", *cells])
     rows += _more(counts.num_samples - max_rows, rows[0])
     if step.prompts is not None and counts.prompt_tokens is not None:
-        shares = [weighing.prompt_shares(step.prompts) for weighing in weighings]
+        shares = [weighing.shares_of(step.prompts) for weighing in weighings]
         tokens_of = dict(zip(step.prompts, counts.prompt_tokens.tolist(), strict=True))
         for name in list(tokens_of)[:max_rows]:
             rows.append([f"prompt {name}", *blank, str(tokens_of[name]), *(f"{of_one[name]:6.1%}" for of_one in shares)])
         rows += _more(len(tokens_of) - max_rows, rows[0])
+    if counts.has_fan_out:
+        rows += _rollout_rows(explanation, max_rows, rows[0])
     rows.append(["sum of weights", *blank, str(counts.totals.num_tokens), *(short(weighing.total) for weighing in weighings)])
     rows.append(["gradient", *blank, "", *(f"x {short(weighing.gradient_scale)}" for weighing in weighings)])
     return [*rows, ["known as", *blank, "", *(weighing.record.source or "your own" for weighing in weighings)]]
+
+
+def _rollout_rows(explanation: Explanation, max_rows: int, header: list[str]) -> list[list[str]]:
+    """A row a rollout of several samples: its tokens, its samples that have one, and its share."""
+    weighings, counts, keys = explanation.weighings, explanation.counts, explanation.step.rollout_keys
+    firsts = {key: index for index, key in reversed([*enumerate(keys)]) if keys.count(key) > 1}
+    shares = [weighing.shares_of(keys) for weighing in weighings]
+    rows = []
+    for key in sorted(firsts, key=firsts.__getitem__)[:max_rows]:
+        tokens, num_rows = int(counts.rollout_tokens[firsts[key]]), int(counts.rollout_rows[firsts[key]])
+        rows.append([f"rollout {key}", "", f"k = {num_rows}", str(tokens), *(f"{of_one[key]:6.1%}" for of_one in shares)])
+    return rows + _more(len(firsts) - max_rows, header)
 
 
 def _more(count: int, header: list[str]) -> list[list[str]]:
@@ -135,7 +149,8 @@ def remarks(explanation: Explanation) -> list[str]:
     of_ratio = "W_i = w_i m_i of the sample's one ratio, " if explanation.has_sample_ratio else ""
     lines = [f"sample: weight of a token, {of_ratio}share of the sample; gradient: its size against sample_mean"]
     if explanation.counts.has_fan_out:
-        lines.append("a rollout of several samples has one share of N, as miles and slime count; M_roll: the tokens of them all")
+        several = "a rollout of several samples counts once, as in train, miles and slime; k: its samples with an unmasked token"
+        lines.append(f"{several}; M_roll, M_j: the tokens of them all")
     for one in explanation.weighings:
         if explanation.assumes_divisor and one.divisor is not None:
             lines.append(f"{one.name}: L = {one.divisor:g}, the longest response, because none is given; training has no default")
@@ -235,7 +250,7 @@ def as_json(explanation: Explanation) -> str:
 
 def _weighing_keys(weighing: Weighing, explanation: Explanation) -> dict:
     prompts = explanation.step.prompts
-    shares = None if prompts is None else {str(name): share for name, share in weighing.prompt_shares(prompts).items()}
+    shares = None if prompts is None else {str(name): share for name, share in weighing.shares_of(prompts).items()}
     return {
         "divisor": weighing.divisor,
         "divisor_is_assumed": explanation.assumes_divisor and weighing.divisor is not None,

@@ -6,7 +6,7 @@ aggregation.py gives the weights, corrections.py the factors.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.config import PolicyLossConfig, RejectedTokens, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.companions import RolloutCounts, count_rollouts
+from megatron_rl.hosts.companions import HostCounts, count_rollouts
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.losses import importance_correction
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -34,7 +34,7 @@ class Weighing:
     """One aggregation on one step."""
 
     config: PolicyLossConfig
-    counts: RolloutCounts
+    counts: HostCounts
 
     @cached_property
     def token_weights(self) -> Tensor:  # [S] float64: the weight of each unmasked token of the sample
@@ -85,10 +85,10 @@ class Weighing:
         """Against sample_mean, where token losses are equal in all samples: m / divisor for constant."""
         return self.total / self.reference
 
-    def prompt_shares(self, prompts: Sequence[int | str]) -> dict[int | str, float]:
-        shares: dict[int | str, float] = dict.fromkeys(prompts, 0.0)
-        for prompt, share in zip(prompts, self.shares.tolist(), strict=True):
-            shares[prompt] += share
+    def shares_of(self, groups: Sequence[Hashable]) -> dict[Hashable, float]:  # [S] the prompt, or the rollout, of each sample
+        shares: dict[Hashable, float] = dict.fromkeys(groups, 0.0)
+        for group, share in zip(groups, self.shares.tolist(), strict=True):
+            shares[group] += share
         return shares
 
 
@@ -116,6 +116,8 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
         record = get_loss_aggregation(name)
         if record.name != name:  # a second name
             continue
+        if record.needs_rows and len({*step.rollout_keys}) == len(step.masks):  # sample_mean's weights
+            continue
         if record.needs_prompts and step.prompts is None:
             left_out.append(f"{name}: which samples share a prompt is not known; give --prompt-ids")
             continue
@@ -124,7 +126,7 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
     return configs, left_out
 
 
-def count_input(step: StepInput, config: PolicyLossConfig) -> RolloutCounts:
+def count_input(step: StepInput, config: PolicyLossConfig) -> HostCounts:
     if config.samples_per_prompt is not None and step.prompts is None:
         raise ConfigError(
             f"--samples-per-prompt {config.samples_per_prompt}: {step.source} does not say which samples share a prompt, so no "
