@@ -6,6 +6,7 @@ Outputs are in tests/test_pages.py, code in tests/test_docs_code.py. Nothing is 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import pkgutil
 import posixpath
@@ -187,6 +188,15 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(site):
         html = page.read_text(encoding="utf-8")
         fetched = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="?(?:https?:)?//[^>]*>|<link[^>]*href="?(?:https?:)?//[^>]*>', html)
         assert fetched == [], page
+
+
+def test_the_words_of_a_search_are_those_of_the_index(site):
+    """A query is not trimmed, so a stop that stays in a word finds nothing: "Dr. GRPO" was "Missing: dr."."""
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    words = [word.lower() for word in re.split(index["config"]["separator"], "Dr. GRPO") if word]
+    assert words == ["dr", "grpo"]
+    titles = {page["location"]: page["title"] for page in index["docs"]}
+    assert titles["losses.html#dr-grpo-dapo"] == "Dr. GRPO, DAPO"
 
 
 def test_links_within_the_site_lead_to_files_of_it(site):

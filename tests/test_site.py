@@ -98,12 +98,13 @@ def test_formulas_are_drawn_by_the_browser(found):
     [
         ("prompt_mean", "aggregation.html"),
         ("GSPO", "losses.html"),
+        ("Dr. GRPO", "losses.html#dr-grpo-dapo"),
         ("--docs-per-step", "training.html"),
         ("kl_new_old", "metrics.html"),
     ],
 )
 def test_search_works_from_a_disk(site, tmp_path, word, target):  # noqa: F811
-    page = site / f"search_{word}.html"
+    page = site / f"search_{word.replace(' ', '_')}.html"
     text = (site / "index.html").read_text(encoding="utf-8")
     page.write_text(text.replace("</body>", SEARCH.replace("WORD", word)), encoding="utf-8")
     addresses = shown_by_the_browser(page, tmp_path, "--virtual-time-budget=5000")
