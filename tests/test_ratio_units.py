@@ -24,6 +24,7 @@ from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.ranks import run_ranks
+from megatron_rl.train.watchdog import WatchdogState, watch
 
 CPU = torch.device("cpu")
 
@@ -335,3 +336,25 @@ def test_dropped_tokens_are_those_of_the_unit():
     with pytest.raises(DataError, match="needs rollout_log_probs"):
         weigh_samples(PolicyLossConfig(importance_correction="icepop", rejected_tokens="dropped"), two_rollouts(), ParallelGroups())
     assert math.exp(0.15) < 1.25 < math.exp(0.3)
+
+
+@pytest.mark.megatron
+def test_the_metrics_of_a_step_say_how_many_rows_a_rollout_has_and_how_even_its_weights_are():
+    """Weights 1/8 of four tokens and 1/4 of two: 1 / (6 x (4/64 + 2/16)). Two documents of three samples are no phantoms."""
+    from trainer_cases import tiny_trainer
+
+    def step(rank):
+        trainer = tiny_trainer(OF_ROLLOUTS)
+        found = trainer.step([two_rollouts()])
+        plain = trainer.step([[replace(sample, rollout_id=None) for sample in two_rollouts()]])
+        return found, plain
+
+    ((found, plain),) = run_ranks(step, 1)
+    assert (found["num_samples"], found["num_rollouts"], found["rollout/rows"], found["policy/num_documents"]) == (3, 2, 1.5, 2)
+    assert found["rollout/weight_effective_sample_size"] == pytest.approx(8 / 9)
+    assert not {"num_rollouts", "rollout/rows", "rollout/weight_effective_sample_size"} & plain.keys()
+    findings = {}
+    for unit in ("rollout", "row"):
+        of_unit, _ = watch(replace(OF_ROLLOUTS, importance_ratio_unit=unit), WatchdogState(), 2, found)
+        findings[unit] = [one.name for one in of_unit if one.name.startswith("phantom")]
+    assert findings == {"rollout": [], "row": ["phantom_num_samples"]}

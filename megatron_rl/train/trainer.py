@@ -17,7 +17,7 @@ from megatron_rl.config import KLScore, PolicyLossConfig, PolicyMetrics, RouterR
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
-from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, resolve_groups
+from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, group_device, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
 from megatron_rl.megatron.head import HeadSettings, check_head
@@ -243,7 +243,7 @@ class PolicyTrainer:
         learning_rate = self._set_learning_rate(policy_version)
         _, grad_norm, _ = self.optimizer.step()
         has_routes = self.route_shape is not None and self.config.policy_metrics != PolicyMetrics.NONE
-        metrics = self._step_metrics(reports, totals, float(grad_norm)) | {"learning_rate": learning_rate}
+        metrics = self._step_metrics(reports, totals, float(grad_norm), weighted) | {"learning_rate": learning_rate}
         metrics |= {} if selection is None or self.config.policy_metrics == PolicyMetrics.NONE else selection.metrics()
         return metrics | (checker.metrics(self.groups) if has_routes else {})
 
@@ -364,8 +364,13 @@ class PolicyTrainer:
             for part in parts
         ]
 
-    def _step_metrics(self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float) -> dict[str, float]:
+    def _step_metrics(
+        self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float, samples: Sequence[PolicySample]
+    ) -> dict[str, float]:
         metrics = self._loss_metrics(reports)
+        if totals.num_rollouts is not None:
+            metrics |= {"num_rollouts": totals.num_rollouts, "rollout/rows": totals.num_samples / totals.num_rollouts}
+            metrics["rollout/weight_effective_sample_size"] = self._weight_sample_size(samples)
         metrics |= {"grad_norm": grad_norm, "num_samples": totals.num_samples, "num_tokens": totals.num_tokens}
         if totals.num_prompts is not None:
             metrics["num_prompts"] = totals.num_prompts
@@ -375,6 +380,14 @@ class PolicyTrainer:
                 [report.statistics for report in reports if report.statistics is not None], self.groups, has_entropy=has_entropy
             )
         return metrics
+
+    def _weight_sample_size(self, samples: Sequence[PolicySample]) -> float:
+        """(sum w)^2 / (n sum w^2) of the weights w of the n tokens that have one. Communication: one all-reduce of [3] over dp."""
+        weighed = [(sample.token_weight, sample.token_count) for sample in samples if sample.token_weight]
+        sums = [sum(weight**power * count for weight, count in weighed) for power in (0, 1, 2)]
+        device = group_device(self.groups.dp)
+        number, total, squared = all_reduce_sum(torch.tensor(sums, dtype=torch.float64, device=device), self.groups.dp).tolist()
+        return total**2 / (number * squared)
 
     def _loss_metrics(self, reports: list[MicrobatchReport]) -> dict[str, float]:
         """The losses of the step: the sum of the parts over micro-batches and dp-cp, from the last pipeline stage.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from megatron_rl.config import CorrectionLevel, PolicyLossConfig, Watchdog
+from megatron_rl.config import CorrectionLevel, PolicyLossConfig, RatioUnit, Watchdog
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import clip_in_words, get_policy_loss
 from megatron_rl.train.writers import LENGTH, REWARD
@@ -102,7 +102,7 @@ def watch(
     if step == 1 and not any(finding.name in ("truncated_old", "whole_old") for finding in found):
         found += _first_step(config, values)
     found += _first_kl(config, values, is_float32) if step == 1 and not found else []  # one line for one cause
-    found += [*_phantom_counts(values), *_idle_clip(config, state), *_correction(values, state), *_silence(values, state)]
+    found += [*_phantom_counts(config, values), *_idle_clip(config, state), *_correction(values, state), *_silence(values, state)]
     found += [*_stillness(config, values, state), *_collapse(values, state), *_unmoved(values, state)]
     found += [*_first_product(config, values)] if step == 1 else []
     found = [finding for finding in found if finding.name not in state.reported]
@@ -207,12 +207,13 @@ def _first_kl(config: PolicyLossConfig, values: Mapping[str, float], is_float32:
         )
 
 
-def _phantom_counts(values: Mapping[str, float]) -> Iterator[WatchdogFinding]:
-    """The loss counts its own tokens; the weights come from what count_step has counted."""
-    for seen, counted, what in (
-        ("policy/num_tokens", "num_tokens", "unmasked tokens"),
-        ("policy/num_documents", "num_samples", "documents"),
-    ):
+def _phantom_counts(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[WatchdogFinding]:
+    """The loss counts its own tokens; the weights come from what count_step has counted. A document that is a turn or a rollout is
+    no sample."""
+    counts = [("policy/num_tokens", "num_tokens", "unmasked tokens")]
+    if config.importance_ratio_unit == RatioUnit.ROW:
+        counts.append(("policy/num_documents", "num_samples", "documents"))
+    for seen, counted, what in counts:
         if seen in values and counted in values and values[seen] != values[counted]:
             yield WatchdogFinding(
                 f"phantom_{counted}",

@@ -136,7 +136,7 @@ def check_flags(args: Namespace) -> None:
     if args.host is not None and args.host in WITHOUT_ROUTES:
         problems += [
             f"{flag} {value} with --host {args.host}: only miles and slime have several routes and rollouts; remove it"
-            for flag, value in given_flags(args, "route", "companion", "rollout_ids").items()
+            for flag, value in given_flags(args, "route", "companion", *(["rollout_ids"] if args.host != TRAIN else [])).items()
         ]
     if args.host == TRAIN and args.calculate_per_token_loss:
         problems.append("--calculate-per-token-loss with --host train: `megatron-rl train` has no such flag; remove it")
@@ -151,6 +151,11 @@ def check_flags(args: Namespace) -> None:
 
 def explain(args: Namespace) -> Explanation:
     step = read_step(args)
+    if step.rollouts is not None and args.host in DOORS:
+        raise ConfigError(
+            f"{step.source} says which samples are of one rollout, and --host {args.host} counts rows by its own rule: leave "
+            "--host out to see the step, or give one sample a rollout"
+        )
     configs, left_out = shown_configs(args, route_of(args), step)
     counts = count_input(step, configs[0])
     shown = Explanation(

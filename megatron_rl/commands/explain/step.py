@@ -148,6 +148,7 @@ def read_rollouts(path: str, index: int | None) -> StepInput:
     return StepInput(
         masks=[sample.loss_mask.long() for sample in samples],
         prompts=[sample.prompt_id for sample in samples],
+        rollouts=None if samples[0].rollout_id is None else [str(sample.rollout_id) for sample in samples],
         old_log_probs=_rows_of([sample.old_log_probs for sample in samples]),
         rollout_log_probs=_rows_of([sample.rollout_log_probs for sample in samples]),
         kept=kept_sets(samples),
