@@ -59,6 +59,8 @@ def run_command(arguments: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
+        if is_training:
+            arguments = ["train", *import_module("megatron_rl.commands.settings_words").with_settings_file(arguments[1:])]
         with StartSignals("train") if is_training else contextlib.nullcontext():
             for name, line in COMMANDS.items():
                 command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)

@@ -38,6 +38,12 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         add_train_args(parser)
     except ArgumentError as error:  # the flags of a loss of one's own come first
         raise ConfigError(f"a parameter of your policy loss has the name of a flag of train, {error}; rename it") from error
+    with_preset = next(
+        one for one in parser._action_groups if any("--preset" in flag.option_strings for flag in one._group_actions)
+    )
+    with_preset.add_argument(
+        "--settings", metavar="FILE", help="YAML, TOML or JSON, a line for each flag; a flag that is typed wins."
+    )
     set_preset_defaults(parser, arguments)
 
 
