@@ -75,6 +75,9 @@ def test_rollouts_of_several_samples_have_one_share_each():
     _, out, _ = explain(*step)
     assert "N = 3 rollouts with 4 samples of 2 prompts" in out
     assert re.search(r"^sample 3 +b +2 +4/4 ", out, re.MULTILINE)
+    found = explain_json(*step, "--host", "train", "--loss-aggregation", "row_mean")["chain"]
+    assert (found["net"], found["asked"], found["is_exact"]) == ("1/(R k_j m_i)", "1/(R k_j m_i)", True)
+    assert found["net_weights"] == pytest.approx(weights["row_mean"], **CLOSE)
     assert re.search(r"^rollout 0 +k = 2 +8 +33.3% +25.0% +40.0% +40.0% +33.3%$", out, re.MULTILINE)
 
 
@@ -153,7 +156,7 @@ MESSAGES = [
     (["--response-lengths", "2", "--calculate-per-token-loss"], "--calculate-per-token-loss goes with --host alone"),
     (["--host", "train", "--route", "host"], "only miles and slime have several routes"),
     (["--host", "megatron_lm", "--companion", "none"], "--companion none with --host megatron_lm"),
-    (["--response-lengths", "2", "--rollout-ids", "0", "--host", "train"], "--rollout-ids 0 with --host train"),
+    (["--response-lengths", "2", "--rollout-ids", "0", "--host", "verl"], "--rollout-ids 0 with --host verl"),
     (["--host", "train", "--calculate-per-token-loss"], "`megatron-rl train` has no such flag"),
     (["--host", "slime", "--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
     (["--response-lengths", "2", "--loss-aggregation", "prompt_mean"], "needs to know which samples share a prompt"),

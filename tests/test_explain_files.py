@@ -43,6 +43,17 @@ def test_a_rollout_of_our_file():
     assert "holds the rollouts 0 to 1" in explain("--rollouts", "r.jsonl", "--rollout-index", "7")[2]
 
 
+def test_the_rollouts_of_our_file_count_once():
+    """Tokens 2, 4 of rollout A and 3 of B: N = 2, M_A = 6."""
+    whole = rollout(0, [3, 5, 4])
+    samples = [replace(sample, rollout_id="AAB"[n], prompt_id="p") for n, sample in enumerate(whole.samples)]
+    save_rollouts("r.jsonl", replace(whole, samples=samples))
+    found = explain_json("--rollouts", "r.jsonl", "--loss-aggregation", "sample_mean")
+    assert (found["num_rollouts"], found["rollout_ids"]) == (2, ["A", "A", "B"])
+    assert found["aggregations"]["sample_mean"]["token_weights"] == pytest.approx([1 / 12, 1 / 12, 1 / 6], **CLOSE)
+    assert "--host verl counts rows by its own rule: leave --host out" in explain("--rollouts", "r.jsonl", "--host", "verl")[2]
+
+
 def test_what_the_sampler_kept_and_what_the_mistake_would_be():
     """Unmasked sets of 1, 3, 1 and 1 ids and masses 0.5, 0.8, 0.9 and 0.2; the longest sample's product is 0.4."""
     kept, masses = [[[1], [1, 5, 7], [1] * 9], [[1], [1]]], [[0.5, 0.8, 0.01], [0.9, 0.2]]
