@@ -20,11 +20,14 @@ from megatron_rl.ops.log_probs_torch import working_dtype
 from megatron_rl.ops.sparse_head import (
     SPARSE_ROW_LIMIT,
     Pairs,
+    add_hidden_reference,
+    add_weight_reference,
     make_pairs,
     pair_gradient,
     pair_results,
     single_log_probs,
     sort_rows,
+    without_zeros,
 )
 from megatron_rl.ops.support_head import pair_kernels
 
@@ -97,6 +100,25 @@ def test_scores_and_gradients_are_those_of_the_kept_columns_alone(backend, dtype
         largest = float(wanted[name].abs().max())
         assert torch.allclose(tensor.double(), wanted[name], rtol=0, atol=tolerance * largest), name
     assert not found["of_hidden"][IDLE].any() and (found["of_weight"][VOCAB_SIZE] == 1).all()
+
+
+def test_pairs_without_a_gradient_are_left_out():
+    """Rows 1 and 3 of four have none, and their columns of the weight hold NaN. A row keeps its place where it has no pair left."""
+    support, labels = SamplingSupport.from_lists([[0, 1], [2, 3], [0, 5], [3, 4]]), torch.tensor([0, 2, 5, 4])
+    weight, hidden = torch.arange(12.0).reshape(6, 2), torch.ones(4, 2)
+    weight[[2, 3, 4]] = math.nan
+    pairs = make_pairs(support, torch.arange(4), labels, vocab_shard(6, 1.0, None, SINGLE))
+    g = torch.tensor([0.5, -0.5, 0.0, 0.0, -1.0, 1.0, 0.0, 0.0])
+    left, few = without_zeros(g, pairs)
+    assert left.tolist() == [0.5, -0.5, -1.0, 1.0] and few.offsets.tolist() == [0, 2, 2, 4, 4]
+    out = torch.zeros(4, 2)
+    add_hidden_reference(left, few, weight, out=out, max_bytes=2**20)
+    # 0.5 (0, 1) - 0.5 (2, 3) and -(0, 1) + (10, 11)
+    assert out.tolist() == [[-1.0, -1.0], [0.0, 0.0], [10.0, 10.0], [0.0, 0.0]]
+    of_weight = torch.zeros(6, 2)
+    add_weight_reference(left, few, hidden, out=of_weight, max_bytes=2**20)
+    assert of_weight[:, 0].tolist() == [-0.5, -0.5, 0.0, 0.0, 0.0, 1.0]
+    assert without_zeros(left, few)[1] is few
 
 
 @pytest.mark.parametrize(("backend", "dtype"), CASES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -103,13 +104,35 @@ def test_small_sets_are_in_no_matmul_of_all_columns(which, products):
         case.hidden[(support.sizes == 1) & mask] = math.nan
     with seen(case) as record:
         result = run(fused("grpo"), case, sampling_support=support, **terms(which, case))
-    whole = int((mask & (support.sizes == VOCAB_SIZE)).sum())
-    # Whole rows have a chunk of their own, which comes first, so that its logits are computed again.
-    rows, again = {"whole": (whole, 0), "all": (int(mask.sum()), whole)}[products]
-    assert record.rows == {"logits": rows + again, "hidden": rows, "weight": rows}
+    # Whole rows have a chunk of their own, and the buffer holds both chunks. A clipped row has no gradient.
+    rows = mask & (support.sizes == VOCAB_SIZE) if products == "whole" else mask
+    trained = int((rows & result.hidden_gradient.any(1)).sum())
+    assert record.rows == {"logits": int(rows.sum()), "hidden": trained, "weight": trained}
     if products == "whole":
         assert not result.hidden_gradient[support.sizes == 1].any() and torch.isfinite(result.weight_gradient).all()
         assert (result.output.log_probs[support.sizes == 1] == 0).all()
+
+
+@pytest.mark.parametrize("rows_at_once", [1000, 12, 5, 1])
+def test_rows_without_a_coefficient_are_in_no_product_of_the_gradient(rows_at_once):
+    """Document 1 has advantage 0. The logits of the last rows stay; of the others those with a coefficient come again."""
+    case = head_batch([5, 21, 7, 12], mask="none")
+    advantages = case.batch.advantages.clone()
+    advantages[1] = 0.0
+    mask = torch.ones(45, dtype=torch.bool)
+    case = replace(case, batch=replace(case.batch, advantages=advantages, loss_mask=mask))
+    support, options = sets(case, (VOCAB_SIZE, 9, 3, 7)), {"temperature": 0.7, **terms("none", case)}
+    want = by_logits("reinforce", case, sampling_support=support, **options)
+    idle = torch.arange(45).sub(5).ge(0) & torch.arange(45).lt(26)
+    with seen(case) as record, mock.patch.object(support_head, "SPARSE_ROW_LIMIT", 4):
+        got = run(fused("reinforce"), case, sampling_support=support, max_logits_bytes=8 * VOCAB_SIZE * rows_at_once, **options)
+    assert max(worst_error(got, want).values()) < EXACT
+    dense = support.sizes > 4
+    trained = int((dense & ~idle).sum())
+    assert record.rows["hidden"] == record.rows["weight"] == trained
+    again = record.rows["logits"] - int(dense.sum())
+    assert again == 0 if rows_at_once == 1000 else 0 < again < trained
+    assert not got.hidden_gradient[idle].any()
 
 
 def test_a_row_of_one_id_counts():

@@ -96,7 +96,7 @@ def linear_policy_loss(
     (ops/support_head.py); their hidden states are not read where one id is kept. Other rows are in plan two-pass.
 
     Masked rows are in no matmul. Rows with c_t = 0 (clipped, or of advantage 0) are left out of the two matmuls of the gradient,
-    except in the early chunks of plan scale-last, and in chunks with sampling_support.
+    except in the early chunks of plan scale-last, and for pairs of sampling_support on CUDA.
 
     The gradient is computed in forward if gradients are enabled, else one matmul runs. `.loss` can be differentiated once. The
     gradient of hidden is complete over tp; that of weight is summed in float32. ops/linear_gradient.py says when it is rounded.
@@ -131,7 +131,8 @@ def linear_policy_loss(
         unless document_lengths and token_counts are given. All cp ranks have the same bins. Backward none. None at size 1. With
         check_ranks as policy_loss.
     Synchronisation on CUDA: one for the rows unless loss_mask and cu_seqlens are on the CPU, one under cp for the bins unless
-        document_lengths are given, one a chunk for the rows with a gradient; none in backward.
+        document_lengths are given, one a chunk for the rows with a gradient (with sampling_support one, and two a chunk that is
+        computed again); none in backward.
     Raises: what policy_loss raises. DataError for operands or document_lengths that do not fit. ConfigError for a max_logits_bytes
         below one row, a wrong loss_scale, float16 without one, and a second backward.
     """

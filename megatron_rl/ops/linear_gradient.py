@@ -234,20 +234,9 @@ def _take_rows(result: RowResult, rows: slice | Tensor) -> RowResult:  # rows [k
 
 
 def _keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k < n] ascending, on the CPU
-    """A chunk of only the `kept` rows, and their order [k] on the device: row i of the new chunk was row order[i].
-
-    Rows from the end fill the gaps, in place, so no more rows move than were dropped. The old chunk is then invalid.
-    """
-    num_rows, num_kept, device = chunk.logits.shape[0], kept.numel(), chunk.logits.device
-    is_kept = torch.zeros(num_rows, dtype=torch.bool)
-    is_kept[kept] = True
-    holes = is_kept[:num_kept].logical_not().nonzero()[:, 0]
-    sources = kept[num_kept - holes.numel() :]
-    order = torch.arange(num_kept)
-    order[holes] = sources
-    source_numbers = sources.tolist()
-    order, holes, sources = (index.to(device, non_blocking=True) for index in (order, holes, sources))
-    _move_rows(chunk.logits, sources, holes, num_kept, source_numbers)
+    """A chunk of only the `kept` rows, and their order, as compact_rows. The old chunk is then invalid."""
+    num_kept = kept.numel()
+    order, holes, sources = compact_rows(chunk.logits, kept)
     rows, hidden = chunk.rows, chunk.hidden
     if isinstance(rows, slice):  # then hidden is a view of the caller's tensor
         rows, hidden = order + rows.start, hidden[order]
@@ -265,6 +254,24 @@ def _keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k <
         divisors=None if chunk.divisors is None else chunk.divisors[order],
     )
     return kept_chunk, order
+
+
+def compact_rows(
+    logits: Tensor,  # [n, V_tp]
+    kept: Tensor,  # [k < n] ascending, on the CPU
+) -> tuple[Tensor, Tensor, Tensor]:  # on the device: row i was row order[i]; row holes[j] was row sources[j]
+    """Moves the kept rows to the begin, in place: rows from the end fill the gaps, so no more rows move than were dropped."""
+    num_kept = kept.numel()
+    is_kept = torch.zeros(logits.shape[0], dtype=torch.bool)
+    is_kept[kept] = True
+    holes = is_kept[:num_kept].logical_not().nonzero()[:, 0]
+    sources = kept[num_kept - holes.numel() :]
+    order = torch.arange(num_kept)
+    order[holes] = sources
+    source_numbers = sources.tolist()
+    order, holes, sources = (index.to(logits.device, non_blocking=True) for index in (order, holes, sources))
+    _move_rows(logits, sources, holes, num_kept, source_numbers)
+    return order, holes, sources
 
 
 def _move_rows(

@@ -16,7 +16,7 @@ Here are the torch functions, which specify the kernels of ops/sparse_head_trito
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -100,6 +100,16 @@ def make_pairs(
     rows, columns, places, tokens, offsets = (part.to(labels.device, non_blocking=True) for part in on_host)
     is_label = (labels - shard.first_column).index_select(0, tokens) == columns
     return Pairs(rows, columns, places, tokens, offsets, is_label, bounds)
+
+
+def without_zeros(g: Tensor, pairs: Pairs) -> tuple[Tensor, Pairs]:  # [k], on the CPU
+    """The pairs that have a gradient: those of clipped rows and of advantage 0 have none."""
+    is_needed = g != 0
+    if bool(is_needed.all()):
+        return g, pairs
+    offsets = offsets_of(is_needed)[pairs.offsets]
+    of_pairs = {name: getattr(pairs, name)[is_needed] for name in ("columns", "places", "tokens", "is_label")}
+    return g[is_needed], replace(pairs, **of_pairs, offsets=offsets, bounds=offsets)
 
 
 def single_log_probs(

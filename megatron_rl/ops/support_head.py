@@ -6,8 +6,9 @@
     every row, where a term reads the     such a chunk
     whole vocabulary
 
-Scores of all rows come first, because they cost little where sets are small; then the caller knows all coefficients. A chunk's
-logits are computed a second time for its gradient, but for those of the last chunk, which are still there.
+Scores of all rows come first, because they cost little where sets are small; then the caller knows all coefficients. The logits of
+the last chunks that fit the buffer together are still there for their gradient; those of others are computed a second time. Rows
+whose coefficients are 0 are in no product of the gradient, but for pairs on CUDA, which the host does not know.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatron_rl.config import Backend
 from megatron_rl.layout.groups import start_all_reduce_sum, start_reduce_scatter_sum
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.linear_gradient import compact_rows
 from megatron_rl.ops.linear_head import (
     HeadOptions,
     LinearHead,
@@ -48,6 +50,7 @@ from megatron_rl.ops.sparse_head import (
     pair_results,
     single_log_probs,
     sort_rows,
+    without_zeros,
 )
 from megatron_rl.ops.support_scores import SupportResult, support_gradient, support_results
 
@@ -79,8 +82,10 @@ def pair_kernels(backend: Backend) -> PairKernels:
 class DenseChunk:
     """Rows in a matmul of all columns."""
 
-    rows: slice | Tensor  # [n] row numbers in [0, T), on the device
+    numbers: Tensor  # [n] row numbers in [0, T), on the CPU
+    rows: slice | Tensor  # the same on the device
     support: SamplingSupport  # n rows, on the device
+    place: int | None  # the first of its rows of the buffer, where its logits stay; None: the next chunk overwrites them
     result: SupportResult | None = None
 
 
@@ -125,9 +130,13 @@ def make_support_head(
     # A chunk of whole rows alone needs no pair, of which they have as many as there are logits.
     is_whole = support.sizes[kinds.dense] == vocab_size
     numbers = [chunk for rows_of_kind in (kinds.dense[is_whole], kinds.dense[~is_whole]) for chunk in cut(rows_of_kind, capacity)]
-    head = make_head(hidden, weight, labels, options, max((chunk.numel() for chunk in numbers), default=0))
+    places, num_rows = _places([chunk.numel() for chunk in numbers], capacity)
+    head = make_head(hidden, weight, labels, options, num_rows)
     device = head.hidden.device
-    chunks = [DenseChunk(device_rows(chunk, device), support.take(chunk).to(device)) for chunk in numbers]
+    chunks = [
+        DenseChunk(chunk, device_rows(chunk, device), support.take(chunk).to(device), place)
+        for chunk, place in zip(numbers, places, strict=True)
+    ]
     if kinds.single.numel():
         scores = single_log_probs(support, kinds.single, labels, head.log_probs.dtype)
         head.log_probs[kinds.single.to(device, non_blocking=True)] = scores
@@ -141,6 +150,17 @@ def make_support_head(
     )
 
 
+def _places(sizes: list[int], capacity: int) -> tuple[list[int | None], int]:  # and the rows of the buffer
+    """Of the last chunks as many stay as fit together. The others come before them, and take the buffer from its first row on."""
+    places: list[int | None] = []
+    end, are_kept = 0, True
+    for size in reversed(sizes):
+        are_kept &= end + size <= capacity
+        places.append(end if are_kept else None)
+        end += size * are_kept
+    return places[::-1], max([end, *sizes])
+
+
 def run_scores(sparse: SupportHead) -> None:
     """Fills log_probs, full and the entropy. Communication: one all-gather over tp for the pairs and one a chunk."""
     head, pairs = sparse.head, sparse.pairs
@@ -151,7 +171,7 @@ def run_scores(sparse: SupportHead) -> None:
         keep_results(head, pairs.rows, sparse.result)
     for chunk in sparse.chunks:
         hidden, labels = chunk_operands(head, chunk.rows)
-        logits = chunk_logits(head, hidden)
+        logits = chunk_logits(head, hidden, first=chunk.place or 0)
         result = chunk.result = support_results(
             logits,
             labels,
@@ -182,15 +202,19 @@ def run_support_gradient(
     """The complete gradient of hidden, [T, H] or with sequence parallelism [T / tp, H].
 
     Communication: one all-reduce of [T, H] over tp, or one reduce-scatter, during the weight gradient of the pairs.
+    Synchronisation on CUDA: one for the rows with a coefficient, if there are chunks.
     """
     head, pairs = sparse.head, sparse.pairs
-    for number in reversed(range(len(sparse.chunks))):
-        is_there = number == len(sparse.chunks) - 1
-        _multiply_chunk(head, sparse.chunks[number], c, c_full, e, of_hidden, of_weight, is_there=is_there)
+    if sparse.chunks:
+        is_needed = torch.stack([part != 0 for part in (c, c_full, e) if part is not None]).any(0).cpu()
+        for chunk in reversed(sparse.chunks):  # first those that stay, which a chunk that is computed again overwrites
+            _multiply_chunk(head, chunk, c, c_full, e, of_hidden, of_weight, is_needed=is_needed[chunk.numbers])
     g, memory = None, {"max_bytes": sparse.max_bytes}
     if sparse.z is not None and sparse.result is not None:
         of_entropy = None if e is None else e[pairs.rows]
         g = pair_gradient(sparse.z, pairs, sparse.result, c[pairs.rows], head.shard, of_entropy)
+        if not g.is_cuda:
+            g, pairs = without_zeros(g, pairs)
         if of_hidden is not None:
             sparse.kernels.add_hidden(g, pairs, head.weight, out=of_hidden, **memory)
     start = start_reduce_scatter_sum if head.options.sequence_parallel else start_all_reduce_sum
@@ -209,16 +233,28 @@ def _multiply_chunk(
     of_hidden: Tensor | None,
     of_weight: Tensor | None,
     *,
-    is_there: bool,
+    is_needed: Tensor,  # [n] bool, on the CPU
 ) -> None:
     """The gradient of the chunk's logits, over them or beside them, and its two products."""
     assert chunk.result is not None
-    hidden, labels = chunk_operands(head, chunk.rows)
-    logits = head.logits[: labels.numel()] if is_there else chunk_logits(head, hidden)
-    coefficients = (None if part is None else part[chunk.rows] for part in (c, c_full, e))
-    out = head.gradient[: labels.numel()]
-    support_gradient(chunk.result, logits, labels, None, chunk.support, head.shard, head.kernels, *coefficients, out=out)
+    device, kept = head.hidden.device, is_needed.nonzero()[:, 0]
+    if not kept.numel():
+        return
+    rows, support, result, has_all = chunk.rows, chunk.support, chunk.result, kept.numel() == is_needed.numel()
+    if chunk.place is None and not has_all:
+        index = kept.to(device, non_blocking=True)
+        result, support, rows = result.take(index, support), support.take(index), device_rows(chunk.numbers[kept], device)
+    hidden, labels = chunk_operands(head, rows)
+    place = slice(chunk.place or 0, (chunk.place or 0) + labels.numel())
+    logits = chunk_logits(head, hidden) if chunk.place is None else head.logits[place]
+    coefficients = (None if part is None else part[rows] for part in (c, c_full, e))
+    out = head.gradient[place]
+    support_gradient(result, logits, labels, None, support, head.shard, head.kernels, *coefficients, out=out)
+    if chunk.place is not None and not has_all:
+        order, _, _ = compact_rows(out, kept)
+        out, hidden = out[: kept.numel()], hidden[order]
+        rows = order + rows.start if isinstance(rows, slice) else rows[order]
     if of_hidden is not None:
-        of_hidden[chunk.rows] = hidden_gradient(out, head.weight).to(of_hidden.dtype)
+        of_hidden[rows] = hidden_gradient(out, head.weight).to(of_hidden.dtype)
     if of_weight is not None:
         add_weight_gradient(out, hidden, out=of_weight)

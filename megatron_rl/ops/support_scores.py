@@ -99,7 +99,7 @@ class SupportResult:
     def entropy(self) -> Tensor:  # [T], 0 where none was asked for
         return self.kept.entropy if self.entropy_of_kept or self.full is None else self.full.entropy
 
-    def cut(self, rows: slice, pairs: slice) -> SupportResult:
+    def cut(self, rows: slice | Tensor, pairs: slice) -> SupportResult:
         """The numbers of these rows, whose pairs these are."""
         kept, full = (
             None if of is None else RowResult(*(getattr(of, field.name)[rows] for field in fields(of)))
@@ -107,6 +107,12 @@ class SupportResult:
         )
         assert kept is not None
         return replace(self, kept=kept, full=full, logits=self.logits[pairs], divisors=None)
+
+    def take(self, rows: Tensor, support: SamplingSupport) -> SupportResult:  # [k] ascending, on the device; all its sets
+        """The numbers of these rows. On CUDA it synchronises."""
+        is_taken = torch.zeros(support.num_rows, dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+        logits = self.logits[is_taken[support.rows]] if self.logits.numel() else self.logits
+        return replace(self.cut(rows, slice(0, 0)), logits=logits)
 
 
 def support_results(
