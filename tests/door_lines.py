@@ -100,6 +100,15 @@ RIGHT: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
     "roll, both sides": ("roll", {"actor_train.pg_variant": "gspo.token_mean", "pg_clip": 1e-3}, "clip 0.001/0.001"),
     "verl, sample_mean": ("verl", [our_mode("grpo.sample_mean")], ""),
     "verl, verl's own name of it": ("verl", [our_mode("grpo.sample_mean"), f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], ""),
+    "verl, verl's own name of it, dynamic context parallelism": (
+        "verl",
+        [
+            our_mode("grpo.sample_mean"),
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+            *(f"{ACTOR}.megatron.{name}" for name in ("context_parallel_size=2", "dynamic_context_parallel=True")),
+        ],
+        "",
+    ),
     "verl, prompt_mean": ("verl", [our_mode("gspo.prompt_mean"), COMPANION, ONE_MINI_BATCH], ""),
     "verl, prompt_mean, a large mini-batch": ("verl", [our_mode("gspo.prompt_mean"), COMPANION, f"{MINI_BATCH}=1024"], ""),
     "verl, a size that only the shell knows": ("verl", [our_mode("gspo.prompt_mean"), COMPANION, f"{BATCH}=${{SIZE}}"], ""),

@@ -24,6 +24,7 @@ from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.megatron.hybrid_schedule import HybridRounds
 from megatron_rl.megatron.model import build_gpt_model, transformer_config
 from megatron_rl.megatron.responses import response_log_probs
+from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.testing import layout_step
 from megatron_rl.testing.invariance import Layout, TinyGPT, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel
@@ -192,7 +193,7 @@ def test_the_first_microbatches_are_counted_by_group():
     and the other go on."""
     numbers: list[int] = []
     forward_step = PolicyForwardStep(CONFIG, vocab_size=8)
-    batch = SimpleNamespace(token_counts=torch.ones(1), ref_log_probs=None, rollout_log_probs=None, regularizer_weights=None)
+    batch = mock.MagicMock(token_counts=torch.ones(1), rollout_log_probs=None)
     first, second = SingleProcess(), SingleProcess()
     with mock.patch.object(forward_step_module, "checks_microbatch", numbers.append):
         for group in (first, second, second, first, second):
@@ -284,6 +285,33 @@ def test_a_plan_of_megatrons_scheduler_trains_the_gradient_of_one_rank(pool):
     assert len({number for _, _, number in answers}) > 1 or len(plan) > 1
     found = merged([step for step, _, _ in answers])
     assert found.gradient_error(alone) < TOLERANCE and found.loss == pytest.approx(alone.loss, rel=1e-5)
+
+
+def probed_on_rank(rank: int, factor: float) -> list[float | str]:
+    from megatron_rl.megatron import probe
+
+    def scaled(*given, **named):
+        loss, num_tokens, report = scale_for_schedule(*given, **named)
+        return loss * factor, num_tokens, report
+
+    found: list[float | str] = []
+    with mock.patch.object(probe, "scale_for_schedule", scaled):
+        for contract in (False, True):
+            try:
+                of_one = probe.probe_schedule(calculate_per_token_loss=contract, hybrid_context_parallel=True)
+                found.append(of_one.ratio)
+            except ConfigError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}], ids=str)
+def test_the_probe_runs_the_hybrid_schedule(pool, sizes):
+    """Under both contracts, with another number of micro-batches on each second rank."""
+    for ratios in pool.run(probed_on_rank, 1.0, world_size=4, **sizes):
+        assert ratios == pytest.approx([1.0, 1.0], rel=1e-6)  # float32
+    for errors in pool.run(probed_on_rank, 0.5, world_size=4, **sizes):
+        assert all(" is 0.5 of the step's" in error for error in errors)
 
 
 def test_the_last_round_needs_a_microbatch():

@@ -236,7 +236,14 @@ def test_the_test_step_has_clipped_and_unclipped_ratios_on_both_sides(truth, poo
         assert result.metrics["policy/clipped_ratio_fraction"] < 0.8, name
 
 
-@pytest.mark.parametrize("layout", [Layout(data=2, num_microbatches=2), Layout(context=2, num_microbatches=2)], ids=str)
+PER_TOKEN_LAYOUTS = [
+    Layout(data=2, num_microbatches=2),
+    Layout(context=2, num_microbatches=2),
+    Layout(data=2, num_microbatches=2, context_sizes=(2, 1), hybrid_schedule=True),
+]
+
+
+@pytest.mark.parametrize("layout", PER_TOKEN_LAYOUTS, ids=str)
 def test_per_token_loss_trains_token_mean_exactly(pool, truth, layout):
     """FB-15: Megatron divides by the summed token counts, and cp ranks must not report the whole count each."""
     per_token = replace(layout, calculate_per_token_loss=True)

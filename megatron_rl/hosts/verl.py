@@ -79,6 +79,7 @@ UNCUT_WEIGHTS = {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_th
 # Where a rollout is more than one row of the batch.
 SEVERAL_ROWS = "an agent loop with several outputs a session"
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
+DYNAMIC_CP = f"{ACTOR}megatron.dynamic_context_parallel"
 # What the terms of verl's own losses weigh a token.
 STOCK_MODES = {
     "token-mean": TOKEN_MEAN,
@@ -167,7 +168,8 @@ def one_aggregation_acts(found: Found) -> Iterator[Row]:
     has_terms = settings[f"{ACTOR}use_kl_loss"] is True or settings[f"{ACTOR}entropy_coeff"] not in (0, None, UNKNOWN)
     of_terms = [AGG_MODES["sample_mean"]] if has_terms else []
     allowed = dict.fromkeys((DEFAULT_AGG_MODE, AGG_MODES.get(found.record.name, DEFAULT_AGG_MODE), *of_terms))
-    size = settings[f"{ACTOR}megatron.context_parallel_size"]
+    # Under dynamic context parallelism verl takes every mode: a group has whole responses then.
+    size = 1 if settings[DYNAMIC_CP] is True else settings[f"{ACTOR}megatron.context_parallel_size"]
     if str(mode) not in allowed:
         text = (
             f"{AGG_MODE}={mode} beside {PREFIX}{found}: two aggregations in one launch. Ours is in the loss_mode, and verl's acts "
@@ -431,6 +433,7 @@ DOOR = Door(
         Setting(MINI_BATCH, Kind.NUMBER, default=256),
         Setting(BATCH, Kind.NUMBER, default=1024),
         Setting(f"{ACTOR}megatron.context_parallel_size", Kind.NUMBER, default=1),
+        Setting(DYNAMIC_CP, Kind.SWITCH, default=False),
         *names(
             ACTOR,
             Kind.NUMBER,

@@ -17,6 +17,7 @@ from megatron_rl.layout.groups import Group, process_group
 from megatron_rl.megatron.batch import PolicyBatch
 
 ForwardStep = Callable[[Iterator[PolicyBatch], Any], Any]
+HybridData = tuple[dict[int, dict[str, Any]], list[list[list[int]]]]
 
 
 class HybridRounds:
@@ -47,26 +48,31 @@ class HybridRounds:
     def num_microbatches(self) -> int:
         return sum(map(len, self._rounds))
 
-    def data_iterator(self) -> Iterator[tuple[dict[int, dict[str, Any]], list[list[list[int]]]]]:
-        """Of one step, as Megatron-Core's HybridCPDataLoaderWrapper has it: samples by number, and their numbers by round and dp-cp
-        rank. Of the other ranks only this rank's samples are known, and the schedule reads no more."""
-        numbers, of_ranks = count(), []
-        samples: dict[int, dict[str, Any]] = {}
-        places = {rank: place for place, rank in enumerate(_ranks(self._dp_cp))}
-        for batches in self._rounds:
-            of_round: list[list[int]] = [[] for _ in places]
-            for batch in batches:
-                number = next(numbers)
-                samples[number] = {}
-                for rank in _ranks(batch.cp_group):
-                    of_round[places[rank]].append(number)
-            of_ranks.append(of_round)
-        return iter([(samples, of_ranks)])
+    def data_iterator(self) -> Iterator[HybridData]:
+        """Of one step."""
+        return data_of_rounds([[batch.cp_group for batch in of_round] for of_round in self._rounds], self._dp_cp)
 
     def forward_step(self, forward_step: ForwardStep) -> Callable[[object, Any], Any]:
         """The forward step for the schedule: it takes this rank's micro-batches in order, on each tensor-parallel rank."""
         batches = iter(list(chain.from_iterable(self._rounds)))
         return lambda _, model: forward_step(batches, model)
+
+
+def data_of_rounds(cp_groups: Sequence[Sequence[Group]], dp_cp_group: Group) -> Iterator[HybridData]:
+    """Of a step of micro-batches over these groups, as Megatron-Core's HybridCPDataLoaderWrapper has it: samples by number, and
+    their numbers by round and dp-cp rank. Of the other ranks only this rank's samples are known, and the schedule reads no more."""
+    numbers, of_rounds = count(), []
+    samples: dict[int, dict[str, Any]] = {}
+    places = {rank: place for place, rank in enumerate(_ranks(dp_cp_group))}
+    for of_round in cp_groups:
+        of_ranks: list[list[int]] = [[] for _ in places]
+        for group in of_round:
+            number = next(numbers)
+            samples[number] = {}
+            for rank in _ranks(group):
+                of_ranks[places[rank]].append(number)
+        of_rounds.append(of_ranks)
+    return iter([(samples, of_rounds)])
 
 
 def _ranks(group: Group) -> list[int]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group, resolve_groups
+from megatron_rl.layout.groups import SINGLE, ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group, resolve_groups
+from megatron_rl.megatron.hybrid_schedule import data_of_rounds
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
@@ -87,16 +88,22 @@ class MeasuredGradients:
 
 
 def probe_schedule(
-    *, calculate_per_token_loss: bool = False, ddp_config: DistributedDataParallelConfig | None = None
+    *,
+    calculate_per_token_loss: bool = False,
+    ddp_config: DistributedDataParallelConfig | None = None,
+    hybrid_context_parallel: bool = False,
 ) -> ProbeResult:
     """Runs scale_for_schedule's tuple through the installed schedule, DDP and finalize_model_grads on the current layout.
 
+    hybrid_context_parallel: of the model's config: another schedule, where ranks run unlike numbers of micro-batches.
     Every rank calls it, after parallel_state is initialised. It takes some milliseconds and leaves no state.
     Communication: as run_one_parameter, and two all-reduces of one number over dp-cp.
     Raises ConfigError, on all ranks, when it is not the gradient of the sum of the parts.
     """
     groups = resolve_groups()
     num_microbatches = 3 * groups.pp.size()  # not 2, a likely cp or dp, so that a wrong factor has one name
+    if hybrid_context_parallel and not reduces_experts_apart():
+        num_microbatches += 2 * (groups.dp_cp.rank() % 2)
     parts = _parts(groups, num_microbatches)
     # Some micro-batches have no token. The mean is not 1, which would hide a count that is ignored.
     counts = [2 * ((index + groups.dp_cp.rank()) % 3) for index in range(num_microbatches)]
@@ -113,7 +120,10 @@ def probe_schedule(
             groups=groups,
         )
 
-    measured = run_one_parameter(tuple_of, parts, calculate_per_token_loss=calculate_per_token_loss, ddp_config=ddp_config)
+    hybrid = {"hybrid_context_parallel": True} if hybrid_context_parallel else {}  # older releases have no such field
+    measured = run_one_parameter(
+        tuple_of, parts, ddp_config=ddp_config, calculate_per_token_loss=calculate_per_token_loss, **hybrid
+    )
     expected = _sum_over_step(parts, groups)
     of_experts = [gradient / expected for gradient in measured.experts]
     contract = "per-token: (loss x T, tokens)" if calculate_per_token_loss else "unit: (loss x D x M, 1)"
@@ -129,8 +139,8 @@ def run_one_parameter(
     tuple_of: Callable[[Tensor, int, TransformerConfig], tuple[Any, ...]],
     parts: list[float],
     *,
-    calculate_per_token_loss: bool,
     ddp_config: DistributedDataParallelConfig | None = None,
+    **contract: bool,  # calculate_per_token_loss, hybrid_context_parallel
 ) -> MeasuredGradients:
     """The gradient of a one-parameter model after the installed schedule, DDP and finalize_model_grads.
 
@@ -150,9 +160,9 @@ def run_one_parameter(
         num_layers=parallel_state.get_pipeline_model_parallel_world_size() * num_stages,
         hidden_size=tp_size,
         num_attention_heads=tp_size,
-        calculate_per_token_loss=calculate_per_token_loss,
         finalize_model_grads_func=finalize_model_grads,
         variable_seq_lengths=False,
+        **contract,
     )
     ddp_config = DistributedDataParallelConfig() if ddp_config is None else ddp_config
     models = [
@@ -169,11 +179,14 @@ def run_one_parameter(
     def forward_step(data_iterator: object, model: _OneParameter) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
         return model(), loss_func
 
+    iterator: Any = [None] * num_stages if num_stages > 1 else None
+    if contract.get("hybrid_context_parallel"):
+        iterator = data_of_rounds([[SINGLE] * len(parts)], resolve_groups().dp_cp)
     for model in models:
         model.zero_grad_buffer()
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[None] * num_stages if num_stages > 1 else None,
+        data_iterator=iterator,
         model=models if num_stages > 1 else models[0],
         num_microbatches=len(parts),
         seq_length=parallel_state.get_context_parallel_world_size(),
