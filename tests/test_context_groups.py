@@ -268,7 +268,7 @@ def planned_on_rank(rank: int, num_tokens: int) -> tuple[layout_step.RankStep, l
         return tuple(found)
 
     layout = Layout(data=4, num_microbatches=len(plan), context_sizes=tuple(map(sizes, plan)), hybrid_schedule=True, packed=True)
-    with mock.patch.object(layout_step, "samples_of", lambda layout, groups, index, number: plan[index][groups.dp_cp.rank()]):
+    with mock.patch.object(layout_step, "samples_of", lambda layout, groups, index, *_: plan[index][groups.dp_cp.rank()]):
         model = LayoutModel(layout, 64, TinyGPT(num_layers=1))
         return model.step(CONFIG, samples), plan, sum(len(of_round[rank]) for of_round in plan)
 
