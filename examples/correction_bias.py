@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl import CorrectionSettings, count_step, policy_loss, sample_token_weights
-from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names, policy_loss_names
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
 
 VOCABULARY, LENGTH, PROBLEMS = 3, 4, 10
 PROMPT_IDS = (0, 0, 1, 1)  # of the samples of a step
@@ -50,6 +50,8 @@ CORRECTIONS = (
     CorrectionSettings(kind="mask", level="sequence_sum", **BOUNDS),
     CorrectionSettings(sequence_delta=0.1),
 )
+# Without row_mean, which is sample_mean where each sample is a rollout.
+AGGREGATIONS = tuple(name for name in loss_aggregation_names() if "." not in name and not get_loss_aggregation(name).needs_rows)
 # Where the loss is given the sampler's log-probabilities as the old ones: its own ratio corrects.
 OLD_OF_SAMPLER = "sampler"
 
@@ -222,7 +224,7 @@ def figures(
 ) -> Iterator[tuple[str, float, float, float]]:
     """(aggregation, bias, cosine, noise) of each aggregation. same: the problem without a gap."""
     gradients, size = problem.sample_gradients(loss, correction, old), float(problem.truth.norm())
-    for aggregation in (name for name in loss_aggregation_names() if "." not in name):
+    for aggregation in AGGREGATIONS:
         unit = unit_of(same, aggregation, prompt_ids)
         mean, variance = moments(problem, gradients, aggregation, prompt_ids)
         bias = float((mean / unit - problem.truth).norm()) / size

@@ -18,7 +18,7 @@ from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
-from megatron_rl.testing.reference import ragged_samples
+from megatron_rl.testing.reference import in_rollouts, ragged_samples
 from megatron_rl.testing.step_check import aggregations_alike, check_step, what_the_step_hides
 
 pytestmark = pytest.mark.megatron
@@ -86,7 +86,7 @@ def checked(rank, layout, config, fault=None, **changes):
             forward_step,
             batches,
             model.models,
-            samples,
+            changes.pop("meant", list)(samples),
             partial(places_of, samples, layout, groups, batches),
             changes.pop("config", config),
             seq_length=row_length(samples, layout),
@@ -284,6 +284,13 @@ def test_a_mistake_has_its_name_on_every_layout(pool, layout, config, fault, mes
     for found in found_on(pool, layout, config, fault):
         assert isinstance(found, str), f"passed with {found}"
         assert message in found
+
+
+def test_lost_rollouts_have_their_name(pool):
+    """The loop counts each row as a rollout of its own; `samples` say which rows are one."""
+    for found in found_on(pool, DP2, replace(TERMS, kl_coefficient=0.0, entropy_coefficient=0.0), meant=in_rollouts):
+        assert isinstance(found, str), f"passed with {found}"
+        assert "tokens weigh as if each sample were a rollout of its own" in found
 
 
 def test_dropout_is_refused_on_every_stage_of_a_pipeline(pool):

@@ -24,7 +24,8 @@ from megatron_rl.config import NO_CORRECTION, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
+from megatron_rl.megatron.samples import rollout_ids_of
 from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
@@ -388,12 +389,19 @@ def _mistakes(step: Step) -> Iterator[_Mistake]:
     """The usual ones first."""
     config, samples = step.config, step.samples
     weigh = f"weigh with sample_token_weights({config.loss_aggregation!r}, ...)"
-    others = {name: _aggregated(name) for name in AGGREGATIONS if name != config.loss_aggregation}
+    has_rollouts = rollout_ids_of(samples) is not None
+    # row_mean is sample_mean where each sample is a rollout.
+    known = [name for name in AGGREGATIONS if has_rollouts or not get_loss_aggregation(name).needs_rows]
+    others = {name: _aggregated(name) for name in known if name != config.loss_aggregation}
     for name, settings in others.items():
         yield _Mistake(f"tokens weigh as under {name}", weigh, settings)
     alone = [replace(sample, prompt_id=str(number)) for number, sample in enumerate(samples)]
     prompts = "give count_step the prompt id of each sample, equal on all ranks"
     yield _Mistake("tokens weigh as if each sample were a prompt of its own", prompts, samples=alone)
+    if has_rollouts:
+        rows = [replace(sample, rollout_id=None) for sample in samples]
+        cure = "give count_step the rollout id of each sample, equal on all ranks"
+        yield _Mistake("tokens weigh as if each sample were a rollout of its own", cure, samples=rows)
     for part, key in (("micro-batch", _part_of), ("rank", _rank_of)):
         for name, settings in {config.loss_aggregation: {}, **others}.items():
             yield _Mistake(f"tokens weigh as under {name} of each {part} alone", COUNT, settings, key=key)
