@@ -23,7 +23,7 @@ from loss_backends import HAS_TRITON
 from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from torch import Tensor
 
-from megatron_rl.config import CorrectionLevel, KLScore, PolicyLossConfig
+from megatron_rl.config import CorrectionLevel, PolicyLossConfig, TermScore
 from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
@@ -500,12 +500,12 @@ def test_the_steps_are_worth_their_time():
     assert {case.settings.aggregation for case in with_sets} == set(loss_aggregation_names())
     with_kl = {(case.settings.kl_estimator, case.settings.kl_score) for case in with_sets if case.settings.kl_coefficient}
     of_both = [name for name in kl_estimator_names() if not get_kl_estimator(name).takes_log_ratio]
-    assert with_kl >= set(itertools.product(of_both, KLScore)), "a KL term over the vocabulary, and one over the kept ids"
+    assert with_kl >= set(itertools.product(of_both, TermScore)), "a KL term over the vocabulary, and one over the kept ids"
     with_entropy = {
         (case.door.head, case.settings.entropy_score, bool(case.settings.kl_coefficient) and case.settings.kl_score == "full")
         for case in with_sets
         if case.settings.entropy_coefficient
     }
     heads = ("logits", "hidden")
-    assert {of[:2] for of in with_entropy} >= set(itertools.product(heads, KLScore)), "and so for an entropy"
-    assert with_entropy >= set(itertools.product(heads, [KLScore.SUPPORT], (True, False))), "that of kept ids beside each KL"
+    assert {of[:2] for of in with_entropy} >= set(itertools.product(heads, TermScore)), "and so for an entropy"
+    assert with_entropy >= set(itertools.product(heads, [TermScore.SUPPORT], (True, False))), "that of kept ids beside each KL"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.config import KLScore
+from megatron_rl.config import TermScore
 from megatron_rl.errors import DataError
 from megatron_rl.layout.sampling_support import SamplingSupport, offsets_of
 
@@ -30,7 +30,7 @@ class KeptIds:
     """The sampler returns its sets where one of these is on. They are what all its filters together leave."""
     adds_token: bool
     """Sampler and trainer count a sampled token that its set lacks as kept: two kernels may differ at the edge of a set."""
-    reference: KLScore
+    reference: TermScore
     """Over what the host measures ref_log_probs."""
     arguments: tuple[str, str] | tuple[()] = ()
     """Those of its get_log_probs_and_entropy for both lists."""

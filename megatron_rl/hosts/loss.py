@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
-from megatron_rl.config import Backend, KLScore, PolicyLossConfig, PolicyMetrics, Route, SupportUse
+from megatron_rl.config import Backend, PolicyLossConfig, PolicyMetrics, Route, SupportUse, TermScore
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.base import INIT_LINE, HostLoss, HostOptions, names_ours
 from megatron_rl.hosts.batch import HostBatch, is_absent, require
@@ -319,7 +319,7 @@ def _has_metric_of_all(plan: LossPlan) -> bool:
 
 def _has_reported_kl_of_all(plan: LossPlan) -> bool:
     """A KL at coefficient 0 over the whole vocabulary beside scores over kept ids, which comes with the pass of its entropy."""
-    is_of_all = plan.kept is not None and plan.kept.reference == KLScore.FULL
+    is_of_all = plan.kept is not None and plan.kept.reference == TermScore.FULL
     is_reported = plan.kl_is_reported and plan.config.policy_metrics != PolicyMetrics.NONE
     return is_of_all and is_reported and not plan.config.kl_coefficient
 

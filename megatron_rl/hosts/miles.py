@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_rl.config import KLScore
+from megatron_rl.config import TermScore
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
     CONVERT_LINE,
@@ -54,7 +54,7 @@ class Miles(Host):
             offsets="rollout_sampling_mask_offsets",
             filters=("rollout_top_p", "rollout_top_k"),
             adds_token=False,
-            reference=KLScore.FULL,
+            reference=TermScore.FULL,
         ),
     )
 

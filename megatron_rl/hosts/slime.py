@@ -10,7 +10,7 @@ from types import MethodType
 import torch
 from torch import Tensor
 
-from megatron_rl.config import KLScore
+from megatron_rl.config import TermScore
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import REWARD_LINE, Converter, Host, HostLoss, HostOptions, import_of_host, reward_function
 from megatron_rl.hosts.kept_ids import KeptIds
@@ -36,7 +36,7 @@ class Slime(Host):
             offsets="rollout_top_p_token_offsets",
             filters=("rollout_top_p",),
             adds_token=True,
-            reference=KLScore.SUPPORT,
+            reference=TermScore.SUPPORT,
             arguments=("top_p_token_ids", "top_p_token_offsets"),
         ),
     )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from megatron_rl.arguments import read_number, read_switch
-from megatron_rl.config import KLScore, PolicyMetrics, SupportUse
+from megatron_rl.config import PolicyMetrics, SupportUse, TermScore
 from megatron_rl.hosts.base import HostLaunch
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.sampling import SAMPLERS, changed_under_replay
@@ -43,7 +43,7 @@ def _filters_on(launch: HostLaunch) -> dict[str, bool]:
 def support_has_a_use(launch: HostLaunch) -> Iterator[str]:
     """kl_score is checked against the KL term by megatron_rl.validation."""
     for name, term in (("kl_score", "the KL term"), ("entropy_score", "the entropy")):
-        if not replays(launch) and launch.options.ours(name) == KLScore.SUPPORT:
+        if not replays(launch) and launch.options.ours(name) == TermScore.SUPPORT:
             flag = flag_of(name)
             yield f"{flag} support without {FLAG}: there are no kept ids for {term}; add {FLAG}, or remove {flag}"
 
@@ -83,8 +83,8 @@ def reference_is_scored_so(launch: HostLaunch) -> Iterator[str]:
     if kept is None:
         return
     if has_term:
-        score = options.ours("kl_score") or KLScore.FULL
-        over = {KLScore.FULL: "over the whole vocabulary", KLScore.SUPPORT: "among the kept ids"}
+        score = options.ours("kl_score") or TermScore.FULL
+        over = {TermScore.FULL: "over the whole vocabulary", TermScore.SUPPORT: "among the kept ids"}
         if score != kept.reference and score in over:
             yield (
                 f"--kl-score {score} with {FLAG}: {options.host} measures ref_log_probs {over[kept.reference]}, and the KL term "
@@ -92,13 +92,13 @@ def reference_is_scored_so(launch: HostLaunch) -> Iterator[str]:
             )
         estimator = KL_ESTIMATORS.find_or_none(str(options.ours("kl_estimator")))
         takes_ratio = options["use_unbiased_kl"] or (estimator is not None and estimator.takes_log_ratio)
-        if takes_ratio and kept.reference == KLScore.FULL:
+        if takes_ratio and kept.reference == TermScore.FULL:
             given = "--use-unbiased-kl" if options["use_unbiased_kl"] else f"--kl-estimator {options.ours('kl_estimator')}"
             yield (
                 f"{given} with {FLAG}: it multiplies the KL term by the importance ratio, which is among the kept ids, and the KL "
                 f"of {options.host} is over the whole vocabulary; remove {given}"
             )
-    if options["kl_coef"] and kept.reference == KLScore.FULL:
+    if options["kl_coef"] and kept.reference == TermScore.FULL:
         yield (
             f"--kl-coef {options['kl_coef']:g} with {FLAG}: the KL in the reward compares old log-probabilities among the kept ids "
             "with ref_log_probs over the whole vocabulary; use --use-kl-loss with --kl-loss-coef, and remove --kl-coef"
@@ -109,7 +109,7 @@ def reference_is_scored_so(launch: HostLaunch) -> Iterator[str]:
 def entropy_is_scored_so(launch: HostLaunch) -> Iterator[str]:
     """The KL that a host reports at coefficient 0 takes its kept mass from the pass that has the entropy of the vocabulary."""
     options, loss = launch.options, launch.options.host.loss
-    if options.ours("entropy_score") != KLScore.SUPPORT:
+    if options.ours("entropy_score") != TermScore.SUPPORT:
         return
     ours, metrics = options.ours("entropy_coefficient"), options.ours("policy_metrics")
     has_metrics, is_computed = metrics != PolicyMetrics.NONE, loss.always_has_entropy or options["observe_training_entropy"]
@@ -117,7 +117,7 @@ def entropy_is_scored_so(launch: HostLaunch) -> Iterator[str]:
     if not (options["entropy_coef"] or read_number(ours) not in (0, None) or is_reported):
         yield "--entropy-score support has no effect: nothing takes an entropy; set --entropy-coef, or remove it"
     has_term = options["kl_loss_coef"] or read_number(options.ours("kl_coefficient")) not in (0, None)
-    if loss.kept is not None and loss.kept.reference == KLScore.FULL and options["use_kl_loss"] and not has_term and has_metrics:
+    if loss.kept is not None and loss.kept.reference == TermScore.FULL and options["use_kl_loss"] and not has_term and has_metrics:
         yield (
             "--entropy-score support with --use-kl-loss and --kl-loss-coef 0: the KL is then a metric over the whole vocabulary, "
             "which is read for the entropy alone; remove --use-kl-loss or --entropy-score, or set --policy-metrics none"

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend, KLScore
+from megatron_rl.config import Backend, TermScore
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
@@ -211,7 +211,7 @@ def loss_of_log_probs(
         loss = loss if options["old_kl_coefficients"] is None else with_old_kl(loss)
         if (options["temperature"], options["vocab_size"], options["entropy_coefficient"]) != (1.0, None, 0.0):
             raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
-        if options["sampling_support"] is not None or {options["kl_score"], options["entropy_score"]} != {KLScore.FULL}:
+        if options["sampling_support"] is not None or {options["kl_score"], options["entropy_score"]} != {TermScore.FULL}:
             raise ConfigError(
                 "sampling_support, kl_score and entropy_score need logits, and this call has log-probabilities: give log_probs, "
                 "old_log_probs, rollout_log_probs and ref_log_probs over the kept ids, and leave these out"

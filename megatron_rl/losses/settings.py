@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 from torch import Tensor
 
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, KLScore, PolicyMetrics
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics, TermScore
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.context_parallel import LAYOUTS
@@ -126,8 +126,8 @@ DEFAULTS: Mapping[str, object] = {
     "backend": Backend.AUTO,
     "kl_coefficient": 0.0,
     "kl_estimator": DEFAULT_KL_ESTIMATOR,
-    "kl_score": KLScore.FULL,
-    "entropy_score": KLScore.FULL,
+    "kl_score": TermScore.FULL,
+    "entropy_score": TermScore.FULL,
     "entropy_coefficient": 0.0,
     "inplace": False,
     "max_logits_bytes": DEFAULT_MAX_LOGITS_BYTES,
@@ -263,15 +263,15 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         is_entropy_read=loss.needs_entropy,
         is_kl_of_all=is_kl_of_all,
         is_entropy_masked=options["entropy_mask"] is not None and coefficients["entropy_coefficient"] != 0,
-        is_entropy_of_kept=options["entropy_score"] == KLScore.SUPPORT,
+        is_entropy_of_kept=options["entropy_score"] == TermScore.SUPPORT,
     )
 
 
 def _check_scores(options: LossKeywords) -> None:
     for name, score in (("kl_score", options["kl_score"]), ("entropy_score", options["entropy_score"])):
-        if score not in set(KLScore):
-            raise ConfigError(f"{name}={score!r} is not one of {', '.join(KLScore)}")
-        if score == KLScore.SUPPORT and options["sampling_support"] is None:
+        if score not in set(TermScore):
+            raise ConfigError(f"{name}={score!r} is not one of {', '.join(TermScore)}")
+        if score == TermScore.SUPPORT and options["sampling_support"] is None:
             raise ConfigError(
                 f"{name}='support' needs sampling_support, the ids that the sampler kept: pass them, or {name}='full', which is "
                 "the whole vocabulary"
@@ -279,7 +279,7 @@ def _check_scores(options: LossKeywords) -> None:
 
 
 def _is_kl_of_all(options: LossKeywords, estimator: KLEstimator | None) -> bool:  # None: there is no KL term
-    if options["sampling_support"] is None or estimator is None or options["kl_score"] != KLScore.FULL:
+    if options["sampling_support"] is None or estimator is None or options["kl_score"] != TermScore.FULL:
         return False
     if estimator.takes_log_ratio:
         raise ConfigError(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config import KLScore, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig, TermScore
 from megatron_rl.layout.packing import spread
 from megatron_rl.losses.inputs import LossInputs, given
 from megatron_rl.losses.settings import LossSettings
@@ -61,6 +61,6 @@ def with_support_sums(
 
 def terms_over_kept_ids(config: PolicyLossConfig) -> str:
     """Over what the terms of a loss over kept ids are, for start lines."""
-    over = {KLScore.SUPPORT: "the same", KLScore.FULL: "the whole vocabulary"}
+    over = {TermScore.SUPPORT: "the same", TermScore.FULL: "the whole vocabulary"}
     terms = {"KL": (config.kl_coefficient, config.kl_score), "entropy": (config.entropy_coefficient, config.entropy_score)}
-    return "".join(f", {term} over {over[KLScore(score)]}" for term, (coefficient, score) in terms.items() if coefficient)
+    return "".join(f", {term} over {over[TermScore(score)]}" for term, (coefficient, score) in terms.items() if coefficient)

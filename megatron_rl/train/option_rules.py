@@ -16,11 +16,11 @@ from megatron_rl.config import (
     NO_CORRECTION,
     NO_SELECTION,
     AdvantageNormalization,
-    KLScore,
     Overlong,
     PolicyMetrics,
     RouterReplay,
     SupportUse,
+    TermScore,
 )
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
@@ -339,7 +339,7 @@ def check_sampling_filter(options: TrainLaunch) -> Iterator[str]:
             f"{typed} with --sampling-support refuse: the sampler keeps a part of the vocabulary, and without the kept ids every "
             "ratio is off by their mass; remove one of them"
         )
-    of_kept = {"sampling_support": SupportUse.REPLAY, "kl_score": KLScore.SUPPORT, "entropy_score": KLScore.SUPPORT}
+    of_kept = {"sampling_support": SupportUse.REPLAY, "kl_score": TermScore.SUPPORT, "entropy_score": TermScore.SUPPORT}
     for name, value in of_kept.items():
         if not given and settings[name] == value:
             yield (
@@ -347,7 +347,7 @@ def check_sampling_filter(options: TrainLaunch) -> Iterator[str]:
                 "--min-p, or remove it"
             )
     estimator = KL_ESTIMATORS.find_or_none(settings["kl_estimator"] or DEFAULT_KL_ESTIMATOR)
-    is_full = settings["kl_score"] in (None, KLScore.FULL)
+    is_full = settings["kl_score"] in (None, TermScore.FULL)
     if given and settings["kl_coefficient"] and is_full and estimator is not None and estimator.takes_log_ratio:
         yield (
             f"{typed} with --kl-estimator {estimator.name}: it multiplies the KL term by the importance ratio, which is over the "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.config import KLScore, PolicyLossConfig, PolicyMetrics, RouterReplay
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay, TermScore
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.context_parallel import padded_length
@@ -163,7 +163,7 @@ class PolicyTrainer:
         if model is None:
             raise ConfigError("of_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
         has_routes = self.settings.router_replay == RouterReplay.ROLLOUT if replays_routes is None else replays_routes
-        has_sets = not of_reference or self.config.kl_score == KLScore.SUPPORT
+        has_sets = not of_reference or self.config.kl_score == TermScore.SUPPORT
         plain = [[unweighted(sample, has_routes and not of_reference, has_sets) for sample in samples] for samples in microbatches]
         context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
         batches = self._batches(plain, context)

@@ -14,7 +14,6 @@ from megatron_rl.config import (
     CorrectionLevel,
     EntropyBonusTokens,
     GradientDivisor,
-    KLScore,
     PolicyLossConfig,
     PolicyMetrics,
     RatioUnit,
@@ -22,6 +21,7 @@ from megatron_rl.config import (
     Route,
     RouterAuxLoss,
     SupportUse,
+    TermScore,
     Watchdog,
 )
 from megatron_rl.errors import ConfigError
@@ -115,9 +115,9 @@ CHOICES: dict[str, type[StrEnum]] = {
     "importance_ratio_unit": RatioUnit,
     "rejected_tokens": RejectedTokens,
     "sampling_support": SupportUse,
-    "kl_score": KLScore,
+    "kl_score": TermScore,
     "entropy_bonus_tokens": EntropyBonusTokens,
-    "entropy_score": KLScore,
+    "entropy_score": TermScore,
     "policy_metrics": PolicyMetrics,
     "policy_loss_backend": Backend,
     "router_aux_loss": RouterAuxLoss,

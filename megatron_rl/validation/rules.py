@@ -13,11 +13,11 @@ from megatron_rl.config import (
     Backend,
     CorrectionLevel,
     EntropyBonusTokens,
-    KLScore,
     PolicyMetrics,
     RatioUnit,
     RejectedTokens,
     Route,
+    TermScore,
     Watchdog,
     flag_fields,
 )
@@ -263,7 +263,7 @@ def kl_estimator_has_a_term(launch: Settings) -> Iterator[str]:
 @check()
 def kl_score_has_a_term(launch: Settings) -> Iterator[str]:
     config = launch.config
-    if config.kl_score == KLScore.SUPPORT and config.kl_coefficient == 0:
+    if config.kl_score == TermScore.SUPPORT and config.kl_coefficient == 0:
         yield "kl_score=support has no effect without a KL term: set --kl-coefficient, or remove it"
 
 
@@ -272,7 +272,7 @@ def entropy_score_has_a_reader(launch: Settings) -> Iterator[str]:
     """What a host reports by itself, its own rules know."""
     config, loss = launch.config, launch.loss
     is_read = config.entropy_coefficient or config.policy_metrics == PolicyMetrics.WITH_ENTROPY or (loss and loss.needs_entropy)
-    if config.entropy_score == KLScore.SUPPORT and not is_read and launch.route != Route.CUSTOM_LOSS:
+    if config.entropy_score == TermScore.SUPPORT and not is_read and launch.route != Route.CUSTOM_LOSS:
         yield (
             "entropy_score=support has no effect: nothing takes an entropy; set --entropy-coefficient or --policy-metrics "
             "with_entropy, or remove it"
