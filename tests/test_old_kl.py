@@ -62,6 +62,19 @@ def test_penalty_and_masked_entropy_are_added_to_the_loss(name, backend):
     torch.testing.assert_close(gradient - of_plain, of_terms, **tolerance)
 
 
+@over_backends
+def test_a_masked_entropy_alone_is_added_too(backend):
+    """Of a loss with a twin, whose kernels have no mask: it is reduced in torch."""
+    batch = random_batch([5, 7], seed=3)
+    options = options_of(batch) | {"old_kl_coefficients": torch.zeros(12).double()}
+    given = {name: value for name, value in options.items() if name != "old_kl_coefficients"}
+    _, gradient = backend.run(LOSSES["grpo"], batch, **given, **CLIP)
+    _, of_plain = backend.run(LOSSES["grpo"], batch, importance_weights=options["importance_weights"], **CLIP)
+    _, of_terms = with_gradient(lambda logits: terms_by_loop(batch, logits, options), batch.logits)
+    tolerance = EXACT if backend.name != "triton" else {"rtol": 1e-4, "atol": 1e-5}  # of the difference of two float32 gradients
+    torch.testing.assert_close(gradient - of_plain, of_terms, **tolerance)
+
+
 def test_the_penalty_by_hand():
     """rho = 2 and 1 / 2: 1 - ln 2 and ln 2 - 1 / 2; derivatives 1 and -1 / 2, and 0 where the ratio is 1 or beyond the bound."""
     loss = with_old_kl(get_policy_loss("grpo"))
@@ -145,3 +158,16 @@ def test_slices_of_context_parallel_ranks_add_up_to_the_whole():
     torch.testing.assert_close(sum(loss for _, loss, _ in answers), whole.loss.detach(), **EXACT)
     for mine, _, of_rank in answers:
         torch.testing.assert_close(of_rank, gradient[mine], **EXACT)
+
+
+def test_a_token_of_advantage_0_keeps_its_penalty_in_the_fused_head():
+    """Without log-probabilities to return, the head leaves out the rows that a loss declares to have no gradient."""
+    batch = random_batch([5, 3], num_masked=(1, 0), seed=4)
+    batch.advantages[:] = 0.0
+    coefficients, weight = torch.ones(8).double(), torch.eye(batch.logits.shape[1], dtype=torch.float64)
+    leaf = batch.logits.clone().requires_grad_()
+    options = {"old_kl_coefficients": coefficients, "return_log_probs": False, **CLIP}
+    linear_policy_loss("grpo", leaf, weight, *batch.arguments(), **options).loss.backward()
+    _, gradient = run_loss(LOSSES["grpo"], batch, old_kl_coefficients=coefficients, **CLIP)
+    assert gradient.any()
+    torch.testing.assert_close(leaf.grad, gradient, **EXACT)

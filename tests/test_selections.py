@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from explain_cases import S, explain
 from helpers import error_of, names_forgotten, pool_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -179,6 +180,8 @@ def test_random_tokens_are_those_of_the_bounds_and_do_not_depend_on_the_cut(size
     others = select_tokens(chosen(CLIP_COV, 0.1), live, torch.arange(0, 401, 50), ids, group=SINGLE, seed=1, **vectors)
     # Of 200 tokens each draw takes 40: by chance they share 8.
     assert 0 < int((alone.is_selected & others.is_selected).sum()) < 20
+    below = select_tokens(chosen(CLIP_COV, 0.1, high=1.9), live, torch.arange(0, 401, 50), ids, group=SINGLE, **vectors)
+    assert below.num_selected == 0 and below.threshold is None
     all_of_bounds = select_tokens(chosen(CLIP_COV, 1.0), live, torch.arange(0, 401, 50), ids, group=SINGLE, **vectors)
     assert all_of_bounds.num_selected == 200
 
@@ -350,6 +353,17 @@ def test_every_selection_of_the_package_is_declared():
     assert {name: get_token_selection(name).effect for name in token_selection_names() if "." not in name} == {
         **{"none": "nothing", "top_entropy": "trained_alone", "clip_cov": "left_out", "kl_cov": "penalized"},
     }
+
+
+def test_explain_and_the_start_say_what_is_selected():
+    selection = ["--token-selection", "clip_cov", "--token-selection-share", "0.2"]
+    _, out, _ = explain(*S, "--loss-aggregation", "token_mean", "--policy-loss", "grpo", *selection)
+    said = "token selection clip_cov: 0.2 of the step's tokens with scores in [1, 5] left out; at most 1 token of this step, and"
+    assert said in out
+    assert chosen(TOP, 0.2).in_words() == "top_entropy: 0.2 of the step's tokens trained alone"
+    of_penalty = "kl_cov: 0.002 of the step's tokens with scores in [0, inf] with a KL penalty x 1"
+    assert chosen(KL_COV, 2e-3, low=0.0).in_words() == of_penalty
+    assert TokenSelectionSettings().in_words() == ""
 
 
 # Ranks

@@ -155,8 +155,10 @@ def test_a_selection_is_of_the_samples_that_it_was_made_of():
     )
     (applied,) = selection.applied_to([whole_sample])
     assert applied.importance_weights.tolist() == [1.0, 0.0] and applied.old_kl_coefficients is None
-    with pytest.raises(ValueError, match="2 samples are not those 1 of which tokens were selected: give them in their order"):
+    with pytest.raises(ValueError, match="these 2 samples are not the 1 of which tokens were selected"):
         selection.applied_to([whole_sample, whole_sample])
+    with pytest.raises(ValueError, match="these 1 samples are not the 1 of which tokens were selected"):
+        selection.applied_to([replace(whole_sample, loss_mask=torch.ones(1).bool())])
     with pytest.raises(ConfigError, match="needs entropy: pass it"):
         select_step_tokens(config, step, [0], ParallelGroups(), log_probs=given["log_probs"])
     nothing = select_step_tokens(config, [], [], ParallelGroups(), log_probs=[], entropy=[])

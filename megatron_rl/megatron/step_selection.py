@@ -38,7 +38,8 @@ class StepSelection:
         """The samples of weigh_samples, in the order of the selection, with what it changes. Raises DataError for other samples."""
         if tuple(sample.response_length for sample in samples) != self.lengths:
             raise DataError(
-                f"{len(samples)} samples are not those {len(self.lengths)} of which tokens were selected: give them in their order"
+                f"these {len(samples)} samples are not the {len(self.lengths)} of which tokens were selected: their number or "
+                "their lengths differ; give the samples of the selection, in their order"
             )
         selection = self.selection
         weights, coefficients = (

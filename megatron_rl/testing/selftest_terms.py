@@ -11,12 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend, CorrectionLevel, GradientDivisor, PolicyLossConfig, RatioUnit, RejectedTokens
+from megatron_rl.config import (
+    NO_SELECTION,
+    Backend,
+    CorrectionLevel,
+    EntropyBonusTokens,
+    GradientDivisor,
+    PolicyLossConfig,
+    RatioUnit,
+    RejectedTokens,
+)
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CorrectionValue, correction_names, get_correction
 from megatron_rl.registries.kl_estimators import kl_estimator_names
+from megatron_rl.registries.selection_settings import TokenSelectionSettings
+from megatron_rl.registries.token_selections import Effect, get_token_selection, token_selection_names
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import (
@@ -36,6 +47,7 @@ from megatron_rl.testing.reference import (
     with_anchors,
     with_one_advantage,
 )
+from megatron_rl.testing.selection_by_hand import selected_by_hand, trained_by_hand
 
 # Where a sampler's log-probabilities differ from the old ones, and the bounds of the corrections' ratios: both sides are met.
 LARGEST_GAP = 0.5
@@ -48,6 +60,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 SEQUENCE_DELTA = 0.2
 # A ratio's logarithm, or a divergence, is this far from each bound, so that float32 rounding decides nothing.
 MARGIN = 1e-3
+# Of a token selection: no token of the step is beyond it.
+LARGEST_SCORE = 1e6
 
 
 def _has_formula(aggregation: str) -> bool:
@@ -61,6 +75,14 @@ def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object)
     return {**of_kind, "importance_correction_low": low, "importance_correction_high": high, **others}
 
 
+def _selection(kind: str) -> dict[str, object]:
+    """A third of the tokens, of any score; the entropy term of those that are trained, where some are not."""
+    is_penalty = get_token_selection(kind).effect == Effect.PENALIZED
+    bonus = {} if is_penalty else {"entropy_coefficient": 0.1, "entropy_bonus_tokens": str(EntropyBonusTokens.TRAINED)}
+    settings = {"token_selection": kind, "token_selection_share": 1 / 3, **bonus}
+    return {**settings, "token_selection_low": -LARGEST_SCORE, "token_selection_high": LARGEST_SCORE}
+
+
 Truths = dict[tuple[str, str], LossTruth]  # by loss and term
 # The registered ones whose weights follow from a formula, each by one name.
 AGGREGATIONS = tuple(name for name in loss_aggregation_names() if _has_formula(name))
@@ -68,8 +90,9 @@ LOGITS, FUSED = "logits", "fused head"
 ALL_TERMS, DROPPED = "KL + entropy + temperature", "icepop, dropped"
 DUAL_CLIP, DIVIDED, ROLLOUTS = "dual clip", "gradient / samples", "rollouts of several samples"
 RATIO_OF_ROLLOUTS, RATIO_OF_TURNS = "a ratio a rollout", "a ratio a turn"
+SELECTIONS = tuple(name for name in token_selection_names() if name != NO_SELECTION)
 # Of Megatron's step, so the losses alone have no row of them.
-OF_STEPS = (DROPPED, DIVIDED, ROLLOUTS, RATIO_OF_ROLLOUTS, RATIO_OF_TURNS)
+OF_STEPS = (DROPPED, DIVIDED, ROLLOUTS, RATIO_OF_ROLLOUTS, RATIO_OF_TURNS, *SELECTIONS)
 # A term -> its fields of PolicyLossConfig.
 TERMS: Mapping[str, Mapping[str, object]] = {
     "": {},
@@ -81,6 +104,7 @@ TERMS: Mapping[str, Mapping[str, object]] = {
     "tis of sequences": _correction("tis", CorrectionLevel.SEQUENCE_MEAN),
     "tis of sequence sums": _correction("tis", CorrectionLevel.SEQUENCE_SUM),
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},
+    **{name: _selection(name) for name in SELECTIONS},
     DUAL_CLIP: {},  # its bound follows from the loss's clip
     DIVIDED: {"gradient_divisor": str(GradientDivisor.NUM_SAMPLES)},
     ROLLOUTS: {},  # of the samples
@@ -114,7 +138,8 @@ def term_pairs() -> Iterator[tuple[str, str, str]]:
     """(loss, aggregation, term) of each row. The aggregations take turns."""
     of_sequences = (RATIO_OF_ROLLOUTS, RATIO_OF_TURNS)
     terms = [term for term in TERMS if term not in ("", ALL_TERMS, *of_sequences)]
-    alone = [(loss, term) for term in terms for loss in (OF_TOKENS, OF_SAMPLES)]
+    # A selection is of single tokens.
+    alone = [(loss, term) for term in terms for loss in (OF_TOKENS, OF_SAMPLES) if loss == OF_TOKENS or term not in SELECTIONS]
     for place, (loss, term) in enumerate([*alone, *((loss, ALL_TERMS) for loss in CLIPS)]):
         yield loss, AGGREGATIONS[(place + place // len(AGGREGATIONS)) % len(AGGREGATIONS)], term
     yield from ((OF_SAMPLES, "sample_mean", term) for term in of_sequences)
@@ -211,6 +236,9 @@ def step_of_term(
             replace(sample, ref_log_probs=[value - numbers.gauss(0.0, 0.3) for value in values])
             for sample, values in zip(step, new, strict=True)
         ]
+    if config.token_selection != NO_SELECTION:
+        scores = [list(zip(row.log_probs.tolist(), row.entropy.tolist(), strict=True)) for row in tokens]
+        step = [replace(sample, scores=of_sample) for sample, of_sample in zip(step, scores, strict=True)]
     if CorrectionSettings.of(config).has_factor:
         level = config.importance_correction_level
         step = [replace(sample, rollout_log_probs=_sampled(sample, numbers, level)) for sample in step]
@@ -253,9 +281,16 @@ def loss_by_hand(
 ) -> Tensor:  # 0-d float64 with graph
     """The loss of the whole step. Raises DataError for a sample without log-probabilities that the settings need."""
     policy_loss, divisor = config.policy_loss, config.loss_aggregation_divisor or DIVISOR
+    scores = [row.log_probs.tolist() for row in tokens], [row.entropy.tolist() for row in tokens]
+    selected = selected_by_hand(step, *scores, config)
+    is_trained = trained_by_hand(selected, config)
     units = units_by_hand(step, tokens, config.importance_ratio_unit)
     factors = [factors_by_hand(unit.sample, unit.tokens.log_probs.tolist(), config) for unit in units]
-    is_corrected = CorrectionSettings.of(config).is_on
+    factors = [
+        [factor * is_trained[place][t] for factor, (place, t) in zip(of_unit, unit.places, strict=True)]
+        for of_unit, unit in zip(factors, units, strict=True)
+    ]
+    is_corrected = CorrectionSettings.of(config).is_on or config.token_selection != NO_SELECTION
     clip = get_policy_loss(policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
     sums = losses_by_hand(
         [unit.sample for unit in units],
@@ -277,11 +312,16 @@ def loss_by_hand(
     weights_of_samples = weights_by_hand(step, "sample_mean")
     of_units = [max(weights[place] for place, _ in unit.places) for unit in units]
     loss = sum((weight * part for weight, part in zip(of_units, sums, strict=True)), start=torch.zeros((), dtype=torch.float64))
-    for sample, of_sample, weight in zip(step, tokens, weights_of_samples, strict=True):
+    penalty = TokenSelectionSettings.of(config).penalty
+    for place, (sample, of_sample, weight) in enumerate(zip(step, tokens, weights_of_samples, strict=True)):
         for t in (t for t, bit in enumerate(sample.loss_mask) if bit):
             if config.kl_coefficient:
                 loss = loss + config.kl_coefficient * weight * kl_by_hand(sample, t, of_sample.log_probs[t], config.kl_estimator)
-            loss = loss - config.entropy_coefficient * weight * of_sample.entropy[t]
+            has_bonus = config.entropy_bonus_tokens == EntropyBonusTokens.ALL or is_trained[place][t]
+            loss = loss - config.entropy_coefficient * weight * of_sample.entropy[t] * has_bonus
+            if penalty is not None and selected[place][t]:
+                log_ratio = of_sample.log_probs[t] - old_log_probs_of(sample)[t]
+                loss = loss + penalty * weights[place] * factors[place][t] * (log_ratio.exp() - 1 - log_ratio)
     return loss
 
 

@@ -28,6 +28,7 @@ from megatron_rl.megatron.model import is_of_expert, model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.samples import rollout_ids_of
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
+from megatron_rl.registries.token_selections import Taken, get_token_selection
 from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 from megatron_rl.testing.comparison import Comparison, compare_shards, named_sizes
 from megatron_rl.testing.layout_step import (
@@ -233,6 +234,11 @@ def _check_settings(models: Sequence[Any], model_config: Any, config: PolicyLoss
         problems.append(f"policy_loss={config.policy_loss!r} reads {', '.join(needs)}, which check_step cannot give by hand")
     if config.kl_coefficient and any(sample.ref_log_probs is None for sample in samples):
         problems.append("kl_coefficient is not 0, and a sample has no ref_log_probs: give each sample some")
+    if get_token_selection(config.token_selection).taken == Taken.RANDOM:
+        problems.append(
+            f"token_selection={config.token_selection!r} draws tokens by a seed that check_step does not know: check the loop with "
+            "token_selection='kl_cov', whose tokens are those of a sort"
+        )
     if problems:
         raise ConfigError([f"check_step: {problem}" for problem in problems])
 

@@ -18,6 +18,7 @@ from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.training_hooks import corrections_in_words
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.registries.selection_settings import TokenSelectionSettings
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,6 +60,10 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
     lines = [headline(explanation), *columns(weight_table(explanation, max_rows)), *remarks(explanation)]
     if corrections := list(corrections_in_words(CorrectionSettings.of(config))):
         lines += ["", f"correction: {', '.join(corrections)}; rejected tokens are {config.rejected_tokens}"]
+    selection = TokenSelectionSettings.of(config)
+    if selection.is_on:
+        tokens = _plural(selection.number_of(explanation.counts.totals.num_tokens), "token")
+        lines += ["", f"token selection {selection.in_words()}; at most {tokens} of this step, and the weights count all of T"]
     if explanation.step.kept is not None:
         lines += ["", str(explanation.step.kept)]
     if explanation.corrected is not None:
