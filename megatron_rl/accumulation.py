@@ -5,7 +5,7 @@ streams, in rounds, until a step has its documents. It weights no loss: count_st
 
     with StepAccumulator(stream, AccumulationSettings(docs_per_step=256)) as steps:  # on every rank
         for step in steps:
-            samples, totals = weigh_samples(config, step.samples, groups)  # the counts of the samples in this step
+            samples, totals = weigh_samples(config, step.samples, groups)  # EmptyStep on all ranks: nothing trains, go on
             context = StepContext(totals=totals, num_microbatches=len(step.microbatches))
             batches = [make_packed_batch(part, context, **shapes) for part in step.split(samples)]
             optimizer.zero_grad()

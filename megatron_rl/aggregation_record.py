@@ -131,6 +131,10 @@ def _power(name: str, power: float) -> str:
 
 
 TOKEN_MEAN = Formula(T=-1)
+# Counts of tokens, of which a correction may drop some.
+TOKEN_COUNTS = ("m_i", "M_g", "T")
+# The powers of these in a weight: none, 1/m_i, 1/T.
+WITHOUT_TOKENS, OF_SAMPLE_TOKENS, OF_STEP_TOKENS = Formula(), Formula(m_i=-1), Formula(T=-1)
 # Strength against sample_mean -> samples. The gradient of sample i is multiplied by m_i / (mean tokens of these): 1 on average.
 MEANS = {
     Formula(P=-1, M_g=-1, N=1, m_i=1): "its prompt's samples",
@@ -173,6 +177,13 @@ class AggregationRecord:
     def counts_other_samples(self) -> bool:
         """Whether a sample's weight depends on the tokens of other samples. True where `needs` is not known."""
         return self.needs is None or self.needs_prompts or "num_tokens" in self.needs
+
+    @property
+    def token_counts(self) -> Formula | None:
+        """The powers of TOKEN_COUNTS in the weight; None: not known."""
+        if self.formula is None:
+            return None
+        return Formula({name: power for name, power in self.formula.powers.items() if name in TOKEN_COUNTS})
 
     def missing_where_a_host_divides_by(self, count: str) -> tuple[str, ...] | None:
         """The counts of the step that are still needed in a host that divides by N (or by T); None: not known."""

@@ -77,6 +77,13 @@ class RatioUnit(StrEnum):
     TURN = "turn"
 
 
+class EmptySteps(StrEnum):
+    """What becomes of a step in which no token trains."""
+
+    RAISE = "raise"
+    SKIP = "skip"
+
+
 class RouterAuxLoss(StrEnum):
     REFUSE = "refuse"
     HOST = "host"
@@ -208,6 +215,8 @@ class PolicyLossConfig:
     """In miles and slime: a rollout is one step, and old log-probabilities are its own, without a forward; each ratio is 1."""
     docs_per_step: int | None = None
     """Accumulate micro-batches until the step holds this many documents (samples) over all ranks, in whole prompt groups."""
+    empty_step: str = EmptySteps.RAISE
+    """A step whose tokens are all masked, or all rejected by a correction: raise, or skip: no rank calls the optimiser."""
     router_aux_loss: str | None = None
     """Auxiliary losses of experts' routers: refuse, host (as Megatron scales them), exact (as one rank on the whole step); None:
     refuse with --calculate-per-token-loss, else host."""

@@ -32,7 +32,7 @@ class DataError(ValueError):
 
 
 class EmptyStep(DataError):
-    """A step without a single unmasked token on any rank."""
+    """A step without a single unmasked token on any rank, or without one that the correction keeps."""
 
 
 class RunError(RuntimeError):

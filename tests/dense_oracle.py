@@ -267,6 +267,7 @@ class DenseResult:
     metrics: dict[str, float]
     log_probs: Tensor  # [all tokens], 0 where masked
     num_counted: int  # the tokens that the aggregation counts
+    num_unmasked: int
 
 
 def dense_step(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSettings) -> DenseResult:
@@ -300,7 +301,7 @@ def dense_step(samples: Sequence[DenseSample], logits: Tensor, settings: DenseSe
     log_probs = torch.cat([torch.zeros(0, dtype=torch.float64), *(part.all_log_probs() for part in parts)])
     metrics = dense_metrics([part for part in parts if part.live], len(samples), settings)
     numbers = [float(number.detach()) for number in (loss, policy, kl, entropy)]
-    return DenseResult(numbers[0], gradient, *numbers[1:], metrics, log_probs, sum(counts))
+    return DenseResult(numbers[0], gradient, *numbers[1:], metrics, log_probs, sum(counts), sum(len(p.live) for p in parts))
 
 
 def over_kept(row: Tensor, kept: Sequence[int], label: int) -> Tensor:  # [V], any logits or log-probabilities -> 0-d

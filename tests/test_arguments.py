@@ -60,6 +60,7 @@ EFFECT_OF_FLAG = {
     "--fp32-lm-head": (None, True, ALL, []),
     "--skip-old-log-probs": (None, True, ("custom_loss",), []),
     "--docs-per-step": ("64", 64, ("train",), []),
+    "--empty-step": ("skip", "skip", ("train",), []),
     "--router-aux-loss": ("exact", "exact", ("megatron_lm", "train"), []),
     "--gradient-divisor": ("num_samples", "num_samples", ("megatron_lm", "train"), []),
     "--watchdog": ("raise", "raise", ("train",), []),

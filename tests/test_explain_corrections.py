@@ -22,7 +22,7 @@ def a_file_of_two_engines(tmp_path, monkeypatch):
     save_mismatch()
 
 
-def trained_weights(rejected_tokens: str, aggregation: str) -> list[float]:
+def trained_weights(rejected_tokens: str, aggregation: str, factors: list[float]) -> list[float]:
     """Of each unmasked token, as a step of `megatron-rl train` or Megatron-LM has them."""
     config = PolicyLossConfig(
         loss_aggregation=aggregation,
@@ -31,7 +31,13 @@ def trained_weights(rejected_tokens: str, aggregation: str) -> list[float]:
         rejected_tokens=rejected_tokens,
     )
     samples, _ = weigh_samples(config, mismatched_samples(), ParallelGroups())
-    return [samples[sample].token_weight for sample, _ in LIVE]
+    weights = [samples[sample].token_weight for sample, _ in LIVE]
+    if rejected_tokens == "dropped" and aggregation in ("sample_mean", "token_mean"):  # of these the forward pass counts
+        kept = [factor != 0 for factor in factors]
+        near = [[aggregation == "token_mean" or one == other for one, _ in LIVE] for other, _ in LIVE]
+        shares = [sum(row) / max(sum(k for k, is_near in zip(kept, row, strict=True) if is_near), 1) for row in near]
+        weights = [weight * share for weight, share in zip(weights, shares, strict=True)]
+    return weights
 
 
 @pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "token_mean", "constant"])
@@ -45,7 +51,9 @@ def test_weights_factors_and_the_change_of_the_step_are_those_of_training(aggreg
         assert found["factors"] == pytest.approx(factors, **CLOSE)
         assert found["ratios"] == pytest.approx([0.4, 1, 6, 1, 2.5, 0.9, 1.1, 1], **CLOSE)
         (weights,) = found["weights"].values()
-        assert weights == pytest.approx(trained_weights(rejected, aggregation), **CLOSE)
+        trained = trained_weights(rejected, aggregation, factors)
+        of_kept = [(one, other) for one, other, factor in zip(weights, trained, factors, strict=True) if factor]
+        assert [one for one, _ in of_kept] == pytest.approx([other for _, other in of_kept], **CLOSE)
         sums[rejected] = sum(weight * factor for weight, factor in zip(weights, factors, strict=True))
         (change,) = found["dropped_against_counted"].values()
     assert change == pytest.approx(sums["dropped"] / sums["counted"], **CLOSE)
@@ -79,3 +87,21 @@ def test_flags_alone_are_told_in_one_line():
     assert explain_json(*lengths, "--importance-correction", "tis")["correction"] is None
     assert "correction" not in explain(*lengths)[1]
     assert "the factors" not in explain(*lengths, "--off-policy-sequence-delta", "0.1")[1]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "says"),
+    [
+        ("sample_mean", "sample_mean: m_i counts kept tokens in the forward pass"),
+        ("token_mean", "token_mean: T / K multiplies the gradient after the last backward, K are the kept tokens of the step"),
+        (
+            "prompt_mean",
+            "prompt_mean: kept tokens are counted before the step, because its weights depend on what other samples keep",
+        ),
+        ("constant", "constant: no count changes"),
+    ],
+)
+def test_the_line_says_who_counts_kept_tokens(aggregation, says):
+    flags = [*STEP, *ICEPOP, "--rejected-tokens", "dropped", "--loss-aggregation", aggregation]
+    out = explain(*flags, *(["--loss-aggregation-divisor", "3"] if aggregation == "constant" else []))[1]
+    assert f"rejected tokens are dropped; {says}" in out

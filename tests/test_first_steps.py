@@ -123,8 +123,10 @@ def test_nothing_else_reads_them():
     corrected = replace(GRPO, importance_correction="tis", off_policy_sequence_delta=0.1, kl_coefficient=0.1)
     assert reader_of_old_log_probs(TrainOptions(), GSPO) is None
     assert reader_of_old_log_probs(TrainOptions(rollouts="r.jsonl", router_replay="rollout"), corrected) is None
-    dropped = replace(corrected, rejected_tokens="dropped")
-    assert reader_of_old_log_probs(TrainOptions(rollouts="r.jsonl"), dropped) == "--rejected-tokens dropped"
+    dropped = replace(corrected, rejected_tokens="dropped", loss_aggregation="sample_mean")
+    assert reader_of_old_log_probs(TrainOptions(rollouts="r.jsonl"), dropped) is None
+    counted_before = replace(dropped, loss_aggregation="prompt_mean")
+    assert reader_of_old_log_probs(TrainOptions(rollouts="r.jsonl"), counted_before) == "--rejected-tokens dropped"
 
 
 def announced_on_rank(rank, options, configs) -> list[str]:

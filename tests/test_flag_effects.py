@@ -91,7 +91,7 @@ OF_A_STEP = {
     "gradient_divisor": Effect("num_samples", "gradient"),
     "router_aux_loss": Effect("exact", "gradient", has_experts=True),
 }
-OF_A_RUN = ("docs_per_step", "watchdog", "sampling_support")
+OF_A_RUN = ("docs_per_step", "empty_step", "watchdog", "sampling_support")
 OF_A_HOST = ("one_sample_per_rollout", "skip_old_log_probs")  # tests/test_reward_weights.py, tests/test_skipped_log_probs.py
 
 
@@ -184,6 +184,11 @@ def test_settings_of_a_run_change_it(pool, tmp_path):
     given, of_file = replace(config, sampling_support="refuse", watchdog="off"), {"rollouts": str(tmp_path / "kept.jsonl")}
     [(_, error)] = pool.run(run_on_rank, tmp_path / "refused", given, {**once, **of_file})
     assert "kept_ids with --sampling-support refuse" in error
+    save_rollouts(tmp_path / "masked.jsonl", replace(batch, samples=[replace(s, loss_mask=[0] * 4) for s in batch.samples]))
+    of_file = {**once, "rollouts": str(tmp_path / "masked.jsonl")}
+    for empty_step, says in (("raise", "not a single unmasked token"), ("skip", "")):
+        [(rows, error)] = pool.run(run_on_rank, tmp_path / empty_step, replace(config, empty_step=empty_step), of_file)
+        assert says in error and bool(error) == bool(says) and rows == []
     path = tmp_path / "others.jsonl"
     save_rollouts(path, replace(batch, samples=[replace(s, old_log_probs=spread_over(s)) for s in batch.samples]))
     for watchdog, says in (("off", ""), ("raise", "mean importance ratio")):

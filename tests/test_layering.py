@@ -24,7 +24,7 @@ FLOORS = (
     ("errors", "config"),
     ("files", "layout", "aggregation_record", "registries"),
     ("loss_hub", "ops", "correction_kinds", "step_counts", "token_selections"),
-    ("aggregation", "built_in_losses", "corrections", "selections", "kl_estimators", "lm_head"),
+    ("aggregation", "built_in_losses", "corrections", "kept_counts", "selections", "kl_estimators", "lm_head"),
     ("metrics", "accumulation"),
     ("losses",),
     ("validation", "__init__"),

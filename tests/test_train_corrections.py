@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -78,22 +79,28 @@ def test_a_mask_drops_what_differs_and_dropped_tokens_leave_the_counts(pool, sam
     assert abs(dropped["loss/policy"]) < 1e-6 < 1e-3 < abs(kept["loss/policy"])
 
 
-def test_dropped_tokens_of_a_single_step_are_known_before_it(pool, sampled):
-    """The samples have no old log-probabilities: they are measured, because the counts of the step need them."""
-    config = replace(GRPO, importance_correction="icepop", rejected_tokens="dropped")
+@pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean", "prompt_mean"])
+def test_dropped_tokens_of_a_single_step_need_no_old_log_probs(pool, sampled, aggregation):
+    """The samples have none. prompt_mean needs the kept tokens before the step, so there they are measured."""
+    config = replace(GRPO, importance_correction="icepop", rejected_tokens="dropped", loss_aggregation=aggregation)
     row, error = run(pool, sampled, "single", config)
     assert error == "" and row["policy/correction_kept_tokens"] > 0.9
 
 
-def dropped_step_on_rank(rank):
-    trainer = tiny_trainer(replace(GRPO, importance_correction="icepop", rejected_tokens="dropped", samples_per_prompt=2))
+def dropped_step_on_rank(rank, **changes):
+    of_step = {"importance_correction": "icepop", "rejected_tokens": "dropped", "samples_per_prompt": 2, **changes}
+    trainer = tiny_trainer(replace(GRPO, **of_step))
     samples = [replace(sample, rollout_log_probs=[-2.0] * len(sample.loss_mask)) for sample in ragged_step()]
     return error_of(lambda: trainer.step([samples]))
 
 
 def test_a_step_of_ones_own_loop_needs_to_know_what_is_dropped(pool):
-    [error] = pool.run(dropped_step_on_rank)
-    assert "rejected_tokens=dropped needs old_log_probs of each sample before the step" in error
+    """prompt_mean weighs by what other samples keep; one factor T / K on the gradient would be on a KL term too."""
+    assert pool.run(dropped_step_on_rank) == [""]
+    [error] = pool.run(functools.partial(dropped_step_on_rank, loss_aggregation="prompt_mean"))
+    assert "with loss_aggregation=prompt_mean needs old_log_probs of each sample before the step, because its weights" in error
+    [error] = pool.run(functools.partial(dropped_step_on_rank, loss_aggregation="token_mean", entropy_coefficient=0.1))
+    assert "before the step, because one factor on the whole gradient would multiply entropy_coefficient=0.1 too" in error
 
 
 @pytest.mark.parametrize("settings", [TIS, {"off_policy_sequence_delta": 0.1}], ids=["tis", "off-policy"])

@@ -18,7 +18,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.metrics.further import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS, SUPPORT_METRICS
 from megatron_rl.train.collection import SampledRollouts, with_old_log_probs
-from megatron_rl.train.loop import TIMING_METRICS
+from megatron_rl.train.loop import SKIPPED_STEPS, TIMING_METRICS
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.train.rollout_files import load_rollouts, record_of
@@ -128,7 +128,16 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
     defined = [name for cell in cells for name in re.findall(r"`([a-z_/]+)`", cell) if name not in set(PolicyMetrics)]
     rows = (*ROLLOUT_METRICS, *CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, *SUPPORT_METRICS)
     optional = {f"policy/{row.name}" for row in rows if row.is_reported}
-    optional |= {"loss/kl", "loss/entropy", "eval/reward", "eval/response_length", *TIMING_METRICS, MAX_VIO, ROUTE_AGREEMENT}
+    optional |= {
+        "loss/kl",
+        "loss/entropy",
+        "eval/reward",
+        "eval/response_length",
+        *TIMING_METRICS,
+        MAX_VIO,
+        ROUTE_AGREEMENT,
+        SKIPPED_STEPS,
+    }
     assert len(defined) == len(set(defined))
     assert set(defined) == set(metrics_of(recorded[1])[0]) | optional
 

@@ -44,6 +44,7 @@ PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no cli
 ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
 SCALED_EXP = {"fused_lm_head_loss": True, "scaled_exp_head": True}
 TIS = {"importance_correction": "tis"}
+OPSM_TOKEN_MEAN = {"off_policy_sequence_delta": 0.1, "rejected_tokens": "dropped", "loss_aggregation": "token_mean"}
 TOP_ENTROPY = {"token_selection": "top_entropy", "token_selection_share": 0.2}
 KL_COV = {"token_selection": "kl_cov", "token_selection_share": 2e-3}
 WITHOUT_TWIN = {"kl_coefficient": 0.1, "kl_estimator": "own_losses.jeffreys"}
@@ -128,7 +129,8 @@ REFUSED: dict[str, list[dict]] = {
     "dropped_tokens_are_known": [
         {"rejected_tokens": "dropped"},
         {**TIS, "rejected_tokens": "dropped"},
-        {"importance_correction": "icepop", "off_policy_sequence_delta": 0.1, "rejected_tokens": "dropped"},
+        {"off_policy_sequence_delta": 0.1, "rejected_tokens": "dropped", "loss_aggregation": "prompt_mean"},
+        {**OPSM_TOKEN_MEAN, "kl_coefficient": 0.1},
     ],
     "selections_fit": [
         {"token_selection": "kl_cov"},
@@ -280,7 +282,11 @@ ALLOWED: dict[str, list[dict]] = {
         {**TIS, "importance_ratio_unit": "turn", "importance_correction_level": "sequence_mean"},
         {"importance_ratio_unit": "turn", "off_policy_sequence_delta": 0.1},
     ],
-    "dropped_tokens_are_known": [{"importance_correction": "icepop", "rejected_tokens": "dropped"}],
+    "dropped_tokens_are_known": [
+        {"importance_correction": "icepop", "rejected_tokens": "dropped"},
+        {**TIS, "off_policy_sequence_delta": 0.1, "rejected_tokens": "dropped"},
+        OPSM_TOKEN_MEAN,
+    ],
     "selections_fit": [
         {**TOP_ENTROPY, "entropy_bonus_tokens": "trained", "entropy_coefficient": 0.1},
         {**KL_COV, "token_selection_kl_coefficient": 0.5, "token_selection_low": 0.0},

@@ -109,8 +109,9 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
         }
         print(json.dumps(summary, default=str), flush=True)
         return
+    skipped = f", {progress.skipped_steps} skipped" if progress.skipped_steps else ""
     if progress.first_reward is None:
-        print(f"megatron_rl: {outcome.reason}; nothing was trained", file=sys.stderr)
+        print(f"megatron_rl: {outcome.reason}; nothing was trained{skipped}", file=sys.stderr)
         return
     save_hf = options.save_hf if outcome.exit_code == 0 else None
     places = ", ".join(str(path) for path in (metrics, plot, outcome.checkpoint, save_hf) if path is not None)
@@ -118,7 +119,7 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
         places += f"\nmegatron_rl: --save-hf {options.save_hf} is written when the run is complete: --resume goes on"
     print(
         f"megatron_rl: {outcome.reason}; mean reward {progress.first_reward:.3f} -> {progress.last_reward:.3f} in "
-        f"{progress.num_rollouts} rollouts, {progress.num_steps} steps, {outcome.seconds:.0f} s\nmegatron_rl: {places}",
+        f"{progress.num_rollouts} rollouts, {progress.num_steps} steps{skipped}, {outcome.seconds:.0f} s\nmegatron_rl: {places}",
         file=sys.stderr,
         flush=True,
     )

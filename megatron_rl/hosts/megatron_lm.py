@@ -33,6 +33,7 @@ from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.head import HeadSettings
+from megatron_rl.megatron.kept_tokens import hook_finalize
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
@@ -434,21 +435,7 @@ class PackedForwardStep:
 
     def _check_before_finalize(self, model_config) -> None:
         """The schedule calls finalize on each rank after the last backward, and not in a forward-only pass."""
-        finalize = model_config.finalize_model_grads_func
-        if isinstance(finalize, _CheckThenFinalize):
-            finalize = finalize.finalize
-        if finalize is not None:
-            model_config.finalize_model_grads_func = _CheckThenFinalize(self.check, finalize)
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckThenFinalize:
-    check: Callable[[], None]
-    finalize: Callable
-
-    def __call__(self, *positional, **named):
-        self.check()
-        return self.finalize(*positional, **named)
+        hook_finalize(model_config, check=self.check)
 
 
 def batches_of_step(

@@ -14,7 +14,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.corrections import Correction, correct, correction_columns, factors_after_sums, sample_weights_of, token_weights_of
+from megatron_rl.corrections import (
+    Correction,
+    correct,
+    correction_columns,
+    factors_after_sums,
+    sample_weights_of,
+    token_weights_of,
+    weight_factors,
+)
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
@@ -45,7 +53,8 @@ def importance_correction(
         log_probs, advantages: of the policy in training, and the advantage of each token; only sequence_delta needs them.
     Returns: the correction, and this rank's share of metrics.CORRECTION_STATISTICS, [K] float64: metrics.CORRECTION_METRICS are
         made from its sum over micro-batches and ranks.
-    Communication: one all-reduce of [N, k <= 3] over cp; none at size 1.
+    keeps_sample_weight changes weights of samples, of which there are none here: it has no effect.
+    Communication: one all-reduce of [N, k <= 5] over cp; none at size 1.
     Raises: ConfigError for settings that do not fit; DataError for wrong shapes and dtypes and, on the CPU, for bounds that are
         none and for unmasked values that are not finite.
     """
@@ -67,7 +76,7 @@ def importance_correction(
         if not vector.is_cuda and bool((is_live & ~torch.isfinite(vector)).any()):
             raise DataError(f"{name} has unmasked values that are not finite: mask those tokens or drop the samples")
     advantages = torch.zeros_like(old_log_probs) if advantages is None else advantages
-    correction, counts = _correct_alone(
+    correction, sums = _correct_alone(
         settings,
         log_probs=old_log_probs if log_probs is None else log_probs,
         old_log_probs=old_log_probs,
@@ -79,7 +88,7 @@ def importance_correction(
         cp_group=cp_group,
     )
     values = CorrectionValues(correction, advantages)
-    return correction, token_statistics(values, loss_mask=is_live, counts=spread(counts, documents))
+    return correction, token_statistics(values, loss_mask=is_live, counts=spread(sums["counts"], documents))
 
 
 def correct_tokens(inputs: LossInputs, log_probs: Tensor) -> LossInputs:  # log_probs [T]
@@ -90,9 +99,9 @@ def correct_tokens(inputs: LossInputs, log_probs: Tensor) -> LossInputs:  # log_
 
 
 def columns_of_correction(inputs: LossInputs, log_probs: Tensor) -> dict[str, Tensor]:  # [T] each
-    """The vectors that a criterion of the sample sums over its tokens."""
+    """The vectors that a correction sums over the tokens of a sample."""
     assert inputs.correction is not None
-    return correction_columns(inputs.correction, log_probs, *_compared(inputs, log_probs))
+    return correction_columns(inputs.correction, log_probs, *_compared(inputs, log_probs), _advantages(inputs, log_probs.dtype))
 
 
 def correct_samples(
@@ -104,14 +113,11 @@ def correct_samples(
     assert inputs.correction is not None
     old_log_probs, rollout_log_probs = _compared(inputs, log_probs)
     of_samples = {"counts": sums.counts, **sums.correction_sums}
-    advantages = inputs.advantages.to(log_probs.dtype)
-    if inputs.advantages_per == "sample":
-        advantages = spread(advantages, inputs.token_documents)
     correction = correct(
         inputs.correction,
         old_log_probs=old_log_probs,
         rollout_log_probs=rollout_log_probs,
-        advantages=advantages,
+        advantages=_advantages(inputs, log_probs.dtype),
         sums=of_samples,
         loss_mask=inputs.loss_mask,
         documents=inputs.token_documents,
@@ -123,6 +129,7 @@ def correct_samples(
     if inputs.correction.needs_sums:
         # What needs no sum is in the inputs.
         inputs = _multiplied(inputs, factors_after_sums(inputs.correction, correction, of_samples, inputs.token_documents))
+        inputs = _with_weights_of_kept(inputs, of_samples)
     return inputs, sums, correction
 
 
@@ -141,7 +148,7 @@ def correct_before_rows(inputs: LossInputs, log_probs_dtype: torch.dtype, cp_gro
     """
     assert inputs.correction is not None and not inputs.correction.is_of_current_policy
     old_log_probs = given(inputs.old_log_probs).to(log_probs_dtype)
-    correction, _ = _correct_alone(
+    correction, sums = _correct_alone(
         inputs.correction,
         log_probs=old_log_probs,
         old_log_probs=old_log_probs,
@@ -152,7 +159,8 @@ def correct_before_rows(inputs: LossInputs, log_probs_dtype: torch.dtype, cp_gro
         documents=inputs.token_documents,
         cp_group=cp_group,
     )
-    return replace(_multiplied(inputs, correction.weights), correction=None, applied_correction=correction)
+    inputs = _with_weights_of_kept(_multiplied(inputs, correction.weights), sums)
+    return replace(inputs, correction=None, applied_correction=correction)
 
 
 def correction_metric_sums(
@@ -176,9 +184,9 @@ def _correct_alone(
     cu_seqlens: Tensor,  # [N + 1]
     documents: Tensor,  # [T] int64, N on padding
     cp_group: Group,
-) -> tuple[Correction, Tensor]:  # and the counts [N] over all cp ranks
-    """The correction with sums of its own. Communication: one all-reduce of [N, k <= 3] over cp; none at size 1."""
-    columns = {"counts": loss_mask, **correction_columns(settings, log_probs, old_log_probs, rollout_log_probs)}
+) -> tuple[Correction, dict[str, Tensor]]:  # and the sums [N] over all cp ranks
+    """The correction with sums of its own. Communication: one all-reduce of [N, k <= 5] over cp; none at size 1."""
+    columns = {"counts": loss_mask, **correction_columns(settings, log_probs, old_log_probs, rollout_log_probs, advantages)}
     stacked = torch.stack([torch.where(loss_mask, column, 0).double() for column in columns.values()], dim=-1)
     reduced = all_reduce_sum(document_sums(stacked, cu_seqlens), cp_group)
     sums = dict(zip(columns, reduced.unbind(-1), strict=True))
@@ -191,7 +199,20 @@ def _correct_alone(
         loss_mask=loss_mask,
         documents=documents,
     )
-    return correction, sums["counts"]
+    return correction, sums
+
+
+def _advantages(inputs: LossInputs, dtype: torch.dtype) -> Tensor:  # [T]
+    advantages = inputs.advantages.to(dtype)
+    return spread(advantages, inputs.token_documents) if inputs.advantages_per == "sample" else advantages
+
+
+def _with_weights_of_kept(inputs: LossInputs, sums: dict[str, Tensor]) -> LossInputs:  # [N] each, over all cp ranks
+    assert inputs.correction is not None
+    if not inputs.correction.keeps_sample_weight:
+        return inputs
+    weights = inputs.token_weights.double() * weight_factors(inputs.correction, sums)
+    return replace(inputs, token_weights=weights.to(inputs.token_weights.dtype))
 
 
 def _compared(inputs: LossInputs, log_probs: Tensor) -> tuple[Tensor, Tensor]:  # [T] old, [T] rollout

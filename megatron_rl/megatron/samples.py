@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import regularizer_weights, sample_token_weights
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RatioUnit, RejectedTokens, RouterAuxLoss
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RatioUnit, RouterAuxLoss
 from megatron_rl.errors import DataError
+from megatron_rl.kept_counts import counts_kept_before, why_before
 from megatron_rl.layout.groups import Group, ParallelGroups, all_reduce_max, all_reduce_sum, group_device
 from megatron_rl.layout.packing import turn_cu_seqlens
 from megatron_rl.layout.sampling_support import SamplingSupport
@@ -99,14 +100,16 @@ def weigh_samples(
 ) -> tuple[list[PolicySample], StepTotals]:
     """This data-parallel rank's samples of a whole step, each with its weight from the counts of the whole step.
 
-    Under rejected_tokens=dropped the weights are made from counts of the tokens that the correction keeps. The totals, the token
-    counts and the regularizer weights still count all unmasked tokens.
+    Under rejected_tokens=dropped the weights are made from counts of the tokens that the correction keeps where
+    kept_counts.counts_kept_before says so; elsewhere the forward step takes what is kept into account. The totals, the token counts
+    and the regularizer weights count all unmasked tokens.
 
     Every dp rank calls it, also one without samples. All samples of a step have a rollout_id, or none has.
-    Communication: the two exchanges of count_step over dp, twice under dropped; with importance_ratio_unit=rollout one all-reduce
-    of a number over dp.
+    Communication: the two exchanges of count_step over dp, twice where kept tokens are counted; with importance_ratio_unit=rollout
+    one all-reduce of a number over dp.
     Raises what count_step and sample_token_weights raise, and DataError on all dp ranks where dropped tokens are not known, and
-    where importance_ratio_unit=rollout meets a rollout whose samples are on several ranks.
+    where importance_ratio_unit=rollout meets a rollout whose samples are on several ranks; EmptyStep for a step without an unmasked
+    token, or without a counted one.
     """
     masks = [torch.as_tensor(sample.loss_mask) for sample in samples]  # not converted: count_step refuses values other than 0 and 1
     rollout_ids = rollout_ids_of(samples)
@@ -126,11 +129,17 @@ def weigh_samples(
 
     totals, counts, prompt_counts, rollouts = count(masks)
     weighed = totals, counts, prompt_counts, rollouts
-    if config.rejected_tokens == RejectedTokens.DROPPED:
+    if counts_kept_before(config, totals):
+        if config.off_policy_sequence_delta is not None:
+            raise DataError(
+                f"rejected_tokens=dropped with off_policy_sequence_delta={config.off_policy_sequence_delta} and "
+                f"{totals.num_rollouts} rollouts of {totals.num_samples} samples: what that drops must be known before the forward "
+                f"pass, {why_before(config)}; choose --rejected-tokens counted, or --loss-aggregation token_mean"
+            )
         try:  # an error of one rank's masks is raised on all of them
             weighed = count(kept_masks(config, samples, masks))
         except DataError as error:
-            raise DataError(
+            raise type(error)(
                 f"rejected_tokens=dropped: among the tokens that the correction keeps, {error}; widen its bounds, or choose "
                 "--rejected-tokens counted"
             ) from error
@@ -257,8 +266,8 @@ def kept_masks(
         bounds = torch.tensor([0, mask.numel()], dtype=torch.int32)
         correction, _ = importance_correction(
             CorrectionSettings.of(config),
-            torch.cat([_given_for_dropped(samples[place].old_log_probs, "old_log_probs") for place in places]),
-            torch.cat([_given_for_dropped(samples[place].rollout_log_probs, "rollout_log_probs") for place in places]),
+            torch.cat([_given_for_dropped(config, samples[place].old_log_probs, "old_log_probs") for place in places]),
+            torch.cat([_given_for_dropped(config, samples[place].rollout_log_probs, "rollout_log_probs") for place in places]),
             mask,
             turn_cu_seqlens(mask, bounds)[0] if unit == RatioUnit.TURN else bounds,
         )
@@ -267,11 +276,11 @@ def kept_masks(
     yield from kept
 
 
-def _given_for_dropped(values: Sequence[float] | Tensor | None, name: str) -> Tensor:
+def _given_for_dropped(config: PolicyLossConfig, values: Sequence[float] | Tensor | None, name: str) -> Tensor:
     if values is None:
         raise DataError(
-            f"rejected_tokens=dropped needs {name} of each sample before the step, because the step's counts leave out what the "
-            "correction drops; give them, or choose --rejected-tokens counted"
+            f"rejected_tokens=dropped with loss_aggregation={config.loss_aggregation} needs {name} of each sample before the step, "
+            f"{why_before(config)}; give them, or choose --rejected-tokens counted"
         )
     return torch.as_tensor(values)
 

@@ -21,6 +21,7 @@ from megatron_rl.config import (
     RatioUnit,
     RejectedTokens,
 )
+from megatron_rl.kept_counts import counts_kept_before
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -87,12 +88,12 @@ Truths = dict[tuple[str, str], LossTruth]  # by loss and term
 # The registered ones whose weights follow from a formula, each by one name.
 AGGREGATIONS = tuple(name for name in loss_aggregation_names() if _has_formula(name))
 LOGITS, FUSED = "logits", "fused head"
-ALL_TERMS, DROPPED = "KL + entropy + temperature", "icepop, dropped"
+ALL_TERMS, DROPPED, DROPPED_LATE = "KL + entropy + temperature", "icepop, dropped", "OPSM, dropped"
 DUAL_CLIP, DIVIDED, ROLLOUTS = "dual clip", "gradient / samples", "rollouts of several samples"
 RATIO_OF_ROLLOUTS, RATIO_OF_TURNS = "a ratio a rollout", "a ratio a turn"
 SELECTIONS = tuple(name for name in token_selection_names() if name != NO_SELECTION)
 # Of Megatron's step, so the losses alone have no row of them.
-OF_STEPS = (DROPPED, DIVIDED, ROLLOUTS, RATIO_OF_ROLLOUTS, RATIO_OF_TURNS, *SELECTIONS)
+OF_STEPS = (DROPPED, DROPPED_LATE, DIVIDED, ROLLOUTS, RATIO_OF_ROLLOUTS, RATIO_OF_TURNS, *SELECTIONS)
 # A term -> its fields of PolicyLossConfig.
 TERMS: Mapping[str, Mapping[str, object]] = {
     "": {},
@@ -105,6 +106,7 @@ TERMS: Mapping[str, Mapping[str, object]] = {
     "tis of sequence sums": _correction("tis", CorrectionLevel.SEQUENCE_SUM),
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},
     **{name: _selection(name) for name in SELECTIONS},
+    DROPPED_LATE: {"off_policy_sequence_delta": SEQUENCE_DELTA, "rejected_tokens": str(RejectedTokens.DROPPED)},
     DUAL_CLIP: {},  # its bound follows from the loss's clip
     DIVIDED: {"gradient_divisor": str(GradientDivisor.NUM_SAMPLES)},
     ROLLOUTS: {},  # of the samples
@@ -141,7 +143,10 @@ def term_pairs() -> Iterator[tuple[str, str, str]]:
     # A selection is of single tokens.
     alone = [(loss, term) for term in terms for loss in (OF_TOKENS, OF_SAMPLES) if loss == OF_TOKENS or term not in SELECTIONS]
     for place, (loss, term) in enumerate([*alone, *((loss, ALL_TERMS) for loss in CLIPS)]):
-        yield loss, AGGREGATIONS[(place + place // len(AGGREGATIONS)) % len(AGGREGATIONS)], term
+        # What the policy in training drops is not known before its forward pass.
+        is_late, turn = term == DROPPED_LATE, place + place // len(AGGREGATIONS)
+        names = [name for name in AGGREGATIONS if not (is_late and counts_kept_before(config_of(loss, name, term)))]
+        yield loss, names[turn % len(names)], term
     yield from ((OF_SAMPLES, "sample_mean", term) for term in of_sequences)
 
 

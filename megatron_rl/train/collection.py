@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import NO_SELECTION, Overlong, PolicyLossConfig, RejectedTokens, RouterReplay
+from megatron_rl.config import NO_SELECTION, Overlong, PolicyLossConfig, RouterReplay
+from megatron_rl.kept_counts import counts_kept_before
 from megatron_rl.layout.agreement import finish_together
 from megatron_rl.layout.groups import SINGLE, all_reduce_max, all_reduce_sum, group_device, world_group
 from megatron_rl.loss_hub import needs_rollout_log_probs
@@ -229,7 +230,7 @@ def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> 
         return "--save-rollouts"
     if options.router_replay == RouterReplay.OLD_LOG_PROBS:  # the routes of that forward
         return f"--router-replay {options.router_replay}"
-    if config.rejected_tokens == RejectedTokens.DROPPED:  # which tokens are counted
+    if counts_kept_before(config):
         return f"--rejected-tokens {config.rejected_tokens}"
     # The sampler is the trainer's own engine. With a filter it reports its log-probabilities itself.
     if options.rollouts is None and needs_rollout_log_probs(config) and not SamplingFilter.of(options).is_on:

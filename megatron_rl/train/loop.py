@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.config import Overlong, PolicyLossConfig
+from megatron_rl.config import EmptySteps, Overlong, PolicyLossConfig
 from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.loss_hub import needs_rollout_log_probs
@@ -52,12 +53,15 @@ from megatron_rl.train.watchdog import RunWatchdog
 from megatron_rl.train.writers import (
     LENGTH,
     REWARD,
+    SKIPPED_STEPS,
     TOKENS_PER_SECOND,
     WITHOUT_SIGNAL,
     MetricsWriter,
     names_what_cannot_be_written,
     weights_and_biases,
 )
+
+logger = logging.getLogger(__name__)
 
 # Equal runs differ in these metrics alone.
 TIMING_METRICS = ("seconds", TOKENS_PER_SECOND)
@@ -72,6 +76,8 @@ class Progress:
     samples_seen: int = 0
     prompts_seen: int = 0
     tokens_seen: int = 0
+    skipped_steps: int = 0
+    """Steps without a token that trains, under --empty-step skip; num_steps counts the others."""
     first_reward: float | None = None
     last_reward: float | None = None
 
@@ -185,8 +191,11 @@ class TrainingRun:
         progress, save_interval, limit = self._progress, self._options.save_interval, self._options.num_rollouts
         began = time.monotonic()
         for step in steps:
-            metrics = self._step(step.microbatches, step.num_documents)
-            self._record(metrics, step.rollout, step.of_rollout, began, writer, bar)
+            metrics = self._step(step)
+            if metrics is None:
+                bar.leave_out_a_step()
+            else:
+                self._record(metrics, step.rollout, step.of_rollout, began, writer, bar)
             if step.may_be_last:
                 rollouts_before, progress.num_rollouts = progress.num_rollouts, step.rollout + 1
                 if stop.should_stop(step.of_rollout[REWARD]):
@@ -261,8 +270,9 @@ class TrainingRun:
             with names_what_cannot_be_written(path, "; --resume cuts it to what the last checkpoint knows"):
                 save_rollouts(path, dataclasses.replace(own, run_id=self._run_id), groups.dp.rank())
 
-    def _step(self, microbatches: Microbatches, num_documents: int) -> dict[str, float]:
-        steps_done = self._progress.num_steps
+    def _step(self, step: TrainStep) -> dict[str, float] | None:
+        """The metrics of the step. None under --empty-step skip for a step that no rank has trained on."""
+        microbatches, steps_done = step.microbatches, self._progress.num_steps
         if self._measures_first_steps:  # each step of a file under --docs-per-step is one
             microbatches = with_old_log_probs(self._trainer, microbatches)
         if needs_rollout_log_probs(self._config):
@@ -272,12 +282,18 @@ class TrainingRun:
         try:
             return self._trainer.step(
                 microbatches,
-                num_documents=num_documents,
+                num_documents=step.num_documents,
                 policy_version=steps_done,
                 counts_phantoms=self._watchdog.counts_phantoms(steps_done),
                 selection=selection_of(self._trainer, microbatches, seed=(self._options.seed << 32) + steps_done),
             )
         except EmptyStep as error:
+            if self._config.empty_step == EmptySteps.SKIP:
+                self._progress.skipped_steps += 1
+                if self._is_first_rank:
+                    number = f"{self._progress.skipped_steps} so far, after {steps_done} that trained"
+                    logger.warning(f"rollout {step.rollout}: a step is skipped ({number}): {error}")
+                return None
             is_all_masked = not any(sample.loss_mask.any() for of_microbatch in microbatches for sample in of_microbatch)
             if self._options.overlong != Overlong.MASK or not is_all_masked:
                 raise
@@ -308,6 +324,8 @@ class TrainingRun:
             "seconds": seconds,
             TOKENS_PER_SECOND: metrics["num_tokens"] / seconds,
         }
+        if self._config.empty_step == EmptySteps.SKIP:
+            row[SKIPPED_STEPS] = progress.skipped_steps
         writer.write(progress.num_steps, row)
         bar.update(progress.num_steps, row)
         self._watchdog.look(progress.num_steps, row)

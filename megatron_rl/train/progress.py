@@ -9,7 +9,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import Any
 
-from megatron_rl.train.writers import CLIP_FRACTION, KL, REWARD, TOKENS_PER_SECOND, WITHOUT_SIGNAL
+from megatron_rl.train.writers import CLIP_FRACTION, KL, REWARD, SKIPPED_STEPS, TOKENS_PER_SECOND, WITHOUT_SIGNAL
 
 # Where no bar can be drawn: often enough to see that the run goes on, seldom enough for a log.
 SECONDS_BETWEEN_LINES = 5.0
@@ -21,6 +21,7 @@ SHOWN = {
     WITHOUT_SIGNAL: ("no signal", "{:.0%}"),
     KL: ("KL", "{:.2e}"),
     CLIP_FRACTION: ("clipped", "{:.1%}"),
+    SKIPPED_STEPS: ("skipped", "{:.0f}"),
     TOKENS_PER_SECOND: ("tokens/s", "{:,.0f}"),
 }
 
@@ -46,6 +47,11 @@ class ProgressBar:
         """The number of steps, once it is known."""
         if self._bar is not None:
             self._bar.total = total
+
+    def leave_out_a_step(self) -> None:
+        """One step fewer will be done."""
+        if self._bar is not None and self._bar.total is not None:
+            self._bar.total -= 1
 
     def close(self) -> None:
         """Shows the last state. A second call does nothing."""

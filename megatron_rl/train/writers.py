@@ -31,6 +31,7 @@ ENTROPY = "policy/entropy"
 MAX_VIO = "policy/max_vio"
 ROUTE_AGREEMENT = "policy/route_agreement"
 TOKENS_PER_SECOND = "tokens_per_second"
+SKIPPED_STEPS = "skipped_steps"
 # The x-axes of curves: a metric of the row and its title. Each grows from step to step.
 X_AXES = {"step": "Optimiser step", "documents_seen": "Documents trained on", "tokens_seen": "Tokens trained on"}
 

@@ -12,6 +12,7 @@ from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import (
     Backend,
     CorrectionLevel,
+    EmptySteps,
     EntropyBonusTokens,
     GradientDivisor,
     PolicyLossConfig,
@@ -60,6 +61,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--token-selection-high": _WITH_MODEL,
     "--token-selection-kl-coefficient": _WITH_MODEL,
     "--entropy-bonus-tokens": _WITH_MODEL,
+    "--empty-step": frozenset({Route.TRAIN}),
     "--kl-coefficient": _WITH_LOGITS,
     "--kl-estimator": _WITH_LOGITS,
     "--sampling-support": frozenset({Route.CUSTOM_LOSS, Route.TRAIN}),
@@ -101,6 +103,7 @@ REASONS: dict[str, str] = {
         ),
         "elsewhere the loss sees one micro-batch at a time, and tokens are selected in the whole step",
     ),
+    "--empty-step": "elsewhere the host's loop calls the optimiser; your own loop can catch megatron_rl.errors.EmptyStep",
     "--docs-per-step": "elsewhere the host's batching decides which samples make a step; your own loop can iterate over "
     "megatron_rl.accumulation.StepAccumulator",
     "--sampling-support": "elsewhere nothing hands the loss what a sampler kept; sample from the whole vocabulary",
@@ -114,6 +117,7 @@ CHOICES: dict[str, type[StrEnum]] = {
     "importance_correction_level": CorrectionLevel,
     "importance_ratio_unit": RatioUnit,
     "rejected_tokens": RejectedTokens,
+    "empty_step": EmptySteps,
     "sampling_support": SupportUse,
     "kl_score": TermScore,
     "entropy_bonus_tokens": EntropyBonusTokens,

@@ -22,6 +22,7 @@ from megatron_rl.config import (
     flag_fields,
 )
 from megatron_rl.errors import ConfigError
+from megatron_rl.kept_counts import counts_kept_before, why_before
 from megatron_rl.loss_hub import (
     PolicyLoss,
     clip_high_problem,
@@ -221,10 +222,13 @@ def dropped_tokens_are_known(launch: Settings) -> Iterator[str]:
     if config.rejected_tokens != RejectedTokens.DROPPED:
         return
     if config.off_policy_sequence_delta is not None:
-        yield (
-            f"rejected_tokens=dropped with off_policy_sequence_delta={config.off_policy_sequence_delta}: what that drops depends "
-            "on the policy in training, so the step cannot be counted before its forward pass; choose --rejected-tokens counted"
-        )
+        if launch.record is not None and counts_kept_before(config):
+            yield (
+                f"rejected_tokens=dropped with off_policy_sequence_delta={config.off_policy_sequence_delta} and "
+                f"loss_aggregation={config.loss_aggregation}: what that drops depends on the policy in training, and must be known "
+                f"before the forward pass, {why_before(config)}; choose --rejected-tokens counted, or --loss-aggregation "
+                "sample_mean"
+            )
     elif launch.correction is not None and not launch.correction.drops_tokens:
         dropping = [name for name in correction_names() if get_correction(name).drops_tokens]
         yield (

@@ -12,10 +12,12 @@ from megatron_rl.commands.explain.chain import Chain, Factor
 from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
 from megatron_rl.commands.explain.step import LaunchLayout, StepInput
 from megatron_rl.commands.explain.weights import Corrected, Weighing, shift_lines, short
+from megatron_rl.config import PolicyLossConfig, RejectedTokens
 from megatron_rl.errors import printable
 from megatron_rl.hosts.companions import HostCounts
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.training_hooks import corrections_in_words
+from megatron_rl.kept_counts import correction_of, counts_kept_before, divides_by_kept, why_before
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.selection_settings import TokenSelectionSettings
@@ -59,7 +61,10 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
     chain, config = explanation.chain, explanation.weighings[0].config
     lines = [headline(explanation), *columns(weight_table(explanation, max_rows)), *remarks(explanation)]
     if corrections := list(corrections_in_words(CorrectionSettings.of(config))):
-        lines += ["", f"correction: {', '.join(corrections)}; rejected tokens are {config.rejected_tokens}"]
+        lines += [
+            "",
+            f"correction: {', '.join(corrections)}; rejected tokens are {config.rejected_tokens}{who_counts(explanation)}",
+        ]
     selection = TokenSelectionSettings.of(config)
     if selection.is_on:
         tokens = _plural(selection.number_of(explanation.counts.totals.num_tokens), "token")
@@ -175,6 +180,22 @@ def token_table(corrected: Corrected, max_rows: int) -> list[list[str]]:
         ]
         rows.append([f"sample {sample}, token {position}", short(float(corrected.ratios[index])), *cells])
     return rows
+
+
+def who_counts(explanation: Explanation) -> str:
+    """Where a step under --rejected-tokens dropped counts the tokens that are kept, by aggregation."""
+    found: dict[str, list[str]] = {}
+    for config in (one.config for one in explanation.weighings if one.config.rejected_tokens == RejectedTokens.DROPPED):
+        found.setdefault(kept_in_words(config), []).append(config.loss_aggregation)
+    return "".join(f"; {' and '.join(names)}: {words}" for words, names in found.items())
+
+
+def kept_in_words(config: PolicyLossConfig) -> str:
+    if counts_kept_before(config):
+        return f"kept tokens are counted before the step, {why_before(config)}"
+    if divides_by_kept(config):
+        return "T / K multiplies the gradient after the last backward, K are the kept tokens of the step"
+    return "m_i counts kept tokens in the forward pass" if correction_of(config).keeps_sample_weight else "no count changes"
 
 
 def kept_line(corrected: Corrected) -> str:
