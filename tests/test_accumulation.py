@@ -363,6 +363,8 @@ def test_micro_batches_are_cut_between_rollouts():
         4: [[0, 2, 3, 1], [4, 5]],
         6: [[0, 2, 3, 1, 4, 5]],
     }
+    pairs = [Document(index, rollout_id=rollout) for index, rollout in enumerate("AABB")]
+    assert cut_at_rollouts(pairs, 3) == [pairs[:2], pairs[2:]]
     assert cut_at_rollouts(rows[4:], 1) == [[rows[4]], [rows[5]]] and cut_at_rollouts([], 3) == []
 
 

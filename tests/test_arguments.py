@@ -33,6 +33,7 @@ EFFECT_OF_FLAG = {
     "--one-sample-per-rollout": (None, True, ("reducer",), []),
     "--clip-ratio-low": ("0.1", 0.1, NOT_REDUCER, []),
     "--clip-ratio-high": ("0.28", 0.28, NOT_REDUCER, []),
+    "--importance-ratio-unit": ("turn", "turn", ("megatron_lm", "train"), ["--policy-loss", "gspo"]),
     "--policy-temperature": ("0.7", 0.7, NOT_REDUCER, []),
     "--importance-correction": ("icepop", "icepop", NOT_REDUCER, []),
     "--importance-correction-level": ("sequence_mean", "sequence_mean", NOT_REDUCER, [*TIS, "--importance-correction-high", "2"]),

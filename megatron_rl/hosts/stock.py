@@ -77,7 +77,8 @@ def of_the_step(weight: Formula) -> Formula:
 def aggregation_of(weight: Formula) -> str | None:
     """Our aggregation of that weight."""
     of_step = of_the_step(weight)
-    named = {get_loss_aggregation(name).formula: name for name in loss_aggregation_names() if "." not in name}
+    records = [get_loss_aggregation(name) for name in loss_aggregation_names() if "." not in name]
+    named = {record.formula: record.name for record in records if not record.needs_rows}
     of_step = of_step.renamed({"N+": "N", "T'": "T"})
     return named.get(of_step) or ("constant" if of_step.powers.keys() <= {"N", "L", "L_b"} and "N" in of_step.powers else None)
 
