@@ -165,6 +165,11 @@ class AggregationRecord:
         return None if self.rollout_formula is None else self.rollout_formula.of_one_sample()
 
     @property
+    def counts_rollouts(self) -> bool:
+        """Whether a weight depends on how a rollout is cut into samples, or on the number of rollouts."""
+        return self.rollout_formula is not None and not OF_ONE_SAMPLE.keys().isdisjoint(self.rollout_formula.powers)
+
+    @property
     def needs_prompts(self) -> bool:
         return self.needs is not None and not {"num_prompts", "prompt_token_counts"}.isdisjoint(self.needs)
 
@@ -201,16 +206,19 @@ class AggregationRecord:
         left = self.formula * Formula(N=1)
         return "T" in left.powers or left.powers.get("N", 0) != -left.powers.get("P", 0)
 
-    def weight_in_words(self, known: Mapping[str, float | None]) -> str:
-        """The formula, with the divisor, with all known counts, its value: 1/(L N) = 1/(8 N) = 1/(8 x 4) = 0.03125."""
-        if self.formula is None:
+    def weight_in_words(self, known: Mapping[str, float | None], *, of_rollouts: bool = False) -> str:
+        """The formula, with the divisor, with all known counts, its value: 1/(L N) = 1/(8 N) = 1/(8 x 4) = 0.03125.
+
+        of_rollouts: where a rollout may be several samples."""
+        formula = self.rollout_formula if of_rollouts else self.formula
+        if formula is None:
             return f"not stated: {self.name} declares no formula"
-        numbers = {name: number for name, number in known.items() if number is not None and name in self.formula.powers}
+        numbers = {name: number for name, number in known.items() if number is not None and name in formula.powers}
         names = {name: f"{number:g}" for name, number in numbers.items()}
         steps = [{}, {"L": names["L"]} if "L" in names else {}, names]
-        texts = list(dict.fromkeys(self.formula.with_names(step) for step in steps))
-        if numbers.keys() == self.formula.powers.keys():
-            texts.append(f"{self.formula.evaluate(numbers):.4g}")
+        texts = list(dict.fromkeys(formula.with_names(step) for step in steps))
+        if numbers.keys() == formula.powers.keys():
+            texts.append(f"{formula.evaluate(numbers):.4g}")
         return " = ".join(texts)
 
     @property

@@ -152,7 +152,7 @@ class PolicyLossConfig:
     allow_partial_prompt_groups: bool = False
     """Accept prompt groups smaller than samples_per_prompt."""
     one_sample_per_rollout: bool = False
-    """Declares that each rollout of your own rollout function is one sample, as sample_mean in a reducer needs; checked."""
+    """Declares that each rollout is one sample, where a host may make several and does not say whose they are."""
     clip_ratio_low: float | None = None
     """The importance ratio is clipped at 1 minus this; None: the loss's default (grpo 0.2, gspo 3e-4)."""
     clip_ratio_high: float | None = None

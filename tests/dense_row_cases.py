@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from megatron_rl.layout.context_parallel import chunk_spans
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import (
+    DIVISOR,
     losses_by_hand,
     old_log_probs_off_the_edges,
     ragged_samples,
@@ -39,6 +41,7 @@ class RowCase:
     cp: int = 1
     sizes: tuple[int, ...] = (16,)  # samples of the micro-batches of each data-parallel rank, in turn
     num_samples: int = 16
+    has_rollouts: bool = False  # of one row to three, which are dealt to any ranks and micro-batches
 
     def micro_batches(self) -> Iterator[list[list[int]]]:
         """Of each data-parallel rank the numbers of its samples. They are shuffled, so that prompt groups are cut."""
@@ -50,7 +53,8 @@ class RowCase:
             yield deal(order[rank * share : (rank + 1) * share], self.sizes)
 
     def __str__(self) -> str:
-        return f"{self.loss} {self.aggregation} dp{self.dp} cp{self.cp} {'+'.join(map(str, self.sizes))}"
+        rollouts = " rollouts" * self.has_rollouts
+        return f"{self.loss} {self.aggregation} dp{self.dp} cp{self.cp} {'+'.join(map(str, self.sizes))}{rollouts}"
 
 
 # Micro-batches of one size and of many, as dynamic batch sizes make; 14 samples: the last prompt group is smaller.
@@ -62,6 +66,14 @@ LAYOUTS = (
     {"dp": 2, "cp": 2, "sizes": (1, 1, 2, 3), "num_samples": 14},
     {"dp": 4, "cp": 4, "sizes": (3, 1)},
 )
+# Of rollouts of several rows.
+ROLLOUT_LAYOUTS = (
+    {},
+    {"sizes": (1, 5, 3, 7)},
+    {"dp": 2, "cp": 2, "sizes": (1, 1, 2, 3), "num_samples": 14},
+    {"dp": 4, "sizes": (1,)},
+)
+ROLLOUT_AGGREGATIONS = ("sample_mean", "row_mean", "prompt_mean", "token_mean", "constant")
 
 
 def samples_of(case: RowCase, seed: int = 3) -> tuple[list[StepSample], list[Tensor]]:
@@ -86,9 +98,34 @@ def truth(
 ) -> tuple[float, list[Tensor]]:
     leaves = [values.clone().requires_grad_() for values in log_probs]
     sums = torch.stack(losses_by_hand(samples, leaves, case.loss, parameters_of(case), factors))
-    loss = torch.tensor(weights_by_hand(samples, case.aggregation), dtype=torch.float64) @ sums
+    loss = torch.tensor(weights_of(case, samples), dtype=torch.float64) @ sums
     loss.backward()
     return float(loss.detach()), gradients_of(leaves)
+
+
+def rollouts_of(samples: Sequence[StepSample]) -> list[str]:
+    """The rollout of each sample: of a prompt's samples one, two, three and so on. Two of a prompt have one advantage here or not:
+    a weight does not depend on it."""
+    sizes, found = (1, 2, 3), []
+    for index, sample in enumerate(samples):
+        before = [other.prompt_id for other in samples[:index]].count(sample.prompt_id)
+        number = sum(before >= end for end in accumulate(sizes * len(samples)))
+        found.append(f"{sample.prompt_id}: {number}")
+    return found
+
+
+def weights_of(case: RowCase, samples: Sequence[StepSample]) -> list[float]:
+    """By hand. R rollouts; M_j tokens of a rollout, k_j of its rows have one."""
+    if not case.has_rollouts or case.aggregation in ("prompt_mean", "token_mean"):
+        return weights_by_hand(samples, "sample_mean" if case.aggregation == "row_mean" else case.aggregation)
+    rollouts, tokens = rollouts_of(samples), [sum(sample.loss_mask) for sample in samples]
+    of_rollout = [[count for other, count in zip(rollouts, tokens, strict=True) if other == own] for own in rollouts]
+    divisors = {
+        "sample_mean": [sum(counts) for counts in of_rollout],
+        "row_mean": [own * sum(count > 0 for count in counts) for own, counts in zip(tokens, of_rollout, strict=True)],
+        "constant": [DIVISOR] * len(samples),
+    }[case.aggregation]
+    return [1 / (len(set(rollouts)) * divisor) if own else 0.0 for own, divisor in zip(tokens, divisors, strict=True)]
 
 
 def parameters_of(case: RowCase) -> dict[str, float]:

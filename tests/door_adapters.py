@@ -121,7 +121,7 @@ class Verl(Adapter):
     def run(self, case, step, *, poison=None, own=None, **settings):
         config = verl_cases.emulated_config(case)
         config.policy_loss |= dict(own or {}) | settings
-        advantages = verl_cases.given_advantages(case, step[0])
+        advantages = verl_cases.given_advantages(step[0])
         return verl_cases.run_step(case, *step, advantages, verl_cases.emulated_ppo_loss, config, poison)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.hosts import roll, skyrl, verl
-from megatron_rl.hosts.verl import BATCH, CLASS_LINE, ESTIMATOR, LOSS_CLASS, LOSS_MODE, MINI_BATCH
+from megatron_rl.hosts.verl import BATCH, CLASS_LINE, IS_V1, LOSS_CLASS, LOSS_MODE, MANAGER, MINI_BATCH
 
 ACTOR = "actor_rollout_ref.actor"
 LAUNCHER = "python -m megatron_rl.hosts.launch"
@@ -24,10 +24,10 @@ YAML_OF_ROLL: dict[str, Any] = {
     "enable_old_logprobs_recompute": True,
     "actor_train": {"worker_cls": roll.WORKER, "strategy_args": {"strategy_name": roll.STRATEGY}},
 }
-COMPANION = f"{ESTIMATOR}=megatron_rl.grpo_prompt_mean"
 RATIO, REJECTION = "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs"
 KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"]
 MEAN_OF_KL = f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
+ONE_ROW = f"{ACTOR}.policy_loss.one_sample_per_rollout"
 UNCUT = verl.uncut_weights()
 TIS = [CLASS_LINE, f"+{ACTOR}.policy_loss.importance_correction=tis"]
 ONE_MINI_BATCH = f"{BATCH}=256"
@@ -109,13 +109,30 @@ RIGHT: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
         ],
         "",
     ),
-    "verl, prompt_mean": ("verl", [our_mode("gspo.prompt_mean"), COMPANION, ONE_MINI_BATCH], ""),
-    "verl, prompt_mean, a large mini-batch": ("verl", [our_mode("gspo.prompt_mean"), COMPANION, f"{MINI_BATCH}=1024"], ""),
-    "verl, a size that only the shell knows": ("verl", [our_mode("gspo.prompt_mean"), COMPANION, f"{BATCH}=${{SIZE}}"], ""),
-    "verl, defaults of a file that is not known": ("verl", [our_mode("gspo.prompt_mean"), COMPANION, "--config-name=mine"], ""),
+    "verl, prompt_mean": ("verl", [our_mode("gspo.prompt_mean"), ONE_MINI_BATCH], ""),
+    "verl, prompt_mean, a large mini-batch": ("verl", [our_mode("gspo.prompt_mean"), f"{MINI_BATCH}=1024"], ""),
+    "verl, a size that only the shell knows": ("verl", [our_mode("gspo.prompt_mean"), f"{BATCH}=${{SIZE}}"], ""),
+    "verl, defaults of a file that is not known": ("verl", [our_mode("gspo.prompt_mean"), "--config-name=mine"], ""),
     "verl, constant": ("verl", [our_mode("cispo.constant"), f"+{ACTOR}.loss_scale_factor=8192"], ""),
     "verl, an L that only the shell knows": ("verl", [our_mode("cispo.constant"), f"{ACTOR}.loss_scale_factor=$L"], ""),
-    "verl, token_mean, a filled mini-batch": ("verl", [our_mode("gmpo.token_mean"), f"{BATCH}=300"], ""),
+    "verl, prompt_mean, cut groups that are accepted": (
+        "verl",
+        [our_mode("dro.prompt_mean"), CLASS_LINE, f"+{ACTOR}.policy_loss.allow_partial_prompt_groups=true"],
+        r"256 of 1024 prompts a step$",
+    ),
+    "verl, a filled mini-batch": ("verl", [our_mode("gmpo.sample_mean"), f"{BATCH}=300"], ""),
+    "verl, a rejection": ("verl", [our_mode("grpo.token_mean"), "algorithm.rollout_correction.rollout_rs=token_k1"], ""),
+    "verl, the old trainer": ("verl", [our_mode("grpo.sample_mean"), f"{IS_V1}=false"], "a row is a whole rollout"),
+    "verl, a manager of one's own, token_mean": (
+        "verl",
+        [our_mode("grpo.token_mean"), f"{IS_V1}=false", f"{MANAGER}=my.Manager"],
+        "a rollout that comes in k rows .*my.Manager. weighs as in one",
+    ),
+    "verl, a manager of one's own, one row a rollout": (
+        "verl",
+        [our_mode("grpo.sample_mean"), f"{IS_V1}=false", f"{MANAGER}=my.Manager", CLASS_LINE, f"+{ONE_ROW}=true"],
+        "a row is a whole rollout, as one_sample_per_rollout says",
+    ),
     "verl, rejection, sample_mean": (
         "verl",
         [our_mode("grpo.sample_mean"), "algorithm.rollout_correction.rollout_rs=token_k1"],
@@ -311,23 +328,26 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
         [our_mode("grpo.sample_mean"), *UNCUT, TIS[1]],
         f"set {LOSS_CLASS}=megatron_rl.hosts",
     ),
-    "verl, a loss that is not proportional": (
+    "verl, rows of a manager of one's own": (
         "verl",
-        [our_mode("dro.prompt_mean"), COMPANION],
-        "dro is not proportional to the advantage",
+        [our_mode("grpo.sample_mean"), f"{IS_V1}=false", f"{MANAGER}=my.Manager"],
+        f"may come in several rows .{MANAGER}=my.Manager., and verl does not say which rows are of one.*type .{ONE_ROW}=True; else",
     ),
-    "verl, no companion": (
+    "verl, a declaration that says nothing": (
         "verl",
-        [our_mode("grpo.prompt_mean"), f"{ESTIMATOR}=rloo", ONE_MINI_BATCH],
-        f"set {ESTIMATOR}=megatron_rl.rloo_",
+        [our_mode("grpo.sample_mean"), f"{IS_V1}=false", CLASS_LINE, f"+{ONE_ROW}=true"],
+        "one_sample_per_rollout=true has no effect: each row is a rollout; remove it",
+    ),
+    "verl, a declaration of another kind": (
+        "verl",
+        [our_mode("grpo.sample_mean"), CLASS_LINE, f"+{ONE_ROW}=1"],
+        "one_sample_per_rollout=1 must be true or false",
     ),
     "verl, cut groups": (
         "verl",
-        [our_mode("grpo.prompt_mean"), COMPANION],
+        [our_mode("grpo.prompt_mean")],
         f"a mini-batch cuts prompt groups.*set {MINI_BATCH}=1024",
     ),
-    "verl, weighed twice": ("verl", [our_mode("grpo.token_mean"), COMPANION], "weighs once more"),
-    "verl, weighed by verl's loss": ("verl", [f"{LOSS_MODE}=vanilla", COMPANION], "this loss has weights of its own"),
     "verl, two aggregations": (
         "verl",
         [our_mode("grpo.token_mean"), f"{ACTOR}.loss_agg_mode=token-sum"],
@@ -347,21 +367,10 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
         ],
         "refuses it by name",
     ),
-    "verl, a filled mini-batch": ("verl", [our_mode("grpo.sample_mean"), f"{BATCH}=300"], "fills the last mini-batch"),
-    "verl, a rejection after the count": (
-        "verl",
-        [our_mode("grpo.token_mean"), "algorithm.rollout_correction.rollout_rs=token_k1"],
-        "counts batch_num_tokens before it rejects",
-    ),
     "verl, another loss in the place of ours": (
         "verl",
         [our_mode("grpo.token_mean"), "algorithm.rollout_correction.bypass_mode=true", "trainer.use_v1=False"],
         "puts verl's own loss in the place of ours",
-    ),
-    "verl, half a name of the estimator": (
-        "verl",
-        [our_mode("grpo.prompt_mean"), COMPANION, ONE_MINI_BATCH, "adv_estimator=megatron_rl.grpo_prompt_mean"],
-        f"type its whole name, {COMPANION}",
     ),
     "verl, a name without its prefix": (
         "verl",
@@ -403,11 +412,6 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
         "verl",
         [f"{LOSS_MODE}=gspo", *KL, f"{ACTOR}.kl_loss_type=unbiased"],
         "verl has no unbiased: set one of kl, k1.*unbiased comes with a loss of ours",
-    ),
-    "verl, the loss that was typed": (
-        "verl",
-        [f"{LOSS_MODE}=gspo", COMPANION],
-        f"set {LOSS_MODE}=megatron_rl.gspo.prompt_mean, or an",
     ),
     "verl, a loss in the place of its group": (
         "verl",

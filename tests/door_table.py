@@ -52,8 +52,11 @@ def settings() -> dict[str, dict[str, tuple[str, ...]]]:
 @cache
 def problems(door: str, *flags: str) -> tuple[str, ...]:
     """Why the door refuses these settings."""
+    given = dict(zip(flags, (*flags[1:], ""), strict=True))
+    counts_rollouts = get_loss_aggregation(given.get("--loss-aggregation", "sample_mean")).counts_rollouts
+    said = ("--one-sample-per-rollout",) * (door == "prime_rl" and counts_rollouts)
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
-        main(["explain", *STEP, "--host", door, *DOORS[door], *flags, "--json"])
+        main(["explain", *STEP, "--host", door, *DOORS[door], *flags, *said, "--json"])
     return tuple(json.loads(out.getvalue())["problems"]) if out.getvalue() else (error.getvalue(),)
 
 
@@ -61,8 +64,7 @@ NOT_PROPORTIONAL = "not proportional"
 # (door, kind) -> name -> why the door refuses it, in at most three words; ANY: of each name that has no reason of its own.
 ANY = "any"
 REASONS: dict[tuple[str, str], dict[str, str]] = {
-    **{(door, "aggregation"): {"row_mean": "no rollout ids"} for door in DECLARED},
-    ("verl", "loss"): {"dro": NOT_PROPORTIONAL},
+    **{(door, "aggregation"): {"row_mean": "no rollout ids"} for door in DECLARED if door not in ("verl", "skyrl")},
     ("nemo_rl", "loss"): {"dro": NOT_PROPORTIONAL},
     ("miles", "loss"): {"dro": NOT_PROPORTIONAL},
     ("slime", "loss"): {"dro": NOT_PROPORTIONAL},

@@ -137,7 +137,10 @@ def without_ray() -> None:
 
 SKYRL = Checkout(
     variable="SKYRL_ROOT",
-    stubbed="cloudpickle jaxtyping loguru omegaconf ray skyrl.backends.backend skyrl.train.config tensordict transformers".split(),
+    stubbed=(
+        "aiohttp cloudpickle datasets httpx jaxtyping loguru omegaconf orjson pybase64 ray skyrl.backends.backend skyrl.tinker "
+        "skyrl.train.config skyrl.train.evaluate skyrl.utils.log skyrl_gym tensordict torchdata tqdm transformers"
+    ).split(),
     prepare=without_ray,
 )
 

@@ -243,13 +243,13 @@ def of_first_ratios(command: str) -> str:
 
 
 def of_the_first_step_in_verl(command: str) -> str:
-    """The line of our loss, for a mini-batch of 256 samples."""
+    """The line of our loss, for a mini-batch of 300 rows of 256 rollouts."""
     from verl_cases import ActorConfig
 
     config = ActorConfig(policy_loss={}, loss_scale_factor=8192)
     found = read(verl.DOOR, verl_loss.settings_of(command.split()[-1], config))
-    info = {"dp_size": 1, "batch_num_tokens": 4, "global_batch_size": 256}
-    return said(verl_loss.tell_step, found, Run(), verl_loss.read_step(found, info)[1])
+    totals = StepTotals(num_samples=300, num_prompts=None, num_tokens=1, num_rollouts=256)
+    return said(verl_loss.tell_step, found, Run(), totals)
 
 
 def of_the_first_step_in_nemo_rl(command: str) -> str:
@@ -292,7 +292,7 @@ def of_the_first_step_in_skyrl(command: str) -> str:
 def of_the_first_step_in_prime_rl(command: str) -> str:
     """The line of our loss."""
     path = command.split()[-1]
-    found = read(prime_rl.DOOR, prime_rl_loss.settings_of(path, {"policy_loss": "gspo"}))
+    found = read(prime_rl.DOOR, prime_rl_loss.settings_of(path, {"policy_loss": "gspo", "one_sample_per_rollout": True}))
     return said(prime_rl_loss.tell_step, Run(), path, found)
 
 

@@ -38,7 +38,9 @@ def settings_of(case: RowCase, **settings: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"policy_loss": case.loss}
     given |= {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
     given |= parameters_of(case)
-    given |= {"loss_aggregation_divisor": DIVISOR} if get_loss_aggregation(case.aggregation).takes_divisor else {}
+    record = get_loss_aggregation(case.aggregation)
+    given |= {"loss_aggregation_divisor": DIVISOR} if record.takes_divisor else {}
+    given |= {"one_sample_per_rollout": True} if record.counts_rollouts else {}
     return given | settings
 
 

@@ -6,15 +6,28 @@ The driver's scaling is emulated, or SkyRL's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import dense_row_cases
 import torch
-from dense_row_cases import LAYOUTS, Result, RowCase, gradients_of, own_part, padded, parameters_of, samples_of
+from dense_row_cases import (
+    LAYOUTS,
+    ROLLOUT_AGGREGATIONS,
+    ROLLOUT_LAYOUTS,
+    Result,
+    RowCase,
+    gradients_of,
+    own_part,
+    padded,
+    parameters_of,
+    rollouts_of,
+    samples_of,
+)
 from torch import Tensor
 
-from megatron_rl.hosts import skyrl
+from megatron_rl.hosts import skyrl, skyrl_driver
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
@@ -42,7 +55,13 @@ class SkyRLTrainConfig:
         config.trainer = cls()
         config.trainer.algorithm = skyrl_cases.algorithm_config(**given)
         return config
-def main(): print("trains", sys.argv[1:], len(sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"].PolicyLossRegistry.known))
+class RayPPOTrainer:
+    def convert_to_training_input(self, generator_output, uids): pass
+    def _normalize_advantages(self, data, mini_batch_boundaries, prompt_boundaries=None): pass
+skyrl_entrypoint = "SkyRL's"
+def main():
+    known = sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"].PolicyLossRegistry.known
+    print("trains", sys.argv[1:], len(known), *([] if skyrl_entrypoint == "SkyRL's" else [sorted(skyrl_entrypoint.own)]))
 """
 
 
@@ -50,7 +69,7 @@ def emulated_skyrl(old: str = "", new: str = "") -> dict[str, ModuleType]:
     """The modules of SkyRL that ours imports, each with all of EMULATED_SKYRL, in which `old` is `new`."""
     assert old in EMULATED_SKYRL
     modules = {}
-    for path in (skyrl.ENTRY, skyrl.TABLES, skyrl.CORRECTIONS):
+    for path in (skyrl.ENTRY, skyrl.TABLES, skyrl.CORRECTIONS, skyrl_driver.TRAINER):
         names = path.split(".")
         for end in range(1, len(names) + 1):
             name = ".".join(names[:end])
@@ -66,7 +85,15 @@ Scale = Callable[..., Tensor]
 
 
 def matrix(losses: Sequence[str]) -> list[RowCase]:
-    return [RowCase(loss=loss, aggregation=one, **layout) for loss in losses for one in NAMES for layout in LAYOUTS]
+    """row_mean is another one with trajectories of several rows alone, and SkyRL knows no such name."""
+    names = [name for name in NAMES if name != "row_mean"]
+    return [RowCase(loss=loss, aggregation=one, **layout) for loss in losses for one in names for layout in LAYOUTS]
+
+
+def trajectory_matrix() -> list[RowCase]:
+    rows = [("grpo", one, layout) for one in ROLLOUT_AGGREGATIONS for layout in ROLLOUT_LAYOUTS]
+    rows += [(loss, "sample_mean", ROLLOUT_LAYOUTS[2]) for loss in ("gspo", "cispo")]
+    return [RowCase(loss=loss, aggregation=one, has_rollouts=True, **layout) for loss, one, layout in rows]
 
 
 def algorithm_config(policy_loss_type: str, loss_reduction: str = "token_mean", **settings: Any) -> SimpleNamespace:
@@ -76,7 +103,7 @@ def algorithm_config(policy_loss_type: str, loss_reduction: str = "token_mean", 
         "clip_ratio_c": 3.0,
         "sapo": SimpleNamespace(tau_pos=1.0, tau_neg=1.05),
         "max_seq_len": None,
-        "off_policy_correction": SimpleNamespace(tis_ratio_type=None),
+        "off_policy_correction": SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None),
     }
     return SimpleNamespace(policy_loss_type=policy_loss_type, loss_reduction=loss_reduction, **(own | settings))
 
@@ -113,6 +140,53 @@ def emulated_scale(
         return advantages / (len(prompt_boundaries) * torch.cat(tokens)[:, None])
     divisors = {"token_mean": loss_mask.sum(), "sequence_mean": rows * counts}
     return advantages / (rows * max_seq_len if max_seq_len else divisors[loss_reduction])
+
+
+def scale_of_trajectories(trainer: Any, samples: Sequence[StepSample]) -> Scale:
+    """SkyRL's trainer, or what stands for it: its batch of a generator's output, padded for five ranks, and the advantages of it as
+    one mini-batch."""
+
+    def scale(
+        advantages: Tensor,
+        loss_mask: Tensor,
+        loss_reduction: str,
+        micro_batch_size: int,
+        max_seq_len: int | None,
+        prompt_boundaries: Any,
+    ) -> Tensor:
+        rollouts, prompts = rollouts_of(samples), [sample.prompt_id for sample in samples]
+        own = {skyrl.STEP_WISE: True} | ({skyrl.REDUCTION: loss_reduction} if loss_reduction == skyrl.ROW_MEAN else {})
+        theirs = skyrl.SEQUENCE_MEAN if loss_reduction == skyrl.ROW_MEAN else loss_reduction
+        algorithm = algorithm_config("megatron_rl.grpo", theirs, max_seq_len=max_seq_len, advantage_batch_normalize=False)
+        sizes = dict.fromkeys(("train_batch_size", "policy_mini_batch_size"), len(set(prompts)))
+        critic = SimpleNamespace(model=SimpleNamespace(path=None))
+        settings = SimpleNamespace(algorithm=algorithm, critic=critic, micro_train_batch_size_per_gpu=1, **sizes)
+        generator = SimpleNamespace(n_samples_per_prompt=4, step_wise_trajectories=True)
+        driver = SimpleNamespace(
+            cfg=SimpleNamespace(trainer=settings, generator=generator),
+            tokenizer=SimpleNamespace(pad_token_id=0),
+            dispatch=SimpleNamespace(get_lcm_dp_size=lambda: 5),
+            all_metrics={},
+        )
+        skyrl_driver.count_trajectories(trainer, own)
+        responses = [len(sample.loss_mask) for sample in samples]
+        given = {
+            "prompt_token_ids": [sample.tokens[:-size] for sample, size in zip(samples, responses, strict=True)],
+            "response_ids": [sample.tokens[-size:] for sample, size in zip(samples, responses, strict=True)],
+            "rewards": [[0.0] * size for size in responses],
+            "loss_masks": [sample.loss_mask for sample in samples],
+            "is_last_step": [one != after for one, after in pairwise([*rollouts, None])],
+        }
+        batch = trainer.RayPPOTrainer.convert_to_training_input(driver, given, prompts)
+        number, mask = len(batch["loss_mask"]), batch["loss_mask"]  # SkyRL's rows begin with their padding
+        assert number % 5 == 0 and torch.equal(mask.sum(-1)[: len(samples)], loss_mask.sum(-1))
+        batch["advantages"] = mask.clone()
+        bounds = batch.metadata["policy_mini_batch_boundaries"], batch.metadata["policy_prompt_boundaries"]
+        scaled = trainer.RayPPOTrainer._normalize_advantages(driver, batch, *bounds)["advantages"]
+        assert not scaled[len(samples) :].any() and torch.equal(scaled, scaled.max(-1, keepdim=True).values * mask)
+        return advantages * scaled.max(-1, keepdim=True).values[: len(samples)]
+
+    return scale
 
 
 def columns_of(samples: Sequence[StepSample]) -> dict[str, Tensor]:  # [S, R] each
@@ -171,7 +245,9 @@ def row_of(case: RowCase, sample: StepSample, leaf: Tensor, cp_rank: int, width:
     return torch.nn.functional.pad(values[prompt - 1 : -1], (0, width - len(leaf)))
 
 
-def error_of(case: RowCase, scale: Scale = emulated_scale) -> float:
+def error_of(case: RowCase, scale: Scale = emulated_scale, trainer: Any = None) -> float:
+    """trainer: SkyRL's module, for a case with trajectories."""
     samples, log_probs = samples_of(case)
+    scale = scale if trainer is None else scale_of_trajectories(trainer, samples)
     found = run_step(case, samples, log_probs, scale)
     return dense_row_cases.largest_error(found, *dense_row_cases.truth(case, samples, log_probs))

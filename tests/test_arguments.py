@@ -30,7 +30,7 @@ EFFECT_OF_FLAG = {
     "--loss-aggregation-divisor": ("8192", 8192.0, ALL, ["--loss-aggregation", "constant"]),
     "--samples-per-prompt": ("8", 8, ALL, []),
     "--allow-partial-prompt-groups": (None, True, ALL, ["--samples-per-prompt", "8"]),
-    "--one-sample-per-rollout": (None, True, ("reducer",), []),
+    "--one-sample-per-rollout": (None, True, ("reducer", "megatron_lm"), []),
     "--clip-ratio-low": ("0.1", 0.1, NOT_REDUCER, []),
     "--clip-ratio-high": ("0.28", 0.28, NOT_REDUCER, []),
     "--importance-ratio-unit": ("turn", "turn", ("megatron_lm", "train"), ["--policy-loss", "gspo"]),

@@ -27,7 +27,7 @@ from host_harness import roots_by_environment
 from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
-from megatron_rl.hosts import nemo_rl_plugin, prime_rl, roll, skyrl, verl, verl_loss
+from megatron_rl.hosts import nemo_rl_plugin, prime_rl, roll, skyrl, verl_loss
 from megatron_rl.hosts.door import CORRECTION_SETTINGS, DIVISOR
 from megatron_rl.hosts.sampling import SAMPLERS, names_of
 from megatron_rl.validation import flag_of
@@ -126,7 +126,7 @@ def test_every_module_and_path_of_a_page_exists(page):
     """In code, from the root of the repository, from megatron_rl/ or from the page; test_x.py stands in tests/."""
     words = [word.rstrip(",;") for text in [*spans(page), *(f.text for f in markdown_pages.fences(page))] for word in text.split()]
     dotted = {found[0].rstrip(".") for word in words if (found := re.match(r"megatron_rl(\.(?!yaml)\w+)+", word))}
-    in_verl = {*verl_loss.loss_modes(), *(f"{verl.PREFIX}{name}{verl.COMPANION_SUFFIX}" for name in verl.ESTIMATORS)}
+    in_verl = {*verl_loss.loss_modes()}
     in_roll = {roll.WORKER}  # importable beside ROLL alone; test_roll.py starts it
     in_skyrl = {f"{skyrl.PREFIX}{name}" for name in CORRECTION_SETTINGS}  # and in TRL
     in_skyrl |= {f"{skyrl.PREFIX}{DIVISOR}", skyrl.LOG_PROBS}

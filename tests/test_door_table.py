@@ -46,8 +46,8 @@ def test_each_stated_reason_is_of_something_that_is_refused():
 
 
 def test_a_loss_that_a_door_lacks_without_a_reason_is_named(monkeypatch):
-    monkeypatch.delitem(REASONS["verl", "loss"], "dro")
-    with pytest.raises(ValueError, match="verl refuses the loss dro: state why in REASONS"):
+    monkeypatch.delitem(REASONS["nemo_rl", "loss"], "dro")
+    with pytest.raises(ValueError, match="NeMo-RL refuses the loss dro: state why in REASONS"):
         list(door_table.lines("loss"))
 
 

@@ -51,7 +51,7 @@ def test_the_rollouts_of_our_file_count_once():
     found = explain_json("--rollouts", "r.jsonl", "--loss-aggregation", "sample_mean")
     assert (found["num_rollouts"], found["rollout_ids"]) == (2, ["A", "A", "B"])
     assert found["aggregations"]["sample_mean"]["token_weights"] == pytest.approx([1 / 12, 1 / 12, 1 / 6], **CLOSE)
-    assert "--host verl counts rows by its own rule: leave --host out" in explain("--rollouts", "r.jsonl", "--host", "verl")[2]
+    assert "--host roll counts rows by its own rule: leave --host out" in explain("--rollouts", "r.jsonl", "--host", "roll")[2]
 
 
 def test_what_the_sampler_kept_and_what_the_mistake_would_be():

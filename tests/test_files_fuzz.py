@@ -324,7 +324,7 @@ OVERRIDES = """actor_rollout_ref.actor.policy_loss.loss_mode=megatron_rl.gspo.pr
 actor_rollout_ref.actor.clip_ratio_low=0.1
 actor_rollout_ref.actor.use_kl_loss=False
 actor_rollout_ref.actor.ppo_mini_batch_size=8
-algorithm.adv_estimator=megatron_rl.grpo_prompt_mean
++actor_rollout_ref.actor.policy_loss.one_sample_per_rollout=true
 algorithm.use_kl_in_reward=False
 algorithm.rollout_correction.rollout_is=token
 data.train_batch_size=64"""

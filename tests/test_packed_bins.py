@@ -25,9 +25,9 @@ from trainer_cases import (
 )
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import DataError
-from megatron_rl.hosts.megatron_lm import PackedBin, PackedForwardStep, megatron_lm_config, samples_of_bin
-from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.megatron_lm import PackedBin, PackedForwardStep, batches_of_step, megatron_lm_config, samples_of_bin
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.forward_step import MicrobatchReport
 from megatron_rl.testing.invariance import as_train_step_logs
 
@@ -96,9 +96,11 @@ def run_schedule(trainer, forward_step, bins):
     return gradients_of(trainer), reports
 
 
-def forward_step_of(bins, prompts, config, num_microbatches=None):
-    number = len(bins) if num_microbatches is None else num_microbatches
-    return PackedForwardStep(lambda index: bins[index], lambda: prompts, lambda: number, vocab_size=VOCABULARY, config=config)
+def forward_step_of(bins, prompts, config, num_microbatches=None, rollouts=None):
+    """rollouts: of each row; None: each row is one."""
+    number, rollouts = len(bins) if num_microbatches is None else num_microbatches, rollouts or range(len(prompts))
+    given = {"vocab_size": VOCABULARY, "rollout_of_row": lambda: rollouts, "config": config}
+    return PackedForwardStep(lambda index: bins[index], lambda: prompts, lambda: number, **given)
 
 
 def gradients_on_rank(rank, config, fillings, settings, masked_row=None):
@@ -140,6 +142,60 @@ def test_samples_in_1_2_and_4_bins_one_of_them_empty_give_one_gradient(pool, agg
     answers = pool.run(gradients_on_rank, AGGREGATIONS[aggregation], FILLINGS, {}, world_size=1)
     for filling in range(len(FILLINGS)):
         assert difference_to_the_trainer(answers, filling) < TOLERANCE
+
+
+def gradients_of_turns_on_rank(rank, config):
+    """(the trainer's gradient of whole rollouts, that of the same as two rows each, that of the rows as rollouts)"""
+    trainer = tiny_trainer(config, clip_grad=NO_CLIPPING, lr=NO_MOVE, packed=True)
+    samples = [row[0] for row in with_shifted_old_log_probs(trainer, [[sample] for sample in ragged_step()], shift=3e-4)]
+    dp = resolve_groups().dp
+    trainer.step([samples[dp.rank() :: dp.size()]])
+    answers, turns = [gradients_of(trainer)], []
+    for number, sample in enumerate(samples):
+        places = [[(place < 1 + number % 2) == is_first for place in range(len(sample.loss_mask))] for is_first in (True, False)]
+        cuts = [[bit * is_own for bit, is_own in zip(sample.loss_mask, own, strict=True)] for own in places]
+        turns += [replace(sample, loss_mask=cut) for cut in cuts]
+    prompts, order = [turn.prompt_id for turn in turns], [11, 0, 3, 6, 9, 2, 5, 8, 1, 4, 7, 10]
+    bins = [pack(turns, order[first : first + 3], prompts) for first in range(0, 12, 3)][dp.rank() :: dp.size()]
+    for rollouts in ([row // 2 for row in range(12)], None):
+        answers.append(run_schedule(trainer, forward_step_of(bins, prompts, config, rollouts=rollouts), bins)[0])
+    return answers
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("aggregation", ["sample_mean", "constant"])
+def test_turns_of_a_rollout_in_any_bin_give_the_gradient_of_the_whole_rollout(pool, aggregation, world_size):
+    """FB-141"""
+    divisor = 8.0 if aggregation == "constant" else None
+    config = PolicyLossConfig(loss_aggregation=aggregation, loss_aggregation_divisor=divisor, kl_coefficient=0.0)
+    answers = pool.run(gradients_of_turns_on_rank, config, world_size=world_size)
+    assert difference_to_the_trainer(answers) < TOLERANCE
+    assert difference_to_the_trainer(answers, 1) > 100 * TOLERANCE  # else the cut would say nothing
+
+
+@pytest.mark.parametrize(
+    ("config", "rollouts", "error", "message"),
+    [
+        (
+            PolicyLossConfig(),
+            None,
+            ConfigError,
+            "loss_aggregation=sample_mean counts rollouts, and .*give PackedForwardStep",
+        ),
+        (
+            PolicyLossConfig(one_sample_per_rollout=True),
+            [0, 0],
+            ConfigError,
+            "--one-sample-per-rollout has no effect beside rollout",
+        ),
+        (PolicyLossConfig(), [0, None, None], DataError, "row 1 has the prompt 'y' and no rollout: record the rollout of each row"),
+        (PolicyLossConfig(), [0], DataError, "row 1 has no entry in rollout_of_row, which holds 1"),
+    ],
+)
+def test_rows_whose_rollout_is_not_known_are_refused(config, rollouts, error, message):
+    bins = [plain_bin(seq_indices=[0, 1, 2])]
+    with pytest.raises(error, match=message):
+        batches_of_step(config, bins, ["x", "y", None], ParallelGroups(), rollouts)
 
 
 LAYOUTS = [

@@ -5,6 +5,7 @@ PRIME_RL_ROOT=... pytest -m host --require host tests/test_prime_rl.py
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -200,7 +201,9 @@ def judged(words: str | list[str], **files: dict) -> tuple[list[str], str]:
     return [f"{row.subject}: {row.text}" for row in rows if row.is_wrong], " ".join(row.text for row in rows if not row.is_wrong)
 
 
-OURS = {"trainer": {"loss": {"type": "custom", "import_path": f"{PATH}.sample_mean", "kwargs": {"policy_loss": "gspo"}}}}
+ONE_ROW = "--trainer.loss.kwargs.one-sample-per-rollout True"
+KWARGS = {"policy_loss": "gspo", "one_sample_per_rollout": True}
+OURS = {"trainer": {"loss": {"type": "custom", "import_path": f"{PATH}.sample_mean", "kwargs": KWARGS}}}
 
 
 def test_right_lines_are_right():
@@ -209,8 +212,8 @@ def test_right_lines_are_right():
         ("uv run rl --trainer @ t.toml", {"t": OURS["trainer"]}),
         ("trainer @ t.toml", {"t": OURS["trainer"]}),
         ("torchrun --nproc-per-node 2 -m prime_rl.trainer.rl.train @ t.json", {"t": OURS["trainer"]}),
-        (f"{CUSTOM}sample_mean --trainer.loss.kwargs.policy-loss gspo", {"rl": {}}),
-        ([*f"{CUSTOM}sample_mean --trainer.loss.kwargs".split(), '{"policy_loss": "gspo"}'], {"rl": {}}),
+        (f"{CUSTOM}sample_mean --trainer.loss.kwargs.policy-loss gspo {ONE_ROW}", {"rl": {}}),
+        ([*f"{CUSTOM}sample_mean --trainer.loss.kwargs".split(), json.dumps(KWARGS)], {"rl": {}}),
     ):
         problems, said = judged(words, **files)
         assert not problems and "gspo.sample_mean, clip 0.0003/0.0004" in said, words
@@ -229,6 +232,14 @@ def test_right_lines_are_right():
         (f"{CUSTOM}token_mean --trainer.loss.kwargs.policy-loss=gspo", "prime-rl takes no = here"),
         (f"rl @ rl.toml --trainer.loss.import-path {PATH}.token_mean --trainer.loss.kwargs.policy-loss gspo", "type=custom"),
         (f"{CUSTOM}token_mean --trainer.loss.kwargs.policy-loss gspo --orchestrator.algo.type opd", "go to prime-rl's ref_kl loss"),
+        (
+            f"{CUSTOM}sample_mean --trainer.loss.kwargs.policy-loss gspo",
+            f"may come in several rows .a trace of several branches.*If each has one row, type {ONE_ROW}; else choose token_mean",
+        ),
+        (
+            f"{CUSTOM}token_mean --trainer.loss.kwargs.policy-loss gspo {ONE_ROW}",
+            "one_sample_per_rollout=true has no effect: token_mean counts no rollouts; remove it",
+        ),
         ("rl @ nope.toml", "nope.toml is no file here"),
     ],
 )

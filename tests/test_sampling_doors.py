@@ -19,6 +19,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, dense_rows, megatron_lm, nemo_rl, roll, verl, verl_plugin
+from megatron_rl.hosts.door import Rollouts
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.sampling import SAMPLERS, judge_sampling
 from megatron_rl.hosts.settings import UNKNOWN
@@ -66,8 +67,7 @@ LINES: dict[str, tuple[str, str | None, str]] = {
     ),
     "verl, its own weights": (f"{VERL}{GRPO}{UNCUT}{TOP_P}", PROBLEM, "beside algorithm.rollout_correction.rollout_is=token: "),
     "verl, its own rejection": (
-        f"{VERL}{GRPO.replace('token_mean', 'prompt_mean')}algorithm.adv_estimator=megatron_rl.grpo_prompt_mean "
-        f"algorithm.rollout_correction.rollout_rs=token_k1 {TOP_P}",
+        f"{VERL}{GRPO}algorithm.rollout_correction.rollout_rs=token_k1 {TOP_P}",
         PROBLEM,
         "rollout_rs=token_k1",
     ),
@@ -258,7 +258,7 @@ def test_verls_plugin_ends_such_a_launch_and_warns_of_the_other(capsys):
     validated = []
     checks: Any = Namespace(validate_config=validated.append)
     verl_plugin.judge_files(checks)
-    config: dict[str, Any] = {"data": {"train_batch_size": 256}, "algorithm": {"adv_estimator": "grpo"}}
+    config: dict[str, Any] = {"data": {"train_batch_size": 256}, "algorithm": {}}
     rollout: dict[str, Any] = {"top_p": 0.8, "top_k": -1, "logprobs_mode": "processed_logprobs", "name": "vllm"}
     config["actor_rollout_ref"] = {
         "actor": {"ppo_mini_batch_size": 256, "policy_loss": {"loss_mode": "megatron_rl.grpo.token_mean"}},
@@ -316,22 +316,21 @@ def test_rolls_worker_judges_the_sampler_and_says_it_at_the_first_step(capsys):
 OF_SAMPLES = {
     "verl": (
         f"{VERL}{GRPO.replace('token_mean', 'sample_mean')}",
-        "N counts rows: .* .an agent loop with .* weighs k times",
+        r"weight of a token 1/\(R M_j\) .*a rollout is the rows of one uid and session_id, and counts once .an agent loop with",
     ),
     "verl, constant": (
         f"{VERL}{GRPO.replace('token_mean', 'constant')}actor_rollout_ref.actor.loss_scale_factor=8",
-        "counts k times in N, and its tokens weigh as in one",
+        r"1/\(L R\) = 1/\(8 R\) .*a rollout is the rows of one uid and session_id, and counts once",
     ),
-    "verl, token_mean": (f"{VERL}{GRPO}", "several outputs a session. weighs as in one"),
+    "verl, token_mean": (f"{VERL}{GRPO}", "k rows .an agent loop with several outputs. weighs as in one"),
     "NeMo-RL": (NEMO.format("grpo"), "a row is a whole rollout"),
     "SkyRL": (f"{SKYRL}trainer.algorithm.loss_reduction=sequence_mean", "a row is a whole rollout"),
     "SkyRL, step-wise": (
         f"{SKYRL}trainer.algorithm.loss_reduction=sequence_mean generator.step_wise_trajectories=true",
-        "N counts rows: a rollout that comes in k rows .generator.step_wise_trajectories=true. weighs k times",
+        r"1/\(R M_j\), in the advantages .*a rollout is the rows of one trajectory, and counts once .generator.step_wise",
     ),
     "slime": (f"{ROLLOUTS}--global-batch-size 64", "step of 64 rollouts .one of several samples counts once."),
     "miles": (f"{ROLLOUTS}--global-batch-size 64", "step of 64 rollouts .one of several samples counts once."),
-    "Megatron-LM": (f"{TRAIN_RL}--loss-aggregation sample_mean", "k rows .train_rl.py makes one of each turn. weighs k times"),
 }
 
 
@@ -344,11 +343,22 @@ def test_doctor_says_what_a_rollout_of_several_rows_weighs(name, tmp_path, monke
     assert code == 0 and re.search(says, " ".join(text for _, text in rows)), rows
 
 
-def test_the_first_step_says_what_a_rollout_weighs():
-    """FB-141: the weight of N rows, where verl and SkyRL may make several of a rollout."""
-    for aggregation, says in (("sample_mean", "weighs k times"), ("prompt_mean", "weighs as in one")):
-        line = dense_rows.step_line(aggregation, PolicyLossConfig(loss_aggregation=aggregation), None, "none", several="turns")
-        assert f"a rollout that comes in k rows (turns) {says}" in line
+@pytest.mark.parametrize(
+    ("aggregation", "rollouts", "says"),
+    [
+        ("sample_mean", Rollouts(), "1/(N m_i), in the advantages | a row is a whole rollout |"),
+        (
+            "sample_mean",
+            Rollouts(several="turns", ids="name"),
+            "1/(R M_j), in the advantages | a rollout is the rows of one name, and",
+        ),
+        ("sample_mean", Rollouts(several="turns"), "| a row is a whole rollout, as one_sample_per_rollout says |"),
+        ("prompt_mean", Rollouts(several="turns"), "| a rollout that comes in k rows (turns) weighs as in one |"),
+    ],
+)
+def test_the_first_step_says_what_a_rollout_weighs(aggregation, rollouts, says):
+    """FB-141"""
+    assert says in dense_rows.step_line("", PolicyLossConfig(loss_aggregation=aggregation), None, "none", rollouts=rollouts)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from forked import forked
 from host_checkouts import SKYRL
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import skyrl
+from megatron_rl.hosts import skyrl, skyrl_driver
 from megatron_rl.hosts.door_settings import losses, read
 from megatron_rl.ops.ratios import kl_estimate
 
@@ -130,6 +130,42 @@ def test_the_entrypoint_registers_our_losses_and_starts_skyrls():
     assert (code, out) == (0, f"trains {words} {len(losses(skyrl.DOOR))}\n"), error
 
 
+def test_the_entrypoint_counts_trajectories_of_several_rows():
+    """In the process that SkyRL trains in, where the launch has such rows. SkyRL knows no row_mean: it is told sequence_mean."""
+    words = ["trainer.algorithm.policy_loss_type=megatron_rl.grpo", "trainer.algorithm.loss_reduction=row_mean"]
+    told = [words[0], "trainer.algorithm.loss_reduction=sequence_mean"]
+    step_wise = "config.trainer = cls(); config.generator = {'step_wise_trajectories': True}"
+    for new, own in (("config.trainer = cls()", ""), (step_wise, f" {sorted([skyrl.STEP_WISE, skyrl.REDUCTION])}")):
+        code, out, error = started(*words, old="config.trainer = cls()", new=new)
+        assert (code, out) == (0, f"trains {told} {len(losses(skyrl.DOOR))}{own}\n"), error
+
+
+def test_another_trainer_of_skyrl_is_refused_before_ray_starts():
+    def work() -> int:
+        modules = cases.emulated_skyrl(
+            "config.trainer = cls()", "config.trainer = cls(); config.generator = {'step_wise_trajectories': True}"
+        )
+        del modules[skyrl_driver.TRAINER].RayPPOTrainer._normalize_advantages
+        sys.modules.update(modules)
+        sys.argv[1:] = ["trainer.algorithm.policy_loss_type=megatron_rl.grpo", "trainer.algorithm.loss_reduction=sequence_mean"]
+        skyrl.main()
+        return 0
+
+    code, out, error = forked(work)
+    assert (code, out) == (1, "") and "has no RayPPOTrainer._normalize_advantages, and NovaSky-AI/SkyRL" in error
+
+
+def test_trajectories_by_hand():
+    """Rows of 2, 4, 3 and 0 tokens of two trajectories and one without a token; the weights over those of rows."""
+    assert skyrl_driver.trajectories_of([False, True, True, True]) == [0, 0, 1, 2]
+    counts, trajectories = torch.tensor([2, 4, 3, 0]), [0, 0, 1, 2]
+    found = skyrl_driver.factors_of("sample_mean", counts, trajectories, None)
+    assert found.tolist() == pytest.approx([(1 / 18) * 8, (1 / 18) * 16, (1 / 9) * 12, 1])
+    assert skyrl_driver.factors_of("row_mean", counts, trajectories, None).tolist() == pytest.approx([2 / 3, 2 / 3, 4 / 3, 1])
+    assert skyrl_driver.factors_of("constant", counts, trajectories, 8.0).tolist() == pytest.approx([4 / 3, 4 / 3, 4 / 3, 1])
+    assert skyrl_driver.factors_of("constant", counts * 0, trajectories, 8.0).tolist() == [1.0] * 4
+
+
 def test_a_registered_loss_can_be_sent_to_workers():
     known: dict[str, object] = {}
     own = {"megatron_rl.importance_correction_high": 2.5}
@@ -175,6 +211,30 @@ def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
     found = json.loads(out.splitlines()[-1])
     print(f"worst {max(found.values()):.1e} of {len(found)}")
     assert len(found) == 72 and not too_large(found)
+
+
+@pytest.mark.host("SKYRL_ROOT")
+def test_skyrls_own_trainer_weighs_trajectories_of_several_rows_once():
+    """FB-141: through its batch, its padding and its scaled advantages, against 1/(R M_j), 1/(R k_j m_i), 1/(L R) by hand."""
+
+    def work() -> int:
+        tables, trainer = SKYRL.load(skyrl.TABLES), SKYRL.load(skyrl_driver.TRAINER)
+        skyrl.register(tables.PolicyLossRegistry, {})
+        SKYRL.load(skyrl.CORRECTIONS).off_policy_correction_enabled = lambda off_policy_correction: False
+        owner = trainer.RayPPOTrainer
+        own = owner.convert_to_training_input, owner._normalize_advantages
+        found = {}
+        for case in cases.trajectory_matrix():
+            owner.convert_to_training_input, owner._normalize_advantages = own
+            found[str(case)] = cases.error_of(case, trainer=trainer)
+        print(json.dumps(found))
+        return 0
+
+    code, out, error = forked(work, seconds=300)
+    assert code == 0, error[-2000:]
+    found = json.loads(out.splitlines()[-1])
+    print(f"worst {max(found.values()):.1e} of {len(found)}")
+    assert len(found) == 22 and max(found.values()) <= 1e-6, found  # float32 numbers against a float64 step
 
 
 @pytest.mark.host("SKYRL_ROOT")

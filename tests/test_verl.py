@@ -18,6 +18,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,14 +30,19 @@ from verl_cases import ActorConfig, Case
 
 from megatron_rl import loss_hub
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import dense_rows, door_line, verl, verl_loss
+from megatron_rl.hosts import dense_rows, door_line, verl, verl_loss, verl_step
+from megatron_rl.hosts.dense_rows import RowCounts
 from megatron_rl.hosts.door import Setting
+from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.settings import Settings, value_at
+from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.layout_step import StepSample
 
 TOLERANCE = 1e-5
+ROLLOUT_TOLERANCE = 1e-6  # float32 numbers against a float64 step
 # Loss, aggregation, masked values.
 CORRECTED = (
     ("grpo", "sample_mean", None),
@@ -44,7 +50,6 @@ CORRECTED = (
     ("cispo", "token_mean", math.nan),
     ("sapo", "constant", None),
 )
-MARK_ERROR = 2.0 ** (dense_rows.MARK_BITS - 1 - 23)  # the mark is in the last bits of a float32
 
 
 def error_of(
@@ -52,7 +57,6 @@ def error_of(
     ppo_loss=cases.emulated_ppo_loss,
     config=None,
     poison=None,
-    estimators=None,
     weights_of=cases.uncut_weights,
     correction: str | None = None,
 ) -> float:
@@ -64,7 +68,7 @@ def error_of(
         ]
         factors = [CORRECTIONS[correction][1](sample, values) for sample, values in zip(samples, log_probs, strict=True)]
     loss, gradients = truth(case, samples, log_probs, factors)
-    advantages = cases.given_advantages(case, samples, estimators)
+    advantages = cases.given_advantages(samples)
     config = cases.emulated_config(case) if config is None else config
     found = cases.run_step(case, samples, log_probs, advantages, ppo_loss, config, poison, weights_of)
     return largest_error(found, loss, gradients)
@@ -169,11 +173,21 @@ def judge_config(config: object) -> tuple[list[str], list[str]]:
     return verl.problems_of(verl.settings_of_config(config))
 
 
-def call(mode: str, *, info: dict | None = None, config: ActorConfig | None = None, **changes):
+EACH = object()
+
+
+def plain_rows(mask: torch.Tensor) -> RowCounts:
+    """Of a mini-batch of 8 rows with 10 tokens of 8 prompts, each a rollout."""
+    tokens = mask.sum(-1).long()
+    return RowCounts(StepTotals(num_samples=8, num_prompts=8, num_tokens=10), tokens, tokens, None)
+
+
+def call(mode: str, *, info: dict | None = None, config: ActorConfig | None = None, rows: Any = EACH, **changes):
     """(loss, metrics, gradient). The rows are as many as the mask's; `changes` replace arguments of the call."""
     config = ActorConfig(policy_loss={"loss_mode": mode}) if config is None else config
-    config.global_batch_info = {"dp_size": 2, "batch_num_tokens": 10, "global_batch_size": 8} | (info or {})
+    config.global_batch_info = {"dp_size": 2} | (info or {})
     mask = changes.get("response_mask", torch.ones(2, 3, dtype=torch.bool))
+    cases.run_of(config).rows = plain_rows(mask) if rows is EACH else rows
     given = {
         "old_log_prob": torch.full(mask.shape, -1.1),
         "log_prob": torch.full(mask.shape, -1.0, requires_grad=True),
@@ -282,7 +296,7 @@ def test_the_metrics_have_verls_names_and_are_numbers():
     _, metrics, _ = call("megatron_rl.grpo.sample_mean")
     assert metrics == {"actor/pg_clipfrac": 0.0, "actor/ppo_kl": pytest.approx(-0.1)}
     masked = torch.zeros(2, 3, dtype=torch.bool)
-    loss, metrics, gradient = call("megatron_rl.grpo.token_mean", response_mask=masked, info={"batch_num_tokens": 0})
+    loss, metrics, gradient = call("megatron_rl.grpo.token_mean", response_mask=masked)
     assert float(loss) == 0 and metrics == {"actor/pg_clipfrac": 0.0, "actor/ppo_kl": 0.0} and not gradient.any()
 
 
@@ -299,8 +313,6 @@ def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys):
     ("mode", "changes", "expected"),
     [
         pytest.param("grpo.sample_mean", {"info": {"dp_size": None}}, "has no dp_size", id="no dp_size"),
-        pytest.param("grpo.sample_mean", {"info": {"global_batch_size": None}}, "has no global_batch_size", id="no N"),
-        pytest.param("grpo.token_mean", {"info": {"batch_num_tokens": None}}, "has no batch_num_tokens", id="no T"),
         pytest.param("grpo.sample_mean", {"clip_ratio_low": True}, "clip_ratio_low=true is a switch", id="a clip is a switch"),
         pytest.param("gspo.sample_mean", {"clip_ratio_high": 0.28}, "clip_ratio_low=0.2 beside .*high=0.28", id="an open low side"),
         pytest.param("cispo.sample_mean", {"clip_ratio_low": 0.1}, "clip_ratio_high=0.2 beside .*low=0.1", id="an open high side"),
@@ -322,87 +334,113 @@ def test_an_argument_of_another_verl_is_refused_by_name():
         call("megatron_rl.grpo.sample_mean", rollout_log_prob=None)
 
 
-def test_a_sample_that_verl_adds_to_fill_a_batch_is_seen():
-    """One response token, masked. A sample of several tokens that are all masked is a sample."""
-    mask = torch.tensor([[True, True, True], [False, False, False]])
-    short = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, 0.0, 0.0]], requires_grad=True)
-    for aggregation in ("sample_mean", "constant"):
-        config = ActorConfig(policy_loss={}, loss_scale_factor=4 if aggregation == "constant" else None)
-        call(f"megatron_rl.grpo.{aggregation}", response_mask=mask, config=config)
-        with pytest.raises(DataError, match="1 samples of the micro-batch are fully masked responses of one token"):
-            call(f"megatron_rl.grpo.{aggregation}", response_mask=mask, log_prob=short, config=config)
-    call("megatron_rl.grpo.token_mean", response_mask=mask, log_prob=short)
-
-
-# prompt_mean
-
-
-def weighed_step() -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages of the companion, mask) of 12 samples of 3 prompts."""
-    mask = torch.arange(12)[None] <= torch.arange(12)[:, None]
-    rewards = torch.linspace(-1, 1, 12)[:, None] * mask
-    companion = verl_loss.companions({"known": cases.known_estimator})["megatron_rl.known_prompt_mean"]
-    index = [f"prompt {i // 4}" for i in range(12)]
-    return companion(token_level_rewards=rewards, response_mask=mask, config={}, index=index)[0], mask
-
-
-def test_a_missing_or_broken_companion_is_refused():
-    advantages, mask = weighed_step()
-    rows = [2, 5, 7]
-    call("megatron_rl.gspo.prompt_mean", advantages=advantages[rows], response_mask=mask[rows], info={"global_batch_size": 12})
-    fewer = mask.clone()
-    fewer[:, 1] = False
-    wrong = {
-        "plain advantages": (torch.linspace(-1, 1, 12)[:, None] * mask, mask, 12),
-        "a mini-batch of the batch": (advantages, mask, 6),
-        "a rejection after the estimator": (advantages * fewer, fewer, 12),
-        "whitened afterwards": ((advantages - 0.1) * mask, mask, 12),
-        "in another precision": (advantages.bfloat16(), mask, 12),
+def test_rows_that_verl_adds_to_fill_a_batch_are_in_no_count():
+    """Three rows of two rollouts, and two that verl has added; 1/(R M_j) by hand."""
+    data = {
+        "response_mask": torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]]),
+        "uid": ["a", "a", "a", "pad7", "pad7"],
+        "session_id": [0, 0, 1, 0, 1],
     }
-    for name, (given, kept, num_samples) in wrong.items():
-        with pytest.raises(DataError, match="do not have the weights of their prompt groups"):
-            call("megatron_rl.gspo.prompt_mean", advantages=given, response_mask=kept, info={"global_batch_size": num_samples})
-            pytest.fail(name)
+    found = read(verl.DOOR, verl_loss.settings_of("megatron_rl.grpo.sample_mean", ActorConfig(policy_loss={})))
+    totals, counts = verl_step.count_mini_batch(found, data, SINGLE, None)
+    assert (totals.num_samples, totals.num_rollouts, totals.num_tokens) == (3, 2, 6)
+    rows = verl_step.rows_of(found, totals, counts)
+    assert rows.rollouts.tokens.tolist() == [3, 3, 3, 0, 0] and rows.rollouts.rows.tolist() == [2, 2, 1, 0, 0]
+    gradient = weighed(rows, data["response_mask"].bool())
+    expected = torch.tensor([1 / 6, 1 / 6, 1 / 6, 0, 0])[:, None] * data["response_mask"]
+    assert torch.allclose(gradient.abs(), 2 * expected * math.exp(0.1), atol=1e-7)  # x D
 
 
-def test_weights_of_prompts_under_another_aggregation_are_refused():
-    advantages, mask = weighed_step()
-    first, second = (ActorConfig(policy_loss={}) for _ in range(2))
-    with pytest.raises(DataError, match="weighs once more"):
-        for row in range(12):
-            chosen = {"advantages": advantages[row : row + 1], "response_mask": mask[row : row + 1]}
-            call("megatron_rl.grpo.token_mean", info={"global_batch_size": 12}, config=first, **chosen)
-    assert row == verl_loss.TELLING_MARKS - 1
-    plain = torch.linspace(-1, 1, 12)[:, None] * mask
-    call("megatron_rl.grpo.token_mean", config=second, advantages=plain, response_mask=mask)
-    runs = vars(cases.filled_tables().kl_penalty)[verl_loss.MARK].runs
-    assert runs.of(second).has_unmarked and not runs.of(first).has_unmarked  # a trainer does not see another one's
+def weighed(rows: RowCounts, mask: torch.Tensor) -> torch.Tensor:
+    config = ActorConfig(policy_loss={})
+    return call("megatron_rl.grpo.sample_mean", config=config, rows=rows, response_mask=mask, advantages=torch.ones(mask.shape))[2]
 
 
-def test_factors_of_prompts_by_hand():
-    """Two prompts of 6 and 4 tokens among 5 samples; two more are verl's filling, and count only in the samples."""
-    counts = torch.tensor([2, 4, 1, 3, 0, 0, 0])
-    groups = ["a", "a", "b", "b", "b", "pad7", "pad7"]
-    mask = torch.arange(4) < counts[:, None]
-    expected = torch.tensor([7 / 2 * 2 / 6, 7 / 2 * 4 / 6, 7 / 2 * 1 / 4, 7 / 2 * 3 / 4, 0, 0, 0])[:, None] * mask
-    assert torch.allclose(verl_loss.with_prompt_weights(torch.ones(7, 4), mask, groups), expected, rtol=MARK_ERROR, atol=0)
+def test_rows_without_a_session_are_rollouts(capsys):
+    data = {"response_mask": torch.ones(4, 3), "uid": ["a", "a", "b", "b"]}
+    found = read(verl.DOOR, verl_loss.settings_of("megatron_rl.grpo.sample_mean", ActorConfig(policy_loss={})))
+    totals, counts = verl_step.count_mini_batch(found, data, SINGLE, None)
+    assert (totals.num_samples, totals.num_rollouts) == (4, None) and counts[:, 2:].sum() == 0
+    weighed(verl_step.rows_of(found, totals, counts), data["response_mask"].bool())
+    assert "| a row is a whole rollout |" in capsys.readouterr().err
+    data["session_id"] = [0, 0, 0, 0]
+    totals, counts = verl_step.count_mini_batch(found, data, SINGLE, None)
+    weighed(verl_step.rows_of(found, totals, counts), data["response_mask"].bool())
+    said = (
+        "weight of a token 1/(R M_j) = 1/(2 M_j) | a rollout is the rows of one uid and session_id, and counts once (an agent loop"
+    )
+    assert said in capsys.readouterr().err
 
 
-def test_a_companion_asks_verls_estimator_as_verl_does():
-    tables = cases.emulated_tables()
-    verl_loss.register(tables)
-    grpo, companion = tables.ADV_ESTIMATOR_REGISTRY["grpo"], tables.ADV_ESTIMATOR_REGISTRY["megatron_rl.grpo_prompt_mean"]
-    rewards, mask = torch.tensor([[0.0, 1.0], [0.5, 0.0], [0.0, 3.0], [1.0, 0.0]]), torch.tensor([[1, 1], [1, 0], [1, 1], [1, 0]])
-    index = ["a", "a", "b", "b"]
-    given = {"token_level_rewards": rewards, "response_mask": mask, "index": index}
-    for switch in (True, False):
-        plain, returns = grpo(**given, norm_adv_by_std_in_grpo=switch)
-        found, kept = companion(**given, config={"norm_adv_by_std_in_grpo": switch})
-        expected = verl_loss.with_prompt_weights(plain, mask, index)
-        assert torch.equal(found, expected) and float(expected.abs().sum()) > 0 and torch.equal(kept, returns)
-    with pytest.raises(ConfigError, match="has no uid"):
-        companion(token_level_rewards=rewards, response_mask=mask, config={})
-    assert not verl_loss.companions({"gae": lambda token_level_rewards, values, response_mask, gamma, lam: None})
+@pytest.mark.parametrize(
+    ("mode", "settings", "change", "error", "message"),
+    [
+        ("grpo.prompt_mean", {}, {"uid": None}, ConfigError, "verl's batch has no uid, which megatron_rl.grpo.prompt_mean needs"),
+        ("grpo.prompt_mean", {}, {}, DataError, "prompt 'a' has 1 of samples_per_prompt=2 .*rollout.n"),
+        ("grpo.sample_mean", {}, {"session_id": [0, 1]}, DataError, "verl's batch has 2 session_id for 3 rows"),
+        (
+            "grpo.sample_mean",
+            {"one_sample_per_rollout": True},
+            {},
+            DataError,
+            "3 rows of 2 rollouts, and one_sample_per_rollout=true",
+        ),
+    ],
+)
+def test_a_mini_batch_that_cannot_be_counted_is_refused(mode, settings, change, error, message):
+    data = {"response_mask": torch.ones(3, 2), "uid": ["a", "a", "b"], "session_id": [0, 0, 0]} | change
+    data = {name: column for name, column in data.items() if column is not None}
+    found = read(verl.DOOR, verl_loss.settings_of(f"megatron_rl.{mode}", ActorConfig(policy_loss=settings)))
+    with pytest.raises(error, match=message):
+        verl_step.count_mini_batch(found, data, SINGLE, 2)
+
+
+def test_a_mini_batch_without_a_token_weighs_nothing():
+    mask = torch.zeros(2, 3)
+    for sessions in ({}, {"session_id": [0, 0]}):
+        found = read(verl.DOOR, verl_loss.settings_of("megatron_rl.grpo.sample_mean", ActorConfig(policy_loss={})))
+        totals, counts = verl_step.count_mini_batch(found, {"response_mask": mask, "uid": ["a", "a"], **sessions}, SINGLE, None)
+        assert not weighed(verl_step.rows_of(found, totals, counts), mask.bool()).any()
+
+
+def test_a_loss_that_nobody_has_counted_for_is_refused():
+    with pytest.raises(ConfigError, match="BaseEngine.train_batch has not counted its step"):
+        call("megatron_rl.grpo.token_mean", rows=None)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    with pytest.raises(DataError, match=r"have \[2, 3\] unmasked tokens, and \[3, 3\] when the step was counted"):
+        call("megatron_rl.grpo.token_mean", rows=plain_rows(torch.ones(2, 3)), response_mask=mask)
+
+
+def test_verls_engine_counts_where_our_loss_trains(monkeypatch):
+    """The loss has the counts of its rows while it runs; another loss gets verl's own function."""
+    calls, config = [], ActorConfig(policy_loss={"loss_mode": "megatron_rl.grpo.sample_mean"})
+    monkeypatch.setitem(sys.modules, verl_loss.TABLES, cases.filled_tables())
+    run = cases.run_of(config)
+
+    class BaseEngine:
+        def train_batch(self, data, loss_function):
+            loss_function(model_output={}, data={name: column[1:] for name, column in data.items()}, dp_group=None)
+
+        def get_data_parallel_group(self):
+            return SINGLE
+
+    def ppo_loss(config, model_output, data, dp_group=None):
+        calls.append((run.rows, sorted(data)))
+
+    engines = types.SimpleNamespace(__name__="engines", BaseEngine=BaseEngine)
+    verl_step.count_in(engines)
+    data = {"response_mask": torch.ones(3, 2), "uid": ["a", "a", "b"], "session_id": [0, 0, 0]}
+    BaseEngine().train_batch(data, functools.partial(ppo_loss, config=config))
+    ((rows, names),) = calls
+    assert rows.tokens.tolist() == [2, 2] and rows.rollouts.tokens.tolist() == [4, 2] and verl_step.COUNTS in names
+    assert run.rows is None
+    own = ActorConfig(policy_loss={"loss_mode": "vanilla"})
+    data = {name: column for name, column in data.items() if name != verl_step.COUNTS}
+    BaseEngine().train_batch(data, functools.partial(ppo_loss, config=own))
+    assert calls[1][0] is None and verl_step.COUNTS not in data
+    engines.BaseEngine.train_batch = lambda self, batch: None
+    with pytest.raises(ConfigError, match=r"BaseEngine.train_batch takes \(self, batch\), ours is made for"):
+        verl_step.count_in(engines)
 
 
 # Registration
@@ -421,11 +459,11 @@ def test_a_loss_that_is_declared_later_comes_with_the_next_registration(monkeypa
 def test_tables_of_another_contract_are_refused():
     tables = cases.emulated_tables()
     tables.POLICY_LOSS_REGISTRY["vanilla"] = lambda old_log_prob, log_prob, advantages, loss_mask, config: None
-    del tables.register_adv_est
+    del tables.register_policy_loss
     tables.kl_penalty = lambda logprob, ref, kl_penalty: logprob
     with pytest.raises(ConfigError) as refused:
         verl_loss.register(tables)
-    assert "has no register_adv_est" in str(refused.value) and "loss_mask, config) and" not in str(refused.value)
+    assert "has no register_policy_loss" in str(refused.value) and "loss_mask, config) and" not in str(refused.value)
     assert "advantages, loss_mask, config), ours is made for (old_log_prob" in str(refused.value)
     assert re.search(r"kl_penalty takes \(logprob, ref, kl_penalty\), .*test_verl.py:\d+ \(verl-project", str(refused.value))
 
@@ -452,11 +490,10 @@ def test_our_class_of_settings_has_a_field_for_each_that_verl_has_no_name_for(mo
 
 
 def load_verl():
-    """(ppo_loss, actor config of a case, estimators) of the checkout, with our losses from the plugin. For a fork."""
+    """(ppo_loss, actor config of a case) of the checkout, with our losses from the plugin. For a fork."""
     import megatron_rl.hosts.verl_plugin  # noqa: F401  # fills the tables when verl has loaded them
 
     tables = VERL.load("verl.trainer.ppo.core_algos")
-    tables.register_adv_est("known")(cases.known_estimator)
     verl_loss.register(tables)
     own, configs = VERL.load("verl.workers.utils.losses"), VERL.load("verl.workers.config")
 
@@ -468,7 +505,7 @@ def load_verl():
         strategy = case.engine.split()[0]
         return configs.ActorConfig(strategy=strategy, policy_loss=loss, **sizes, **cases.actor_settings(case))
 
-    return own.ppo_loss, config_of, tables.ADV_ESTIMATOR_REGISTRY
+    return own.ppo_loss, config_of
 
 
 def weights_of_verl(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -479,8 +516,8 @@ def weights_of_verl(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 
 def errors_by_verl(chosen: list[Case], poison: float | None = None) -> dict[str, float]:
     def work() -> int:
-        ppo_loss, config_of, estimators = load_verl()
-        found = {str(case): error_of(case, ppo_loss, config_of(case), poison, estimators) for case in chosen}
+        ppo_loss, config_of = load_verl()
+        found = {str(case): error_of(case, ppo_loss, config_of(case), poison) for case in chosen}
         print(json.dumps(found))
         return 0
 
@@ -500,6 +537,16 @@ def test_verls_own_loss_path_is_exact_with_ours(loss):
 
 
 @pytest.mark.host("VERL_ROOT")
+def test_verls_own_loss_path_weighs_rollouts_of_several_rows_once():
+    """FB-141: rows of a rollout on any rank and micro-batch, against 1/(R M_j), 1/(R k_j m_i), 1/(L R) by hand in float64."""
+    chosen = cases.rollout_matrix()
+    found = errors_by_verl(chosen)
+    print(f"worst {max(found.values()):.1e} of {len(found)}")
+    assert len(found) == len(chosen) == 23
+    assert max(found.values()) <= ROLLOUT_TOLERANCE, {name: error for name, error in found.items() if not error <= 1e-6}
+
+
+@pytest.mark.host("VERL_ROOT")
 def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sampler():
     """Its rollout correction computes the weights, and its config holds our settings in the class that a launch line names."""
     chosen = [
@@ -512,12 +559,12 @@ def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sa
     ]
 
     def work() -> int:
-        ppo_loss, config_of, estimators = load_verl()
+        ppo_loss, config_of = load_verl()
         from megatron_rl.hosts.verl_config import PolicyLoss
 
         for case, name in chosen:
             config = config_of(case, **(CORRECTIONS[name][0] if name else {"ratio_truncation": 20.0}))
-            error = error_of(case, ppo_loss, config, None, estimators, weights_of_verl, name)
+            error = error_of(case, ppo_loss, config, None, weights_of_verl, name)
             assert error <= TOLERANCE, (case, name, error)
         fields = {one.name for one in dataclasses.fields(PolicyLoss)}
         assert {name.removeprefix(verl.DOOR.own.prefix) for name in verl.DOOR.own_names()} - fields <= set(
@@ -536,7 +583,7 @@ def test_verls_estimates_of_kl_are_ours_of_the_same_names():
     """Value and gradient, through its ppo_loss for the one that ours adds."""
 
     def work() -> int:
-        ppo_loss, config_of, _ = load_verl()
+        ppo_loss, config_of = load_verl()
         estimate = VERL.load("verl.trainer.ppo.core_algos").kl_penalty
         new, old, ref = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 2
         for name in ("k1", "k2", "k3", "k3+"):
@@ -549,7 +596,7 @@ def test_verls_estimates_of_kl_are_ours_of_the_same_names():
 
         case = Case(loss="grpo", aggregation="token_mean")
         samples, log_probs = samples_of(case)
-        advantages = cases.given_advantages(case, samples)
+        advantages = cases.given_advantages(samples)
         without, with_kl = (dataclasses.replace(config_of(case), use_kl_loss=has_kl) for has_kl in (False, True))
         with_kl = dataclasses.replace(with_kl, kl_loss_coef=0.1, kl_loss_type="unbiased")
 
@@ -632,21 +679,15 @@ def test_verls_contract_is_the_one_that_was_probed():
 
     def work() -> int:
         load_verl()
-        tables = VERL.load("verl.trainer.ppo.core_algos")
-        own = {str(getattr(name, "value", name)): fn for name, fn in tables.ADV_ESTIMATOR_REGISTRY.items()}
-        names = [
-            name
-            for name in verl_loss.companions({n: f for n, f in own.items() if not n.startswith("megatron_rl.") and n != "known"})
-        ]
+        verl_step.count_in(VERL.load("verl.workers.engine.base"))
         actor = VERL.load("verl.workers.config").ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
         settings = [one.name for one in (*verl.DOOR.field_settings.values(), setting_named(verl.AGG_MODE))]
-        print(json.dumps([names, {name: value_at(actor, name.removeprefix(verl.ACTOR)) for name in settings}]))
+        print(json.dumps({name: value_at(actor, name.removeprefix(verl.ACTOR)) for name in settings}))
         return 0
 
     code, out, error = forked(work)
     assert code == 0, error[-2000:]
-    names, defaults = json.loads(out)
-    assert sorted(names) == sorted(f"megatron_rl.{name}_prompt_mean" for name in verl.ESTIMATORS)
+    defaults = json.loads(out)
     assert defaults == {one.name: one.default for one in (*verl.DOOR.field_settings.values(), setting_named(verl.AGG_MODE))}
 
 

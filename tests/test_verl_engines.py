@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from test_train_hf import save_tokenizer
-from verl_engines import EngineLayout, Optimizer, Rollout, VerlRun, run_verl
+from verl_engines import GROUP_SIZE, EngineLayout, Optimizer, Rollout, VerlRun, run_verl
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.testing.ranks import run_ranks
@@ -51,7 +51,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"verl's own requirements are not installed: {', '.join(MISSING)}"),
 ]
 
-VOCABULARY, GROUP_SIZE, PROMPTS, ROLLOUTS, DIVISOR, TEMPERATURE = 24, 4, 3, 3, 16, 0.9
+VOCABULARY, PROMPTS, ROLLOUTS, DIVISOR, TEMPERATURE = 24, 3, 3, 16, 0.9
 CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03), "cispo": (1.0, 0.28)}
 NO_DUAL_CLIP = {"clip_ratio_c": 1e9}
 # With this eps Adam's step follows the size of a gradient, and not its sign, which rounding decides where a gradient is near 0. A
@@ -163,7 +163,6 @@ def verl_run(loss: str, aggregation: str, mini_batches: int = 1, **actor: Any) -
     divisor = {"loss_scale_factor": DIVISOR} if aggregation == "constant" else {}
     return VerlRun(
         loss_mode=f"megatron_rl.{loss}.{aggregation}",
-        estimator="megatron_rl.grpo_prompt_mean" if aggregation == "prompt_mean" else "grpo",
         actor={"clip_ratio_low": low, "clip_ratio_high": high, **({} if loss == "cispo" else NO_DUAL_CLIP), **divisor, **actor},
         mini_batches=mini_batches,
     )
@@ -246,6 +245,51 @@ def test_verls_training_worker_leaves_the_parameters_of_our_trainer(folder, trut
     assert max(errors.values()) < LIMIT, errors
 
 
+def cut_into_rows(samples: list[Sample]) -> Rollout:
+    """Each sample as one row to three of the same tokens, of which each trains a part, dealt anywhere; and rows that verl adds."""
+    rows, sessions = [], []
+    for index, sample in enumerate(samples):
+        number, mask = 1 + index % 3, sample.loss_mask
+        for part in range(number):
+            own = torch.zeros_like(mask)
+            cut = slice(part * len(mask) // number, (part + 1) * len(mask) // number)
+            own[cut] = mask[cut]
+            rows.append(replace(sample, loss_mask=own))
+            sessions.append(index % GROUP_SIZE)
+    numbers = {"reward": 0.0, "advantage": 0.0, "old_log_probs": [0.0], "index": len(rows)}
+    rows += [Sample(prompt_id="pad5", tokens=[0, 0], response_length=1, loss_mask=[0], **numbers)] * 4
+    order = random.Random(7).sample(range(len(rows)), len(rows))
+    rows, sessions = [rows[row] for row in order], [[*sessions, *range(4)][row] for row in order]
+    whole = as_rollout(rows)
+    advantages = torch.tensor([row.advantage for row in rows])[:, None] * whole.tensors["response_mask"]
+    return replace(whole, sessions=sessions, advantages=advantages)
+
+
+OF_ROWS = [
+    replace(FSDP, world_size=2, micro_batch_size=2),
+    replace(MEGATRON, world_size=2, micro_batch_size=None),
+    replace(MEGATRON, world_size=4, micro_batch_size=2, parallel={CP: 2}),
+]
+
+
+@pytest.mark.parametrize("layout", OF_ROWS, ids=str)
+def test_rollouts_cut_into_rows_leave_the_parameters_of_whole_ones(folder, truth, before, layout):
+    """FB-141: a rollout's rows on both data-parallel ranks, in any micro-batch; a rollout without a token; rows that verl adds."""
+    rows = [("grpo", aggregation) for aggregation in AGGREGATIONS] + [("cispo", "sample_mean")]
+    batches = [cut_into_rows(samples) for samples in rollouts()]
+
+    def trained(rows: list[tuple[str, str]], batches: list[Rollout]) -> list[dict[str, torch.Tensor]]:
+        arguments = (os.environ["VERL_ROOT"], str(folder), layout, ADAM, [verl_run(*row) for row in rows], batches)
+        return run_ranks(run_verl, layout.world_size, *arguments, use_megatron=False, timeout=600)[0]
+
+    found = trained(rows, batches)
+    errors = {row: differences(weights, truth[ROWS.index(row)], before) for row, weights in zip(rows, found, strict=True)}
+    print(f"largest difference {max(errors.values()):.1e}")
+    assert max(errors.values()) < LIMIT, errors
+    (uncounted,) = trained(rows[:1], [replace(batch, sessions=None) for batch in batches])
+    assert differences(uncounted, truth[0], before) > 1e3 * LIMIT  # else the cut would say nothing
+
+
 WITH_OURS = [
     replace(FSDP, world_size=2, micro_batch_size=2, has_our_log_probs=True),
     *(
@@ -274,7 +318,7 @@ def own_and_ours(folder: Path, layout: EngineLayout, **rollout: Any) -> list[dic
 
 
 def by_own_loss(folder: Path, layout: EngineLayout, batches: list[Rollout]) -> dict[str, torch.Tensor]:
-    run = VerlRun(loss_mode="vanilla", estimator="grpo", actor={"entropy_coeff": 0.3, "clip_ratio_low": 0.1})
+    run = VerlRun(loss_mode="vanilla", actor={"entropy_coeff": 0.3, "clip_ratio_low": 0.1})
     arguments = (os.environ["VERL_ROOT"], str(folder), layout, ADAM, [run], batches)
     return run_ranks(run_verl, layout.world_size, *arguments, use_megatron=False, timeout=600)[0][0]
 

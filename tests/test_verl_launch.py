@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from door_lines import ACTOR, COMPANION, KL, ONE_MINI_BATCH, RATIO, TIS, UNCUT, our_mode
+from door_lines import ACTOR, KL, ONE_MINI_BATCH, RATIO, TIS, UNCUT, our_mode
 from explain_cases import LAYOUT, STEP, explain, explain_json, stages
 
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import verl
 from megatron_rl.hosts.door_settings import modes
-from megatron_rl.hosts.verl import ESTIMATOR, LOSS_MODE
+from megatron_rl.hosts.verl import LOSS_MODE
 from megatron_rl.loss_hub import is_built_in
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,20 +26,13 @@ except Exception as error:
     print("dropped without a word", error)
 """
 TABLES = """
-POLICY_LOSS_REGISTRY, ADV_ESTIMATOR_REGISTRY = {}, {}
+POLICY_LOSS_REGISTRY = {}
 
 def register_policy_loss(name):
     return lambda function: POLICY_LOSS_REGISTRY.setdefault(name, function)
 
-def register_adv_est(name):
-    return lambda function: ADV_ESTIMATOR_REGISTRY.setdefault(name, function)
-
 @register_policy_loss("vanilla")
 def vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
-    pass
-
-@register_adv_est("grpo")
-def grpo(token_level_rewards, response_mask, index, config=None):
     pass
 
 def kl_penalty(logprob, ref_logprob, kl_penalty):
@@ -52,7 +45,7 @@ import verl
 print("torch" in sys.modules, sorted(name for name in sys.modules if name.startswith("megatron")))
 import verl.trainer.ppo.core_algos as tables
 print(len(tables.POLICY_LOSS_REGISTRY), "megatron_rl.gspo.prompt_mean" in tables.POLICY_LOSS_REGISTRY)
-print(list(tables.ADV_ESTIMATOR_REGISTRY), "megatron.core" in sys.modules)
+print("megatron.core" in sys.modules)
 """
 
 
@@ -80,7 +73,7 @@ def test_the_plugin_imports_nothing_until_verl_has_its_tables(checkout):
     loaded = ["megatron_rl", "megatron_rl.hosts", "megatron_rl.hosts.after_import", "megatron_rl.hosts.verl_plugin"]
     assert at_import == f"False {loaded}"
     num_modes = 1 + sum(is_built_in(loss) for loss, _ in modes(verl.DOOR).values())  # and verl's own
-    assert tables == [f"{num_modes} True", "['grpo', 'megatron_rl.grpo_prompt_mean'] False"]
+    assert tables == [f"{num_modes} True", "False"]
 
 
 def test_a_verl_with_another_contract_keeps_its_own_losses_and_is_told(checkout):
@@ -94,12 +87,11 @@ def test_a_verl_with_another_contract_keeps_its_own_losses_and_is_told(checkout)
 def test_a_bad_line_ends_before_verl_is_loaded(checkout):
     """verl drops the exceptions of a plugin; this one is none."""
     main_ppo = ["-m", "verl.trainer.main_ppo"]
-    refused = python(checkout, *main_ppo, f"{LOSS_MODE}=megatron_rl.gspo.prompt_mean", ONE_MINI_BATCH)
+    refused = python(checkout, *main_ppo, f"{LOSS_MODE}=megatron_rl.gspo.prompt_mean")
     assert refused.returncode == 1 and refused.stdout == ""
-    assert f"ConfigError: {ESTIMATOR}: gae does not weigh prompt groups" in refused.stderr
-    assert f"set {COMPANION}" in refused.stderr
-    good = python(checkout, *main_ppo, f"{LOSS_MODE}=megatron_rl.gspo.prompt_mean", ONE_MINI_BATCH, COMPANION)
-    assert good.stdout == "training 4\n", good.stderr
+    assert "ConfigError: mini-batch: 256 of 1024 prompts a step: verl deals samples to ranks by length" in refused.stderr
+    good = python(checkout, *main_ppo, f"{LOSS_MODE}=megatron_rl.gspo.prompt_mean", ONE_MINI_BATCH)
+    assert good.stdout == "training 3\n", good.stderr
     assert python(checkout, *main_ppo, f"{LOSS_MODE}=gspo").stdout == "training 2\n"
     slip = python(checkout, *main_ppo, f"{LOSS_MODE}=gspo.token_mean")
     assert slip.returncode == 1 and f"set {LOSS_MODE}=megatron_rl.gspo.token_mean" in slip.stderr
@@ -133,7 +125,7 @@ print("training")
         ),
         ({"loss_mode": "gspo.token_mean"}, {}, f"set {LOSS_MODE}=megatron_rl.gspo.token_mean"),
         ({"loss_mode": "megatron_rl.gspo.constant"}, {}, "needs its L"),
-        ({"loss_mode": "megatron_rl.gspo.prompt_mean"}, {}, "gae does not weigh prompt groups"),
+        ({"loss_mode": "megatron_rl.gspo.prompt_mean"}, {"ppo_mini_batch_size": 64}, "64 of 1024 prompts a step"),
         ({"loss_mode": "megatron_rl.grpo.token_mean"}, {"clip_ratio_low": 1.5}, "clip_ratio_low=1.5 must be in"),
         ({"loss_mode": "megatron_rl.gspo.token_mean"}, {}, None),
         ({"loss_mode": "vanilla"}, {"clip_ratio_low": 1.5}, None),
@@ -149,8 +141,8 @@ def test_settings_of_files_are_judged_before_verl_starts(checkout, policy_loss, 
     (checkout / "verl" / "__init__.py").write_text("import verl.utils\n" * is_loaded + LOADING)
     (checkout / "verl" / "trainer" / "main_ppo.py").write_text(MAIN_OF_FILES)
     actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "loss_agg_mode": "token-mean"}
-    actor |= {"loss_scale_factor": None, "ppo_mini_batch_size": 256, "policy_loss": policy_loss | {"ppo_kl_coef": 0.1}, **others}
-    config = {"actor_rollout_ref": {"actor": actor}, "algorithm": {"adv_estimator": "gae", "rollout_correction": None}, "data": {}}
+    actor |= {"loss_scale_factor": None, "policy_loss": policy_loss | {"ppo_kl_coef": 0.1}, **others}
+    config = {"actor_rollout_ref": {"actor": actor}, "algorithm": {"rollout_correction": None}, "data": {}}
     done = python(checkout, "-m", "verl.trainer.main_ppo", json.dumps(config))
     if said is None:
         assert done.stdout == "validated False\ntraining\n", done.stderr
@@ -169,14 +161,14 @@ def test_doctor_reads_a_script_of_verl(tmp_path, capsys):
     script = tmp_path / "run.sh"
     script.write_text(
         "MODE=megatron_rl.gspo.prompt_mean\nACTOR=(\n    actor_rollout_ref.actor.policy_loss.loss_mode=${MODE}\n"
-        "    actor_rollout_ref.actor.use_kl_loss=True\n)\nDATA=(data.train_batch_size=${SIZE:-256})\n"
+        "    actor_rollout_ref.actor.use_kl_loss=True\n)\nDATA=(data.train_batch_size=${SIZE:-512})\n"
         'python3 -m verl.trainer.main_ppo \\\n    "${DATA[@]}" "${ACTOR[@]}" "$@"\n'
     )
     assert main(["doctor", "--launch-only", "--", "bash", str(script)]) == 1
     out = capsys.readouterr().out
     assert "launch line: verl, verl.trainer.main_ppo, from line 7 of the script" in out
-    assert f"PROBLEM  {ESTIMATOR}" in out and "256 of 256 prompts a step" in out and "doctor: 1 problem" in out
-    assert main(["doctor", "--launch-only", "--", "bash", str(script), COMPANION]) == 0
+    assert "PROBLEM  mini-batch" in out and "256 of 512 prompts a step" in out and "doctor: 1 problem" in out
+    assert main(["doctor", "--launch-only", "--", "bash", str(script), ONE_MINI_BATCH]) == 0
     out = capsys.readouterr().out
     assert "megatron_rl.gspo.prompt_mean, clip 0.0003/0.0004, clip_ratio_c 3 (the loss's own clip)" in out
     assert "note     use_kl_loss" in out
@@ -185,26 +177,29 @@ def test_doctor_reads_a_script_of_verl(tmp_path, capsys):
 
 
 def test_the_chain_of_verl_by_hand():
-    """dp 2 x cp 2, M = 3, prompts of 6 and 4 tokens: N m_i / (P M_g) in the advantages, then 2 / (4 m_i), x 3, x 2 / 3, / 4."""
+    """dp 2 x cp 2, M = 3, prompts of 6 and 4 tokens: 2 / (P M_g), x 3, x 2 / 3, / 4."""
     found = explain_json(*STEP, *LAYOUT, "--host", "verl", "--policy-loss", "gspo", "--loss-aggregation", "prompt_mean")
     chain = found["chain"]
-    assert stages(chain) == {
-        "estimator": "N m_i/(P M_g)",
-        "loss": "dp/(N m_i)",
-        "verl": "M",
-        "schedule": "cp/M",
-        "DDP": "1/(dp cp)",
-    }
-    assert chain["factors"][0]["values"] == pytest.approx([4 / 6, 8 / 6, 2 / 4, 6 / 4])
+    assert stages(chain) == {"loss": "dp/(P M_g)", "verl": "M", "schedule": "cp/M", "DDP": "1/(dp cp)"}
+    assert chain["factors"][0]["values"] == pytest.approx([2 / 12, 2 / 12, 2 / 8, 2 / 8])
     assert chain["net_weights"] == pytest.approx([1 / 12, 1 / 12, 1 / 8, 1 / 8]) and chain["is_exact"]
-    assert found["launch_lines"] == [our_mode("gspo.prompt_mean"), COMPANION]
+    assert found["launch_lines"] == [our_mode("gspo.prompt_mean")]
+
+
+@pytest.mark.parametrize("host", ["verl", "skyrl"])
+def test_the_chain_of_rollouts_of_several_rows_by_hand(host):
+    """Rollouts of 2 + 4 and 3 tokens, R = 2; FB-141."""
+    step = ["--response-lengths", "2,4,3", "--prompt-ids", "a,a,b", "--rollout-ids", "0,0,1", "--data-parallel-size", "2"]
+    for aggregation, weights in (("sample_mean", [1 / 12, 1 / 12, 1 / 6]), ("row_mean", [1 / 8, 1 / 16, 1 / 6])):
+        chain = explain_json(*step, "--host", host, "--loss-aggregation", aggregation)["chain"]
+        assert chain["net_weights"] == pytest.approx(weights) and chain["is_exact"]
 
 
 @pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean", "prompt_mean"])
 def test_the_chain_of_verl_is_exact_per_token_too(aggregation):
     given = [*STEP, *LAYOUT, "--host", "verl", "--loss-aggregation", aggregation, "--calculate-per-token-loss"]
     chain = explain_json(*given)["chain"]
-    assert chain["is_exact"] and {"verl": "R/dp", "finalize": "1/R"}.items() <= stages(chain).items()
+    assert chain["is_exact"] and {"verl": "T_all/dp", "finalize": "1/T_all"}.items() <= stages(chain).items()
 
 
 def test_explain_types_what_a_correction_needs():
@@ -228,7 +223,5 @@ def test_explain_refuses_what_verl_decides_itself():
     assert code == 1
     for flag in ("--entropy-coefficient=0.1", "--policy-temperature=0.7"):
         assert f"REFUSED: {flag} has no effect in verl" in out
-    code, out, _ = explain(*STEP, "--host", "verl", "--policy-loss", "dro", "--loss-aggregation", "prompt_mean")
-    assert code == 1 and "dro is not proportional" in out
     assert "overrides on the launch line: actor_rollout_ref" in out
     assert f"our log-probabilities too, for this loss or verl's own: {verl.EXTERNAL_LIB}={verl.LOG_PROBS}\n" in out

@@ -110,7 +110,8 @@ def train_on_rank(rank: int, root: str, words: list[str]) -> tuple[dict, list[fl
         models.append(provider.model_provider(gpt_builders.gpt_builder, *positional, **named))
         return models[-1]
 
-    forward_step = PackedForwardStep(bins.__getitem__, lambda: prompts, get_num_microbatches, vocab_size=VOCABULARY)
+    own = {"vocab_size": VOCABULARY, "rollout_of_row": lambda: range(len(prompts))}
+    forward_step = PackedForwardStep(bins.__getitem__, lambda: prompts, get_num_microbatches, **own)
     with (
         silent_logging(),
         mock.patch.object(sys, "argv", ["train.py", *words]),

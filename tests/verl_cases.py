@@ -1,24 +1,37 @@
 """One optimiser step through verl's loss call: micro-batches as its engines make them, the factors of the engine, a float64 truth.
 
-The call is `emulated_ppo_loss`, or verl's own ppo_loss.
+The call is `emulated_ppo_loss`, or verl's own ppo_loss. The mini-batch is counted as one rank's, because ranks are a loop here.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from dense_row_cases import AGGREGATIONS, LAYOUTS, Result, RowCase, gradients_of, own_part, padded
+from dense_row_cases import (
+    AGGREGATIONS,
+    LAYOUTS,
+    ROLLOUT_AGGREGATIONS,
+    ROLLOUT_LAYOUTS,
+    Result,
+    RowCase,
+    gradients_of,
+    own_part,
+    padded,
+    rollouts_of,
+)
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts import door_line, verl, verl_loss
+from megatron_rl.hosts import door_line, verl, verl_loss, verl_step
+from megatron_rl.hosts.dense_rows import RowCounts
 from megatron_rl.hosts.door_settings import read
+from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
@@ -83,6 +96,12 @@ def matrix(losses: Sequence[str]) -> list[Case]:
     ]
 
 
+def rollout_matrix() -> list[Case]:
+    rows = [("grpo", one, layout) for one in ROLLOUT_AGGREGATIONS for layout in ROLLOUT_LAYOUTS]
+    rows += [(loss, "sample_mean", ROLLOUT_LAYOUTS[2]) for loss in ("gspo", "cispo", "dro")]
+    return [Case(loss=loss, aggregation=one, has_rollouts=True, **layout) for loss, one, layout in rows]
+
+
 def actor_settings(case: Case) -> dict[str, Any]:
     """What a launch line sets of the actor."""
     clip = CLIPS[case.loss]
@@ -117,28 +136,17 @@ def emulated_ppo_loss(config: ActorConfig, model_output: Mapping[str, Tensor], d
 
 
 def emulated_tables() -> SimpleNamespace:
-    """verl's tables as its plugins find them, with one loss and one estimator of verl's own."""
+    """verl's tables as its plugins find them, with one loss of verl's own."""
 
     def vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
         raise AssertionError("verl's own loss is not asked")
 
-    def grpo(token_level_rewards, response_mask, index, epsilon=1e-6, norm_adv_by_std_in_grpo=True, config=None):
-        scores = token_level_rewards.sum(-1)
-        of_group = {key: scores[[i for i, other in enumerate(index) if other == key]] for key in index}
-        centred = [score - of_group[key].mean() for score, key in zip(scores, index, strict=True)]
-        if norm_adv_by_std_in_grpo:
-            spread = [of_group[key].std() if len(of_group[key]) > 1 else torch.tensor(1.0) for key in index]
-            centred = [value / (width + epsilon) for value, width in zip(centred, spread, strict=True)]
-        advantages = torch.stack(centred)[:, None] * response_mask
-        return advantages, advantages
-
     def kl_penalty(logprob, ref_logprob, kl_penalty):
         return logprob - ref_logprob
 
-    tables = SimpleNamespace(__name__="verl", POLICY_LOSS_REGISTRY={"vanilla": vanilla}, ADV_ESTIMATOR_REGISTRY={"grpo": grpo})
+    tables = SimpleNamespace(__name__="verl", POLICY_LOSS_REGISTRY={"vanilla": vanilla})
     tables.kl_penalty = kl_penalty
     tables.register_policy_loss = lambda name: lambda function: tables.POLICY_LOSS_REGISTRY.setdefault(name, function)
-    tables.register_adv_est = lambda name: lambda function: tables.ADV_ESTIMATOR_REGISTRY.setdefault(name, function)
     return tables
 
 
@@ -149,6 +157,13 @@ def read_settings(name: str, actor: Any) -> PolicyLossConfig:
 
 def judge(*words: str) -> list[Row]:
     return [*door_line.judge(verl.DOOR, ["-m", verl.MAIN, *words], dict)]
+
+
+def run_of(config: Any) -> verl_loss.VerlRun:
+    """The state of a config's trainer: in verl's tables where they are loaded."""
+    if verl_loss.TABLES in sys.modules:
+        return verl_loss.run_of(config)
+    return vars(filled_tables().kl_penalty)[verl_loss.MARK].runs.of(config)
 
 
 @functools.cache
@@ -162,25 +177,22 @@ def verl_tables() -> dict[str, Callable]:
     return filled_tables().POLICY_LOSS_REGISTRY
 
 
-def known_estimator(token_level_rewards, response_mask, index, config=None):
-    """Its result is what it is given."""
-    return token_level_rewards, token_level_rewards
-
-
-def given_advantages(
-    case: Case, samples: Sequence[StepSample], estimators: Mapping[str, Callable] | None = None
-) -> Tensor:  # [S, R]
-    """The samples' own, through the companion of known_estimator where the case has one."""
+def given_advantages(samples: Sequence[StepSample]) -> Tensor:  # [S, R]
     width = max(len(sample.loss_mask) for sample in samples)
-    mask = padded([sample.loss_mask for sample in samples], width)
-    advantages = torch.tensor([sample.advantage for sample in samples])[:, None] * mask
-    if case.aggregation != "prompt_mean":
-        return advantages
-    estimators = verl_loss.companions({"known": known_estimator}) if estimators is None else estimators
-    index = np.array([sample.prompt_id for sample in samples], dtype=object)
-    return estimators["megatron_rl.known_prompt_mean"](
-        token_level_rewards=advantages, response_mask=mask.int(), config={}, index=index
-    )[0]
+    return torch.tensor([sample.advantage for sample in samples])[:, None] * padded([sample.loss_mask for sample in samples], width)
+
+
+def count(case: Case, samples: Sequence[StepSample], config: Any) -> Callable[[Sequence[int]], RowCounts]:
+    """The counts of some rows, of the mini-batch as verl's worker has it. Prompts of one size are not asked for."""
+    width = max(len(sample.loss_mask) for sample in samples)
+    data = {"response_mask": padded([sample.loss_mask for sample in samples], width)}
+    data["uid"] = [str(sample.prompt_id) for sample in samples]
+    if case.has_rollouts:
+        data["session_id"] = rollouts_of(samples)
+    found = read(verl.DOOR, verl_loss.settings_of(case.mode, config))
+    found = replace(found, config=replace(found.config, allow_partial_prompt_groups=True))
+    totals, counts = verl_step.count_mini_batch(found, data, SINGLE, None)
+    return lambda chosen: verl_step.rows_of(found, totals, counts[list(chosen)])
 
 
 def uncut_weights(log_ratio: Tensor, mask: Tensor) -> Tensor:  # [S, R] each: old - sampled
@@ -200,14 +212,15 @@ def run_step(
 ) -> Result:
     """The gradient that the optimiser gets, and the sum of the reported losses over ranks and micro-batches."""
     leaves = [values.float().requires_grad_() for values in log_probs]
-    num_tokens = sum(sum(sample.loss_mask) for sample in samples)
+    rows_of, run = count(case, samples, config), run_of(config)
     routed = sum(len(sample.tokens) for sample in samples)
     total, counted, metrics = 0.0, 0, []
     for micro_batches in case.micro_batches():
         for chosen in micro_batches:
             for cp_rank in range(case.cp):
                 data, model_output = micro_batch(samples, leaves, advantages, chosen, cp_rank, case.cp, poison, weights_of)
-                data |= {"dp_size": case.dp, "batch_num_tokens": num_tokens, "global_batch_size": len(samples)}
+                data |= {"dp_size": case.dp, "batch_num_tokens": None, "global_batch_size": None}
+                run.rows = rows_of(chosen)
                 loss, log = ppo_loss(config, model_output, data)
                 metrics.append(log)
                 tokens_here = sum(len(samples[index].tokens) for index in chosen)

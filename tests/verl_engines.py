@@ -33,6 +33,7 @@ from megatron_rl.megatron.model import build_gpt_model, transformer_config
 from megatron_rl.train.hf_checkpoint import read_hf_model, save_hf_checkpoint
 
 MAX_SEQUENCE_LENGTH = 64
+GROUP_SIZE = 4  # rollouts of a prompt
 MTP_FACTOR = 0.7  # of its loss, as large as the policy's
 
 
@@ -73,7 +74,6 @@ class VerlRun:
     """One training run of a loss: its batches are optimiser steps, or several with mini_batches."""
 
     loss_mode: str
-    estimator: str
     actor: dict[str, Any]  # what a launch line sets of the actor
     mini_batches: int = 1
 
@@ -91,6 +91,8 @@ class Rollout:
     rewards: Tensor  # [S]
     prompt_ids: Sequence[str]
     temperature: float | Tensor  # a number, or one a sample [S]
+    sessions: Sequence[int] | None = None  # the rollout of each sample, among those of its prompt; None: of the old trainer
+    advantages: Tensor | None = None  # [S, R]; None: of verl's grpo
 
 
 def run_verl(
@@ -203,7 +205,8 @@ def make_worker(folder: str, layout: EngineLayout, optimizer: Optimizer) -> Any:
 
 
 def train(worker: Any, run: VerlRun, rollouts: Sequence[Rollout], layout: EngineLayout) -> None:
-    """As verl's trainer: the estimator on the whole batch, the parts to the workers, update_actor."""
+    """As verl's trainer: the estimator on the whole batch, the parts to the workers, update_actor. The batch has the columns that
+    verl's agent loops write."""
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
     from verl.utils import tensordict_utils as tu
     from verl.workers import config as configs
@@ -211,28 +214,30 @@ def train(worker: Any, run: VerlRun, rollouts: Sequence[Rollout], layout: Engine
     from verl.workers.utils.padding import left_right_2_no_padding
 
     loss = configs.PolicyLossConfig(loss_mode=run.loss_mode)
-    sizes = {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+    sizes = {"rollout_n": GROUP_SIZE, "ppo_micro_batch_size_per_gpu": 1}
     strategy = "megatron" if layout.engine == "megatron" else "fsdp"
     worker.set_loss_fn(partial(ppo_loss, config=configs.ActorConfig(strategy=strategy, policy_loss=loss, **sizes, **run.actor)))
     for rollout in rollouts:
         mask, number = rollout.tensors["response_mask"], len(rollout.rewards)
         last = torch.zeros_like(mask, dtype=torch.float32)
         last[:, 0] = rollout.rewards  # the estimators add up a response's rewards
-        advantages, _ = get_adv_estimator_fn(run.estimator)(
-            token_level_rewards=last, response_mask=mask, index=np.array(rollout.prompt_ids, dtype=object), config={}
-        )
+        advantages = rollout.advantages
+        if advantages is None:
+            advantages, _ = get_adv_estimator_fn("grpo")(
+                token_level_rewards=last, response_mask=mask, index=np.array(rollout.prompt_ids, dtype=object), config={}
+            )
         parts = number // worker.engine.get_data_parallel_size()
         place = worker._query_dispatch_info("train")
-        own = {
-            name: values[place * parts : (place + 1) * parts]
-            for name, values in {**rollout.tensors, "advantages": advantages}.items()
-        }
+        part = slice(place * parts, (place + 1) * parts)
+        own = {name: values[part] for name, values in {**rollout.tensors, "advantages": advantages}.items()}
+        names = {"uid": rollout.prompt_ids, "session_id": rollout.sessions}
+        names = {name: list(values[part]) for name, values in names.items() if values is not None}
         temperature = rollout.temperature
         if isinstance(temperature, Tensor):
             own["temperature"], others = temperature[place * parts : (place + 1) * parts], {}
         else:
             others = {"temperature": temperature}
-        data = tu.get_tensordict(own, non_tensor_dict=others)
+        data = tu.get_tensordict(own | names, non_tensor_dict=others)
         data = left_right_2_no_padding(data)
         step = number // run.mini_batches
         tu.assign_non_tensor(

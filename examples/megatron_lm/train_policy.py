@@ -55,7 +55,13 @@ def forward_step(data_iterator, model, loss_only=False):
         from megatron.core.num_microbatches_calculator import get_num_microbatches
         from megatron.training import get_tokenizer
 
-        _step = PackedForwardStep(read_bin, _rollouts.prompt_of_row, get_num_microbatches, vocab_size=get_tokenizer().vocab_size)
+        _step = PackedForwardStep(
+            read_bin,
+            _rollouts.prompt_of_row,
+            get_num_microbatches,
+            vocab_size=get_tokenizer().vocab_size,
+            rollout_of_row=_rollouts.rollout_of_row,
+        )
     model = model[0] if isinstance(model, list) else model
     clear_rope_caches(model)
     return _step(data_iterator, model)

@@ -11,8 +11,7 @@ LINES=(
     # Loss and aggregation are ours. The clip is that of the paper: the ratio is a geometric mean, so 0.2 would never clip.
     actor_rollout_ref.actor.policy_loss.loss_mode=megatron_rl.gspo.prompt_mean
     actor_rollout_ref.actor.clip_ratio_low=3e-4 actor_rollout_ref.actor.clip_ratio_high=4e-4
-    # The advantages of GRPO, with the weights of prompt groups in them.
-    algorithm.adv_estimator=megatron_rl.grpo_prompt_mean
+    algorithm.adv_estimator=grpo
     # One mini-batch a batch: a group is never cut.
     data.train_batch_size=256 actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.rollout.n=8
 )

@@ -1,13 +1,13 @@
 """Our loss in a trainer that hands over dense rows [S, R] and the counts of the step: verl, NeMo-RL, ROLL, SkyRL.
 
-verl and NeMo-RL say nothing of prompts. So under prompt_mean the advantages carry the weights of the prompt groups, for sample i
+NeMo-RL says nothing of prompts to a loss. So under prompt_mean the advantages carry the weights of the prompt groups, for sample i
 (N / P) m_i / M_g, and the loss runs with sample_mean. A code in the last bits of these advantages shows the loss that they do.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.aggregation import regularizer_weights, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.door import is_carried
+from megatron_rl.hosts.door import ONE_SAMPLE, Rollouts, is_carried
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import (
     PolicyLoss,
@@ -26,8 +26,9 @@ from megatron_rl.loss_hub import (
 from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.step_counts import StepTotals
+from megatron_rl.step_counts import RolloutCounts, StepTotals
 
+EACH_ROW = Rollouts()
 # A marked advantage has a code in its last bits: a relative change of at most 16 x 2^-23.
 MARK_BITS = 5
 
@@ -59,6 +60,15 @@ def is_proportional(loss: PolicyLoss) -> bool:
 # The loss
 
 
+class RowCounts(NamedTuple):
+    """What weighs the rows of a micro-batch: counts of the step."""
+
+    totals: StepTotals
+    tokens: Tensor  # [S]
+    prompt_tokens: Tensor | None  # [S]
+    rollouts: RolloutCounts | None  # [S] each; None: a row is a rollout
+
+
 def loss_of_rows(
     config: PolicyLossConfig,
     totals: StepTotals | None,  # None: the advantages have the weights in them
@@ -72,6 +82,7 @@ def loss_of_rows(
     rollout_log_probs: Tensor | None = None,  # [S, R]
     counted: Tensor | None = None,  # [S, R] bool
     prompt_token_counts: Tensor | None = None,  # [S]
+    rollouts: RolloutCounts | None = None,  # [S] each; None: a row is a rollout
     ref_log_probs: Tensor | None = None,  # [S, R]
 ) -> PolicyLossOutput:
     """scale times sum_i w_i sum_t m_it u_it l_it, w_i = 1 without totals. Masked values may be anything. Communication: none.
@@ -89,7 +100,15 @@ def loss_of_rows(
     else:
         of_weights = token_counts if counted is None else counted.sum(-1)
         divisor = config.loss_aggregation_divisor
-        weights = weigh_tokens(aggregation, of_weights, totals, prompt_token_counts=prompt_token_counts, divisor=divisor)
+        weights = weigh_tokens(
+            aggregation,
+            of_weights,
+            totals,
+            prompt_token_counts=prompt_token_counts,
+            divisor=divisor,
+            rollout_token_counts=None if rollouts is None else rollouts.tokens,
+            rows_of_rollout=None if rollouts is None else rollouts.rows,
+        )
     kl: dict[str, Any] = {}
     if ref_log_probs is not None and totals is not None:
         kl = {"kl_coefficient": config.kl_coefficient, "kl_estimator": config.kl_estimator}
@@ -140,18 +159,15 @@ def refuse_nonfinite(output: PolicyLossOutput) -> None:
         )
 
 
-def sample_in_words(aggregation: str, several: str | None) -> str:
-    """What a rollout weighs that comes in k rows. several: where it does; None: a row is a rollout, with all its turns."""
-    formula = get_loss_aggregation(aggregation).formula
-    if several is None:
-        return "a sample is a row, and a row is a whole rollout"
-    if formula is None:
-        return f"a sample is a row; a rollout may come in several ({several})"
-    if "m_i" in formula.powers:
-        return f"N counts rows: a rollout that comes in k rows ({several}) weighs k times"
-    if "N" in formula.powers:
-        return f"N counts rows: a rollout that comes in k rows ({several}) counts k times in N, and its tokens weigh as in one"
-    return f"a rollout that comes in k rows ({several}) weighs as in one"
+def sample_in_words(aggregation: str, rollouts: Rollouts) -> str:
+    """What counts as a rollout."""
+    if rollouts.several is None:
+        return "a row is a whole rollout"
+    if not get_loss_aggregation(aggregation).counts_rollouts:
+        return f"a rollout that comes in k rows ({rollouts.several}) weighs as in one"
+    if rollouts.ids is None:
+        return f"a row is a whole rollout, as {ONE_SAMPLE} says"
+    return f"a rollout is the rows of one {rollouts.ids}, and counts once ({rollouts.several})"
 
 
 def rows_unknown(aggregation: str) -> str:
@@ -168,18 +184,18 @@ def step_line(
     totals: StepTotals | None,
     regularizers: str,
     *,
-    several: str | None = None,
+    rollouts: Rollouts = EACH_ROW,
     in_advantages: bool | None = None,
 ) -> str:
     """The line of the first step: what a token and a rollout weigh, and who computes KL and entropy. A `Run` tells it once.
 
-    totals: None where they are not told, as where the trainer has put all weights into the advantages. several: as in
+    totals: None where they are not told, as where the trainer has put all weights into the advantages. rollouts: as in
     sample_in_words. in_advantages: whether the weights are there; None: as the totals say."""
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
     correction = CorrectionSettings.of(config)
     known: dict[str, float | None] = {"L": divisor}
     if totals is not None:
-        known |= {"N": totals.num_samples, "P": totals.num_prompts}
+        known |= {"N": totals.num_samples, "R": totals.num_rollouts, "P": totals.num_prompts}
     if in_advantages is None:
         in_advantages = totals is None or (is_carried(record.name) and totals.num_prompts is None)
     if totals is not None and record.needs is not None and "num_tokens" in record.needs:
@@ -189,10 +205,12 @@ def step_line(
         low, high = correction.bounds
         parts.append(f"sampling weights {correction.kind} {low:g} to {high:g}")
     if totals is not None:
-        parts.append(f"step of {totals.num_samples} samples")
+        rows = "" if totals.num_rollouts is None else f" of {totals.num_rollouts} rollouts"
+        parts.append(f"step of {totals.num_samples} samples{rows}")
     parts += [
-        f"weight of a token {record.weight_in_words(known)}" + (", in the advantages" if in_advantages else ""),
-        sample_in_words(config.loss_aggregation, several),
+        f"weight of a token {record.weight_in_words(known, of_rollouts=rollouts.are_counted)}"
+        + (", in the advantages" if in_advantages else ""),
+        sample_in_words(config.loss_aggregation, rollouts),
         f"learning rate against sample_mean {record.learning_rate_shift(divisor)}",
         regularizers,
     ]

@@ -40,8 +40,11 @@ CORRECTION_SETTINGS = (
     *("importance_correction", "importance_correction_level", "importance_correction_low", "importance_correction_high"),
     "off_policy_sequence_delta",
 )
-# Of ours that a door may set, those that are a word.
-WORDS = ("importance_correction", "importance_correction_level", "kl_estimator", "fused_lm_head_loss")
+# Our settings of what a step counts.
+ONE_SAMPLE, PARTIAL_GROUPS = "one_sample_per_rollout", "allow_partial_prompt_groups"
+# Of ours that a door may set, those that are a word or a switch.
+SWITCHES = (ONE_SAMPLE, PARTIAL_GROUPS)
+WORDS = ("importance_correction", "importance_correction_level", "kl_estimator", "fused_lm_head_loss", *SWITCHES)
 CLIPS = ("clip_ratio_low", "clip_ratio_high")
 DIVISOR = "loss_aggregation_divisor"
 
@@ -74,6 +77,22 @@ def names(prefix: str, kind: Kind, listed: str | Mapping[str, str]) -> tuple[Set
     if isinstance(listed, str):
         return tuple(Setting(prefix + name, kind) for name in listed.split())
     return tuple(Setting(prefix + name, kind, idle=instead) for name, instead in listed.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollouts:
+    """What a rollout is in the batches of a launch, and who can tell.
+
+    several: where a rollout comes in several rows; None: a row is a rollout. ids: what names the rollout of a row, so that rollouts
+    are counted; None: nothing does. Without ids several rows are refused where an aggregation counts rollouts, unless the user says
+    that each rollout has one."""
+
+    several: str | None = None
+    ids: str | None = None
+
+    @property
+    def are_counted(self) -> bool:
+        return self.ids is not None
 
 
 class Prompts(Enum):
@@ -170,6 +189,10 @@ class Found:
     def counts_prompts(self) -> bool:
         return self.record.needs is None or self.record.needs_prompts
 
+    @property
+    def rollouts(self) -> Rollouts:
+        return self.door.rollouts(self.settings)
+
     def __str__(self) -> str:
         return f"{self.config.policy_loss}.{self.config.loss_aggregation}"
 
@@ -211,8 +234,9 @@ class Door:
     """The host's own corrections for the sampler that are on and multiply our loss, as they are typed."""
     readers: Callable[[Settings], Sequence[str]] = lambda settings: ()
     """What else of the host compares with the sampler, as it is typed."""
-    several: Callable[[Settings], str | None] = lambda settings: None
-    """Where a rollout is more than one row of a batch; None: a row is a rollout."""
+    rollouts: Callable[[Settings], Rollouts] = lambda settings: Rollouts()
+    counts_rollouts: bool = False
+    """Whether there are launches where rollouts of several rows are counted."""
     log_probs: LogProbs | None = None
     """None: the host computes its own log-probabilities, or our loss is given logits."""
     sampler: Sampler
@@ -305,7 +329,7 @@ class Door:
         """Whether the host hands over what the aggregation needs."""
         if self.choice.aggregation is not None:
             return record.name in self.choice.names.values()
-        if record.needs_rows:
+        if record.needs_rows and not self.counts_rollouts:
             return False
         if self.prompts == Prompts.COUNTED:
             return True

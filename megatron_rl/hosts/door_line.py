@@ -177,12 +177,12 @@ def said_of(found: Found) -> Iterator[Row]:
     door, config = found.door, found.config
     divisor = door.field_settings.get(DIVISOR)
     is_known = divisor is None or found.settings.value_of(divisor.name) is not UNKNOWN
-    weight = found.record.weight_in_words({"L": config.loss_aggregation_divisor if is_known else None})
+    known = {"L": config.loss_aggregation_divisor if is_known else None}
+    weight = found.record.weight_in_words(known, of_rollouts=found.rollouts.are_counted)
     carried = ", in the advantages" if found.is_carried or door.prompts == Prompts.BY_DRIVER else ""
     chosen = f"{door.choice.prefix}{found}"
     yield Row(door.choice.setting, f"{chosen}, {numbers(config)}, weight of a token {weight}{carried}")
-    several = door.several(found.settings)
-    yield Row("sample", sample_in_words(config.loss_aggregation, several), is_note=several is not None)
+    yield Row("sample", sample_in_words(config.loss_aggregation, found.rollouts))
     yield from (Row("advice", text, is_note=True) for text in config_warnings(config))
     yield from (Row("sampling", text, is_note=True) for text in found.warnings)
     if found.correction.is_on:

@@ -11,7 +11,19 @@ from typing import Any
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import is_proportional
-from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, WORDS, Door, Found, Kind, Prompts, is_carried
+from megatron_rl.hosts.door import (
+    CLIPS,
+    CORRECTION_SETTINGS,
+    DIVISOR,
+    ONE_SAMPLE,
+    SWITCHES,
+    WORDS,
+    Door,
+    Found,
+    Kind,
+    Prompts,
+    is_carried,
+)
 from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, mixers_of, names_of, readers_of
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, acting_clip, not_numbers
 from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
@@ -63,7 +75,7 @@ def read(door: Door, settings: Settings) -> Found:
         replays=sampling.replays,
     )
     problems += [*twice, *own_loss_problems(config)]
-    for find in (_own_names, _corrections, _kl, _proportional):
+    for find in (_own_names, _switches, _corrections, _kl, _proportional, _rollouts):
         problems += find(found, fields)
     rows = [Row(door.choice.setting, text, is_wrong=True) for text in (*problems, *_texts(door, settings, fields))]
     rows += [Row("sampling", text, is_wrong=True) for text in sampling.problems]
@@ -294,6 +306,13 @@ def _own_names(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
         yield f"{own.added}{name}={value} has no effect: {instead}"
 
 
+def _switches(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
+    """Ours below a prefix, which no table of the door's settings judges."""
+    for one in (fields[name] for name in SWITCHES if name in fields):
+        if one.value is not None and not isinstance(one.value, bool):
+            yield f"{one.name}={one.value!r} must be true or false"
+
+
 def _corrections(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
     correction, theirs = found.correction, " and ".join(found.theirs)
     yield from correction.problems()
@@ -325,6 +344,22 @@ def _proportional(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
         yield (
             f"{found}: in {found.door.title} the advantages carry {found.record.name}, which is right for a loss that is "
             f"proportional to the advantage, as grpo and gspo are; {found.loss.name} is not: choose another one"
+        )
+
+
+def _rollouts(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
+    """An aggregation that counts rollouts, where one may come in several rows and nothing says which rows are of one."""
+    door, rollouts, declared = found.door, found.rollouts, fields.get(ONE_SAMPLE)
+    is_declared, counts = declared is not None and declared.value is True, found.record.counts_rollouts
+    if declared is not None and is_declared and not (counts and rollouts.several):
+        why = f"{found.record.name} counts no rollouts" if rollouts.several else "each row is a rollout"
+        yield f"{declared.name}=true has no effect: {why}; remove it"
+    elif counts and rollouts.several and not (rollouts.ids or is_declared):
+        others = [record.name for record in door.aggregations() if not record.counts_rollouts]
+        yield (
+            f"{found}: a rollout may come in several rows ({rollouts.several}), and {door.title} does not say which rows are of "
+            f"one. Each row would weigh as a rollout. If each has one row, type {door.line_of(door.own.name(ONE_SAMPLE), True)}; "
+            f"else choose {' or '.join(others)}, which counts no rollouts"
         )
 
 

@@ -240,8 +240,8 @@ def _checked_provider(model_provider):
 # Packed bins, as train_rl.py has: the forward step takes bins, weights them, and returns Megatron's 3-tuple. Counts are of
 # the whole step, not of a bin or a micro-batch, and rows of padding are not counted.
 
-# By row index before packing; None: a row of padding.
-PromptOfRow = Sequence[int | str | None]
+# By row index before packing: the prompt, or the rollout. None: a row of padding.
+NameOfRow = Sequence[int | str | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,8 +278,8 @@ class BinSample:
     kept_mass: None = None
 
 
-def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSample]:
-    """The bin's sequences without padding.
+def samples_of_bin(packed: PackedBin, prompt_of_row: NameOfRow, rollout_of_row: NameOfRow | None = None) -> list[BinSample]:
+    """The bin's sequences without padding. rollout_of_row: None: each row is a rollout.
 
     Raises DataError for a row without a recorded prompt, a padding row with an unmasked token, a sequence shorter than two tokens
     or past the bin's end, lists of different lengths, and an unmasked position that predicts no token of its own sequence.
@@ -302,7 +302,8 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSam
         row, start, length = int(row), int(start), int(length)
         predicting = slice(start, start + max(length - 1, 0))
         num_unmasked = sum(value != 0 for value in rows["loss_mask"][predicting])
-        prompt_id = _prompt_of(row, prompt_of_row)
+        prompt_id = _name_of(row, "prompt_of_row", prompt_of_row)
+        rollout_id = None if rollout_of_row is None else _name_of(row, "rollout_of_row", rollout_of_row)
         if prompt_id is None:
             if num_unmasked:
                 raise DataError(
@@ -317,7 +318,10 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSam
         num_explained += num_unmasked
         of_sample: dict[str, Any] = {name: values[predicting] for name, values in rows.items()}
         part = tokens[start : start + length]
-        samples.append(BinSample(tokens=part, prompt_id=prompt_id, advantage=advantage, start=start, **of_sample))
+        if rollout_of_row is not None and rollout_id is None:
+            raise DataError(f"row {row} has the prompt {prompt_id!r} and no rollout: record the rollout of each row that trains")
+        of_sample |= {"prompt_id": prompt_id, "rollout_id": rollout_id}
+        samples.append(BinSample(tokens=part, advantage=advantage, start=start, **of_sample))
     num_unmasked = sum(value != 0 for value in rows["loss_mask"])
     if num_unmasked != num_explained:
         raise DataError(
@@ -341,15 +345,17 @@ class PackedForwardStep:
     def __init__(
         self,
         read_bin: Callable[[object], PackedBin],  # an item of the iterator -> its bin
-        prompt_of_row: Callable[[], PromptOfRow],  # of the current rollout
+        prompt_of_row: Callable[[], NameOfRow],  # of the current collection of rollouts
         num_microbatches: Callable[[], int],  # Megatron's get_num_microbatches
         *,
         vocab_size: int,  # the true one, without padding
+        rollout_of_row: Callable[[], NameOfRow] | None = None,  # None: each row is one, which one_sample_per_rollout must say
         config: PolicyLossConfig | None = None,  # None: from Megatron-LM's arguments
         groups: ParallelGroups | None = None,  # None: from the model
     ):
         self._read_bin, self._prompt_of_row, self._num_microbatches = read_bin, prompt_of_row, num_microbatches
         self._vocab_size, self._config, self._groups = vocab_size, config, groups
+        self._rollout_of_row = rollout_of_row
         self._forward_step: PolicyForwardStep | None = None
         self._waiting: dict[int, list[PolicyBatch]] = {}  # by model chunk
         self.reports: list[MicrobatchReport] = []
@@ -431,7 +437,8 @@ class PackedForwardStep:
                 bins.append(self._read_bin(next(data_iterator)))  # Megatron-LM's RerunDataIterator has no __iter__
         if not bins or len(bins) != wanted:
             raise DataError(f"the iterator ended after {len(bins)} of the step's {wanted} micro-batches: a step needs all of them")
-        return batches_of_step(self.config, bins, self._prompt_of_row(), groups)
+        rollouts = None if self._rollout_of_row is None else self._rollout_of_row()
+        return batches_of_step(self.config, bins, self._prompt_of_row(), groups, rollouts)
 
     def _check_before_finalize(self, model_config) -> None:
         """The schedule calls finalize on each rank after the last backward, and not in a forward-only pass."""
@@ -439,10 +446,28 @@ class PackedForwardStep:
 
 
 def batches_of_step(
-    config: PolicyLossConfig, bins: Sequence[PackedBin], prompt_of_row: PromptOfRow, groups: ParallelGroups
+    config: PolicyLossConfig,
+    bins: Sequence[PackedBin],
+    prompt_of_row: NameOfRow,
+    groups: ParallelGroups,
+    rollout_of_row: NameOfRow | None = None,  # None: each row is a rollout
 ) -> list[PolicyBatch]:
-    """One PolicyBatch for each of this data-parallel rank's bins of a whole step, weighted by the whole step's counts."""
-    samples = [samples_of_bin(packed, prompt_of_row) for packed in bins]
+    """One PolicyBatch for each of this data-parallel rank's bins of a whole step, weighted by the whole step's counts.
+
+    Raises ConfigError where rows may be turns of one rollout, the aggregation counts rollouts, and nothing says which they are."""
+    if (
+        rollout_of_row is None
+        and not config.one_sample_per_rollout
+        and get_loss_aggregation(config.loss_aggregation).counts_rollouts
+    ):
+        raise ConfigError(
+            f"loss_aggregation={config.loss_aggregation} counts rollouts, and a rollout may be several rows of a bin, one for each "
+            "turn: give PackedForwardStep rollout_of_row, as take_rollouts(...).rollout_of_row; or, if each rollout is one row, "
+            "--one-sample-per-rollout"
+        )
+    if rollout_of_row is not None and config.one_sample_per_rollout:
+        raise ConfigError("--one-sample-per-rollout has no effect beside rollout_of_row, which names each row's rollout: remove it")
+    samples = [samples_of_bin(packed, prompt_of_row, rollout_of_row) for packed in bins]
     mine = [sample for of_bin in samples for sample in of_bin]
     weighted, totals = weigh_samples(config, mine, groups)
     num_routed_tokens = count_routed_tokens(config, mine, groups)
@@ -456,12 +481,10 @@ def _batch(packed: PackedBin, samples: Sequence[PolicySample], context: StepCont
     return make_packed_batch(samples, context, row_length=packed.tokens.numel(), cp_group=groups.cp, device=packed.tokens.device)
 
 
-def _prompt_of(row: int, prompt_of_row: PromptOfRow) -> int | str | None:
-    if not 0 <= row < len(prompt_of_row):
-        raise DataError(
-            f"row {row} has no entry in prompt_of_row, which holds {len(prompt_of_row)}: one a row, None where it only pads"
-        )
-    return prompt_of_row[row]
+def _name_of(row: int, title: str, name_of_row: NameOfRow) -> int | str | None:
+    if not 0 <= row < len(name_of_row):
+        raise DataError(f"row {row} has no entry in {title}, which holds {len(name_of_row)}: one a row, None where it only pads")
+    return name_of_row[row]
 
 
 def _row(values: Tensor, num_tokens: int, name: str) -> list:

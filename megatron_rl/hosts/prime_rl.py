@@ -20,7 +20,21 @@ from typing import Any
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.door import Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
+from megatron_rl.hosts.door import (
+    ONE_SAMPLE,
+    Choice,
+    Door,
+    Found,
+    Kind,
+    Line,
+    Own,
+    Prompts,
+    ReadFile,
+    Rollouts,
+    Setting,
+    names,
+    plug,
+)
 from megatron_rl.hosts.pydantic_line import SIGN, read_pydantic_line
 from megatron_rl.hosts.sampling import NO_ADDEND, NO_FACTOR, OFF, Filter, Replay, Sampler
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, flat, value_at
@@ -130,11 +144,11 @@ DOOR = Door(
         why_not={f"{__name__}.prompt_mean": f"{NO_PROMPTS}; SkyRL and verl, for two, have it"},
         remedy=f"{TYPE}=custom, {IMPORT_PATH}={__name__}.token_mean and {KWARGS}policy_loss=<loss> choose one",
     ),
-    own=Own(prefix=KWARGS, clips=True),
+    own=Own(prefix=KWARGS, clips=True, others=(ONE_SAMPLE,)),
     is_ours=lambda settings: str(settings[IMPORT_PATH]).startswith("megatron_rl."),
     defaults={ALGORITHM: "grpo"},
     readers=lambda settings: [f"{IMPORT_PATH}, whose ratio is to the sampler"],
-    several=lambda settings: "a trace of several branches",
+    rollouts=lambda settings: Rollouts(several="a trace of several branches"),
     sampler=Sampler(
         filters={
             **REPLAYED,
@@ -172,7 +186,7 @@ DOOR = Door(
     read_line=read_line,
     write=write,
     line_of=lambda name, value: f"--{name.replace('_', '-')} {value}",
-    honours=(),
+    honours=(ONE_SAMPLE,),
     decides="entropy, temperature and KL",
     contract={
         f"{LOSSES}:LossInputs": (

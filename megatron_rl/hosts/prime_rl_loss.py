@@ -90,8 +90,9 @@ def settings_of(path: str, kwargs: Mapping[str, Any]) -> Settings:
 
 
 def tell_step(run: Run, path: str, found: Found) -> None:
-    title, several = f"{path} in prime-rl", DOOR.several(found.settings)
-    run.tell(title, lambda: step_line(title, found.config, None, "no KL, no entropy", several=several, in_advantages=False))
+    title = f"{path} in prime-rl"
+    given = (title, found.config, None, "no KL, no entropy")
+    run.tell(title, lambda: step_line(*given, rollouts=found.rollouts, in_advantages=False))
 
 
 def totals_of(micro_batches: Sequence[Mapping[str, Any]]) -> StepTotals:

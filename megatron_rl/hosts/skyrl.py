@@ -11,8 +11,8 @@ What SkyRL does with advantages, and with the number that a loss returns; D data
 
     driver: A_i x w_i, over the mini-batch; worker: x M D; Megatron: x c / M; DDP: mean over D c ranks -> sum
 
-So a loss returns the plain sum over tokens of what it is given, and must be proportional to the advantage. KL and entropy are
-SkyRL's.
+SkyRL's driver counts rows. Where a trajectory is several rows, `skyrl_driver` makes the weights of trajectories of theirs. So a
+loss returns the plain sum over tokens of what it is given, and must be proportional to the advantage. KL and entropy are SkyRL's.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ from megatron_rl.hosts.door import (
     Own,
     Prompts,
     ReadFile,
+    Rollouts,
     Setting,
     names,
+    plug,
 )
 from megatron_rl.hosts.door_line import check_log_probs, name_problems
 from megatron_rl.hosts.door_settings import OnceRead, losses, read
@@ -65,7 +67,9 @@ CORRECTION = f"{ALGORITHM}off_policy_correction"
 # SkyRL's correction is on where one of the first is set, or both of the last.
 SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high")
 MASK_SWITCHES = ("token_mask_is_threshold_low", "token_mask_is_threshold_high")
-STEP_WISE = "generator.step_wise_trajectories"
+STEP_WISE, REDUCTION = "generator.step_wise_trajectories", f"{ALGORITHM}loss_reduction"
+# Ours alone: SkyRL is told the other name, and has the same weights where a trajectory is one row.
+ROW_MEAN, SEQUENCE_MEAN = "row_mean", "sequence_mean"
 REPLAY, MORE_SAMPLING = f"{ALGORITHM}enable_sample_support_replay", "generator.sampling_params.additional_kwargs."
 # SkyRL's estimates of KL that have the name, value and gradient of ours.
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -163,7 +167,7 @@ DOOR = Door(
         Setting(f"{ALGORITHM}max_seq_len", Kind.NUMBER, "loss_aggregation_divisor"),
         Setting(f"{ALGORITHM}policy_loss_type", default="regular"),
         Setting(LOG_PROBS, default=THEIRS),
-        Setting(f"{ALGORITHM}loss_reduction", default="token_mean"),
+        Setting(REDUCTION, default="token_mean"),
         Setting(f"{ALGORITHM}use_kl_loss", Kind.SWITCH, default=True),
         Setting(f"{ALGORITHM}use_kl_in_reward", Kind.SWITCH, default=False),
         Setting(f"{ALGORITHM}kl_loss_coef", Kind.NUMBER, default=0.001),
@@ -217,12 +221,13 @@ DOOR = Door(
     choice=Choice(
         setting=f"{ALGORITHM}policy_loss_type",
         prefix=PREFIX,
-        aggregation=f"{ALGORITHM}loss_reduction",
+        aggregation=REDUCTION,
         names={
-            "sequence_mean": "sample_mean",
+            SEQUENCE_MEAN: "sample_mean",
             "prompt_mean": "prompt_mean",
             "token_mean": "token_mean",
             "seq_mean_token_sum_norm": "constant",
+            ROW_MEAN: "row_mean",
         },
         remedy=f"{ENTRYPOINT}={__name__} and {ALGORITHM}policy_loss_type={PREFIX}<loss> choose one",
         why_not={
@@ -234,7 +239,10 @@ DOOR = Door(
     log_probs=LogProbs(setting=LOG_PROBS, value=OURS, theirs=THEIRS, backend=(STRATEGY, "megatron")),
     defaults={STEP_WISE: False, STRATEGY: "fsdp"},
     corrections=corrections,
-    several=lambda settings: f"{STEP_WISE}=true" if settings[STEP_WISE] else None,
+    rollouts=lambda settings: (
+        Rollouts(several=f"{STEP_WISE}=true", ids="trajectory") if settings[STEP_WISE] is True else Rollouts()
+    ),
+    counts_rollouts=True,
     sampler=Sampler(
         filters={
             "generator.sampling_params.top_p": Filter(1.0, (1.0,)),
@@ -281,7 +289,8 @@ class SkyrlLoss:
     """An entry of SkyRL's PolicyLossRegistry. It is pickled to the workers, which must have this package."""
 
     def __init__(self, name: str, own: Mapping[str, Any] | None = None, typed: Sequence[str] | None = None):
-        """own: words of ours by their whole names. typed: the names on the launch line; None: not known."""
+        """own: words of ours by their whole names, and what a worker cannot know. typed: the names on the launch line; None: not
+        known."""
         self.name, self.own, self.typed = name, dict(own or {}), typed
         self.reader, self.run = OnceRead(DOOR), Run()
 
@@ -323,8 +332,8 @@ class SkyrlLoss:
         sampled = sampled if needs_sampler else None
         output = loss_of_rows(found.config, None, *rows, importance_weights=weights, rollout_log_probs=sampled)
         regularizers = "KL and entropy are SkyRL's, means over micro-batches"
-        title, several = f"policy_loss_type={PREFIX}{self.name} in SkyRL", f"{STEP_WISE}=true"
-        self.run.tell(title, lambda: step_line(title, found.config, None, regularizers, several=several))
+        title = f"policy_loss_type={PREFIX}{self.name} in SkyRL"
+        self.run.tell(title, lambda: step_line(title, found.config, None, regularizers, rollouts=found.rollouts))
         policy = finalise_metrics(output.metrics) if output.metrics is not None else {}
         return output.loss, {"clip_ratio": policy.get("policy/clipped_ratio_fraction", 0.0), **metrics}
 
@@ -333,7 +342,7 @@ def settings_of(tree: Any, own: Mapping[str, Any], typed: Sequence[str] | None, 
     """tree: SkyRL's config, or the section of it that a loss is given. The others: see SkyrlLoss."""
 
     def value_of(name: str) -> Any:
-        if name.startswith(PREFIX):
+        if name in own or name.startswith(PREFIX):
             return own.get(name, ABSENT)
         return value_at(tree, name.removeprefix(section)) if name.startswith(section) else ABSENT
 
@@ -367,6 +376,9 @@ def main() -> None:
     given = read_overrides(sys.argv[1:])
     own, typed = {name: value for name, value in given.items() if name.startswith(PREFIX)}, tuple(given)
     sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith((f"{ENTRYPOINT}=", PREFIX))]
+    if given.get(REDUCTION) == ROW_MEAN:
+        own[REDUCTION] = ROW_MEAN
+        sys.argv[1:] = [f"{REDUCTION}={SEQUENCE_MEAN}" if word.startswith(f"{REDUCTION}=") else word for word in sys.argv[1:]]
     entry, tables = import_module(ENTRY), import_module(TABLES)
     line = Settings.of_names(read_overrides(sys.argv[1:]), DOOR.all_defaults)
     try:
@@ -374,10 +386,18 @@ def main() -> None:
         if problems := [*DOOR.contract_problems(), *name_problems(DOOR, line, may_have_more=True)]:
             raise ConfigError(problems)
         config = entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])
-        warnings = check_launch(settings_of(config, own, typed, section=""))
+        own[STEP_WISE] = value_at(config, STEP_WISE) is True  # for the workers, whose losses are given one section
+        settings = settings_of(config, own, typed, section="")
+        warnings = check_launch(settings)
+        counts_trajectories = own[STEP_WISE] and trains_ours(settings, has_our_entrypoint=True)
+        driver = plug("skyrl_driver") if counts_trajectories else None
+        if driver is not None and (problems := driver.contract_problems(import_module(driver.TRAINER))):
+            raise ConfigError(problems)
     except ConfigError as error:
         raise SystemExit("\n".join(f"megatron_rl: ConfigError: {problem}" for problem in error.problems)) from None
     for text in warnings:
         print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
     register(tables.PolicyLossRegistry, own, typed)
+    if driver is not None:
+        vars(entry)["skyrl_entrypoint"] = driver.Entrypoint(own)
     entry.main()

@@ -30,33 +30,42 @@ REPLACED = {
 }
 # What an edit by hand leaves in their callers.
 EDITS = {"prepare_data_for_update": "prompt_of_row", "get_logprobs": "rl_default_temperature"}
-PADDING = -1
+PADDING = (-1, -1)
 # Where a function of ours holds the one that it has replaced.
 OWN = "_megatron_rl_replaced"
 
 
 class Rollouts:
-    """The prompts of the rows of the current step."""
+    """The prompts and the rollouts of the rows of the current step."""
 
     def __init__(self, dp_group: Group | None = None):
         self._dp_group = dp_group  # None: Megatron's, without context parallelism, over which it gathers the rows
-        self._groups: dict[int, tuple[object, int]] = {}  # id of a rollout -> the rollout, the number of its group
-        self._rows: list[int | None] | None = None
+        # id of a rollout -> the rollout, the number of its group, its own number
+        self._known: dict[int, tuple[object, int, int]] = {}
+        self._rows: list[tuple[int | None, int | None]] | None = None
 
     def prompt_of_row(self) -> list[int | None]:
         """Of the rows of all data-parallel ranks, as seq_indices number them. None: a row of padding."""
+        return [prompt for prompt, _ in self._rows_of_step()]
+
+    def rollout_of_row(self) -> list[int | None]:
+        """The same: the number of the rollout, which has a row for each of its turns."""
+        return [rollout for _, rollout in self._rows_of_step()]
+
+    def _rows_of_step(self) -> list[tuple[int | None, int | None]]:
         if self._rows is None:
             raise DataError("no rollout was prepared before this step: Megatron-LM's prepare_data_for_update records the prompts")
         return self._rows
 
     def see_groups(self, rollouts: Sequence[Sequence[object]]) -> None:
-        self._groups = {id(rollout): (rollout, number) for number, group in enumerate(rollouts) for rollout in group}
+        pairs = [(rollout, number) for number, group in enumerate(rollouts) for rollout in group]
+        self._known = {id(rollout): (rollout, group, number) for number, (rollout, group) in enumerate(pairs)}
 
     def see_rows(self, given: Sequence[Any], num_rows: int) -> None:
         """given: this rank's rows before padding to a length: a rollout, (rollout, turn), or None for a row of padding. Up to 0.18
         a rollout is a row for each turn. num_rows: what became of them.
 
-        Communication: one all-gather of [num_rows] over dp.
+        Communication: one all-gather of [num_rows, 2] over dp.
         """
         each = [entry if isinstance(entry, tuple) else (entry, None) for entry in given]
         if len(each) != num_rows:
@@ -66,19 +75,21 @@ class Rollouts:
                 f"prepare_trajectories made {num_rows} rows of {len(given)} rollouts of {len(each)} turns: this Megatron-LM makes "
                 "rows in a way that is not known here; record the prompts by hand, as docs/hosts/megatron_lm.md shows"
             )
-        own = torch.tensor([PADDING if rollout is None else self._group_of(rollout) for rollout, _ in each])
+        own = torch.tensor([PADDING if rollout is None else self._numbers_of(rollout) for rollout, _ in each])
         group = resolve_group(self._dp_group, "dp")
-        rows = all_gather_stack(own.to(group_device(group)), group).flatten().tolist()
-        self._rows = [None if number == PADDING else number for number in rows]
+        rows = all_gather_stack(own.to(group_device(group)), group).flatten(0, 1).tolist()
+        self._rows = [(None, None) if (prompt, rollout) == PADDING else (prompt, rollout) for prompt, rollout in rows]
 
-    def _group_of(self, rollout: object) -> int:
-        known, number = self._groups.get(id(rollout), (None, 0))
+    def _numbers_of(self, rollout: object) -> tuple[int, int]:
+        """Of its group, and its own."""
+        known, *numbers = self._known.get(id(rollout), (None, 0, 0))
         if known is not rollout:
             raise DataError(
                 "a row has a rollout that is in no group of this step: this Megatron-LM copies rollouts before it makes rows; "
                 "record the prompts by hand, as docs/hosts/megatron_lm.md shows"
             )
-        return number
+        prompt, own = numbers
+        return prompt, own
 
 
 def take_rollouts(
@@ -116,8 +127,8 @@ def take_rollouts(
         setattr(utils, name, function)
     if os.environ.get("RANK", "0") == "0":  # before torch.distributed is initialised
         print(
-            f"megatron_rl: replaced in {utils.__name__}: compute_group_stats and prepare_trajectories, which record the prompt of "
-            "each row; selective_log_softmax, which applies the temperature to old and reference log-probabilities",
+            f"megatron_rl: replaced in {utils.__name__}: compute_group_stats and prepare_trajectories, which record prompt and "
+            "rollout of each row; selective_log_softmax, which applies the temperature to old and reference log-probabilities",
             file=sys.stderr,
             flush=True,
         )

@@ -9,9 +9,7 @@ from typing import Any
 from megatron_rl.arguments import read_switch
 from megatron_rl.config import NO_CORRECTION, NO_SELECTION
 from megatron_rl.hosts.base import HostOptions
-from megatron_rl.hosts.dense_rows import rows_unknown, sample_in_words
 from megatron_rl.hosts.sampling import SAMPLERS, SamplingVerdict, flags_that_read, judge_sampling
-from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import check, checks_in
 
@@ -79,19 +77,6 @@ def sampler_is_the_policy(launch: TrainRl) -> Iterator[str]:
 
 def _sampling(launch: TrainRl) -> SamplingVerdict:
     return judge_sampling(SAMPLERS["megatron_lm"], launch.given.get, flags_that_read(launch.merged.get))
-
-
-@check(when=lambda launch: launch.options.record is not None and launch.options.record.needs_rows)
-def rows_of_a_rollout_are_counted(launch: TrainRl) -> Iterator[str]:
-    yield rows_unknown(launch.merged["loss_aggregation"])
-
-
-@check(is_warning=True)
-def samples_are_turns(launch: TrainRl) -> Iterator[str]:
-    name = launch.merged["loss_aggregation"]
-    formula = get_loss_aggregation(name).formula
-    if formula is None or "N" in formula.powers:
-        yield sample_in_words(name, "train_rl.py makes one of each turn")
 
 
 @check(when=lambda launch: launch.counts_prompts and not launch.allows_cut_groups)

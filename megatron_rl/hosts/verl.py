@@ -1,7 +1,6 @@
-"""verl: our losses as entries of its tables, with the step's weights, and the estimators that carry prompt_mean.
+"""verl: our losses as entries of its tables, with the step's weights.
 
     actor_rollout_ref.actor.policy_loss.loss_mode=megatron_rl.<loss>.<aggregation>
-    algorithm.adv_estimator=megatron_rl.<estimator of verl>_prompt_mean             beside a loss_mode that ends in prompt_mean
 
 What verl does with the number that a loss returns, D data-parallel ranks, c context-parallel ranks, M micro-batches:
 
@@ -10,8 +9,8 @@ What verl does with the number that a loss returns, D data-parallel ranks, c con
     FSDP                 mean over D ranks
                          -> (1 / D) sum over ranks and micro-batches
 
-So a loss returns D sum_i w_i S_i of its micro-batch, w_i from the counts of the whole mini-batch, which verl hands over. KL and
-entropy terms stay verl's own; verl's table of KL estimates gets `unbiased`, which it lacks.
+So a loss returns D sum_i w_i S_i of its micro-batch, w_i from the counts of the whole mini-batch, which verl_step takes before the
+first micro-batch. KL and entropy terms stay verl's own; verl's table of KL estimates gets `unbiased`, which it lacks.
 
 The plugin ends a launch with a problem; `megatron-rl doctor` prints all of it. A setting that is not on the line has the default of
 verl's own files; with another --config-name, or a value that only the shell knows, it is not known and not judged. The settings of
@@ -30,7 +29,9 @@ from megatron_rl.hosts.door import (
     AVERAGED,
     CLIPS,
     DIVISOR,
+    PARTIAL_GROUPS,
     SUMMED,
+    SWITCHES,
     TIMES_CP,
     Choice,
     Door,
@@ -41,6 +42,7 @@ from megatron_rl.hosts.door import (
     Own,
     Prompts,
     ReadFile,
+    Rollouts,
     Setting,
     names,
 )
@@ -54,16 +56,14 @@ from megatron_rl.loss_hub import (
     get_loss_aggregation,
     get_policy_loss,
     needs_rollout_log_probs,
-    policy_loss_names,
 )
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, kl_estimator_names
 from megatron_rl.validation.checks import Row, check
 
 MAIN = "verl.trainer.main_ppo"
-PREFIX, COMPANION_SUFFIX = "megatron_rl.", "_prompt_mean"
+PREFIX = "megatron_rl."
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
 LOSS_MODE, LOSS_CLASS = f"{ACTOR}policy_loss.loss_mode", f"{ACTOR}policy_loss._target_"
-ESTIMATOR = "algorithm.adv_estimator"
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what each of its processes imports first
 MINI_BATCH, BATCH = f"{ACTOR}ppo_mini_batch_size", "data.train_batch_size"
 # The setting of verl that names modules to import in each process that makes a model, and ours.
@@ -76,8 +76,9 @@ OWN_CLASSES = (None, POLICY_LOSS_CLASS, "verl.workers.config.PolicyLossConfig", 
 # The overrides with which verl hands over exp(old - sampled). verl itself bounds it at e^20, so a larger threshold cuts nothing.
 LEAST_UNCUT_THRESHOLD = math.exp(20)
 UNCUT_WEIGHTS = {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_threshold": 1e9}
-# Where a rollout is more than one row of the batch.
-SEVERAL_ROWS = "an agent loop with several outputs a session"
+# The v1 trainer names each row's session; the old one makes a row of each, unless a manager of the user's own makes the rows.
+IS_V1, MANAGER = "trainer.use_v1", f"{ROLLOUT}agent.agent_loop_manager_class"
+SESSIONS = Rollouts(several="an agent loop with several outputs", ids="uid and session_id")
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
 DYNAMIC_CP = f"{ACTOR}megatron.dynamic_context_parallel"
 # What the terms of verl's own losses weigh a token.
@@ -95,11 +96,6 @@ AGG_MODES: dict[str, str] = {
 }
 # verl's estimates of KL. Those of ours that it has too have the same names; ours adds the others.
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-# Estimators that have a companion, of the verl that was probed; tests/test_verl.py compares them with a checkout.
-ESTIMATORS = (
-    *("grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo"),
-    *("reinforce_plus_plus", "gpg"),
-)
 
 
 def is_main(word: str) -> bool:
@@ -203,62 +199,30 @@ def weights_are_uncut(found: Found) -> Iterator[Row]:
         yield Row("rollout_correction", text)
 
 
-@check()
-def counts_are_of_a_step(found: Found) -> Iterator[Row]:
-    """Whether verl hands over the counts of a step, and who weighs prompt groups."""
-    estimator, batch, mini_batch = (found.settings[name] for name in (ESTIMATOR, BATCH, MINI_BATCH))
-    has_sizes = isinstance(batch, int) and isinstance(mini_batch, int)
-    if found.is_carried:
-        yield from _companion(estimator)
-        if has_sizes:
-            text = f"{mini_batch} of {batch} prompts a step"
-            if batch != mini_batch:
-                text += ": a mini-batch cuts prompt groups, and the estimator sees the whole batch alone; set "
-                text += f"{MINI_BATCH}={batch}, or {BATCH}={mini_batch}"
-            yield Row("mini-batch", text, is_wrong=batch != mini_batch)
+def rollouts_of(settings: Settings) -> Rollouts:
+    manager = settings[MANAGER]
+    if settings[IS_V1] is not False:
+        return SESSIONS
+    return Rollouts() if manager in (None, UNKNOWN) else Rollouts(several=f"{MANAGER}={manager}")
+
+
+@check(when=lambda found: found.counts_prompts)
+def a_step_has_whole_prompts(found: Found) -> Iterator[Row]:
+    batch, mini_batch = (found.settings[name] for name in (BATCH, MINI_BATCH))
+    if not (isinstance(batch, int) and isinstance(mini_batch, int)):
         return
-    if isinstance(estimator, str) and estimator.startswith(PREFIX):
-        text = f"{estimator} puts the weights of prompt groups into the advantages, and {PREFIX}{found} weighs once more; set "
-        text += f"{LOSS_MODE}={PREFIX}{found.loss.name}.prompt_mean, or an estimator of verl"
-        yield Row(ESTIMATOR, text, is_wrong=True)
-    if divides_by_samples(found) and has_sizes and mini_batch and batch % mini_batch:
-        text = (
-            f"{BATCH}={batch} is no multiple of {MINI_BATCH}={mini_batch}: verl fills the last mini-batch with samples without a "
-            f"token, and {PREFIX}{found} would divide by them too; change one of them"
-        )
-        yield Row("mini-batch", text, is_wrong=True)
-
-
-def divides_by_samples(found: Found) -> bool:
-    return not found.is_carried and (found.record.needs is None or "num_samples" in found.record.needs)
-
-
-def _companion(estimator: Any) -> Iterator[Row]:
-    ours = [f"{PREFIX}{name}{COMPANION_SUFFIX}" for name in ESTIMATORS]
-    if estimator is UNKNOWN:
-        yield Row(ESTIMATOR, f"not known here; it must be one of {', '.join(ours)}", is_note=True)
-    elif estimator in ours:
-        yield Row(ESTIMATOR, f"{estimator}: the advantages carry prompt_mean")
-    else:
-        like = f"{PREFIX}{estimator}{COMPANION_SUFFIX}"
-        why = f"{estimator} does not weigh prompt groups, and verl tells a loss nothing of prompts"
-        remedy = f"set {ESTIMATOR}={like if like in ours else ours[0]} (for {', '.join(ESTIMATORS)} of verl)"
-        yield Row(ESTIMATOR, f"{why}; {remedy}", is_wrong=True)
+    text = f"{mini_batch} of {batch} prompts a step"
+    is_wrong = batch != mini_batch and found.config.allow_partial_prompt_groups is False
+    if is_wrong:
+        text += f": verl deals samples to ranks by length, so a mini-batch cuts prompt groups; set {MINI_BATCH}={batch}, or "
+        text += f"{BATCH}={mini_batch}, or accept cut groups with {DOOR.own.typed(PARTIAL_GROUPS)}=true"
+    yield Row("mini-batch", text, is_wrong=is_wrong)
 
 
 @check(subject="rollout_correction")
-def rejection_is_counted(found: Found) -> Iterator[str]:
-    is_v1, bypasses, rejects = (
-        found.settings[name] for name in ("trainer.use_v1", f"{CORRECTION}bypass_mode", f"{CORRECTION}rollout_rs")
-    )
-    if bypasses is True and is_v1 is False:
+def our_loss_is_not_replaced(found: Found) -> Iterator[str]:
+    if found.settings[f"{CORRECTION}bypass_mode"] is True and found.settings[IS_V1] is False:
         yield "bypass_mode=true of the old trainer puts verl's own loss in the place of ours; remove it, or trainer.use_v1=false"
-    counts_tokens = found.record.needs is None or "num_tokens" in found.record.needs
-    if rejects not in (None, UNKNOWN) and counts_tokens and is_v1 is not False and not found.is_carried:
-        yield (
-            f"rollout_rs={rejects}: verl counts batch_num_tokens before it rejects, and {PREFIX}{found} would divide by rejected "
-            "tokens; take another aggregation, or rollout_is alone"
-        )
 
 
 def readers(settings: Settings) -> list[str]:
@@ -304,16 +268,6 @@ def estimates_of_kl(settings: Settings) -> Iterator[Row]:
         text += f"; {', '.join(added)} comes with a loss of ours"
         text = text if has_kl else f"{text}, before you turn use_kl_loss on"
         yield Row("kl_loss_type", text, is_wrong=has_kl, is_note=not has_kl)
-
-
-def unchosen(settings: Settings) -> Iterator[Row]:
-    """A companion without our loss."""
-    estimator, mode = settings[ESTIMATOR], settings[LOSS_MODE]
-    if isinstance(estimator, str) and estimator.startswith(PREFIX):
-        text = f"{estimator} puts the weights of prompt groups into the advantages, and this loss has weights of its own"
-        loss = mode if mode in policy_loss_names() else "grpo"
-        remedy = f"set {LOSS_MODE}={PREFIX}{loss}.prompt_mean, or an estimator of verl"
-        yield Row(ESTIMATOR, f"{text}; {remedy}", is_wrong=True)
 
 
 def stock(settings: Settings) -> Stock | None:
@@ -400,8 +354,6 @@ def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
         found |= {f"{ACTOR}{name}": value for name, value in kl.items()}
     if needs_rollout_log_probs(config):
         found |= UNCUT_WEIGHTS
-    if config.loss_aggregation == "prompt_mean":
-        found[ESTIMATOR] = f"{PREFIX}grpo{COMPANION_SUFFIX}"
     return found | {BATCH: UNKNOWN}  # the step is what explain was given
 
 
@@ -466,10 +418,10 @@ DOOR = Door(
     ),
     sections=(ACTOR, f"{ACTOR}policy_loss.", CORRECTION),
     choice=Choice(setting=LOSS_MODE, prefix=PREFIX, remedy=f"{LOSS_MODE}={PREFIX}<loss>.<aggregation> chooses one of ours"),
-    own=Own(prefix=f"{ACTOR}policy_loss.", added="+", clips=True),
+    own=Own(prefix=f"{ACTOR}policy_loss.", added="+", clips=True, others=SWITCHES),
     defaults={
-        ESTIMATOR: "gae",
-        "trainer.use_v1": True,
+        IS_V1: True,
+        MANAGER: None,
         f"{CORRECTION}bypass_mode": False,
         f"{CORRECTION}rollout_rs": None,
         f"{CORRECTION}rollout_is": None,
@@ -482,7 +434,8 @@ DOOR = Door(
     keep_clip=f"{CLASS_LINE} +{ACTOR}policy_loss.clip_ratio_{{side}}={{value}}",
     stand_ins={f"{ACTOR}loss_scale_factor": 1.0},
     readers=readers,
-    several=lambda settings: SEVERAL_ROWS,
+    rollouts=rollouts_of,
+    counts_rollouts=True,
     log_probs=LogProbs(setting=EXTERNAL_LIB, value=LOG_PROBS, is_hosts=True),
     sampler=Sampler(
         filters={f"{ROLLOUT}top_p": Filter(1.0, (1.0,)), f"{ROLLOUT}top_k": Filter(-1, (-1, 0))},
@@ -494,14 +447,12 @@ DOOR = Door(
     ),
     checks=(
         *(clip_reaches_the_workers, clip_of_both_sides_is_not_read, class_has_our_fields),
-        *(one_aggregation_acts, weights_are_uncut, counts_are_of_a_step, rejection_is_counted, kl_term_is),
+        *(one_aggregation_acts, weights_are_uncut, a_step_has_whole_prompts, our_loss_is_not_replaced, kl_term_is),
     ),
     of_any_launch=estimates_of_kl,
-    unchosen=unchosen,
     stock=stock,
     is_open=is_open,
-    prompts=Prompts.CARRIED,
-    carrier="megatron_rl.<estimator>_prompt_mean",
+    prompts=Prompts.COUNTED,
     returns=Formula(dp=1),
     step=(("verl", Formula(M=1), "multiplies by micro-batches"), TIMES_CP, AVERAGED[1]),
     step_per_token=(
@@ -515,6 +466,7 @@ DOOR = Door(
     write=write,
     line_of=lambda name, value: f"{'+' * is_added(name)}{name}={as_typed(value)}",
     place="overrides on the launch line",
+    honours=("kl_coefficient", "kl_estimator", *SWITCHES),
 )
 # Names below policy_loss that are verl's own.
 HOSTS_OWN = tuple(one.name for one in DOOR.settings if one.name.startswith(DOOR.own.prefix))

@@ -7,9 +7,9 @@ nothing cuts u, sampled = old - log u: so our corrections, dppo_tv and dppo_kl c
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -17,21 +17,19 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, loss_of_rows, marked_rows, step_line
-from megatron_rl.hosts.door import Found, place_of, signature_problem
+from megatron_rl.hosts.dense_rows import RowCounts, kl_of_tokens, loss_of_rows, step_line
+from megatron_rl.hosts.door import Found, Rollouts, place_of, signature_problem
 from megatron_rl.hosts.door_settings import OnceRead, modes
 from megatron_rl.hosts.run import Run, Runs
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.verl import (
     ACTOR,
     AGG_MODE,
-    COMPANION_SUFFIX,
     DEFAULT_AGG_MODE,
     DOOR,
     LOSS_MODE,
     PREFIX,
-    SEVERAL_ROWS,
-    divides_by_samples,
+    SESSIONS,
     is_added_estimator,
     uncut_weights,
 )
@@ -40,6 +38,7 @@ from megatron_rl.losses import PolicyLossOutput
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.step_counts import StepTotals
 
+TABLES = "verl.trainer.ppo.core_algos"
 # The arguments of verl's call of a loss, and of its estimate of KL.
 LOSS_ARGUMENTS = (
     "old_log_prob",
@@ -51,25 +50,18 @@ LOSS_ARGUMENTS = (
     "rollout_is_weights",
 )
 KL_ARGUMENTS, MARK = ("logprob", "ref_logprob", "kl_penalty"), "_has_estimator_of_megatron_rl"
-# What verl gives to an estimator of one name alone, and so never to a companion.
-GIVEN_BY_NAME = {"values", "batch", "non_tensor_batch", "reward_baselines", "sum_pi_squared"}
-STD_SWITCH = "norm_adv_by_std_in_grpo"
-# Key of config.global_batch_info -> count of a step.
-STEP_KEYS = {"num_samples": "global_batch_size", "num_tokens": "batch_num_tokens"}
-# Marked samples with different numbers in a row that cannot be chance: 2^-50.
-TELLING_MARKS = 10
 
 
 class VerlRun(Run):
     """The state of one trainer, by the actor config that verl hands over in each call.
 
-    marked: samples with a mark in a loss that wants none, as long as there was none without.
+    rows: the counts of the micro-batch that verl calls its loss for.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.reader, self.marked = OnceRead(DOOR), set[tuple[int, float]]()
-        self.has_unmarked = False
+        self.reader = OnceRead(DOOR)
+        self.rows: RowCounts | None = None
 
 
 class Tables:
@@ -79,6 +71,12 @@ class Tables:
         self.runs = Runs(VerlRun)
         # log_prob of a call -> (weak reference to it, log-probabilities of the policy that sampled, mask)
         self.before_kl: dict[int, tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}
+
+
+def run_of(actor: Any) -> VerlRun:
+    """The trainer of an actor config, in a process where `register` has filled verl's tables."""
+    tables: Tables = vars(import_module(TABLES).kl_penalty)[MARK]
+    return tables.runs.of(actor)
 
 
 def settings_of(mode: str, actor: Any) -> Settings:
@@ -91,19 +89,18 @@ def settings_of(mode: str, actor: Any) -> Settings:
 # The loss of a micro-batch
 
 
-def read_step(found: Found, info: Mapping[str, Any]) -> tuple[int, StepTotals]:
-    """(D, totals of the mini-batch). Raises ConfigError, with the key, where verl's call does not say what the weights need."""
-    keys: dict[str, Any] = {"dp_size": info.get("dp_size")} | {key: info.get(key) for key in STEP_KEYS.values()}
-    needs = (found.record.needs or ()) if not found.is_carried else ("num_samples",)
-    for key in ("dp_size", *(STEP_KEYS[need] for need in needs)):
-        if keys[key] is None:
-            raise ConfigError(
-                f"verl's config.global_batch_info has no {key}, which {PREFIX}{found} needs: this verl has another contract than "
-                f"the one that was probed ({DOOR.probed}); it has "
-                + ", ".join(name for name, value in info.items() if value is not None)
-            )
-    counts = {name: max(int(keys[key] or 1), 1) for name, key in STEP_KEYS.items()}
-    return int(keys["dp_size"]), StepTotals(num_prompts=None, **counts)
+def read_rows(found: Found, run: VerlRun, config: Any, mask: Tensor) -> tuple[int, RowCounts]:
+    """(D, counts). Raises ConfigError for a call without counts, DataError for rows that have changed since they were counted."""
+    num_ranks, rows, own = config.global_batch_info.get("dp_size"), run.rows, mask.sum(-1)
+    if rows is None or num_ranks is None:
+        lacks = "config.global_batch_info has no dp_size" if rows else "BaseEngine.train_batch has not counted its step"
+        raise ConfigError(f"verl calls {PREFIX}{found}, and {lacks}: this verl has another contract than {DOOR.probed}")
+    if not torch.equal(rows.tokens, own):
+        raise DataError(
+            f"the rows of a micro-batch have {own.tolist()} unmasked tokens, and {rows.tokens.tolist()} when the step was counted: "
+            "response_mask and the order of rows must stay as they are in the mini-batch"
+        )
+    return int(num_ranks), rows
 
 
 def compute_loss(
@@ -120,26 +117,27 @@ def compute_loss(
 ) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, verl's names of metrics
     """verl's policy loss of one micro-batch: D sum_i w_i sum_t m_it u_it l_it, u = rollout_is_weights.
 
-    Masked values may be anything. Communication: none. Synchronises once, as verl's own losses do for their metrics.
-    Raises ConfigError for settings that are not honoured, and DataError for rows whose weight would be wrong.
+    Masked values may be anything. Communication: none. Synchronises, as verl's own losses do for their metrics.
+    Raises ConfigError for settings that are not honoured, and what read_rows raises.
     """
     run = tables.runs.of(config)
     found = run.reader.read(settings_of(mode, config))
-    num_ranks, totals = read_step(found, config.global_batch_info)
     mask = response_mask.bool()
-    _check_rows(found, run, log_prob.detach(), advantages, mask, totals)
+    num_ranks, rows = read_rows(found, run, config, mask)
     sampled = None
     if needs_rollout_log_probs(found.config):
         sampled, rollout_is_weights = rollout_log_probs_of(found, old_log_prob, rollout_is_weights, mask), None
     output = loss_of_rows(
         found.config,
-        totals,
+        rows.totals,
         *(log_prob, old_log_prob, advantages, mask),
         scale=num_ranks,
         importance_weights=rollout_is_weights,
         rollout_log_probs=sampled,
+        prompt_token_counts=rows.prompt_tokens,
+        rollouts=rows.rollouts,
     )
-    tell_step(found, run, totals)
+    tell_step(found, run, rows.totals)
     if is_added_estimator(found.settings[f"{ACTOR}kl_loss_type"]):
         # As in policy_loss: the ratio that an estimator reads has the loss's own denominator.
         behind = sampled if sampled is not None and found.loss.anchor == "rollout" else old_log_prob
@@ -196,7 +194,8 @@ def tell_step(found: Found, run: Run, totals: StepTotals) -> None:
     mean = settings.one(AGG_MODE).value or DEFAULT_AGG_MODE
     regularizers = f"{' and '.join(terms)} averaged by verl, {mean}" if terms else "no KL and no entropy in the loss"
     title = f"loss_mode={PREFIX}{found} in verl"
-    run.tell(title, lambda: step_line(title, found.config, totals, regularizers, several=SEVERAL_ROWS))
+    rollouts = SESSIONS if totals.num_rollouts is not None else Rollouts()
+    run.tell(title, lambda: step_line(title, found.config, totals, regularizers, rollouts=rollouts))
 
 
 def _metrics(output: PolicyLossOutput) -> dict[str, float]:
@@ -208,94 +207,12 @@ def _metrics(output: PolicyLossOutput) -> dict[str, float]:
     }
 
 
-# Rows whose weight would be wrong
-
-
-def _check_rows(found: Found, run: VerlRun, log_prob: Tensor, advantages: Tensor, mask: Tensor, totals: StepTotals) -> None:
-    """Raises DataError for advantages that lack the companion's weights, or have them where none are wanted, and for samples that
-    verl has added to fill a mini-batch, where a weight divides by the number of samples."""
-    token_counts = mask.sum(-1)
-    if divides_by_samples(found):
-        # verl's v1 trainer fills a batch with responses of one masked token: a row without a log-probability after the first.
-        is_filling = (token_counts == 0) & (log_prob[:, 1:] == 0).all(-1)
-        if bool(is_filling.any()):
-            raise DataError(
-                f"{int(is_filling.sum())} samples of the micro-batch are fully masked responses of one token: verl adds such "
-                f"samples to fill a mini-batch, and its global_batch_size counts them, so {PREFIX}{found} would divide by too "
-                "many; make data.train_batch_size a multiple of actor.ppo_mini_batch_size, or train token_mean or prompt_mean"
-            )
-    if not found.is_carried and run.has_unmarked:
-        return
-    is_marked, has_advantage = marked_rows(advantages, mask, totals.num_samples)
-    if found.is_carried:
-        if not bool((is_marked | ~has_advantage).all()):
-            raise DataError(
-                f"the advantages of {PREFIX}{found} do not have the weights of their prompt groups in a mini-batch of "
-                f"{totals.num_samples} samples. Set algorithm.adv_estimator={PREFIX}grpo{COMPANION_SUFFIX} (or another estimator), "
-                "and one mini-batch a batch: actor.ppo_mini_batch_size = data.train_batch_size. Masks and advantages must stay as "
-                "the estimator has left them"
-            )
-    elif bool(has_advantage.any()):
-        if not bool(is_marked[has_advantage].all()):
-            run.has_unmarked = True
-            return
-        first = torch.where(mask, advantages, -torch.inf).max(-1).values
-        run.marked.update(zip(token_counts[has_advantage].tolist(), first[has_advantage].tolist(), strict=True))
-        if len(run.marked) >= TELLING_MARKS:
-            raise DataError(
-                f"the advantages have the weights of prompt_mean in them, and {PREFIX}{found} weighs once more: "
-                f"set loss_mode={PREFIX}{found.loss.name}.prompt_mean, or an estimator of verl"
-            )
-
-
-# prompt_mean: an estimator of verl, with the weights of prompt groups in its advantages
-
-
-def with_prompt_weights(advantages: Tensor, response_mask: Tensor, prompts: Sequence[object]) -> Tensor:  # [S, R] each, [S]
-    """Samples that verl has added to fill the batch, in a group of their own, have no token and are in no prompt."""
-    numbers: dict[object, int] = {}
-    group = torch.tensor([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], device=advantages.device)
-    num_prompts = max(sum(not str(prompt).startswith("pad") for prompt in numbers), min(1, len(prompts)))
-    return carry_prompt_weights(advantages, response_mask, response_mask.bool().sum(-1), group, num_prompts)
-
-
-def estimate_with_prompt_weights(
-    estimate: Callable[..., tuple[Tensor, Tensor]],
-    *,
-    token_level_rewards: Tensor,  # [S, R], all samples of the batch
-    response_mask: Tensor,  # [S, R]
-    config: Any = None,
-    index: Sequence[object] | None = None,  # the prompt of each sample
-    **others: object,  # rewards of a baseline, which no estimator here takes
-) -> tuple[Tensor, Tensor]:  # advantages, returns [S, R]
-    """verl's estimator, its advantages multiplied and marked. Returns stay as they are. Raises ConfigError without prompts."""
-    if index is None:
-        raise ConfigError("the batch has no uid, so it is not known which samples share a prompt: prompt_mean needs it")
-    given = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "config": config, "index": index}
-    parameters = inspect.signature(estimate).parameters
-    if STD_SWITCH in parameters and config is not None:
-        given[STD_SWITCH] = config.get(STD_SWITCH, True)
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    advantages, returns = estimate(**{name: value for name, value in given.items() if takes_any or name in parameters})
-    return with_prompt_weights(advantages, response_mask, list(index)), returns
-
-
-def companions(estimators: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """An estimator for each of verl's that needs neither a critic, nor rollouts of a baseline, nor the batch."""
-    found: dict[str, Callable[..., Any]] = {}
-    for name, estimate in estimators.items():
-        names = set(inspect.signature(estimate).parameters)
-        if not name.startswith(PREFIX) and not names & GIVEN_BY_NAME:
-            found[f"{PREFIX}{name}{COMPANION_SUFFIX}"] = functools.partial(estimate_with_prompt_weights, estimate)
-    return found
-
-
 # Registration
 
 
 def contract_problems(tables: ModuleType) -> Iterator[str]:
     """What verl's tables lack of the contract that our losses are written for, with the line that is another one."""
-    for name in ("register_policy_loss", "register_adv_est", "POLICY_LOSS_REGISTRY", "ADV_ESTIMATOR_REGISTRY", "kl_penalty"):
+    for name in ("register_policy_loss", "POLICY_LOSS_REGISTRY", "kl_penalty"):
         if not hasattr(tables, name):
             yield f"{tables.__name__} has no {name}"
     own = getattr(tables, "POLICY_LOSS_REGISTRY", {}).get("vanilla")
@@ -308,8 +225,7 @@ def contract_problems(tables: ModuleType) -> Iterator[str]:
 
 
 def register(tables: ModuleType) -> None:
-    """Adds our losses and estimators to verl's tables, and ours of KL; a loss that the hub has learnt since is added by another
-    call.
+    """Adds our losses and our estimate of KL to verl's tables; a loss that the hub has learnt since is added by another call.
 
     Raises ConfigError for a verl with another contract than the one that was probed.
     """
@@ -318,15 +234,11 @@ def register(tables: ModuleType) -> None:
     shared = getattr(tables.kl_penalty, MARK, None) or Tables()
     for name in loss_modes():
         tables.register_policy_loss(name)(functools.partial(compute_loss, name, shared))
-    known = {str(getattr(name, "value", name)): estimate for name, estimate in tables.ADV_ESTIMATOR_REGISTRY.items()}
-    for name, estimate in companions(known).items():
-        if name not in tables.ADV_ESTIMATOR_REGISTRY:
-            tables.register_adv_est(name)(estimate)
     if not hasattr(tables.kl_penalty, MARK):
         tables.kl_penalty = with_added_estimator(tables.kl_penalty, shared)  # type: ignore[attr-defined]
 
 
 def loss_modes() -> list[str]:
     """All that verl can train, by its loss_mode. Not among them: losses that need another vector than the sampler's
-    log-probabilities; other aggregations that need prompts; and prompt_mean of a loss that is not proportional to the advantage."""
+    log-probabilities."""
     return [f"{PREFIX}{name}" for name in modes(DOOR)]

@@ -1,6 +1,7 @@
 """What verl loads by the entry point `verl.plugins`, in each process that imports verl: it adds our losses to verl's tables.
 
-verl's tables are in a module that this import must not load, so they are filled right after verl has loaded it. Before that nothing
+verl's tables are in a module that this import must not load, so they are filled right after verl has loaded it; its engines count a
+mini-batch by the same way. Before that nothing
 of the package is imported but the function that waits for it. verl drops an exception of a plugin without a word; therefore a
 launch line with a problem ends here, in the process that it starts, by SystemExit. Settings of YAML files are judged where verl
 judges them itself, before Ray starts: its `validate_config` is given the whole config.
@@ -17,7 +18,7 @@ from typing import Any
 
 from megatron_rl.hosts.after_import import after_import
 
-TABLES, CHECKS = "verl.trainer.ppo.core_algos", "verl.utils.config"
+TABLES, CHECKS, ENGINES = "verl.trainer.ppo.core_algos", "verl.utils.config", "verl.workers.engine.base"
 OUR_ESTIMATE = re.compile(r"\.(kl_loss_type|kl_penalty)=['\"]?unbiased")
 OURS = re.compile(r"=['\"]?megatron[-_]rl\.")
 # A name and one of our aggregations: verl's own modes have no dot. Another mode, which somebody registered, is not judged.
@@ -25,7 +26,7 @@ WITHOUT_PREFIX = re.compile(r"policy_loss\.loss_mode=['\"]?[\w-]+\.((sample|prom
 
 
 def fill(tables: ModuleType) -> None:
-    """Registers our losses and estimators. A verl that has another contract keeps its own alone, and says so."""
+    """Registers our losses. A verl that has another contract keeps its own alone, and says so."""
     from megatron_rl.errors import ConfigError
     from megatron_rl.hosts import verl_loss
 
@@ -33,6 +34,17 @@ def fill(tables: ModuleType) -> None:
         verl_loss.register(tables)
     except ConfigError as error:
         print(f"megatron_rl: none of its losses is registered in verl: {error}", file=sys.stderr, flush=True)
+
+
+def count_in(engines: ModuleType) -> None:
+    """Each engine counts a mini-batch before it trains on it with a loss of ours; a loss that nobody has counted for is refused."""
+    from megatron_rl.errors import ConfigError
+    from megatron_rl.hosts import verl_step
+
+    try:
+        verl_step.count_in(engines)
+    except ConfigError as error:
+        print(f"megatron_rl: none of its losses can train in verl: {error}", file=sys.stderr, flush=True)
 
 
 def refuse_bad_line(words: Sequence[str]) -> None:
@@ -54,9 +66,9 @@ def judge_files(checks: Any) -> None:
     @functools.wraps(validate)
     def validate_ours_too(config: Any, *given: Any, **named: Any) -> Any:
         try:
-            actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
+            actor = config["actor_rollout_ref"]["actor"]
             external = config["actor_rollout_ref"].get("model", {}).get("external_lib")
-            names = f"policy_loss.loss_mode={actor['policy_loss']['loss_mode']}", f"={algorithm['adv_estimator']} ={external}"
+            names = f"policy_loss.loss_mode={actor['policy_loss']['loss_mode']}", f"={external}"
         except Exception:  # of any type, OmegaConf has its own: a config without these places names nothing of ours
             names = "", ""
         if OURS.search(" ".join(names)) or WITHOUT_PREFIX.search(names[0]):
@@ -81,4 +93,5 @@ def _refuse(problems: Sequence[str]) -> None:
 
 refuse_bad_line(sys.argv[1:])
 after_import(TABLES, fill)
+after_import(ENGINES, count_in)
 after_import(CHECKS, judge_files)

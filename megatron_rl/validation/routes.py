@@ -44,7 +44,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--loss-aggregation-divisor": _EVERYWHERE,
     "--samples-per-prompt": _EVERYWHERE,
     "--allow-partial-prompt-groups": _EVERYWHERE,
-    "--one-sample-per-rollout": frozenset({Route.REDUCER}),
+    "--one-sample-per-rollout": frozenset({Route.REDUCER, Route.MEGATRON_LM}),
     "--clip-ratio-low": _WITH_LOGITS,
     "--clip-ratio-high": _WITH_LOGITS,
     "--importance-ratio-unit": _WITH_MODEL,

@@ -135,8 +135,8 @@ def check_flags(args: Namespace) -> None:
             problems += [f"{flag} {remedy}" for flag in given_flags(args, *names)]
     if args.host is not None and args.host in WITHOUT_ROUTES:
         problems += [
-            f"{flag} {value} with --host {args.host}: only miles and slime have several routes and rollouts; remove it"
-            for flag, value in given_flags(args, "route", "companion", *(["rollout_ids"] if args.host != TRAIN else [])).items()
+            f"{flag} {value} with --host {args.host}: only miles and slime have several routes; remove it"
+            for flag, value in given_flags(args, "route", "companion").items()
         ]
     if args.host == TRAIN and args.calculate_per_token_loss:
         problems.append("--calculate-per-token-loss with --host train: `megatron-rl train` has no such flag; remove it")
@@ -151,7 +151,7 @@ def check_flags(args: Namespace) -> None:
 
 def explain(args: Namespace) -> Explanation:
     step = read_step(args)
-    if step.rollouts is not None and args.host in DOORS:
+    if step.rollouts is not None and args.host in DOORS and not DOORS[args.host].counts_rollouts:
         raise ConfigError(
             f"{step.source} says which samples are of one rollout, and --host {args.host} counts rows by its own rule: leave "
             "--host out to see the step, or give one sample a rollout"

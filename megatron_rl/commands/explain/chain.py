@@ -99,9 +99,10 @@ def own_chain(weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> C
 
 def door_chain(door: Door, weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> Chain:
     """A trainer that settings configure."""
-    weight = weighing.record.formula or OWN_WEIGHT
+    is_counted = door.counts_rollouts and weighing.counts.has_fan_out
+    weight = (weighing.record.rollout_formula if is_counted else weighing.record.formula) or OWN_WEIGHT
     stages = door.stages(weight, needs_prompts=weighing.record.needs_prompts, per_token=per_token)
-    return _chain(*stages, weighing, layout)
+    return _chain(*stages, weighing, layout, weight if is_counted else None)
 
 
 def _reduced(launch: HostLaunch, counts: HostCounts, formula: Formula) -> tuple[str, Formula, str] | None:

@@ -56,8 +56,10 @@ def route_name(args: Namespace) -> str | None:
 
 def route_of(args: Namespace) -> Route:
     """The route whose rules judge our flags."""
-    if args.host in (None, TRAIN, *DOOR_NAMES):
+    if args.host in (None, TRAIN):
         return Route.TRAIN
+    if args.host in DOOR_NAMES:  # settings of a trainer of its own, as Megatron-LM is
+        return Route.MEGATRON_LM
     if args.host in WITHOUT_ROUTES:
         return host_named(args.host).routes[0]
     return Route.CUSTOM_LOSS if route_name(args) == Route.CUSTOM_LOSS else Route.REDUCER

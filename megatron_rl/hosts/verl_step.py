@@ -1,0 +1,126 @@
+"""verl's optimiser step, counted before its first micro-batch: samples, rollouts, prompts and tokens of the mini-batch.
+
+verl gives a loss rows of a micro-batch, a number of samples that the launch has set, and tokens that it counts before it rejects
+some. Its batch also has the uid of each row's prompt and, in the v1 trainer, the session_id of its rollout. So a function of ours
+is around BaseEngine.train_batch, which each engine calls for a mini-batch, and hands the counts of its rows to a call of our loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError, DataError, EmptyStep
+from megatron_rl.hosts import verl_loss
+from megatron_rl.hosts.dense_rows import RowCounts
+from megatron_rl.hosts.door import ONE_SAMPLE, PARTIAL_GROUPS, Found
+from megatron_rl.hosts.settings import value_at
+from megatron_rl.hosts.verl import DOOR, PREFIX, ROLLOUT
+from megatron_rl.layout.groups import Group
+from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
+
+UID, SESSION, MASK = "uid", "session_id", "response_mask"
+# How the uid begins of rows that verl adds so that ranks and mini-batches have equal numbers of rows. No count includes them.
+FILLING = "pad"
+# The column that we add to verl's batch, [S, 4] int64: tokens of the row, its prompt group and its rollout, rows of its rollout.
+COUNTS = "megatron_rl_counts"
+TRAIN_BATCH, ARGUMENTS = "BaseEngine.train_batch", ("self", "data", "loss_function")
+
+
+def count_in(engines: ModuleType) -> None:
+    """Puts our function around the one of verl's engines. Raises ConfigError for engines with another contract."""
+    if problems := [*DOOR.differences(engines, TRAIN_BATCH, ARGUMENTS)]:
+        raise ConfigError(problems)
+    owner = engines.BaseEngine
+    owner.train_batch = counted(owner.train_batch)
+
+
+def counted(train_batch: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's train_batch, which counts the mini-batch where a loss of ours trains. Communication: as count_step."""
+
+    @functools.wraps(train_batch)
+    def train_counted_batch(self: Any, data: Any, loss_function: Any) -> Any:
+        actor = getattr(loss_function, "keywords", {}).get("config")
+        mode = value_at(actor, "policy_loss.loss_mode")
+        if not str(mode).startswith(PREFIX):
+            return train_batch(self, data, loss_function)
+        run = verl_loss.run_of(actor)
+        found = run.reader.read(verl_loss.settings_of(str(mode), actor))
+        totals, data[COUNTS] = count_mini_batch(found, data, self.get_data_parallel_group(), value_at(actor, "rollout_n"))
+
+        def with_counts(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+            run.rows = rows_of(found, totals, data[COUNTS])
+            try:
+                return loss_function(model_output=model_output, data=data, dp_group=dp_group)
+            finally:
+                run.rows = None
+
+        return train_batch(self, data, with_counts)
+
+    return train_counted_batch
+
+
+def rows_of(found: Found, totals: StepTotals, counts: Tensor) -> RowCounts:  # [S, 4], see COUNTS
+    tokens, of_prompts, of_rollouts, rows = counts.unbind(-1)
+    rollouts = None if totals.num_rollouts is None else RolloutCounts(of_rollouts, rows)
+    return RowCounts(totals, tokens, of_prompts if found.counts_prompts else None, rollouts)
+
+
+def count_mini_batch(found: Found, data: Any, dp_group: Group, group_size: Any) -> tuple[StepTotals, Tensor]:  # [S, 4]: see COUNTS
+    """The totals of the mini-batch, and the counts of this data-parallel rank's rows, on the device of its mask.
+
+    group_size: the rollouts of a prompt; a mini-batch with another number is refused where an aggregation counts prompts, unless
+    allow_partial_prompt_groups is set. Communication: as count_step. Raises what it raises; ConfigError for a batch without the uid
+    that the aggregation needs, DataError for several rows of a rollout that one_sample_per_rollout excludes."""
+    mask = data[MASK]
+    tokens = torch.stack([row.sum() for row in mask.unbind()]) if mask.is_nested else mask.sum(-1)
+    uids, sessions = (_names(data, name, len(tokens)) for name in (UID, SESSION))
+    if found.counts_prompts and uids is None:
+        raise ConfigError(f"verl's batch has no {UID}, which {PREFIX}{found} needs: {DOOR.probed} was probed")
+    kept = [row for row in range(len(tokens)) if uids is None or not uids[row].startswith(FILLING)]
+    own = tokens.long().cpu()
+    prompts = None if uids is None or not found.counts_prompts else [uids[row] for row in kept]
+    sizes = {} if prompts is None or found.config.allow_partial_prompt_groups else {"samples_per_prompt": group_size}
+    columns = torch.zeros(len(own), 4, dtype=torch.int64)
+    columns[:, 0] = own
+    of_prompts, of_rollouts = None, None
+    try:
+        if uids is None or sessions is None:
+            totals, _, of_prompts = count_step(None, prompts, dp_group, token_counts=own[kept], **sizes)
+        else:
+            rollouts = [f"{uids[row]}_{sessions[row]}" for row in kept]
+            counts = count_step(None, prompts, dp_group, token_counts=own[kept], rollout_ids=rollouts, **sizes)
+            totals, _, of_prompts, of_rollouts = counts
+    except EmptyStep:  # on all ranks: verl trains on it, and each weight is 0
+        totals = StepTotals(num_samples=1, num_prompts=1, num_tokens=1, num_rollouts=None if sessions is None else 1)
+    except DataError as error:
+        if "samples_per_prompt" not in str(error):
+            raise
+        flag = f"{DOOR.own.typed(PARTIAL_GROUPS)}=true"
+        raise DataError(f"{error}. In verl samples_per_prompt is {ROLLOUT}n, and the flag is {flag}") from error
+    if found.config.one_sample_per_rollout and totals.rollouts != totals.num_samples:
+        raise DataError(
+            f"the mini-batch has {totals.num_samples} rows of {totals.rollouts} rollouts, and {ONE_SAMPLE}=true says that each has "
+            "one row: remove it, and rollouts are counted"
+        )
+    if of_prompts is not None:
+        columns[kept, 1] = of_prompts
+    if of_rollouts is not None:
+        columns[kept, 2:] = torch.stack([*of_rollouts], -1)
+    return totals, columns.to(tokens.device)
+
+
+def _names(data: Any, key: str, number: int) -> Sequence[str] | None:
+    """A column that is no tensor, or one of numbers; None: the batch has none."""
+    if key not in data.keys():  # noqa: SIM118  # of a TensorDict
+        return None
+    values = data[key]
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    if len(values) != number:
+        raise DataError(f"verl's batch has {len(values)} {key} for {number} rows")
+    return [str(value) for value in values]
