@@ -62,6 +62,22 @@ def test_what_slime_s_sampler_kept_is_read(tmp_path):
         list(load_rollouts(tmp_path / "0.pt"))
 
 
+def test_segments_of_a_rollout_count_once_in_the_baseline_of_their_group(tmp_path):
+    """FB-143. Three segments of rollout 7 with the reward 1, and a sample of reward 0 for each other: the mean is 1 / (G - 2)."""
+    records = records_of(0)
+    for number, record in enumerate(records):
+        record |= {"rollout_id": 7 if number < 3 else 100 + number, "reward": float(number < 3)}
+    torch.save({"rollout_id": 0, "samples": records}, tmp_path / "0.pt")
+    [batch] = load_rollouts(tmp_path / "0.pt", vocab_size=VOCABULARY, advantage_normalization="none")
+    mean = 1 / (GROUP_SIZE - 2)
+    assert [sample.advantage for sample in batch.samples[:GROUP_SIZE]] == pytest.approx([1 - mean] * 3 + [-mean] * (GROUP_SIZE - 3))
+    assert [sample.rollout_id for sample in batch.samples[:4]] == [7, 7, 7, 103]
+    for record in records:
+        record["rollout_id"] = record["index"]
+    torch.save({"rollout_id": 0, "samples": records}, tmp_path / "0.pt")
+    assert {sample.rollout_id for batch in load_rollouts(tmp_path / "0.pt") for sample in batch.samples} == {None}
+
+
 class KeptByMiles:
     """Its Sample has an object of its own in the place of lists; whatever its class, no code of it runs."""
 
