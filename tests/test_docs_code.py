@@ -98,10 +98,15 @@ def command_lines() -> Iterator[tuple[str, str]]:
             yield from ((str(fence), line) for line in shell_lines(fence))
     for page in PAGES:
         found = [span for span in spans(page) if re.match(r"(megatron-rl|torchrun|make|pip|python3?) ", span)]
-        # A sentence may name a flag without its value.
-        yield from ((page, f"{span} VALUE" if re.search(r" --[\w-]+$", span) else span) for span in found)
+        yield from ((page, span) for span in found)
 
 
 @pytest.mark.parametrize(("where", "line"), sorted(set(command_lines())))
 def test_a_command_line_is_one_that_its_program_takes(where, line):
-    check_line(line)
+    """A sentence may name a flag without its value."""
+    try:
+        check_line(line)
+    except ValueError:
+        if ":" in where or not re.search(r" --[\w-]+$", line):
+            raise
+        check_line(f"{line} VALUE")
