@@ -134,9 +134,14 @@ def test_each_row_has_the_prompt_of_its_rollout(form, num_ranks, capsys):
     utils.prepare_trajectories = form
     prompts, rows = prompts_and_rows(prepare_data_for_update, utils, num_ranks=num_ranks)
     assert prompts == rows and {0, 1, 2} <= set(prompts) and len(prompts) > 6
+    step = [rollout for group in rollouts_of_step(has_turns=True) for rollout in group]
+    turns = [1 if form is some_turns_joined and number == 1 else len(rollout.trajectory) for number, rollout in enumerate(step)]
+    taken = take_rollouts(utils, lambda: 1.0, SINGLE)
+    prepare_data_for_update(rollouts_of_step(has_turns=True), 0, 1)
+    assert taken.rollout_of_row() == [number for number, rows in enumerate(turns) for _ in range(rows)]
     if num_ranks == 2 and form is some_turns_joined:
         assert prompts == [0, 0, 1, 1, 2, 2, 2, None]
-    (line,) = capsys.readouterr().err.splitlines()
+    line, _ = capsys.readouterr().err.splitlines()
     assert line.startswith("megatron_rl: replaced in megatron.rl.rl_utils: compute_group_stats and prepare_trajectories")
 
 
