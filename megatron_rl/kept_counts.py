@@ -52,6 +52,13 @@ def why_before(config: PolicyLossConfig) -> str:
     return f"because its weights depend on what other {others} keep, which a second forward pass alone would know"
 
 
+def other_choices(config: PolicyLossConfig, totals: StepTotals | None = None) -> str:
+    """What to choose so that nothing is counted before the step, as an end of a sentence."""
+    others = (replace(config, loss_aggregation=name) for name in ("sample_mean", "token_mean"))
+    fitting = next((other.loss_aggregation for other in others if not counts_kept_before(other, totals)), None)
+    return "--rejected-tokens counted" + ("" if fitting is None else f", or --loss-aggregation {fitting}")
+
+
 def _is_of_one_document(config: PolicyLossConfig, totals: StepTotals | None) -> bool:
     """Whether the weight falls as 1 / m_i, and these tokens are one document of the loss: not a turn of them, and not one row of a
     rollout whose tokens share the weight, unless its rows are put together."""

@@ -7,14 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+import trainer_cases as cases
 from helpers import pool_of
 from torch import Tensor
 
 from megatron_rl import CorrectionSettings
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.kept_counts import correction_of, counts_kept_before, divides_by_kept
+from megatron_rl.kept_counts import correction_of, counts_kept_before, divides_by_kept, other_choices
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses.api import loss_of_log_probs
+from megatron_rl.megatron.batch import StepContext, weigh_samples
+from megatron_rl.megatron.model import find_output_layer
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, steps_on_layout
 from megatron_rl.testing.reference import CLIPS, PARAMETERS, double_model, global_parameters, model_logits, ragged_samples
 from megatron_rl.testing.selftest_terms import SEQUENCE_DELTA, Tokens, loss_by_hand, step_of_term
@@ -169,3 +173,55 @@ def test_stages_of_a_pipeline_divide_by_the_same_tokens(pool, truths, is_per_tok
     alone, found = (steps_on_layout(pool, one, runs, TWO_LAYERS) for one in (Layout(), layout))
     for expected, result in zip(alone, found, strict=True):
         assert result.gradient_error(expected) < TOLERANCE
+
+
+def gradient_on_rank(rank: int, is_measured: bool) -> Tensor:
+    """Of the output layer. is_measured: a pass without backward has read the same micro-batches before."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    trainer = cases.lively(cases.tiny_trainer(config_of("grpo", "token_mean", **MASK)))
+    step = [sample for part in cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()]) for sample in part]
+    step = [
+        replace(sample, rollout_log_probs=[value + 0.5 * (place % 2) for place, value in enumerate(sample.old_log_probs)])
+        for sample in step
+    ]
+    samples, totals = weigh_samples(trainer.config, step, trainer.groups)
+    batches = trainer._batches([samples[:2], samples[2:]], StepContext(totals=totals, num_microbatches=2))
+    trainer.model.zero_grad_buffer()
+    for forward_only in [True, False] if is_measured else [False]:
+        get_forward_backward_func()(
+            forward_step_func=trainer._forward_step,
+            data_iterator=iter(batches),
+            model=trainer.model,
+            num_microbatches=2,
+            seq_length=batches[0].tokens.shape[1],
+            micro_batch_size=batches[0].tokens.shape[0],
+            forward_only=forward_only,
+        )
+    return find_output_layer(trainer.model).weight.main_grad.clone()
+
+
+@pytest.mark.megatron
+def test_a_pass_that_only_measures_is_not_counted_in_the_step_after_it(pool):
+    """Its kept tokens would be counted twice, and the gradient would be half."""
+    alone, after = (pool.run(gradient_on_rank, is_measured, world_size=1)[0] for is_measured in (False, True))
+    assert alone.abs().max() > 0 and torch.equal(alone, after)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "others", "num_rollouts", "aggregation_named"),
+    [
+        ("prompt_mean", {}, None, "sample_mean"),
+        ("token_mean", {"kl_coefficient": 0.1}, None, "sample_mean"),
+        ("sample_mean", {}, 2, "token_mean"),
+        ("sample_mean", {"importance_ratio_unit": "turn"}, None, "token_mean"),
+        ("sample_mean", {"kl_coefficient": 0.1}, 2, None),
+        ("prompt_mean", {"importance_ratio_unit": "turn", "entropy_coefficient": 0.1}, None, None),
+    ],
+)
+def test_an_aggregation_is_named_only_where_it_needs_no_count_before_the_step(aggregation, others, num_rollouts, aggregation_named):
+    """sample_mean would be refused too for turns and for rollouts of several samples, token_mean beside another term."""
+    config, totals = config_of("grpo", aggregation, **OPSM, **others), StepTotals(4, 2, 9, num_rollouts)
+    assert counts_kept_before(config, totals)
+    says = other_choices(config, totals)
+    assert says == "--rejected-tokens counted" + (f", or --loss-aggregation {aggregation_named}" if aggregation_named else "")

@@ -257,10 +257,10 @@ class PolicyForwardStep:
         if not watches_kept(config):
             hook_finalize(model_config, watcher=None)  # of another forward step, whose step may have raised
             return
-        if self._kept is not None and self._kept.is_open and self._kept.totals is context.totals:
+        if self._kept is not None and self._kept.takes_more_of(context):
             return
         scales = divides_by_kept(config) and not model_config.calculate_per_token_loss
-        self._kept = KeptTokens(context.totals, groups, scales)
+        self._kept = KeptTokens(context, groups, scales)
         if not hook_finalize(model_config, watcher=self._kept):
             raise needs_finalize(f"rejected_tokens={config.rejected_tokens}")
 

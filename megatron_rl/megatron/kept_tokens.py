@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, broadcast_from_last, group_device
-from megatron_rl.step_counts import StepTotals
+from megatron_rl.megatron.batch import StepContext
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -66,12 +66,16 @@ class KeptTokens:
     T are the unmasked tokens of the step. Clipping by norm and the optimiser come after it.
     """
 
-    totals: StepTotals
+    context: StepContext
     groups: ParallelGroups
     scales_gradient: bool
     parts: list[Tensor] = field(default_factory=list)  # [2] of each micro-batch: kept tokens, tokens that are not finite
     is_open: bool = True  # until the gradients are finalized
     _num_kept: float = 0.0
+
+    def takes_more_of(self, context: StepContext) -> bool:
+        """Whether the step goes on. A pass that only measured its micro-batches has had them all, and was not finalized."""
+        return self.is_open and self.context.totals is context.totals and len(self.parts) < context.num_microbatches
 
     def before_finalize(self, models: Sequence[Any]) -> None:
         """Raises EmptyStep on all ranks for a step without a kept token, once all gradients are reduced; a token that is not finite
@@ -86,14 +90,14 @@ class KeptTokens:
         for model in models:
             model.finish_grad_sync()  # else the next step would meet its collectives
         raise EmptyStep(
-            f"the correction rejects each of the {self.totals.num_tokens} unmasked tokens of the step: there is nothing to learn "
-            "from; widen its bounds, or skip the step"
+            f"the correction rejects each of the {self.context.totals.num_tokens} unmasked tokens of the step: there is nothing to "
+            "learn from; widen its bounds, or skip the step"
         )
 
     def after_finalize(self, models: Sequence[Any]) -> None:
         if self.is_open and self.scales_gradient and self._num_kept:
             for model in models:
-                model.scale_gradients(self.totals.num_tokens / self._num_kept)
+                model.scale_gradients(self.context.totals.num_tokens / self._num_kept)
         self.is_open = False
 
 

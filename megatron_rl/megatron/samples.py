@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.aggregation import regularizer_weights, sample_token_weights
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RatioUnit, RouterAuxLoss
 from megatron_rl.errors import DataError
-from megatron_rl.kept_counts import counts_kept_before, why_before
+from megatron_rl.kept_counts import counts_kept_before, other_choices, why_before
 from megatron_rl.layout.groups import Group, ParallelGroups, all_reduce_max, all_reduce_sum, group_device
 from megatron_rl.layout.packing import turn_cu_seqlens
 from megatron_rl.layout.sampling_support import SamplingSupport
@@ -133,8 +133,8 @@ def weigh_samples(
         if config.off_policy_sequence_delta is not None:
             raise DataError(
                 f"rejected_tokens=dropped with off_policy_sequence_delta={config.off_policy_sequence_delta} and "
-                f"{totals.num_rollouts} rollouts of {totals.num_samples} samples: what that drops must be known before the forward "
-                f"pass, {why_before(config)}; choose --rejected-tokens counted, or --loss-aggregation token_mean"
+                f"{totals.rollouts} rollouts of {totals.num_samples} samples: what that drops must be known before the forward "
+                f"pass, {why_before(config)}; choose {other_choices(config, totals)}"
             )
         try:  # an error of one rank's masks is raised on all of them
             weighed = count(kept_masks(config, samples, masks))

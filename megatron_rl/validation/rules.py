@@ -22,7 +22,7 @@ from megatron_rl.config import (
     flag_fields,
 )
 from megatron_rl.errors import ConfigError
-from megatron_rl.kept_counts import counts_kept_before, why_before
+from megatron_rl.kept_counts import counts_kept_before, other_choices, why_before
 from megatron_rl.loss_hub import (
     PolicyLoss,
     clip_high_problem,
@@ -226,8 +226,7 @@ def dropped_tokens_are_known(launch: Settings) -> Iterator[str]:
             yield (
                 f"rejected_tokens=dropped with off_policy_sequence_delta={config.off_policy_sequence_delta} and "
                 f"loss_aggregation={config.loss_aggregation}: what that drops depends on the policy in training, and must be known "
-                f"before the forward pass, {why_before(config)}; choose --rejected-tokens counted, or --loss-aggregation "
-                "sample_mean"
+                f"before the forward pass, {why_before(config)}; choose {other_choices(config)}"
             )
     elif launch.correction is not None and not launch.correction.drops_tokens:
         dropping = [name for name in correction_names() if get_correction(name).drops_tokens]
