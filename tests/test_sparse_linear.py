@@ -27,6 +27,7 @@ from megatron_rl.losses import linear_policy_loss
 from megatron_rl.ops import support_head
 from megatron_rl.ops.linear_head import HeadOptions
 from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
 # Sums of a few dozen float64 products in another order.
 EXACT = 1e-12
@@ -243,6 +244,16 @@ def test_without_a_gradient_it_is_the_value_alone_and_log_probs_are_the_heads():
         torch.testing.assert_close(scores, want.output.log_probs, rtol=0, atol=EXACT)
     softmax = (case.batch.logits / 0.7).log_softmax(-1)
     torch.testing.assert_close(entropy, torch.where(mask, -(softmax.exp() * softmax).sum(-1), 0.0), rtol=0, atol=EXACT)
+    of_sets = [
+        function(*operands, labels, with_entropy=True, entropy_score="support", **options)[1]
+        for function, operands in ((vocab_parallel_log_probs, (case.batch.logits,)), (linear_log_probs, (case.hidden, case.weight)))
+    ]
+    for row in mask.nonzero()[:, 0].tolist():
+        kept = (case.batch.logits[row, support.ids[support.bounds[row] : support.bounds[row + 1]].long()] / 0.7).log_softmax(-1)
+        assert [float(entropy[row]) for entropy in of_sets] == pytest.approx([-float((kept.exp() * kept).sum())] * 2, abs=EXACT)
+    for function, operands in ((vocab_parallel_log_probs, (case.batch.logits,)), (linear_log_probs, (case.hidden, case.weight))):
+        with pytest.raises(ConfigError, match="^entropy_score='support' needs sampling_support"):
+            function(*operands, labels, with_entropy=True, entropy_score="support")
 
 
 @pytest.mark.parametrize("lengths", [[], [3]], ids=["no document", "a masked one"])

@@ -27,6 +27,7 @@ from trainer_cases import (
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.samples import PolicySample
 from megatron_rl.megatron.step_selection import select_step_tokens
 from megatron_rl.testing.invariance import StepSample
@@ -89,6 +90,32 @@ def test_a_selection_gives_the_same_gradient_on_each_layout(pool, on_one_rank, n
     for _, _, told in answers:
         assert told == pytest.approx(metrics, rel=1e-5, abs=1e-6)
     assert metrics["policy/selected_share"] == 5 / 18 and ("policy/selection_threshold" in metrics) == (name != "clip_cov")
+
+
+def of_kept_on_rank(rank, settings, of_loss):
+    """Whether each measured entropy is of the kept ids: two of each token, so at most ln 2, and none of a token with one id."""
+    config = replace(CONFIGS["top_entropy"], entropy_score="support", **of_loss)
+    trainer = lively(tiny_trainer(config, **STILL, **settings))
+    samples = []
+    for sample in ragged_step():
+        tokens = sample.tokens[-len(sample.loss_mask) :]
+        kept = [[token] if place % 3 == 0 else [token, (token + 1) % 11] for place, token in enumerate(tokens)]
+        samples.append(replace(sample, kept_ids=SamplingSupport.from_lists(kept)))
+    rows = [row for rows in trainer.log_probs([samples], with_entropy=True) for row in rows]
+    for log_probs, entropy in rows:
+        p = log_probs.exp()  # of the token, the other id has the rest
+        rest = 1 - p  # 0 also where a masked token has the score 0
+        wanted = torch.where(rest == 0, 0.0, -p * log_probs - rest * rest.clamp(min=1e-30).log())
+        torch.testing.assert_close(entropy, wanted, rtol=0, atol=1e-6)  # float32 sums of two terms
+    return torch.cat([entropy for _, entropy in rows])
+
+
+@pytest.mark.parametrize("layout", ["one micro-batch", "fused head", "CP 2", "TP 2"])
+def test_with_the_entropy_over_kept_ids_a_token_of_one_id_is_not_selected(pool, layout):
+    """An entropy of the vocabulary would spend the selection on tokens without a gradient."""
+    size, groups, settings, of_loss, _ = LAYOUTS[layout]
+    entropies = pool.run(of_kept_on_rank, settings, of_loss, world_size=size, **groups)
+    assert all(torch.equal(of_rank, entropies[0]) for of_rank in entropies) and 0.5 < float(entropies[0].max()) < 0.6932
 
 
 def without_on_rank(rank):

@@ -23,6 +23,7 @@ from megatron_rl.layout.groups import ALONE, Agreement, Group, resolve_group
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters
 from megatron_rl.ops.assumed_scale import AssumedScale
+from megatron_rl.ops.support_scores import check_score
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
 from megatron_rl.registries.kl_estimators import KLEstimator, get_kl_estimator
 
@@ -230,7 +231,9 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
             estimator = get_kl_estimator(kl_estimator)
         except ConfigError as error:
             raise ConfigError(f"kl_estimator={kl_estimator!r}: {error}") from error
-    _check_scores(options)
+    for name, score in (("kl_score", options["kl_score"]), ("entropy_score", options["entropy_score"])):
+        if score != TermScore.FULL:
+            check_score(name, score, options["sampling_support"])
     is_kl_of_all = _is_kl_of_all(options, estimator if coefficients["kl_coefficient"] else None)
     if options["cp_layout"] not in (*LAYOUTS, None):
         raise ConfigError(f"cp_layout={options['cp_layout']!r} is not one of {', '.join(LAYOUTS)}, or None")
@@ -265,17 +268,6 @@ def resolve_settings(loss: PolicyLoss, options: LossKeywords, tp_group: Group, c
         is_entropy_masked=options["entropy_mask"] is not None and coefficients["entropy_coefficient"] != 0,
         is_entropy_of_kept=options["entropy_score"] == TermScore.SUPPORT,
     )
-
-
-def _check_scores(options: LossKeywords) -> None:
-    for name, score in (("kl_score", options["kl_score"]), ("entropy_score", options["entropy_score"])):
-        if score not in set(TermScore):
-            raise ConfigError(f"{name}={score!r} is not one of {', '.join(TermScore)}")
-        if score == TermScore.SUPPORT and options["sampling_support"] is None:
-            raise ConfigError(
-                f"{name}='support' needs sampling_support, the ids that the sampler kept: pass them, or {name}='full', which is "
-                "the whole vocabulary"
-            )
 
 
 def _is_kl_of_all(options: LossKeywords, estimator: KLEstimator | None) -> bool:  # None: there is no KL term

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from megatron_rl.config import TermScore
 from megatron_rl.layout.groups import Group, ParallelGroups, all_reduce_sum, broadcast_from_last
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of, run_model
@@ -37,10 +38,11 @@ def response_log_probs(
     head: HeadSettings = LOGITS,
     recorder: RouteRecorder | None = None,
     with_entropy: bool = False,
+    entropy_score: str = TermScore.FULL,
 ) -> list[list[Tensor]]:  # for each batch and each of its samples: [response_length] float32 on the CPU; 0 where masked
     """Log-probabilities of whole responses by the current model, on all ranks of the tp and pp groups and of the batch's cp_group.
-    Where the batches have the sampler's sets they are over these. with_entropy: [2, response_length], the entropies over the
-    vocabulary below them.
+    Where the batches have the sampler's sets they are over these. with_entropy: [2, response_length], the entropies below
+    them; entropy_score: over the vocabulary, or over the sets where the batches have them.
 
     The batches are cut as in training, so that rounding is the same. With a fused `head` they cost one product, and no more
     logits than max_logits_bytes. The host waits once a batch, for its rows.
@@ -51,17 +53,18 @@ def response_log_probs(
     common: LogProbKeywords = {"temperature": temperature, "vocab_size": vocab_size, "tp_group": groups.tp, "backend": backend}
 
     def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:  # [1 or 2, T]
+        score = TermScore.FULL if batch.sampling_support is None else entropy_score
         if inputs is None:
-            rows, sets = logits.flatten(0, 1), batch.sampling_support
-            of_rows: LogProbKeywords = {"loss_mask": batch.loss_mask, **common}
+            rows, mask, sets = logits.flatten(0, 1), batch.loss_mask, batch.sampling_support
+            of_rows: LogProbKeywords = {"loss_mask": mask, "sampling_support": sets, "entropy_score": score, **common}
             if with_entropy:
-                scores = vocab_parallel_log_probs(rows, batch.labels, with_entropy=True, sampling_support=sets, **of_rows)
-                return torch.stack(scores)
-            return vocab_parallel_log_probs(rows, batch.labels, sampling_support=sets, **of_rows)[None]
+                return torch.stack(vocab_parallel_log_probs(rows, batch.labels, with_entropy=True, **of_rows))
+            return vocab_parallel_log_probs(rows, batch.labels, **of_rows)[None]
         hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
         of_head: LinearKeywords = {
             "loss_mask": batch.host.loss_mask,
             "sampling_support": batch.host.sampling_support,
+            "entropy_score": score,
             "max_logits_bytes": head.max_logits_bytes,
             "sequence_parallel": is_sequence_parallel,
             "fp32_logits": head.is_fp32,

@@ -7,7 +7,7 @@ from typing import Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
+from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend, TermScore
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
@@ -25,14 +25,13 @@ from megatron_rl.ops.linear_head import (
 from megatron_rl.ops.linear_schedule import schedule_rows
 from megatron_rl.ops.log_probs import LogProbKeywords, vocab_shard
 from megatron_rl.ops.support_head import make_support_head, run_scores
-from megatron_rl.ops.support_scores import check_support, compare_supports
+from megatron_rl.ops.support_scores import check_score, check_support, compare_supports
 
 
 class LinearKeywords(LogProbKeywords, total=False):
     max_logits_bytes: int
     sequence_parallel: bool
     fp32_logits: bool
-    sampling_support: SamplingSupport | None
 
 
 @overload
@@ -64,6 +63,7 @@ def linear_log_probs(
     fp32_logits: bool = False,
     check_ranks: bool | None = None,
     sampling_support: SamplingSupport | None = None,
+    entropy_score: str = TermScore.FULL,
 ) -> Tensor | tuple[Tensor, Tensor]:  # log_probs [T], or (log_probs [T], entropy [T]); float32 (float64 for float64)
     """log softmax(hidden @ weight.T / temperature) at the labels, forward only: for old and reference policies, and evaluation.
 
@@ -75,13 +75,13 @@ def linear_log_probs(
         weight: this tp rank's rows of the head.
         labels: labels[t] is the token whose log-probability row t gives: the caller has shifted.
         loss_mask: only these rows are multiplied; the others give 0. On CUDA it is read on the host, with one synchronisation.
-        temperature, vocab_size, tp_group, with_entropy, backend, check_ranks: as in `vocab_parallel_log_probs`.
+        temperature, vocab_size, tp_group, with_entropy, entropy_score, backend, check_ranks: as in `vocab_parallel_log_probs`.
         max_logits_bytes: the most bytes of all chunk buffers together.
         sequence_parallel: hidden is this tp rank's part of the rows.
         fp32_logits: logits of 16-bit operands stay float32.
-        sampling_support: the ids that the sampler kept, a set for each row; the log-probabilities are over them, and the entropy is
-            that of the whole vocabulary. Without an entropy only kept columns of the weight are multiplied (ops/support_head.py),
-            in float32, and a row of one id is not. It is read on the host: from CUDA with one synchronisation.
+        sampling_support: the ids that the sampler kept, a set for each row; the log-probabilities are over them. Without an
+            entropy of the whole vocabulary only kept columns of the weight are multiplied (ops/support_head.py), in float32, and a
+            row of one id is not. It is read on the host: from CUDA with one synchronisation.
     Communication: one all-gather of [rows, 3] (with entropy [rows, 4], with sets too [rows, 7]) over tp_group a chunk, and one of
         all rows with small sets; with sequence_parallel one of hidden [T / tp, H]; with check_ranks one of 4 KiB. None at size 1.
     Raises: DataError for wrong shapes, dtypes or devices, and on the CPU for sets that SamplingSupport.check refuses. ConfigError
@@ -91,8 +91,12 @@ def linear_log_probs(
     tensor([0.2500])
     """
     tp_group = resolve_group(tp_group, "tp")
-    options = HeadOptions(temperature, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
+    of_kept = entropy_score == TermScore.SUPPORT
+    numbers = (temperature, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
+    options = HeadOptions(*numbers, entropy_of_kept=of_kept)
     with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
+        check_score("entropy_score", entropy_score, sampling_support)
+        agreement.add("entropy_score", entropy_score)
         num_tokens = check_head(hidden, weight, labels, options)
         if loss_mask is not None and (
             not isinstance(loss_mask, Tensor) or loss_mask.shape != (num_tokens,) or loss_mask.dtype != torch.bool

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend
+from megatron_rl.config import Backend, TermScore
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Agreement, Group, resolve_group
@@ -37,7 +37,7 @@ from megatron_rl.ops.log_probs_torch import (
     row_results_torch,
     row_statistics_reference,
 )
-from megatron_rl.ops.support_scores import SupportLogProbs, agreed_support, compare_supports
+from megatron_rl.ops.support_scores import SupportLogProbs, agreed_support, check_score, compare_supports
 
 # 1 / temperature must fit in float32.
 SMALLEST_TEMPERATURE = 1e-30
@@ -53,11 +53,12 @@ class LogProbKeywords(TypedDict, total=False):
     tp_group: Group | None
     backend: str
     check_ranks: bool | None
+    sampling_support: SamplingSupport | None
+    entropy_score: str
 
 
 class LogitsKeywords(LogProbKeywords, total=False):
     inplace: bool
-    sampling_support: SamplingSupport | None
 
 
 @overload
@@ -114,6 +115,7 @@ def vocab_parallel_log_probs(
     check_ranks: bool | None = None,
     sampling_support: SamplingSupport | None = None,
     with_full: bool = False,
+    entropy_score: str = TermScore.FULL,
 ) -> Tensor | tuple[Tensor, ...]:  # log_probs [T], or with with_full, with_entropy (log_probs, full scores, entropy), [T] each
     """log softmax(logits / temperature) at the labels and, with `with_entropy`, the entropy of the full distribution.
 
@@ -134,17 +136,16 @@ def vocab_parallel_log_probs(
         temperature: the logits are divided by it.
         vocab_size: columns from it on are padding and may hold anything; None: all columns of all tp ranks are real.
         tp_group: None: Megatron's tensor-parallel group, else one rank.
-        with_entropy: return the entropy of the full distribution too, in nats.
+        with_entropy, entropy_score: return the entropy too, in nats, of the full distribution, or with "support" of the kept ids.
         inplace: backward writes the gradient over the logits. Another backward that needs the logits then raises; a later read of
             them finds the gradient.
         backend: "torch", "triton", or "auto": Triton for CUDA logits of at most 32 bits, else torch.
         check_ranks: whether tp ranks first compare their arguments, so that a difference or an error on one rank raises on all;
             None: where tp_group communicates through the CPU.
-        sampling_support: the ids that the sampler kept, a set for each row, after temperature, top-k, top-p and min-p; the same on
-            all tp ranks. None: all.
+        sampling_support: the ids that top-k, top-p and min-p kept, a set for each row, the same on all tp ranks. None: all.
         with_full: return the scores over the whole vocabulary too; it needs sampling_support.
     Communication: one all-gather of [T, 3] (with entropy [T, 4]) over tp_group in forward, none in backward; with sets of [T, 3],
-        or of [T, 6] (with entropy [T, 7]) where the whole vocabulary is read. With check_ranks one more of 4 KiB. None at size 1.
+        or of [T, 6] where the whole vocabulary is read, and one or two columns for an entropy. check_ranks: 4 KiB. None at size 1.
     Raises: DataError for wrong shapes, dtypes or devices and, on the CPU, for sets that SamplingSupport.check refuses; on CUDA
         their scores are not finite. ConfigError for a temperature that is not above 0, a backend that cannot run, and a backward
         with create_graph=True.
@@ -157,8 +158,9 @@ def vocab_parallel_log_probs(
         resolved = resolve_backend(backend, check_logits(logits))
         shard = check_log_prob_inputs(logits, labels, loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
         compare_log_prob_inputs(agreement, logits, labels, loss_mask, temperature, vocab_size)
-        agreement.add("with_entropy", with_entropy)
-        agreement.add("with_full", with_full)
+        for name, value in (("with_entropy", with_entropy), ("with_full", with_full), ("entropy_score", entropy_score)):
+            agreement.add(name, value)
+        check_score("entropy_score", entropy_score, sampling_support)
         if with_full and sampling_support is None:
             raise ConfigError(
                 "with_full=True needs sampling_support: without one the log-probabilities are the full scores already"
@@ -173,7 +175,16 @@ def vocab_parallel_log_probs(
         )
         return (log_probs, entropy) if with_entropy else log_probs
     log_probs, *others = SupportLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-        logits, labels, loss_mask, sampling_support, shard, tp_group, with_full, with_entropy, False, *options
+        logits,
+        labels,
+        loss_mask,
+        sampling_support,
+        shard,
+        tp_group,
+        with_full,
+        with_entropy,
+        entropy_score == TermScore.SUPPORT,
+        *options,
     )
     asked = [other for other, is_asked in zip(others, (with_full, with_entropy), strict=True) if is_asked]
     return (log_probs, *asked) if asked else log_probs

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import DataError
+from megatron_rl.config import TermScore
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Agreement, Group, all_gather_stack
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.ops.backends import first_order_only, gradient_like
@@ -40,6 +41,17 @@ from megatron_rl.ops.log_probs_torch import (
 # m, s, t.
 WIDTH = 3
 IS_GIVEN = "whether sampling_support is given"
+
+
+def check_score(name: str, score: object, support: object) -> None:
+    """Raises ConfigError for what is no TermScore, and for "support" without sets."""
+    if score not in set(TermScore):
+        raise ConfigError(f"{name}={score!r} is not one of {', '.join(TermScore)}")
+    if score == TermScore.SUPPORT and support is None:
+        raise ConfigError(
+            f"{name}='support' needs sampling_support, the ids that the sampler kept: pass them, or {name}='full', which is the "
+            "whole vocabulary"
+        )
 
 
 def check_support(

@@ -181,6 +181,7 @@ class PolicyTrainer:
             head=self._head,
             recorder=recorder,
             with_entropy=with_entropy,
+            entropy_score=self.config.entropy_score,
         )
 
     def step(
