@@ -35,5 +35,9 @@ class EmptyStep(DataError):
     """A step without a single unmasked token on any rank, or without one that the correction keeps."""
 
 
+class GroupSizeError(DataError):
+    """A prompt group of a step that is larger or smaller than samples_per_prompt."""
+
+
 class RunError(RuntimeError):
     """The end of a run with correct settings and data: a full disk, a reward that does not return, a rank that is gone."""

@@ -5,7 +5,8 @@
     S        the k tokens that come first: by largest or smallest s_t, or by a drawn number; then by sample id and position
 
 Scores are float32, because the order is of their bits. Log-probabilities and entropies of two layouts differ in their last bits, so
-a token whose score is as near as that to the last selected one may be on the other side. The rest is exact.
+a token whose score is as near as that to the last selected one may be on the other side. The rest is exact. A
+drawn number is of a sample id and a position: a rollout that is cut into other samples has others.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import ConfigError, DataError, EmptyStep
+from megatron_rl.errors import ConfigError, DataError, EmptyStep, GroupSizeError
 from megatron_rl.layout.groups import (
     Group,
     all_gather_stack,
@@ -578,6 +578,6 @@ def _check_group_sizes(
         declare = f"every prompt has {size}, so give --samples-per-prompt {size}; or else " if is_usual else ""
         if size > samples_per_prompt:
             has = f"{size} {kind} in this step, more than samples_per_prompt={samples_per_prompt}"
-            raise DataError(f"{name} has {has}: {declare}look for ids that two prompts share")
+            raise GroupSizeError(f"{name} has {has}: {declare}look for ids that two prompts share")
         has = f"{size} of samples_per_prompt={samples_per_prompt} {kind} in this step"
-        raise DataError(f"{name} has {has}: {declare}keep groups whole, or allow it with --allow-partial-prompt-groups")
+        raise GroupSizeError(f"{name} has {has}: {declare}keep groups whole, or allow it with --allow-partial-prompt-groups")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import ConfigError, DataError, EmptyStep
+from megatron_rl.errors import ConfigError, DataError, EmptyStep, GroupSizeError
 from megatron_rl.hosts import verl_loss
 from megatron_rl.hosts.dense_rows import RowCounts
 from megatron_rl.hosts.door import ONE_SAMPLE, PARTIAL_GROUPS, Found
@@ -98,9 +98,7 @@ def count_mini_batch(found: Found, data: Any, dp_group: Group, group_size: Any) 
             totals, _, of_prompts, of_rollouts = counts
     except EmptyStep:  # on all ranks: verl trains on it, and each weight is 0
         totals = StepTotals(num_samples=1, num_prompts=1, num_tokens=1, num_rollouts=None if sessions is None else 1)
-    except DataError as error:
-        if "samples_per_prompt" not in str(error):
-            raise
+    except GroupSizeError as error:
         flag = f"{DOOR.own.typed(PARTIAL_GROUPS)}=true"
         raise DataError(f"{error}. In verl samples_per_prompt is {ROLLOUT}n, and the flag is {flag}") from error
     if found.config.one_sample_per_rollout and totals.rollouts != totals.num_samples:
