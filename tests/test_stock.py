@@ -199,7 +199,7 @@ def test_slime(is_per_token):
         return DP * found / (TOKENS.clamp(min=1).sum() if is_per_token else len(TOKENS))
 
     options = {"loss_type": "policy_loss", "calculate_per_token_loss": is_per_token, "use_kl_loss": True, "kl_loss_coef": 0.1}
-    options |= {"custom_pg_loss_reducer_function_path": None, "entropy_coef": 0.0}
+    options |= {"custom_pg_loss_reducer_function_path": None, "entropy_coef": 0.0, "use_tis": False}
     found = host_named("slime").stock(options)
     assert found.policy == found.kl and found.entropy is None
     agrees(found.policy, reduced)
@@ -212,11 +212,27 @@ def test_the_losses_of_verl_that_choose_their_aggregation():
     bodies = {node.name.removeprefix("compute_policy_loss_"): ast.unparse(node) for node in text.body if hasattr(node, "name")}
     fixed = {name for name, body in bodies.items() if "loss_agg_mode='seq-mean-token-mean', **config" in body}
     assert fixed == {"gspo", "sapo"}
+    registered = {
+        call.args[0].value
+        for node in text.body
+        for call in getattr(node, "decorator_list", ())
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "register_policy_loss"
+    }
+    assert registered == {*verl.STOCK_LOSSES[1:], *stock.SELECTING, "gspo", "sapo", "geo_mean", "bypass_mode"}
     assert "torch.mean(pg_losses)" in bodies["geo_mean"]
     found = {mode: stock_of("verl", loss_mode=mode, loss_agg_mode="token-mean") for mode in ("gspo", "geo_mean", "kl_cov")}
     assert found["gspo"].policy == stock.SAMPLE_MEAN
     agrees(found["geo_mean"].policy, lambda losses, mask, samples: torch.mean((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1)))
     assert found["kl_cov"].remarks and found["geo_mean"].remarks
+
+
+@pytest.mark.host("SKYRL_ROOT")
+def test_the_losses_of_skyrl_whose_weights_are_known():
+    tree = source_of("SKYRL_ROOT", "skyrl/backends/skyrl_train/utils/ppo_utils.py")
+    kinds = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "PolicyLossType")
+    names = {node.value.value for node in kinds.body if isinstance(node, ast.Assign)}
+    assert names - set(skyrl.STOCK_LOSSES) == {"cross_entropy"} and set(skyrl.STOCK_LOSSES) < names
+    assert stock_of("skyrl", policy_loss_type="clip_cov").remarks and stock_of("skyrl", policy_loss_type="mine") is None
 
 
 # What doctor prints
@@ -254,12 +270,85 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("host", "line", "said", "not_said"),
+    [
+        pytest.param(
+            "miles",
+            "python3 train.py --use-tis --custom-tis-function-path mine.weights",
+            ("mine.weights weighs tokens and may reject some: that is not judged", "do not depend on the layout; see the notes"),
+            "mine.weights is not known here",
+            id="miles: a correction of one's own",
+        ),
+        pytest.param(
+            "skyrl",
+            "python -m examples.train.algorithms.dapo.main_dapo trainer.algorithm.loss_reduction=token_mean_legacy "
+            "trainer.algorithm.overlong_buffer_len=512",
+            (
+                "examples.train.algorithms.dapo.main_dapo is an entrypoint of your own: it may train another loss, and what "
+                "it makes of trainer.algorithm.overlong_buffer_len is not judged",
+                "Our losses need -m skyrl.train.entrypoints.main_base",
+                "NOT exact",
+            ),
+            "PROBLEM",
+            id="SkyRL: an entrypoint of one's own",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo trainer.use_v1=false actor_rollout_ref.actor.policy_loss.loss_mode=gspo "
+            "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.rollout_is_batch_normalize=true",
+            ("a token weighs 1/T", "in the place of loss_mode", "divides by a mean over each micro-batch", "see the notes"),
+            "1/(N m_i)",
+            id="verl: bypass_mode",
+        ),
+        pytest.param(
+            "skyrl",
+            "python -m mine.main trainer.algorithm.policy_loss_type=reinforce",
+            ("SkyRL's own loss, and what it weighs is not known here: nothing was judged",),
+            "a token weighs",
+            id="SkyRL: a loss of one's own",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode=mine",
+            ("verl's own loss, and what it weighs is not known here: nothing was judged",),
+            "a token weighs",
+            id="verl: a loss of one's own",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo +actor_rollout_ref.actor.policy_loss.tau_neg=1.05 "
+            "actor_rollout_ref.actor.model_engine=megatron",
+            ("did you mean actor_rollout_ref.actor.tau_neg?", "did you mean model_engine?"),
+            "remove it",
+            id="verl: settings in another place",
+        ),
+    ],
+)
+def test_doctor_says_what_of_a_stock_line_it_does_not_judge(host, line, said, not_said, capsys):
+    _, out = doctor(capsys, "--", *line.split()) if host != "miles" else doctor(capsys, "--host", host, "--", *line.split())
+    assert not [text for text in said if text not in out] and not_said not in out, out
+
+
 @pytest.mark.parametrize("host", LINES)
 def test_doctor_says_what_a_stock_line_weighs(host, capsys):
     line, said = LINES[host]
     code, out = doctor(capsys, "--host", host, "--", *line)
     assert code == 0 and not [text for text in said if text not in out], out
     assert "no problems" not in out
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [("sft", "nothing was judged"), ("rlvr_rollout", "nothing was judged"), ("agentic", "ROLL's own loss: the weights")],
+)
+def test_a_pipeline_of_roll_without_a_policy_is_not_judged(pipeline, said, tmp_path, monkeypatch, capsys):
+    """Its supervised, preference and distillation workers have other losses; the rollout pipelines train nothing."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.yaml").write_text("rollout_batch_size: 8\n")
+    monkeypatch.chdir(tmp_path)
+    _, out = doctor(capsys, "--", "python", f"start_{pipeline}_pipeline.py", "--config_name", "mine")
+    assert f"launch line: roll, start_{pipeline}_pipeline.py" in out and said in out.splitlines()[-1], out
 
 
 def test_doctor_says_how_far_a_recorded_step_is_off(tmp_path, capsys):

@@ -171,8 +171,10 @@ class Host:
         reducer = options["custom_pg_loss_reducer_function_path"]
         weight = OF_COUNTED_TOKENS if options["calculate_per_token_loss"] else SAMPLE_MEAN
         kl = weight if options["use_kl_loss"] and options["kl_loss_coef"] else None
-        remarks = (f"{reducer} reduces the policy term, and is not known here",) if reducer else ()
-        return Stock(None if reducer else weight, kl, weight if options["entropy_coef"] else None, remarks=remarks)
+        remarks = [f"{reducer} reduces the policy term, and is not known here"] if reducer else []
+        if options["use_tis"] and options["custom_tis_function_path"] and known_correction(options) is None:
+            remarks.append(f"{options['custom_tis_function_path']} weighs tokens and may reject some: that is not judged")
+        return Stock(None if reducer else weight, kl, weight if options["entropy_coef"] else None, remarks=tuple(remarks))
 
     def converter(self) -> Converter | None:
         """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""

@@ -213,6 +213,10 @@ def judge_names(door: Door, settings: Settings, *, is_ours: bool, may_have_more:
         elif not (whole in known or whole in own or _is_apart(door, whole) or door.is_open(settings, prefix)):
             names = [name.removeprefix(prefix) for name in {*known, *own} if name.startswith(prefix)]
             close = _closest(whole.removeprefix(prefix), names)
+            last = whole.rpartition(".")[2]
+            if last not in names and (elsewhere := [name for name in known if name.rpartition(".")[2] == last]):
+                yield Row(whole, f"{door.title} has no such setting: did you mean {elsewhere[0]}?", is_wrong=True)
+                continue
             meant = f"did you mean {prefix}{close}?" if close else f"remove it; it has {', '.join(sorted(set(names)))}"
             is_note = may_have_more and not close and prefix != door.own.prefix
             yield Row(whole, f"{door.title} has no such setting: {meant}", is_wrong=not is_note, is_note=is_note)

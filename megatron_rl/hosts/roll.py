@@ -55,6 +55,8 @@ from megatron_rl.validation.checks import Row, check
 
 WORKER, STRATEGY = "megatron_rl.hosts.roll_worker.ActorWorker", "megatron_train"
 SCRIPT, OUR_SCRIPT = re.compile(r"(?:.*/)?start_\w+_pipeline\.py"), re.compile(r"(?:.*/)?start_rlvr\w*_pipeline\.py")
+# The pipelines whose actor has the loss that is judged here; the others train another loss, or nothing.
+POLICY_SCRIPT = re.compile(r"(?:.*/)?start_(rlvr|rlvr_vl|agentic|onpolicy_distill)_pipeline\.py")
 TRAIN, INFER, CORRECTION = "actor_train.", "actor_infer.", "train_infer_correction."
 WORKER_CLASS, VARIANT, VARIABLES = f"{TRAIN}worker_cls", f"{TRAIN}pg_variant", "MEGATRON_RL_"
 ENVIRONMENT, TRAINING, STRATEGY_ARGS = f"{TRAIN}system_envs.", f"{TRAIN}training_args.", f"{TRAIN}strategy_args."
@@ -342,6 +344,9 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     settings = settings_of_yaml(resolved(tree))
     if settings[WORKER_CLASS] == WORKER and not OUR_SCRIPT.fullmatch(script):
         return Line(None, [*rows, Row("script", f"{script} starts another pipeline: {OUR_PIPELINE}", is_wrong=True)])
+    if script and not POLICY_SCRIPT.fullmatch(script):
+        text = f"{script} trains no policy on its own rollouts: its loss is not known here"
+        return Line(None, [*rows, Row("script", text, is_note=True)])
     return Line(settings, rows)
 
 

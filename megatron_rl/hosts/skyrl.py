@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,7 +53,15 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import NO_ADDEND, NO_FACTOR, OFF, Filter, Replay, Sampler
 from megatron_rl.hosts.settings import ABSENT, Settings, read_overrides, value_at
 from megatron_rl.hosts.skyrl_log_probs import InWorkers
-from megatron_rl.hosts.stock import MEAN_OF_SAMPLE_MEANS, MEAN_OF_TOKEN_MEANS, SAMPLE_MEAN, Stock, exact_setting
+from megatron_rl.hosts.stock import (
+    MEAN_OF_SAMPLE_MEANS,
+    MEAN_OF_TOKEN_MEANS,
+    OF_A_MICRO_BATCH,
+    SAMPLE_MEAN,
+    SELECTING,
+    Stock,
+    exact_setting,
+)
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.validation.checks import Row, check
@@ -99,12 +108,14 @@ STOCK_REDUCTIONS = {
     "prompt_mean": Formula(P=-1, M_g=-1),
     "seq_mean_token_sum_norm": Formula(N=-1, L=-1),
 }
+# SkyRL's losses that weigh so; another name is one of the user's own, or of supervised training.
+STOCK_LOSSES = "regular dual_clip gspo cispo rollout_is clip_cov kl_cov sapo importance_sampling dppo".split()
 
 
 def stock(settings: Settings) -> Stock | None:
     """KL and entropy are means of a micro-batch. Those of a number of samples are alike; those of a number of tokens are not."""
-    weight = STOCK_REDUCTIONS.get(str(settings[f"{ALGORITHM}loss_reduction"]))
-    if weight is None:
+    weight, loss = STOCK_REDUCTIONS.get(str(settings[f"{ALGORITHM}loss_reduction"])), settings[f"{ALGORITHM}policy_loss_type"]
+    if weight is None or loss not in STOCK_LOSSES:
         return None
     is_by_samples = settings.value_of("trainer.max_tokens_per_microbatch") in (ABSENT, None, -1)
     kl = SAMPLE_MEAN if is_by_samples else MEAN_OF_SAMPLE_MEANS
@@ -113,6 +124,7 @@ def stock(settings: Settings) -> Stock | None:
         kl if settings[f"{ALGORITHM}use_kl_loss"] is not False else None,
         MEAN_OF_TOKEN_MEANS if settings[f"{ALGORITHM}use_entropy_loss"] is not False else None,
         exact_setting(f"{ALGORITHM}loss_reduction={{}}", STOCK_REDUCTIONS, weight),
+        (OF_A_MICRO_BATCH.format(loss),) if loss in SELECTING else (),
     )
 
 
@@ -138,7 +150,18 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
         rows.append(Row(ENTRYPOINT, f"without {ENTRYPOINT}={__name__} SkyRL has no {name}: add it", is_wrong=True))
     elif __name__ in doors[:1] and ENTRY not in words:
         rows.append(Row(ENTRYPOINT, f"it is read by {ENTRY} alone: start -m {ENTRY}", is_wrong=True))
+    elif ENTRY not in words and not str(name).startswith(PREFIX):
+        further = [one for one in given if one.startswith(ALGORITHM) and one not in DOOR.known_names]
+        text = f"{_module(words)} is an entrypoint of your own: it may train another loss"
+        text += f", and what it makes of {', '.join(further)} is not judged" if further else ""
+        rows.append(Row("entrypoint", f"{text}. Our losses need -m {ENTRY}", is_note=True))
+        given = {one: value for one, value in given.items() if one not in further}
     return Line(Settings.of_names(given, DOOR.all_defaults, typed=given), rows)
+
+
+def _module(words: Sequence[str]) -> str:
+    """What the line starts."""
+    return next((word for flag, word in pairwise(words) if flag == "-m" or word.endswith(".py")), "the script")
 
 
 def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -266,9 +289,7 @@ DOOR = Door(
     step=(("SkyRL", Formula(M=1, dp=1), "multiplies by micro-batches and data-parallel ranks"), TIMES_CP, AVERAGED[1]),
     why_not_per_token="SkyRL's factors are made for the mean over ranks",
     starts=ENTRY,
-    recognises=lambda words: any(
-        word == ENTRY or word.startswith((f"{ENTRYPOINT}=", f"{ALGORITHM}policy_loss_type={PREFIX}")) for word in words
-    ),
+    recognises=lambda words: any(word == ENTRY or word.startswith((f"{ENTRYPOINT}=", ALGORITHM)) for word in words),
     read_line=read_line,
     write=write,
     estimators=KL_ESTIMATORS,

@@ -30,6 +30,9 @@ OF_COUNTED_TOKENS = Formula({"T'": -1})
 MEAN_OF_TOKEN_MEANS = Formula(M=-1, dp=-1, T_b=-1)
 MEAN_OF_SAMPLE_MEANS = Formula(M=-1, dp=-1, N_b=-1, m_i=-1)
 TERMS = ("policy", "KL", "entropy")
+# verl's and SkyRL's losses that select tokens.
+SELECTING = ("clip_cov", "kl_cov")
+OF_A_MICRO_BATCH = "{} selects tokens of each micro-batch, where the paper selects them of the step"
 # A count of micro-batches -> the count of the step that a mean over all of it has.
 WHOLE = {"T_b": "T", "N_b": "N"}
 

@@ -50,7 +50,7 @@ from megatron_rl.hosts.door_line import judge_settings
 from megatron_rl.hosts.door_settings import in_words
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, as_typed, read_overrides, read_value, value_at
-from megatron_rl.hosts.stock import SAMPLE_MEAN, Stock, is_on
+from megatron_rl.hosts.stock import OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
 from megatron_rl.loss_hub import (
     clip_of,
     get_loss_aggregation,
@@ -270,6 +270,10 @@ def estimates_of_kl(settings: Settings) -> Iterator[Row]:
         yield Row("kl_loss_type", text, is_wrong=has_kl, is_note=not has_kl)
 
 
+# verl's losses that weigh as loss_agg_mode says; None is its default, and any other name is one of the user's own.
+STOCK_LOSSES = (None, "vanilla", "dppo_tv", "dppo_kl", "gpg", "dro", "cispo")
+
+
 def stock(settings: Settings) -> Stock | None:
     """verl's losses divide by counts of the mini-batch; some choose an aggregation of their own."""
     mode, loss = settings[AGG_MODE], settings[LOSS_MODE]
@@ -280,13 +284,21 @@ def stock(settings: Settings) -> Stock | None:
     if "L" in weight.powers and settings[f"{ACTOR}loss_scale_factor"] is None:
         weight, exact = Formula(N=-1, L_b=-1), f"{ACTOR}loss_scale_factor=<longest response>"
     policy, remarks = weight, []
-    if loss in ("gspo", "sapo"):
+    if settings[f"{CORRECTION}bypass_mode"] is True and settings[IS_V1] is False:
+        remarks.append("bypass_mode of the old trainer puts REINFORCE or PPO with a clip in the place of loss_mode")
+        if settings[f"{CORRECTION}rollout_is_batch_normalize"] is True:
+            remarks.append(
+                "rollout_is_batch_normalize divides by a mean over each micro-batch there, so the step depends on the layout"
+            )
+    elif loss in ("gspo", "sapo"):
         policy = SAMPLE_MEAN
     elif loss == "geo_mean":
         policy = Formula(dp=-1, N_b=-1, m_i=-1)
         remarks.append("geo_mean adds the means of micro-batches, so the gradient grows with their number")
-    elif loss in ("clip_cov", "kl_cov"):
-        remarks.append(f"{loss} selects tokens of each micro-batch, where the paper selects them of the step")
+    elif loss in SELECTING:
+        remarks.append(OF_A_MICRO_BATCH.format(loss))
+    elif loss not in STOCK_LOSSES:
+        return None
     has_kl, has_entropy = settings[f"{ACTOR}use_kl_loss"] is not False, is_on(settings, f"{ACTOR}entropy_coeff")
     return Stock(policy, weight if has_kl else None, weight if has_entropy else None, exact, tuple(remarks))
 
@@ -415,6 +427,7 @@ DOOR = Door(
         Setting(f"{CORRECTION}rollout_is_threshold", Kind.BOUNDS, default=2.0),
         *names(CORRECTION, Kind.BOUNDS, "rollout_rs_threshold"),
         *names(CORRECTION, Kind.OTHER, "_target_ loss_type"),
+        Setting("model_engine", default="dp"),
     ),
     sections=(ACTOR, f"{ACTOR}policy_loss.", CORRECTION),
     choice=Choice(setting=LOSS_MODE, prefix=PREFIX, remedy=f"{LOSS_MODE}={PREFIX}<loss>.<aggregation> chooses one of ours"),

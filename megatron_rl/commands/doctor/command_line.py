@@ -199,6 +199,7 @@ def training_line(lines: Sequence[ScriptLine], name: str) -> tuple[ScriptLine, S
     places = [index for index, line in enumerate(lines) if _trains(line.words)]
     if not places:
         others = sorted({Path(word).name for line in lines for word in line.words if word.endswith((".py", ".sh"))})
+        others += sorted({f"-m {word}" for line in lines for flag, word in pairwise(line.words) if flag == "-m"})
         runs = f", it runs {', '.join(others)}" if others else ""
         raise ConfigError(f"{name} starts no training that can be seen here{runs}: give the line that does, after --")
     if len(places) > 1:

@@ -142,7 +142,8 @@ def _judge_settings(words: Sequence[str], named: str | None, of_step: stock.Judg
     is_open = any("not known here" in row.text for row in found)
     why = "the loss is not known here" if is_open else NOTHING_OF_OURS
     unjudged = verdict or (None if is_judged else f"{why}: nothing was judged")
-    return LaunchReport(f"{door.name}, {door.starts}{place}", None, reading, [], found, [], hidden, unjudged)
+    started = next((Path(word).name for word in given if word.endswith(".py") and door.recognises([word])), door.starts)
+    return LaunchReport(f"{door.name}, {started}{place}", None, reading, [], found, [], hidden, unjudged)
 
 
 def _route(line: LaunchLine) -> Route | None:
