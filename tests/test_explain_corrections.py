@@ -105,3 +105,9 @@ def test_the_line_says_who_counts_kept_tokens(aggregation, says):
     flags = [*STEP, *ICEPOP, "--rejected-tokens", "dropped", "--loss-aggregation", aggregation]
     out = explain(*flags, *(["--loss-aggregation-divisor", "3"] if aggregation == "constant" else []))[1]
     assert f"rejected tokens are dropped; {says}" in out
+
+
+def test_the_line_says_that_kept_tokens_of_rollouts_of_several_samples_are_counted_before_the_step():
+    step = ["--response-lengths", "3,5,8", "--prompt-ids", "a,a,b", "--rollout-ids", "0,0,1"]
+    out = explain(*step, *ICEPOP, "--rejected-tokens", "dropped", "--loss-aggregation", "sample_mean")[1]
+    assert "rejected tokens are dropped; sample_mean: kept tokens are counted before the step, because its weights" in out

@@ -87,6 +87,21 @@ def test_dropped_tokens_of_a_single_step_need_no_old_log_probs(pool, sampled, ag
     assert error == "" and row["policy/correction_kept_tokens"] > 0.9
 
 
+def test_dropped_tokens_of_rollouts_of_several_samples_are_measured_before_the_step(pool, sampled):
+    """The samples have no old log-probabilities, and a sample's weight depends on what the others of its rollout keep."""
+    batch = next(load_rollouts(sampled / "measured.jsonl"))
+    first = {sample.prompt_id: sample for sample in reversed(batch.samples)}
+    samples = [
+        replace(sample, rollout_id=f"of {sample.prompt_id}", reward=one.reward, advantage=one.advantage)
+        for sample in batch.samples
+        for one in [first[sample.prompt_id]]
+    ]
+    save_rollouts(sampled / "several.jsonl", replace(batch, samples=samples))
+    config = replace(GRPO, importance_correction="icepop", rejected_tokens="dropped", samples_per_prompt=None)
+    row, error = run(pool, sampled, "several", config, rollouts=str(sampled / "several.jsonl"))
+    assert error == "" and row["policy/correction_kept_tokens"] > 0.9
+
+
 def dropped_step_on_rank(rank, **changes):
     of_step = {"importance_correction": "icepop", "rejected_tokens": "dropped", "samples_per_prompt": 2, **changes}
     trainer = tiny_trainer(replace(GRPO, **of_step))

@@ -202,6 +202,11 @@ class HostCounts:
         return len(self.tokens)
 
     @property
+    def totals_of_samples(self) -> StepTotals:
+        """As count_step gives them: num_samples counts samples, num_rollouts rollouts."""
+        return replace(self.totals, num_samples=self.num_samples, num_rollouts=self.totals.num_samples)
+
+    @property
     def has_fan_out(self) -> bool:
         return self.num_samples != self.totals.num_samples
 
@@ -212,7 +217,7 @@ class HostCounts:
     def token_weights(self, config: PolicyLossConfig) -> Tensor:  # [S] float64, of each unmasked token of the sample
         name, tokens, totals, counts = config.loss_aggregation, self.rollout_tokens, self.totals, {}
         if get_loss_aggregation(name).needs_rows:
-            tokens, totals = self.tokens, replace(totals, num_samples=self.num_samples, num_rollouts=totals.num_samples)
+            tokens, totals = self.tokens, self.totals_of_samples
             counts = {"rollout_token_counts": self.rollout_tokens, "rows_of_rollout": self.rollout_rows}
         divisor = config.loss_aggregation_divisor
         weights = weigh_tokens(name, tokens, totals, prompt_token_counts=self.prompt_tokens, divisor=divisor, **counts)

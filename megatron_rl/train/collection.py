@@ -23,6 +23,7 @@ from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
 from megatron_rl.megatron.step_selection import StepSelection, select_step_tokens
 from megatron_rl.registries.selection_settings import TokenSelectionSettings
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 from megatron_rl.train.key_value_cache import cache_bytes, can_cache
 from megatron_rl.train.options import TrainOptions
@@ -220,6 +221,10 @@ class Evaluation:
         }
 
 
+# The counts of some step with a rollout of several samples.
+OF_SEVERAL_SAMPLES = StepTotals(num_samples=2, num_prompts=None, num_tokens=2, num_rollouts=1)
+
+
 def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> str | None:
     """The flag that reads the old log-probabilities of a rollout's first step before that step; None: there is none.
 
@@ -237,6 +242,18 @@ def reader_of_old_log_probs(options: TrainOptions, config: PolicyLossConfig) -> 
         has_delta = config.off_policy_sequence_delta is not None
         return "--off-policy-sequence-delta" if has_delta else f"--policy-loss {config.policy_loss}"
     return None
+
+
+def counts_kept_of_rollouts(trainer: PolicyTrainer, microbatches: Microbatches) -> bool:
+    """Whether the kept tokens of this step are counted before it because its rollouts have several samples.
+
+    Communication: one all-reduce of a number over dp, where the settings make that possible.
+    """
+    config, dp = trainer.config, trainer.groups.dp
+    if config.off_policy_sequence_delta is not None or not counts_kept_before(config, OF_SEVERAL_SAMPLES):
+        return False
+    is_given = any(sample.rollout_id is not None for samples in microbatches for sample in samples)
+    return bool(all_reduce_max(torch.tensor([int(is_given)], device=group_device(dp)), dp))
 
 
 def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:

@@ -26,6 +26,7 @@ from megatron_rl.registries.registry import import_dotted
 from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,
+    counts_kept_of_rollouts,
     reader_of_old_log_probs,
     selection_of,
     with_old_log_probs,
@@ -273,7 +274,8 @@ class TrainingRun:
     def _step(self, step: TrainStep) -> dict[str, float] | None:
         """The metrics of the step. None under --empty-step skip for a step that no rank has trained on."""
         microbatches, steps_done = step.microbatches, self._progress.num_steps
-        if self._measures_first_steps:  # each step of a file under --docs-per-step is one
+        # Each step of a file under --docs-per-step is a first one.
+        if self._measures_first_steps or counts_kept_of_rollouts(self._trainer, microbatches):
             microbatches = with_old_log_probs(self._trainer, microbatches)
         if needs_rollout_log_probs(self._config):
             microbatches = with_rollout_log_probs(self._trainer, microbatches)

@@ -21,6 +21,7 @@ from megatron_rl.kept_counts import correction_of, counts_kept_before, divides_b
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.selection_settings import TokenSelectionSettings
+from megatron_rl.step_counts import StepTotals
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,17 +186,17 @@ def token_table(corrected: Corrected, max_rows: int) -> list[list[str]]:
 def who_counts(explanation: Explanation) -> str:
     """Where a step under --rejected-tokens dropped counts the tokens that are kept, by aggregation."""
     found: dict[str, list[str]] = {}
-    for config in (one.config for one in explanation.weighings if one.config.rejected_tokens == RejectedTokens.DROPPED):
-        found.setdefault(kept_in_words(config), []).append(config.loss_aggregation)
+    for one in (one for one in explanation.weighings if one.config.rejected_tokens == RejectedTokens.DROPPED):
+        found.setdefault(kept_in_words(one.config, one.counts.totals_of_samples), []).append(one.name)
     return "".join(f"; {' and '.join(names)}: {words}" for words, names in found.items())
 
 
-def kept_in_words(config: PolicyLossConfig) -> str:
-    if counts_kept_before(config):
+def kept_in_words(config: PolicyLossConfig, totals: StepTotals) -> str:
+    if counts_kept_before(config, totals):
         return f"kept tokens are counted before the step, {why_before(config)}"
     if divides_by_kept(config):
         return "T / K multiplies the gradient after the last backward, K are the kept tokens of the step"
-    return "m_i counts kept tokens in the forward pass" if correction_of(config).keeps_sample_weight else "no count changes"
+    return "m_i counts kept tokens in the forward pass" if correction_of(config, totals).keeps_sample_weight else "no count changes"
 
 
 def kept_line(corrected: Corrected) -> str:
