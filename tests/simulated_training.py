@@ -35,6 +35,7 @@ def sample_of(index: int, response: list[int], old_log_probs=None, ref_log_probs
         loss_mask=[1] * len(response),
         advantage=1.0 - 2 * index,
         prompt_id=index,
+        rollout_id=None,
         old_log_probs=old_log_probs,
         ref_log_probs=ref_log_probs,
         rollout_log_probs=old_log_probs,

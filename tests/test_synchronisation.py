@@ -435,7 +435,7 @@ def test_the_first_mask_that_is_none_is_named_wherever_the_others_lie():
 # The training command
 
 
-GENERATION, TRAINER = "megatron_rl/train/generation.py", "megatron_rl/train/trainer.py"
+GENERATION, SUMS = "megatron_rl/train/generation.py", "megatron_rl/megatron/kept_tokens.py"
 RESPONSES = "megatron_rl/megatron/responses.py"
 COUNTING, FINITE, METRICS = "megatron_rl/step_counts.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/metrics/step.py"
 GRADIENT_NORM = "megatron/core/optimizer/clip_grads.py"
@@ -472,7 +472,7 @@ def test_a_training_step_waits_where_it_says_and_nowhere_else(training, setting)
     assert [event.kind for event in of_counting].count(LOOK) <= 2 and len(of_counting) <= 4
     heads = [] if setting == PADDED else [KEPT_ROWS] * 2
     looks = [event.file for event in seen[len(of_counting) :] if event.kind == LOOK]
-    assert looks == [*heads, FINITE, GRADIENT_NORM, TRAINER, METRICS]
+    assert looks == [*heads, FINITE, GRADIENT_NORM, SUMS, METRICS]
     rest = [event for event in seen[len(of_counting) :] if event.kind != LOOK]
     assert all(event.kind == COPY and event.file.startswith("megatron/core/") for event in rest), rest
 

@@ -261,7 +261,6 @@ OPTIONS: dict[str, object] = {
     "tis_clip": 2.0,
     "tis_clip_low": 0.0,
     # Of SGLang, which both hosts add to their parser.
-    "sglang_enable_custom_logit_processor": False,
     "sglang_speculative_algorithm": None,
     # In the file of --custom-config-path, for flags.MIS_FUNCTION.
     "rs_level": "token",

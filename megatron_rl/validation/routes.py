@@ -158,6 +158,7 @@ HOST_SWITCHES: dict[str, bool] = {
     "rewards_normalization": True,
     "rl_inference_logprobs_is_correction": False,
     "rl_use_sequence_packing": False,
+    "sglang_enable_custom_logit_processor": False,
     "skip_actor_forward_only": False,
     "tis_batch_normalize": False,
     "true_on_policy_mode": False,
