@@ -13,7 +13,9 @@ from functools import cache
 
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import DOOR_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.door import Door
 from megatron_rl.hosts.doors import DOORS as DECLARED
+from megatron_rl.hosts.settings import Settings
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, policy_loss_names
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import kl_estimator_names
@@ -49,12 +51,22 @@ def settings() -> dict[str, dict[str, tuple[str, ...]]]:
     }
 
 
+# What explain is told where each rollout is one row.
+ONE_ROW_FLAG = ("--one-sample-per-rollout",)
+
+
+def must_say_one_row(door: Door, aggregation: str) -> bool:
+    """Whether the door refuses an aggregation that counts rollouts until the user says that each has one row."""
+    rollouts = door.rollouts(Settings.of_names({}, door.all_defaults))
+    return get_loss_aggregation(aggregation).counts_rollouts and rollouts.several is not None and not rollouts.are_counted
+
+
 @cache
 def problems(door: str, *flags: str) -> tuple[str, ...]:
     """Why the door refuses these settings."""
     given = dict(zip(flags, (*flags[1:], ""), strict=True))
-    counts_rollouts = get_loss_aggregation(given.get("--loss-aggregation", "sample_mean")).counts_rollouts
-    said = ("--one-sample-per-rollout",) * (door == "prime_rl" and counts_rollouts)
+    aggregation = given.get("--loss-aggregation", "sample_mean")
+    said = ONE_ROW_FLAG * (door in DECLARED and must_say_one_row(DECLARED[door], aggregation))
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
         main(["explain", *STEP, "--host", door, *DOORS[door], *flags, *said, "--json"])
     return tuple(json.loads(out.getvalue())["problems"]) if out.getvalue() else (error.getvalue(),)

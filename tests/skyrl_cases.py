@@ -85,9 +85,7 @@ Scale = Callable[..., Tensor]
 
 
 def matrix(losses: Sequence[str]) -> list[RowCase]:
-    """row_mean is another one with trajectories of several rows alone, and SkyRL knows no such name."""
-    names = [name for name in NAMES if name != "row_mean"]
-    return [RowCase(loss=loss, aggregation=one, **layout) for loss in losses for one in names for layout in LAYOUTS]
+    return [RowCase(loss=loss, aggregation=one, **layout) for loss in losses for one in NAMES for layout in LAYOUTS]
 
 
 def trajectory_matrix() -> list[RowCase]:
@@ -121,7 +119,17 @@ def config_of(case: RowCase, **settings: Any) -> SimpleNamespace:
     given = {} if clip is None else {"eps_clip_low": clip[0], "eps_clip_high": clip[1]}
     given |= {"clip_ratio_c": 3.0} if parameters_of(case) else {}
     given |= {"max_seq_len": DIVISOR} if get_loss_aggregation(case.aggregation).takes_divisor else {}
-    return algorithm_config(f"megatron_rl.{case.loss}", NAMES[case.aggregation], **(given | settings))
+    return algorithm_config(f"megatron_rl.{case.loss}", told_of(case), **(given | settings))
+
+
+def told_of(case: RowCase) -> str:
+    """The loss_reduction that SkyRL is told: it knows no row_mean."""
+    return skyrl.SEQUENCE_MEAN if case.aggregation == "row_mean" else NAMES[case.aggregation]
+
+
+def kept_of(case: RowCase) -> dict[str, str]:
+    """What our words say in the place of that."""
+    return {skyrl.REDUCTION: skyrl.ROW_MEAN} if case.aggregation == "row_mean" else {}
 
 
 def emulated_scale(
@@ -142,7 +150,7 @@ def emulated_scale(
     return advantages / (rows * max_seq_len if max_seq_len else divisors[loss_reduction])
 
 
-def scale_of_trajectories(trainer: Any, samples: Sequence[StepSample]) -> Scale:
+def scale_of_trajectories(trainer: Any, case: RowCase, samples: Sequence[StepSample]) -> Scale:
     """SkyRL's trainer, or what stands for it: its batch of a generator's output, padded for five ranks, and the advantages of it as
     one mini-batch."""
 
@@ -155,9 +163,8 @@ def scale_of_trajectories(trainer: Any, samples: Sequence[StepSample]) -> Scale:
         prompt_boundaries: Any,
     ) -> Tensor:
         rollouts, prompts = rollouts_of(samples), [sample.prompt_id for sample in samples]
-        own = {skyrl.STEP_WISE: True} | ({skyrl.REDUCTION: loss_reduction} if loss_reduction == skyrl.ROW_MEAN else {})
-        theirs = skyrl.SEQUENCE_MEAN if loss_reduction == skyrl.ROW_MEAN else loss_reduction
-        algorithm = algorithm_config("megatron_rl.grpo", theirs, max_seq_len=max_seq_len, advantage_batch_normalize=False)
+        own = {skyrl.STEP_WISE: True} | kept_of(case)
+        algorithm = algorithm_config("megatron_rl.grpo", loss_reduction, max_seq_len=max_seq_len, advantage_batch_normalize=False)
         sizes = dict.fromkeys(("train_batch_size", "policy_mini_batch_size"), len(set(prompts)))
         critic = SimpleNamespace(model=SimpleNamespace(path=None))
         settings = SimpleNamespace(algorithm=algorithm, critic=critic, micro_train_batch_size_per_gpu=1, **sizes)
@@ -219,7 +226,7 @@ def run_step(
     is_kept = columns["loss_mask"].bool()
     if poison is not None:
         columns |= {name: torch.where(is_kept, columns[name], poison) for name in columns if name != "loss_mask"}
-    loss_of = skyrl.SkyrlLoss(case.loss, named(own or {}))
+    loss_of = skyrl.SkyrlLoss(case.loss, named(own or {}) | kept_of(case))
     total, metrics = 0.0, []
     for micro_batches in case.micro_batches():
         for chosen in micro_batches:
@@ -248,6 +255,6 @@ def row_of(case: RowCase, sample: StepSample, leaf: Tensor, cp_rank: int, width:
 def error_of(case: RowCase, scale: Scale = emulated_scale, trainer: Any = None) -> float:
     """trainer: SkyRL's module, for a case with trajectories."""
     samples, log_probs = samples_of(case)
-    scale = scale if trainer is None else scale_of_trajectories(trainer, samples)
+    scale = scale if trainer is None else scale_of_trajectories(trainer, case, samples)
     found = run_step(case, samples, log_probs, scale)
     return dense_row_cases.largest_error(found, *dense_row_cases.truth(case, samples, log_probs))

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import toy_door
+from door_table import must_say_one_row
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts import door_line
-from megatron_rl.hosts.door import WORDS, Door, Found, Kind
+from megatron_rl.hosts.door import ONE_SAMPLE, WORDS, Door, Found, Kind
 from megatron_rl.hosts.door_settings import losses
 from megatron_rl.hosts.doors import DOORS as BY_NAME
 from megatron_rl.hosts.settings import UNKNOWN, Settings
@@ -32,7 +33,9 @@ SWITCH, NO_SUCH = "is a switch, and must be a number", "has no such setting: did
 
 def sound(door: Door, **chosen: Any) -> dict[str, Any]:
     """Settings by name with which our loss trains there: those that explain types. chosen: fields of PolicyLossConfig."""
-    given, problems = door_line.given_by(door, PolicyLossConfig(**({"loss_aggregation": first_aggregation(door)} | chosen)))
+    chosen = {"loss_aggregation": first_aggregation(door)} | chosen
+    chosen |= {ONE_SAMPLE: must_say_one_row(door, chosen["loss_aggregation"])}
+    given, problems = door_line.given_by(door, PolicyLossConfig(**chosen))
     assert not problems, problems
     return {name: value for name, value in given.items() if value is not UNKNOWN}
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from dense_row_cases import LOSSES, largest_error
 from door_adapters import ADAPTERS, CORRECTIONS, Adapter
+from door_table import must_say_one_row
 from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
@@ -182,6 +183,7 @@ def test_what_explain_types_is_read_back_without_a_problem(door):
             loss_aggregation_divisor=divisor,
             clip_ratio_low=clip[0],
             clip_ratio_high=clip[1],
+            one_sample_per_rollout=must_say_one_row(door, aggregation),
         )
         given, problems = given_by(door, config)
         known = {name: value for name, value in given.items() if value is not UNKNOWN}

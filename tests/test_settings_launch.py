@@ -17,6 +17,7 @@ import roll_cases
 import skyrl_cases
 import yaml
 from dense_row_cases import AGGREGATIONS, RowCase, samples_of
+from door_table import ONE_ROW_FLAG, must_say_one_row
 from explain_cases import explain, explain_json, stages
 from host_checkouts import ROLL, SKYRL
 from test_skyrl import started
@@ -271,6 +272,7 @@ def test_the_lines_of_skyrl_are_settings_that_doctor_reads(capsys):
 @pytest.mark.parametrize("host", DOOR_NAMES)
 def test_a_large_divisor_keeps_its_digits(host):
     given = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "1234567"]
+    given += ONE_ROW_FLAG * must_say_one_row(DOORS[host], "constant")
     assert any("1234567" in line for line in explain_json(*STEP, *given, "--host", host)["launch_lines"])
 
 
@@ -296,6 +298,8 @@ REJECTED = ["--importance-correction", "icepop", "--rejected-tokens", "dropped"]
             for host, name in (("nemo_rl", "NeMo-RL"), ("roll", "ROLL"))
         ),
         ("skyrl", ["--kl-coefficient", "0.1", "--kl-estimator", "unbiased"], "--kl-estimator unbiased: SkyRL computes"),
+        ("prime_rl", ["--loss-aggregation", "sample_mean"], "type --trainer.loss.kwargs.one-sample-per-rollout True"),
+        ("prime_rl", ["--loss-aggregation", "token_mean", *ONE_ROW_FLAG], "one_sample_per_rollout=true has no effect: token_mean"),
         ("skyrl", ["--policy-loss", "dro"], "dro: it is not proportional to the advantage"),
     ],
 )

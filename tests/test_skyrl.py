@@ -193,7 +193,7 @@ def test_a_bad_line_and_another_contract_end_before_ray_starts(old, new, message
 
 @pytest.mark.host("SKYRL_ROOT")
 def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
-    """Four aggregations, three losses, dp, cp and micro-batches, ragged groups, fully masked samples."""
+    """Five aggregations, three losses, dp, cp and micro-batches, ragged groups, fully masked samples."""
 
     def work() -> int:
         tables = SKYRL.load(skyrl.TABLES)
@@ -210,7 +210,7 @@ def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
     assert code == 0, error[-2000:]
     found = json.loads(out.splitlines()[-1])
     print(f"worst {max(found.values()):.1e} of {len(found)}")
-    assert len(found) == 72 and not too_large(found)
+    assert len(found) == 90 and not too_large(found)
 
 
 @pytest.mark.host("SKYRL_ROOT")

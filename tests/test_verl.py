@@ -529,10 +529,10 @@ def errors_by_verl(chosen: list[Case], poison: float | None = None) -> dict[str,
 @pytest.mark.host("VERL_ROOT")
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
 def test_verls_own_loss_path_is_exact_with_ours(loss):
-    """Four aggregations, engines, layouts, ragged groups, a fully masked sample."""
+    """Five aggregations, engines, layouts, ragged groups, a fully masked sample."""
     chosen = cases.matrix([loss])
     found = errors_by_verl(chosen)
-    assert len(found) == len(chosen) == 60
+    assert len(found) == len(chosen) == 75
     assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
 
 
@@ -669,7 +669,7 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
 def test_verls_masked_values_change_nothing(poison):
     chosen = [case for case in cases.matrix(["grpo", "gspo", "cispo"]) if case.cp == case.dp == 2 and case.engine == "megatron"]
     found = errors_by_verl(chosen, poison)
-    assert len(found) == 12
+    assert len(found) == 15
     assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
 
 

@@ -85,11 +85,13 @@ class Case(RowCase):
 
 
 def matrix(losses: Sequence[str]) -> list[Case]:
-    """FSDP has no context parallelism here: its sequence parallelism gathers log-probabilities by an autograd function."""
+    """FSDP has no context parallelism here: its sequence parallelism gathers log-probabilities by an autograd function.
+
+    row_mean differs from sample_mean in rollouts of several rows alone, and has them."""
     return [
-        Case(loss=loss, aggregation=aggregation, engine=engine, **layout)
+        Case(loss=loss, aggregation=aggregation, engine=engine, has_rollouts=aggregation == "row_mean", **layout)
         for loss in losses
-        for aggregation in AGGREGATIONS
+        for aggregation in (*AGGREGATIONS, "row_mean")
         for engine in ENGINES
         for layout in LAYOUTS
         if not (engine == "fsdp" and "cp" in layout)
