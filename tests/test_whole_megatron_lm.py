@@ -49,7 +49,7 @@ OF_PRETRAIN = f"""
     --lr-decay-style constant --transformer-impl local --no-rope-fusion --no-masked-softmax-fusion --no-persist-layer-norm
     --no-gradient-accumulation-fusion --distributed-backend gloo --micro-batch-size 1 --global-batch-size {BINS}
     --train-iters {STEPS} --load unused --eval-iters 0 --eval-interval 1000 --dataloader-type external --log-interval 1
-    --no-create-attention-mask-in-dataloader
+    --no-create-attention-mask-in-dataloader --adam-beta2 0.95 --weight-decay 0
 """
 AGGREGATIONS = {
     "sample_mean": "--loss-aggregation sample_mean",
