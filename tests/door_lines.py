@@ -333,6 +333,11 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
         [our_mode("grpo.sample_mean"), f"{IS_V1}=false", f"{MANAGER}=my.Manager"],
         f"may come in several rows .{MANAGER}=my.Manager., and verl does not say which rows are of one.*type .{ONE_ROW}=True; else",
     ),
+    "verl, rows of a manager of one's own in the v1 trainer": (
+        "verl",
+        [our_mode("grpo.row_mean"), f"{MANAGER}=my.Manager"],
+        f"may come in several rows .{MANAGER}=my.Manager., and verl does not say which rows are of one.*type .{ONE_ROW}=True; else",
+    ),
     "verl, a declaration that says nothing": (
         "verl",
         [our_mode("grpo.sample_mean"), f"{IS_V1}=false", CLASS_LINE, f"+{ONE_ROW}=true"],

@@ -76,7 +76,7 @@ OWN_CLASSES = (None, POLICY_LOSS_CLASS, "verl.workers.config.PolicyLossConfig", 
 # The overrides with which verl hands over exp(old - sampled). verl itself bounds it at e^20, so a larger threshold cuts nothing.
 LEAST_UNCUT_THRESHOLD = math.exp(20)
 UNCUT_WEIGHTS = {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_threshold": 1e9}
-# The v1 trainer names each row's session; the old one makes a row of each, unless a manager of the user's own makes the rows.
+# The v1 trainer names each row's session, and the old one makes a row of each, unless a manager of the user's own makes the rows.
 IS_V1, MANAGER = "trainer.use_v1", f"{ROLLOUT}agent.agent_loop_manager_class"
 SESSIONS = Rollouts(several="an agent loop with several outputs", ids="uid and session_id")
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
@@ -200,10 +200,9 @@ def weights_are_uncut(found: Found) -> Iterator[Row]:
 
 
 def rollouts_of(settings: Settings) -> Rollouts:
-    manager = settings[MANAGER]
-    if settings[IS_V1] is not False:
-        return SESSIONS
-    return Rollouts() if manager in (None, UNKNOWN) else Rollouts(several=f"{MANAGER}={manager}")
+    if (manager := settings[MANAGER]) not in (None, UNKNOWN):  # whether it names the session of a row is not known
+        return Rollouts(several=f"{MANAGER}={manager}")
+    return Rollouts() if settings[IS_V1] is False else SESSIONS
 
 
 @check(when=lambda found: found.counts_prompts)
