@@ -28,7 +28,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,17 +47,11 @@ from megatron_rl.layout.groups import (
     world_group,
 )
 from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.rollout_groups import Sample, rollouts_of
 from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 
 logger = logging.getLogger(__name__)
 
-
-class OfRollout(Protocol):
-    @property
-    def rollout_id(self) -> int | str | None: ...
-
-
-Sample = TypeVar("Sample", bound=OfRollout)
 
 # How long close() waits for a stream or a peer that does not answer. Peers that close too answer within milliseconds.
 CLOSE_SECONDS = 5.0
@@ -194,11 +188,8 @@ class Deal:
 def cut_at_rollouts(samples: Sequence[Sample], size: int) -> list[list[Sample]]:
     """Micro-batches of at most `size` samples, in their order. The samples of one rollout stay together: a rollout that is larger
     makes a larger micro-batch, and its samples come where the first of them is."""
-    rollouts: dict[object, list[Sample]] = {}
-    for place, sample in enumerate(samples):
-        rollouts.setdefault((None, place) if sample.rollout_id is None else sample.rollout_id, []).append(sample)
     parts: list[list[Sample]] = []
-    for rollout in rollouts.values():
+    for rollout in rollouts_of(samples):
         if not parts or len(parts[-1]) + len(rollout) > size:
             parts.append([])
         parts[-1] += rollout

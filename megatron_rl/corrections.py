@@ -55,18 +55,18 @@ def correction_columns(
     return {name: columns[name] for name in settings.columns}
 
 
-def weight_factors(
+def num_kept_of(
     settings: CorrectionSettings,
     sums: dict[str, Tensor],  # [N] each, over all cp ranks; with "counts"
 ) -> Tensor:  # [N] float64
-    """m_i / m_i^kept under keeps_sample_weight: the tokens that are kept then share the weight of their sample. 0 where none is."""
+    """m_i^kept under keeps_sample_weight: the tokens of each sample that are kept."""
     kept = sums["kept"]
     if settings.is_of_sequence:
         _, is_kept = _bounded(settings, _sample_ratios(settings, sums))
         kept = torch.where(is_kept, kept, 0.0)
     if settings.sequence_delta is not None:
         kept = torch.where(_has_diverged(settings.sequence_delta, sums) & (kept > 0), kept - sums["kept_negative"], kept)
-    return torch.where(kept > 0, sums["counts"] / kept.clamp(min=1), 0.0)
+    return kept
 
 
 def token_weights_of(settings: CorrectionSettings, old_log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:  # [T]

@@ -22,7 +22,7 @@ from megatron_rl.hosts import DOOR_NAMES, ROLLOUT_HOST_NAMES
 # megatron_rl itself; benchmarks/ lies beside the package, and the wheel does not hold it.
 FLOORS = (
     ("errors", "config"),
-    ("files", "layout", "aggregation_record", "registries"),
+    ("files", "layout", "aggregation_record", "registries", "rollout_groups"),
     ("loss_hub", "ops", "correction_kinds", "step_counts", "token_selections"),
     ("aggregation", "built_in_losses", "corrections", "kept_counts", "selections", "kl_estimators", "lm_head"),
     ("metrics", "accumulation"),
@@ -86,6 +86,7 @@ FILES_WITHOUT_TORCH = (
     "config.py",
     *(f"files/{name}.py" for name in ("bounds", "json_values", "yaml_values", "safetensors_header", "plain_pickle")),
     "aggregation_record.py",
+    "rollout_groups.py",
 )
 MAX_LINES, MAX_KERNEL_LINES = 600, 800
 

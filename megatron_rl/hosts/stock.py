@@ -54,11 +54,6 @@ class Stock:
         named = zip(TERMS, (self.policy, self.kl, self.entropy), strict=True)
         return {name: weight for name, weight in named if weight is not None}
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether no term depends on the layout."""
-        return not any(map(local_letters, self.terms.values()))
-
 
 JudgeStep = Callable[[Stock], Iterable[Row]]
 
@@ -137,11 +132,10 @@ def judge(
 
 
 def verdict(stock: Stock, title: str) -> str:
-    if stock.is_exact and not stock.remarks:
-        return f"{title}'s own loss: the weights of its tokens do not depend on the layout"
     terms = [name for name, weight in stock.terms.items() if local_letters(weight)]
     if not terms:
-        return f"{title}'s own loss: the weights of its tokens do not depend on the layout; see the notes"
+        notes = "; see the notes" if stock.remarks else ""
+        return f"{title}'s own loss: the weights of its tokens do not depend on the layout{notes}"
     listed = " and ".join(filter(None, (", ".join(terms[:-1]), terms[-1])))
     return (
         f"{title}'s own loss: NOT exact: the weight of a token in its {listed} term{'s' * (len(terms) > 1)} depends on the layout"

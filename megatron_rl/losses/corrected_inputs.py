@@ -14,14 +14,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_rl.aggregation import factor_of_kept
 from megatron_rl.corrections import (
     Correction,
     correct,
     correction_columns,
     factors_after_sums,
+    num_kept_of,
     sample_weights_of,
     token_weights_of,
-    weight_factors,
 )
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum
@@ -211,7 +212,7 @@ def _with_weights_of_kept(inputs: LossInputs, sums: dict[str, Tensor]) -> LossIn
     assert inputs.correction is not None
     if not inputs.correction.keeps_sample_weight:
         return inputs
-    weights = inputs.token_weights.double() * weight_factors(inputs.correction, sums)
+    weights = inputs.token_weights.double() * factor_of_kept(sums["counts"], num_kept_of(inputs.correction, sums))
     return replace(inputs, token_weights=weights.to(inputs.token_weights.dtype))
 
 

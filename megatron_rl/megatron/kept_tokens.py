@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_rl.aggregation import factor_of_kept
 from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, broadcast_from_last, group_device
 from megatron_rl.megatron.batch import StepContext
+from megatron_rl.step_counts import StepTotals
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -96,8 +98,9 @@ class KeptTokens:
 
     def after_finalize(self, models: Sequence[Any]) -> None:
         if self.is_open and self.scales_gradient and self._num_kept:
+            factor = step_factor_of_kept(self.context.totals, self._num_kept)
             for model in models:
-                model.scale_gradients(self.context.totals.num_tokens / self._num_kept)
+                model.scale_gradients(factor)
         self.is_open = False
 
 
@@ -109,6 +112,12 @@ def sum_over_step(parts: Sequence[Tensor], width: int, groups: ParallelGroups) -
     zero = torch.zeros(width, dtype=torch.float64, device=group_device(groups.dp_cp))
     own = torch.stack([part.double() for part in parts]).sum(0).to(zero.device) if parts else zero
     return broadcast_from_last(all_reduce_sum(own.contiguous(), groups.dp_cp).contiguous(), groups.pp).cpu()
+
+
+def step_factor_of_kept(totals: StepTotals, num_kept: float) -> float:
+    """T / K, with T the unmasked tokens of the step and K those that are kept."""
+    counts = torch.tensor([totals.num_tokens, num_kept], dtype=torch.float64)
+    return float(factor_of_kept(*counts))
 
 
 def needs_finalize(setting: str) -> ConfigError:

@@ -15,6 +15,7 @@ from megatron_rl.config import RatioUnit
 from megatron_rl.errors import DataError
 from megatron_rl.layout.packing import turn_cu_seqlens
 from megatron_rl.megatron.samples import PolicySample
+from megatron_rl.rollout_groups import rollouts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ def side_by_side(samples: Sequence[PolicySample]) -> Sequence[PolicySample]:
     """With unit rollout, the samples of each rollout behind the first of them; else as they are."""
     if not any(sample.ratio_unit == RatioUnit.ROLLOUT for sample in samples):
         return samples
-    return [sample for rollout in _rollouts(samples) for sample in rollout]
+    return [sample for rollout in rollouts_of(samples) for sample in rollout]
 
 
 def documents_of(samples: Sequence[PolicySample], loss_mask: Tensor, sizes: Sequence[int]) -> Documents:
@@ -52,17 +53,10 @@ def documents_of(samples: Sequence[PolicySample], loss_mask: Tensor, sizes: Sequ
         turns, of = turn_cu_seqlens(loss_mask[: int(bounds[-1])], bounds)
         sums = torch.cat([torch.zeros(1, dtype=torch.int64), loss_mask.long().cumsum(0)])
         return Documents(unit, [samples[place] for place in of.tolist()], sums[turns[1:]] - sums[turns[:-1]], turns)
-    rollouts = _rollouts(samples)
+    rollouts = rollouts_of(samples)
     ends = torch.tensor([0, *(len(rollout) for rollout in rollouts)]).cumsum(0)
     of_rollouts = torch.tensor([sum(sample.token_count for sample in rollout) for rollout in rollouts])
     return Documents(unit, [_one_of(rollout) for rollout in rollouts], of_rollouts, bounds[ends])
-
-
-def _rollouts(samples: Sequence[PolicySample]) -> list[list[PolicySample]]:
-    found: dict[object, list[PolicySample]] = {}
-    for place, sample in enumerate(samples):
-        found.setdefault((None, place) if sample.rollout_id is None else sample.rollout_id, []).append(sample)
-    return list(found.values())
 
 
 def _one_of(rollout: Sequence[PolicySample]) -> PolicySample:

@@ -20,9 +20,10 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import Group, all_gather_stack, group_device
 from megatron_rl.megatron.ranks import COLLECTIVE_TIMEOUT
 from megatron_rl.megatron.schedule import microbatch_multiple
+from megatron_rl.rollout_groups import rollouts_of
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts
-from megatron_rl.train.rollouts import RolloutBatch, Sample, prompt_groups, rollouts_of
+from megatron_rl.train.rollouts import RolloutBatch, Sample, prompt_groups
 from megatron_rl.train.trainer import PolicyTrainer
 from megatron_rl.train.writers import LENGTH, REWARD, WITHOUT_SIGNAL
 

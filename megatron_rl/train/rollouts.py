@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.rollout_groups import rollouts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -239,14 +240,6 @@ def prompt_groups(samples: Sequence[AnySample]) -> list[list[AnySample]]:
     for sample in samples:
         groups.setdefault(sample.prompt_id, []).append(sample)
     return list(groups.values())
-
-
-def rollouts_of(samples: Sequence[AnySample]) -> list[list[AnySample]]:
-    """The samples of each rollout, in the order of their first samples."""
-    found: dict[object, list[AnySample]] = {}
-    for place, sample in enumerate(samples):
-        found.setdefault((None, place) if sample.rollout_id is None else sample.rollout_id, []).append(sample)
-    return list(found.values())
 
 
 def mean_reward(samples: Sequence[AnySample]) -> float:

@@ -22,7 +22,7 @@ from megatron_rl.layout.groups import all_reduce_sum, group_device, resolve_grou
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_contract, check_finite
 from megatron_rl.megatron.head import HeadSettings, check_head
-from megatron_rl.megatron.kept_tokens import sum_over_step
+from megatron_rl.megatron.kept_tokens import step_factor_of_kept, sum_over_step
 from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
@@ -402,7 +402,7 @@ class PolicyTrainer:
         parts = [torch.stack([zero if value is None else value.double() for value in row]) for row in rows]
         policy, kl, entropy, num_kept = sum_over_step(parts, 4, self.groups).tolist()
         if divides_by_kept(config):
-            policy *= totals.num_tokens / num_kept
+            policy *= step_factor_of_kept(totals, num_kept)
         metrics = {"loss": policy + config.kl_coefficient * kl - config.entropy_coefficient * entropy, "loss/policy": policy}
         if config.kl_coefficient:
             metrics["loss/kl"] = kl
