@@ -82,13 +82,38 @@ def of_metrics() -> str:
     return with_tables(text, {head: metric_lines(rows) for head, rows in tables.items()})
 
 
+# What a row of metrics/ writes in ASCII, and the page as a formula.
+FORMULAS = {
+    "(sum r)^2 / (n sum r^2)": r"\dfrac{(\sum r)^2}{n \sum r^2}",
+    "(sum u)^2 / (n sum u^2)": r"\dfrac{(\sum u)^2}{n \sum u^2}",
+    "rho_t - 1 - ln rho_t": r"\rho_t - 1 - \ln \rho_t",
+    "-sum_v p_v ln p_v": r"-\sum_v p_v \ln p_v",
+    "exp(d_t) - 1 - d_t": r"e^{d_t} - 1 - d_t",
+    "abs(d_t)": r"\lvert d_t \rvert",
+    "v - v_i": "v - v_i",
+    "rho_t^2": r"\rho_t^2",
+    "s_i^2": "s_i^2",
+    "rho_t": r"\rho_t",
+    "s_i": "s_i",
+    "v_i": "v_i",
+    "d_t": "d_t",
+    "d^2": "d^2",
+}
+ASCII = re.compile("|".join(rf"(?<!\w){re.escape(written)}(?!\w)" for written in FORMULAS))
+
+
+def as_formulas(text: str) -> str:
+    """The text with its ASCII as inline formulas, which GitHub and the site draw."""
+    return ASCII.sub(lambda found: f"$`{FORMULAS[found[0]]}`$", text)
+
+
 def metric_lines(rows: Iterable[policy.Metric]) -> Iterator[str]:
     yield "| name | formula | unit | normaliser | a healthy run |\n|---|---|---|---|---|\n"
     for row in rows:
         if row.is_reported:
             normaliser = {"num_samples": "sample mean", None: "none"}.get(row.normaliser, f"`{row.normaliser}`")
             how = normaliser if row.reduction == policy.Reduction.SUM else row.reduction
-            yield f"| `policy/{row.name}` | {row.formula} | {row.unit} | {how} | {row.healthy} |\n"
+            yield f"| `policy/{row.name}` | {as_formulas(row.formula)} | {row.unit} | {how} | {as_formulas(row.healthy)} |\n"
 
 
 def of_losses() -> str:

@@ -90,7 +90,8 @@ def test_nothing_of_a_page_is_cut_and_no_picture_is_missing(found):
 
 
 def test_formulas_are_drawn_by_the_browser(found):
-    assert found["losses.html"]["formulas"] > 15
+    formulas = {page: found[page]["formulas"] for page in ("losses.html", "metrics.html", "aggregation.html", "parallelism.html")}
+    assert all(number > 5 for number in formulas.values()) and formulas["losses.html"] > 15, formulas
 
 
 @pytest.mark.parametrize(
