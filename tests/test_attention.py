@@ -14,15 +14,19 @@ from helpers import error_of, pool_of
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.megatron import attention as attention_module
 from megatron_rl.megatron.attention import (
     PackedAttention,
     SequenceParallelNorm,
     gather_with_gradient,
     remember_document_bounds,
+    window_of_layer,
 )
 
 HEADS, GROUPS, DIM = 4, 2, 8
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
+# The logit of the sink of each head: below, among and above the scores.
+SINKS = torch.tensor([-1.0, 0.0, 0.7, 3.0], dtype=torch.float64)
 
 # One row per thing that can go wrong: (bounds of the documents in the whole row, rows, tokens of padding behind them).
 PACKED_ROWS = [
@@ -44,8 +48,10 @@ class MaskType(enum.Enum):
 
 def attention(cp_group=SINGLE, mask=MaskType.causal, kind="self", **overrides) -> PackedAttention:
     values = {"kv_channels": DIM, "attention_dropout": 0.0, "window_size": None, "softmax_type": "vanilla", **overrides}
-    config, groups = SimpleNamespace(**{"apply_query_key_layer_scaling": False, **values}), SimpleNamespace(cp=cp_group)
-    return PackedAttention(config, 1, mask, kind, cp_comm_type="p2p", pg_collection=groups)
+    of_sinks = {"num_attention_heads": HEADS, "params_dtype": torch.float64, "use_cpu_initialization": True}
+    values |= of_sinks | {"perform_initialization": True, "init_method": lambda sinks: sinks.data.copy_(SINKS)}
+    config = SimpleNamespace(**{"apply_query_key_layer_scaling": False, **values})
+    return PackedAttention(config, 1, mask, kind, cp_comm_type="p2p", pg_collection=SimpleNamespace(cp=cp_group, tp=SINGLE))
 
 
 def packed(bounds: list[int]) -> SimpleNamespace:
@@ -60,10 +66,10 @@ def random_inputs(rows: int, batch: int = 1, groups: int = GROUPS) -> tuple[torc
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
-def loop_reference(query, key, value, output_gradient, bounds):
+def loop_reference(query, key, value, output_gradient, bounds, window=None, sinks=None):
     """Output and gradients, one token and one head at a time; each document by itself, the tail as one more."""
-    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    query, key, value = leaves
+    leaves = [x.clone().requires_grad_() for x in (query, key, value, sinks) if x is not None]
+    query, key, value, *given = leaves
     rows, batch, heads, _ = query.shape
     starts = [max(bound for bound in [*bounds, 0] if bound <= row) for row in range(rows)]
     output = []
@@ -71,9 +77,10 @@ def loop_reference(query, key, value, output_gradient, bounds):
         for column in range(batch):
             for head in range(heads):
                 group = head // (heads // key.shape[2])
-                scores = key[start : row + 1, column, group] @ query[row, column, head] / math.sqrt(DIM)
-                weights = scores.exp() / scores.exp().sum()
-                output.append(weights @ value[start : row + 1, column, group])
+                first = start if window is None else max(start, row - window)
+                scores = key[first : row + 1, column, group] @ query[row, column, head] / math.sqrt(DIM)
+                weights = scores.exp() / (scores.exp().sum() + sum(sinks[head].exp() for sinks in given))
+                output.append(weights @ value[first : row + 1, column, group])
     output = torch.stack(output).reshape(rows, batch, heads * DIM)
     return output.detach(), torch.autograd.grad(output, leaves, output_gradient)
 
@@ -86,7 +93,7 @@ def outputs_and_gradients(module, query, key, value, output_gradient, packed_seq
     if packed_seq_params is not None:
         assert output.dim() == 2
         output = output.unsqueeze(1)
-    return output.detach(), torch.autograd.grad(output, leaves, output_gradient)
+    return output.detach(), torch.autograd.grad(output, [*leaves, *module.parameters()], output_gradient)
 
 
 @pytest.mark.parametrize("groups", [HEADS, GROUPS, 1], ids=["own keys for each head", "grouped", "one key head"])
@@ -102,6 +109,48 @@ def test_a_packed_row_equals_its_documents_one_by_one(bounds, rows):
     inputs = random_inputs(rows)
     actual = outputs_and_gradients(attention(), *inputs, packed(bounds))
     torch.testing.assert_close(actual, loop_reference(*inputs, bounds), **EXACT)
+
+
+WINDOW, WITH_SINKS = {"window_size": (3, 0)}, {"softmax_type": "learnable"}
+KINDS = [
+    pytest.param(WINDOW, id="a window"),
+    pytest.param(WITH_SINKS, id="sinks"),
+    pytest.param(WINDOW | WITH_SINKS, id="a window and sinks, as gpt-oss"),
+]
+
+
+def reference_of(kind, inputs, bounds):
+    return loop_reference(*inputs, bounds, kind.get("window_size", (None,))[0], SINKS if "softmax_type" in kind else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("smallest_cut", [2, 128], ids=["cut", "whole"])
+def test_windows_and_sinks_equal_a_loop_over_tokens(kind, smallest_cut, monkeypatch):
+    """Catches a window that is off by one or sees another document, cuts that lose keys, and a sink with a value or no gradient."""
+    monkeypatch.setattr(attention_module, "SMALLEST_CUT", smallest_cut)
+    attention_module._runs.cache_clear()
+    padded, row, bounds = random_inputs(11, batch=3), random_inputs(40), [0, 9, 16, 23]
+    torch.testing.assert_close(outputs_and_gradients(attention(**kind), *padded), reference_of(kind, padded, [0]), **EXACT)
+    actual = outputs_and_gradients(attention(**kind), *row, packed(bounds))
+    torch.testing.assert_close(actual, reference_of(kind, row, bounds), **EXACT)
+    attention_module._runs.cache_clear()
+
+
+def test_a_softmax_that_is_off_by_one_has_sinks_of_0():
+    inputs = random_inputs(6)
+    output, _ = outputs_and_gradients(module := attention(softmax_type="off-by-one"), *inputs)
+    torch.testing.assert_close(output, loop_reference(*inputs, [0], sinks=torch.zeros(HEADS).double())[0], **EXACT)
+    assert not [*module.parameters()] and not module.state_dict()
+
+
+def test_the_layers_with_a_window_are_those_that_megatron_gives_one():
+    """By hand: each second layer without one; a list names the layers that have one; -1 is no window."""
+    cases = {((5, 0), 2): [5, None, 5, None], ((5, 0), (0, 1, 1, 0)): [None, 5, 5, None], ((5, 0), None): [5] * 4}
+    cases |= {((-1, 0), None): [None] * 4, (None, 2): [None] * 4}
+    for (size, skips), expected in cases.items():
+        skips = list(skips) if isinstance(skips, tuple) else skips
+        config = SimpleNamespace(window_size=size, window_attn_skip_freq=skips)
+        assert [window_of_layer(config, number) for number in (1, 2, 3, 4)] == expected
 
 
 def test_memory_of_a_packed_row_grows_with_its_tokens_and_not_with_their_square():
@@ -147,8 +196,8 @@ def test_impossible_bounds_are_refused_with_the_numbers(bounds, message):
 def test_what_would_be_ignored_is_refused_all_at_once():
     """Catches dropout, windows, sinks, scaling, caches and biases that a user sets and nothing honours."""
     with pytest.raises(ConfigError) as caught:
-        attention(attention_dropout=0.1, window_size=(128, 0), softmax_type="learnable", apply_query_key_layer_scaling=True)
-    named = ("attention_dropout=0.1", "window_size=(128, 0)", "softmax_type='learnable'", "apply_query_key_layer_scaling")
+        attention(attention_dropout=0.1, window_size=(128, 128), softmax_type="leaky", apply_query_key_layer_scaling=True)
+    named = ("attention_dropout=0.1", "window_size=(128, 128)", "softmax_type='leaky'", "apply_query_key_layer_scaling")
     for problem, name in zip(caught.value.problems, named, strict=True):
         assert name in problem
     with pytest.raises(ConfigError, match="not no_mask cross-attention"):
@@ -169,7 +218,7 @@ def rows_of_rank(bounds: list[int], rows: int, rank: int, cp_size: int) -> torch
     return torch.cat([start + local_positions(end - start, rank, cp_size) for start, end in pairs])
 
 
-def run_local_attention(rank, bounds, rows, batch):
+def run_local_attention(rank, bounds, rows, batch, kind):
     """This rank's rows, outputs and gradients, from its slices of inputs that every rank draws alike; after generation, whose
     mask in the cache no backward may save."""
     cp_group = dist.group.WORLD
@@ -178,8 +227,9 @@ def run_local_attention(rank, bounds, rows, batch):
     params = None if bounds is None else packed(bounds)
     if bounds is None:
         with torch.inference_mode():
-            attention(cp_group)(*slices[:3])
-    return local, *outputs_and_gradients(attention(cp_group), *slices, params)
+            attention(cp_group, **kind)(*slices[:3])
+    output, gradients = outputs_and_gradients(attention(cp_group, **kind), *slices, params)
+    return local, output, gradients[:3], gradients[3:]
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
@@ -189,11 +239,25 @@ def test_context_parallel_ranks_hold_their_tokens_of_the_whole_result(pool, boun
     batch = 3 if bounds is None else 1
     whole_output, whole_gradients = loop_reference(*random_inputs(rows, batch), bounds or [0])
     seen = []
-    for local, output, gradients in pool.run(run_local_attention, bounds, rows, batch, world_size=cp_size):
+    for local, output, gradients, _ in pool.run(run_local_attention, bounds, rows, batch, {}, world_size=cp_size):
         seen += local.tolist()
         expected = tuple(x[local] for x in whole_gradients)
         torch.testing.assert_close((output, gradients), (whole_output[local], expected), **EXACT)
     assert sorted(seen) == list(range(rows))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_context_parallel_ranks_have_windows_and_sinks(pool, kind):
+    """The gradient of a sink is the sum over the ranks' queries."""
+    bounds, rows = [0, 8, 32], 40
+    whole_output, whole_gradients = reference_of(kind, random_inputs(rows), bounds)
+    answers = pool.run(run_local_attention, bounds, rows, 1, kind, world_size=2)
+    for local, output, gradients, _ in answers:
+        torch.testing.assert_close(
+            (output, gradients), (whole_output[local], tuple(x[local] for x in whole_gradients[:3])), **EXACT
+        )
+    of_sinks = [sum(parts) for parts in zip(*(answer[3] for answer in answers), strict=True)]
+    torch.testing.assert_close(of_sinks, [*whole_gradients[3:]], **EXACT)
 
 
 def run_badly_padded_attention(rank):

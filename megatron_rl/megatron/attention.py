@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
+
+
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+# A window smaller than this is not cut finer: a call of its own for a few queries costs more than the keys that it saves.
+SMALLEST_CUT = 128
 
 
 class Cache(Protocol):
@@ -100,17 +105,27 @@ def _document_bounds(packed_seq_params: PackedSeqParams, num_tokens: int, cp_siz
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class _Chunk:
+    """Consecutive queries of a document on this rank, and the consecutive keys that one of them sees."""
+
+    num_queries: int
+    keys: slice
+    mask: Tensor  # [num_queries, keys] bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class _Run:
     """Consecutive documents of one length. One attention call computes them as a batch."""
 
     count: int
     length: int  # of each document, over all cp ranks
     key_order: Tensor | None  # [length] index of position 0, 1, 2, ... in the gathered rows; None at cp_size 1
-    masks: tuple[Tensor, ...]  # per chunk [chunk, end of the chunk] bool: the keys of each query; empty at cp_size 1
+    chunks: tuple[_Chunk, ...]  # in the order of this rank's queries; empty where each query sees all keys up to itself
 
 
-@functools.lru_cache(maxsize=2)  # the layers of one forward share it, masks included; more would keep old masks alive
-def _runs(bounds: tuple[int, ...], cp_rank: int, cp_size: int, device: torch.device) -> tuple[_Run, ...]:
+# The layers of one forward share it, masks included, with and without a window; more would keep old masks alive.
+@functools.lru_cache(maxsize=2)
+def _runs(bounds: tuple[int, ...], cp_rank: int, cp_size: int, device: torch.device, window: int | None = None) -> tuple[_Run, ...]:
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
     runs = []
     for length, group in itertools.groupby(lengths):
@@ -122,18 +137,30 @@ def _runs(bounds: tuple[int, ...], cp_rank: int, cp_size: int, device: torch.dev
                 f"2 * cp_size = {2 * cp_size}: pad each document, and the row, to such multiples"
             )
         if length > 0:
-            order, masks = (None, ()) if cp_size == 1 else _zigzag(length, cp_rank, cp_size, device)
-            runs.append(_Run(len(list(group)), length, order, masks))
+            # The cache keeps these tensors. Tensors made under inference_mode could not be saved for the backward of a later
+            # forward.
+            with torch.inference_mode(False):
+                order = None if cp_size == 1 else _key_order(length, cp_size).to(device)
+                spans = [] if cp_size == 1 and window is None else chunk_spans(length, cp_rank, cp_size)
+                chunks = tuple(chunk for span in spans for chunk in _chunks(*span, window, device))
+            runs.append(_Run(len(list(group)), length, order, chunks))
     return tuple(runs)
 
 
-def _zigzag(length: int, cp_rank: int, cp_size: int, device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    # The cache keeps these tensors. Tensors made under inference_mode could not be saved for the backward of a later forward.
-    with torch.inference_mode(False):
-        gathered = torch.cat([local_positions(length, rank, cp_size) for rank in range(cp_size)])
-        positions = torch.arange(length, device=device)
-        spans = chunk_spans(length, cp_rank, cp_size)
-        return gathered.argsort().to(device), tuple(positions[:end] <= positions[start:end, None] for start, end in spans)
+def _key_order(length: int, cp_size: int) -> Tensor:  # [length]
+    """Undoes the zigzag order."""
+    return torch.cat([local_positions(length, rank, cp_size) for rank in range(cp_size)]).argsort()
+
+
+def _chunks(start: int, end: int, window: int | None, device: torch.device) -> Iterator[_Chunk]:
+    """The queries start to end. With a window they are cut, so that the masks grow with the tokens and not with their square."""
+    size = end - start if window is None else max(window + 1, SMALLEST_CUT)
+    for first in range(start, end, size):
+        last = min(first + size, end)
+        first_key = 0 if window is None else max(first - window, 0)
+        queries, keys = torch.arange(first, last, device=device)[:, None], torch.arange(first_key, last, device=device)
+        is_seen = keys <= queries
+        yield _Chunk(last - first, slice(first_key, last), is_seen if window is None else is_seen & (keys >= queries - window))
 
 
 class PackedAttention(nn.Module):
@@ -141,17 +168,23 @@ class PackedAttention(nn.Module):
 
         out_p = sum_{q <= p, same document} softmax_q(scale * query_p . key_q) value_q
 
+    window_size (w, 0) leaves the keys p - w <= q <= p, in the layers that window_attn_skip_freq does not skip. softmax_type
+    "learnable" adds exp(sink) of the head to the softmax's denominator, "off-by-one" adds 1:
+    OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925, section 2.2.
     A row of a padded batch is one document; the padding after a packed row's last bound is one too. So every token has a key, and
     none gives NaN. Each token sees its document up to itself and nothing else. `attention_mask` is not read, as in Transformer
     Engine's causal layers: padding must follow the tokens, and the loss mask leaves its rows out.
 
     At cp_size 1 each run of equally long documents is one `scaled_dot_product_attention(is_causal=True)`: no mask,
-    memory linear in T. Under CP a rank's two chunks of each document attend to the gathered keys up to the chunk's end,
-    with a mask of that size.
+    memory linear in T; with a window one for each cut of the window's size. Under CP a rank's two chunks of each document attend to
+    the gathered keys up to the chunk's end, with a mask of that size.
     The group is that of packed_seq_params, where a micro-batch has one of its own, else the model's.
     Communication: under CP one all-gather forward (keys and values together) and one all-reduce backward over cp; else none.
     Raises ConfigError for settings that it does not compute, DataError for wrong document bounds.
     """
+
+    softmax_offset: Tensor | None
+    """[heads of this rank], the logit of the sink of each; None without sinks. The name is Megatron's."""
 
     def __init__(
         self,
@@ -167,7 +200,36 @@ class PackedAttention(nn.Module):
         _check_attention_config(config, attn_mask_type, attention_type)
         self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.cp_group = None if pg_collection is None else pg_collection.cp
+        self.window = window_of_layer(config, layer_number)
+        self._make_sink(config, pg_collection)
         self.cache: Cache | None = None  # while sampling
+
+    def _make_sink(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None) -> None:
+        kind = vars(config).get("softmax_type", "vanilla")
+        if kind == "vanilla":
+            self.register_buffer("softmax_offset", None)
+            return
+        tp_size = resolve_group(None if pg_collection is None else pg_collection.tp, "tp").size()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        zeros = torch.zeros(config.num_attention_heads // tp_size, dtype=config.params_dtype, device=device)
+        if kind == "off-by-one":
+            self.register_buffer("softmax_offset", zeros, persistent=False)
+            return
+        self.softmax_offset = nn.Parameter(zeros)
+        if config.perform_initialization:
+            config.init_method(self.softmax_offset)
+        # Megatron's marks of a parameter that tensor-parallel ranks share; without them the norm of gradients counts one rank's.
+        vars(self.softmax_offset).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron's distributed checkpoints: the sinks are shared by tensor-parallel ranks."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
+        return sharded
 
     def forward(
         self,
@@ -200,7 +262,7 @@ class PackedAttention(nn.Module):
         # [cp, rows, batch, groups, key dim + value dim]
         both = torch.cat([key, value], dim=-1)
         both = gather_with_gradient(both, cp_group) if cp_group.size() > 1 else both[None]
-        runs = _runs(bounds, cp_group.rank(), cp_group.size(), query.device)
+        runs = _runs(bounds, cp_group.rank(), cp_group.size(), query.device, self.window)
         # Split, not sliced: the gradient of each slice would be a tensor of the whole row's size.
         sizes = [run.count * run.length // cp_group.size() for run in runs]
         outputs = []
@@ -210,7 +272,8 @@ class PackedAttention(nn.Module):
                 self.cache.fill(self, whole)
             keys, values = whole.split((key.shape[-1], value.shape[-1]), dim=-1)
             queries = _heads_first(rows.unflatten(0, (run.count, -1)))
-            out = _attend(queries, keys, values, run.masks, self.softmax_scale)  # [count * batch, heads, local, dim]
+            # [count * batch, heads, local, dim]
+            out = _attend(queries, keys, values, run.chunks, self.softmax_scale, self.softmax_offset)
             out = out.unflatten(0, (run.count, -1)).permute(0, 3, 1, 2, 4)  # [count, local, batch, heads, dim]
             outputs.append(out.flatten(3).flatten(0, 1))
         output = torch.cat(outputs)
@@ -234,23 +297,57 @@ def _attend(
     query: Tensor,  # [n, heads, local, dim]
     key: Tensor,  # [n, groups, length, dim]
     value: Tensor,  # [n, groups, length, dim]
-    masks: tuple[Tensor, ...],  # see _Run
+    chunks: tuple[_Chunk, ...],  # see _Run
     softmax_scale: float,
+    sink: Tensor | None,  # [heads]
 ) -> Tensor:  # [n, heads, local, dim]
     # Repeated, not enable_gqa: with it the memory-efficient kernels are not used, and torch would make a [T, T] matrix.
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    if not masks:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=softmax_scale)
-    chunks = zip(query.chunk(len(masks), dim=2), masks, strict=True)
+    if not chunks:
+        return _softmax_attention(query, key, value, None, softmax_scale, sink)
+    queries = query.split([chunk.num_queries for chunk in chunks], dim=2)
     outputs = [
-        F.scaled_dot_product_attention(
-            chunk, key[:, :, : mask.shape[1]], value[:, :, : mask.shape[1]], attn_mask=mask, scale=softmax_scale
-        )
-        for chunk, mask in chunks
+        _softmax_attention(part, key[:, :, chunk.keys], value[:, :, chunk.keys], chunk.mask, softmax_scale, sink)
+        for part, chunk in zip(queries, chunks, strict=True)
     ]
     return torch.cat(outputs, dim=2)
+
+
+def _softmax_attention(
+    query: Tensor,  # [n, heads, queries, dim]
+    key: Tensor,  # [n, heads, keys, dim]
+    value: Tensor,  # [n, heads, keys, dim]
+    mask: Tensor | None,  # [queries, keys] bool; None: as many queries as keys, and causal
+    softmax_scale: float,
+    sink: Tensor | None,  # [heads]
+) -> Tensor:  # [n, heads, queries, dim]
+    """The sink is one more key in front, which each query sees: in one more dimension scale * query . key = sink, and its value
+    is 0."""
+    if sink is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=softmax_scale)
+    first = F.pad(sink.to(key.dtype)[None, :, None, None].expand(key.shape[0], -1, -1, -1), (key.shape[-1], 0))
+    key = torch.cat([first, F.pad(key, (0, 1))], dim=2)
+    query, value = F.pad(query, (0, 1), value=1 / softmax_scale), F.pad(value, (0, 0, 1, 0))
+    if mask is not None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=F.pad(mask, (1, 0), value=True), scale=softmax_scale)
+    # One more query in front keeps it causal without a mask: the query of token p then sees the sink and the keys up to p.
+    query = F.pad(query, (0, 0, 1, 0))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=softmax_scale)[:, :, 1:]
+
+
+def window_of_layer(config: TransformerConfig, layer_number: int) -> int | None:
+    """How many tokens before its own a query of this layer sees; None: all. layer_number: in the whole model, from 1.
+
+    As Megatron: window_attn_skip_freq n leaves each n-th layer without a window, a list has 1 where a layer has one.
+    """
+    settings = vars(config)  # some names exist in some Megatron versions only
+    size, skips = settings.get("window_size"), settings.get("window_attn_skip_freq")
+    if not size or size[0] == -1:  # Megatron's word for no window
+        return None
+    has_window = True if skips is None else bool(skips[layer_number - 1]) if isinstance(skips, list) else layer_number % skips != 0
+    return int(size[0]) if has_window else None
 
 
 def _check_attention_config(config: TransformerConfig, attn_mask_type: AttnMaskType, attention_type: str) -> None:
@@ -264,10 +361,11 @@ def _check_attention_config(config: TransformerConfig, attn_mask_type: AttnMaskT
         )
     if config.attention_dropout != 0:
         problems.append(f"attention_dropout={config.attention_dropout}: it would depend on the layout, set attention_dropout=0.0")
-    if settings.get("window_size") is not None:
-        problems.append(f"window_size={config.window_size}: sliding windows need Transformer Engine, leave it unset")
-    if settings.get("softmax_type", "vanilla") != "vanilla":
-        problems.append(f"softmax_type={config.softmax_type!r}: attention sinks need Transformer Engine, set 'vanilla'")
+    window = settings.get("window_size")
+    if window and (window[1] != 0 or window[0] < -1):
+        problems.append(f"window_size={window}: attention is causal, give (tokens before a token, 0)")
+    if settings.get("softmax_type", "vanilla") not in SOFTMAX_TYPES:
+        problems.append(f"softmax_type={config.softmax_type!r} is not one of {', '.join(SOFTMAX_TYPES)}")
     if config.apply_query_key_layer_scaling:
         problems.append("apply_query_key_layer_scaling: it avoids fp16 overflow and is not computed here, switch it off")
     if problems:

@@ -14,6 +14,7 @@ from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.megatron.attention import PackedAttention, SequenceParallelNorm
 from megatron_rl.megatron.cpu import support_latent_attention
 from megatron_rl.megatron.installed import expert_replicas_drift
+from megatron_rl.megatron.rotary import Rotary
 from megatron_rl.validation.experts import drift_problem, expert_problems
 from megatron_rl.validation.model_settings import model_problems
 
@@ -182,8 +183,7 @@ def build_gpt_model(
     vp_stage: int | None = None,
     tie_embeddings: bool = False,
     seed: int | None = 0,
-    rotary_base: int = 10000,
-    rope_factor: float | None = None,
+    rotary: Rotary = Rotary(),  # noqa: B008  # frozen
     use_transformer_engine: bool | None = None,
 ) -> GPTModel:
     """This pipeline stage's GPTModel with rotary positions. Its weights are equal in every tp, pp, vpp and expert layout.
@@ -191,10 +191,9 @@ def build_gpt_model(
         parameter = config.init_method_std * z(seed, global name) + (1 for the weight of a norm, else 0)
 
     with z standard normal. Biases and norms are random too, so that a gradient that a layout loses can be seen. Call it after
-    model_parallel_cuda_manual_seed. seed None: the weights are Megatron's, for a caller that loads some. rope_factor: of the
-    scaling of rotary positions in Llama 3.
-    Raises ConfigError for a vp_stage or vocab_size that does not fit the layout, for expert_problems, model_problems and
-    drift_problem.
+    model_parallel_cuda_manual_seed. seed None: the weights are Megatron's, for a caller that loads some.
+    Raises ConfigError for a vp_stage or vocab_size that does not fit the layout, for a rotary that the model cannot have, for
+    expert_problems, model_problems and drift_problem.
     """
     _check_layout(config, vocab_size, vp_stage)
     from megatron.core import parallel_state
@@ -209,11 +208,8 @@ def build_gpt_model(
         max_sequence_length=max_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),
         post_process=parallel_state.is_pipeline_last_stage(**virtual),
-        position_embedding_type="rope",
-        rotary_base=rotary_base,
-        rope_scaling=rope_factor is not None,
-        rope_scaling_factor=rope_factor or 8.0,
         share_embeddings_and_output_weights=tie_embeddings,
+        **rotary.model_options(config),
         **stage,
     )
     if seed is None:

@@ -26,6 +26,7 @@ from megatron_rl.files.safetensors_header import TensorEntry, read_safetensors_h
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import all_gather_stack, resolve_group, resolve_groups
 from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_parameter_name, is_of_expert, sharding_of
+from megatron_rl.megatron.rotary import Rotary
 from megatron_rl.train.checkpoints import kind_of_checkpoint
 
 INDEX, SINGLE_FILE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -142,8 +143,7 @@ class HFModel:
             max_sequence_length=max_sequence_length,
             vp_stage=vp_stage,
             tie_embeddings=self.tie_embeddings,
-            rotary_base=self.rotary_base,
-            rope_factor=self.rope_factor,
+            rotary=Rotary(base=self.rotary_base, llama3_factor=self.rope_factor),
             seed=None,
             **options,
         )
