@@ -299,7 +299,6 @@ def line_of(*samples: dict, index: int = 0) -> str:
 
 
 BAD_FILES = [
-    pytest.param('{"input": "1+1=", "output": "2", "score": 1.0}\n', "a line of verl's rollout_data_dir", id="verl's"),
     pytest.param('{"rollout_index": 0, "samples"\n', "line 1: not JSON", id="not JSON"),
     pytest.param('{"rollout_index": 0, "sam', "line 1: not JSON .* delete that line", id="unfinished last line"),
     pytest.param("[" * 300_000, "line 1: lists or objects that are nested too deeply", id="nested"),

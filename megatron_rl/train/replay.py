@@ -23,8 +23,9 @@ from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_dev
 from megatron_rl.megatron.samples import RouteShape
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import prompt_digest
+from megatron_rl.train.host_rollouts import is_of_host
 from megatron_rl.train.options import TrainOptions
-from megatron_rl.train.rollout_files import GIVEN_FOR_ALL, check_parts, existing_parts, is_of_host, load_rollouts, read_part
+from megatron_rl.train.rollout_files import GIVEN_FOR_ALL, check_parts, existing_parts, load_rollouts, read_part
 from megatron_rl.train.rollouts import RolloutBatch, Sample, SampleHeader, SharedRollout, problem_of_rollouts
 from megatron_rl.train.trainer import PolicyTrainer
 

@@ -21,7 +21,6 @@ stands for all of them.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import mmap
@@ -35,12 +34,12 @@ from torch import Tensor
 
 from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.files.host_dumps import load_samples, plain_number
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.samples import RouteShape, route_problem
+from megatron_rl.train.host_rollouts import files_of, host_records, is_of_host, problem_of_form
 from megatron_rl.train.kept_ids import problems_of_kept_ids, read_kept_ids
-from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample, group_advantages, problem_of_rollouts
+from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample, problem_of_rollouts
 
 # Fields that all samples of a rollout have, or none -> what it means where none has.
 GIVEN_FOR_ALL = {
@@ -58,8 +57,6 @@ GIVEN_FOR_ALL = {
 LARGEST_LOG_PROB = 1e-2
 # Those of the types that the values are kept in.
 TOKEN_LIMIT, EXPERT_LIMIT = 2**63, 2**15
-# As the hosts have it in the name of their flag's value.
-NUMBER = "{rollout_id}"
 
 
 def part_path(path: str | Path, part: int, num_parts: int) -> Path:
@@ -71,7 +68,7 @@ def part_path(path: str | Path, part: int, num_parts: int) -> Path:
 def existing_parts(path: str | Path) -> list[Path]:
     """The files that the name stands for, parts in their order; none: there is no such rollout file."""
     if is_of_host(path):
-        return host_files(path)
+        return files_of(path)
     path = Path(path)
     named = re.compile(re.escape(path.stem) + r"\.part-(0|[1-9][0-9]*)" + re.escape(path.suffix))
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
@@ -149,8 +146,8 @@ def load_rollouts(
     route_shape: RouteShape | None = None,
     advantage_normalization: str = AdvantageNormalization.STD,
 ) -> Iterator[RolloutBatch]:
-    """The batches of a file, of its parts together, or of files of miles or slime, read one at a time. DataError names file, line
-    and field; at once if there is no file.
+    """The batches of a file, of its parts together, or of files of another system, read one at a time. DataError names file, line
+    and field; at once if there is no file, or one of a form that is not read.
 
     route_shape: of the model's routes; None: a sample's routes may have any. advantage_normalization: of a host's files, which
     have rewards and no advantages.
@@ -170,6 +167,8 @@ def _existing(path: str | Path) -> list[Path]:
             f"{path}: there is no such rollout file; --save-rollouts FILE of a run writes one, --save-debug-rollout-data of miles "
             "and slime a .pt file for each rollout"
         )
+    if (problem := problem_of_form(path)) is not None:
+        raise DataError(f"{path}: {problem}")
     return files
 
 
@@ -246,9 +245,7 @@ def _parse_line(line: bytes, place: str) -> dict:
     unfinished = "" if line.endswith(b"\n") else "; a killed run leaves its last line unfinished: delete that line"
     value = parse_json_line(line, place, unfinished)
     if not isinstance(value, dict) or not _is_int(value.get("rollout_index")):
-        is_verl = isinstance(value, dict) and {"input", "output", "score"} <= value.keys()
-        reason = "; this is a line of verl's rollout_data_dir: it has texts and no tokens, and is not read here" if is_verl else ""
-        raise DataError(f"{place}: rollout_index: a line must be an object with an integer rollout_index and samples{reason}")
+        raise DataError(f"{place}: rollout_index: a line must be an object with an integer rollout_index and samples")
     return value
 
 
@@ -412,84 +409,3 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, float) or _is_int(value)
-
-
-# Files of --save-debug-rollout-data of miles and slime
-
-
-def is_of_host(path: str | Path) -> bool:
-    return Path(path).suffix == ".pt"
-
-
-def host_files(path: str | Path) -> list[Path]:
-    """The file, or those that the name stands for: of rollout 0, 1, 2 and so on, up to the first that is not there."""
-    if NUMBER not in str(path):
-        return [Path(path)] if Path(path).is_file() else []
-    numbered = (Path(str(path).replace(NUMBER, str(number))) for number in itertools.count())
-    return list(itertools.takewhile(Path.is_file, numbered))
-
-
-def host_records(path: str | Path, normalization: str = AdvantageNormalization.STD) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """(file, its rollout as a line of --save-rollouts) of each file. Advantages come from group_advantages over group_index.
-
-    Raises DataError for what is no such file, and for a sample without group_index or without a number as its reward.
-    """
-    for rollout_index, file in enumerate(host_files(path)):
-        records, _ = load_samples(str(file), "--rollouts")
-        samples = [_sample_of_host(record, f"{file}, sample {number}", number) for number, record in enumerate(records)]
-        prompts = [sample["prompt_id"] for sample in samples]
-        keys = [sample["rollout_id"] for sample in samples]
-        advantages = group_advantages([sample["reward"] for sample in samples], prompts, normalization, keys)
-        if len({*keys}) == len(keys):  # each sample is a rollout
-            samples = [{**sample, "rollout_id": None} for sample in samples]
-        for sample, advantage in zip(samples, advantages, strict=True):
-            sample["advantage"] = advantage
-        yield file, {"rollout_index": rollout_index, "samples": samples}
-
-
-def _sample_of_host(record: Any, place: str, number: int) -> dict[str, Any]:
-    """Numbered by its place in the file: a host's index may count through a whole run. Old log-probabilities are not there."""
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: {type(record).__name__} in the place of a dict of a sample's fields")
-    group, reward = plain_number(record.get("group_index")), plain_number(record.get("reward"))
-    if group is None:
-        raise DataError(f"{place}: group_index: missing, and it says which samples answer one prompt: the host's rollouts set it")
-    if isinstance(reward, bool) or not isinstance(reward, int | float):
-        raise DataError(f"{place}: reward: {reward!r} must be a number: a host with several takes one by --reward-key")
-    rollout = plain_number(record.get("rollout_id"))
-    length, mask = plain_number(record.get("response_length")), _listed(record.get("loss_mask"))
-    if record.get("remove_sample"):  # the host masks all of it
-        mask = [0] * length if isinstance(length, int) else mask
-    return {
-        "prompt_id": str(group),
-        "tokens": _listed(record.get("tokens")),
-        "response_length": length,
-        "loss_mask": [1] * length if mask is None and isinstance(length, int) else mask,
-        "reward": reward,
-        "old_log_probs": None,
-        "rollout_log_probs": _listed(record.get("rollout_log_probs")),
-        "index": number,
-        "kept_ids": _kept_ids_of_host(record, place),
-        "rollout_id": f"sample {number}" if rollout is None else rollout,
-    }
-
-
-def _kept_ids_of_host(record: dict, place: str) -> Any:
-    """slime has lists, miles an object with two tensors."""
-    kept = record.get("rollout_sampling_mask")
-    if kept is None:
-        found = [record.get(f"rollout_top_p_token_{name}") for name in ("ids", "offsets")]
-    else:
-        tensors = getattr(kept, "tensors", {})
-        found = [tensors.get(f"_{name}", tensors.get(name)) for name in ("ids", "offsets")]
-        if any(one is None for one in found):
-            raise DataError(
-                f"{place}: rollout_sampling_mask: what the sampler kept, in an object without tensors of ids and offsets; each "
-                "ratio would be off by the kept mass: write them as rollout_top_p_token_ids and rollout_top_p_token_offsets"
-            )
-    ids, offsets = map(_listed, found)
-    return None if ids is None and offsets is None else {"token_ids": ids, "offsets": offsets}
-
-
-def _listed(values: Any) -> Any:
-    return values.tolist() if hasattr(values, "tolist") else values
