@@ -14,6 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.files.safetensors_header import read_safetensors_header
 from megatron_rl.layout.groups import all_gather_stack, broadcast_from_last, resolve_groups
 from megatron_rl.megatron.model import transformer_config
+from megatron_rl.megatron.rotary import Llama3, Rotary
 from megatron_rl.testing.layout_step import Layout
 from megatron_rl.train.hf_checkpoint import INDEX, read_hf_model, save_hf_checkpoint
 
@@ -32,6 +33,7 @@ SIZES = {
     "initializer_range": 0.2,  # of 0.02 the logits would be so flat that a wrong layer hides
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
 MODELS = {
     "llama": ("Llama", {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}}),
@@ -41,12 +43,39 @@ MODELS = {
     "qwen3 with experts": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
     "qwen3 with experts, not normalised": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}),
 }
+# Each on the layouts of ROTARY_LAYOUTS alone: what a form changes is one vector, and the scale of the softmax.
+ROTARY = {
+    "linear": ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+    "llama3, other factors": (
+        "Llama",
+        {
+            "rope_theta": 123.5,
+            "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 5.0, "original_max_position_embeddings": 32},
+        },
+    ),
+    "yarn": ("Qwen3", {"head_dim": 32, "rope_scaling": {**YARN, "beta_fast": 2.0, "beta_slow": 0.2}}),
+    "yarn, scaled": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "rope_scaling": {**YARN, "attention_factor": 1.5}}),
+    "yarn, not rounded": (
+        "Qwen2",
+        {
+            "rope_scaling": {
+                **YARN,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 2.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "truncate": False,
+            }
+        },
+    ),
+}
 # Fewer key heads than tensor-parallel ranks: a rank holds a part of a query group.
 FEW_KEY_HEADS = {
     f"{name}, one key head": (kind, {**settings, "num_key_value_heads": 1})
     for name, (kind, settings) in MODELS.items()
     if name in ("llama", "qwen2", "qwen3", "qwen3 with experts")
 }
+ALL_MODELS = MODELS | FEW_KEY_HEADS | ROTARY
 # Both compute in float32, in another order; a wrong head, a wrong rotation or a missing bias moves logits of this size by 0.1.
 TOLERANCE = 1e-4
 TOKENS = torch.randint(99, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -56,7 +85,7 @@ TOKENS = torch.randint(99, (2, 12), generator=torch.Generator().manual_seed(0))
 def checkpoints(tmp_path_factory):
     """name -> (folder, the logits of transformers)."""
     made = {}
-    for name, (kind, settings) in (MODELS | FEW_KEY_HEADS).items():
+    for name, (kind, settings) in ALL_MODELS.items():
         torch.manual_seed(1)
         config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
         model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
@@ -109,12 +138,17 @@ def tensor_parallel(name, size):
 
 
 CASES += [(name, tensor_parallel(name, size)) for name in FEW_KEY_HEADS for size in (2, 4)]
+CASES += [
+    (name, layout)
+    for name in ROTARY
+    for layout in (Layout(), Layout(tensor=2, sequence_parallel=True, pipeline=2))[: 2 - (name == "yarn, scaled")]
+]
 CASES += [(name.removesuffix(", one key head"), tensor_parallel(name, 4)) for name in FEW_KEY_HEADS]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_logits_are_those_of_transformers_and_the_saved_weights_the_same_bits(pool, checkpoints, tmp_path, name, layout):
-    (folder, expected), kind = checkpoints[name], (MODELS | FEW_KEY_HEADS)[name][0]
+    (folder, expected), kind = checkpoints[name], ALL_MODELS[name][0]
     found = pool.run(
         logits_on_rank, folder, layout.sequence_parallel, tmp_path / "saved", world_size=layout.world_size, **layout.model_parallel
     )
@@ -161,8 +195,19 @@ def cast(dtype):
         ({"use_sliding_window": True}, None, "use_sliding_window=True is not computed here"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, None, "layer_types has sliding_attention; only full_attention"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, None, "full_attention.* is not computed here"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None, "rope_scaling=.*yarn.* is not computed here"),
-        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 4096}}, None, "original_max_position_embeddings.: 4096"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            None,
+            "rope_scaling=.*longrope.* is not computed here; known as rope_type are default, linear, llama3, yarn",
+        ),
+        (
+            {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192, "mrope_section": [1]}},
+            None,
+            "rope_scaling has mrope_section with rope_type=llama3",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}, None, "factor=-4.0 must be a number above 0"),
+        ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, None, "beta_fast=0.5 must be beta_slow=1.0 at least"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, None, "high_freq_factor=1.0 must be above low_freq_factor=1.0"),
         (None, without("model.norm.weight"), "missing for Qwen2ForCausalLM with the sizes of config.json: model.norm.weight"),
         (None, renamed, "not known for Qwen2ForCausalLM .*: model.layers.1.mlp.wide_proj.weight"),
         ({"intermediate_size": 100}, None, r"of another shape .*gate_proj.weight \(96, 64\) instead of \(100, 64\).* and 2 more"),
@@ -180,10 +225,14 @@ def cast(dtype):
         ({"rms_norm_eps": -1.0}, None, "rms_norm_eps=-1.0 must be a number above 0"),
         ({"tie_word_embeddings": "false"}, None, "tie_word_embeddings='false' must be true or false"),
         ({"architectures": {"Qwen2ForCausalLM": 1}}, None, "architectures=.* must be a list, each text"),
-        ({"rope_theta": -1.0}, None, "rope_theta=-1.0 must be a number above 0"),
-        ({"rope_theta": float("nan")}, None, "rope_theta=nan must be a number above 0"),
-        ({"rope_theta": 10000.7}, None, "rope_theta=10000.7 must be a whole number"),
-        ({"partial_rotary_factor": 0.5}, None, "partial_rotary_factor=0.5 must be 1"),
+        ({"rope_theta": -1.0}, None, "rope_theta=-1.0 must be a number above 1"),
+        ({"rope_theta": float("nan")}, None, "rope_theta=nan must be a number above 1"),
+        (
+            {"partial_rotary_factor": 0.5},
+            None,
+            "partial_rotary_factor=0.5 must be 1: positions turn whole heads in this architecture",
+        ),
+        ({"partial_rotary_factor": 1.5}, None, "partial_rotary_factor=1.5 must be a number above 0, and 1 at most"),
         ({"rope_scaling": "llama3"}, None, "rope_scaling='llama3' must be an object of settings"),
         (
             {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
@@ -232,7 +281,7 @@ def test_rotary_settings_as_transformers_5_writes_them(checkpoints, tmp_path):
         "rope_parameters": {**MODELS["llama"][1]["rope_scaling"], "rope_theta": 5e5},
     }
     found = read_hf_model(changed(checkpoints["llama"][0], tmp_path, settings=settings))
-    assert (found.rotary_base, found.rope_factor) == (before.rotary_base, before.rope_factor) == (500000, 8.0)
+    assert found.rotary == before.rotary == Rotary(base=500000.0, llama3=Llama3(factor=8.0))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +291,7 @@ def test_the_base_of_rotary_positions_may_stand_beside_their_scaling(checkpoints
     """transformers takes the base at the top where rope_parameters has none. 10000 in its place is another model."""
     settings = {"rope_theta": 1e6, "rope_scaling": None, "rope_parameters": scaling}
     found = read_hf_model(changed(checkpoints["llama"][0], tmp_path, settings=settings))
-    assert (found.rotary_base, found.rope_factor) == (1000000, scaling.get("factor"))
+    assert found.rotary == Rotary(base=1000000.0, llama3=Llama3(factor=8.0) if "factor" in scaling else None)
     assert transformers.AutoConfig.from_pretrained(tmp_path).rope_theta == 1e6
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions of build_gpt_model: the angles are those of the papers, and what a release would leave out is refused."""
+"""Rotary positions of build_gpt_model: the angles are those of the papers, and what the model would leave out is refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 from helpers import error_of, pool_of
 
 from megatron_rl.megatron.model import build_gpt_model, transformer_config
-from megatron_rl.megatron.rotary import Rotary, Yarn
+from megatron_rl.megatron.rotary import Llama3, Rotary, Yarn
 
 pytestmark = pytest.mark.megatron
 
 HEAD, LENGTH = 16, 6
 YARN = Yarn(factor=8.0, original_length=64, beta_fast=4.0, beta_slow=1.0)
+EXACT = Yarn(factor=8.0, original_length=64, beta_fast=4.0, rounds_range=False, attention_factor=1.5)
+LLAMA3 = Llama3(factor=4.0, low_freq_factor=0.5, high_freq_factor=3.0, original_length=64)
 pool = pool_of(1)
 
 
@@ -23,10 +25,9 @@ def model_of(rotary: Rotary, **options):
     return build_gpt_model(config, vocab_size=16, max_sequence_length=LENGTH, rotary=rotary)
 
 
-def angles_on_rank(rank: int, rotary: Rotary) -> tuple[torch.Tensor, float]:  # [LENGTH, dimensions], factor of the queries
-    found = model_of(rotary).rotary_pos_emb(LENGTH)
-    angles, factor = found if isinstance(found, tuple) else (found, 1.0)
-    return angles[:, 0, 0], float(factor)
+def angles_on_rank(rank: int, rotary: Rotary) -> tuple[torch.Tensor, float]:  # [LENGTH, dimensions], scale of the softmax
+    model = model_of(rotary)
+    return model.rotary_pos_emb(LENGTH)[:, 0, 0], model.decoder.layers[0].self_attention.core_attention.softmax_scale
 
 
 def frequencies(size: int, base: float) -> list[float]:
@@ -47,38 +48,64 @@ def yarn_by_hand(yarn: Yarn, base: float) -> list[float]:
     return [f * (1 - share) + f / yarn.factor * share for f, share in zip(frequencies(HEAD, base), shares, strict=True)]
 
 
+def llama3_by_hand(llama3: Llama3, base: float) -> list[float]:
+    found = []
+    for f in frequencies(HEAD, base):
+        turns = llama3.original_length * f / (2 * math.pi)
+        kept = (turns - llama3.low_freq_factor) / (llama3.high_freq_factor - llama3.low_freq_factor)
+        found.append(f if kept > 1 else f / llama3.factor if kept < 0 else kept * f + (1 - kept) * f / llama3.factor)
+    return found
+
+
 @pytest.mark.parametrize(
     ("rotary", "by_hand", "factor"),
     [
         pytest.param(Rotary(), frequencies(HEAD, 10000), 1.0, id="whole heads"),
         pytest.param(Rotary(base=1e6, percent=0.5), frequencies(HEAD // 2, 1e6), 1.0, id="half of a head, as GLM"),
+        pytest.param(Rotary(linear_factor=3.0), [f / 3 for f in frequencies(HEAD, 10000)], 1.0, id="linear"),
+        pytest.param(Rotary(base=500.0, llama3=LLAMA3), llama3_by_hand(LLAMA3, 500.0), 1.0, id="Llama 3"),
         pytest.param(Rotary(base=500.0, yarn=YARN), yarn_by_hand(YARN, 500.0), 0.1 * math.log(8) + 1, id="YaRN"),
+        pytest.param(Rotary(base=500.0, yarn=EXACT), yarn_by_hand(EXACT, 500.0), 1.5, id="YaRN, not rounded, its own factor"),
     ],
 )
 def test_the_angles_are_those_of_the_paper(pool, rotary, by_hand, factor):
     angles, found = pool.run(angles_on_rank, rotary)[0]
     expected = torch.outer(torch.arange(LENGTH).double(), torch.tensor(by_hand * 2).double())
     torch.testing.assert_close(angles.double(), expected, rtol=1e-6, atol=1e-7)  # float32 frequencies
-    assert found == pytest.approx(factor)
+    assert found == pytest.approx(factor**2 / math.sqrt(HEAD))  # on queries and on keys
 
 
 def refusals_on_rank(rank: int) -> list[str]:
-    from megatron.core.models.gpt import gpt_model
-
     latent = {"multi_latent_attention": True, "rope_type": "rope"}
-    cases = [(Rotary(percent=0.5), latent), (Rotary(percent=0.5, yarn=YARN), {})]
-    messages = [error_of(lambda rotary=rotary, options=options: model_of(rotary, **options)) for rotary, options in cases]
-    kept = gpt_model.YarnRotaryEmbedding
-    del gpt_model.YarnRotaryEmbedding
-    try:
-        return [*messages, error_of(lambda: model_of(Rotary(yarn=YARN)))]
-    finally:
-        gpt_model.YarnRotaryEmbedding = kept
+    cases = [
+        (Rotary(base=500.0), latent),
+        (Rotary(yarn=YARN), latent | {"rope_type": "yarn"}),
+        (Rotary(percent=0.5), latent),
+        (Rotary(percent=0.5, yarn=YARN), {}),
+        (Rotary(yarn=YARN), {"softmax_scale": 0.1}),
+        (Rotary(linear_factor=2.0, llama3=LLAMA3), {}),
+    ]
+    return [error_of(lambda rotary=rotary, options=options: model_of(rotary, **options)) for rotary, options in cases]
 
 
-def test_what_megatron_would_leave_out_is_refused(pool):
+def test_what_the_model_would_leave_out_is_refused(pool):
     """It would take the other form, or none, without an error."""
-    of_latent, of_yarn, of_release = pool.run(refusals_on_rank)[0]
-    assert "with multi_latent_attention: its rotary positions are in its config" in of_latent
-    assert "rotary.yarn with percent=0.5 and llama3_factor=None" in of_yarn
-    assert "the installed Megatron-Core has no YaRN; install 0.15 or later" in of_release
+    base, form, latent, percent, scale, two = pool.run(refusals_on_rank)[0]
+    assert "rope_type='rope' and rotary_base=10000: the config would win; set rope_type='rope' and rotary_base=500.0" in base
+    assert "rope_type='yarn' and rotary_base=10000: the config would win" in form
+    assert "rotary.percent=0.5 with multi_latent_attention: its rotated dimensions are in the config" in latent
+    assert "rotary.yarn multiplies rotated dimensions by 1.20794, which is not computed where others" in percent
+    assert "softmax_scale=0.1 with rotary.yarn, which makes it 0.364" in scale
+    assert "rotary has linear_factor and llama3: positions are scaled in one form" in two
+
+
+def latent_angles_on_rank(rank: int, rotary: Rotary) -> torch.Tensor:
+    model = model_of(rotary, multi_latent_attention=True, rope_type="rope", qk_pos_emb_head_dim=HEAD, q_lora_rank=None)
+    return model.decoder.layers[0].self_attention.rotary_pos_emb(LENGTH)[:, 0, 0]
+
+
+def test_latent_attention_has_the_angles_too(pool):
+    rotary = Rotary(yarn=Yarn(factor=8.0, original_length=64, beta_fast=4.0, attention_factor=1.0))
+    angles = pool.run(latent_angles_on_rank, rotary)[0]
+    expected = torch.outer(torch.arange(LENGTH).double(), torch.tensor(yarn_by_hand(rotary.yarn, 10000) * 2).double())
+    torch.testing.assert_close(angles.double(), expected, rtol=1e-6, atol=1e-7)

@@ -212,6 +212,7 @@ def build_gpt_model(
         **rotary.model_options(config),
         **stage,
     )
+    rotary.put_into(model)
     if seed is None:
         return model
     with torch.no_grad():

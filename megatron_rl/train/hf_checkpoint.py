@@ -28,14 +28,13 @@ from megatron_rl.layout.groups import all_gather_stack, resolve_group, resolve_g
 from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_parameter_name, is_of_expert, sharding_of
 from megatron_rl.megatron.rotary import Rotary
 from megatron_rl.train.checkpoints import kind_of_checkpoint
+from megatron_rl.train.hf_rotary import rotary_of
 
 INDEX, SINGLE_FILE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 # Of a folder, besides the weights: what `transformers` reads, and the tokenizer.
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja")
 # In a folder that a run wrote: which one.
 MARKER = "megatron_rl_run.json"
-# Megatron's RotaryEmbedding has these built in; only the factor is an argument.
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # What to do where the tensors do not fit config.json.
 MISSHAPEN_REMEDY = f"{CONFIG} is of another model: take the one that belongs to these weights"
 MISSING_REMEDY = f"after an incomplete download: fetch the folder again; else {MISSHAPEN_REMEDY}"
@@ -83,8 +82,7 @@ class HFModel:
     vocab_size: int
     max_position_embeddings: int
     tie_embeddings: bool
-    rotary_base: int
-    rope_factor: float | None  # of Llama 3's scaling; None: none
+    rotary: Rotary
     norm_eps: float
     num_experts: int = 0
     expert_ffn_hidden_size: int = 0
@@ -143,7 +141,7 @@ class HFModel:
             max_sequence_length=max_sequence_length,
             vp_stage=vp_stage,
             tie_embeddings=self.tie_embeddings,
-            rotary=Rotary(base=self.rotary_base, llama3_factor=self.rope_factor),
+            rotary=self.rotary,
             seed=None,
             **options,
         )
@@ -232,7 +230,6 @@ def _described(folder: Path, architecture: str, fields: Fields, num_tensors: int
                 f"{fields.place}: num_experts_per_tok=1 with norm_topk_prob=true: the weight of the one expert is always 1, so the "
                 "router would not learn, and Megatron-Core refuses it: take a model of 2 experts a token, or without norm_topk_prob"
             )
-    rotary = _rotary(fields)
     return HFModel(
         folder=folder,
         architecture=architecture,
@@ -245,49 +242,10 @@ def _described(folder: Path, architecture: str, fields: Fields, num_tensors: int
         vocab_size=fields.whole("vocab_size"),
         max_position_embeddings=fields.whole("max_position_embeddings"),
         tie_embeddings=fields.switch("tie_word_embeddings", False),
-        rotary_base=_rotary_base(rotary),
-        rope_factor=_rope_factor(rotary),
+        rotary=rotary_of(fields),
         norm_eps=fields.number("rms_norm_eps", below=1.0),
         **experts,
     )
-
-
-def _rotary(fields: Fields) -> Fields:
-    """The settings of rotary positions as transformers 5 has them, in one object. Before, the base stood at the top and the scaling
-    in rope_scaling; a folder may mix both."""
-    inner, scaling = fields.table("rope_parameters").content, fields.table("rope_scaling").content
-    if inner and scaling and {**scaling, **inner} != {**inner, **scaling}:
-        raise ConfigError(f"{fields.place}: rope_parameters={inner} and rope_scaling={scaling} differ: remove the wrong one")
-    found = {**scaling, **inner}
-    for name in ("rope_theta", "partial_rotary_factor"):
-        top = fields.content.get(name)
-        if top is not None and name in found and found[name] != top:
-            raise ConfigError(f"{fields.place}: {name}={top!r}, and {found[name]!r} in its rotary settings: remove the wrong one")
-        found = {**found, name: found.get(name, top)}
-    rotary = Fields({name: value for name, value in found.items() if value is not None}, fields.place)
-    if rotary.number("partial_rotary_factor", 1.0) != 1.0:
-        raise rotary.wrong("partial_rotary_factor", "1: positions that turn a part of a head are not computed here")
-    return rotary
-
-
-def _rotary_base(rotary: Fields) -> int:
-    base = rotary.number("rope_theta", 10000, below=2.0**53)
-    if base != int(base):
-        raise rotary.wrong("rope_theta", "a whole number: Megatron-Core takes no other, and it is not cut here")
-    return int(base)
-
-
-def _rope_factor(rotary: Fields) -> float | None:
-    given = {name: value for name, value in rotary.content.items() if name != "partial_rotary_factor"}
-    kind = given.get("rope_type", given.get("type"))
-    if kind == "default" or (kind is None and set(given) <= {"rope_theta"}):
-        return None
-    if kind != "llama3":
-        raise ConfigError(f"{rotary.place}: rope_scaling={given} is not computed here; known is Llama 3's, rope_type llama3")
-    wrong = {name: given.get(name) for name, value in LLAMA3_ROPE.items() if given.get(name) != value}
-    if wrong:
-        raise ConfigError(f"{rotary.place}: rope_scaling has {wrong}; Megatron-Core computes {LLAMA3_ROPE} alone")
-    return float(rotary.number("factor"))
 
 
 # Which tensors make a parameter
