@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.commands.doctor.command_line import read_line, training_line
 from megatron_rl.commands.doctor.launch import judge_launch
-from megatron_rl.commands.doctor.report import PROBLEM, as_text
+from megatron_rl.commands.doctor.report import OK, PROBLEM, as_text
 from megatron_rl.commands.doctor.script import ScriptReader, is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
@@ -325,7 +325,7 @@ def test_a_whole_line_in_quotes_is_read_as_the_shell_would():
             "bash",
             "run.sh",
             "python3 tools/convert.py\nbash other.sh",
-            "starts no training .* here, it runs convert.py, other.sh: give",
+            "starts no training .* here, it runs convert.py, other.sh: give the script that does, as in -- bash other.sh",
         ),
         ("bash", "run.sh", "echo hello", "starts no training that can be seen here: give the line that does"),
         ("bash", "gone.sh", None, r"gone\.sh is no file in .*: start from the folder that the launch starts from"),
@@ -344,6 +344,24 @@ def test_a_script_without_one_training_is_refused(tmp_path, monkeypatch, program
         read_line([program, name], None)
 
 
+def test_a_script_that_another_one_starts_is_read(checkout, tmp_path):
+    """It has the exported variables alone, and its own training counts where the first script has none."""
+    inner = checkout[1]('python3 train.py --lr "$1" --seed "$SEED" --name "$NAME" --kl-coef "$KL"')
+    outer = tmp_path / "outer.sh"
+    outer.write_text(f'export SEED=7\nNAME=mine\nKL=0.5 exec bash "$(dirname "$0")/{Path(inner).relative_to(tmp_path)}" 3e-4\n')
+    line = read_line(["bash", str(outer)], None)
+    assert dict(line.flags) == {"--lr": ("3e-4",), "--seed": ("7",), "--name": ("$NAME",), "--kl-coef": ("0.5",)}
+    assert line.read_from.place.startswith("line ") and line.read_from.place.endswith(Path(inner).name)
+    outer.write_text(f"bash {inner}\npython3 train.py --lr 1 --rollout-batch-size 2 --custom-megatron-init-path a.b\n")
+    assert dict(read_line(["bash", str(outer)], "slime").flags)["--lr"] == ("1",)
+
+
+def test_an_evaluation_behind_the_training_is_no_second_training(checkout):
+    script = checkout[1]("uv run examples/run_grpo.py a=1\nuv run examples/run_eval.py b=2")
+    (line, _) = training_line([*ScriptReader(Path(script)).lines()], "run.sh")
+    assert line.words[-1] == "a=1"
+
+
 def test_the_scripts_own_python_path_is_looked_at(checkout, tmp_path):
     (tmp_path / "plug").mkdir()
     (tmp_path / "plug" / "my_reward_model.py").write_text("def score(): ...\n")
@@ -351,7 +369,7 @@ def test_the_scripts_own_python_path_is_looked_at(checkout, tmp_path):
         'export PYTHONPATH="$PYTHONPATH:$(dirname "$0")/../plug"\npython3 train.py --custom-rm-path my_reward_model.score'
     )
     (finding,) = judge_launch(["bash", script], None).paths
-    assert finding.text == "my_reward_model.score loads"
+    assert finding.text.startswith("my_reward_model.score is there: ") and finding.status == OK
 
 
 def test_scripts_that_source_each_other_end(tmp_path):

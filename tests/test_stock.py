@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import types
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.commands.doctor.recorded_step import difference, microbatches, token_weights
 from megatron_rl.hosts import roll, skyrl, stock, trl, verl
-from megatron_rl.hosts.base import host_named
+from megatron_rl.hosts.base import HostOptions, host_named
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import Settings
 
@@ -198,11 +202,86 @@ def test_slime(is_per_token):
         found = reducer_of(lengths, lengths, list(mask), calculate_per_token_loss=is_per_token)(losses.flatten())
         return DP * found / (TOKENS.clamp(min=1).sum() if is_per_token else len(TOKENS))
 
-    options = {"loss_type": "policy_loss", "calculate_per_token_loss": is_per_token, "use_kl_loss": True, "kl_loss_coef": 0.1}
-    options |= {"custom_pg_loss_reducer_function_path": None, "entropy_coef": 0.0, "use_tis": False}
-    found = host_named("slime").stock(options)
+    given = Namespace(calculate_per_token_loss=is_per_token, use_kl_loss=True, kl_loss_coef=0.1)
+    found = host_named("slime").stock(HostOptions(given, host_named("slime")))
     assert found.policy == found.kl and found.entropy is None
     agrees(found.policy, reduced)
+
+
+@pytest.mark.host("PRIME_RL_ROOT")
+def test_prime_rl():
+    """The trainer divides by the tokens of all ranks, and scale_gradients_ undoes FSDP's mean over them."""
+
+    class Type:
+        def __class_getitem__(cls, item):
+            return cls
+
+    tree = source_of("PRIME_RL_ROOT", "src/prime_rl/trainer/rl/loss.py")
+    names = {
+        "Bool": Type,
+        "Float": Type,
+        "LossFn": Type,
+        "LossInputs": types.SimpleNamespace,
+        "Any": object,
+        "Tensor": torch.Tensor,
+    }
+    compute_loss = functions_of(tree, "compute_loss", **names).compute_loss
+
+    def sums(inputs):
+        return types.SimpleNamespace(loss=(inputs.trainer_logprobs * inputs.loss_mask).sum(), metrics={})
+
+    def reduced(losses, mask, samples):
+        nothing = [None] * 4
+        total = int(TOKENS.sum())
+        found = compute_loss([*losses], [*losses], None, [*losses], [*mask.bool()], *nothing[:3], sums, total, 1, 1)
+        return DP * found[0]
+
+    agrees(stock_of("prime_rl").policy, reduced)
+    assert stock_of("prime_rl", **{"orchestrator.algo.type": "opd"}).remarks and stock_of("prime_rl", type="custom") is None
+
+
+@pytest.mark.host("MEGATRON_LM_ROOT")
+def test_megatron_lm():
+    """Megatron's schedule divides the sum of a bin by the tokens that come with it, and by M."""
+    tree = source_of("MEGATRON_LM_ROOT", "train_rl.py")
+
+    def reduced(losses, mask, samples):
+        given = {"losses_flat": losses.flatten(), "loss_mask_flat": mask.flatten()}
+        kept = ("total_tokens = ", "if total_tokens == 0", "loss = torch.cat")
+        found = statements_of(tree, "loss_func", lambda text: text.startswith(kept), **given)["loss"]
+        return found[0] / found[1].detach() / M
+
+    options = HostOptions(Namespace(calculate_per_token_loss=False), host_named("megatron_lm"))
+    agrees(host_named("megatron_lm").stock(options).policy, reduced)
+
+
+@pytest.mark.host("SKYRL_ROOT")
+def test_the_examples_of_skyrl_train_its_own_losses():
+    """One adds a loss, whose name no table of ours has."""
+    folder = Path(os.environ["SKYRL_ROOT"])
+    mains = [path for path in folder.glob("examples/train*/**/main_*.py") if "sft" not in path.name]
+    own = [path.name for path in mains if "PolicyLossRegistry" in path.read_text() or "loss_reduction" in path.read_text()]
+    assert own == ["main_custom_policy_loss.py"] and len(mains) > 15
+
+
+@pytest.mark.host("NEMO_RL_ROOT")
+def test_the_other_trainers_of_nemo_rl_train_the_same_loss():
+    """ppo makes ClippedPGLossFn; the single controller adds micro-batches with 1 for their counts, and divides once."""
+    root = Path(os.environ["NEMO_RL_ROOT"])
+    assert "loss_fn = ClippedPGLossFn(" in (root / "nemo_rl/algorithms/ppo.py").read_text()
+    assert "ClippedPGLossFn(" in "".join(
+        path.read_text() for path in (root / "nemo_rl/algorithms/single_controller_utils").glob("*.py")
+    )
+    worker = (root / "nemo_rl/models/policy/workers/megatron_policy_worker.py").read_text()
+    assert "global_valid_toks=placeholder_n" in worker and "self.model.scale_gradients(inv_n)" in worker
+
+
+@pytest.mark.host("VERL_ROOT")
+def test_the_terms_and_programs_of_verl_that_share_its_aggregation():
+    text = (Path(os.environ["VERL_ROOT"]) / "verl/trainer/distillation/losses.py").read_text()
+    assert text.count("loss_agg_mode=loss_agg_mode") == 2 and "policy_loss = 0.0" in text
+    worker = (Path(os.environ["VERL_ROOT"]) / "verl/experimental/separation/engine_workers.py").read_text()
+    assert "class DetachActorWorker(ActorRolloutRefWorker)" in worker and "loss" not in worker
 
 
 @pytest.mark.host("VERL_ROOT")
@@ -284,14 +363,74 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
             "skyrl",
             "python -m examples.train.algorithms.dapo.main_dapo trainer.algorithm.loss_reduction=token_mean_legacy "
             "trainer.algorithm.overlong_buffer_len=512",
+            ("main_dapo: what it makes of trainer.algorithm.overlong_buffer_len is not judged", "depends on the layout\n"),
+            "PROBLEM",
+            id="SkyRL: an entrypoint of its examples",
+        ),
+        pytest.param(
+            "skyrl",
+            "python -m mine.main trainer.algorithm.loss_reduction=token_mean_legacy trainer.algorithm.overlong_buffer_len=512",
             (
-                "examples.train.algorithms.dapo.main_dapo is an entrypoint of your own: it may train another loss, and what "
-                "it makes of trainer.algorithm.overlong_buffer_len is not judged",
+                "mine.main is an entrypoint of your own: it may train another loss, and what it makes of "
+                "trainer.algorithm.overlong_buffer_len is not judged",
                 "Our losses need -m skyrl.train.entrypoints.main_base",
                 "NOT exact",
+                "depends on the layout; see the notes\n",
             ),
             "PROBLEM",
             id="SkyRL: an entrypoint of one's own",
+        ),
+        pytest.param(
+            "skyrl",
+            "python -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=mine.entry trainer.strategy=fsdp",
+            ("trainer.override_entrypoint=mine.entry is not known here: it may train another loss", "layout; see the notes\n"),
+            "PROBLEM",
+            id="SkyRL: another trainer behind its entrypoint",
+        ),
+        pytest.param(
+            "verl",
+            "python -m recipe.mine.main actor_rollout_ref.actor.loss_agg_mode=token-mean",
+            ("recipe.mine.main is a program of your own: it may train another loss", "layout; see the notes\n"),
+            "PROBLEM",
+            id="verl: a program of one's own",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.experimental.fully_async_policy.fully_async_main --config-name=fully_async_ppo_trainer.yaml "
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo algorithm.rollout_correction.bypass_mode=true",
+            ("fully_async_main trains with verl's own loss; ours was not tried with it", "bypass_mode of the old trainer"),
+            "PROBLEM",
+            id="verl: the old trainer behind another program",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo distillation.enabled=True distillation.distillation_loss.use_task_rewards=False "
+            "actor_rollout_ref.actor.use_kl_loss=True",
+            ("distillation  ", "a token weighs 1/T"),
+            "policy  ",
+            id="verl: distillation in the place of the policy's loss",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo distillation.enabled=True actor_rollout_ref.model.mtp.enable=True "
+            "actor_rollout_ref.model.mtp.enable_train=True",
+            ("1/T too, as the policy term", "adds the loss of multi-token prediction, which is not judged", "see the notes\n"),
+            "PROBLEM",
+            id="verl: distillation beside it",
+        ),
+        pytest.param(
+            "miles",
+            "python3 train.py --mtp-num-layers 1 --enable-mtp-training",
+            ("--enable-mtp-training adds the loss of multi-token prediction, which is not judged", "layout; see the notes\n"),
+            "no problems",
+            id="miles: multi-token prediction",
+        ),
+        pytest.param(
+            "trl",
+            "trl grpo --loss_type bnpo --top_entropy_quantile 0.2",
+            ("exact: loss_type=dapo", "top_entropy_quantile selects tokens of each micro-batch", "see the notes\n"),
+            "PROBLEM",
+            id="TRL: a selection of each micro-batch",
         ),
         pytest.param(
             "verl",
@@ -328,6 +467,40 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
 def test_doctor_says_what_of_a_stock_line_it_does_not_judge(host, line, said, not_said, capsys):
     _, out = doctor(capsys, "--", *line.split()) if host != "miles" else doctor(capsys, "--host", host, "--", *line.split())
     assert not [text for text in said if text not in out] and not_said not in out, out
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("python -m verl.trainer.sft_trainer", "verl.trainer.sft_trainer trains on given answers"),
+        ("python verl/trainer/main_eval.py", "verl/trainer/main_eval.py trains nothing"),
+        ("uv run examples/run_dpo.py", "examples/run_dpo.py trains on preferences"),
+        ("python -m skyrl.train.main_sft", "skyrl.train.main_sft trains on given answers"),
+        ("uv run sft @ sft.toml", "sft trains on given answers"),
+        ("trl dpo --config x.yaml", "trl dpo trains on preferences"),
+    ],
+)
+def test_other_trainings_of_a_trainer_are_named_and_not_judged(line, why, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out = doctor(capsys, "--", *line.split())
+    assert code == 0 and f"doctor: {why}" in out and out.endswith(": nothing was judged\n"), out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(GRPOConfig(loss_type='bnpo', beta=x))", "NOT exact: the weight of"),
+        ("from trl import SFTTrainer\nSFTTrainer()", "trains on given answers"),
+        ("import trl\ntrl.RLOOTrainer()", "makes a RLOOTrainer, whose loss is not known here"),
+        ("from nemo_rl.algorithms.grpo import setup", "NeMo-RL's own loss: the weights"),
+        ("from nemo_rl.algorithms.dpo import setup", "trains on preferences"),
+    ],
+)
+def test_a_script_says_by_its_imports_whose_it_is(text, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(text)
+    _, out = doctor(capsys, "--", "python", "mine.py", "loss_fn.token_level_loss=true")
+    assert said in out.splitlines()[-1], out
 
 
 @pytest.mark.parametrize("host", LINES)
@@ -381,3 +554,56 @@ def test_a_step_beside_a_loss_of_ours_is_sent_to_explain(capsys):
 def test_a_flag_that_does_nothing_is_refused(words, said, capsys):
     code = main(["doctor", "--launch-only", *words])
     assert code == 2 and said in capsys.readouterr().err
+
+
+# explain, of a line
+
+
+def explain(capsys, *words: str) -> tuple[int, str]:
+    code = main(["explain", *words])
+    shown = capsys.readouterr()
+    return code, shown.out + shown.err
+
+
+def test_explain_shows_the_weights_of_a_stock_line(capsys):
+    """Samples of 10, 10, 10 and 70 tokens in two micro-batches, as doctor's step above: 1 / (2 x 20) and 1 / (2 x 80)."""
+    step = ["--response-lengths", "10,10,10,70", "--num-microbatches", "2", "--host", "trl"]
+    code, out = explain(capsys, *step, "--", *LINES["trl"][0])
+    rows = [line.split() for line in out.splitlines() if line.startswith("sample ")]
+    assert [row[3:] for row in rows] == [
+        ["0.0", "10/10", "0.025", "x", "2.5"],
+        ["0.0", "10/10", "0.025", "x", "2.5"],
+        ["0.1", "10/10", "0.00625", "x", "0.625"],
+        ["0.1", "70/70", "0.00625", "x", "0.625"],
+    ]
+    assert code == 0 and out.splitlines()[-1].startswith("TRL's own loss: NOT exact"), out
+    assert json.loads(explain(capsys, *step, "--json", "--", *LINES["trl"][0])[1])["own_loss"]["policy"]["weights"][0] == 0.025
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--loss-aggregation", "constant", "--", "python3", "train.py"], "--loss-aggregation beside a launch line"),
+        (["--", "uv", "run", "sft", "@", "x.toml"], "sft trains on given answers, without a policy loss: nothing was judged"),
+        (
+            ["--", "python", "-m", verl.MAIN, f"{verl.LOSS_MODE}=megatron_rl.gspo.token_mean"],
+            "a loss of ours trains there. explain shows the trainer's own loss of a line",
+        ),
+        (["--", "python", "-m", skyrl.ENTRY, f"{skyrl.REDUCTION}=prompt_mean"], "give --prompt-ids a,a,b"),
+    ],
+)
+def test_explain_says_why_a_line_has_no_weights(words, said, capsys):
+    code, out = explain(capsys, "--response-lengths", "3,5", *words)
+    assert code == 2 and said in out, out
+
+
+def test_explain_weighs_prompts(capsys):
+    """Prompts of 3 + 5 and 2 tokens: 1 / (2 x 8) and 1 / (2 x 2)."""
+    line = ["python", "-m", skyrl.ENTRY, f"{skyrl.REDUCTION}=prompt_mean", "trainer.algorithm.use_kl_loss=false"]
+    _, out = explain(capsys, "--response-lengths", "3,5,2", "--prompt-ids", "a,a,b", "--", *line)
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith("sample ")] == ["0.0625", "0.0625", "0.25"], out
+
+
+def test_explain_names_its_own_flag(capsys):
+    _, out = explain(capsys, "--host", "prime_rl", "--response-lengths", "3,5", "--loss-aggregation", "sample_mean")
+    assert "give --one-sample-per-rollout here, and --trainer.loss.kwargs.one-sample-per-rollout True there" in out

@@ -196,7 +196,7 @@ def test_doctor_reads_flags_and_a_file():
     line = "accelerate launch train.py --loss_type megatron_rl.gspo.prompt_mean --config grpo.yaml --epsilon=0.1"
     assert trl.DOOR.recognises(line.split()) and "gspo.prompt_mean, clip 0.1/0.1" in said(line)
     assert "did you mean epsilon_high" in said(f"{line} --epsilonhigh 0.2")
-    assert "makes TRL's own trainer" in said("trl grpo --loss_type dapo")
+    assert "makes TRL's own trainer" in said("trl grpo --loss_type megatron_rl.gspo.prompt_mean")
     assert not trl.DOOR.recognises("accelerate launch train.py --loss_type dapo".split())
 
 

@@ -21,7 +21,8 @@ from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.batch import HostBatch, HostResponses, read_host_batch, read_host_responses
 from megatron_rl.hosts.flags import host_config, known_correction
 from megatron_rl.hosts.kept_ids import KeptIds
-from megatron_rl.hosts.stock import OF_COUNTED_TOKENS, SAMPLE_MEAN, Stock
+from megatron_rl.hosts.programs import SUPERVISED
+from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_COUNTED_TOKENS, SAMPLE_MEAN, Stock
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.registries.registry import import_dotted
@@ -163,9 +164,11 @@ class Host:
         """What is said at start of a launch that calls our forward step."""
         return config_warnings(config)
 
-    def stock(self, options: HostOptions) -> Stock | None:
-        """What its own loss weighs a token; None: it is not known here. It divides by the rollouts of the step, or Megatron by the
-        tokens that all ranks have counted."""
+    def stock(self, options: HostOptions) -> Stock | str | None:
+        """What its own loss weighs a token, or why that is not judged; None: not known here. It divides by the rollouts of the
+        step, or Megatron by the tokens that all ranks have counted."""
+        if options["loss_type"] == "sft_loss":
+            return f"--loss-type sft_loss {SUPERVISED}"
         if options["loss_type"] != "policy_loss":
             return None
         reducer = options["custom_pg_loss_reducer_function_path"]
@@ -174,6 +177,8 @@ class Host:
         remarks = [f"{reducer} reduces the policy term, and is not known here"] if reducer else []
         if options["use_tis"] and options["custom_tis_function_path"] and known_correction(options) is None:
             remarks.append(f"{options['custom_tis_function_path']} weighs tokens and may reject some: that is not judged")
+        if options["enable_mtp_training"]:
+            remarks.append(MTP_IS_NOT_JUDGED.format("--enable-mtp-training"))
         return Stock(None if reducer else weight, kl, weight if options["entropy_coef"] else None, remarks=tuple(remarks))
 
     def converter(self) -> Converter | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.hosts.programs import Programs
 from megatron_rl.hosts.sampling import Sampler, names_of
 from megatron_rl.hosts.settings import Given, Settings, as_typed
 from megatron_rl.hosts.stock import SAMPLE_MEAN, Stock
@@ -155,11 +156,13 @@ class LogProbs:
 @dataclass(frozen=True, slots=True)
 class Line:
     """What a launch line says. rows: what is said of the line itself. settings: None where nothing of ours can be judged.
-    stock: the settings of a line that trains the trainer's own loss, where `settings` is None."""
+    stock: the settings of a line that trains the trainer's own loss, where `settings` is None. is_partial: a row says what of that
+    loss is not judged."""
 
     settings: Settings | None
     rows: Sequence[Row] = ()
     stock: Settings | None = None
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,6 +276,8 @@ class Door:
     # Its launch line.
     starts: str
     recognises: Callable[[Sequence[str]], bool]
+    programs: Programs = Programs()
+    """What else starts a training of this trainer, with its own loss or with another one."""
     read_line: Callable[[Sequence[str], ReadFile], Line]
     write: Callable[[PolicyLossConfig, dict[str, Any]], dict[str, Any]] = lambda config, given: given
     """Completes the settings, by name, that give the host ours. What is UNKNOWN is neither judged nor typed."""

@@ -36,17 +36,23 @@ LOSS_SETTINGS = ("policy_loss", "loss_aggregation", DIVISOR, *CLIPS)
 def judge(door: Door, words: Sequence[str], read_file: ReadFile, of_step: stock.JudgeStep | None = None) -> Iterator[Row]:
     """What becomes of a launch line. read_file: the mapping of a file of settings; raises ConfigError where it cannot be read.
     of_step: what is said of a recorded step where the trainer's own loss trains."""
+    program = door.programs.named(words) or (None if door.recognises(words) else door.programs.imported(words))
+    if program is not None and not any(PACKAGE in word for word in words):
+        if program.why is not None:
+            yield stock.unjudged(f"{program.word} {program.why}")
+            return
+        yield Row("program", f"{program.word} trains with {door.title}'s own loss; ours was not tried with it", is_note=True)
     line = door.read_line(words, read_file)
     yield from line.rows
     if line.settings is not None:
         yield from _flags_of_others(door, words, line.settings.given)
         yield from _given_twice(door, words)
-        yield from judge_settings(door, line.settings, of_step=of_step)
+        yield from judge_settings(door, line.settings, of_step=of_step, is_partial=line.is_partial)
     elif line.stock is not None:
-        yield from judge_stock(door, line.stock, of_step)
+        yield from judge_stock(door, line.stock, of_step, is_partial=line.is_partial)
 
 
-def judge_stock(door: Door, settings: Settings, of_step: stock.JudgeStep | None) -> Iterator[Row]:
+def judge_stock(door: Door, settings: Settings, of_step: stock.JudgeStep | None, *, is_partial: bool = False) -> Iterator[Row]:
     """What the trainer's own loss weighs a token, and the settings that give an exact weight."""
 
     def exact(aggregation: str) -> str:
@@ -54,7 +60,7 @@ def judge_stock(door: Door, settings: Settings, of_step: stock.JudgeStep | None)
         divisor = 1.0 if record.takes_divisor else None
         return door.separator.join(write(door, PolicyLossConfig(loss_aggregation=aggregation, loss_aggregation_divisor=divisor))[0])
 
-    yield from stock.judge(door.stock(settings), door.title, exact, of_step)
+    yield from stock.judge(door.stock(settings), door.title, exact, of_step, is_partial=is_partial)
 
 
 def read_launch(door: Door, settings: Settings, *, may_have_more: bool = False) -> Found:
@@ -78,9 +84,14 @@ def name_problems(door: Door, settings: Settings, *, may_have_more: bool = False
 
 
 def judge_settings(
-    door: Door, settings: Settings, *, may_have_more: bool = False, of_step: stock.JudgeStep | None = None
+    door: Door,
+    settings: Settings,
+    *,
+    may_have_more: bool = False,
+    of_step: stock.JudgeStep | None = None,
+    is_partial: bool = False,
 ) -> Iterator[Row]:
-    """may_have_more: see judge_names. of_step: see judge."""
+    """may_have_more: see judge_names. of_step: see judge. is_partial: see Line."""
     choice = door.choice
     if groups := [*_values_for_groups(door, settings)]:
         yield from groups
@@ -104,7 +115,7 @@ def judge_settings(
         text = f"{loss} is {door.title}'s own: none of our losses is chosen; {choice.remedy}"
         yield Row(choice.setting, text, is_note=True)
         yield from idle_beside_own_loss(door, settings)
-        yield from judge_stock(door, settings, of_step)
+        yield from judge_stock(door, settings, of_step, is_partial=is_partial)
         return
     own = [name for name in settings.given if name.startswith(door.own.prefix)]
     if unknown := [one for one in dict.fromkeys([*door.read_names, *own]) if settings[one] is UNKNOWN]:

@@ -15,6 +15,7 @@ Here is what NeMo-RL's settings are to us; nemo_rl_plugin.py is what it calls.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,11 +43,12 @@ from megatron_rl.hosts.door import (
     names,
 )
 from megatron_rl.hosts.door_line import read_launch
+from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, TRAINS_NOTHING, Programs, modules_from
 from megatron_rl.hosts.sampling import OFF, Filter, Replay, Sampler, Scores
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, put, read_overrides, value_at
 from megatron_rl.hosts.settings_files import inherited, merge, nested, resolved, with_values
-from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, is_on
+from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_PRESENT_SAMPLES, Stock, is_on
 from megatron_rl.registries.corrections import get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator
 from megatron_rl.validation.checks import Row, check
@@ -59,6 +61,7 @@ NAME, PREFIX = f"{LOSS_FN}megatron_rl", f"{LOSS_FN}megatron_rl_"
 LOG_PROBS, QUANTISED = f"{PREFIX}log_probs", "policy.quant_cfg"
 # NeMo-RL's fused head, and what trains on logits themselves.
 FUSED_HEAD, DRAFT = "policy.megatron_cfg.use_fused_linear_logprobs", "policy.draft.enabled"
+MTP = "policy.megatron_cfg.mtp_num_layers"
 CHOOSE = f"++{NAME}=<loss>.<aggregation>"
 PENALTY, POSITIVE_EXAMPLES = f"{LOSS_FN}reference_policy_kl_penalty", f"{LOSS_FN}positive_example_nll_weight"
 # Settings that choose another loss, and what ours has for it.
@@ -87,6 +90,17 @@ AFTER_THE_ESTIMATOR = tuple(
 )
 # What run_grpo.py reads without --config, beside itself.
 DEFAULT_FILE = Path("configs", "grpo_math_1B.yaml")
+# What other scripts of NeMo-RL's read without it, below their own folder.
+OTHER_FILES = {
+    "run_ppo": Path("configs", "ppo_math_1B.yaml"),
+    "run_vlm_grpo": Path("configs", "vlm_grpo_3B.yaml"),
+    "run_grpo_sliding_puzzle": Path("configs", "grpo_sliding_puzzle.yaml"),
+    "run_grpo_single_controller": Path("configs", "grpo_math_1B_megatron_single_controller.yaml"),
+    "run_grpo_nemo_gym": Path("grpo_workplace_assistant_nemotron_nano_v2_9b.yaml"),
+}
+# The modules of nemo_rl.algorithms that train ClippedPGLossFn, and why others are not judged.
+SAME_LOSS = ("grpo", "grpo_sync", "ppo", "single_controller")
+OTHER_LOSS = {"sft": SUPERVISED, "dpo": PREFERENCES, "rm": REWARDS, "distillation": DISTILLED}
 # NeMo-RL's scripts of other trainers; tests/test_sections.py looks at a checkout's scripts.
 OTHER_SCRIPT = re.compile(r"run_(?!.*grpo).*\.py|run_grpo_single_controller\.py")
 
@@ -216,11 +230,40 @@ def weights_reach_the_loss(found: Found) -> Iterator[Row]:
 
 def stock(settings: Settings) -> Stock | None:
     """NeMo-RL's own loss: both terms are means over the tokens of the step, or over its samples."""
-    is_of_tokens = settings[f"{LOSS_FN}token_level_loss"]
+    is_of_tokens, remarks = settings[f"{LOSS_FN}token_level_loss"], []
     if not isinstance(is_of_tokens, bool):
         return None
+    if is_on(settings, POSITIVE_EXAMPLES):
+        text = "is a mean over the tokens of a micro-batch, and micro-batches are added: it depends on the layout"
+        remarks.append(f"{POSITIVE_EXAMPLES}={settings[POSITIVE_EXAMPLES]} {text}")
+    if settings.value_of(DRAFT) is True:
+        remarks.append(f"{DRAFT}=true adds the loss of a draft model, which is not judged")
+    if settings.value_of(MTP) not in (ABSENT, UNKNOWN, None, 0):
+        remarks.append(MTP_IS_NOT_JUDGED.format(f"{MTP}={settings.value_of(MTP)}"))
     weight = TOKEN_MEAN if is_of_tokens else OF_PRESENT_SAMPLES
-    return Stock(weight, weight if is_on(settings, PENALTY) else None)
+    return Stock(weight, weight if is_on(settings, PENALTY) else None, remarks=tuple(remarks))
+
+
+def why_not_judged(script: ast.Module) -> str | None:
+    """A script that imports NeMo-RL: by the trainer that it takes from nemo_rl.algorithms."""
+    modules = modules_from(script, f"{PACKAGE}.algorithms")
+    if any(module in SAME_LOSS for module in modules):
+        return None
+    return next((OTHER_LOSS[one] for one in modules if one in OTHER_LOSS), "trains a loss that is not known here")
+
+
+PROGRAMS = Programs(
+    names={
+        "run_grpo_(sliding_puzzle|single_controller|nemo_gym)|run_vlm_grpo|run_ppo": None,
+        "run_(vlm_)?sft": SUPERVISED,
+        "run_dpo": PREFERENCES,
+        "run_rm": REWARDS,
+        r"run_(\w+_)?distillation(_nemo_gym)?": DISTILLED,
+        "run_eval": TRAINS_NOTHING,
+    },
+    package=PACKAGE,
+    of_script=why_not_judged,
+)
 
 
 DOOR = Door(
@@ -280,6 +323,7 @@ DOOR = Door(
     why_not_per_token="its Megatron worker always sets it",
     is_per_token=True,
     starts="run_grpo.py",
+    programs=PROGRAMS,
     recognises=lambda words: any(word.lstrip("+").startswith(NAME) or word.endswith("run_grpo.py") for word in words),
     read_line=lambda words, read_file: read_line(words, read_file),
     write=lambda config, given: write(config, given),
@@ -371,7 +415,10 @@ def settings_of(master_config: Any, words: Sequence[str] = ()) -> Settings:
 def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     """The settings file with those that it inherits, and the overrides; without the file the overrides alone."""
     if LAUNCHER not in words:
-        text = f"without python -m {LAUNCHER} before the script, NeMo-RL trains its own loss and reads no {NAME}"
+        text = (
+            f"without python -m {LAUNCHER} before the script, NeMo-RL trains its own loss and reads no {NAME}; our losses: that, "
+        )
+        text += f"and {CHOOSE}"
         is_meant = any(word.lstrip("+").startswith(NAME) for word in words)
         row = Row("launcher", text, is_wrong=is_meant, is_note=not is_meant)
         return Line(None, [row], stock=None if is_meant else _settings_of_line(words, read_file, []))
@@ -408,7 +455,7 @@ def file_of(words: Sequence[str]) -> Path:
         if flag == "--config":
             return Path(value or words[index + 1]) if value or index + 1 < len(words) else Path()
     script = next((Path(word) for word in words if word.endswith(".py")), Path())
-    return script.parent / DEFAULT_FILE
+    return script.parent / OTHER_FILES.get(script.stem, DEFAULT_FILE)
 
 
 def judge_script(words: Sequence[str]) -> Iterator[Row]:

@@ -35,10 +35,11 @@ from megatron_rl.hosts.door import (
     names,
     plug,
 )
+from megatron_rl.hosts.programs import SUPERVISED, Programs
 from megatron_rl.hosts.pydantic_line import SIGN, read_pydantic_line
 from megatron_rl.hosts.sampling import NO_ADDEND, NO_FACTOR, OFF, Filter, Replay, Sampler
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, flat, value_at
-from megatron_rl.hosts.stock import Stock
+from megatron_rl.hosts.stock import Stock, unjudged
 from megatron_rl.validation.checks import Row, check
 
 LOSS, KWARGS = "trainer.loss.", "trainer.loss.kwargs."
@@ -48,7 +49,8 @@ EXTRA = f"{SAMPLING}extra_body."
 # With these names its trainer scores among the sampler's sets by itself; releases that do not refuse the names.
 REPLAYED = {f"{SAMPLING}top_p": Filter(1.0, (1.0,)), f"{SAMPLING}top_k": Filter(-1, (-1, 0, None, "None", "null"))}
 LOSSES, BATCHES = "prime_rl.trainer.rl.loss", "prime_rl.trainer.rl.data"
-PROGRAMS, MODULES = ("rl", "trainer"), ("prime_rl.entrypoints.rl", "prime_rl.entrypoints.trainer", "prime_rl.trainer.rl.train")
+SFT = "sft"
+PROGRAMS, MODULES = ("rl", "trainer", SFT), ("prime_rl.entrypoints.rl", "prime_rl.entrypoints.trainer", "prime_rl.trainer.rl.train")
 # Algorithms of the orchestrator whose tokens go to another loss of prime-rl's.
 OTHER_LOSSES = {"sft": "ce", "opd": "ref_kl", "opsd": "ref_kl"}
 AGGREGATIONS = ("token_mean", "sample_mean", "constant")
@@ -78,6 +80,8 @@ def zero_advantages_leave_the_step(found: Found) -> Iterator[Row]:
 def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     """What stands below trainer. in `rl` stands alone in `trainer`."""
     at, is_trainer = _program(words)
+    if at and Path(words[at - 1]).name == SFT:
+        return Line(None, [unjudged(f"{words[at - 1]} {SUPERVISED}")])
     rows = [
         Row(word.partition("=")[0], "prime-rl takes no = here: type the value behind a space", is_wrong=True)
         for word in words[at:]
@@ -107,6 +111,22 @@ def _of_sources(sources: Sequence[Any], algorithm: Any) -> dict[str, Any]:
         if on := [value for value in values if value is not ABSENT and value not in one.off]:
             found[name] = on[0]
     return found
+
+
+def is_launch(words: Sequence[str]) -> bool:
+    """The program and a file behind it, or one of its modules."""
+    is_started = _program(words)[0] > 0 and any(word == SIGN or word.startswith(f"--{LOSS}") for word in words)
+    return is_started or any(word in MODULES or __name__ in word for word in words)
+
+
+def stock(settings: Settings) -> Stock | None:
+    """Each part of prime-rl's loss is a mean over its own tokens of the step."""
+    if settings[TYPE] not in ("default", "ipo"):
+        return None
+    kind = settings[ALGORITHM]
+    if str(kind) not in OTHER_LOSSES:
+        return Stock(TOKEN_MEAN)
+    return Stock(TOKEN_MEAN, remarks=(f"{ALGORITHM}={kind}: T counts the tokens of its {OTHER_LOSSES[str(kind)]} loss",))
 
 
 def _program(words: Sequence[str]) -> tuple[int, bool]:
@@ -168,7 +188,7 @@ DOOR = Door(
         unsettled={"inference.vllm.speculative_config": OFF},
     ),
     checks=(loss_is_custom, tokens_reach_our_loss, zero_advantages_leave_the_step),
-    stock=lambda settings: Stock(TOKEN_MEAN) if settings[TYPE] in ("default", "ipo") else None,
+    stock=stock,
     prompts=Prompts.UNKNOWN,
     returns=Formula(T=1),
     step=(
@@ -179,10 +199,8 @@ DOOR = Door(
     ),
     why_not_per_token="its trainer is no Megatron, and divides by the tokens of the step itself",
     starts=PROGRAMS[0],
-    recognises=lambda words: (
-        any(word in MODULES or __name__ in word for word in words)
-        or (_program(words)[0] > 0 and any(word == SIGN or word.startswith(f"--{LOSS}") for word in words))
-    ),
+    recognises=is_launch,
+    programs=Programs(names={r"prime_rl\.(entrypoints\.sft|trainer\.sft\.train)": SUPERVISED}),
     read_line=read_line,
     write=write,
     line_of=lambda name, value: f"--{name.replace('_', '-')} {value}",

@@ -369,7 +369,10 @@ STOCK_MODES = {
 def stock(settings: Settings) -> Stock | None:
     weight = STOCK_MODES.get(str(settings["loss_agg_mode"]))
     has_kl, has_entropy = settings["use_kl_loss"] is not False, is_on(settings, "entropy_loss_coef")
-    return None if weight is None else Stock(weight, weight if has_kl else None, weight if has_entropy else None)
+    normalised = [name for name in ("difficulty_loss_weight", "length_loss_weight") if settings[name] is True]
+    remarks = [f"{name}=true divides by a sum over each micro-batch, so the step depends on the layout" for name in normalised]
+    kl, entropy = weight if has_kl else None, weight if has_entropy else None
+    return None if weight is None else Stock(weight, kl, entropy, remarks=tuple(remarks))
 
 
 def settings_of_yaml(tree: Mapping[str, Any]) -> Settings:

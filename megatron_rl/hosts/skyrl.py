@@ -17,10 +17,10 @@ loss returns the plain sum over tokens of what it is given, and must be proporti
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ from megatron_rl.hosts.door import (
 )
 from megatron_rl.hosts.door_line import check_log_probs, name_problems
 from megatron_rl.hosts.door_settings import OnceRead, losses, read
+from megatron_rl.hosts.programs import SUPERVISED, TRAINS_NOTHING, Programs, program_word
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import NO_ADDEND, NO_FACTOR, OFF, Filter, Replay, Sampler
 from megatron_rl.hosts.settings import ABSENT, Settings, read_overrides, value_at
@@ -72,6 +73,8 @@ TABLES, CORRECTIONS = f"{UTILITIES}.ppo_utils", f"{UTILITIES}.off_policy_correct
 # What computes log-probabilities: ours, whichever loss trains, or SkyRL's.
 LOG_PROBS, OURS, THEIRS = f"{PREFIX}log_probs", "megatron_rl", "skyrl"
 STRATEGY = "trainer.strategy"
+# SkyRL's own examples, which add trainers, rewards and advantages, and no loss; tests/test_stock.py looks.
+EXAMPLES = r"examples\.train(_\w+)?\.[\w.]*main_\w+"
 CORRECTION = f"{ALGORITHM}off_policy_correction"
 # SkyRL's correction is on where one of the first is set, or both of the last.
 SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high")
@@ -150,18 +153,19 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
         rows.append(Row(ENTRYPOINT, f"without {ENTRYPOINT}={__name__} SkyRL has no {name}: add it", is_wrong=True))
     elif __name__ in doors[:1] and ENTRY not in words:
         rows.append(Row(ENTRYPOINT, f"it is read by {ENTRY} alone: start -m {ENTRY}", is_wrong=True))
+    elif doors and __name__ not in doors:
+        rows.append(Row("entrypoint", f"{ENTRYPOINT}={doors[0]} is not known here: it may train another loss", is_note=True))
     elif ENTRY not in words and not str(name).startswith(PREFIX):
         further = [one for one in given if one.startswith(ALGORITHM) and one not in DOOR.known_names]
-        text = f"{_module(words)} is an entrypoint of your own: it may train another loss"
-        text += f", and what it makes of {', '.join(further)} is not judged" if further else ""
-        rows.append(Row("entrypoint", f"{text}. Our losses need -m {ENTRY}", is_note=True))
+        text, unseen = program_word(words), f"what it makes of {', '.join(further)} is not judged"
+        if re.fullmatch(EXAMPLES, text):  # its loss is SkyRL's, and what else it does is no part of the loss
+            rows += [Row("settings", f"{text}: {unseen}", is_note=True)] if further else []
+        else:
+            text += " is an entrypoint of your own: it may train another loss" + f", and {unseen}" * bool(further)
+            rows.append(Row("entrypoint", f"{text}. Our losses need -m {ENTRY}", is_note=True))
         given = {one: value for one, value in given.items() if one not in further}
-    return Line(Settings.of_names(given, DOOR.all_defaults, typed=given), rows)
-
-
-def _module(words: Sequence[str]) -> str:
-    """What the line starts."""
-    return next((word for flag, word in pairwise(words) if flag == "-m" or word.endswith(".py")), "the script")
+    is_partial = any(row.subject == "entrypoint" for row in rows)
+    return Line(Settings.of_names(given, DOOR.all_defaults, typed=given), rows, is_partial=is_partial)
 
 
 def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -290,6 +294,15 @@ DOOR = Door(
     why_not_per_token="SkyRL's factors are made for the mean over ranks",
     starts=ENTRY,
     recognises=lambda words: any(word == ENTRY or word.startswith((f"{ENTRYPOINT}=", ALGORITHM)) for word in words),
+    programs=Programs(
+        names={
+            r"skyrl\.train\.main_sft|main_sft_\w+": SUPERVISED,
+            r"skyrl\.train\.entrypoints\.(main_generate|serve)": TRAINS_NOTHING,
+            r"skyrl\.tinker\.api": "serves a trainer, and each call of its client names the loss",
+            r"main_harbor_generate": TRAINS_NOTHING,
+            EXAMPLES: None,
+        }
+    ),
     read_line=read_line,
     write=write,
     estimators=KL_ESTIMATORS,

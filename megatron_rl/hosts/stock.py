@@ -29,9 +29,10 @@ OF_COUNTED_TOKENS = Formula({"T'": -1})
 # Means of the means of micro-batches: over their tokens, and over their samples.
 MEAN_OF_TOKEN_MEANS = Formula(M=-1, dp=-1, T_b=-1)
 MEAN_OF_SAMPLE_MEANS = Formula(M=-1, dp=-1, N_b=-1, m_i=-1)
-TERMS = ("policy", "KL", "entropy")
+TERMS = ("policy", "KL", "entropy", "distillation")
 # verl's and SkyRL's losses that select tokens.
 SELECTING = ("clip_cov", "kl_cov")
+MTP_IS_NOT_JUDGED = "{} adds the loss of multi-token prediction, which is not judged"
 OF_A_MICRO_BATCH = "{} selects tokens of each micro-batch, where the paper selects them of the step"
 # A count of micro-batches -> the count of the step that a mean over all of it has.
 WHOLE = {"T_b": "T", "N_b": "N"}
@@ -48,10 +49,11 @@ class Stock:
     """The trainer's own setting of the policy term that does not depend on the layout, as it is typed."""
     remarks: tuple[str, ...] = ()
     """What else of the loss depends on the layout, or is not judged."""
+    distillation: Formula | None = None
 
     @property
     def terms(self) -> dict[str, Formula]:
-        named = zip(TERMS, (self.policy, self.kl, self.entropy), strict=True)
+        named = zip(TERMS, (self.policy, self.kl, self.entropy, self.distillation), strict=True)
         return {name: weight for name, weight in named if weight is not None}
 
 
@@ -97,7 +99,7 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None) -> Ite
             yield Row(name, f"{title}'s own: a token weighs {weight}{where}{called}; the same on every layout")
             continue
         remedy = None
-        if name == TERMS[0]:
+        if len(said) == 1:
             remedy = stock.exact or (exact(ours) if exact is not None and ours is not None else None)
         words = "" if remedy is None else f"; exact: {remedy}"
         yield Row(name, f"{title}'s own: a token weighs {weight}{where}: {_changes(letters)}{words}", is_note=True)
@@ -120,26 +122,35 @@ VERDICT = "verdict"
 
 
 def judge(
-    stock: Stock | None, title: str, exact: Callable[[str], str] | None = None, of_step: JudgeStep | None = None
+    stock: Stock | str | None,
+    title: str,
+    exact: Callable[[str], str] | None = None,
+    of_step: JudgeStep | None = None,
+    *,
+    is_partial: bool = False,
 ) -> Iterator[Row]:
-    """The rows of each term, of a recorded step where there is one, and the verdict; None: the weights are not known here."""
-    if stock is None:
-        yield Row(VERDICT, f"{title}'s own loss, and what it weighs is not known here: nothing was judged", is_note=True)
+    """The rows of each term, of a recorded step where there is one, and the verdict. stock: text says why nothing is judged;
+    None: the weights are not known here. is_partial: rows of the line say what is not judged."""
+    if not isinstance(stock, Stock):
+        yield unjudged(stock or f"{title}'s own loss, and what it weighs is not known here")
         return
     yield from rows_of(stock, title, exact)
     yield from () if of_step is None else of_step(stock)
-    yield Row(VERDICT, verdict(stock, title), is_note=True)
+    yield Row(VERDICT, verdict(stock, title, has_notes=is_partial or bool(stock.remarks)), is_note=True)
 
 
-def verdict(stock: Stock, title: str) -> str:
+def unjudged(why: str) -> Row:
+    return Row(VERDICT, f"{why}: nothing was judged", is_note=True)
+
+
+def verdict(stock: Stock, title: str, *, has_notes: bool) -> str:
     terms = [name for name, weight in stock.terms.items() if local_letters(weight)]
+    notes = "; see the notes" if has_notes else ""
     if not terms:
-        notes = "; see the notes" if stock.remarks else ""
         return f"{title}'s own loss: the weights of its tokens do not depend on the layout{notes}"
     listed = " and ".join(filter(None, (", ".join(terms[:-1]), terms[-1])))
-    return (
-        f"{title}'s own loss: NOT exact: the weight of a token in its {listed} term{'s' * (len(terms) > 1)} depends on the layout"
-    )
+    of_terms = f"its {listed} term{'s' * (len(terms) > 1)}"
+    return f"{title}'s own loss: NOT exact: the weight of a token in {of_terms} depends on the layout{notes}"
 
 
 def exact_setting(setting: str, modes: Mapping[str, Formula], weight: Formula) -> str | None:

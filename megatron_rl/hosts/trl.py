@@ -16,6 +16,7 @@ are ours.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,15 +26,25 @@ from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import CLIPS, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
+from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, Programs, called
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
-from megatron_rl.hosts.settings import Given, Settings, read_value
-from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, SAMPLE_MEAN, Stock, exact_setting, is_on
+from megatron_rl.hosts.scripts import syntax_tree
+from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, read_value
+from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, OF_A_MICRO_BATCH, SAMPLE_MEAN, Stock, exact_setting, is_on, unjudged
 from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
 from megatron_rl.validation.checks import Row, check
 
 PREFIX, CHOICE = "megatron_rl.", "loss_type"
 PLUG, TRAINER = "trl_trainer", "trl.trainer.grpo_trainer:GRPOTrainer"
 REMEDY = f'GRPOConfig({CHOICE}="{PREFIX}<loss>.<aggregation>") with {__name__}.GRPOTrainer chooses one of ours'
+# TRL's own commands, and its trainers by the beginning of their names, whose loss is not judged.
+COMMANDS = {"grpo": None, "rloo": "has another loss, which is not known here", "sft": SUPERVISED, "reward": REWARDS}
+COMMANDS |= dict.fromkeys(("dpo", "kto"), PREFERENCES)
+OTHER_TRAINERS = {
+    **{"SFT": SUPERVISED, "Reward": REWARDS, "PRM": REWARDS},
+    **dict.fromkeys(("DPO", "KTO", "ORPO", "CPO", "BCO", "TPO"), PREFERENCES),
+    **dict.fromkeys(("GKD", "GOLD", "Distillation", "SDFT"), DISTILLED),
+}
 # Words of HfArgumentParser for a switch.
 TRUTH = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
 # What TRL's own loss selects or weighs in each micro-batch by itself, the only value that ours accepts, and why.
@@ -43,6 +54,12 @@ ONLY = {
     "top_entropy_quantile": (1.0, "TRL selects the tokens of each micro-batch by itself, so they depend on its size"),
     "use_adaptive_entropy": (False, "TRL changes the coefficient by the entropy of a micro-batch; set entropy_coef"),
     "off_policy_mask_threshold": (None, "ours is megatron_rl={'off_policy_sequence_delta': ...}"),
+}
+
+REMARKS = {
+    "use_liger_kernel": "use_liger_kernel=True trains Liger's loss, which is not judged",
+    "top_entropy_quantile": OF_A_MICRO_BATCH.format("top_entropy_quantile"),
+    "use_adaptive_entropy": "use_adaptive_entropy=True changes the coefficient by the entropy of each micro-batch",
 }
 
 
@@ -137,28 +154,67 @@ def stock(settings: Settings) -> Stock | None:
     kl = weight if is_on(settings, "beta") else None
     entropy = TOKEN_MEAN if weight == TOKEN_MEAN else MEAN_OF_TOKEN_MEANS
     exact = exact_setting(f"{CHOICE}={{}}", {"dapo": TOKEN_MEAN}, weight)
-    return Stock(weight, kl, entropy if is_on(settings, "entropy_coef") else None, exact)
+    remarks = [text for name, text in REMARKS.items() if settings[name] not in (ONLY[name][0], UNKNOWN)]
+    return Stock(weight, kl, entropy if is_on(settings, "entropy_coef") else None, exact, tuple(remarks))
 
 
 def is_launch(words: Sequence[str]) -> bool:
     """A line that names one of our losses, or TRL's own command."""
     pairs = pairwise([*words, ""])
     names_ours = any(name == f"--{CHOICE}" and value.startswith(PREFIX) for name, value in pairs)
-    is_command = "grpo" in words and "trl" in [Path(word).name for word in words]
-    return names_ours or is_command or any(word.startswith(f"--{CHOICE}={PREFIX}") for word in words)
+    return names_ours or command_of(words) is not None or any(word.startswith(f"--{CHOICE}={PREFIX}") for word in words)
+
+
+def command_of(words: Sequence[str]) -> str | None:
+    """The word behind TRL's own command."""
+    pairs = pairwise([Path(word).name for word in words])
+    return next((command for program, command in pairs if program == "trl" and command in COMMANDS), None)
+
+
+def why_not_judged(script: ast.Module) -> str | None:
+    """A script that imports TRL: by the trainer that it makes."""
+    trainers = called(script, "Trainer")
+    if not trainers or "GRPOTrainer" in trainers:
+        return None if trainers else "makes no trainer that can be seen here"
+    return next((why for trainer in trainers for name, why in OTHER_TRAINERS.items() if trainer.startswith(name)), None) or (
+        f"makes a {trainers[0]}, whose loss is not known here"
+    )
+
+
+def set_by_script(words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """(what a script that is here gives GRPOConfig, what is said of the rest)."""
+    script = next((Path(word) for word in words if word.endswith(".py") and Path(word).is_file()), None)
+    if script is None:
+        return {}, "what the script sets itself is not seen here: our trainer judges all of it when it is made"
+    calls = [node for node in ast.walk(syntax_tree(script)) if isinstance(node, ast.Call)]
+    calls = [node for node in calls if ast.unparse(node.func).rpartition(".")[2] == "GRPOConfig"]
+    given = {one.arg: constant_of(one.value) for node in calls for one in node.keywords if one.arg is not None}
+    read = (
+        f"GRPOConfig({', '.join(given)}) of {script} was read" if given else f"{script} gives GRPOConfig nothing that can be seen"
+    )
+    return given, f"{read}; what else the script changes is not seen here"
+
+
+def constant_of(value: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, TypeError, RecursionError):
+        return UNKNOWN
 
 
 def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
-    """`--name value` as HfArgumentParser reads them, over a file of --config. What a Python script sets is not seen."""
-    given, tree = dict[str, Any](), dict[str, Any]()
+    """`--name value` as HfArgumentParser reads them, over a file of --config, over what the script gives GRPOConfig."""
+    command = command_of(words)
+    if command not in (None, "grpo"):
+        return Line(None, [unjudged(f"trl {command} {COMMANDS[command]}")])
+    given, (tree, said) = dict[str, Any](), set_by_script(words)
     for at, word in enumerate(words):
         name, is_joined, value = word.removeprefix("--").partition("=")
         behind = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else "true"
         if word.startswith("--"):
             given |= read_flag(name.replace("-", "_"), value if is_joined else behind)
-    unseen = "what the script sets itself is not seen here: our trainer judges all of it when it is made"
-    rows = [Row("script", unseen, is_note=True)]
-    if "trl" in [Path(word).name for word in words[:3]]:
+    rows = [] if command else [Row("script", said, is_note=True)]
+    if command and any(PREFIX in word for word in words):
         rows.append(Row("trl", f"the command makes TRL's own trainer: write a script with {__name__}.GRPOTrainer", is_wrong=True))
     if isinstance(given.get("config"), str):
         try:
@@ -168,7 +224,7 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
             rows.append(Row("config", str(error), is_wrong=True))
     given = tree | given
     # Not typed=given: a GRPOConfig does not tell the trainer what was typed, and doctor says what the trainer does.
-    return Line(Settings.of_names(given, DOOR.all_defaults), rows)
+    return Line(Settings.of_names(given, DOOR.all_defaults), rows, is_partial=not command)
 
 
 def read_flag(name: str, text: str) -> dict[str, Any]:
@@ -264,6 +320,7 @@ DOOR = Door(
     why_not_per_token="TRL's trainer is no Megatron",
     starts="GRPOTrainer",
     recognises=is_launch,
+    programs=Programs(package="trl", of_script=why_not_judged),
     read_line=read_line,
     write=write,
     line_of=line_of,

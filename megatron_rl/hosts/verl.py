@@ -20,6 +20,7 @@ a file are judged by the plugin, from verl's whole config. `verl_loss` has the l
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -48,9 +49,10 @@ from megatron_rl.hosts.door import (
 )
 from megatron_rl.hosts.door_line import judge_settings
 from megatron_rl.hosts.door_settings import in_words
+from megatron_rl.hosts.programs import SUPERVISED, TRAINS_NOTHING, Programs, program_word
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, as_typed, read_overrides, read_value, value_at
-from megatron_rl.hosts.stock import OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
+from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
 from megatron_rl.loss_hub import (
     clip_of,
     get_loss_aggregation,
@@ -68,7 +70,10 @@ MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what e
 MINI_BATCH, BATCH = f"{ACTOR}ppo_mini_batch_size", "data.train_batch_size"
 # The setting of verl that names modules to import in each process that makes a model, and ours.
 EXTERNAL_LIB, LOG_PROBS = "actor_rollout_ref.model.external_lib", "megatron_rl.hosts.verl_log_probs"
-OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
+OWN_CONFIGS = tuple(f"{kind}ppo_{engine}trainer" for kind in ("", "fully_async_", "one_step_off_") for engine in ("", "megatron_"))
+# What it adds to the policy's loss, and whether that stays beside it; multi-token prediction.
+DISTILLATION, TASK_REWARDS = "distillation.enabled", "distillation.distillation_loss.use_task_rewards"
+MTP = "actor_rollout_ref.model.mtp."
 # The class of verl's policy_loss that has fields for the settings of ours that verl has no name for.
 POLICY_LOSS_CLASS = "megatron_rl.hosts.verl_config.PolicyLoss"
 CLASS_LINE = f"{LOSS_CLASS}={POLICY_LOSS_CLASS}"
@@ -98,9 +103,28 @@ AGG_MODES: dict[str, str] = {
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
+# Trainers of their own with the same workers, and so with the same loss. They correct as the old trainer does.
+OLD_TRAINERS = (
+    r"verl\.experimental\.(fully_async_policy\.fully_async_main|one_step_off_policy\.main_ppo)|verl\.trainer\.main_ppo_v0"
+)
+PROGRAMS = Programs(
+    names={
+        OLD_TRAINERS: None,
+        r"verl\.trainer\.main_ppo_sync": None,
+        r"verl\.trainer\.sft_trainer(_ray)?": SUPERVISED,
+        r"verl\.trainer\.main_(eval|generation\w*)": TRAINS_NOTHING,
+    }
+)
+
+
 def is_main(word: str) -> bool:
     """Whether the word of a command line is verl's main program, as a module or as a file."""
     return word == MAIN or word.endswith(f"{MAIN.replace('.', '/')}.py")
+
+
+def is_launch(words: Sequence[str]) -> bool:
+    """verl's main program, or one of the user's own with verl's settings."""
+    return any(is_main(word) or word.lstrip("+~").startswith(ACTOR) for word in words)
 
 
 def is_ours(settings: Settings) -> bool:
@@ -298,8 +322,13 @@ def stock(settings: Settings) -> Stock | None:
         remarks.append(OF_A_MICRO_BATCH.format(loss))
     elif loss not in STOCK_LOSSES:
         return None
+    if settings.value_of(f"{MTP}enable") is True and settings.value_of(f"{MTP}enable_train") is True:
+        remarks.append(MTP_IS_NOT_JUDGED.format(f"{MTP}enable_train=True"))
+    if settings.value_of(DISTILLATION) is True and settings.value_of(TASK_REWARDS) is False:
+        return Stock(None, distillation=weight, exact=exact, remarks=tuple(remarks))  # in the place of all other terms
     has_kl, has_entropy = settings[f"{ACTOR}use_kl_loss"] is not False, is_on(settings, f"{ACTOR}entropy_coeff")
-    return Stock(policy, weight if has_kl else None, weight if has_entropy else None, exact, tuple(remarks))
+    terms = (policy, weight if has_kl else None, weight if has_entropy else None)
+    return Stock(*terms, exact, tuple(remarks), weight if settings.value_of(DISTILLATION) is True else None)
 
 
 def is_open(settings: Settings, section: str) -> bool:
@@ -318,7 +347,13 @@ def read_line(words: Sequence[str], read_file: ReadFile | None = None) -> Line:
         if flag in ("--config-name", "-cn"):
             name = value or (behind[index + 1] if index + 1 < len(behind) else "")
             knows_defaults &= name.removesuffix(".yaml") in OWN_CONFIGS
-    return Line(Settings.of_names(read_overrides(behind), DOOR.all_defaults, knows_defaults=knows_defaults))
+    given, program = read_overrides(behind), PROGRAMS.named(words)
+    rows = [] if knows_defaults else [Row("settings", "the file of --config-name is not read here", is_note=True)]
+    if program is not None and re.fullmatch(OLD_TRAINERS, program.word):
+        given[IS_V1] = False
+    elif program is None and not start:
+        rows += [Row("program", f"{program_word(words)} is a program of your own: it may train another loss", is_note=True)]
+    return Line(Settings.of_names(given, DOOR.all_defaults, knows_defaults=knows_defaults), rows, is_partial=bool(rows))
 
 
 def settings_of_config(config: Any) -> Settings:
@@ -473,7 +508,8 @@ DOOR = Door(
         ("finalize", Formula(T_all=-1), "divides by the tokens that all ranks have counted"),
     ),
     starts=MAIN,
-    recognises=lambda words: any(map(is_main, words)),
+    recognises=is_launch,
+    programs=PROGRAMS,
     read_line=read_line,
     write=write,
     line_of=lambda name, value: f"{'+' * is_added(name)}{name}={as_typed(value)}",

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch, read_whole_number
-from megatron_rl.commands.doctor.script import LARGEST_SCRIPT, ScriptLine, ScriptReader, is_unread
+from megatron_rl.commands.doctor.script import LARGEST_SCRIPT, ScriptLine, ScriptReader, called_script, is_unread
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.bounds import is_regular, read_regular
 from megatron_rl.files.yaml_values import parse_yaml
@@ -25,6 +25,7 @@ from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollout_hosts
 from megatron_rl.hosts.doors import DOORS, door_of
 from megatron_rl.hosts.names import COMMON_NAMES, meant_flag
+from megatron_rl.hosts.programs import TRAINS_NOTHING
 from megatron_rl.hosts.scripts import imported_packages
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
@@ -196,12 +197,21 @@ def through_shell_scripts(words: list[str]) -> tuple[list[str], Path | None, Scr
 
 def training_line(lines: Sequence[ScriptLine], name: str) -> tuple[ScriptLine, ScriptLine | None]:
     """The one line of a script that starts a training, and the flags after it that a missing backslash has cut off."""
-    places = [index for index, line in enumerate(lines) if _trains(line.words)]
+    places = [index for index, line in enumerate(lines) if _trains(line.words) and not line.called]
+    # What a script calls counts where it starts none itself; a script of one's own may say whose it is by what it imports.
+    places = places or [index for index, line in enumerate(lines) if _trains(line.words)]
+    places = places or [index for index, line in enumerate(lines) if door_of(line.words) is not None]
+    if len(places) > 1:  # an evaluation behind the training, say
+        places = [index for index in places if not _trains_nothing(lines[index].words)] or places
     if not places:
         others = sorted({Path(word).name for line in lines for word in line.words if word.endswith((".py", ".sh"))})
         others += sorted({f"-m {word}" for line in lines for flag, word in pairwise(line.words) if flag == "-m"})
         runs = f", it runs {', '.join(others)}" if others else ""
-        raise ConfigError(f"{name} starts no training that can be seen here{runs}: give the line that does, after --")
+        scripts = [line.words for line in lines if called_script(line.words) is not None]
+        remedy = (
+            f"give the script that does, as in -- {' '.join(scripts[0][:2])}" if scripts else "give the line that does, after --"
+        )
+        raise ConfigError(f"{name} starts no training that can be seen here{runs}: {remedy}")
     if len(places) > 1:
         numbers = " and ".join(str(lines[index].line) for index in places)
         raise ConfigError(f"{name} starts a training on the lines {numbers}: give one of them after --")
@@ -212,10 +222,16 @@ def training_line(lines: Sequence[ScriptLine], name: str) -> tuple[ScriptLine, S
 def _trains(words: Sequence[str]) -> bool:
     is_ours = (
         OUR_LAUNCHER in words
-        or door_of(words) is not None
+        or door_of(words, by_imports=False) is not None
         or any(a.endswith(("megatron_rl", "megatron-rl")) and b == TRAIN for a, b in pairwise(words))
     )
     return is_ours or any(TRAINING_SCRIPT.fullmatch(word) for word in words)
+
+
+def _trains_nothing(words: Sequence[str]) -> bool:
+    door = door_of(words, by_imports=False)
+    program = None if door is None else door.programs.named(words)
+    return program is not None and program.why == TRAINS_NOTHING
 
 
 def _script(command: str, shell_script: Path | None) -> Path:

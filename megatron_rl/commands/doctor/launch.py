@@ -6,6 +6,7 @@ megatron_rl.validation and the rules of the hosts judge, here and when the launc
 from __future__ import annotations
 
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from pathlib import Path
 from megatron_rl.commands.doctor.command_line import (
     CONFIG_FILE,
     HIDES_FLAGS,
+    OUR_LAUNCHER,
     TRAIN,
     LaunchLine,
     Parser,
@@ -54,6 +56,7 @@ from megatron_rl.hosts.names import (
     misspelling_hint,
     path_problem,
 )
+from megatron_rl.hosts.scripts import defines, module_file, syntax_tree
 from megatron_rl.hosts.stock import TERMS, VERDICT
 from megatron_rl.hosts.training_hooks import trained_in_words
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
@@ -93,9 +96,9 @@ def judge_launch(
     with ExitStack() as stack:
         for folder in folders:
             stack.enter_context(first_on_path(Path(folder)))
-        paths = resolve_paths(line)
-        is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
         route = _route(line)
+        paths = resolve_paths(line, route)
+        is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
         found = []
         if is_importable:
             found = [*_judged(line, route), *_experts(line, route, replicas_drift), *_model(line, route, scales_indexer_loss)]
@@ -136,13 +139,15 @@ def _judge_settings(words: Sequence[str], named: str | None, of_step: stock.Judg
     )
     if stray:
         reading.append(Finding("script", PROBLEM, f"line {stray.line} has no effect: the line above lacks its \\ at the end"))
-    place = f", from line {read_from.line} of the script" if read_from else ""
+    place = f", from {read_from.place}" if read_from else ""
     # The settings file is always read; a loss that was judged has its own row.
     is_judged = any(row.status == OK and row.subject != "settings" for row in found)
     is_open = any("not known here" in row.text for row in found)
     why = "the loss is not known here" if is_open else NOTHING_OF_OURS
     unjudged = verdict or (None if is_judged else f"{why}: nothing was judged")
+    program = door.programs.named(given) or door.programs.imported(given)
     started = next((Path(word).name for word in given if word.endswith(".py") and door.recognises([word])), door.starts)
+    started = started if program is None else program.word
     return LaunchReport(f"{door.name}, {started}{place}", None, reading, [], found, [], hidden, unjudged)
 
 
@@ -166,7 +171,7 @@ def _judged(line: LaunchLine, route: Route | None) -> list[Finding]:
         return [Finding("rules", NOTE, f"not judged: the value of {', '.join(of_ours)} is not known here")]
     if route is None:
         place = "what could be read of this line" if line.unread else "this line"
-        return [Finding("megatron_rl", NOTE, f"{place} has no path and no flag of megatron_rl")]
+        return [Finding("megatron_rl", NOTE, f"{place} has no path and no flag of megatron_rl; our losses: {_next_step(line)}")]
     try:
         found = list(judge(line))
     except (TypeError, ValueError) as error:  # a host's own parser would have refused that value
@@ -175,6 +180,13 @@ def _judged(line: LaunchLine, route: Route | None) -> list[Finding]:
         return found
     unless = f" (unless {', '.join(line.unread)} says otherwise)"
     return [replace(finding, text=finding.text + unless) if finding.status == PROBLEM else finding for finding in found]
+
+
+def _next_step(line: LaunchLine) -> str:
+    """What a line without anything of ours lacks."""
+    if line.is_of_rollouts:
+        return f"python -m {OUR_LAUNCHER} before the script, and {INIT_LINE} {REDUCER_LINE} --loss-aggregation <name>"
+    return "docs/hosts/megatron_lm.md shows the lines of the script"
 
 
 def _reading(line: LaunchLine) -> Iterator[Finding]:
@@ -329,7 +341,7 @@ def _title(line: LaunchLine, route: Route | None) -> str:
     title = f"{line.host}, {'started by megatron_rl.hosts.launch' if line.uses_our_launcher else own}"
     if route and line.is_of_rollouts and not read_launch(host_arguments(line)).is_alone:
         title += f", route {route}"
-    return title + (f", from line {line.read_from.line} of the script" if line.read_from else "")
+    return title + (f", from {line.read_from.place}" if line.read_from else "")
 
 
 # Whether anything reads a flag of megatron_rl, by the table that validation goes by
@@ -396,9 +408,28 @@ def _is_refused(line: LaunchLine) -> bool:
 # Whether the functions that a line names can be loaded, tried as the hosts do it
 
 
-def resolve_paths(line: LaunchLine) -> list[Finding]:
-    """One finding for each function that the line or its file names; of a flag that is given twice the last counts."""
-    return [*(resolved(line, flag, path) for flag, path in dict.fromkeys(named_functions(line))), *misplaced(line)]
+def resolve_paths(line: LaunchLine, route: Route | None) -> list[Finding]:
+    """One finding for each function that the line or its file names; of a flag that is given twice the last counts. Where nothing
+    of megatron_rl is on the line, a file that is here is read and not imported: an import takes up to a minute."""
+    found, reads = [], route is None and not line.uses_our_launcher
+    for flag, path in dict.fromkeys(named_functions(line)):
+        found.append((_read_in_file(line, flag, path) if reads else None) or resolved(line, flag, path))
+    return [*found, *misplaced(line)]
+
+
+def _read_in_file(line: LaunchLine, flag: str, path: str) -> Finding | None:
+    """None: no file of that module is here, or it cannot be parsed."""
+    module, _, name = path.rpartition(".")
+    is_read = DOTTED.fullmatch(path) and ":" not in path and not path.startswith("megatron_rl.")
+    file = module_file(module, [*line.python_path, line.folder, *sys.path]) if is_read else None
+    try:
+        is_there = None if file is None else defines(syntax_tree(file), name)
+    except (ConfigError, ValueError, RecursionError, MemoryError):
+        return None
+    if is_there is None:
+        return None
+    text = f"{path} is there: {file} was read, and not imported" if is_there else f"{path} cannot be loaded: {file} has no {name}"
+    return Finding(flag, OK if is_there else PROBLEM, text)
 
 
 def named_functions(line: LaunchLine) -> Iterator[tuple[str, str]]:

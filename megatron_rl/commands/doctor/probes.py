@@ -21,7 +21,7 @@ PROBED = ("torch", "numpy", "psutil", "triton", "transformer_engine", "flash_att
 # Megatron-Core on a cold disk takes 10 s, and Transformer Engine from a network disk a minute; what needs longer than this hangs.
 SECONDS = 120.0
 # After this many seconds, print what the command is waiting for.
-SIGN_OF_LIFE = 5.0
+SIGN_OF_LIFE = 1.0
 # Before the answer, so that whatever a package prints at import does not matter.
 MARK = "megatron_rl doctor: "
 

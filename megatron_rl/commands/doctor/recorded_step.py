@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.commands.explain.step import read_step
+from megatron_rl.commands.explain.step import StepInput, read_step
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.stock import Stock, local_letters, of_the_step
 from megatron_rl.train.plots import plot_weights
@@ -28,9 +28,9 @@ class Difference:
     """|w - exact| / |exact| over all tokens: the relative error of the gradient where token gradients are independent and alike."""
 
 
-def judge_step(stock: Stock, args: Namespace) -> Iterator[Row]:
-    """One row for each term that depends on the layout, and the picture. Raises what read_step raises."""
-    step = read_step(args)
+def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> Iterator[Row]:
+    """One row for each term that depends on the layout, and the picture. step: None: it is read. Raises what read_step raises."""
+    step = step or read_step(args)
     data, size = args.data_parallel_size or 1, args.micro_batch_size or 1
     tokens, lengths = (torch.tensor([count(mask) for mask in step.masks]) for count in (lambda m: int(m.sum()), len))
     parts = microbatches(len(step.masks), data, size)
@@ -65,14 +65,23 @@ def difference(
     terms: str, weight: Formula, tokens: Tensor, lengths: Tensor, parts: Sequence[Sequence[Sequence[int]]]
 ) -> Difference:
     has_tokens = tokens > 0
-    own = token_weights(weight, tokens, lengths, parts)[has_tokens]
-    if "L_b" in weight.powers:  # the divisor that is meant is a constant of the run: here the longest of the step
-        exact = token_weights(weight, tokens, torch.full_like(lengths, int(lengths.max())), parts)[has_tokens]
-    else:
-        exact = token_weights(of_the_step(weight), tokens, lengths, parts)[has_tokens]
+    own, exact = (one(weight, tokens, lengths, parts)[has_tokens] for one in (token_weights, exact_weights))
     live = tokens[has_tokens].double()
     error = ((live * (own - exact).square()).sum() / (live * exact.square()).sum()).sqrt()
     return Difference(terms, tokens[has_tokens], own / exact, float(error))
+
+
+def exact_weights(
+    weight: Formula,
+    tokens: Tensor,  # [S]
+    lengths: Tensor,  # [S]
+    parts: Sequence[Sequence[Sequence[int]]],
+    prompts: Sequence[Hashable] | None = None,
+) -> Tensor:  # [S] float64
+    """What token_weights has of the mean over the whole step."""
+    if "L_b" in weight.powers:  # the divisor that is meant is a constant of the run: here the longest of the step
+        return token_weights(weight, tokens, torch.full_like(lengths, int(lengths.max())), parts, prompts)
+    return token_weights(of_the_step(weight), tokens, lengths, parts, prompts)
 
 
 def token_weights(
@@ -80,10 +89,14 @@ def token_weights(
     tokens: Tensor,  # [S] unmasked
     lengths: Tensor,  # [S] padded by the trainer to the longest of a micro-batch
     parts: Sequence[Sequence[Sequence[int]]],  # samples of each micro-batch of each rank
+    prompts: Sequence[Hashable] | None = None,  # of each sample; needed where the formula has P
 ) -> Tensor:  # [S] float64
-    """The formula on a step: counts of the step, and of the micro-batch that a sample is in."""
+    """The formula on a step: counts of the step, and of the micro-batch that a sample is in. L is 1."""
     present = int((tokens > 0).sum())
     step = {"N": len(tokens), "T": int(tokens.sum()), "N+": present, "T'": int(tokens.clamp(min=1).sum()), "L": 1}
+    groups: dict[Hashable, int] = {}
+    for prompt, count in zip(prompts or (), tokens.tolist(), strict=prompts is not None):
+        groups[prompt] = groups.get(prompt, 0) + count
     found = torch.zeros(len(tokens), dtype=torch.float64)
     for of_rank in parts:
         for samples in of_rank:
@@ -91,5 +104,6 @@ def token_weights(
             values = {**step, **local, "M": len(of_rank), "dp": len(parts)}
             for sample in samples:
                 if tokens[sample]:
-                    found[sample] = weight.evaluate(values | {"m_i": int(tokens[sample])})
+                    of_prompt = {} if prompts is None else {"P": len(groups), "M_g": groups[prompts[sample]]}
+                    found[sample] = weight.evaluate(values | of_prompt | {"m_i": int(tokens[sample])})
     return found

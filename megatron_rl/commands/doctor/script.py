@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ COUNTING = ("postfix_expression", "unary_expression", "for_statement", "unset_co
 BRANCHING = ("if_statement", "case_statement", "for_statement", "c_style_for_statement", "while_statement")
 # They hold no command that the script runs as a separate step.
 NO_STEPS = ("string", "concatenation", "expansion", "command_substitution", "process_substitution", "heredoc_body")
+SHELLS = ("bash", "sh", "zsh", "exec")
 # $NAME, ${NAME}, ${NAME[@]}, ${NAME[0]}, and those with a default; the others cut or count, and are left as they are.
 VARIABLE = re.compile(r"\$\{?(?P<name>[A-Za-z_]\w*|[@*0-9])(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<how>:?[-=+]).*|\}?)", re.DOTALL)
 # The quoted expressions that may become no word at all.
@@ -45,7 +46,7 @@ OF_A_KEY, SHORTEST_KEY = re.compile(r"(^|_)KEY(_|$)", re.IGNORECASE), 16
 class ScriptLine:
     """words: expanded. branches: variables in it that an if, case or loop of the script decides about, as NAME (line n).
     python_path: PYTHONPATH as the script has set it by then. unparsed: lines before it that the parser takes for no bash.
-    absent: files that it has sourced by then and that are not here."""
+    absent: files that it has sourced by then and that are not here. called: what it starts, and has the line."""
 
     words: tuple[str, ...]
     line: int
@@ -53,6 +54,17 @@ class ScriptLine:
     python_path: str = ""
     unparsed: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    called: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"line {self.line} of {self.called or 'the script'}"
+
+
+def called_script(words: Sequence[str]) -> int | None:
+    """The place of the script that a command starts: bash run.sh, ./run.sh; None: it starts none."""
+    place = next((at for at, word in enumerate(words) if word not in SHELLS and not word.startswith("-")), None)
+    return place if place is not None and words[place].endswith((".sh", ".bash")) else None
 
 
 def is_unread(word: str) -> bool:
@@ -103,6 +115,7 @@ class ScriptReader:
         # Names that something unread has set; after an `eval` or an unread `source` any name may be one of them.
         self.unknown: set[str] = set()
         self.may_be_anything = False
+        self.exported: set[str] = set()
 
     def lines(self) -> Iterator[ScriptLine]:
         try:
@@ -127,6 +140,8 @@ class ScriptReader:
             self.may_be_anything = True
         if node.type in COUNTING:
             self.unknown |= {_text(child) for child in node.children if child.type in ("variable_name", "word")}
+        if node.type == "declaration_command" and _text(node).startswith("export"):
+            self.exported |= {_text(child).partition("=")[0] for child in node.named_children}
         if body is not None and body.type == "command":
             yield from self._command(body, node, is_in_branch=is_in_branch)
         elif node.type == "variable_assignment":
@@ -155,7 +170,9 @@ class ScriptReader:
         outer = {name: self.values[name] for name in settings if name in self.values}
         for setting in settings.values():
             self._assign(setting, is_in_branch=is_in_branch)
+        outer_exported, self.exported = self.exported, self.exported | {*settings}
         yield from self._run(words[words[:1] == ["time"] :], branches, self._line_of(node))
+        self.exported = outer_exported
         self.values = {name: value for name, value in self.values.items() if name not in settings} | outer
         for redirect in redirects:  # the node of a here document holds the rest of its first line
             yield from self._walk(redirect, is_in_branch=is_in_branch)
@@ -178,10 +195,21 @@ class ScriptReader:
         elif program in ("bash", "sh", "zsh") and "-c" in words[1:-1] and self.depth < MAX_DEPTH:
             self.lines_above, self.is_in_function = line - 1, True
             yield from self.lines_of_text(words[words.index("-c") + 1])
+        elif (at := called_script(words)) is not None and self.depth < MAX_DEPTH and (path := self._here(words[at])):
+            yield from self._called(path, words[at + 1 :])
         elif words:
             python_path = self.values.get("PYTHONPATH", _Value([])).words
             yield ScriptLine(tuple(words), line, branches, " ".join(python_path), tuple(self.unparsed), tuple(self.absent))
         self.path, self.lines_above, self.is_in_function = above
+
+    def _called(self, path: Path, arguments: Sequence[str]) -> Iterator[ScriptLine]:
+        """Another script, in a process of its own: it has what this one has exported."""
+        known = {name: " ".join(value.words) for name, value in self.values.items() if name in self.exported - self.unknown}
+        reader = ScriptReader(path, arguments, known)
+        reader.depth, reader.num_texts, reader.unknown = self.depth, self.num_texts, self.exported & self.unknown
+        for line in reader.lines():
+            yield replace(line, called=line.called or str(path))
+        self.num_texts = reader.num_texts
 
     def _here(self, given: str) -> Path | None:
         places = (Path(given), self.path.parent / given)

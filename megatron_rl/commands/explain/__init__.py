@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
@@ -24,6 +25,7 @@ from megatron_rl.commands.explain.report import Explanation, as_json, as_text
 from megatron_rl.commands.explain.step import LaunchLayout, read_step
 from megatron_rl.commands.explain.weights import Weighing, correct_step, count_input, judged_settings, shown_configs
 from megatron_rl.errors import ConfigError, printable
+from megatron_rl.hosts.door import ONE_SAMPLE
 from megatron_rl.hosts.door_line import write
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -52,7 +54,7 @@ FLAGS_OF_WEIGHTS = (
     *("one_sample_per_rollout", "importance_correction", "importance_correction_level", "importance_correction_low"),
     *("importance_correction_high", "rejected_tokens", "gradient_divisor"),
 )
-USAGE = "megatron-rl explain --response-lengths LIST [--prompt-ids LIST] [--host HOST] [flags of your launch line]"
+USAGE = "megatron-rl explain --response-lengths LIST [--prompt-ids LIST] [--host HOST] [flags of your launch line | -- LAUNCH LINE]"
 NO_LOG_PROBS = "the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs"
 NO_CHAIN = "the chain of factors from weight to gradient: --host and the layout give it"
 NOT_RUN = (
@@ -100,6 +102,9 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     output = parser.add_argument_group(title="output")
     output.add_argument("--rows", type=int, default=16, metavar="COUNT", help="Samples and prompts to print. Default: 16.")
     output.add_argument("--json", action="store_true", help="Print one JSON object instead.")
+    parser.add_argument(
+        "launch_line", nargs="*", metavar="-- LAUNCH LINE", help="Of a trainer's own loss, as doctor takes it: what that weighs."
+    )
     before = set(parser._actions)
     add_megatron_rl_args(parser, arguments)
     parser._action_groups[-1].description = "Flags of the loss. `megatron-rl train --help` lists those that change no weight."
@@ -111,6 +116,8 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 def run(args: Namespace) -> int:
     """Exit code 0, or 1 where the launch would be refused or train another weight."""
     check_flags(args)
+    if args.launch_line:
+        return import_module("megatron_rl.commands.explain.own_loss").run(args)
     explanation = explain(args)
     if not args.json:
         for line in explanation.warnings:
@@ -130,7 +137,7 @@ def check_flags(args: Namespace) -> None:
     if len(sources := given_flags(args, "response_lengths", "rollouts", "rollout_dump")) > 1:
         problems.append(f"{' and '.join(sources)}: a step has one source; give one of them")
     for needed, names in GO_WITH.items():
-        if vars(args)[needed] is None:
+        if vars(args)[needed] is None and not (needed == "host" and args.launch_line):
             remedy = f"goes with {flag_of(needed)} alone: remove it, or give {flag_of(needed)}"
             problems += [f"{flag} {remedy}" for flag in given_flags(args, *names)]
     if args.host is not None and args.host in WITHOUT_ROUTES:
@@ -188,7 +195,11 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         shown.left_out.append(NO_CHAIN)
     elif door is not None:
         shown.chain = door_chain(door, weighing, shown.layout, per_token=per_token)
-        shown.launch_lines, shown.problems = write(door, weighing.config)
+        shown.launch_lines, problems = write(door, weighing.config)
+        typed = door.line_of(door.own.name(ONE_SAMPLE), True)
+        shown.problems = [
+            problem.replace(f"type {typed}", f"give {flag_of(ONE_SAMPLE)} here, and {typed} there") for problem in problems
+        ]
     elif args.host in WITHOUT_ROUTES:
         shown.chain = own_chain(weighing, shown.layout, per_token=per_token)
         try:  # `train` has no per-token contract

@@ -1,0 +1,129 @@
+"""What a trainer's own loss weighs on a step, for `megatron-rl explain ... -- LAUNCH LINE`: doctor reads and judges the line."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_rl.aggregation_record import Formula
+from megatron_rl.arguments import given_settings
+from megatron_rl.commands.doctor.launch import judge_launch
+from megatron_rl.commands.doctor.recorded_step import exact_weights, judge_step, microbatches, token_weights
+from megatron_rl.commands.doctor.report import LaunchReport, as_text
+from megatron_rl.commands.explain.report import columns
+from megatron_rl.commands.explain.step import StepInput, read_step
+from megatron_rl.commands.explain.weights import short
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.stock import Stock
+from megatron_rl.validation import flag_of
+from megatron_rl.validation.checks import Row
+
+# Flags of a layout, or of a launch of ours, that a line says itself.
+OF_THE_LINE = (
+    *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"),
+    *("route", "companion", "calculate_per_token_loss"),
+)
+
+
+@dataclass(slots=True)
+class OwnLoss:
+    """report: doctor's. terms: weights of each term that has one of its own, on the step."""
+
+    step: StepInput
+    report: LaunchReport
+    parts: list[list[list[int]]]  # samples of each micro-batch of each rank
+    terms: dict[str, tuple[Formula, Tensor, Tensor]] = field(default_factory=dict)  # (weight, of each sample [S], exact [S])
+
+
+def check_flags(args: Namespace) -> None:
+    """No flag beside the line does nothing. Raises ConfigError."""
+    of_loss = [name for name, value in given_settings(args).items() if value is not None and value is not False]
+    given = [name for name in OF_THE_LINE if vars(args)[name]] + of_loss
+    if given:
+        raise ConfigError(f"{', '.join(map(flag_of, given))} beside a launch line: the line says what trains; remove one of them")
+
+
+def run(args: Namespace) -> int:
+    """Prints the weights. Exit code 0; 1 where doctor finds a problem on the line."""
+    check_flags(args)
+    found = own_loss(args)
+    print(as_json(found) if args.json else "\n".join(lines_of(found, args.rows)))
+    return 1 if any(finding.status == "PROBLEM" for finding in found.report.findings) else 0
+
+
+def own_loss(args: Namespace) -> OwnLoss:
+    """Raises ConfigError for a line that trains no loss of the trainer's own that is known here, and what reading them raises."""
+    step, data, count = read_step(args), args.data_parallel_size or 1, args.num_microbatches or 1
+    share = -(-len(step.masks) // data)
+    layout = Namespace(**vars(args) | {"data_parallel_size": data, "micro_batch_size": -(-share // count), "plot": None})
+    found: list[Stock] = []
+
+    def of_step(stock: Stock) -> Iterator[Row]:
+        found.append(stock)
+        yield from judge_step(stock, layout, step)
+
+    report = judge_launch(args.launch_line, args.host, of_step=of_step)
+    if not found:
+        wrong = [f"{row.subject}: {row.text}" for row in report.findings if row.status == "PROBLEM"]
+        why = report.unjudged or "; ".join(wrong) or "a loss of ours trains there"
+        raise ConfigError(
+            f"{why}. explain shows the trainer's own loss of a line; for one of ours give --host and its flags in the place of the "
+            "line, and `megatron-rl doctor --launch-only -- LINE` judges the line"
+        )
+    shown = OwnLoss(step, report, microbatches(len(step.masks), data, layout.micro_batch_size))
+    tokens, lengths = (torch.tensor([count_of(mask) for mask in step.masks]) for count_of in (lambda m: int(m.sum()), len))
+    for name, weight in found[0].terms.items():
+        if weight in (one for one, _, _ in shown.terms.values()):
+            continue
+        if "P" in weight.powers and step.prompts is None:
+            raise ConfigError(f"the {name} term weighs {weight}: give --prompt-ids a,a,b, or a step whose samples have prompts")
+        own, exact = (one(weight, tokens, lengths, shown.parts, step.prompts) for one in (token_weights, exact_weights))
+        shown.terms[name] = (weight, own, exact)
+    return shown
+
+
+def lines_of(found: OwnLoss, max_rows: int) -> Iterator[str]:
+    step, masks = found.step, found.step.masks
+    place = {
+        sample: f"{rank}.{index}"
+        for rank, of_rank in enumerate(found.parts)
+        for index, samples in enumerate(of_rank)
+        for sample in samples
+    }
+    yield f"one step, from {step.source}: {len(masks)} samples, {int(sum(mask.sum() for mask in masks))} unmasked tokens"
+    titles = [f"{name} {weight}{', L = 1' * ('L' in weight.powers)}" for name, (weight, _, _) in found.terms.items()]
+    header = ["", "prompt", "rank.micro-batch", "tokens", *titles]
+    rows = [header]
+    for index, mask in enumerate(masks[:max_rows]):
+        prompt = "?" if step.prompts is None else str(step.prompts[index])
+        cells = [_cell(float(own[index]), float(exact[index])) for _, own, exact in found.terms.values()]
+        rows.append([f"sample {index}", prompt, place[index], f"{int(mask.sum())}/{len(mask)}", *cells])
+    if len(masks) > max_rows:
+        rows.append([f"{len(masks) - max_rows} more", *[""] * (len(header) - 1)])
+    yield from columns(rows)
+    yield "a cell: the weight of a token, and how many times its exact weight, where that is another one"
+    yield ""
+    yield as_text([], found.report, sum(row.status == "PROBLEM" for row in found.report.findings)).replace("doctor: ", "", 1)
+
+
+def _cell(own: float, exact: float) -> str:
+    is_equal = exact == 0 or abs(own / exact - 1) < 1e-9
+    return short(own) if is_equal else f"{short(own)}  x {own / exact:.3g}"
+
+
+def as_json(found: OwnLoss) -> str:
+    """docs/explain.md names the keys."""
+    terms = {
+        name: {"formula": str(weight), "weights": own.tolist(), "exact_weights": exact.tolist()}
+        for name, (weight, own, exact) in found.terms.items()
+    }
+    rows = [{"subject": row.subject, "status": row.status, "text": row.text} for row in found.report.findings]
+    tokens = [int(mask.sum()) for mask in found.step.masks]
+    return json.dumps(
+        {"source": found.step.source, "tokens": tokens, "own_loss": terms, "findings": rows, "said": found.report.unjudged}
+    )
