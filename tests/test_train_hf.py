@@ -264,10 +264,10 @@ def test_a_tokenizer_with_ids_that_the_model_does_not_have_is_refused(checkpoint
     assert str(checkpoint) in said and "take the tokenizer of this model" in said
 
 
-@pytest.mark.parametrize("prompt", [[{"role": "user"}], [1, 2], [], 5])
-def test_prompts_that_are_neither_text_nor_messages_are_refused_with_their_line(checkpoint, tmp_path, prompt):
+@pytest.mark.parametrize("prompt", [[{"role": "user"}], [1, "2"], [], 5])
+def test_prompts_that_are_neither_text_nor_messages_nor_ids_are_refused_with_their_line(checkpoint, tmp_path, prompt):
     file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", prompt)
-    with pytest.raises(DataError, match="line 2: prompt: .* must be text, or a list of messages with role and content"):
+    with pytest.raises(DataError, match="line 2: prompt: .* must be text, a list of messages with role and content, or"):
         make_task(prompts=file, reward="test_train_hf.reward_of_digits", hf_checkpoint=checkpoint, vocab_size=VOCABULARY)
 
 

@@ -23,12 +23,20 @@ REWARD = "def exact_match(prompt, response, record):\n    return float(response 
 
 
 def rows_of(folder: Path, seed: int) -> list[dict]:
-    """The first row of each rollout."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
     flags = f"--prompts prompts.jsonl --reward rewards.exact_match --num-rollouts {ROLLOUTS} --seed {seed} --output-dir run{seed}"
-    command = [sys.executable, "-m", "megatron_rl", "train", *flags.split(), "--no-plot", "--no-tensorboard"]
-    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
-    rows = [json.loads(line) for line in (folder / f"run{seed}" / "metrics.jsonl").read_text().splitlines()]
+    run(["-m", "megatron_rl", "train", *flags.split(), "--no-plot", "--no-tensorboard"], folder)
+    return rows_in(folder / f"run{seed}")
+
+
+def run(arguments: list[str], folder: Path) -> None:
+    """Python with these arguments in the folder, on one thread."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, check=True, capture_output=True)
+
+
+def rows_in(run_folder: Path) -> list[dict]:
+    """A row of each rollout."""
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     return list({row["rollout"]: row for row in rows}.values())
 
 
@@ -37,20 +45,15 @@ def smooth(values: list[float]) -> list[float]:
     return [sum(values[max(0, i - WINDOW + 1) : i + 1]) / len(values[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(values))]
 
 
-def main() -> Path:
+def draw(path: Path, rows_of_seed: dict[int, list[dict]]) -> None:
+    """Reward and groups without signal over rollouts, a line a seed; the last mean rewards are printed."""
     figure = Figure(figsize=(8, 2.8))
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
-        (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in sums), encoding="utf-8")
-        (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
-        for seed in SEEDS:
-            rows = rows_of(folder, seed)
-            for axis, metric in zip(axes, ("rollout/reward", "rollout/groups_without_signal"), strict=True):
-                axis.plot(smooth([row[metric] for row in rows]), linewidth=1.2, label=f"seed {seed}")
-            print(f"seed {seed}: mean reward {smooth([row['rollout/reward'] for row in rows])[-1]:.3f}", flush=True)
+    for seed, rows in rows_of_seed.items():
+        for axis, metric in zip(axes, ("rollout/reward", "rollout/groups_without_signal"), strict=True):
+            axis.plot(smooth([row[metric] for row in rows]), linewidth=1.2, label=f"seed {seed}")
+        print(f"seed {seed}: mean reward {smooth([row['rollout/reward'] for row in rows])[-1]:.3f}", flush=True)
     for axis, title in zip(axes, ("Mean reward", "Prompt groups without signal"), strict=True):
         axis.set(xlabel="rollout", ylim=(0, 1))
         axis.set_title(f"{title}, mean of {WINDOW} rollouts", fontsize=9)
@@ -59,10 +62,18 @@ def main() -> Path:
     axes[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     canvas.draw()
-    path, size = Path(__file__).with_suffix(".png"), canvas.get_width_height()
+    size = canvas.get_width_height()
     picture = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).view(*size[::-1], 4)
     Image.fromarray(picture.numpy()).convert("RGB").quantize(32).save(path, optimize=True)
-    return path
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in sums), encoding="utf-8")
+        (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
+        draw(Path(__file__).with_suffix(".png"), {seed: rows_of(folder, seed) for seed in SEEDS})
 
 
 if __name__ == "__main__":

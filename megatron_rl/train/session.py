@@ -119,10 +119,10 @@ def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch
 
 
 def evaluation_task(options: TrainOptions, task: Task) -> PromptFileTask | None:
-    """The task of --eval-prompts, which may have no other characters than --prompts."""
+    """The task of --eval-prompts, which may have no other characters than --prompts, and other ids below --vocab-size."""
     if options.eval_prompts is None or not isinstance(task, PromptFileTask):
         return None
-    return task.with_prompts_of(options.eval_prompts)
+    return task.with_prompts_of(options.eval_prompts, options.vocab_size)
 
 
 def rollouts_of(trainer: PolicyTrainer, task: Task, options: TrainOptions, *, first: int) -> SampledRollouts | ReplayedRollouts:

@@ -81,23 +81,23 @@ class PromptFileTask:
     vocabulary: CharacterVocabulary | HFTokenizer | None
     """None: the prompts are token ids."""
 
-    def with_prompts_of(self, path: str | Path) -> PromptFileTask:
-        """The same task with the prompts of another file, whose tokens must be tokens of this one. Raises DataError."""
+    def with_prompts_of(self, path: str | Path, vocab_size: int | None = None) -> PromptFileTask:
+        """The same task with the prompts of another file. vocab_size: the model's, where it is more than the prompts need; it has
+        a row for each token, or DataError is raised."""
+        vocab_size = self.vocab_size if vocab_size is None else max(vocab_size, self.vocab_size)
         records = list(_read_records(Path(path), takes_messages=isinstance(self.vocabulary, HFTokenizer)))
         prompts = []
         for prompt_id, record in records:
             shown = record["prompt"]
-            # A tokenizer takes text and messages, in one file too.
+            # A tokenizer takes all kinds, in one file too.
             if not isinstance(self.vocabulary, HFTokenizer) and isinstance(shown, str) == (self.vocabulary is None):
                 raise DataError(f"{path}: prompt {prompt_id}: text and token ids in the two files; write all prompts the same way")
             if isinstance(self.vocabulary, CharacterVocabulary) and not set(shown) <= set(self.vocabulary.characters):
                 unknown = "".join(sorted(set(shown) - set(self.vocabulary.characters)))
                 raise DataError(f"{path}: prompt {prompt_id}: --prompts, which makes the vocabulary, has no {unknown!r}")
-            tokens = shown if self.vocabulary is None else self.vocabulary.encode(shown)
-            if max(tokens) >= self.vocab_size:
-                raise DataError(f"{path}: prompt {prompt_id}: token {max(tokens)} is not below {self.vocab_size}, the vocabulary")
+            tokens = _tokens_of(shown, self.vocabulary, vocab_size, f"{path}: prompt {prompt_id}")
             prompts.append(Prompt(prompt_id=prompt_id, tokens=tokens, record=record))
-        return replace(self, prompts=tuple(prompts))
+        return replace(self, prompts=tuple(prompts), vocab_size=vocab_size)
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -110,12 +110,12 @@ class PromptFileTask:
         return Prompt(prompt_id=f"{prompt.prompt_id}#{epoch}", tokens=prompt.tokens, record=prompt.record)
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
-        """The user's function sees the response up to an end token, as text where the prompts are text or messages."""
-        return call_reward(self.reward_function, prompt, prompt.record["prompt"], self._shown(response))
+        """The user's function sees the response up to an end token, as text where the prompt is text or messages."""
+        return call_reward(self.reward_function, prompt, prompt.record["prompt"], self._shown(prompt, response))
 
     def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
         """As reward, of all samples by one call: the function gets three lists, and returns as many numbers."""
-        shown = [self._shown(response) for response in responses]
+        shown = [self._shown(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         records = [prompt.record for prompt in prompts]
         name = name_of(self.reward_function)
         function: Callable[..., Any] = self.reward_function
@@ -130,10 +130,11 @@ class PromptFileTask:
             raise DataError(f"the reward {name} returned {len(found)} numbers for {len(prompts)} samples")
         return [_checked_reward(value, name, prompt) for value, prompt in zip(found, prompts, strict=True)]
 
-    def _shown(self, response: list[int]) -> Any:
+    def _shown(self, prompt: Prompt, response: list[int]) -> Any:
         ends = [place for place, token in enumerate(response) if token in self.end_tokens]
         response = response[: ends[0]] if ends else response
-        return response if self.vocabulary is None else self.vocabulary.decode(response)
+        has_ids = self.vocabulary is None or _is_token_list(prompt.record["prompt"])
+        return response if has_ids or self.vocabulary is None else self.vocabulary.decode(response)
 
 
 def import_reward(path: str) -> RewardFunction:
@@ -191,7 +192,7 @@ def read_prompt_file(
 ) -> PromptFileTask:
     """Reads and checks the whole file. Raises DataError naming file, line and field.
 
-    tokenizer: the prompts are text or lists of messages for it; vocab_size is then the model's.
+    tokenizer: the prompts are text or lists of messages for it, or its token ids; vocab_size is then the model's.
 
     Text: the vocabulary holds every character of the file's values, numbers as they are written, without prompt_id, and an
     end token. Token ids: it goes up to the largest id of prompts, of lists named `answer` and of end_token; --vocab-size
@@ -219,7 +220,7 @@ def read_prompt_file(
         prompts=tuple(
             Prompt(
                 prompt_id=prompt_id,
-                tokens=record["prompt"] if vocabulary is None else vocabulary.encode(record["prompt"]),
+                tokens=_tokens_of(record["prompt"], vocabulary, vocab_size, f"{path}: prompt {prompt_id}"),
                 record=record,
             )
             for prompt_id, record in records
@@ -230,6 +231,19 @@ def read_prompt_file(
         end_tokens=end_tokens,
         vocabulary=vocabulary,
     )
+
+
+def _tokens_of(prompt: Any, vocabulary: CharacterVocabulary | HFTokenizer | None, vocab_size: int, place: str) -> list[int]:
+    """Of text, messages or ids. DataError for a prompt without a token, and for an id that the model has no row for."""
+    tokens = prompt if vocabulary is None or _is_token_list(prompt) else vocabulary.encode(prompt)
+    if not tokens:
+        raise DataError(f"{place}: {_shortened(prompt)} has no token for the tokenizer: the policy needs one to begin with")
+    if max(tokens) >= vocab_size:
+        raise DataError(
+            f"{place}: token {max(tokens)} is not below {vocab_size}, the vocabulary: "
+            + (f"type --vocab-size {max(tokens) + 1} or more" if vocabulary is None else "write ids of the folder's tokenizer")
+        )
+    return tokens
 
 
 def stable_integer(*parts: int | str) -> int:
@@ -277,14 +291,17 @@ def _check_record(record: Any, place: str, *, takes_messages: bool) -> dict:
         raise DataError(f"{place}: prompt: missing; each line is an object with a prompt, text or a list of token ids")
     prompt = record["prompt"]
     if takes_messages:
-        if not prompt or not (isinstance(prompt, str) or _is_message_list(prompt)):
+        if not prompt or not (isinstance(prompt, str) or _is_message_list(prompt) or _is_token_list(prompt)):
             raise DataError(
-                f"{place}: prompt: {_shortened(prompt)} must be text, or a list of messages with role and content, and not empty"
+                f"{place}: prompt: {_shortened(prompt)} must be text, a list of messages with role and content, or a list of token "
+                "ids, and not empty"
             )
     elif not prompt or not (isinstance(prompt, str) or _is_token_list(prompt)):
+        is_chat = bool(prompt) and _is_message_list(prompt)
+        need = "; chat messages need the template of a tokenizer: give its folder as --hf-checkpoint" if is_chat else ""
         raise DataError(
             f"{place}: prompt: {_shortened(prompt)} must be text or a list of token ids, integers of 0 to {LARGEST_TOKEN}, and not "
-            "empty"
+            f"empty{need}"
         )
     if not isinstance(record.get("prompt_id", ""), str | int):
         raise DataError(f"{place}: prompt_id: {record['prompt_id']!r} must be a string or an integer")
