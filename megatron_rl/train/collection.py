@@ -32,7 +32,10 @@ from megatron_rl.train.rollouts import Microbatches, Prompt, RolloutBatch, Sampl
 from megatron_rl.train.sampling_filter import KeptTokens, SamplingFilter
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer
+from megatron_rl.train.user_tasks import stable_integer
 
+# Of these float64 has every one: digests travel beside rewards.
+WHOLE_NUMBERS = 2**53
 Response = tuple[int, Prompt, list[int]]  # number of the sample, its prompt, the sampled tokens
 # Of a sampling forward: rows that take more go through several forwards. On CUDA an eighth of the device's memory.
 SAMPLING_BYTES, SHARE_OF_DEVICE = 2 * 1024**3, 8
@@ -88,7 +91,7 @@ class SampledRollouts:
 
         A reward may be slow, paid for or random: one rank of each model replica computes it, and sends it to the others. The
         tokens stay where they were sampled.
-        Communication: sampling's, finish_together's, and one all-reduce of two numbers a sample over all ranks.
+        Communication: sampling's, finish_together's, and one all-reduce of three numbers a sample over all ranks.
         """
         num_prompts, dp = self._options.prompts_per_rollout, self._trainer.groups.dp
         first = rollout_index * num_prompts
@@ -106,7 +109,7 @@ class SampledRollouts:
             kept,
         )
         share = [(index, of_sample[index], response) for index, response in zip(mine, responses, strict=True)]
-        rewards, lengths = self._exchanged(share, self._rewards_of(share, rollout_index), len(of_sample))
+        rewards, lengths, digests = self._exchanged(share, self._rewards_of(share, rollout_index), len(of_sample))
         advantages = group_advantages(rewards, [prompt.prompt_id for prompt in of_sample], self._options.advantage_normalization)
         headers = [
             SampleHeader(
@@ -116,6 +119,7 @@ class SampledRollouts:
                 reward=rewards[index],
                 advantage=advantages[index],
                 dp_rank=self._dp_rank_of(index),
+                response=int(digests[index]),
             )
             for index, prompt in enumerate(of_sample)
         ]
@@ -148,14 +152,14 @@ class SampledRollouts:
             rewards = partial(self._batch_of_rewards, limit, rollout_index, share)
             return [reward for found in finish_together([rewards] if share else [], self._reward_group) for reward in found]
 
-    def _exchanged(self, share: list[Response], found: list[float], num_samples: int) -> tuple[list[float], list[float]]:
-        """(the reward, the length) of each sample of the rollout, on all ranks."""
-        values = torch.zeros(2, num_samples, dtype=torch.float64)
+    def _exchanged(self, share: list[Response], found: list[float], num_samples: int) -> list[list[float]]:
+        """The rewards, the lengths and the digests of the responses of all samples of the rollout, on all ranks."""
+        values = torch.zeros(3, num_samples, dtype=torch.float64)
         for (index, _, response), reward in zip(share if found else [], found, strict=True):  # none: another rank has them
-            values[:, index] = torch.tensor([reward - self._penalty(response), len(response)], dtype=torch.float64)
+            digest = stable_integer(*response) % WHOLE_NUMBERS
+            values[:, index] = torch.tensor([reward - self._penalty(response), len(response), digest], dtype=torch.float64)
         world = world_group()
-        rewards, lengths = all_reduce_sum(values.to(group_device(world)), world).tolist()
-        return rewards, lengths
+        return all_reduce_sum(values.to(group_device(world)), world).tolist()
 
     def _sample(
         self, header: SampleHeader, prompt: Prompt, response: list[int], policy_version: int | None, routes: Tensor | None

@@ -42,6 +42,7 @@ from megatron_rl.train.rollouts import (
     Microbatches,
     RolloutBatch,
     SharedRollout,
+    commonest_response,
     mean_reward,
     partition,
     share_without_signal,
@@ -52,6 +53,8 @@ from megatron_rl.train.trainer import PolicyTrainer
 from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.train.watchdog import RunWatchdog
 from megatron_rl.train.writers import (
+    COMMONEST,
+    COMMONEST_RANGE,
     LENGTH,
     REWARD,
     SKIPPED_STEPS,
@@ -219,6 +222,7 @@ class TrainingRun:
             reward = mean_reward(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
             of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
+            of_rollout |= dict(zip((COMMONEST, COMMONEST_RANGE), commonest_response(headers) or (), strict=False))
             if self._evaluation is not None and progress.num_rollouts % options.eval_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             parts = self._cut(rollout)

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -150,6 +151,8 @@ class SampleHeader:
     dp_rank: int
     rollout_id: str | int | None = None
     """A name, or its digest; None: the sample is a rollout."""
+    response: int | None = None
+    """A digest of the response's tokens, where this run has sampled it; None: recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,6 +270,16 @@ def share_without_signal(samples: Sequence[SampleHeader]) -> float:
     """The share of prompt groups whose advantages are all 0, as where all their rewards are equal: they train nothing."""
     groups = prompt_groups(samples)
     return sum(all(sample.advantage == 0.0 for sample in group) for group in groups) / len(groups)
+
+
+def commonest_response(samples: Sequence[SampleHeader]) -> tuple[float, float] | None:
+    """(the share of the samples that have the most common response, the range of their rewards). None: recorded, or one prompt."""
+    counts = Counter(sample.response for sample in samples)
+    if None in counts or len(prompt_groups(samples)) < 2:
+        return None
+    ((commonest, count),) = counts.most_common(1)
+    rewards = [sample.reward for sample in samples if sample.response == commonest]
+    return count / len(samples), max(rewards) - min(rewards)
 
 
 def split_into_steps(samples: Sequence[AnySample], steps_per_rollout: int, rollout_index: int) -> list[list[AnySample]]:
