@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.commands.train import quiet_megatron
 from megatron_rl.errors import ConfigError
+from megatron_rl.testing.model_shapes import SHAPES, shape_of
 
 if TYPE_CHECKING:
     from megatron_rl.testing.selftest import RowResult, Setting
@@ -49,6 +50,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         parser.add_argument(flag, dest=name, type=int, metavar="COUNT", help=meaning)
     for name, (flag, meaning) in SWITCHES.items():
         parser.add_argument(flag, dest=name, action="store_true", help=meaning)
+    parser.add_argument("--model-like", metavar="NAME", help=f"Two layers like a model of the field: {', '.join(SHAPES)}.")
     parser.add_argument(
         "--policy-loss", metavar="NAME", help="Run the rows of this loss alone; module.function: a loss of your own. Default: all."
     )
@@ -170,7 +172,8 @@ def bench_of(args: Namespace) -> Bench:
 
     sizes = {name: vars(args)[name] for name in (*SIZES, *SWITCHES)}
     of_experts = {name: size for name in SIZES_OF_EXPERTS if (size := vars(args)[name]) is not None}
-    if of_experts and args.tensor > 1:
+    shape = None if args.model_like is None else shape_of(args.model_like)
+    if (of_experts or shape is not None) and args.tensor > 1:
         sizes["sequence_parallel"] = True  # Megatron's routers need it; the first line says that it is on
     bench: Callable[..., Bench]
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
@@ -179,7 +182,7 @@ def bench_of(args: Namespace) -> Bench:
     else:
         from megatron_rl.testing.selftest_losses import LossesAlone as bench
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    return bench(Layout(**sizes | of_experts), world_size, has_experts=bool(of_experts))
+    return bench(Layout(**sizes | of_experts), world_size, has_experts=bool(of_experts), shape=shape)
 
 
 def header(setting: Setting) -> str:
@@ -191,11 +194,12 @@ def header(setting: Setting) -> str:
     switches = "".join(f", {name.replace('_', ' ')}" for name in SWITCHES if getattr(layout, name))
     experts = "" if layout.expert_tensor is None else f" x EP {layout.expert} x ETP {layout.expert_tensor}"
     layout_shown = f"TP {layout.tensor} x CP {layout.context} x PP {layout.pipeline} x DP {layout.data}{experts}{switches}"
+    model = f"{setting.model}\n" if setting.model else ""
     return (
         f"megatron_rl selftest: {layout_shown} | "
         f"{setting.device}, {setting.process_group_backend} | {layout.num_microbatches} micro-batches a rank, "
         f"{sizes['samples']} samples of {sizes['prompts']} prompts, {sizes['tokens']} tokens\n"
-        f"torch {torch.__version__}, {versions}\n"
+        f"torch {torch.__version__}, {versions}\n{model}"
         f"{'':{NAME_WIDTH + 6}s}{'gradient':>11s}{'off by':>9s}{'loss by':>9s}{'norm by' if is_whole else '':>9s}".rstrip()
     )
 
@@ -211,11 +215,21 @@ def row_text(row: RowResult) -> str:
 
 def closing(setting: Setting, results: Sequence[RowResult], seconds: float) -> str:
     lines = [cut_text(setting, name, *change) for name, change in setting.cuts.items()]
+    if setting.model:
+        lines += kinds_text(results)
     lines += [f"left out: {what}" for what in setting.left_out]
     total, failed = len(results), sum(not result.passed for result in results)
     of_what = "rows" if setting.megatron_version is not None else "rows of the losses alone"
     verdict = f"FAIL: {failed} of {total} {of_what} fail" if failed else f"PASS: {total} of {total} {of_what}"
     return "\n".join([*lines, f"{verdict}, {seconds:.1f} s"])
+
+
+def kinds_text(results: Sequence[RowResult]) -> list[str]:
+    """The largest error of each kind of parameter over the rows."""
+    worst: dict[str, float] = {}
+    for row in results:
+        worst |= {kind: max(error, worst.get(kind, 0.0)) for kind, error in row.parts.items()}
+    return [f"off by at most: {', '.join(f'{kind} {error:.0e}' for kind, error in worst.items())}"] if worst else []
 
 
 def cut_text(setting: Setting, name: str, length: float, distance: float) -> str:

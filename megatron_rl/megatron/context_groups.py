@@ -73,10 +73,8 @@ def own_group_problems(bare: nn.Module, config: TransformerConfig, group: Group)
         return
     if group is SINGLE:
         yield "SINGLE is no process group, which layers need; take that of one rank from layout.context_groups.make_context_groups"
-    settings = vars(config)
-    for name, why in _SETTINGS.items():
-        if settings.get(name) not in (None, False, 0, "none"):
-            yield f"{name}={settings[name]!r}: {why}; give each micro-batch the model's group"
+    for problem in own_group_problems_of(vars(config)):
+        yield f"{problem}; give each micro-batch the model's group"
     modules = list(bare.modules())
     if any(type(module).__module__.startswith("megatron.core.ssm") for module in modules):
         yield "its state-space layers exchange over the model's group alone; give each micro-batch the model's group"
@@ -84,6 +82,13 @@ def own_group_problems(bare: nn.Module, config: TransformerConfig, group: Group)
     if kinds:
         names = ", ".join(sorted(kinds))
         yield f"{names} does not read the group in packed_seq_params; use Transformer Engine's layers, or PackedAttention"
+
+
+def own_group_problems_of(settings: Mapping[str, object]) -> Iterator[str]:
+    """Of these settings of a TransformerConfig alone, without the remedy."""
+    for name, why in _SETTINGS.items():
+        if settings.get(name) not in (None, False, 0, "none"):
+            yield f"{name}={settings[name]!r}: {why}"
 
 
 # Settings under which a layer communicates over the model's own group, whatever packed_seq_params say.

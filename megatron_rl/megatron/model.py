@@ -105,7 +105,7 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
         "init_method_std": 0.05,
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
-        # Megatron's router makes a view of a bias and writes into it, which autograd refuses.
+        # Megatron refuses experts with biases on expert-tensor-parallel ranks.
         **({"add_bias_linear": False} if overrides.get("num_moe_experts") else {}),
         **overrides,
     }
@@ -213,6 +213,7 @@ def build_gpt_model(
         **stage,
     )
     rotary.put_into(model)
+    _mend_biases_of_experts(model)
     if seed is None:
         return model
     with torch.no_grad():
@@ -221,6 +222,20 @@ def build_gpt_model(
             normal = layout_independent_normal(model, name, parameter, seed=seed)
             parameter.copy_(mean + config.init_method_std * normal)
     return model
+
+
+def _mend_biases_of_experts(model: GPTModel) -> None:
+    """Of the second layer of each expert, which Megatron's own layers take for a parameter that tensor-parallel ranks share.
+
+    With sequence parallelism finalize_model_grads would add the gradients of different experts, and the norm of gradients would
+    miss those of all ranks but the first. Megatron also adds the bias in place to the layer's output, a view, which autograd
+    refuses: it gets a tensor of its own.
+    """
+    for name, module in model.named_modules():
+        if is_of_expert(name) and name.endswith("linear_fc2") and getattr(module, "bias", None) is not None:
+            module.register_forward_hook(lambda layer, inputs, answer: (answer[0].clone(), *answer[1:]))
+            of_weight = vars(module.weight).get("tensor_model_parallel", False)
+            vars(module.bias).update(sequence_parallel=False, tensor_model_parallel=of_weight)
 
 
 def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -156,6 +156,14 @@ def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison
         loss_ratio=found.loss / truth.loss if truth.loss else math.nan,
         norm_error=None if found.optimizer_norm is None else abs(found.optimizer_norm / truth.norm - 1.0),
     )
+
+
+def compare_part(found: RankStep, truth: Truth, groups: ParallelGroups, is_one: Callable[[str], bool]) -> Comparison:
+    """As compare_shards, of the parameters whose global names is_one takes."""
+    shards = [{name: shard for name, shard in chunk.items() if is_one(name)} for chunk in found.gradients]
+    expected = {name: shard.cut_from(truth.gradient[name]) for chunk in shards for name, shard in chunk.items()}
+    has_experts = any(is_of_expert(name) for name in truth.gradient if is_one(name))
+    return compare_shards(shards, expected, groups, has_experts=has_experts)
 
 
 def compare_shards(

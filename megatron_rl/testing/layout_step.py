@@ -8,9 +8,9 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,16 @@ from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_bat
 from megatron_rl.megatron.forward_step import PolicyForwardStep, check_finite
 from megatron_rl.megatron.hybrid_schedule import HybridRounds
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, halves_of, sharding_of, transformer_config
-from megatron_rl.megatron.routing import RouteChecker, RouteLog
+from megatron_rl.megatron.rotary import Rotary, Yarn
+from megatron_rl.megatron.routing import RouteChecker, RouteLog, routers_of
 from megatron_rl.megatron.samples import count_routed_tokens
 from megatron_rl.megatron.step_selection import select_step_tokens
 from megatron_rl.metrics.step import step_metrics
+from megatron_rl.testing.model_shapes import QUICK_GELU, ModelShape
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
 
 # The version that a step trains, where its samples have one.
 POLICY_VERSION = 10
@@ -191,10 +197,62 @@ class TinyGPT:
     use_transformer_engine: bool | None = None  # None: where it works
     # Further fields of TransformerConfig with their values, also of a mixture of experts; tuples in place of lists.
     experts: tuple[tuple[str, object], ...] = ()
+    rotary: Rotary = Rotary()  # noqa: RUF009  # frozen
 
     @property
     def expert_options(self) -> dict[str, Any]:
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in self.experts}
+        return {name: _as_megatron_takes(name, value) for name, value in self.experts}
+
+
+def _as_megatron_takes(name: str, value: object) -> object:
+    if name == "activation_func" and isinstance(value, str):
+        return activation(value)
+    return list(value) if isinstance(value, tuple) and name != "window_size" else value
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """By its name in torch.nn.functional, or in Megatron-Core."""
+    if name == QUICK_GELU:
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        function: Callable[[Tensor], Tensor] = quick_gelu
+        return function
+    found: Callable[[Tensor], Tensor] = getattr(torch.nn.functional, name)
+    return found
+
+
+def tiny_like(shape: ModelShape, layout: Layout) -> TinyGPT:
+    """The shape with two layers a pipeline stage and heads, groups, experts and widths that fit the layout; padded columns are on
+    the last shard."""
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
+    expert_tensor = layout.tensor if layout.expert_tensor is None else layout.expert_tensor
+    return TinyGPT(
+        num_layers=2 * layout.pipeline,
+        num_attention_heads=shape.num_heads(layout.tensor),
+        vocab_size=layout.tensor * -(-64 // layout.tensor),
+        use_transformer_engine=False,
+        experts=tuple(shape.sized_options(**sizes, expert_tensor=expert_tensor).items()),
+        rotary=Rotary(**shape.rotary, yarn=None if shape.yarn is None else Yarn(**shape.yarn)),
+    )
+
+
+def build_tiny(tiny: TinyGPT, config: TransformerConfig, row_length: int, **options: Any) -> GPTModel:
+    """One stage of the model. options: of build_gpt_model. The bias of experts is 0 in a new model: one that no step moves has the
+    values of a loaded one here, so that it changes the choice."""
+    model = build_gpt_model(
+        config,
+        vocab_size=tiny.vocab_size,
+        max_sequence_length=row_length,
+        tie_embeddings=tiny.tie_embeddings,
+        seed=tiny.seed,
+        rotary=tiny.rotary,
+        **options,
+    )
+    if config.moe_router_enable_expert_bias and not config.moe_router_bias_update_rate:
+        for router in routers_of(model):
+            numbers = torch.Generator().manual_seed(router.layer_number)
+            router.expert_bias.copy_(config.init_method_std * torch.randn(router.expert_bias.shape, generator=numbers))
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +294,7 @@ class LayoutModel:
         stages = range(layout.virtual_pipeline) if layout.virtual_pipeline else [None]
         device = torch.device(torch.cuda.current_device())
         bare = [
-            build_gpt_model(
-                config,
-                vocab_size=tiny.vocab_size,
-                max_sequence_length=row_length,
-                vp_stage=stage,
-                tie_embeddings=tiny.tie_embeddings,
-                seed=tiny.seed,
-                use_transformer_engine=tiny.use_transformer_engine,
-            ).to(device)
+            build_tiny(tiny, config, row_length, vp_stage=stage, use_transformer_engine=tiny.use_transformer_engine).to(device)
             for stage in stages
         ]
         wrapped = [Float16Module(config, model) for model in bare] if tiny.bf16 else bare

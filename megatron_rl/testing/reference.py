@@ -21,10 +21,10 @@ from megatron_rl.loss_hub import (
     policy_loss_names,
 )
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
-from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
+from megatron_rl.megatron.model import global_parameter_name, transformer_config
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import with_old_log_probs
-from megatron_rl.testing.layout_step import StepSample, TinyGPT
+from megatron_rl.testing.layout_step import StepSample, TinyGPT, build_tiny
 from megatron_rl.testing.losses_by_hand import REFERENCES, sample_by_hand
 
 DIVISOR = 48.0
@@ -289,10 +289,7 @@ def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
         **tiny.expert_options,
     )
     longest = max(len(sample.tokens) for sample in samples)
-    model = build_gpt_model(
-        config, vocab_size=tiny.vocab_size, max_sequence_length=longest, seed=tiny.seed, use_transformer_engine=False
-    )
-    return model.to(_device()).double()
+    return build_tiny(tiny, config, longest, use_transformer_engine=False).to(_device()).double()
 
 
 def model_logits(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list[Tensor]:

@@ -21,7 +21,7 @@ from megatron_rl.layout.groups import Group, all_gather_stack
 from megatron_rl.testing.comparison import named_sizes
 from megatron_rl.testing.layout_step import Layout
 from megatron_rl.testing.selftest_bench import Bench, Measured, refuse_tf32
-from megatron_rl.testing.selftest_table import Choice, Row, table, triton_here
+from megatron_rl.testing.selftest_table import Choice, Row, table, table_of_shape, triton_here
 
 # A row takes 0.1 s, and the first on CUDA compiles its kernels. A rank that is still busy then hangs: it prints its stack and ends.
 SECONDS_FOR_A_ROW = 180.0
@@ -42,6 +42,8 @@ class RowResult:
     loss_error: float | None = None
     norm_error: float | None = None
     cause: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The error of the gradient of each part of the parameters that is compared by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Setting:
     sizes: dict[str, int]
     left_out: tuple[str, ...]
     cuts: dict[str, tuple[float, float]] = field(default_factory=dict)
+    model: str = ""  # as in Bench
 
 
 def run_selftest(
@@ -71,14 +74,15 @@ def run_selftest(
     to run where the bench can; None: the table. Raises ConfigError for a choice without a row."""
     refuse_tf32(bench.device)
     runs_triton, without_triton = triton_here(bench.device, interprets=interprets_triton)
-    declared = table(runs_triton) if rows is None else rows
-    chosen = choice.of(declared)
+    if rows is None:
+        rows = table_of_shape(runs_triton, choice.policy_loss) if bench.model else table(runs_triton)
+    chosen = choice.of(rows)
     bench.prepare([row.case for row in chosen if row.case is not None])
     here = choice.of([row for row in chosen if row.runs_when(bench)])
     sizes = named_sizes(bench.layout, bench.samples)
     left_out = (*bench.left_out, *([without_triton] if without_triton else []))
     backend = dist.get_backend()
-    on_start(Setting(bench.layout, bench.device.type, backend, bench.megatron_version, sizes, left_out, bench.cuts))
+    on_start(Setting(bench.layout, bench.device.type, backend, bench.megatron_version, sizes, left_out, bench.cuts, bench.model))
     for row in here:
         on_row(row.name)
         yield guarded(row.name, bench.everyone, partial(measured_row, row, bench, sizes))
@@ -89,21 +93,25 @@ def measured_row(row: Row, bench: Bench, sizes: Mapping[str, int]) -> RowResult:
 
 
 def result_of(row: Row, measured: Measured, sizes: Mapping[str, int]) -> RowResult:
-    """The result of the whole gradient; where that is right and a part of the parameters is wrong, the result of this part."""
+    """The result of the whole gradient. Where some parts of the parameters are wrong and others are right, their names, and the
+    result of the first."""
     if isinstance(measured, float):
         return RowResult(row.name, True, measured)
-    is_right = {part: comparison.is_within(row.bound) for part, comparison in measured.items()}
-    part = next((part for part, right in is_right.items() if not right), "")
-    found = measured[part]
+    wrong = [part for part, comparison in measured.items() if not comparison.is_within(row.bound)]
+    leaves = [part for part in wrong if part]
+    if "" in wrong and len(wrong) == len(measured):  # all of them, as by a wrong factor
+        leaves = []
+    found = measured[leaves[0] if leaves else ""]
     cause = found.cause(row.bound, sizes)
     return RowResult(
         row.name,
-        is_right[part],
+        not wrong,
         found.ratio,
         found.gradient_error,
         found.loss_error,
         found.norm_error,
-        f"leaves of {part}: {cause}" if part else cause,
+        f"leaves of {', '.join(leaves)}: {cause}" if leaves else cause,
+        {part: comparison.gradient_error for part, comparison in measured.items() if part},
     )
 
 

@@ -26,6 +26,8 @@ class Bench:
 
     megatron_version: str | None = None
     """None: it has no schedule, no DDP and no optimiser."""
+    model: str = ""
+    """The shape of the model in words; "": a small model, of which no kinds of parameters are compared by themselves."""
     layout: Layout
     samples: list[StepSample]
     device: torch.device

@@ -23,6 +23,7 @@ from megatron_rl.step_counts import count_step
 from megatron_rl.testing.comparison import compare
 from megatron_rl.testing.layout_step import Layout, RankStep, Shard, StepSample
 from megatron_rl.testing.loss_batch import StepRows
+from megatron_rl.testing.model_shapes import ModelShape
 from megatron_rl.testing.rank_groups import make_groups
 from megatron_rl.testing.reference import SHAPES, old_log_probs_of, ragged_samples
 from megatron_rl.testing.selftest_bench import Bench, Measured, complete_layout
@@ -40,7 +41,12 @@ class LossesAlone(Bench):
     """Hidden states of all tokens of the step and the weight of an output layer, in float64 and equal on all ranks. Raises
     ConfigError for a layout that needs Megatron."""
 
-    def __init__(self, asked: Layout, world_size: int, *, has_experts: bool = False):
+    def __init__(self, asked: Layout, world_size: int, *, has_experts: bool = False, shape: ModelShape | None = None):
+        if shape is not None:
+            raise ConfigError(
+                f"--model-like {shape.name} needs Megatron-Core, which is not installed: pip install "
+                "'/path/to/megatron_rl[megatron]', or leave the flag out to test the losses alone"
+            )
         if has_experts:
             raise ConfigError("experts need megatron-core, which is not installed: without it the losses alone are tested")
         if asked.pipeline > 1:

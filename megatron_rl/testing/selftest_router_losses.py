@@ -20,7 +20,7 @@ from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.model import global_parameter_name, is_of_expert
 from megatron_rl.megatron.router_losses import NO_BOUNDS_OF_SAMPLES, exact_problem
 from megatron_rl.megatron.routing import routers_of
-from megatron_rl.testing.comparison import Truth, compare
+from megatron_rl.testing.comparison import Truth, compare, compare_part
 from megatron_rl.testing.layout_step import Layout, LayoutModel, RankStep, StepSample, TinyGPT
 from megatron_rl.testing.reference import double_model, model_log_probs
 from megatron_rl.testing.selftest_bench import Measured
@@ -165,9 +165,4 @@ def compare_router_loss(model: RouterLossModel, name: str, truth: RouterTruth) -
     """The whole gradient, and the parts of routers and of experts, which may be small in it."""
     found, expected = model.step(name, truth.samples), truth.by_loss[name]
     comparisons = {"": compare(found, expected, model.groups)}
-    for leaves, is_one in LEAVES.items():
-        shards = [{key: shard for key, shard in chunk.items() if is_one(key)} for chunk in found.gradients]
-        gradient = {key: value for key, value in expected.gradient.items() if is_one(key)}
-        of_leaves = replace(found, gradients=shards, optimizer_norm=None)
-        comparisons[leaves] = compare(of_leaves, replace(expected, gradient=gradient), model.groups)
-    return comparisons
+    return comparisons | {leaves: compare_part(found, expected, model.groups, is_one) for leaves, is_one in LEAVES.items()}

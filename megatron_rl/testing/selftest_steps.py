@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import TypeVar
 
@@ -15,13 +15,14 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, process_group
-from megatron_rl.megatron.context_groups import packed_params_name_groups
+from megatron_rl.megatron.context_groups import own_group_problems_of, packed_params_name_groups
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.installed import expert_replicas_drift
 from megatron_rl.megatron.probe import megatron_version, probe_schedule, reduces_experts_apart
 from megatron_rl.megatron.ranks import initialize_ranks
-from megatron_rl.testing.comparison import compare
-from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, row_length
+from megatron_rl.testing.comparison import compare, compare_part
+from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, row_length, tiny_like
+from megatron_rl.testing.model_shapes import ModelShape, parameter_kind
 from megatron_rl.testing.reference import (
     SHAPES,
     double_model,
@@ -42,6 +43,7 @@ from megatron_rl.testing.selftest_terms import Case, Truths, truth_of_terms
 from megatron_rl.validation.experts import drift_problem
 
 WITHOUT_TRANSFORMER_ENGINE = "Transformer Engine's layers: the model is built of Megatron's own, in float32"
+OF_ROUTERS = "auxiliary losses of routers: their rows run without --model-like"
 Made = TypeVar("Made")
 
 
@@ -49,29 +51,49 @@ class WholeSteps(Bench):
     """data and num_microbatches of the layout that is asked for follow from the rest. It replaces parallel_state, and initialises
     torch.distributed from the environment where needed. Raises ConfigError for a layout that does not fit these ranks."""
 
-    def __init__(self, asked: Layout, world_size: int, *, has_experts: bool = False):
+    def __init__(self, asked: Layout, world_size: int, *, has_experts: bool = False, shape: ModelShape | None = None):
+        has_experts = has_experts or shape is not None
         self.layout = complete_layout(asked, world_size, has_experts=has_experts)
         check_megatron()
         self.megatron_version = megatron_version()
-        self.tiny = model_for(self.layout, has_experts=has_experts)
+        self.shape = shape
+        self.tiny = model_for(self.layout, has_experts=has_experts) if shape is None else self._model_like(shape)
         self.samples = ragged_samples(num_samples=max(len(SHAPES), self.layout.data * self.layout.num_microbatches))
         self.device = _set_layout(Layout())  # where the truths are computed
         if has_experts and expert_replicas_drift():
             if problem := drift_problem(self.layout.model_parallel | self.tiny.expert_options):
                 raise ConfigError(problem)
         self.everyone = dist.new_group(backend="gloo") if world_size > 1 else None
-        self.router_losses, without_router_losses = exact_router_losses(self.layout) if has_experts else ((), ())
-        self.left_out = (WITHOUT_TRANSFORMER_ENGINE, *without_router_losses)
+        self.router_losses, left_out = exact_router_losses(self.layout) if has_experts and shape is None else ((), ())
+        if shape is not None:
+            left_out = (*(f"{shape.name}: {what}" for what in shape.left_out), OF_ROUTERS)
+        self.left_out = (WITHOUT_TRANSFORMER_ENGINE, *left_out)
         self.cuts = {}
-        self.has_own_groups = self.layout.data * self.layout.context > 1 and packed_params_name_groups()
+        without_groups = [f"own cp groups: {problem}" for problem in own_group_problems_of(self.tiny.expert_options)]
+        self.left_out = (*self.left_out, *without_groups)
+        self.has_own_groups = self.layout.data * self.layout.context > 1 and packed_params_name_groups() and not without_groups
         self._models: dict[tuple[bool, bool], LayoutModel] = {}
         self._router_models: dict[bool, RouterLossModel] = {}
+
+    def _model_like(self, shape: ModelShape) -> TinyGPT:
+        from megatron.core.transformer import MLATransformerConfig
+
+        layout = self.layout
+        known = {field.name for field in fields(MLATransformerConfig)}
+        problems = shape.problems(
+            tensor=layout.tensor, expert_tensor=layout.expert_tensor or 1, known=known, release=self.megatron_version
+        )
+        if problems:
+            raise ConfigError(problems)
+        tiny = tiny_like(shape, layout)
+        self.model = f"{tiny.num_layers} layers like {shape.name} ({shape.source}): {shape.contains}"
+        return tiny
 
     def prepare(self, cases: Sequence[Case]) -> None:
         """Communication: the truths, from rank 0. Then the ranks have the layout that was asked for."""
         self.truths: Truths = _from_rank_0(lambda: truths_of(self.samples, self.tiny, cases), self.everyone)
         if self.router_losses:
-            make = functools.partial(truth_of_router_losses, self.samples, model_of_router_losses(self.tiny), self.layout)
+            make = partial(truth_of_router_losses, self.samples, model_of_router_losses(self.tiny), self.layout)
             self.of_routers: RouterTruth = _from_rank_0(make, self.everyone)
             self.cuts = self.of_routers.cuts
         _set_layout(self.layout)
@@ -85,8 +107,10 @@ class WholeSteps(Bench):
 
     def loss(self, case: Case) -> Measured:
         model, of_loss = self._model(case.is_per_token, case.has_own_groups), self.truths[case.policy_loss, case.term]
-        found = model.step(case.config, of_loss.samples)
-        return {"": compare(found, of_loss.by_aggregation[case.aggregation], model.groups)}
+        found, truth = model.step(case.config, of_loss.samples), of_loss.by_aggregation[case.aggregation]
+        kinds = [] if self.shape is None else list(dict.fromkeys(map(parameter_kind, truth.gradient)))
+        parts = {kind: compare_part(found, truth, model.groups, partial(_is_of_kind, kind)) for kind in kinds}
+        return {"": compare(found, truth, model.groups), **parts}
 
     def router_loss(self, name: str, *, is_per_token: bool) -> Measured:
         if is_per_token not in self._router_models:
@@ -105,6 +129,10 @@ class WholeSteps(Bench):
     def _built(self, is_per_token: bool, has_own_groups: bool) -> tuple[Layout, int]:
         layout = with_own_groups(self.layout) if has_own_groups else self.layout
         return replace(layout, calculate_per_token_loss=is_per_token), row_length(self.samples, layout)
+
+
+def _is_of_kind(kind: str, name: str) -> bool:
+    return parameter_kind(name) == kind
 
 
 def with_own_groups(layout: Layout) -> Layout:

@@ -24,6 +24,8 @@ from megatron_rl.validation.auxiliary_losses import TYPES_WITH_A_LOSS
 BOUND = 1e-5
 # Interpreted kernels take seconds a row: so one row of each loss, on each head.
 INTERPRETED = tuple(zip(CLIPS, islice(cycle(AGGREGATIONS), len(CLIPS)), strict=True))
+# A loss of tokens and one of whole samples.
+OF_SHAPES = ("grpo", "gspo")
 # The auxiliary losses of routers: the z-loss, and one for each type of load balancing.
 Z_LOSS = "z_loss"
 ROUTER_LOSSES = (Z_LOSS, *TYPES_WITH_A_LOSS)
@@ -54,6 +56,18 @@ def table(runs_triton: Callable[[Case], bool]) -> list[Row]:
         rows += map(row_of_loss, cases)
         rows += [row_of_router_loss(name, is_per_token=is_per_token) for name in ROUTER_LOSSES]
     return rows
+
+
+def table_of_shape(runs_triton: Callable[[Case], bool], policy_loss: str | None = None) -> list[Row]:
+    """The rows of a model of the field: what depends on its parameters, and no table of losses. policy_loss: of this one alone."""
+    losses = OF_SHAPES if policy_loss is None else (policy_loss,)
+    steps = (("sample_mean", LOGITS), ("prompt_mean", FUSED), ("token_mean", LOGITS))
+    cases = [Case(loss, *step, backend) for backend in (Backend.TORCH, Backend.TRITON) for step in steps for loss in losses]
+    cases = [case for case in cases if case.backend == Backend.TORCH or runs_triton(case)]
+    cases.append(Case(losses[0], "token_mean", FUSED, has_own_groups=True))
+    cases += [Case(loss, "token_mean", head, is_per_token=True) for head in (LOGITS, FUSED) for loss in losses]
+    probes = [row_of_probe("schedule probe", "dense"), row_of_probe("schedule probe, experts", "experts")]
+    return [*probes, *map(row_of_loss, cases)]
 
 
 def row_of_probe(name: str, gradients: str) -> Row:

@@ -1,0 +1,336 @@
+"""The models of the field in two layers: each kind of parameter has the float64 gradient of one process on every layout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from helpers import error_of, pool_of
+from test_expert_layouts import (
+    FAULTS,
+    LAYOUTS,
+    Run,
+    _parameters,
+    _without_gradient,
+    errors_by_kind,
+    routes_of_reference,
+    run_on_layout,
+    worst_error,
+)
+from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
+
+from megatron_rl.commands import selftest as command
+from megatron_rl.megatron.context_groups import own_group_problems_of
+from megatron_rl.testing import selftest_steps
+from megatron_rl.testing.comparison import Comparison
+from megatron_rl.testing.invariance import Layout, TinyGPT, merged
+from megatron_rl.testing.layout_step import LayoutModel, Routes, tiny_like
+from megatron_rl.testing.model_shapes import SHAPES, parameter_kind, shape_of
+from megatron_rl.testing.ranks import run_ranks
+from megatron_rl.testing.reference import LossTruth, double_model, global_parameters, model_logits, ragged_samples
+from megatron_rl.testing.selftest import RowResult, Setting, result_of, run_selftest
+from megatron_rl.testing.selftest_losses import LossesAlone
+from megatron_rl.testing.selftest_steps import WholeSteps, truths_of
+from megatron_rl.testing.selftest_table import Choice, Row
+from megatron_rl.testing.selftest_terms import truth_of_terms
+
+pytestmark = pytest.mark.megatron
+
+LOSS, AGGREGATION = "grpo", "token_mean"
+OF_ALL = {"embedding", "output layer", "norm", "attention", "router", "expert"}
+# What a shape would silently lack if a kind were missing here.
+KINDS = {
+    "qwen3-moe": OF_ALL | {"norm of queries and keys"},
+    "glm-4.5": OF_ALL | {"norm of queries and keys", "attention bias", "dense MLP", "shared expert"},
+    "deepseek-v3": OF_ALL | {"norm of queries and keys", "dense MLP", "shared expert"},
+    "kimi-k2": OF_ALL | {"norm of queries and keys", "dense MLP", "shared expert"},
+    "gpt-oss": OF_ALL | {"attention bias", "router bias", "expert bias", "sink"},
+}
+FAST = Layout(**SP, expert=2, expert_tensor=1, num_microbatches=2)
+pool = pool_of(4)
+
+
+def model_of(name: str, layout: Layout) -> TinyGPT:
+    """One model for all layouts of as many pipeline stages: its sizes fit the widest."""
+    return tiny_like(SHAPES[name], replace(layout, tensor=2, expert=4, expert_tensor=1))
+
+
+def truth_on_rank(rank: int, model: TinyGPT) -> tuple[LossTruth, Routes]:
+    samples = ragged_samples(num_samples=8)
+    double = double_model(model, samples)
+    rows = [(LOSS, AGGREGATION, "")]
+    truths = truth_of_terms(samples, model_logits(double, samples, model), global_parameters(double), rows)
+    return truths[LOSS, ""], routes_of_reference(model, samples)
+
+
+@pytest.fixture(scope="module")
+def truth_of(pool):
+    return functools.cache(lambda model: pool.run(truth_on_rank, model, world_size=1)[0])
+
+
+def kind_is_not_trained_by_a_rank(kind: str, model: LayoutModel) -> None:
+    _without_gradient(model, lambda name: parameter_kind(name) == kind, torch.distributed.get_rank())
+
+
+def biases_of_experts_as_megatron_marks_them(model: LayoutModel) -> None:
+    """Megatron's local layers: with sequence parallelism the gradients of different experts are added."""
+    for _, parameter in _parameters(model, lambda name: ".experts." in name and name.endswith("linear_fc2.bias")):
+        vars(parameter).update(sequence_parallel=True, tensor_model_parallel=False)
+
+
+class Planted(NamedTuple):
+    fault: Callable[[LayoutModel], None]
+    kind: str
+
+
+# Of each shape, what it alone or almost alone has.
+PLANTED = {
+    name: Planted(functools.partial(kind_is_not_trained_by_a_rank, kind), kind)
+    for name, kind in {
+        "qwen3-moe": "norm of queries and keys",
+        "glm-4.5": "attention bias",
+        "deepseek-v3": "shared expert",
+        "kimi-k2": "dense MLP",
+    }.items()
+} | {"gpt-oss": Planted(biases_of_experts_as_megatron_marks_them, "expert bias")}
+
+
+def check(answers: list, expected, routes: Routes) -> dict[str, float]:
+    result = merged(answers)
+    assert result.routes == routes, "other experts were chosen"
+    errors = errors_by_kind(result.gradient, expected.gradient)
+    assert max(errors.values()) < GRADIENT_TOLERANCE, errors
+    assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale
+    assert result.optimizer_norm == pytest.approx(expected.norm, rel=GRADIENT_TOLERANCE)
+    return errors
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_each_kind_of_parameter_of_a_shape_is_exact_and_a_fault_in_one_is_seen_in_it_alone(pool, truth_of, name):
+    model, planted = model_of(name, FAST), PLANTED[name]
+    truth, routes = truth_of(model)
+    right = Run(FAST, model, [(truth.samples, config_of(LOSS, AGGREGATION))])
+    ((found,), (faulty,)) = run_on_layout(pool, [right, right._replace(fault=planted.fault)])
+    expected = truth.by_aggregation[AGGREGATION]
+    assert check(found, expected, routes).keys() == KINDS[name]
+    of_others = {key: value for key, value in expected.gradient.items() if parameter_kind(key) != planted.kind}
+    assert worst_error(faulty, expected.gradient) > 100 * GRADIENT_TOLERANCE
+    for answer in faulty:
+        shards = [{key: shard for key, shard in chunk.items() if key in of_others} for chunk in answer.gradients]
+        assert worst_error([replace(answer, gradients=shards)], of_others) < 10 * GRADIENT_TOLERANCE
+
+
+def rows_of_shapes() -> list:
+    """Each shape on each layout that it may have, with the fault of the layout's row."""
+    return [
+        pytest.param(name, row.values[0], fault, marks=pytest.mark.slow, id=f"{name}, {row.id}")
+        for name, shape in SHAPES.items()
+        for row, fault in zip(LAYOUTS, FAULTS, strict=True)
+        if shape.takes_expert_tensor or row.values[0].expert_tensor in (None, 1)
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout", "fault"), rows_of_shapes())
+def test_a_shape_has_the_one_process_float64_gradient_on_every_layout(pool, truth_of, name, layout, fault):
+    model = model_of(name, layout)
+    truth, routes = truth_of(model)
+    right = Run(layout, model, [(truth.samples, config_of(LOSS, AGGREGATION))])
+    ((found,), (faulty,)) = run_on_layout(pool, [right, right._replace(fault=fault)])
+    expected = truth.by_aggregation[AGGREGATION]
+    assert check(found, expected, routes).keys() == KINDS[name]
+    assert worst_error(faulty, expected.gradient) > 100 * GRADIENT_TOLERANCE, fault
+
+
+# What makes a shape special -> the same option as if it were not there.
+WITHOUT = {
+    "qk_layernorm": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_group_topk": "all groups",
+    "moe_router_score_function": "softmax",
+    "moe_router_bias_update_rate": 1e-3,  # then the bias starts at 0
+    "rope_type": "rope",
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "window_attn_skip_freq": None,
+    "activation_func": "silu",
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+}
+
+
+def without(model: TinyGPT, option: str) -> TinyGPT:
+    options = dict(model.experts)
+    if option == "rotary":
+        return replace(model, rotary=type(model.rotary)())
+    options[option] = options["moe_router_num_groups"] if WITHOUT[option] == "all groups" else WITHOUT[option]
+    if option == "moe_router_score_function":
+        options["moe_router_enable_expert_bias"] = False
+    return replace(model, experts=tuple(options.items()))
+
+
+def special_options(name: str) -> list[str]:
+    shape = SHAPES[name]
+    options = [option for option in WITHOUT if option in shape.options and shape.options[option] != WITHOUT[option]]
+    if shape.expert_groups == 1:
+        options = [option for option in options if option != "moe_router_group_topk"]
+    return [*options, *(["rotary"] if shape.rotary else [])]
+
+
+def changes_on_rank(rank: int, name: str) -> dict[str, float]:
+    """How far each special option moves the logits, relative to them; and nothing moves them by 0."""
+    samples, model = ragged_samples(num_samples=4), model_of(name, Layout())
+
+    def logits(tiny: TinyGPT) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.cat(model_logits(double_model(tiny, samples), samples, tiny))
+
+    whole = logits(model)
+    assert torch.equal(whole, logits(model))
+    return {option: float((logits(without(model, option)) - whole).norm() / whole.norm()) for option in special_options(name)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_each_special_option_of_a_shape_acts_in_its_step(pool, name):
+    """A clamp that no activation meets, a bias that changes no choice or a window longer than each sample would prove nothing."""
+    changes = pool.run(changes_on_rank, name, world_size=1)[0]
+    assert changes and min(changes.values()) > 1e-5, changes
+
+
+def test_a_kind_is_named_by_the_global_name():
+    names = {
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight": "norm",
+        "decoder.layers.1.pre_mlp_layernorm.weight": "norm",
+        "decoder.final_layernorm.weight": "norm",
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_bias": "norm",
+        "decoder.layers.0.self_attention.k_layernorm.weight": "norm of queries and keys",
+        "decoder.layers.0.self_attention.linear_kv_up_proj.layer_norm_weight": "norm of queries and keys",
+        "decoder.layers.0.self_attention.linear_qkv.bias": "attention bias",
+        "decoder.layers.0.self_attention.core_attention.softmax_offset": "sink",
+        "decoder.layers.1.mlp.router.bias": "router bias",
+        "decoder.layers.1.mlp.router.weight": "router",
+        "decoder.layers.1.mlp.experts.3.linear_fc2.bias": "expert bias",
+        "decoder.layers.1.mlp.shared_experts.linear_fc1.weight": "shared expert",
+        "decoder.layers.1.mlp.shared_experts.gate_weight": "shared expert's gate",
+        "decoder.layers.0.mlp.linear_fc2.bias": "dense MLP bias",
+        "embedding.word_embeddings.weight": "embedding",
+        "output_layer.weight": "output layer",
+    }
+    assert {name: parameter_kind(name) for name in names} == names
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 2), (3, 6), (4, 1), (8, 16)])
+def test_the_sizes_of_a_shape_fit_the_layout(name, tensor, expert):
+    """Heads, keys, widths and experts are shared evenly, with a choice of experts within each group."""
+    shape, expert_tensor = SHAPES[name], 1
+    sizes = shape.sized_options(tensor=tensor, pipeline=2, expert=expert, expert_tensor=expert_tensor)
+    heads = shape.num_heads(tensor)
+    assert heads % sizes.get("num_query_groups", heads) == 0 and sizes.get("num_query_groups", heads) % tensor == 0
+    assert sizes["ffn_hidden_size"] % tensor == 0 and sizes["num_moe_experts"] % expert == 0 == sizes["num_moe_experts"] % 4
+    chosen = sizes["moe_router_topk"] // sizes.get("moe_router_group_topk", 1)
+    assert chosen < sizes["num_moe_experts"] // shape.expert_groups
+    assert len(sizes["moe_layer_freq"]) == 4 and sizes["moe_layer_freq"][0] == (not shape.is_mixed)
+
+
+def test_what_a_release_or_a_layout_has_not_is_refused_by_name():
+    known = {option for shape in SHAPES.values() for option in shape.options}
+    sizes = {"tensor": 2, "expert_tensor": 2, "known": known, "release": "0.16.1"}
+    assert not any(shape.problems(**sizes | {"expert_tensor": 1}) for shape in SHAPES.values())
+    (problem,) = SHAPES["gpt-oss"].problems(**sizes)
+    assert "--model-like gpt-oss with --expert-tensor-parallel-size 2: its experts have biases" in problem
+    assert problem.endswith("give --expert-tensor-parallel-size 1 and --expert-model-parallel-size 2")
+    (problem,) = SHAPES["gpt-oss"].problems(**sizes | {"known": known - {"softmax_type"}, "release": "0.14.0"})
+    assert "needs softmax_type, which the installed Megatron-Core 0.14.0 has not: install 0.15 or later" in problem
+    assert "--model-like glm-5 is not known: it is one of qwen3-moe, glm-4.5" in error_of(lambda: shape_of("glm-5"))
+
+
+# The selftest
+
+TOKEN_MEAN = Choice("grpo", ("token_mean",))
+
+
+def selftests_on_rank(rank: int) -> list[tuple[list[RowResult], Setting]]:
+    """gpt-oss on two context-parallel ranks: right, and with a wrong gradient of sinks."""
+    right, found, truths = LayoutModel.step, [], []
+
+    def truths_once(*arguments):
+        truths.append(truths[0] if truths else truths_of(*arguments))
+        return truths[-1]
+
+    for kind in (None, "sink"):
+
+        def step(model, *arguments, kind=kind):
+            answer = right(model, *arguments)
+            for name, shard in ((name, shard) for chunk in answer.gradients for name, shard in chunk.items()):
+                if kind == parameter_kind(name):
+                    shard.gradient.mul_(1.001)
+            return answer
+
+        settings: list[Setting] = []
+        with mock.patch.object(LayoutModel, "step", step), mock.patch.object(selftest_steps, "truths_of", truths_once):
+            bench = WholeSteps(Layout(context=2, packed=True), 2, shape=SHAPES["gpt-oss"])
+            found.append((list(run_selftest(bench, settings.append, choice=TOKEN_MEAN)), settings[0]))
+    return found
+
+
+def test_the_selftest_compares_each_kind_of_parameter_and_names_the_one_that_is_off():
+    (rows, setting), (of_sinks, _) = run_ranks(selftests_on_rank, 2)[0]
+    _, *rows = rows
+    contracts = ["logits, torch", "fused head, torch, own cp groups", "logits, torch, per-token", "fused head, torch, per-token"]
+    assert [row.name for row in rows] == [f"grpo token_mean, {contract}" for contract in contracts]
+    assert all(row.passed and row.parts.keys() == KINDS["gpt-oss"] for row in rows), rows
+    assert all(0 < error < 2e-6 for row in rows for error in row.parts.values()), rows
+    assert setting.model.startswith("2 layers like gpt-oss (openai/gpt-oss-20b, config.json): ")
+    for row in of_sinks[1:]:
+        assert not row.passed and row.cause == "leaves of sink: gradient is 1.001 of expected"
+    text = command.closing(setting, rows, 1.0)
+    assert "off by at most: embedding " in text and ", sink " in text
+    assert f"{setting.model}\n" in command.header(setting)
+
+
+def compared(ratio: float, norm_error: float | None = 0.0) -> Comparison:
+    return Comparison(ratio, abs(ratio - 1), 0.0, 0.0, 1.0, norm_error)
+
+
+def test_a_factor_of_all_kinds_is_none_of_a_kind():
+    """Nor is the norm of the optimiser, whose gradient is right; two kinds are named, with the figures of the first."""
+    row = Row("one", lambda bench: True, lambda bench: 1.0)
+    exact, halved = compared(1.0), compared(0.5)
+    of_all = result_of(row, {"": halved, "router": halved, "norm": halved}, {"dp": 2})
+    assert of_all.cause.startswith("gradient is 0.5 of expected = 1/dp") and not of_all.passed
+    of_norm = result_of(row, {"": compared(1.0, 0.1), "router": exact, "norm": exact}, {})
+    assert of_norm.cause.startswith("the optimiser's gradient norm is off by 0.1") and not of_norm.passed
+    of_two = result_of(row, {"": compared(0.9), "router": compared(0.25), "norm": halved, "sink": exact}, {})
+    assert of_two.cause == "leaves of router, norm: gradient is 0.25 of expected" and of_two.parts == {
+        "router": 0.75,
+        "norm": 0.5,
+        "sink": 0.0,
+    }
+
+
+def refused_benches_on_rank(rank: int) -> list[str]:
+    """On one process, whatever is installed."""
+    asked = (Layout(), Layout(expert_tensor=2, tensor=2, sequence_parallel=True))
+    whole = [error_of(lambda layout=layout: WholeSteps(layout, 2, shape=SHAPES["gpt-oss"])) for layout in asked[1:]]
+    return [*whole, error_of(lambda: LossesAlone(asked[0], 1, shape=SHAPES["gpt-oss"]))]
+
+
+def test_a_shape_that_these_ranks_cannot_have_is_refused_before_anything_is_built():
+    of_layout, of_install = run_ranks(refused_benches_on_rank, 1)[0]
+    assert "--model-like gpt-oss with --expert-tensor-parallel-size 2" in of_layout
+    assert "--model-like gpt-oss needs Megatron-Core, which is not installed" in of_install
+
+
+def test_what_a_shape_has_and_these_layers_have_not_is_said():
+    """And settings under which micro-batches have the model's group alone."""
+    for name in ("glm-4.5", "deepseek-v3"):
+        assert any("multi-token prediction, because" in text for text in SHAPES[name].left_out)
+    assert [*own_group_problems_of(SHAPES["kimi-k2"].options)] == [
+        "multi_latent_attention=True: its layers take the model's group alone"
+    ]
