@@ -22,6 +22,8 @@ FENCE = re.compile(r"^ *```")
 LANGUAGES = {".py": "python", ".sh": "bash"}
 # A search should find the page that explains a program, not the program's lines.
 NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n"
+# A search should find a page to read before a list of names, a report or the changelog: factors of what it takes a page for worth.
+BOOSTS = {"index.md": 4.0, "losses.md": 2.0, "aggregation.md": 2.0, "api.md": 0.3, "benchmarks/": 0.1, "source/": 0.1}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -36,7 +38,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points the links of a page to the pages that `on_files` has added."""
+    """Points the links of a page to the pages that `on_files` has added, and sets its place in a search."""
+    boost = next((boost for begins, boost in BOOSTS.items() if page.file.src_uri.startswith(begins)), None)
+    if boost is not None:
+        page.meta.setdefault("search", {"boost": boost})
     if page.file.abs_src_path is None:
         return markdown
     here = repository_path(page.file)
