@@ -166,7 +166,7 @@ def arguments_page() -> str:
     ]
     for field in flag_fields():
         value = (_metavar(field) or "no value").strip("{}").replace(",", ", ")
-        cells = (value, _default_text(field), _places(flag_of(field.name)), meanings[field.name])
+        cells = (value, _default_text(field), _places(flag_of(field.name)), " ".join(meanings[field.name].split()))
         lines.append(f"| `{flag_of(field.name)}` | {' | '.join(cells)} |")
     lines += [
         "",

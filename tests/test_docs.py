@@ -70,6 +70,14 @@ def test_every_link_and_image_leads_to_a_file_of_the_repository_and_to_a_heading
     assert dead_links(page, markdown_pages.links(page)) == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_row_of_a_table_is_torn(page):
+    """Catches a generated cell with a line break: what is behind it becomes a row of its own."""
+    lines = [*markdown_pages.prose(page).splitlines(), ""]
+    behind = [line for row, line in zip(lines, lines[1:], strict=False) if row.startswith("|") and line[:1] not in ("|", "")]
+    assert behind == [] and [line for line in lines if line.startswith("|") and not line.endswith("|")] == []
+
+
 # Names
 
 # Whose they are, in words.
