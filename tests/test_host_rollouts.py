@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 from helpers import error_of, pool_of
+from test_train_options import parse
 from trainer_cases import metrics_of, run_loop, unlike_metrics
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
-from megatron_rl.train.option_rules import check_advantage_normalization
+from megatron_rl.train.option_rules import check_advantage_normalization, with_group_size
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import load_rollouts, save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch, Sample, group_advantages
@@ -195,3 +196,21 @@ def test_what_divides_advantages_has_an_effect_on_rewards_alone(folder):
     for path, problems in ((folder / "0.pt", 0), (folder / "truth.jsonl", 1)):
         options = TrainOptions(rollouts=str(path), advantage_normalization="none")
         assert len(list(check_advantage_normalization(options))) == problems
+
+
+EQUAL = [record | {"reward": float(number // 2)} for number, record in enumerate(records_of(0))]
+
+
+def group_size(line: str) -> int | None:
+    return with_group_size(vars(parse(line)))["samples_per_prompt"]
+
+
+def test_the_file_says_how_many_samples_a_prompt_has(folder):
+    """FB-143: rows of one rollout count once. A typed number wins; of a file that cannot be read there is none."""
+    for name in ("{rollout_id}.pt", "truth.jsonl"):
+        assert group_size(f"--rollouts {folder / name}") == GROUP_SIZE
+        assert group_size(f"--rollouts {folder / name} --samples-per-prompt 8") == 8
+    torch.save([record | {"rollout_id": number // 2} for number, record in enumerate(EQUAL)], folder / "0.pt")
+    assert group_size(f"--rollouts {folder / '0.pt'}") == GROUP_SIZE // 2
+    (folder / "bad.jsonl").write_text("x")
+    assert group_size(f"--rollouts {folder / 'bad.jsonl'}") is None

@@ -82,9 +82,7 @@ def log_probs_by_transformers(folder: Path, tokens: torch.Tensor, response_lengt
 
 
 def rows_of(run: str) -> list[dict]:
-    """Without what only a run has that samples."""
-    sampled = ("eval/", "rollout/commonest")
-    return [{name: value for name, value in row.items() if not name.startswith(sampled)} for row in metrics_of(run)]
+    return [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in metrics_of(run)]
 
 
 def lines_of(file: str) -> list[dict]:

@@ -16,7 +16,7 @@ from megatron_rl.commands.train import add_arguments
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import clip_of
-from megatron_rl.train.option_rules import TrainLaunch, check_needs, train_options
+from megatron_rl.train.option_rules import TrainLaunch, check_needs, train_options, with_group_size
 from megatron_rl.train.options import GROUPS, PRESETS, TrainOptions, add_train_args, model_vocab_size, set_preset_defaults
 from megatron_rl.validation import flag_of
 
@@ -37,7 +37,7 @@ def write_prompts(path, *prompts):
 
 
 def options_of(line: str, world_size: int = 1) -> TrainOptions:
-    return train_options(vars(parse(line)), world_size=world_size)
+    return train_options(with_group_size(vars(parse(line))), world_size=world_size)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def empty_directory(tmp_path, monkeypatch):
 def test_without_flags_every_option_has_its_default_and_each_is_a_flag():
     """Catches a default that is written twice, in the field and at the flag, and differs."""
     assert options_of("") == TrainOptions(num_rollouts=140, lr=3e-3)
-    assert parse("").samples_per_prompt == 8
+    assert with_group_size(vars(parse("")))["samples_per_prompt"] == 8
     text = make_parser().format_help()
     for field in dataclasses.fields(TrainOptions):
         assert f"--{field.name.replace('_', '-')}" in text and field.metadata["help"].endswith(".")

@@ -73,8 +73,9 @@ def run(args: Namespace) -> int:
 
 def read_settings(args: Namespace, world_size: int) -> tuple[TrainOptions, PolicyLossConfig]:
     """Both groups of flags, checked; one ConfigError with the problems of both."""
-    from megatron_rl.train.option_rules import train_options
+    from megatron_rl.train.option_rules import train_options, with_group_size
 
+    args = Namespace(**with_group_size(vars(args)))
     found: list[Any] = []
     problems: list[str] = []
     for read in (partial(train_options, vars(args), world_size=world_size), partial(validate_megatron_rl_args, args, Route.TRAIN)):

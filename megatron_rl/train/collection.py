@@ -28,14 +28,20 @@ from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 from megatron_rl.train.key_value_cache import cache_bytes, can_cache
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.reward_guard import TimeLimit, keeps_process_alive, keeps_settings_of_torch
-from megatron_rl.train.rollouts import Microbatches, Prompt, RolloutBatch, Sample, SampleHeader, SharedRollout, group_advantages
+from megatron_rl.train.rollouts import (
+    Microbatches,
+    Prompt,
+    RolloutBatch,
+    Sample,
+    SampleHeader,
+    SharedRollout,
+    group_advantages,
+    response_digest,
+)
 from megatron_rl.train.sampling_filter import KeptTokens, SamplingFilter
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer
-from megatron_rl.train.user_tasks import stable_integer
 
-# Of these float64 has every one: digests travel beside rewards.
-WHOLE_NUMBERS = 2**53
 Response = tuple[int, Prompt, list[int]]  # number of the sample, its prompt, the sampled tokens
 # Of a sampling forward: rows that take more go through several forwards. On CUDA an eighth of the device's memory.
 SAMPLING_BYTES, SHARE_OF_DEVICE = 2 * 1024**3, 8
@@ -156,8 +162,8 @@ class SampledRollouts:
         """The rewards, the lengths and the digests of the responses of all samples of the rollout, on all ranks."""
         values = torch.zeros(3, num_samples, dtype=torch.float64)
         for (index, _, response), reward in zip(share if found else [], found, strict=True):  # none: another rank has them
-            digest = stable_integer(*response) % WHOLE_NUMBERS
-            values[:, index] = torch.tensor([reward - self._penalty(response), len(response), digest], dtype=torch.float64)
+            row = [reward - self._penalty(response), len(response), response_digest(response)]
+            values[:, index] = torch.tensor(row, dtype=torch.float64)
         world = world_group()
         return all_reduce_sum(values.to(group_device(world)), world).tolist()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -22,7 +23,7 @@ from megatron_rl.config import (
     SupportUse,
     TermScore,
 )
-from megatron_rl.errors import ConfigError, printable
+from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.registry import import_dotted
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
@@ -30,9 +31,9 @@ from megatron_rl.train import output_dir
 from megatron_rl.train.hf_checkpoint import HFModel, copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.host_rollouts import SUFFIXES, has_advantages, problem_of_form
-from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
+from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, goes_on, is_same_file, path_problem
-from megatron_rl.train.rollout_files import existing_parts
+from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
 from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
@@ -86,6 +87,20 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
     if problems:
         raise ConfigError(problems)
     return options
+
+
+def with_group_size(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of all flags, with --samples-per-prompt where it is not typed: of the recorded rollouts, or the default.
+
+    None where their file cannot be read: then another rule, or the run, says why.
+    """
+    size = settings["samples_per_prompt"]
+    if size is None and settings["rollouts"] is None:
+        size = DEFAULT_SAMPLES_PER_PROMPT
+    elif size is None:
+        with contextlib.suppress(DataError):
+            size = recorded_group_size(settings["rollouts"])
+    return {**settings, "samples_per_prompt": size}
 
 
 def with_defaults(options: TrainOptions, settings: Mapping[str, Any]) -> TrainOptions:

@@ -317,10 +317,7 @@ class TrainOptions(
 
 
 def add_train_args(parser: ArgumentParser) -> ArgumentParser:
-    """Adds the groups of GROUPS, one flag for each field of TrainOptions, and returns the parser.
-
-    Where the parser has the loss's group already, its --samples-per-prompt gets the default of `train`.
-    """
+    """Adds the groups of GROUPS, one flag for each field of TrainOptions, and returns the parser."""
     kinds = typing.get_type_hints(TrainOptions)
     for title, options in GROUPS.items():
         group = parser.add_argument_group(title, options.__doc__)
@@ -335,7 +332,6 @@ def add_train_args(parser: ArgumentParser) -> ArgumentParser:
                 settings = {"default": field.default, **field.metadata["argparse"]}
                 reader = next(one for one in (int, float, str) if kind in (one, one | None))
                 group.add_argument(name, type=reader, help=help + shown_default, **settings)
-    parser.set_defaults(samples_per_prompt=DEFAULT_SAMPLES_PER_PROMPT)
     return parser
 
 

@@ -37,9 +37,10 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.samples import RouteShape, route_problem
+from megatron_rl.rollout_groups import rollouts_of
 from megatron_rl.train.host_rollouts import files_of, host_records, is_of_host, problem_of_form
 from megatron_rl.train.kept_ids import problems_of_kept_ids, read_kept_ids
-from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample, problem_of_rollouts
+from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample, problem_of_rollouts, prompt_groups
 
 # Fields that all samples of a rollout have, or none -> what it means where none has.
 GIVEN_FOR_ALL = {
@@ -137,6 +138,12 @@ def recorded_vocab_size(path: str | Path) -> int | None:
         return None
     _, line = next(numbered_lines(first), (1, b""))
     return None if not line else _vocab_size_of(_parse_line(line, f"{first}, line 1"), f"{first}, line 1")
+
+
+def recorded_group_size(path: str | Path) -> int:
+    """The most rollouts of one prompt in the first rollout batch of the file. Raises DataError as load_rollouts."""
+    first = next(load_rollouts(path))
+    return max(len(rollouts_of(group)) for group in prompt_groups(first.samples))
 
 
 def load_rollouts(

@@ -6,8 +6,9 @@ import dataclasses
 import hashlib
 import itertools
 import math
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -151,8 +152,8 @@ class SampleHeader:
     dp_rank: int
     rollout_id: str | int | None = None
     """A name, or its digest; None: the sample is a rollout."""
-    response: int | None = None
-    """A digest of the response's tokens, where this run has sampled it; None: recorded."""
+    response: int = 0
+    """response_digest of its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +179,7 @@ class SharedRollout:
                 advantage=sample.advantage,
                 dp_rank=rank_of[sample.index],
                 rollout_id=sample.rollout_id,
+                response=response_digest(sample.tokens[-sample.response_length :].tolist()),
             )
             for sample in batch.samples
         ]
@@ -272,12 +274,17 @@ def share_without_signal(samples: Sequence[SampleHeader]) -> float:
     return sum(all(sample.advantage == 0.0 for sample in group) for group in groups) / len(groups)
 
 
+def response_digest(tokens: Iterable[int]) -> int:
+    """Equal for equal responses, on every machine, and a whole number that float64 has: it travels beside rewards."""
+    of_tokens = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=8).digest()
+    return int.from_bytes(of_tokens, "little") % 2**53
+
+
 def commonest_response(samples: Sequence[SampleHeader]) -> tuple[float, float] | None:
-    """(the share of the samples that have the most common response, the range of their rewards). None: recorded, or one prompt."""
-    counts = Counter(sample.response for sample in samples)
-    if None in counts or len(prompt_groups(samples)) < 2:
+    """(the share of the samples that have the most common response, the range of their rewards). None: of one prompt."""
+    if len(prompt_groups(samples)) < 2:
         return None
-    ((commonest, count),) = counts.most_common(1)
+    ((commonest, count),) = Counter(sample.response for sample in samples).most_common(1)
     rewards = [sample.reward for sample in samples if sample.response == commonest]
     return count / len(samples), max(rewards) - min(rewards)
 
