@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_rl.megatron.attention import SequenceParallelNorm
 from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.model import build_gpt_model, transformer_config
-from megatron_rl.train.hf_checkpoint import read_hf_model, save_hf_checkpoint
+from megatron_rl.train.hf_checkpoint import build_hf_model, read_hf_model, save_hf_checkpoint
 
 MAX_SEQUENCE_LENGTH = 64
 GROUP_SIZE = 4  # rollouts of a prompt
@@ -317,7 +317,7 @@ class Bridge:
         if self.has_mtp:
             chunk = self._with_mtp()
         else:
-            chunk = self._model.build(self.config, max_sequence_length=MAX_SEQUENCE_LENGTH, use_transformer_engine=False)
+            chunk = build_hf_model(self._model, self.config, max_sequence_length=MAX_SEQUENCE_LENGTH, use_transformer_engine=False)
         return [DistributedDataParallel(self.config, DistributedDataParallelConfig(**ddp_config), chunk)]
 
     def load_weights(self, module: list, path: str) -> None:

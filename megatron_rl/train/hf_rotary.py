@@ -14,8 +14,8 @@ COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 ORIGINAL = "original_max_position_embeddings"
 
 
-def rotary_of(fields: Fields, *, turns_a_share: bool = False) -> Rotary:
-    """turns_a_share: whether the architecture may turn a part of a head's numbers.
+def rotary_of(fields: Fields, *, rotates_a_share: bool = False, is_latent: bool = False) -> Rotary:
+    """rotates_a_share: whether the architecture may rotate a part of a head's numbers. is_latent: heads have numbers for it.
 
     Raises ConfigError for a form, or a setting of a form, that is not computed here, and for two settings that differ.
     """
@@ -36,13 +36,20 @@ def rotary_of(fields: Fields, *, turns_a_share: bool = False) -> Rotary:
     share = settings.number("partial_rotary_factor", 1.0)
     if share > 1:
         raise settings.wrong("partial_rotary_factor", "a number above 0, and 1 at most: it is a share of a head")
-    if share != 1 and not turns_a_share:
+    if share != 1 and not rotates_a_share:
         raise settings.wrong("partial_rotary_factor", "1: positions turn whole heads in this architecture")
-    return Rotary(
+    rotary = Rotary(
         base=settings.number("rope_theta", 10000.0, above=1.0, below=2.0**53),
         percent=float(share),
         **form_of(settings, fields),
     )
+    factor = 1.0 if rotary.yarn is None else rotary.yarn.factor_of_queries
+    if factor != 1 and (is_latent or share != 1):
+        raise ConfigError(
+            f"{fields.place}: rope_scaling multiplies the rotated numbers of a head by {factor:g} and not the others, which is not "
+            "computed here; known is mscale and mscale_all_dim of one value, or attention_factor=1.0"
+        )
+    return rotary
 
 
 def _in_one_object(fields: Fields) -> Fields:

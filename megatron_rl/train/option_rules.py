@@ -28,8 +28,9 @@ from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.registry import import_dotted
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
 from megatron_rl.train import output_dir
-from megatron_rl.train.hf_checkpoint import HFModel, copied_files, read_hf_model
+from megatron_rl.train.hf_checkpoint import copied_files, read_hf_model
 from megatron_rl.train.hf_export import place_problem
+from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.host_rollouts import SUFFIXES, has_advantages, problem_of_form
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, goes_on, is_same_file, path_problem
