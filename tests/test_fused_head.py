@@ -101,7 +101,7 @@ def fp32_samples_on_rank(rank, is_fused):
     found = trainer.sample(prompts, list(range(count)), sampling, noise)
     tokens = torch.tensor([[*prompt, 0] for prompt in prompts])  # in rows of the length that sampling makes of them
     with torch.no_grad():
-        _, inputs = run_model(trainer.model, model_input(tokens), FUSED, SINGLE)
+        inputs = run_model(trainer.model, model_input(tokens), FUSED, SINGLE).inputs
     hidden, weight = inputs.hidden[2], inputs.weight.detach()
     noise_of_all = noise(torch.arange(count), torch.full((count,), 3), torch.arange(VOCABULARY))
     both = [(hidden.double() @ weight.double().t() + noise_of_all), (hidden @ weight.t()).float() + noise_of_all]
@@ -135,12 +135,12 @@ def delivered_on_rank(rank, config, settings, partition, per_token, scale):
     forward_step, foretold, delivered = trainer._forward_step, [], []
     finish = forward_step._finish
 
-    def watched(output, batch, model_config, groups):
+    def watched(output, batch, model_config, groups, *others):
         context = {"totals": batch.context.totals, "config": model_config, "groups": groups}
         context["gradient_divisor"] = config.gradient_divisor
         foretold.append(float(delivered_factor(batch.context.num_microbatches, **context)))
         output.loss.register_hook(lambda gradient: delivered.append(float(gradient)))
-        return finish(output, batch, model_config, groups)
+        return finish(output, batch, model_config, groups, *others)
 
     forward_step._finish = watched
     step, dp = ragged_step(), trainer.groups.dp
@@ -355,9 +355,9 @@ def handed_over_on_rank(rank, tie_embeddings):
     bare = build_gpt_model(config, vocab_size=VOCABULARY, max_sequence_length=8, tie_embeddings=tie_embeddings)
     model = Float16Module(config, bare)
     tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    output, inputs = run_model(model, model_input(tokens), FUSED, SINGLE)
+    output, inputs, _ = run_model(model, model_input(tokens), FUSED, SINGLE)
     weight = bare.embedding.word_embeddings.weight if tie_embeddings else bare.output_layer.weight
-    logits, nothing = run_model(model, model_input(tokens), FP32, SINGLE)
+    logits, nothing, _ = run_model(model, model_input(tokens), FP32, SINGLE)
     exact = (inputs.hidden.float() @ inputs.weight.float().t()).transpose(0, 1)
     return (
         tuple(output.shape),

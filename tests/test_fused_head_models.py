@@ -133,7 +133,7 @@ def hooked_on_rank(rank, kind):
     batch = model_input(torch.tensor([[1, 2, 3, 4]]))
     logits = model(batch.tokens, batch.position_ids, None)
     try:
-        _, inputs = run_model(model, batch, FUSED, SINGLE)
+        inputs = run_model(model, batch, FUSED, SINGLE).inputs
     except ConfigError as error:
         return str(error), None, None, len(seen)
     handed = (inputs.hidden @ inputs.weight.t()).transpose(0, 1)

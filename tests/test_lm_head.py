@@ -152,7 +152,7 @@ def reference_log_probs(trainer, samples) -> list[list[float]]:
         tokens = torch.zeros(1, length // 2 * 2, dtype=torch.int64)
         tokens[0, : len(sample.tokens)] = torch.tensor(sample.tokens)
         with torch.no_grad():
-            _, inputs = run_model(trainer.model, model_input(tokens), FUSED, tp)
+            inputs = run_model(trainer.model, model_input(tokens), FUSED, tp).inputs
         hidden = inputs.hidden
         if inputs.is_sequence_parallel:
             hidden = all_gather_stack(hidden, tp).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""What Megatron makes of the losses of multi-token prediction (MTP), measured on a real GPTModel, and where they are refused."""
+"""What Megatron makes of the losses of multi-token prediction (MTP), measured on a real GPTModel, and where hosts are refused."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import error_of, pool_of
+from helpers import pool_of
 from test_layouts import GRADIENT_TOLERANCE, config_of
 
-from megatron_rl.__main__ import main
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.commands.doctor.launch import judge_launch
 from megatron_rl.commands.doctor.report import PROBLEM
-from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.forward_step import PolicyForwardStep
 from megatron_rl.testing.layout_step import Layout, make_step_batches, row_length
 from megatron_rl.testing.reference import ragged_samples
 
@@ -202,47 +199,15 @@ def test_the_default_contract_takes_a_mean_of_means(gradients, is_new):
     assert math.isnan(along_and_off(gradients["one rank, a sample a micro-batch"], truth)[0]) != is_new
 
 
-# Where they are refused
-
-REFUSAL = "mtp_num_layers=1: the forward step of megatron_rl calls the model without labels and loss_mask"
+# Where they are trained, and where refused
 
 
-def refusals_on_rank(rank: int) -> list[str]:
-    """Of the forward step, for a loss that is on, under both contracts, and for one that is off; then what Megatron says itself."""
-    step, answers = ragged_samples(), []
-    for is_per_token, factor in ((False, 0.1), (True, 0.1), (False, 0.0)):
-        layout = Layout(calculate_per_token_loss=is_per_token)
-        model = model_with_mtp(row_length(step, layout), calculate_per_token_loss=is_per_token, mtp_loss_scaling_factor=factor)
-        config = config_of("reinforce", "token_mean")
-        (batch,) = make_step_batches(config, layout, step, resolve_groups())
-        forward_step = PolicyForwardStep(config, vocab_size=61)
-        answers.append(error_of(lambda f=forward_step, b=batch, m=model: f(iter([b]), m)))
-    answers.append(error_of(lambda: model(batch.tokens, batch.position_ids, None)))
-    return answers
-
-
-@megatron
-def test_the_forward_step_refuses_a_model_with_mtp_before_it_is_called(pool, is_new):
-    """FB-103, FB-104: under both contracts. Without the refusal Megatron-Core 0.16 ends with an AttributeError in its own code."""
-    default, of_tokens, switched_off, by_itself = pool.run(refusals_on_rank, world_size=1)[0]
-    assert REFUSAL in default and REFUSAL in of_tokens
-    if is_new:
-        assert switched_off == by_itself == ""
-    else:
-        assert "mtp_num_layers=1 in the model's config: this Megatron-Core reads labels" in switched_off
-        assert by_itself == "AttributeError: 'NoneType' object has no attribute 'clone'"
-
-
-def test_every_door_of_our_forward_step_refuses_mtp(capsys):
-    """FB-103: the arguments of Megatron-LM, a launch line that doctor reads, and `train`, which has no such flag."""
+def test_every_door_of_our_forward_step_trains_them():
+    """FB-103: the arguments of Megatron-LM, and a launch line that doctor reads. tests/test_mtp_layouts.py has the gradient."""
     args = add_megatron_rl_args(ArgumentParser()).parse_args(["--loss-aggregation", "sample_mean"])
-    with pytest.raises(ConfigError, match=REFUSAL):
-        megatron_lm_config(Namespace(**vars(args), mtp_num_layers=1))
-    megatron_lm_config(Namespace(**vars(args), mtp_num_layers=1, mtp_loss_scaling_factor=0.0))
+    megatron_lm_config(Namespace(**vars(args), mtp_num_layers=1))
     line = "python train_rl.py --perform-rl-step --loss-aggregation sample_mean --mtp-num-layers 1"
-    assert any(REFUSAL in problem for problem in problems_of(line))
-    assert main(["train", "--mtp-num-layers", "1"]) == 2
-    assert "--mtp-num-layers is no flag of megatron-rl train" in capsys.readouterr().err
+    assert not any("mtp" in problem for problem in problems_of(line))
 
 
 def problems_of(line: str) -> list[str]:

@@ -203,8 +203,6 @@ REFUSED: dict[str, list[dict]] = {
         {**EXPERTS, "moe_z_loss_coeff": 1e-3},
         {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": "1e-3"},
         {**TOKEN_MEAN, **PER_TOKEN, "dsa_indexer_loss_coeff": 0.01},
-        {"mtp_num_layers": 1},
-        {**MTP, "mtp_loss_scaling_factor": 0.3},
         {**MTP, **ON_A_HOST, "context_parallel_size": 2},
     ],
     "experts_do_not_depend_on_the_layout": [

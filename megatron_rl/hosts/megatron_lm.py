@@ -38,7 +38,7 @@ from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.router_losses import check_routers
-from megatron_rl.megatron.samples import count_routed_tokens, unweighted
+from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens, unweighted
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation import config_warnings, flag_of
@@ -417,7 +417,7 @@ class PackedForwardStep:
             vocab_size=self._vocab_size,
             backend=self.config.policy_loss_backend,
             groups=groups,
-            head=HeadSettings.of(self.config),
+            head=HeadSettings.of(self.config, knows_mtp=True),
         )
         filled = []
         for packed, samples, of_bin in zip(bins, rows, values, strict=True):
@@ -438,7 +438,7 @@ class PackedForwardStep:
         if not bins or len(bins) != wanted:
             raise DataError(f"the iterator ended after {len(bins)} of the step's {wanted} micro-batches: a step needs all of them")
         rollouts = None if self._rollout_of_row is None else self._rollout_of_row()
-        return batches_of_step(self.config, bins, self._prompt_of_row(), groups, rollouts)
+        return batches_of_step(self.config, bins, self._prompt_of_row(), groups, rollouts, model_config_of(model))
 
     def _check_before_finalize(self, model_config) -> None:
         """The schedule calls finalize on each rank after the last backward, and not in a forward-only pass."""
@@ -451,6 +451,7 @@ def batches_of_step(
     prompt_of_row: NameOfRow,
     groups: ParallelGroups,
     rollout_of_row: NameOfRow | None = None,  # None: each row is a rollout
+    model_config: Any = None,  # a TransformerConfig, needed where the model trains multi-token prediction
 ) -> list[PolicyBatch]:
     """One PolicyBatch for each of this data-parallel rank's bins of a whole step, weighted by the whole step's counts.
 
@@ -470,9 +471,13 @@ def batches_of_step(
     samples = [samples_of_bin(packed, prompt_of_row, rollout_of_row) for packed in bins]
     mine = [sample for of_bin in samples for sample in of_bin]
     weighted, totals = weigh_samples(config, mine, groups)
-    num_routed_tokens = count_routed_tokens(config, mine, groups)
     in_order = iter(weighted)
-    context = StepContext(totals=totals, num_microbatches=len(bins), num_routed_tokens=num_routed_tokens)
+    context = StepContext(
+        totals=totals,
+        num_microbatches=len(bins),
+        num_routed_tokens=count_routed_tokens(config, mine, groups),
+        num_further_tokens=None if model_config is None else count_further_tokens(model_config, mine, groups),
+    )
     return [_batch(packed, [next(in_order) for _ in of_bin], context, groups) for packed, of_bin in zip(bins, samples, strict=True)]
 
 

@@ -35,6 +35,7 @@ class StepContext:
     policy_version: int | None = None  # of the policy that the step trains
     counts_phantoms: bool = False  # count unmasked tokens whose old log-probability was never measured
     num_routed_tokens: int | None = None  # of all samples of the step, prompts too; only --router-aux-loss exact needs it
+    num_further_tokens: tuple[int, ...] | None = None  # count_further_tokens; only a model with trained layers of MTP needs it
     replays_routes: bool = True  # of samples that have some; False: they are only compared
 
 
@@ -47,6 +48,15 @@ class HostCopies:
     cu_seqlens: Tensor  # [N + 1] int32
     document_lengths: tuple[int, ...] | None  # N whole samples with their padding, over all cp ranks; None of other units than rows
     sampling_support: SamplingSupport | None  # T rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FurtherTokens:
+    """What K layers of multi-token prediction predict at this rank's T positions: layer k at position p token p + 1 + k."""
+
+    labels: Tensor  # [K, T] int64
+    loss_mask: Tensor  # [K, T] bool: whether it is an unmasked response token of the same sample
+    host_loss_mask: Tensor  # the same on the CPU
 
 
 class ForwardInput(Protocol):
@@ -100,6 +110,7 @@ class PolicyBatch:
     regularizer_weights: Tensor  # [N] float32
     token_counts: Tensor  # [N] int64
     ratio_unit: str | None  # what the documents are; None without samples
+    further: FurtherTokens | None  # None where the context has no num_further_tokens
     host: HostCopies
     context: StepContext
 
@@ -198,6 +209,8 @@ def _assemble(
     """sizes: of the whole documents with their padding; the samples are the first of them. local_bounds [N + 1]: of the samples'
     slices on this rank. places [B, S]: the row positions of this rank's tokens."""
     rows = _whole_rows(samples, sizes)
+    if context.num_further_tokens is not None:
+        rows |= _further_rows(rows["labels"], rows["loss_mask"], sizes, len(context.num_further_tokens))
     documents = documents_of(samples, rows["loss_mask"], sizes)
     if documents.bounds is not None:  # places ascend: a rank's slices are in the order of the row
         local_bounds = torch.searchsorted(places.flatten(), documents.bounds)
@@ -223,6 +236,10 @@ def _assemble(
     if not samples:
         # A KL term needs ref_log_probs, and a rank without samples has none: padding, whose values are not used.
         given["ref_log_probs"] = there(torch.zeros(places.numel()))
+    further = None
+    if context.num_further_tokens is not None:
+        labels, masks = (local[name].t().contiguous() for name in ("further_labels", "further_mask"))
+        further = FurtherTokens(labels=there(labels), loss_mask=there(masks), host_loss_mask=masks)
     staleness = _staleness(documents_in, context)
     return PolicyBatch(
         tokens=there(local["tokens"].view(places.shape)),
@@ -241,6 +258,7 @@ def _assemble(
         regularizer_weights=there(of_samples("regularizer_weight", torch.float32)),
         token_counts=there(documents.token_counts),
         ratio_unit=ratio_unit,
+        further=further,
         host=host,
         context=context,
         **given,
@@ -298,6 +316,21 @@ def _whole_rows(samples: Sequence[PolicySample], sizes: Sequence[int]) -> dict[s
     if routes is not None:
         rows["routes"] = placed(NO_ROUTE, at_tokens[~is_last], routes)
     return rows
+
+
+def _further_rows(
+    labels: Tensor,  # [T] int64, of whole rows
+    loss_mask: Tensor,  # [T] bool
+    sizes: Sequence[int],  # of the documents, with their padding
+    num_layers: int,
+) -> dict[str, Tensor]:  # [T, num_layers] each
+    """What stands k positions later in the same document, for k = 1 ... num_layers; past its end 0 and False."""
+    of_document = torch.tensor(sizes)
+    ends = of_document.cumsum(0).repeat_interleave(of_document)
+    later = torch.arange(len(labels))[:, None] + torch.arange(1, num_layers + 1)
+    is_inside = later < ends[:, None]
+    later = torch.where(is_inside, later, 0)
+    return {"further_labels": torch.where(is_inside, labels[later], 0), "further_mask": is_inside & loss_mask[later]}
 
 
 def _runs(starts: Tensor, lengths: Tensor) -> Tensor:  # [N], [N] -> [sum of lengths]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.config import NO_SELECTION, EntropyBonusTokens, PolicyLossConfig, PolicyMetrics, Route, TermScore
+from megatron_rl.config import NO_SELECTION, EntropyBonusTokens, GradientDivisor, PolicyLossConfig, PolicyMetrics, Route, TermScore
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.kept_counts import correction_of, divides_by_kept, watches_kept
 from megatron_rl.layout.agreement import checks_microbatch
@@ -26,9 +26,10 @@ from megatron_rl.losses.inputs import given
 from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
-from megatron_rl.megatron.installed import takes_no_labels, unscaled_indexer
+from megatron_rl.megatron.installed import unscaled_indexer
 from megatron_rl.megatron.kept_tokens import KeptTokens, hook_finalize, needs_finalize
 from megatron_rl.megatron.model import model_config_of
+from megatron_rl.megatron.multi_token import MultiTokenLoss, further_tokens, multi_token_loss, multi_token_problems
 from megatron_rl.megatron.router_losses import prepare_routers
 from megatron_rl.megatron.routing import RouteChecker
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
@@ -50,9 +51,10 @@ class MicrobatchReport:
     policy_loss: Tensor  # 0-d
     kl_loss: Tensor | None  # 0-d
     entropy: Tensor | None  # 0-d
-    num_nonfinite: Tensor  # [N] int32
+    num_nonfinite: Tensor  # [N] int32; with multi-token prediction one more, of its layers
     statistics: PolicyStatistics | None
     num_kept: Tensor | None = None  # 0-d, unmasked tokens that the correction keeps; None without one
+    mtp_loss: Tensor | None = None  # 0-d, of multi-token prediction without its factor; None where it is not trained
 
 
 class PolicyForwardStep:
@@ -104,15 +106,23 @@ class PolicyForwardStep:
         self._watch_kept(batch, model_config, groups)
         prepare_routers(self.config.router_aux_loss, model, model_config, batch, groups)
         checker = self.route_checker
+        further = further_tokens(batch, model, model_config)
+        head, num_further = HeadSettings.of(self.config, knows_mtp=True), 0 if further is None else len(further.labels)
         with nullcontext() if checker is None else checker.forward_of(model, batch, groups.tp):
-            output, inputs = run_model(model, batch, HeadSettings.of(self.config), groups.tp)
+            output, inputs, rows = run_model(model, batch, head, groups.tp, num_further=num_further)
+        added = None
+        if further is not None and rows:
+            is_known = self.announces_factor if inputs is None else is_free_in_forward(model)
+            factor = self._delivered(batch, model_config, groups, GradientDivisor.NONE) if is_known else None
+            common = (batch, self.config, model_config, groups)
+            added = multi_token_loss(rows, further, *common, vocab_size=self.vocab_size, loss_scale=factor)
         if inputs is None:  # a model in eval mode may have no backward
             is_announced = self.announces_factor and model.training
             delivered = self._delivered(batch, model_config, groups) if is_announced else None
             loss_scale = self._assumed if is_announced and delivered is None else delivered
-            return output, partial(self.loss_func, batch, model_config, groups, loss_scale=loss_scale)
+            return output, partial(self.loss_func, batch, model_config, groups, loss_scale=loss_scale, added=added)
         loss_scale = self._loss_scale(batch, model, model_config, groups)
-        return output, partial(self.fused_loss_func, batch, model_config, groups, inputs, loss_scale)
+        return output, partial(self.fused_loss_func, batch, model_config, groups, inputs, loss_scale, added=added)
 
     def loss_func(
         self,
@@ -122,8 +132,10 @@ class PolicyForwardStep:
         logits: Tensor,
         *,
         loss_scale: float | Tensor | AssumedScale | None = None,
+        added: MultiTokenLoss | None = None,
     ) -> ScheduledLoss:
-        """The 3-tuple of scale_for_schedule for logits [B, S, V_tp]. loss_scale: with it one kernel may read them once."""
+        """The 3-tuple of scale_for_schedule for logits [B, S, V_tp]. loss_scale: with it one kernel may read them once. added: a
+        loss that is trained beside."""
         output = policy_loss(
             self.config.policy_loss,
             logits.flatten(0, 1),
@@ -137,7 +149,7 @@ class PolicyForwardStep:
             loss_scale=loss_scale,
             **self._loss_options(batch, groups, batch.sampling_support),
         )
-        return self._finish(output, batch, model_config, groups)
+        return self._finish(output, batch, model_config, groups, added)
 
     def fused_loss_func(
         self,
@@ -147,6 +159,8 @@ class PolicyForwardStep:
         inputs: HeadInputs,
         loss_scale: float | Tensor | None,
         mark: Tensor,  # what the model returned in place of logits
+        *,
+        added: MultiTokenLoss | None = None,
     ) -> ScheduledLoss:
         """The 3-tuple of scale_for_schedule for the hidden states that were given to the output layer."""
         hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
@@ -169,7 +183,7 @@ class PolicyForwardStep:
             return_log_probs=_needs_log_probs(batch, self.config),
             **self._loss_options(batch, groups, batch.host.sampling_support),
         )
-        return self._finish(output, batch, model_config, groups)
+        return self._finish(output, batch, model_config, groups, added)
 
     def _loss_options(self, batch: PolicyBatch, groups: ParallelGroups, sampling_support: SamplingSupport | None) -> LossKeywords:
         config = self.config
@@ -215,22 +229,33 @@ class PolicyForwardStep:
             return None
         return self._delivered(batch, model_config, groups)
 
-    def _delivered(self, batch: PolicyBatch, model_config: TransformerConfig, groups: ParallelGroups) -> float | Tensor | None:
+    def _delivered(
+        self, batch: PolicyBatch, model_config: TransformerConfig, groups: ParallelGroups, gradient_divisor: str | None = None
+    ) -> float | Tensor | None:
         return delivered_factor(
             batch.context.num_microbatches,
             totals=batch.context.totals,
             config=model_config,
             groups=groups,
-            gradient_divisor=self.config.gradient_divisor,
+            gradient_divisor=gradient_divisor or self.config.gradient_divisor,
         )
 
     def _finish(
-        self, output: PolicyLossOutput, batch: PolicyBatch, model_config: TransformerConfig, groups: ParallelGroups
+        self,
+        output: PolicyLossOutput,
+        batch: PolicyBatch,
+        model_config: TransformerConfig,
+        groups: ParallelGroups,
+        added: MultiTokenLoss | None,
     ) -> ScheduledLoss:
         statistics = _with_rollout(output, batch)
         kept = None if output.correction is None else output.correction.is_kept.sum()
         of_terms = (output.policy_loss, output.kl_loss, output.entropy)
-        self._reports.append(MicrobatchReport(*of_terms, output.num_nonfinite, statistics, kept))
+        num_nonfinite = output.num_nonfinite
+        if added is not None:
+            num_nonfinite = torch.cat([num_nonfinite, added.num_nonfinite[None]])
+        of_mtp = None if added is None else added.mean
+        self._reports.append(MicrobatchReport(*of_terms, num_nonfinite, statistics, kept, of_mtp))
         if self._kept is not None and kept is not None:
             self._kept.parts.append(torch.stack([kept, output.num_nonfinite.sum().to(kept)]))
         divides = kept is not None and divides_by_kept(self.config)
@@ -243,7 +268,10 @@ class PolicyForwardStep:
             groups=groups,
             gradient_divisor=self.config.gradient_divisor,
             router_aux_loss=self.config.router_aux_loss,
+            added_part=None if added is None else added.loss,
         )
+        if of_mtp is not None:
+            report["policy/mtp_loss"] = torch.stack([of_mtp, report["policy/loss"][1]])
         if divides:
             of_kept = output.loss.detach().float() * batch.context.totals.num_tokens
             report["policy/loss"] = torch.stack([of_kept, given(kept).to(of_kept)])
@@ -332,11 +360,7 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
     settings = settings_of_model(model_config) | {"calculate_per_token_loss": per_token, "router_aux_loss": config.router_aux_loss}
     problems = [*auxiliary_loss_problems(settings, Route.MEGATRON_LM), *unscaled_indexer(settings)]
     problems += model_problems(vars(model_config), has_own_groups=True)
-    if settings.get("mtp_num_layers") and not problems and not takes_no_labels():
-        problems.append(
-            f"mtp_num_layers={settings['mtp_num_layers']!r} in the model's config: this Megatron-Core reads labels in its forward, "
-            "and the forward step gives none; remove --mtp-num-layers, or install megatron-core 0.17 or later"
-        )
+    problems += multi_token_problems(config, model_config)
     if per_token and get_loss_aggregation(config.loss_aggregation).formula != TOKEN_MEAN:
         problems.append(
             f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron "

@@ -6,12 +6,13 @@ layer's own forward is restored before the call returns. Hooks on the layer run 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.batch import ForwardInput
 from megatron_rl.megatron.context_groups import packed_params_of
 from megatron_rl.megatron.model import find_gpt_model, find_output_layer, model_config_of
-from megatron_rl.megatron.router_losses import padding_of
+from megatron_rl.megatron.router_losses import padding_of, padding_of_mtp
 from megatron_rl.megatron.routing import replayed
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ _whole_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSettings:
     """What a model's output layer computes. With the defaults it is not replaced. setting: what the user typed, in a host that has
-    a switch of its own; knows_mtp: calls of the layer for losses of multi-token prediction get their logits."""
+    a switch of its own; knows_mtp: the loss of multi-token prediction needs no other call of the layer, or its call gets
+    logits."""
 
     is_fused: bool = False
     is_fp32: bool = False
@@ -53,8 +55,9 @@ class HeadSettings:
         return self.is_fused or self.is_fp32
 
     @classmethod
-    def of(cls, config: PolicyLossConfig) -> HeadSettings:
-        return cls(is_fused=config.fused_lm_head_loss, is_fp32=config.fp32_lm_head, max_logits_bytes=config.max_logits_bytes)
+    def of(cls, config: PolicyLossConfig, *, knows_mtp: bool = False) -> HeadSettings:
+        fused, fp32, largest = config.fused_lm_head_loss, config.fp32_lm_head, config.max_logits_bytes
+        return cls(is_fused=fused, is_fp32=fp32, max_logits_bytes=largest, knows_mtp=knows_mtp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +94,25 @@ def check_head(settings: HeadSettings, config: TransformerConfig) -> None:
         raise ConfigError(problems)
 
 
+class ModelOutput(NamedTuple):
+    """output: for the schedule. inputs: the arguments of the output layer, if it is fused and on this stage. further: of each layer
+    of multi-token prediction the logits [B, S, V_tp], or in place of them these arguments."""
+
+    output: Tensor
+    inputs: HeadInputs | None
+    further: tuple[Tensor | HeadInputs, ...] = ()
+
+
 def run_model(
     model: nn.Module,
     batch: ForwardInput,
     settings: HeadSettings,
     tp_group: Group,
     positions: Tensor | None = None,  # [B] int64, as logits_at has them
-) -> tuple[Tensor, HeadInputs | None]:
-    """(output for the schedule, arguments of the output layer if it is fused and on this stage).
-
-    Without labels the model of the last stage returns this tensor-parallel rank's logits [B, S, V_tp], without a gather; with
+    *,
+    num_further: int = 0,  # layers of multi-token prediction that run
+) -> ModelOutput:
+    """Without labels the model of the last stage returns this tensor-parallel rank's logits [B, S, V_tp], without a gather; with
     `positions` the logits of one position of each sequence, [B, 1, V_tp]; with a fused head one number in their place.
     Raises ConfigError where the head does not fit the model.
     """
@@ -112,36 +124,61 @@ def run_model(
     extra |= padding_of(model, config, batch, tp_group)
 
     def call() -> Tensor:
-        with replayed(model, config, batch, tp_group):
+        mtp = _rows_of_layers(model, trains_mtp=num_further > 0)
+        with replayed(model, config, batch, tp_group), mtp, padding_of_mtp(model, config, batch, tp_group):
             output: Tensor = model(batch.tokens, batch.position_ids, None, **extra)
         return output
 
     layer = find_output_layer(model)
     if layer is None and settings.is_on:
         _check_stage_without_layer(model, settings)
-    if layer is None or not (settings.is_on or positions is not None):
-        return call(), None
+    if layer is None or not (settings.is_on or positions is not None or num_further):
+        return ModelOutput(call(), None)
     if settings.is_on:
         check_layer(layer, settings)
     if settings.is_fused and layer not in _whole_heads:
         if is_sharded_behind_forward(model):
             raise ConfigError(sharded_problem(settings))
         _whole_heads.add(layer)
+    detaches = vars(config).get("mtp_detach_heads", False)  # since Megatron-Core 0.19
     if not settings.is_fused:
-        own_forward = layer.forward
+        return _with_logits(layer, call, settings, tp_group, positions, num_further, detaches)
+    return _with_inputs(layer, call, num_further, detaches)
 
-        def logits_of(inputs: HeadInputs) -> Tensor:
-            if positions is not None:
-                inputs = HeadInputs(_rows_at(inputs, positions, tp_group)[None], inputs.weight, False)
-            if settings.is_fp32:
-                is_sharded = inputs.is_sequence_parallel
-                return fp32_head_logits(inputs.hidden, inputs.weight, tp_group=tp_group, sequence_parallel=is_sharded)
+
+def _with_logits(
+    layer: Any,
+    call: Callable[[], Tensor],
+    settings: HeadSettings,
+    tp_group: Group,
+    positions: Tensor | None,
+    num_further: int,
+    detaches: bool,
+) -> ModelOutput:
+    own_forward: Callable[..., tuple[Tensor, None]] = layer.forward
+    further: list[Tensor] = []
+
+    def logits_of(inputs: HeadInputs) -> Tensor:
+        if positions is not None:
+            rows = HeadInputs(_rows_at(inputs, positions, tp_group)[None], inputs.weight, False)
             with _given_whole_rows(layer):
-                logits: Tensor = own_forward(inputs.hidden, weight=inputs.weight)[0]
-            return logits
+                return logits_of_part(rows)
+        main, *of_layers = _parts_of(inputs, num_further, detaches)
+        further.extend(logits_of_part(part).transpose(0, 1) for part in of_layers)
+        return logits_of_part(main)
 
-        with replaced(layer, logits_of):
-            return call(), None
+    def logits_of_part(inputs: HeadInputs) -> Tensor:
+        if settings.is_fp32:
+            is_sharded = inputs.is_sequence_parallel
+            return fp32_head_logits(inputs.hidden, inputs.weight, tp_group=tp_group, sequence_parallel=is_sharded)
+        logits: Tensor = own_forward(inputs.hidden, weight=inputs.weight)[0]
+        return logits
+
+    with replaced(layer, logits_of):
+        return ModelOutput(call(), None, tuple(further))
+
+
+def _with_inputs(layer: Any, call: Callable[[], Tensor], num_further: int, detaches: bool) -> ModelOutput:
     with_gradient, seen = torch.is_grad_enabled(), []
 
     def keep(inputs: HeadInputs) -> Tensor:
@@ -156,7 +193,36 @@ def run_model(
     with replaced(layer, keep):
         output = call()
     _check_mark(layer, output, len(seen))
-    return output, seen[0]
+    main, *further = _parts_of(seen[0], num_further, detaches)
+    return ModelOutput(output, main, tuple(further))
+
+
+def _parts_of(inputs: HeadInputs, num_further: int, detaches: bool) -> list[HeadInputs]:
+    """The model's own rows, then those of each layer of multi-token prediction. detaches: the latter do not train the weight."""
+    main, *others = inputs.hidden.chunk(1 + num_further)
+    weight = inputs.weight.detach() if detaches else inputs.weight
+    return [replace(inputs, hidden=main), *(replace(inputs, hidden=hidden, weight=weight) for hidden in others)]
+
+
+@contextmanager
+def _rows_of_layers(model: nn.Module, *, trains_mtp: bool) -> Iterator[None]:
+    """Inside the block GPTModel hands its output layer its own rows. With trains_mtp those of each layer of multi-token prediction
+    follow; else these layers do not run. It adds no loss.
+
+    Megatron-Core's forward wants labels where its config has such layers: there it finds none. The decoder's config stays.
+    """
+    bare: Any = find_gpt_model(model)
+    if not model_config_of(model).mtp_num_layers:
+        yield
+        return
+    own, has_layers = bare.config, bare.mtp_process
+    bare.config = copy.copy(own)
+    bare.config.mtp_num_layers = None
+    bare.mtp_process = has_layers and trains_mtp
+    try:
+        yield
+    finally:
+        bare.config, bare.mtp_process = own, has_layers
 
 
 def _check_stage_without_layer(model: nn.Module, settings: HeadSettings) -> None:

@@ -73,13 +73,6 @@ def scales_indexer_loss() -> bool | None:
         Scaler.main_loss_backward_scale = before
 
 
-def takes_no_labels() -> bool:
-    """Whether a model with multi-token prediction can be called without labels: since Megatron-Core 0.17."""
-    from megatron.core.transformer import multi_token_prediction
-
-    return hasattr(multi_token_prediction, "process_mtp_loss")
-
-
 @dataclass(frozen=True, slots=True)
 class HostScales:
     """What a release of Megatron-Core does to these losses under --calculate-per-token-loss, beside routed / response tokens."""

@@ -34,6 +34,8 @@ _SIZES_OF_EXPERTS = {
     "expert_model_parallel_size": "get_expert_model_parallel_world_size",
     "expert_tensor_parallel_size": "get_expert_tensor_parallel_world_size",
 }
+# A parameter of a layer, or of the layer that Megatron-Core to 0.16 and since 0.17 has in one of multi-token prediction.
+_LAYER = re.compile(r"(?:decoder\.layers\.(\d+)|mtp\.layers\.(\d+)\.(transformer_layer|mtp_model_layer))\.(.*)")
 # An expert's parameter behind the name of its layer: in SequentialMLP, and in Transformer Engine's grouped products.
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(.*)|(linear_fc[12]\.(?:weight|bias))(\d+))")
 # The dimension of an expert's parameter that expert-tensor-parallel ranks share; a second layer's bias is whole on each of them.
@@ -163,6 +165,23 @@ def gpt_layer_spec(
     return block
 
 
+def mtp_block_spec(
+    config: TransformerConfig, *, use_transformer_engine: bool | None = None, vp_stage: int | None = None
+) -> Any:  # MultiTokenPredictionBlockSubmodules | None
+    """The layers of multi-token prediction, of the kind of the decoder's last; None without any, and on other stages."""
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    layers = gpt_layer_spec(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage)
+    is_of_engine = use_transformer_engine is not False and transformer_engine_problem() is None
+    block = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=is_of_engine, vp_stage=vp_stage)
+    if block is not None and not is_of_engine:
+        for layer in block.layer_specs:
+            layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = SequenceParallelNorm
+    return block
+
+
 def _whole_down_projections(attention: Any) -> None:
     """Each tensor-parallel rank holds the whole down projections of multi-latent attention, as in Transformer Engine's layers.
 
@@ -209,6 +228,7 @@ def build_gpt_model(
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),
         post_process=parallel_state.is_pipeline_last_stage(**virtual),
         share_embeddings_and_output_weights=tie_embeddings,
+        mtp_block_spec=mtp_block_spec(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage),
         **rotary.model_options(config),
         **stage,
     )
@@ -283,10 +303,15 @@ def global_parameter_name(model: GPTModel, name: str) -> str:
     """A parameter's name in the whole model: layers and experts have global numbers, tied weights and fused norms one name."""
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
-    layer = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+    layer = _LAYER.fullmatch(name)
     if layer is None:
         return name
-    module, rest = model.decoder.layers[int(layer[1])], layer[2]
+    number, of_mtp, kind, rest = layer.groups()
+    if of_mtp is None:
+        module = model.decoder.layers[int(number)]
+        prefix = f"decoder.layers.{module.layer_number - 1}"
+    else:
+        module, prefix = getattr(model.mtp.layers[int(of_mtp)], kind), f"mtp.layers.{of_mtp}.transformer_layer"
     for own, fused in _FUSED_NAMES.items():
         place, _, layer_norm = fused.rpartition(".")
         # A mixture of experts has no mlp.linear_fc1, and multi-latent attention no linear_qkv: the norm before them is by itself.
@@ -297,7 +322,7 @@ def global_parameter_name(model: GPTModel, name: str) -> str:
         number, name_in_expert, grouped, number_in_group = expert.groups()
         indices = module.mlp.local_expert_indices
         rest = f"mlp.experts.{indices[int(number or number_in_group)]}.{name_in_expert or grouped}"
-    return f"decoder.layers.{module.layer_number - 1}.{rest}"
+    return f"{prefix}.{rest}"
 
 
 def _has_module(module: Any, name: str) -> bool:

@@ -117,7 +117,7 @@ def forward_only(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(data_iterator: object, model: nn.Module) -> tuple[Tensor, Callable[[Tensor, bool], Result]]:
-        logits, inputs = run_model(model, batch, head, groups.tp, positions)
+        logits, inputs, _ = run_model(model, batch, head, groups.tp, positions)
         return logits, lambda output, non_loss_data: measure(batch, output, inputs)
 
     results = get_forward_backward_func()(

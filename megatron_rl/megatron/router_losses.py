@@ -22,6 +22,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,40 @@ def padding_of(model: nn.Module, config: TransformerConfig, batch: ForwardInput,
     if config.sequence_parallel and not find_gpt_model(model).pre_process:
         is_padding = is_padding.chunk(tp_group.size(), 1)[tp_group.rank()].contiguous()
     return {"padding_mask": is_padding}
+
+
+@contextmanager
+def padding_of_mtp(model: nn.Module, config: TransformerConfig, batch: ForwardInput, tp_group: Group) -> Iterator[None]:
+    """Inside the block layers of multi-token prediction give their routers the padding, also where backward recomputes them.
+
+    Megatron has no argument for it. A layer that is recomputed keeps the function that it was called with, and that the mask.
+    """
+    layers = getattr(find_gpt_model(model), "mtp", None)
+    is_padding = None if layers is None or config.num_moe_experts is None else batch.is_padding
+    if layers is None or is_padding is None or not takes_padding_mask(model):
+        yield
+        return
+    if config.sequence_parallel:
+        is_padding = is_padding.chunk(tp_group.size(), 1)[tp_group.rank()].contiguous()
+
+    def add_mask(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return inputs, named | {"padding_mask": is_padding}
+
+    def masked(layer: nn.Module, own: Callable[..., Tensor], *inputs: Any, **named: Any) -> Tensor:
+        children = dict(layer.named_children())
+        inner = children.get("transformer_layer", children.get("mtp_model_layer"))
+        assert inner is not None
+        with inner.register_forward_pre_hook(add_mask, with_kwargs=True):
+            return own(*inputs, **named)
+
+    name = "_proj_and_transformer_layer"
+    for layer in layers.layers:
+        vars(layer)[name] = functools.partial(masked, layer, getattr(layer, name))
+    try:
+        yield
+    finally:
+        for layer in layers.layers:
+            del vars(layer)[name]
 
 
 def router_losses(config: TransformerConfig) -> dict[str, float]:

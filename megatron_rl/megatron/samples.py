@@ -252,6 +252,32 @@ def count_routed_tokens(config: PolicyLossConfig, samples: Sequence[UnweightedSa
     return int(all_reduce_sum(count, groups.dp))
 
 
+def trained_mtp_layers(config: TransformerConfig) -> int:
+    """The layers of multi-token prediction that are trained: 0 without one, and where their loss has the factor 0."""
+    return int(config.mtp_num_layers or 0) if config.mtp_loss_scaling_factor else 0
+
+
+def count_further_tokens(
+    config: TransformerConfig, samples: Sequence[UnweightedSample], groups: ParallelGroups
+) -> tuple[int, ...] | None:
+    """For each trained layer k of multi-token prediction the unmasked response tokens of all dp ranks that it predicts, those with
+    more than k tokens of their sample before them; None for a model without one. config: the model's.
+
+    Every dp rank calls it. Communication: one all-reduce of a number a layer over dp.
+    """
+    num_layers = trained_mtp_layers(config)
+    if not num_layers:
+        return None
+    counts = [0] * num_layers
+    for sample in samples:
+        mask = torch.as_tensor(sample.loss_mask)
+        prompt_length = len(sample.tokens) - len(mask)
+        for k in range(1, num_layers + 1):
+            counts[k - 1] += int(mask[max(0, k + 1 - prompt_length) :].sum())
+    of_all = all_reduce_sum(torch.tensor(counts, device=group_device(groups.dp)), groups.dp)
+    return tuple(of_all.tolist())
+
+
 def kept_masks(
     config: PolicyLossConfig, samples: Sequence[UnweightedSample], masks: Sequence[Tensor]
 ) -> Iterator[Tensor]:  # [R] bool each

@@ -41,6 +41,7 @@ def scale_for_schedule(
     groups: ParallelGroups,
     gradient_divisor: str = GradientDivisor.NONE,
     router_aux_loss: str | None = None,
+    added_part: Tensor | None = None,  # 0-d
 ) -> ScheduledLoss:
     """The 3-tuple that loss_func returns to Megatron's schedule: (loss 0-d, num_tokens 0-d int32, report).
 
@@ -58,6 +59,8 @@ def scale_for_schedule(
         gradient_divisor: "none", or "num_samples", which divides the gradient (also of the KL and entropy terms) by the step's
             samples once more, as DeepSpeed does. The reported loss does not change.
         router_aux_loss: "host" or "exact" accept auxiliary losses of experts under the per-token contract; None refuses them.
+        added_part: of a loss that is trained beside, and has its own denominator: gradient_divisor does not divide it, and
+            `policy/loss` does not count it.
     Communication: none; no synchronisation.
     Raises: ConfigError for a num_microbatches that is not a whole number above 0, for an unknown gradient_divisor, and for
         auxiliary losses of experts under the per-token contract, which would rescale them. DataError for totals without tokens, a
@@ -83,7 +86,10 @@ def scale_for_schedule(
         num_tokens = num_tokens.detach().to(loss_part.device, torch.int32, copy=True).reshape(())
     else:
         num_tokens = torch.full((), num_tokens, dtype=torch.int32, device=loss_part.device)
-    return loss_part * factor, num_tokens, report
+    loss = loss_part * factor
+    if added_part is not None:
+        loss = loss + added_part * _factor(num_microbatches, totals, config, groups, GradientDivisor.NONE)
+    return loss, num_tokens, report
 
 
 def microbatch_multiple(config: TransformerConfig) -> int:  # the model's

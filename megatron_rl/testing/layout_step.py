@@ -36,7 +36,7 @@ from megatron_rl.megatron.hybrid_schedule import HybridRounds
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, halves_of, sharding_of, transformer_config
 from megatron_rl.megatron.rotary import Rotary, Yarn
 from megatron_rl.megatron.routing import RouteChecker, RouteLog, routers_of
-from megatron_rl.megatron.samples import count_routed_tokens
+from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens
 from megatron_rl.megatron.step_selection import select_step_tokens
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.testing.model_shapes import QUICK_GELU, ModelShape
@@ -322,7 +322,7 @@ class LayoutModel:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         models, groups, layout = self.models, self.groups, self.layout
-        batches = make_step_batches(policy_config, layout, samples, groups, self.context_groups)
+        batches = make_step_batches(policy_config, layout, samples, groups, self.context_groups, models[0].config)
         forward_step = PolicyForwardStep(policy_config, vocab_size=self.tiny.true_vocab_size, reports_metrics=True)
         forward_step.announces_factor = self.announces_factor
         for model in models:
@@ -428,9 +428,11 @@ def make_step_batches(
     step: Sequence[StepSample],
     groups: ParallelGroups,
     context_groups: Mapping[int, Group] | None = None,
+    model_config: Any = None,  # a TransformerConfig
 ) -> list[PolicyBatch]:
     """This rank's micro-batches. Under context_sizes, whose make_context_groups are given, samples are weighed where the layout
-    without them has them, and then moved. The hybrid schedule has a micro-batch for each sample."""
+    without them has them, and then moved. The hybrid schedule has a micro-batch for each sample. model_config: of a model with
+    multi-token prediction."""
     units = units_of(policy_config, step)
     numbers = [*itertools.chain(*units[groups.dp.rank() :: groups.dp.size()])]
     mine = [step[number] for number in numbers]
@@ -460,6 +462,7 @@ def make_step_batches(
         policy_version=POLICY_VERSION,
         counts_phantoms=any(sample.rollout_log_probs is not None for sample in step),
         num_routed_tokens=count_routed_tokens(policy_config, mine, groups),
+        num_further_tokens=None if model_config is None else count_further_tokens(model_config, mine, groups),
     )
     make = functools.partial(_packed_batch if layout.packed else _padded_batch, step, layout, parts, context)
     return [make(part, size, (context_groups or {}).get(size, groups.cp)) for part, size in zip(parts, sizes, strict=True)]
@@ -505,7 +508,10 @@ def gather_distributed_gradients(models) -> None:
 def named_shards(model) -> Shards:
     shards, bare = {}, model.module
     bare = bare.module if hasattr(bare, "module") else bare
+    has_both = bare.share_embeddings_and_output_weights and hasattr(bare, "embedding")
     for name, parameter in bare.named_parameters():
+        if has_both and name == "output_layer.weight":
+            continue  # not used: beside multi-token prediction the last stage has the embedding
         dim, group = sharding_of(name, parameter)
         gradient = parameter.main_grad.detach().double().cpu().clone()
         parts = halves_of(name, model.config)

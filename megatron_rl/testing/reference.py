@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -289,7 +290,41 @@ def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
         **tiny.expert_options,
     )
     longest = max(len(sample.tokens) for sample in samples)
-    return build_tiny(tiny, config, longest, use_transformer_engine=False).to(_device()).double()
+    model = build_tiny(tiny, config, longest, use_transformer_engine=False)
+    # Its forward gives the policy's logits alone: Megatron-Core wants labels where its config has multi-token prediction.
+    model.config, model.mtp_process = copy.copy(config), False
+    model.config.mtp_num_layers = None
+    return model.to(_device()).double()
+
+
+def mtp_loss_by_hand(model, samples: Sequence[StepSample], tiny: TinyGPT) -> Tensor | None:  # 0-d float64 with graph
+    """The loss of multi-token prediction of the whole step, sample after sample, as the module multi_token writes it down; None for
+    a model without."""
+    depth, factor = (
+        tiny.expert_options.get(name, default) for name, default in (("mtp_num_layers", 0), ("mtp_loss_scaling_factor", 0.1))
+    )
+    if not (depth and factor):
+        return None
+    shares: list[list[Tensor]] = [[] for _ in range(depth)]
+    for sample in samples:
+        kept: list[Tensor] = []
+        length = len(sample.tokens)
+        hook = model.output_layer.register_forward_pre_hook(lambda layer, inputs, kept=kept: kept.append(inputs[0]))
+        positions = torch.arange(length, device=_device())[None]
+        model(torch.tensor([sample.tokens], device=_device()), positions, None)
+        hook.remove()
+        (hidden,) = kept
+        rotary = None if model.config.multi_latent_attention else model.rotary_pos_emb(length)
+        rotary = rotary[0] if isinstance(rotary, tuple) else rotary  # yarn's, with a scale that is in it already
+        for k, layer in enumerate(model.mtp.layers, 1):
+            following = torch.tensor([(sample.tokens + [0] * k)[k:]], device=_device())
+            inputs = {"hidden_states": hidden, "decoder_input": model.embedding(following, positions), "attention_mask": None}
+            hidden = layer._proj_and_transformer_layer(**inputs, rotary_pos_emb=rotary)
+            scores = torch.log_softmax((hidden[:, 0] @ model.output_layer.weight.t())[:, : tiny.true_vocab_size], -1)
+            for place, bit in enumerate(sample.loss_mask, length - len(sample.loss_mask)):
+                if bit and place - 1 - k >= 0:
+                    shares[k - 1].append(-scores[place - 1 - k, sample.tokens[place]])
+    return factor / depth * torch.stack([torch.stack(of_layer).mean() for of_layer in shares]).sum()
 
 
 def model_logits(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list[Tensor]:

@@ -51,7 +51,7 @@ class RouterTruth:
 
 def model_of_router_losses(tiny: TinyGPT) -> TinyGPT:
     """The mixture of experts with experts in each layer, so that a loss of the last router reaches experts too, and no loss on."""
-    return replace(tiny, experts=(*tiny.experts, ("moe_layer_freq", (1,) * tiny.num_layers)))
+    return replace(tiny, experts=(*tiny.experts, ("moe_layer_freq", (1,) * tiny.num_layers), ("mtp_loss_scaling_factor", 0.0)))
 
 
 def exact_router_losses(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:

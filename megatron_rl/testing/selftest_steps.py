@@ -28,6 +28,7 @@ from megatron_rl.testing.reference import (
     double_model,
     global_parameters,
     model_logits,
+    mtp_loss_by_hand,
     ragged_samples,
 )
 from megatron_rl.testing.selftest_bench import Bench, Measured, complete_layout
@@ -144,7 +145,8 @@ def with_own_groups(layout: Layout) -> Layout:
 
 def truths_of(samples: list[StepSample], tiny: TinyGPT, cases: Sequence[Case]) -> Truths:
     model = double_model(tiny, samples)
-    return truth_of_terms(samples, model_logits(model, samples, tiny), global_parameters(model), (case.of_truth for case in cases))
+    logits, rows = model_logits(model, samples, tiny), (case.of_truth for case in cases)
+    return truth_of_terms(samples, logits, global_parameters(model), rows, mtp_loss_by_hand(model, samples, tiny))
 
 
 def check_megatron() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -209,9 +210,12 @@ def truth_of_terms(
     logits: Sequence[Tensor],  # of each sample, [response_length, V] float64 with graph
     leaves: Mapping[str, Tensor],  # what the gradient is taken by
     rows: Iterable[tuple[str, str, str]],  # (loss, aggregation, term)
+    beside: Tensor | None = None,  # 0-d, a loss whose gradient is in each row's too
 ) -> Truths:
     """The step and its truth of each (loss, term)."""
     truths: Truths = {}
+    grad = functools.partial(torch.autograd.grad, inputs=[*leaves.values()], retain_graph=True, materialize_grads=True)
+    others: Sequence[Any] = [0.0] * len(leaves) if beside is None else grad(beside)
     for policy_loss, aggregation, term in dict.fromkeys(rows):
         config = config_of(policy_loss, aggregation, term)
         tokens = [Tokens.of(rows, sample, config.policy_temperature) for rows, sample in zip(logits, samples, strict=True)]
@@ -219,9 +223,9 @@ def truth_of_terms(
         given = with_one_advantage(given) if term == RATIO_OF_ROLLOUTS else given
         step = step_of_term(given, tokens, policy_loss, config)
         loss = loss_by_hand(step, tokens, config)
-        parts = torch.autograd.grad(loss, [*leaves.values()], retain_graph=True, materialize_grads=True)
+        parts = grad(loss)
         divisor = len(step) if config.gradient_divisor == GradientDivisor.NUM_SAMPLES else 1  # of the gradient alone
-        gradient = {name: part.cpu() / divisor for name, part in zip(leaves, parts, strict=True)}
+        gradient = {name: (part / divisor + other).cpu() for name, part, other in zip(leaves, parts, others, strict=True)}
         truth = Truth(float(loss.detach()), scale_of_terms(step, aggregation), gradient)
         known = truths.get((policy_loss, term))
         truths[policy_loss, term] = LossTruth(step, {**(known.by_aggregation if known else {}), aggregation: truth})

@@ -28,7 +28,16 @@ from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.routing import RouteChecker, RouteRecorder, forget_recomputations, replay_problems
-from megatron_rl.megatron.samples import PolicySample, RouteShape, UnweightedSample, count_routed_tokens, unweighted, weigh_samples
+from megatron_rl.megatron.samples import (
+    PolicySample,
+    RouteShape,
+    UnweightedSample,
+    count_further_tokens,
+    count_routed_tokens,
+    trained_mtp_layers,
+    unweighted,
+    weigh_samples,
+)
 from megatron_rl.megatron.step_selection import StepSelection
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
@@ -86,7 +95,7 @@ class PolicyTrainer:
         self.settings, self.config, self.device = settings, config, device
         self.groups = resolve_groups()
         self._model_config = self._transformer_config(finalize_model_grads_func=finalize_model_grads)
-        self._head = HeadSettings.of(config)
+        self._head = HeadSettings.of(config, knows_mtp=True)
         self._bounds_on_host = transformer_engine_problem() is not None  # as gpt_layer_spec decides
         check_contract(config, self._model_config)
         if settings.router_replay != RouterReplay.NONE:
@@ -210,17 +219,19 @@ class PolicyTrainer:
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        weighted, totals = weigh_samples(self.config, [s for samples in microbatches for s in samples], self.groups)
+        samples = [sample for of_one in microbatches for sample in of_one]
+        weighted, totals = weigh_samples(self.config, samples, self.groups)
         if num_documents not in (None, totals.num_samples):
             raise DataError(f"{totals.num_samples} samples counted in a step assembled of {num_documents}")
         in_order = iter(weighted if selection is None else selection.applied_to(weighted))
-        parts = [[next(in_order) for _ in samples] for samples in microbatches]
+        parts = [[next(in_order) for _ in of_one] for of_one in microbatches]
         context = StepContext(
             totals=totals,
             num_microbatches=len(parts),
             policy_version=policy_version,
             counts_phantoms=counts_phantoms,
-            num_routed_tokens=count_routed_tokens(self.config, [s for samples in microbatches for s in samples], self.groups),
+            num_routed_tokens=count_routed_tokens(self.config, samples, self.groups),
+            num_further_tokens=count_further_tokens(self._model_config, samples, self.groups),
             replays_routes=self.settings.router_replay != RouterReplay.NONE,
         )
         batches = self._batches(parts, context)
@@ -391,12 +402,12 @@ class PolicyTrainer:
     def _loss_metrics(self, reports: list[MicrobatchReport], totals: StepTotals) -> dict[str, float]:
         """The losses of the step: the sum of the parts over micro-batches and dp-cp, from the last pipeline stage.
 
-        Communication: as sum_over_step, of [4]. Synchronises once.
+        Communication: as sum_over_step, of [5]. Synchronises once.
         """
-        rows = [(report.policy_loss, report.kl_loss, report.entropy, report.num_kept) for report in reports]
+        rows = [(report.policy_loss, report.kl_loss, report.entropy, report.num_kept, report.mtp_loss) for report in reports]
         zero, config = torch.zeros((), dtype=torch.float64, device=self.device), self.config
         parts = [torch.stack([zero if value is None else value.double() for value in row]) for row in rows]
-        policy, kl, entropy, num_kept = sum_over_step(parts, 4, self.groups).tolist()
+        policy, kl, entropy, num_kept, of_mtp = sum_over_step(parts, 5, self.groups).tolist()
         if divides_by_kept(config):
             policy *= step_factor_of_kept(totals, num_kept)
         metrics = {"loss": policy + config.kl_coefficient * kl - config.entropy_coefficient * entropy, "loss/policy": policy}
@@ -404,4 +415,6 @@ class PolicyTrainer:
             metrics["loss/kl"] = kl
         if config.entropy_coefficient:
             metrics["loss/entropy"] = entropy
+        if trained_mtp_layers(self._model_config):
+            metrics["policy/mtp_loss"] = of_mtp
         return metrics

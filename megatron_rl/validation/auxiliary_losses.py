@@ -16,9 +16,7 @@ Under the default contract (a count of 1 a micro-batch) the others keep Megatron
 --router-aux-loss says what is wanted of
 losses of experts: host takes this scale, exact undoes it (megatron/router_losses.py), refuse refuses them under each contract.
 
-The forward step of this package calls the model without labels, and refuses MTP under each contract. What Megatron-Core makes of
-it then depends on the version: 0.13 to 0.16 end with an AttributeError, 0.17 and 0.18 add no loss, 0.19 takes the next tokens as
-labels, of prompts and padding too.
+The forward step of this package attaches no loss of MTP: megatron/multi_token.py computes it with its own denominator.
 """
 
 from __future__ import annotations
@@ -141,15 +139,9 @@ def active_losses(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def mtp_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
-    if not _trains_mtp(settings):
+    if route not in HOSTS or not trains_mtp(settings):
         return
-    if route not in HOSTS:
-        yield (
-            f"mtp_num_layers={settings['mtp_num_layers']!r}: the forward step of megatron_rl calls the model without labels and "
-            "loss_mask. Then Megatron-Core to 0.16 ends with an error, 0.17 and 0.18 add no loss of multi-token prediction, and "
-            "0.19 trains it on prompts and padding too; remove --mtp-num-layers"
-        )
-    elif (
+    if (
         settings.get("calculate_per_token_loss")
         and hosts_train_mtp(settings)
         and number(settings.get("context_parallel_size", 1)) != 1
@@ -204,10 +196,10 @@ ADDED_LOSSES = (
 
 def hosts_train_mtp(settings: Mapping[str, object]) -> bool:
     """In miles and slime, which build the layers without training them too."""
-    return _trains_mtp(settings) and bool(settings.get("enable_mtp_training"))
+    return trains_mtp(settings) and bool(settings.get("enable_mtp_training"))
 
 
-def _trains_mtp(settings: Mapping[str, object]) -> bool:
+def trains_mtp(settings: Mapping[str, object]) -> bool:
     return bool(number(settings.get("mtp_num_layers")) and number(_mtp_factor(settings)))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.config import Route
-from megatron_rl.validation.auxiliary_losses import HOSTS, as_typed, hosts_train_mtp, number, size_of
+from megatron_rl.validation.auxiliary_losses import HOSTS, as_typed, hosts_train_mtp, number, size_of, trains_mtp
 from megatron_rl.validation.checks import Row
 
 # The settings that are read here, beside settings of auxiliary losses and of experts.
@@ -98,11 +98,13 @@ def _of_dropout(given: str, names: list[str]) -> str:
 
 
 def _mtp_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
-    """Of miles and slime; the forward step of this package refuses such a model."""
-    if not settings.get("mtp_num_layers") or not (route is None or route in HOSTS):
+    if not settings.get("mtp_num_layers"):
         return
     name = "mtp_num_layers"
-    if not hosts_train_mtp(settings):
+    if not (route is None or route in HOSTS):  # the forward step of this package
+        if trains_mtp(settings):
+            yield Row(name, "trained as one rank would that has the whole step, whatever the layout and the contract")
+    elif not hosts_train_mtp(settings):
         yield Row(name, "built and not trained: without --enable-mtp-training, or with a factor of 0, it adds no loss")
     elif not settings.get("calculate_per_token_loss"):
         text = (

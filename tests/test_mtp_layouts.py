@@ -1,0 +1,347 @@
+"""Multi-token prediction trained beside the policy: the float64 gradient of one process on any layout, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from helpers import error_of, pool_of
+from test_expert_layouts import EXPERTS, LATENT, OF_THE_FIELD, error_of_whole, worst_error
+from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
+from megatron_rl.megatron import head, multi_token, router_losses
+from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch
+from megatron_rl.megatron.forward_step import PolicyForwardStep, check_contract
+from megatron_rl.megatron.model import transformer_config
+from megatron_rl.megatron.samples import count_further_tokens
+from megatron_rl.step_counts import StepTotals
+from megatron_rl.testing.invariance import Layout, TinyGPT, merged
+from megatron_rl.testing.layout_step import LayoutModel, StepSample, make_step_batches, row_length
+from megatron_rl.testing.reference import (
+    LossTruth,
+    double_model,
+    global_parameters,
+    model_logits,
+    mtp_loss_by_hand,
+    ragged_samples,
+)
+from megatron_rl.testing.selftest_terms import truth_of_terms
+
+SLOW = pytest.mark.slow
+megatron = pytest.mark.megatron
+# Two layers, of a loss as large as the policy's.
+MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.7}
+
+
+def model_of(num_layers: int = 2, *, tie_embeddings: bool = False, **options: object) -> TinyGPT:
+    return TinyGPT(num_layers=num_layers, tie_embeddings=tie_embeddings, experts=tuple((MTP | options).items()))
+
+
+DENSE, TIED = model_of(), model_of(tie_embeddings=True)
+OF_FIELD = model_of(**EXPERTS, **OF_THE_FIELD)
+OF_DEEPSEEK = model_of(**EXPERTS, **LATENT, qk_layernorm=True, moe_router_score_function="sigmoid")
+RECOMPUTED = model_of(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+PER_TOKEN = {"calculate_per_token_loss": True}
+EP2 = {"expert": 2, "expert_tensor": 1}
+# Each row says what it would catch.
+ROWS = [
+    pytest.param(Layout(data=2, num_microbatches=2), DENSE, marks=SLOW, id="DP2: a mean of means"),
+    pytest.param(Layout(**PER_TOKEN, num_microbatches=4), DENSE, marks=SLOW, id="per token: the policy's denominator"),
+    pytest.param(Layout(**PER_TOKEN, context=2, packed=True, num_microbatches=2), DENSE, id="CP2, packed: labels of other slices"),
+    pytest.param(Layout(context=2), DENSE, marks=SLOW, id="CP2, padded"),
+    pytest.param(Layout(context=4, packed=True), DENSE, marks=SLOW, id="CP4, packed"),
+    pytest.param(Layout(tensor=2, packed=True), DENSE, marks=SLOW, id="TP2 without sequence parallelism"),
+    pytest.param(Layout(**SP, **PER_TOKEN, num_microbatches=2), RECOMPUTED, marks=SLOW, id="TP2+SP, layers recomputed"),
+    pytest.param(Layout(pipeline=2, num_microbatches=2), DENSE, marks=SLOW, id="PP2: an embedding on both stages"),
+    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=2), model_of(4), marks=SLOW, id="VPP2xPP2"),
+    pytest.param(
+        Layout(**SP, pipeline=2, packed=True, num_microbatches=2), OF_FIELD, marks=SLOW, id="PP2xTP2+SP, the field's layers"
+    ),
+    pytest.param(
+        Layout(data=2, distributed_optimizer=True, overlap_grad_reduce=True, num_microbatches=2), DENSE, marks=SLOW, id="overlap"
+    ),
+    pytest.param(Layout(**SP, **EP2, num_microbatches=2), OF_FIELD, id="TP2+SP, EP2: experts of these layers"),
+    pytest.param(Layout(**PER_TOKEN, context=2, data=2, expert=4, packed=True), OF_FIELD, marks=SLOW, id="CP2xDP2xEP4, packed"),
+    pytest.param(Layout(**SP, **EP2, context=2), OF_DEEPSEEK, marks=SLOW, id="CP2xTP2+SP, EP2, latent attention"),
+]
+NUM_SAMPLES = 8  # one of them has a prompt of one token
+pool = pool_of(4)
+
+
+def truth_on_rank(rank: int, model: TinyGPT) -> tuple[LossTruth, float]:
+    samples = ragged_samples(num_samples=NUM_SAMPLES)
+    double = double_model(model, samples)
+    beside = mtp_loss_by_hand(double, samples, model)
+    rows = [("gspo", "sample_mean", ""), ("gspo", "token_mean", "")]
+    truths = truth_of_terms(samples, model_logits(double, samples, model), global_parameters(double), rows, beside)
+    return truths["gspo", ""], float(beside.detach())
+
+
+@pytest.fixture(scope="module")
+def truth_of(pool):
+    return functools.cache(lambda model: pool.run(truth_on_rank, model, world_size=1)[0])
+
+
+def steps_on_rank(rank: int, layout: Layout, model: TinyGPT, samples, configs: list[PolicyLossConfig], faults: list = ()) -> list:
+    """One model takes the steps, and then one more of the first config with each fault."""
+    built = LayoutModel(layout, row_length(samples, layout), model)
+    found = [built.step(config, samples) for config in configs]
+    for fault in faults:
+        with fault():
+            found.append(built.step(configs[0], samples))
+    return found
+
+
+def steps_of(pool, layout: Layout, model: TinyGPT, samples, configs, faults=()) -> list[list]:
+    """[step][rank]"""
+    asked = (layout, model, samples, configs, faults)
+    return [
+        list(of_ranks)
+        for of_ranks in zip(*pool.run(steps_on_rank, *asked, world_size=layout.world_size, **layout.model_parallel), strict=True)
+    ]
+
+
+def the_policys_denominator():
+    """All unmasked tokens of the step, also those that a layer cannot predict."""
+
+    def wrong(rows, tokens, batch, *others, **named):
+        numbers = (batch.context.totals.num_tokens,) * len(rows)
+        return own(rows, tokens, replace(batch, context=replace(batch.context, num_further_tokens=numbers)), *others, **named)
+
+    own = multi_token.multi_token_loss
+    return mock.patch("megatron_rl.megatron.forward_step.multi_token_loss", wrong)
+
+
+@megatron
+@pytest.mark.parametrize(("layout", "model"), ROWS)
+def test_each_parameter_has_the_one_process_float64_gradient(pool, truth_of, layout, model):
+    """Of GSPO and both layers of MTP. The fused head has the same, and makes no logits of MTP."""
+    truth, of_mtp = truth_of(DENSE if model == RECOMPUTED else model)  # torch.autograd.grad knows no checkpoints
+    aggregation = "token_mean" if layout.calculate_per_token_loss else "sample_mean"
+    configs = [config_of("gspo", aggregation, fused_lm_head_loss=is_fused) for is_fused in (False, True)]
+    expected = truth.by_aggregation[aggregation]
+    *found, faulty = steps_of(pool, layout, model, truth.samples, configs, [the_policys_denominator])
+    for answers in found:
+        result = merged(answers)
+        assert max(errors_of(result.gradient, expected.gradient).values()) < GRADIENT_TOLERANCE
+        assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale  # the policy's alone
+        assert result.optimizer_norm == pytest.approx(expected.norm, rel=GRADIENT_TOLERANCE)
+        reported = [answer.reported["policy/mtp_loss"] for answer in answers if answer.reported]
+        assert reported and all(value * 0.7 == pytest.approx(of_mtp, rel=1e-5) for value in reported)
+    assert worst_error(faulty, expected.gradient) > 100 * GRADIENT_TOLERANCE
+
+
+def errors_of(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Of each kind of parameter: of the trunk, the head, and these layers."""
+    assert found.keys() == expected.keys()
+    kinds: dict[str, set[str]] = {}
+    for name in expected:
+        kind = "experts" if ".experts." in name else "router" if ".router." in name else name.split(".")[-2]
+        kinds.setdefault(f"{'mtp ' if name.startswith('mtp') else ''}{kind}", set()).add(name)
+    return {
+        kind: error_of_whole(*({name: of[name] for name in names} for of in (found, expected))) for kind, names in kinds.items()
+    }
+
+
+@megatron
+@SLOW
+@pytest.mark.parametrize("layout", [Layout(pipeline=2, num_microbatches=2), Layout(**SP, num_microbatches=2)], ids=str)
+def test_a_tied_embedding_has_the_gradient_of_one_rank(pool, layout):
+    """It is the head, the embedding of the first stage, and that of these layers."""
+    one, other = (
+        merged(steps_of(pool, where, TIED, ragged_samples(), [config_of("reinforce", "token_mean")])[0])
+        for where in (Layout(), layout)
+    )
+    assert error_of_whole(other.gradient, one.gradient) < GRADIENT_TOLERANCE
+
+
+# Losses of routers in these layers
+
+
+def without_padding_mask():
+    """As Megatron itself, which gives these routers no mask."""
+    return mock.patch.object(head, "padding_of_mtp", lambda *arguments: mock.MagicMock())
+
+
+@megatron
+def test_exact_losses_of_routers_in_these_layers_leave_padding_out(pool):
+    """Also where backward recomputes the layer: a z-loss on one rank with padded rows, and on packed rows without."""
+    layers = {**EXPERTS, "moe_layer_freq": (1, 1), "moe_z_loss_coeff": 1.0}
+    still = [replace(sample, advantage=0.0) for sample in ragged_samples()]
+    config = config_of("reinforce", "token_mean", router_aux_loss="exact")
+    if not pool.run(has_padding_mask, world_size=1)[0]:
+        pytest.skip("this Megatron-Core gives routers no padding mask, and refuses exact")
+    one, faulty = steps_of(pool, Layout(), model_of(**layers), still, [config], [without_padding_mask])
+    recomputed = model_of(**layers, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    packed = Layout(packed=True, num_microbatches=2)  # Megatron does not recompute these layers for packed rows
+    others = [(packed, model_of(**layers)), (Layout(num_microbatches=2), recomputed)]
+    for layout, model in others:
+        (other,) = steps_of(pool, layout, model, still, [config])
+        assert error_of_whole(merged(other).gradient, merged(one).gradient) < GRADIENT_TOLERANCE
+    assert error_of_whole(merged(faulty).gradient, merged(one).gradient) > 100 * GRADIENT_TOLERANCE
+
+
+def has_padding_mask(rank: int) -> bool:
+    from megatron.core.models.gpt import GPTModel
+
+    return router_losses.takes_padding_mask(GPTModel)
+
+
+# What is counted, and what a batch holds
+
+ALONE = ParallelGroups(tp=SINGLE, cp=SINGLE, dp=SINGLE, dp_cp=SINGLE, pp=SINGLE)
+MODEL = SimpleNamespace(mtp_num_layers=2, mtp_loss_scaling_factor=0.1)
+
+
+def sample_of(prompt: int, mask: list[int]) -> StepSample:
+    return StepSample(tokens=list(range(10, 10 + prompt + len(mask))), loss_mask=mask, prompt_id="0", advantage=1.0)
+
+
+def test_the_tokens_that_each_layer_predicts_by_hand():
+    """Layer 1 predicts no token with one token before it, layer 2 none with two either."""
+    samples = [sample_of(1, [1, 1, 0, 1]), sample_of(2, [1, 1]), sample_of(5, [1])]
+    # Layer 1: places 2 and 4 of 1, 2, 4 in the first; both in the second; the one of the third. Layer 2: 4; 3; 5.
+    assert count_further_tokens(MODEL, samples, ALONE) == (2 + 2 + 1, 1 + 1 + 1)
+    for config in (
+        SimpleNamespace(mtp_num_layers=None, mtp_loss_scaling_factor=0.1),
+        SimpleNamespace(mtp_num_layers=2, mtp_loss_scaling_factor=0.0),
+    ):
+        assert count_further_tokens(config, samples, ALONE) is None
+
+
+@megatron
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+def test_a_batch_holds_what_each_layer_predicts_and_crosses_no_border(is_packed):
+    """Samples 10 11 | 12 13 with the mask 1 0, and 10 | 11 12 13 with 1 1 1, in rows of six or in one."""
+    samples = [sample_of(2, [1, 0]), sample_of(1, [1, 1, 1])]
+    given = [
+        PolicySample(
+            tokens=torch.tensor(s.tokens),
+            loss_mask=torch.tensor(s.loss_mask),
+            advantage=1.0,
+            token_weight=1.0,
+            token_count=sum(s.loss_mask),
+        )
+        for s in samples
+    ]
+    context = StepContext(totals=StepTotals(2, None, 4), num_microbatches=1, num_further_tokens=(3, 1))
+    place = {"cp_group": SINGLE, "device": torch.device("cpu")}
+    if is_packed:
+        batch = make_packed_batch(given, context, row_length=10, **place)
+    else:
+        batch = make_padded_batch(given, context, num_rows=2, row_length=6, **place)
+    width = 4 if is_packed else 6
+    labels, mask = batch.further.labels.tolist(), batch.further.loss_mask.int().tolist()
+    for start, expected in (
+        (0, ([12, 13, 0, 0], [13, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0])),
+        (width, ([12, 13, 0, 0], [13, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0])),
+    ):
+        assert (
+            labels[0][start : start + 4],
+            labels[1][start : start + 4],
+            mask[0][start : start + 4],
+            mask[1][start : start + 4],
+        ) == expected
+    assert torch.equal(batch.further.loss_mask, batch.further.host_loss_mask) and batch.further.loss_mask.sum(1).tolist() == [3, 1]
+    assert make_packed_batch(given, replace(context, num_further_tokens=None), row_length=10, **place).further is None
+
+
+# Switched off, and other forwards
+
+
+def off_on_rank(rank: int) -> list:
+    """The gradient without MTP, and with a factor of 0, in eval mode and without counts; then errors."""
+    step, config = ragged_samples(), config_of("gspo", "token_mean")
+    plain, switched_off = (
+        LayoutModel(Layout(), row_length(step, Layout()), model)
+        for model in (TinyGPT(num_layers=2), model_of(mtp_loss_scaling_factor=0.0))
+    )
+    of_plain, of_off = (model.step(config, step).gradients[0] for model in (plain, switched_off))
+    is_equal = [torch.equal(shard.gradient, of_off[name].gradient) for name, shard in of_plain.items()]
+    has_none = [not shard.gradient.any() for name, shard in of_off.items() if name.startswith("mtp")]
+    trained = LayoutModel(Layout(), row_length(step, Layout()), DENSE)
+    (batch,) = make_step_batches(config, Layout(), step, resolve_groups())
+    forward_step = PolicyForwardStep(config, vocab_size=61)
+    missing = error_of(lambda: forward_step(iter([batch]), trained.models[0]))
+    trained.models[0].eval()
+    logits = [forward_step(iter([batch]), model.models[0])[0] for model in (trained, plain)]
+    bare = trained.models[0].module
+    return [is_equal, has_none, missing, torch.equal(*logits), (bare.config.mtp_num_layers, bare.mtp_process)]
+
+
+@megatron
+def test_without_its_loss_nothing_of_it_runs(pool):
+    is_equal, has_none, missing, has_equal_logits, restored = pool.run(off_on_rank, world_size=1)[0]
+    assert all(is_equal) and len(is_equal) > 10 and all(has_none) and len(has_none) > 20
+    assert "mtp_num_layers=2 needs the tokens of the whole step that its layers predict" in missing
+    assert has_equal_logits and restored == (2, True)
+
+
+def divided_on_rank(rank: int) -> list[float]:
+    """Of a step in which the policy's loss has no gradient: the gradient with two divisors, and the report."""
+    still = [replace(sample, advantage=0.0) for sample in ragged_samples()]
+    model = LayoutModel(Layout(), row_length(still, Layout()), DENSE)
+    steps = [model.step(config_of("reinforce", "token_mean", gradient_divisor=name), still) for name in ("none", "num_samples")]
+    first, second = (torch.cat([shard.gradient.flatten() for shard in step.gradients[0].values()]) for step in steps)
+    return [float((second - first).norm() / first.norm()), steps[0].reported["policy/loss"]]
+
+
+@megatron
+def test_the_divisor_of_the_policys_gradient_is_not_its(pool):
+    difference, policy_loss = pool.run(divided_on_rank, world_size=1)[0]
+    assert difference < 1e-6 and policy_loss == 0.0
+
+
+def nonfinite_on_rank(rank: int) -> str:
+    model = LayoutModel(Layout(), row_length(ragged_samples(), Layout()), DENSE)
+    with torch.no_grad():
+        model.models[0].module.mtp.layers[1].final_layernorm.weight.fill_(float("nan"))
+    return error_of(lambda: model.step(config_of("reinforce", "token_mean"), ragged_samples()))
+
+
+@megatron
+def test_a_layer_whose_scores_are_not_finite_ends_the_step(pool):
+    assert "DataError" in pool.run(nonfinite_on_rank, world_size=1)[0]
+
+
+# What is refused
+
+
+def refusals_on_rank(rank: int) -> list[str]:
+    sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1, "mtp_num_layers": 1}
+    plain = config_of("grpo", "token_mean")
+    dropped = replace(
+        plain,
+        importance_correction="mask",
+        importance_correction_low=0.5,
+        importance_correction_high=2.0,
+        rejected_tokens="dropped",
+    )
+    config = transformer_config(**sizes)
+    answers = [error_of(lambda: check_contract(plain, config)), error_of(lambda: check_contract(dropped, config))]
+    for name, value in (("use_mup", True), ("mtp_grad_scale_func", lambda: 2.0)):
+        vars(config)[name] = value
+        answers.append(error_of(lambda: check_contract(plain, config)))
+        vars(config)[name] = None
+    from megatron.core.transformer import multi_token_prediction
+
+    with mock.patch.object(multi_token_prediction, "roll_tensor", lambda tensor, shifts, dims, cp_group: None):
+        answers.append(error_of(lambda: check_contract(plain, config)))
+        config.mtp_loss_scaling_factor = 0.0
+        answers.append(error_of(lambda: check_contract(plain, config)))
+    return answers
+
+
+@megatron
+def test_what_would_not_be_exact_is_refused_by_name(pool):
+    fine, dropped, scaled, by_hand, old, switched_off = pool.run(refusals_on_rank, world_size=1)[0]
+    assert fine == switched_off == ""
+    assert "rejected_tokens=dropped with loss_aggregation=token_mean and mtp_num_layers=1: the gradient is divided by" in dropped
+    assert "mtp_num_layers=1 with use_mup=True" in scaled and "with mtp_grad_scale_func in the model's config: nothing" in by_hand
+    assert "mtp_num_layers=1: the installed Megatron-Core gives these layers the next tokens of a row without the borders" in old
