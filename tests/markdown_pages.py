@@ -16,6 +16,9 @@ LINK = re.compile(r"\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 ANCHOR = re.compile(r'<a id="([^"]+)"></a>')
 
+# A page whose Python blocks share one namespace: each goes on where the one before has ended. tests/pages.py runs them.
+NOTEBOOK = "docs/step_by_hand.md"
+
 
 @dataclass(frozen=True)
 class Fence:

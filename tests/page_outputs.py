@@ -16,14 +16,16 @@ import traceback
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from unittest import mock
 
+import markdown_pages
 import pytest
 import test_train_rl
 from doctor_cases import CPU_MACHINE, SICK_MACHINE
 from explain_cases import save_mismatch
 from forked import forked
+from helpers import names_forgotten
 from test_examples import namespace_of, settings_of, whole_numbers
 from torch.distributed import run as torchrun
 
@@ -65,6 +67,26 @@ def of_explain(command: str) -> str:
     if "mismatch.jsonl" in command:
         save_mismatch()
     return printed(command)
+
+
+def of_block(command: str) -> str:
+    """`block N`: what the N-th Python block of the notebook prints, after those above it."""
+    return printed_by_blocks()[int(command.split()[-1]) - 1]
+
+
+@functools.cache
+def printed_by_blocks() -> list[str]:
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    with names_forgotten():
+        fences = [fence for fence in markdown_pages.fences(markdown_pages.NOTEBOOK) if fence.language == "python"]
+        codes = [compile(fence.text, str(fence), "exec") for fence in fences]
+        return [printed_by(code, namespace) for code in codes]
+
+
+def printed_by(code: CodeType, namespace: dict[str, object]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        exec(code, namespace)
+    return shown.getvalue()
 
 
 def of_explain_from(mark: str, command: str) -> str:

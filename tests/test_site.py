@@ -39,7 +39,8 @@ async function look(page) {
   found[page] = {
     formulas: all("math").length,
     problems: {
-      "code is cut": text(all(".md-content div:not(.columns, .scrolled) > pre > code").filter(e => e.scrollWidth > e.clientWidth + 1)),
+      "code is cut": text(all(".md-content div:not(.columns, .scrolled) > pre > code")
+        .filter(e => e.scrollWidth > e.clientWidth + 1)),
       "a table of few columns scrolls": text(all(".md-content .md-typeset__scrollwrap")
         .filter(e => e.scrollWidth > e.clientWidth + 1 && !e.querySelector("th:nth-child(6)"))),
       "lies beside the page": text(all(".md-content math, .md-content table")
