@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 from unittest import mock
 
@@ -73,6 +73,15 @@ def truth_of(pool):
     return functools.cache(lambda model: pool.run(truth_on_rank, model, world_size=1)[0])
 
 
+def installed_has(name: str) -> None:
+    """Megatron-Core 0.13 and 0.14 have not all options."""
+    from megatron.core.transformer import MLATransformerConfig
+
+    known = [field.name for field in fields(MLATransformerConfig)]
+    for problem in SHAPES[name].problems(tensor=1, expert_tensor=1, known=known, release="of this test"):
+        pytest.skip(problem)
+
+
 def kind_is_not_trained_by_a_rank(kind: str, model: LayoutModel) -> None:
     _without_gradient(model, lambda name: parameter_kind(name) == kind, torch.distributed.get_rank())
 
@@ -112,6 +121,7 @@ def check(answers: list, expected, routes: Routes) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_kind_of_parameter_of_a_shape_is_exact_and_a_fault_in_one_is_seen_in_it_alone(pool, truth_of, name):
+    installed_has(name)
     model, planted = model_of(name, FAST), PLANTED[name]
     truth, routes = truth_of(model)
     right = Run(FAST, model, [(truth.samples, config_of(LOSS, AGGREGATION))])
@@ -137,6 +147,7 @@ def rows_of_shapes() -> list:
 
 @pytest.mark.parametrize(("name", "layout", "fault"), rows_of_shapes())
 def test_a_shape_has_the_one_process_float64_gradient_on_every_layout(pool, truth_of, name, layout, fault):
+    installed_has(name)
     model = model_of(name, layout)
     truth, routes = truth_of(model)
     right = Run(layout, model, [(truth.samples, config_of(LOSS, AGGREGATION))])
@@ -198,6 +209,7 @@ def changes_on_rank(rank: int, name: str) -> dict[str, float]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_special_option_of_a_shape_acts_in_its_step(pool, name):
     """A clamp that no activation meets, a bias that changes no choice or a window longer than each sample would prove nothing."""
+    installed_has(name)
     changes = pool.run(changes_on_rank, name, world_size=1)[0]
     assert changes and min(changes.values()) > 1e-5, changes
 
@@ -280,6 +292,7 @@ def selftests_on_rank(rank: int) -> list[tuple[list[RowResult], Setting]]:
 
 
 def test_the_selftest_compares_each_kind_of_parameter_and_names_the_one_that_is_off():
+    installed_has("gpt-oss")
     (rows, setting), (of_sinks, _) = run_ranks(selftests_on_rank, 2)[0]
     _, *rows = rows
     contracts = ["logits, torch", "fused head, torch, own cp groups", "logits, torch, per-token", "fused head, torch, per-token"]

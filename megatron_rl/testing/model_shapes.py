@@ -150,6 +150,7 @@ SHAPES: Mapping[str, ModelShape] = {
             expert_groups=4,
             is_mixed=True,
             has_shared_expert=True,
+            least_release="0.14",  # 0.13 names the first length of YaRN otherwise
             left_out=(f"its layer of multi-token prediction, because the {MTP}",),
         ),
         ModelShape(
@@ -172,6 +173,7 @@ SHAPES: Mapping[str, ModelShape] = {
             heads=2,
             is_mixed=True,
             has_shared_expert=True,
+            least_release="0.14",  # 0.13 names the first length of YaRN otherwise
         ),
         ModelShape(
             name="gpt-oss",

@@ -68,11 +68,13 @@ class WholeSteps(Bench):
         self.router_losses, left_out = exact_router_losses(self.layout) if has_experts and shape is None else ((), ())
         if shape is not None:
             left_out = (*(f"{shape.name}: {what}" for what in shape.left_out), OF_ROUTERS)
-        self.left_out = (WITHOUT_TRANSFORMER_ENGINE, *left_out)
+        without_groups = [] if packed_params_name_groups() else ["this Megatron-Core's PackedSeqParams has no cp_group"]
+        without_groups += own_group_problems_of(self.tiny.expert_options)
+        has_groups = self.layout.data * self.layout.context > 1
+        of_groups = (f"own cp groups: {problem}" for problem in without_groups if has_groups)
+        self.left_out = (WITHOUT_TRANSFORMER_ENGINE, *of_groups, *left_out)
+        self.has_own_groups = has_groups and not without_groups
         self.cuts = {}
-        without_groups = [f"own cp groups: {problem}" for problem in own_group_problems_of(self.tiny.expert_options)]
-        self.left_out = (*self.left_out, *without_groups)
-        self.has_own_groups = self.layout.data * self.layout.context > 1 and packed_params_name_groups() and not without_groups
         self._models: dict[tuple[bool, bool], LayoutModel] = {}
         self._router_models: dict[bool, RouterLossModel] = {}
 
