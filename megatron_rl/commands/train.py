@@ -21,7 +21,7 @@ from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_arg
 from megatron_rl.commands.start_signals import hand_over
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.train.options import PLOT_FILE, TrainOptions, add_train_args, set_preset_defaults
+from megatron_rl.train.options import DEFAULT_SAMPLES_PER_PROMPT, PLOT_FILE, TrainOptions, add_train_args, set_preset_defaults
 from megatron_rl.train.plots import plot_curves
 from megatron_rl.train.tasks import make_task
 from megatron_rl.train.writers import METRICS_FILE, names_what_cannot_be_written
@@ -34,6 +34,8 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         "loss",
         "What a step minimises, how it is aggregated and corrected, and what is measured of it.",
     )
+    of_groups = next(flag for flag in of_loss._group_actions if flag.dest == "samples_per_prompt")
+    of_groups.help = f"Samples of each prompt. Unset: {DEFAULT_SAMPLES_PER_PROMPT}, or as many as --rollouts begins with."
     try:
         add_train_args(parser)
     except ArgumentError as error:  # the flags of a loss of one's own come first

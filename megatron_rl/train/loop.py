@@ -222,7 +222,8 @@ class TrainingRun:
             reward = mean_reward(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
             of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
-            of_rollout |= dict(zip((COMMONEST, COMMONEST_RANGE), commonest_response(headers) or (), strict=False))
+            if (commonest := commonest_response(headers)) is not None:
+                of_rollout[COMMONEST], of_rollout[COMMONEST_RANGE] = commonest
             if self._evaluation is not None and progress.num_rollouts % options.eval_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             parts = self._cut(rollout)
