@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shlex
 from argparse import Namespace
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.hosts.base import read_launch
 from megatron_rl.hosts.checks import the_model_keeps_the_step
 from megatron_rl.megatron import installed
+from megatron_rl.megatron.attached import check_attached
 from megatron_rl.validation.auxiliary_losses import ADDED_LOSSES, MODEL_SETTINGS
 from megatron_rl.validation.checks import Asker, warnings_of
 
@@ -30,15 +32,22 @@ pool = pool_of(1)
 # The table
 
 
-def functions_with_a_scale(root: Path) -> set[str]:
-    """Classes of the source below with a set_loss_scale, by their names."""
+def attaching_functions_of(root: Path) -> set[str]:
+    """Autograd Functions of the source below that attach a loss, by their names: they have a set_loss_scale, or their backward makes
+    a gradient that no later node gave."""
     found: set[str] = set()
     for path in root.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        if "def set_loss_scale" in text:
-            classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
-            found |= {one.name for one in classes if any(getattr(line, "name", "") == "set_loss_scale" for line in one.body)}
+        if "set_loss_scale" in text or "ones_like" in text or "main_loss" in text:
+            found |= {one.name for one in ast.walk(ast.parse(text)) if isinstance(one, ast.ClassDef) and attaches(one)}
     return found
+
+
+def attaches(one: ast.ClassDef) -> bool:
+    methods = {line.name: line for line in one.body if isinstance(line, ast.FunctionDef)}
+    is_function = any(ast.unparse(base).split(".")[-1] == "Function" for base in one.bases)
+    made = ast.unparse(methods["backward"]) if is_function and "backward" in methods else ""
+    return "set_loss_scale" in methods or bool(re.search(r"\b(?:ones_like|full_like|new_ones)\(", made))
 
 
 @megatron
@@ -46,14 +55,67 @@ def test_every_function_of_megatron_that_attaches_a_loss_is_in_the_table():
     """A release that brings another one turns this red: its loss would be scaled by something that no page names."""
     [root] = find_spec("megatron.core").submodule_search_locations
     known = {loss.scaler for loss in ADDED_LOSSES}
-    found = functions_with_a_scale(Path(root))
+    found = attaching_functions_of(Path(root))
     assert {"MoEAuxLossAutoScaler", "MTPLossAutoScaler"} <= found <= known
-    assert all(name in MODEL_SETTINGS for loss in ADDED_LOSSES for name in loss.coefficients)
+    assert all(name in MODEL_SETTINGS for loss in ADDED_LOSSES for name in (*loss.coefficients, loss.switched_by))
+
+
+PLANTED = """
+class {name}(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, loss):
+        ctx.save_for_backward(loss)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (loss,) = ctx.saved_tensors
+        return gradient, {made}
+"""
 
 
 def test_the_walk_finds_a_function_that_the_table_does_not_know(tmp_path):
-    (tmp_path / "new.py").write_text("class NewLossAutoScaler(Function):\n    @staticmethod\n    def set_loss_scale(scale): ...\n")
-    assert functions_with_a_scale(tmp_path) == {"NewLossAutoScaler"}
+    """By its scale, or by a gradient from nowhere; one that passes gradients on is none."""
+    by_scale = "class NewAutoScaler(Function):\n    @staticmethod\n    def set_loss_scale(scale): ...\n"
+    rest = PLANTED.format(name="Hidden", made="torch.ones_like(loss) * 0.1") + PLANTED.format(name="Passes", made="gradient * loss")
+    (tmp_path / "new.py").write_text(by_scale + rest)
+    assert attaching_functions_of(tmp_path) == {"NewAutoScaler", "Hidden"}
+
+
+def test_the_page_says_of_each_loss_what_the_table_says():
+    page = (Path(__file__).parents[1] / "docs" / "moe.md").read_text(encoding="utf-8")
+    for loss in ADDED_LOSSES:
+        names = ", ".join(f"`{name}`" for name in loss.coefficients)
+        assert f"| {loss.name}, {names} | {loss.in_hosts} | {loss.in_forward_step} |" in page, loss.name
+
+
+class NewAutoScaler(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, loss):
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones(())
+
+    @staticmethod
+    def set_loss_scale(scale): ...
+
+
+class MTPLossAutoScaler(NewAutoScaler): ...
+
+
+@pytest.mark.parametrize(("function", "is_refused"), [(NewAutoScaler, True), (MTPLossAutoScaler, False)])
+def test_a_model_that_attaches_an_unknown_loss_is_refused_in_its_first_forward(function, is_refused):
+    """Where no walk over Megatron's source finds it: a layer of one's own."""
+    layer = torch.nn.Linear(2, 2)
+    hidden = layer(torch.ones(1, 2))
+    output = function.apply(hidden, hidden.sum()).exp() * 2
+    with torch.no_grad():
+        check_attached(layer, [layer(torch.ones(1, 2))])  # has no graph, and is no answer
+    said = error_of(lambda: check_attached(layer, [output]))
+    assert ("the model attaches a loss by NewAutoScaler, which this package does not know" in said) == is_refused
+    assert is_refused or said == ""
 
 
 # The indexer of sparse attention
@@ -107,30 +169,58 @@ def test_what_the_installed_schedule_makes_of_the_loss_of_the_indexer(pool):
     assert found == pytest.approx([1, 1, 4] if is_scaled else [1, 4, 4])
 
 
-def contract_on_rank(rank: int, is_scaled: bool | None) -> list[str]:
+def contract_on_rank(rank: int) -> list[str]:
     from megatron_rl.megatron import forward_step
     from megatron_rl.megatron.model import transformer_config
 
     answers = []
-    with mock.patch.object(installed, "scales_indexer_loss", lambda: is_scaled):
-        for is_per_token, coefficient in ((False, 0.01), (True, 0.01), (False, 0.0)):
-            config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=is_per_token)
-            vars(config)["dsa_indexer_loss_coeff"] = coefficient
-            answers.append(error_of(lambda c=config: forward_step.check_contract(config_of("grpo", "token_mean"), c)))
-        vars(config).update(hybrid_context_parallel=True, expert_model_parallel_size=2)
-        answers.append(error_of(lambda: forward_step.check_contract(config_of("grpo", "token_mean"), config)))
+    for is_per_token, coefficient in ((False, 0.01), (True, 0.01), (False, 0.0)):
+        config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=is_per_token)
+        vars(config)["dsa_indexer_loss_coeff"] = coefficient
+        answers.append(error_of(lambda c=config: forward_step.check_contract(config_of("grpo", "token_mean"), c)))
+    vars(config).update(hybrid_context_parallel=True, expert_model_parallel_size=2)
+    answers.append(error_of(lambda: forward_step.check_contract(config_of("grpo", "token_mean"), config)))
     return answers
 
 
 @megatron
-@pytest.mark.parametrize("is_scaled", [False, True, None])
-def test_the_forward_step_refuses_an_indexer_whose_scale_is_wrong(pool, is_scaled):
-    default, of_tokens, switched_off, hybrid = pool.run(contract_on_rank, is_scaled, world_size=1)[0]
-    assert ("gives the loss of the sparse-attention indexer no scale, so its gradient is x the micro-" in default) == (
-        is_scaled is False
-    )
-    assert "dsa_indexer_loss_coeff=0.01 does not go with calculate_per_token_loss=True" in of_tokens
+def test_the_forward_step_refuses_an_indexer_under_both_contracts(pool):
+    default, of_tokens, switched_off, hybrid = pool.run(contract_on_rank, world_size=1)[0]
+    assert all("dsa_indexer_loss_coeff=0.01: the loss of the sparse-attention" in said for said in (default, of_tokens))
     assert switched_off == "" and "with expert_model_parallel_size=2: these ranks would run different" in hybrid
+
+
+def layers_of_indexer_on_rank(rank: int) -> list[str]:
+    """What Megatron says to them on a CPU, and what we do."""
+    from megatron_rl.megatron.model import build_gpt_model, transformer_config
+
+    if installed.scales_indexer_loss() is None:
+        return []
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+    from megatron.core.transformer.experimental_attention_variant import dsa
+
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False}
+    latent = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 8}
+    of_indexer = {"dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 4, "dsa_indexer_loss_coeff": 0.0}
+    config = transformer_config(**sizes, **latent, **of_indexer, experimental_attention_variant="dsa")
+    return [
+        error_of(lambda: dsa.rotate_activation(torch.ones(1, 8, dtype=torch.bfloat16))),
+        error_of(lambda: specs.get_dsa_module_spec_for_backend(config, backend=LocalSpecProvider())),
+        error_of(lambda: build_gpt_model(config, vocab_size=8, max_sequence_length=8)),
+    ]
+
+
+@megatron
+def test_layers_with_an_indexer_are_refused_because_they_cannot_be_built_here(pool):
+    """Their activations are turned by a CUDA package, which a CPU has not; 0.16 to 0.18 have no local layers either. Without the
+    refusal plain layers would be built."""
+    found = pool.run(layers_of_indexer_on_rank, world_size=1)[0]
+    if not found:
+        pytest.skip("this Megatron-Core has no sparse attention")
+    rotation, _, ours = found
+    assert "fast_hadamard_transform is not installed" in rotation
+    assert "experimental_attention_variant='dsa': build_gpt_model has no such layers" in ours
 
 
 @megatron
@@ -185,14 +275,20 @@ LINES = [
         "multi_latent_attention=True with tensor_model_parallel_size=2 and transformer_impl='local'",
     ),
     (
-        HOSTS,
+        OF_ROLLOUTS,
         f"{STILL} --dsa-indexer-loss-coeff 0.01",
         NOTE,
         "dsa_indexer_loss_coeff=0.01: Megatron takes a mean over micro-batches",
     ),
-    (HOSTS, f"{STILL} --dsa-indexer-loss-coeff 0.01", PROBLEM, "dsa_indexer_loss_coeff=0.01: Megatron-Core 0.16 to 0.18 gives"),
     (
-        HOSTS,
+        OF_ROLLOUTS,
+        f"{STILL} --dsa-indexer-loss-coeff 0.01",
+        PROBLEM,
+        "dsa_indexer_loss_coeff=0.01: Megatron-Core 0.16 to 0.18 gives",
+    ),
+    (("megatron_lm",), f"{STILL} --dsa-indexer-loss-coeff 0.01", PROBLEM, "dsa_indexer_loss_coeff=0.01: the loss of the sparse"),
+    (
+        OF_ROLLOUTS,
         f"{STILL} --dsa-indexer-loss-coeff 0.01 --calculate-per-token-loss",
         PROBLEM,
         "dsa_indexer_loss_coeff=0.01 does not go with calculate_per_token_loss=True",

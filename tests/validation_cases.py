@@ -202,7 +202,8 @@ REFUSED: dict[str, list[dict]] = {
         {**EXPERTS, **SEVERAL, "moe_aux_loss_coeff": [0.0, 0.01]},
         {**EXPERTS, "moe_z_loss_coeff": 1e-3},
         {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": "1e-3"},
-        {**TOKEN_MEAN, **PER_TOKEN, "dsa_indexer_loss_coeff": 0.01},
+        {"dsa_indexer_loss_coeff": 0.01},
+        {**TOKEN_MEAN, **PER_TOKEN, "dsa_indexer_loss_coeff": 0.01, "route": Route.REDUCER},
         {**MTP, **ON_A_HOST, "context_parallel_size": 2},
     ],
     "experts_do_not_depend_on_the_layout": [
@@ -320,7 +321,7 @@ ALLOWED: dict[str, list[dict]] = {
     "auxiliary_losses_keep_their_scale": [
         {**EXPERTS, "moe_z_loss_coeff": 1e-3, "router_aux_loss": "exact"},
         {**EXPERTS, "moe_aux_loss_coeff": 1e-3, "router_aux_loss": "host"},
-        {"dsa_indexer_loss_coeff": 0.01},  # the installed Megatron-Core decides
+        {"dsa_indexer_loss_coeff": 0.01, "route": Route.REDUCER},  # the installed Megatron-Core decides
         {**TOKEN_MEAN, **PER_TOKEN, "dsa_indexer_loss_coeff": 0},
         {**EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
         {**EXPERTS, "moe_aux_loss_coeff": 0.001, "calculate_per_token_loss": False},

@@ -24,9 +24,9 @@ from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
 from megatron_rl.losses.inputs import given
 from megatron_rl.losses.settings import LossKeywords
+from megatron_rl.megatron.attached import check_attached
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
-from megatron_rl.megatron.installed import unscaled_indexer
 from megatron_rl.megatron.kept_tokens import KeptTokens, hook_finalize, needs_finalize
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.multi_token import MultiTokenLoss, further_tokens, multi_token_loss, multi_token_problems
@@ -110,6 +110,7 @@ class PolicyForwardStep:
         head, num_further = HeadSettings.of(self.config, knows_mtp=True), 0 if further is None else len(further.labels)
         with nullcontext() if checker is None else checker.forward_of(model, batch, groups.tp):
             output, inputs, rows = run_model(model, batch, head, groups.tp, num_further=num_further)
+        check_attached(model, [part.hidden if isinstance(part, HeadInputs) else part for part in (inputs or output, *rows)])
         added = None
         if further is not None and rows:
             is_known = self.announces_factor if inputs is None else is_free_in_forward(model)
@@ -358,7 +359,7 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
     model that adds losses by itself or is wrong on its layout. The config may have changed after the arguments were parsed."""
     per_token = bool(model_config.calculate_per_token_loss)
     settings = settings_of_model(model_config) | {"calculate_per_token_loss": per_token, "router_aux_loss": config.router_aux_loss}
-    problems = [*auxiliary_loss_problems(settings, Route.MEGATRON_LM), *unscaled_indexer(settings)]
+    problems = [*auxiliary_loss_problems(settings, Route.MEGATRON_LM)]
     problems += model_problems(vars(model_config), has_own_groups=True)
     problems += multi_token_problems(config, model_config)
     if per_token and get_loss_aggregation(config.loss_aggregation).formula != TOKEN_MEAN:

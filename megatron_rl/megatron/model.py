@@ -275,6 +275,11 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
     settings = vars(config)
     # transformer_impl='local' would build other layers: see _whole_down_projections.
     problems = [*expert_problems(settings), *model_problems(settings | {"transformer_impl": None}, has_own_groups=True)]
+    if settings.get("experimental_attention_variant"):
+        problems.append(
+            f"experimental_attention_variant={settings['experimental_attention_variant']!r}: build_gpt_model has no such layers and "
+            "would build plain ones; remove it"
+        )
     drift = drift_problem(settings)
     if drift is not None and expert_replicas_drift():
         problems.append(drift)

@@ -1,4 +1,4 @@
-"""Refuses a loss that the model adds by itself where its scale would be wrong. ADDED_LOSSES is the table of them.
+"""What is known of each loss that a model adds by itself: ADDED_LOSSES is the table, and says where its scale would be wrong.
 
 Megatron's per-token contract sums every gradient over the step's tokens and divides by the tokens that the loss function counts. In
 pretraining these are the same tokens. Here the loss counts response tokens alone. By the source of Megatron-Core 0.13 to 0.19:
@@ -13,10 +13,10 @@ pretraining these are the same tokens. Here the loss counts response tokens alon
                 experts' losses, with prompts and padding
 
 Under the default contract (a count of 1 a micro-batch) the others keep Megatron's scale, a mean over micro-batches and ranks.
---router-aux-loss says what is wanted of
-losses of experts: host takes this scale, exact undoes it (megatron/router_losses.py), refuse refuses them under each contract.
-
-The forward step of this package attaches no loss of MTP: megatron/multi_token.py computes it with its own denominator.
+--router-aux-loss says what is wanted of losses of experts: host takes this scale, exact undoes it (megatron/router_losses.py),
+refuse refuses them under each contract. The forward step of this package attaches no loss of MTP: megatron/multi_token.py computes
+it with its own denominator. The indexer's is refused there: it is a mean over all positions, and Megatron's layers take neither a
+padding mask nor packed rows.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megatron_rl.config import Route, RouterAuxLoss
+from megatron_rl.validation.checks import Row
 from megatron_rl.validation.routes import flag_of
 
 # The settings that decide: names of a command line and of a TransformerConfig.
@@ -52,19 +53,14 @@ REMEDY_OF_HOSTS = (
 )
 HOSTS = (Route.REDUCER, Route.CUSTOM_LOSS)
 REMEDY = "remove --calculate-per-token-loss: token_mean is exact without it"
-# Since Megatron-Core 0.19: where one is set, the user's function scales these losses.
-SCALES = {
-    "moe_grad_scale_func": "num_moe_experts",
-    "mtp_grad_scale_func": "mtp_num_layers",
-    "experimental_attention_variant_loss_scale_func": "dsa_indexer_loss_coeff",
-}
 
 
 def settings_of_model(config) -> dict[str, object]:
     """MODEL_SETTINGS of a TransformerConfig. It may differ from the arguments, because a bridge can change it."""
     given = vars(config)
     settings = {name: given[name] for name in MODEL_SETTINGS if name in given}
-    return settings | {name: None for scale, name in SCALES.items() if given.get(scale) is not None}
+    scaled_by_user = [loss.switched_by for loss in ADDED_LOSSES if given.get(loss.scale_function) is not None]
+    return settings | dict.fromkeys(scaled_by_user)
 
 
 def auxiliary_loss_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
@@ -99,6 +95,24 @@ def expert_loss_problems(settings: Mapping[str, object], route: Route) -> Iterat
             "routes, prompts and padding included, and divides by response tokens, so its gradient is x routed tokens / response "
             f"tokens; set {zero} to 0,{exact} or {_remedy(route)}"
         )
+
+
+def _router_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
+    """Under --calculate-per-token-loss a coefficient is refused, or --router-aux-loss says the factor at the first step."""
+    active = active_losses(settings)
+    remedy = "" if route is None or route in HOSTS else " or add --router-aux-loss exact"
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if name in active and not settings.get("calculate_per_token_loss") and settings.get("router_aux_loss") in (None, "host"):
+            text = (
+                f"{as_typed(name, settings[name], route)}{active[name]}: Megatron takes a mean over micro-batches and ranks of a "
+                "mean over their tokens, padding included in a host, so its strength changes with the layout; set "
+                f"{as_typed(name, None, route)} to 0{remedy}"
+            )
+            yield Row(name, text, is_note=True)
+        elif settings.get(name) is not None and name not in active:
+            yield Row(name, "off: the router has no loss of its own from it")
+    if settings.get("moe_router_load_balancing_type") is not None and "moe_aux_loss_coeff" not in active:
+        yield Row("moe_router_load_balancing_type", "adds no loss: no type with a loss has a coefficient")
 
 
 def num_experts_of(settings: Mapping[str, object]) -> tuple[str, int | None]:
@@ -153,15 +167,54 @@ def mtp_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
         )
 
 
+def _mtp_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
+    if not settings.get("mtp_num_layers"):
+        return
+    name = "mtp_num_layers"
+    if not (route is None or route in HOSTS):  # the forward step of this package
+        if trains_mtp(settings):
+            yield Row(name, "trained as one rank would that has the whole step, whatever the layout and the contract")
+    elif not hosts_train_mtp(settings):
+        yield Row(name, "built and not trained: without --enable-mtp-training, or with a factor of 0, it adds no loss")
+    elif not settings.get("calculate_per_token_loss"):
+        text = (
+            f"mtp_num_layers={settings[name]!r} with enable_mtp_training: Megatron takes a mean over micro-batches and ranks of "
+            "the mean over the response tokens of each, so the strength of multi-token prediction changes with the layout; set "
+            "--mtp-loss-scaling-factor 0, or remove --enable-mtp-training"
+        )
+        yield Row(name, text, is_note=True)
+    elif number(settings.get("context_parallel_size", 1)) == 1:
+        yield Row(name, "trained, and divided by the step's response tokens as the policy loss is")
+
+
 def indexer_loss_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
-    """Under the default contract the installed Megatron-Core decides: see unscaled_indexer_problem."""
+    """In hosts the installed Megatron-Core decides under the default contract: see unscaled_indexer_problem."""
     name = "dsa_indexer_loss_coeff"
-    if settings.get("calculate_per_token_loss") and number(settings.get(name)):
+    if not number(settings.get(name)):
+        return
+    if route not in HOSTS:
+        yield (
+            f"{as_typed(name, settings[name], route)}: the loss of the sparse-attention indexer is a mean over all positions of a "
+            "micro-batch, padding included, so it depends on the layout, and Megatron-Core's layers take no padding mask; set "
+            f"{as_typed(name, None, route)} to 0"
+        )
+    elif settings.get("calculate_per_token_loss"):
         yield (
             f"{as_typed(name, settings[name], route)} does not go with calculate_per_token_loss=True: Megatron divides the loss of "
             "the sparse-attention indexer by response tokens, after the mean of each micro-batch (0.16 to 0.18) or the sum over "
             f"prompts and padding too (0.19); set {as_typed(name, None, route)} to 0, or {_remedy(route)}"
         )
+
+
+def _indexer_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
+    name = "dsa_indexer_loss_coeff"
+    if number(settings.get(name)) and not settings.get("calculate_per_token_loss") and (route is None or route in HOSTS):
+        text = (
+            f"{as_typed(name, settings[name], route)}: Megatron takes a mean over micro-batches and ranks of a mean over their "
+            "positions, prompts and padding included, so its strength changes with the layout; set "
+            f"{as_typed(name, None, route)} to 0"
+        )
+        yield Row(name, text, is_note=True)
 
 
 def unscaled_indexer_problem(settings: Mapping[str, object]) -> str | None:
@@ -180,18 +233,58 @@ class AddedLoss(NamedTuple):
     """A loss that a model adds by itself: an autograd Function of megatron.core attaches its gradient to an activation, and the
     schedule gives this Function a scale. No loss function sees it."""
 
+    name: str
     scaler: str
     """The Function, which has a set_loss_scale."""
     coefficients: tuple[str, ...]
+    switched_by: str
+    """The field of TransformerConfig without which there is none."""
+    scale_function: str
+    """The field, since Megatron-Core 0.19, with which the user's function scales it."""
+    in_hosts: str
+    """What it is under both contracts; docs/moe.md shows this and the next."""
+    in_forward_step: str
     problems: Callable[[Mapping[str, object], Route], Iterator[str]]
+    notes: Callable[[Mapping[str, object], Route | None], Iterator[Row]]
 
 
-# A test looks for each such Function of the installed Megatron-Core in this table.
-ADDED_LOSSES = (
-    AddedLoss("MoEAuxLossAutoScaler", ("moe_aux_loss_coeff", "moe_z_loss_coeff"), expert_loss_problems),
-    AddedLoss("MTPLossAutoScaler", ("mtp_loss_scaling_factor",), mtp_problems),
-    AddedLoss("DSAIndexerLossAutoScaler", ("dsa_indexer_loss_coeff",), indexer_loss_problems),
+ROUTER_LOSS = AddedLoss(
+    name="losses of routers",
+    scaler="MoEAuxLossAutoScaler",
+    coefficients=("moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    switched_by="num_moe_experts",
+    scale_function="moe_grad_scale_func",
+    in_hosts="default contract: a warning, a mean over micro-batches and ranks; per token: refused",
+    in_forward_step="as `--router-aux-loss` says",
+    problems=expert_loss_problems,
+    notes=_router_notes,
 )
+MTP_LOSS = AddedLoss(
+    name="multi-token prediction",
+    scaler="MTPLossAutoScaler",
+    coefficients=("mtp_loss_scaling_factor",),
+    switched_by="mtp_num_layers",
+    scale_function="mtp_grad_scale_func",
+    in_hosts="default contract: a warning, a mean over micro-batches and ranks; per token: as the policy loss, and refused with "
+    "context parallelism",
+    in_forward_step="exact",
+    problems=mtp_problems,
+    notes=_mtp_notes,
+)
+INDEXER_LOSS = AddedLoss(
+    name="indexer of sparse attention",
+    scaler="DSAIndexerLossAutoScaler",
+    coefficients=("dsa_indexer_loss_coeff",),
+    switched_by="dsa_indexer_loss_coeff",
+    scale_function="experimental_attention_variant_loss_scale_func",
+    in_hosts="default contract: refused with Megatron-Core 0.16 to 0.18, which give it no scale (x micro-batches), a warning with "
+    "0.19, a mean over micro-batches and ranks; per token: refused",
+    in_forward_step="refused: a mean over all positions, without a padding mask",
+    problems=indexer_loss_problems,
+    notes=_indexer_notes,
+)
+# A test looks for each such Function of the installed Megatron-Core in this table; megatron/attached.py for each that a model uses.
+ADDED_LOSSES = (ROUTER_LOSS, MTP_LOSS, INDEXER_LOSS)
 
 
 def hosts_train_mtp(settings: Mapping[str, object]) -> bool:

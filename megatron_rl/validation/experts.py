@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.config import Route
-from megatron_rl.validation.auxiliary_losses import HOSTS, active_losses, as_typed, listed, num_experts_of, number, size_of
+from megatron_rl.validation.auxiliary_losses import HOSTS, ROUTER_LOSS, as_typed, listed, num_experts_of, number, size_of
 from megatron_rl.validation.checks import Row
 
 # The settings that are read here; flags of miles and slime among them.
@@ -107,7 +107,7 @@ def expert_notes(settings: Mapping[str, object], route: Route | None) -> Iterato
     if num_experts_of(settings)[1] == 0:
         return
     yield from _size_notes(settings)
-    yield from _loss_notes(settings, route)
+    yield from ROUTER_LOSS.notes(settings, route)
     if settings.get("moe_token_drop_policy") and settings.get("moe_expert_capacity_factor") is None:
         yield Row("moe_token_drop_policy", "no effect without --moe-expert-capacity-factor: no token is dropped")
     yield from _bias_notes(settings, route)
@@ -125,24 +125,6 @@ def _size_notes(settings: Mapping[str, object]) -> Iterator[Row]:
         yield Row("expert_model_parallel_size", f"{held}; the scale of the policy loss stays")
     if etp := settings.get("expert_tensor_parallel_size"):
         yield Row("expert_tensor_parallel_size", f"ranks that share an expert: {etp}; the scale of the policy loss stays")
-
-
-def _loss_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
-    """Under --calculate-per-token-loss a coefficient is refused, or --router-aux-loss says the factor at the first step."""
-    active = active_losses(settings)
-    remedy = "" if route is None or route in HOSTS else " or add --router-aux-loss exact"
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if name in active and not settings.get("calculate_per_token_loss") and settings.get("router_aux_loss") in (None, "host"):
-            text = (
-                f"{as_typed(name, settings[name], route)}{active[name]}: Megatron takes a mean over micro-batches and ranks of a "
-                "mean over their tokens, padding included in a host, so its strength changes with the layout; set "
-                f"{as_typed(name, None, route)} to 0{remedy}"
-            )
-            yield Row(name, text, is_note=True)
-        elif settings.get(name) is not None and name not in active:
-            yield Row(name, "off: the router has no loss of its own from it")
-    if settings.get("moe_router_load_balancing_type") is not None and "moe_aux_loss_coeff" not in active:
-        yield Row("moe_router_load_balancing_type", "adds no loss: no type with a loss has a coefficient")
 
 
 def _bias_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:

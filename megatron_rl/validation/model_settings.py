@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.config import Route
-from megatron_rl.validation.auxiliary_losses import HOSTS, as_typed, hosts_train_mtp, number, size_of, trains_mtp
+from megatron_rl.validation.auxiliary_losses import INDEXER_LOSS, MTP_LOSS, as_typed, number, size_of
 from megatron_rl.validation.checks import Row
 
 # The settings that are read here, beside settings of auxiliary losses and of experts.
@@ -66,15 +66,8 @@ def _hybrid_problems(settings: Mapping[str, object]) -> Iterator[str]:
 
 def model_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
     """What a setting on a launch line does to the step. route None: the launch does not use this package."""
-    yield from _mtp_notes(settings, route)
-    coefficient = settings.get("dsa_indexer_loss_coeff")
-    if number(coefficient) and not settings.get("calculate_per_token_loss"):
-        text = (
-            f"{as_typed('dsa_indexer_loss_coeff', coefficient, route)}: Megatron takes a mean over micro-batches and ranks of a "
-            "mean over their positions, prompts and padding included, so its strength changes with the layout; set "
-            f"{as_typed('dsa_indexer_loss_coeff', None, route)} to 0"
-        )
-        yield Row("dsa_indexer_loss_coeff", text, is_note=True)
+    for loss in (MTP_LOSS, INDEXER_LOSS):
+        yield from loss.notes(settings, route)
     dropouts = [name for name in DROPOUTS if number(settings.get(name))]
     if dropouts and settings.get("megatron_to_hf_mode") != "bridge":  # a bridge takes dropout from the checkpoint
         given = " and ".join(as_typed(name, settings[name], route) for name in dropouts)
@@ -95,23 +88,3 @@ def _of_dropout(given: str, names: list[str]) -> str:
         f"{given}: dropout makes the log-probabilities of a training forward random, so the first ratio is not 1 and clipping acts "
         f"on noise; add {flags}"
     )
-
-
-def _mtp_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
-    if not settings.get("mtp_num_layers"):
-        return
-    name = "mtp_num_layers"
-    if not (route is None or route in HOSTS):  # the forward step of this package
-        if trains_mtp(settings):
-            yield Row(name, "trained as one rank would that has the whole step, whatever the layout and the contract")
-    elif not hosts_train_mtp(settings):
-        yield Row(name, "built and not trained: without --enable-mtp-training, or with a factor of 0, it adds no loss")
-    elif not settings.get("calculate_per_token_loss"):
-        text = (
-            f"mtp_num_layers={settings[name]!r} with enable_mtp_training: Megatron takes a mean over micro-batches and ranks of "
-            "the mean over the response tokens of each, so the strength of multi-token prediction changes with the layout; set "
-            "--mtp-loss-scaling-factor 0, or remove --enable-mtp-training"
-        )
-        yield Row(name, text, is_note=True)
-    elif number(settings.get("context_parallel_size", 1)) == 1:
-        yield Row(name, "trained, and divided by the step's response tokens as the policy loss is")

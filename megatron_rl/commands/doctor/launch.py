@@ -260,7 +260,7 @@ def _model(line: LaunchLine, route: Route | None, scales_indexer_loss: bool | No
             yield Finding(flag_of(note.subject), NOTE if note.is_note else OK, note.text)
     if route is None:
         yield from (Finding("model", PROBLEM, text) for text in model_problems(settings))
-    indexer = unscaled_indexer_problem(settings)
+    indexer = None if route == Route.MEGATRON_LM else unscaled_indexer_problem(settings)  # our forward step refuses it anyway
     if indexer is not None and scales_indexer_loss is not True:
         yield Finding("indexer", NOTE if scales_indexer_loss is None else PROBLEM, indexer)
     is_whole = not (line.unread or line.unknown)
