@@ -292,19 +292,18 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
     "docs/hosts/verl.md": JUDGED | CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_verl)},
-    "docs/hosts/nemo_rl.md": JUDGED | CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_nemo_rl)},
+    "docs/hosts/nemo_rl.md": JUDGED | {"the first step of": Producer(outputs.of_the_first_step_in_nemo_rl)},
     "docs/hosts/megatron_lm.md": {
         "call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS),
         "take_rollouts": Producer(outputs.of_take_rollouts),
     },
-    "docs/hosts/roll.md": CHAIN
-    | {
+    "docs/hosts/roll.md": {
         "megatron-rl doctor --launch-only": Producer(outputs.of_a_line_of_roll),
         "the first step of": Producer(outputs.of_the_first_step_in_roll),
     },
     "docs/hosts/prime_rl.md": JUDGED | {"the first step of": Producer(outputs.of_the_first_step_in_prime_rl)},
     "docs/hosts/trl.md": JUDGED,
-    "docs/hosts/skyrl.md": JUDGED | CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
+    "docs/hosts/skyrl.md": JUDGED | {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
 }
 
 
