@@ -10,7 +10,6 @@ import torch
 import trainer_cases as cases
 from helpers import error_of, pool_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
@@ -35,9 +34,20 @@ class SeenShapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        tensors = (leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor))
-        self.shapes.update(tuple(tensor.shape) for tensor in tensors)
+        self.see((*args, *(kwargs or {}).values(), result))
         return result
+
+    def see(self, values) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self.shapes.add(value.shape)
+            elif isinstance(value, list | tuple):
+                self.see(value)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled under it, and the guard against that takes as long as the operation."""
+        return False
 
 
 def sizes_on_rank(rank, vocabulary):
