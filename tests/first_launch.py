@@ -1,7 +1,7 @@
 """Launches kernels as on a GPU, with a driver that has no device: compiler, loading, launcher and arguments are Triton's own.
 
     python tests/first_launch.py                              each kernel once, for sm_90 and sm_100
-    python tests/first_launch.py --every                      every launch of tests/kernel_launches.py
+    python tests/first_launch.py --every 100                  for sm_100 every launch of tests/kernel_launches.py
     PYTHONPATH=.tritons/3.6:. python tests/first_launch.py    with another Triton
 
 Tensors have no storage, and libcuda is tests/fake_cuda.c. So an option that this Triton does not know, a kernel that it does not
@@ -43,7 +43,7 @@ ONCE = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--every", action="store_true", help="every launch, and not each kernel once")
+    parser.add_argument("--every", type=int, nargs="*", default=[], help="of these targets every launch, and not each kernel once")
     parser.add_argument("--launches", type=Path, help="a file with LAUNCHES in place of the package's: all of them are launched")
     parser.add_argument("--targets", type=int, nargs="+", choices=tuple(DEVICES), default=list(DEVICES))
     options = parser.parse_args()
@@ -55,8 +55,8 @@ def main() -> int:
             return NOT_HERE
         log = build_driver(Path(folder))
         launches = load_launches(options.launches or TESTS / "kernel_launches.py")
-        chosen = launches if options.every or options.launches else {name: launches[name] for name in ONCE}
-        found = {target: run(chosen, target, log) for target in options.targets}
+        once = launches if options.launches else {name: launches[name] for name in ONCE}
+        found = {target: run(launches if target in options.every else once, target, log) for target in options.targets}
         print(json.dumps({"versions": versions(), "seconds": time.process_time() + children_seconds(), "targets": found}))
     return 0
 

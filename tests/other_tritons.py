@@ -20,7 +20,7 @@ from megatron_rl.config import TRITON_OF_TORCH
 ROOT = Path(__file__).resolve().parent.parent
 TRITONS = sorted(set(TRITON_OF_TORCH.values()))
 WITHOUT_ASKING = "3.6"  # of torch 2.10 and 2.11
-# Each launch of tests/kernel_launches.py with each Triton for each target, and not each kernel once: six minutes of CPU.
+# Each launch of tests/kernel_launches.py with each Triton, and not each kernel once.
 EVERY = os.environ.get("EVERY_LAUNCH", "0") not in ("", "0")
 
 
