@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from door_lines import ACTOR, KL, ONE_MINI_BATCH, RATIO, TIS, UNCUT, our_mode
 from explain_cases import LAYOUT, STEP, explain, explain_json, stages
+from forked import forked
 
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import verl
@@ -66,6 +69,19 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
+def run_main_ppo(folder: Path, *words: str) -> tuple[int | None, str, str]:
+    """`python -m verl.trainer.main_ppo ...`, with torch and the package loaded before: (exit code, output, errors)."""
+
+    def start() -> None:
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        sys.modules.pop("megatron_rl.hosts.verl_plugin", None)
+        sys.argv = ["-m", *words]
+        runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
+
+    return forked(start)
+
+
 def test_the_plugin_imports_nothing_until_verl_has_its_tables(checkout):
     done = python(checkout, "-c", SHOW)
     assert done.returncode == 0, done.stderr
@@ -86,20 +102,21 @@ def test_a_verl_with_another_contract_keeps_its_own_losses_and_is_told(checkout)
 
 def test_a_bad_line_ends_before_verl_is_loaded(checkout):
     """verl drops the exceptions of a plugin; this one is none."""
-    main_ppo = ["-m", "verl.trainer.main_ppo"]
-    refused = python(checkout, *main_ppo, f"{LOSS_MODE}=megatron_rl.gspo.prompt_mean")
+    mode = f"{LOSS_MODE}=megatron_rl.gspo.prompt_mean"
+    refused = python(checkout, "-m", "verl.trainer.main_ppo", mode)
     assert refused.returncode == 1 and refused.stdout == ""
     assert "ConfigError: mini-batch: 256 of 1024 prompts a step: verl deals samples to ranks by length" in refused.stderr
-    good = python(checkout, *main_ppo, f"{LOSS_MODE}=megatron_rl.gspo.prompt_mean", ONE_MINI_BATCH)
-    assert good.stdout == "training 3\n", good.stderr
-    assert python(checkout, *main_ppo, f"{LOSS_MODE}=gspo").stdout == "training 2\n"
-    slip = python(checkout, *main_ppo, f"{LOSS_MODE}=gspo.token_mean")
-    assert slip.returncode == 1 and f"set {LOSS_MODE}=megatron_rl.gspo.token_mean" in slip.stderr
-    assert python(checkout, *main_ppo, f"{LOSS_MODE}=somebody.gspo", f"{ACTOR}.clip_ratio_lo=0.1").stdout == "training 3\n"
-    quoted = python(checkout, *main_ppo, f"{LOSS_MODE}='megatron_rl.gspoo.token_mean'")
-    assert quoted.returncode == 1 and "gspoo" in quoted.stderr
-    estimate = python(checkout, *main_ppo, f"{LOSS_MODE}=gspo", *KL, f"{ACTOR}.kl_loss_type=unbiased")
-    assert estimate.returncode == 1 and "verl has no unbiased: set one of kl, k1" in estimate.stderr
+    assert run_main_ppo(checkout, mode) == (1, "", refused.stderr)
+    code, out, said = run_main_ppo(checkout, mode, ONE_MINI_BATCH)
+    assert (code, out) == (0, "training 3\n"), said
+    assert run_main_ppo(checkout, f"{LOSS_MODE}=gspo")[1] == "training 2\n"
+    code, _, said = run_main_ppo(checkout, f"{LOSS_MODE}=gspo.token_mean")
+    assert code == 1 and f"set {LOSS_MODE}=megatron_rl.gspo.token_mean" in said
+    assert run_main_ppo(checkout, f"{LOSS_MODE}=somebody.gspo", f"{ACTOR}.clip_ratio_lo=0.1")[1] == "training 3\n"
+    code, _, said = run_main_ppo(checkout, f"{LOSS_MODE}='megatron_rl.gspoo.token_mean'")
+    assert code == 1 and "gspoo" in said
+    code, _, said = run_main_ppo(checkout, f"{LOSS_MODE}=gspo", *KL, f"{ACTOR}.kl_loss_type=unbiased")
+    assert code == 1 and "verl has no unbiased: set one of kl, k1" in said
 
 
 # What verl's main does with its files: the whole config goes to validate_config, before Ray starts.
@@ -143,11 +160,11 @@ def test_settings_of_files_are_judged_before_verl_starts(checkout, policy_loss, 
     actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "loss_agg_mode": "token-mean"}
     actor |= {"loss_scale_factor": None, "policy_loss": policy_loss | {"ppo_kl_coef": 0.1}, **others}
     config = {"actor_rollout_ref": {"actor": actor}, "algorithm": {"rollout_correction": None}, "data": {}}
-    done = python(checkout, "-m", "verl.trainer.main_ppo", json.dumps(config))
+    code, out, error = run_main_ppo(checkout, json.dumps(config))
     if said is None:
-        assert done.stdout == "validated False\ntraining\n", done.stderr
+        assert out == "validated False\ntraining\n", error
     else:
-        assert (done.returncode, done.stdout) == (1, "") and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert (code, out) == (1, "") and said in error and "Traceback" not in error, error
 
 
 def test_doctor_reads_a_line_that_names_the_file_of_verls_main(capsys):
