@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from door_lines import ACTOR, KL, ONE_MINI_BATCH, RATIO, TIS, UNCUT, our_mode
 from explain_cases import LAYOUT, STEP, explain, explain_json, stages
-from forked import forked
+from forked import forked, run_main
 
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import verl
@@ -76,8 +75,7 @@ def run_main_ppo(folder: Path, *words: str) -> tuple[int | None, str, str]:
         os.chdir(folder)
         sys.path.insert(0, str(folder))
         sys.modules.pop("megatron_rl.hosts.verl_plugin", None)
-        sys.argv = ["-m", *words]
-        runpy.run_module("verl.trainer.main_ppo", run_name="__main__", alter_sys=True)
+        run_main(["-m", "verl.trainer.main_ppo", *words])
 
     return forked(start)
 
