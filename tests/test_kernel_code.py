@@ -203,7 +203,7 @@ SMALL = {
 MATMULS = {"scaled exp bf16": 8, "scaled exp bf16, fp32 logits, entropy": 8, "scaled exp fp32": 0}  # warps, and 0: no tensor core
 
 
-@pytest.mark.parametrize("launch", filter(is_compiled, MATMULS))
+@pytest.mark.parametrize("launch", [*filter(is_compiled, MATMULS)])
 def test_the_product_of_the_head_runs_on_tensor_cores_without_spills(gate, launch):
     """Operands come, and results go, by bulk copies alone: two loads an iteration of the loop and a store of each half tile."""
     figures = gate.figures_of(launch, "scaled_exp_kernel")
