@@ -14,7 +14,6 @@ from megatron_rl.errors import ConfigError
 
 # Activations by the names that they have in torch.nn.functional, or in Megatron-Core.
 SILU, QUICK_GELU = "silu", "quick_gelu"
-MTP = "forward step of this package gives a model no labels, and refuses mtp_num_layers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +29,9 @@ class ModelShape:
     expert_groups: int = 1  # of which a token chooses some
     is_mixed: bool = False  # the first layer is dense
     has_shared_expert: bool = False
-    rotary: Mapping[str, float] = field(default_factory=dict)  # keywords of Rotary
+    rotary: Mapping[str, Any] = field(default_factory=dict)  # keywords of Rotary
     yarn: Mapping[str, Any] | None = None  # of its Yarn
-    left_out: tuple[str, ...] = ()  # what the model has and these layers do not, and why
+    has_mtp: bool = False  # a layer of multi-token prediction
     takes_expert_tensor: bool = True  # whether ranks may share an expert
     least_release: str = "0.13"  # of Megatron-Core that has the options
 
@@ -40,6 +39,10 @@ class ModelShape:
         """A multiple of the tensor-parallel size, with a key and value head for each rank."""
         unit = tensor * (self.groups_of or 1)
         return unit * -(-self.heads // unit)
+
+    @property
+    def mtp_options(self) -> dict[str, object]:
+        return dict(MTP) if self.has_mtp else {}
 
     def sized_options(self, *, tensor: int, pipeline: int, expert: int, expert_tensor: int) -> dict[str, object]:
         """The options with the sizes of a layout: two layers a pipeline stage, two experts or more a rank, groups of four."""
@@ -54,7 +57,7 @@ class ModelShape:
             sizes["num_query_groups"] = heads // self.groups_of
         if self.has_shared_expert:
             sizes["moe_shared_expert_intermediate_size"] = 8 * tensor
-        return {**sizes, **self.options}
+        return {**sizes, **self.options, **self.mtp_options}
 
     def problems(self, *, tensor: int, expert_tensor: int, known: Iterable[str], release: str | None) -> list[str]:
         """Why it cannot be built here. known: the fields of the installed TransformerConfig; release: its version."""
@@ -73,6 +76,8 @@ class ModelShape:
         return []
 
 
+# DeepSeek-V3, arXiv:2412.19437, section 4.2: a factor of 0.3 first; and GLM-4.5, arXiv:2508.06471, section 2.3.
+MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
 GATED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": SILU, "moe_router_load_balancing_type": "none"}
 # The choice of the field since DeepSeek-V3: sigmoid scores, a bias that moves the choice alone. The bias of a loaded model stays.
 BIASED_SIGMOID = {
@@ -112,7 +117,7 @@ SHAPES: Mapping[str, ModelShape] = {
             name="glm-4.5",
             source="zai-org/GLM-4.5, config.json",
             contains="grouped queries with biases, norms of queries and keys, half of a head rotates, a dense layer first, sigmoid "
-            "router with expert bias and factor 2.5, a shared expert",
+            "router with expert bias and factor 2.5, a shared expert, a layer of multi-token prediction",
             options={
                 **GATED,
                 **BIASED_SIGMOID,
@@ -128,13 +133,13 @@ SHAPES: Mapping[str, ModelShape] = {
             is_mixed=True,
             has_shared_expert=True,
             rotary={"base": 1e6, "percent": 0.5},
-            left_out=(f"its layer of multi-token prediction, because the {MTP}",),
+            has_mtp=True,
         ),
         ModelShape(
             name="deepseek-v3",
             source="deepseek-ai/DeepSeek-V3, config.json",
             contains="multi-latent attention with low-rank queries and YaRN, a dense layer first, sigmoid router with expert bias, "
-            "groups of experts and factor 2.5, a shared expert",
+            "groups of experts and factor 2.5, a shared expert, a layer of multi-token prediction",
             options={
                 **GATED,
                 **BIASED_SIGMOID,
@@ -151,7 +156,7 @@ SHAPES: Mapping[str, ModelShape] = {
             is_mixed=True,
             has_shared_expert=True,
             least_release="0.14",  # 0.13 names the first length of YaRN otherwise
-            left_out=(f"its layer of multi-token prediction, because the {MTP}",),
+            has_mtp=True,
         ),
         ModelShape(
             name="kimi-k2",
@@ -224,6 +229,7 @@ _KINDS = (
     ("_up_proj.layer_norm", "norm of queries and keys"),
     ("kv_layernorm", "norm of queries and keys"),
     ("norm", "norm"),
+    (".eh_proj.", "projection"),
     (".self_attention.", "attention"),
     (".mlp.", "dense MLP"),
     ("embedding", "embedding"),
@@ -232,7 +238,8 @@ _KINDS = (
 
 
 def parameter_kind(name: str) -> str:
-    """The kind of a parameter by its global name, as "attention" or "attention bias": biases are kinds of their own."""
+    """The kind of a parameter by its global name: "attention", "attention bias", "MTP attention" of multi-token prediction."""
     kind = next((kind for part, kind in _KINDS if part in name), "other")
     is_bias = name.endswith(".bias") and "norm" not in kind and not kind.endswith("bias")
-    return f"{kind} bias" if is_bias else kind
+    layer = "MTP " if name.startswith("mtp.") else ""
+    return f"{layer}{kind}{' bias' if is_bias else ''}"

@@ -8,16 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import cycle, islice
+from types import SimpleNamespace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, process_group
 from megatron_rl.megatron.context_groups import own_group_problems_of, packed_params_name_groups
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.installed import expert_replicas_drift
+from megatron_rl.megatron.multi_token import multi_token_problems
 from megatron_rl.megatron.probe import megatron_version, probe_schedule, reduces_experts_apart
 from megatron_rl.megatron.ranks import initialize_ranks
 from megatron_rl.testing.comparison import compare, compare_part
@@ -67,7 +70,7 @@ class WholeSteps(Bench):
         self.everyone = dist.new_group(backend="gloo") if world_size > 1 else None
         self.router_losses, left_out = exact_router_losses(self.layout) if has_experts and shape is None else ((), ())
         if shape is not None:
-            left_out = (*(f"{shape.name}: {what}" for what in shape.left_out), OF_ROUTERS)
+            left_out = (*(f"multi-token prediction: {problem}" for problem in mtp_problems(shape)), OF_ROUTERS)
         without_groups = [] if packed_params_name_groups() else ["this Megatron-Core's PackedSeqParams has no cp_group"]
         without_groups += own_group_problems_of(self.tiny.expert_options)
         has_groups = self.layout.data * self.layout.context > 1
@@ -88,7 +91,7 @@ class WholeSteps(Bench):
         )
         if problems:
             raise ConfigError(problems)
-        tiny = tiny_like(shape, layout)
+        tiny = tiny_like(replace(shape, has_mtp=False) if mtp_problems(shape) else shape, layout)
         self.model = f"{tiny.num_layers} layers like {shape.name} ({shape.source}): {shape.contains}"
         return tiny
 
@@ -132,6 +135,11 @@ class WholeSteps(Bench):
     def _built(self, is_per_token: bool, has_own_groups: bool) -> tuple[Layout, int]:
         layout = with_own_groups(self.layout) if has_own_groups else self.layout
         return replace(layout, calculate_per_token_loss=is_per_token), row_length(self.samples, layout)
+
+
+def mtp_problems(shape: ModelShape) -> list[str]:
+    """Why its layer of multi-token prediction is left out here."""
+    return [*multi_token_problems(PolicyLossConfig(), SimpleNamespace(**shape.mtp_options))] if shape.has_mtp else []
 
 
 def _is_of_kind(kind: str, name: str) -> bool:
