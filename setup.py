@@ -26,7 +26,7 @@ EXTRAS = {
     # commands/doctor: a launch script is read with the first two, a file of --custom-config-path with the third.
     "doctor": ["tree-sitter>=0.25", "tree-sitter-bash>=0.25", "pyyaml"],
     # train/ with --hf-checkpoint: configuration and tokenizer of the folder, and its files.
-    "hf": ["transformers>=4.51,<5", "safetensors"],
+    "hf": ["transformers>=4.51,<6", "safetensors"],
     # pytest_megatron_rl.py, for the tests of a loss of your own.
     "testing": ["pytest>=8"],
     # benchmarks/

@@ -30,7 +30,7 @@ def num_right(folder: Path, prompts: Path) -> int:
     records = [json.loads(line) for line in prompts.read_text().splitlines()]
     found = 0
     for record in records:
-        tokens = tokenizer.apply_chat_template(record["prompt"], add_generation_prompt=True, return_tensors="pt")
+        tokens = tokenizer.apply_chat_template(record["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=False)
         answer = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=3, pad_token_id=0)
         found += tokenizer.decode(answer[0, tokens.shape[1] :], skip_special_tokens=True) == record["answer"]
     print(f"{folder.name}: {found} of {len(records)} answers are right", flush=True)

@@ -30,13 +30,15 @@ class HFTokenizer:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise ConfigError(
-                f"--hf-checkpoint needs transformers for the tokenizer ({error}): pip install 'transformers>=4.51,<5'"
+                f"--hf-checkpoint needs transformers for the tokenizer ({error}): pip install 'transformers>=4.51,<6'"
             ) from None
         folder = Path(folder)
         try:
             check_regular(folder, READ_BY_TRANSFORMERS)
             # Without the word it asks on standard input whether the folder's own code may run.
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}:  # as transformers 5 makes one of no file
+                raise ValueError("it has no token beside special ones")
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # of any type: transformers raises what its readers raise, and those in Rust panic
@@ -66,7 +68,9 @@ class HFTokenizer:
                 f"--hf-checkpoint {self.folder}: a prompt holds chat messages, and the tokenizer has no chat template; write the "
                 "prompt as text, or add chat_template to tokenizer_config.json"
             )
-        return [int(token) for token in self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)]
+        # transformers 5 gives a dict unless it is told not to.
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return [int(token) for token in self.tokenizer.apply_chat_template(prompt, **options)]
 
     def decode(self, tokens: list[int]) -> str:
         """Without special tokens."""
