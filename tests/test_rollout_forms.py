@@ -214,6 +214,20 @@ def test_a_file_that_lacks_something_is_refused_before_the_run_with_what_to_writ
     assert name.replace("\\", "") in said and "write its samples as lines of --save-rollouts, whose form is in train/" in said
 
 
+class Experience:
+    """As OpenRLHF has it, which writes none: whoever saves his own gets objects of its class."""
+
+    def __init__(self):
+        self.sequences, self.info = torch.ones(2, 3), {}
+
+
+@pytest.mark.parametrize(("sample", "name"), [(Experience(), "test_rollout_forms.Experience"), ([1, 2], "list")])
+def test_objects_in_a_dump_are_named(tmp_path, sample, name):
+    torch.save([sample], tmp_path / "0.pt")
+    with pytest.raises(DataError, match=f"0.pt, sample 0: {name} in the place of a dict of .*; write its samples as lines of"):
+        list(load_rollouts(tmp_path / "0.pt"))
+
+
 @pytest.mark.parametrize(
     "host", [pytest.param(host, marks=pytest.mark.host(row[0])) for host, row in LACKING.items() if row[0] is not None]
 )

@@ -103,14 +103,16 @@ def host_records(path: str | Path, normalization: str = AdvantageNormalization.S
 
 
 def _samples_of_dump(file: Path) -> list[dict[str, Any]]:
-    records, _ = load_samples(str(file), "--rollouts")
+    records, not_read = load_samples(str(file), "--rollouts")
+    other = next((number for number, record in enumerate(records) if not isinstance(record, dict)), None)
+    if other is not None:
+        kind = " or ".join(not_read) or type(records[other]).__name__
+        raise DataError(f"{file}, sample {other}: {kind} in the place of a dict of a sample's fields; {INSTEAD}")
     return [_sample_of_dump(record, f"{file}, sample {number}", number) for number, record in enumerate(records)]
 
 
-def _sample_of_dump(record: Any, place: str, number: int) -> dict[str, Any]:
+def _sample_of_dump(record: dict, place: str, number: int) -> dict[str, Any]:
     """Numbered by its place in the file: a host's index may count through a whole run. Old log-probabilities are not there."""
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: {type(record).__name__} in the place of a dict of a sample's fields")
     group, reward = plain_number(record.get("group_index")), plain_number(record.get("reward"))
     if group is None:
         raise DataError(f"{place}: group_index: missing, and it says which samples answer one prompt: the host's rollouts set it")
