@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import DataError
+from megatron_rl.files.bounds import open_regular
 from megatron_rl.files.host_dumps import load_samples, plain_number
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.train.rollouts import group_advantages
@@ -45,12 +46,13 @@ def form_of(path: str | Path) -> Form | None:
     files = files_of(path) if by_suffix is None else []
     if not files:
         return by_suffix
-    _, line = next(numbered_lines(files[0]), (1, b""))
-    if OWN_FIELD in line[:LOOKED_AT]:
-        return None
     try:
+        with open_regular(files[0]) as file:
+            if OWN_FIELD in file.read(LOOKED_AT):
+                return None
+        _, line = next(numbered_lines(files[0]), (1, b""))
         record = parse_json_line(line, str(files[0]))
-    except DataError:  # whoever reads the file says it with the number of the line
+    except (OSError, DataError):  # whoever reads the file says it, with the number of the line
         return None
     names = record.keys() if isinstance(record, dict) else set()
     return next((form for form in FORMS if form.fields and form.fields <= names), None)
