@@ -89,6 +89,12 @@ def printed_by(code: CodeType, namespace: dict[str, object]) -> str:
     return shown.getvalue()
 
 
+def of_own_loss(command: str) -> str:
+    """Without the rows of doctor between the table and the verdict."""
+    table, _, rows = printed(command).partition("\n\n")
+    return f"{table}\n...\n{rows.splitlines()[-1]}\n"
+
+
 def of_explain_from(mark: str, command: str) -> str:
     """From the line with the mark on, without the table of samples before it and what is left out after it."""
     lines = of_explain(command).splitlines()

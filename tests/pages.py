@@ -258,6 +258,7 @@ LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
 CHAIN = {"megatron-rl explain": Producer(outputs.of_the_chain)}
 EXPLAIN_A_STEP = {"megatron-rl explain --response-lengths": Producer(outputs.of_explain)}
 EXPLAIN = EXPLAIN_A_STEP | {
+    "megatron-rl explain --num-microbatches": Producer(outputs.of_own_loss),
     "megatron-rl explain --host": Producer(outputs.of_the_chain),
     "megatron-rl explain --rollouts": Producer(outputs.of_the_correction),
 }

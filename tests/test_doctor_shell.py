@@ -356,6 +356,30 @@ def test_a_script_that_another_one_starts_is_read(checkout, tmp_path):
     assert dict(read_line(["bash", str(outer)], "slime").flags)["--lr"] == ("1",)
 
 
+def test_an_unquoted_variable_with_something_unread_is_split(checkout):
+    script = checkout[1]('ARGS="\\n  --lr ${LR:?set} \\\n --seed 7"\npython3 train.py $ARGS')
+    line = read_line(["bash", script], "slime")
+    assert dict(line.flags)["--seed"] == ("7",)
+
+
+def test_a_script_of_python_is_read_by_its_strings(checkout, tmp_path):
+    """As if each branch had run; what names another string is read there, and what is put in is not known."""
+    script = tmp_path / "scripts" / "run_mine.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(
+        "import miles.utils as U\nargs = f'--lr {rate} --use-kl-loss --kl-loss-coef 0.1 '\nif x:\n    args += '--seed 7 '\n"
+        "U.run('hf download --local-dir x')\nall_args = f'{args} {U.wandb_args(3)}'\nU.execute_train(train_args=all_args)\n"
+    )
+    line = read_line(["python", str(script)], None)
+    assert line.host == "miles" and line.is_composed and line.unread == ("${wandb_args}",)
+    given = {"--lr": ("${rate}",), "--use-kl-loss": (), "--kl-loss-coef": ("0.1",), "--seed": ("7",)}
+    assert dict(line.flags) == given
+    assert judge_launch(["python", str(script)], None).unjudged.endswith("do not depend on the layout; see the notes")
+    script.write_text(script.read_text().replace("--seed 7", "--loss-aggregation token_mean"))
+    with pytest.raises(ConfigError, match="puts its launch line together while it runs: give the line that it prints"):
+        read_line(["python", str(script)], None)
+
+
 def test_an_evaluation_behind_the_training_is_no_second_training(checkout):
     script = checkout[1]("uv run examples/run_grpo.py a=1\nuv run examples/run_eval.py b=2")
     (line, _) = training_line([*ScriptReader(Path(script)).lines()], "run.sh")

@@ -189,13 +189,21 @@ def test_trl(kind):
     agrees(weight, reduced)
 
 
-@pytest.mark.host("SLIME_ROOT")
+REDUCERS = {
+    "slime": "slime/backends/megatron_utils/cp_utils.py",
+    "miles": "miles/backends/training_utils/cp_utils.py",
+}
+
+
 @pytest.mark.parametrize("is_per_token", [True, False])
-def test_slime(is_per_token):
+@pytest.mark.parametrize("host", [pytest.param(host, marks=pytest.mark.host(f"{host.upper()}_ROOT")) for host in REDUCERS])
+def test_miles_and_slime(host, is_per_token):
     """The host multiplies by M dp / N what Megatron divides by M dp; per token Megatron divides by the tokens that it counted."""
-    tree = source_of("SLIME_ROOT", "slime/backends/megatron_utils/cp_utils.py")
+    tree = source_of(f"{host.upper()}_ROOT", REDUCERS[host])
     groups = types.SimpleNamespace(get_context_parallel_world_size=lambda: 1)
-    reducer_of = functions_of(tree, "get_sum_of_sample_mean", mpu=groups).get_sum_of_sample_mean
+    parallel = types.SimpleNamespace(cp=types.SimpleNamespace(size=1))
+    others = {"mpu": groups, "get_parallel_state": lambda: parallel}
+    reducer_of = functions_of(tree, "get_sum_of_sample_mean", **others).get_sum_of_sample_mean
 
     def reduced(losses, mask, samples):
         lengths = [losses.shape[1]] * len(samples)
@@ -203,7 +211,7 @@ def test_slime(is_per_token):
         return DP * found / (TOKENS.clamp(min=1).sum() if is_per_token else len(TOKENS))
 
     given = Namespace(calculate_per_token_loss=is_per_token, use_kl_loss=True, kl_loss_coef=0.1)
-    found = host_named("slime").stock(HostOptions(given, host_named("slime")))
+    found = host_named(host).stock(HostOptions(given, host_named(host)))
     assert found.policy == found.kl and found.entropy is None
     agrees(found.policy, reduced)
 
@@ -414,14 +422,21 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
             "verl",
             "python -m verl.trainer.main_ppo distillation.enabled=True actor_rollout_ref.model.mtp.enable=True "
             "actor_rollout_ref.model.mtp.enable_train=True",
-            ("1/T too, as the policy term", "adds the loss of multi-token prediction, which is not judged", "see the notes\n"),
+            (
+                "1/T too, as the policy term",
+                "adds the loss of multi-token prediction, which the verdict does not count",
+                "see the notes\n",
+            ),
             "PROBLEM",
             id="verl: distillation beside it",
         ),
         pytest.param(
             "miles",
             "python3 train.py --mtp-num-layers 1 --enable-mtp-training",
-            ("--enable-mtp-training adds the loss of multi-token prediction, which is not judged", "layout; see the notes\n"),
+            (
+                "--enable-mtp-training adds the loss of multi-token prediction, which the verdict does not count",
+                "layout; see the notes\n",
+            ),
             "no problems",
             id="miles: multi-token prediction",
         ),
@@ -522,6 +537,35 @@ def test_a_pipeline_of_roll_without_a_policy_is_not_judged(pipeline, said, tmp_p
     monkeypatch.chdir(tmp_path)
     _, out = doctor(capsys, "--", "python", f"start_{pipeline}_pipeline.py", "--config_name", "mine")
     assert f"launch line: roll, start_{pipeline}_pipeline.py" in out and said in out.splitlines()[-1], out
+
+
+ALIKE = "the weights of its tokens do not depend on the layout"
+# A published launch of each trainer, of each kind that doctor reads in its own way.
+PUBLISHED = [
+    ("MILES", "python scripts/run_qwen3_4b.py", f"miles's own loss: {ALIKE}; see the notes"),
+    ("MILES", "bash examples/lora/run-qwen3-4B-megatron-lora.sh", f"miles's own loss: {ALIKE}; not read"),
+    ("SLIME", "bash scripts/run-qwen3-30B-A3B.sh", f"slime's own loss: {ALIKE}"),
+    ("SLIME", "bash scripts/run-qwen3-4B-base-sft.sh", "--loss-type sft_loss trains on given answers"),
+    ("VERL", "bash examples/gmpo_trainer/run_qwen3_8b_fsdp.sh", "NOT exact: the weight of a token in its policy term"),
+    ("VERL", "bash verl/experimental/fully_async_policy/shell/geo3k_qwen3vl_30b_a3b_fsdp2_32_32.sh", f"verl's own loss: {ALIKE}"),
+    ("NEMO_RL", "uv run examples/run_ppo.py", f"NeMo-RL's own loss: {ALIKE}"),
+    ("NEMO_RL", "bash tests/test_suites/llm/sft-gpt-oss-20b-1n8g-fsdp8ep8-automodel.sh", "run_sft.py trains on given answers"),
+    ("SKYRL", "bash examples/train/algorithms/dapo/run_dapo_aime_qwen3_4b_aime.sh", "NOT exact: the weight of a token"),
+    ("SKYRL", "bash examples/train/delta_weight_sync/run_gsm8k_qwen1p5b_nfs.sh", f"SkyRL's own loss: {ALIKE}"),  # calls another one
+    ("ROLL", "bash examples/qwen3-8B-rlvr_megatron/run_rlvr_pipeline.sh", f"ROLL's own loss: {ALIKE}"),
+    ("TRL", "python examples/scripts/grpo_2048.py", f"TRL's own loss: {ALIKE}; see the notes"),
+    ("PRIME_RL", "uv run rl @ examples/basic/wordle/rl.toml", f"prime-rl's own loss: {ALIKE}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("host", "line", "said"),
+    [pytest.param(*row, id=row[1].rpartition("/")[2], marks=pytest.mark.host(f"{row[0]}_ROOT")) for row in PUBLISHED],
+)
+def test_doctor_judges_a_published_launch(host, line, said, monkeypatch, capsys):
+    monkeypatch.chdir(os.environ[f"{host}_ROOT"])
+    code, out = doctor(capsys, "--", *line.split())
+    assert code == 0 and said in out.splitlines()[-1], out
 
 
 def test_doctor_says_how_far_a_recorded_step_is_off(tmp_path, capsys):

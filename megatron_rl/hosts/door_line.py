@@ -23,6 +23,8 @@ CLOSEST_SECTION = 0.9
 # The same for a module of ours among those of the user's own.
 CLOSEST_MODULE = 0.8
 PACKAGE = "megatron_rl"
+# More names of a section than these are not listed.
+MOST_NAMES = 24
 # The same for a name without our prefix whose loss is one of ours; another one may be somebody else's.
 SIMILAR_MODE = 0.6
 # Words for the two sides of a range: another trainer says high where this one says max. The wrong side is never what was meant.
@@ -228,7 +230,8 @@ def judge_names(door: Door, settings: Settings, *, is_ours: bool, may_have_more:
             if last not in names and (elsewhere := [name for name in known if name.rpartition(".")[2] == last]):
                 yield Row(whole, f"{door.title} has no such setting: did you mean {elsewhere[0]}?", is_wrong=True)
                 continue
-            meant = f"did you mean {prefix}{close}?" if close else f"remove it; it has {', '.join(sorted(set(names)))}"
+            listed = f"; it has {', '.join(sorted(set(names)))}" if len(set(names)) <= MOST_NAMES else ""
+            meant = f"did you mean {prefix}{close}?" if close else f"remove it{listed}"
             is_note = may_have_more and not close and prefix != door.own.prefix
             yield Row(whole, f"{door.title} has no such setting: {meant}", is_wrong=not is_note, is_note=is_note)
 

@@ -46,10 +46,11 @@ from megatron_rl.hosts.door import (
     names,
 )
 from megatron_rl.hosts.door_settings import read
+from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, SUPERVISED, TRAINS_NOTHING
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
 from megatron_rl.hosts.settings_files import resolved, with_values
-from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, is_on
+from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, is_on, unjudged
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation.checks import Row, check
 
@@ -88,6 +89,8 @@ ONLY = {
         "our aggregation is in pg_variant, and KL and entropy are means over samples",
     ),
 }
+# Why the other pipelines are not judged.
+OTHER_PIPELINES = {"rollout": TRAINS_NOTHING, "sft": SUPERVISED, "dpo": PREFERENCES, "distill": DISTILLED}
 OUR_PIPELINE = "our worker is made for ROLL's RLVR pipeline; start examples/start_rlvr_pipeline.py"
 
 
@@ -345,8 +348,8 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     if settings[WORKER_CLASS] == WORKER and not OUR_SCRIPT.fullmatch(script):
         return Line(None, [*rows, Row("script", f"{script} starts another pipeline: {OUR_PIPELINE}", is_wrong=True)])
     if script and not POLICY_SCRIPT.fullmatch(script):
-        text = f"{script} trains no policy on its own rollouts: its loss is not known here"
-        return Line(None, [*rows, Row("script", text, is_note=True)])
+        why = next((why for kind, why in OTHER_PIPELINES.items() if kind in script), "trains a loss that is not known here")
+        return Line(None, [*rows, unjudged(f"{script} {why}")])
     return Line(settings, rows)
 
 

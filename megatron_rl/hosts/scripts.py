@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,3 +57,47 @@ def defines(tree: ast.Module, name: str) -> bool:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
     return not found.isdisjoint({name, "*", "__getattr__"})
+
+
+# What a string puts in: ${name} for {name}.
+_HOLE = re.compile(r"\$\{\w*\}")
+
+
+def composed_words(tree: ast.Module) -> list[str]:
+    """The flags in the strings that a script assigns or returns, in their order, as if each branch had run."""
+    found: list[tuple[int, str | None, str]] = []  # (line, name, text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.Return) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            found.append((node.lineno, names[0] if names else None, _text_of(node.value)))
+    of_flags = {name for _, name, text in found if name is not None and "--" in text}
+    words: list[str] = []
+    for _, _, text in sorted(found, key=lambda one: one[0]):
+        try:
+            parts = shlex.split(text)
+        except ValueError:  # an open quote
+            parts = text.split()
+        # What names another text of flags is read where that is assigned.
+        others = [word for word in parts if not (_HOLE.fullmatch(word) and word[2:-1] in of_flags)]
+        words += others if len(others) < len(parts) or any(word.startswith("--") for word in parts) else []
+    return words
+
+
+def _text_of(value: ast.expr) -> str:
+    """A literal with ${name} in the place of what is put in; "" for what is no text of flags."""
+    parts = value.values if isinstance(value, ast.JoinedStr) else [value]
+    text = "".join(
+        part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else f"${{{_last_name(part)}}}"
+        for part in parts
+        if isinstance(part, ast.Constant | ast.FormattedValue)
+    )
+    return text if re.match(r"\s*(--|\$\{)", text) else ""
+
+
+def _last_name(part: ast.expr) -> str:
+    """The name of what a {...} holds, as get_wandb_args of {tools.get_wandb_args(name)}."""
+    value = part.value if isinstance(part, ast.FormattedValue) else part
+    while isinstance(value, ast.Call):
+        value = value.func
+    return value.attr if isinstance(value, ast.Attribute) else value.id if isinstance(value, ast.Name) else "value"

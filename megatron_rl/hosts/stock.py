@@ -32,7 +32,7 @@ MEAN_OF_SAMPLE_MEANS = Formula(M=-1, dp=-1, N_b=-1, m_i=-1)
 TERMS = ("policy", "KL", "entropy", "distillation")
 # verl's and SkyRL's losses that select tokens.
 SELECTING = ("clip_cov", "kl_cov")
-MTP_IS_NOT_JUDGED = "{} adds the loss of multi-token prediction, which is not judged"
+MTP_IS_NOT_JUDGED = "{} adds the loss of multi-token prediction, which the verdict does not count"
 OF_A_MICRO_BATCH = "{} selects tokens of each micro-batch, where the paper selects them of the step"
 # A count of micro-batches -> the count of the step that a mean over all of it has.
 WHOLE = {"T_b": "T", "N_b": "N"}

@@ -26,7 +26,7 @@ from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollo
 from megatron_rl.hosts.doors import DOORS, door_of
 from megatron_rl.hosts.names import COMMON_NAMES, meant_flag
 from megatron_rl.hosts.programs import TRAINS_NOTHING
-from megatron_rl.hosts.scripts import imported_packages
+from megatron_rl.hosts.scripts import composed_words, imported_packages
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 TRAIN = "train"
@@ -36,6 +36,8 @@ CONFIG_FILE = "--custom-config-path"
 PROVIDERS = ("compose_extra_args_provider", "call_pretrain", "add_megatron_rl_args")
 # How a Python script of miles starts a line that it has put together itself.
 COMPOSING = "execute_train("
+# What doctor then reads in the place of the line: which of them are on it is decided while the script runs.
+STRINGS = "all strings of flags that the script assigns"
 TRAINING_SCRIPT = re.compile(r"(.*/)?[\w-]*train[\w-]*\.py")
 # Words that may become several: an array, all arguments, a variable that is called after what it holds.
 HIDES_FLAGS = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]|\$\{?\w*(ARGS|FLAGS|OPTS|OPTIONS)\w*\}?", re.IGNORECASE)
@@ -102,6 +104,11 @@ class LaunchLine:
         return [word for flag, values in self.flags if flag not in self.unknown for word in (flag, *values)]
 
     @property
+    def is_composed(self) -> bool:
+        """Read from the strings of a Python script."""
+        return self.read_from is not None and STRINGS in self.read_from.branches
+
+    @property
     def has_script(self) -> bool:
         return self.script is not None and is_regular(self.script)
 
@@ -124,14 +131,14 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     if script is None and command != TRAIN:
         raise ConfigError(f"megatron-rl {command} trains nothing: give the line that starts the training after --")
     text = read_text(script, "the script") if script is not None and is_regular(script) else ""
+    launcher = script
     if COMPOSING in text:
-        raise ConfigError(
-            f"{script} puts its launch line together while it runs: give the line that it prints (EXEC: ...), from python3 on"
-        )
+        after, read_from = _composed(script, text)
+        script = _script("train.py", script)
     given = after[: after.index("--")] if "--" in after else after
     flags = tuple(_flags(given))
     clues = [*words, *([str(named)] if named else [])]
-    found = TRAIN if script is None else host or _host_of(script, clues, {field_of(flag) for flag, _ in flags})
+    found = TRAIN if script is None else host or _host_of(launcher or script, clues, {field_of(flag) for flag, _ in flags})
     # A script of Megatron-LM has its own parser; one that is not here is taken to have our flags.
     is_unseen = script is not None and found not in (TRAIN, *ROLLOUT_HOST_NAMES) and not is_regular(script)
     files = [values[0] for flag, values in flags if flag == CONFIG_FILE and values]
@@ -150,6 +157,18 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
         stray=stray,
         python_path=tuple(_python_path([*before, f"PYTHONPATH={read_from.python_path}"] if read_from else before)),
     )
+
+
+def _composed(script: Path | None, text: str) -> tuple[list[str], ScriptLine]:
+    """The words that a Python script puts together, from its strings. Raises ConfigError where only the real line can be judged."""
+    words = composed_words(ast.parse(text))
+    is_ours = any("megatron_rl" in word or word in routes_of_flags() for word in words)
+    if is_ours or not words:
+        raise ConfigError(
+            f"{script} puts its launch line together while it runs: give the line that it prints (EXEC: ...), from python3 on"
+        )
+    number = next(at for at, line in enumerate(text.splitlines(), 1) if COMPOSING in line)
+    return words, ScriptLine(tuple(words), number, (STRINGS,))
 
 
 def read_text(path: Path, what: str) -> str:

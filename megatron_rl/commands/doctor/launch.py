@@ -141,7 +141,7 @@ def _judge_settings(words: Sequence[str], named: str | None, of_step: stock.Judg
         reading.append(Finding("script", PROBLEM, f"line {stray.line} has no effect: the line above lacks its \\ at the end"))
     place = f", from {read_from.place}" if read_from else ""
     # The settings file is always read; a loss that was judged has its own row.
-    is_judged = any(row.status == OK and row.subject != "settings" for row in found)
+    is_judged = any(row.status == PROBLEM or (row.status == OK and row.subject != "settings") for row in found)
     is_open = any("not known here" in row.text for row in found)
     why = "the loss is not known here" if is_open else NOTHING_OF_OURS
     unjudged = verdict or (None if is_judged else f"{why}: nothing was judged")
@@ -225,7 +225,7 @@ def _stock(line: LaunchLine, of_step: stock.JudgeStep | None) -> Iterator[Row]:
     options = HostOptions(host_arguments(line), line.of_host)
     of_ours = f"{INIT_LINE} {REDUCER_LINE} --loss-aggregation"
     exact = (lambda aggregation: f"{of_ours} {aggregation}") if line.is_of_rollouts else None
-    yield from stock.judge(options.host.stock(options), str(options.host), exact, of_step)
+    yield from stock.judge(options.host.stock(options), str(options.host), exact, of_step, is_partial=line.is_composed)
 
 
 def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None) -> Iterator[Finding]:
@@ -475,6 +475,8 @@ def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
         return Finding(flag, PROBLEM if kind else OK, f"{path} is {kind}, not a function" if kind else f"{path} loads")
     if missing and (missing != top or missing in {host.package for host in known_hosts()}):
         return Finding(flag, NOTE, f"{path} is not looked at: it imports {missing}, which is not installed here")
+    if missing and line.is_composed:
+        return Finding(flag, NOTE, f"{path} is not looked at: the script may put its folder on Python's path")
     if missing and line.script is not None and not line.has_script:
         return Finding(flag, NOTE, f"{path} is not looked at: {line.script} is not here, and no module {missing} either")
     where = f" from {line.folder}" if missing == top else ""

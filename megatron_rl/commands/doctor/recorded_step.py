@@ -95,7 +95,7 @@ def token_weights(
     present = int((tokens > 0).sum())
     step = {"N": len(tokens), "T": int(tokens.sum()), "N+": present, "T'": int(tokens.clamp(min=1).sum()), "L": 1}
     groups: dict[Hashable, int] = {}
-    for prompt, count in zip(prompts or (), tokens.tolist(), strict=prompts is not None):
+    for prompt, count in () if prompts is None else zip(prompts, tokens.tolist(), strict=True):
         groups[prompt] = groups.get(prompt, 0) + count
     found = torch.zeros(len(tokens), dtype=torch.float64)
     for of_rank in parts:

@@ -47,15 +47,13 @@ def as_text(machine: Sequence[Finding], launch: LaunchReport | None, num_problem
     lines = [f"megatron_rl {__version__} on this machine", *_table(machine)] if machine else []
     if launch is not None:
         lines += [f"launch line: {printable(launch.title)}", *_table(launch.findings)]
-    unread = (
-        f" in what could be read; not read: {printable(', '.join(launch.unread))}" if launch is not None and launch.unread else ""
-    )
+    hidden = "" if launch is None or not launch.unread else f"; not read: {printable(', '.join(launch.unread))}"
     count = f"{num_problems or 'no'} problem{'' if num_problems == 1 else 's'}"
-    if launch is not None and launch.unjudged is not None and not num_problems:
-        here = "no problems on this machine; " if machine else ""
-        lines.append(f"doctor: {here}{launch.unjudged}{unread}")
+    if launch is not None and launch.unjudged is not None:
+        here = f"{count}; " if num_problems else "no problems on this machine; " if machine else ""
+        lines.append(f"doctor: {here}{launch.unjudged}{hidden}")
     else:
-        lines.append(f"doctor: {count}{unread}")
+        lines.append(f"doctor: {count}{' in what could be read' if hidden else ''}{hidden}")
     return "\n".join(lines)
 
 

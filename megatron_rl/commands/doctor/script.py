@@ -255,7 +255,7 @@ class ScriptReader:
                 )
             if is_quoted:
                 return [" ".join(values)] if re.match(r"\s*\$\{?(\w+\[)?\*", text) else values
-            return [part for value in values for part in ([value] if is_unread(value) else value.split())]
+            return [part for value in values for part in _split(value)]
         if node.type in ("raw_string", "ansi_c_string"):
             return [text[text.index("'") + 1 : -1]]
         is_whole = node.type in ("arithmetic_expansion", "process_substitution")
@@ -323,6 +323,13 @@ class ScriptReader:
             case [["basename", what]]:
                 return os.path.basename(what)
         return None
+
+
+def _split(value: str) -> list[str]:
+    """At blanks, as bash does with an unquoted variable; not within what is unread. What a command prints stays whole."""
+    if not is_unread(value):
+        return value.split()
+    return [value] if re.search(r"[`()]", value) else re.findall(r"(?:\$\{[^}]*\}|\S)+", value)
 
 
 def _joined(pieces: Iterable[list[str]]) -> list[str]:
