@@ -50,6 +50,7 @@ KL_COV = {"token_selection": "kl_cov", "token_selection_share": 2e-3}
 WITHOUT_TWIN = {"kl_coefficient": 0.1, "kl_estimator": "own_losses.jeffreys"}
 # Of a Settings.model; the other two are read from elsewhere.
 MODEL = {*MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS} - {"calculate_per_token_loss", "router_aux_loss"}
+BIASED = {"num_experts": 8, "add_bias_linear": True}
 EXPERTS = {**TOKEN_MEAN, **PER_TOKEN, "num_experts": 8}
 SEVERAL = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
 MTP = {**TOKEN_MEAN, **PER_TOKEN, "mtp_num_layers": 1}
@@ -214,6 +215,7 @@ REFUSED: dict[str, list[dict]] = {
         {"num_experts": 8, "moe_input_jitter_eps": "0.01"},
         {"num_experts": 8, "moe_router_force_load_balancing": True},
         {"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+        {**BIASED, "tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": "local"},
     ],
     "models_are_right_on_their_layout": [
         {"hybrid_context_parallel": True},
@@ -339,6 +341,8 @@ ALLOWED: dict[str, list[dict]] = {
         {"num_experts": 8, "moe_expert_capacity_factor": -1, "moe_input_jitter_eps": 0},
         {"num_experts": 8, "moe_expert_rank_capacity_factor": 2.0, "moe_flex_dispatcher_backend": "ncclep"},
         {"num_experts": None, "moe_expert_capacity_factor": 1.5, "tensor_model_parallel_size": 2},
+        {**BIASED, "tensor_model_parallel_size": 2, "sequence_parallel": True, "transformer_impl": "transformer_engine"},
+        {**BIASED, "transformer_impl": "local"},
     ],
     "models_are_right_on_their_layout": [
         {"multi_latent_attention": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},

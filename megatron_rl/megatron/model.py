@@ -272,9 +272,9 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
             f"vocab_size={vocab_size} must be a multiple of tensor_model_parallel_size={tp_size}: round it up, and pass "
             "the size without padding to the loss as vocab_size"
         )
-    settings = vars(config)
-    # transformer_impl='local' would build other layers: see _whole_down_projections.
-    problems = [*expert_problems(settings), *model_problems(settings | {"transformer_impl": None}, has_own_groups=True)]
+    # transformer_impl='local' would build other layers: see _whole_down_projections and _mend_biases_of_experts.
+    settings = vars(config) | {"transformer_impl": None}
+    problems = [*expert_problems(settings), *model_problems(settings, has_own_groups=True)]
     if settings.get("experimental_attention_variant"):
         problems.append(
             f"experimental_attention_variant={settings['experimental_attention_variant']!r}: build_gpt_model has no such layers and "

@@ -20,7 +20,7 @@ EXPERT_SETTINGS = (
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_router_force_load_balancing", "moe_router_force_biased"),
     *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_enable_routing_replay"),
     *("use_routing_replay", "use_rollout_routing_replay", "moe_expert_rank_capacity_factor", "moe_flex_dispatcher_backend"),
-    "moe_shared_expert_overlap",
+    *("moe_shared_expert_overlap", "add_bias_linear"),
 )
 DEFAULT_BIAS_RATE = 1e-3
 # Megatron-Core that does not add the gradients of replicas: read in the source of each release, and measured on 0.16 and 0.19.
@@ -47,6 +47,12 @@ def expert_problems(settings: Mapping[str, object], route: Route | None = None) 
             f"{given('tensor_model_parallel_size', tp)} with experts needs {as_typed('sequence_parallel', None, route)}: Megatron "
             "would give each tensor-parallel rank all tokens, and its experts would count them more than once; add "
             "--sequence-parallel"
+        )
+    if tp > 1 and settings.get("add_bias_linear") and settings.get("transformer_impl") == "local":  # read with the model's
+        yield (
+            f"add_bias_linear=True with experts, tensor_model_parallel_size={tp} and transformer_impl='local': these layers of "
+            "Megatron-Core add the gradients of different experts' biases, without an error; use --transformer-impl "
+            "transformer_engine, or --disable-bias-linear where the model has none"
         )
     capacity, jitter = settings.get("moe_expert_capacity_factor"), settings.get("moe_input_jitter_eps")
     if capacity is not None and not number(capacity) < 0:  # Megatron takes a negative one for none
