@@ -12,7 +12,7 @@ import re
 
 import pytest
 import torch
-from helpers import pool_of
+from helpers import error_of, pool_of
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.safetensors_header import read_safetensors_header
@@ -234,6 +234,31 @@ def test_logits_are_those_of_transformers_and_the_saved_weights_the_same_bits(po
         assert type(again).__name__ == f"{ALL_MODELS[name][0]}ForCausalLM"
         with torch.no_grad():
             torch.testing.assert_close(again.eval()(TOKENS).logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def refusals_of_releases_on_rank(rank, one_key_head, whole_queries):
+    """What is said where the installed Megatron-Core is an earlier or a later one."""
+    from megatron_rl.megatron import model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "shares_key_heads", lambda: False)
+        patch.setattr(model, "norms_queries_twice", lambda: True)
+        folder = read_hf_model(whole_queries)
+        config = transformer_config(**folder.transformer_options(), sequence_parallel=True, expert_tensor_parallel_size=2)
+        return [
+            error_of(lambda: transformer_config(**read_hf_model(one_key_head).transformer_options())),
+            error_of(lambda: build_hf_model(folder, config, max_sequence_length=8)),
+        ]
+
+
+def test_what_another_release_of_megatron_does_not_compute_is_refused(pool, checkpoints):
+    """Before 0.16 it has a ValueError for key heads, without what to do. Since 0.19 it builds another model, or fails in a mock."""
+    folders = [checkpoints[name][0] for name in ("llama, one key head", "deepseek with experts, whole queries")]
+    ((heads, queries), _) = pool.run(
+        refusals_of_releases_on_rank, *folders, world_size=2, **Layout(tensor=2, expert_tensor=2).model_parallel
+    )
+    assert "num_query_groups=1 with tensor_model_parallel_size=2: before Megatron-Core 0.16 a rank holds whole key heads" in heads
+    assert "q_lora_rank=None with qk_layernorm=True: since 0.19 Megatron-Core normalises the hidden states once more" in queries
 
 
 def changed(folder, tmp_path, *, settings=None, tensors=None):

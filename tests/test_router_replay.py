@@ -36,6 +36,7 @@ pytestmark = pytest.mark.megatron
 SLOW = pytest.mark.slow
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BIASED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 pool = pool_of(4)
 
@@ -216,6 +217,7 @@ LAYOUTS = [
     pytest.param(Layout(data=2, expert=2, num_microbatches=2), {}, id="DP2xEP2"),
     pytest.param(Layout(**SP, expert=2, expert_tensor=1, num_microbatches=2), {}, id="TP2+SP, EP2: a slice of the rows"),
     pytest.param(Layout(pipeline=2, num_microbatches=4), RECOMPUTED, id="PP2, recomputed: two micro-batches wait for backward"),
+    pytest.param(Layout(data=2, expert=2, num_microbatches=2), BIASED, id="DP2xEP2, sigmoids with a bias that stays"),
     pytest.param(Layout(data=2, expert=2, packed=True, num_microbatches=2), {}, marks=SLOW, id="DP2xEP2, packed"),
     pytest.param(Layout(context=2, data=2, expert=2, num_microbatches=2), {}, marks=SLOW, id="CP2xDP2xEP2: zigzag"),
     pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), RECOMPUTED, marks=SLOW, id="FB-126 PP2xVPP2"),
@@ -243,7 +245,7 @@ def recomputes_in_another_order(model: LayoutModel) -> None:
 def test_a_replayed_step_has_the_gradient_of_one_rank(pool, layout, options):
     """Catches routes that are not laid out as tokens, and micro-batches that replay each other's. LayoutModel runs the checker."""
     model, config = model_of(layout, **options), config_of("grpo", "token_mean")
-    plain = model_of(layout)
+    plain = model_of(layout, **{name: value for name, value in options.items() if name not in RECOMPUTED})
     num_layers = len(plain.expert_options["moe_layer_freq"]) - plain.expert_options["moe_layer_freq"].count(0)
     step = with_random_routes(ragged_samples(), num_layers)
     ((alone,), (own,)) = (
@@ -383,7 +385,9 @@ def test_the_checker_refuses_what_one_list_for_the_process_cannot_replay(pool):
 
 def replay_refusals(rank: int) -> dict[str, list[str]]:
     config = model_config_of(cases.tiny_trainer(experts=EXPERTS).model)
-    found = {"": list(replay_problems(config))}
+    found, resting = {"": list(replay_problems(config))}, copy.copy(config)
+    vars(resting).update(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0)
+    found["a bias that stays"] = list(replay_problems(resting))
     changes = {
         "moe_router_fusion": True, "moe_router_enable_expert_bias": True, "mtp_num_layers": 1, "moe_enable_routing_replay": True,
         "cuda_graph_impl": "local", "num_moe_experts": None,
@@ -403,7 +407,7 @@ def replay_refusals(rank: int) -> dict[str, list[str]]:
 def test_replay_refuses_by_name_what_it_cannot_do(pool):
     """FB-127: an expert bias would follow the replayed load. A Megatron-Core without the door is named too."""
     (found,) = pool.run(replay_refusals, world_size=1)
-    assert found.pop("") == []
+    assert found.pop("") == found.pop("a bias that stays") == []
     words = {"cuda_graph_impl": "CUDA graphs", "0.15": "install megatron-core 0.16 or later"}
     for name, problems in found.items():
         assert len(problems) == 1 and words.get(name, name) in problems[0], (name, problems)

@@ -24,6 +24,8 @@ from megatron_rl.train.option_rules import LEARNING_RATES, TrainLaunch, check_ke
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.tasks import make_task
 
+safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install -e '.[hf]'")
+load_file, save_file = safetensors.load_file, safetensors.save_file
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 pytestmark = pytest.mark.megatron
 
@@ -105,6 +107,54 @@ def test_a_model_of_a_folder_trains_alike_on_one_rank_and_on_two_and_is_saved(ch
     for name in one:
         # Adam divides a gradient by its own size: where that is 1e-7, rounding decides the step. Steps here are 4 of 1e-2.
         torch.testing.assert_close(two[name], one[name], atol=1e-3, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def glm_checkpoint(tmp_path_factory):
+    """A router with a bias, a shared expert, and a layer that predicts further tokens, which transformers does not make."""
+    folder = tmp_path_factory.mktemp("glm")
+    config = transformers.Glm4MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        eos_token_id=0,
+    )
+    config.num_nextn_predict_layers = 1
+    model = transformers.Glm4MoeForCausalLM(config)
+    torch.nn.init.normal_(model.model.layers[1].mlp.gate.e_score_correction_bias, std=0.1)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "model.layers.2.eh_proj.weight": torch.randn(32, 64)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.slow
+def test_training_in_16_bits_leaves_biases_of_routers_and_further_layers_as_they_are(glm_checkpoint, tmp_path):
+    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", "3+4=")
+    arguments = (
+        f"--hf-checkpoint {glm_checkpoint} --prompts {file} --reward test_train_hf.reward_of_digits {SMALL} --bf16 "
+        f"--router-replay rollout --expert-model-parallel-size 2 --output-dir {tmp_path / 'run'} --save-hf {tmp_path / 'hf'}"
+    )
+    command = Command(arguments, tmp_path, 2)
+    assert command.wait() == [0, 0], command.output()
+    assert "1 tensors of layers that predict further tokens (num_nextn_predict_layers) are not trained" in command.output()
+    before = load_file(glm_checkpoint / "model.safetensors")
+    after = {name: values for path in (tmp_path / "hf").glob("*.safetensors") for name, values in load_file(path).items()}
+    assert set(after) == set(before)
+    for name in ("model.layers.1.mlp.gate.e_score_correction_bias", "model.layers.2.eh_proj.weight"):
+        assert after[name].dtype == torch.float32 and torch.equal(after[name], before[name])
+    experts = [name for name in before if ".experts." in name]
+    assert all(after[name].dtype == torch.bfloat16 for name in experts)
+    assert any(not torch.equal(after[name], before[name].bfloat16()) for name in experts)
 
 
 def stops_the_run_once(prompt, response, record):

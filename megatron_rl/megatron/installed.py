@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
@@ -40,6 +41,23 @@ def expert_replicas_drift() -> bool:
     size = 16 * max(1, torch.distributed.get_world_size())  # a multiple of whatever shares an expert here
     layer = ColumnParallelLinear(8, size, config=config, init_method=torch.nn.init.zeros_, bias=False, is_expert=True)
     return bool(vars(layer.weight).get("allreduce", True))
+
+
+@cache
+def shares_key_heads() -> bool:
+    """Whether tensor-parallel ranks may be more than key heads, so that a rank holds a part of one: since Megatron-Core 0.16."""
+    from megatron.core.transformer import TransformerConfig
+
+    try:
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_query_groups=1, tensor_model_parallel_size=2)
+    except ValueError:
+        return False
+    return True
+
+
+def norms_queries_twice() -> bool:
+    """Whether multi-latent attention without q_lora_rank gives queries a norm where keys have one: since Megatron-Core 0.19."""
+    return find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
 
 
 def unscaled_indexer(settings: Mapping[str, object]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.megatron.attention import PackedAttention, SequenceParallelNorm
 from megatron_rl.megatron.cpu import support_latent_attention
-from megatron_rl.megatron.installed import expert_replicas_drift
+from megatron_rl.megatron.installed import expert_replicas_drift, norms_queries_twice, shares_key_heads
 from megatron_rl.megatron.rotary import Rotary
 from megatron_rl.validation.experts import drift_problem, expert_problems
 from megatron_rl.validation.model_settings import model_problems
@@ -85,6 +85,12 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
         for name, size in sizes.items()
         if name in overrides and overrides[name] != size
     ]
+    groups, tp_size = overrides.get("num_query_groups"), sizes["tensor_model_parallel_size"]
+    if groups and groups < tp_size and not shares_key_heads():
+        problems.append(
+            f"num_query_groups={groups} with tensor_model_parallel_size={tp_size}: before Megatron-Core 0.16 a rank holds whole "
+            f"key heads; install 0.16 or later, or take {groups} tensor-parallel ranks at most"
+        )
     if problems:
         raise ConfigError(problems)
     half_precision = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -287,6 +293,12 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
         problems.append(
             "moe_use_legacy_grouped_gemm=True holds all experts in one tensor, and this package names each expert's weights; "
             "remove it: Transformer Engine's grouped products are used where moe_grouped_gemm=True"
+        )
+    norms = config.multi_latent_attention and config.qk_layernorm and config.q_lora_rank is None
+    if norms and norms_queries_twice():
+        problems.append(
+            "q_lora_rank=None with qk_layernorm=True: since 0.19 Megatron-Core normalises the hidden states once more before the "
+            "queries, which is another model; install 0.18 or earlier"
         )
     if problems:
         raise ConfigError(problems)

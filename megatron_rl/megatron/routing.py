@@ -239,10 +239,10 @@ def replay_problems(config: TransformerConfig) -> Iterator[str]:
     remedy = "remove it, or choose --router-replay none"
     if getattr(config, "moe_router_fusion", False):
         yield f"router replay with moe_router_fusion: the fused kernel chooses by itself and takes no routes; {remedy}"
-    if config.moe_router_enable_expert_bias:
+    if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
         yield (
             "router replay with moe_router_enable_expert_bias: the bias would follow the load of the replayed "
-            f"experts, which the router did not choose; {remedy}"
+            f"experts, which the router did not choose; set moe_router_bias_update_rate=0, or {remedy}"
         )
     if config.mtp_num_layers:
         yield (
@@ -403,8 +403,8 @@ def _problems_of_megatrons_replay(config: TransformerConfig, num_chunks: int, ro
             f"moe_enable_routing_replay with mtp_num_layers={config.mtp_num_layers}: the layers of multi-token prediction take "
             "routes from the same list, and samplers have none for them; remove --mtp-num-layers"
         )
-    if config.moe_router_enable_expert_bias:
+    if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
         yield (
             "moe_enable_routing_replay with moe_router_enable_expert_bias: the bias would follow the replayed load, not the "
-            "router's own; remove one of them"
+            "router's own; set moe_router_bias_update_rate=0, or remove one of them"
         )

@@ -232,7 +232,7 @@ def tiny_like(shape: ModelShape, layout: Layout) -> TinyGPT:
         vocab_size=layout.tensor * -(-64 // layout.tensor),
         use_transformer_engine=False,
         experts=tuple(shape.sized_options(**sizes, expert_tensor=expert_tensor).items()),
-        rotary=Rotary(**shape.rotary, yarn=None if shape.yarn is None else Yarn(**shape.yarn)),
+        rotary=Rotary(**dict[str, Any](shape.rotary), yarn=None if shape.yarn is None else Yarn(**shape.yarn)),
     )
 
 

@@ -159,7 +159,7 @@ def architecture_of(fields: Fields) -> str:
     if not known:
         raise ConfigError(
             f"{fields.place}: architectures={names} is not known here; known are {', '.join(ARCHITECTURES)}. Train others in "
-            "miles, slime or verl"
+            "miles, slime or verl, which load them through Megatron-Bridge or mbridge"
         )
     return known[0]
 
