@@ -33,8 +33,8 @@ pool = pool_of(1)
 
 
 def attaching_functions_of(root: Path) -> set[str]:
-    """Autograd Functions of the source below that attach a loss, by their names: they have a set_loss_scale, or their backward makes
-    a gradient that no later node gave."""
+    """Autograd Functions of the source below that attach a loss, by their names: they have a set_loss_scale, or their backward
+    makes a gradient that no later node gave."""
     found: set[str] = set()
     for path in root.rglob("*.py"):
         text = path.read_text(encoding="utf-8")

@@ -283,8 +283,8 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
     problems = [*expert_problems(settings), *model_problems(settings, has_own_groups=True)]
     if settings.get("experimental_attention_variant"):
         problems.append(
-            f"experimental_attention_variant={settings['experimental_attention_variant']!r}: build_gpt_model has no such layers and "
-            "would build plain ones; remove it"
+            f"experimental_attention_variant={settings['experimental_attention_variant']!r}: build_gpt_model has no such layers "
+            "and would build plain ones; remove it"
         )
     drift = drift_problem(settings)
     if drift is not None and expert_replicas_drift():
