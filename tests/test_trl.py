@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,6 +151,19 @@ def test_settings_that_are_not_honoured_are_refused_before_a_model_is_made(setti
         trainer(None, args=args, megatron_rl=own)
 
 
+def test_the_bias_correction_that_newer_trls_have_by_default_is_no_choice_of_a_run_without_kl(trainer):
+    @dataclass
+    class Newer(cases.Config):
+        use_bias_correction_kl: bool = True
+
+    def config(**settings) -> PolicyLossConfig:
+        return import_module(PLUG).read_args(Newer(loss_type="megatron_rl.grpo.token_mean", **settings), {}).config
+
+    assert config().kl_coefficient == 0.0
+    assert config(beta=0.1).kl_estimator == "unbiased"
+    assert config(beta=0.1, use_bias_correction_kl=False).kl_estimator == "k3"
+
+
 def test_a_rollout_function_reports_the_samplers_scores(trainer):
     args, own = cases.Config("megatron_rl.dppo_tv.token_mean"), {"divergence_low": 0.1}
     with pytest.raises(ConfigError, match="set use_vllm=True, or give the trainer a rollout_func"):
@@ -198,6 +211,30 @@ def test_doctor_reads_flags_and_a_file():
     assert "did you mean epsilon_high" in said(f"{line} --epsilonhigh 0.2")
     assert "makes TRL's own trainer" in said("trl grpo --loss_type megatron_rl.gspo.prompt_mean")
     assert not trl.DOOR.recognises("accelerate launch train.py --loss_type dapo".split())
+
+
+@pytest.mark.parametrize(
+    ("module", "loss_type", "said_of_it"),
+    [
+        ("trl", "megatron_rl.gspo.prompt_mean", "makes TRL's own GRPOTrainer, which does not know megatron_rl.gspo.prompt_mean"),
+        ("megatron_rl.hosts.trl", "grpo", "makes our GRPOTrainer, which refuses loss_type=grpo: set loss_type=megatron_rl."),
+        ("megatron_rl.hosts.trl", "megatron_rl.gspo.prompt_mean", None),
+        ("trl", "grpo", None),
+    ],
+)
+def test_doctor_compares_the_trainer_of_a_script_with_its_loss(module, loss_type, said_of_it, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"from trl import GRPOConfig\nfrom {module} import GRPOTrainer\nGRPOTrainer(GRPOConfig(loss_type={loss_type!r}))")
+    rows = [row.text for row in door_line.judge(trl.DOOR, ["python", str(script)], lambda path: {}) if row.is_wrong]
+    assert not rows if said_of_it is None else said_of_it in rows[0], rows
+    assert ("ours was not tried" in said(f"python {script}")) == (module == "trl")
+
+
+def test_a_loss_in_settings_that_a_script_makes_is_not_judged(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(GRPOConfig(beta=0.1, **read('a.json')))")
+    assert "GRPOConfig(beta, **read('a.json')) of" in said(f"python {script}")
+    assert "so the loss is not judged" in said(f"python {script}") and "the same on every layout" not in said(f"python {script}")
 
 
 def test_switches_and_numbers_are_read_as_trls_parser_reads_them():

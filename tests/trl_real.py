@@ -93,15 +93,17 @@ class Compared(TrainerCallback):
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
             attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
             width = inputs["completion_ids"].shape[1]
-            logits = dense(input_ids=ids, attention_mask=attention).logits[:, :-1][:, -width:]
+            # TRL may have bound a forward of its own to the model, and so to this copy.
+            logits = type(dense).forward(dense, input_ids=ids, attention_mask=attention).logits[:, :-1][:, -width:]
             all_log_probs = logits.log_softmax(-1)
             new = all_log_probs.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+            old = inputs.get("old_per_token_logps")
+            old = new.detach() if old is None else old
             terms = args.entropy_coef * (all_log_probs.exp() * all_log_probs).sum(-1)  # minus the entropy
             if args.beta:
                 gap = inputs["ref_per_token_logps"] - new
-                terms = terms + args.beta * (gap.exp() - gap - 1)
-            old = inputs.get("old_per_token_logps")
-            old = new.detach() if old is None else old
+                ratio = (new - old).exp() if args.use_bias_correction_kl else 1.0
+                terms = terms + args.beta * ratio * (gap.exp() - gap - 1)
             for row in range(len(ids)):
                 # A step that trains a generation twice has each of its prompt groups twice.
                 key = (int(inputs["megatron_rl_group"][row]), inputs["prompt_ids"][row].tolist())
@@ -114,6 +116,7 @@ class Compared(TrainerCallback):
                         loss_mask=inputs["completion_mask"][row].tolist(),
                         old_log_probs=old[row].tolist(),
                         rollout_log_probs=None,
+                        rollout_id=None,
                         advantage=float(inputs["advantages"][row]),
                     )
                 )
@@ -170,7 +173,7 @@ def main() -> None:
     cases = [(loss, "sample_mean", steps) for loss in ("grpo", "gspo", "cispo") for steps in STEPS[1:3]]
     cases += [("grpo", aggregation, steps) for aggregation in ("prompt_mean", "token_mean", "constant") for steps in STEPS]
     cases += [("gspo", aggregation, HALF) for aggregation in ("sample_mean", "token_mean", "constant")]
-    cases += [(loss, "token_mean", REGULARIZED) for loss in ("grpo", "gspo")]
+    cases += [(loss, "token_mean", REGULARIZED | {"use_bias_correction_kl": has}) for loss, has in (("grpo", False), ("gspo", True))]
     with tempfile.TemporaryDirectory() as folder:
         found = {
             f"{loss}.{aggregation} {steps}": largest_error(loss, aggregation, steps, folder) for loss, aggregation, steps in cases

@@ -28,13 +28,13 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import CLIPS, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
 from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, Programs, called
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
-from megatron_rl.hosts.scripts import syntax_tree
+from megatron_rl.hosts.scripts import syntax_tree, taken_from
 from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, read_value
 from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, OF_A_MICRO_BATCH, SAMPLE_MEAN, Stock, exact_setting, is_on, unjudged
 from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
 from megatron_rl.validation.checks import Row, check
 
-PREFIX, CHOICE = "megatron_rl.", "loss_type"
+PREFIX, CHOICE, BIAS_CORRECTION = "megatron_rl.", "loss_type", "use_bias_correction_kl"
 PLUG, TRAINER = "trl_trainer", "trl.trainer.grpo_trainer:GRPOTrainer"
 REMEDY = f'GRPOConfig({CHOICE}="{PREFIX}<loss>.<aggregation>") with {__name__}.GRPOTrainer chooses one of ours'
 # TRL's own commands, and its trainers by the beginning of their names, whose loss is not judged.
@@ -64,11 +64,13 @@ REMARKS = {
 
 
 def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:
-    """epsilon is of both sides unless epsilon_high is set. The bias correction of KL is `unbiased`."""
+    """epsilon is of both sides unless epsilon_high is set. The bias correction of KL, which newer TRLs have on by default, is
+    `unbiased`; without a coefficient it is a mistake only where it was chosen."""
     low, high = (fields[name] for name in CLIPS)
     found = {CLIPS[1]: high if high.value is not None else low._replace(name="epsilon_high")}
-    if settings["use_bias_correction_kl"] and fields["kl_estimator"].value is None:
-        found["kl_estimator"] = Given("use_bias_correction_kl", "unbiased")
+    is_asked = fields["kl_coefficient"].value != 0.0 or BIAS_CORRECTION in settings.given
+    if settings[BIAS_CORRECTION] and is_asked and fields["kl_estimator"].value is None:
+        found["kl_estimator"] = Given(BIAS_CORRECTION, "unbiased")
     return found
 
 
@@ -181,18 +183,37 @@ def why_not_judged(script: ast.Module) -> str | None:
     )
 
 
-def set_by_script(words: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """(what a script that is here gives GRPOConfig, what is said of the rest)."""
-    script = next((Path(word) for word in words if word.endswith(".py") and Path(word).is_file()), None)
+def script_of(words: Sequence[str]) -> Path | None:
+    return next((Path(word) for word in words if word.endswith(".py") and Path(word).is_file()), None)
+
+
+def set_by_script(script: Path | None) -> tuple[dict[str, Any], list[Row]]:
+    """(what a script that is here gives GRPOConfig, what is said of the script)."""
     if script is None:
-        return {}, "what the script sets itself is not seen here: our trainer judges all of it when it is made"
-    calls = [node for node in ast.walk(syntax_tree(script)) if isinstance(node, ast.Call)]
+        said = "what the script sets itself is not seen here: our trainer judges all of it when it is made"
+        return {}, [Row("script", said, is_note=True)]
+    tree = syntax_tree(script)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [node for node in calls if ast.unparse(node.func).rpartition(".")[2] == "GRPOConfig"]
     given = {one.arg: constant_of(one.value) for node in calls for one in node.keywords if one.arg is not None}
-    read = (
-        f"GRPOConfig({', '.join(given)}) of {script} was read" if given else f"{script} gives GRPOConfig nothing that can be seen"
-    )
-    return given, f"{read}; what else the script changes is not seen here"
+    unread = [f"**{ast.unparse(one.value)}" for node in calls for one in node.keywords if one.arg is None]
+    names = ", ".join([*given, *unread])
+    read = f"GRPOConfig({names}) of {script} was read" if names else f"{script} gives GRPOConfig nothing that can be seen"
+    if unread:
+        read, given = f"{read}, but for {', '.join(unread)}", {CHOICE: UNKNOWN} | given
+    rows = [Row("script", f"{read}; what else the script changes is not seen here", is_note=True)]
+    return given, [*rows, *trainer_beside(str(given.get(CHOICE, "")), tree, script)]
+
+
+def trainer_beside(choice: str, tree: ast.Module, script: Path) -> Iterator[Row]:
+    """A loss of ours in TRL's trainer, or a loss of TRL's in ours: the trainer refuses it when it is made or at its first step."""
+    is_ours = "GRPOTrainer" in taken_from(tree, __name__)
+    if choice.startswith(PREFIX) and not is_ours and "GRPOTrainer" in taken_from(tree, "trl"):
+        text = f"{script} makes TRL's own GRPOTrainer, which does not know {choice}: from {__name__} import GRPOTrainer"
+        yield Row(CHOICE, text, is_wrong=True)
+    if choice in STOCK_TYPES and is_ours:
+        text = f"{script} makes our GRPOTrainer, which refuses {CHOICE}={choice}: set {CHOICE}={PREFIX}<loss>.<aggregation>"
+        yield Row(CHOICE, text, is_wrong=True)
 
 
 def constant_of(value: ast.expr) -> Any:
@@ -207,13 +228,13 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     command = command_of(words)
     if command not in (None, "grpo"):
         return Line(None, [unjudged(f"trl {command} {COMMANDS[command]}")])
-    given, (tree, said) = dict[str, Any](), set_by_script(words)
+    given, (tree, said) = dict[str, Any](), set_by_script(script_of(words))
     for at, word in enumerate(words):
         name, is_joined, value = word.removeprefix("--").partition("=")
         behind = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else "true"
         if word.startswith("--"):
             given |= read_flag(name.replace("-", "_"), value if is_joined else behind)
-    rows = [] if command else [Row("script", said, is_note=True)]
+    rows = [] if command else said
     if command and any(PREFIX in word for word in words):
         rows.append(Row("trl", f"the command makes TRL's own trainer: write a script with {__name__}.GRPOTrainer", is_wrong=True))
     if isinstance(given.get("config"), str):
@@ -278,7 +299,7 @@ DOOR = Door(
         Setting("beta", Kind.NUMBER, "kl_coefficient", 0.0),
         Setting("entropy_coef", Kind.NUMBER, "entropy_coefficient", 0.0),
         *(Setting(name, default=only) for name, (only, _) in ONLY.items()),
-        Setting("use_bias_correction_kl", Kind.SWITCH, default=False),
+        Setting(BIAS_CORRECTION, Kind.SWITCH, default=False),
         Setting("use_vllm", Kind.SWITCH, default=False),
         Setting("vllm_importance_sampling_correction", Kind.SWITCH, default=True),
         Setting("vllm_importance_sampling_mode", default="sequence_mask"),
