@@ -263,10 +263,13 @@ def _check_formula(
             values[letter] = number.double() if isinstance(number, Tensor) else float(number)
     declared = torch.as_tensor(formula.evaluate(values), dtype=torch.float64).expand(weights.shape)
     has_tokens = token_counts > 0
-    if not torch.allclose(weights.double()[has_tokens], declared[has_tokens], rtol=FORMULA_TOLERANCE, atol=0.0):
+    is_apart = has_tokens & ~torch.isclose(weights.double(), declared, rtol=FORMULA_TOLERANCE, atol=0.0)
+    if bool(is_apart.any()):
+        first = int(is_apart.nonzero()[0])
         raise DataError(
-            f"loss aggregation {record.name} returned {weights.tolist()} and its formula {formula} gives "
-            f"{torch.where(has_tokens, declared, 0.0).tolist()}: correct one of them"
+            f"loss aggregation {record.name} returned {float(weights[first]):.6g} for sample {first}, of "
+            f"{int(token_counts[first])} unmasked tokens, and its formula {formula} gives {float(declared[first]):.6g}; "
+            f"{int(is_apart.sum())} of {len(weights)} samples differ: correct one of them"
         )
 
 

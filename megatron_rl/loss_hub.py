@@ -25,6 +25,7 @@ Anchor = Literal["old", "rollout"]
 Weigh = TypeVar("Weigh", bound=Callable[..., Any])
 Function = TypeVar("Function", bound=Callable[..., Any])
 _AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
+_DECLARE = "declare a further number in parameters=(Parameter(...),), a further vector in needs=(...,)"
 # Letter of a formula -> the keyword that a function with this letter must have. Another function may have it.
 _OF_ROLLOUTS = {letter: COUNTS[letter] for letter in ("M_j", "k_j")}
 # The names that `needs` of a loss may hold, beside what each loss is given: vectors that the caller passes, and those that the
@@ -181,6 +182,7 @@ def register_loss_aggregation(
 
     Raises ConfigError when another function has the name, or when a field or the signature is wrong.
     """
+    AGGREGATIONS.check_called(name)
     try:
         fields = declared_fields(formula, source, needs, takes_divisor)
     except ConfigError as error:
@@ -237,6 +239,7 @@ def register_policy_loss(
         An importance correction is refused with "rollout": such a ratio holds the correction already.
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
+    POLICY_LOSSES.check_called(name)
     if level not in ("token", "sequence", "batch"):
         raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token", "sequence" or "batch"')
     if anchor not in ("old", "rollout"):
@@ -264,7 +267,7 @@ def register_policy_loss(
         keywords = (*clips, *needs, *(parameter.name for parameter in parameters))
         if len({*positional, *keywords}) < len(positional) + len(keywords):
             raise ConfigError(f"policy loss {name!r} declares a name twice among {', '.join((*positional, *keywords))}")
-        check_signature("policy loss", name, function, positional, keywords)
+        check_signature("policy loss", name, function, positional, keywords, _DECLARE)
         first = next(iter(inspect.signature(function).parameters))
         if first in ("ratio", "ratios", "rho"):
             raise ConfigError(

@@ -192,6 +192,12 @@ RIGHT = {
 }
 
 
+def test_what_cannot_be_a_result_is_told_at_start():
+    scalar = found_in(lambda x, a: surrogate(x, a).mean())
+    assert "one number for each; the package weighs them and adds them up" in scalar[0] and len(scalar) == 1
+    assert "returned tuple as its value" in found_in(lambda x, a: (surrogate(x, a), {"clipped": 0.0}), name="pair")[0]
+
+
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_loss_that_is_right_or_cannot_be_judged_is_let_through(name, level):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.aggregation import sample_token_weights
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.loss_hub import (
     LossValue,
     Parameter,
@@ -137,6 +138,20 @@ REFUSED = [  # (message, call)
     ("is int, not a function", lambda: get_policy_loss("my_losses.number")),
     ("must accept", lambda: get_loss_aggregation("my_losses.undeclared")),
     ("is not declared: decorate undeclared with @megatron_rl.register", lambda: get_policy_loss("my_losses.undeclared")),
+    (
+        'register_policy_loss of values has no name: write @megatron_rl.register_policy_loss\\("values"',
+        lambda: register_policy_loss(values),
+    ),
+    ("register_loss_aggregation of root_mean has no name", lambda: register_loss_aggregation(root_mean)),
+    (
+        "has log_probs at the place of log_ratio: write .log_ratio, advantages, log_probs.",
+        add_loss("x", function=lambda log_probs, old_log_probs, advantages: None),
+    ),
+    ("has advantages at the place of log_ratio", add_loss("x", function=lambda advantages, log_ratio: None)),
+    (
+        r"'cap'; declare a further number in parameters=\(Parameter\(...\),\), a further vector in needs=",
+        add_loss("x", function=lambda log_ratio, advantages, cap: None),
+    ),
     ("'plain' has no dot", lambda: import_dotted("plain", "--reward")),
     ('must be "token", "sequence" or "batch"', add_loss("x", level="turn")),
     ("'rewards' is none of rollout_log_probs, ref_log_probs, token_counts, entropy", add_loss("x", needs=("rewards",))),
@@ -172,6 +187,30 @@ def test_what_cannot_work_is_refused_with_a_message(user_module, message, call):
     """FB-73: a function that lacks arguments fails at registration, not in the middle of a run."""
     with pytest.raises(ConfigError, match=message):
         call()
+
+
+def test_a_cell_of_a_notebook_may_be_run_again():
+    def defined(sign: int, module: str) -> Callable:
+        def mine(log_ratio, advantages):
+            return sign * advantages * log_ratio
+
+        mine.__module__ = module
+        return register_policy_loss(f"of {module}")(mine)
+
+    defined(1, "__main__")
+    again = defined(-1, "__main__")
+    assert get_policy_loss("of __main__").function is again
+    defined(1, "a.file")
+    with pytest.raises(ConfigError, match="already registered by a.file"):
+        defined(-1, "a.file")
+
+
+def test_a_loss_of_ones_own_that_is_not_finite_is_named_and_not_the_labels():
+    register_policy_loss("divided")(lambda log_ratio, advantages: -advantages * log_ratio / 0.0)
+    step = (torch.ones(1), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]), torch.ones(1))
+    with pytest.raises(DataError, match="in value of divided.* Its inputs are finite: in divided write bounded_exp") as error:
+        policy_loss("divided", torch.zeros(2, 4), torch.tensor([0, 1]), torch.ones(2), *step)
+    assert "label" not in str(error.value)
 
 
 def test_registering_the_same_function_again_changes_nothing():

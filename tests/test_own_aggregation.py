@@ -307,8 +307,9 @@ def test_a_formula_that_the_function_does_not_compute_is_an_error():
     def liar(token_counts, totals, *, prompt_token_counts, divisor):
         return 1 / (totals.num_samples * token_counts)
 
-    with pytest.raises(DataError, match=r"loss aggregation liar returned .* and its formula 1/N gives .*correct one of them"):
-        sample_token_weights("liar", torch.tensor([2, 4]), StepTotals(2, None, 6))
+    message = "liar returned 0.125 for sample 1, of 4 unmasked tokens, and its formula 1/N gives 0.5; 1 of 2 samples differ"
+    with pytest.raises(DataError, match=message):
+        sample_token_weights("liar", torch.tensor([1, 4]), StepTotals(2, None, 5))
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/aggregation.md"])

@@ -408,11 +408,11 @@ def test_products_of_sizes_that_are_alike_are_all_named():
 def test_every_size_that_a_row_names_has_a_cause_and_micro_batches_are_no_other_size():
     """Otherwise 1/2 could be cp or micro-batches."""
     sizes = named_sizes(complete_layout(Layout(context=2), 4), ragged_samples())
-    assert set(sizes) == set(CAUSES) - {"ep"} and factor_names(1 / 3, sizes) == ["1/(micro-batches)"]
+    assert set(sizes) == set(CAUSES) - {"ep", "rows"} and factor_names(1 / 3, sizes) == ["1/(micro-batches)"]
     layout = complete_layout(Layout(context=2, pipeline=3), 24)
     assert (layout.data, layout.num_microbatches) == (4, 5)
     of_experts = complete_layout(Layout(context=2, expert=2), 4, has_experts=True)
-    assert set(named_sizes(of_experts, ragged_samples())) == set(CAUSES)
+    assert set(named_sizes(of_experts, ragged_samples(), rows=8)) == set(CAUSES)
 
 
 def found(gradient: torch.Tensor, loss: float = 2.0) -> RankStep:

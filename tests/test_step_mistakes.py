@@ -96,7 +96,17 @@ MISTAKES["an entropy term"] = (
     "output.loss + 0.01 * (torch.softmax(logits, -1) * torch.log_softmax(logits, -1)).sum(-1).flatten()[mask].sum(), len",
     "the loss has an entropy term",
 )
+MISTAKES["a mean over rows"] = ("output.loss, len", "output.loss / (len(rows) * LENGTH), len", "= 1/rows: the loss is a mean over")
 MISTAKES["weights of other samples"] = ("weights[rows])", "weights[rows].flip(0))", "its advantage or its weight is another")
+
+
+OWN_LOSS = """
+@register_policy_loss("steep", level="token", parameters=(Parameter("steepness", 5.0, "how steep"),))
+def steep(log_ratio, advantages, *, steepness):
+    return -advantages * torch.tanh(steepness * (bounded_exp(log_ratio) - 1)) / steepness
+
+
+def main():"""
 
 
 class Passed(Exception):
@@ -142,3 +152,25 @@ def test_a_planted_mistake_has_its_name_on_every_rank(pool, mistake):
     found = pool.run(run_loop, planted(mistake))
     assert all(MISTAKES[mistake][2] in message for message in found), found
     assert max(map(len, found)) < 400, "a message is a name and what to do"
+
+
+@pytest.mark.parametrize(
+    ("in_loop", "in_config", "message"),
+    [
+        ("", "", None),
+        ("", "steepness: 2.0", "the loss has its default parameters: pass loss_parameters={'steepness': 2.0} to it"),
+        ("steepness: 2.0", "", "Compare with the function steep steepness: 2.0 at steepness=5, the loss_parameters of config"),
+    ],
+)
+def test_a_loss_of_ones_own_is_compared_with_its_function_at_the_parameters_of_config(in_loop, in_config, message, pool):
+    def given(text: str) -> str:
+        return f", loss_parameters={{{text.replace('steepness', repr('steepness'))}}}" if text else ""
+
+    call = LOSS.replace("grpo_loss(", 'policy_loss("steep", ').replace("weights[rows])", f"weights[rows]{given(in_loop)})")
+    source = LOOP.replace(LOSS, call).replace('policy_loss="grpo"', f'policy_loss="steep"{given(in_config)}')
+    source = source.replace("def main():", OWN_LOSS).replace(
+        "count_step, grpo_loss", "Parameter, bounded_exp, count_step, policy_loss"
+    )
+    source = source.replace("import Parameter,", "import register_policy_loss, Parameter,")
+    found = pool.run(run_loop, source.replace('"steep"', f'"steep {in_loop}{in_config}"'))  # a name is registered once
+    assert found == ["", ""] if message is None else all(message in one for one in found), found

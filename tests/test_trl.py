@@ -224,7 +224,9 @@ def test_doctor_reads_flags_and_a_file():
 )
 def test_doctor_compares_the_trainer_of_a_script_with_its_loss(module, loss_type, said_of_it, tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(f"from trl import GRPOConfig\nfrom {module} import GRPOTrainer\nGRPOTrainer(GRPOConfig(loss_type={loss_type!r}))")
+    script.write_text(
+        f"from trl import GRPOConfig\nfrom {module} import GRPOTrainer\nGRPOTrainer(GRPOConfig(loss_type={loss_type!r}))"
+    )
     rows = [row.text for row in door_line.judge(trl.DOOR, ["python", str(script)], lambda path: {}) if row.is_wrong]
     assert not rows if said_of_it is None else said_of_it in rows[0], rows
     assert ("ours was not tried" in said(f"python {script}")) == (module == "trl")

@@ -51,7 +51,8 @@ def llama(folder: str) -> LlamaForCausalLM:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, initializer_range=0.3, **sizes, **ids)
-    LlamaForCausalLM(config).save_pretrained(f"{folder}/model")
+    if not os.path.isdir(f"{folder}/model"):  # once ranks know each other, transformers writes on the first alone
+        LlamaForCausalLM(config).save_pretrained(f"{folder}/model")
     return LlamaForCausalLM.from_pretrained(f"{folder}/model").double()
 
 
@@ -173,7 +174,9 @@ def main() -> None:
     cases = [(loss, "sample_mean", steps) for loss in ("grpo", "gspo", "cispo") for steps in STEPS[1:3]]
     cases += [("grpo", aggregation, steps) for aggregation in ("prompt_mean", "token_mean", "constant") for steps in STEPS]
     cases += [("gspo", aggregation, HALF) for aggregation in ("sample_mean", "token_mean", "constant")]
-    cases += [(loss, "token_mean", REGULARIZED | {"use_bias_correction_kl": has}) for loss, has in (("grpo", False), ("gspo", True))]
+    cases += [
+        (loss, "token_mean", REGULARIZED | {"use_bias_correction_kl": has}) for loss, has in (("grpo", False), ("gspo", True))
+    ]
     with tempfile.TemporaryDirectory() as folder:
         found = {
             f"{loss}.{aggregation} {steps}": largest_error(loss, aggregation, steps, folder) for loss, aggregation, steps in cases

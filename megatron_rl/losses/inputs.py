@@ -19,7 +19,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.loss_hub import PolicyLoss
+from megatron_rl.loss_hub import PolicyLoss, is_built_in
 from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import check_counts
@@ -404,10 +404,12 @@ def raise_on_bad_data(
     ]
     names = found[0] or found[1]
     where = f"in {', '.join(names)}" if names else "on another context-parallel rank"
+    remedy = "A label outside the vocabulary gives -inf log_probs; mask the token or drop the sample"
+    if names and not found[0] and not is_built_in(loss.name):
+        remedy = f"Its inputs are finite: in {loss.name} write bounded_exp for exp, and keep divisors above 0"
     raise DataError(
         f"document {_named(document, inputs)} of the micro-batch has {int(sums.num_nonfinite[document])} unmasked tokens with a "
-        f"value that is not finite, {where}; {int((sums.num_nonfinite > 0).sum())} documents are affected. A label outside the "
-        "vocabulary gives -inf log_probs; mask the token or drop the sample"
+        f"value that is not finite, {where}; {int((sums.num_nonfinite > 0).sum())} documents are affected. {remedy}"
     )
 
 

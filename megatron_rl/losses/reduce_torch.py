@@ -526,4 +526,6 @@ def _check_shapes(loss: PolicyLoss, result: LossValue, like: Tensor) -> None:
                 wanted += f" with {like.layout} on {like.device}"
                 found += f" with {tensor.layout} on {tensor.device}"
         hint = "; return megatron_rl.LossValue(value, derivative, is_clipped)" if isinstance(tensor, tuple | list) else ""
+        if isinstance(tensor, Tensor) and tensor.dim() == 0 and like.dim():
+            hint = ", one number for each; the package weighs them and adds them up"
         raise DataError(f"policy loss {loss.name!r} returned {found} as its {name}: it must be {wanted}{hint}")

@@ -59,6 +59,10 @@ CAUSES: dict[str, tuple[str, str]] = {
     "samples": ("nothing divides by the step's samples", "the step's samples divide twice, as with --gradient-divisor num_samples"),
     "prompts": ("nothing divides by the step's prompts", "the step's prompts divide twice"),
     "tokens": ("nothing divides by the step's tokens", "the step's tokens divide twice"),
+    "rows": (
+        "the rows of a micro-batch multiply the loss",
+        "the loss is a mean over the rows of a micro-batch: return the sum, the token weights divide already",
+    ),
 }
 
 

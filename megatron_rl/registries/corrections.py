@@ -72,6 +72,7 @@ def register_correction(
     weigh_tokens: fn(ratios [T]) -> weights [T]: at a level of samples each token has this factor besides. None: it has none.
     Raises ConfigError when another function has the name, or when the declaration or a signature is wrong.
     """
+    CORRECTIONS.check_called(name)
     kind = CORRECTIONS.kind
     published = dict(published_bounds or {})
     for field_name, values, known in (

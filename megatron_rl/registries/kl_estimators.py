@@ -78,6 +78,7 @@ def register_kl_estimator(
     caution: why it should not be in a loss; a warning at start. Empty: there is no reason.
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
+    KL_ESTIMATORS.check_called(name)
     check_twin_path(KL_ESTIMATORS.kind, name, triton)
 
     def decorate(function: Function) -> Function:

@@ -40,9 +40,17 @@ class Registry(Generic[Record]):
         if not record.function.__module__.startswith("megatron_rl."):
             self._import_built_in()
         known = self.records.get(name)
-        if known is not None and known.function is not record.function:
+        if known is not None and known.function is not record.function and not _is_run_again(known.function, record.function):
             raise ConfigError(f"{self.kind} {name!r} is already registered by {known.function.__module__}; choose another name")
         self.records[name] = record
+
+    def check_called(self, name: object) -> None:
+        """Raises ConfigError for a decorator without parentheses, which is given the function in the place of the name."""
+        if callable(name):
+            function = getattr(name, "__name__", "f")
+            raise ConfigError(
+                f'@{self.decorator} of {function} has no name: write @megatron_rl.{self.decorator}("{function}", ...)'
+            )
 
     def find(self, name: object) -> Record:
         """The declaration of that name. A name with a dot is imported as module.function; its module declares it, or `declare`.
@@ -102,6 +110,12 @@ class Registry(Generic[Record]):
         self._has_built_in = True
 
 
+def _is_run_again(before: Callable[..., Any], now: Callable[..., Any]) -> bool:
+    """Whether a cell of a notebook defines its function once more."""
+    names = {(function.__module__, function.__qualname__) for function in (before, now)}
+    return len(names) == 1 and now.__module__ == "__main__" and "<lambda>" not in now.__qualname__
+
+
 @functools.cache  # each parser asks again
 def _names_declared_in(home: Path, decorator: str) -> tuple[str, ...]:
     """In the files of a folder, or in one file."""
@@ -140,14 +154,28 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def check_signature(
-    kind: str, name: str, function: Callable[..., Any], positional: tuple[str, ...], keywords: tuple[str, ...] = ()
+    kind: str,
+    name: str,
+    function: Callable[..., Any],
+    positional: tuple[str, ...],
+    keywords: tuple[str, ...] = (),
+    remedy: str = "",
 ) -> None:
-    """Raises ConfigError at registration for a function that lacks an argument: it would fail in the middle of a run."""
+    """Raises ConfigError at registration for a function that lacks an argument, or has one at the place of another: it would fail
+    in the middle of a run, or compute something else. Names that are none of `positional` are free. remedy: of a missing one."""
+    wanted = f"({', '.join([*positional, *(['*', *keywords] if keywords else [])])})"
     try:
-        inspect.signature(function).bind(*positional, **dict.fromkeys(keywords))
+        signature = inspect.signature(function)
+        signature.bind(*positional, **dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
-        wanted = f"({', '.join([*positional, *(['*', *keywords] if keywords else [])])})"
-        raise ConfigError(f"{kind} {name!r} must accept {wanted}: {error}") from error
+        further = f"; {remedy}" if "missing" in str(error) and remedy else ""
+        raise ConfigError(f"{kind} {name!r} must accept {wanted}: {error}{further}") from error
+    for own, place in zip(signature.parameters, positional, strict=False):
+        if own != place and own in positional:
+            raise ConfigError(
+                f"{kind} {name!r} is given {', '.join(positional)} in this order, and its function has {own} at the place of "
+                f"{place}: write {wanted}"
+            )
 
 
 def check_twin_path(kind: str, name: str, triton: object) -> None:

@@ -81,6 +81,7 @@ def register_token_selection(
     bounds: only tokens whose score lies in them, both inclusive, can be selected. Flags give others.
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
+    TOKEN_SELECTIONS.check_called(name)
     kind = TOKEN_SELECTIONS.kind
     for field, value, known in (("effect", effect, Effect), ("taken", taken, Taken)):
         if value not in tuple(known):

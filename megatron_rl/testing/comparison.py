@@ -20,7 +20,7 @@ MULTIPLE_TOLERANCE = 1e-4
 # Factors that may be left in or taken twice together.
 FACTORS = ("dp", "cp", "micro-batches", "tp")
 # A factor of these may be a product of FACTORS as well.
-COUNTS = {"samples", "prompts", "tokens"}
+COUNTS = {"samples", "prompts", "tokens", "rows"}
 # After an all-reduce replicas hold the same bits; a norm that sequence parallelism sums in another order differs by 1e-7.
 REPLICA_TOLERANCE = 1e-4
 
@@ -128,8 +128,8 @@ def _shown(chosen: Sequence[tuple[str, int]]) -> str:
     return above if not below else f"{above}/({below})" if " x " in below or "-" in below else f"{above}/{below}"
 
 
-def named_sizes(layout: Layout, samples: Sequence[StepSample]) -> dict[str, int]:
-    """The factors of a step that a wrong gradient may be off by."""
+def named_sizes(layout: Layout, samples: Sequence[StepSample], *, rows: int = 1) -> dict[str, int]:
+    """The factors of a step that a wrong gradient may be off by. rows: of the logits of each micro-batch."""
     sizes = {"cp": layout.context, "dp": layout.data}
     if min(sizes.values()) > 1:
         sizes["dp x cp"] = layout.data * layout.context
@@ -142,6 +142,7 @@ def named_sizes(layout: Layout, samples: Sequence[StepSample]) -> dict[str, int]
         "samples": len(samples),
         "prompts": len({sample.prompt_id for sample in samples}),
         "tokens": sum(sum(sample.loss_mask) for sample in samples),
+        **({"rows": rows} if rows > 1 else {}),
     }
 
 

@@ -151,13 +151,13 @@ def check_step(
                 len(batches), totals=totals, config=model_config, groups=groups, gradient_divisor=config.gradient_divisor
             )
             mistake = mistake_of(Step(rows, samples, known, config, step, float(delivered or 1.0), precision))
-        mistake = mistake or _cause(found, tolerance, groups, len(batches), samples)
+        mistake = mistake or _cause(found, tolerance, groups, len(batches), samples, own.rows)
         raise ConfigError(f"check_step of {config.policy_loss} with {config.loss_aggregation}: {mistake}")
     return found
 
 
 def _cause(
-    found: Comparison, tolerance: float, groups: ParallelGroups, num_microbatches: int, samples: Sequence[StepSample]
+    found: Comparison, tolerance: float, groups: ParallelGroups, num_microbatches: int, samples: Sequence[StepSample], rows: int
 ) -> str:
     """What the numbers of the whole gradient say, such as a factor with a name, and what to do where it is the schedule's."""
     layout = Layout(
@@ -168,7 +168,7 @@ def _cause(
         expert=resolve_group(None, "ep").size(),
         num_microbatches=num_microbatches,
     )
-    cause = found.cause(tolerance, named_sizes(layout, samples))
+    cause = found.cause(tolerance, named_sizes(layout, samples, rows=rows))
     is_of_schedule = any(f"{name}{end}" in cause for name in ("micro-batches", "dp", "cp") for end in (":", ")", " x"))
     return f"{cause}; {CURE}" if is_of_schedule else cause
 
@@ -295,6 +295,12 @@ class _Recorder:
             return logits.float().sum() * 0.0, torch.ones((), dtype=torch.int32, device=logits.device), {}
 
         return output, recorded
+
+    @property
+    def rows(self) -> int:
+        """Of the logits of each micro-batch; 1 where they have unlike numbers."""
+        numbers = {len(logits) for logits in self.logits}
+        return numbers.pop() if len(numbers) == 1 else 1
 
     def refuse_what_it_returned(self) -> None:
         if self.problem is not None:

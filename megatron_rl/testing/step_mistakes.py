@@ -24,7 +24,7 @@ from megatron_rl.config import NO_CORRECTION, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, is_built_in
 from megatron_rl.megatron.samples import rollout_ids_of
 from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.testing.layout_step import StepSample
@@ -453,6 +453,9 @@ def _wrong_ratios(step: Step) -> Iterator[_Mistake]:
         cure = f"pass clip_ratio_low={bounds[0]:g}, clip_ratio_high={bounds[1]:g} to the loss"
         yield _Mistake("the ratio has no clip", cure, {"clip_ratio_low": 1 - 1e-9, "clip_ratio_high": 1e9})
         yield _Mistake("the clip is the default", cure, {"clip_ratio_low": None, "clip_ratio_high": None})
+    if config.loss_parameters:
+        cure = f"pass loss_parameters={dict(config.loss_parameters)} to it"
+        yield _Mistake("the loss has its default parameters", cure, {"loss_parameters": {}})
     for name in (name for name in CLIPS if name != config.policy_loss):
         other: Settings = {"policy_loss": name, "clip_ratio_low": None, "clip_ratio_high": None, "loss_parameters": {}}
         yield _Mistake(f"the loss is {name}", f"compute {config.policy_loss}", other)
@@ -560,11 +563,20 @@ def _is_linear(before: Sequence[float], after: Sequence[float], keys: Sequence[o
     return len(keys) >= 2 * len(kinds) + 3 and bool(beside.norm() < tolerance * values[1].norm())
 
 
+def _specification(config: PolicyLossConfig) -> str:
+    """What the derivative of the loss is read from."""
+    loss = get_policy_loss(config.policy_loss)
+    if is_built_in(loss.name):
+        return "ratio, clip and loss with docs/losses.md"
+    numbers = ", ".join(f"{name}={value:g}" for name, value in loss.resolve_parameters(config.loss_parameters).items())
+    return f"with the function {config.policy_loss}" + f" at {numbers}, the loss_parameters of config" * bool(numbers)
+
+
 def _another_derivative(step: Step, found: _Coefficients, right: _Coefficients) -> str:
     worst = int((found.values - right.values).norm(dim=0).argmax())
     row = step.tokens[worst]
     now, then = (float(coefficients.values[0, worst]) / row.length for coefficients in (found, right))
     return (
         f"the loss has another derivative: by the log-probability of token {row.place} of sample {row.sample} it is {now:.4g} of "
-        f"the step's loss, and must be {then:.4g}. Compare ratio, clip and loss with docs/losses.md"
+        f"the step's loss, and must be {then:.4g}. Compare {_specification(step.config)}"
     )

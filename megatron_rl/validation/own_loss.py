@@ -22,6 +22,10 @@ _NOISE = 1e-6
 _FACTOR_NOISE = 1e-2  # a loss may compute in bfloat16
 
 
+class _IsRandom(Exception):
+    """Two results for the same inputs."""
+
+
 def own_loss_problems(config: PolicyLossConfig) -> tuple[str, ...]:
     """The contradictions of the configured loss; none of a built-in one, and where a name or number of it is wrong, which other
     rules report."""
@@ -37,9 +41,9 @@ def own_loss_problems(config: PolicyLossConfig) -> tuple[str, ...]:
 def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameters: Mapping[str, float]) -> tuple[str, ...]:
     """A text for each way in which an elementwise loss differs from its declaration, at these numbers.
 
-    Nothing for a loss of level "batch", for one that raises here, and for one that is random: another result then shows nothing. A
-    derivative that the loss gives must be what autograd makes of its value, in which factors that are constant for the gradient are
-    detached. A value without a graph has another one.
+    Nothing for a loss of level "batch", for one that raises here, and for one that is random: another result then shows nothing.
+    What cannot be a result, as a scalar, is told alone. A derivative that the loss gives must be what autograd makes of its value,
+    in which factors that are constant for the gradient are detached. A value without a graph has another one.
     """
     if loss.level == "batch":
         return ()
@@ -56,7 +60,7 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
             torch.default_generator.manual_seed(seed)
             found.append(evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors, prefers_autograd=prefers_autograd))
         if any(map(_num_apart, *found)):
-            raise DataError(f"policy loss {loss.name!r} has two results for the same inputs")
+            raise _IsRandom
         return found[0]
 
     try:
@@ -70,6 +74,9 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
             among = at(*(torch.stack([b, a, b], dim=1).flatten() for a, b in zip(probes, others, strict=True)))
             is_idle = torch.arange(_NUM_PROBES) % 2 == 0
             mixed = at(log_ratio, advantages.masked_fill(is_idle, 0.0), log_probs, *further)
+    except DataError as error:  # of what it returned, or wrote into
+        yield str(error)
+        return
     except Exception:  # of any type: it is the user's function
         return
     numbers = ", ".join(f"{name}={value:g}" for name, value in keywords.items())
