@@ -45,14 +45,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def llama(folder: str) -> LlamaForCausalLM:
-    """From a folder, because TRL loads the reference model of a KL term by its path."""
+def save_llama(folder: str) -> None:
+    """On each rank, before they know each other: then transformers writes on the first alone."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, initializer_range=0.3, **sizes, **ids)
-    if not os.path.isdir(f"{folder}/model"):  # once ranks know each other, transformers writes on the first alone
-        LlamaForCausalLM(config).save_pretrained(f"{folder}/model")
+    LlamaForCausalLM(config).save_pretrained(f"{folder}/model")
+
+
+def llama(folder: str) -> LlamaForCausalLM:
+    """From a folder, because TRL loads the reference model of a KL term by its path."""
     return LlamaForCausalLM.from_pretrained(f"{folder}/model").double()
 
 
@@ -178,6 +181,7 @@ def main() -> None:
         (loss, "token_mean", REGULARIZED | {"use_bias_correction_kl": has}) for loss, has in (("grpo", False), ("gspo", True))
     ]
     with tempfile.TemporaryDirectory() as folder:
+        save_llama(folder)
         found = {
             f"{loss}.{aggregation} {steps}": largest_error(loss, aggregation, steps, folder) for loss, aggregation, steps in cases
         }

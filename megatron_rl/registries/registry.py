@@ -164,16 +164,18 @@ def check_signature(
     """Raises ConfigError at registration for a function that lacks an argument, or has one at the place of another: it would fail
     in the middle of a run, or compute something else. Names that are none of `positional` are free. remedy: of a missing one."""
     wanted = f"({', '.join([*positional, *(['*', *keywords] if keywords else [])])})"
+    own: list[str] = []
     try:
         signature = inspect.signature(function)
+        own = list(signature.parameters)
         signature.bind(*positional, **dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
-        further = f"; {remedy}" if "missing" in str(error) and remedy else ""
+        further = f"; {remedy}" if remedy and len(own) > len(positional) + len(keywords) else ""
         raise ConfigError(f"{kind} {name!r} must accept {wanted}: {error}{further}") from error
-    for own, place in zip(signature.parameters, positional, strict=False):
-        if own != place and own in positional:
+    for given, place in zip(own[: len(positional)], positional[: len(own)], strict=True):
+        if given != place and given in positional:
             raise ConfigError(
-                f"{kind} {name!r} is given {', '.join(positional)} in this order, and its function has {own} at the place of "
+                f"{kind} {name!r} is given {', '.join(positional)} in this order, and its function has {given} at the place of "
                 f"{place}: write {wanted}"
             )
 
