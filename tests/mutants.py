@@ -329,7 +329,8 @@ def run(mutants: list[Mutant], processes: int) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         folders = [Path(scratch) / str(number) for number in range(processes)]
         for folder in folders:
-            shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "runs"))
+            left_out = shutil.ignore_patterns(".git", ".venv", ".tritons", "__pycache__", "runs")
+            shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
         judges = sorted({test for mutant in mutants for test in mutant.judges})
 
         def fail_unchanged(share: int) -> list[str]:
