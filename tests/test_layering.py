@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -100,9 +101,14 @@ def floor_of(room: str) -> int | None:
     return next((number for number, rooms in enumerate(FLOORS, 1) if room in rooms), None)
 
 
-def imported_names(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+@functools.cache  # a million nodes, which several tests ask for
+def imported_names(path: str, tree: ast.Module) -> list[tuple[int, str]]:
     """(line, absolute dotted name) of each import, wherever it stands: `from a.b import c` gives a.b.c. A module that is imported
     by its name counts too, where the name is a whole one."""
+    return [*_imported_names(path, tree)]
+
+
+def _imported_names(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     package = [*([] if room_of(path) == "benchmarks" else ["megatron_rl"]), *path.split("/")[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -126,7 +132,7 @@ def given_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             pairs = zip(target.elts, value.elts, strict=True) if is_row else [(target, value)]
             constants |= {name.id: given for name, given in pairs if isinstance(name, ast.Name)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in IMPORTERS:
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in IMPORTERS:
             yield from ((node.lineno, name) for argument in node.args for name in texts_of(argument, constants))
 
 
@@ -273,8 +279,13 @@ def test_no_file_of_the_package_imports_itself_through_others(package_trees, ben
     assert not circle_in(graph)
 
 
+@functools.cache
+def trees_of_tests() -> dict[str, ast.Module]:
+    return {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").glob("*.py")}
+
+
 def test_no_file_of_the_tests_imports_itself_through_others():
-    trees = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").glob("*.py")}
+    trees = trees_of_tests()
     graph = imports_of_files(trees, module_names(trees))
     assert "helpers.py" in graph["test_losses.py"], "imports were not found: the test looks in the wrong place"
     assert not circle_in(graph)
@@ -303,8 +314,7 @@ def test_the_search_for_circles_finds_each_form(code):
 
 def test_every_import_of_the_package_finds_its_name(package_trees, benchmark_trees):
     """Catches an import in a function, in a test that few run, or for types, of what has moved or is gone."""
-    tests = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").glob("*.py")}
-    assert not imports_of_nothing(package_trees | benchmark_trees | tests, package_trees)
+    assert not imports_of_nothing(package_trees | benchmark_trees | trees_of_tests(), package_trees)
     package = {"a.py": ast.parse("x = 1"), "room/__init__.py": ast.parse("")}
     lines = ("import megatron_rl.a", "from megatron_rl.a import x, y", "from megatron_rl.room import z", "import megatron_rl.gone")
     faults = imports_of_nothing({"a.py": ast.parse("\n".join(lines))}, package)
