@@ -23,7 +23,6 @@ from test_forward_step import SeenShapes
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.hosts.base import host_named
@@ -168,13 +167,20 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for made in tree_leaves(result):
+        for made in result if isinstance(result, list | tuple) else (result,):
             if isinstance(made, Tensor):
                 storage = made.untyped_storage()
-                self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self._alive = {key: known for key, known in self._alive.items() if not known[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+                known = self._alive.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                    self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+                    self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As SeenShapes."""
+        return False
 
 
 def measured_by_the_actor(args: Namespace, models, optimizer, step: HostStep) -> list[dict[str, list[Tensor]]]:
