@@ -28,7 +28,7 @@ from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
 from megatron_rl.commands import selftest as command
 from megatron_rl.megatron.context_groups import own_group_problems_of
 from megatron_rl.megatron.model import find_gpt_model
-from megatron_rl.testing import selftest_steps
+from megatron_rl.testing import selftest_steps, selftest_table
 from megatron_rl.testing.comparison import Comparison
 from megatron_rl.testing.invariance import Layout, TinyGPT, merged
 from megatron_rl.testing.layout_step import LayoutModel, Routes, tiny_like
@@ -38,7 +38,7 @@ from megatron_rl.testing.reference import LossTruth, double_model, global_parame
 from megatron_rl.testing.selftest import RowResult, Setting, result_of, run_selftest
 from megatron_rl.testing.selftest_losses import LossesAlone
 from megatron_rl.testing.selftest_steps import WholeSteps, mtp_problems, truths_of
-from megatron_rl.testing.selftest_table import Choice, Row
+from megatron_rl.testing.selftest_table import Choice, Row, is_interpreted_too, table_of_shape, triton_here
 from megatron_rl.testing.selftest_terms import truth_of_terms
 
 pytestmark = pytest.mark.megatron
@@ -361,6 +361,16 @@ def test_a_factor_of_all_kinds_is_none_of_a_kind():
         "norm": 0.5,
         "sink": 0.0,
     }
+
+
+def test_the_rows_of_a_shape_that_tritons_interpreter_leaves_out_are_counted_in_its_own_table(monkeypatch):
+    """Of six rows, and not of the large table."""
+    monkeypatch.setattr(selftest_table, "is_interpreted", lambda: True)
+    monkeypatch.setattr(selftest_table, "why_triton_is_missing", lambda: None)
+    cases = [row.case for row in table_of_shape(lambda case: True) if row.case is not None and row.case.backend == "triton"]
+    few = sum(map(is_interpreted_too, cases))
+    _, left_out = triton_here(torch.device("cpu"), interprets=True, cases=cases)
+    assert left_out.startswith(f"Triton: all but {few} of 6 rows") and len(cases) == 6
 
 
 def refused_benches_on_rank(rank: int) -> list[str]:

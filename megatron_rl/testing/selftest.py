@@ -17,6 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config import Backend
 from megatron_rl.layout.groups import Group, all_gather_stack
 from megatron_rl.testing.comparison import named_sizes
 from megatron_rl.testing.layout_step import Layout
@@ -73,9 +74,11 @@ def run_selftest(
     """Each rank calls it and gets the same results, one after another. on_row gets the name of each row before it runs. rows: those
     to run where the bench can; None: the table. Raises ConfigError for a choice without a row."""
     refuse_tf32(bench.device)
-    runs_triton, without_triton = triton_here(bench.device, interprets=interprets_triton)
+    declared = partial(table_of_shape, policy_loss=choice.policy_loss) if bench.model else table
+    of_triton = [row.case for row in declared(lambda case: True) if row.case is not None and row.case.backend == Backend.TRITON]
+    runs_triton, without_triton = triton_here(bench.device, interprets=interprets_triton, cases=of_triton)
     if rows is None:
-        rows = table_of_shape(runs_triton, choice.policy_loss) if bench.model else table(runs_triton)
+        rows = declared(runs_triton)
     chosen = choice.of(rows)
     bench.prepare([row.case for row in chosen if row.case is not None])
     here = choice.of([row for row in chosen if row.runs_when(bench)])

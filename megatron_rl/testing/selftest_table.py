@@ -106,8 +106,10 @@ def per_token_cases() -> list[Case]:
     return [Case(policy_loss, "token_mean", head, is_per_token=True) for head in (LOGITS, FUSED) for policy_loss in CLIPS]
 
 
-def triton_here(device: torch.device, *, interprets: bool) -> tuple[Callable[[Case], bool], str | None]:
-    """(which of the cases of Triton run on this device, what is left out and why).
+def triton_here(
+    device: torch.device, *, interprets: bool, cases: Sequence[Case] | None = None
+) -> tuple[Callable[[Case], bool], str | None]:
+    """(which of the cases of Triton run on this device, what is left out and why). cases: of the whole table; None: cases_of.
 
     interprets: on a CPU, run a few rows in Triton's interpreter; TRITON_INTERPRET is set. Raises ConfigError on CUDA.
     """
@@ -124,7 +126,7 @@ def triton_here(device: torch.device, *, interprets: bool) -> tuple[Callable[[Ca
     if not is_interpreted():
         why = missing or "it was imported before --interpret-triton could ask for its interpreter"
         return (lambda case: False), f"Triton: {why}"
-    rows = cases_of(Backend.TRITON)
+    rows = cases_of(Backend.TRITON) if cases is None else cases
     few = sum(map(is_interpreted_too, rows))
     left_out = f"Triton: all but {few} of {len(rows)} rows, which its interpreter ran; compiled kernels need CUDA"
     return is_interpreted_too, left_out
