@@ -302,8 +302,8 @@ def test_trls_own_trainer_is_exact_with_ours(ranks):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(f"worst {max(found.values()):.1e} of {len(found)}")
-    # Weights are float32: a relative error of 6e-8 for each of the few factors.
-    assert len(found) >= 20 and max(found.values()) < 1e-6, {name: error for name, error in found.items() if not error < 1e-6}
+    # Weights are float32: a relative error of 6e-8 for each of the few factors. TRL 1.16 also sums the softmax in float32: 1.3e-6.
+    assert len(found) >= 20 and max(found.values()) < 2e-6, {name: error for name, error in found.items() if not error < 2e-6}
 
 
 @pytest.mark.host("TRL_ROOT")
