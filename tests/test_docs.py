@@ -6,6 +6,7 @@ Outputs are in tests/test_pages.py, code in tests/test_docs_code.py. Nothing is 
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import pkgutil
@@ -74,7 +75,7 @@ def test_every_link_and_image_leads_to_a_file_of_the_repository_and_to_a_heading
 def test_no_row_of_a_table_is_torn(page):
     """Catches a generated cell with a line break: what is behind it becomes a row of its own."""
     lines = [*markdown_pages.prose(page).splitlines(), ""]
-    behind = [line for row, line in zip(lines, lines[1:], strict=False) if row.startswith("|") and line[:1] not in ("|", "")]
+    behind = [line for row, line in itertools.pairwise(lines) if row.startswith("|") and line[:1] not in ("|", "")]
     assert behind == [] and [line for line in lines if line.startswith("|") and not line.endswith("|")] == []
 
 
