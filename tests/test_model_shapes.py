@@ -193,6 +193,17 @@ def test_a_distributed_checkpoint_has_the_sinks_of_all_tensor_parallel_ranks(poo
             assert (shape[-1], offset[-1], copy) == (heads, rank * heads // 2, 0)
 
 
+def refused_on_rank(rank: int, layout: Layout) -> str:
+    return error_of(lambda: LayoutModel(layout, 16, model_of("gpt-oss", layout)))
+
+
+def test_biases_of_experts_that_ranks_share_are_refused(pool):
+    installed_has("gpt-oss")
+    layout = Layout(**SP, expert_tensor=2)
+    (message, _) = pool.run(refused_on_rank, layout, world_size=2, **layout.model_parallel)
+    assert "add_bias_linear=True with experts and expert_tensor_parallel_size=2" in message
+
+
 # What makes a shape special -> the same option as if it were not there.
 WITHOUT = {
     "qk_layernorm": False,

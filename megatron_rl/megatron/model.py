@@ -73,7 +73,8 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
 
     It also sets the pipeline's dtype (the parameters' dtype; with `bf16=True` both are bfloat16), lets the pipeline send shapes,
     so that micro-batches may differ in length, and overlaps point-to-point calls where interleaved stages need it (check_pipeline).
-    Raises ConfigError where an override contradicts parallel_state: Megatron would build one layout and communicate as the other.
+    Raises ConfigError where an override contradicts parallel_state: Megatron would build one layout and communicate as the other;
+    and for biases of experts that ranks share.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -90,6 +91,12 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
         problems.append(
             f"num_query_groups={groups} with tensor_model_parallel_size={tp_size}: before Megatron-Core 0.16 a rank holds whole "
             f"key heads; install 0.16 or later, or take {groups} tensor-parallel ranks at most"
+        )
+    etp = sizes.get("expert_tensor_parallel_size", 1)
+    if etp > 1 and overrides.get("add_bias_linear"):
+        problems.append(
+            f"add_bias_linear=True with experts and expert_tensor_parallel_size={etp}: each of these ranks would add biases, and "
+            "Megatron-Core refuses it; initialise parallel_state with expert_tensor_parallel_size=1, or set add_bias_linear=False"
         )
     if problems:
         raise ConfigError(problems)
