@@ -37,6 +37,7 @@ from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.model import find_gpt_model
 from megatron_rl.megatron.router_scale import RoutedStep, tell_scale
 from megatron_rl.megatron.routing import routers_of
+from megatron_rl.megatron.samples import trained_mtp_layers
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -226,6 +227,11 @@ def exact_problems(losses: Mapping[str, float], model: nn.Module, config: Transf
         yield problem
     if getattr(config, "moe_grad_scale_func", None) is not None:
         yield "--router-aux-loss exact with moe_grad_scale_func in the model's config: both scale these losses; remove one"
+    if vars(config).get("mtp_use_repeated_layer") and trained_mtp_layers(config) > 1:
+        yield (
+            "--router-aux-loss exact with mtp_use_repeated_layer=True: one router would have the loss of several layers; choose "
+            "host or refuse, or build each layer"
+        )
     if is_packed and "seq_aux_loss" in losses:
         yield (
             f"--router-aux-loss exact with seq_aux_loss (--moe-aux-loss-coeff {losses['seq_aux_loss']}) and packed rows: "
@@ -353,7 +359,9 @@ def _attached(router: TopKRouter, activation: Tensor, name: str, loss: Tensor, c
 
     config = router.config
     num_layers = config.num_layers + (config.mtp_num_layers or 0)
-    save_to_aux_losses_tracker(name, loss / coefficient, router.layer_number, num_layers, reduce_group=router.tp_cp_group)
+    # Since Megatron-Core 0.17 layers of multi-token prediction have numbers of their own.
+    number = router.layer_number + (config.num_layers if vars(router).get("is_mtp_layer") else 0)
+    save_to_aux_losses_tracker(name, loss / coefficient, number, num_layers, reduce_group=router.tp_cp_group)
     scaled: Tensor = MoEAuxLossAutoScaler.apply(activation, loss * vars(router)["routed_step"].gradient_factor)
     if scaled.requires_grad and "is_measured" not in vars(router):
         scaled.register_hook(functools.partial(_check_schedule, router))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group, ParallelGroups, all_reduce_sum, group_device
 from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
-from megatron_rl.megatron.model import model_config_of
+from megatron_rl.megatron.model import find_gpt_model, model_config_of
 from megatron_rl.megatron.samples import RouteShape, expert_layers
 
 if TYPE_CHECKING:
@@ -43,6 +43,14 @@ def routers_of(model: nn.Module) -> list[TopKRouter]:
     if model not in _routers:
         _routers[model] = [module for module in model.modules() if isinstance(module, TopKRouter)]
     return _routers[model]
+
+
+def decoder_routers_of(model: nn.Module) -> list[TopKRouter]:
+    """Without those of multi-token prediction: samples have no routes for these, and since Megatron-Core 0.17 their layers have
+    numbers that the decoder's have too."""
+    mtp = getattr(find_gpt_model(model), "mtp", None)
+    others = set() if mtp is None else set(mtp.modules())
+    return [router for router in routers_of(model) if router not in others]
 
 
 def in_router_order(values: Tensor, config: TransformerConfig, tp_group: Group) -> Tensor:  # [B, S, *] -> [tokens, *]
@@ -89,7 +97,7 @@ class RouteLog:
         def record(router: nn.Module, inputs: object, output: tuple[Tensor, Tensor]) -> None:
             self.by_layer.setdefault(int(router.layer_number), []).append(output[1].detach().bool().cpu())  # type: ignore[arg-type]
 
-        self._hooks = [router.register_forward_hook(record) for chunk in self._chunks for router in routers_of(chunk)]
+        self._hooks = [router.register_forward_hook(record) for chunk in self._chunks for router in decoder_routers_of(chunk)]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -291,7 +299,7 @@ class RouteChecker:
 
     def __init__(self, chunks: Sequence[nn.Module]):
         self._config = model_config_of(chunks[0])
-        self._routers = [(chunk, router) for chunk in chunks for router in routers_of(chunk)]
+        self._routers = [(chunk, router) for chunk in chunks for router in decoder_routers_of(chunk)]
         problems = list(_problems_of_megatrons_replay(self._config, len(chunks), [router for _, router in self._routers]))
         if problems:
             raise ConfigError(problems)

@@ -27,6 +27,8 @@ import torch.distributed as dist
 from megatron_rl.errors import ConfigError, RunError, printable
 from megatron_rl.files.plain_pickle import DAMAGED
 from megatron_rl.layout.agreement import on_all_ranks
+from megatron_rl.layout.groups import process_group, resolve_groups
+from megatron_rl.megatron.model import model_config_of
 from megatron_rl.train.checkpoint_files import checksums_of, files_of_rank, find_problems, write_checksums
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def save_checkpoint(
     partial_save = final.with_name(final.name + ".partial")
     with _writable(final):
         on_all_ranks(partial(_make_empty, partial_save) if rank == 0 else _nothing)
-        model_state = model.module.sharded_state_dict()
+        model_state = _sharded_model_state(model)
         state = {
             "model": model_state,
             "optimizer": optimizer.sharded_state_dict(model_state, metadata=_optimizer_metadata()),
@@ -213,7 +215,7 @@ def _load_checked(
     counters: dict[str, Any] = saved["counters"]
     _give_adam_a_state(optimizer)
     is_same_layout = (counters["world_size"], counters["layout"]) == (dist.get_world_size(), _layout())
-    model_state = model.module.sharded_state_dict()
+    model_state = _sharded_model_state(model)
     state = {
         "model": model_state,
         "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True, metadata=_optimizer_metadata()),
@@ -307,7 +309,7 @@ def _check_description(checkpoint: str | Path, saved: dict[str, int], wanted: di
     problems = [
         f"{checkpoint} was saved with {flag} {saved.get(flag)}, this run has {value}: give it the same"
         for flag, value in wanted.items()
-        if saved.get(flag) != value
+        if saved.get(flag, 0) != value  # an earlier version has not recorded what its runs could not have
     ]
     if problems:
         raise ConfigError(problems)
@@ -356,6 +358,15 @@ def _replace_directory(final: Path, partial: Path) -> None:
         final.rename(replaced)
     partial.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sharded_model_state(model: DistributedDataParallel) -> dict[str, Any]:
+    """With multi-token prediction the last stage has the embedding too, and Megatron asks whose copies these are."""
+    if not model_config_of(model).mtp_num_layers:
+        whole: dict[str, Any] = model.module.sharded_state_dict()
+        return whole
+    shared: dict[str, Any] = model.module.sharded_state_dict(metadata={"dp_cp_group": process_group(resolve_groups().dp_cp)})
+    return shared
 
 
 def _optimizer_metadata() -> dict[str, Any]:

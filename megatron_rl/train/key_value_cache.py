@@ -21,7 +21,7 @@ def can_cache(model: nn.Module) -> bool:
     """Whether the model has rotary positions and PackedAttention in each layer, without windows and sinks; Transformer Engine's
     layers keep no cache here."""
     gpt, config = find_gpt_model(model), model_config_of(model)
-    if vars(gpt).get("position_embedding_type") != "rope" or config.mtp_num_layers or config.multi_latent_attention:
+    if vars(gpt).get("position_embedding_type") != "rope" or config.multi_latent_attention:
         return False
     return not config.apply_rope_fusion and all(_sees_all_alike(_core_attention(layer)) for layer in gpt.decoder.layers)
 

@@ -47,7 +47,7 @@ LEARNING_RATES = {"task": 3e-3, "prompts": 5e-4, "hf_checkpoint": 1e-6}
 # What --hf-checkpoint decides.
 OF_THE_FOLDER = (
     *("task", "vocab_size", "end_token", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
-    *("moe_router_topk", "moe_ffn_hidden_size"),
+    *("moe_router_topk", "moe_ffn_hidden_size", "mtp_num_layers"),
 )
 DIVISIONS = (
     ("hidden_size", "num_attention_heads", "each head has the same width"),

@@ -87,6 +87,7 @@ positive = partial(flag, must=Range("above 0", lambda value: value > 0))
 not_negative = partial(flag, must=Range("at least 0", lambda value: value >= 0))
 coefficient = partial(flag, must=Range("at least 0; 0 turns it off", lambda value: value >= 0))
 OF_EXPERTS = ("num_experts", "a dense model has no experts")
+OF_MTP = ("mtp_num_layers", "a model without these layers has no such loss")
 OF_ROUTERS = ("num_experts", "a dense model has no routers")
 
 
@@ -117,6 +118,8 @@ class ModelOptions:
     moe_z_loss_coeff: float | None = coefficient(
         None, "Weight of the loss that keeps the router's logits small. Unset: none.", needs=OF_EXPERTS
     )
+    mtp_num_layers: int | None = count(None, "Layers of multi-token prediction, trained beside the policy. Unset: none.")
+    mtp_loss_scaling_factor: float = coefficient(0.1, "Weight of the loss of these layers.", needs=OF_MTP)
     bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")
 
 

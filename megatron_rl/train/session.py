@@ -192,6 +192,7 @@ def model_in_words(options: TrainOptions, settings: TrainerSettings) -> str:
     """Its kind, size and type, and the learning rate."""
     kind = "GPT" if settings.hf_model is None else settings.hf_model.architecture
     experts = f" with {options.num_experts} experts" if options.num_experts else ""
+    mtp = f", {options.mtp_num_layers} of multi-token prediction" if options.mtp_num_layers else ""
     decay = "" if options.lr_decay_style == "constant" else f", {options.lr_decay_style} to {options.min_lr:g}"
     dtype = "bfloat16" if settings.bf16 else "float32"
-    return f"{kind} of {settings.num_layers} layers x {settings.hidden_size}{experts}, {dtype}, lr {options.lr:g}{decay}"
+    return f"{kind} of {settings.num_layers} layers x {settings.hidden_size}{experts}{mtp}, {dtype}, lr {options.lr:g}{decay}"

@@ -79,6 +79,8 @@ class TrainerSettings:
     packed: bool = False
     hf_model: HFModel | None = None  # has the sizes above too, and the initial weights
     experts: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig, as num_moe_experts; empty: dense
+    mtp_num_layers: int | None = None
+    mtp_loss_scaling_factor: float = 0.1
     router_replay: str = RouterReplay.NONE
     check_router_replay: bool = False
 
@@ -307,7 +309,8 @@ class PolicyTrainer:
     def _description(self) -> dict[str, int]:
         names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "bf16", "use_distributed_optimizer")
         description = {"--" + name.replace("_", "-"): getattr(self.settings, name) for name in names}
-        return description | {"--num-experts": self.settings.experts.get("num_moe_experts") or 0}
+        numbers = {"--num-experts": self.settings.experts.get("num_moe_experts"), "--mtp-num-layers": self.settings.mtp_num_layers}
+        return description | {name: number or 0 for name, number in numbers.items()}
 
     def _transformer_config(self, **others: Any) -> TransformerConfig:
         settings = self.settings
@@ -322,6 +325,8 @@ class PolicyTrainer:
             bf16=settings.bf16,
             normalization="RMSNorm",
             add_bias_linear=False,
+            mtp_num_layers=settings.mtp_num_layers,
+            mtp_loss_scaling_factor=settings.mtp_loss_scaling_factor,
             **settings.experts,
             **others,
         )
