@@ -80,7 +80,8 @@ def padding_of(model: nn.Module, config: TransformerConfig, batch: ForwardInput,
 def padding_of_mtp(model: nn.Module, config: TransformerConfig, batch: ForwardInput, tp_group: Group) -> Iterator[None]:
     """Inside the block layers of multi-token prediction give their routers the padding, also where backward recomputes them.
 
-    Megatron has no argument for it. A layer that is recomputed keeps the function that it was called with, and that the mask.
+    Megatron-Core to 0.17 has no argument for it: a layer that is recomputed keeps the function that it was called with, and so the
+    mask. 0.18 has one, and shifts this rank's part of the mask as the tokens: the layer gets the unshifted one in its place.
     """
     layers = getattr(find_gpt_model(model), "mtp", None)
     is_padding = None if layers is None or config.num_moe_experts is None else batch.is_padding
@@ -100,9 +101,14 @@ def padding_of_mtp(model: nn.Module, config: TransformerConfig, batch: ForwardIn
         with inner.register_forward_pre_hook(add_mask, with_kwargs=True):
             return own(*inputs, **named)
 
-    name = "_proj_and_transformer_layer"
+    def unshifted(layer: nn.Module, own: Callable[..., tuple[Any, ...]], *inputs: Any, **named: Any) -> tuple[Any, ...]:
+        token_ids, positions, _, *others = own(*inputs, **named)
+        return token_ids, positions, is_padding, *others
+
+    takes_mask = "padding_mask" in inspect.signature(type(layers.layers[0])._get_embeddings).parameters
+    name, changed = ("_get_embeddings", unshifted) if takes_mask else ("_proj_and_transformer_layer", masked)
     for layer in layers.layers:
-        vars(layer)[name] = functools.partial(masked, layer, getattr(layer, name))
+        vars(layer)[name] = functools.partial(changed, layer, getattr(layer, name))
     try:
         yield
     finally:
