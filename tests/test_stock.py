@@ -441,6 +441,17 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
             id="miles: multi-token prediction",
         ),
         pytest.param(
+            "nemo_rl",
+            "python examples/run_grpo.py loss_fn.token_level_loss=true",
+            (
+                "only the overrides of the line are judged",
+                "our losses: that, and ++loss_fn.megatron_rl=",
+                "layout; see the notes\n",
+            ),
+            "PROBLEM",
+            id="NeMo-RL: a settings file that is not here",
+        ),
+        pytest.param(
             "trl",
             "trl grpo --loss_type bnpo --top_entropy_quantile 0.2",
             ("exact: loss_type=dapo", "top_entropy_quantile selects tokens of each micro-batch", "see the notes\n"),
@@ -528,12 +539,12 @@ def test_doctor_says_what_a_stock_line_weighs(host, capsys):
 
 @pytest.mark.parametrize(
     ("pipeline", "said"),
-    [("sft", "nothing was judged"), ("rlvr_rollout", "nothing was judged"), ("agentic", "ROLL's own loss: the weights")],
+    [("sft", "nothing was judged"), ("rlvr_rollout", "nothing was judged"), ("agentic", "layout; see the notes")],
 )
 def test_a_pipeline_of_roll_without_a_policy_is_not_judged(pipeline, said, tmp_path, monkeypatch, capsys):
     """Its supervised, preference and distillation workers have other losses; the rollout pipelines train nothing."""
     (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "mine.yaml").write_text("rollout_batch_size: 8\n")
+    (tmp_path / "config" / "mine.yaml").write_text("rollout_batch_size: 8\ndefaults: [other]\n")
     monkeypatch.chdir(tmp_path)
     _, out = doctor(capsys, "--", "python", f"start_{pipeline}_pipeline.py", "--config_name", "mine")
     assert f"launch line: roll, start_{pipeline}_pipeline.py" in out and said in out.splitlines()[-1], out

@@ -229,7 +229,7 @@ def test_doctor_compares_the_trainer_of_a_script_with_its_loss(module, loss_type
     )
     rows = [row.text for row in door_line.judge(trl.DOOR, ["python", str(script)], lambda path: {}) if row.is_wrong]
     assert not rows if said_of_it is None else said_of_it in rows[0], rows
-    assert ("ours was not tried" in said(f"python {script}")) == (module == "trl")
+    assert "ours was not tried" not in said(f"python {script}")  # the trainer is changed by another import
 
 
 def test_a_loss_in_settings_that_a_script_makes_is_not_judged(tmp_path):

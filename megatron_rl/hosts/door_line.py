@@ -13,7 +13,6 @@ from megatron_rl.hosts import stock
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
-from megatron_rl.hosts.programs import PACKAGE
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, clip_to_type, not_numbers
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
@@ -23,6 +22,7 @@ from megatron_rl.validation.checks import Row
 CLOSEST_SECTION = 0.9
 # The same for a module of ours among those of the user's own.
 CLOSEST_MODULE = 0.8
+PACKAGE = "megatron_rl"
 # More names of a section than these are not listed.
 MOST_NAMES = 24
 # The same for a name without our prefix whose loss is one of ours; another one may be somebody else's.
@@ -43,7 +43,7 @@ def judge(door: Door, words: Sequence[str], read_file: ReadFile, of_step: stock.
         if program.why is not None:
             yield stock.unjudged(f"{program.word} {program.why}")
             return
-        if not program.is_ours:
+        if not program.is_script:
             yield Row("program", f"{program.word} trains with {door.title}'s own loss; ours was not tried with it", is_note=True)
     line = door.read_line(words, read_file)
     yield from line.rows

@@ -420,8 +420,9 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
         )
         text += f"and {CHOOSE}"
         is_meant = any(word.lstrip("+").startswith(NAME) for word in words)
-        row = Row("launcher", text, is_wrong=is_meant, is_note=not is_meant)
-        return Line(None, [row], stock=None if is_meant else _settings_of_line(words, read_file, []))
+        rows = [Row("launcher", text, is_wrong=is_meant, is_note=not is_meant)]
+        stock = None if is_meant else _settings_of_line(words, read_file, rows)
+        return Line(None, rows, stock=stock, is_partial=rows[-1].subject == "settings" and rows[-1].is_note)
     rows = [*judge_script(words)]
     return Line(_settings_of_line(words, read_file, rows), rows)
 

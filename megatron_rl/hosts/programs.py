@@ -19,7 +19,6 @@ from megatron_rl.hosts.scripts import imported_packages, syntax_tree
 SUPERVISED, PREFERENCES = "trains on given answers, without a policy loss", "trains on preferences, without a policy loss"
 REWARDS, DISTILLED = "trains a reward model", "trains a student on its teacher's probabilities, without a policy loss"
 TRAINS_NOTHING = "trains nothing"
-PACKAGE = "megatron_rl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,20 +51,16 @@ class Programs:
             tree = syntax_tree(Path(script))
         except (ConfigError, ValueError, RecursionError, MemoryError):  # what is no Python is told by who reads the line
             return None
-        packages = imported_packages(tree)
-        if self.package not in packages:
-            return None
-        return Program(script, self.of_script(tree), is_script=True, is_ours=PACKAGE in packages)
+        return Program(script, self.of_script(tree), is_script=True) if self.package in imported_packages(tree) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """word: as it is typed. why: why its loss is not judged. is_ours: its script imports megatron_rl."""
+    """word: as it is typed. why: why its loss is not judged. is_script: known by what it imports."""
 
     word: str
     why: str | None
     is_script: bool = False
-    is_ours: bool = False
 
 
 def program_word(words: Sequence[str]) -> str:

@@ -342,7 +342,8 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     rows = [Row("settings", f"{path}")]
     if path.is_absolute() and not Path(script).is_absolute():
         rows.append(Row("settings", f"Hydra takes a --config_path that is relative to the folder of {script}", is_wrong=True))
-    if parents := tree.pop("defaults", None):
+    parents = tree.pop("defaults", None)
+    if parents:
         rows.append(Row("settings", f"defaults: {parents} is not read, and what those files set is not judged", is_note=True))
     settings = settings_of_yaml(resolved(tree))
     if settings[WORKER_CLASS] == WORKER and not OUR_SCRIPT.fullmatch(script):
@@ -350,7 +351,7 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     if script and not POLICY_SCRIPT.fullmatch(script):
         why = next((why for kind, why in OTHER_PIPELINES.items() if kind in script), "trains a loss that is not known here")
         return Line(None, [*rows, unjudged(f"{script} {why}")])
-    return Line(settings, rows)
+    return Line(settings, rows, is_partial=bool(parents))
 
 
 def unchosen(settings: Settings) -> Iterator[Row]:

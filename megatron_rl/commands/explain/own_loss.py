@@ -106,7 +106,8 @@ def lines_of(found: OwnLoss, max_rows: int) -> Iterator[str]:
     if len(masks) > max_rows:
         rows.append([f"{len(masks) - max_rows} more", *[""] * (len(header) - 1)])
     yield from columns(rows)
-    yield "a cell: the weight of a token, and how many times its exact weight, where that is another one"
+    if any("  x " in cell for row in rows for cell in row):
+        yield "a cell: the weight of a token, and how many times its exact weight, where that is another one"
     yield ""
     yield as_text([], found.report, sum(row.status == "PROBLEM" for row in found.report.findings)).replace("doctor: ", "", 1)
 
