@@ -288,7 +288,8 @@ def _expert_sizes(fields: Fields, names: Experts, num_layers: int, num_tensors: 
 
 def _with_sigmoids(fields: Fields, sizes: ExpertSizes) -> ExpertSizes:
     """Megatron always divides by the sum of the chosen sigmoids. It scores a group by its best per_token / groups_per_token
-    experts, transformers by its best two."""
+    experts, transformers by its best two. Experts of other groups are at -inf, and at 0 in transformers 4, which takes one of them
+    where a score with its bias is below 0 in a chosen group."""
     num_groups, chosen = fields.whole("n_group", 1), fields.whole("topk_group", 1)
     if not sizes.is_normalized and sizes.per_token > 1:
         raise fields.wrong("norm_topk_prob", "true: Megatron-Core divides sigmoids of several experts by their sum")
