@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache
 
+import mutants
 import pytest
 import torch
 from conftest import COLLECTED_IDS
@@ -259,3 +260,9 @@ def test_fresh_memory_of_the_package_is_nan():
 def test_no_name_of_a_test_holds_an_address(request):
     """`pytest -n 2` compares names: an object without an id is printed by its address, another one in each process."""
     assert [name for name in request.config.stash[COLLECTED_IDS] if re.search(r" at 0x[0-9a-f]{6,}", name)] == []
+
+
+def test_each_mutant_has_its_line_once():
+    """So a change of the package renews its rows: `python tests/mutants.py` reads the same list."""
+    for mutant in mutants.read_list():
+        mutant.applied(mutants.source(mutant.path))

@@ -298,7 +298,11 @@ REJECTED = ["--importance-correction", "icepop", "--rejected-tokens", "dropped"]
             for host, name in (("nemo_rl", "NeMo-RL"), ("roll", "ROLL"))
         ),
         ("skyrl", ["--kl-coefficient", "0.1", "--kl-estimator", "unbiased"], "--kl-estimator unbiased: SkyRL computes"),
-        ("prime_rl", ["--loss-aggregation", "sample_mean"], "type --trainer.loss.kwargs.one-sample-per-rollout True"),
+        (
+            "prime_rl",
+            ["--loss-aggregation", "sample_mean"],
+            "give --one-sample-per-rollout here, and --trainer.loss.kwargs.one-sample-per-rollout True there",
+        ),
         ("prime_rl", ["--loss-aggregation", "token_mean", *ONE_ROW_FLAG], "one_sample_per_rollout=true has no effect: token_mean"),
         ("skyrl", ["--policy-loss", "dro"], "dro: it is not proportional to the advantage"),
     ],
