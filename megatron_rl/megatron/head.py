@@ -216,6 +216,12 @@ def _rows_of_layers(model: nn.Module, *, trains_mtp: bool) -> Iterator[None]:
         yield
         return
     own, has_layers = bare.config, bare.mtp_process
+    is_tied = has_layers and bare.share_embeddings_and_output_weights
+    if is_tied:  # without these layers GPTModel would take the last stage's own weight, which is not trained
+        weight = bare.shared_embedding_or_output_weight()
+        # The head may add to main_grad itself. The embedding of these layers has a gradient too, which the hook must still add.
+        weight.zero_out_wgrad = True
+        vars(bare)["shared_embedding_or_output_weight"] = lambda: weight
     bare.config = copy.copy(own)
     bare.config.mtp_num_layers = None
     bare.mtp_process = has_layers and trains_mtp
@@ -223,6 +229,7 @@ def _rows_of_layers(model: nn.Module, *, trains_mtp: bool) -> Iterator[None]:
         yield
     finally:
         bare.config, bare.mtp_process = own, has_layers
+        vars(bare).pop("shared_embedding_or_output_weight", None)
 
 
 def _check_stage_without_layer(model: nn.Module, settings: HeadSettings) -> None:
