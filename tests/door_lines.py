@@ -120,6 +120,11 @@ RIGHT: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
         [our_mode("dro.prompt_mean"), CLASS_LINE, f"+{ACTOR}.policy_loss.allow_partial_prompt_groups=true"],
         r"256 of 1024 prompts a step$",
     ),
+    "verl, by uv": (
+        "verl",
+        ["uv", "run", "python3", "-m", "verl.trainer.main_ppo", f"{ACTOR}.policy_loss.loss_mode=megatron_rl.grpo.token_mean"],
+        "uv run its environment is verl's own: there uv pip install --no-deps ",
+    ),
     "verl, a filled mini-batch": ("verl", [our_mode("gmpo.sample_mean"), f"{BATCH}=300"], ""),
     "verl, a rejection": ("verl", [our_mode("grpo.token_mean"), "algorithm.rollout_correction.rollout_rs=token_k1"], ""),
     "verl, the old trainer": ("verl", [our_mode("grpo.sample_mean"), f"{IS_V1}=false"], "a row is a whole rollout"),
@@ -351,7 +356,7 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
     "verl, cut groups": (
         "verl",
         [our_mode("grpo.prompt_mean")],
-        f"a mini-batch cuts prompt groups.*set {MINI_BATCH}=1024",
+        f"a mini-batch cuts prompt groups.*set {MINI_BATCH}=1024.*with {CLASS_LINE} .*allow_partial_prompt_groups=true",
     ),
     "verl, two aggregations": (
         "verl",

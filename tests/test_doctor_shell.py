@@ -380,6 +380,48 @@ def test_a_script_of_python_is_read_by_its_strings(checkout, tmp_path):
         read_line(["python", str(script)], None)
 
 
+# What a person adds to a script of Python, in its own default or on its line, is judged too; `--lr 3` is not ours.
+COMPOSED = (
+    "import miles.utils as U\nclass Args:\n    {}\n    extra_args: str = '{}'\nU.execute_train(f'--a 1 {{args.extra_args}}', {})\n"
+)
+
+
+@pytest.mark.parametrize(
+    "ours", ["--loss-aggregation=token_mean", "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"]
+)
+def test_what_is_added_to_a_script_of_python_is_seen(tmp_path, ours):
+    script = tmp_path / "run_mine.py"
+    script.write_text(COMPOSED.format("", "", "") + "b = f'--b 1 {args.extra_args}'\n")
+    plain = read_line(["python", str(script), "--extra-args", "--lr 3"], None)
+    assert dict(plain.flags)["--lr"] == ("3",) and "${extra_args}" not in plain.words
+    for words in (["--extra-args", ours], [f"--extra-args={ours}"]):
+        with pytest.raises(ConfigError, match="an earlier log has one, and what is new goes to its end"):
+            read_line(["python", str(script), *words], None)
+    script.write_text(COMPOSED.format("", ours, "") + "b = f'--b 1 {args.extra_args}'\n")
+    with pytest.raises(ConfigError, match="give the line that it prints"):
+        read_line(["python", str(script)], None)
+
+
+@pytest.mark.parametrize(
+    ("default", "argument", "experts"),
+    [
+        pytest.param("megatron_model_type: str = 'tiny'", "megatron_model_type=args.megatron_model_type", ("4",), id="default"),
+        pytest.param("pass", "megatron_model_type='tiny'", ("4",), id="argument"),
+        pytest.param("pass", "megatron_model_type=None", None, id="no script of flags"),
+        pytest.param("megatron_model_type: str = 'gone'", "", "unread", id="not here"),
+        pytest.param("megatron_model_type: str = 'tiny'", "megatron_model_type=f(x)", "unread", id="computed"),
+    ],
+)
+def test_the_flags_of_the_model_are_read_in_its_own_script(tmp_path, default, argument, experts):
+    script = tmp_path / "run_mine.py"
+    script.write_text(COMPOSED.format(default, "", argument) + "b = '--b 1'\n")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.py").write_text("def model_args():\n    return '--num-experts 4 '\n")
+    line = read_line(["python", str(script)], None)
+    is_unread = line.unread == ("${MEGATRON_MODEL_TYPE_ARGS}",)
+    assert ("unread" if is_unread else dict(line.flags).get("--num-experts")) == experts
+
+
 def test_an_evaluation_behind_the_training_is_no_second_training(checkout):
     script = checkout[1]("uv run examples/run_grpo.py a=1\nuv run examples/run_eval.py b=2")
     (line, _) = training_line([*ScriptReader(Path(script)).lines()], "run.sh")

@@ -67,8 +67,8 @@ def composed_words(tree: ast.Module) -> list[str]:
     """The flags in the strings that a script assigns or returns, in their order, as if each branch had run."""
     found: list[tuple[int, str | None, str]] = []  # (line, name, text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.Return) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return) and node.value is not None:
+            targets = [] if isinstance(node, ast.Return) else node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             found.append((node.lineno, names[0] if names else None, _text_of(node.value)))
     of_flags = {name for _, name, text in found if name is not None and "--" in text}
@@ -82,6 +82,21 @@ def composed_words(tree: ast.Module) -> list[str]:
         others = [word for word in parts if not (_HOLE.fullmatch(word) and word[2:-1] in of_flags)]
         words += others if len(others) < len(parts) or any(word.startswith("--") for word in parts) else []
     return words
+
+
+def named_texts(tree: ast.Module, name: str) -> set[str] | None:
+    """The texts that a script gives to a name or an argument, of its own classes too; None: one may be another, from elsewhere."""
+    values: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == name:
+            values.append(node.value)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            values += [node.value for target in targets if _last_name(target) == name]
+    own = [value for value in values if _last_name(value) != name]  # the others hand it on
+    texts = {value.value for value in own if isinstance(value, ast.Constant) and isinstance(value.value, str)}
+    is_known = not values or (own and all(isinstance(value, ast.Constant) for value in own))
+    return texts if is_known else None
 
 
 def _text_of(value: ast.expr) -> str:

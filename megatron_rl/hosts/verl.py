@@ -238,7 +238,7 @@ def a_step_has_whole_prompts(found: Found) -> Iterator[Row]:
     is_wrong = batch != mini_batch and found.config.allow_partial_prompt_groups is False
     if is_wrong:
         text += f": verl deals samples to ranks by length, so a mini-batch cuts prompt groups; set {MINI_BATCH}={batch}, or "
-        text += f"{BATCH}={mini_batch}, or accept cut groups with {DOOR.own.typed(PARTIAL_GROUPS)}=true"
+        text += f"{BATCH}={mini_batch}, or accept cut groups with {CLASS_LINE} {DOOR.own.typed(PARTIAL_GROUPS)}=true"
     yield Row("mini-batch", text, is_wrong=is_wrong)
 
 
@@ -353,7 +353,11 @@ def read_line(words: Sequence[str], read_file: ReadFile | None = None) -> Line:
         given[IS_V1] = False
     elif program is None and not start:
         rows += [Row("program", f"{program_word(words)} is a program of your own: it may train another loss", is_note=True)]
-    return Line(Settings.of_names(given, DOOR.all_defaults, knows_defaults=knows_defaults), rows, is_partial=bool(rows))
+    settings, is_partial = Settings.of_names(given, DOOR.all_defaults, knows_defaults=knows_defaults), bool(rows)
+    if "uv" in words[:start] and is_ours(settings):
+        text = "its environment is verl's own: there uv pip install --no-deps /path/to/megatron_rl, or start with VERL_USE_UV=0"
+        rows.append(Row("uv run", text, is_note=True))
+    return Line(settings, rows, is_partial=is_partial)
 
 
 def settings_of_config(config: Any) -> Settings:

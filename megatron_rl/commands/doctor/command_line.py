@@ -26,7 +26,7 @@ from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollo
 from megatron_rl.hosts.doors import DOORS, door_of
 from megatron_rl.hosts.names import COMMON_NAMES, meant_flag
 from megatron_rl.hosts.programs import TRAINS_NOTHING
-from megatron_rl.hosts.scripts import composed_words, imported_packages
+from megatron_rl.hosts.scripts import composed_words, imported_packages, named_texts
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 TRAIN = "train"
@@ -36,6 +36,8 @@ CONFIG_FILE = "--custom-config-path"
 PROVIDERS = ("compose_extra_args_provider", "call_pretrain", "add_megatron_rl_args")
 # How a Python script of miles starts a line that it has put together itself.
 COMPOSING = "execute_train("
+# What it puts before its own flags: those of the model, from a script of that name; and what its own command line adds to them.
+MODEL, ADDED = "megatron_model_type", "--extra-args"
 # What doctor then reads in the place of the line: which of them are on it is decided while the script runs.
 STRINGS = "all strings of flags that the script assigns"
 TRAINING_SCRIPT = re.compile(r"(.*/)?[\w-]*train[\w-]*\.py")
@@ -133,7 +135,7 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     text = read_text(script, "the script") if script is not None and is_regular(script) else ""
     launcher = script
     if COMPOSING in text:
-        after, read_from = _composed(script, text)
+        after, read_from = _composed(script, text, after)
         script = _script("train.py", script)
     given = after[: after.index("--")] if "--" in after else after
     flags = tuple(_flags(given))
@@ -159,16 +161,34 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     )
 
 
-def _composed(script: Path | None, text: str) -> tuple[list[str], ScriptLine]:
-    """The words that a Python script puts together, from its strings. Raises ConfigError where only the real line can be judged."""
-    words = composed_words(ast.parse(text))
-    is_ours = any("megatron_rl" in word or word in routes_of_flags() for word in words)
-    if is_ours or not words:
+def _composed(script: Path, text: str, typed: Sequence[str]) -> tuple[list[str], ScriptLine]:
+    """The words that a Python script puts together, from its strings, and what is typed after it. Raises ConfigError where only the
+    real line can be judged."""
+    tree = ast.parse(text)
+    own = composed_words(tree)
+    added = [value for flag, value in pairwise(typed) if flag == ADDED]  # a value may begin with --
+    added += [word.partition("=")[2] for word in typed if word.startswith(f"{ADDED}=")]
+    if added or named_texts(tree, field_of(ADDED)) == {""}:
+        own = [word for word in own if word != f"${{{field_of(ADDED)}}}"]
+    words = [*_of_model(script, tree), *own, *(added[-1].split() if added else [])]
+    is_ours = any("megatron_rl" in word or word.partition("=")[0] in routes_of_flags() for word in words)
+    if is_ours or not own:
         raise ConfigError(
-            f"{script} puts its launch line together while it runs: give the line that it prints (EXEC: ...), from python3 on"
+            f"{script} puts its launch line together while it runs: give the line that it prints (EXEC: ...), from python3 on; an "
+            "earlier log has one, and what is new goes to its end"
         )
     number = next(at for at, line in enumerate(text.splitlines(), 1) if COMPOSING in line)
     return words, ScriptLine(tuple(words), number, (STRINGS,))
+
+
+def _of_model(script: Path, tree: ast.Module) -> list[str]:
+    """The flags of the one model that a Python script names, from the strings of that model's own script."""
+    names = named_texts(tree, MODEL)
+    if names == set():
+        return []
+    file = script.parent / "models" / f"{min(names)}.py" if names and len(names) == 1 else None
+    is_here = file is not None and is_regular(file)
+    return composed_words(ast.parse(read_text(file, "the model's script"))) if is_here else [f"${{{MODEL.upper()}_ARGS}}"]
 
 
 def read_text(path: Path, what: str) -> str:

@@ -381,7 +381,9 @@ def _without_effect(line: LaunchLine) -> Iterator[Finding]:
 
 
 def _given_twice(line: LaunchLine) -> Iterator[Finding]:
-    """A parser keeps the last value and says nothing."""
+    """A parser keeps the last value and says nothing. Which of the strings of a script are on its line is not known."""
+    if line.is_composed:
+        return
     values: dict[str, list[str]] = {}
     for flag, words in line.flags:
         values.setdefault(flag, []).append(" ".join(words))
