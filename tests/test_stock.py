@@ -189,6 +189,17 @@ def test_trl(kind):
     agrees(weight, reduced)
 
 
+@pytest.mark.host("TRL_ROOT")
+def test_trl_divides_each_step_of_a_generation_by_all_of_its_tokens():
+    """The count is not split with the completions: with 4 micro-batches a generation, and one a step, a step has 1/4 of it."""
+    split = functions_of(source_of("TRL_ROOT", "trl/trainer/utils.py"), "split_tensor_dict").split_tensor_dict
+    mask = torch.ones(8, 3)
+    parts = split({"mask": mask, "num_items_in_batch": mask.sum()}, 4)
+    assert [float(part["mask"].sum() / part["num_items_in_batch"]) for part in parts] == [0.25] * 4
+    (said,) = stock_of("trl", steps_per_generation=4).remarks
+    assert "about 0.25 times its token mean; exact: steps_per_generation=1" in said
+
+
 REDUCERS = {
     "slime": "slime/backends/megatron_utils/cp_utils.py",
     "miles": "miles/backends/training_utils/cp_utils.py",
@@ -459,6 +470,20 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
             id="TRL: a selection of each micro-batch",
         ),
         pytest.param(
+            "trl",
+            "trl grpo --gradient_accumulation_steps 2 --steps_per_generation 8",
+            ("of a generation", "about 0.25 times its token mean; exact: steps_per_generation=2", "see the notes\n"),
+            "PROBLEM",
+            id="TRL: generations of several steps",
+        ),
+        pytest.param(
+            "trl",
+            "trl grpo --loss_type grpo --gradient_accumulation_steps 2 --steps_per_generation 8",
+            ("a token weighs 1/(N m_i)",),
+            "of a generation",
+            id="TRL: generations of several steps, a loss without T",
+        ),
+        pytest.param(
             "verl",
             "python -m verl.trainer.main_ppo trainer.use_v1=false actor_rollout_ref.actor.policy_loss.loss_mode=gspo "
             "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.rollout_is_batch_normalize=true",
@@ -527,6 +552,14 @@ def test_a_script_says_by_its_imports_whose_it_is(text, said, tmp_path, monkeypa
     (tmp_path / "mine.py").write_text(text)
     _, out = doctor(capsys, "--", "python", "mine.py", "loss_fn.token_level_loss=true")
     assert said in out.splitlines()[-1], out
+
+
+def test_a_script_of_trl_that_parses_the_line_was_read_with_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("from trl import GRPOConfig, GRPOTrainer, TrlParser\nGRPOTrainer(TrlParser(GRPOConfig))")
+    (tmp_path / "mine.yaml").write_text("loss_type: bnpo")
+    _, out = doctor(capsys, "--", "python", "mine.py", "--config", "mine.yaml")
+    assert "mine.py fills GRPOConfig from the command line and the file of --config: both were read" in out and "NOT exact" in out
 
 
 @pytest.mark.parametrize("host", LINES)

@@ -157,7 +157,22 @@ def stock(settings: Settings) -> Stock | None:
     entropy = TOKEN_MEAN if weight == TOKEN_MEAN else MEAN_OF_TOKEN_MEANS
     exact = exact_setting(f"{CHOICE}={{}}", {"dapo": TOKEN_MEAN}, weight)
     remarks = [text for name, text in REMARKS.items() if settings[name] not in (ONLY[name][0], UNKNOWN)]
+    remarks += tokens_of_generations(settings) if weight == TOKEN_MEAN else ()
     return Stock(weight, kl, entropy if is_on(settings, "entropy_coef") else None, exact, tuple(remarks))
+
+
+def tokens_of_generations(settings: Settings) -> Iterator[str]:
+    """TRL counts the tokens of what it generates at once (num_items_in_batch), which a step has only if both sizes are equal."""
+    steps, generated = settings["gradient_accumulation_steps"], settings["steps_per_generation"]
+    if settings["generation_batch_size"] is not None:
+        yield "generation_batch_size: T is the tokens of so many completions; exact where an optimiser step has as many"
+    elif generated is not None and generated != steps:
+        is_known = isinstance(steps, int) and isinstance(generated, int)
+        far = f"about {steps / generated:.3g} times its token mean" if is_known else "not its token mean"
+        yield (
+            f"steps_per_generation={generated} with gradient_accumulation_steps={steps}: T is the tokens of a generation and not "
+            f"of the step, whose gradient is {far}; exact: steps_per_generation={steps}"
+        )
 
 
 def is_launch(words: Sequence[str]) -> bool:
@@ -199,6 +214,8 @@ def set_by_script(script: Path | None) -> tuple[dict[str, Any], list[Row]]:
     unread = [f"**{ast.unparse(one.value)}" for node in calls for one in node.keywords if one.arg is None]
     names = ", ".join([*given, *unread])
     read = f"GRPOConfig({names}) of {script} was read" if names else f"{script} gives GRPOConfig nothing that can be seen"
+    if not names and "TrlParser" in taken_from(tree, "trl"):
+        read = f"{script} fills GRPOConfig from the command line and the file of --config: both were read"
     if unread:
         read, given = f"{read}, but for {', '.join(unread)}", {CHOICE: UNKNOWN} | given
     rows = [Row("script", f"{read}; what else the script changes is not seen here", is_note=True)]
