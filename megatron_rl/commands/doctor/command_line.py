@@ -134,7 +134,7 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
         raise ConfigError(f"megatron-rl {command} trains nothing: give the line that starts the training after --")
     text = read_text(script, "the script") if script is not None and is_regular(script) else ""
     launcher = script
-    if COMPOSING in text:
+    if script is not None and COMPOSING in text:
         after, read_from = _composed(script, text, after)
         script = _script("train.py", script)
     given = after[: after.index("--")] if "--" in after else after
@@ -186,9 +186,8 @@ def _of_model(script: Path, tree: ast.Module) -> list[str]:
     names = named_texts(tree, MODEL)
     if names == set():
         return []
-    file = script.parent / "models" / f"{min(names)}.py" if names and len(names) == 1 else None
-    is_here = file is not None and is_regular(file)
-    return composed_words(ast.parse(read_text(file, "the model's script"))) if is_here else [f"${{{MODEL.upper()}_ARGS}}"]
+    file = script.parent / "models" / f"{min(names)}.py" if names and len(names) == 1 else Path()
+    return composed_words(ast.parse(read_text(file, "the model's script"))) if is_regular(file) else [f"${{{MODEL.upper()}_ARGS}}"]
 
 
 def read_text(path: Path, what: str) -> str:
