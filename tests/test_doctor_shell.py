@@ -150,7 +150,8 @@ def test_a_script_is_read_as_bash_runs_it(of_bash, name, monkeypatch):
 UNKNOWN = [
     pytest.param("X=$(nvidia-smi | wc -l)\nshow --gpus $X", ("--gpus", "${X}"), id="what a command prints"),
     pytest.param("show --gpus $NOT_SET_ANYWHERE", ("--gpus", "$NOT_SET_ANYWHERE"), id="a variable of the cluster"),
-    pytest.param("A=(1); read -ra A <<< 2\nshow ${A[@]}", ("${A[@]}",), id="read"),
+    pytest.param("A=(1); read -ra A < a.txt\nshow ${A[@]}", ("${A[@]}",), id="read"),
+    pytest.param("A=(1); IFS=, read -ra A <<< 2,3\nshow ${A[@]}", ("${A[@]}",), id="read at commas"),
     pytest.param("A=(1); mapfile -t A\nshow ${A[@]}", ("${A[@]}",), id="mapfile"),
     pytest.param('printf -v X "[%s]" 1\nshow $X', ("$X",), id="printf -v"),
     pytest.param("source /gone/models.sh\nshow ${A[@]}", ("${A[@]}",), id="a source that is not here"),
@@ -420,6 +421,28 @@ def test_the_flags_of_the_model_are_read_in_its_own_script(tmp_path, default, ar
     line = read_line(["python", str(script)], None)
     is_unread = line.unread == ("${MEGATRON_MODEL_TYPE_ARGS}",)
     assert ("unread" if is_unread else dict(line.flags).get("--num-experts")) == experts
+
+
+@pytest.mark.parametrize(
+    ("command", "experts", "unread"),
+    [
+        pytest.param('$(python3 "${HERE}/../a/b/c/model_args_utils.py" "tiny")', ("4",), (), id="here"),
+        pytest.param('$(LAYERS=3 python3 "${HERE}/../a/b/c/model_args_utils.py" tiny)', ("4",), (), id="with a setting"),
+        pytest.param('$(python3 "${HERE}/../a/b/c/model_args_utils.py" "gone")', None, ("${MODEL_ARGS[@]}",), id="not here"),
+        pytest.param('$(python3 "${HERE}/../a/b/c/other.py" "tiny")', None, ("${MODEL_ARGS[@]}",), id="another command"),
+    ],
+)
+def test_the_flags_of_the_model_are_read_where_a_script_asks_for_them(checkout, tmp_path, command, experts, unread):
+    """As the shell scripts of miles do it: `read -ra` of what the command prints."""
+    models = tmp_path / "scripts" / "models"
+    models.mkdir(exist_ok=True)
+    (models / "tiny.py").write_text("def model_args(n=None):\n    return '--num-experts 4 ' f'--num-layers {n} '\n")
+    script = checkout[1](
+        f'HERE="$(cd -- "$(dirname -- "$0")" && pwd)"\nLINE="{command}" || exit 1\nread -ra MODEL_ARGS <<< "${{LINE}}"\n'
+        "python3 train.py ${MODEL_ARGS[@]} --lr 1"
+    )
+    line = read_line(["bash", script], "miles")
+    assert (dict(line.flags).get("--num-experts"), line.unread, dict(line.flags)["--lr"]) == (experts, unread, ("1",))
 
 
 def test_an_evaluation_behind_the_training_is_no_second_training(checkout):

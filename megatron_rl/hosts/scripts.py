@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.files.bounds import is_regular
 
 
 def syntax_tree(script: Path) -> ast.Module:
@@ -97,6 +98,12 @@ def named_texts(tree: ast.Module, name: str) -> set[str] | None:
     texts = {value.value for value in own if isinstance(value, ast.Constant) and isinstance(value.value, str)}
     is_known = not values or (own and all(isinstance(value, ast.Constant) for value in own))
     return texts if is_known else None
+
+
+def model_words(models: Path, name: str) -> list[str] | None:
+    """The flags in the script of a model, in a folder of one script a model; None: it is not here."""
+    file = models / f"{name}.py"
+    return composed_words(syntax_tree(file)) if is_regular(file) else None
 
 
 def _text_of(value: ast.expr) -> str:

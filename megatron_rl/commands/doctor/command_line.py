@@ -26,7 +26,7 @@ from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollo
 from megatron_rl.hosts.doors import DOORS, door_of
 from megatron_rl.hosts.names import COMMON_NAMES, meant_flag
 from megatron_rl.hosts.programs import TRAINS_NOTHING
-from megatron_rl.hosts.scripts import composed_words, imported_packages, named_texts
+from megatron_rl.hosts.scripts import composed_words, imported_packages, model_words, named_texts
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 TRAIN = "train"
@@ -186,8 +186,8 @@ def _of_model(script: Path, tree: ast.Module) -> list[str]:
     names = named_texts(tree, MODEL)
     if names == set():
         return []
-    file = script.parent / "models" / f"{min(names)}.py" if names and len(names) == 1 else Path()
-    return composed_words(ast.parse(read_text(file, "the model's script"))) if is_regular(file) else [f"${{{MODEL.upper()}_ARGS}}"]
+    words = model_words(script.parent / "models", min(names)) if names and len(names) == 1 else None
+    return [f"${{{MODEL.upper()}_ARGS}}"] if words is None else words
 
 
 def read_text(path: Path, what: str) -> str:

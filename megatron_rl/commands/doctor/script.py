@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.bounds import is_regular, read_regular
+from megatron_rl.hosts.scripts import model_words
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -26,6 +27,8 @@ COUNTING = ("postfix_expression", "unary_expression", "for_statement", "unset_co
 BRANCHING = ("if_statement", "case_statement", "for_statement", "c_style_for_statement", "while_statement")
 # They hold no command that the script runs as a separate step.
 NO_STEPS = ("string", "concatenation", "expansion", "command_substitution", "process_substitution", "heredoc_body")
+# The command of miles that prints the flags of a model, and the folder of their scripts from four folders above it.
+MODEL_COMMAND, MODELS = "model_args_utils.py", Path("scripts", "models")
 SHELLS = ("bash", "sh", "zsh", "exec")
 # $NAME, ${NAME}, ${NAME[@]}, ${NAME[0]}, and those with a default; the others cut or count, and are left as they are.
 VARIABLE = re.compile(r"\$\{?(?P<name>[A-Za-z_]\w*|[@*0-9])(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<how>:?[-=+]).*|\}?)", re.DOTALL)
@@ -172,6 +175,8 @@ class ScriptReader:
             self._assign(setting, is_in_branch=is_in_branch)
         outer_exported, self.exported = self.exported, self.exported | {*settings}
         yield from self._run(words[words[:1] == ["time"] :], branches, self._line_of(node))
+        if words[:2] == ["read", "-ra"] and len(words) == 3 and not settings:
+            self._read_array(words[2], redirects, {words[2]: self._line_of(node)} if is_in_branch else {})
         self.exported = outer_exported
         self.values = {name: value for name, value in self.values.items() if name not in settings} | outer
         for redirect in redirects:  # the node of a here document holds the rest of its first line
@@ -201,6 +206,14 @@ class ScriptReader:
             python_path = self.values.get("PYTHONPATH", _Value([])).words
             yield ScriptLine(tuple(words), line, branches, " ".join(python_path), tuple(self.unparsed), tuple(self.absent))
         self.path, self.lines_above, self.is_in_function = above
+
+    def _read_array(self, name: str, redirects: Sequence[Node], branches: dict[str, int]) -> None:
+        """read -ra NAME <<< "$LINE", of a line of flags: any other one may stand for some that are not known."""
+        lines = [child for node in redirects if node.type == "herestring_redirect" for child in node.named_children]
+        texts = [word for child in lines for word in self.words(child)]
+        if len(texts) == 1 and re.match(r"\s*--\w", texts[0]) and not re.search(r"\$\(|`|\n", texts[0]):
+            self.values[name] = _Value(_split(texts[0]), is_array=True, branches=branches)
+            self.unknown.discard(name)
 
     def _called(self, path: Path, arguments: Sequence[str]) -> Iterator[ScriptLine]:
         """Another script, in a process of its own: it has what this one has exported."""
@@ -278,7 +291,7 @@ class ScriptReader:
         text = _text(node).lstrip()
         match = VARIABLE.fullmatch(text)
         if node.type == "command_substitution" or match is None:
-            return [self._path_command(node) or text]
+            return [self._known_command(node) or text]
         known, how = self._known(match["name"], match["index"] or "0"), match["how"] or ""
         is_set = known is not None and not (how.startswith(":") and known in ([""], []))
         if known is not None and is_set and not how.endswith("+"):
@@ -310,8 +323,9 @@ class ScriptReader:
         is_key = OF_A_KEY.search(name) is not None and len(self.environment.get(name, "")) >= SHORTEST_KEY
         return is_key or SECRET.search(name) is not None
 
-    def _path_command(self, node: Node) -> str | None:
-        """`cd ... && pwd`, `dirname ...` and `basename ...` of what is known: how scripts find their own folder."""
+    def _known_command(self, node: Node) -> str | None:
+        """`cd ... && pwd`, `dirname ...` and `basename ...` of what is known: how scripts find their own folder. And the flags of a
+        model, from the script that has them."""
         commands = [[word for child in command.named_children for word in self.words(child)] for command in _commands_in(node)]
         if any(is_unread(word) for words in commands for word in words):
             return None
@@ -322,6 +336,10 @@ class ScriptReader:
                 return os.path.dirname(what) or "."
             case [["basename", what]]:
                 return os.path.basename(what)
+            case [[*_, command, model]] if Path(command).name == MODEL_COMMAND:
+                folders = Path(command).resolve().parents
+                words = model_words(folders[3] / MODELS, model) if len(folders) > 3 else None
+                return None if words is None else " ".join(words)
         return None
 
 
