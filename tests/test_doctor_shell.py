@@ -421,6 +421,8 @@ def test_the_flags_of_the_model_are_read_in_its_own_script(tmp_path, default, ar
     line = read_line(["python", str(script)], None)
     is_unread = line.unread == ("${MEGATRON_MODEL_TYPE_ARGS}",)
     assert ("unread" if is_unread else dict(line.flags).get("--num-experts")) == experts
+    notes = [row.text for row in judge_launch(["python", str(script)], None).reading if row.subject == "unread"]
+    assert [note.endswith("; the line that the script prints (EXEC: ...) has them") for note in notes] == [True] * is_unread
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,9 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
     """What could not be read, and what was taken for granted."""
     if line.unread:
         how = "" if line.read_from else "; give the script that runs the line (-- bash run.sh), where arrays are known"
-        if line.read_from and line.read_from.absent:
+        if line.is_composed:
+            how = "; the line that the script prints (EXEC: ...) has them"
+        elif line.read_from and line.read_from.absent:
             how = f"; sourced, and not here: {', '.join(line.read_from.absent)}"
         yield Finding("unread", NOTE, f"{', '.join(line.unread)}: not expanded, and the flags in there are not judged{how}")
     others = [flag for flag in line.unknown if flag not in routes_of_flags()]
