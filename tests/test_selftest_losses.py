@@ -240,6 +240,45 @@ def test_a_loss_of_ones_own_has_rows_of_its_own(tmp_path, monkeypatch, run, name
     assert all(f"mine.{name} " in row for row in rows)
 
 
+OWN_AGGREGATIONS = """
+from megatron_rl import register_loss_aggregation
+
+def declared(name, **fields):
+    return register_loss_aggregation(name, source="a test", **fields)
+
+@declared("root", formula="1 / (N m_i^0.5)")
+def root(token_counts, totals, *, prompt_token_counts, divisor):
+    return 1 / (totals.num_samples * token_counts.sqrt())
+
+@declared("off", formula="1 / (N m_i^0.5)")
+def off(token_counts, totals, *, prompt_token_counts, divisor):
+    return 1 / (totals.num_samples * token_counts)
+
+@declared("mute")
+def mute(token_counts, totals, *, prompt_token_counts, divisor):
+    return 1 / (totals.num_samples * token_counts)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "code", "says"),
+    [
+        pytest.param("root", (), 0, " root, logits, torch ", id="its function is its formula"),
+        pytest.param("off", (), 1, "and its formula 1/(N m_i^0.5) gives", id="another function than its formula"),
+        pytest.param("mute", (), 2, "declares no formula", id="without a formula"),
+        pytest.param("root", ("--model-like", "gpt-oss"), 2, "remove one flag", id="beside a model of the field"),
+    ],
+)
+def test_an_aggregation_of_ones_own_has_rows_of_its_own(tmp_path, monkeypatch, name, others, code, says):
+    (tmp_path / "mine.py").write_text(OWN_AGGREGATIONS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    found, out, error = alone("--loss-aggregation", f"mine.{name}", "--policy-loss", "grpo", *others)
+    assert found == code and says in out + error, out + error
+    rows = [line for line in out.splitlines() if line.startswith(("PASS  ", "FAIL  "))]
+    assert all(f"grpo {name}, " in row for row in rows) and (rows or code == 2), out
+
+
 def test_interpreted_rows_pass(plain_pool):
     """The same kernels as on CUDA, against the same reference."""
     if not is_interpreted():

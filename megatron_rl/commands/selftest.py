@@ -54,6 +54,8 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--policy-loss", metavar="NAME", help="Run the rows of this loss alone; module.function: a loss of your own. Default: all."
     )
+    aggregation_help = "Run the rows of this aggregation alone; module.function: one of your own. Default: all."
+    parser.add_argument("--loss-aggregation", metavar="NAME", help=aggregation_help)
     parser.add_argument("--row", action="append", default=[], metavar="TEXT", help="Only rows with TEXT in their name. Repeatable.")
     interpreted = "Without CUDA: run a few rows in Triton's interpreter too, some seconds each."
     parser.add_argument("--interpret-triton", action="store_true", help=interpreted)
@@ -67,6 +69,8 @@ def run(args: Namespace) -> int:
     started = time.monotonic()
     if args.policy_loss is not None:
         check_loss(args.policy_loss)
+    if args.loss_aggregation is not None:
+        args.loss_aggregation = aggregation_of(args.loss_aggregation, args.model_like)
     if args.interpret_triton:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks where a kernel is defined, which is later
     screen = Screen(as_json=args.json, shows=os.environ.get("RANK", "0") == "0")
@@ -153,6 +157,18 @@ def check_loss(name: str) -> None:
         raise ConfigError(problems)
 
 
+def aggregation_of(name: str, model_like: str | None) -> str:
+    """The name in its rows. One of a user's own is registered, before the tables are made. ConfigError: it has no rows."""
+    from megatron_rl.loss_hub import get_loss_aggregation
+
+    record = get_loss_aggregation(name)
+    if record.formula is None:
+        raise ConfigError(f"--loss-aggregation {name} declares no formula, which the selftest compares it with: declare one")
+    if model_like is not None:
+        raise ConfigError(f"--loss-aggregation {name}: rows of --model-like {model_like} have their own; remove one flag")
+    return record.name
+
+
 def results(args: Namespace, screen: Screen) -> Iterator[RowResult]:
     from megatron_rl.testing.selftest import run_selftest
     from megatron_rl.testing.selftest_table import Choice
@@ -161,7 +177,7 @@ def results(args: Namespace, screen: Screen) -> Iterator[RowResult]:
         bench_of(args),
         screen.on_start,
         interprets_triton=args.interpret_triton,
-        choice=Choice(args.policy_loss, tuple(args.row)),
+        choice=Choice(args.policy_loss, tuple(args.row), args.loss_aggregation),
         on_row=screen.on_row,
     )
 

@@ -141,12 +141,14 @@ def is_interpreted_too(case: Case) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The rows that were asked for. A loss of a user's own is registered before this package's tables are made, on import."""
+    """The rows that were asked for. What is a user's own is registered before this package's tables are made, on import."""
 
     policy_loss: str | None = None
     """The rows of this loss alone; None: of all."""
     texts: tuple[str, ...] = ()
     """The rows with one of these in their names; none: all."""
+    aggregation: str | None = None
+    """The rows of this aggregation alone; None: of all."""
 
     def of(self, rows: Sequence[Row]) -> list[Row]:
         """The rows of a probe run whatever is chosen. Raises ConfigError where a text chooses no row."""
@@ -157,5 +159,7 @@ class Choice:
         return chosen
 
     def _has(self, row: Row) -> bool:
-        is_of_loss = row.case is None or self.policy_loss in (None, row.case.policy_loss)
-        return is_of_loss and (not self.texts or any(text in row.name for text in self.texts))
+        of_case = row.case is None or (
+            self.policy_loss in (None, row.case.policy_loss) and self.aggregation in (None, row.case.aggregation)
+        )
+        return of_case and (not self.texts or any(text in row.name for text in self.texts))
