@@ -172,5 +172,6 @@ def test_a_loss_of_ones_own_is_compared_with_its_function_at_the_parameters_of_c
         "count_step, grpo_loss", "Parameter, bounded_exp, count_step, policy_loss"
     )
     source = source.replace("import Parameter,", "import register_policy_loss, Parameter,")
-    found = pool.run(run_loop, source.replace('"steep"', f'"steep {in_loop}{in_config}"'))  # a name is registered once
+    name = f"steep {in_loop}{in_config and f'beside {in_config}'}"  # a name is registered once
+    found = pool.run(run_loop, source.replace('"steep"', f'"{name}"'))
     assert found == ["", ""] if message is None else all(message in one for one in found), found
