@@ -17,7 +17,15 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import clip_of
 from megatron_rl.train.option_rules import TrainLaunch, check_needs, train_options, with_group_size
-from megatron_rl.train.options import GROUPS, PRESETS, TrainOptions, add_train_args, model_vocab_size, set_preset_defaults
+from megatron_rl.train.options import (
+    GROUPS,
+    PRESETS,
+    TrainOptions,
+    add_train_args,
+    experts_of,
+    model_vocab_size,
+    set_preset_defaults,
+)
 from megatron_rl.validation import flag_of
 
 
@@ -343,3 +351,10 @@ def test_options_and_writers_load_no_megatron_and_no_drawing_library():
     modules = ", ".join(f"megatron_rl.train.{name}" for name in ("options", "plots", "progress", "writers"))
     script = f"import sys; import {modules}; print({{'megatron', 'matplotlib', 'tensorboard'}} & set(sys.modules))"
     assert run_in_children(script) == "set()\n"
+
+
+def test_a_folder_of_experts_has_the_losses_of_routers_that_are_typed():
+    balance, z_loss = {"moe_aux_loss_coeff": 0.1}, {"moe_z_loss_coeff": 0.2}
+    kind = {"moe_router_load_balancing_type": "aux_loss"}
+    for typed, more in (({}, {}), (z_loss, {}), (balance, kind), (balance | z_loss, kind)):
+        assert experts_of(TrainOptions(hf_checkpoint="folder", num_experts=4, **typed)) == typed | more

@@ -365,8 +365,9 @@ def experts_of(options: TrainOptions) -> dict[str, Any]:
     if options.num_experts is None:
         return {}
     if options.hf_checkpoint is not None:  # the folder has the rest
-        losses = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
-        return {name: getattr(options, name) or None for name in losses} if options.moe_aux_loss_coeff else {}
+        balance = ("moe_router_load_balancing_type", "moe_aux_loss_coeff") if options.moe_aux_loss_coeff else ()
+        z_loss = ("moe_z_loss_coeff",) if options.moe_z_loss_coeff else ()
+        return {name: getattr(options, name) for name in (*balance, *z_loss)}
     names = ("moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
     return {
         "num_moe_experts": options.num_experts,
