@@ -15,7 +15,8 @@ from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.loss_value import LossValue as LossValue  # beside the decorator, where a loss's file takes it
-from megatron_rl.registries.registry import Registry, check_signature, check_twin_path, takes
+from megatron_rl.registries.registry import Registry
+from megatron_rl.registries.signatures import check_signature, check_twin_path, takes
 
 if TYPE_CHECKING:
     from megatron_rl.config import PolicyLossConfig

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rl.config import CorrectionLevel
 from megatron_rl.errors import ConfigError
-from megatron_rl.registries.registry import Registry, check_signature
+from megatron_rl.registries.registry import Registry
+from megatron_rl.registries.signatures import check_signature
 
 if TYPE_CHECKING:
     from torch import Tensor

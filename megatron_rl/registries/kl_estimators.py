@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_rl.registries.registry import Registry, check_signature, check_twin_path, takes
+from megatron_rl.registries.registry import Registry
+from megatron_rl.registries.signatures import check_signature, check_twin_path, takes
 
 if TYPE_CHECKING:
     from torch import Tensor
