@@ -1,0 +1,375 @@
+"""What doctor and explain say of a launch line that trains with the trainer's own loss."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from megatron_rl.__main__ import main
+from megatron_rl.hosts import skyrl, verl
+
+# What doctor prints
+
+
+LINES = {
+    "skyrl": (
+        ["python", "-m", "skyrl.train.entrypoints.main_base", "trainer.algorithm.loss_reduction=token_mean_legacy"],
+        (
+            "1/(M dp T_b)",
+            "exact: trainer.algorithm.loss_reduction=token_mean",
+            "NOT exact: the weight of a token in its policy",
+        ),
+    ),
+    "verl": (
+        ["python3", "-m", "verl.trainer.main_ppo", "actor_rollout_ref.actor.loss_agg_mode=token-mean"],
+        ("1/T; token_mean here", "verl's own loss: the weights of its tokens do not depend on the layout"),
+    ),
+    "nemo_rl": (["python", "examples/run_grpo.py", "loss_fn.token_level_loss=false"], ("1/(N+ m_i)", "NeMo-RL's own loss")),
+    "trl": (
+        ["python", "t.py", "--loss_type", "bnpo", "--beta", "0.1", "--entropy_coef", "0.01"],
+        ("exact: loss_type=dapo", "in its policy, KL and entropy terms depends"),
+    ),
+    "miles": (["python3", "train.py", "--advantage-estimator", "grpo"], ("1/(N m_i); sample_mean here", "miles's own loss")),
+    "megatron_lm": (
+        ["python", "train_rl.py", "--grpo-kl-beta", "0.1"],
+        ("1/(M dp T_b)", "exact: --calculate-per-token-loss", "in its policy, KL and entropy terms depends"),
+    ),
+    "prime_rl": (["rl", "--trainer.loss.type", "custom"], ("what it weighs is not known here: nothing was judged",)),
+}
+
+
+def doctor(capsys, *words: str) -> tuple[int, str]:
+    code = main(["doctor", "--launch-only", *words])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("host", "line", "said", "not_said"),
+    [
+        pytest.param(
+            "miles",
+            "python3 train.py --use-tis --custom-tis-function-path mine.weights",
+            ("mine.weights weighs tokens and may reject some: that is not judged", "do not depend on the layout; see the notes"),
+            "mine.weights is not known here",
+            id="miles: a correction of one's own",
+        ),
+        pytest.param(
+            "skyrl",
+            "python -m examples.train.algorithms.dapo.main_dapo trainer.algorithm.loss_reduction=token_mean_legacy "
+            "trainer.algorithm.overlong_buffer_len=512",
+            ("main_dapo: what it makes of trainer.algorithm.overlong_buffer_len is not judged", "depends on the layout\n"),
+            "PROBLEM",
+            id="SkyRL: an entrypoint of its examples",
+        ),
+        pytest.param(
+            "skyrl",
+            "python -m mine.main trainer.algorithm.loss_reduction=token_mean_legacy trainer.algorithm.overlong_buffer_len=512",
+            (
+                "mine.main is an entrypoint of your own: it may train another loss, and what it makes of "
+                "trainer.algorithm.overlong_buffer_len is not judged",
+                "Our losses need -m skyrl.train.entrypoints.main_base",
+                "NOT exact",
+                "depends on the layout; see the notes\n",
+            ),
+            "PROBLEM",
+            id="SkyRL: an entrypoint of one's own",
+        ),
+        pytest.param(
+            "skyrl",
+            "python -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=mine.entry trainer.strategy=fsdp",
+            ("trainer.override_entrypoint=mine.entry is not known here: it may train another loss", "layout; see the notes\n"),
+            "PROBLEM",
+            id="SkyRL: another trainer behind its entrypoint",
+        ),
+        pytest.param(
+            "verl",
+            "python -m recipe.mine.main actor_rollout_ref.actor.loss_agg_mode=token-mean",
+            ("recipe.mine.main is a program of your own: it may train another loss", "layout; see the notes\n"),
+            "PROBLEM",
+            id="verl: a program of one's own",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.experimental.fully_async_policy.fully_async_main --config-name=fully_async_ppo_trainer.yaml "
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo algorithm.rollout_correction.bypass_mode=true",
+            ("fully_async_main trains with verl's own loss; ours was not tried with it", "bypass_mode of the old trainer"),
+            "PROBLEM",
+            id="verl: the old trainer behind another program",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo distillation.enabled=True distillation.distillation_loss.use_task_rewards=False "
+            "actor_rollout_ref.actor.use_kl_loss=True",
+            ("distillation  ", "a token weighs 1/T"),
+            "policy  ",
+            id="verl: distillation in the place of the policy's loss",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo distillation.enabled=True actor_rollout_ref.model.mtp.enable=True "
+            "actor_rollout_ref.model.mtp.enable_train=True",
+            (
+                "1/T too, as the policy term",
+                "adds the loss of multi-token prediction, which the verdict does not count",
+                "see the notes\n",
+            ),
+            "PROBLEM",
+            id="verl: distillation beside it",
+        ),
+        pytest.param(
+            "miles",
+            "python3 train.py --mtp-num-layers 1 --enable-mtp-training",
+            (
+                "--enable-mtp-training adds the loss of multi-token prediction, which the verdict does not count",
+                "layout; see the notes\n",
+            ),
+            "no problems",
+            id="miles: multi-token prediction",
+        ),
+        pytest.param(
+            "nemo_rl",
+            "python examples/run_grpo.py loss_fn.token_level_loss=true",
+            (
+                "only the overrides of the line are judged",
+                "our losses: that, and ++loss_fn.megatron_rl=",
+                "layout; see the notes\n",
+            ),
+            "PROBLEM",
+            id="NeMo-RL: a settings file that is not here",
+        ),
+        pytest.param(
+            "trl",
+            "trl grpo --loss_type bnpo --top_entropy_quantile 0.2",
+            ("exact: loss_type=dapo", "top_entropy_quantile selects tokens of each micro-batch", "see the notes\n"),
+            "PROBLEM",
+            id="TRL: a selection of each micro-batch",
+        ),
+        pytest.param(
+            "trl",
+            "trl grpo --gradient_accumulation_steps 2 --steps_per_generation 8",
+            ("of a generation", "about 0.25 times its token mean; exact: steps_per_generation=2", "see the notes\n"),
+            "PROBLEM",
+            id="TRL: generations of several steps",
+        ),
+        pytest.param(
+            "trl",
+            "trl grpo --loss_type grpo --gradient_accumulation_steps 2 --steps_per_generation 8",
+            ("a token weighs 1/(N m_i)",),
+            "of a generation",
+            id="TRL: generations of several steps, a loss without T",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo trainer.use_v1=false actor_rollout_ref.actor.policy_loss.loss_mode=gspo "
+            "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.rollout_is_batch_normalize=true",
+            ("a token weighs 1/T", "in the place of loss_mode", "divides by a mean over each micro-batch", "see the notes"),
+            "1/(N m_i)",
+            id="verl: bypass_mode",
+        ),
+        pytest.param(
+            "skyrl",
+            "python -m mine.main trainer.algorithm.policy_loss_type=reinforce",
+            ("SkyRL's own loss, and what it weighs is not known here: nothing was judged",),
+            "a token weighs",
+            id="SkyRL: a loss of one's own",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode=mine",
+            ("verl's own loss, and what it weighs is not known here: nothing was judged",),
+            "a token weighs",
+            id="verl: a loss of one's own",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo +actor_rollout_ref.actor.policy_loss.tau_neg=1.05 "
+            "actor_rollout_ref.actor.model_engine=megatron",
+            ("did you mean actor_rollout_ref.actor.tau_neg?", "did you mean model_engine?"),
+            "remove it",
+            id="verl: settings in another place",
+        ),
+    ],
+)
+def test_doctor_says_what_of_a_stock_line_it_does_not_judge(host, line, said, not_said, capsys):
+    _, out = doctor(capsys, "--", *line.split()) if host != "miles" else doctor(capsys, "--host", host, "--", *line.split())
+    assert not [text for text in said if text not in out] and not_said not in out, out
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("python -m verl.trainer.sft_trainer", "verl.trainer.sft_trainer trains on given answers"),
+        ("python verl/trainer/main_eval.py", "verl/trainer/main_eval.py trains nothing"),
+        ("uv run examples/run_dpo.py", "examples/run_dpo.py trains on preferences"),
+        ("python -m skyrl.train.main_sft", "skyrl.train.main_sft trains on given answers"),
+        ("uv run sft @ sft.toml", "sft trains on given answers"),
+        ("trl dpo --config x.yaml", "trl dpo trains on preferences"),
+    ],
+)
+def test_other_trainings_of_a_trainer_are_named_and_not_judged(line, why, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out = doctor(capsys, "--", *line.split())
+    assert code == 0 and f"doctor: {why}" in out and out.endswith(": nothing was judged\n"), out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(GRPOConfig(loss_type='bnpo', beta=x))", "NOT exact: the weight of"),
+        ("from trl import SFTTrainer\nSFTTrainer()", "trains on given answers"),
+        ("import trl\ntrl.RLOOTrainer()", "makes a RLOOTrainer, whose loss is not known here"),
+        ("from nemo_rl.algorithms.grpo import setup", "NeMo-RL's own loss: the weights"),
+        ("from nemo_rl.algorithms.dpo import setup", "trains on preferences"),
+    ],
+)
+def test_a_script_says_by_its_imports_whose_it_is(text, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(text)
+    _, out = doctor(capsys, "--", "python", "mine.py", "loss_fn.token_level_loss=true")
+    assert said in out.splitlines()[-1], out
+
+
+def test_a_script_of_trl_that_parses_the_line_was_read_with_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("from trl import GRPOConfig, GRPOTrainer, TrlParser\nGRPOTrainer(TrlParser(GRPOConfig))")
+    (tmp_path / "mine.yaml").write_text("loss_type: bnpo")
+    _, out = doctor(capsys, "--", "python", "mine.py", "--config", "mine.yaml")
+    assert "mine.py fills GRPOConfig from the command line and the file of --config: both were read" in out and "NOT exact" in out
+
+
+@pytest.mark.parametrize("host", LINES)
+def test_doctor_says_what_a_stock_line_weighs(host, capsys):
+    line, said = LINES[host]
+    code, out = doctor(capsys, "--host", host, "--", *line)
+    assert code == 0 and not [text for text in said if text not in out], out
+    assert "no problems" not in out
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [("sft", "nothing was judged"), ("rlvr_rollout", "nothing was judged"), ("agentic", "layout; see the notes")],
+)
+def test_a_pipeline_of_roll_without_a_policy_is_not_judged(pipeline, said, tmp_path, monkeypatch, capsys):
+    """Its supervised, preference and distillation workers have other losses; the rollout pipelines train nothing."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.yaml").write_text("rollout_batch_size: 8\ndefaults: [other]\n")
+    monkeypatch.chdir(tmp_path)
+    _, out = doctor(capsys, "--", "python", f"start_{pipeline}_pipeline.py", "--config_name", "mine")
+    assert f"launch line: roll, start_{pipeline}_pipeline.py" in out and said in out.splitlines()[-1], out
+
+
+ALIKE = "the weights of its tokens do not depend on the layout"
+# A published launch of each trainer, of each kind that doctor reads in its own way.
+PUBLISHED = [
+    ("MILES", "python scripts/run_qwen3_4b.py", f"miles's own loss: {ALIKE}; see the notes"),
+    ("MILES", "bash examples/lora/run-qwen3-4B-megatron-lora.sh", f"miles's own loss: {ALIKE}\n"),
+    ("MILES", "bash examples/geo3k_vlm/run_geo3k_vlm.sh", f"miles's own loss: {ALIKE}; not read"),
+    ("SLIME", "bash scripts/run-qwen3-30B-A3B.sh", f"slime's own loss: {ALIKE}"),
+    ("SLIME", "bash scripts/run-qwen3-4B-base-sft.sh", "--loss-type sft_loss trains on given answers"),
+    ("VERL", "bash examples/gmpo_trainer/run_qwen3_8b_fsdp.sh", "NOT exact: the weight of a token in its policy term"),
+    ("VERL", "bash verl/experimental/fully_async_policy/shell/geo3k_qwen3vl_30b_a3b_fsdp2_32_32.sh", f"verl's own loss: {ALIKE}"),
+    ("NEMO_RL", "uv run examples/run_ppo.py", f"NeMo-RL's own loss: {ALIKE}"),
+    ("NEMO_RL", "bash tests/test_suites/llm/sft-gpt-oss-20b-1n8g-fsdp8ep8-automodel.sh", "run_sft.py trains on given answers"),
+    ("SKYRL", "bash examples/train/algorithms/dapo/run_dapo_aime_qwen3_4b_aime.sh", "NOT exact: the weight of a token"),
+    ("SKYRL", "bash examples/train/delta_weight_sync/run_gsm8k_qwen1p5b_nfs.sh", f"SkyRL's own loss: {ALIKE}"),  # calls another one
+    ("ROLL", "bash examples/qwen3-8B-rlvr_megatron/run_rlvr_pipeline.sh", f"ROLL's own loss: {ALIKE}"),
+    ("TRL", "python examples/scripts/grpo_2048.py", f"TRL's own loss: {ALIKE}; see the notes"),
+    ("PRIME_RL", "uv run rl @ examples/basic/wordle/rl.toml", f"prime-rl's own loss: {ALIKE}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("host", "line", "said"),
+    [pytest.param(*row, id=row[1].rpartition("/")[2], marks=pytest.mark.host(f"{row[0]}_ROOT")) for row in PUBLISHED],
+)
+def test_doctor_judges_a_published_launch(host, line, said, monkeypatch, capsys):
+    monkeypatch.chdir(os.environ[f"{host}_ROOT"])
+    code, out = doctor(capsys, "--", *line.split())
+    assert code == 0 and said in out.splitlines()[-1], out
+
+
+def test_doctor_says_how_far_a_recorded_step_is_off(tmp_path, capsys):
+    """Samples of 10, 10, 10 and 70 tokens in two micro-batches: 20 and 80 tokens, exact 1 / 100, so factors 2.5 and 0.625."""
+    png = tmp_path / "step.png"
+    step = ["--response-lengths", "10,10,10,70", "--micro-batch-size", "2"]
+    code, out = doctor(capsys, *step, "--plot", str(png), "--host", "trl", "--", *LINES["trl"][0])
+    assert "policy, KL, entropy: a token weighs 0.625 to 2.5 times its exact weight, and the gradient is 75% off" in out, out
+    assert code == 0 and png.read_bytes().startswith(b"\x89PNG")
+    code, out = doctor(capsys, *step, "--host", "miles", "--", *LINES["miles"][0])
+    assert "each token has its exact weight" in out, out
+
+
+def test_a_step_beside_a_loss_of_ours_is_sent_to_explain(capsys):
+    ours = "actor_rollout_ref.actor.policy_loss.loss_mode=megatron_rl.gspo.token_mean"
+    _, out = doctor(capsys, "--response-lengths", "3,5", "--", "python", "-m", "verl.trainer.main_ppo", ours)
+    assert "`megatron-rl explain` shows what our loss makes of a step" in out, out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--micro-batch-size", "2", "--", "rl"], "--micro-batch-size goes with a recorded step"),
+        (["--response-lengths", "3,5"], "--response-lengths is for the launch line after --"),
+        (["--response-lengths", "3", "--rollouts", "x", "--", "rl"], "a step has one source"),
+        (["--response-lengths", "3", "--micro-batch-size", "0", "--", "rl"], "--micro-batch-size 0 must be at least 1"),
+        (["--response-lengths", "3", "--plot", "x.png", "--host", "miles", "--", "python3", "train.py"], "nothing to draw"),
+    ],
+)
+def test_a_flag_that_does_nothing_is_refused(words, said, capsys):
+    code = main(["doctor", "--launch-only", *words])
+    assert code == 2 and said in capsys.readouterr().err
+
+
+# explain, of a line
+
+
+def explain(capsys, *words: str) -> tuple[int, str]:
+    code = main(["explain", *words])
+    shown = capsys.readouterr()
+    return code, shown.out + shown.err
+
+
+def test_explain_shows_the_weights_of_a_stock_line(capsys):
+    """Samples of 10, 10, 10 and 70 tokens in two micro-batches, as doctor's step above: 1 / (2 x 20) and 1 / (2 x 80)."""
+    step = ["--response-lengths", "10,10,10,70", "--num-microbatches", "2", "--host", "trl"]
+    code, out = explain(capsys, *step, "--", *LINES["trl"][0])
+    rows = [line.split() for line in out.splitlines() if line.startswith("sample ")]
+    assert [row[3:] for row in rows] == [
+        ["0.0", "10/10", "0.025", "x", "2.5"],
+        ["0.0", "10/10", "0.025", "x", "2.5"],
+        ["0.1", "10/10", "0.00625", "x", "0.625"],
+        ["0.1", "70/70", "0.00625", "x", "0.625"],
+    ]
+    assert code == 0 and out.splitlines()[-1].startswith("TRL's own loss: NOT exact"), out
+    assert json.loads(explain(capsys, *step, "--json", "--", *LINES["trl"][0])[1])["own_loss"]["policy"]["weights"][0] == 0.025
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--loss-aggregation", "constant", "--", "python3", "train.py"], "--loss-aggregation beside a launch line"),
+        (["--", "uv", "run", "sft", "@", "x.toml"], "sft trains on given answers, without a policy loss: nothing was judged"),
+        (
+            ["--", "python", "-m", verl.MAIN, f"{verl.LOSS_MODE}=megatron_rl.gspo.token_mean"],
+            "a loss of ours trains there. explain shows the trainer's own loss of a line",
+        ),
+        (["--", "python", "-m", skyrl.ENTRY, f"{skyrl.REDUCTION}=prompt_mean"], "give --prompt-ids a,a,b"),
+    ],
+)
+def test_explain_says_why_a_line_has_no_weights(words, said, capsys):
+    code, out = explain(capsys, "--response-lengths", "3,5", *words)
+    assert code == 2 and said in out, out
+
+
+def test_explain_weighs_prompts(capsys):
+    """Prompts of 3 + 5 and 2 tokens: 1 / (2 x 8) and 1 / (2 x 2)."""
+    line = ["python", "-m", skyrl.ENTRY, f"{skyrl.REDUCTION}=prompt_mean", "trainer.algorithm.use_kl_loss=false"]
+    _, out = explain(capsys, "--response-lengths", "3,5,2", "--prompt-ids", "a,a,b", "--", *line)
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith("sample ")] == ["0.0625", "0.0625", "0.25"], out
+
+
+def test_explain_names_its_own_flag(capsys):
+    _, out = explain(capsys, "--host", "prime_rl", "--response-lengths", "3,5", "--loss-aggregation", "sample_mean")
+    assert "give --one-sample-per-rollout here, and --trainer.loss.kwargs.one-sample-per-rollout True there" in out
