@@ -264,7 +264,7 @@ ALIKE = "the weights of its tokens do not depend on the layout"
 # A published launch of each trainer, of each kind that doctor reads in its own way.
 PUBLISHED = [
     ("MILES", "python scripts/run_qwen3_4b.py", f"miles's own loss: {ALIKE}; see the notes"),
-    ("MILES", "bash examples/lora/run-qwen3-4B-megatron-lora.sh", f"miles's own loss: {ALIKE}\n"),
+    ("MILES", "bash examples/lora/run-qwen3-4B-megatron-lora.sh", f"miles's own loss: {ALIKE}"),
     ("MILES", "bash examples/geo3k_vlm/run_geo3k_vlm.sh", f"miles's own loss: {ALIKE}; not read"),
     ("SLIME", "bash scripts/run-qwen3-30B-A3B.sh", f"slime's own loss: {ALIKE}"),
     ("SLIME", "bash scripts/run-qwen3-4B-base-sft.sh", "--loss-type sft_loss trains on given answers"),
