@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.commands.explain.step import StepInput, read_step
-from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.stock import Stock, local_letters, of_the_step
 from megatron_rl.train.plots import plot_weights
 from megatron_rl.validation.checks import Row
@@ -46,9 +45,9 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
         yield Row("this step", f"{one.terms}: {far} ({where})", is_note=True)
     if not found:
         yield Row("this step", f"each token has its exact weight ({where})")
-    if args.plot is not None:
-        if not found:
-            raise ConfigError(f"--plot {args.plot}: each token has its exact weight, so there is nothing to draw; remove it")
+    if args.plot is not None and not found:
+        yield Row("plot", f"{args.plot} is not written: with exact weights there is nothing to draw", is_note=True)
+    elif args.plot is not None:
         panels = [(f"{one.terms}: the gradient is {one.error:.0%} off", one.lengths.tolist(), one.ratios.tolist()) for one in found]
         plot_weights(panels, args.plot, where)
         yield Row("plot", str(args.plot))
