@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_rl.aggregation_record import COUNTS, AggregationRecord
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.loss_hub import get_loss_aggregation, register_loss_aggregation
-from megatron_rl.registries.signatures import takes
+from megatron_rl.registries.registry import takes
 from megatron_rl.step_counts import StepTotals, check_counts
 
 # Relative. A function may compute in float32, with a few roundings.

@@ -15,8 +15,8 @@ from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.loss_value import LossValue as LossValue  # beside the decorator, where a loss's file takes it
-from megatron_rl.registries.registry import Registry
-from megatron_rl.registries.signatures import check_signature, check_twin_path, takes
+from megatron_rl.registries.registry import Registry, takes
+from megatron_rl.registries.signatures import check_called, check_signature, check_twin_path
 
 if TYPE_CHECKING:
     from megatron_rl.config import PolicyLossConfig
@@ -183,7 +183,7 @@ def register_loss_aggregation(
 
     Raises ConfigError when another function has the name, or when a field or the signature is wrong.
     """
-    AGGREGATIONS.check_called(name)
+    check_called(AGGREGATIONS.decorator, name)
     try:
         fields = declared_fields(formula, source, needs, takes_divisor)
     except ConfigError as error:
@@ -240,7 +240,7 @@ def register_policy_loss(
         An importance correction is refused with "rollout": such a ratio holds the correction already.
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
-    POLICY_LOSSES.check_called(name)
+    check_called(POLICY_LOSSES.decorator, name)
     if level not in ("token", "sequence", "batch"):
         raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token", "sequence" or "batch"')
     if anchor not in ("old", "rollout"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_rl.config import CorrectionLevel
 from megatron_rl.errors import ConfigError
 from megatron_rl.registries.registry import Registry
-from megatron_rl.registries.signatures import check_signature
+from megatron_rl.registries.signatures import check_called, check_signature
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +73,7 @@ def register_correction(
     weigh_tokens: fn(ratios [T]) -> weights [T]: at a level of samples each token has this factor besides. None: it has none.
     Raises ConfigError when another function has the name, or when the declaration or a signature is wrong.
     """
-    CORRECTIONS.check_called(name)
+    check_called(CORRECTIONS.decorator, name)
     kind = CORRECTIONS.kind
     published = dict(published_bounds or {})
     for field_name, values, known in (

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_rl.registries.registry import Registry
-from megatron_rl.registries.signatures import check_signature, check_twin_path, takes
+from megatron_rl.registries.registry import Registry, takes
+from megatron_rl.registries.signatures import check_called, check_signature, check_twin_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +79,7 @@ def register_kl_estimator(
     caution: why it should not be in a loss; a warning at start. Empty: there is no reason.
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
-    KL_ESTIMATORS.check_called(name)
+    check_called(KL_ESTIMATORS.decorator, name)
     check_twin_path(KL_ESTIMATORS.kind, name, triton)
 
     def decorate(function: Function) -> Function:

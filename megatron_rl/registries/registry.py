@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable
 from pathlib import Path
@@ -42,14 +43,6 @@ class Registry(Generic[Record]):
         if known is not None and known.function is not record.function and not _is_run_again(known.function, record.function):
             raise ConfigError(f"{self.kind} {name!r} is already registered by {known.function.__module__}; choose another name")
         self.records[name] = record
-
-    def check_called(self, name: object) -> None:
-        """Raises ConfigError for a decorator without parentheses, which is given the function in the place of the name."""
-        if callable(name):
-            function = getattr(name, "__name__", "f")
-            raise ConfigError(
-                f'@{self.decorator} of {function} has no name: write @megatron_rl.{self.decorator}("{function}", ...)'
-            )
 
     def find(self, name: object) -> Record:
         """The declaration of that name. A name with a dot is imported as module.function; its module declares it, or `declare`.
@@ -143,3 +136,10 @@ def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{purpose} {path!r} is {type(function).__name__}, not a function")
     return function
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no function, or a builtin without a signature: check_signature says so
+        return False

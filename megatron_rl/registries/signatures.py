@@ -9,11 +9,11 @@ from typing import Any
 from megatron_rl.errors import ConfigError
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # no function, or a builtin without a signature: check_signature says so
-        return False
+def check_called(decorator: str, name: object) -> None:
+    """Raises ConfigError for a decorator without parentheses, which is given the function in the place of the name."""
+    if callable(name):
+        function = getattr(name, "__name__", "f")
+        raise ConfigError(f'@{decorator} of {function} has no name: write @megatron_rl.{decorator}("{function}", ...)')
 
 
 def check_signature(

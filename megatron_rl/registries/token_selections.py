@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.registries.registry import Registry
+from megatron_rl.registries.signatures import check_called
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # The vectors [T] that a score may read. The last two take one all-reduce for the means.
@@ -81,7 +82,7 @@ def register_token_selection(
     bounds: only tokens whose score lies in them, both inclusive, can be selected. Flags give others.
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
-    TOKEN_SELECTIONS.check_called(name)
+    check_called(TOKEN_SELECTIONS.decorator, name)
     kind = TOKEN_SELECTIONS.kind
     for field, value, known in (("effect", effect, Effect), ("taken", taken, Taken)):
         if value not in tuple(known):
