@@ -76,8 +76,18 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
     Raises ConfigError where an override contradicts parallel_state: Megatron would build one layout and communicate as the other;
     and for biases of experts that ranks share.
     """
-    from megatron.core import parallel_state
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    values = config_values(**overrides)
+    kind = MLATransformerConfig if overrides.get("multi_latent_attention") else TransformerConfig
+    config = kind(num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_attention_heads, **values)
+    check_pipeline(config)
+    return config
+
+
+def config_values(**overrides: Any) -> dict[str, Any]:
+    """The fields that transformer_config sets, for a config that another package makes. Errors: as there."""
+    from megatron.core import parallel_state
 
     accessors = _SIZES_OF_PARALLEL_STATE | (_SIZES_OF_EXPERTS if overrides.get("num_moe_experts") else {})
     sizes = {name: getattr(parallel_state, accessor)() for name, accessor in accessors.items()}
@@ -104,7 +114,7 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
     dtypes = [dtype for name, dtype in half_precision.items() if overrides.get(name)]
     params_dtype = overrides.get("params_dtype", dtypes[0] if dtypes else torch.float32)
     is_interleaved = (sizes["virtual_pipeline_model_parallel_size"] or 1) > 1
-    values = {
+    return {
         **sizes,
         "params_dtype": params_dtype,
         "pipeline_dtype": params_dtype,
@@ -124,10 +134,6 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
         **({"add_bias_linear": False} if overrides.get("num_moe_experts") else {}),
         **overrides,
     }
-    kind = MLATransformerConfig if overrides.get("multi_latent_attention") else TransformerConfig
-    config = kind(num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_attention_heads, **values)
-    check_pipeline(config)
-    return config
 
 
 def check_pipeline(config: TransformerConfig) -> None:

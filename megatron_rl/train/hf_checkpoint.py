@@ -68,11 +68,7 @@ def build_hf_model(model: HFModel, config: Any, *, max_sequence_length: int, vp_
     config: transformer_config(**model.transformer_options(), ...). Communication: none.
     Raises ConfigError for what build_gpt_model refuses, and for a max_sequence_length beyond the model's positions.
     """
-    if max_sequence_length > model.max_position_embeddings:
-        raise ConfigError(
-            f"sequences of {max_sequence_length} tokens are longer than max_position_embeddings={model.max_position_embeddings} "
-            f"in {model.folder / CONFIG}: take shorter prompts or responses"
-        )
+    check_length(model, max_sequence_length)
     tp_size = resolve_group(None, "tp").size()
     gpt = build_gpt_model(
         config,
@@ -86,6 +82,15 @@ def build_hf_model(model: HFModel, config: Any, *, max_sequence_length: int, vp_
     )
     load_weights(model, gpt)
     return gpt
+
+
+def check_length(model: Any, length: int) -> None:
+    """Raises ConfigError for a length beyond the positions of the model, an HFModel or a BridgedModel."""
+    if length > model.max_position_embeddings:
+        raise ConfigError(
+            f"sequences of {length} tokens are longer than max_position_embeddings={model.max_position_embeddings} "
+            f"in {model.folder / CONFIG}: take shorter prompts or responses"
+        )
 
 
 class Files:
@@ -158,7 +163,7 @@ def check_tensors(model: HFModel, files: Files) -> None:
     unknown = sorted(name for name in set(files.file_of) - set(wanted) - ignored if not IGNORED.fullmatch(name))
     misshapen = [f"{name} {shape} instead of {wanted[name]}" for name, shape in shapes.items() if shape != wanted[name]]
     problems = [
-        f"{model.folder}: {what} for {model.architecture} with the sizes of {CONFIG}: {_shown(names)}; {remedy}"
+        f"{model.folder}: {what} for {model.architecture} with the sizes of {CONFIG}: {shown(names)}; {remedy}"
         for what, names, remedy in (
             ("missing", missing, MISSING_REMEDY),
             ("not known", unknown, UNKNOWN_REMEDY),
@@ -170,7 +175,7 @@ def check_tensors(model: HFModel, files: Files) -> None:
         raise ConfigError(problems)
 
 
-def _shown(names: Sequence[str], most: int = 4) -> str:
+def shown(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

@@ -170,7 +170,7 @@ def described(folder: Path, architecture: str, fields: Fields, tensors: Collecti
     Raises ConfigError, with a line for each setting that makes another model of the same tensors, and for sizes that do not fit.
     """
     traits = ARCHITECTURES[architecture]
-    problems = _not_computed(fields, traits.must_be)
+    problems = not_computed(fields, traits.must_be)
     try:
         model = _sizes(folder, architecture, fields, tensors)
     except ConfigError as error:
@@ -180,7 +180,7 @@ def described(folder: Path, architecture: str, fields: Fields, tensors: Collecti
     return model
 
 
-def _not_computed(fields: Fields, must_be: Mapping[str, tuple[Any, ...]]) -> list[str]:
+def not_computed(fields: Fields, must_be: Mapping[str, tuple[Any, ...]]) -> list[str]:
     problems = [
         f"{fields.place}: {name}={fields.content[name]!r} is not computed here; it must be {allowed[0]!r}"
         for name, allowed in {**MUST_BE, **must_be}.items()

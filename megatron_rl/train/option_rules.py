@@ -28,9 +28,9 @@ from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.registry import import_dotted
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
 from megatron_rl.train import output_dir
-from megatron_rl.train.hf_checkpoint import copied_files, read_hf_model
+from megatron_rl.train.hf_bridge import BridgedModel, LoadedModel, read_model
+from megatron_rl.train.hf_checkpoint import copied_files
 from megatron_rl.train.hf_export import place_problem
-from megatron_rl.train.hf_model import HFModel
 from megatron_rl.train.host_rollouts import SUFFIXES, has_advantages, problem_of_form
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, goes_on, is_same_file, path_problem
@@ -66,6 +66,8 @@ class TrainLaunch(TrainOptions):
     world_size: int = 1
     num_query_groups: int = 0
     """Of the model of --hf-checkpoint, where its folder can be read."""
+    is_bridged: bool = False
+    """Whether that model is loaded by Megatron-Bridge."""
 
     @classmethod
     def of(cls, options: TrainOptions, settings: Mapping[str, Any], **beside: Any) -> TrainLaunch:
@@ -78,12 +80,14 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
 
     It looks at files: call it before the process group is made, so that no rank sees what another has begun to write.
     """
-    options, num_query_groups = TrainOptions(**{one.name: settings[one.name] for one in dataclasses.fields(TrainOptions)}), 0
+    options = TrainOptions(**{one.name: settings[one.name] for one in dataclasses.fields(TrainOptions)})
+    num_query_groups, is_bridged = 0, False
     if options.hf_checkpoint is not None and not list(check_hf_checkpoint(TrainLaunch.of(options, settings))):
-        model = read_hf_model(options.hf_checkpoint)
+        model = read_model(options.hf_checkpoint, options.hf_loader)
         options, num_query_groups = with_sizes_of(model, options), model.num_query_groups
+        is_bridged = isinstance(model, BridgedModel)
     options = with_defaults(options, settings)
-    launch = TrainLaunch.of(options, settings, world_size=world_size, num_query_groups=num_query_groups)
+    launch = TrainLaunch.of(options, settings, world_size=world_size, num_query_groups=num_query_groups, is_bridged=is_bridged)
     problems = problems_of(checks_in(__name__, output_dir.__name__), launch, Asker.TRAIN)
     if problems:
         raise ConfigError(problems)
@@ -162,7 +166,19 @@ def check_key_heads(options: TrainLaunch) -> Iterator[str]:
         )
 
 
-def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
+@check()
+def check_bridged_layout(options: TrainLaunch) -> Iterator[str]:
+    if not options.is_bridged:
+        return
+    for name in MODEL_PARALLEL_SIZES:
+        if getattr(options, name) > 1:
+            yield (
+                f"{flag_of(name)} {getattr(options, name)} with a model of Megatron-Bridge: its gradients are proved with data "
+                f"parallelism only; remove {flag_of(name)}"
+            )
+
+
+def with_sizes_of(model: LoadedModel, options: TrainOptions) -> TrainOptions:
     """The options with the folder's sizes in the place of the flags."""
     return dataclasses.replace(
         options,
