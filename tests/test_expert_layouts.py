@@ -70,6 +70,7 @@ LAYOUTS = [
     pytest.param(Layout(data=2, expert=2, overlap_grad_reduce=True, num_microbatches=4), marks=SLOW, id="DP2xEP2, overlap"),
     pytest.param(Layout(data=2, expert=2, average_in_collective=True), marks=SLOW, id="DP2xEP2, average_in_collective"),
     pytest.param(Layout(data=2, expert=2, packed=True, num_microbatches=2), marks=SLOW, id="DP2xEP2, packed"),
+    pytest.param(Layout(**SP, context=2, expert=2, expert_tensor=1, packed=True), marks=SLOW, id="CP2xTP2+SP, EP2, packed"),
 ]
 
 
@@ -227,6 +228,7 @@ FAULTS = [
     *(the_router_is_not_added_over_tp, a_rank_does_not_train_its_experts, experts_numbered_by_rank),
     *(a_rank_does_not_train_the_router, the_router_is_not_added_over_tp, experts_averaged_over_ep),
     *(a_micro_batch_is_lost, experts_averaged_over_ep, a_rank_does_not_train_its_experts),
+    the_router_is_not_added_over_tp,
 ]
 
 
