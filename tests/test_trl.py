@@ -232,6 +232,27 @@ def test_doctor_compares_the_trainer_of_a_script_with_its_loss(module, loss_type
     assert "ours was not tried" not in said(f"python {script}")  # the trainer is changed by another import
 
 
+OURS = "from trl import GRPOConfig\nfrom megatron_rl.hosts.trl import GRPOTrainer\nGRPOTrainer(GRPOConfig({}), megatron_rl={})"
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "line", "said_of_it"),
+    [
+        ("loss_type='megatron_rl.grpo.constant'", "{'loss_aggregation_divisor': 16}", "", None),
+        ("loss_type='megatron_rl.grpo.constant'", "dict(loss_aggregation_divisor=16)", "", None),
+        ("loss_type='megatron_rl.grpo.constant'", "{}", "", "grpo.constant needs its L"),
+        ("loss_type='megatron_rl.grpo.constant'", "{'loss_agregation_divisor': 16}", "", "loss_aggregation_divisor"),
+        ("beta=0.0", "{}", "", "makes our GRPOTrainer, which refuses loss_type=dapo"),
+        ("beta=0.0", "{}", "--loss_type megatron_rl.grpo.token_mean", None),
+    ],
+)
+def test_doctor_reads_what_a_script_gives_our_trainer(config, own, line, said_of_it, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(OURS.format(config, own))
+    rows = [row.text for row in door_line.judge(trl.DOOR, ["python", str(script), *line.split()], lambda path: {}) if row.is_wrong]
+    assert not rows if said_of_it is None else any(said_of_it in row for row in rows), rows
+
+
 def test_a_loss_in_settings_that_a_script_makes_is_not_judged(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(GRPOConfig(beta=0.1, **read('a.json')))")

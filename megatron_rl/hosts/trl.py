@@ -219,11 +219,29 @@ def set_by_script(script: Path | None) -> tuple[dict[str, Any], list[Row]]:
     if unread:
         read, given = f"{read}, but for {', '.join(unread)}", {CHOICE: UNKNOWN} | given
     rows = [Row("script", f"{read}; what else the script changes is not seen here", is_note=True)]
-    return given, [*rows, *trainer_beside(str(given.get(CHOICE, "")), tree, script)]
+    return given | given_to_trainer(tree), rows
 
 
-def trainer_beside(choice: str, tree: ast.Module, script: Path) -> Iterator[Row]:
+def given_to_trainer(tree: ast.Module) -> dict[str, Any]:
+    """The settings of GRPOTrainer(..., megatron_rl={...}), by the names that a line has for them."""
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        own = [one.value for one in node.keywords if one.arg == PREFIX[:-1]] if isinstance(node, ast.Call) else []
+        for value in own:
+            pairs: list[tuple[Any, ast.expr]] = []
+            if isinstance(value, ast.Dict):
+                pairs = [(constant_of(name), item) for name, item in zip(value.keys, value.values, strict=True) if name is not None]
+            elif isinstance(value, ast.Call) and ast.unparse(value.func) == "dict":
+                pairs = [(one.arg, one.value) for one in value.keywords]
+            found |= {f"{PREFIX}{name}": constant_of(item) for name, item in pairs if isinstance(name, str)}
+    return found
+
+
+def trainer_beside(choice: str, script: Path | None) -> Iterator[Row]:
     """A loss of ours in TRL's trainer, or a loss of TRL's in ours: the trainer refuses it when it is made or at its first step."""
+    if script is None:
+        return
+    tree = syntax_tree(script)
     is_ours = "GRPOTrainer" in taken_from(tree, __name__)
     if choice.startswith(PREFIX) and not is_ours and "GRPOTrainer" in taken_from(tree, "trl"):
         text = f"{script} makes TRL's own GRPOTrainer, which does not know {choice}: from {__name__} import GRPOTrainer"
@@ -261,6 +279,8 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
         except ConfigError as error:
             rows.append(Row("config", str(error), is_wrong=True))
     given = tree | given
+    if not command:
+        rows += trainer_beside(str(given.get(CHOICE, DOOR.all_defaults[CHOICE])), script_of(words))
     # Not typed=given: a GRPOConfig does not tell the trainer what was typed, and doctor says what the trainer does.
     return Line(Settings.of_names(given, DOOR.all_defaults), rows, is_partial=not command)
 
