@@ -301,6 +301,13 @@ def test_doctor_says_how_far_a_recorded_step_is_off(tmp_path, capsys):
     assert "each token has its exact weight" in out, out
 
 
+def test_a_step_is_exact_but_for_the_notes(capsys):
+    """TRL divides each step of a generation by all of its tokens: the weights are of one layout-free formula, and half as large."""
+    line = ["python", "t.py", "--loss_type", "dapo", "--steps_per_generation", "4", "--gradient_accumulation_steps", "2"]
+    _, out = doctor(capsys, "--response-lengths", "3,5", "--host", "trl", "--", *line)
+    assert "about 0.5 times its token mean" in out and "has its exact weight, but for what the notes say" in out, out
+
+
 def test_a_step_with_exact_weights_has_no_picture_and_keeps_its_verdict(tmp_path, capsys):
     png = tmp_path / "step.png"
     code, out = doctor(capsys, "--response-lengths", "3,5", "--plot", str(png), "--host", "miles", "--", "python3", "train.py")

@@ -44,7 +44,8 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
         far = f"a token weighs {low:.3g} to {high:.3g} times its exact weight, and the gradient is {one.error:.0%} off"
         yield Row("this step", f"{one.terms}: {far} ({where})", is_note=True)
     if not found:
-        yield Row("this step", f"each token has its exact weight ({where})")
+        beside = ", but for what the notes say" if stock.remarks else ""
+        yield Row("this step", f"each token has its exact weight{beside} ({where})", is_note=bool(beside))
     if args.plot is not None and not found:
         yield Row("plot", f"{args.plot} is not written: with exact weights there is nothing to draw", is_note=True)
     elif args.plot is not None:
