@@ -152,7 +152,7 @@ WORKING = [
     ({"megatron": ABSENT}, "megatron", "absent", "no train, no checkpoints, no Megatron-LM, selftest of the losses alone"),
     ({}, "megatron", OK, "own scripts need its checkout"),
     ({"slime": HERE}, "hosts", OK, "slime can be imported"),
-    ({}, "hosts", "absent", "none can be imported from here: run from a checkout of theirs"),
+    ({}, "hosts", "absent", "none of miles, slime can be imported from here: run from a checkout of theirs"),
 ]
 
 

@@ -219,7 +219,8 @@ def _psutil(facts: Facts) -> Iterator[Finding]:
 def _hosts(facts: Facts) -> Iterator[Finding]:
     """They are found from their own checkouts."""
     hosts = [name for name in ROLLOUT_HOST_NAMES if facts[name]["state"] == "here"]
-    text = f"{' and '.join(hosts)} can be imported" if hosts else "none can be imported from here: run from a checkout of theirs"
+    none = f"none of {', '.join(ROLLOUT_HOST_NAMES)} can be imported from here: run from a checkout of theirs"
+    text = f"{' and '.join(hosts)} can be imported" if hosts else none
     yield Finding("hosts", OK if hosts else ABSENT, text)
 
 
