@@ -24,8 +24,8 @@ from megatron_rl.train.hf_model import HFModel
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors: pip install -e '.[hf]'")
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
-pytestmark = pytest.mark.megatron
 TESTS = Path(__file__).parent
+WITHOUT_BRIDGE = "needs megatron-bridge: pip install megatron-bridge"
 
 
 def save_model(folder, kind, **more):
@@ -69,6 +69,7 @@ def llama(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("llama"), "Llama")
 
 
+@pytest.mark.megatron
 def test_the_loader_is_chosen_by_the_architecture(gemma, llama, monkeypatch):
     monkeypatch.setattr(hf_bridge, "bridge_problem", lambda: None)
     assert isinstance(read_model(llama, None), HFModel) and isinstance(read_model(llama, "own"), HFModel)
@@ -85,6 +86,7 @@ def test_the_loader_is_chosen_by_the_architecture(gemma, llama, monkeypatch):
         read_model(llama, "bridge")
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize("loader", [None, "bridge"])
 def test_a_machine_without_the_package_says_what_to_install(gemma, monkeypatch, loader):
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
@@ -92,6 +94,7 @@ def test_a_machine_without_the_package_says_what_to_install(gemma, monkeypatch, 
         read_model(gemma, loader)
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("name", "value"), [("rope_scaling", {"type": "linear", "factor": 2.0}), ("hidden_act", "gelu"), ("tie_word_embeddings", False)]
 )
@@ -105,6 +108,7 @@ def test_a_setting_that_bridge_leaves_out_is_refused(gemma, tmp_path, monkeypatc
         read_model(tmp_path, None)
 
 
+@pytest.mark.megatron
 def test_a_layout_that_is_not_proved_is_refused_by_the_flag(gemma, tmp_path, monkeypatch):
     monkeypatch.setattr(hf_bridge, "bridge_problem", lambda: None)
     file = write_prompts(tmp_path / "prompts.jsonl", "1+2=")
@@ -140,7 +144,7 @@ def trained(folder, line, num_ranks=1):
     return model, said
 
 
-@pytest.mark.skipif(not has_bridge(), reason="needs megatron-bridge: pip install megatron-bridge")
+@pytest.mark.skipif(not has_bridge(), reason=WITHOUT_BRIDGE)  # not marked megatron: that allows no skip
 def test_a_model_of_bridge_trains_alike_on_one_rank_and_on_two_and_is_saved(gemma, tmp_path):
     """From flags to files: sampling, steps and the saved folder."""
     file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", "3+4=")
@@ -174,7 +178,7 @@ save_model(model, gpt, saved)
 """
 
 
-@pytest.mark.skipif(not has_bridge(), reason="needs megatron-bridge: pip install megatron-bridge")
+@pytest.mark.skipif(not has_bridge(), reason=WITHOUT_BRIDGE)  # not marked megatron: that allows no skip
 def test_logits_are_those_of_transformers_and_the_saved_weights_the_same_bits(gemma, tmp_path):
     ids = torch.randint(VOCABULARY, (2, 17))
     torch.save(ids, tmp_path / "ids")
@@ -187,7 +191,7 @@ def test_logits_are_those_of_transformers_and_the_saved_weights_the_same_bits(ge
     assert before.keys() == after.keys() and all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.skipif(not has_bridge(), reason="needs megatron-bridge: pip install megatron-bridge")
+@pytest.mark.skipif(not has_bridge(), reason=WITHOUT_BRIDGE)  # not marked megatron: that allows no skip
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
