@@ -9,6 +9,7 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import socket
@@ -37,13 +38,20 @@ SMALL = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --no-te
 ENDLESS = f"{SMALL} --num-rollouts 100000 --save-interval 2"
 
 
+def free_port() -> int:
+    """Below those that the system gives to connections: one of them may be another test's before the ranks listen."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("a hundred ports are taken")
+
+
 class Command:
     """`megatron-rl train ARGUMENTS` on ranks forked from this process; each a session of its own, as under torchrun."""
 
     def __init__(self, arguments: str, folder: Path, num_ranks: int = 1):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.folder = folder
         folder.mkdir(exist_ok=True)
         process = multiprocessing.get_context("fork").Process
