@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train_hf import CHARACTERS, SMALL, VOCABULARY, save_tokenizer
+from test_train_hf import CHARACTERS, SMALL, VOCABULARY, save_tokenizer, small_model
 from test_train_options import options_of, write_prompts
 
 from megatron_rl.errors import ConfigError
@@ -30,23 +30,7 @@ WITHOUT_BRIDGE = "needs megatron-bridge: pip install megatron-bridge"
 
 def save_model(folder, kind, **more):
     """Norms, heads, base and epsilon are no defaults, so that each one that is left out is seen."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        rope_theta=500.0,
-        rms_norm_eps=1e-3,
-        initializer_range=0.2,
-        eos_token_id=0,
-        **more,
-    )
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
+    model = small_model(kind, head_dim=16, rope_theta=500.0, rms_norm_eps=1e-3, initializer_range=0.2, **more)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(parameter, std=0.3)

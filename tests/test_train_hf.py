@@ -56,23 +56,27 @@ def save_tokenizer(folder, *, has_end=True, has_template=True):
     made.save_pretrained(folder)
 
 
+def small_model(kind="Qwen3", **more):
+    """transformers' model of random weights, float32. more: further settings, or others."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "eos_token_id": 0,
+    }
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes | more)).float()
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-        eos_token_id=0,
-    )
-    model = transformers.Qwen3ForCausalLM(config).float()
+    model = small_model(initializer_range=0.1)
     model.generation_config.eos_token_id = [0, 1]
     model.save_pretrained(folder)
     save_tokenizer(folder)
@@ -113,22 +117,8 @@ def test_a_model_of_a_folder_trains_alike_on_one_rank_and_on_two_and_is_saved(ch
 def glm_checkpoint(tmp_path_factory):
     """A router with a bias, a shared expert, and a layer that predicts further tokens, which transformers does not make."""
     folder = tmp_path_factory.mktemp("glm")
-    config = transformers.Glm4MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        eos_token_id=0,
-    )
-    config.num_nextn_predict_layers = 1
-    model = transformers.Glm4MoeForCausalLM(config)
+    model = small_model("Glm4Moe", moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2)
+    model.config.num_nextn_predict_layers = 1
     torch.nn.init.normal_(model.model.layers[1].mlp.gate.e_score_correction_bias, std=0.1)
     model.save_pretrained(folder)
     save_tokenizer(folder)

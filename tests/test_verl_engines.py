@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_hf import save_tokenizer
+from test_train_hf import save_tokenizer, small_model
 from verl_engines import GROUP_SIZE, EngineLayout, Optimizer, Rollout, VerlRun, run_verl
 
 from megatron_rl.config import PolicyLossConfig
@@ -82,21 +82,7 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-    )
-    transformers.Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    small_model(vocab_size=VOCABULARY, initializer_range=0.1, tie_word_embeddings=False).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
