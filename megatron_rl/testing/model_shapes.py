@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.errors import ConfigError
@@ -101,6 +101,29 @@ LATENT = {
     "mscale_all_dim": 1.0,
 }
 
+DEEPSEEK_V3 = ModelShape(
+    name="deepseek-v3",
+    source="deepseek-ai/DeepSeek-V3, config.json",
+    contains="multi-latent attention with low-rank queries and YaRN, a dense layer first, sigmoid router with expert bias, "
+    "groups of experts and factor 2.5, a shared expert, a layer of multi-token prediction",
+    options={
+        **GATED,
+        **BIASED_SIGMOID,
+        **LATENT,
+        "rotary_base": 10000,
+        "rotary_scaling_factor": 40,
+        "beta_fast": 32.0,
+        "moe_router_topk": 4,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    expert_groups=4,
+    is_mixed=True,
+    has_shared_expert=True,
+    least_release="0.14",  # 0.13 names the first length of YaRN otherwise
+    has_mtp=True,
+)
 SHAPES: Mapping[str, ModelShape] = {
     shape.name: shape
     for shape in (
@@ -135,50 +158,25 @@ SHAPES: Mapping[str, ModelShape] = {
             rotary={"base": 1e6, "percent": 0.5},
             has_mtp=True,
         ),
-        ModelShape(
-            name="deepseek-v3",
-            source="deepseek-ai/DeepSeek-V3, config.json",
-            contains="multi-latent attention with low-rank queries and YaRN, a dense layer first, sigmoid router with expert bias, "
-            "groups of experts and factor 2.5, a shared expert, a layer of multi-token prediction",
-            options={
-                **GATED,
-                **BIASED_SIGMOID,
-                **LATENT,
-                "rotary_base": 10000,
-                "rotary_scaling_factor": 40,
-                "beta_fast": 32.0,
-                "moe_router_topk": 4,
-                "moe_router_num_groups": 4,
-                "moe_router_group_topk": 2,
-                "moe_router_topk_scaling_factor": 2.5,
-            },
-            expert_groups=4,
-            is_mixed=True,
-            has_shared_expert=True,
-            least_release="0.14",  # 0.13 names the first length of YaRN otherwise
-            has_mtp=True,
-        ),
-        ModelShape(
+        DEEPSEEK_V3,
+        replace(
+            DEEPSEEK_V3,
             name="kimi-k2",
             source="moonshotai/Kimi-K2-Instruct, config.json",
             contains="as deepseek-v3 with half of the heads, one group of experts, factor 2.827 and another YaRN; no multi-token "
             "prediction",
             options={
-                **GATED,
-                **BIASED_SIGMOID,
-                **LATENT,
+                **DEEPSEEK_V3.options,
                 "rotary_base": 50000,
                 "rotary_scaling_factor": 32,
                 "beta_fast": 1.0,
-                "moe_router_topk": 4,
                 "moe_router_num_groups": 1,
                 "moe_router_group_topk": 1,
                 "moe_router_topk_scaling_factor": 2.827,
             },
             heads=2,
-            is_mixed=True,
-            has_shared_expert=True,
-            least_release="0.14",  # 0.13 names the first length of YaRN otherwise
+            expert_groups=1,
+            has_mtp=False,
         ),
         ModelShape(
             name="gpt-oss",
