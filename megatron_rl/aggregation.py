@@ -204,6 +204,12 @@ def regularizer_weights(
     return sample_token_weights("sample_mean", token_counts, totals, rollout_token_counts=rollout_token_counts)
 
 
+def further_token_weight(num_tokens: int, *, num_layers: int, factor: float) -> float:
+    """factor / (num_layers num_tokens): the weight of a token that a layer of multi-token prediction predicts. num_tokens: of the
+    whole step, for this layer; where there are none nothing has the weight."""
+    return factor / (num_layers * max(1, num_tokens))
+
+
 def _check_totals(totals: StepTotals) -> None:
     if totals.num_tokens <= 0 or totals.num_samples <= 0:
         raise DataError(f"{totals} has no unmasked token: nothing to weight")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron_rl.aggregation import further_token_weight
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.kept_counts import divides_by_kept
@@ -74,7 +75,8 @@ def multi_token_loss(
     outputs = []
     for number, of_layer in enumerate(rows):
         counted = (batch.context.num_further_tokens or ())[number]
-        weight = torch.tensor([model_config.mtp_loss_scaling_factor / (len(rows) * max(1, counted))])
+        factor = model_config.mtp_loss_scaling_factor
+        weight = torch.tensor([further_token_weight(counted, num_layers=len(rows), factor=factor)])
         labels, masks = tokens.labels[number], (tokens.loss_mask[number], tokens.host_loss_mask[number])
         options: LossKeywords = {
             "vocab_size": vocab_size,
