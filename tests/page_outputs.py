@@ -271,13 +271,13 @@ def of_first_ratios(command: str) -> str:
 
 
 def of_the_first_step_in_verl(command: str) -> str:
-    """The line of our loss, for a mini-batch of 300 rows of 256 rollouts."""
+    """The line of our loss, for a mini-batch of 300 rows of 256 rollouts on 8 ranks."""
     from verl_cases import ActorConfig
 
     config = ActorConfig(policy_loss={}, loss_scale_factor=8192)
     found = read(verl.DOOR, verl_loss.settings_of(command.split()[-1], config))
     totals = StepTotals(num_samples=300, num_prompts=None, num_tokens=1, num_rollouts=256)
-    return said(verl_loss.tell_step, found, Run(), totals)
+    return said(verl_loss.tell_step, found, Run(), totals, 8)
 
 
 def of_the_first_step_in_nemo_rl(command: str) -> str:

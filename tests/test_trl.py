@@ -185,10 +185,11 @@ def test_a_batch_that_cannot_be_trained_is_refused(trainer):
 
 
 def test_one_line_and_metrics_by_trls_names(trainer, capsys):
-    case = Case(loss="grpo", aggregation="token_mean", accumulation=2, generated=2)
+    case = Case(loss="grpo", aggregation="token_mean", dp=2, accumulation=2, generated=2)
     found = cases.run_step(case, *cases.step_of(case), trainer)
-    (line,) = capsys.readouterr().err.splitlines()
+    line, _ = capsys.readouterr().err.splitlines()
     assert line.startswith("megatron_rl: loss_type=megatron_rl.grpo.token_mean in TRL | ") and "weight of a token 1/T = " in line
+    assert "| on 2 data-parallel ranks |" in line
     assert set(found.metrics[0]) == {"clip_ratio/region_mean", "entropy"} and len(found.metrics[0]["entropy"]) == 2
 
 

@@ -306,6 +306,7 @@ def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys):
         call("megatron_rl.grpo.constant", config=config)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("megatron_rl: loss_mode=megatron_rl.grpo.constant in verl | clip 0.2/0.2, clip_ratio_c 3")
+    assert "| step of 8 samples | on 2 data-parallel ranks |" in line
     assert "| weight of a token 1/(L N) = 1/(4 N) = 1/(4 x 8) = 0.03125 |" in line
 
 

@@ -16,6 +16,7 @@ from megatron_rl.aggregation import regularizer_weights, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.door import ONE_SAMPLE, Rollouts, is_carried
+from megatron_rl.hosts.run import ranks_in_words
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import (
     PolicyLoss,
@@ -186,11 +187,12 @@ def step_line(
     *,
     rollouts: Rollouts = EACH_ROW,
     in_advantages: bool | None = None,
+    num_data: int | None = None,
 ) -> str:
-    """The line of the first step: what a token and a rollout weigh, and who computes KL and entropy. A `Run` tells it once.
+    """The line of the first step: its ranks, what a token and a rollout weigh, who computes KL and entropy. A `Run` tells it once.
 
     totals: None where they are not told, as where the trainer has put all weights into the advantages. rollouts: as in
-    sample_in_words. in_advantages: whether the weights are there; None: as the totals say."""
+    sample_in_words. in_advantages: whether the weights are there; None: as the totals say. num_data: see ranks_in_words."""
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
     correction = CorrectionSettings.of(config)
     known: dict[str, float | None] = {"L": divisor}
@@ -208,6 +210,7 @@ def step_line(
         rows = "" if totals.num_rollouts is None else f" of {totals.num_rollouts} rollouts"
         parts.append(f"step of {totals.num_samples} samples{rows}")
     parts += [
+        f"on {ranks_in_words(num_data=num_data)}",
         f"weight of a token {record.weight_in_words(known, of_rollouts=rollouts.are_counted)}"
         + (", in the advantages" if in_advantages else ""),
         sample_in_words(config.loss_aggregation, rollouts),

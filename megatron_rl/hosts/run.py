@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
-from megatron_rl.layout.groups import SINGLE, resolve_group
+from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_group, resolve_groups
 
 
 class Run:
@@ -61,6 +61,18 @@ class Runs(Generic[R]):
 
     def __len__(self) -> int:
         return len(self._found)
+
+
+def ranks_in_words(groups: ParallelGroups | None = None, *, num_data: int | None = None) -> str:
+    """The ranks that a step is divided over, for a start line: Megatron's groups; else num_data, the data-parallel ranks that a
+    trainer tells; else all ranks, as nothing says what they share."""
+    groups = groups or resolve_groups()
+    if groups.dp_cp is not SINGLE:
+        return " x ".join(f"{name} {getattr(groups, name).size()}" for name in ("dp", "cp", "tp", "pp"))
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if num_data is None:
+        return "1 rank" if world == 1 else f"{world} ranks"
+    return f"{num_data} data-parallel rank{'s' * (num_data > 1)}" + (f" of {world}" if world > num_data else "")
 
 
 def is_first_rank() -> bool:

@@ -25,6 +25,7 @@ from megatron_rl.hosts.base import (
 from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.host_run import RUNS, begin_run
 from megatron_rl.hosts.placed_head import take_over
+from megatron_rl.hosts.run import ranks_in_words
 from megatron_rl.hosts.skipped_log_probs import leave_out_forward
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
@@ -93,8 +94,7 @@ def tell_start(line: str, told: Iterable[str]) -> None:
 
 
 def start_line(parts: Sequence[str], host: Host, probe: ProbeResult, groups: ParallelGroups) -> str:
-    layout = " x ".join(f"{name} {getattr(groups, name).size()}" for name in ("dp", "cp", "tp", "pp"))
-    contract = f"contract {probe.contract}, {probe.in_words} on {layout}"
+    contract = f"contract {probe.contract}, {probe.in_words} on {ranks_in_words(groups)}"
     return "megatron_rl: " + " | ".join([*parts, f"host {host}", f"Megatron-Core {probe.megatron_version}", contract, "PASS"])
 
 

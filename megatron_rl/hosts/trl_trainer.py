@@ -155,16 +155,16 @@ class GRPOTrainer(trl.GRPOTrainer):
             loss = loss - ranks * config.entropy_coefficient * (of_samples @ entropy_of_rows)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * router_loss / self._num_micro_batches
-        self._tell(totals)
+        self._tell(totals, ranks)
         self._log_metrics(output, mask, entropy_of_rows.detach())
         return loss
 
-    def _tell(self, totals: StepTotals) -> None:
+    def _tell(self, totals: StepTotals, ranks: int) -> None:
         config, title = self.found.config, f"loss_type={PREFIX}{self.found} in TRL"
         terms = [f"KL {config.kl_coefficient:g} ({config.kl_estimator})"] * bool(config.kl_coefficient)
         terms += [f"entropy {config.entropy_coefficient:g}"] * bool(config.entropy_coefficient)
         regularizers = f"{' and '.join(terms)} x mean over samples" if terms else "no KL and no entropy in the loss"
-        self.run.tell(title, lambda: step_line(title, config, totals, regularizers))
+        self.run.tell(title, lambda: step_line(title, config, totals, regularizers, num_data=ranks))
 
     def _log_metrics(self, output: PolicyLossOutput, mask: Tensor, entropy_of_rows: Tensor) -> None:
         """By TRL's names, and summed over ranks: means over the tokens of a micro-batch; `kl` is the term's mean over the step's

@@ -137,7 +137,7 @@ def compute_loss(
         prompt_token_counts=rows.prompt_tokens,
         rollouts=rows.rollouts,
     )
-    tell_step(found, run, rows.totals)
+    tell_step(found, run, rows.totals, num_ranks)
     if is_added_estimator(found.settings[f"{ACTOR}kl_loss_type"]):
         # As in policy_loss: the ratio that an estimator reads has the loss's own denominator.
         behind = sampled if sampled is not None and found.loss.anchor == "rollout" else old_log_prob
@@ -185,7 +185,7 @@ def rollout_log_probs_of(found: Found, old_log_prob: Tensor, weights: Tensor | N
     return old_log_prob - weights.log()
 
 
-def tell_step(found: Found, run: Run, totals: StepTotals) -> None:
+def tell_step(found: Found, run: Run, totals: StepTotals, num_ranks: int) -> None:
     settings, terms = found.settings, []
     if settings[f"{ACTOR}use_kl_loss"] is True:
         terms.append(f"KL {settings[f'{ACTOR}kl_loss_coef']} ({settings[f'{ACTOR}kl_loss_type']})")
@@ -195,7 +195,8 @@ def tell_step(found: Found, run: Run, totals: StepTotals) -> None:
     regularizers = f"{' and '.join(terms)} averaged by verl, {mean}" if terms else "no KL and no entropy in the loss"
     title = f"loss_mode={PREFIX}{found} in verl"
     rollouts = SESSIONS if totals.num_rollouts is not None else Rollouts()
-    run.tell(title, lambda: step_line(title, found.config, totals, regularizers, rollouts=rollouts))
+    given = (title, found.config, totals, regularizers)
+    run.tell(title, lambda: step_line(*given, rollouts=rollouts, num_data=num_ranks))
 
 
 def _metrics(output: PolicyLossOutput) -> dict[str, float]:
