@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,8 @@ $Y
     "settings of one command": """X=1; echo 'show $X $Y' > sourced.sh; X=2 Y=3 source ./sourced.sh; show $X ${Y-gone}
     X=4 show $X; show $X""",
     "dirname": """D=$(dirname "$0"); show "$D/x.sh" """,
+    "names of other scripts": """N=$(basename "/a/base-tq_simple.sh" .sh); B=$(echo "$N" | sed -E 's/-tq_(simple|mooncake)$//')
+    show $N $B $(basename x.sh .py) $(echo a-b-a | sed 's/a/c/') $(echo a/b | sed 's|a/|x|') $(echo "a" | sed s/b/c/)""",
 }
 NEEDS_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash to compare with: install bash")
 SHOW = "show() { printf '%s\\0' show \"$@\" >&3; }; export -f show; export HOME_OF_TEST=/home\n"
@@ -345,6 +348,31 @@ def test_a_script_without_one_training_is_refused(tmp_path, monkeypatch, program
         read_line([program, name], None)
 
 
+@pytest.mark.parametrize(
+    "edit",
+    ["sed 's/(a+)+$/b/'", "sed 's/a/\\1/'", "sed -n s/a/b/", "sed 's/a/b/;s/b/c/'", "sed 's/(/b/'", f"sed 's/{'a|' * 9}/b/'"],
+)
+def test_an_edit_that_may_be_another_one_is_not_made(tmp_path, edit):
+    script = tmp_path / "run.sh"
+    script.write_text(f"N=$(echo aaaa | {edit})\nshow $N\n")
+    (line,) = (line.words for line in ScriptReader(script).lines() if line.words[0] == "show")
+    assert is_unread(line[1]), line
+
+
+def test_each_training_of_a_script_is_judged(checkout, capsys):
+    """Trainings that differ in nothing that is judged share a table."""
+    script = checkout[1]("python3 train.py --a 1\npython3 train.py --a 2\npython3 train.py --loss-type sft_loss\n")
+    assert main(["doctor", "--launch-only", "--", "bash", script]) == 0
+    out = capsys.readouterr().out
+    places = [line.rpartition(", from ")[2] for line in out.splitlines() if line.startswith("launch line: ")]
+    assert places == [f"line {number} of the script" for number in (1, 2, 3)], out
+    verdicts = [line for line in out.splitlines() if line.startswith("doctor: ")]
+    assert len(verdicts) == 2 and "do not depend on the layout" in verdicts[0] and "given answers" in verdicts[1], out
+    main(["doctor", "--json", "--launch-only", "--", "bash", script])
+    found = json.loads(capsys.readouterr().out)
+    assert found["launch"]["title"].endswith("line 1 of the script") and len(found["further"]) == 2
+
+
 def test_a_script_that_another_one_starts_is_read(checkout, tmp_path):
     """It has the exported variables alone, and its own training counts where the first script has none."""
     inner = checkout[1]('python3 train.py --lr "$1" --seed "$SEED" --name "$NAME" --kl-coef "$KL"')
@@ -501,7 +529,7 @@ def test_a_secret_of_the_environment_is_not_put_into_the_words(tmp_path, monkeyp
     monkeypatch.setenv("INPUT_KEY", "prompt")
     Path("run.sh").write_text(f"K=${name}\n{LINE} --custom-config-path ${name} --wandb-key $K --input-key $INPUT_KEY\n")
     report = judge_launch(["bash", "run.sh"], None)
-    assert "secret" not in as_text([], report, 0)
+    assert "secret" not in as_text([], [report])
     assert read_line(["bash", "run.sh"], None).flags[-1] == ("--input-key", ("prompt",))
 
 
@@ -510,7 +538,7 @@ def test_what_a_file_holds_reaches_the_terminal_without_its_control_characters(t
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text('"loss_aggregation\\e[2J\\ndoctor: no problems": constant\nloss_aggregation: "\\e[2Jx"\n')
     words = [*LINE.split(), "--custom-config-path", "c.yaml", "--policy-loss", "\x1b[31mgspo"]
-    text = as_text([], judge_launch(words, None), 1)
+    text = as_text([], [judge_launch(words, None)])
     assert "\\x1b" in text and all(char.isprintable() or char == "\n" for char in text)
     assert len([line for line in text.splitlines() if line.startswith("doctor: ")]) == 1
 

@@ -281,7 +281,7 @@ def settings(rng: random.Random) -> None:
 
 
 def show(words: list[str], host: str) -> None:
-    shown = as_text([], judge_launch(words, host), 0)
+    shown = as_text([], [judge_launch(words, host)])
     assert all(char.isprintable() or char == "\n" for char in shown), shown
 
 

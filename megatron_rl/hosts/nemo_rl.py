@@ -249,7 +249,7 @@ def why_not_judged(script: ast.Module) -> str | None:
     modules = modules_from(script, f"{PACKAGE}.algorithms")
     if any(module in SAME_LOSS for module in modules):
         return None
-    return next((OTHER_LOSS[one] for one in modules if one in OTHER_LOSS), "trains a loss that is not known here")
+    return next((OTHER_LOSS[one] for one in modules if one in OTHER_LOSS), "imports no trainer that is known here")
 
 
 PROGRAMS = Programs(

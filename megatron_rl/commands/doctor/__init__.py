@@ -12,7 +12,7 @@ from importlib import import_module
 
 from megatron_rl.commands.doctor.machine import findings
 from megatron_rl.commands.doctor.probes import collect_facts
-from megatron_rl.commands.doctor.report import NOTE, PROBLEM, Finding, LaunchReport, as_json, as_text
+from megatron_rl.commands.doctor.report import NOTE, PROBLEM, Finding, LaunchReport, as_json, as_text, num_problems
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES
 
@@ -76,19 +76,19 @@ def run(args: Namespace) -> int:
     check_step_arguments(args)
     if args.launch_only and not args.launch_line:
         raise ConfigError("--launch-only judges the line after -- and nothing else: give one")
-    launch: LaunchReport | None = None
+    launches: list[LaunchReport] = []
     step = None
     facts = None if args.launch_only else collect_facts()
     machine = [] if facts is None else findings(facts)
     if args.launch_line:
         try:
             if facts is not None and facts["torch"]["state"] != "here":  # the rules count weights with it
-                launch = LaunchReport("not judged", None, rules=[Finding("rules", PROBLEM, "they need torch, see above")])
+                launches = [LaunchReport("not judged", None, rules=[Finding("rules", PROBLEM, "they need torch, see above")])]
             else:
                 asked = {} if facts is None else facts["megatron"]
                 if any(vars(args)[name] is not None for name in SOURCES):
                     step = import_module("megatron_rl.commands.doctor.recorded_step")
-                launch = import_module("megatron_rl.commands.doctor.launch").judge_launch(
+                launches = import_module("megatron_rl.commands.doctor.launch").judge_launches(
                     args.launch_line,
                     args.host,
                     **{name: asked.get(name) for name in ("replicas_drift", "scales_indexer_loss")},
@@ -97,13 +97,12 @@ def run(args: Namespace) -> int:
         except ConfigError as error:
             if facts is None:
                 raise
-            launch = LaunchReport("not read", None, reading=[Finding("line", PROBLEM, problem) for problem in error.problems])
-    if launch is not None and step is not None and not any(finding.subject == "this step" for finding in launch.findings):
-        text = (
-            "not judged: the line does not train the trainer's own loss; `megatron-rl explain` shows what our loss makes of a step"
-        )
-        launch.rules.append(Finding("this step", NOTE, text))
-    problems = [finding for finding in [*machine, *(launch.findings if launch else [])] if finding.status == PROBLEM]
+            unread = [Finding("line", PROBLEM, problem) for problem in error.problems]
+            launches = [LaunchReport("not read", None, reading=unread)]
+    for launch in launches:
+        if step is not None and not any(finding.subject == "this step" for finding in launch.findings):
+            text = "not judged: the line does not train the trainer's own loss; `megatron-rl explain` shows what our loss makes of "
+            launch.rules.append(Finding("this step", NOTE, f"{text}a step"))
     show = as_json if args.json else as_text
-    print(show(machine, launch, len(problems)), flush=True)
-    return EXIT_PROBLEM if problems else 0
+    print(show(machine, launches), flush=True)
+    return EXIT_PROBLEM if num_problems([*machine, *(one for launch in launches for one in launch.findings)]) else 0

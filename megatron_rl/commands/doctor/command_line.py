@@ -120,9 +120,10 @@ class LaunchLine:
         return Path.cwd() if self.script is None else self.script.parent
 
 
-def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
-    """Raises ConfigError where no script or command of megatron_rl is found, and where nothing tells whose it is."""
-    words, named, read_from, stray = through_shell_scripts(list(words))
+def read_line(words: Sequence[str], host: str | None, training: int | None = None) -> LaunchLine:
+    """training: which one of a shell script, where it starts several. Raises ConfigError where no script or command of megatron_rl
+    is found, and where nothing tells whose it is."""
+    words, named, read_from, stray = through_shell_scripts(list(words), training)
     anchor = _anchor(words)
     before, after = words[:anchor], words[anchor + 1 :]
     modules = [module for option, module in pairwise(before) if option == "-m"]
@@ -210,14 +211,18 @@ def _python_path(words: Sequence[str]) -> Iterator[str]:
     yield from (folder for path in given for folder in path.split(":") if folder and Path(folder).is_dir())
 
 
-def through_shell_scripts(words: list[str]) -> tuple[list[str], Path | None, ScriptLine | None, ScriptLine | None]:
-    """The line itself, or the one that a shell script in it starts the training with: (words, script, line, stray flags)."""
+def through_shell_scripts(
+    words: list[str], training: int | None = None
+) -> tuple[list[str], Path | None, ScriptLine | None, ScriptLine | None]:
+    """The line itself, or the one that a shell script in it starts the training with: (words, script, line, stray flags).
+    training: which one, of several."""
     place = next((index for index, word in enumerate(words) if word.endswith((".sh", ".bash", ".py"))), None)
     if len(words) == 1 and re.search(r"\s", words[0]):  # a whole line in quotes, as launchers print it
         reader = ScriptReader(Path())
         reader.may_be_anything = True  # whatever script it is from has set more
         try:
-            return list(training_line(list(reader.lines_of_text(words[0])), "the line after --")[0].words), None, None, None
+            lines = list(reader.lines_of_text(words[0]))
+            return list(training_line(lines, "the line after --", training)[0].words), None, None, None
         except RecursionError as error:
             raise ConfigError("the line after -- is nested too deeply to be read") from error
     if place is None or words[place].endswith(".py"):
@@ -227,14 +232,24 @@ def through_shell_scripts(words: list[str]) -> tuple[list[str], Path | None, Scr
         raise ConfigError(f"{script} is no file in {Path.cwd()}: start from the folder that the launch starts from")
     settings = dict(word.split("=", 1) for word in words[:place] if re.match(r"[A-Za-z_]\w*=", word))
     try:
-        line, stray = training_line(list(ScriptReader(script, words[place + 1 :], settings).lines()), str(script))
+        lines = list(ScriptReader(script, words[place + 1 :], settings).lines())
+        line, stray = training_line(lines, str(script), training)
     except RecursionError as error:
         raise ConfigError(f"{script} is nested too deeply to be read: give the words that start the training after --") from error
     return list(line.words), script, line, stray
 
 
-def training_line(lines: Sequence[ScriptLine], name: str) -> tuple[ScriptLine, ScriptLine | None]:
-    """The one line of a script that starts a training, and the flags after it that a missing backslash has cut off."""
+class SeveralTrainings(ConfigError):
+    """number: of the trainings that a script starts, for `training`."""
+
+    def __init__(self, message: str, number: int):
+        super().__init__(message)
+        self.number = number
+
+
+def training_line(lines: Sequence[ScriptLine], name: str, training: int | None = None) -> tuple[ScriptLine, ScriptLine | None]:
+    """The line of a script that starts a training, and the flags after it that a missing backslash has cut off. training: which of
+    several. Raises SeveralTrainings where that is not said."""
     places = [index for index, line in enumerate(lines) if _trains(line.words) and not line.called]
     # What a script calls counts where it starts none itself; a script of one's own may say whose it is by what it imports.
     places = places or [index for index, line in enumerate(lines) if _trains(line.words)]
@@ -250,11 +265,12 @@ def training_line(lines: Sequence[ScriptLine], name: str) -> tuple[ScriptLine, S
             f"give the script that does, as in -- {' '.join(scripts[0][:2])}" if scripts else "give the line that does, after --"
         )
         raise ConfigError(f"{name} starts no training that can be seen here{runs}: {remedy}")
-    if len(places) > 1:
+    if len(places) > 1 and training is None:
         numbers = " and ".join(str(lines[index].line) for index in places)
-        raise ConfigError(f"{name} starts a training on the lines {numbers}: give one of them after --")
-    behind = lines[places[0] + 1 : places[0] + 2]
-    return lines[places[0]], next((line for line in behind if re.match(r"-|[+~]{0,2}\w+\.[\w.]+=", line.words[0])), None)
+        raise SeveralTrainings(f"{name} starts a training on the lines {numbers}: give one of them after --", len(places))
+    place = places[training or 0]
+    behind = lines[place + 1 : place + 2]
+    return lines[place], next((line for line in behind if re.match(r"-|[+~]{0,2}\w+\.[\w.]+=", line.words[0])), None)
 
 
 def _trains(words: Sequence[str]) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.commands.doctor.command_line import (
     CONFIG_FILE,
@@ -22,6 +23,7 @@ from megatron_rl.commands.doctor.command_line import (
     TRAIN,
     LaunchLine,
     Parser,
+    SeveralTrainings,
     host_arguments,
     read_line,
     through_shell_scripts,
@@ -79,6 +81,14 @@ NOTHING_OF_OURS = "nothing of megatron_rl on this line"
 FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
 
+def judge_launches(words: Sequence[str], host: str | None, **known: Any) -> list[LaunchReport]:
+    """`judge_launch` of each training that the line starts: a shell script may start several."""
+    try:
+        return [judge_launch(words, host, **known)]
+    except SeveralTrainings as several:
+        return [judge_launch(words, host, training=training, **known) for training in range(several.number)]
+
+
 def judge_launch(
     words: Sequence[str],
     host: str | None,
@@ -86,12 +96,14 @@ def judge_launch(
     replicas_drift: bool | None = None,
     scales_indexer_loss: bool | None = None,
     of_step: stock.JudgeStep | None = None,
+    training: int | None = None,
 ) -> LaunchReport:
     """replicas_drift, scales_indexer_loss: what the installed Megatron-Core does with replicas of experts, and with the loss of the
-    sparse-attention indexer; None: not known. of_step: judges a recorded step. ConfigError: a line that cannot be read."""
-    if report := _judge_settings(words, host, of_step):
+    sparse-attention indexer; None: not known. of_step: judges a recorded step. training: which one of a shell script, where it
+    starts several. ConfigError: a line that cannot be read."""
+    if report := _judge_settings(words, host, of_step, training):
         return report
-    line = read_line(words, host)
+    line = read_line(words, host, training)
     folders: list[str | Path] = [*reversed(line.python_path), line.folder]
     with ExitStack() as stack:
         for folder in folders:
@@ -118,12 +130,14 @@ def _refuses(row: Finding, flag: str) -> bool:
     return row.status == PROBLEM and re.match(rf"({flag}|{field_of(flag)})(?![\w-])", row.text) is not None
 
 
-def _judge_settings(words: Sequence[str], named: str | None, of_step: stock.JudgeStep | None) -> LaunchReport | None:
+def _judge_settings(
+    words: Sequence[str], named: str | None, of_step: stock.JudgeStep | None, training: int | None
+) -> LaunchReport | None:
     """A line of a trainer that settings configure; None: it is another host's."""
     is_script = any(word.endswith((".sh", ".bash")) or re.search(r"\s", word) for word in words)
     if named is not None and named not in DOORS or not is_script and named is None and door_of(words) is None:
         return None
-    given, _, read_from, stray = through_shell_scripts(list(words))
+    given, _, read_from, stray = through_shell_scripts(list(words), training)
     hidden = tuple(word for word in given if HIDES_FLAGS.fullmatch(word))
     door = door_of(given) if named is None else DOORS[named]
     if door is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from megatron_rl import __version__
@@ -43,18 +43,34 @@ class LaunchReport:
         return [*self.reading, *self.paths, *self.flags, *self.rules]
 
 
-def as_text(machine: Sequence[Finding], launch: LaunchReport | None, num_problems: int) -> str:
+def num_problems(rows: Iterable[Finding]) -> int:
+    return sum(row.status == PROBLEM for row in rows)
+
+
+def as_text(machine: Sequence[Finding], launches: Sequence[LaunchReport]) -> str:
+    """Trainings of one script that are alike but for their place share one table."""
     lines = [f"megatron_rl {__version__} on this machine", *_table(machine)] if machine else []
-    if launch is not None:
-        lines += [f"launch line: {printable(launch.title)}", *_table(launch.findings)]
-    hidden = "" if launch is None or not launch.unread else f"; not read: {printable(', '.join(launch.unread))}"
-    count = f"{num_problems or 'no'} problem{'' if num_problems == 1 else 's'}"
-    if launch is not None and launch.unjudged is not None:
-        here = f"{count}; " if num_problems else "no problems on this machine; " if machine else ""
-        lines.append(f"doctor: {here}{launch.unjudged}{hidden}")
-    else:
-        lines.append(f"doctor: {count}{' in what could be read' if hidden else ''}{hidden}")
+    if not launches:
+        return "\n".join([*lines, f"doctor: {_count(num_problems(machine))}"])
+    alike: dict[str, list[str]] = {}
+    for launch in launches:
+        alike.setdefault("\n".join([*_table(launch.findings), _last_line(machine, launch)]), []).append(printable(launch.title))
+    for text, titles in alike.items():
+        lines += [*(f"launch line: {title}" for title in titles), text]
     return "\n".join(lines)
+
+
+def _last_line(machine: Sequence[Finding], launch: LaunchReport) -> str:
+    problems = num_problems([*machine, *launch.findings])
+    hidden = f"; not read: {printable(', '.join(launch.unread))}" if launch.unread else ""
+    if launch.unjudged is not None:
+        here = f"{_count(problems)}; " if problems else "no problems on this machine; " if machine else ""
+        return f"doctor: {here}{launch.unjudged}{hidden}"
+    return f"doctor: {_count(problems)}{' in what could be read' if hidden else ''}{hidden}"
+
+
+def _count(problems: int) -> str:
+    return f"{problems or 'no'} problem{'' if problems == 1 else 's'}"
 
 
 def _table(rows: Sequence[Finding]) -> list[str]:
@@ -63,6 +79,9 @@ def _table(rows: Sequence[Finding]) -> list[str]:
     return [f"  {status:8s} {subject:{width}s}  {text}".rstrip() for subject, status, text in texts]
 
 
-def as_json(machine: Sequence[Finding], launch: LaunchReport | None, num_problems: int) -> str:
-    found = {"megatron_rl": __version__, "problems": num_problems, "machine": [asdict(row) for row in machine]}
-    return json.dumps(found | {"launch": None if launch is None else asdict(launch)})
+def as_json(machine: Sequence[Finding], launches: Sequence[LaunchReport]) -> str:
+    """launch: of the first training; further: of the others."""
+    each = [asdict(launch) for launch in launches]
+    problems = num_problems([*machine, *(one for launch in launches for one in launch.findings)])
+    found = {"megatron_rl": __version__, "problems": problems, "machine": [asdict(row) for row in machine], "launch": None}
+    return json.dumps(found | ({"launch": each[0]} if each else {}) | ({"further": each[1:]} if each[1:] else {}))

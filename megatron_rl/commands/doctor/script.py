@@ -29,6 +29,8 @@ BRANCHING = ("if_statement", "case_statement", "for_statement", "c_style_for_sta
 NO_STEPS = ("string", "concatenation", "expansion", "command_substitution", "process_substitution", "heredoc_body")
 # The command of miles that prints the flags of a model, and the folder of their scripts from four folders above it.
 MODEL_COMMAND, MODELS = "model_args_utils.py", Path("scripts", "models")
+PLAIN_EDIT = re.compile(r"s([/|,#])(?P<pattern>(?:(?!\1)[^*+?{\\\\])*)\1(?P<text>(?:(?!\1)[^&\\\\])*)\1")
+MOST_CHOICES = 8
 SHELLS = ("bash", "sh", "zsh", "exec")
 # $NAME, ${NAME}, ${NAME[@]}, ${NAME[0]}, and those with a default; the others cut or count, and are left as they are.
 VARIABLE = re.compile(r"\$\{?(?P<name>[A-Za-z_]\w*|[@*0-9])(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<how>:?[-=+]).*|\}?)", re.DOTALL)
@@ -324,8 +326,8 @@ class ScriptReader:
         return is_key or SECRET.search(name) is not None
 
     def _known_command(self, node: Node) -> str | None:
-        """`cd ... && pwd`, `dirname ...` and `basename ...` of what is known: how scripts find their own folder. And the flags of a
-        model, from the script that has them."""
+        """`cd ... && pwd`, `dirname ...`, `basename ...` and an edit by sed of what is known: how scripts find their own folder,
+        and one another. And the flags of a model, from the script that has them."""
         commands = [[word for child in command.named_children for word in self.words(child)] for command in _commands_in(node)]
         if any(is_unread(word) for words in commands for word in words):
             return None
@@ -334,12 +336,24 @@ class ScriptReader:
                 return os.path.normpath(os.path.join(os.getcwd(), where))
             case [["dirname", what]]:
                 return os.path.dirname(what) or "."
-            case [["basename", what]]:
-                return os.path.basename(what)
+            case [["basename", what, *ending]] if len(ending) < 2:
+                return os.path.basename(what).removesuffix("".join(ending))
+            case [["echo", text], ["sed", *options, edit]] if options in ([], ["-E"], ["-r"]):
+                return _edited(text, edit)
             case [[*_, command, model]] if Path(command).name == MODEL_COMMAND:
                 folders = Path(command).resolve().parents
                 words = model_words(folders[3] / MODELS, model) if len(folders) > 3 else None
                 return None if words is None else " ".join(words)
+        return None
+
+
+def _edited(text: str, edit: str) -> str | None:
+    """By `sed s/PATTERN/TEXT/`. A pattern that repeats or has many branches may take for ever, and is not tried; nor is a TEXT with
+    parts of the match."""
+    found = PLAIN_EDIT.fullmatch(edit) if edit.count("|") < MOST_CHOICES else None
+    try:
+        return None if found is None else re.sub(found["pattern"], lambda match: found["text"], text, count=1)
+    except re.error:
         return None
 
 
