@@ -63,6 +63,10 @@ def test_the_mean_over_the_step_that_a_mean_of_means_stands_for():
 # The trainers' own functions
 
 
+def class_of(tree: ast.Module, name: str) -> ast.ClassDef:
+    return next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+
+
 def matrix(samples: list[int], values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses of tokens and their mask, padded to the longest of the micro-batch; unmasked tokens come first."""
     width = int(LENGTHS[samples].max())
@@ -270,6 +274,160 @@ def test_megatron_lm():
 
     options = HostOptions(Namespace(calculate_per_token_loss=False), host_named("megatron_lm"))
     agrees(host_named("megatron_lm").stock(options).policy, reduced)
+
+
+# Critics. The derivative of a half square is 1 where the value is 1 above the return.
+
+
+def of_critic(critic):
+    """critic(values, returns, mask) of micro-batches, as `measured` takes it."""
+    return lambda values, mask, samples: critic(values, values.detach() - 1, mask, samples)
+
+
+@pytest.mark.host("VERL_ROOT")
+@pytest.mark.parametrize("mode", verl.STOCK_MODES)
+def test_the_critic_of_verl(mode):
+    masked = types.SimpleNamespace(
+        masked_sum=lambda x, mask: (x * mask).sum(), masked_mean=lambda x, mask: x.mean(), clip_by_value=torch.clamp
+    )
+    tree = source_of("VERL_ROOT", "verl/trainer/ppo/core_algos.py")
+    found = functions_of(tree, "agg_loss", "compute_value_loss", verl_F=masked)
+    batch = {"dp_size": DP, "batch_num_tokens": int(TOKENS.sum()), "global_batch_size": len(TOKENS), "loss_scale_factor": 1}
+
+    def critic(values, returns, mask, samples):
+        return found.compute_value_loss(values, returns, values.detach(), mask, 9.0, mode, **batch)[0]
+
+    of_actor = stock_of("verl", loss_agg_mode=mode, loss_scale_factor=1)
+    agrees(of_actor.value, of_critic(critic))
+    apart = {"critic.loss_agg_mode": mode, "algorithm.adv_estimator": "gae"}
+    if mode != "seq-mean-token-sum-norm":
+        assert stock_of("verl", **apart).value == of_actor.value
+    assert stock_of("verl", **{"algorithm.adv_estimator": "grpo"}).value is None
+    assert stock_of("verl", **{"algorithm.adv_estimator": "grpo", "critic.enable": True}).value == TOKEN_MEAN
+
+
+@pytest.mark.host("SKYRL_ROOT")
+@pytest.mark.parametrize("is_by_tokens", [True, False])
+def test_the_critic_of_skyrl(is_by_tokens):
+    """By tokens a micro-batch is multiplied by its share of the samples; else the step divides by the micro-batches."""
+    utils = source_of("SKYRL_ROOT", "skyrl/backends/skyrl_train/utils/torch_utils.py")
+    masked_mean = functions_of(utils, "masked_mean").masked_mean
+    tree = source_of("SKYRL_ROOT", "skyrl/backends/skyrl_train/utils/ppo_utils.py")
+    loss = functions_of(tree, "ppo_critic_loss", masked_mean=masked_mean).ppo_critic_loss
+    config = types.SimpleNamespace(value_clip=None)
+
+    def critic(values, returns, mask, samples):
+        share = len(samples) / (len(TOKENS) / DP) if is_by_tokens else 1 / M
+        return share * loss(values, values.detach(), returns, config, mask)[0]
+
+    agrees(stock_of("skyrl", advantage_estimator="gae").value, of_critic(critic))
+    worker = (Path(os.environ["SKYRL_ROOT"]) / "skyrl/backends/skyrl_train/workers/worker.py").read_text()
+    assert "microbatch_weight = len(microbatch) / len(data)" in worker and "scale = 1.0 / self._micro_batches_accumulated" in worker
+
+
+@pytest.mark.host("NEMO_RL_ROOT")
+def test_the_critic_of_nemo_rl():
+    masked_mean = functions_of(source_of("NEMO_RL_ROOT", "nemo_rl/algorithms/utils.py"), "masked_mean").masked_mean
+    tree = class_of(source_of("NEMO_RL_ROOT", "nemo_rl/algorithms/loss/loss_functions.py"), "MseValueLossFn")
+
+    def critic(values, returns, mask, samples):
+        given = {"self": types.SimpleNamespace(cliprange=0.0, scale=1.0), "values": values, "returns": returns, "mask": mask}
+        given |= {"masked_mean": masked_mean, "global_valid_toks": TOKENS.sum().double()}
+        return DP * statements_of(tree, "__call__", lambda text: text.startswith("if self.cliprange"), **given)["loss"]
+
+    agrees(stock_of("nemo_rl", **{"value_loss_fn": {"scale": 1.0}}).value, of_critic(critic))
+
+
+@pytest.mark.host("ROLL_ROOT")
+def test_the_critic_of_roll():
+    """apply_loss_scale multiplies the mean of a micro-batch by M dp, so means are added."""
+    masked_mean = functions_of(source_of("ROLL_ROOT", "roll/utils/functionals.py"), "masked_mean").masked_mean
+    tree = class_of(source_of("ROLL_ROOT", "roll/pipeline/base_worker.py"), "CriticWorker")
+    settings = types.SimpleNamespace(pipeline_config=types.SimpleNamespace(value_clip=None))
+
+    def critic(values, returns, mask, samples):
+        given = {"self": settings, "values": values, "returns": returns, "response_mask": mask, "masked_mean": masked_mean}
+        kept = ("if self.pipeline_config.value_clip", "vf_loss =")
+        return DP * statements_of(tree, "loss_func", lambda text: text.startswith(kept), **given)["vf_loss"]
+
+    found = stock_of("roll", adv_estimator="gae")
+    agrees(found.value, of_critic(critic))
+    assert "grows with their number" in found.remarks[-1] and stock_of("roll", adv_estimator="grpo").value is None
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(("MILES_ROOT", "miles/backends/training_utils/loss_hub/losses.py"), marks=pytest.mark.host("MILES_ROOT")),
+        pytest.param(("SLIME_ROOT", "slime/backends/megatron_utils/loss.py"), marks=pytest.mark.host("SLIME_ROOT")),
+    ],
+)
+def test_the_critics_of_miles_and_slime_have_the_reducer_of_the_policy(place):
+    (body,) = [ast.unparse(node) for node in source_of(*place).body if getattr(node, "name", "") == "value_loss_function"]
+    assert "loss = sum_of_sample_mean(loss)" in body
+    host = host_named(place[0].removesuffix("_ROOT").lower())
+    found = host.stock(HostOptions(Namespace(advantage_estimator="ppo", calculate_per_token_loss=True), host))
+    assert found.value == found.policy == stock.OF_COUNTED_TOKENS
+
+
+# Other trainers of TRL
+
+
+def of_trl(trainer: str) -> stock.Stock:
+    return DOORS["trl"].stock(Settings.of_names({trl.OTHER: trainer}, {}))
+
+
+@pytest.mark.host("TRL_ROOT")
+def test_rloo_of_trl():
+    """One loss a sample, whose log-probabilities it sums; Trainer divides by the accumulation steps."""
+    tree, kept = (
+        source_of("TRL_ROOT", "trl/trainer/rloo_trainer.py"),
+        ("logps =", "log_ratio =", "coef_", "per_sequence", "loss = per"),
+    )
+
+    def reduced(losses, mask, samples):
+        given = {
+            "self": types.SimpleNamespace(epsilon_low=9.0, epsilon_high=9.0),
+            "per_token_logps": losses,
+            "completion_mask": mask,
+        }
+        given |= {"old_logps": torch.zeros(len(samples)), "advantages": -torch.ones(len(samples))}
+        return statements_of(tree, "_compute_loss", lambda text: text.startswith(kept), **given)["loss"] / M
+
+    agrees(of_trl("RLOOTrainer").policy, reduced)
+    assert "self.model_accepts_loss_kwargs = False" in ast.unparse(tree)
+
+
+@pytest.mark.host("TRL_ROOT")
+def test_async_grpo_of_trl():
+    tree = source_of("TRL_ROOT", "trl/experimental/async_grpo/async_grpo_trainer.py")
+    kept = ("loss = ", "global_n_tokens =", "world_size =", "tokens_per_rank =")
+    trainer = types.SimpleNamespace(accelerator=types.SimpleNamespace(num_processes=DP), current_gradient_accumulation_steps=M)
+
+    def reduced(losses, mask, samples):
+        index = next(index for of_rank in PARTS for index, part in enumerate(of_rank) if part == samples)
+        tokens = sum(int(TOKENS[of_rank[index]].sum()) for of_rank in PARTS)
+        given = {"self": trainer, "per_token_loss": losses, "completion_mask": mask}
+        given["inputs"] = {"global_n_tokens": torch.tensor([float(tokens)], dtype=torch.float64)}
+        # It divides in float32, which has 24 bits; each micro-batch's tokens are few enough to be exact.
+        found = statements_of(tree, "compute_loss", lambda text: text.startswith(kept) and "aux" not in text, **given)
+        return found["loss"]
+
+    agrees(of_trl("AsyncGRPOTrainer").policy, reduced)
+    assert stock.of_the_step(of_trl("AsyncGRPOTrainer").policy) == TOKEN_MEAN
+
+
+@pytest.mark.host("TRL_ROOT")
+def test_ppo_of_trl():
+    """accelerate divides by the accumulation steps."""
+    tree = source_of("TRL_ROOT", "trl/experimental/ppo/ppo_trainer.py")
+    masked_mean = functions_of(tree, "masked_mean").masked_mean
+    text = ast.unparse(tree)
+    assert "pg_loss = masked_mean(pg_loss_max, ~padding_mask[micro_batch_inds])" in text
+    assert "vf_loss = 0.5 * masked_mean(vf_loss_max, ~padding_mask_p1[micro_batch_inds])" in text
+    found = of_trl("PPOTrainer")
+    assert found.value == found.policy
+    agrees(found.policy, lambda losses, mask, samples: masked_mean(losses, mask) / M)
 
 
 @pytest.mark.host("SKYRL_ROOT")

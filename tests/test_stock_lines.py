@@ -10,6 +10,9 @@ import pytest
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import skyrl, verl
 
+ALIKE = "the weights of its tokens do not depend on the layout"
+
+
 # What doctor prints
 
 
@@ -24,7 +27,7 @@ LINES = {
     ),
     "verl": (
         ["python3", "-m", "verl.trainer.main_ppo", "actor_rollout_ref.actor.loss_agg_mode=token-mean"],
-        ("1/T; token_mean here", "verl's own loss: the weights of its tokens do not depend on the layout"),
+        ("1/T; token_mean here", "verl's own: 1/T too, as the policy term", f"verl's own loss: {ALIKE}"),
     ),
     "nemo_rl": (["python", "examples/run_grpo.py", "loss_fn.token_level_loss=false"], ("1/(N+ m_i)", "NeMo-RL's own loss")),
     "trl": (
@@ -219,7 +222,10 @@ def test_other_trainings_of_a_trainer_are_named_and_not_judged(line, why, tmp_pa
     [
         ("from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(GRPOConfig(loss_type='bnpo', beta=x))", "NOT exact: the weight of"),
         ("from trl import SFTTrainer\nSFTTrainer()", "trains on given answers"),
-        ("import trl\ntrl.RLOOTrainer()", "makes a RLOOTrainer, whose loss is not known here"),
+        ("import trl\ntrl.RLOOTrainer()", f"TRL's own loss: {ALIKE}"),
+        ("import trl\ntrl.AsyncGRPOTrainer()", "NOT exact: the weight of a token in its policy term"),
+        ("import trl\ntrl.PPOTrainer()", "NOT exact: the weight of a token in its policy and value terms"),
+        ("import trl\ntrl.MineTrainer()", "makes a MineTrainer, whose loss is not known here"),
         ("from nemo_rl.algorithms.grpo import setup", "NeMo-RL's own loss: the weights"),
         ("from nemo_rl.algorithms.dpo import setup", "trains on preferences"),
     ],
@@ -237,6 +243,19 @@ def test_a_script_of_trl_that_parses_the_line_was_read_with_it(tmp_path, monkeyp
     (tmp_path / "mine.yaml").write_text("loss_type: bnpo")
     _, out = doctor(capsys, "--", "python", "mine.py", "--config", "mine.yaml")
     assert "mine.py fills GRPOConfig from the command line and the file of --config: both were read" in out and "NOT exact" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("python -m verl.trainer.main_ppo", "value   "),
+        ("python -m skyrl.train.entrypoints.main_base trainer.algorithm.advantage_estimator=gae", "value   "),
+        ("trl rloo --beta 0.1", "a token weighs 1/N; constant here; the same on every layout"),
+    ],
+)
+def test_doctor_judges_the_value_term_and_other_trainers(line, said, capsys):
+    code, out = doctor(capsys, "--", *line.split())
+    assert code == 0 and said in out and "own loss: " in out.splitlines()[-1], out
 
 
 @pytest.mark.parametrize("host", LINES)
@@ -260,7 +279,6 @@ def test_a_pipeline_of_roll_without_a_policy_is_not_judged(pipeline, said, tmp_p
     assert f"launch line: roll, start_{pipeline}_pipeline.py" in out and said in out.splitlines()[-1], out
 
 
-ALIKE = "the weights of its tokens do not depend on the layout"
 # A published launch of each trainer, of each kind that doctor reads in its own way.
 PUBLISHED = [
     ("MILES", "python scripts/run_qwen3_4b.py", f"miles's own loss: {ALIKE}; see the notes"),
@@ -276,6 +294,9 @@ PUBLISHED = [
     ("SKYRL", "bash examples/train/delta_weight_sync/run_gsm8k_qwen1p5b_nfs.sh", f"SkyRL's own loss: {ALIKE}"),  # calls another one
     ("ROLL", "bash examples/qwen3-8B-rlvr_megatron/run_rlvr_pipeline.sh", f"ROLL's own loss: {ALIKE}"),
     ("TRL", "python examples/scripts/grpo_2048.py", f"TRL's own loss: {ALIKE}; see the notes"),
+    ("TRL", "python examples/scripts/openenv/opencode.py", "NOT exact: the weight of a token in its policy term depends"),
+    ("NEMO_RL", "bash tests/test_suites/llm/grpo-deepscaler-1.5b-8K-tq_simple.sh", f"NeMo-RL's own loss: {ALIKE}"),
+    ("VERL", "bash tests/special_e2e/run_v1_separate_async.sh", f"verl's own loss: {ALIKE}"),
     ("PRIME_RL", "uv run rl @ examples/basic/wordle/rl.toml", f"prime-rl's own loss: {ALIKE}"),
 ]
 

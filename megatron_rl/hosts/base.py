@@ -179,7 +179,8 @@ class Host:
             remarks.append(f"{options['custom_tis_function_path']} weighs tokens and may reject some: that is not judged")
         if options["enable_mtp_training"]:
             remarks.append(MTP_IS_NOT_JUDGED.format("--enable-mtp-training"))
-        return Stock(None if reducer else weight, kl, weight if options["entropy_coef"] else None, remarks=tuple(remarks))
+        entropy, value = (weight if is_on else None for is_on in (options["entropy_coef"], options["advantage_estimator"] == "ppo"))
+        return Stock(None if reducer else weight, kl, entropy, remarks=tuple(remarks), value=value)
 
     def converter(self) -> Converter | None:
         """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""

@@ -62,6 +62,7 @@ LOG_PROBS, QUANTISED = f"{PREFIX}log_probs", "policy.quant_cfg"
 # NeMo-RL's fused head, and what trains on logits themselves.
 FUSED_HEAD, DRAFT = "policy.megatron_cfg.use_fused_linear_logprobs", "policy.draft.enabled"
 MTP = "policy.megatron_cfg.mtp_num_layers"
+CRITIC = "value_loss_fn"
 CHOOSE = f"++{NAME}=<loss>.<aggregation>"
 PENALTY, POSITIVE_EXAMPLES = f"{LOSS_FN}reference_policy_kl_penalty", f"{LOSS_FN}positive_example_nll_weight"
 # Settings that choose another loss, and what ours has for it.
@@ -241,7 +242,8 @@ def stock(settings: Settings) -> Stock | None:
     if settings.value_of(MTP) not in (ABSENT, UNKNOWN, None, 0):
         remarks.append(MTP_IS_NOT_JUDGED.format(f"{MTP}={settings.value_of(MTP)}"))
     weight = TOKEN_MEAN if is_of_tokens else OF_PRESENT_SAMPLES
-    return Stock(weight, weight if is_on(settings, PENALTY) else None, remarks=tuple(remarks))
+    value = TOKEN_MEAN if settings.value_of(CRITIC) not in (ABSENT, None) else None
+    return Stock(weight, weight if is_on(settings, PENALTY) else None, remarks=tuple(remarks), value=value)
 
 
 def why_not_judged(script: ast.Module) -> str | None:

@@ -50,7 +50,7 @@ from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, SUPERVISED, TRAIN
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
 from megatron_rl.hosts.settings_files import resolved, with_values
-from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, is_on, unjudged
+from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_PRESENT_SAMPLES, Stock, is_on, unjudged
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation.checks import Row, check
 
@@ -376,7 +376,9 @@ def stock(settings: Settings) -> Stock | None:
     normalised = [name for name in ("difficulty_loss_weight", "length_loss_weight") if settings[name] is True]
     remarks = [f"{name}=true divides by a sum over each micro-batch, so the step depends on the layout" for name in normalised]
     kl, entropy = weight if has_kl else None, weight if has_entropy else None
-    return None if weight is None else Stock(weight, kl, entropy, remarks=tuple(remarks))
+    value = Formula(N_b=-1, m_i=-1) if settings.value_of("adv_estimator") in (ABSENT, "gae") else None
+    remarks += [MEANS_ARE_ADDED.format("ROLL's critic")] if value is not None else []
+    return None if weight is None else Stock(weight, kl, entropy, remarks=tuple(remarks), value=value)
 
 
 def settings_of_yaml(tree: Mapping[str, Any]) -> Settings:

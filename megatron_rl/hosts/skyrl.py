@@ -128,6 +128,7 @@ def stock(settings: Settings) -> Stock | None:
         MEAN_OF_TOKEN_MEANS if settings[f"{ALGORITHM}use_entropy_loss"] is not False else None,
         exact_setting(f"{ALGORITHM}loss_reduction={{}}", STOCK_REDUCTIONS, weight),
         (OF_A_MICRO_BATCH.format(loss),) if loss in SELECTING else (),
+        value=SAMPLE_MEAN if settings.value_of(f"{ALGORITHM}advantage_estimator") == "gae" else None,
     )
 
 

@@ -1,8 +1,8 @@
 """What a trainer's own loss weighs a token, of a launch that chooses none of ours: for doctor.
 
 A weight is a product of counts, as the weights of our aggregations are. Counts of the step are the same on every layout. Counts of
-one micro-batch, T_b, N_b and L_b, change with its size, with data parallelism, packing and dynamic batches: such a term is a mean
-of the means of micro-batches. tests/test_stock.py holds each row against the trainer's own code.
+one micro-batch, T_b, T_k, N_b and L_b, change with its size, with data parallelism, packing and dynamic batches: such a term is a
+mean of the means of micro-batches. tests/test_stock.py holds each row against the trainer's own code.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron_rl.validation.checks import Row
 # Counts of one micro-batch, by their letters.
 LOCAL = {
     "T_b": "the unmasked tokens of the micro-batch",
+    "T_k": "the unmasked tokens of the k-th micro-batches of all ranks",
     "N_b": "the samples of the micro-batch",
     "L_b": "the padded response length of the micro-batch",
 }
@@ -28,14 +29,16 @@ OF_PRESENT_SAMPLES = Formula({"N+": -1, "m_i": -1})
 OF_COUNTED_TOKENS = Formula({"T'": -1})
 # Means of the means of micro-batches: over their tokens, and over their samples.
 MEAN_OF_TOKEN_MEANS = Formula(M=-1, dp=-1, T_b=-1)
+MEAN_OVER_RANKS = Formula(M=-1, T_k=-1)  # each mean is over the ranks too
 MEAN_OF_SAMPLE_MEANS = Formula(M=-1, dp=-1, N_b=-1, m_i=-1)
-TERMS = ("policy", "KL", "entropy", "distillation")
+TERMS = ("policy", "KL", "entropy", "distillation", "value")
 # verl's and SkyRL's losses that select tokens.
 SELECTING = ("clip_cov", "kl_cov")
+MEANS_ARE_ADDED = "{} adds the means of micro-batches, so the gradient grows with their number"
 MTP_IS_NOT_JUDGED = "{} adds the loss of multi-token prediction, which the verdict does not count"
 OF_A_MICRO_BATCH = "{} selects tokens of each micro-batch, where the paper selects them of the step"
-# A count of micro-batches -> the count of the step that a mean over all of it has.
-WHOLE = {"T_b": "T", "N_b": "N"}
+# A count of micro-batches -> the count of the step that a mean over all of it has, with the numbers that divide a mean of means.
+WHOLE = {"T_b": ("T", "M", "dp"), "T_k": ("T", "M"), "N_b": ("N", "M", "dp")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,12 @@ class Stock:
     remarks: tuple[str, ...] = ()
     """What else of the loss depends on the layout, or is not judged."""
     distillation: Formula | None = None
+    value: Formula | None = None
+    """Of a critic: the squares are halved in some trainers, which changes no weight against another."""
 
     @property
     def terms(self) -> dict[str, Formula]:
-        named = zip(TERMS, (self.policy, self.kl, self.entropy, self.distillation), strict=True)
+        named = zip(TERMS, (self.policy, self.kl, self.entropy, self.distillation, self.value), strict=True)
         return {name: weight for name, weight in named if weight is not None}
 
 
@@ -70,7 +75,8 @@ def of_the_step(weight: Formula) -> Formula:
     for letter in local_letters(weight):
         if letter in WHOLE:
             power = weight.powers[letter]
-            found *= Formula({letter: -power, WHOLE[letter]: power, "M": -power, "dp": -power})
+            count, *numbers = WHOLE[letter]
+            found *= Formula({letter: -power, count: power} | dict.fromkeys(numbers, -power))
     return found
 
 
@@ -110,7 +116,7 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None) -> Ite
 def _changes(letters: list[str]) -> str:
     if letters == ["L_b"]:
         return "it changes with what shares a micro-batch"
-    unit = "tokens" if "T_b" in letters else "samples"
+    unit = "samples" if letters == ["N_b"] else "tokens"
     return (
         "a mean of the means of micro-batches. It changes with micro-batch size, data parallelism, packing and dynamic batches; a "
         f"token weighs twice as much in a micro-batch of half the {unit}"

@@ -31,6 +31,7 @@ from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.scripts import syntax_tree, taken_from
 from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, read_value
 from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, OF_A_MICRO_BATCH, SAMPLE_MEAN, Stock, exact_setting, is_on, unjudged
+from megatron_rl.hosts.trl_others import OTHER, STOCKS, known_trainer
 from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
 from megatron_rl.validation.checks import Row, check
 
@@ -38,11 +39,12 @@ PREFIX, CHOICE, BIAS_CORRECTION = "megatron_rl.", "loss_type", "use_bias_correct
 PLUG, TRAINER = "trl_trainer", "trl.trainer.grpo_trainer:GRPOTrainer"
 REMEDY = f'GRPOConfig({CHOICE}="{PREFIX}<loss>.<aggregation>") with {__name__}.GRPOTrainer chooses one of ours'
 # TRL's own commands, and its trainers by the beginning of their names, whose loss is not judged.
-COMMANDS = {"grpo": None, "rloo": "has another loss, which is not known here", "sft": SUPERVISED, "reward": REWARDS}
+COMMANDS = {"grpo": None, "rloo": None, "sft": SUPERVISED, "reward": REWARDS}
 COMMANDS |= dict.fromkeys(("dpo", "kto"), PREFERENCES)
 OTHER_TRAINERS = {
-    **{"SFT": SUPERVISED, "Reward": REWARDS, "PRM": REWARDS},
-    **dict.fromkeys(("DPO", "KTO", "ORPO", "CPO", "BCO", "TPO"), PREFERENCES),
+    **dict.fromkeys(("SFT", "DiffusionGemmaSFT", "SSD"), SUPERVISED),
+    **{"Reward": REWARDS, "PRM": REWARDS},
+    **dict.fromkeys(("DPO", "KTO", "ORPO", "CPO", "BCO", "TPO", "OnlineDPO", "NashMD", "XPO"), PREFERENCES),
     **dict.fromkeys(("GKD", "GOLD", "Distillation", "SDFT"), DISTILLED),
 }
 # Words of HfArgumentParser for a switch.
@@ -150,6 +152,8 @@ STOCK_TYPES = {
 
 def stock(settings: Settings) -> Stock | None:
     """The KL term is in the loss of a token; the entropy is a mean of the step where the loss is, else of a micro-batch."""
+    if settings[OTHER] is not None:
+        return STOCKS[settings[OTHER]]
     weight = STOCK_TYPES.get(str(settings[CHOICE]))
     if weight is None:
         return None
@@ -191,7 +195,7 @@ def command_of(words: Sequence[str]) -> str | None:
 def why_not_judged(script: ast.Module) -> str | None:
     """A script that imports TRL: by the trainer that it makes."""
     trainers = called(script, "Trainer")
-    if not trainers or "GRPOTrainer" in trainers:
+    if not trainers or "GRPOTrainer" in trainers or known_trainer(trainers, None):
         return None if trainers else "makes no trainer that can be seen here"
     return next((why for trainer in trainers for name, why in OTHER_TRAINERS.items() if trainer.startswith(name)), None) or (
         f"makes a {trainers[0]}, whose loss is not known here"
@@ -261,9 +265,14 @@ def constant_of(value: ast.expr) -> Any:
 def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     """`--name value` as HfArgumentParser reads them, over a file of --config, over what the script gives GRPOConfig."""
     command = command_of(words)
-    if command not in (None, "grpo"):
+    if command is not None and COMMANDS[command] is not None:
         return Line(None, [unjudged(f"trl {command} {COMMANDS[command]}")])
-    given, (tree, said) = dict[str, Any](), set_by_script(script_of(words))
+    script = script_of(words)
+    trainers = [] if script is None else called(syntax_tree(script), "Trainer")
+    if "GRPOTrainer" not in trainers and (other := known_trainer(trainers, command)):
+        row = Row("trainer", f"{other} has one loss, and none of ours; GRPOTrainer takes ours", is_note=True)
+        return Line(None, [row], stock=Settings.of_names({OTHER: other}, {}))
+    given, (tree, said) = dict[str, Any](), set_by_script(script)
     for at, word in enumerate(words):
         name, is_joined, value = word.removeprefix("--").partition("=")
         behind = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else "true"
@@ -280,7 +289,7 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
             rows.append(Row("config", str(error), is_wrong=True))
     given = tree | given
     if not command:
-        rows += trainer_beside(str(given.get(CHOICE, DOOR.all_defaults[CHOICE])), script_of(words))
+        rows += trainer_beside(str(given.get(CHOICE, DOOR.all_defaults[CHOICE])), script)
     # Not typed=given: a GRPOConfig does not tell the trainer what was typed, and doctor says what the trainer does.
     return Line(Settings.of_names(given, DOOR.all_defaults), rows, is_partial=not command)
 

@@ -52,7 +52,7 @@ from megatron_rl.hosts.door_settings import in_words
 from megatron_rl.hosts.programs import SUPERVISED, TRAINS_NOTHING, Programs, program_word
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, as_typed, read_overrides, read_value, value_at
-from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
+from megatron_rl.hosts.stock import MEANS_ARE_ADDED, MTP_IS_NOT_JUDGED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
 from megatron_rl.loss_hub import (
     clip_of,
     get_loss_aggregation,
@@ -317,18 +317,28 @@ def stock(settings: Settings) -> Stock | None:
         policy = SAMPLE_MEAN
     elif loss == "geo_mean":
         policy = Formula(dp=-1, N_b=-1, m_i=-1)
-        remarks.append("geo_mean adds the means of micro-batches, so the gradient grows with their number")
+        remarks.append(MEANS_ARE_ADDED.format("geo_mean"))
     elif loss in SELECTING:
         remarks.append(OF_A_MICRO_BATCH.format(loss))
     elif loss not in STOCK_LOSSES:
         return None
     if settings.value_of(f"{MTP}enable") is True and settings.value_of(f"{MTP}enable_train") is True:
         remarks.append(MTP_IS_NOT_JUDGED.format(f"{MTP}enable_train=True"))
+    value = stock_of_critic(settings, weight)
     if settings.value_of(DISTILLATION) is True and settings.value_of(TASK_REWARDS) is False:
-        return Stock(None, distillation=weight, exact=exact, remarks=tuple(remarks))  # in the place of all other terms
+        return Stock(None, distillation=weight, exact=exact, remarks=tuple(remarks), value=value)  # in the place of other terms
     has_kl, has_entropy = settings[f"{ACTOR}use_kl_loss"] is not False, is_on(settings, f"{ACTOR}entropy_coeff")
     terms = (policy, weight if has_kl else None, weight if has_entropy else None)
-    return Stock(*terms, exact, tuple(remarks), weight if settings.value_of(DISTILLATION) is True else None)
+    return Stock(*terms, exact, tuple(remarks), weight if settings.value_of(DISTILLATION) is True else None, value)
+
+
+def stock_of_critic(settings: Settings, of_actor: Formula) -> Formula | None:
+    """The critic takes the actor's aggregation where it has none of its own."""
+    enabled, mode = settings.value_of("critic.enable"), settings.value_of("critic.loss_agg_mode")
+    if enabled in (ABSENT, None):
+        estimator = settings.value_of("algorithm.adv_estimator")
+        enabled = estimator == "gae" or (estimator is ABSENT and settings.knows_defaults)
+    return None if enabled is not True else of_actor if mode in (ABSENT, None) else STOCK_MODES.get(str(mode))
 
 
 def is_open(settings: Settings, section: str) -> bool:

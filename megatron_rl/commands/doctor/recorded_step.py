@@ -99,8 +99,14 @@ def token_weights(
         groups[prompt] = groups.get(prompt, 0) + count
     found = torch.zeros(len(tokens), dtype=torch.float64)
     for of_rank in parts:
-        for samples in of_rank:
-            local = {"T_b": int(tokens[samples].sum()), "N_b": len(samples), "L_b": int(lengths[samples].max())}
+        for index, samples in enumerate(of_rank):
+            beside = [sample for others in parts for sample in (others[index] if index < len(others) else ())]
+            local = {
+                "T_k": int(tokens[beside].sum()),
+                "T_b": int(tokens[samples].sum()),
+                "N_b": len(samples),
+                "L_b": int(lengths[samples].max()),
+            }
             values = {**step, **local, "M": len(of_rank), "dp": len(parts)}
             for sample in samples:
                 if tokens[sample]:
