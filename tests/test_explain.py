@@ -201,9 +201,25 @@ def test_it_needs_torch_alone():
     code, out, error = forked(with_torch_alone)
     assert (code, out) == (0, explain(*arguments)[1]), error
     assert "left out: a measurement" in out
-    assert (
-        "left out: auxiliary losses of experts, and in miles and slime of MTP: they keep the scale that Megatron gives them" in out
-    )
+    assert "left out: auxiliary losses of experts" in out and ": they keep the scale that Megatron gives them" in out
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "megatron"),
+    [
+        ("trl", "TRL's own loss, by default 1/T a token", None),
+        ("prime_rl", "prime-rl's own loss, by default 1/T a token", None),
+        ("skyrl", "SkyRL's own loss, by default 1/T a token", "finalize_model_grads, with trainer.strategy=megatron, were read"),
+        ("miles", "miles's own loss, by default 1/(N m_i) a token", "auxiliary losses of experts and of MTP"),
+        ("train", None, "auxiliary losses of experts: "),
+    ],
+)
+def test_a_host_is_told_what_concerns_it(host, own, megatron):
+    """Without Megatron-Core nothing of it; the own loss where there is one, with the command that shows it."""
+    _, out, _ = explain("--response-lengths", "3,5", "--host", host)
+    left_out = out.partition("left out")[2]
+    assert ("Megatron" in left_out) == (megatron is not None) == ("experts" in left_out) and (megatron or "") in left_out
+    assert ("-- YOUR LAUNCH LINE" in left_out) == (own is not None) and (own or "") in left_out
 
 
 @pytest.mark.parametrize("host", ["miles", "megatron_lm"])
@@ -212,7 +228,7 @@ def test_it_says_what_the_per_token_contract_does_to_auxiliary_losses(host):
     step = ["--response-lengths", "3,5", "--prompt-ids", "a,b"]
     code, out, _ = explain(*step, "--host", host, "--loss-aggregation", "token_mean", "--calculate-per-token-loss")
     assert code == 0
-    assert "routed tokens / response tokens under --calculate-per-token-loss, and a launch with one is refused" in out
+    assert "routed tokens / response tokens, and a launch with one is refused" in out
     assert "whatever the policy loss weighs" not in out
 
 

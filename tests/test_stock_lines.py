@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import skyrl, verl
+from megatron_rl.hosts.base import REDUCER_LINE
 
 ALIKE = "the weights of its tokens do not depend on the layout"
 
@@ -335,10 +337,11 @@ def test_a_step_with_exact_weights_has_no_picture_and_keeps_its_verdict(tmp_path
     assert code == 0 and not png.exists() and f"{png} is not written" in out and "do not depend on the layout" in out, out
 
 
-def test_a_step_beside_a_loss_of_ours_is_sent_to_explain(capsys):
-    ours = "actor_rollout_ref.actor.policy_loss.loss_mode=megatron_rl.gspo.token_mean"
-    _, out = doctor(capsys, "--response-lengths", "3,5", "--", "python", "-m", "verl.trainer.main_ppo", ours)
-    assert "`megatron-rl explain` shows what our loss makes of a step" in out, out
+def test_a_step_is_judged_beside_a_loss_of_ours(capsys):
+    for aggregation, said in (("token_mean", "each token has its exact weight"), ("constant", "not judged: what the line trains")):
+        ours = f"{verl.LOSS_MODE}=megatron_rl.gspo.{aggregation}"
+        _, out = doctor(capsys, "--response-lengths", "3,5", "--", "python", "-m", verl.MAIN, ours)
+        assert re.search(f"this step +{said}", out), out
 
 
 @pytest.mark.parametrize(
@@ -385,8 +388,12 @@ def test_explain_shows_the_weights_of_a_stock_line(capsys):
         (["--loss-aggregation", "constant", "--", "python3", "train.py"], "--loss-aggregation beside a launch line"),
         (["--", "uv", "run", "sft", "@", "x.toml"], "sft trains on given answers, without a policy loss: nothing was judged"),
         (
-            ["--", "python", "-m", verl.MAIN, f"{verl.LOSS_MODE}=megatron_rl.gspo.token_mean"],
-            "a loss of ours trains there. explain shows the trainer's own loss of a line",
+            ["--", "python", "-m", verl.MAIN, f"{verl.LOSS_MODE}=megatron_rl.gspo.constant"],
+            "constant needs its L",
+        ),
+        (
+            ["--rollout-ids", "0,0", "--", "python", "-m", skyrl.ENTRY],
+            "rollouts of several samples, and the weights of a line are shown for samples that are rollouts",
         ),
         (["--", "python", "-m", skyrl.ENTRY, f"{skyrl.REDUCTION}=prompt_mean"], "give --prompt-ids a,a,b"),
     ],
@@ -401,6 +408,27 @@ def test_explain_weighs_prompts(capsys):
     line = ["python", "-m", skyrl.ENTRY, f"{skyrl.REDUCTION}=prompt_mean", "trainer.algorithm.use_kl_loss=false"]
     _, out = explain(capsys, "--response-lengths", "3,5,2", "--prompt-ids", "a,a,b", "--", *line)
     assert [line.split()[-1] for line in out.splitlines() if line.startswith("sample ")] == ["0.0625", "0.0625", "0.25"], out
+
+
+CONSTANT = "--loss-aggregation constant --loss-aggregation-divisor 8"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"python -m {verl.MAIN} {verl.LOSS_MODE}=megatron_rl.grpo.constant {verl.ACTOR}loss_scale_factor=8",
+        f"python -m megatron_rl.hosts.launch miles/train.py {REDUCER_LINE} {CONSTANT}",
+        f"python -m megatron_rl train {CONSTANT} --kl-coefficient 0.1",
+    ],
+    ids=["verl", "miles", "train"],
+)
+def test_explain_shows_a_line_that_trains_our_loss_as_any_other(line, capsys):
+    """1 / (8 x 2). Where KL is ours it is a mean over samples: 1 / (2 x 3) and 1 / (2 x 5). doctor's rows follow."""
+    code, out = explain(capsys, "--response-lengths", "3,5", "--", *line.split())
+    rows = [line.split()[5:] for line in out.splitlines() if line.startswith("sample ")]
+    kl = [["0.1667"], ["0.1"]] if "--kl" in line else [[], []]
+    assert code == 0 and rows == [["0.0625", *kl[0]], ["0.0625", *kl[1]]] and "policy 1/(L N), L = 8" in out, out
+    assert "each token has its exact weight" in out and "launch line: " in out
 
 
 def test_explain_names_its_own_flag(capsys):

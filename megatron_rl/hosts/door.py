@@ -257,6 +257,8 @@ class Door:
     """What the host's own loss weighs a token; None: it is not known here."""
 
     # What it does with the number.
+    megatron: str | None = None
+    """The setting with which Megatron-Core trains there; None: it never does."""
     has_logits: bool = False
     """Whether it hands over logits, as a loss needs that reads the entropy; else log-probabilities."""
     prompts: Prompts

@@ -135,6 +135,7 @@ def judge_settings(
         yield from (Row(choice.setting, problem, is_wrong=True) for problem in error.problems)
         return
     yield from said_of(found)
+    yield from () if of_step is None else of_step(stock.Stock.of_ours(found.config))
 
 
 def judge_log_probs(door: Door, settings: Settings) -> Iterator[Row]:

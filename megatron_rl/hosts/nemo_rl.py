@@ -314,6 +314,7 @@ DOOR = Door(
         *(one_loss_trains, one_correction_acts, one_estimate_of_kl_acts, worker_is_megatrons, weights_reach_the_loss),
         *(ratio_of_the_kl_is_of_its_kind, kl_is_a_mean_over),
     ),
+    megatron="policy.megatron_cfg.enabled=true",
     prompts=Prompts.CARRIED,
     carrier="the launcher's estimator",
     step=(

@@ -541,6 +541,7 @@ DOOR = Door(
         *(clip_that_its_switch_turns_off, clip_that_a_worker_cannot_know, only_values_that_ours_accept, strategy_is_megatrons),
         *(step_has_what_weights_and_ratios_need, head_can_train, ratio_is_one),
     ),
+    megatron="strategy_name: megatron_train",
     prompts=Prompts.COUNTED,
     step=(
         ("ROLL", Formula(M=1, dp=1), "apply_loss_scale: multiplies by micro-batches and data-parallel ranks"),

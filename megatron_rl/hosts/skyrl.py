@@ -290,6 +290,7 @@ DOOR = Door(
     ),
     stock=stock,
     checks=(estimate_of_kl_is_known, regularizers_are_means_of_means),
+    megatron="trainer.strategy=megatron",
     prompts=Prompts.BY_DRIVER,
     step=(("SkyRL", Formula(M=1, dp=1), "multiplies by micro-batches and data-parallel ranks"), TIMES_CP, AVERAGED[1]),
     why_not_per_token="SkyRL's factors are made for the mean over ranks",

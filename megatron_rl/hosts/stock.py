@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_rl.aggregation_record import Formula
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.settings import UNKNOWN, Settings
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.validation.checks import Row
@@ -55,6 +56,15 @@ class Stock:
     distillation: Formula | None = None
     value: Formula | None = None
     """Of a critic: the squares are halved in some trainers, which changes no weight against another."""
+    divisor: float | None = None
+    """The L of its weights; None: none is known here, and a step is shown with 1."""
+
+    @classmethod
+    def of_ours(cls, config: PolicyLossConfig) -> Stock:
+        """What a loss of ours weighs, for the same table. Terms that the trainer adds are not in it."""
+        kl, entropy = (SAMPLE_MEAN if one else None for one in (config.kl_coefficient, config.entropy_coefficient))
+        policy, divisor = get_loss_aggregation(config.loss_aggregation).formula, config.loss_aggregation_divisor
+        return cls(policy, kl, entropy, divisor=divisor)
 
     @property
     def terms(self) -> dict[str, Formula]:

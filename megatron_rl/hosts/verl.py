@@ -513,6 +513,7 @@ DOOR = Door(
     of_any_launch=estimates_of_kl,
     stock=stock,
     is_open=is_open,
+    megatron="model_engine=megatron",
     prompts=Prompts.COUNTED,
     returns=Formula(dp=1),
     step=(("verl", Formula(M=1), "multiplies by micro-batches"), TIMES_CP, AVERAGED[1]),

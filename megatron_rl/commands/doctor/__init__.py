@@ -101,8 +101,7 @@ def run(args: Namespace) -> int:
             launches = [LaunchReport("not read", None, reading=unread)]
     for launch in launches:
         if step is not None and not any(finding.subject == "this step" for finding in launch.findings):
-            text = "not judged: the line does not train the trainer's own loss; `megatron-rl explain` shows what our loss makes of "
-            launch.rules.append(Finding("this step", NOTE, f"{text}a step"))
+            launch.rules.append(Finding("this step", NOTE, "not judged: what the line trains is refused, or not known here"))
     show = as_json if args.json else as_text
     print(show(machine, launches), flush=True)
     return EXIT_PROBLEM if num_problems([*machine, *(one for launch in launches for one in launch.findings)]) else 0

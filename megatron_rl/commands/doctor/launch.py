@@ -31,7 +31,7 @@ from megatron_rl.commands.doctor.command_line import (
 from megatron_rl.commands.doctor.probes import look_up
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, LaunchReport
 from megatron_rl.commands.doctor.script import is_unread
-from megatron_rl.config import Route
+from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.settings_file import read_settings_file
 from megatron_rl.hosts import stock
@@ -113,7 +113,11 @@ def judge_launch(
         is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
         found = []
         if is_importable:
-            found = [*_judged(line, route), *_experts(line, route, replicas_drift), *_model(line, route, scales_indexer_loss)]
+            found = [
+                *_judged(line, route, of_step),
+                *_experts(line, route, replicas_drift),
+                *_model(line, route, scales_indexer_loss),
+            ]
         flags = [*(_read_flags(line, route) if route is not None else []), *_without_effect(line), *_given_twice(line)]
         flags = [row for row in flags if row.status != OK or not any(_refuses(problem, row.subject) for problem in found)]
         scope = "nothing" if all(row.status == NOTE for row in found) else "only what changes any step"
@@ -176,7 +180,7 @@ def _route(line: LaunchLine) -> Route | None:
     return None if is_nothing else launch.route
 
 
-def _judged(line: LaunchLine, route: Route | None) -> list[Finding]:
+def _judged(line: LaunchLine, route: Route | None, of_step: stock.JudgeStep | None) -> list[Finding]:
     judge = _train if line.of_host is None else _rollout_host if line.is_of_rollouts else _own_loop
     of_ours = [flag for flag in line.unknown if flag in (*routes_of_flags(), CONFIG_FILE)]
     if any(line.meant(flag) for flag, _ in line.flags):
@@ -187,7 +191,10 @@ def _judged(line: LaunchLine, route: Route | None) -> list[Finding]:
         place = "what could be read of this line" if line.unread else "this line"
         return [Finding("megatron_rl", NOTE, f"{place} has no path and no flag of megatron_rl; our losses: {_next_step(line)}")]
     try:
-        found = list(judge(line))
+        trained: list[PolicyLossConfig] = []
+        found = list(judge(line, trained))
+        if of_step is not None and not _trains_without_ours(line):
+            found += [_finding(row) for config in trained for row in of_step(stock.Stock.of_ours(config))]
     except (TypeError, ValueError) as error:  # a host's own parser would have refused that value
         return [Finding("rules", NOTE, f"not judged: a value on the line is not of the kind that its flag takes ({error})")]
     if not line.unread:
@@ -284,7 +291,7 @@ def _model(line: LaunchLine, route: Route | None, scales_indexer_loss: bool | No
         yield Finding(flag_of(dropout.subject), NOTE, dropout.text)
 
 
-def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
+def _rollout_host(line: LaunchLine, trained: list[PolicyLossConfig]) -> Iterator[Finding]:
     args = host_arguments(line)
     names = [problem.split()[0] for problem in dropped_flags(HostOptions(args), line.words)]
     if names:
@@ -292,15 +299,16 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
         yield from _dr_grpo(line, args)
         yield Finding("launcher", NOTE, f"so that they reach our hooks, put {' and '.join(names)} into {where}")
         return  # the other rules would judge settings that were not meant
-    trained: list[str] = []
+    in_words: list[str] = []
 
     def judge() -> Iterable[str]:
         config, launch = check_launch(args)
-        trained.append(trained_in_words(config, launch))
+        trained.append(config)
+        in_words.append(trained_in_words(config, launch))
         return host_warnings(launch)
 
     yield from _told(line, judge)
-    yield from (Finding("trains", OK, text) for text in trained)
+    yield from (Finding("trains", OK, text) for text in in_words)
     options = HostOptions(args)
     if trained and read_launch(args).route == Route.CUSTOM_LOSS and options["custom_megatron_before_train_step_hook_path"] is None:
         text = "our loss looks for tokens that are not finite once a micro-batch, and waits for the device there"
@@ -317,23 +325,28 @@ def _dr_grpo(line: LaunchLine, args: Namespace) -> Iterator[Finding]:
     yield from (Finding("advice", NOTE, row.text) for row in constant_is_without_deviation(read_launch(given)))
 
 
-def _own_loop(line: LaunchLine) -> Iterator[Finding]:
+def _own_loop(line: LaunchLine, trained: list[PolicyLossConfig]) -> Iterator[Finding]:
     if not line.has_script:
         yield Finding("script", NOTE, f"{line.script} is not here: that its parser has our flags is taken for granted")
     host = line.of_host if line.takes_our_flags else None
     if host is not None:
         args = host_arguments(line)
-        yield from _told(line, lambda: host.warnings(host.config(args, host.routes[0]), args))
+
+        def judge() -> Iterable[str]:
+            trained.append(host.config(args, host.routes[0]))
+            return host.warnings(trained[0], args)
+
+        yield from _told(line, judge)
 
 
-def _train(line: LaunchLine) -> Iterator[Finding]:
+def _train(line: LaunchLine, trained: list[PolicyLossConfig]) -> Iterator[Finding]:
     train = import_module("megatron_rl.commands.train")
     known = [word for flag, values in line.flags if line.meant(flag) is None for word in (flag, *values)]
     parser = Parser(add_help=False, allow_abbrev=False)
     train.add_arguments(parser, known)
 
     def judge() -> Iterable[str]:
-        train.read_settings(parser.parse_args(known), line.num_ranks or 1)
+        trained.append(train.read_settings(parser.parse_args(known), line.num_ranks or 1)[1])
         return ()
 
     yield from _told(line, judge)

@@ -77,11 +77,14 @@ def exact_weights(
     lengths: Tensor,  # [S]
     parts: Sequence[Sequence[Sequence[int]]],
     prompts: Sequence[Hashable] | None = None,
+    divisor: float | None = None,
 ) -> Tensor:  # [S] float64
     """What token_weights has of the mean over the whole step."""
     if "L_b" in weight.powers:  # the divisor that is meant is a constant of the run: here the longest of the step
-        return token_weights(weight, tokens, torch.full_like(lengths, int(lengths.max())), parts, prompts)
-    return token_weights(of_the_step(weight), tokens, lengths, parts, prompts)
+        lengths = torch.full_like(lengths, int(lengths.max()))
+    else:
+        weight = of_the_step(weight)
+    return token_weights(weight, tokens, lengths, parts, prompts, divisor)
 
 
 def token_weights(
@@ -90,10 +93,11 @@ def token_weights(
     lengths: Tensor,  # [S] padded by the trainer to the longest of a micro-batch
     parts: Sequence[Sequence[Sequence[int]]],  # samples of each micro-batch of each rank
     prompts: Sequence[Hashable] | None = None,  # of each sample; needed where the formula has P
+    divisor: float | None = None,  # L; None: 1
 ) -> Tensor:  # [S] float64
-    """The formula on a step: counts of the step, and of the micro-batch that a sample is in. L is 1."""
+    """The formula on a step: counts of the step, and of the micro-batch that a sample is in."""
     present = int((tokens > 0).sum())
-    step = {"N": len(tokens), "T": int(tokens.sum()), "N+": present, "T'": int(tokens.clamp(min=1).sum()), "L": 1}
+    step = {"N": len(tokens), "T": int(tokens.sum()), "N+": present, "T'": int(tokens.clamp(min=1).sum()), "L": divisor or 1}
     groups: dict[Hashable, int] = {}
     for prompt, count in () if prompts is None else zip(prompts, tokens.tolist(), strict=True):
         groups[prompt] = groups.get(prompt, 0) + count

@@ -25,9 +25,12 @@ from megatron_rl.commands.explain.report import Explanation, as_json, as_text
 from megatron_rl.commands.explain.step import LaunchLayout, read_step
 from megatron_rl.commands.explain.weights import Weighing, correct_step, count_input, judged_settings, shown_configs
 from megatron_rl.errors import ConfigError, printable
+from megatron_rl.hosts.base import HostOptions, host_named
 from megatron_rl.hosts.door import ONE_SAMPLE
 from megatron_rl.hosts.door_line import write
 from megatron_rl.hosts.doors import DOORS
+from megatron_rl.hosts.settings import Settings
+from megatron_rl.hosts.stock import Stock
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation import config_warnings, flag_of
 
@@ -57,22 +60,14 @@ FLAGS_OF_WEIGHTS = (
 USAGE = "megatron-rl explain --response-lengths LIST [--prompt-ids LIST] [--host HOST] [flags of your launch line | -- LAUNCH LINE]"
 NO_LOG_PROBS = "the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs"
 NO_CHAIN = "the chain of factors from weight to gradient: --host and the layout give it"
+READ = "a measurement: the factors were read in {}, and none was run"
 NOT_RUN = (
-    "a measurement: the factors of the schedule, DDP and finalize_model_grads were read in Megatron-Core 0.13 to 0.19, and none "
+    "a measurement: the factors of the schedule, DDP and finalize_model_grads{} were read in Megatron-Core 0.13 to 0.19, and none "
     "was run; `torchrun ... -m megatron_rl selftest` runs the installed ones"
 )
-UNTOUCHED = (
-    "auxiliary losses of experts, and in miles and slime of MTP: they keep the scale that Megatron gives them, whatever the policy "
-    "loss weighs; under --calculate-per-token-loss they would not"
-)
-MULTIPLIED = (
-    "auxiliary losses of experts, whose gradient is x routed tokens / response tokens under --calculate-per-token-loss, and a "
-    "launch with one is refused; so is one with MTP where its gradient would be rescaled"
-)
-ALWAYS_MULTIPLIED = (
-    "auxiliary losses of experts: NeMo-RL's worker has the per-token contract, under which Megatron multiplies their gradient by "
-    "routed tokens / response tokens"
-)
+UNTOUCHED = "auxiliary losses of {}: they keep the scale that Megatron gives them, whatever the policy loss weighs"
+MULTIPLIED = "auxiliary losses of experts: under Megatron's per-token contract their gradient is x routed tokens / response tokens"
+ARE_REFUSED = f"{MULTIPLIED}, and a launch with one is refused; so is one with MTP where its gradient would be rescaled"
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -117,7 +112,7 @@ def run(args: Namespace) -> int:
     """Exit code 0, or 1 where the launch would be refused or train another weight."""
     check_flags(args)
     if args.launch_line:
-        return import_module("megatron_rl.commands.explain.own_loss").run(args)
+        return import_module("megatron_rl.commands.explain.loss_of_line").run(args)
     explanation = explain(args)
     if not args.json:
         for line in explanation.warnings:
@@ -195,6 +190,9 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         shown.left_out.append(NO_CHAIN)
     elif door is not None:
         shown.chain = door_chain(door, weighing, shown.layout, per_token=per_token)
+        rescaled = MULTIPLIED if per_token or door.is_per_token else None
+        is_megatron = door.megatron is not None
+        shown.left_out += of_megatron("experts", rescaled, door.megatron) if is_megatron else [READ.format(door.probed)]
         shown.launch_lines, problems = write(door, weighing.config)
         typed = door.line_of(door.own.name(ONE_SAMPLE), True)
         shown.problems = [
@@ -202,6 +200,7 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         ]
     elif args.host in WITHOUT_ROUTES:
         shown.chain = own_chain(weighing, shown.layout, per_token=per_token)
+        shown.left_out += of_megatron("experts", ARE_REFUSED if per_token else None)
         try:  # `train` has no per-token contract
             judged_settings(
                 args,
@@ -216,6 +215,26 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         shown.companion = launch.companion
         shown.problems, shown.warnings = refusals_and_warnings(launch, given, counts.num_masked)
         shown.chain = host_chain(launch, weighing, shown.layout)
-    is_always = door is not None and door.is_per_token
-    if shown.chain is not None:
-        shown.left_out += [NOT_RUN, ALWAYS_MULTIPLIED if is_always else MULTIPLIED if per_token else UNTOUCHED]
+        if shown.chain is not None:
+            shown.left_out += of_megatron("experts and of MTP", ARE_REFUSED if per_token else None)
+    shown.left_out += of_own_loss(args.host)
+
+
+def of_megatron(attached: str, rescaled: str | None, setting: str | None = None) -> list[str]:
+    """What is left out where Megatron-Core trains. attached: what it adds losses of. rescaled: what is said where it rescales them.
+    setting: see Door.megatron."""
+    return [NOT_RUN.format(f", with {setting}," if setting else ""), rescaled or UNTOUCHED.format(attached)]
+
+
+def of_own_loss(host: str | None) -> list[str]:
+    """The host's own loss, with the command that shows it."""
+    if host in (None, TRAIN):
+        return []
+    stock: Stock | str | None
+    if host in DOORS:
+        door = DOORS[host]
+        title, stock = door.title, door.stock(Settings.of_names({}, door.all_defaults))
+    else:
+        title, stock = host, host_named(host).stock(HostOptions(Namespace(), host_named(host)))
+    weight = f", by default {stock.policy} a token" if isinstance(stock, Stock) and stock.policy is not None else ""
+    return [f"{title}'s own loss{weight}: `megatron-rl explain ... -- YOUR LAUNCH LINE` shows what it weighs on this step"]

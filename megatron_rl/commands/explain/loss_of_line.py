@@ -1,4 +1,4 @@
-"""What a trainer's own loss weighs on a step, for `megatron-rl explain ... -- LAUNCH LINE`: doctor reads and judges the line."""
+"""What the loss of a launch line weighs on a step, for `megatron-rl explain ... -- LAUNCH LINE`: doctor judges the line."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ OF_THE_LINE = (
 
 
 @dataclass(slots=True)
-class OwnLoss:
+class LossOfLine:
     """report: doctor's. terms: weights of each term that has one of its own, on the step."""
 
     step: StepInput
     report: LaunchReport
     parts: list[list[list[int]]]  # samples of each micro-batch of each rank
+    divisor: float | None  # L; None: not known, and 1 is shown
     terms: dict[str, tuple[Formula, Tensor, Tensor]] = field(default_factory=dict)  # (weight, of each sample [S], exact [S])
 
 
@@ -51,13 +52,13 @@ def check_flags(args: Namespace) -> None:
 def run(args: Namespace) -> int:
     """Prints the weights. Exit code 0; 1 where doctor finds a problem on the line."""
     check_flags(args)
-    found = own_loss(args)
+    found = loss_of_line(args)
     print(as_json(found) if args.json else "\n".join(lines_of(found, args.rows)))
     return 1 if any(finding.status == "PROBLEM" for finding in found.report.findings) else 0
 
 
-def own_loss(args: Namespace) -> OwnLoss:
-    """Raises ConfigError for a line that trains no loss of the trainer's own that is known here, and what reading them raises."""
+def loss_of_line(args: Namespace) -> LossOfLine:
+    """Raises ConfigError for a line whose loss is not known here, and what reading them raises."""
     step, data, count = read_step(args), args.data_parallel_size or 1, args.num_microbatches or 1
     share = -(-len(step.masks) // data)
     layout = Namespace(**vars(args) | {"data_parallel_size": data, "micro_batch_size": -(-share // count), "plot": None})
@@ -70,24 +71,27 @@ def own_loss(args: Namespace) -> OwnLoss:
     report = judge_launch(args.launch_line, args.host, of_step=of_step)
     if not found:
         wrong = [f"{row.subject}: {row.text}" for row in report.findings if row.status == "PROBLEM"]
-        why = report.unjudged or "; ".join(wrong) or "a loss of ours trains there"
+        why = report.unjudged or "; ".join(wrong) or "what the line trains is not known here"
+        raise ConfigError(f"{why}. `megatron-rl doctor --launch-only -- LINE` judges the line")
+    if len({*step.rollout_keys}) < len(step.masks):
         raise ConfigError(
-            f"{why}. explain shows the trainer's own loss of a line; for one of ours give --host and its flags in the place of the "
-            "line, and `megatron-rl doctor --launch-only -- LINE` judges the line"
+            "the step has rollouts of several samples, and the weights of a line are shown for samples that are rollouts: give "
+            "--host and the flags of the loss in the place of the line"
         )
-    shown = OwnLoss(step, report, microbatches(len(step.masks), data, layout.micro_batch_size))
+    divisor = found[0].divisor
+    shown = LossOfLine(step, report, microbatches(len(step.masks), data, layout.micro_batch_size), divisor)
     tokens, lengths = (torch.tensor([count_of(mask) for mask in step.masks]) for count_of in (lambda m: int(m.sum()), len))
     for name, weight in found[0].terms.items():
         if weight in (one for one, _, _ in shown.terms.values()):
             continue
         if "P" in weight.powers and step.prompts is None:
             raise ConfigError(f"the {name} term weighs {weight}: give --prompt-ids a,a,b, or a step whose samples have prompts")
-        own, exact = (one(weight, tokens, lengths, shown.parts, step.prompts) for one in (token_weights, exact_weights))
+        own, exact = (one(weight, tokens, lengths, shown.parts, step.prompts, divisor) for one in (token_weights, exact_weights))
         shown.terms[name] = (weight, own, exact)
     return shown
 
 
-def lines_of(found: OwnLoss, max_rows: int) -> Iterator[str]:
+def lines_of(found: LossOfLine, max_rows: int) -> Iterator[str]:
     step, masks = found.step, found.step.masks
     place = {
         sample: f"{rank}.{index}"
@@ -96,7 +100,8 @@ def lines_of(found: OwnLoss, max_rows: int) -> Iterator[str]:
         for sample in samples
     }
     yield f"one step, from {step.source}: {len(masks)} samples, {int(sum(mask.sum() for mask in masks))} unmasked tokens"
-    titles = [f"{name} {weight}{', L = 1' * ('L' in weight.powers)}" for name, (weight, _, _) in found.terms.items()]
+    divisor = f", L = {found.divisor or 1:g}"
+    titles = [f"{name} {weight}{divisor * ('L' in weight.powers)}" for name, (weight, _, _) in found.terms.items()]
     header = ["", "prompt", "rank.micro-batch", "tokens", *titles]
     rows = [header]
     for index, mask in enumerate(masks[:max_rows]):
@@ -117,7 +122,7 @@ def _cell(own: float, exact: float) -> str:
     return short(own) if is_equal else f"{short(own)}  x {own / exact:.3g}"
 
 
-def as_json(found: OwnLoss) -> str:
+def as_json(found: LossOfLine) -> str:
     """docs/explain.md names the keys."""
     terms = {
         name: {"formula": str(weight), "weights": own.tolist(), "exact_weights": exact.tolist()}
