@@ -1,6 +1,6 @@
 """A Qwen3 of random weights in a Hugging Face folder with a tokenizer and a chat template, and prompts for it. Nothing is fetched.
 
-python examples/tiny_hf_model.py tiny    # writes tiny/model and tiny/prompts.jsonl; needs transformers
+python examples/tiny_hf_model.py tiny    # writes tiny/model, tiny/prompts.jsonl and tiny/eval.jsonl; needs transformers
 """
 
 import json
@@ -42,10 +42,12 @@ def main():
         num_key_value_heads=2, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=0,
     )  # fmt: skip
     transformers.Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    with open(folder / "prompts.jsonl", "w") as file:
-        for letter, answer in pairwise(LETTERS):
-            messages = [{"role": "system", "content": "say the letter"}, {"role": "user", "content": f"letter after {letter}"}]
-            file.write(json.dumps({"prompt": messages, "answer": answer}) + "\n")
+    system = {"role": "system", "content": "say the letter"}
+    for name, before in (("prompts.jsonl", [system]), ("eval.jsonl", [])):  # evaluated without the line that it is trained with
+        with open(folder / name, "w") as file:
+            for letter, answer in pairwise(LETTERS):
+                messages = [*before, {"role": "user", "content": f"letter after {letter}"}]
+                file.write(json.dumps({"prompt": messages, "answer": answer}) + "\n")
 
 
 if __name__ == "__main__":

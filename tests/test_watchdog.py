@@ -52,42 +52,52 @@ def watched(config, rows, state: WatchdogState | None = None, first: int = 2) ->
     return told, state
 
 
-def later_steps(kl, number=40, **changes):
-    """Two steps a rollout; the first has moved nothing yet."""
+def measured(kl, changed=0.5, number=41, **changes):
+    """One step a rollout; after 20 of them, how far the policy has moved is measured before the next one."""
+    row = HEALTHY | {"learning_rate": 1e-6, "rollout/reward": 0.1, "grad_norm": 0.3}
+    moved = {"moved/changed_weights": changed} | ({} if kl is None else {"moved/kl": kl})
     return [
-        HEALTHY
-        | {"rollout": step // 2, "policy/kl_new_old": kl if step % 2 else 0.0, "learning_rate": 1e-6, "rollout/reward": 0.1}
-        | {name: value(step) for name, value in changes.items()}
+        row | {"rollout": step} | (moved if step and step % 20 == 0 else {}) | {name: of(step) for name, of in changes.items()}
         for step in range(number)
     ]
 
 
-NEVER = lambda step: 0.0  # noqa: E731
+def silent_but(number):
+    """Of 20 steps, so many have an advantage."""
+    return {f"policy/{end}_advantage": lambda step: float(step % 20 < number) for end in ("max", "min")}
+
+
 UNMOVED = [
-    pytest.param(later_steps(9e-7), True, id="below 1e-6"),
-    pytest.param(later_steps(0.0), True, id="not at all"),
-    pytest.param(later_steps(2e-6), False, id="above"),
-    pytest.param(later_steps(9e-7, 38), False, id="19 later steps"),
-    pytest.param(later_steps(9e-7, **{"learning_rate": lambda step: 1e-8 * (step + 1)}), False, id="warm-up"),
-    pytest.param(later_steps(9e-7, **{"learning_rate": lambda step: 1e-3 / (step + 1)}), False, id="end of the decay"),
-    pytest.param(later_steps(9e-7, **{"rollout/reward": lambda step: step / 40}), False, id="it learns"),
-    pytest.param(later_steps(9e-7, **{"rollout": lambda step: step}), False, id="one step a rollout"),
-    pytest.param(
-        later_steps(
-            9e-7, **{"policy/max_advantage": NEVER, "policy/min_advantage": NEVER, "rollout/reward": lambda step: step % 2}
-        ),
-        False,
-        id="no signal",
-    ),
+    pytest.param(measured(9e-7), "so --lr 2e-05 is a start", id="below 1e-6"),
+    pytest.param(measured(1.1e-6), None, id="above"),
+    pytest.param(measured(None), None, id="no kept token has an advantage"),
+    pytest.param(measured(5e-3, 9e-4), "lost in the rounding of bfloat16", id="the noise of logits beside still weights"),
+    pytest.param(measured(5e-3, 1.1e-3), None, id="few bfloat16 weights change at a small rate"),
+    pytest.param(measured(0.0), "0 nats per token", id="not at all"),
+    pytest.param(measured(9e-7, number=20), None, id="20 steps"),
+    pytest.param(measured(9e-7, **{"learning_rate": lambda step: 1e-8 * (step + 1)}), None, id="warm-up"),
+    pytest.param(measured(9e-7, **{"learning_rate": lambda step: 1e-3 / (step + 1)}), None, id="end of the decay"),
+    pytest.param(measured(9e-7, **{"rollout/reward": lambda step: step / 40}), None, id="it learns"),
+    pytest.param(measured(0.0, **{"rollout/reward": lambda step: step / 40}), "rounding", id="a reward that grows by chance"),
+    pytest.param(measured(9e-7, **silent_but(10)), "hardly moves", id="half of the steps have a signal"),
+    pytest.param(measured(9e-7, **silent_but(9)), None, id="fewer have one"),
 ]
 
 
-@pytest.mark.parametrize(("rows", "is_told"), UNMOVED)
-def test_a_policy_that_does_not_move_is_told_once_with_the_learning_rate(rows, is_told):
+@pytest.mark.parametrize(("rows", "said"), UNMOVED)
+def test_a_policy_that_does_not_move_is_told_once_with_the_learning_rate(rows, said):
     told = [(step, finding) for step, finding in watched(GRPO, rows)[0] if finding.name == "unmoved_policy"]
-    assert [step for step, _ in told] == [2 + 39] * is_told
+    assert [step for step, _ in told] == [2 + 20] * (said is not None)
     for _, finding in told:
-        assert not finding.can_raise and "raise --lr (now 1e-06) by a factor of 10" in finding.line
+        assert said in finding.line and "raise --lr (now 1e-06)" in finding.line
+        assert finding.can_raise == ("rounding" in finding.line)
+
+
+def test_a_learning_rate_that_has_decayed_to_0_is_told_once():
+    """At the last step of a run it is healthy."""
+    rows = [HEALTHY | {"learning_rate": rate} for rate in (1e-3, 0.0, 0.0, 0.0, 0.0, 1e-3, *[0.0] * 9)]
+    [(step, finding)], _ = watched(GRPO, rows)
+    assert (step, finding.name) == (2 + 6 + 4, "zero_rate") and "--lr-decay-iters" in finding.line
 
 
 FIRST_STEP = [
@@ -475,3 +485,42 @@ def test_a_replay_of_rollouts_that_do_not_fit_is_noticed_and_one_that_fits_is_no
             assert len(first) == 1 and first[0].startswith("1 phantom tokens at the first step")
         elif first:
             assert any("--policy-temperature" in line for line in first)
+
+
+def swallow(trainer) -> None:
+    """Weights in float32 that the optimiser updates, by nothing."""
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+
+
+def freeze(trainer) -> None:
+    trainer.model.requires_grad_(False)
+    for parameter in trainer.model.parameters():
+        parameter.main_grad.zero_()
+
+
+POLICIES = [
+    # settings of the trainer, what is done to it, findings
+    pytest.param({"lr": 3e-3}, None, [], id="learns"),
+    pytest.param({"lr": 1e-9}, None, ["the KL grows with its square"], id="1e-9"),
+    pytest.param({"lr": 1e-9, "bf16": True}, None, ["lost in the rounding of bfloat16 weights"], id="1e-9, bfloat16"),
+    pytest.param({"lr": 3e-3}, swallow, ["lost in the rounding of float32 weights"], id="updates of nothing"),
+    pytest.param({"lr": 3e-3}, freeze, ["the gradient was exactly 0 in 5 steps"], id="frozen"),
+    pytest.param({"lr": 1e-3, "lr_decay_style": "linear", "lr_decay_iters": 5}, None, ["learning rate was 0"], id="decayed"),
+]
+
+
+def whole_run_on_rank(rank, output_dir, settings, change):
+    options = {"steps_per_rollout": 1, "num_rollouts": 21, "prompts_per_rollout": 4}
+    config = PolicyLossConfig(samples_per_prompt=4)
+    return messages_of(lambda: run_loop(output_dir, config, options, settings=settings, on_trainer=change))
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("settings", "change", "said"), POLICIES)
+def test_a_run_on_policy_that_does_not_move_is_told(sharp, tmp_path, settings, change, said):
+    """One step a rollout: ratio, KL and clip fraction of each step are 1, 0 and 0 in all of them. On two ranks."""
+    pool, _ = sharp
+    first, other = pool.run(whole_run_on_rank, tmp_path / "run", settings, change)
+    assert other == [] and len(first) == len(said), first
+    assert all(words in line for words, line in zip(said, first, strict=True))

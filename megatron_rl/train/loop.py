@@ -34,6 +34,7 @@ from megatron_rl.train.collection import (
     with_rollout_log_probs,
 )
 from megatron_rl.train.document_steps import DocumentSteps
+from megatron_rl.train.movement import PolicyMovement
 from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions, settings_of
 from megatron_rl.train.progress import ProgressBar
 from megatron_rl.train.replay import ReplayedRollouts
@@ -51,7 +52,7 @@ from megatron_rl.train.rollouts import (
 from megatron_rl.train.stopping import StopRule, StopSignals
 from megatron_rl.train.trainer import PolicyTrainer
 from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
-from megatron_rl.train.watchdog import RunWatchdog
+from megatron_rl.train.watchdog import UNMOVED_STEPS, RunWatchdog
 from megatron_rl.train.writers import (
     COMMONEST,
     COMMONEST_RANGE,
@@ -157,6 +158,8 @@ class TrainingRun:
         self._is_first_rank = dist.get_rank() == 0
         is_float32 = not trainer.settings.bf16
         self._watchdog = RunWatchdog(config, state=start.watchdog_state, is_first_rank=self._is_first_rank, is_float32=is_float32)
+        self._movement = PolicyMovement(trainer, UNMOVED_STEPS) if self._watchdog.is_on else None
+        self._moved: dict[str, float] = {}
         self._output_dir = Path(options.output_dir)
         self._last_saved: tuple[int, Path] | None = None
 
@@ -279,6 +282,8 @@ class TrainingRun:
     def _step(self, step: TrainStep) -> dict[str, float] | None:
         """The metrics of the step. None under --empty-step skip for a step that no rank has trained on."""
         microbatches, steps_done = step.microbatches, self._progress.num_steps
+        if self._movement is not None:
+            self._moved |= self._movement.before_step(steps_done, microbatches)
         # Each step of a file under --docs-per-step is a first one.
         if self._measures_first_steps or counts_kept_of_rollouts(self._trainer, microbatches):
             microbatches = with_old_log_probs(self._trainer, microbatches)
@@ -335,7 +340,8 @@ class TrainingRun:
             row[SKIPPED_STEPS] = progress.skipped_steps
         writer.write(progress.num_steps, row)
         bar.update(progress.num_steps, row)
-        self._watchdog.look(progress.num_steps, row)
+        self._watchdog.look(progress.num_steps, row | self._moved)
+        self._moved = {}
 
     def _make_writer(self) -> MetricsWriter:
         options = self._options

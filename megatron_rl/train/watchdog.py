@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from megatron_rl.config import CorrectionLevel, PolicyLossConfig, RatioUnit, Watchdog
+from megatron_rl.config import CorrectionLevel, PolicyLossConfig, PolicyMetrics, RatioUnit, Watchdog
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import clip_in_words, get_policy_loss
-from megatron_rl.train.writers import COMMONEST, COMMONEST_RANGE, LENGTH, REWARD
+from megatron_rl.train.writers import CHANGED_WEIGHTS, COMMONEST, COMMONEST_RANGE, LENGTH, MOVED_KL, REWARD
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,15 @@ IDLE_CORRECTION_STEPS = 20
 SILENT_STEPS = 20
 # A gradient is exactly 0 only where no token has one: in as many steps in a row, whatever the data, something is wrong.
 STILL_STEPS = 5
-# KL in nats per token that a policy has moved since its rollout was sampled, a mean over as many later steps of rollouts. 1e-6 is a
-# log-ratio of deviation 1.4e-3 (d^2 / 2): the probability of a token changes by a thousandth, and a run of 140 rollouts that all
-# agree by a fifth. A run that learns has 1e-1 falling to 1e-4.
+# KL in nats per token of a policy from itself as many steps before. 1e-6 is a log-ratio of deviation 1.4e-3 (d^2 / 2): the
+# probability of a token changes by a thousandth. A small model of random weights had 5e-7 at a learning rate of 1e-6, and 5e-2 at
+# the 1e-3 with which it learns: the KL grows with the square.
 LEAST_KL, UNMOVED_STEPS = 1e-6, 20
+# Bfloat16 logits of a large model change by their rounding where few weights do. At a learning rate of 1e-6 6 % of the bfloat16
+# weights changed in these steps, at 1e-7 0.8 %, at 1e-9 0.03 %.
+LEAST_CHANGED_SHARE = 1e-3
+# The KL to which the remedy scales the learning rate: a hundredth of what the model that learns had, and common in a first stretch.
+USUAL_KL = 5e-4
 # Responses of a tenth of the run's longest mean length, for as many steps in a row, where the reward is not the run's best.
 COLLAPSED_SHARE, COLLAPSED_STEPS = 0.1, 20
 # One response is this share of a rollout's samples, in as many steps in a row, although prompts do not reward it alike.
@@ -70,8 +75,10 @@ class WatchdogState:
     """Steps so far, without a break, whose advantages were all 0."""
     still_steps: int = 0
     """Steps so far, without a break, whose gradient was exactly 0 although some advantage was not."""
-    small_moves: tuple[float, ...] = ()
-    """KL from old to new of the last later steps of a rollout with a signal and the full learning rate."""
+    moving_steps: int = 0
+    """Steps with a signal and the full learning rate, since how far the policy moved was measured."""
+    unrated_steps: int = 0
+    """Steps so far, without a break, whose learning rate was 0."""
     learning_rates: tuple[float, float] = (0.0, 0.0)
     """The largest so far, and the last."""
     rewards: tuple[float, ...] = ()
@@ -107,10 +114,11 @@ def watch(
         found += _first_step(config, values)
     found += _first_kl(config, values, is_float32) if step == 1 and not found else []  # one line for one cause
     found += [*_phantom_counts(config, values), *_idle_clip(config, state), *_correction(values, state), *_silence(values, state)]
-    found += [*_stillness(config, values, state), *_collapse(values, state), *_unmoved(values, state)]
+    found += [*_stillness(config, values, state), *_collapse(values, state), *_unmoved(values, state, is_float32)]
     found += [*_one_answer(values, state)]
     found += [*_first_product(config, values)] if step == 1 else []
     found = [finding for finding in found if finding.name not in state.reported]
+    state = replace(state, moving_steps=0) if CHANGED_WEIGHTS in values else state
     return found, replace(state, reported=(*state.reported, *(finding.name for finding in found)))
 
 
@@ -256,8 +264,8 @@ def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[st
     rate, (largest, last) = values.get("learning_rate", 0.0), state.learning_rates
     state = replace(state, learning_rates=(max(largest, rate), rate))
     is_full_rate = rate <= last and rate >= largest / 2  # neither in the warm-up nor at the end of the decay
-    if is_again and has_signal and is_full_rate and "policy/kl_new_old" in values:
-        state = replace(state, small_moves=(*state.small_moves, values["policy/kl_new_old"])[-UNMOVED_STEPS:])
+    state = replace(state, moving_steps=state.moving_steps + (has_signal and is_full_rate))
+    state = replace(state, unrated_steps=state.unrated_steps + 1 if values.get("learning_rate") == 0.0 else 0)
     loss = get_policy_loss(config.policy_loss)
     if loss.level != "sequence" or loss.clip_ratios is None or clipped is None or not (is_again and has_signal):
         return state
@@ -300,18 +308,36 @@ def _stillness(config: PolicyLossConfig, values: Mapping[str, float], state: Wat
     )
 
 
-def _unmoved(values: Mapping[str, float], state: WatchdogState) -> Iterator[WatchdogFinding]:
-    """Where the reward is the best of the run, and was worse, it has learned; zero_gradient names one without a gradient."""
-    mean, (least, best) = sum(state.small_moves) / UNMOVED_STEPS, state.rewards or (0.0, 0.0)
-    has_learned = least < best and values.get(REWARD, best) >= best
-    if len(state.small_moves) < UNMOVED_STEPS or abs(mean) >= LEAST_KL or has_learned or state.still_steps:
+def _unmoved(values: Mapping[str, float], state: WatchdogState, is_float32: bool) -> Iterator[WatchdogFinding]:
+    """Where the reward is the best of the run, and was worse, a policy that moves has learned; zero_gradient names one without a
+    gradient."""
+    if state.unrated_steps >= STILL_STEPS:
+        yield WatchdogFinding(
+            "zero_rate",
+            f"the learning rate was 0 in {STILL_STEPS} steps, and no weight moves: the decay ends before the run; give a --min-lr "
+            "above 0, a larger --lr-decay-iters, or fewer --num-rollouts",
+        )
+    kl, changed = values.get(MOVED_KL), values.get(CHANGED_WEIGHTS, 1.0)
+    least, best = state.rewards or (0.0, 0.0)
+    is_still = changed < LEAST_CHANGED_SHARE or kl == 0.0
+    has_learned = least < best and values.get(REWARD, best) >= best and not is_still
+    if kl is None or state.moving_steps * 2 < UNMOVED_STEPS or state.still_steps or has_learned:
         return
+    if not is_still and kl >= LEAST_KL:
+        return
+    rate, dtype = values.get("learning_rate", 0.0), "float32" if is_float32 else "bfloat16"
+    if is_still:
+        remedy = (
+            f"updates are lost in the rounding of {dtype} weights, or parameters take none; raise --lr (now {rate:g}) 1000-fold"
+        )
+    else:
+        enough = rate * math.sqrt(USUAL_KL / kl)
+        remedy = f"raise --lr (now {rate:g}); the KL grows with its square, so --lr {enough:.0e} is a start"
     yield WatchdogFinding(
         "unmoved_policy",
-        f"the policy hardly moves: its KL from the policy that sampled is {mean:.1g} nats per token, over {UNMOVED_STEPS} later "
-        f"steps of rollouts whose advantages are not all 0; raise --lr (now {values.get('learning_rate', 0.0):g}) by a factor of "
-        "10, until policy/kl_new_old is 1e-5 or more",
-        can_raise=False,
+        f"the policy hardly moves: its KL from itself {UNMOVED_STEPS} steps before is {kl:.1g} nats per token, on samples whose "
+        f"advantages are not 0, and {changed:.2%} of its weights changed: {remedy}",
+        can_raise=is_still,
     )
 
 
@@ -402,7 +428,11 @@ class RunWatchdog:
         """state: what `state_dict` gave, from a checkpoint. is_float32: as in `watch`."""
         self._config, self._is_first_rank, self._is_float32 = config, is_first_rank, is_float32
         state = {} if state is None else {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
-        self._state = WatchdogState(**state)
+        self._state = replace(WatchdogState(**state), moving_steps=0)  # a run that is resumed measures from there on
+
+    @property
+    def is_on(self) -> bool:
+        return self._config.watchdog != Watchdog.OFF and self._config.policy_metrics != PolicyMetrics.NONE
 
     def counts_phantoms(self, steps_done: int) -> bool:
         """Whether the next step counts phantom tokens."""
