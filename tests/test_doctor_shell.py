@@ -404,9 +404,34 @@ def test_a_script_of_python_is_read_by_its_strings(checkout, tmp_path):
     given = {"--lr": ("${rate}",), "--use-kl-loss": (), "--kl-loss-coef": ("0.1",), "--seed": ("7",)}
     assert dict(line.flags) == given
     assert judge_launch(["python", str(script)], None).unjudged.endswith("do not depend on the layout; see the notes")
-    script.write_text(script.read_text().replace("--seed 7", "--loss-aggregation token_mean"))
-    with pytest.raises(ConfigError, match="puts its launch line together while it runs: give the line that it prints"):
-        read_line(["python", str(script)], None)
+
+
+def test_settings_of_a_script_of_python_leave_branches_out(tmp_path):
+    """By their defaults, by what is typed, and not where something else of the script sets them."""
+    script = tmp_path / "run_mine.py"
+    script.write_text(
+        "import miles.utils as U\nclass Args:\n    kl: bool = True\n    mode: str = 'a'\n    other: bool = False\n"
+        "def run(args):\n    args.other = f()\n    e = ''\n    if args.kl and not args.mode == 'b':\n        e += '--a 1 '\n"
+        "    if args.mode != 'a' or args.other:\n        e += '--b 1 '\n    if not args.kl:\n        e += '--c 1 '\n"
+        "    w = U.get_default_wandb_args(3)\n    gone = ''\n    U.execute_train(f'{e}')\n    all = f'{e} {w} {gone} --d 1'\n"
+    )
+
+    def flags(*typed):
+        line = read_line(["python", str(script), *typed], None)
+        assert not line.unread
+        return "".join(flag.strip("-") for flag, _ in line.flags)
+
+    assert [flags(), flags("--no-kl"), flags("--mode", "b"), flags("--mode=b", "--kl")] == ["abd", "bcd", "bd", "bd"]
+
+
+def test_what_no_check_reads_is_counted_and_not_listed(tmp_path):
+    script = tmp_path / "run_mine.py"
+    script.write_text(
+        "import miles.utils as U\nU.execute_train(a)\n"
+        "a = f'--lr {x} --save {y} --load {y} --min-lr {y} --context-parallel-size {z} --num-experts {n} --seed 1'\n"
+    )
+    (row,) = [row for row in judge_launch(["python", str(script)], None).reading if row.subject == "unread"]
+    assert "what --context-parallel-size, --num-experts, 4 flags that no check reads will be given" in row.text
 
 
 # What a person adds to a script of Python, in its own default or on its line, is judged too; `--lr 3` is not ours.
@@ -415,20 +440,27 @@ COMPOSED = (
 )
 
 
-@pytest.mark.parametrize(
-    "ours", ["--loss-aggregation=token_mean", "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"]
-)
-def test_what_is_added_to_a_script_of_python_is_seen(tmp_path, ours):
+OF_OURS = "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer --loss-aggregation token_mean"
+
+
+def test_what_is_added_to_a_script_of_python_is_judged(tmp_path):
+    """Also our loss: the settings of a file reach the parser, and flags of ours do not."""
     script = tmp_path / "run_mine.py"
     script.write_text(COMPOSED.format("", "", "") + "b = f'--b 1 {args.extra_args}'\n")
     plain = read_line(["python", str(script), "--extra-args", "--lr 3"], None)
     assert dict(plain.flags)["--lr"] == ("3",) and "${extra_args}" not in plain.words
-    for words in (["--extra-args", ours], [f"--extra-args={ours}"]):
-        with pytest.raises(ConfigError, match="an earlier log has one, and what is new goes to its end"):
-            read_line(["python", str(script), *words], None)
-    script.write_text(COMPOSED.format("", ours, "") + "b = f'--b 1 {args.extra_args}'\n")
-    with pytest.raises(ConfigError, match="give the line that it prints"):
-        read_line(["python", str(script)], None)
+    for words in (["--extra-args", OF_OURS], [f"--extra-args={OF_OURS}"]):
+        report = judge_launch(["python", str(script), *words], None)
+        assert report.route == Route.REDUCER and "by the stock launcher of miles" in problems(report)[0]
+    script.write_text(COMPOSED.format("", OF_OURS, "") + "b = f'--b 1 {args.extra_args}'\n")
+    assert judge_launch(["python", str(script)], None).route == Route.REDUCER
+    (tmp_path / "ours.yaml").write_text("loss_aggregation: sample_mean\n")
+    reducer = OF_OURS.partition(" --loss")[0]
+    filed = f"{reducer} --custom-config-path {tmp_path / 'ours.yaml'} --hidden-dropout 0 --attention-dropout 0"
+    report = judge_launch(["python", str(script), "--extra-args", filed], None)
+    assert report.unjudged is None and not problems(report) and "sample_mean" in str(report.flags)
+    report = judge_launch(["python", str(script), "--extra-args", f"{filed} --advantage-estimator gspo"], None)
+    assert not problems(report) or problems(report)[0].endswith("(unless a branch of the script says otherwise)")
 
 
 @pytest.mark.parametrize(
@@ -438,7 +470,9 @@ def test_what_is_added_to_a_script_of_python_is_seen(tmp_path, ours):
         pytest.param("pass", "megatron_model_type='tiny'", ("4",), id="argument"),
         pytest.param("pass", "megatron_model_type=None", None, id="no script of flags"),
         pytest.param("megatron_model_type: str = 'gone'", "", "unread", id="not here"),
-        pytest.param("megatron_model_type: str = 'tiny'", "megatron_model_type=f(x)", "unread", id="computed"),
+        pytest.param("pass", "megatron_model_type=f(x)", "unread", id="computed"),
+        pytest.param("megatron_model_type: str = 'tiny'", "megatron_model_type=f(x)", ("4",), id="the default of several"),
+        pytest.param("MODEL = 'tiny'", "megatron_model_type=MODEL", ("4",), id="by another name"),
     ],
 )
 def test_the_flags_of_the_model_are_read_in_its_own_script(tmp_path, default, argument, experts):

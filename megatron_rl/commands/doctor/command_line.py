@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch, read_whole_number
-from megatron_rl.commands.doctor.script import LARGEST_SCRIPT, ScriptLine, ScriptReader, called_script, is_unread
+from megatron_rl.commands.doctor.script import LARGEST_SCRIPT, MODELS, ScriptLine, ScriptReader, called_script, is_unread
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.bounds import is_regular, read_regular
 from megatron_rl.files.yaml_values import parse_yaml
@@ -26,7 +26,7 @@ from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollo
 from megatron_rl.hosts.doors import DOORS, door_of
 from megatron_rl.hosts.names import COMMON_NAMES, meant_flag
 from megatron_rl.hosts.programs import TRAINS_NOTHING
-from megatron_rl.hosts.scripts import composed_words, imported_packages, model_words, named_texts
+from megatron_rl.hosts.scripts import composed_words, default_text, imported_packages, model_words, named_texts
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 TRAIN = "train"
@@ -39,7 +39,7 @@ COMPOSING = "execute_train("
 # What it puts before its own flags: those of the model, from a script of that name; and what its own command line adds to them.
 MODEL, ADDED = "megatron_model_type", "--extra-args"
 # What doctor then reads in the place of the line: which of them are on it is decided while the script runs.
-STRINGS = "all strings of flags that the script assigns"
+STRINGS = "the strings of flags that the script assigns, but for those that its settings leave out"
 TRAINING_SCRIPT = re.compile(r"(.*/)?[\w-]*train[\w-]*\.py")
 # Words that may become several: an array, all arguments, a variable that is called after what it holds.
 HIDES_FLAGS = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]|\$\{?\w*(ARGS|FLAGS|OPTS|OPTIONS)\w*\}?", re.IGNORECASE)
@@ -164,31 +164,35 @@ def read_line(words: Sequence[str], host: str | None, training: int | None = Non
 
 def _composed(script: Path, text: str, typed: Sequence[str]) -> tuple[list[str], ScriptLine]:
     """The words that a Python script puts together, from its strings, and what is typed after it. Raises ConfigError where only the
-    real line can be judged."""
+    real line has them."""
     tree = ast.parse(text)
-    own = composed_words(tree)
+    own = composed_words(tree, typed)
     added = [value for flag, value in pairwise(typed) if flag == ADDED]  # a value may begin with --
     added += [word.partition("=")[2] for word in typed if word.startswith(f"{ADDED}=")]
     if added or named_texts(tree, field_of(ADDED)) == {""}:
         own = [word for word in own if word != f"${{{field_of(ADDED)}}}"]
-    words = [*_of_model(script, tree), *own, *(added[-1].split() if added else [])]
-    is_ours = any("megatron_rl" in word or word.partition("=")[0] in routes_of_flags() for word in words)
-    if is_ours or not own:
+    model, of_model = _of_model(script, tree, typed)
+    words = [*of_model, *own, *(added[-1].split() if added else [])]
+    if not own:
         raise ConfigError(
             f"{script} puts its launch line together while it runs: give the line that it prints (EXEC: ...), from python3 on; an "
             "earlier log has one, and what is new goes to its end"
         )
     number = next(at for at, line in enumerate(text.splitlines(), 1) if COMPOSING in line)
-    return words, ScriptLine(tuple(words), number, (STRINGS,))
+    return words, ScriptLine(tuple(words), number, (STRINGS, *([f"the flags of the model {model}"] if model else [])))
 
 
-def _of_model(script: Path, tree: ast.Module) -> list[str]:
-    """The flags of the one model that a Python script names, from the strings of that model's own script."""
+def _of_model(script: Path, tree: ast.Module, typed: Sequence[str]) -> tuple[str | None, list[str]]:
+    """(the one model that a Python script names, or its default of several; its flags, from the strings of that model's script)."""
     names = named_texts(tree, MODEL)
     if names == set():
-        return []
-    words = model_words(script.parent / "models", min(names)) if names and len(names) == 1 else None
-    return [f"${{{MODEL.upper()}_ARGS}}"] if words is None else words
+        return None, []
+    asked = [value for flag, value in pairwise(typed) if flag == flag_of(MODEL)]
+    name = asked[-1] if asked else min(names) if names and len(names) == 1 else default_text(tree, MODEL)
+    folders = [folder / place for folder in script.resolve().parents for place in (MODELS.name, MODELS)]
+    found = (model_words(folder, name) for folder in folders) if name else iter(())
+    words = next((words for words in found if words is not None), None)
+    return (None, [f"${{{MODEL.upper()}_ARGS}}"]) if words is None else (name, words)
 
 
 def read_text(path: Path, what: str) -> str:

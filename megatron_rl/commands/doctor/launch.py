@@ -78,6 +78,10 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 # Names that are registered or imported; a name without a dot is registered.
 OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
 NOTHING_OF_OURS = "nothing of megatron_rl on this line"
+# More flags that no check reads are counted, and not listed.
+MOST_IDLE = 3
+# The flags of a model that could change a step begin so.
+OF_MODELS = ("--moe-", "--mtp-", "--num-experts", "--dsa-")
 FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
 
@@ -197,9 +201,9 @@ def _judged(line: LaunchLine, route: Route | None, of_step: stock.JudgeStep | No
             found += [_finding(row) for config in trained for row in of_step(stock.Stock.of_ours(config))]
     except (TypeError, ValueError) as error:  # a host's own parser would have refused that value
         return [Finding("rules", NOTE, f"not judged: a value on the line is not of the kind that its flag takes ({error})")]
-    if not line.unread:
+    if not (line.unread or line.is_composed):
         return found
-    unless = f" (unless {', '.join(line.unread)} says otherwise)"
+    unless = f" (unless {', '.join(line.unread) or 'a branch of the script'} says otherwise)"
     return [replace(finding, text=finding.text + unless) if finding.status == PROBLEM else finding for finding in found]
 
 
@@ -221,7 +225,10 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
         yield Finding("unread", NOTE, f"{', '.join(line.unread)}: not expanded, and the flags in there are not judged{how}")
     others = [flag for flag in line.unknown if flag not in routes_of_flags()]
     if others:
-        yield Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(others)} will be given")
+        read = [flag for flag in others if field_of(flag) in OPTIONS or flag.startswith(OF_MODELS)]
+        idle = [flag for flag in others if flag not in read]
+        listed = [*read, *(idle if len(idle) <= MOST_IDLE else [f"{len(idle)} flags that no check reads"])]
+        yield Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(listed)} will be given")
     if line.read_from and line.read_from.branches:
         text = f"taken as if each branch of the script had run: {', '.join(line.read_from.branches)}"
         yield Finding("branches", NOTE, text)
