@@ -18,6 +18,7 @@ from forked import forked
 from host_checkouts import NEMO_RL, PRIME_RL, ROLL, SKYRL, VERL
 from test_train_options import options_of
 
+from megatron_rl.__main__ import main
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.train.rollout_files import load_rollouts, record_of
 
@@ -93,6 +94,20 @@ def test_a_step_that_nemo_rl_has_logged_is_a_rollout(tmp_path):
         log(tmp_path / f"train_data_step{step}.jsonl")
     assert read(tmp_path / "train_data_step{rollout_id}.jsonl") == [EXPECTED] * 2
     assert read(tmp_path / "train_data_step2.jsonl") == [EXPECTED]
+
+
+def test_explain_reads_what_train_reads(tmp_path, capsys):
+    """Four samples: 1 / (4 m_i) each; the last one is dropped, and counts in N."""
+    log(tmp_path / "train_data_step1.jsonl")
+    step = ["explain", "--rollouts", str(tmp_path / "train_data_step{rollout_id}.jsonl"), "--loss-aggregation", "sample_mean"]
+    assert main([*step, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    counts = [sum(one["loss_mask"]) for one in EXPECTED]
+    assert found["token_counts"] == counts and found["prompt_ids"] == [one["prompt_id"] for one in EXPECTED]
+    assert found["aggregations"]["sample_mean"]["token_weights"] == pytest.approx([1 / (4 * m) if m else 0 for m in counts])
+    verl = tmp_path / "verl.jsonl"
+    verl.write_text('{"input": "a", "output": "b", "score": 1.0}\n')
+    assert main(["explain", "--rollouts", str(verl)]) == 1 and "this is a file of verl" in capsys.readouterr().err
 
 
 def test_old_log_probs_that_nemo_rl_did_not_measure_are_none(tmp_path):

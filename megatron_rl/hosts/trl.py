@@ -280,7 +280,7 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
             given |= read_flag(name.replace("-", "_"), value if is_joined else behind)
     rows = [] if command else said
     if command and any(PREFIX in word for word in words):
-        rows.append(Row("trl", f"the command makes TRL's own trainer: write a script with {__name__}.GRPOTrainer", is_wrong=True))
+        rows.append(Row("trl", f"the command makes TRL's own trainer: start a script with {__name__}.GRPOTrainer", is_wrong=True))
     if isinstance(given.get("config"), str):
         try:
             for name, value in read_file(Path(given["config"])).items():

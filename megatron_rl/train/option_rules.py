@@ -270,7 +270,11 @@ def check_needs(options: TrainLaunch) -> Iterator[str]:
         given = getattr(options, needed) if needed in defaults else options.settings[needed]
         if given == defaults.get(needed):
             shown = flag_of(one.name) if value is True else f"{flag_of(one.name)} {value}"
-            yield f"{shown} needs {flag_of(needed)}: {because}"
+            if options.hf_checkpoint is None or needed not in OF_THE_FOLDER:
+                yield f"{shown} needs {flag_of(needed)}: {because}"
+            elif options.num_query_groups:  # the folder was read; else another check says what is wrong with it
+                folder = f"--hf-checkpoint {options.hf_checkpoint}"
+                yield f"{shown} has no effect with {folder}: {because}, and the folder's is one; remove the flag"
 
 
 @check()

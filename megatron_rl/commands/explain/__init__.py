@@ -77,7 +77,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     step.add_argument("--prompt-ids", metavar="LIST", help="The prompt of each response, as in a,a,b.")
     step.add_argument("--rollout-ids", metavar="LIST", help="The rollout of each, where one makes several, as in 0,0,1.")
     step.add_argument("--loss-masks", metavar="LIST", help="A digit a token, as in 110,11111,00000000. Default: all 1.")
-    step.add_argument("--rollouts", metavar="FILE", help="JSON lines: of `megatron-rl train --save-rollouts`, or a sample a line.")
+    step.add_argument("--rollouts", metavar="FILE", help="What train --rollouts reads, or JSON lines of one sample each.")
     step.add_argument("--rollout-index", type=int, metavar="INDEX", help="Which of its rollouts. Default: the first.")
     step.add_argument("--rollout-dump", metavar="FILE", help="What miles or slime write with --save-debug-rollout-data.")
     host = parser.add_argument_group(title="the chain of factors")

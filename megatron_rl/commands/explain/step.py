@@ -17,6 +17,7 @@ from megatron_rl.files.plain_pickle import DAMAGED
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import Host, host_named
 from megatron_rl.hosts.companions import positions_of, read_batch
+from megatron_rl.train.host_rollouts import is_of_host
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.train.rollouts import Sample
 from megatron_rl.validation import field_of
@@ -128,7 +129,7 @@ def read_lengths(args: Namespace) -> StepInput:
 
 
 def read_rollouts(path: str, index: int | None) -> StepInput:
-    """One rollout of the JSON lines that `megatron-rl train --save-rollouts` writes, or a file of one sample a line."""
+    """One rollout of a file that `megatron-rl train --rollouts` reads, or a file of one sample a line."""
     if _holds_one_sample_a_line(path):
         if index is not None:
             raise ConfigError(f"--rollout-index {index}: {path} has one sample a line, which make one step; remove it")
@@ -177,11 +178,14 @@ def _rows_of(values: list[Tensor | None]) -> list[Tensor] | None:
 
 
 def _holds_one_sample_a_line(path: str) -> bool:
+    """Else the file is read as `megatron-rl train` reads it: ours, or one of a host."""
     try:
         first = parse_json_line(next(numbered_lines(path), (1, b""))[1], path)
     except DataError:
         return False  # load_rollouts says what is wrong
-    return isinstance(first, dict) and {"samples", "rollout_index"}.isdisjoint(first)
+    if not isinstance(first, dict) or not {"samples", "rollout_index"}.isdisjoint(first):
+        return False
+    return not {"response_length", "loss_mask"}.isdisjoint(first) or not is_of_host(path)
 
 
 def _step_of(records: list[Any], place: str, first: int, source: str) -> StepInput:
