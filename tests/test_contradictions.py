@@ -258,3 +258,30 @@ def test_it_is_tried_in_float32_under_every_default():
     finally:
         torch.set_default_dtype(before)
     assert "depends on the others" in message
+
+
+def tokens_of(batch):
+    return -batch.of_tokens(batch.sample_mean(batch.log_ratio)) * batch.advantages
+
+
+OF_BATCHES = [
+    pytest.param(lambda batch: tokens_of(batch).mean(), "returned () torch.float32 as its value: it must", id="a scalar"),
+    pytest.param(lambda batch: batch.sample_sum(batch.log_ratio), "returned (45,)", id="a value of each sample"),
+    pytest.param(lambda batch: tokens_of(batch).half(), "float16", id="another dtype"),
+    pytest.param(lambda batch: float(tokens_of(batch).sum()), "float", id="a number"),
+    pytest.param(tokens_of, None, id="a value of each token"),
+    pytest.param(lambda batch: batch.suffix_sum(batch.log_ratio, decay=0.9) * batch.advantages, None, id="ordered sums"),
+    pytest.param(lambda batch: tokens_of(batch).view(-1, 999), None, id="one that raises in this batch alone"),
+]
+
+
+@pytest.mark.parametrize(("function", "said"), OF_BATCHES)
+def test_a_loss_of_batches_that_returns_no_value_a_token_is_found_at_start(function, said):
+    found = found_in(function, "batch")
+    assert len(found) == (said is not None) and all("'mine'" in text and said in text for text in found), found
+
+
+@pytest.mark.parametrize("name", [name for name in policy_loss_names() if get_policy_loss(name).level == "batch"])
+def test_the_losses_of_batches_of_the_package_contradict_nothing(name):
+    loss = get_policy_loss(name)
+    assert contradictions(loss, loss.clip_bounds(None, None), loss.resolve_parameters({})) == ()

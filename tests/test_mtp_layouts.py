@@ -21,6 +21,7 @@ from megatron_rl.megatron import head, multi_token, router_losses
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.forward_step import PolicyForwardStep, check_contract
 from megatron_rl.megatron.model import find_output_layer, transformer_config
+from megatron_rl.megatron.probe import megatron_version
 from megatron_rl.megatron.samples import count_further_tokens
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.invariance import Layout, TinyGPT, merged
@@ -322,6 +323,33 @@ def test_without_its_loss_nothing_of_it_runs(knows_borders, pool):
     assert all(is_equal) and len(is_equal) > 10 and all(has_none) and len(has_none) > 20
     assert "mtp_num_layers=2 needs the tokens of the whole step that its layers predict" in missing
     assert has_equal_logits and restored == (2, True)
+
+
+def recomputed_on_rank(rank: int) -> list[str]:
+    """The errors of packed rows whose layers of MTP are recomputed: of this package, and of Megatron-Core where it is asked."""
+    step, config = ragged_samples(), config_of("gspo", "token_mean")
+    layout = Layout(packed=True)
+    model = LayoutModel(layout, row_length(step, layout), RECOMPUTED).models[0]
+    model_config = model.module.config
+    (batch,) = make_step_batches(config, layout, step, resolve_groups(), model_config=model_config)
+    forward_step = PolicyForwardStep(config, vocab_size=61)
+
+    def forward(version: str) -> str:
+        with mock.patch("megatron_rl.megatron.multi_token.megatron_version", lambda: version):
+            return error_of(lambda: forward_step(iter([batch]), model))
+
+    errors = [forward("0.16.1"), forward("another"), batch.packed_seq_params is not None]
+    model_config.recompute_method = "block"
+    return [*errors, forward("0.16.1")]
+
+
+@megatron
+def test_packed_layers_that_megatron_cannot_recompute_are_refused_by_name(knows_borders, pool):
+    if not megatron_version().startswith("0.16."):
+        pytest.skip("the error is one of megatron-core 0.16")
+    ours, megatrons, is_packed, of_block = pool.run(recomputed_on_rank, world_size=1)[0]
+    assert ours.startswith("ConfigError: mtp_num_layers=2 with recompute_granularity=full on packed rows")
+    assert megatrons.startswith("TypeError") and is_packed and of_block == ""
 
 
 def divided_on_rank(rank: int) -> list[float]:

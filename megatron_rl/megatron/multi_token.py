@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron_rl.aggregation import further_token_weight
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.kept_counts import divides_by_kept
 from megatron_rl.layout.groups import ParallelGroups, resolve_group
 from megatron_rl.losses import linear_policy_loss, policy_loss
@@ -31,6 +31,7 @@ from megatron_rl.losses.api import PolicyLossOutput
 from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.megatron.batch import FurtherTokens, PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, rows_of
+from megatron_rl.megatron.probe import megatron_version
 from megatron_rl.megatron.samples import trained_mtp_layers
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class MultiTokenLoss(NamedTuple):
 
 def further_tokens(batch: PolicyBatch, model: nn.Module, config: TransformerConfig) -> FurtherTokens | None:
     """What the layers of MTP are trained on in this forward; None where they do not run: without such layers, with the factor 0, in
-    a forward without a gradient. Raises DataError where the step has not counted its tokens."""
+    a forward without a gradient. Raises DataError where the step has not counted its tokens, and ConfigError where the installed
+    Megatron-Core cannot recompute such layers."""
     num_layers = trained_mtp_layers(config)
     if not num_layers or not model.training or not torch.is_grad_enabled():
         return None
@@ -56,6 +58,14 @@ def further_tokens(batch: PolicyBatch, model: nn.Module, config: TransformerConf
         raise DataError(
             f"mtp_num_layers={config.mtp_num_layers} needs the tokens of the whole step that its layers predict: give "
             "StepContext(num_further_tokens=count_further_tokens(...)), or set mtp_loss_scaling_factor=0"
+        )
+    recomputes = config.recompute_granularity == "full" and config.recompute_method == "uniform" and not config.fp8
+    # Their parameters go through its checkpoint, which saves tensors alone.
+    if recomputes and batch.packed_seq_params is not None and megatron_version().startswith("0.16."):
+        raise ConfigError(
+            f"mtp_num_layers={config.mtp_num_layers} with recompute_granularity=full on packed rows: megatron-core "
+            f"{megatron_version()} cannot recompute these layers there, and its own error is a TypeError; set "
+            "recompute_granularity=selective, recompute_method=block, which does not recompute them, or mtp_loss_scaling_factor=0"
         )
     return batch.further
 

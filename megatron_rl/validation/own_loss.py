@@ -1,4 +1,4 @@
-"""Tries a user's own elementwise loss, and says where it is not what it declares. It runs once a launch, before any data.
+"""Tries a user's own loss, and says where it is not what it declares. It runs once a launch, before any data.
 
 The package knows nothing of such a loss but its declaration, and the fused head and the layouts rely on it.
 """
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.layout.packing import document_ids, document_sums
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss, is_built_in
-from megatron_rl.losses.reduce_torch import LossValues, evaluate
+from megatron_rl.losses.reduce_torch import LossValues, evaluate, evaluate_batch
+from megatron_rl.losses.token_batch import JointSums, TokenBatch
 
 # The rest of a loop over vectors may round in another way, so that few elements show nothing: 64 are four rests of 16. With a
 # multiple of 64 there is no rest where the function takes the elements as they are.
@@ -39,16 +42,35 @@ def own_loss_problems(config: PolicyLossConfig) -> tuple[str, ...]:
 
 
 def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameters: Mapping[str, float]) -> tuple[str, ...]:
-    """A text for each way in which an elementwise loss differs from its declaration, at these numbers.
+    """A text for each way in which a loss differs from its declaration, at these numbers.
 
-    Nothing for a loss of level "batch", for one that raises here, and for one that is random: another result then shows nothing.
-    What cannot be a result, as a scalar, is told alone. A derivative that the loss gives must be what autograd makes of its value,
-    in which factors that are constant for the gradient are detached. A value without a graph has another one.
+    Nothing for a loss that raises here, and for one that is random: another result then shows nothing. What cannot be a result, as
+    a scalar, is told alone; of a loss of level "batch" nothing else is, as its values may depend on other tokens. A derivative that
+    the loss gives must be what autograd makes of its value, in which factors that are constant for the gradient are detached. A
+    value without a graph has another one.
     """
-    if loss.level == "batch":
-        return ()
     clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
-    return tuple(_contradictions(loss, clips | dict(parameters)))
+    find = _batch_contradictions if loss.level == "batch" else _contradictions
+    return tuple(find(loss, clips | dict(parameters)))
+
+
+def _batch_contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator[str]:
+    """Of samples of 1, 2, ... tokens on one rank, every fifth token masked."""
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            vectors = _probes()
+            lengths = torch.arange(1, 45)  # 990 tokens, and the rest
+            cu_seqlens = torch.cat([torch.zeros(1), lengths.cumsum(0), torch.tensor([_NUM_PROBES])]).int()
+            documents, mask = document_ids(cu_seqlens, _NUM_PROBES), torch.arange(_NUM_PROBES) % 5 != 4
+            counts = document_sums(mask.double(), cu_seqlens)
+            sums = JointSums(SINGLE, counts.numel(), mask.device, is_checked=False)
+            batch = TokenBatch(vectors[0], vectors[2], vectors[1], mask, documents, counts, cu_seqlens, sums)
+            further = {name: _FURTHER_PROBES[name]() for name in loss.needs}
+            evaluate_batch(loss, batch, torch.ones(_NUM_PROBES), keywords, further, has_importance_weights=False)
+    except DataError as error:  # of what it returned, or wrote into
+        yield f"{error} (tried on {_NUM_PROBES} tokens)"
+    except Exception:  # of any type: it is the user's function
+        return
 
 
 def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator[str]:
