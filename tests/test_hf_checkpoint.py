@@ -45,6 +45,7 @@ ONE_GROUP = {"n_group": 1, "topk_group": 1}
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_key_value_heads": 4}
 SCALED_YARN = {**YARN, "attention_factor": 1.5}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
+EXPERTS_OF_ONE_TENSOR = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS = {
     "llama": ("Llama", {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}}),
     "llama, tied": ("Llama", {"tie_word_embeddings": True}),
@@ -80,6 +81,16 @@ MODELS = {
         "DeepseekV3",
         {**BIASED, **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     ),
+    "gpt-oss with experts": (
+        "GptOss",
+        {
+            **EXPERTS_OF_ONE_TENSOR,
+            "head_dim": 32,
+            "sliding_window": 4,  # of 12 tokens
+            "rope_theta": 150.0,
+            "rope_scaling": {**YARN, "beta_fast": 2.0, "beta_slow": 0.2, "truncate": False},
+        },
+    ),
 }
 # Each on two layouts alone: what a form changes is one vector, and the scale of the softmax.
 ROTARY = {
@@ -114,7 +125,7 @@ ROTARY = {
 FEW_KEY_HEADS = {
     f"{name}, one key head": (kind, {**settings, "num_key_value_heads": 1})
     for name, (kind, settings) in MODELS.items()
-    if name in ("llama", "qwen2", "qwen3", "qwen3 with experts", "glm 4.6 with experts")
+    if name in ("llama", "qwen2", "qwen3", "qwen3 with experts", "glm 4.6 with experts", "gpt-oss with experts")
 }
 ALL_MODELS = MODELS | FEW_KEY_HEADS | ROTARY
 # Both compute in float32, in another order; a wrong head, a wrong rotation or a missing bias moves logits of this size by 0.1.
@@ -140,6 +151,10 @@ class Checkpoints:
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
         for values in (*model.parameters(), *biases):  # norms and biases too: their initial values are 1 and 0
             torch.nn.init.normal_(values, 1.0 if isinstance(values, torch.nn.Parameter) and values.dim() == 1 else 0.0, 0.15)
+        with torch.no_grad():
+            for name, values in model.named_parameters():
+                if name.endswith(".gate_up_proj") and kind == "GptOss":
+                    values *= 8  # so that the limit of SwiGLU binds, which in transformers 4 is always 7
         for bias in biases if config.to_dict().get("n_group", 1) > 1 else ():
             bias.abs_()  # with a score below 0 transformers 4 takes experts of groups that were not chosen
         folder = self.factory.mktemp("hf")
@@ -175,14 +190,14 @@ def logits_on_rank(rank, folder, sequence_parallel, saved):
 
 
 ANY = [Layout(), Layout(pipeline=2), Layout(data=2, num_microbatches=1)]
-DENSE = [Layout(tensor=2), Layout(tensor=2, sequence_parallel=True), Layout(tensor=2, pipeline=2)]
+DENSE = [Layout(tensor=2), Layout(tensor=2, sequence_parallel=True)]
 # Experts with tensor parallelism and without their own drift, and are refused.
 OF_EXPERTS = [
     Layout(data=2, expert=2),
     Layout(data=4, expert=2),
     Layout(pipeline=2, data=2, expert=2),
     Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1),
-    Layout(tensor=2, sequence_parallel=True, data=2, expert=2, expert_tensor=2),
+    Layout(tensor=2, sequence_parallel=True, data=2, expert=2, expert_tensor=1),
 ]
 
 
@@ -191,7 +206,23 @@ def tensor_parallel(name, size):
     return Layout(tensor=size, sequence_parallel=is_moe, **({"expert": size, "expert_tensor": 1} if is_moe else {}))
 
 
-EVERY_CASE = [(name, layout) for name in MODELS for layout in (*ANY, *(OF_EXPERTS if "experts" in name else DENSE))]
+# Of every architecture one rank, and one layout that cuts all that can be cut; of a router's bias the layouts that it goes through.
+WITH_ETP = Layout(tensor=2, sequence_parallel=True, data=2, expert=2, expert_tensor=2)
+# Experts with biases are whole on a rank.
+BIASED_EXPERTS = Layout(tensor=2, sequence_parallel=True, pipeline=2, expert=2, expert_tensor=1)
+
+
+def largest(name):
+    if "experts" not in name:
+        return Layout(tensor=2, pipeline=2)
+    return BIASED_EXPERTS if "gpt-oss" in name else WITH_ETP
+
+
+def further_layouts(name):
+    return [*(OF_EXPERTS if "experts" in name else DENSE), largest(name)]
+
+
+EVERY_CASE = [(name, layout) for name in MODELS for layout in (*ANY, *further_layouts(name))]
 EVERY_CASE += [(name, tensor_parallel(name, 4)) for name in MODELS]
 EVERY_CASE += [(name, tensor_parallel(name, size)) for name in FEW_KEY_HEADS for size in (2, 4)]
 EVERY_CASE += [
@@ -199,12 +230,7 @@ EVERY_CASE += [
     for name in ROTARY
     for layout in (Layout(), Layout(tensor=2, sequence_parallel=True, pipeline=2))[: 2 - ("experts" in name)]
 ]
-# Of every architecture one rank, and one layout that cuts all that can be cut; of a router's bias the layouts that it goes through.
-LARGEST = {
-    True: Layout(tensor=2, sequence_parallel=True, data=2, expert=2, expert_tensor=2),
-    False: Layout(tensor=2, pipeline=2),
-}
-QUICK = [(name, layout) for name in MODELS for layout in (Layout(), LARGEST["experts" in name])]
+QUICK = [(name, layout) for name in MODELS for layout in (Layout(), largest(name))]
 QUICK += [(name, Layout()) for name in ROTARY]
 QUICK += [("glm 4.6 with experts", Layout(pipeline=2, data=2, expert=2))]
 QUICK += [(name, tensor_parallel(name, 4)) for name in ("llama, one key head", "glm 4.6 with experts", "deepseek with experts")]
@@ -415,7 +441,7 @@ def with_further_layer(known):
 def test_layers_that_predict_further_tokens_are_written_as_they_were_read(pool, checkpoints, tmp_path):
     (folder, expected), name = checkpoints["deepseek with experts"], "model.layers.2.eh_proj.weight"
     source = changed(folder, tmp_path, settings={"num_nextn_predict_layers": 1}, tensors=with_further_layer)
-    layout = LARGEST[True]
+    layout = WITH_ETP
     found = pool.run(logits_on_rank, source, True, tmp_path / "saved", world_size=layout.world_size, **layout.model_parallel)
     torch.testing.assert_close(found[0], expected, atol=TOLERANCE, rtol=TOLERANCE)
     before, after = tensors_of(source), tensors_of(tmp_path / "saved")

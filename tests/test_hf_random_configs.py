@@ -9,7 +9,7 @@ from helpers import pool_of
 
 from megatron_rl.testing.layout_step import Layout
 
-pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 from test_hf_checkpoint import LATENT, ONE_GROUP, Checkpoints, check_logits_and_bits  # noqa: E402
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
@@ -19,8 +19,8 @@ pool = pool_of(4)
 def random_case(seed):
     """A class of transformers, its settings, and a layout on which they fit."""
     rng = random.Random(seed)
-    kind = rng.choice(["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Glm4Moe", "DeepseekV3"])
-    has_experts = kind in ("Qwen3Moe", "Mixtral", "Glm4Moe", "DeepseekV3")
+    kind = rng.choice(["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Mixtral", "Glm4Moe", "DeepseekV3", "GptOss"])
+    has_experts = kind in ("Qwen3Moe", "Mixtral", "Glm4Moe", "DeepseekV3", "GptOss")
     heads, tensor = 4 * rng.choice([1, 2]), rng.choice([1, 2, 4])
     is_sequence_parallel = tensor > 1 and (has_experts or rng.random() < 0.5)
     of_experts = {"expert": tensor, "expert_tensor": 1} if has_experts else {}
@@ -50,13 +50,19 @@ def random_case(seed):
     }
     if kind not in ("Qwen2", "DeepseekV3"):
         settings["head_dim"] = rng.choice([8, 16, 24])
+    if kind == "GptOss":
+        settings |= {"rope_scaling": rope or {"rope_type": "default"}, "sliding_window": rng.randint(1, 14)}
+        settings |= {"swiglu_limit": rng.uniform(2, 20)} if transformers.__version__ >= "5" else {}
+        settings |= {"layer_types": rng.choices(["sliding_attention", "full_attention"], k=settings["num_hidden_layers"])}
     if kind in ("Mistral", "Mixtral"):
         settings["sliding_window"] = None
     if has_experts:
         count = 4 * rng.choice([1, 2])
         settings |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": count}
         settings |= (
-            {"num_local_experts": count} if kind == "Mixtral" else {"norm_topk_prob": kind != "Qwen3Moe" or rng.random() < 0.5}
+            {"num_local_experts": count}
+            if kind in ("Mixtral", "GptOss")
+            else {"norm_topk_prob": kind != "Qwen3Moe" or rng.random() < 0.5}
         )
     if kind in ("Glm4Moe", "DeepseekV3"):
         del settings["num_experts"]

@@ -2,9 +2,9 @@
 
 VERL_ROOT=... pytest -m host --require host tests/test_verl_engines.py
 
-It needs what verl imports: tensordict, hydra-core, transformers, accelerate, peft, codetiming, datasets, dill, orjson, pandas,
-pillow, ray, uvicorn. tests/verl_engines.py lists what is replaced. Red here means that verl has changed what it calls, or that our
-loss gets another scale from its engine.
+It needs what verl imports: tensordict, hydra-core, transformers, accelerate, peft, codetiming, datasets, dill, fastapi, orjson,
+pandas, pillow, ray, uvicorn. tests/verl_engines.py lists what is replaced. Red here means that verl has changed what it calls, or
+that our loss gets another scale from its engine.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ NEEDED = (
     "codetiming",
     "datasets",
     "dill",
+    "fastapi",
     "orjson",
     "pandas",
     "PIL",

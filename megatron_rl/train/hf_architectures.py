@@ -15,7 +15,8 @@ OFF = (False, None)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """A layer of experts. module: its name in a layer. gate, up, down: the three products of an expert. is_sigmoid: scores are
-    sigmoids, experts are chosen with a bias, e_score_correction_bias, and a shared expert is added; else scores are a softmax."""
+    sigmoids, experts are chosen with a bias, e_score_correction_bias, and a shared expert is added; else scores are a softmax.
+    is_stacked: a tensor holds all experts, as gpt-oss: see hf_experts.py. Then the products have biases, and SwiGLU is clamped."""
 
     module: str = "mlp"
     gate: str = "gate_proj"
@@ -23,12 +24,15 @@ class Experts:
     down: str = "down_proj"
     width: str = "moe_intermediate_size"  # the field of config.json
     is_sigmoid: bool = False
+    is_stacked: bool = False
     always_normalized: bool = False  # else norm_topk_prob says whether the weights of a token's experts are divided by their sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """has_qkv_bias, has_qk_norm: always or never, or the field of config.json that says it. is_latent: multi-latent attention.
+    has_biases: of each product but the embeddings', and of routers. has_sinks: a sink for each head. has_windows: layer_types may
+    have sliding_attention. names_its_rotary: nothing is assumed of rotary positions that are left out.
     must_be: fields of config.json that would make another model, with the values that are computed here; the first one is
     what is typed. A field that is left out has that value."""
 
@@ -36,6 +40,10 @@ class Architecture:
     has_qk_norm: bool | str = False
     rotates_a_share: bool = False
     is_latent: bool = False
+    has_biases: bool = False
+    has_sinks: bool = False
+    has_windows: bool = False
+    names_its_rotary: bool = False
     experts: Experts | None = None
     must_be: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -74,5 +82,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "topk_method": ("noaux_tc",),
             "moe_layer_freq": (1,),
         },
+    ),
+    # gpt-oss-20b and 120b. Where a folder has no rotary settings, transformers 4 and 5 take different ones.
+    "GptOssForCausalLM": Architecture(
+        has_qkv_bias=True,
+        has_biases=True,
+        has_sinks=True,
+        has_windows=True,
+        names_its_rotary=True,
+        experts=Experts(is_stacked=True, width="intermediate_size", always_normalized=True),
+        must_be={"attention_bias": (True,), "attention_dropout": (0.0, 0), "swiglu_alpha": (1.702,)},
     ),
 }

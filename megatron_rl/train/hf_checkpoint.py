@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, RunError, printable
-from megatron_rl.files.json_values import Fields
-from megatron_rl.files.safetensors_header import TensorEntry, read_safetensors_header
+from megatron_rl.files.json_values import Fields, read_json
+from megatron_rl.files.safetensors_header import BYTES, TensorEntry, read_safetensors_header
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import all_gather_stack, resolve_group, resolve_groups
 from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_parameter_name, is_of_expert, sharding_of
 from megatron_rl.train.checkpoints import kind_of_checkpoint
+from megatron_rl.train.hf_experts import is_name_of_packed, joined, parts_of
 from megatron_rl.train.hf_mapping import EXPERT_BIAS, Source, sources
-from megatron_rl.train.hf_model import HFModel, architecture_of, described
+from megatron_rl.train.hf_model import QUANTIZATION, HFModel, architecture_of, described, is_packed
 
 INDEX, SINGLE_FILE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 # Of a folder, besides the weights: what `transformers` reads, and the tokenizer.
@@ -56,7 +58,7 @@ def read_hf_model(folder: str | Path) -> HFModel:
         raise ConfigError(f"--hf-checkpoint {folder} is no Hugging Face folder: {other}")
     fields = Fields.of_file(folder / CONFIG, "no folder of a Hugging Face checkpoint")
     architecture = architecture_of(fields)
-    with Files(folder) as files:
+    with Files(folder, takes_bytes=is_packed(fields)) as files:
         model = described(folder, architecture, fields, files.file_of)
         check_tensors(model, files)
     return model
@@ -96,8 +98,8 @@ def check_length(model: Any, length: int) -> None:
 class Files:
     """The safetensors files of a folder, opened where needed. Reading a slice reads nothing else."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, *, takes_bytes: bool = False):
+        self.folder, self._takes_bytes = folder, takes_bytes
         self._stack, self._open, self._headers = ExitStack(), dict[str, Any](), dict[str, dict[str, TensorEntry]]()
         index = folder / INDEX
         if index.exists():
@@ -116,7 +118,7 @@ class Files:
     def _header(self, name: str) -> dict[str, TensorEntry]:
         if name not in self._headers:
             try:
-                self._headers[name] = read_safetensors_header(self.folder / name)
+                self._headers[name] = read_safetensors_header(self.folder / name, takes_bytes=self._takes_bytes)
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{self.folder / name} cannot be read: {printable(str(error))}") from None
         return self._headers[name]
@@ -134,10 +136,9 @@ class Files:
                 raise ConfigError(f"{self.folder / name} cannot be read: {error}; fetch the folder again") from None
         return self._open[name]
 
-    def shape_of(self, tensor: str) -> tuple[int, ...] | None:
+    def entry_of(self, tensor: str) -> TensorEntry | None:
         """From the header; None where the file lacks what the index says of it."""
-        entry = self._header(self.file_of[tensor]).get(tensor)
-        return None if entry is None else entry.shape
+        return self._header(self.file_of[tensor]).get(tensor)
 
     def slice_of(self, tensor: str) -> Any:
         return self._file(self.file_of[tensor]).get_slice(tensor)
@@ -158,16 +159,20 @@ def check_tensors(model: HFModel, files: Files) -> None:
     """Raises ConfigError for each tensor that is missing, not known or of another shape, from the headers alone."""
     wanted = {name: shape for source in sources(model).values() for name, shape in zip(source.names, source.shapes, strict=True)}
     ignored = {*model.kept, *(["lm_head.weight"] if model.tie_embeddings else [])}
-    shapes = {name: shape for name in wanted if name in files.file_of and (shape := files.shape_of(name)) is not None}
-    missing = sorted(set(wanted) - set(shapes))
+    entries = {name: entry for name in wanted if name in files.file_of and (entry := files.entry_of(name)) is not None}
+    missing = sorted(set(wanted) - set(entries))
     unknown = sorted(name for name in set(files.file_of) - set(wanted) - ignored if not IGNORED.fullmatch(name))
-    misshapen = [f"{name} {shape} instead of {wanted[name]}" for name, shape in shapes.items() if shape != wanted[name]]
+    misshapen = [
+        f"{name} {entry.shape} instead of {wanted[name]}" for name, entry in entries.items() if entry.shape != wanted[name]
+    ]
+    packed = [name for name, entry in entries.items() if (entry.dtype in BYTES) != (model.is_packed and is_name_of_packed(name))]
     problems = [
         f"{model.folder}: {what} for {model.architecture} with the sizes of {CONFIG}: {shown(names)}; {remedy}"
         for what, names, remedy in (
             ("missing", missing, MISSING_REMEDY),
             ("not known", unknown, UNKNOWN_REMEDY),
             ("of another shape", misshapen, MISSHAPEN_REMEDY),
+            ("bytes in the place of numbers, or the reverse,", packed, MISSHAPEN_REMEDY),
         )
         if names
     ]
@@ -183,17 +188,14 @@ def shown(names: Sequence[str], most: int = 4) -> str:
 def load_weights(model: HFModel, gpt: Any) -> None:
     """Fills this rank's parameters, in their own dtype. Padded rows of the vocabulary become 0. Communication: none."""
     of_parameters = sources(model)
-    with Files(model.folder) as files:
+    with Files(model.folder, takes_bytes=model.is_packed) as files:
         for name, parameter in _tensors_of(gpt):
             source = of_parameters[global_parameter_name(gpt, name)]
             dim, group = sharding_of(name, parameter)
             if source.kind == "qkv":
                 values = _own_groups(files, source, model.num_query_groups, group.rank(), group.size())
             else:
-                parts = [
-                    _own_slice(files.slice_of(tensor), shape, dim, group.rank(), group.size())
-                    for tensor, shape in zip(source.names, source.shapes, strict=True)
-                ]
+                parts = [_own_slice(tensor, shape, dim, group.rank(), group.size()) for tensor, shape in _parts(files, source)]
                 values = torch.cat(parts)
             parameter.zero_()
             parameter[tuple(slice(0, size) for size in values.shape)] = values.to(parameter)
@@ -203,6 +205,15 @@ def _tensors_of(gpt: Any) -> Iterator[tuple[str, Tensor]]:
     """The parameters, and the biases of the routers, which are buffers."""
     yield from gpt.named_parameters()
     yield from ((name, buffer) for name, buffer in gpt.named_buffers() if name.endswith(EXPERT_BIAS))
+
+
+def _parts(files: Files, source: Source) -> list[tuple[Any, tuple[int, ...]]]:
+    """Each tensor that is sharded by itself, and its shape. Of experts in one tensor this expert's alone is read."""
+    tensors = [files.slice_of(name) for name in source.names]
+    if source.expert is None:
+        return list(zip(tensors, source.shapes, strict=True))
+    own = parts_of([tensor[source.expert] for tensor in tensors], is_gated=source.kind == "gated")
+    return [(part, tuple(part.shape)) for part in own]
 
 
 def _own_slice(tensor: Any, shape: Sequence[int], dim: int | None, rank: int, size: int) -> Tensor:
@@ -238,11 +249,12 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
 
     Every rank calls it. A rank writes what it holds first: of a pipeline stage the rank 0 of tp and dp-cp, of experts rank 0 of
     their groups. Weights keep the dtype that they have here.
-    Communication: an all-gather of each sharded parameter over its group, and the names of the written tensors over all ranks.
+    Communication: an all-gather of each sharded parameter over its group, of experts in one tensor over theirs too, and the names
+    of the written tensors over all ranks.
     Raises RunError on all ranks where a file cannot be written, and what copied_files raises.
     """
     folder, groups = Path(folder), resolve_groups()
-    of_parameters, own = sources(model), dict[str, Tensor]()
+    of_parameters, own, stacks = sources(replace(model, is_packed=False)), dict[str, Tensor](), Stacks(model.num_experts)
     for chunk in chunks:
         gpt = find_gpt_model(chunk)
         for name, parameter in _tensors_of(gpt):
@@ -253,9 +265,14 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
             is_second_copy = name == "output_layer.weight" and model.tie_embeddings
             if group.rank() or replicas.rank() or is_second_copy:
                 continue
-            own |= _separated(of_parameters[global_name], shards, dim, model)
+            source = of_parameters[global_name]
+            parts = _separated(source, shards, dim, model)
+            if source.expert is None:
+                own |= {name: part.contiguous().cpu().clone() for name, part in zip(source.names, parts, strict=True)}
+            else:
+                own |= stacks.add(source, parts)
     here = torch.distributed.get_rank()
-    with Files(model.folder) as files:  # each rank writes a part of what is kept
+    with Files(model.folder, takes_bytes=model.is_packed) as files:  # each rank writes a part of what is kept
         own |= {name: files.slice_of(name)[:] for name in model.kept[here :: torch.distributed.get_world_size()]}
     written = on_all_ranks(lambda: [(name, tensor.numel() * tensor.element_size()) for name, tensor in own.items()])
     writers = [rank for rank, names in enumerate(written) if names]
@@ -278,6 +295,9 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             for path in copied_files(model.folder):
                 shutil.copyfile(path, folder / path.name)
+            if model.is_packed:
+                settings = {name: value for name, value in read_json(model.folder / CONFIG).items() if name != QUANTIZATION}
+                (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     on_all_ranks(write)
 
@@ -299,8 +319,28 @@ def copied_files(folder: Path) -> list[Path]:
     return files
 
 
-def _separated(source: Source, shards: Sequence[Tensor], dim: int | None, model: HFModel) -> dict[str, Tensor]:
-    """The tensors of a parameter, on the CPU, from the shards of all ranks."""
+class Stacks:
+    """Collects the experts of tensors that hold all of them. Each rank of an expert-parallel group keeps some of these tensors."""
+
+    def __init__(self, num_experts: int):
+        self._group, self._turn = resolve_group(None, "ep"), 0
+        self._num_local = num_experts // self._group.size()
+        self._begun: dict[str, list[Tensor]] = {}
+
+    def add(self, source: Source, parts: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The whole tensor on the CPU, where this was its last expert on each rank, and it is this rank's to write."""
+        (name,), begun = source.names, self._begun.setdefault(source.names[0], [])
+        assert source.expert == self._group.rank() * self._num_local + len(begun), "a rank holds consecutive experts"
+        begun.append(joined(parts))
+        if len(begun) < self._num_local:
+            return {}
+        whole = all_gather_stack(torch.stack(self._begun.pop(name)), self._group).flatten(0, 1)
+        self._turn += 1
+        return {name: whole.cpu()} if self._turn % self._group.size() == self._group.rank() else {}
+
+
+def _separated(source: Source, shards: Sequence[Tensor], dim: int | None, model: HFModel) -> list[Tensor]:
+    """The tensors of a parameter, from the shards of all ranks; of an expert in a tensor of all, its parts."""
     parts: list[Tensor]
     if source.kind == "qkv":  # the groups of all ranks stand one after another, also where a rank holds a part of one
         joined, sizes = torch.cat(list(shards)), [shape[0] // model.num_query_groups for shape in source.shapes]
@@ -311,5 +351,6 @@ def _separated(source: Source, shards: Sequence[Tensor], dim: int | None, model:
         parts = [torch.cat([of_shard[place] for of_shard in halves]) for place in range(2)]
     else:
         whole = shards[0] if dim is None else torch.cat(list(shards), dim)
-        parts = [whole[: source.shapes[0][0]]]  # without the padding of the vocabulary
-    return {name: part.contiguous().cpu().clone() for name, part in zip(source.names, parts, strict=True)}
+        # Without the padding of the vocabulary.
+        parts = [whole if source.expert is not None else whole[: source.shapes[0][0]]]
+    return parts

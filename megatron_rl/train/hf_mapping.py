@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.train.hf_experts import BLOCKS, GROUP, SCALES
 from megatron_rl.train.hf_model import HFModel
 
 EXPERT_BIAS = "router.expert_bias"
@@ -12,11 +13,13 @@ EXPERT_BIAS = "router.expert_bias"
 @dataclass(frozen=True, slots=True)
 class Source:
     """The tensors of a parameter. kind: whole; sharded along its dimension; gated: [gate, up], each sharded by itself; qkv: query,
-    key and value, mixed group by group and cut evenly over the ranks, as Megatron holds them. shapes: of the tensors."""
+    key and value, mixed group by group and cut evenly over the ranks, as Megatron holds them. shapes: of the tensors. expert: its
+    place in tensors that hold all experts; None: the tensors are of this parameter alone."""
 
     names: tuple[str, ...]
     kind: str
     shapes: tuple[tuple[int, ...], ...]
+    expert: int | None = None
 
     @classmethod
     def one(cls, name: str, kind: str, *shape: int) -> Source:
@@ -42,7 +45,8 @@ def sources(model: HFModel) -> dict[str, Source]:
         found[f"{here}.{before_attention}weight"] = Source.one(f"{there}.input_layernorm.weight", "whole", hidden)
         found[f"{here}.{before_mlp}weight"] = Source.one(f"{there}.post_attention_layernorm.weight", "whole", hidden)
         if model.has_experts(layer):
-            found |= _experts(model, f"{here}.mlp", there)
+            experts = _stacked_experts if model.has_stacked_experts else _experts
+            found |= experts(model, f"{here}.mlp", there)
         else:
             found |= _mlp(f"{here}.mlp", f"{there}.mlp", model.ffn_hidden_size, hidden)
     return found
@@ -62,6 +66,10 @@ def _attention(model: HFModel, here: str, there: str) -> dict[str, Source]:
     }
     if model.has_qkv_bias:
         found[f"{here}.linear_qkv.bias"] = mixed("bias")
+    if model.has_biases:
+        found[f"{here}.linear_proj.bias"] = Source.one(f"{there}.o_proj.bias", "whole", hidden)
+    if model.has_sinks:
+        found[f"{here}.core_attention.softmax_offset"] = Source.one(f"{there}.sinks", "sharded", model.num_attention_heads)
     if model.has_qk_norm:
         for part in "qk":
             found[f"{here}.{part}_layernorm.weight"] = Source.one(f"{there}.{part}_norm.weight", "whole", head_size)
@@ -114,4 +122,28 @@ def _experts(model: HFModel, here: str, layer: str) -> dict[str, Source]:
     names = (sizes.names.gate, sizes.names.up, sizes.names.down)
     for expert in range(sizes.count):
         found |= _mlp(f"{here}.experts.{expert}", f"{there}.experts.{expert}", sizes.width, hidden, names)
+    return found
+
+
+def _stacked_experts(model: HFModel, here: str, layer: str) -> dict[str, Source]:
+    sizes, hidden = model.experts, model.hidden_size
+    assert sizes is not None
+    count, router, there = sizes.count, f"{layer}.{sizes.names.module}.router", f"{layer}.{sizes.names.module}.experts"
+    found = {
+        f"{here}.router.weight": Source.one(f"{router}.weight", "whole", count, hidden),
+        f"{here}.router.bias": Source.one(f"{router}.bias", "whole", count),
+    }
+    for own, product, rows, columns in (
+        ("fc1", "gate_up_proj", 2 * sizes.width, hidden),
+        ("fc2", "down_proj", hidden, sizes.width),
+    ):
+        kind, name = "gated" if own == "fc1" else "sharded", f"{there}.{product}"
+        tensors: dict[str, tuple[int, ...]] = {name: (count, columns, rows)}
+        if model.is_packed:
+            groups = (count, rows, columns // GROUP)
+            tensors = {name + BLOCKS: (*groups, GROUP // 2), name + SCALES: groups}
+        for expert in range(count):
+            place = f"{here}.experts.{expert}.linear_{own}"
+            found[f"{place}.weight"] = Source(tuple(tensors), kind, tuple(tensors.values()), expert)
+            found[f"{place}.bias"] = Source((f"{name}_bias",), kind, ((count, rows),), expert)
     return found

@@ -15,11 +15,16 @@ from megatron_rl.megatron.rotary import Rotary
 from megatron_rl.train.hf_architectures import ARCHITECTURES, MUST_BE, Experts
 from megatron_rl.train.hf_rotary import rotary_of
 
+# Experts in one tensor: no number of tensors bounds them.
+MOST_STACKED = 2**12
+QUANTIZATION = "quantization_config"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSizes:
     """names: of the tensors. layers: which ones have experts. num_groups 1: a token chooses among all experts; else among those of
-    groups_per_token groups. scaling: of the sum of its experts. shared_width 0: no shared expert."""
+    groups_per_token groups. scaling: of the sum of its experts. shared_width 0: no shared expert. limit None: SwiGLU is plain; else
+    silu(1.702 gate) / 1.702 (up + 1), with gate at most limit, and up between both."""
 
     names: Experts
     count: int
@@ -31,6 +36,7 @@ class ExpertSizes:
     num_groups: int = 1
     groups_per_token: int = 1
     shared_width: int = 0
+    limit: float | None = None
 
     def transformer_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {
@@ -40,6 +46,10 @@ class ExpertSizes:
             "moe_router_load_balancing_type": "none",
             "moe_layer_freq": [int(has) for has in self.layers],
         }
+        if self.limit is not None:
+            from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+            options |= {"activation_func": quick_gelu, "activation_func_clamp_value": self.limit, "glu_linear_offset": 1.0}
         if not self.names.is_sigmoid:
             # Without it the softmax is over the chosen experts, which is softmax, choice and division by their sum.
             return options | {"moe_router_pre_softmax": not self.is_normalized}
@@ -89,7 +99,8 @@ class LatentSizes:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HFModel:
     """A checked folder. kept: the tensors of layers beyond num_layers, which predict further tokens. They are not trained, and
-    written as they were read."""
+    written as they were read. window: how many keys a query sees, its own too, in the layers where has_window. is_packed: the
+    weights of experts are MXFP4."""
 
     folder: Path
     architecture: str
@@ -104,6 +115,11 @@ class HFModel:
     tie_embeddings: bool
     has_qkv_bias: bool
     has_qk_norm: bool
+    has_biases: bool
+    has_sinks: bool
+    window: int | None
+    has_window: tuple[bool, ...]
+    is_packed: bool
     rotary: Rotary
     norm_eps: float
     experts: ExpertSizes | None
@@ -121,12 +137,22 @@ class HFModel:
     @property
     def notes(self) -> list[str]:
         """For the start of a run."""
-        if not self.kept:
-            return []
-        return [
-            f"--hf-checkpoint {self.folder}: {len(self.kept)} tensors of layers that predict further tokens "
-            "(num_nextn_predict_layers) are not trained, and --save-hf writes them as they are"
-        ]
+        notes = []
+        if self.kept:
+            notes.append(
+                f"--hf-checkpoint {self.folder}: {len(self.kept)} tensors of layers that predict further tokens "
+                "(num_nextn_predict_layers) are not trained, and --save-hf writes them as they are"
+            )
+        if self.is_packed:
+            notes.append(
+                f"--hf-checkpoint {self.folder}: the MXFP4 weights of experts are unpacked, exactly, and trained; --save-hf writes "
+                "them unpacked, without quantization_config"
+            )
+        return notes
+
+    @property
+    def has_stacked_experts(self) -> bool:
+        return self.experts is not None and self.experts.names.is_stacked
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
@@ -144,12 +170,20 @@ class HFModel:
             "layernorm_epsilon": self.norm_eps,
             "gated_linear_unit": True,
             "activation_func": silu,
-            "add_bias_linear": False,
+            "add_bias_linear": self.has_biases,
             "add_qkv_bias": self.has_qkv_bias,
             "qk_layernorm": self.has_qk_norm,
+            **({"softmax_type": "learnable"} if self.has_sinks else {}),
+            **self._window_options(),
             **({} if self.experts is None else self.experts.transformer_options()),
             **({} if self.latent is None else self.latent.transformer_options(self.rotary)),
         }
+
+    def _window_options(self) -> dict[str, Any]:
+        if self.window is None:
+            return {}
+        # Megatron counts the keys before a query's own.
+        return {"window_size": (self.window - 1, 0), "window_attn_skip_freq": [int(has) for has in self.has_window]}
 
 
 def architecture_of(fields: Fields) -> str:
@@ -170,7 +204,8 @@ def described(folder: Path, architecture: str, fields: Fields, tensors: Collecti
     Raises ConfigError, with a line for each setting that makes another model of the same tensors, and for sizes that do not fit.
     """
     traits = ARCHITECTURES[architecture]
-    problems = not_computed(fields, traits.must_be)
+    allows_packed = traits.experts is not None and traits.experts.is_stacked
+    problems = not_computed(fields, traits.must_be, has_windows=traits.has_windows, allows_packed=allows_packed)
     try:
         model = _sizes(folder, architecture, fields, tensors)
     except ConfigError as error:
@@ -180,16 +215,26 @@ def described(folder: Path, architecture: str, fields: Fields, tensors: Collecti
     return model
 
 
-def not_computed(fields: Fields, must_be: Mapping[str, tuple[Any, ...]]) -> list[str]:
+def is_packed(fields: Fields) -> bool:
+    """Whether the weights are MXFP4, by the config alone."""
+    return fields.table(QUANTIZATION).content.get("quant_method") == "mxfp4"
+
+
+def not_computed(
+    fields: Fields, must_be: Mapping[str, tuple[Any, ...]], *, has_windows: bool = False, allows_packed: bool = False
+) -> list[str]:
+    known = {"full_attention", "sliding_attention"} if has_windows else {"full_attention"}
     problems = [
         f"{fields.place}: {name}={fields.content[name]!r} is not computed here; it must be {allowed[0]!r}"
         for name, allowed in {**MUST_BE, **must_be}.items()
         if name in fields.content and fields.content[name] not in allowed
     ]
-    layers = set(fields.items("layer_types", str)) - {"full_attention"}
+    layers = set(fields.items("layer_types", str)) - known
     if layers:
-        problems.append(f"{fields.place}: layer_types has {', '.join(sorted(layers))}; only full_attention is computed here")
-    if fields.has("quantization_config"):
+        problems.append(
+            f"{fields.place}: layer_types has {', '.join(sorted(layers))}; only {' and '.join(sorted(known))} is computed here"
+        )
+    if fields.has(QUANTIZATION) and not (allows_packed and is_packed(fields)):
         problems.append(
             f"{fields.place}: quantization_config is given, and quantised weights are not trained here: take those before it"
         )
@@ -206,6 +251,9 @@ def _sizes(folder: Path, architecture: str, fields: Fields, tensors: Collection[
     head_size = hidden_size // heads if latent else fields.whole("head_dim", hidden_size // heads)
     if heads % groups:
         raise ConfigError(f"{fields.place}: num_attention_heads={heads} must be a multiple of num_key_value_heads={groups}")
+    if traits.names_its_rotary:
+        _check_rotary_is_there(fields)
+    window, has_window = _windows(fields, num_layers) if traits.has_windows else (None, ())
     rotary = rotary_of(fields, rotates_a_share=traits.rotates_a_share, is_latent=traits.is_latent)
     rotated = latent.rotated if latent else int(head_size * rotary.percent)
     if rotated % 2 or not rotated:
@@ -226,12 +274,35 @@ def _sizes(folder: Path, architecture: str, fields: Fields, tensors: Collection[
         tie_embeddings=fields.switch("tie_word_embeddings", False),
         has_qkv_bias=_said(fields, traits.has_qkv_bias),
         has_qk_norm=_said(fields, traits.has_qk_norm),
+        has_biases=traits.has_biases,
+        has_sinks=traits.has_sinks,
+        window=window,
+        has_window=has_window,
+        is_packed=is_packed(fields),
         rotary=rotary,
         norm_eps=fields.number("rms_norm_eps", below=1.0),
         experts=None if traits.experts is None else _expert_sizes(fields, traits.experts, num_layers, num_tensors),
         latent=latent,
         kept=_of_further_layers(fields, num_layers, tensors),
     )
+
+
+def _check_rotary_is_there(fields: Fields) -> None:
+    scalings = [fields.table(name) for name in ("rope_parameters", "rope_scaling")]
+    if not any(scaling.content for scaling in scalings) or not any(given.has("rope_theta") for given in (fields, *scalings)):
+        raise ConfigError(
+            f"{fields.place} has no rope_theta, or neither rope_parameters nor rope_scaling, and what transformers then takes "
+            "depends on its release: write the model's own"
+        )
+
+
+def _windows(fields: Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+    """Left out: every second layer has none, as in transformers."""
+    kinds = fields.items("layer_types", str) or [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise fields.wrong("layer_types", f"a list of num_hidden_layers={num_layers}")
+    has_window = tuple(kind == "sliding_attention" for kind in kinds)
+    return (fields.whole("sliding_window"), has_window) if any(has_window) else (None, ())
 
 
 def _of_further_layers(fields: Fields, num_layers: int, tensors: Collection[str]) -> tuple[str, ...]:
@@ -259,7 +330,11 @@ def _expert_sizes(fields: Fields, names: Experts, num_layers: int, num_tensors: 
     # transformers 5 writes num_local_experts for what was num_experts.
     spellings = ("n_routed_experts",) if names.is_sigmoid else ("num_experts", "num_local_experts")
     given = next((name for name in spellings if fields.has(name)), spellings[0])
-    count = fields.whole(given, most=max(num_tensors, 1), why=of_weights)
+    count = (
+        fields.whole(given, most=MOST_STACKED)
+        if names.is_stacked
+        else fields.whole(given, most=max(num_tensors, 1), why=of_weights)
+    )
     per_token = fields.whole("num_experts_per_tok", most=count)
     is_normalized = names.always_normalized or fields.switch("norm_topk_prob")
     if names.is_sigmoid:
@@ -268,7 +343,7 @@ def _expert_sizes(fields: Fields, names: Experts, num_layers: int, num_tensors: 
     else:
         dense, every = set(fields.items("mlp_only_layers", int)), fields.whole("decoder_sparse_step", 1)
         layers = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
-    if sum(layers) * count > num_tensors:
+    if sum(layers) * count > num_tensors and not names.is_stacked:
         raise ConfigError(f"{fields.place}: {given}={count} in {sum(layers)} layers{of_weights}")
     if per_token == 1 and is_normalized:
         raise ConfigError(
@@ -282,6 +357,7 @@ def _expert_sizes(fields: Fields, names: Experts, num_layers: int, num_tensors: 
         width=fields.whole(names.width),
         layers=layers,
         is_normalized=is_normalized,
+        limit=float(fields.number("swiglu_limit", 7.0)) if names.is_stacked else None,
     )
     return _with_sigmoids(fields, sizes) if names.is_sigmoid else sizes
 
