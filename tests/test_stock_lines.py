@@ -431,6 +431,15 @@ def test_explain_shows_a_line_that_trains_our_loss_as_any_other(line, capsys):
     assert "each token has its exact weight" in out and "launch line: " in out
 
 
+def test_a_script_of_verl_names_its_branches_and_the_place_of_our_head(tmp_path, capsys):
+    """A script of a trainer that settings configure, as one of miles or slime."""
+    line = f"python3 -m {verl.MAIN} {verl.AGG_MODE}=$MODE {verl.EXTERNAL_LIB}={verl.LOG_PROBS} {verl.FUSED_KERNELS}=$FUSED\n"
+    (tmp_path / "run.sh").write_text(f'FUSED=False\nMODE=token-mean\nif [ -n "$X" ]; then\n  MODE=token-sum\nfi\n{line}')
+    _, out = doctor(capsys, "--", "bash", str(tmp_path / "run.sh"))
+    assert "note     branches " in out and "each branch of the script had run: MODE (line 4)" in out, out
+    assert "log-probabilities come from logits; with =True from hidden states by our head" in out, out
+
+
 def test_explain_names_its_own_flag(capsys):
     _, out = explain(capsys, "--host", "prime_rl", "--response-lengths", "3,5", "--loss-aggregation", "sample_mean")
     assert "give --one-sample-per-rollout here, and --trainer.loss.kwargs.one-sample-per-rollout True there" in out

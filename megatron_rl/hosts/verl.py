@@ -68,7 +68,8 @@ ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor.", "actor_rollout_ref.roll
 LOSS_MODE, LOSS_CLASS = f"{ACTOR}policy_loss.loss_mode", f"{ACTOR}policy_loss._target_"
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what each of its processes imports first
 MINI_BATCH, BATCH = f"{ACTOR}ppo_mini_batch_size", "data.train_batch_size"
-# The setting of verl that names modules to import in each process that makes a model, and ours.
+# What places our head; the setting of verl that names modules to import in each process that makes a model, and ours.
+FUSED_KERNELS = "actor_rollout_ref.model.use_fused_kernels"
 EXTERNAL_LIB, LOG_PROBS = "actor_rollout_ref.model.external_lib", "megatron_rl.hosts.verl_log_probs"
 OWN_CONFIGS = tuple(f"{kind}ppo_{engine}trainer" for kind in ("", "fully_async_", "one_step_off_") for engine in ("", "megatron_"))
 # What it adds to the policy's loss, and whether that stays beside it; multi-token prediction.
@@ -293,6 +294,21 @@ def estimates_of_kl(settings: Settings) -> Iterator[Row]:
         yield Row("kl_loss_type", text, is_wrong=has_kl, is_note=not has_kl)
 
 
+def place_of_our_head(settings: Settings) -> Iterator[Row]:
+    """Beside our log-probabilities one switch of verl decides what they are computed from."""
+    switch = settings.value_of(FUSED_KERNELS)
+    if LOG_PROBS not in str(settings.value_of(EXTERNAL_LIB)) or switch is UNKNOWN:
+        return
+    whole = "from hidden states by our head, and no logits are made"
+    text = f"log-probabilities come {whole}" if switch is True else f"log-probabilities come from logits; with =True {whole}"
+    yield Row("use_fused_kernels", text)
+
+
+def of_any_launch(settings: Settings) -> Iterator[Row]:
+    yield from estimates_of_kl(settings)
+    yield from place_of_our_head(settings)
+
+
 # verl's losses that weigh as loss_agg_mode says; None is its default, and any other name is one of the user's own.
 STOCK_LOSSES = (None, "vanilla", "dppo_tv", "dppo_kl", "gpg", "dro", "cispo")
 
@@ -510,7 +526,7 @@ DOOR = Door(
         *(clip_reaches_the_workers, clip_of_both_sides_is_not_read, class_has_our_fields),
         *(one_aggregation_acts, weights_are_uncut, a_step_has_whole_prompts, our_loss_is_not_replaced, kl_term_is),
     ),
-    of_any_launch=estimates_of_kl,
+    of_any_launch=of_any_launch,
     stock=stock,
     is_open=is_open,
     megatron="model_engine=megatron",

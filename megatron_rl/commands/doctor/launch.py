@@ -30,7 +30,7 @@ from megatron_rl.commands.doctor.command_line import (
 )
 from megatron_rl.commands.doctor.probes import look_up
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, LaunchReport
-from megatron_rl.commands.doctor.script import is_unread
+from megatron_rl.commands.doctor.script import ScriptLine, is_unread
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.settings_file import read_settings_file
@@ -159,8 +159,7 @@ def _judge_settings(
     reading = (
         [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []
     )
-    if stray:
-        reading.append(Finding("script", PROBLEM, f"line {stray.line} has no effect: the line above lacks its \\ at the end"))
+    reading += _of_script(read_from, stray)
     place = f", from {read_from.place}" if read_from else ""
     # The settings file is always read; a loss that was judged has its own row.
     is_judged = any(row.status == PROBLEM or (row.status == OK and row.subject != "settings") for row in found)
@@ -229,15 +228,20 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
         idle = [flag for flag in others if flag not in read]
         listed = [*read, *(idle if len(idle) <= MOST_IDLE else [f"{len(idle)} flags that no check reads"])]
         yield Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(listed)} will be given")
-    if line.read_from and line.read_from.branches:
-        text = f"taken as if each branch of the script had run: {', '.join(line.read_from.branches)}"
+    yield from _of_script(line.read_from, line.stray)
+
+
+def _of_script(read_from: ScriptLine | None, stray: ScriptLine | None) -> Iterator[Finding]:
+    """What could not be decided in a shell script, whoever's line it starts."""
+    if read_from and read_from.branches:
+        text = f"taken as if each branch of the script had run: {', '.join(read_from.branches)}"
         yield Finding("branches", NOTE, text)
-    if line.read_from and line.read_from.unparsed:
-        text = f"not understood, and what they set is not known: line {', '.join(line.read_from.unparsed)}"
+    if read_from and read_from.unparsed:
+        text = f"not understood, and what they set is not known: line {', '.join(read_from.unparsed)}"
         yield Finding("script", NOTE, text)
-    if line.stray:
-        words = f"{line.stray.words[0]} and {len(line.stray.words) - 1} words after it"
-        text = f"{words} are alone on line {line.stray.line} and have no effect: the line above lacks its \\ at the end"
+    if stray:
+        words = f"{stray.words[0]} and {len(stray.words) - 1} words after it"
+        text = f"{words} are alone on line {stray.line} and have no effect: the line above lacks its \\ at the end"
         yield Finding("script", PROBLEM, text)
 
 
