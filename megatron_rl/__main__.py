@@ -20,7 +20,7 @@ from megatron_rl.errors import ConfigError, DataError, RunError, printable
 COMMANDS = {
     "train": "Train a Megatron-Core model on a task, a prompt file or recorded rollouts.",
     "explain": "Show the weight of each token of a step, and each factor between that weight and its gradient.",
-    "doctor": "Say what works on this machine, what does not and why, and which flags of a launch line would be ignored.",
+    "doctor": "Say what works on this machine, and what a launch line trains: what is wrong in it, and which flags have no effect.",
     "selftest": "Run one tiny step on these ranks for every loss, aggregation, head and backend, against a float64 reference.",
     "launch-config": "Write the settings for --custom-config-path, and say which lines a stock miles or slime launcher needs.",
 }

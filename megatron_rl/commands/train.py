@@ -28,6 +28,7 @@ from megatron_rl.train.writers import METRICS_FILE, names_what_cannot_be_written
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.usage = "megatron-rl train [--task TASK | --prompts FILE --reward module.function | --rollouts FILE] [flags]"
     add_megatron_rl_args(parser, arguments)
     of_loss = parser._action_groups[-1]
     of_loss.title, of_loss.description = (

@@ -37,14 +37,16 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def add_step_arguments(parser: ArgumentParser) -> None:
     step = parser.add_argument_group(
-        "a recorded step", "How far the trainer's own loss on the line after -- is from its exact weights on this step."
+        "a recorded step", "How far the loss of the line after -- is from its exact weights on this step."
     )
     step.add_argument("--response-lengths", metavar="LIST", help="Tokens of each response, as in 3,5,8.")
     step.add_argument("--loss-masks", metavar="LIST", help="A digit a token, as in 110,11111,00000000. Default: all 1.")
     step.add_argument("--rollouts", metavar="FILE", help="JSON lines, as `megatron-rl explain` reads them.")
     step.add_argument("--rollout-index", type=int, metavar="INDEX", help="Which of its rollouts. Default: the first.")
     step.add_argument("--rollout-dump", metavar="FILE", help="What miles or slime write with --save-debug-rollout-data.")
-    step.add_argument("--data-parallel-size", type=int, metavar="SIZE", help="Each rank has an equal run of samples. Default: 1.")
+    step.add_argument(
+        "--data-parallel-size", type=int, metavar="SIZE", help="Ranks that share the samples, in their order. Default: 1."
+    )
     step.add_argument("--micro-batch-size", type=int, metavar="SIZE", help="Samples of a micro-batch. Default: 1.")
     step.add_argument("--plot", metavar="FILE", help="Draws the weights as PNG.")
     parser.set_defaults(prompt_ids=None, rollout_ids=None)

@@ -80,7 +80,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     step.add_argument("--rollouts", metavar="FILE", help="What train --rollouts reads, or JSON lines of one sample each.")
     step.add_argument("--rollout-index", type=int, metavar="INDEX", help="Which of its rollouts. Default: the first.")
     step.add_argument("--rollout-dump", metavar="FILE", help="What miles or slime write with --save-debug-rollout-data.")
-    host = parser.add_argument_group(title="the chain of factors")
+    host = parser.add_argument_group(title="a host and its layout")
     host.add_argument("--host", choices=HOSTS, help="Whose loop trains: the chain from weight to gradient is shown.")
     host.add_argument(
         "--route", choices=ROUTES, help="In miles and slime: our reducer, our custom_loss or neither. Default: reducer."
@@ -98,7 +98,10 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     output.add_argument("--rows", type=int, default=16, metavar="COUNT", help="Samples and prompts to print. Default: 16.")
     output.add_argument("--json", action="store_true", help="Print one JSON object instead.")
     parser.add_argument(
-        "launch_line", nargs="*", metavar="-- LAUNCH LINE", help="Of a trainer's own loss, as doctor takes it: what that weighs."
+        "launch_line",
+        nargs="*",
+        metavar="-- LAUNCH LINE",
+        help="A launch line as you type it, or -- bash run.sh: what its loss weighs, a trainer's or ours.",
     )
     before = set(parser._actions)
     add_megatron_rl_args(parser, arguments)
