@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, PolicyMetrics, RatioUnit, Watchdog
 from megatron_rl.errors import DataError
@@ -427,8 +427,10 @@ class RunWatchdog:
     ):
         """state: what `state_dict` gave, from a checkpoint. is_float32: as in `watch`."""
         self._config, self._is_first_rank, self._is_float32 = config, is_first_rank, is_float32
-        state = {} if state is None else {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
-        self._state = replace(WatchdogState(**state), moving_steps=0)  # a run that is resumed measures from there on
+        # A field that is not known belongs to a finding that an earlier version had.
+        known = {} if state is None else {field.name: state[field.name] for field in fields(WatchdogState) if field.name in state}
+        known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+        self._state = replace(WatchdogState(**known), moving_steps=0)  # a run that is resumed measures from there on
 
     @property
     def is_on(self) -> bool:
