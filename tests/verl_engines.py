@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.megatron.attention import SequenceParallelNorm
 from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.model import build_gpt_model, transformer_config
 from megatron_rl.train.hf_checkpoint import build_hf_model, read_hf_model, save_hf_checkpoint
@@ -314,32 +313,12 @@ class Bridge:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         assert wrap_with_ddp
-        if self.has_mtp:
-            chunk = self._with_mtp()
+        sizes = {"max_sequence_length": MAX_SEQUENCE_LENGTH, "use_transformer_engine": False}
+        if self.has_mtp:  # no folder has that layer: weights of a seed
+            chunk = build_gpt_model(self.config, vocab_size=self._model.vocab_size, **sizes)
         else:
-            chunk = build_hf_model(self._model, self.config, max_sequence_length=MAX_SEQUENCE_LENGTH, use_transformer_engine=False)
+            chunk = build_hf_model(self._model, self.config, **sizes)
         return [DistributedDataParallel(self.config, DistributedDataParallelConfig(**ddp_config), chunk)]
 
     def load_weights(self, module: list, path: str) -> None:
         """`build` has loaded them."""
-
-    def _with_mtp(self) -> Any:
-        """GPTModel with its block of multi-token prediction, as mbridge builds it. Its weights are those of a seed."""
-        from megatron.core.models import gpt
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-        own = gpt.GPTModel
-
-        class GPTModel(own):
-            def __init__(self, *, config: Any, transformer_layer_spec: Any, **options: Any):
-                mtp = get_gpt_mtp_block_spec(config, transformer_layer_spec, use_transformer_engine=False)
-                for layer in mtp.layer_specs:
-                    vars(layer.submodules).update(dict.fromkeys(("enorm", "hnorm", "layer_norm"), SequenceParallelNorm))
-                super().__init__(config=config, transformer_layer_spec=transformer_layer_spec, mtp_block_spec=mtp, **options)
-
-        gpt.GPTModel = GPTModel
-        try:
-            sizes = {"vocab_size": self._model.vocab_size, "max_sequence_length": MAX_SEQUENCE_LENGTH}
-            return build_gpt_model(self.config, **sizes, use_transformer_engine=False)
-        finally:
-            gpt.GPTModel = own
