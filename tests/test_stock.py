@@ -13,11 +13,12 @@ import torch
 from test_golden_losses import functions_of, source_of, statements_of
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.commands.doctor.recorded_step import difference, microbatches, token_weights
-from megatron_rl.hosts import roll, skyrl, stock, trl, verl
+from megatron_rl.commands.doctor.recorded_step import difference, token_weights
+from megatron_rl.hosts import roll, skyrl, stock, trl_others, trl_stock, verl
 from megatron_rl.hosts.base import HostOptions, host_named
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import Settings
+from megatron_rl.hosts.step_sizes import microbatches
 
 # Two ranks of two micro-batches of two samples; one sample is fully masked, and another one is padded.
 TOKENS = torch.tensor([3, 1, 4, 2, 0, 5, 2, 1])
@@ -162,44 +163,112 @@ def test_roll(mode):
     agrees(settings.policy, reduced)
 
 
-@pytest.mark.host("TRL_ROOT")
-@pytest.mark.parametrize("kind", [kind for kind in trl.STOCK_TYPES if kind not in ("sapo", "cispo", "vespo")])
-def test_trl(kind):
-    """The chain of branches by loss_type that divides; two accumulation steps on two processes."""
+TRL = "trl/trainer/grpo_trainer.py"
+
+
+@pytest.fixture
+def trl_tree(monkeypatch) -> ast.Module:
+    """The trainer of the checkout, whose version is judged: 1.10 and its successors rescale the count of a generation."""
+    tree = source_of("TRL_ROOT", TRL)
+    is_new = "current_gradient_accumulation_steps / self.args.steps_per_generation" in ast.unparse(tree)
+    monkeypatch.setattr(trl_stock, "installed", lambda: trl_stock.NEWEST if is_new else (1, 9))
+    return tree
+
+
+def trl_loss(tree: ast.Module, losses, mask, tokens: float, *, kind: str, steps: int, generated: int, entropies=None):
+    """The statements of _compute_loss that divide the losses of tokens, or the entropies, as one process of two."""
     trainer = types.SimpleNamespace(
         loss_type=kind,
-        current_gradient_accumulation_steps=M,
-        max_completion_length=1,
+        current_gradient_accumulation_steps=steps,
+        max_completion_length=512,
+        args=types.SimpleNamespace(steps_per_generation=generated),
         accelerator=types.SimpleNamespace(num_processes=DP),
+        _entropy_bonus_enabled=True,
+        use_adaptive_entropy=False,
+        entropy_coef=-1.0,
+        _metrics={"eval": {"policy_loss": []}, "train": {"policy_loss": [], "entropy_coef": []}},
     )
-    tree = source_of("TRL_ROOT", "trl/trainer/grpo_trainer.py")
+    trainer.accelerator.gather, trainer.accelerator.sync_gradients = (lambda loss: loss[None]), True
+    given = {"self": trainer, "mode": "train", "per_token_loss": losses, "mask": mask, "entropy_mask": None}
+    given["inputs"] = {"num_items_in_batch": torch.tensor(float(tokens), dtype=torch.float64)}
+    kept = ["if self.loss_type in ['grpo', 'sapo']"]
+    if entropies is not None:
+        given, kept = given | {"entropies": entropies}, [*kept, "if self._entropy_bonus_enabled"]
+    return statements_of(tree, "_compute_loss", lambda text: text.startswith(tuple(kept)), **given)["loss"]
+
+
+@pytest.mark.host("TRL_ROOT")
+@pytest.mark.parametrize("kind", [kind for kind in trl_stock.STOCK_TYPES if kind not in ("sapo", "cispo", "vespo")])
+def test_trl(kind, trl_tree):
+    """The chain of branches by loss_type that divides; two accumulation steps on two processes."""
+    total = float(TOKENS.sum())
 
     def reduced(losses, mask, samples):
         losses = losses[:, :1] * torch.ones(1, 1) if kind == "luspo" else losses
-        given = {"self": trainer, "mode": "train", "per_token_loss": losses, "mask": mask}
-        given["inputs"] = {"num_items_in_batch": TOKENS.sum().double()}
-        found = statements_of(tree, "_compute_loss", lambda text: text.startswith("if self.loss_type in ['grpo', 'sapo']"), **given)
-        return found["loss"]
+        return trl_loss(trl_tree, losses, mask, total, kind=kind, steps=M, generated=M)
 
-    weight = stock_of("trl", loss_type=kind).policy
+    found = stock_of("trl", loss_type=kind, entropy_coef=0.1, importance_sampling_level="sequence")
     if kind == "luspo":  # one loss a sample, times its tokens
         values = torch.zeros(len(TOKENS), int(LENGTHS.max()), dtype=torch.float64, requires_grad=True)
-        total = sum(reduced(*matrix(samples, values), samples) for of_rank in PARTS for samples in of_rank) / DP
-        (weights,) = torch.autograd.grad(total, values)
-        torch.testing.assert_close(weights[:, 0] / TOKENS.clamp(min=1), token_weights(weight, TOKENS, LENGTHS, PARTS))
-        return
-    agrees(weight, reduced)
+        total_loss = sum(reduced(*matrix(samples, values), samples) for of_rank in PARTS for samples in of_rank) / DP
+        (weights,) = torch.autograd.grad(total_loss, values)
+        torch.testing.assert_close(weights[:, 0] / TOKENS.clamp(min=1), token_weights(found.policy, TOKENS, LENGTHS, PARTS))
+    else:
+        # L is 512, TRL's default of max_completion_length.
+        torch.testing.assert_close(
+            token_weights(found.policy, TOKENS, LENGTHS, PARTS, known=found.known), measured(reduced), rtol=1e-7, atol=0
+        )
+
+    def of_entropy(losses, mask, samples):
+        return trl_loss(trl_tree, 0 * mask, mask, total, kind=kind, steps=M, generated=M, entropies=losses)
+
+    agrees(found.entropy, of_entropy)
 
 
 @pytest.mark.host("TRL_ROOT")
-def test_trl_divides_each_step_of_a_generation_by_all_of_its_tokens():
-    """The count is not split with the completions: with 4 micro-batches a generation, and one a step, a step has 1/4 of it."""
+def test_trl_sums_luspo_of_tokens_over_the_padded_matrix_before_1_10(trl_tree):
+    def reduced(losses, mask, samples):
+        return trl_loss(trl_tree, losses * mask, mask, 1.0, kind="luspo", steps=M, generated=M)
+
+    agrees(stock_of("trl", loss_type="luspo").policy, reduced)
+
+
+@pytest.mark.host("TRL_ROOT")
+@pytest.mark.parametrize("generated", [1, 2, 4, 8])
+def test_trl_divides_by_the_tokens_of_a_generation(generated, trl_tree):
+    """Micro-batches of one sample on two processes, two a step: samples of 3 + 4 and 1 + 2 tokens. A generation of one micro-batch
+    has 7 or 3 tokens, and its gradient is a mean of means; one of more than a step has other steps of as many tokens."""
+    tokens, parts = torch.tensor([3, 1, 4, 2]), [[[0], [1]], [[2], [3]]]
+    values = torch.zeros(4, 4, dtype=torch.float64, requires_grad=True)
+    total = torch.zeros((), dtype=torch.float64)
+    gather = types.SimpleNamespace(accelerator=types.SimpleNamespace(gather=lambda count: count))
+    for of_rank in parts:
+        for index, samples in enumerate(of_rank):
+            in_generation = [one[at] for one in parts for at in range(2) if generated > 1 or at == index]
+            masks = torch.stack([(torch.arange(4) < tokens[sample]).double() for (sample,) in in_generation])
+            given = {"self": gather, "loss_mask": masks.repeat(max(1, generated // M), 1)}
+            counted = statements_of(
+                trl_tree, "_generate_and_score_completions", lambda text: text.startswith("num_items_in_batch = "), **given
+            )
+            mask = (torch.arange(4) < tokens[samples][:, None]).double()
+            counted = float(counted["num_items_in_batch"])
+            total = total + trl_loss(trl_tree, values[samples], mask, counted, kind="dapo", steps=M, generated=generated) / DP
+    (weights,) = torch.autograd.grad(total, values)
+    found = stock_of("trl", gradient_accumulation_steps=M, steps_per_generation=generated)
+    assert stock.is_of_generation(found.policy) == (generated != M)
+    own = token_weights(found.policy, tokens, tokens, parts, known=found.known)
+    torch.testing.assert_close(own, weights[:, 0], rtol=1e-12, atol=0)  # the same float64 divisions
+    if generated > M:
+        times = stock.times_of_generation(found.policy, found.known)
+        assert times == pytest.approx(float(own[0]) * 10) and (times == 1) == (trl_stock.installed() == trl_stock.NEWEST)
+
+
+@pytest.mark.host("TRL_ROOT")
+def test_trl_gives_each_step_of_a_generation_the_count_of_all():
     split = functions_of(source_of("TRL_ROOT", "trl/trainer/utils.py"), "split_tensor_dict").split_tensor_dict
     mask = torch.ones(8, 3)
     parts = split({"mask": mask, "num_items_in_batch": mask.sum()}, 4)
     assert [float(part["mask"].sum() / part["num_items_in_batch"]) for part in parts] == [0.25] * 4
-    (said,) = stock_of("trl", steps_per_generation=4).remarks
-    assert "about 0.25 times its token mean; exact: steps_per_generation=1" in said
 
 
 REDUCERS = {
@@ -374,7 +443,7 @@ def test_the_critics_of_miles_and_slime_have_the_reducer_of_the_policy(place):
 
 
 def of_trl(trainer: str) -> stock.Stock:
-    return DOORS["trl"].stock(Settings.of_names({trl.OTHER: trainer}, {}))
+    return DOORS["trl"].stock(Settings.of_names({trl_others.OTHER: trainer}, {}))
 
 
 @pytest.mark.host("TRL_ROOT")

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.hosts import skyrl, verl
+from megatron_rl.hosts import skyrl, trl_stock, verl
 from megatron_rl.hosts.base import REDUCER_LINE
 
 ALIKE = "the weights of its tokens do not depend on the layout"
@@ -154,7 +154,12 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
         pytest.param(
             "trl",
             "trl grpo --gradient_accumulation_steps 2 --steps_per_generation 8",
-            ("of a generation", "about 0.25 times its token mean; exact: steps_per_generation=2", "see the notes\n"),
+            (
+                "a token weighs M_gen/(M T_gen) = 8/(2 T_gen), T_gen is the unmasked tokens of a generation",
+                "exact: steps_per_generation=2",
+                "before 1.10 a token weighs 1/T_gen, and the gradient is about 0.25 times the token mean",
+                "its policy term divides by the tokens of a generation and not of the step; the same on every layout; see",
+            ),
             "PROBLEM",
             id="TRL: generations of several steps",
         ),
@@ -164,6 +169,16 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
             ("a token weighs 1/(N m_i)",),
             "of a generation",
             id="TRL: generations of several steps, a loss without T",
+        ),
+        pytest.param(
+            "trl",
+            "trl grpo --gradient_accumulation_steps 8 --generation_batch_size 64 --num_processes 2 --per_device_train_batch_size 2",
+            (
+                "M_gen/(M T_gen) = 16/(8 T_gen)",
+                "generation_batch_size=64 / (2 of per_device_train_batch_size x 2 of --num_processes) is M_gen = 16",
+            ),
+            "PROBLEM",
+            id="TRL: the size of a generation",
         ),
         pytest.param(
             "verl",
@@ -237,6 +252,49 @@ def test_a_script_says_by_its_imports_whose_it_is(text, said, tmp_path, monkeypa
     (tmp_path / "mine.py").write_text(text)
     _, out = doctor(capsys, "--", "python", "mine.py", "loss_fn.token_level_loss=true")
     assert said in out.splitlines()[-1], out
+
+
+@pytest.mark.parametrize(
+    ("assigned", "said"),
+    [
+        ("config.loss_type = 'bnpo'", "NOT exact"),
+        ("if x:\n    config.loss_type = 'bnpo'", "not known here"),
+        ("if __name__ == '__main__':\n    config.beta, config.loss_type = 0.1, 'bnpo'\n    config.loss_type = 'bnpo'", "NOT exact"),
+    ],
+)
+def test_a_field_that_a_script_sets_later_wins_over_the_line(assigned, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    made = "from trl import GRPOConfig, GRPOTrainer, TrlParser\n(config,) = TrlParser(GRPOConfig).parse_args_and_config()\n"
+    (tmp_path / "mine.py").write_text(f"{made}{assigned}\nGRPOTrainer(args=config)")
+    _, out = doctor(capsys, "--", "python", "mine.py", "--loss_type", "dapo")
+    assert "so were the fields that it sets later: " in out and "loss_type" in out and said in out.splitlines()[-1], out
+
+
+@pytest.mark.parametrize(("version", "kind"), [(None, "unbiased"), ((1, 9), "k3")])
+def test_the_kl_of_trl_is_of_its_version(version, kind, monkeypatch, capsys):
+    monkeypatch.setattr(trl_stock, "installed", lambda: version)
+    _, out = doctor(capsys, "--", "trl", "grpo", "--beta", "0.1", "--loss_type", "grpo")
+    assert f"by default, so KL is {kind}" in out and ("no TRL is installed here, and 1.16 is judged" in out) == (version is None), (
+        out
+    )
+    _, out = doctor(capsys, "--", "trl", "grpo", "--beta", "0.1", "--use_bias_correction_kl", "False")
+    assert "by default" not in out
+
+
+@pytest.mark.parametrize(("version", "said"), [((1, 16), "replaces layers"), ((1, 13), "trains Liger's loss, which is not judged")])
+def test_liger_trains_a_loss_in_some_versions(version, said, monkeypatch, capsys):
+    monkeypatch.setattr(trl_stock, "installed", lambda: version)
+    _, out = doctor(capsys, "--", "trl", "grpo", "--use_liger_kernel")
+    assert said in out, out
+    _, out = doctor(capsys, "--", "python", "t.py", "--use_liger_kernel", "--loss_type", "megatron_rl.grpo.sample_mean")
+    assert ("PROBLEM" in out) == (version == (1, 13)), out
+
+
+def test_explain_knows_the_divisor_of_a_line(capsys):
+    line = ["trl", "grpo", "--loss_type", "dr_grpo", "--max_completion_length"]
+    for longest in ("1024", "${LONGEST}"):
+        _, out = explain(capsys, "--response-lengths", "3,5", "--", *line, longest)
+        assert f"policy 1/(N L), L = {longest if longest.isdecimal() else 1}" in out, out
 
 
 def test_a_script_of_trl_that_parses_the_line_was_read_with_it(tmp_path, monkeypatch, capsys):
@@ -324,11 +382,88 @@ def test_doctor_says_how_far_a_recorded_step_is_off(tmp_path, capsys):
     assert "each token has its exact weight" in out, out
 
 
-def test_a_step_is_exact_but_for_the_notes(capsys):
-    """TRL divides each step of a generation by all of its tokens: the weights are of one layout-free formula, and half as large."""
-    line = ["python", "t.py", "--loss_type", "dapo", "--steps_per_generation", "4", "--gradient_accumulation_steps", "2"]
+GENERATION = ["python", "t.py", "--loss_type", "dapo", "--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "1"]
+
+
+@pytest.mark.parametrize(("version", "times"), [((1, 16), 1), ((1, 9), 0.5)])
+def test_a_step_of_a_generation_that_has_more(version, times, monkeypatch, capsys):
+    monkeypatch.setattr(trl_stock, "installed", lambda: version)
+    line = [*GENERATION, "--steps_per_generation", "4"]
     _, out = doctor(capsys, "--response-lengths", "3,5", "--host", "trl", "--", *line)
-    assert "about 0.5 times its token mean" in out and "has its exact weight, but for what the notes say" in out, out
+    assert f"T_gen counts tokens of other steps too; a token weighs {times} times its exact weight" in out, out
+    assert ("about 0.5 times its mean" in out.splitlines()[-1]) == (times == 0.5), out
+    _, out = explain(capsys, "--response-lengths", "3,5", "--host", "trl", "--", *line)
+    assert out.splitlines()[2].split()[5] == f"{times / 8:g}", out  # 1 / T, T = 8
+
+
+def test_a_step_of_several_generations_by_hand(capsys):
+    """Generations of one micro-batch: 1 / (2 x 3) and 1 / (2 x 5), exact 1 / 8."""
+    _, out = doctor(capsys, "--response-lengths", "3,5", "--host", "trl", "--", *GENERATION, "--steps_per_generation", "1")
+    assert "policy: a token weighs 0.8 to 1.33 times its exact weight" in out, out
+
+
+# A line, what is said of its sizes, and the rank and micro-batch of the last of four samples.
+LAYOUTS = [
+    ("trl", [*GENERATION], "2 micro-batches a rank of gradient_accumulation_steps; a step of the line has 2 samples", "0.1"),
+    ("trl", ["torchrun", "--nproc-per-node=2", "--nnodes", "2", *GENERATION[1:]], "4 of --nproc-per-node x --nnodes", "3.0"),
+    (
+        "trl",
+        ["accelerate", "launch", "--config_file", "a.yaml", *GENERATION[1:]],
+        "data-parallel size 2 of num_processes of a.yaml, micro-batch size 1 of per_device_train_batch_size)",
+        "1.1",
+    ),
+    ("trl", ["python", "t.py"], "1 micro-batch a rank of gradient_accumulation_steps by default", "0.0"),
+    (
+        "trl",
+        ["accelerate", "launch", "--num_processes", "8", "t.py"],
+        "too few for 8 data-parallel ranks of --num_processes",
+        "0.3",
+    ),
+    (
+        "skyrl",
+        [
+            *("python", "-m", skyrl.ENTRY, "trainer.placement.policy_num_gpus_per_node=4", "trainer.strategy=megatron"),
+            *("trainer.policy.megatron_config.tensor_model_parallel_size=2", "trainer.micro_train_batch_size_per_gpu=2"),
+        ],
+        "micro-batch size 2 of trainer.micro_train_batch_size_per_gpu",
+        "1.0",
+    ),
+    ("skyrl", ["python", "-m", skyrl.ENTRY, "trainer.max_tokens_per_microbatch=512"], "micro-batch size 1 by default", "0.3"),
+    (
+        "verl",
+        ["python", "-m", verl.MAIN, "trainer.n_gpus_per_node=2", f"{verl.ACTOR}ppo_micro_batch_size_per_gpu=2"],
+        "data-parallel size 2 of trainer.n_gpus_per_node, micro-batch size 2 of",
+        "1.0",
+    ),
+    ("miles", ["python3", "train.py", "--micro-batch-size", "2"], "micro-batch size 2 of --micro-batch-size", "0.1"),
+    (
+        "megatron_lm",
+        ["torchrun", "--nproc-per-node", "4", "train_rl.py", "--micro-batch-size", "2", "--tensor-model-parallel-size", "2"],
+        "data-parallel size 2 of --nproc-per-node / --tensor-model-parallel-size, micro-batch size 2 of",
+        "1.0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("host", "line", "said", "place"), LAYOUTS)
+def test_doctor_and_explain_cut_a_step_as_the_line_does(host, line, said, place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("num_processes: 2")
+    step = ["--response-lengths", "3,5,1,7", "--host", host]
+    _, out = doctor(capsys, *step, "--", *line)
+    assert said in next(row for row in out.splitlines() if " this step " in row), out
+    _, shown = explain(capsys, *step, "--", *line)
+    places = [row.split()[3] for row in shown.splitlines() if row.startswith("sample ")]
+    assert places[-1] == place and said in shown, shown
+
+
+def test_the_flags_of_the_command_win_over_the_line(capsys):
+    line = ["accelerate", "launch", "--num_processes", "4", *GENERATION[1:], "--generation_batch_size", "4"]
+    step = ["--response-lengths", "3,5,1,7", "--data-parallel-size", "2", "--host", "trl"]
+    _, out = doctor(capsys, *step, "--micro-batch-size", "2", "--", *line)
+    assert "data-parallel size 2 of --data-parallel-size, micro-batch size 2 of --micro-batch-size)" in out, out
+    _, out = explain(capsys, *step, "--num-microbatches", "1", "--", *line)
+    assert "data-parallel size 2 of --data-parallel-size, 1 micro-batch a rank of --num-microbatches)" in out, out
 
 
 def test_a_step_with_exact_weights_has_no_picture_and_keeps_its_verdict(tmp_path, capsys):

@@ -96,6 +96,16 @@ def test_our_kl_and_entropy_are_means_over_samples(trainer):
         assert sum(metrics["kl"]) / case.accumulation == pytest.approx(k3 * share, rel=1e-5)
 
 
+def test_liger_is_refused_where_its_loss_takes_the_place_of_ours(trainer, monkeypatch):
+    """TRL before 1.14 has compute_liger_loss, which calls no _compute_loss; later Liger replaces layers of the model."""
+    read_args = import_module(PLUG).read_args
+    args = cases.Config("megatron_rl.grpo.token_mean", use_liger_kernel=True)
+    assert str(read_args(args, {})) == "grpo.token_mean"
+    monkeypatch.setattr(cases.GRPOTrainer, "compute_liger_loss", None, raising=False)
+    with pytest.raises(ConfigError, match="Liger's kernel is another loss"):
+        read_args(args, {})
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_entropy_of_a_model_of_another_dtype_is_trained(dtype, trainer, monkeypatch):
     case = Case(loss="grpo", aggregation="token_mean", accumulation=2, generated=2)
@@ -120,7 +130,6 @@ def test_the_entropy_of_a_model_of_another_dtype_is_trained(dtype, trainer, monk
         ({"importance_sampling_level": "sequence"}, {}, "ours is gspo"),
         ({"top_entropy_quantile": 0.2}, {}, "depend on its size"),
         ({"use_adaptive_entropy": True}, {}, "set entropy_coef"),
-        ({"use_liger_kernel": True}, {}, "another loss"),
         ({"off_policy_mask_threshold": 0.5}, {}, "off_policy_sequence_delta"),
         ({"beta": True}, {}, "beta=true is a switch"),
         ({"beta": -0.1}, {}, "beta=-0.1 must be a finite number at or above 0"),

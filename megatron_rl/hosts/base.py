@@ -22,6 +22,7 @@ from megatron_rl.hosts.batch import HostBatch, HostResponses, read_host_batch, r
 from megatron_rl.hosts.flags import host_config, known_correction
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.programs import SUPERVISED
+from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames
 from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_COUNTED_TOKENS, SAMPLE_MEAN, Stock
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -39,6 +40,8 @@ REDUCER_LINE = f"{REDUCER_FLAG} megatron_rl.reducers.get_pg_loss_reducer"
 REWARD_LINE = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
 CONVERT_LINE = "--custom-convert-samples-to-train-data-path megatron_rl.hooks.convert_samples_to_train_data"
 CUSTOM_LOSS_LINE = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
+
+MODEL_SIZES = tuple(flag_of(f"{kind}_parallel_size") for kind in MODEL_KINDS)
 
 # Converts (arguments, samples of a rollout batch) into the host's training data.
 Converter = Callable[[Namespace, Sequence], dict]
@@ -105,6 +108,13 @@ class Host:
     rollout_functions: tuple[str, ...] = ()
     """The host's own values of --rollout-function-path: each function makes one sample of a rollout."""
     loss: HostLoss = HostLoss()
+    sizes: SizeNames = SizeNames(
+        micro_batch="--micro-batch-size",
+        ranks=("--actor-num-nodes", "--actor-num-gpus-per-node"),
+        shared=MODEL_SIZES,
+        by_tokens=("--use-dynamic-batch-size",),
+    )
+    """The flags that say how a step is cut, for a step that doctor and explain are given."""
 
     def __str__(self) -> str:
         return self.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from megatron_rl.hosts import stock
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
-from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, clip_to_type, not_numbers
+from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Given, Settings, StepSizes, clip_to_type, not_numbers
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
 from megatron_rl.validation.checks import Row
@@ -35,9 +36,15 @@ LOSS_SETTINGS = ("policy_loss", "loss_aggregation", DIVISOR, *CLIPS)
 # doctor
 
 
-def judge(door: Door, words: Sequence[str], read_file: ReadFile, of_step: stock.JudgeStep | None = None) -> Iterator[Row]:
+def judge(
+    door: Door,
+    words: Sequence[str],
+    read_file: ReadFile,
+    of_step: stock.JudgeStep | None = None,
+    asked: StepSizes = NOT_ASKED,
+) -> Iterator[Row]:
     """What becomes of a launch line. read_file: the mapping of a file of settings; raises ConfigError where it cannot be read.
-    of_step: what is said of a recorded step where the trainer's own loss trains."""
+    of_step: what is said of a recorded step where the trainer's own loss trains. asked: its sizes that win over the line's."""
     program = door.programs.named(words) or (None if door.recognises(words) else door.programs.imported(words))
     if program is not None and not any(PACKAGE in word for word in words):
         if program.why is not None:
@@ -47,6 +54,8 @@ def judge(door: Door, words: Sequence[str], read_file: ReadFile, of_step: stock.
             yield Row("program", f"{program.word} trains with {door.title}'s own loss; ours was not tried with it", is_note=True)
     line = door.read_line(words, read_file)
     yield from line.rows
+    for settings in filter(None, (line.settings, line.stock)):
+        settings.asked = asked
     if line.settings is not None:
         yield from _flags_of_others(door, words, line.settings.given)
         yield from _given_twice(door, words)
@@ -63,7 +72,10 @@ def judge_stock(door: Door, settings: Settings, of_step: stock.JudgeStep | None,
         divisor = 1.0 if record.takes_divisor else None
         return door.separator.join(write(door, PolicyLossConfig(loss_aggregation=aggregation, loss_aggregation_divisor=divisor))[0])
 
-    yield from stock.judge(door.stock(settings), door.title, exact, of_step, is_partial=is_partial)
+    found = door.stock(settings)
+    if isinstance(found, stock.Stock):
+        found = replace(found, sizes=door.sizes.read(settings.value_of, settings.asked))
+    yield from stock.judge(found, door.title, exact, of_step, is_partial=is_partial)
 
 
 def read_launch(door: Door, settings: Settings, *, may_have_more: bool = False) -> Found:
@@ -135,7 +147,8 @@ def judge_settings(
         yield from (Row(choice.setting, problem, is_wrong=True) for problem in error.problems)
         return
     yield from said_of(found)
-    yield from () if of_step is None else of_step(stock.Stock.of_ours(found.config))
+    if of_step is not None:
+        yield from of_step(replace(stock.Stock.of_ours(found.config), sizes=door.sizes.read(settings.value_of, settings.asked)))
 
 
 def judge_log_probs(door: Door, settings: Settings) -> Iterator[Row]:

@@ -22,9 +22,10 @@ from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_arg
 from megatron_rl.config import LARGEST_RATIO, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError, name_of
 from megatron_rl.hosts.actor_checks import release_problems
-from megatron_rl.hosts.base import Host, HostOptions
+from megatron_rl.hosts.base import MODEL_SIZES, Host, HostOptions
 from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.host_run import current_args
+from megatron_rl.hosts.step_sizes import PROCESSES, SizeNames
 from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, OF_COUNTED_TOKENS, Stock
 from megatron_rl.hosts.train_rl_checks import CORRECTION_FLAG, TRAIN_RL_CHECKS, TrainRl
 from megatron_rl.hosts.training_hooks import head_in_words, shift_in_words, start_line, tell_start, terms_in_words
@@ -57,6 +58,7 @@ class MegatronLM(Host):
     own_options = ("perform_rl_step", "grpo_group_size", "grpo_prompts_per_step")
     script_name = "train_rl|pretrain"
     parser_defaults: Mapping[str, object] = {}
+    sizes = SizeNames(micro_batch="--micro-batch-size", ranks=(PROCESSES,), shared=MODEL_SIZES)
 
     def stock(self, options: HostOptions) -> Stock:
         """Of train_rl.py: the sum over a bin, divided by its tokens, or by all that ranks have counted. All terms are in it."""

@@ -48,6 +48,7 @@ from megatron_rl.hosts.sampling import OFF, Filter, Replay, Sampler, Scores
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, put, read_overrides, value_at
 from megatron_rl.hosts.settings_files import inherited, merge, nested, resolved, with_values
+from megatron_rl.hosts.step_sizes import SizeNames
 from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_PRESENT_SAMPLES, Stock, is_on
 from megatron_rl.registries.corrections import get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator
@@ -295,6 +296,10 @@ DOOR = Door(
     is_ours=lambda settings: trains_ours(settings),
     of_any_launch=lambda settings: problems_of_log_probs(settings),
     stock=stock,
+    sizes=SizeNames(
+        micro_batch="policy.train_micro_batch_size",
+        by_tokens=("policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"),
+    ),
     log_probs=LogProbs(setting=LOG_PROBS, value="megatron_rl", theirs=PACKAGE),
     sampler=Sampler(
         filters={f"{SAMPLING}top_p": Filter(1.0, (1.0,)), f"{SAMPLING}top_k": Filter(None, ("null", None, -1, 0))},

@@ -50,6 +50,7 @@ from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, SUPERVISED, TRAIN
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
 from megatron_rl.hosts.settings_files import resolved, with_values
+from megatron_rl.hosts.step_sizes import SizeNames, whole_number
 from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_PRESENT_SAMPLES, Stock, is_on, unjudged
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation.checks import Row, check
@@ -526,6 +527,14 @@ DOOR = Door(
     readers=readers,
     unchosen=unchosen,
     stock=stock,
+    sizes=SizeNames(
+        micro_batch=STEP[0],
+        num_microbatches=STEP[1],
+        ranks=(f"{TRAIN}device_mapping",),
+        shared=LAYOUT,
+        by_tokens=(f"{TRAIN}use_dynamic_batching_in_train",),
+        count=lambda value: whole_number(value) or len(devices_of(value) or ()) or None,
+    ),
     sampler=Sampler(
         filters={
             f"{INFER}generating_args.top_p": Filter(0.7, (1.0,)),

@@ -2,6 +2,7 @@
 
     Given      one setting: its value, the host's default, and whether somebody chose it
     Settings   all of a launch, from its line, its files or the host's own objects
+    StepSizes  how a step is cut into ranks and micro-batches, and who says it
 
 One rule for the clip in every host. What is typed wins, even where it equals the host's default. Where only merged settings are
 known, both sides at the host's default count as not set, and the loss has its own clip; one side at the default beside a chosen
@@ -36,6 +37,24 @@ class Given(NamedTuple):
         return self.value is not None and (self.is_typed is True or self.value != self.default)
 
 
+class Size(NamedTuple):
+    """source: the setting or the flag that says it."""
+
+    value: int
+    source: str
+
+
+class StepSizes(NamedTuple):
+    """Data-parallel ranks, samples of a rank in a micro-batch, micro-batches of a rank in a step. None: not known."""
+
+    data: Size | None = None
+    micro_batch: Size | None = None
+    num_microbatches: Size | None = None
+
+
+NOT_ASKED = StepSizes()
+
+
 class Settings:
     """value_of: the value of a whole name, UNKNOWN or ABSENT. defaults: the host's. typed: the names on the launch line;
     None: not known. has_files: what is not on the line may be in a file, by choice or not. given: all names that the launch sets,
@@ -54,6 +73,7 @@ class Settings:
         self.value_of, self.typed, self.has_files, self.given = value_of, typed, has_files, given or {}
         self.defaults, self.knows_defaults = defaults, knows_defaults
         self.stand_ins: Mapping[str, Any] = {}  # what is read for an UNKNOWN value; None without one
+        self.asked = NOT_ASKED  # by flags of doctor and explain, in the place of what the launch says
 
     @classmethod
     def of_names(cls, given: Mapping[str, Any], defaults: Mapping[str, Any], **others: Any) -> Settings:

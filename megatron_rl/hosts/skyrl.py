@@ -54,6 +54,7 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import NO_ADDEND, NO_FACTOR, OFF, Filter, Replay, Sampler
 from megatron_rl.hosts.settings import ABSENT, Settings, read_overrides, value_at
 from megatron_rl.hosts.skyrl_log_probs import InWorkers
+from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames
 from megatron_rl.hosts.stock import (
     MEAN_OF_SAMPLE_MEANS,
     MEAN_OF_TOKEN_MEANS,
@@ -289,6 +290,12 @@ DOOR = Door(
         unsettled={"generator.inference_engine.speculative_config": OFF, "trainer.mtp.enabled": OFF},
     ),
     stock=stock,
+    sizes=SizeNames(
+        micro_batch="trainer.micro_train_batch_size_per_gpu",
+        ranks=tuple(f"trainer.placement.policy_num_{of}" for of in ("nodes", "gpus_per_node")),
+        shared=tuple(f"trainer.policy.megatron_config.{kind}_parallel_size" for kind in MODEL_KINDS),
+        by_tokens=("trainer.max_tokens_per_microbatch",),
+    ),
     checks=(estimate_of_kl_is_known, regularizers_are_means_of_means),
     megatron="trainer.strategy=megatron",
     prompts=Prompts.BY_DRIVER,

@@ -8,11 +8,11 @@ mean of the means of micro-batches. tests/test_stock.py holds each row against t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts.settings import UNKNOWN, Settings
+from megatron_rl.hosts.settings import UNKNOWN, Settings, StepSizes
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.validation.checks import Row
 
@@ -23,8 +23,10 @@ LOCAL = {
     "N_b": "the samples of the micro-batch",
     "L_b": "the padded response length of the micro-batch",
 }
+# Counts of what is generated at once, which may be several steps or a part of one. They are the same on every layout.
+GENERATED = {"T_gen": "the unmasked tokens of a generation", "M_gen": "its micro-batches a rank"}
 # Counts that no aggregation of ours has.
-OTHERS = {"N+": "the samples with an unmasked token", "T'": "the tokens, and one for each fully masked sample"}
+OTHERS = {"N+": "the samples with an unmasked token", "T'": "the tokens, and one for each fully masked sample", **GENERATED}
 SAMPLE_MEAN = Formula(N=-1, m_i=-1)
 OF_PRESENT_SAMPLES = Formula({"N+": -1, "m_i": -1})
 OF_COUNTED_TOKENS = Formula({"T'": -1})
@@ -56,15 +58,21 @@ class Stock:
     distillation: Formula | None = None
     value: Formula | None = None
     """Of a critic: the squares are halved in some trainers, which changes no weight against another."""
-    divisor: float | None = None
-    """The L of its weights; None: none is known here, and a step is shown with 1."""
+    known: Mapping[str, float] = field(default_factory=dict)
+    """Counts that the line says, by their letters: L, and M_gen beside M. Without L a step is shown with 1."""
+    sizes: StepSizes = StepSizes()
 
     @classmethod
     def of_ours(cls, config: PolicyLossConfig) -> Stock:
         """What a loss of ours weighs, for the same table. Terms that the trainer adds are not in it."""
         kl, entropy = (SAMPLE_MEAN if one else None for one in (config.kl_coefficient, config.entropy_coefficient))
         policy, divisor = get_loss_aggregation(config.loss_aggregation).formula, config.loss_aggregation_divisor
-        return cls(policy, kl, entropy, divisor=divisor)
+        return cls(policy, kl, entropy, known={} if divisor is None else {"L": divisor})
+
+    def in_words(self, weight: Formula) -> str:
+        """The formula, and with the counts that are known: 1/(L N) = 1/(512 N)."""
+        numbers = {name: f"{count:g}" for name, count in self.known.items() if name == "L" or is_of_generation(weight)}
+        return " = ".join(dict.fromkeys([str(weight), weight.with_names(numbers)]))
 
     @property
     def terms(self) -> dict[str, Formula]:
@@ -79,9 +87,23 @@ def local_letters(weight: Formula) -> list[str]:
     return [letter for letter in LOCAL if letter in weight.powers]
 
 
+def is_of_generation(weight: Formula) -> bool:
+    return "T_gen" in weight.powers
+
+
+def times_of_generation(weight: Formula, known: Mapping[str, float]) -> float | None:
+    """The weight against that of the step's own tokens, where a step has its share of the generation's; None: M_gen is unknown."""
+    if "M_gen" not in known:
+        return None
+    power = weight.powers["T_gen"]  # T_gen is T M_gen / M
+    return Formula(M_gen=weight.powers.get("M_gen", 0) + power, M=weight.powers.get("M", 0) - power).evaluate(known)
+
+
 def of_the_step(weight: Formula) -> Formula:
-    """The weight that the mean over the whole step has, in the place of the mean over micro-batches."""
+    """The weight that the mean over the whole step has, in the place of the mean over micro-batches or over a generation."""
     found = weight
+    if is_of_generation(weight):
+        return Formula(T=weight.powers["T_gen"]) * weight.without("T_gen", "M_gen", "M")
     for letter in local_letters(weight):
         if letter in WHOLE:
             power = weight.powers[letter]
@@ -111,16 +133,35 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None) -> Ite
         known = {**LOCAL, **OTHERS}
         where = "".join(f", {letter} is {known[letter]}" for letter in known if letter in weight.powers)
         called = f"; {ours} here" if ours else ""
+        shown = stock.in_words(weight)
+        if is_of_generation(weight):
+            words = "" if stock.exact is None else f"; exact: {stock.exact}"
+            text = f"{title}'s own: a token weighs {shown}{where}: {_of_generations(weight, stock.known)}{words}"
+            yield Row(name, text, is_note=True)
+            continue
         if not letters:
-            yield Row(name, f"{title}'s own: a token weighs {weight}{where}{called}; the same on every layout")
+            yield Row(name, f"{title}'s own: a token weighs {shown}{where}{called}; the same on every layout")
             continue
         remedy = None
         if len(said) == 1:
             remedy = stock.exact or (exact(ours) if exact is not None and ours is not None else None)
         words = "" if remedy is None else f"; exact: {remedy}"
-        yield Row(name, f"{title}'s own: a token weighs {weight}{where}: {_changes(letters)}{words}", is_note=True)
+        yield Row(name, f"{title}'s own: a token weighs {shown}{where}: {_changes(letters)}{words}", is_note=True)
     for text in stock.remarks:
         yield Row("stock loss", text, is_note=True)
+
+
+def _of_generations(weight: Formula, known: Mapping[str, float]) -> str:
+    times = times_of_generation(weight, known)
+    if times is None:
+        return "not the token mean of the step, and M_gen is not known here"
+    steps = known["M_gen"] / known["M"]
+    of_steps = f"{steps:.3g} steps" if steps > 1 else f"1/{1 / steps:.3g} of a step"
+    if times != 1:
+        return f"a generation is {of_steps}, so the gradient is about {times:.3g} times that of the step's token mean"
+    if steps > 1:
+        return f"the token mean of {of_steps} together, which a step alone has where it has its share of their tokens"
+    return f"a mean of token means, as a generation is {of_steps}"
 
 
 def _changes(letters: list[str]) -> str:
@@ -160,13 +201,22 @@ def unjudged(why: str) -> Row:
 
 
 def verdict(stock: Stock, title: str, *, has_notes: bool) -> str:
-    terms = [name for name, weight in stock.terms.items() if local_letters(weight)]
-    notes = "; see the notes" if has_notes else ""
-    if not terms:
-        return f"{title}'s own loss: the weights of its tokens do not depend on the layout{notes}"
+    said, notes = [], "; see the notes" if has_notes else ""
+    if local := [name for name, weight in stock.terms.items() if local_letters(weight)]:
+        said.append(f"NOT exact: the weight of a token in its {_listed(local)} depends on the layout")
+    if generated := {name: weight for name, weight in stock.terms.items() if is_of_generation(weight)}:
+        times = times_of_generation(next(iter(generated.values())), stock.known)
+        far = "" if times in (None, 1) else f", about {times:.3g} times its mean"
+        verb = "divide" if len(generated) > 1 else "divides"
+        same = "" if local else "; the same on every layout"
+        said.append(f"its {_listed([*generated])} {verb} by the tokens of a generation and not of the step{far}{same}")
+    text = ", and ".join(said) or "the weights of its tokens do not depend on the layout"
+    return f"{title}'s own loss: {text}{notes}"
+
+
+def _listed(terms: list[str]) -> str:
     listed = " and ".join(filter(None, (", ".join(terms[:-1]), terms[-1])))
-    of_terms = f"its {listed} term{'s' * (len(terms) > 1)}"
-    return f"{title}'s own loss: NOT exact: the weight of a token in {of_terms} depends on the layout{notes}"
+    return f"{listed} term{'s' * (len(terms) > 1)}"
 
 
 def exact_setting(setting: str, modes: Mapping[str, Formula], weight: Formula) -> str | None:

@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
+from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import CLIPS, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
@@ -30,12 +30,26 @@ from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVIS
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.scripts import syntax_tree, taken_from
 from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, read_value
-from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, OF_A_MICRO_BATCH, SAMPLE_MEAN, Stock, exact_setting, is_on, unjudged
-from megatron_rl.hosts.trl_others import OTHER, STOCKS, known_trainer
+from megatron_rl.hosts.step_sizes import PROCESSES, launched_processes
+from megatron_rl.hosts.stock import unjudged
+from megatron_rl.hosts.trl_others import OTHER, known_trainer
+from megatron_rl.hosts.trl_stock import (
+    BIAS_CORRECTION,
+    CHOICE,
+    GENERATED,
+    GENERATION,
+    LIGERS_LOSS,
+    SIZES,
+    STEPS,
+    STOCK_TYPES,
+    of_version,
+    settings_of,
+    stock,
+)
 from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
 from megatron_rl.validation.checks import Row, check
 
-PREFIX, CHOICE, BIAS_CORRECTION = "megatron_rl.", "loss_type", "use_bias_correction_kl"
+PREFIX = "megatron_rl."
 PLUG, TRAINER = "trl_trainer", "trl.trainer.grpo_trainer:GRPOTrainer"
 REMEDY = f'GRPOConfig({CHOICE}="{PREFIX}<loss>.<aggregation>") with {__name__}.GRPOTrainer chooses one of ours'
 # TRL's own commands, and its trainers by the beginning of their names, whose loss is not judged.
@@ -58,12 +72,6 @@ ONLY = {
     "off_policy_mask_threshold": (None, "ours is megatron_rl={'off_policy_sequence_delta': ...}"),
 }
 
-REMARKS = {
-    "use_liger_kernel": "use_liger_kernel=True trains Liger's loss, which is not judged",
-    "top_entropy_quantile": OF_A_MICRO_BATCH.format("top_entropy_quantile"),
-    "use_adaptive_entropy": "use_adaptive_entropy=True changes the coefficient by the entropy of each micro-batch",
-}
-
 
 def derive(settings: Settings, fields: Mapping[str, Given]) -> dict[str, Given]:
     """epsilon is of both sides unless epsilon_high is set. The bias correction of KL, which newer TRLs have on by default, is
@@ -84,13 +92,15 @@ def corrections(settings: Settings) -> list[str]:
 @check()
 def one_loss_trains(found: Found) -> Iterator[Row]:
     for name, (only, why) in ONLY.items():
+        if name == "use_liger_kernel" and not found.settings[LIGERS_LOSS]:
+            continue
         if (value := found.settings[name]) != only:
             yield Row(name, f"{name}={value} beside {PREFIX}{found}: {why}; set {name}={only}", is_wrong=True)
 
 
 @check(subject="steps_per_generation")
 def a_step_has_its_completions(found: Found) -> Iterator[str]:
-    names_of = ("gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+    names_of = (STEPS, GENERATED, "num_iterations")
     steps, generated, iterations = (found.settings[name] for name in names_of)
     if not all(isinstance(count, int) for count in (steps, generated, iterations)):
         return
@@ -140,45 +150,6 @@ def clip_reaches_the_trainer(found: Found) -> Iterator[Row]:
         yield Row("epsilon", f"epsilon={default}: {text}", is_wrong=True)
 
 
-# What TRL's own losses weigh a token. All its micro-batches have as many samples.
-STOCK_TYPES = {
-    **dict.fromkeys(("grpo", "sapo"), SAMPLE_MEAN),
-    "bnpo": MEAN_OF_TOKEN_MEANS,
-    "dr_grpo": Formula(N=-1, L=-1),
-    **dict.fromkeys(("dapo", "cispo", "vespo"), TOKEN_MEAN),
-    "luspo": Formula(N=-1),
-}
-
-
-def stock(settings: Settings) -> Stock | None:
-    """The KL term is in the loss of a token; the entropy is a mean of the step where the loss is, else of a micro-batch."""
-    if settings[OTHER] is not None:
-        return STOCKS[settings[OTHER]]
-    weight = STOCK_TYPES.get(str(settings[CHOICE]))
-    if weight is None:
-        return None
-    kl = weight if is_on(settings, "beta") else None
-    entropy = TOKEN_MEAN if weight == TOKEN_MEAN else MEAN_OF_TOKEN_MEANS
-    exact = exact_setting(f"{CHOICE}={{}}", {"dapo": TOKEN_MEAN}, weight)
-    remarks = [text for name, text in REMARKS.items() if settings[name] not in (ONLY[name][0], UNKNOWN)]
-    remarks += tokens_of_generations(settings) if weight == TOKEN_MEAN else ()
-    return Stock(weight, kl, entropy if is_on(settings, "entropy_coef") else None, exact, tuple(remarks))
-
-
-def tokens_of_generations(settings: Settings) -> Iterator[str]:
-    """TRL counts the tokens of what it generates at once (num_items_in_batch), which a step has only if both sizes are equal."""
-    steps, generated = settings["gradient_accumulation_steps"], settings["steps_per_generation"]
-    if settings["generation_batch_size"] is not None:
-        yield "generation_batch_size: T is the tokens of so many completions; exact where an optimiser step has as many"
-    elif generated is not None and generated != steps:
-        is_known = isinstance(steps, int) and isinstance(generated, int)
-        far = f"about {steps / generated:.3g} times its token mean" if is_known else "not its token mean"
-        yield (
-            f"steps_per_generation={generated} with gradient_accumulation_steps={steps}: T is the tokens of a generation and not "
-            f"of the step, whose gradient is {far}; exact: steps_per_generation={steps}"
-        )
-
-
 def is_launch(words: Sequence[str]) -> bool:
     """A line that names one of our losses, or TRL's own command."""
     pairs = pairwise([*words, ""])
@@ -206,11 +177,11 @@ def script_of(words: Sequence[str]) -> Path | None:
     return next((Path(word) for word in words if word.endswith(".py") and Path(word).is_file()), None)
 
 
-def set_by_script(script: Path | None) -> tuple[dict[str, Any], list[Row]]:
-    """(what a script that is here gives GRPOConfig, what is said of the script)."""
+def set_by_script(script: Path | None) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
+    """(what a script that is here gives GRPOConfig, what it assigns to its fields afterwards, what is said of the script)."""
     if script is None:
         said = "what the script sets itself is not seen here: our trainer judges all of it when it is made"
-        return {}, [Row("script", said, is_note=True)]
+        return {}, {}, [Row("script", said, is_note=True)]
     tree = syntax_tree(script)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [node for node in calls if ast.unparse(node.func).rpartition(".")[2] == "GRPOConfig"]
@@ -222,8 +193,39 @@ def set_by_script(script: Path | None) -> tuple[dict[str, Any], list[Row]]:
         read = f"{script} fills GRPOConfig from the command line and the file of --config: both were read"
     if unread:
         read, given = f"{read}, but for {', '.join(unread)}", {CHOICE: UNKNOWN} | given
+    if assigned := assigned_fields(tree, config_names(tree)):
+        read += f", and so were the fields that it sets later: {', '.join(assigned)}"
     rows = [Row("script", f"{read}; what else the script changes is not seen here", is_note=True)]
-    return given | given_to_trainer(tree), rows
+    return given | given_to_trainer(tree), assigned, rows
+
+
+def config_names(tree: ast.Module) -> set[str]:
+    """What a script calls its GRPOConfig: the name of what it makes, or of what it gives a trainer as args."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if ast.unparse(node.value.func).rpartition(".")[2] == "GRPOConfig":
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("GRPOTrainer"):
+            found |= {one.value.id for one in node.keywords if one.arg == "args" and isinstance(one.value, ast.Name)}
+    return found
+
+
+def assigned_fields(tree: ast.AST, names: set[str], *, is_in_branch: bool = False) -> dict[str, Any]:
+    """config.field = value, in the order of the script; UNKNOWN where a branch or a loop decides."""
+    found: dict[str, Any] = {}
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            is_plain = not (is_in_branch or isinstance(node, ast.AugAssign))
+            for target in targets:
+                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in names:
+                    found[target.attr] = constant_of(node.value) if is_plain else UNKNOWN
+        is_main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        decides = isinstance(node, ast.If | ast.For | ast.While | ast.Try | ast.Match) and not is_main
+        found |= assigned_fields(node, names, is_in_branch=is_in_branch or decides)
+    return found
 
 
 def given_to_trainer(tree: ast.Module) -> dict[str, Any]:
@@ -269,15 +271,17 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
         return Line(None, [unjudged(f"trl {command} {COMMANDS[command]}")])
     script = script_of(words)
     trainers = [] if script is None else called(syntax_tree(script), "Trainer")
+    place = next((at for at, word in enumerate(words) if word.endswith(".py") and not command), -1)
+    given, (tree, assigned, said) = dict[str, Any](), set_by_script(script)
+    for word, behind in pairwise([*words[place + 1 :], "--"]):
+        name, is_joined, value = word.removeprefix("--").partition("=")
+        if word.startswith("--"):
+            given |= read_flag(name.replace("-", "_"), value if is_joined else "true" if behind.startswith("--") else behind)
+    if (processes := launched_processes(words if command else words[: max(place, 0)], read_file)) is not None:
+        given[PROCESSES] = processes
     if "GRPOTrainer" not in trainers and (other := known_trainer(trainers, command)):
         row = Row("trainer", f"{other} has one loss, and none of ours; GRPOTrainer takes ours", is_note=True)
-        return Line(None, [row], stock=Settings.of_names({OTHER: other}, {}))
-    given, (tree, said) = dict[str, Any](), set_by_script(script)
-    for at, word in enumerate(words):
-        name, is_joined, value = word.removeprefix("--").partition("=")
-        behind = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else "true"
-        if word.startswith("--"):
-            given |= read_flag(name.replace("-", "_"), value if is_joined else behind)
+        return Line(None, [row], stock=Settings.of_names(given | {OTHER: other}, {}))
     rows = [] if command else said
     if command and any(PREFIX in word for word in words):
         rows.append(Row("trl", f"the command makes TRL's own trainer: start a script with {__name__}.GRPOTrainer", is_wrong=True))
@@ -287,11 +291,12 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
                 tree |= read_flag(name, value) if isinstance(value, str) else {name: value}
         except ConfigError as error:
             rows.append(Row("config", str(error), is_wrong=True))
-    given = tree | given
+    given = tree | given | assigned
     if not command:
         rows += trainer_beside(str(given.get(CHOICE, DOOR.all_defaults[CHOICE])), script)
     # Not typed=given: a GRPOConfig does not tell the trainer what was typed, and doctor says what the trainer does.
-    return Line(Settings.of_names(given, DOOR.all_defaults), rows, is_partial=not command)
+    settings = settings_of(given, DOOR.all_defaults)
+    return Line(settings, [*rows, *of_version(settings)], is_partial=not command)
 
 
 def read_flag(name: str, text: str) -> dict[str, Any]:
@@ -311,6 +316,9 @@ def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
         given[DOOR.own.name(CLIPS[0])] = given.pop("epsilon")
     if "epsilon" in given and "epsilon_high" not in given and config.clip_ratio_high is not None:
         given["epsilon_high"] = config.clip_ratio_high
+    if config.kl_coefficient:  # its default is another one before TRL 1.10
+        given.pop(DOOR.own.name("kl_estimator"), None) if config.kl_estimator == "unbiased" else None
+        given[BIAS_CORRECTION] = config.kl_estimator == "unbiased"
     if needs_rollout_log_probs(config):
         given |= {"use_vllm": True, "vllm_importance_sampling_correction": False}
     return given
@@ -345,21 +353,22 @@ DOOR = Door(
         Setting("beta", Kind.NUMBER, "kl_coefficient", 0.0),
         Setting("entropy_coef", Kind.NUMBER, "entropy_coefficient", 0.0),
         *(Setting(name, default=only) for name, (only, _) in ONLY.items()),
-        Setting(BIAS_CORRECTION, Kind.SWITCH, default=False),
+        Setting(BIAS_CORRECTION, Kind.SWITCH, default=True),
         Setting("use_vllm", Kind.SWITCH, default=False),
         Setting("vllm_importance_sampling_correction", Kind.SWITCH, default=True),
         Setting("vllm_importance_sampling_mode", default="sequence_mask"),
-        Setting("gradient_accumulation_steps", Kind.NUMBER, default=1),
+        Setting(STEPS, Kind.NUMBER, default=1),
         Setting("num_iterations", Kind.NUMBER, default=1),
         Setting("temperature", Kind.NUMBER, default=1.0),
-        *names("", Kind.NUMBER, "steps_per_generation num_generations num_generations_eval max_completion_length"),
+        Setting("max_completion_length", Kind.NUMBER, default=512),
+        *names("", Kind.NUMBER, f"{GENERATED} num_generations num_generations_eval"),
         *names("", Kind.NUMBER, "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"),
         *names(
             "",
             Kind.NUMBER,
             dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), "set entropy_coef"),
         ),
-        *names("", Kind.OTHER, "scale_rewards reward_weights mask_truncated_completions generation_batch_size repetition_penalty"),
+        *names("", Kind.OTHER, f"scale_rewards reward_weights mask_truncated_completions {GENERATION} repetition_penalty"),
         *names("", Kind.OTHER, "generation_kwargs"),
     ),
     sections=(),
@@ -381,6 +390,7 @@ DOOR = Door(
         sampler_follows_the_settings,
     ),
     stock=stock,
+    sizes=SIZES,
     prompts=Prompts.COUNTED,
     returns=Formula(dp=1),
     step=(("accelerate", Formula(), "adds micro-batches"), ("DDP", Formula(dp=-1), "averages over ranks")),

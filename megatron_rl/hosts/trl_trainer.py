@@ -17,7 +17,8 @@ from megatron_rl.hosts.door import Found
 from megatron_rl.hosts.door_line import read_launch
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.settings import ABSENT, Settings, value_at
-from megatron_rl.hosts.trl import BIAS_CORRECTION, DOOR, PREFIX
+from megatron_rl.hosts.trl import DOOR, PREFIX
+from megatron_rl.hosts.trl_stock import BIAS_CORRECTION, LIGERS_LOSS
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput
 from megatron_rl.metrics.step import finalise_metrics
@@ -37,7 +38,10 @@ def read_args(args: Any, own: Mapping[str, Any], *, rollout_func: Any = None) ->
     """args: TRL's GRPOConfig. own: our settings by our names. Raises one ConfigError with every problem."""
     if not isinstance(own, Mapping):
         raise ConfigError(f"megatron_rl={own!r} must be a mapping: {{'importance_correction': 'tis'}}")
-    ours = {f"{PREFIX}{name}": value for name, value in own.items()} | {"rollout_func": rollout_func is not None}
+    ours = {f"{PREFIX}{name}": value for name, value in own.items()} | {
+        "rollout_func": rollout_func is not None,
+        LIGERS_LOSS: hasattr(trl.GRPOTrainer, LIGERS_LOSS),
+    }
     # An object has every setting; those that differ from the default of its class are somebody's.
     judged = [one.name for one in DOOR.settings if one.idle is not None or one.name == BIAS_CORRECTION]
     values = {name: value_at(args, name) for name in judged}

@@ -52,6 +52,7 @@ from megatron_rl.hosts.door_settings import in_words
 from megatron_rl.hosts.programs import SUPERVISED, TRAINS_NOTHING, Programs, program_word
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, as_typed, read_overrides, read_value, value_at
+from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames
 from megatron_rl.hosts.stock import MEANS_ARE_ADDED, MTP_IS_NOT_JUDGED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
 from megatron_rl.loss_hub import (
     clip_of,
@@ -528,6 +529,15 @@ DOOR = Door(
     ),
     of_any_launch=of_any_launch,
     stock=stock,
+    sizes=SizeNames(
+        micro_batch=f"{ACTOR}ppo_micro_batch_size_per_gpu",
+        ranks=("trainer.nnodes", "trainer.n_gpus_per_node"),
+        shared=(
+            *(f"{ACTOR}megatron.{kind}_parallel_size" for kind in MODEL_KINDS),
+            *(f"{ACTOR}{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config.")),
+        ),
+        by_tokens=(f"{ACTOR}use_dynamic_bsz",),
+    ),
     is_open=is_open,
     megatron="model_engine=megatron",
     prompts=Prompts.COUNTED,

@@ -45,9 +45,12 @@ def add_step_arguments(parser: ArgumentParser) -> None:
     step.add_argument("--rollout-index", type=int, metavar="INDEX", help="Which of its rollouts. Default: the first.")
     step.add_argument("--rollout-dump", metavar="FILE", help="What miles or slime write with --save-debug-rollout-data.")
     step.add_argument(
-        "--data-parallel-size", type=int, metavar="SIZE", help="Ranks that share the samples, in their order. Default: 1."
+        "--data-parallel-size",
+        type=int,
+        metavar="SIZE",
+        help="Ranks that share the samples, in their order. Default: of the line, or 1.",
     )
-    step.add_argument("--micro-batch-size", type=int, metavar="SIZE", help="Samples of a micro-batch. Default: 1.")
+    step.add_argument("--micro-batch-size", type=int, metavar="SIZE", help="Samples of a micro-batch. Default: of the line, or 1.")
     step.add_argument("--plot", metavar="FILE", help="Draws the weights as PNG.")
     parser.set_defaults(prompt_ids=None, rollout_ids=None)
 
@@ -94,7 +97,7 @@ def run(args: Namespace) -> int:
                     args.launch_line,
                     args.host,
                     **{name: asked.get(name) for name in ("replicas_drift", "scales_indexer_loss")},
-                    of_step=None if step is None else partial(step.judge_step, args=args),
+                    **({} if step is None else {"of_step": partial(step.judge_step, args=args), "asked": step.asked_sizes(args)}),
                 )
         except ConfigError as error:
             if facts is None:

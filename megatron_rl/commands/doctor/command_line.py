@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import base64
 import json
-import math
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,8 @@ from megatron_rl.hosts.doors import DOORS, door_of
 from megatron_rl.hosts.names import COMMON_NAMES, meant_flag
 from megatron_rl.hosts.programs import TRAINS_NOTHING
 from megatron_rl.hosts.scripts import composed_words, default_text, imported_packages, model_words, named_texts
+from megatron_rl.hosts.settings import Size
+from megatron_rl.hosts.step_sizes import launched_processes
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 TRAIN = "train"
@@ -57,7 +58,7 @@ class LaunchLine:
     from_file: dict[str, object]
     takes_our_flags: bool
     uses_our_launcher: bool
-    num_ranks: int | None  # what torchrun is told
+    num_ranks: Size | None  # what torchrun is told
     unread: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
     read_from: ScriptLine | None = None
@@ -153,7 +154,7 @@ def read_line(words: Sequence[str], host: str | None, training: int | None = Non
         from_file=read_config_file(files[-1], folder) if files and not is_unread(files[-1]) else {},
         takes_our_flags=script is None or OUR_LAUNCHER in before or is_unseen or any(name in text for name in PROVIDERS),
         uses_our_launcher=OUR_LAUNCHER in before,
-        num_ranks=_num_ranks(before),
+        num_ranks=launched_processes(before),
         unread=tuple(word for word in given if HIDES_FLAGS.fullmatch(word)),
         behind=tuple(after[len(given) + 1 :]),
         read_from=read_from,
@@ -349,13 +350,6 @@ def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
     if not is_regular(script):
         remedy = f"{script.name} is not here; start doctor from the checkout that has it, or {remedy}"
     raise ConfigError(f"nothing on the line tells whose script this is: {remedy}")
-
-
-def _num_ranks(words: Sequence[str]) -> int | None:
-    """torchrun's --nproc-per-node times --nnodes, where both are numbers."""
-    sizes = dict(_flags([word.replace("_", "-") for word in words]))
-    counts = [int(sizes[flag][0]) for flag in ("--nproc-per-node", "--nnodes") if (sizes.get(flag) or ("",))[0].isdigit()]
-    return math.prod(counts) if counts else None
 
 
 def host_arguments(line: LaunchLine) -> Namespace:

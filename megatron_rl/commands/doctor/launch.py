@@ -59,6 +59,8 @@ from megatron_rl.hosts.names import (
     path_problem,
 )
 from megatron_rl.hosts.scripts import defines, module_file, syntax_tree
+from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, StepSizes
+from megatron_rl.hosts.step_sizes import PROCESSES
 from megatron_rl.hosts.stock import TERMS, VERDICT
 from megatron_rl.hosts.training_hooks import trained_in_words
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
@@ -100,12 +102,13 @@ def judge_launch(
     replicas_drift: bool | None = None,
     scales_indexer_loss: bool | None = None,
     of_step: stock.JudgeStep | None = None,
+    asked: StepSizes = NOT_ASKED,
     training: int | None = None,
 ) -> LaunchReport:
     """replicas_drift, scales_indexer_loss: what the installed Megatron-Core does with replicas of experts, and with the loss of the
-    sparse-attention indexer; None: not known. of_step: judges a recorded step. training: which one of a shell script, where it
-    starts several. ConfigError: a line that cannot be read."""
-    if report := _judge_settings(words, host, of_step, training):
+    sparse-attention indexer; None: not known. of_step: judges a recorded step. asked: its sizes that win over the line's. training:
+    which one of a shell script, where it starts several. ConfigError: a line that cannot be read."""
+    if report := _judge_settings(words, host, of_step, asked, training):
         return report
     line = read_line(words, host, training)
     folders: list[str | Path] = [*reversed(line.python_path), line.folder]
@@ -118,7 +121,7 @@ def judge_launch(
         found = []
         if is_importable:
             found = [
-                *_judged(line, route, of_step),
+                *_judged(line, route, of_step, asked),
                 *_experts(line, route, replicas_drift),
                 *_model(line, route, scales_indexer_loss),
             ]
@@ -127,7 +130,7 @@ def judge_launch(
         scope = "nothing" if all(row.status == NOTE for row in found) else "only what changes any step"
         unjudged = f"{NOTHING_OF_OURS}: {scope} was judged" if route is None else None
         if is_importable and (route is None or _trains_without_ours(line)):
-            *own, last = _stock(line, of_step)
+            *own, last = _stock(line, of_step, asked)
             found += map(_finding, own)
             unjudged = f"{NOTHING_OF_OURS}; {last.text}"
         return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread, unjudged)
@@ -139,7 +142,7 @@ def _refuses(row: Finding, flag: str) -> bool:
 
 
 def _judge_settings(
-    words: Sequence[str], named: str | None, of_step: stock.JudgeStep | None, training: int | None
+    words: Sequence[str], named: str | None, of_step: stock.JudgeStep | None, asked: StepSizes, training: int | None
 ) -> LaunchReport | None:
     """A line of a trainer that settings configure; None: it is another host's."""
     is_script = any(word.endswith((".sh", ".bash")) or re.search(r"\s", word) for word in words)
@@ -151,9 +154,8 @@ def _judge_settings(
     if door is None:
         return None
     # A problem may be found by name and by value.
-    rows = {
-        (row.text, row.subject if row.subject in TERMS else ""): row for row in judge_line(door, given, read_settings_file, of_step)
-    }.values()
+    judged = judge_line(door, given, read_settings_file, of_step, asked)
+    rows = {(row.text, row.subject if row.subject in TERMS else ""): row for row in judged}.values()
     verdict = next((row.text for row in rows if row.subject == VERDICT), None)
     found = [_finding(row) for row in rows if row.subject != VERDICT]
     reading = (
@@ -183,7 +185,7 @@ def _route(line: LaunchLine) -> Route | None:
     return None if is_nothing else launch.route
 
 
-def _judged(line: LaunchLine, route: Route | None, of_step: stock.JudgeStep | None) -> list[Finding]:
+def _judged(line: LaunchLine, route: Route | None, of_step: stock.JudgeStep | None, asked: StepSizes) -> list[Finding]:
     judge = _train if line.of_host is None else _rollout_host if line.is_of_rollouts else _own_loop
     of_ours = [flag for flag in line.unknown if flag in (*routes_of_flags(), CONFIG_FILE)]
     if any(line.meant(flag) for flag, _ in line.flags):
@@ -197,7 +199,7 @@ def _judged(line: LaunchLine, route: Route | None, of_step: stock.JudgeStep | No
         trained: list[PolicyLossConfig] = []
         found = list(judge(line, trained))
         if of_step is not None and not _trains_without_ours(line):
-            found += [_finding(row) for config in trained for row in of_step(stock.Stock.of_ours(config))]
+            found += [_finding(row) for config in trained for row in of_step(_sized(line, stock.Stock.of_ours(config), asked))]
     except (TypeError, ValueError) as error:  # a host's own parser would have refused that value
         return [Finding("rules", NOTE, f"not judged: a value on the line is not of the kind that its flag takes ({error})")]
     if not (line.unread or line.is_composed):
@@ -254,12 +256,23 @@ def _finding(row: Row) -> Finding:
     return Finding(row.subject, PROBLEM if row.is_wrong else NOTE if row.is_note else OK, row.text)
 
 
-def _stock(line: LaunchLine, of_step: stock.JudgeStep | None) -> Iterator[Row]:
+def _stock(line: LaunchLine, of_step: stock.JudgeStep | None, asked: StepSizes) -> Iterator[Row]:
     """What the host's own loss weighs. The last row is the verdict."""
     options = HostOptions(host_arguments(line), line.of_host)
+    found = options.host.stock(options)
+    if isinstance(found, stock.Stock):
+        found = _sized(line, found, asked)
     of_ours = f"{INIT_LINE} {REDUCER_LINE} --loss-aggregation"
     exact = (lambda aggregation: f"{of_ours} {aggregation}") if line.is_of_rollouts else None
-    yield from stock.judge(options.host.stock(options), str(options.host), exact, of_step, is_partial=line.is_composed)
+    yield from stock.judge(found, str(options.host), exact, of_step, is_partial=line.is_composed)
+
+
+def _sized(line: LaunchLine, found: stock.Stock, asked: StepSizes) -> stock.Stock:
+    """With the sizes of a step on that line."""
+    if line.of_host is None:  # `train` cuts by its own rules
+        return replace(found, sizes=asked)
+    typed = {flag_of(name): value for name, value in vars(host_arguments(line)).items()} | {PROCESSES: line.num_ranks}
+    return replace(found, sizes=line.of_host.sizes.read(lambda name: typed.get(name, ABSENT), asked))
 
 
 def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None) -> Iterator[Finding]:
@@ -357,7 +370,7 @@ def _train(line: LaunchLine, trained: list[PolicyLossConfig]) -> Iterator[Findin
     train.add_arguments(parser, known)
 
     def judge() -> Iterable[str]:
-        trained.append(train.read_settings(parser.parse_args(known), line.num_ranks or 1)[1])
+        trained.append(train.read_settings(parser.parse_args(known), line.num_ranks.value if line.num_ranks else 1)[1])
         return ()
 
     yield from _told(line, judge)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.arguments import given_settings
 from megatron_rl.commands.doctor.launch import judge_launch
-from megatron_rl.commands.doctor.recorded_step import exact_weights, judge_step, microbatches, token_weights
+from megatron_rl.commands.doctor.recorded_step import asked_sizes, exact_weights, judge_step, token_weights
 from megatron_rl.commands.doctor.report import LaunchReport, as_text
 from megatron_rl.commands.explain.report import columns
 from megatron_rl.commands.explain.step import StepInput, read_step
 from megatron_rl.commands.explain.weights import short
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.step_sizes import cut
 from megatron_rl.hosts.stock import Stock
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import Row
@@ -37,7 +38,7 @@ class LossOfLine:
     step: StepInput
     report: LaunchReport
     parts: list[list[list[int]]]  # samples of each micro-batch of each rank
-    divisor: float | None  # L; None: not known, and 1 is shown
+    known: Mapping[str, float]  # Stock.known
     terms: dict[str, tuple[Formula, Tensor, Tensor]] = field(default_factory=dict)  # (weight, of each sample [S], exact [S])
 
 
@@ -59,16 +60,14 @@ def run(args: Namespace) -> int:
 
 def loss_of_line(args: Namespace) -> LossOfLine:
     """Raises ConfigError for a line whose loss is not known here, and what reading them raises."""
-    step, data, count = read_step(args), args.data_parallel_size or 1, args.num_microbatches or 1
-    share = -(-len(step.masks) // data)
-    layout = Namespace(**vars(args) | {"data_parallel_size": data, "micro_batch_size": -(-share // count), "plot": None})
+    step = read_step(args)
     found: list[Stock] = []
 
     def of_step(stock: Stock) -> Iterator[Row]:
         found.append(stock)
-        yield from judge_step(stock, layout, step)
+        yield from judge_step(stock, Namespace(plot=None), step)
 
-    report = judge_launch(args.launch_line, args.host, of_step=of_step)
+    report = judge_launch(args.launch_line, args.host, of_step=of_step, asked=asked_sizes(args))
     if not found:
         wrong = [f"{row.subject}: {row.text}" for row in report.findings if row.status == "PROBLEM"]
         why = report.unjudged or "; ".join(wrong) or "what the line trains is not known here"
@@ -78,15 +77,16 @@ def loss_of_line(args: Namespace) -> LossOfLine:
             "the step has rollouts of several samples, and the weights of a line are shown for samples that are rollouts: give "
             "--host and the flags of the loss in the place of the line"
         )
-    divisor = found[0].divisor
-    shown = LossOfLine(step, report, microbatches(len(step.masks), data, layout.micro_batch_size), divisor)
+    shown = LossOfLine(step, report, cut(len(step.masks), found[0].sizes).parts, found[0].known)
     tokens, lengths = (torch.tensor([count_of(mask) for mask in step.masks]) for count_of in (lambda m: int(m.sum()), len))
     for name, weight in found[0].terms.items():
         if weight in (one for one, _, _ in shown.terms.values()):
             continue
         if "P" in weight.powers and step.prompts is None:
             raise ConfigError(f"the {name} term weighs {weight}: give --prompt-ids a,a,b, or a step whose samples have prompts")
-        own, exact = (one(weight, tokens, lengths, shown.parts, step.prompts, divisor) for one in (token_weights, exact_weights))
+        own, exact = (
+            one(weight, tokens, lengths, shown.parts, step.prompts, known=shown.known) for one in (token_weights, exact_weights)
+        )
         shown.terms[name] = (weight, own, exact)
     return shown
 
@@ -100,8 +100,12 @@ def lines_of(found: LossOfLine, max_rows: int) -> Iterator[str]:
         for sample in samples
     }
     yield f"one step, from {step.source}: {len(masks)} samples, {int(sum(mask.sum() for mask in masks))} unmasked tokens"
-    divisor = f", L = {found.divisor or 1:g}"
-    titles = [f"{name} {weight}{divisor * ('L' in weight.powers)}" for name, (weight, _, _) in found.terms.items()]
+    numbers = {"L": 1} | {name: f"{count:g}" for name, count in found.known.items()}
+    shown = {name: [letter for letter in ("L", "M_gen") if letter in weight.powers] for name, (weight, _, _) in found.terms.items()}
+    titles = [
+        ", ".join([f"{name} {weight}", *(f"{letter} = {numbers.get(letter, 'M')}" for letter in shown[name])])
+        for name, (weight, _, _) in found.terms.items()
+    ]
     header = ["", "prompt", "rank.micro-batch", "tokens", *titles]
     rows = [header]
     for index, mask in enumerate(masks[:max_rows]):

@@ -1,0 +1,147 @@
+"""How a launch cuts a step into ranks and micro-batches, as far as its line says it: for a step that a command is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.settings import ABSENT, Size, StepSizes
+
+# Kinds of parallelism whose ranks train one sample together, as Megatron names them.
+MODEL_KINDS = ("tensor_model", "pipeline_model", "context")
+
+
+def whole_number(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizeNames:
+    """The settings that say it, by their whole names.
+
+    micro_batch: the samples of a rank in a micro-batch. num_microbatches: of a rank in a step. ranks: their product is all ranks.
+    shared: sizes of groups of ranks that train one sample together. by_tokens: where one is set, micro-batches have a number of
+    tokens. defaults: the host's own. count: what a value of them counts; None: not known."""
+
+    micro_batch: str = ""
+    num_microbatches: str = ""
+    ranks: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    by_tokens: tuple[str, ...] = ()
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    count: Callable[[Any], int | None] = whole_number
+
+    def read(self, value_of: Callable[[str], Any], asked: StepSizes) -> StepSizes:
+        """value_of: a number, a Size, or ABSENT. asked: what the command's own flags say, which wins."""
+        is_by_tokens = any(value_of(name) not in (ABSENT, None, False, 0, -1) for name in self.by_tokens)
+        of_line = StepSizes(
+            data=self._data(value_of),
+            micro_batch=None if is_by_tokens else self._size(self.micro_batch, value_of),
+            num_microbatches=None if is_by_tokens else self._size(self.num_microbatches, value_of),
+        )
+        if asked.micro_batch or asked.num_microbatches:  # one says what the other is
+            of_line = of_line._replace(micro_batch=asked.micro_batch, num_microbatches=asked.num_microbatches)
+        return of_line._replace(data=asked.data or of_line.data)
+
+    def _size(self, name: str, value_of: Callable[[str], Any]) -> Size | None:
+        value = value_of(name) if name else None
+        if isinstance(value, Size):
+            return value
+        if value is ABSENT and name in self.defaults:
+            return Size(self.defaults[name], f"{name} by default")
+        number = None if value is ABSENT else self.count(value)
+        return None if number is None else Size(number, name)
+
+    def _data(self, value_of: Callable[[str], Any]) -> Size | None:
+        """Known where one of `ranks` is given, and no given one is unknown."""
+        given = {name: value_of(name) for name in (*self.ranks, *self.shared)}
+        sizes = {name: self._size(name, value_of) for name, value in given.items() if value not in (ABSENT, None)}
+        if None in sizes.values() or not any(name in sizes for name in self.ranks):
+            return None
+        numbers = {name: size.value for name, size in sizes.items() if size is not None} | {
+            name: self.defaults.get(name, 1) for name in self.ranks if name not in sizes
+        }
+        ranks, shared = (math.prod(numbers.get(name, 1) for name in names) for names in (self.ranks, self.shared))
+        if ranks % shared:
+            return None
+        of_ranks = " x ".join(size.source for name, size in sizes.items() if size is not None and name in self.ranks)
+        return Size(ranks // shared, " / ".join([of_ranks, *(name for name in self.shared if numbers.get(name, 1) > 1)]))
+
+
+# The name here of what a launcher is told. Not a setting.
+PROCESSES = "num_processes"
+# Flags of launchers that start as many processes: torchrun, accelerate, deepspeed. Those of one line are multiplied.
+LAUNCHERS = (("--num-processes",), ("--nproc-per-node", "--nnodes"), ("--num-gpus", "--num-nodes"))
+# accelerate's own files.
+CONFIG_FILES = ("--config-file", "--accelerate-config")
+
+
+def launched_processes(words: Sequence[str], read_file: Callable[[Path], Mapping[str, Any]] | None = None) -> Size | None:
+    """What a launcher is told, by its flags or by accelerate's file. words: without those of the script. read_file: raises
+    ConfigError where there is no file."""
+    given = dict(_flags(words))
+    for names in LAUNCHERS:
+        texts = [given[name][1] for name in names if name in given]
+        if names[0] in given and all(text.isdecimal() for text in texts):
+            return Size(math.prod(map(int, texts)), " x ".join(given[name][0] for name in names if name in given))
+    path = next((Path(given[name][1]) for name in CONFIG_FILES if name in given), None)
+    if path is None or read_file is None:
+        return None
+    try:
+        number = whole_number(read_file(path).get("num_processes"))
+    except ConfigError:
+        return None
+    return None if number is None else Size(number, f"num_processes of {path}")
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """--a_b=3 and --a-b 3 as (--a-b, (as it is typed, its value))."""
+    for word, behind in pairwise([*words, ""]):
+        name, is_joined, value = word.partition("=")
+        if name.startswith("--"):
+            yield name.replace("_", "-"), (name, value if is_joined else behind)
+
+
+# The samples of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """parts: the samples of each micro-batch of each rank: runs of the step, in its order. words: whose sizes they are."""
+
+    parts: list[list[list[int]]]
+    words: str
+
+
+def cut(num_samples: int, sizes: StepSizes) -> Cut:
+    """A step on the line's ranks, in its micro-batches. One of another size than the line's has as many micro-batches, of less
+    samples; one that leaves a rank of the line empty is taken as one rank's."""
+    data, size, count = sizes.data, sizes.micro_batch, sizes.num_microbatches
+    of_line = size.value * count.value * (data.value if data else 1) if size and count else None
+    other = f"; a step of the line has {of_line} samples" if of_line not in (None, num_samples) else ""
+    if data is not None and data.value > num_samples:
+        other = f"; they are too few for {data.value} data-parallel ranks of {data.source}{other}"
+        data = size = count = None
+    num_ranks = data.value if data else 1
+    share = -(-num_samples // num_ranks)
+    if count is not None and (size is None or of_line != num_samples):
+        plural = "es" if count.value > 1 else ""
+        words, length = f"{count.value} micro-batch{plural} a rank of {count.source}", max(1, -(-share // count.value))
+    else:
+        words, length = _said("micro-batch size", size), size.value if size else 1
+    return Cut(microbatches(num_samples, num_ranks, length), f"{_said('data-parallel size', data)}, {words}{other}")
+
+
+def _said(what: str, size: Size | None) -> str:
+    return f"{what} 1 by default" if size is None else f"{what} {size.value} of {size.source}"
+
+
+def microbatches(num_samples: int, data_parallel_size: int, micro_batch_size: int) -> list[list[list[int]]]:
+    share = -(-num_samples // data_parallel_size)
+    ranks = [list(range(num_samples))[rank * share : (rank + 1) * share] for rank in range(data_parallel_size)]
+    return [[row[place : place + micro_batch_size] for place in range(0, len(row), micro_batch_size)] for row in ranks]

@@ -1,0 +1,144 @@
+"""What TRL's own losses weigh a token, by the version of TRL, and what its versions have by default."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
+from megatron_rl.hosts.settings import UNKNOWN, Settings, Size, StepSizes
+from megatron_rl.hosts.step_sizes import PROCESSES, SizeNames, whole_number
+from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, OF_A_MICRO_BATCH, SAMPLE_MEAN, Stock, exact_setting, is_on
+from megatron_rl.hosts.trl_others import OTHER, STOCKS
+from megatron_rl.validation.checks import Row
+
+CHOICE, BIAS_CORRECTION = "loss_type", "use_bias_correction_kl"
+STEPS, GENERATED, GENERATION = "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"
+# Not a setting: whether the trainer has Liger's loss.
+LIGERS_LOSS = "compute_liger_loss"
+SIZES = SizeNames(
+    micro_batch="per_device_train_batch_size",
+    num_microbatches=STEPS,
+    ranks=(PROCESSES,),
+    defaults={"per_device_train_batch_size": 8, STEPS: 1},
+)
+# The versions from which TRL divides by the share of a step in a generation and has the bias correction of KL on, and from which
+# Liger replaces layers alone and no loss; the newest that was read.
+RESCALES, KEEPS_LOSS, NEWEST = (1, 10), (1, 14), (1, 16)
+# What TRL's own losses weigh a token. All its micro-batches have as many samples.
+STOCK_TYPES = {
+    **dict.fromkeys(("grpo", "sapo"), SAMPLE_MEAN),
+    "bnpo": MEAN_OF_TOKEN_MEANS,
+    "dr_grpo": Formula(N=-1, L=-1),
+    **dict.fromkeys(("dapo", "cispo", "vespo"), TOKEN_MEAN),
+    "luspo": Formula(N=-1),
+}
+OF_GENERATION, RESCALED = Formula(T_gen=-1), Formula(M_gen=1, M=-1, T_gen=-1)
+OF_MATRIX = Formula(N=-1, L_b=-1, m_i=1)
+# A setting -> the value that does nothing, and what another one does.
+REMARKS = {
+    "top_entropy_quantile": (1.0, OF_A_MICRO_BATCH.format("top_entropy_quantile")),
+    "use_adaptive_entropy": (False, "use_adaptive_entropy=True changes the coefficient by the entropy of each micro-batch"),
+}
+
+
+def installed() -> tuple[int, int] | None:
+    """The version, a development one as the last release before it; None: TRL is not installed, or says no version."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)(.*)", version("trl"))
+    except PackageNotFoundError:
+        return None
+    return None if found is None else (int(found[1]), int(found[2]) - ("dev" in found[3]))
+
+
+def is_before(first: tuple[int, int]) -> bool:
+    """Whether the TRL that is installed is older. Without one the newest is judged."""
+    return (installed() or NEWEST) < first
+
+
+def judged() -> str:
+    found = installed()
+    number = ".".join(map(str, found or NEWEST))
+    return f"TRL {number} is installed" if found else f"no TRL is installed here, and {number} is judged"
+
+
+def settings_of(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Settings:
+    """Of a launch line, with the defaults of the version."""
+    of_version = {BIAS_CORRECTION: not is_before(RESCALES)}
+    return Settings.of_names({LIGERS_LOSS: is_before(KEEPS_LOSS), **given}, {**defaults, **of_version})
+
+
+def of_version(settings: Settings) -> Iterator[Row]:
+    """What other versions would train of the same line."""
+    if is_on(settings, "beta") and BIAS_CORRECTION not in settings.given:
+        kind = "unbiased" if settings[BIAS_CORRECTION] else "k3"
+        text = f"{settings[BIAS_CORRECTION]} by default, so KL is {kind} ({judged()}; False before 1.10, and True since)"
+        yield Row(BIAS_CORRECTION, text, is_note=True)
+    if settings["use_liger_kernel"] is True:
+        of_loss = (
+            "trains Liger's loss, which is not judged" if settings[LIGERS_LOSS] else "replaces layers of the model, and no loss"
+        )
+        yield Row("use_liger_kernel", f"True {of_loss} ({judged()}; it trains Liger's loss before 1.14)", is_note=True)
+
+
+# What TRL's own losses weigh a token
+
+
+def stock(settings: Settings) -> Stock | None:
+    """The KL term is in the loss of a token; the entropy is a mean of each micro-batch, before 1.10 of what the loss divides by."""
+    if settings[OTHER] is not None:
+        return STOCKS[settings[OTHER]]
+    weight = STOCK_TYPES.get(str(settings[CHOICE]))
+    if weight is None:
+        return None
+    is_old, kl, entropy = is_before(RESCALES), weight, MEAN_OF_TOKEN_MEANS
+    exact = exact_setting(f"{CHOICE}={{}}", {"dapo": TOKEN_MEAN}, weight)
+    remarks = [text for name, (idle, text) in REMARKS.items() if settings[name] not in (idle, UNKNOWN)]
+    longest = whole_number(settings["max_completion_length"])
+    known: dict[str, float] = {} if longest is None else {"L": longest}
+    if weight == TOKEN_MEAN:
+        known, said, exact = of_generations(settings)
+        weight = kl = TOKEN_MEAN if exact is None else OF_GENERATION if is_old else RESCALED
+        entropy, remarks = weight if is_old else entropy, [*remarks, *said]
+    elif settings[CHOICE] == "luspo" and is_old:  # of a matrix, TRL takes the mean over its padded places too
+        weight, kl = weight if settings["importance_sampling_level"] == "sequence" else OF_MATRIX, OF_MATRIX
+    terms = (weight, kl if is_on(settings, "beta") else None, entropy if is_on(settings, "entropy_coef") else None)
+    return Stock(*terms, exact, tuple(remarks), known=known)
+
+
+def of_generations(settings: Settings) -> tuple[dict[str, float], list[str], str | None]:
+    """TRL counts the tokens of what it generates at once (num_items_in_batch). (M and M_gen, as far as they are known, what is said
+    of them, the setting that makes both sizes equal); ({}, [], None) where they are."""
+    steps, generated = whole_number(settings[STEPS]), whole_number(settings[GENERATED])
+    exact, of_batch = f"{GENERATED}={steps or STEPS}", ""
+    if settings[GENERATION] is not None:
+        generated, exact, of_batch = of_generation_batch(settings, steps)
+    elif settings[GENERATED] is None or steps == generated is not None:
+        return {}, [], None
+    if steps is None or generated is None:
+        return {}, [of_batch or f"{GENERATED}={_shown(generated)} with {STEPS}={_shown(steps)}"], exact
+    if steps == generated:
+        return {}, [of_batch], None
+    before = f"before 1.10 a token weighs {OF_GENERATION}, and the gradient is about {steps / generated:.3g} times the token mean"
+    versions = "" if installed() and is_before(RESCALES) else f" ({judged()}; {before})"
+    said = f"{of_batch or f'{GENERATED}={generated}'} with {STEPS}={steps}: TRL divides by the tokens of a generation{versions}"
+    return {"M": steps, "M_gen": generated}, [said], exact
+
+
+def of_generation_batch(settings: Settings, steps: int | None) -> tuple[int | None, str, str]:
+    """(M_gen, the size that a step has, how M_gen follows). TRL refuses a size that its micro-batches do not divide."""
+    batch, sizes = settings[GENERATION], SIZES.read(settings.value_of, StepSizes(data=settings.asked.data))
+    rows, ranks = sizes.micro_batch, sizes.data or Size(1, "processes, which are not on the line")
+    if rows is None:
+        return None, f"{GENERATION}=<completions of a step>", f"{GENERATION}={_shown(whole_number(batch))}"
+    size = rows.value * ranks.value
+    generated = batch // size if whole_number(batch) is not None and batch % size == 0 else None
+    how = f"{GENERATION}={_shown(whole_number(batch))} / ({rows.value} of {rows.source} x {ranks.value} of {ranks.source})"
+    exact = f"{GENERATION}={size * steps}" if steps is not None else f"{GENERATION}={size} x {STEPS}"
+    return generated, exact, f"{how} is M_gen" + ("" if generated is None else f" = {generated}")
+
+
+def _shown(number: int | None) -> str:
+    return "<not known here>" if number is None else str(number)
