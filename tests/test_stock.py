@@ -75,10 +75,10 @@ def matrix(samples: list[int], values: torch.Tensor) -> tuple[torch.Tensor, torc
     return torch.stack([values[sample, :width] for sample in samples]), mask
 
 
-def measured(reduced) -> torch.Tensor:  # [S] float64, the weight of a token of each sample
+def measured(reduced, parts=PARTS) -> torch.Tensor:  # [S] float64, the weight of a token of each sample
     """Of reduced(losses, mask, samples), already with the trainer's factors, averaged over ranks and summed over micro-batches."""
     values = torch.zeros(len(TOKENS), int(LENGTHS.max()), dtype=torch.float64, requires_grad=True)
-    total = sum(reduced(*matrix(samples, values), samples) for of_rank in PARTS for samples in of_rank) / DP
+    total = sum(reduced(*matrix(samples, values), samples) for of_rank in parts for samples in of_rank) / DP
     (weights,) = torch.autograd.grad(total, values)
     assert all(len(set(row[:n].tolist())) <= 1 for row, n in zip(weights, TOKENS.tolist(), strict=True))
     return weights[:, 0] * WEIGHED
@@ -119,12 +119,21 @@ def test_skyrl(reduction):
 
 @pytest.mark.host("SKYRL_ROOT")
 def test_the_regularisers_of_skyrl():
-    """Means of a micro-batch, averaged over micro-batches and ranks."""
+    """Means of a micro-batch, which Megatron's schedule averages; FSDP's workers weigh each by its share of the samples."""
     tree = source_of("SKYRL_ROOT", "skyrl/backends/skyrl_train/utils/torch_utils.py")
     masked_mean = functions_of(tree, "masked_mean").masked_mean
-    found = stock_of("skyrl", use_kl_loss=True, use_entropy_loss=True, **{"trainer.max_tokens_per_microbatch": 4096})
+    given = {"use_kl_loss": True, "use_entropy_loss": True, "trainer.max_tokens_per_microbatch": 4096}
+    found = stock_of("skyrl", **given, **{skyrl.STRATEGY: "megatron"})
     agrees(found.kl, lambda losses, mask, samples: masked_mean(losses, mask, dim=-1).mean() / M)
     agrees(found.entropy, lambda losses, mask, samples: masked_mean(losses, mask) / M)
+    worker = (Path(os.environ["SKYRL_ROOT"]) / "skyrl/backends/skyrl_train/workers/worker.py").read_text()
+    assert "microbatch_weight = len(microbatch) / len(data)" in worker
+    assert "grad_sum_correction_factor + (kl_loss_term - entropy_loss_term) * microbatch_weight" in worker
+    ragged = [[[0, 1, 2], [3]], [[4], [5, 6, 7]]]
+    found = stock_of("skyrl", **given)
+    for term, mean in ((found.kl, lambda *of: masked_mean(*of, dim=-1).mean()), (found.entropy, masked_mean)):
+        weights = measured(lambda losses, mask, samples, mean=mean: mean(losses, mask) * len(samples) / 4, ragged)
+        torch.testing.assert_close(token_weights(term, TOKENS, LENGTHS, ragged), weights, rtol=1e-7, atol=0)
     assert stock_of("skyrl", use_kl_loss=True).kl == stock.SAMPLE_MEAN  # micro-batches of as many samples
 
 

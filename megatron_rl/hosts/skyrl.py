@@ -112,21 +112,27 @@ STOCK_REDUCTIONS = {
     "prompt_mean": Formula(P=-1, M_g=-1),
     "seq_mean_token_sum_norm": Formula(N=-1, L=-1),
 }
+# A mean over the tokens of a micro-batch, weighed by its share of the samples.
+SHARE_OF_TOKEN_MEANS = Formula(N_b=1, N=-1, T_b=-1)
 # SkyRL's losses that weigh so; another name is one of the user's own, or of supervised training.
 STOCK_LOSSES = "regular dual_clip gspo cispo rollout_is clip_cov kl_cov sapo importance_sampling dppo".split()
 
 
 def stock(settings: Settings) -> Stock | None:
-    """KL and entropy are means of a micro-batch. Those of a number of samples are alike; those of a number of tokens are not."""
+    """KL and entropy are means of a micro-batch. FSDP's workers weigh each by its share of the samples; Megatron's schedule weighs
+    all alike, which is the same where micro-batches have as many samples, and not where they have a budget of tokens.
+    """
     weight, loss = STOCK_REDUCTIONS.get(str(settings[f"{ALGORITHM}loss_reduction"])), settings[f"{ALGORITHM}policy_loss_type"]
     if weight is None or loss not in STOCK_LOSSES:
         return None
     is_by_samples = settings.value_of("trainer.max_tokens_per_microbatch") in (ABSENT, None, -1)
-    kl = SAMPLE_MEAN if is_by_samples else MEAN_OF_SAMPLE_MEANS
+    is_by_share = settings[STRATEGY] != "megatron"
+    kl = SAMPLE_MEAN if is_by_samples or is_by_share else MEAN_OF_SAMPLE_MEANS
+    entropy = MEAN_OF_TOKEN_MEANS if is_by_samples or not is_by_share else SHARE_OF_TOKEN_MEANS
     return Stock(
         weight,
         kl if settings[f"{ALGORITHM}use_kl_loss"] is not False else None,
-        MEAN_OF_TOKEN_MEANS if settings[f"{ALGORITHM}use_entropy_loss"] is not False else None,
+        entropy if settings[f"{ALGORITHM}use_entropy_loss"] is not False else None,
         exact_setting(f"{ALGORITHM}loss_reduction={{}}", STOCK_REDUCTIONS, weight),
         (OF_A_MICRO_BATCH.format(loss),) if loss in SELECTING else (),
         value=SAMPLE_MEAN if settings.value_of(f"{ALGORITHM}advantage_estimator") == "gae" else None,
