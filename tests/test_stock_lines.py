@@ -117,7 +117,7 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
             "actor_rollout_ref.model.mtp.enable_train=True",
             (
                 "1/T too, as the policy term",
-                "adds the loss of multi-token prediction, which the verdict does not count",
+                "Megatron takes a mean over micro-batches and ranks of the mean over the response tokens of each",
                 "see the notes\n",
             ),
             "PROBLEM",
@@ -127,7 +127,7 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
             "miles",
             "python3 train.py --mtp-num-layers 1 --enable-mtp-training",
             (
-                "--enable-mtp-training adds the loss of multi-token prediction, which the verdict does not count",
+                "--enable-mtp-training adds the loss of multi-token prediction, which is not judged",
                 "layout; see the notes\n",
             ),
             "no problems",

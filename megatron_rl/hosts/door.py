@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.hosts.model_names import ModelNames
 from megatron_rl.hosts.programs import Programs
 from megatron_rl.hosts.sampling import Sampler, names_of
 from megatron_rl.hosts.settings import Given, Settings, as_typed
@@ -262,6 +263,8 @@ class Door:
     # What it does with the number.
     megatron: str | None = None
     """The setting with which Megatron-Core trains there; None: it never does."""
+    model: ModelNames | None = None
+    """Its names of the model's settings; None where Megatron-Core never trains."""
     has_logits: bool = False
     """Whether it hands over logits, as a loss needs that reads the entropy; else log-probabilities."""
     prompts: Prompts

@@ -14,6 +14,7 @@ from megatron_rl.hosts import stock
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
+from megatron_rl.hosts.model_names import model_rows
 from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Given, Settings, StepSizes, clip_to_type, not_numbers
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
@@ -61,7 +62,9 @@ def judge(
         yield from _given_twice(door, words)
         yield from judge_settings(door, line.settings, of_step=of_step, is_partial=line.is_partial)
     elif line.stock is not None:
-        yield from judge_stock(door, line.stock, of_step, is_partial=line.is_partial)
+        rows = [*model_rows(door.model, line.stock)]
+        yield from rows
+        yield from judge_stock(door, line.stock, of_step, is_partial=line.is_partial or _has_notes(rows))
 
 
 def judge_stock(door: Door, settings: Settings, of_step: stock.JudgeStep | None, *, is_partial: bool = False) -> Iterator[Row]:
@@ -76,6 +79,10 @@ def judge_stock(door: Door, settings: Settings, of_step: stock.JudgeStep | None,
     if isinstance(found, stock.Stock):
         found = replace(found, sizes=door.sizes.read(settings.value_of, settings.asked))
     yield from stock.judge(found, door.title, exact, of_step, is_partial=is_partial)
+
+
+def _has_notes(rows: Iterable[Row]) -> bool:
+    return any(row.is_note or row.is_wrong for row in rows)
 
 
 def read_launch(door: Door, settings: Settings, *, may_have_more: bool = False) -> Found:
@@ -116,6 +123,8 @@ def judge_settings(
     yield from _misplaced(door, settings.given)
     yield from judge_names(door, settings, is_ours=is_ours, may_have_more=may_have_more)
     yield from door.of_any_launch(settings)
+    of_model = [*model_rows(door.model, settings)]
+    yield from of_model
     yield from judge_log_probs(door, settings)
     if name is UNKNOWN:
         yield Row(choice.setting, "not known here, so the loss is not judged", is_note=True)
@@ -130,7 +139,7 @@ def judge_settings(
         text = f"{loss} is {door.title}'s own: none of our losses is chosen; {choice.remedy}"
         yield Row(choice.setting, text, is_note=True)
         yield from idle_beside_own_loss(door, settings)
-        yield from judge_stock(door, settings, of_step, is_partial=is_partial)
+        yield from judge_stock(door, settings, of_step, is_partial=is_partial or _has_notes(of_model))
         return
     own = [name for name in settings.given if name.startswith(door.own.prefix)]
     if unknown := [one for one in dict.fromkeys([*door.read_names, *own]) if settings[one] is UNKNOWN]:

@@ -38,7 +38,7 @@ TERMS = ("policy", "KL", "entropy", "distillation", "value")
 # verl's and SkyRL's losses that select tokens.
 SELECTING = ("clip_cov", "kl_cov")
 MEANS_ARE_ADDED = "{} adds the means of micro-batches, so the gradient grows with their number"
-MTP_IS_NOT_JUDGED = "{} adds the loss of multi-token prediction, which the verdict does not count"
+MTP_IS_NOT_JUDGED = "{} adds the loss of multi-token prediction, which is not judged"
 OF_A_MICRO_BATCH = "{} selects tokens of each micro-batch, where the paper selects them of the step"
 # A count of micro-batches -> the count of the step that a mean over all of it has, with the numbers that divide a mean of means.
 WHOLE = {"T_b": ("T", "M", "dp"), "T_k": ("T", "M"), "N_b": ("N", "M", "dp")}

@@ -49,11 +49,12 @@ from megatron_rl.hosts.door import (
 )
 from megatron_rl.hosts.door_line import judge_settings
 from megatron_rl.hosts.door_settings import in_words
+from megatron_rl.hosts.model_names import ModelNames, model_rows
 from megatron_rl.hosts.programs import SUPERVISED, TRAINS_NOTHING, Programs, program_word
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, as_typed, read_overrides, read_value, value_at
 from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames
-from megatron_rl.hosts.stock import MEANS_ARE_ADDED, MTP_IS_NOT_JUDGED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
+from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
 from megatron_rl.loss_hub import (
     clip_of,
     get_loss_aggregation,
@@ -87,6 +88,7 @@ UNCUT_WEIGHTS = {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_th
 IS_V1, MANAGER = "trainer.use_v1", f"{ROLLOUT}agent.agent_loop_manager_class"
 SESSIONS = Rollouts(several="an agent loop with several outputs", ids="uid and session_id")
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
+SIZES = ("tensor_model", "context", "expert_model", "expert_tensor")
 DYNAMIC_CP = f"{ACTOR}megatron.dynamic_context_parallel"
 # What the terms of verl's own losses weigh a token.
 STOCK_MODES = {
@@ -339,8 +341,6 @@ def stock(settings: Settings) -> Stock | None:
         remarks.append(OF_A_MICRO_BATCH.format(loss))
     elif loss not in STOCK_LOSSES:
         return None
-    if settings.value_of(f"{MTP}enable") is True and settings.value_of(f"{MTP}enable_train") is True:
-        remarks.append(MTP_IS_NOT_JUDGED.format(f"{MTP}enable_train=True"))
     value = stock_of_critic(settings, weight)
     if settings.value_of(DISTILLATION) is True and settings.value_of(TASK_REWARDS) is False:
         return Stock(None, distillation=weight, exact=exact, remarks=tuple(remarks), value=value)  # in the place of other terms
@@ -392,7 +392,7 @@ def settings_of_config(config: Any) -> Settings:
     policy_loss, idle = value_at(config, f"{ACTOR}policy_loss"), {one.name for one in DOOR.settings if one.idle is not None}
     own = [f"{DOOR.own.prefix}{name}" for name in (policy_loss if policy_loss not in (ABSENT, None) else ())]
     given = {}
-    for name in dict.fromkeys([*DOOR.known_names, *own]):
+    for name in dict.fromkeys([*DOOR.known_names, *MODEL.all, *own]):
         value, default = value_at(config, name), DOOR.all_defaults.get(name)
         value = read_value(value) if isinstance(value, str) else value
         is_set = value not in (ABSENT, None, default) or isinstance(value, bool) != isinstance(default, bool)
@@ -403,7 +403,10 @@ def settings_of_config(config: Any) -> Settings:
 
 def problems_of(settings: Settings) -> tuple[list[str], list[str]]:
     """(what ends a launch, what is said at its start)."""
-    rows = {row.text: row for row in judge_settings(DOOR, settings, may_have_more=True)}.values()
+    rows = {row.text: row for row in judge_settings(DOOR, settings, may_have_more=True)}
+    for row in () if is_ours(settings) else model_rows(MODEL, settings):
+        rows.pop(row.text, None)  # of a model that verl's own loss trains
+    rows = rows.values()
     return [in_words(row) for row in rows if row.is_wrong], [in_words(row) for row in rows if _is_said(row)]
 
 
@@ -439,6 +442,19 @@ def _before(found: dict[str, Any], prefix: str, added: Mapping[str, Any]) -> dic
     own = {name: value for name, value in found.items() if name.startswith(prefix) and name != LOSS_MODE}
     return {name: value for name, value in found.items() if name not in own} | dict(added) | own
 
+
+MODEL = ModelNames(
+    sections=(f"{ACTOR}megatron.override_transformer_config.",),
+    fields={
+        **{name: f"{ACTOR}megatron.{name}" for name in ("sequence_parallel", *(f"{kind}_parallel_size" for kind in SIZES))},
+        "mtp_num_layers": f"{MTP}enable",
+        "enable_mtp_training": f"{MTP}enable_train",
+        "mtp_loss_scaling_factor": f"{MTP}mtp_loss_scaling_factor",
+    },
+    own={"moe_router_load_balancing_type": "none", "sequence_parallel": True},
+    is_per_token=lambda settings: settings[DYNAMIC_CP] is True,
+    divides_by_routed=True,
+)
 
 DOOR = Door(
     name="verl",
@@ -540,6 +556,7 @@ DOOR = Door(
     ),
     is_open=is_open,
     megatron="model_engine=megatron",
+    model=MODEL,
     prompts=Prompts.COUNTED,
     returns=Formula(dp=1),
     step=(("verl", Formula(M=1), "multiplies by micro-batches"), TIMES_CP, AVERAGED[1]),

@@ -55,13 +55,14 @@ KL_ARGUMENTS, MARK = ("logprob", "ref_logprob", "kl_penalty"), "_has_estimator_o
 class VerlRun(Run):
     """The state of one trainer, by the actor config that verl hands over in each call.
 
-    rows: the counts of the micro-batch that verl calls its loss for.
+    rows: the counts of the micro-batch that verl calls its loss for. has_model: whether verl_step has judged the engine's model.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reader = OnceRead(DOOR)
         self.rows: RowCounts | None = None
+        self.has_model = False
 
 
 class Tables:

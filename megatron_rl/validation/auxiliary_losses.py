@@ -72,7 +72,8 @@ def auxiliary_loss_problems(settings: Mapping[str, object], route: Route) -> Ite
         yield from loss.problems(settings, route)
 
 
-def expert_loss_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
+def expert_loss_problems(settings: Mapping[str, object], route: Route | None) -> Iterator[str]:
+    """route None: a trainer whose user cannot choose the contract."""
     router_aux_loss, calculates_per_token_loss = settings.get("router_aux_loss"), settings.get("calculate_per_token_loss")
     if router_aux_loss in (RouterAuxLoss.HOST, RouterAuxLoss.EXACT):
         return
@@ -81,7 +82,8 @@ def expert_loss_problems(settings: Mapping[str, object], route: Route) -> Iterat
     if num_experts_of(settings)[1] == 0:
         return
     found = active_losses(settings)
-    exact = "" if route in HOSTS else " or add --router-aux-loss exact,"
+    exact = "" if route is None or route in HOSTS else " or add --router-aux-loss exact,"
+    remedy = "" if route is None else f",{exact} or {_remedy(route)}"
     for name, of in found.items():
         given, zero = as_typed(name, settings[name], route), as_typed(name, None, route)
         if not calculates_per_token_loss:
@@ -93,7 +95,7 @@ def expert_loss_problems(settings: Mapping[str, object], route: Route) -> Iterat
         yield (
             f"{given}{of} does not go with calculate_per_token_loss=True: Megatron multiplies this loss by the tokens that it "
             "routes, prompts and padding included, and divides by response tokens, so its gradient is x routed tokens / response "
-            f"tokens; set {zero} to 0,{exact} or {_remedy(route)}"
+            f"tokens; set {zero} to 0{remedy}"
         )
 
 

@@ -1,0 +1,125 @@
+"""Losses that a model adds, and experts, on launch lines of trainers that settings configure, whichever loss trains."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.__main__ import main
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import verl, verl_loss, verl_step
+from megatron_rl.hosts.verl import ACTOR, LOSS_MODE, MTP
+
+OVERRIDES = f"{ACTOR}megatron.override_transformer_config."
+VERL = ["python", "-m", verl.MAIN, "model_engine=megatron", "actor_rollout_ref.actor.loss_agg_mode=token-mean"]
+OURS = f"{LOSS_MODE}=megatron_rl.gspo.sample_mean"
+MEAN = "Megatron takes a mean over micro-batches and ranks"
+
+
+def rows_of(capsys, *line: str) -> tuple[int, dict[str, tuple[str, str]], str]:
+    """(exit code, subject -> (status, text), last line)."""
+    code = main(["doctor", "--launch-only", "--", *line])
+    said = capsys.readouterr().out.splitlines()
+    words = [row.split(None, 2) for row in said if row.startswith("  ")]
+    return code, {subject: (status, text) for status, subject, text in words}, said[-1]
+
+
+SAID = [
+    ({"moe_z_loss_coeff": 0.001}, "note", f"moe_z_loss_coeff=0.001: {MEAN}"),
+    ({"moe_z_loss_coeff": 0.0}, "ok", "off"),
+    ({"moe_aux_loss_coeff": 0.01}, "ok", "off"),  # verl's type of load balancing is none
+    ({"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss"}, "note", f"=0.01 of aux_loss: {MEAN}"),
+    ({"moe_aux_loss_coeff": "$COEFFICIENT"}, "note", "not known here"),
+    ({"moe_expert_capacity_factor": 1.0}, "PROBLEM", "which tokens an expert drops depends on the micro-batch"),
+    ({"moe_input_jitter_eps": 0.1}, "PROBLEM", "random noise in the router"),
+    ({"dsa_indexer_loss_coeff": 0.1}, "note", f"dsa_indexer_loss_coeff=0.1: {MEAN}"),
+]
+
+
+@pytest.mark.parametrize("loss", [(), (OURS,)], ids=["verl's", "ours"])
+@pytest.mark.parametrize(("fields", "status", "said"), SAID)
+def test_a_line_of_verl_has_a_row_for_each_field_of_the_model(fields, status, said, loss, capsys):
+    line = [*VERL, *loss, *(f"+{OVERRIDES}{name}={value}" for name, value in fields.items())]
+    code, rows, last = rows_of(capsys, *line)
+    found = rows[f"{OVERRIDES}{next(iter(fields))}"]
+    assert found[0] == status and said in found[1], rows
+    assert code == (status == "PROBLEM")
+    if status == "note" and not loss:
+        assert last.endswith("see the notes")
+
+
+def test_a_type_without_a_coefficient_takes_the_one_of_the_checkpoint(capsys):
+    code, rows, _ = rows_of(capsys, *VERL, f"+{OVERRIDES}moe_router_load_balancing_type=aux_loss")
+    status, text = rows[f"{OVERRIDES}moe_aux_loss_coeff"]
+    assert (code, status) == (0, "note") and "router_aux_loss_coef of the checkpoint" in text
+
+
+def test_verls_own_per_token_contract_divides_by_what_routers_multiply_with(capsys):
+    """transformer_impl.py, postprocess_micro_batch_func: num_tokens is the tokens that the model is given."""
+    line = [*VERL, f"+{OVERRIDES}moe_z_loss_coeff=0.001", f"+{OVERRIDES}calculate_per_token_loss=True"]
+    assert rows_of(capsys, *line)[1][f"{OVERRIDES}moe_z_loss_coeff"][0] == "ok"
+    line += [f"+{OVERRIDES}moe_router_load_balancing_type=aux_loss", f"+{OVERRIDES}moe_aux_loss_coeff=0.01"]
+    status, text = rows_of(capsys, *line)[1][f"{OVERRIDES}moe_aux_loss_coeff"]
+    assert status == "note" and "changes with what shares one" in text
+
+
+@pytest.mark.parametrize("loss", [(), (OURS,)], ids=["verl's", "ours"])
+def test_multi_token_prediction_has_the_same_row_beside_both_losses(loss, capsys):
+    _, rows, _ = rows_of(capsys, *VERL, *loss, f"{MTP}enable=True", f"{MTP}enable_train=True")
+    assert rows[f"{MTP}enable"][0] == "note" and f"set {MTP}mtp_loss_scaling_factor=0" in rows[f"{MTP}enable"][1]
+    assert f"{MTP}enable" not in rows_of(capsys, *VERL, *loss, f"{MTP}enable=True")[1]
+
+
+def test_a_dense_line_has_no_row_of_experts(capsys):
+    _, rows, _ = rows_of(capsys, *VERL, f"{ACTOR}megatron.sequence_parallel=False", f"{ACTOR}megatron.tensor_model_parallel_size=2")
+    assert not [name for name in rows if "megatron." in name], rows
+
+
+def test_a_launch_of_ours_ends_where_tokens_are_dropped():
+    """verl's own loss goes on beside our log-probabilities."""
+    for loss, number in ((OURS, 1), (f"{LOSS_MODE}=vanilla", 0)):
+        line = [*VERL, loss, f"+{OVERRIDES}moe_expert_capacity_factor=1.0"]
+        assert len(verl.problems_of(verl.read_line(line).settings)[0]) == number
+    tree = {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "megatron_rl.gspo.sample_mean"}}}}
+    tree["actor_rollout_ref"]["actor"]["megatron"] = {"override_transformer_config": {"moe_expert_capacity_factor": 1.0}}
+    assert "which tokens an expert drops" in verl.problems_of(verl.settings_of_config(tree))[0][0]
+
+
+def engine(mtp: bool = False, **fields):
+    config = SimpleNamespace(num_moe_experts=8, moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.001, **fields)
+    return SimpleNamespace(tf_config=config, model_config={"mtp": {"enable": mtp, "enable_train": mtp}})
+
+
+def test_a_worker_warns_once_of_what_its_model_adds(capsys):
+    run = verl_loss.VerlRun()
+    for _ in range(2):
+        verl_step.check_model(run, engine(mtp=True, moe_z_loss_coeff=0.001, mtp_num_layers=1, mtp_loss_scaling_factor=0.1))
+    said = capsys.readouterr().err
+    assert said.count(f"moe_z_loss_coeff=0.001: {MEAN}") == said.count(f"{MTP}enable=1 with {MTP}enable_train") == 1
+    assert "moe_aux_loss_coeff" not in said
+
+
+def test_a_worker_refuses_a_model_that_drops_tokens():
+    with pytest.raises(ConfigError, match="moe_expert_capacity_factor=2"):
+        verl_step.check_model(verl_loss.VerlRun(), engine(moe_expert_capacity_factor=2.0))
+
+
+# Published lines: the loss that verl chooses, and ours.
+PUBLISHED = [
+    ("VERL", "examples/grpo_trainer/run_qwen3_vl_30b_a3b_megatron.sh", f"{OVERRIDES}moe_z_loss_coeff"),
+    ("VERL", "examples/mtp_trainer/run_mimo_7b_mtp_megatron.sh", f"{MTP}enable"),
+]
+
+
+@pytest.mark.parametrize("loss", [(), (f"{LOSS_MODE}=megatron_rl.grpo.token_mean",)], ids=["the trainer's", "ours"])
+@pytest.mark.parametrize(
+    ("host", "script", "name"), [pytest.param(*row, marks=pytest.mark.host(f"{row[0]}_ROOT")) for row in PUBLISHED]
+)
+def test_a_published_line_has_the_note_with_both_losses(host, script, name, loss, monkeypatch, capsys):
+    monkeypatch.chdir(os.environ[f"{host}_ROOT"])
+    code, rows, last = rows_of(capsys, "bash", script, *loss)
+    assert code == 0 and rows[name][0] == "note" and "changes with the layout" in rows[name][1], rows
+    if not loss:
+        assert last.endswith("see the notes")
