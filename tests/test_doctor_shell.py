@@ -117,6 +117,15 @@ $Y
     "dirname": """D=$(dirname "$0"); show "$D/x.sh" """,
     "names of other scripts": """N=$(basename "/a/base-tq_simple.sh" .sh); B=$(echo "$N" | sed -E 's/-tq_(simple|mooncake)$//')
     show $N $B $(basename x.sh .py) $(echo a-b-a | sed 's/a/c/') $(echo a/b | sed 's|a/|x|') $(echo "a" | sed s/b/c/)""",
+    "branches that are decided": """D=${NOT_SET:-gpu}; E=(); N=""
+    case "$D" in gpu | tpu) A=1; E+=(g) ;; npu) A=2; N=8 ;; *) exit 1 ;; esac
+    case $D in n*) B=1 ;; *) B=2 ;; esac; case "$D" in "g*") C=1 ;; g?u) C=2 ;; esac
+    if [ "$D" = npu ] && [ "$A" = 1 ]; then F=1; elif [[ "$D" == g* && -n $A ]]; then F=2; else F=3; fi
+    if ! [ -z "$N" ] || test "$A" != 1; then G=1; else G=2; fi; T=false; if $T; then H=1; else H=2; fi
+    if [ "$A" -gt 3 ]; then I=1; elif { [ "$A" = 5 ] || [[ ( $A -le 1 ) ]]; }; then I=2; fi
+    [ "$HOME_OF_TEST" = /home ] && J=1; [[ "$D" != gpu ]] && J=2; [ "$D" = npu ] || K=3; if [ "$N" ]; then K=4; fi
+    show "$A" "$B" "$C" "${E[@]}" "$F" "$G" "$H" "$I" "$J" "$K" "${N:-0}"; if [ "$D" = npu ]; then show no; else show yes; fi
+    case $1 in one) show first ;; *) show other ;; esac""",
 }
 NEEDS_BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash to compare with: install bash")
 SHOW = "show() { printf '%s\\0' show \"$@\" >&3; }; export -f show; export HOME_OF_TEST=/home\n"
@@ -189,6 +198,25 @@ def test_what_a_branch_decides_is_told(checkout):
     script = Path(checkout[1]('A=(1)\nif x; then\n  A+=(2)\nfi\nB=("${A[@]}")\n[ -n "$D" ] && C=3\nE=4\nshow ${B[@]} $C $E\n'))
     (line,) = [line for line in ScriptReader(script).lines() if line.words[0] == "show"]
     assert line.words == ("show", "1", "2", "3", "4") and line.branches == ("A (line 3)", "C (line 6)") and line.line == 8
+
+
+def test_no_branch_wins_where_it_is_not_known_which_one_runs(checkout):
+    """A value is a branch's where all give it; a count of one is none. What may be typed is named, and what is computed is not."""
+    text = """
+        D=${D:-$(probe)}; N=$(probe); X=1; S=1; L=(a.b=1); P=(--x 1); Q="--q 1"
+        case "$D" in
+            gpu) X=2; S=3; L+=(a.c=1 a.d=same); P+=(--y 2 --z on) ;;
+            npu) X=4; S=3; L+=(a.d=same a.e=5); P+=(--y 3); Q="$Q --r 2" ;;
+            *) exit 1 ;;
+        esac
+        if [ $N -gt 1 ]; then Y=1; else Y=2; fi
+        for I in 1 2; do if [ "$S" = $I ]; then Z=1; else Z=2; fi; done
+        show $X $S $Y $Z "${L[@]}" "${P[@]}" $Q
+    """
+    (line,) = [line for line in ScriptReader(Path(checkout[1](text))).lines() if line.words[0] == "show"]
+    lists = ["a.b=1", "a.c=${L}", "a.d=same", "a.e=${L}", "--x", "1", "--y", "${P}", "--z", "on", "--q", "1", "--r", "${Q}"]
+    assert [*line.words[1:]] == ["${X}", "3", "${Y}", "${Z}", *lists]
+    assert line.deciding == ("D",) and [one.split()[0] for one in line.branches] == ["X", "L", "P", "Q", "Y", "Z"]
 
 
 STARTING = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "pty.spawn")

@@ -575,6 +575,28 @@ def test_a_script_of_verl_names_its_branches_and_the_place_of_our_head(tmp_path,
     assert "log-probabilities come from logits; with =True from hidden states by our head" in out, out
 
 
+@pytest.mark.parametrize("typed", [[], ["DEVICE=gpu"], ["env", "DEVICE=npu"]], ids=["", "gpu", "npu"])
+def test_the_counts_of_a_script_are_those_of_the_branch_that_runs(tmp_path, capsys, monkeypatch, typed):
+    """verl's scripts set a step of 16 prompts on NPUs alone. The row on branches is behind those on the loss."""
+    monkeypatch.delenv("DEVICE", raising=False)
+    script = """DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' && echo npu || echo gpu)}
+        prompts=1024; of_step=256; A=(a.b=1)
+        case "${DEVICE}" in gpu) A+=(a.c=2) ;; npu) prompts=16; of_step=16; A+=(a.d=1 a.e=1 a.f=1) ;; esac
+    """
+    line = f"python3 -m {verl.MAIN} {verl.LOSS_MODE}=megatron_rl.gspo.prompt_mean data.train_batch_size=$prompts "
+    (tmp_path / "run.sh").write_text(script + line + f'{verl.ACTOR}ppo_mini_batch_size=$of_step "${{A[@]}}"\n')
+    code, out = doctor(capsys, "--", *typed, "bash", str(tmp_path / "run.sh"))
+    rows = [row.split(maxsplit=2) for row in out.splitlines()[1:-1]]
+    if not typed:
+        assert rows[-1][1] == "branches" and "DEVICE=... before bash" in out and not any(row[1] == "mini-batch" for row in rows), (
+            out
+        )
+        assert f"in each: data.train_batch_size, {verl.ACTOR}ppo_mini_batch_size, a.c, a.d and 2 more" in out and code == 0, out
+    else:
+        assert ("256 of 1024 prompts a step" if "DEVICE=gpu" in typed else "16 of 16 prompts") in out and "branches" not in out, out
+        assert code == ("DEVICE=gpu" in typed)
+
+
 def test_explain_names_its_own_flag(capsys):
     _, out = explain(capsys, "--host", "prime_rl", "--response-lengths", "3,5", "--loss-aggregation", "sample_mean")
     assert "give --one-sample-per-rollout here, and --trainer.loss.kwargs.one-sample-per-rollout True there" in out

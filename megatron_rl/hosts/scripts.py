@@ -133,13 +133,17 @@ def _truth_of(test: ast.expr, known: Mapping[str, Any]) -> bool | None:
         found = _truth_of(test.operand, known)
         return None if found is None else not found
     if isinstance(test, ast.BoolOp):
-        parts, ends = [_truth_of(one, known) for one in test.values], isinstance(test.op, ast.Or)
-        return ends if ends in parts else None if None in parts else not ends
+        return truth_of_all([_truth_of(one, known) for one in test.values], ends=isinstance(test.op, ast.Or))
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.comparators[0], ast.Constant):
         left, right = test.left, test.comparators[0].value
         if isinstance(left, ast.Attribute) and left.attr in known and isinstance(test.ops[0], ast.Eq | ast.NotEq):
             return bool(known[left.attr] == right) == isinstance(test.ops[0], ast.Eq)
     return bool(known[test.attr]) if isinstance(test, ast.Attribute) and test.attr in known else None
+
+
+def truth_of_all(parts: Sequence[bool | None], *, ends: bool) -> bool | None:
+    """Of parts joined by or, where a true one ends it, or by and, where a false one does. None: not known."""
+    return ends if ends in parts else None if None in parts else not ends
 
 
 def named_texts(tree: ast.Module, name: str) -> set[str] | None:

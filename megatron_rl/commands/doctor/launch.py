@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,8 @@ OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
 NOTHING_OF_OURS = "nothing of megatron_rl on this line"
 # More flags that no check reads are counted, and not listed.
 MOST_IDLE = 3
+# So are variables of branches.
+MOST_BRANCHES = 4
 # The flags of a model that could change a step begin so.
 OF_MODELS = ("--moe-", "--mtp-", "--num-experts", "--dsa-")
 FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
@@ -133,6 +136,7 @@ def judge_launch(
             *own, last = _stock(line, of_step, asked)
             found += map(_finding, own)
             unjudged = f"{NOTHING_OF_OURS}; {last.text}"
+        found += _branches(line.read_from)
         return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread, unjudged)
 
 
@@ -171,6 +175,7 @@ def _judge_settings(
     program = door.programs.named(given) or door.programs.imported(given)
     started = next((Path(word).name for word in given if word.endswith(".py") and door.recognises([word])), door.starts)
     started = started if program is None else program.word
+    found += _branches(read_from)
     return LaunchReport(f"{door.name}, {started}{place}", None, reading, [], found, [], hidden, unjudged)
 
 
@@ -235,9 +240,6 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
 
 def _of_script(read_from: ScriptLine | None, stray: ScriptLine | None) -> Iterator[Finding]:
     """What could not be decided in a shell script, whoever's line it starts."""
-    if read_from and read_from.branches:
-        text = f"taken as if each branch of the script had run: {', '.join(read_from.branches)}"
-        yield Finding("branches", NOTE, text)
     if read_from and read_from.unparsed:
         text = f"not understood, and what they set is not known: line {', '.join(read_from.unparsed)}"
         yield Finding("script", NOTE, text)
@@ -245,6 +247,24 @@ def _of_script(read_from: ScriptLine | None, stray: ScriptLine | None) -> Iterat
         words = f"{stray.words[0]} and {len(stray.words) - 1} words after it"
         text = f"{words} are alone on line {stray.line} and have no effect: the line above lacks its \\ at the end"
         yield Finding("script", PROBLEM, text)
+
+
+def _branches(read_from: ScriptLine | None) -> Iterator[Finding]:
+    """What depends on branches of a script, of which it is not known here which one runs."""
+    if read_from is None or not read_from.branches:
+        return
+    named = {f"${{{name.split()[0]}}}" for name in read_from.branches}
+    words = [(flag, word) for flag, word in pairwise(["", *read_from.words]) if any(name in word for name in named)]
+    unjudged = dict.fromkeys(flag if "=" not in word else word.partition("=")[0].lstrip("+~") for flag, word in words)
+    text = f"taken as if each branch of the script had run: {_first(read_from.branches)}"
+    text += f"; not judged, for they have another value in each: {_first([*unjudged])}" if unjudged else ""
+    typed = " ".join(f"{name}=..." for name in read_from.deciding)
+    yield Finding("branches", NOTE, text + (f"; type {typed} before bash to choose" if typed else ""))
+
+
+def _first(names: Sequence[str]) -> str:
+    more = len(names) - MOST_BRANCHES
+    return ", ".join(names[:MOST_BRANCHES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _trains_without_ours(line: LaunchLine) -> bool:

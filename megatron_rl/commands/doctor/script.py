@@ -1,8 +1,8 @@
 """Reads the commands of a bash script from its syntax tree, with its variables and arrays put in. It never runs any of it.
 
-tree-sitter-bash parses; this file follows assignments and simple expansions in the order of the text. A variable holds what the
-script assigns to it, as if each branch had run, else what this process's environment says. A word that cannot be expanded so stays
-as it was written, `$` and all: the reader of the words can tell.
+tree-sitter-bash parses; this file follows assignments, simple expansions and branches that are decided, in the order of the text. A
+variable holds what the script assigns to it, else what this process's environment says. A word that cannot be expanded so, or that
+has several values in branches that are not decided, stays as it was written, `$` and all: the reader of the words can tell.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl.commands.doctor.conditions import arms, conditions, ends_the_script, merged_text, merged_words, variables_in
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.bounds import is_regular, read_regular
 from megatron_rl.hosts.scripts import model_words
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 # Commands that set the variables which they name, from what is known at run time alone.
 SETTING = ("read", "mapfile", "readarray", "printf", "let", "getopts")
 COUNTING = ("postfix_expression", "unary_expression", "for_statement", "unset_command")
-BRANCHING = ("if_statement", "case_statement", "for_statement", "c_style_for_statement", "while_statement")
+LOOPS = ("for_statement", "c_style_for_statement", "while_statement")
+BRANCHING = ("if_statement", "case_statement", "list")
 # They hold no command that the script runs as a separate step.
 NO_STEPS = ("string", "concatenation", "expansion", "command_substitution", "process_substitution", "heredoc_body")
 # The command of miles that prints the flags of a model, and the folder of their scripts from four folders above it.
@@ -49,7 +51,8 @@ OF_A_KEY, SHORTEST_KEY = re.compile(r"(^|_)KEY(_|$)", re.IGNORECASE), 16
 
 @dataclass(frozen=True, slots=True)
 class ScriptLine:
-    """words: expanded. branches: variables in it that an if, case or loop of the script decides about, as NAME (line n).
+    """words: expanded. branches: variables in it that an if, case or loop of the script decides about, as NAME (line n), where it
+    is not known which branch runs. deciding: variables that say so, and that whoever starts the script may set.
     python_path: PYTHONPATH as the script has set it by then. unparsed: lines before it that the parser takes for no bash.
     absent: files that it has sourced by then and that are not here. called: what it starts, and has the line."""
 
@@ -60,6 +63,7 @@ class ScriptLine:
     unparsed: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     called: str = ""
+    deciding: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -115,7 +119,10 @@ class ScriptReader:
         self.used: dict[str, int] = {}
         self.unparsed: list[str] = []
         self.absent: list[str] = []
-        self.depth, self.lines_above, self.is_in_function = 0, 0, False
+        self.depth, self.lines_above, self.is_in_function, self.is_in_loop = 0, 0, False, False
+        self.open_on: set[str] = set()  # names in the conditions around, where it is not known whether they are true
+        self.deciders: dict[str, set[str]] = {}  # of each variable
+        self.computed: set[str] = set()  # variables that the script sets whatever its environment says
         self.num_texts = self.num_expanded = 0
         # Names that something unread has set; after an `eval` or an unread `source` any name may be one of them.
         self.unknown: set[str] = set()
@@ -151,12 +158,44 @@ class ScriptReader:
             yield from self._command(body, node, is_in_branch=is_in_branch)
         elif node.type == "variable_assignment":
             self._assign(node, is_in_branch=is_in_branch)
+        elif node.type in BRANCHING and not node.has_error:
+            yield from self._branches(node, is_in_branch=is_in_branch)
         elif node.type not in NO_STEPS:
-            outer, self.is_in_function = self.is_in_function, self.is_in_function or node.type == "function_definition"
-            for index, child in enumerate(node.children):
-                is_decided = node.type in BRANCHING or (node.type == "list" and index > 0)
-                yield from self._walk(child, is_in_branch=is_in_branch or is_decided)
-            self.is_in_function = outer
+            outer, is_loop = (self.is_in_function, self.is_in_loop), node.type in LOOPS
+            self.is_in_function, self.is_in_loop = outer[0] or node.type == "function_definition", outer[1] or is_loop
+            for child in node.children:
+                yield from self._walk(child, is_in_branch=is_in_branch or is_loop or node.type in BRANCHING)
+            self.is_in_function, self.is_in_loop = outer
+
+    def _branches(self, node: Node, *, is_in_branch: bool) -> Iterator[ScriptLine]:
+        """Those that may run, each from what was known before them."""
+        found = arms(node, self._decided_text)
+        for condition in conditions(node):
+            yield from self._walk(condition, is_in_branch=is_in_branch)
+        is_open, before, outer = len(found) > 1, self.values, self.open_on
+        if is_open:
+            used = [variable for one in conditions(node) for variable in variables_in(one)]
+            self.open_on = (
+                outer | {name for name, taken in used if self._decided_text(taken) is None} - self.computed - self.unknown
+            )
+        after = []
+        for body in found:
+            self.values = dict(before) if is_open else before
+            for child in body:
+                yield from self._walk(child, is_in_branch=is_in_branch or is_open)
+            if not ends_the_script(body):
+                after.append(self.values)
+        self.open_on = outer
+        if is_open:
+            self.values = _merged(before, after or [before])
+
+    def _decided_text(self, node: Node) -> str | None:
+        """What a part of a condition becomes; None: not known, as in a loop or a function, which run at other times than here."""
+        outer, self.used = self.used, {}
+        words, is_open = self.words(node), bool(self.used)
+        self.used = outer
+        is_open |= self.is_in_function or self.is_in_loop or any(name in self.unknown for name, _ in variables_in(node))
+        return None if is_open or len(words) > 1 or any(map(is_unread, words)) else "".join(words)
 
     def _command(self, node: Node, redirected: Node, *, is_in_branch: bool) -> Iterator[ScriptLine]:
         """redirected: the command with its redirections; the words after the first word of one belong to the command."""
@@ -169,7 +208,7 @@ class ScriptReader:
             words += self.words(word)
             if words and words[-1].endswith(".py"):  # what a branch decides before the script is Ray's, or torchrun's
                 self.used = {}
-        branches = tuple(f"{name} (line {line})" for name, line in sorted(self.used.items()))
+        branches = dict(self.used)
         # NAME=value before a command is gone after it.
         settings = {_name(child): child for child in node.children if child.type == "variable_assignment"}
         outer = {name: self.values[name] for name in settings if name in self.values}
@@ -184,7 +223,7 @@ class ScriptReader:
         for redirect in redirects:  # the node of a here document holds the rest of its first line
             yield from self._walk(redirect, is_in_branch=is_in_branch)
 
-    def _run(self, words: list[str], branches: tuple[str, ...], line: int) -> Iterator[ScriptLine]:
+    def _run(self, words: list[str], branches: dict[str, int], line: int) -> Iterator[ScriptLine]:
         """What a command does to variables, the commands in what it reads, or itself."""
         program = Path(words[0]).name if words else ""
         above = self.path, self.lines_above, self.is_in_function
@@ -205,8 +244,15 @@ class ScriptReader:
         elif (at := called_script(words)) is not None and self.depth < MAX_DEPTH and (path := self._here(words[at])):
             yield from self._called(path, words[at + 1 :])
         elif words:
-            python_path = self.values.get("PYTHONPATH", _Value([])).words
-            yield ScriptLine(tuple(words), line, branches, " ".join(python_path), tuple(self.unparsed), tuple(self.absent))
+            yield ScriptLine(
+                tuple(words),
+                line,
+                tuple(f"{name} (line {at})" for name, at in sorted(branches.items(), key=lambda one: one[1])),
+                " ".join(self.values.get("PYTHONPATH", _Value([])).words),
+                tuple(self.unparsed),
+                tuple(self.absent),
+                deciding=tuple(sorted({name for one in branches for name in self.deciders.get(one, ())})),
+            )
         self.path, self.lines_above, self.is_in_function = above
 
     def _read_array(self, name: str, redirects: Sequence[Node], branches: dict[str, int]) -> None:
@@ -244,6 +290,10 @@ class ScriptReader:
             if re.search(r"\$\(|`", words[0]):  # shown by its name, which is shorter
                 words = [f"${{{name}}}"]
         branches, before = self.used | ({name: self._line_of(node)} if is_in_branch else {}), self.values.get(name)
+        if is_in_branch:
+            self.deciders.setdefault(name, set()).update(self.open_on)
+        if value is not None and not re.search(rf"\$\{{?{re.escape(name)}\b", _text(value)):
+            self.computed.add(name)
         if "[" in name:  # one element: the rest of the array is not known any more
             self.unknown.add(name.partition("[")[0])
         elif before is not None and any(child.type == "+=" for child in node.children):
@@ -345,6 +395,23 @@ class ScriptReader:
                 words = model_words(folders[3] / MODELS, model) if len(folders) > 3 else None
                 return None if words is None else " ".join(words)
         return None
+
+
+def _merged(before: Mapping[str, _Value], after: Sequence[Mapping[str, _Value]]) -> dict[str, _Value]:
+    """What variables hold behind branches of which one has run. One that some do not set may have been set by the others."""
+    merged: dict[str, _Value] = {}
+    for name in dict.fromkeys(name for values in after for name in values):
+        found = [values[name] for values in after if name in values]
+        branches = {key: line for one in found for key, line in one.branches.items()}
+        if all(one is found[0] for one in found) or all(one.words == found[0].words for one in found):
+            same = {key: line for key, line in branches.items() if key != name} if len(found) == len(after) > 1 else branches
+            merged[name] = found[0] if found[0] is before.get(name) else replace(found[0], branches=same)
+        elif all(one.is_array for one in found):
+            start = before[name].words if name in before else []
+            merged[name] = _Value(merged_words(name, [one.words for one in found], start), True, branches)
+        else:
+            merged[name] = _Value([merged_text(name, [" ".join(one.words) for one in found])], False, branches)
+    return merged
 
 
 def _edited(text: str, edit: str) -> str | None:
