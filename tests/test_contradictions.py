@@ -285,3 +285,12 @@ def test_a_loss_of_batches_that_returns_no_value_a_token_is_found_at_start(funct
 def test_the_losses_of_batches_of_the_package_contradict_nothing(name):
     loss = get_policy_loss(name)
     assert contradictions(loss, loss.clip_bounds(None, None), loss.resolve_parameters({})) == ()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_loss_whose_minus_is_missing_is_found(level):
+    """At ratio 1 it is trained away from the advantage. One that reads none, or turns later, is no such loss."""
+    (message,) = found_in(lambda x, a: -surrogate(x, a), level, name="away")
+    assert "makes likelier what has a negative advantage" in message and "is the minus missing?" in message
+    assert found_in(lambda x, a: bounded_exp(x), level, name="without") == ()
+    assert found_in(lambda x, a: torch.where(x == 0, surrogate(x, a), -surrogate(x, a)), level, name="later") == ()

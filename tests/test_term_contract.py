@@ -454,6 +454,19 @@ def test_a_wrong_correction_is_named_at_launch(forgets, function, message):
     assert find_problems(Settings(config=PolicyLossConfig(importance_correction="own", **bounds))) == problems
 
 
+def test_a_file_whose_second_declaration_is_wrong_says_so_at_each_import(tmp_path, monkeypatch, forgets):
+    """Its first one was registered when the second raised, and is registered once more when the file is imported again."""
+    name = f"two_of_{tmp_path.name}"
+    text = "from megatron_rl import register_kl_estimator\n"
+    for one, wrong in (("first", ""), ("second", ", triton='twin'")):
+        text += f"\n\n@register_kl_estimator('{one}'{wrong})\ndef {one}(log_probs, ref_log_probs):\n    return log_probs\n"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="has no dot: write module.function"):
+            get_kl_estimator(f"{name}.second")
+
+
 @pytest.mark.parametrize(
     ("declare", "message"),
     [

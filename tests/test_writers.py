@@ -314,6 +314,17 @@ def test_plain_lines_come_seldom_and_end_with_the_last_state(monkeypatch):
     assert lines[1] == "step 240/390  reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234  00:05 elapsed  00:18 left"
 
 
+def test_the_first_step_of_a_rollout_shows_how_far_the_one_before_moved(monkeypatch):
+    """KL and clip fraction are 0 there by construction. With one step a rollout there is no other."""
+    pytest.importorskip("tqdm", reason="needs tqdm: pip install tqdm")
+    for rollouts, last in (((0, 0, 1), "clipped 3.1%"), ((0, 1, 2), "clipped 0.0%")):
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        with ProgressBar(total=3, enabled=True) as bar:
+            for step, (rollout, clipped) in enumerate(zip(rollouts, (0.0, 0.031, 0.0), strict=True)):
+                bar.update(step + 1, {"rollout": rollout, CLIP_FRACTION: clipped})
+        assert last in sys.stderr.getvalue().splitlines()[-1]
+
+
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_a_number_of_steps_that_is_known_later_is_shown_from_then_on(monkeypatch, stream):
     """A disabled bar prints nothing."""

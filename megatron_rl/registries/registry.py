@@ -103,9 +103,10 @@ class Registry(Generic[Record]):
 
 
 def _is_run_again(before: Callable[..., Any], now: Callable[..., Any]) -> bool:
-    """Whether a cell of a notebook defines its function once more."""
+    """Whether a cell of a notebook defines its function once more, or a file that raised below it is imported once more."""
     names = {(function.__module__, function.__qualname__) for function in (before, now)}
-    return len(names) == 1 and now.__module__ == "__main__" and "<lambda>" not in now.__qualname__
+    is_again = now.__module__ == "__main__" or getattr(before, "__globals__", None) is not getattr(now, "__globals__", None)
+    return len(names) == 1 and is_again and "<lambda>" not in now.__qualname__
 
 
 @functools.cache  # each parser asks again

@@ -489,7 +489,7 @@ def _wrong_clip(step: Step, found: _Coefficients, right: _Coefficients) -> str:
     clipped, free = (int(((one.values[0] == 0) & (other.values[0] != 0)).sum()) for one, other in ((found, right), (right, found)))
     return (
         f"the clip is another: {clipped} tokens have no gradient that must have one, and {free} have one that must have none. Pass "
-        "the loss the clip of config, and `samples` the old log-probabilities of the loss"
+        "the loss the clip and `loss_parameters` of config, and `samples` the old log-probabilities of the loss"
     )
 
 

@@ -32,14 +32,20 @@ class ProgressBar:
     def __init__(self, total: int | None, enabled: bool, initial: int = 0):
         """initial: steps that an earlier run has done; they count in the bar and not in the time left."""
         self._bar = None
+        self._rollout: object = None
+        self._moved: dict[str, Any] = {}
         with STDERR_MAY_BE_GONE:
             self._bar = _make_bar(total, initial) if enabled else None
 
     def update(self, step: int, metrics: dict[str, Any]) -> None:
-        """step: optimiser steps done so far. Metrics that the row lacks are left out."""
+        """step: optimiser steps done so far. Metrics that the row lacks are left out. At a rollout's first step, where nothing has
+        moved, KL and clip fraction are those of the last step that was another one, if there was one."""
         if self._bar is None:
             return
-        self._bar.set_description_str(describe(metrics), refresh=False)
+        if metrics.get("rollout") is not None and metrics["rollout"] == self._rollout:
+            self._moved = {name: metrics[name] for name in (KL, CLIP_FRACTION) if metrics.get(name) is not None}
+        self._rollout = metrics.get("rollout")
+        self._bar.set_description_str(describe(metrics | self._moved), refresh=False)
         with STDERR_MAY_BE_GONE:
             self._bar.update(step - self._bar.n)
 

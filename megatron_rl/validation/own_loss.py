@@ -109,6 +109,13 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
             f"{name} has derivative 0 by log_ratio and log_probs everywhere, so nothing would train: compute its value from them "
             "without detach, or return LossValue(value, derivative, is_clipped)"
         )
+    is_first = log_ratio == 0
+    towards = -(of_value * advantages)[is_first]
+    if towards.any() and (towards <= 0).all():
+        yield (
+            f"{name} at ratio 1 makes likelier what has a negative advantage, and less likely what has a positive one: a loss is "
+            "minimised, so its value is -advantages times something that grows with log_probs; is the minus missing?"
+        )
     idle = {"gradient": mixed.derivative, "value": mixed.value}
     kept = [what for what, tensor in idle.items() if (tensor[is_idle].abs() > _NOISE).any()]
     if loss.zero_advantage_has_no_gradient and kept:
