@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.hosts import roll, skyrl, verl
+from megatron_rl.hosts import roll, skyrl, verl, verl_correction
 from megatron_rl.hosts.verl import BATCH, CLASS_LINE, IS_V1, LOSS_CLASS, LOSS_MODE, MANAGER, MINI_BATCH
 
 ACTOR = "actor_rollout_ref.actor"
@@ -28,7 +28,7 @@ RATIO, REJECTION = "algorithm.rollout_correction.rollout_is", "algorithm.rollout
 KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"]
 MEAN_OF_KL = f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
 ONE_ROW = f"{ACTOR}.policy_loss.one_sample_per_rollout"
-UNCUT = verl.uncut_weights()
+UNCUT = verl_correction.uncut_weights()
 TIS = [CLASS_LINE, f"+{ACTOR}.policy_loss.importance_correction=tis"]
 ONE_MINI_BATCH = f"{BATCH}=256"
 DOOR_OF_SKYRL = f"{skyrl.ENTRYPOINT}={skyrl.__name__}"
@@ -316,12 +316,17 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
     "verl, no weights in bypass mode": (
         "verl",
         [our_mode("dppo_tv.sample_mean"), *UNCUT, "algorithm.rollout_correction.bypass_mode=true"],
-        "^rollout_correction: bypass_mode=true: ",
+        "^rollout_correction: bypass_mode=true: .*; set [^ ]*bypass_mode=False$",
+    ),
+    "verl, weights that bypass_mode skips": (
+        "verl",
+        [our_mode("grpo.sample_mean"), f"{RATIO}=token", "algorithm.rollout_correction.bypass_mode=true"],
+        "^rollout_correction: no effect of rollout_is=token with bypass_mode in the v1 trainer.*=False for weights$",
     ),
     "verl, no log-probabilities of the sampler": (
         "verl",
         [our_mode("dppo_tv.sample_mean"), *UNCUT, "actor_rollout_ref.rollout.calculate_log_probs=false"],
-        "^rollout_correction: actor_rollout_ref.rollout.calculate_log_probs=false: ",
+        "^rollout_correction: actor_rollout_ref.rollout.calculate_log_probs=false: .*; set [^ ]*calculate_log_probs=True$",
     ),
     "verl, a correction without weights": (
         "verl",

@@ -69,6 +69,7 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
         "verl/trainer/ppo/v1/trainer_base.py": (
             '"global_batch_size": ppo_mini_batch_size,',
             "data, is_metrics = compute_rollout_correction_and_add_to_batch(data, rollout_corr_config)",
+            'rollout_corr_config is not None and "rollout_log_probs" in data.batch and not bypass_recomputing_logprobs',
         ),
         "verl/trainer/ppo/v1/utils.py": ("if adv_estimator != core_algos.AdvantageEstimator.GRPO:",),
         "verl/trainer/ppo/v1/agent_loop_tq.py": ('field["loss_mask"] = field["response_mask"]',),
@@ -89,6 +90,7 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "verl/trainer/config/algorithm/rollout_correction.yaml": (
             *("rollout_is: null", "rollout_is_threshold: 2.0", "rollout_is_batch_normalize: false"),
+            "loss_type: ppo_clip",
         ),
         "verl/trainer/config/rollout/rollout.yaml": ("calculate_log_probs: True",),
         "verl/workers/engine_workers.py": (

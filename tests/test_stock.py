@@ -430,7 +430,7 @@ def test_the_critic_of_roll():
 
     found = stock_of("roll", adv_estimator="gae")
     agrees(found.value, of_critic(critic))
-    assert "grows with their number" in found.remarks[-1] and stock_of("roll", adv_estimator="grpo").value is None
+    assert "grows with their number" in found.varies[-1] and stock_of("roll", adv_estimator="grpo").value is None
 
 
 @pytest.mark.parametrize(
@@ -555,7 +555,7 @@ def test_the_losses_of_verl_that_choose_their_aggregation():
     found = {mode: stock_of("verl", loss_mode=mode, loss_agg_mode="token-mean") for mode in ("gspo", "geo_mean", "kl_cov")}
     assert found["gspo"].policy == stock.SAMPLE_MEAN
     agrees(found["geo_mean"].policy, lambda losses, mask, samples: torch.mean((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1)))
-    assert found["kl_cov"].remarks and found["geo_mean"].remarks
+    assert found["kl_cov"].varies and found["geo_mean"].varies
 
 
 @pytest.mark.host("SKYRL_ROOT")
@@ -564,4 +564,4 @@ def test_the_losses_of_skyrl_whose_weights_are_known():
     kinds = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "PolicyLossType")
     names = {node.value.value for node in kinds.body if isinstance(node, ast.Assign)}
     assert names - set(skyrl.STOCK_LOSSES) == {"cross_entropy"} and set(skyrl.STOCK_LOSSES) < names
-    assert stock_of("skyrl", policy_loss_type="clip_cov").remarks and stock_of("skyrl", policy_loss_type="mine") is None
+    assert stock_of("skyrl", policy_loss_type="clip_cov").varies and stock_of("skyrl", policy_loss_type="mine") is None

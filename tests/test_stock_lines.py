@@ -13,9 +13,22 @@ from megatron_rl.hosts import skyrl, trl_stock, verl
 from megatron_rl.hosts.base import REDUCER_LINE
 
 ALIKE = "the weights of its tokens do not depend on the layout"
+VARIES = "NOT exact: the step depends on the layout; see the notes\n"
+# What verl's examples/rollout_correction/run_qwen2_5_7b_fsdp.sh sets.
+BYPASS = " ".join(
+    f"algorithm.rollout_correction.{setting}"
+    for setting in ("bypass_mode=true", "loss_type=reinforce", "rollout_is=sequence", "rollout_is_batch_normalize=true")
+)
 
 
 # What doctor prints
+
+
+def test_a_step_that_depends_on_the_layout_is_not_said_to_be_exact(capsys):
+    line = f"--response-lengths 3,1 -- python -m verl.trainer.main_ppo trainer.use_v1=False {BYPASS}"
+    assert main(["doctor", "--launch-only", *line.split()]) == 0
+    out = capsys.readouterr().out
+    assert "what the notes say of the layout is not in a figure here" in out and "exact weight" not in out and VARIES in out, out
 
 
 LINES = {
@@ -182,11 +195,44 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
         ),
         pytest.param(
             "verl",
-            "python -m verl.trainer.main_ppo trainer.use_v1=false actor_rollout_ref.actor.policy_loss.loss_mode=gspo "
-            "algorithm.rollout_correction.bypass_mode=true algorithm.rollout_correction.rollout_is_batch_normalize=true",
-            ("a token weighs 1/T", "in the place of loss_mode", "divides by a mean over each micro-batch", "see the notes"),
-            "1/(N m_i)",
+            f"python -m verl.trainer.main_ppo trainer.use_v1=false actor_rollout_ref.actor.policy_loss.loss_mode=gspo {BYPASS}",
+            ("a token weighs 1/T", "in the place of loss_mode", "divides by a mean over each micro-batch", VARIES),
+            "no effect",
             id="verl: bypass_mode",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo trainer.use_v1=false " + BYPASS.replace("reinforce", "ppo_clip"),
+            ("no effect of rollout_is=sequence, rollout_is_batch_normalize=True with bypass_mode and loss_type=ppo_clip",),
+            "mean over each micro-batch",
+            id="verl: bypass_mode and a clip",
+        ),
+        pytest.param(
+            "verl",
+            f"python -m verl.trainer.main_ppo {BYPASS} algorithm.rollout_correction.rollout_rs=token_k1",
+            (
+                "no effect of rollout_is=sequence, rollout_is_batch_normalize=True, rollout_rs=token_k1, loss_type=reinforce with "
+                "bypass_mode in the v1 trainer, which skips the correction: remove it, or set trainer.use_v1=False, which reads it",
+                "the importance ratio is to the sampler",
+                "layout\n",
+            ),
+            "PROBLEM",
+            id="verl: bypass_mode of the v1 trainer",
+        ),
+        pytest.param(
+            "verl",
+            "python -m verl.trainer.main_ppo algorithm.rollout_correction.rollout_is=token "
+            "actor_rollout_ref.rollout.calculate_log_probs=False",
+            ("no effect of rollout_is=token with actor_rollout_ref.rollout.calculate_log_probs=False: set",),
+            "PROBLEM",
+            id="verl: a correction without log-probabilities of the sampler",
+        ),
+        pytest.param(
+            "skyrl",
+            "python -m skyrl.train.entrypoints.main_base trainer.algorithm.policy_loss_type=kl_cov",
+            ("kl_cov selects tokens of each micro-batch", VARIES),
+            "PROBLEM",
+            id="SkyRL: a selection of each micro-batch",
         ),
         pytest.param(
             "skyrl",

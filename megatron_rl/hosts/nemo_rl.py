@@ -232,19 +232,20 @@ def weights_reach_the_loss(found: Found) -> Iterator[Row]:
 
 def stock(settings: Settings) -> Stock | None:
     """NeMo-RL's own loss: both terms are means over the tokens of the step, or over its samples."""
-    is_of_tokens, remarks = settings[f"{LOSS_FN}token_level_loss"], []
+    is_of_tokens, remarks, varies = settings[f"{LOSS_FN}token_level_loss"], [], []
     if not isinstance(is_of_tokens, bool):
         return None
     if is_on(settings, POSITIVE_EXAMPLES):
         text = "is a mean over the tokens of a micro-batch, and micro-batches are added: it depends on the layout"
-        remarks.append(f"{POSITIVE_EXAMPLES}={settings[POSITIVE_EXAMPLES]} {text}")
+        varies.append(f"{POSITIVE_EXAMPLES}={settings[POSITIVE_EXAMPLES]} {text}")
     if settings.value_of(DRAFT) is True:
         remarks.append(f"{DRAFT}=true adds the loss of a draft model, which is not judged")
     if settings.value_of(MTP) not in (ABSENT, UNKNOWN, None, 0):
         remarks.append(MTP_IS_NOT_JUDGED.format(f"{MTP}={settings.value_of(MTP)}"))
     weight = TOKEN_MEAN if is_of_tokens else OF_PRESENT_SAMPLES
     value = TOKEN_MEAN if settings.value_of(CRITIC) not in (ABSENT, None) else None
-    return Stock(weight, weight if is_on(settings, PENALTY) else None, remarks=tuple(remarks), value=value)
+    kl = weight if is_on(settings, PENALTY) else None
+    return Stock(weight, kl, remarks=tuple(remarks), varies=tuple(varies), value=value)
 
 
 def why_not_judged(script: ast.Module) -> str | None:

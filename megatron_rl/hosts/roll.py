@@ -375,11 +375,11 @@ def stock(settings: Settings) -> Stock | None:
     weight = STOCK_MODES.get(str(settings["loss_agg_mode"]))
     has_kl, has_entropy = settings["use_kl_loss"] is not False, is_on(settings, "entropy_loss_coef")
     normalised = [name for name in ("difficulty_loss_weight", "length_loss_weight") if settings[name] is True]
-    remarks = [f"{name}=true divides by a sum over each micro-batch, so the step depends on the layout" for name in normalised]
+    varies = [f"{name}=true divides by a sum over each micro-batch, so the step depends on the layout" for name in normalised]
     kl, entropy = weight if has_kl else None, weight if has_entropy else None
     value = Formula(N_b=-1, m_i=-1) if settings.value_of("adv_estimator") in (ABSENT, "gae") else None
-    remarks += [MEANS_ARE_ADDED.format("ROLL's critic")] if value is not None else []
-    return None if weight is None else Stock(weight, kl, entropy, remarks=tuple(remarks), value=value)
+    varies += [MEANS_ARE_ADDED.format("ROLL's critic")] if value is not None else []
+    return None if weight is None else Stock(weight, kl, entropy, varies=tuple(varies), value=value)
 
 
 def settings_of_yaml(tree: Mapping[str, Any]) -> Settings:

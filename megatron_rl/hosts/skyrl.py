@@ -134,7 +134,7 @@ def stock(settings: Settings) -> Stock | None:
         kl if settings[f"{ALGORITHM}use_kl_loss"] is not False else None,
         entropy if settings[f"{ALGORITHM}use_entropy_loss"] is not False else None,
         exact_setting(f"{ALGORITHM}loss_reduction={{}}", STOCK_REDUCTIONS, weight),
-        (OF_A_MICRO_BATCH.format(loss),) if loss in SELECTING else (),
+        varies=(OF_A_MICRO_BATCH.format(loss),) if loss in SELECTING else (),
         value=SAMPLE_MEAN if settings.value_of(f"{ALGORITHM}advantage_estimator") == "gae" else None,
     )
 

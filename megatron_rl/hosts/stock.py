@@ -54,7 +54,9 @@ class Stock:
     exact: str | None = None
     """The trainer's own setting of the policy term that does not depend on the layout, as it is typed."""
     remarks: tuple[str, ...] = ()
-    """What else of the loss depends on the layout, or is not judged."""
+    """What else of the loss is to be known, or is not judged."""
+    varies: tuple[str, ...] = ()
+    """What else of the loss depends on the layout, and so makes the step depend on it."""
     distillation: Formula | None = None
     value: Formula | None = None
     """Of a critic: the squares are halved in some trainers, which changes no weight against another."""
@@ -147,7 +149,7 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None) -> Ite
             remedy = stock.exact or (exact(ours) if exact is not None and ours is not None else None)
         words = "" if remedy is None else f"; exact: {remedy}"
         yield Row(name, f"{title}'s own: a token weighs {shown}{where}: {_changes(letters)}{words}", is_note=True)
-    for text in stock.remarks:
+    for text in (*stock.varies, *stock.remarks):
         yield Row("stock loss", text, is_note=True)
 
 
@@ -193,7 +195,7 @@ def judge(
         return
     yield from rows_of(stock, title, exact)
     yield from () if of_step is None else of_step(stock)
-    yield Row(VERDICT, verdict(stock, title, has_notes=is_partial or bool(stock.remarks)), is_note=True)
+    yield Row(VERDICT, verdict(stock, title, has_notes=is_partial or bool(stock.varies or stock.remarks)), is_note=True)
 
 
 def unjudged(why: str) -> Row:
@@ -204,11 +206,13 @@ def verdict(stock: Stock, title: str, *, has_notes: bool) -> str:
     said, notes = [], "; see the notes" if has_notes else ""
     if local := [name for name, weight in stock.terms.items() if local_letters(weight)]:
         said.append(f"NOT exact: the weight of a token in its {_listed(local)} depends on the layout")
+    elif stock.varies:
+        said.append("NOT exact: the step depends on the layout")
     if generated := {name: weight for name, weight in stock.terms.items() if is_of_generation(weight)}:
         times = times_of_generation(next(iter(generated.values())), stock.known)
         far = "" if times in (None, 1) else f", about {times:.3g} times its mean"
         verb = "divide" if len(generated) > 1 else "divides"
-        same = "" if local else "; the same on every layout"
+        same = "" if local or stock.varies else "; the same on every layout"
         said.append(f"its {_listed([*generated])} {verb} by the tokens of a generation and not of the step{far}{same}")
     text = ", and ".join(said) or "the weights of its tokens do not depend on the layout"
     return f"{title}'s own loss: {text}{notes}"

@@ -38,7 +38,7 @@ STOCK_TYPES = {
 OF_GENERATION, RESCALED = Formula(T_gen=-1), Formula(M_gen=1, M=-1, T_gen=-1)
 OF_MATRIX = Formula(N=-1, L_b=-1, m_i=1)
 # A setting -> the value that does nothing, and what another one does.
-REMARKS = {
+VARIES = {
     "top_entropy_quantile": (1.0, OF_A_MICRO_BATCH.format("top_entropy_quantile")),
     "use_adaptive_entropy": (False, "use_adaptive_entropy=True changes the coefficient by the entropy of each micro-batch"),
 }
@@ -95,17 +95,18 @@ def stock(settings: Settings) -> Stock | None:
         return None
     is_old, kl, entropy = is_before(RESCALES), weight, MEAN_OF_TOKEN_MEANS
     exact = exact_setting(f"{CHOICE}={{}}", {"dapo": TOKEN_MEAN}, weight)
-    remarks = [text for name, (idle, text) in REMARKS.items() if settings[name] not in (idle, UNKNOWN)]
+    varies = tuple(text for name, (idle, text) in VARIES.items() if settings[name] not in (idle, UNKNOWN))
+    remarks: list[str] = []
     longest = whole_number(settings["max_completion_length"])
     known: dict[str, float] = {} if longest is None else {"L": longest}
     if weight == TOKEN_MEAN:
-        known, said, exact = of_generations(settings)
+        known, remarks, exact = of_generations(settings)
         weight = kl = TOKEN_MEAN if exact is None else OF_GENERATION if is_old else RESCALED
-        entropy, remarks = weight if is_old else entropy, [*remarks, *said]
+        entropy = weight if is_old else entropy
     elif settings[CHOICE] == "luspo" and is_old:  # of a matrix, TRL takes the mean over its padded places too
         weight, kl = weight if settings["importance_sampling_level"] == "sequence" else OF_MATRIX, OF_MATRIX
     terms = (weight, kl if is_on(settings, "beta") else None, entropy if is_on(settings, "entropy_coef") else None)
-    return Stock(*terms, exact, tuple(remarks), known=known)
+    return Stock(*terms, exact, tuple(remarks), varies, known=known)
 
 
 def of_generations(settings: Settings) -> tuple[dict[str, float], list[str], str | None]:

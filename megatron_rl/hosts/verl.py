@@ -19,7 +19,6 @@ a file are judged by the plugin, from verl's whole config. `verl_loss` has the l
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -55,6 +54,20 @@ from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, as_typed, read_overrides, read_value, value_at
 from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames
 from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
+from megatron_rl.hosts.verl_correction import (
+    BYPASS,
+    CORRECTION,
+    IS_V1,
+    LOSS_TYPE,
+    ROLLOUT,
+    SCORES,
+    UNCUT_WEIGHTS,
+    correction_acts,
+    idle_settings,
+    our_loss_is_not_replaced,
+    readers,
+    weights_are_uncut,
+)
 from megatron_rl.loss_hub import (
     clip_of,
     get_loss_aggregation,
@@ -66,7 +79,7 @@ from megatron_rl.validation.checks import Row, check
 
 MAIN = "verl.trainer.main_ppo"
 PREFIX = "megatron_rl."
-ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.rollout_correction."
+ACTOR = "actor_rollout_ref.actor."
 LOSS_MODE, LOSS_CLASS = f"{ACTOR}policy_loss.loss_mode", f"{ACTOR}policy_loss._target_"
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what each of its processes imports first
 MINI_BATCH, BATCH = f"{ACTOR}ppo_mini_batch_size", "data.train_batch_size"
@@ -81,11 +94,8 @@ MTP = "actor_rollout_ref.model.mtp."
 POLICY_LOSS_CLASS = "megatron_rl.hosts.verl_config.PolicyLoss"
 CLASS_LINE = f"{LOSS_CLASS}={POLICY_LOSS_CLASS}"
 OWN_CLASSES = (None, POLICY_LOSS_CLASS, "verl.workers.config.PolicyLossConfig", UNKNOWN)
-# The overrides with which verl hands over exp(old - sampled). verl itself bounds it at e^20, so a larger threshold cuts nothing.
-LEAST_UNCUT_THRESHOLD = math.exp(20)
-UNCUT_WEIGHTS = {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_threshold": 1e9}
 # The v1 trainer names each row's session, and the old one makes a row of each, unless a manager of the user's own makes the rows.
-IS_V1, MANAGER = "trainer.use_v1", f"{ROLLOUT}agent.agent_loop_manager_class"
+MANAGER = f"{ROLLOUT}agent.agent_loop_manager_class"
 SESSIONS = Rollouts(several="an agent loop with several outputs", ids="uid and session_id")
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
 SIZES = ("tensor_model", "context", "expert_model", "expert_tensor")
@@ -133,10 +143,6 @@ def is_launch(words: Sequence[str]) -> bool:
 
 def is_ours(settings: Settings) -> bool:
     return str(settings[LOSS_MODE]).startswith(PREFIX)
-
-
-def uncut_weights() -> list[str]:
-    return [f"{name}={value}" for name, value in UNCUT_WEIGHTS.items()]
 
 
 # What is verl's alone. The settings of other sections than the actor's are UNKNOWN in verl's workers.
@@ -207,26 +213,6 @@ def one_aggregation_acts(found: Found) -> Iterator[Row]:
         yield Row("loss_agg_mode", f"{mode}, of KL and entropy; our loss does not read it")
 
 
-@check(when=lambda found: needs_rollout_log_probs(found.config))
-def weights_are_uncut(found: Found) -> Iterator[Row]:
-    """Whether verl hands over what the sampler's log-probabilities are computed from."""
-    settings = found.settings
-    switches = [f"{CORRECTION}{name}" for name in ("rollout_is_batch_normalize", "bypass_mode")]
-    level, threshold = settings[f"{CORRECTION}rollout_is"], settings[f"{CORRECTION}rollout_is_threshold"]
-    wrong = [] if level in ("token", UNKNOWN) else [f"rollout_is={level}"]
-    if threshold is not UNKNOWN and not (isinstance(threshold, int | float) and threshold >= LEAST_UNCUT_THRESHOLD):
-        wrong.append(f"rollout_is_threshold={threshold}")
-    wrong += [f"{name.removeprefix(CORRECTION)}=true" for name in switches if settings[name] is True]
-    if settings[f"{ROLLOUT}calculate_log_probs"] is False:
-        wrong.append(f"{ROLLOUT}calculate_log_probs=false")
-    if wrong:
-        text = f"{PREFIX}{found} with these settings compares with the sampler, and gets it from verl's uncut weights"
-        yield Row("rollout_correction", f"{', '.join(wrong)}: {text}; set {' '.join(uncut_weights())}", is_wrong=True)
-    elif level is not UNKNOWN:
-        text = "verl's uncut weights give our loss the sampler's log-probabilities, and multiply nothing"
-        yield Row("rollout_correction", text)
-
-
 def rollouts_of(settings: Settings) -> Rollouts:
     if (manager := settings[MANAGER]) not in (None, UNKNOWN):  # whether it names the session of a row is not known
         return Rollouts(several=f"{MANAGER}={manager}")
@@ -244,18 +230,6 @@ def a_step_has_whole_prompts(found: Found) -> Iterator[Row]:
         text += f": verl deals samples to ranks by length, so a mini-batch cuts prompt groups; set {MINI_BATCH}={batch}, or "
         text += f"{BATCH}={mini_batch}, or accept cut groups with {CLASS_LINE} {DOOR.own.typed(PARTIAL_GROUPS)}=true"
     yield Row("mini-batch", text, is_wrong=is_wrong)
-
-
-@check(subject="rollout_correction")
-def our_loss_is_not_replaced(found: Found) -> Iterator[str]:
-    if found.settings[f"{CORRECTION}bypass_mode"] is True and found.settings[IS_V1] is False:
-        yield "bypass_mode=true of the old trainer puts verl's own loss in the place of ours; remove it, or trainer.use_v1=false"
-
-
-def readers(settings: Settings) -> list[str]:
-    """verl's own corrections that compare with the sampler."""
-    given = {f"{CORRECTION}{name}": settings[f"{CORRECTION}{name}"] for name in ("rollout_is", "rollout_rs", "bypass_mode")}
-    return [f"{name}={value}" for name, value in given.items() if value not in (None, False, UNKNOWN)]
 
 
 def is_added_estimator(kind: object) -> bool:
@@ -308,6 +282,8 @@ def place_of_our_head(settings: Settings) -> Iterator[Row]:
 
 
 def of_any_launch(settings: Settings) -> Iterator[Row]:
+    if not is_ours(settings):
+        yield from idle_settings(settings, has_ours=False)
     yield from estimates_of_kl(settings)
     yield from place_of_our_head(settings)
 
@@ -325,28 +301,30 @@ def stock(settings: Settings) -> Stock | None:
     exact = None
     if "L" in weight.powers and settings[f"{ACTOR}loss_scale_factor"] is None:
         weight, exact = Formula(N=-1, L_b=-1), f"{ACTOR}loss_scale_factor=<longest response>"
-    policy, remarks = weight, []
-    if settings[f"{CORRECTION}bypass_mode"] is True and settings[IS_V1] is False:
+    policy, remarks, varies = weight, [], []
+    if settings[BYPASS] is True and settings[IS_V1] is False:
         remarks.append("bypass_mode of the old trainer puts REINFORCE or PPO with a clip in the place of loss_mode")
-        if settings[f"{CORRECTION}rollout_is_batch_normalize"] is True:
-            remarks.append(
+        is_weighed = settings[LOSS_TYPE] != "ppo_clip" and settings[f"{CORRECTION}rollout_is"] is not None
+        if is_weighed and settings[f"{CORRECTION}rollout_is_batch_normalize"] is True:
+            varies.append(
                 "rollout_is_batch_normalize divides by a mean over each micro-batch there, so the step depends on the layout"
             )
     elif loss in ("gspo", "sapo"):
         policy = SAMPLE_MEAN
     elif loss == "geo_mean":
         policy = Formula(dp=-1, N_b=-1, m_i=-1)
-        remarks.append(MEANS_ARE_ADDED.format("geo_mean"))
+        varies.append(MEANS_ARE_ADDED.format("geo_mean"))
     elif loss in SELECTING:
-        remarks.append(OF_A_MICRO_BATCH.format(loss))
+        varies.append(OF_A_MICRO_BATCH.format(loss))
     elif loss not in STOCK_LOSSES:
         return None
     value = stock_of_critic(settings, weight)
-    if settings.value_of(DISTILLATION) is True and settings.value_of(TASK_REWARDS) is False:
-        return Stock(None, distillation=weight, exact=exact, remarks=tuple(remarks), value=value)  # in the place of other terms
+    if settings.value_of(DISTILLATION) is True and settings.value_of(TASK_REWARDS) is False:  # in the place of other terms
+        return Stock(None, distillation=weight, exact=exact, remarks=tuple(remarks), value=value)
     has_kl, has_entropy = settings[f"{ACTOR}use_kl_loss"] is not False, is_on(settings, f"{ACTOR}entropy_coeff")
     terms = (policy, weight if has_kl else None, weight if has_entropy else None)
-    return Stock(*terms, exact, tuple(remarks), weight if settings.value_of(DISTILLATION) is True else None, value)
+    distilled = weight if settings.value_of(DISTILLATION) is True else None
+    return Stock(*terms, exact, tuple(remarks), tuple(varies), distilled, value)
 
 
 def stock_of_critic(settings: Settings, of_actor: Formula) -> Formula | None:
@@ -507,7 +485,8 @@ DOOR = Door(
         ),
         Setting(f"{CORRECTION}rollout_is_threshold", Kind.BOUNDS, default=2.0),
         *names(CORRECTION, Kind.BOUNDS, "rollout_rs_threshold"),
-        *names(CORRECTION, Kind.OTHER, "_target_ loss_type"),
+        *names(CORRECTION, Kind.OTHER, "_target_"),
+        Setting(LOSS_TYPE, default="ppo_clip"),
         Setting("model_engine", default="dp"),
     ),
     sections=(ACTOR, f"{ACTOR}policy_loss.", CORRECTION),
@@ -516,11 +495,11 @@ DOOR = Door(
     defaults={
         IS_V1: True,
         MANAGER: None,
-        f"{CORRECTION}bypass_mode": False,
+        BYPASS: False,
         f"{CORRECTION}rollout_rs": None,
         f"{CORRECTION}rollout_is": None,
         f"{CORRECTION}rollout_is_batch_normalize": False,
-        f"{ROLLOUT}calculate_log_probs": True,
+        SCORES: True,
         "algorithm.use_kl_in_reward": False,
         "algorithm.kl_penalty": "kl",
         LOSS_CLASS: None,
@@ -541,7 +520,8 @@ DOOR = Door(
     ),
     checks=(
         *(clip_reaches_the_workers, clip_of_both_sides_is_not_read, class_has_our_fields),
-        *(one_aggregation_acts, weights_are_uncut, a_step_has_whole_prompts, our_loss_is_not_replaced, kl_term_is),
+        *(one_aggregation_acts, weights_are_uncut, correction_acts, a_step_has_whole_prompts),
+        *(our_loss_is_not_replaced, kl_term_is),
     ),
     of_any_launch=of_any_launch,
     stock=stock,

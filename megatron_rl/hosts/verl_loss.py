@@ -31,8 +31,8 @@ from megatron_rl.hosts.verl import (
     PREFIX,
     SESSIONS,
     is_added_estimator,
-    uncut_weights,
 )
+from megatron_rl.hosts.verl_correction import uncut_weights
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput
 from megatron_rl.metrics.step import finalise_metrics

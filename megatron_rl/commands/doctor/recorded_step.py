@@ -55,7 +55,10 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
         low, high = float(one.ratios.min()), float(one.ratios.max())
         far = f"a token weighs {low:.3g} to {high:.3g} times its exact weight, and the gradient is {one.error:.0%} off"
         yield Row("this step", f"{one.terms}: {far} ({where})", is_note=True)
-    if not terms:
+    if stock.varies:
+        text = f"what the notes say of the layout is not in {'these figures' if terms else 'a figure here'} ({where})"
+        yield Row("this step", text, is_note=True)
+    elif not terms:
         beside = ", but for what the notes say" if stock.remarks else ""
         yield Row("this step", f"each token has its exact weight{beside} ({where})", is_note=bool(beside))
     if args.plot is not None and not found:
