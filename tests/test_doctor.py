@@ -527,7 +527,7 @@ def test_a_line_with_nothing_of_ours_says_nothing_of_what_it_hides(on_machine):
         ),
         (
             "-- python examples/run_grpo.py loss_fn.ratio_clip_max=0.28",
-            f"NeMo-RL's own loss: {FREE}; see the notes",
+            f"NeMo-RL's own loss: {FREE}, as far as they were judged; see the notes",
         ),
     ],
 )

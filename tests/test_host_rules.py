@@ -16,6 +16,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES, names
 from megatron_rl.hosts.base import HostOptions, known_hosts, read_launch
 from megatron_rl.hosts.checks import check_launch, checks_of, host_warnings
+from megatron_rl.hosts.flags import MIS_FUNCTION
 from megatron_rl.hosts.names import dropped_flags
 from megatron_rl.validation.checks import EVERYONE, checks_in
 
@@ -28,6 +29,7 @@ CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0}
 PER_TOKEN = {"calculate_per_token_loss": True}
 DECLARED = {"one_sample_per_rollout": True}
 CUSTOM_TIS = {"use_tis": True, "custom_tis_function_path": "user.rejection"}
+MIS_MEAN = {"use_tis": True, "custom_tis_function_path": f"examples.{MIS_FUNCTION}", "tis_batch_normalize": True}
 FROM_ROLLOUT = {"use_rollout_logprobs": True}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 MILES, SLIME = {"true_on_policy_mode": False}, {"rollout_batch_size": 8}
@@ -102,6 +104,13 @@ REFUSED = {
     ],
     "reducer_sees_the_denominators": [
         ({**BY_CONVERT, **REDUCER}, "a custom reducer never sees them; remove --custom-pg-loss-reducer-function-path, or replace")
+    ],
+    "weights_stay_as_they_are_cut": [
+        (
+            {**REDUCED, **MIS_MEAN},
+            "mis.compute_mis_weights_with_cp: tis_batch_normalize: true divides .* write tis_batch_normalize: f",
+        ),
+        ({**BY_REWARD, **MIS_MEAN}, "tis_batch_normalize: true divides the weights by their mean over a micro-batch"),
     ],
     "tokens_stay_as_counted": [
         ({**BY_TOKENS, **CUSTOM_TIS}, "user.rejection with .*token_mean: it may reject.*sample_mean and const"),
@@ -336,6 +345,11 @@ ALLOWED = {
     ],
     "our_loss_is_called": [OUR_LOSS, {**SAMPLE_MEAN, "custom_loss_function_path": "user.loss"}],
     "reducer_sees_the_denominators": [BY_CONVERT, {**BY_CONVERT, **CUSTOM_LOSS}, {**BY_REWARD, **REDUCER}],
+    "weights_stay_as_they_are_cut": [
+        {**REDUCED, **MIS_MEAN, "tis_batch_normalize": False},
+        {**REDUCED, **MIS_MEAN, "use_tis": False},
+        MIS_MEAN,
+    ],
     "tokens_stay_as_counted": [
         {**PROMPT_MEAN, **REWARD, **TWO_STEPS, **MILES, "use_tis": True, "custom_tis_function_path": ICEPOP["miles"]},
         {**REDUCED, **CUSTOM_TIS},

@@ -46,6 +46,17 @@ LINES = [
         id="token_mean by the host",
     ),
     pytest.param(["--loss-aggregation", "prompt_mean", "--route", "custom_loss"], [CUSTOM_LOSS, GUARD, REWARD], id="our loss"),
+    pytest.param(
+        ["--policy-loss", "gspo", "--route", "custom_loss"],
+        [CUSTOM_LOSS, GUARD, "--eps-clip 0.0003 --eps-clip-high 0.0004"],
+        id="a loss with a clip: the host's flags always have one",
+    ),
+    pytest.param(
+        ["--policy-loss", "gspo", "--clip-ratio-low", "1e-3", "--route", "custom_loss"],
+        [CUSTOM_LOSS, GUARD, "--eps-clip 0.001 --eps-clip-high 0.0004"],
+        id="a clip of one's own",
+    ),
+    pytest.param(["--policy-loss", "reinforce", "--route", "custom_loss"], [CUSTOM_LOSS, GUARD], id="a loss without a clip"),
     pytest.param([], [], id="sample_mean"),
     pytest.param(DR_GRPO, [], id="constant"),
     pytest.param(["--one-sample-per-rollout"], [REWARD], id="a declaration that is checked"),

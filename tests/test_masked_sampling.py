@@ -130,3 +130,12 @@ def test_the_weights_are_those_of_the_hosts_own_function(host):
             torch.tensor([0, *(len(row) for row in RATIOS)]).cumsum(0).int(),
         )
         torch.testing.assert_close(found.weights, expected, rtol=1e-12, atol=1e-12, msg=lambda text, s=settings: f"{s}: {text}")
+
+
+def test_the_host_is_no_way_out_for_weights_of_a_micro_batch():
+    """Its own loss calls the function too: the advice would train the same weights."""
+    with pytest.raises(ConfigError) as caught:
+        launch(tis_batch_normalize=True, tis_mode="mask", use_rs=True, rs_veto_threshold=1e-4)
+    normalised, veto = caught.value.problems
+    assert "get_pg_loss_reducer" not in normalised and normalised.endswith("write tis_batch_normalize: false")
+    assert "get_pg_loss_reducer" in veto

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import skyrl, trl_stock, verl
-from megatron_rl.hosts.base import REDUCER_LINE
+from megatron_rl.hosts.base import INIT_LINE, REDUCER_LINE
+from megatron_rl.hosts.flags import MIS_FUNCTION, MIS_FUNCTION_OF_FSDP
 
 ALIKE = "the weights of its tokens do not depend on the layout"
 VARIES = "NOT exact: the step depends on the layout; see the notes\n"
@@ -69,9 +70,23 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
         pytest.param(
             "miles",
             "python3 train.py --use-tis --custom-tis-function-path mine.weights",
-            ("mine.weights weighs tokens and may reject some: that is not judged", "do not depend on the layout; see the notes"),
+            ("mine.weights weighs tokens and may reject some: that is not judged", "as far as they were judged; see the notes"),
             "mine.weights is not known here",
             id="miles: a correction of one's own",
+        ),
+        pytest.param(
+            "miles",
+            "python3 train.py --use-tis --custom-tis-function-path ${MINE}",
+            ("${MINE} weighs tokens and may reject some: that is not judged", "as far as they were judged; see the notes"),
+            "layout;",
+            id="miles: a correction that is not read",
+        ),
+        pytest.param(
+            "miles",
+            f"python3 train.py --custom-config-path ${{FILE}} --custom-tis-function-path examples.{MIS_FUNCTION}",
+            (f"{MIS_FUNCTION} weighs tokens and may reject some: that is not judged", "as far as they were judged; see the notes"),
+            "layout;",
+            id="miles: a correction that a file may turn on",
         ),
         pytest.param(
             "skyrl",
@@ -97,14 +112,17 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
         pytest.param(
             "skyrl",
             "python -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=mine.entry trainer.strategy=fsdp",
-            ("trainer.override_entrypoint=mine.entry is not known here: it may train another loss", "layout; see the notes\n"),
+            (
+                "trainer.override_entrypoint=mine.entry is not known here: it may train another loss",
+                "as far as they were judged; see the notes\n",
+            ),
             "PROBLEM",
             id="SkyRL: another trainer behind its entrypoint",
         ),
         pytest.param(
             "verl",
             "python -m recipe.mine.main actor_rollout_ref.actor.loss_agg_mode=token-mean",
-            ("recipe.mine.main is a program of your own: it may train another loss", "layout; see the notes\n"),
+            ("recipe.mine.main is a program of your own: it may train another loss", "as far as they were judged; see the notes\n"),
             "PROBLEM",
             id="verl: a program of one's own",
         ),
@@ -141,7 +159,7 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
             "python3 train.py --mtp-num-layers 1 --enable-mtp-training",
             (
                 "--enable-mtp-training adds the loss of multi-token prediction, which is not judged",
-                "layout; see the notes\n",
+                "as far as they were judged; see the notes\n",
             ),
             "no problems",
             id="miles: multi-token prediction",
@@ -152,7 +170,7 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
             (
                 "only the overrides of the line are judged",
                 "our losses: that, and ++loss_fn.megatron_rl=",
-                "layout; see the notes\n",
+                "as far as they were judged; see the notes\n",
             ),
             "PROBLEM",
             id="NeMo-RL: a settings file that is not here",
@@ -261,6 +279,73 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
 def test_doctor_says_what_of_a_stock_line_it_does_not_judge(host, line, said, not_said, capsys):
     _, out = doctor(capsys, "--", *line.split()) if host != "miles" else doctor(capsys, "--host", host, "--", *line.split())
     assert not [text for text in said if text not in out] and not_said not in out, out
+
+
+MIS_FILE = "use_tis: true\nuse_rs: true\ntis_upper_bound: 2.0\nrs_veto_threshold: 1.0e-4\ntis_batch_normalize: {}\n"
+OF_MICRO_BATCHES = "tis_batch_normalize: true divides the weights by their mean over a micro-batch"
+
+
+@pytest.mark.parametrize("function", [MIS_FUNCTION, MIS_FUNCTION_OF_FSDP])
+@pytest.mark.parametrize("host", ["miles", "slime"])
+def test_weights_that_are_divided_by_a_mean_of_the_micro_batch_are_not_exact(host, function, tmp_path, capsys):
+    """The stock line of the hosts' example; nothing beside it says that weights are exact, of a step neither."""
+    (file := tmp_path / "mis.yaml").write_text(MIS_FILE.format("true"))
+    line = f"python3 train.py --custom-config-path {file} --custom-tis-function-path examples.{function}"
+    code, out = doctor(capsys, "--host", host, "--response-lengths", "3,5,8", "--", *line.split())
+    assert code == 0 and OF_MICRO_BATCHES in out and "write tis_batch_normalize: false" in out, out
+    assert out.endswith("NOT exact: the step depends on the layout; see the notes\n"), out
+    assert "the same on every layout" not in out and "has its exact weight" not in out, out
+    file.write_text(MIS_FILE.format("false"))
+    _, out = doctor(capsys, "--host", host, "--", *line.split())
+    assert f"{function} weighs and rejects tokens by what is in their own sample" in out and "NOT exact" not in out, out
+
+
+OURS = "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 32 --loss-aggregation constant "
+OURS += f"--loss-aggregation-divisor 8 {INIT_LINE} {REDUCER_LINE}"
+
+
+def test_our_reducer_behind_such_weights_is_refused(tmp_path, capsys):
+    (file := tmp_path / "mis.yaml").write_text(MIS_FILE.format("true"))
+    line = f"python -m megatron_rl.hosts.launch train.py {OURS} --custom-config-path {file} --custom-tis-function-path"
+    words = ["--host", "miles", "--response-lengths", "3,5,8", "--", *line.split(), f"examples.{MIS_FUNCTION}"]
+    code, out = doctor(capsys, *words)
+    assert code == 1 and OF_MICRO_BATCHES in out and "has its exact weight" not in out and "no problems" not in out, out
+    file.write_text(MIS_FILE.format("false"))
+    _, out = doctor(capsys, *words)
+    assert OF_MICRO_BATCHES not in out and "each token has its exact weight (" in out, out
+
+
+def test_our_reducer_behind_a_correction_of_ones_own_claims_no_more_than_was_judged(capsys):
+    line = f"python -m megatron_rl.hosts.launch train.py {OURS} --use-tis --custom-tis-function-path ${{MINE}}"
+    code, out = doctor(capsys, "--host", "miles", "--response-lengths", "3,5,8", "--", *line.split())
+    said = "${MINE} weighs tokens and may reject some: that is not judged, see the notes"
+    assert code == 0 and out.endswith(f"doctor: {said}\n") and "exact weight, but for what the notes say" in out, out
+
+
+def test_rules_that_were_not_judged_are_not_without_problems(capsys):
+    line = f"python3 train.py {INIT_LINE} {REDUCER_LINE} --custom-config-path ${{FILE}}"
+    _, out = doctor(capsys, "--host", "miles", "--", *line.split())
+    assert out.endswith("doctor: the rules were not judged, see the notes\n"), out
+
+
+def test_the_last_of_two_files_counts_and_the_others_are_lost(tmp_path, capsys):
+    (file := tmp_path / "mrl.yaml").write_text("loss_aggregation: constant\nloss_aggregation_divisor: 8.0\n")
+    line = f"python3 train.py --custom-config-path ${{FIRST}} {INIT_LINE} {REDUCER_LINE} --custom-config-path {file}"
+    _, out = doctor(capsys, "--host", "miles", "--", *line.split())
+    said = f"given 2 times (${{FIRST}}, {file}): the last one counts, and what the other files set is lost: write one file"
+    assert said in out and "trains" in out and "not judged" not in out, out
+
+
+@pytest.mark.host("MILES_ROOT")
+def test_a_launcher_that_writes_its_own_file_loses_it_to_one_of_ours(tmp_path, monkeypatch, capsys):
+    (file := tmp_path / "mrl.yaml").write_text("loss_aggregation: constant\nloss_aggregation_divisor: 8.0\n")
+    monkeypatch.chdir(os.environ["MILES_ROOT"])
+    line = ["--", "python", "scripts/run_qwen3_30b_a3b.py", "--enable-mis"]
+    _, out = doctor(capsys, *line)
+    assert f"{MIS_FUNCTION} weighs tokens and may reject some: that is not judged" in out, out
+    assert out.endswith("as far as they were judged; see the notes\n"), out
+    _, out = doctor(capsys, *line, "--extra-args", f"--custom-config-path {file} {INIT_LINE} {REDUCER_LINE}")
+    assert "the last one counts, and what the other files set is lost" in out and "weight of a token 1/(L N)" in out, out
 
 
 @pytest.mark.parametrize(
@@ -387,7 +472,7 @@ def test_a_pipeline_of_roll_without_a_policy_is_not_judged(pipeline, said, tmp_p
 
 # A published launch of each trainer, of each kind that doctor reads in its own way.
 PUBLISHED = [
-    ("MILES", "python scripts/run_qwen3_4b.py", f"miles's own loss: {ALIKE}; see the notes"),
+    ("MILES", "python scripts/run_qwen3_4b.py", f"miles's own loss: {ALIKE}, as far as they were judged; see the notes"),
     ("MILES", "bash examples/lora/run-qwen3-4B-megatron-lora.sh", f"miles's own loss: {ALIKE}"),
     ("MILES", "bash examples/geo3k_vlm/run_geo3k_vlm.sh", f"miles's own loss: {ALIKE}; not read"),
     ("SLIME", "bash scripts/run-qwen3-30B-A3B.sh", f"slime's own loss: {ALIKE}"),
@@ -399,7 +484,7 @@ PUBLISHED = [
     ("SKYRL", "bash examples/train/algorithms/dapo/run_dapo_aime_qwen3_4b_aime.sh", "NOT exact: the weight of a token"),
     ("SKYRL", "bash examples/train/delta_weight_sync/run_gsm8k_qwen1p5b_nfs.sh", f"SkyRL's own loss: {ALIKE}"),  # calls another one
     ("ROLL", "bash examples/qwen3-8B-rlvr_megatron/run_rlvr_pipeline.sh", f"ROLL's own loss: {ALIKE}"),
-    ("TRL", "python examples/scripts/grpo_2048.py", f"TRL's own loss: {ALIKE}; see the notes"),
+    ("TRL", "python examples/scripts/grpo_2048.py", f"TRL's own loss: {ALIKE}, as far as they were judged; see the notes"),
     ("TRL", "python examples/scripts/openenv/opencode.py", "NOT exact: the weight of a token in its policy term depends"),
     ("NEMO_RL", "bash tests/test_suites/llm/grpo-deepscaler-1.5b-8K-tq_simple.sh", f"NeMo-RL's own loss: {ALIKE}"),
     ("VERL", "bash tests/special_e2e/run_v1_separate_async.sh", f"verl's own loss: {ALIKE}"),

@@ -12,7 +12,7 @@ from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, GUARD_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
-from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.loss_hub import clip_of, get_loss_aggregation
 from megatron_rl.validation import config_warnings
 
 PER_TOKEN_LINE = "--calculate-per-token-loss"
@@ -55,6 +55,9 @@ def settings_of_file(args: Namespace, config: PolicyLossConfig) -> dict[str, str
 
 def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
     lines = [f"--custom-config-path {FILE_NAME}", INIT_LINE, *LINES_OF_ROUTE[Route(args.route)]]
+    # The host's own flags always have a value, which would win over the loss's default and contradict another in the file.
+    clip = clip_of(config) if Route(args.route) == Route.CUSTOM_LOSS and args.policy_loss is not None else None
+    lines += [] if clip is None else [f"--eps-clip {clip[0]!r} --eps-clip-high {clip[1]!r}"]
     lines += [PER_TOKEN_LINE] if args.calculate_per_token_loss else []
     return [*lines, REWARD_LINE] if needs_reward_hook(config, per_token=args.calculate_per_token_loss) else lines
 

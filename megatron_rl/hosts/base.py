@@ -19,7 +19,7 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.batch import HostBatch, HostResponses, read_host_batch, read_host_responses
-from megatron_rl.hosts.flags import host_config, known_correction
+from megatron_rl.hosts.flags import host_config, is_mis, known_correction, normalised_weights, unjudged_correction
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.programs import SUPERVISED
 from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames
@@ -185,12 +185,16 @@ class Host:
         weight = OF_COUNTED_TOKENS if options["calculate_per_token_loss"] else SAMPLE_MEAN
         kl = weight if options["use_kl_loss"] and options["kl_loss_coef"] else None
         remarks = [f"{reducer} reduces the policy term, and is not known here"] if reducer else []
-        if options["use_tis"] and options["custom_tis_function_path"] and known_correction(options) is None:
-            remarks.append(f"{options['custom_tis_function_path']} weighs tokens and may reject some: that is not judged")
+        normalised = normalised_weights(options)
+        if (unjudged := unjudged_correction(options)) is not None:
+            remarks.append(unjudged)
+        elif normalised is None and options["use_tis"] and is_mis(options):
+            remarks.append(f"{options['custom_tis_function_path']} weighs and rejects tokens by what is in their own sample")
         if options["enable_mtp_training"]:
             remarks.append(MTP_IS_NOT_JUDGED.format("--enable-mtp-training"))
         entropy, value = (weight if is_on else None for is_on in (options["entropy_coef"], options["advantage_estimator"] == "ppo"))
-        return Stock(None if reducer else weight, kl, entropy, remarks=tuple(remarks), value=value)
+        varies = () if normalised is None else (normalised,)
+        return Stock(None if reducer else weight, kl, entropy, remarks=tuple(remarks), varies=varies, value=value)
 
     def converter(self) -> Converter | None:
         """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""

@@ -23,6 +23,7 @@ from megatron_rl.hosts.base import (
     read_launch,
 )
 from megatron_rl.hosts.dense_rows import is_proportional
+from megatron_rl.hosts.flags import normalised_weights, unjudged_correction
 from megatron_rl.hosts.names import paths_load
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import config_warnings, flag_of
@@ -199,6 +200,27 @@ def tokens_stay_as_counted(launch: HostLaunch) -> Iterator[str]:
             f"{given} with --loss-aggregation {launch.aggregation}: it may reject tokens that the denominator has counted; the "
             "built-in --use-tis keeps the masks, and sample_mean and constant go with rejection"
         )
+
+
+@check()
+def weights_stay_as_they_are_cut(launch: HostLaunch) -> Iterator[str]:
+    """The host's own loss weighs tokens before our reducer sees them."""
+    normalised = normalised_weights(launch.options)
+    if normalised is not None and _is_of_the_host(launch):
+        yield f"--custom-tis-function-path {launch.options['custom_tis_function_path']}: {normalised}"
+
+
+@check(is_warning=True)
+def correction_of_the_host_is_known(launch: HostLaunch) -> Iterator[str]:
+    """Our own loss refuses another."""
+    unjudged = unjudged_correction(launch.options)
+    if unjudged is not None and _is_of_the_host(launch):
+        yield f"--custom-tis-function-path {unjudged}"
+
+
+def _is_of_the_host(launch: HostLaunch) -> bool:
+    """The loss is the host's, and something of ours reduces or weights it."""
+    return launch.route == Route.REDUCER and not launch.is_alone
 
 
 @check()

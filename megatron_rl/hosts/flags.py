@@ -102,6 +102,8 @@ def kl_key(options: LaunchOptions) -> tuple[str, bool]:
 
 # The function of both hosts' examples with masked importance sampling, whose settings lie in the file of --custom-config-path.
 MIS_FUNCTION = "train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+# Its name for miles's FSDP backend: the same weights.
+MIS_FUNCTION_OF_FSDP = "train_infer_mismatch_helper.mis.compute_mis_weights_fsdp"
 MIS_LEVELS = {
     "token": CorrectionLevel.TOKEN,
     "sequence": CorrectionLevel.SEQUENCE_SUM,
@@ -111,7 +113,26 @@ MIS_MODES = ("truncate", "clip", "mask")
 
 
 def is_mis(options: LaunchOptions) -> bool:
-    return str(options["custom_tis_function_path"]).replace(":", ".").endswith(MIS_FUNCTION)
+    return str(options["custom_tis_function_path"]).replace(":", ".").endswith((MIS_FUNCTION, MIS_FUNCTION_OF_FSDP))
+
+
+def normalised_weights(options: LaunchOptions) -> str | None:
+    """Why weights of MIS_FUNCTION depend on the layout; None: they do not. All else in it looks at one sample alone."""
+    if not (options["use_tis"] and is_mis(options) and options["tis_batch_normalize"]):
+        return None
+    return (
+        "tis_batch_normalize: true divides the weights by their mean over a micro-batch, so a step would depend on how it is "
+        "cut into micro-batches; write tis_batch_normalize: false"
+    )
+
+
+def unjudged_correction(options: LaunchOptions) -> str | None:
+    """What is said of a function of --custom-tis-function-path that acts on the loss and is not known here; None: it is known."""
+    path = options["custom_tis_function_path"]
+    if not path or not (options["use_tis"] or options["get_mismatch_metrics"]) or known_correction(options) is not None:
+        return None
+    is_read = is_mis(options) and (options.has("tis_batch_normalize") or not options["use_tis"])
+    return None if is_read else f"{path} weighs tokens and may reject some: that is not judged"
 
 
 def _mis_bounds(options: LaunchOptions) -> tuple[float, float, float, float]:
@@ -130,11 +151,8 @@ def mis_problems(options: LaunchOptions) -> Iterator[str]:
             f"level of {', '.join(MIS_LEVELS)} and an upper bound"
         )
         return
-    if options["tis_batch_normalize"]:
-        yield (
-            "tis_batch_normalize: true divides the weights by their mean over a micro-batch, so a step would depend on how it is "
-            "cut into micro-batches; set it to false"
-        )
+    if (normalised := normalised_weights(options)) is not None:
+        yield normalised
     if not options["use_rs"]:
         return
     if options["rs_veto_threshold"] is not None:

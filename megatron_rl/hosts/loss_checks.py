@@ -21,6 +21,7 @@ from megatron_rl.hosts.flags import (
     kl_key,
     known_correction,
     mis_problems,
+    normalised_weights,
 )
 from megatron_rl.hosts.sampling import SAMPLERS, SamplingVerdict, flags_that_read, judge_sampling
 from megatron_rl.hosts.support_checks import remedy_of, replays
@@ -48,7 +49,9 @@ def custom_correction_is_known(launch: HostLaunch) -> Iterator[str]:
     """A function of the user's may do anything to the loss and to the masks."""
     options, path = launch.options, launch.options["custom_tis_function_path"]
     if options["use_tis"] and is_mis(options):
-        yield from (f"--custom-tis-function-path {path}: {problem}, {OR_HOSTS_LOSS}" for problem in mis_problems(options))
+        for problem in mis_problems(options):
+            remedy = "" if problem == normalised_weights(options) else f", {OR_HOSTS_LOSS}"  # the host's loss calls it as well
+            yield f"--custom-tis-function-path {path}: {problem}{remedy}"
     elif options["use_tis"] and path and known_correction(options) is None:
         known = ", ".join([*options.host.loss.correction_functions, f"...{MIS_FUNCTION}"])
         yield (

@@ -142,7 +142,8 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None) -> Ite
             yield Row(name, text, is_note=True)
             continue
         if not letters:
-            yield Row(name, f"{title}'s own: a token weighs {shown}{where}{called}; the same on every layout")
+            same = "" if stock.varies else "; the same on every layout"
+            yield Row(name, f"{title}'s own: a token weighs {shown}{where}{called}{same}")
             continue
         remedy = None
         if len(said) == 1:
@@ -214,7 +215,8 @@ def verdict(stock: Stock, title: str, *, has_notes: bool) -> str:
         verb = "divide" if len(generated) > 1 else "divides"
         same = "" if local or stock.varies else "; the same on every layout"
         said.append(f"its {_listed([*generated])} {verb} by the tokens of a generation and not of the step{far}{same}")
-    text = ", and ".join(said) or "the weights of its tokens do not depend on the layout"
+    as_judged = ", as far as they were judged" if has_notes else ""
+    text = ", and ".join(said) or f"the weights of its tokens do not depend on the layout{as_judged}"
     return f"{title}'s own loss: {text}{notes}"
 
 

@@ -98,13 +98,18 @@ class LaunchLine:
 
     @property
     def unknown(self) -> list[str]:
-        """Flags whose value only the shell knows that runs the line."""
-        return sorted({flag for flag, values in self.flags if any(is_unread(value) for value in values)})
+        """Flags whose value only the shell knows that runs the line; of a flag that is given twice the last counts."""
+        return sorted(flag for flag, values in dict(self.flags).items() if any(map(is_unread, values)))
 
     @property
     def words(self) -> list[str]:
         """What the parser is given, without what is unknown here."""
-        return [word for flag, values in self.flags if flag not in self.unknown for word in (flag, *values)]
+        return [word for flag, values in self.known for word in (flag, *values)]
+
+    @property
+    def known(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The flags that are not unknown, without values that a later one replaces and only the shell knows."""
+        return [(flag, values) for flag, values in self.flags if flag not in self.unknown and not any(map(is_unread, values))]
 
     @property
     def is_composed(self) -> bool:
@@ -359,9 +364,9 @@ def host_arguments(line: LaunchLine) -> Namespace:
     Raises ConfigError for a value that our parser refuses.
     """
     values: dict[str, object] = {} if line.of_host is None else dict(line.of_host.parser_defaults)
-    for flag, given in line.flags:
+    for flag, given in line.known:
         name = field_of(flag)
-        if flag in routes_of_flags() or flag in line.unknown or line.meant(flag) is not None:
+        if flag in routes_of_flags() or line.meant(flag) is not None:
             continue
         turned_off = re.fullmatch(r"(disable|no)_(\w+)", name)
         if turned_off and turned_off[2] in OPTIONS and not given:

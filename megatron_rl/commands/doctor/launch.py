@@ -50,6 +50,7 @@ from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.hosts.checks import actors_are_checked, check_launch, constant_is_without_deviation, host_warnings
 from megatron_rl.hosts.door_line import judge as judge_line
 from megatron_rl.hosts.doors import DOORS, door_of
+from megatron_rl.hosts.flags import unjudged_correction
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.names import (
     OUR_HOOKS,
@@ -80,7 +81,11 @@ FUNCTION_FLAG = re.compile(
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 # Names that are registered or imported; a name without a dot is registered.
 OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
+TIS_FLAG = "--custom-tis-function-path"
+# The subject of a row that says that they were not judged.
+RULES = "rules"
 NOTHING_OF_OURS = "nothing of megatron_rl on this line"
+LONGEST_VALUE = 200
 # More flags that no check reads are counted, and not listed.
 MOST_IDLE = 3
 # So are variables of branches.
@@ -131,7 +136,7 @@ def judge_launch(
         flags = [*(_read_flags(line, route) if route is not None else []), *_without_effect(line), *_given_twice(line)]
         flags = [row for row in flags if row.status != OK or not any(_refuses(problem, row.subject) for problem in found)]
         scope = "nothing" if all(row.status == NOTE for row in found) else "only what changes any step"
-        unjudged = f"{NOTHING_OF_OURS}: {scope} was judged" if route is None else None
+        unjudged = f"{NOTHING_OF_OURS}: {scope} was judged" if route is None else _open(line, route, found)
         if is_importable and (route is None or _trains_without_ours(line)):
             *own, last = _stock(line, of_step, asked)
             found += map(_finding, own)
@@ -196,7 +201,7 @@ def _judged(line: LaunchLine, route: Route | None, of_step: stock.JudgeStep | No
     if any(line.meant(flag) for flag, _ in line.flags):
         return []  # the rules would judge settings that were not meant
     if of_ours:
-        return [Finding("rules", NOTE, f"not judged: the value of {', '.join(of_ours)} is not known here")]
+        return [Finding(RULES, NOTE, f"not judged: the value of {', '.join(of_ours)} is not known here")]
     if route is None:
         place = "what could be read of this line" if line.unread else "this line"
         return [Finding("megatron_rl", NOTE, f"{place} has no path and no flag of megatron_rl; our losses: {_next_step(line)}")]
@@ -204,13 +209,38 @@ def _judged(line: LaunchLine, route: Route | None, of_step: stock.JudgeStep | No
         trained: list[PolicyLossConfig] = []
         found = list(judge(line, trained))
         if of_step is not None and not _trains_without_ours(line):
-            found += [_finding(row) for config in trained for row in of_step(_sized(line, stock.Stock.of_ours(config), asked))]
+            remarks = tuple(filter(None, [_unjudged_correction(line, route)]))
+            weighed = [replace(_sized(line, stock.Stock.of_ours(config), asked), remarks=remarks) for config in trained]
+            found += [_finding(row) for one in weighed for row in of_step(one)]
     except (TypeError, ValueError) as error:  # a host's own parser would have refused that value
-        return [Finding("rules", NOTE, f"not judged: a value on the line is not of the kind that its flag takes ({error})")]
+        return [Finding(RULES, NOTE, f"not judged: a value on the line is not of the kind that its flag takes ({error})")]
     if not (line.unread or line.is_composed):
         return found
     unless = f" (unless {', '.join(line.unread) or 'a branch of the script'} says otherwise)"
     return [replace(finding, text=finding.text + unless) if finding.status == PROBLEM else finding for finding in found]
+
+
+def _open(line: LaunchLine, route: Route, found: Iterable[Finding]) -> str | None:
+    """What is said in the place of "no problems" where not all of a launch with our loss could be judged."""
+    if any(row.subject == RULES for row in found):
+        return "the rules were not judged, see the notes"
+    correction = _unjudged_correction(line, route)
+    return None if correction is None else f"{correction}, see the notes"
+
+
+def _unjudged_correction(line: LaunchLine, route: Route | None) -> str | None:
+    """Of the host's own loss, which our reducer reduces; our loss refuses another correction."""
+    return unjudged_correction(_with_unread(line)) if line.is_of_rollouts and route == Route.REDUCER else None
+
+
+def _with_unread(line: LaunchLine) -> HostOptions:
+    """A correction whose name is not known here has the word of the line. With a file that is not known here it may be on."""
+    args = host_arguments(line)
+    if TIS_FLAG in line.unknown:
+        args.custom_tis_function_path = " ".join(dict(line.flags)[TIS_FLAG])
+    if CONFIG_FILE in line.unknown and HostOptions(args, line.of_host)["custom_tis_function_path"]:
+        args.use_tis = True
+    return HostOptions(args, line.of_host)
 
 
 def _next_step(line: LaunchLine) -> str:
@@ -278,13 +308,13 @@ def _finding(row: Row) -> Finding:
 
 def _stock(line: LaunchLine, of_step: stock.JudgeStep | None, asked: StepSizes) -> Iterator[Row]:
     """What the host's own loss weighs. The last row is the verdict."""
-    options = HostOptions(host_arguments(line), line.of_host)
+    options = _with_unread(line)
     found = options.host.stock(options)
     if isinstance(found, stock.Stock):
         found = _sized(line, found, asked)
     of_ours = f"{INIT_LINE} {REDUCER_LINE} --loss-aggregation"
     exact = (lambda aggregation: f"{of_ours} {aggregation}") if line.is_of_rollouts else None
-    yield from stock.judge(found, str(options.host), exact, of_step, is_partial=line.is_composed)
+    yield from stock.judge(found, str(options.host), exact, of_step, is_partial=line.is_composed or CONFIG_FILE in line.unknown)
 
 
 def _sized(line: LaunchLine, found: stock.Stock, asked: StepSizes) -> stock.Stock:
@@ -454,15 +484,17 @@ def _without_effect(line: LaunchLine) -> Iterator[Finding]:
 
 
 def _given_twice(line: LaunchLine) -> Iterator[Finding]:
-    """A parser keeps the last value and says nothing. Which of the strings of a script are on its line is not known."""
-    if line.is_composed:
-        return
+    """A parser keeps the last value and says nothing. Which of the strings of a script are on its line is not known, and flags
+    after them are given to replace them: but a file that is replaced takes all its settings with it."""
     values: dict[str, list[str]] = {}
     for flag, words in line.flags:
         values.setdefault(flag, []).append(" ".join(words))
     for flag, each in values.items():
-        if len(set(each)) > 1 and (flag in routes_of_flags() or field_of(flag) in OPTIONS):
-            yield Finding(flag, NOTE, f"given {len(each)} times ({', '.join(each)}): the last one counts")
+        is_read = flag == CONFIG_FILE or not line.is_composed and (flag in routes_of_flags() or field_of(flag) in OPTIONS)
+        if len(set(each)) > 1 and is_read:
+            lost = ", and what the other files set is lost: write one file" if flag == CONFIG_FILE else ""
+            listed = ", ".join(value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..." for value in each)
+            yield Finding(flag, NOTE, f"given {len(each)} times ({listed}): the last one counts{lost}")
 
 
 def fate_of_unknown_flags(line: LaunchLine) -> str:

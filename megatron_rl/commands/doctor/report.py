@@ -25,8 +25,8 @@ class Finding:
 class LaunchReport:
     """title: whose launcher reads the line, and on which route our loss would be reached. flags: ours, one finding each.
 
-    unread: what stands on the line unexpanded and may hide flags; nothing is said of those. unjudged: what is said where no loss
-    was judged, in the place of "no problems"; None: one was.
+    unread: what stands on the line unexpanded and may hide flags; nothing is said of those. unjudged: what is said in the place of
+    "no problems" where no loss was judged, or not all that acts on it; None: all was.
     """
 
     title: str
