@@ -71,7 +71,8 @@ MODULE_OF_REQUIREMENT = {"megatron-core": "megatron"}
 BY_NAME = {
     "__init__.py": "the front door: a name of __all__ is imported where it is asked for",
     "__main__.py": "a command is imported where it is typed",
-    "registries/registry.py": "the first look into a registry imports the files that declare the built-ins; a user's module too",
+    "registries/registry.py": "the first look into a registry imports the files that declare the built-ins",
+    "registries/dotted.py": "a user's module",
     "hosts/base.py": "the host of a name, where a launch is read",
     "hosts/doors.py": "the door of each name",
     "hosts/door.py": "what a trainer calls, where it asks the declaration for it: a plug imports its declaration",

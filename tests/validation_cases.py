@@ -185,6 +185,11 @@ REFUSED: dict[str, list[dict]] = {
         {"importance_correction": "own_losses.normalised", **RATIO_BOUNDS},
         {"token_selection": "own_losses.ranked", "token_selection_share": 0.2},
     ],
+    "custom_metrics_are_computed": [
+        {"custom_policy_metrics": "own_metrics.centred"},
+        {"custom_policy_metrics": "own_metrics.far_tokens", "policy_metrics": "none"},
+        {"custom_policy_metrics": "own_metrics.taken"},
+    ],
     "switches_are_true_or_false": [
         {"allow_partial_prompt_groups": "maybe"},
         {"fused_lm_head_loss": 1},
@@ -310,6 +315,7 @@ ALLOWED: dict[str, list[dict]] = {
         {"kl_estimator": "own_losses.jeffreys", "kl_coefficient": 0.1},
         {"token_selection": "own_losses.widest", "token_selection_share": 0.2},
     ],
+    "custom_metrics_are_computed": [{"custom_policy_metrics": "own_metrics.far_tokens,own_metrics.raised_tokens"}],
     "switches_are_true_or_false": [{"fp32_lm_head": True}],
     "partial_groups_need_a_declared_size": [
         {"allow_partial_prompt_groups": True, "samples_per_prompt": 4},

@@ -26,7 +26,7 @@ from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames
 from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_COUNTED_TOKENS, SAMPLE_MEAN, Stock
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
-from megatron_rl.registries.registry import import_dotted
+from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation import HOST_SWITCHES, config_warnings, flag_of
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS

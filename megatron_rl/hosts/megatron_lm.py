@@ -40,6 +40,7 @@ from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.responses import response_log_probs
 from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens, unweighted
+from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation import config_warnings, flag_of
@@ -401,7 +402,8 @@ class PackedForwardStep:
         has_entropy = self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY
         groups = self._groups_of_step or resolve_groups()
         statistics = [report.statistics for report in self.reports if report.statistics is not None]
-        return step_metrics(statistics, groups, has_entropy=has_entropy)
+        custom = named_metrics(self.config.custom_policy_metrics)
+        return step_metrics(statistics, groups, has_entropy=has_entropy, custom=custom)
 
     def log_probs(self, model, bins: Sequence[PackedBin]) -> list[Tensor]:  # of each bin [S - 1] float32, 0 outside sequences
         """Log-probabilities by the model as it is, with the loss's own temperature and rounding: old_log_probs of ratio 1."""

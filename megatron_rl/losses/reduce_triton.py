@@ -550,7 +550,7 @@ def reduce_loss_triton(
         total, (policy_loss, kl_loss, entropy_sum), reduced = _finish(terms, of_documents, settings)
         metric_sums = None
         if reduced is not None:
-            if len(METRICS) > len(KERNEL_METRICS):
+            if len(METRICS) > len(KERNEL_METRICS) or settings.custom_metrics:
                 in_torch = metric_sums_in_torch(loss, log_probs, entropy, inputs, sums, settings)
                 reduced = torch.cat([reduced, in_torch.values[len(KERNEL_METRICS) :]])
             of_correction = None
@@ -558,7 +558,7 @@ def reduce_loss_triton(
                 advantages = checked_tensors(loss, log_probs, inputs, 0.0)["advantages"]
                 of_correction = correction_metric_sums(correction, advantages, inputs, sums[:, documents.column("counts")])
             has_entropy = settings.metrics == PolicyMetrics.WITH_ENTROPY
-            metric_sums = PolicyStatistics(reduced, has_entropy, correction=of_correction)
+            metric_sums = PolicyStatistics(reduced, has_entropy, settings.custom_metrics, correction=of_correction)
             if inputs.sampling_support is not None:
                 metric_sums = with_support_sums(metric_sums, log_probs, inputs, sums[:, documents.column("counts")])
     return LossResult(

@@ -18,8 +18,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.inputs import LossInputs
 from megatron_rl.losses.settings import LossSettings
+from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.registries.kl_estimators import KLEstimator
-from megatron_rl.registries.registry import import_dotted
 
 
 @dataclass(frozen=True, slots=True)

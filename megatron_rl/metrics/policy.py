@@ -15,6 +15,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from megatron_rl.errors import DataError
 from megatron_rl.ops.ratios import k3_estimate
 
 
@@ -228,12 +229,18 @@ NUM_DOCUMENTS = list(STATISTICS).index("num_documents")
 class PolicyStatistics:
     """The statistics of one micro-batch, rank or step."""
 
-    values: Tensor  # [len(STATISTICS)] float64, in the order of STATISTICS
+    values: Tensor  # [len(STATISTICS) + len(custom)] float64, in the order of METRICS and then of custom
     has_entropy: bool
+    custom: tuple[Metric, ...] = ()  # a user's rows
     rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: the rollout gave no such input
     correction: Tensor | None = None  # [len(CORRECTION_STATISTICS)] float64; None: there is no correction
     support: Tensor | None = None  # [len(SUPPORT_STATISTICS)] float64; None: the sampler keeps all ids
     has_mass: bool = False  # whether support has the kept mass
+
+    @property
+    def rows(self) -> tuple[Metric, ...]:
+        """The rows of `values`."""
+        return (*METRICS, *self.custom)
 
 
 def policy_statistics(
@@ -244,17 +251,38 @@ def policy_statistics(
     num_documents: int,
     is_sequence_level: bool,
     cp_rank: int,
+    custom: tuple[Metric, ...] = (),
 ) -> PolicyStatistics:
     """This rank's share of the step's statistics. No communication, no synchronisation.
 
     Every cp rank has all documents, so only cp rank 0 counts them. Every other statistic is over this rank's tokens.
+    custom: rows beside METRICS. Raises DataError for a value of theirs that is no vector of [T].
     """
     share = torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0)
     live = loss_mask.double()
     weights = {Weight.SAMPLE_SHARE: share, Weight.TOKEN: live, Weight.RATIO: share if is_sequence_level else live}
     values = [over_tokens(metric, metric.value(tokens), loss_mask, weights[metric.weight]) for metric in METRICS]
     values[NUM_DOCUMENTS] = share.new_full((), num_documents if cp_rank == 0 else 0)
-    return PolicyStatistics(torch.stack(values), has_entropy=tokens.entropy is not None)
+    for metric in custom:
+        found = metric.value(tokens)
+        check_values(metric, found, loss_mask)
+        values.append(over_tokens(metric, found, loss_mask, weights[metric.weight]))
+    return PolicyStatistics(torch.stack(values), tokens.entropy is not None, custom)
+
+
+def check_values(metric: Metric, values: object, loss_mask: Tensor) -> None:
+    """Raises DataError unless the values are a vector beside loss_mask, [T] real numbers or bool, or None: not there."""
+    if values is None:
+        return
+    found = type(values).__name__
+    if isinstance(values, Tensor):
+        if values.shape == loss_mask.shape and values.device == loss_mask.device and not values.is_complex():
+            return
+        found = f"{tuple(values.shape)} {values.dtype} on {values.device}"
+    raise DataError(
+        f"policy metric {metric.name!r} returned {found}: its value must be {tuple(loss_mask.shape)} real numbers or bool on "
+        f"{loss_mask.device}, one for each token; the package weighs them and adds them up"
+    )
 
 
 def over_tokens(metric: Metric, values: Tensor | None, loss_mask: Tensor, weights: Tensor) -> Tensor:  # 0-d float64

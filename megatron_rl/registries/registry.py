@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.registries.dotted import import_dotted
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -119,24 +120,6 @@ def _names_declared_in(home: Path, decorator: str) -> tuple[str, ...]:
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == decorator:
                 found.append(str(ast.literal_eval(call.args[0])))
     return tuple(found)
-
-
-def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
-    """Imports module.function as the hosts do: split on the last dot. Raises ConfigError, which says which half failed."""
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
-        raise ConfigError(f"{purpose} {path!r} has no dot: write module.function")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, TypeError) as error:  # a leading dot asks for a relative import: TypeError
-        places = "PYTHONPATH, and with megatron-rl the current directory, are where modules are looked for"
-        raise ConfigError(f"{purpose} {path!r}: module {module_name!r} cannot be imported ({error}); {places}") from error
-    if not hasattr(module, attribute):
-        raise ConfigError(f"{purpose} {path!r}: module {module_name!r} has no {attribute!r}; write module.function")
-    function: Callable[..., Any] = getattr(module, attribute)
-    if not callable(function):
-        raise ConfigError(f"{purpose} {path!r} is {type(function).__name__}, not a function")
-    return function
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -38,6 +38,7 @@ from megatron_rl.megatron.rotary import Rotary, Yarn
 from megatron_rl.megatron.routing import RouteChecker, RouteLog, routers_of
 from megatron_rl.megatron.samples import count_further_tokens, count_routed_tokens
 from megatron_rl.megatron.step_selection import select_step_tokens
+from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.testing.model_shapes import QUICK_GELU, ModelShape
 
@@ -356,7 +357,8 @@ class LayoutModel:
         if policy_config.policy_metrics != "none":
             has_entropy = policy_config.policy_metrics == "with_entropy"
             statistics = [report.statistics for report in reports if report.statistics is not None]
-            metrics = step_metrics(statistics, groups, has_entropy=has_entropy)
+            custom = named_metrics(policy_config.custom_policy_metrics)
+            metrics = step_metrics(statistics, groups, has_entropy=has_entropy, custom=custom)
             if self.tiny.expert_options.get("num_moe_experts"):
                 metrics |= forward_step.route_checker.metrics(groups)
         # A layer that is recomputed has its routes twice, and the hybrid schedule has micro-batches of its own.

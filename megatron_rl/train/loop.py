@@ -22,7 +22,7 @@ from megatron_rl.config import EmptySteps, Overlong, PolicyLossConfig
 from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.loss_hub import needs_rollout_log_probs
-from megatron_rl.registries.registry import import_dotted
+from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.train.collection import (
     Evaluation,
     SampledRollouts,

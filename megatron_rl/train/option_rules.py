@@ -24,8 +24,8 @@ from megatron_rl.config import (
     TermScore,
 )
 from megatron_rl.errors import ConfigError, DataError, printable
+from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
-from megatron_rl.registries.registry import import_dotted
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
 from megatron_rl.train import output_dir
 from megatron_rl.train.hf_bridge import BridgedModel, LoadedModel, read_model

@@ -39,6 +39,7 @@ from megatron_rl.megatron.samples import (
     weigh_samples,
 )
 from megatron_rl.megatron.step_selection import StepSelection
+from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.step import step_metrics
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_counts import StepTotals
@@ -400,7 +401,10 @@ class PolicyTrainer:
         if self.config.policy_metrics != PolicyMetrics.NONE:
             has_entropy = self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY
             metrics |= step_metrics(
-                [report.statistics for report in reports if report.statistics is not None], self.groups, has_entropy=has_entropy
+                [report.statistics for report in reports if report.statistics is not None],
+                self.groups,
+                has_entropy=has_entropy,
+                custom=named_metrics(self.config.custom_policy_metrics),
             )
         return metrics
 

@@ -19,7 +19,7 @@ from typing import Any, SupportsFloat
 
 from megatron_rl.errors import ConfigError, DataError, RunError, name_of
 from megatron_rl.files.json_values import numbered_lines, parse_json_line, read_saved
-from megatron_rl.registries.registry import import_dotted
+from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.train.hf_tokenizer import HFTokenizer
 from megatron_rl.train.reward_guard import keeps_process_alive
 from megatron_rl.train.rollouts import Prompt

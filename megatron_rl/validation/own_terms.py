@@ -1,4 +1,4 @@
-"""Tries a user's own KL estimator, correction and token selection, and says where one is not what it declares, once a launch.
+"""Tries a user's own KL estimator, correction, selection and metrics, and says where one is not what it declares, once a launch.
 
 Nothing here of a function of the package: the tests over the registries try those.
 """
@@ -11,9 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.config import CorrectionLevel
+from megatron_rl.config import CorrectionLevel, PolicyLossConfig, PolicyMetrics
 from megatron_rl.corrections import correct
-from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.metrics.custom import named_metrics
+from megatron_rl.metrics.policy import Metric, TokenValues, check_values
+from megatron_rl.ops.ratios import bounded_exp, kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CORRECTIONS, CorrectionKind
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator, KLValue
@@ -147,6 +150,56 @@ def selection_problems(selection: TokenSelectionKind) -> Iterator[str]:
         yield f"{name} has a score that is not finite, for log-probabilities between -30 and 0: bound it"
     if is_apart:
         yield f"{name} depends at one token on the others, so it would change with the layout: it must be elementwise"
+
+
+def metric_problems(config: PolicyLossConfig) -> Iterator[str]:
+    """A text for each way in which --custom-policy-metrics names what is no metric, or one that cannot be computed."""
+    try:
+        rows = named_metrics(config.custom_policy_metrics)
+    except ConfigError as error:
+        yield from (f"--custom-policy-metrics: {problem}" for problem in error.problems)
+        return
+    with_entropy = config.policy_metrics == PolicyMetrics.WITH_ENTROPY
+    for row in rows:
+        problem = _problem_of_metric(row, with_entropy)
+        if problem is not None and not with_entropy and _problem_of_metric(row, True) is None:
+            problem = "needs the entropy of each token: set --policy-metrics with_entropy"
+        if problem is not None:
+            yield f"--custom-policy-metrics: policy metric {row.name!r} {problem}"
+
+
+def _problem_of_metric(row: Metric, with_entropy: bool) -> str | None:
+    """What is wrong with the values of the row, with what to do."""
+    log_probs, others, differences = _probes()
+    numbers, ratios = torch.arange(_NUM_PROBES), bounded_exp(log_probs - others)
+    advantages, mask = torch.where(numbers % 7 == 0, 0.0, differences), numbers % 5 != 0
+    is_written = False
+
+    def at(chosen: slice) -> Tensor | None:
+        nonlocal is_written
+        vectors = [one[chosen] for one in (log_probs, others, ratios, ratios > 1.2, advantages, -others)]
+        given = [one.clone() for one in vectors]
+        values = row.value(TokenValues(*given) if with_entropy else replace(TokenValues(*given), entropy=None))
+        check_values(row, values, given[0])
+        is_written = is_written or not all(map(torch.equal, given, vectors))
+        return None if values is None else values.double()
+
+    try:
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            whole, alone, _ = (at(chosen) for chosen in (slice(None), _SOME, slice(0)))  # a rank may have no token
+    except DataError as error:
+        return str(error).removeprefix(f"policy metric {row.name!r} ")
+    except Exception as error:  # of any type: it is the user's function
+        return f"cannot be computed: {type(error).__name__}: {error}"
+    if whole is None or alone is None:
+        return "has no value: return a vector, one number for each token"
+    if is_written:
+        return "writes into its inputs: it must leave them as they are"
+    if not bool(whole[mask].isfinite().all()):
+        return "is not finite for log-probabilities between -30 and 0, ratios up to e^20 and advantages of 0: bound it"
+    if not torch.allclose(alone, whole[_SOME]):
+        return "depends at one token on the others, so it would change with the layout: it must be elementwise"
+    return None
 
 
 def _probes() -> tuple[Tensor, Tensor, Tensor]:  # [_NUM_PROBES] float32: two log-probabilities, and a log-ratio

@@ -345,6 +345,22 @@ def own_terms_are_what_they_declare(launch: Settings) -> Iterator[str]:
 
 
 @check()
+def custom_metrics_are_computed(launch: Settings) -> Iterator[str]:
+    config = launch.config
+    if config.custom_policy_metrics is None:
+        return
+    if config.policy_metrics == PolicyMetrics.NONE:
+        yield (
+            f"custom_policy_metrics={config.custom_policy_metrics} has no effect with policy_metrics=none: no metric is computed; "
+            "choose --policy-metrics basic, or remove it"
+        )
+        return
+    from megatron_rl.validation.own_terms import metric_problems  # torch, which a user's metric has imported
+
+    yield from metric_problems(config)
+
+
+@check()
 def switches_are_true_or_false(launch: Settings) -> Iterator[str]:
     for name in _SWITCHES:
         value = getattr(launch.config, name)
