@@ -9,7 +9,9 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import verl, verl_loss, verl_step
+from megatron_rl.hosts import skyrl, verl, verl_loss, verl_step
+from megatron_rl.hosts.door_line import check_model
+from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.verl import ACTOR, LOSS_MODE, MTP
 
 OVERRIDES = f"{ACTOR}megatron.override_transformer_config."
@@ -106,9 +108,68 @@ def test_a_worker_refuses_a_model_that_drops_tokens():
         verl_step.check_model(verl_loss.VerlRun(), engine(moe_expert_capacity_factor=2.0))
 
 
+SKYRL = ["python", "-m", "skyrl.train.entrypoints.main_base"]
+NEMO = ["python", "examples/run_grpo.py", "policy.megatron_cfg.enabled=true"]
+OF_SKYRL, OF_NEMO = "trainer.policy.megatron_config.", "policy.megatron_cfg."
+NEMO_OURS = ["python", "-m", "megatron_rl.hosts.launch", *NEMO[1:], "++loss_fn.megatron_rl=gspo.sample_mean"]
+OTHERS = [
+    (SKYRL, f"{OF_SKYRL}moe_aux_loss_coeff=0.01 {OF_SKYRL}moe_router_load_balancing_type=aux_loss", "note", MEAN),
+    (SKYRL, f"{OF_SKYRL}transformer_config_kwargs.moe_z_loss_coeff=0.001", "note", MEAN),
+    (SKYRL, f"{OF_SKYRL}transformer_config_kwargs.moe_expert_capacity_factor=1", "PROBLEM", "which tokens an expert drops"),
+    (NEMO, f"++{OF_NEMO}model_overrides.moe_z_loss_coeff=0.001", "PROBLEM", "its gradient is x routed tokens / response tokens"),
+    (NEMO, f"{OF_NEMO}mtp_num_layers=1", "note", "the loss of multi-token prediction, which is not judged"),
+    (
+        ["python", "-m", "megatron_rl.hosts.launch", *NEMO[1:], "++loss_fn.megatron_rl=gspo.sample_mean"],
+        f"{OF_NEMO}mtp_num_layers=1",
+        "note",
+        "is not judged",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "settings", "status", "said"), OTHERS)
+def test_other_trainers_have_the_rows_by_their_own_names(line, settings, status, said, capsys):
+    backend = ["trainer.strategy=megatron"] if line is SKYRL else []
+    code, rows, _ = rows_of(capsys, *line, *backend, *settings.split())
+    found = rows[settings.split()[0].partition("=")[0].lstrip("+")]
+    assert found[0] == status and said in found[1] and code == (status == "PROBLEM"), rows
+    if backend:  # FSDP reads none of it
+        assert not [name for name in rows_of(capsys, *line, *settings.split())[1] if "megatron" in name]
+
+
+def test_rolls_experts_take_the_coefficient_of_the_checkpoint(tmp_path, monkeypatch, capsys):
+    """mcore_adapter's models: router_aux_loss_coef is moe_aux_loss_coeff, of the type aux_loss."""
+    (tmp_path / "config").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for value, status in (("", "note"), ("moe_aux_loss_coeff: 0, ", None)):
+        config = f"strategy_config: {{{value}expert_model_parallel_size: 4}}"
+        text = f"actor_train: {{strategy_args: {{strategy_name: megatron_train, {config}}}}}"
+        (tmp_path / "config" / "mine.yaml").write_text(text)
+        _, rows, _ = rows_of(capsys, "python", "start_rlvr_pipeline.py", "--config_name", "mine")
+        assert rows.get("actor_train.model_args.moe_aux_loss_coef", (None,))[0] == status, rows
+
+
+def test_skyrl_says_at_start_what_its_model_adds():
+    given = {"trainer.strategy": "megatron", f"{OF_SKYRL}transformer_config_kwargs.moe_z_loss_coeff": 0.1}
+    (said,) = check_model(skyrl.DOOR, Settings.of_names(given, skyrl.DOOR.all_defaults))
+    assert said.startswith(f"moe_z_loss_coeff=0.1: {MEAN}")
+    given[f"{OF_SKYRL}transformer_config_kwargs.moe_expert_capacity_factor"] = 1
+    with pytest.raises(ConfigError, match="which tokens an expert drops"):
+        check_model(skyrl.DOOR, Settings.of_names(given, skyrl.DOOR.all_defaults))
+
+
+@pytest.mark.host("NEMO_RL_ROOT")
+def test_a_dense_model_of_nemo_rl_is_no_mixture_of_experts(monkeypatch, capsys):
+    """Its file has all names of experts, sequence_parallel: false and an expert-tensor-parallel size of 1."""
+    monkeypatch.chdir(os.environ["NEMO_RL_ROOT"])
+    code, rows, _ = rows_of(capsys, *NEMO, f"{OF_NEMO}tensor_model_parallel_size=2")
+    assert code == 0 and not [name for name in rows if "megatron_cfg" in name], rows
+
+
 # Published lines: the loss that verl chooses, and ours.
 PUBLISHED = [
     ("VERL", "examples/grpo_trainer/run_qwen3_vl_30b_a3b_megatron.sh", f"{OVERRIDES}moe_z_loss_coeff"),
+    ("ROLL", "examples/qwen3-30BA3B-rlvr_megatron/run_rlvr_pipeline.sh", "actor_train.model_args.moe_aux_loss_coef"),
     ("VERL", "examples/mtp_trainer/run_mimo_7b_mtp_megatron.sh", f"{MTP}enable"),
 ]
 
@@ -119,7 +180,7 @@ PUBLISHED = [
 )
 def test_a_published_line_has_the_note_with_both_losses(host, script, name, loss, monkeypatch, capsys):
     monkeypatch.chdir(os.environ[f"{host}_ROOT"])
-    code, rows, last = rows_of(capsys, "bash", script, *loss)
+    code, rows, last = rows_of(capsys, "bash", script, *(loss if host == "VERL" else ()))
     assert code == 0 and rows[name][0] == "note" and "changes with the layout" in rows[name][1], rows
     if not loss:
         assert last.endswith("see the notes")

@@ -81,6 +81,14 @@ def judge_stock(door: Door, settings: Settings, of_step: stock.JudgeStep | None,
     yield from stock.judge(found, door.title, exact, of_step, is_partial=is_partial)
 
 
+def check_model(door: Door, settings: Settings) -> list[str]:
+    """What a launch of ours says at start of its model. Raises one ConfigError with every problem of it."""
+    rows = [*model_rows(door.model, settings)]
+    if problems := [in_words(row) for row in rows if row.is_wrong]:
+        raise ConfigError(problems)
+    return [in_words(row) for row in rows if row.is_note]
+
+
 def _has_notes(rows: Iterable[Row]) -> bool:
     return any(row.is_note or row.is_wrong for row in rows)
 

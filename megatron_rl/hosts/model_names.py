@@ -100,6 +100,9 @@ def _judged(names: ModelNames, settings: Settings, given: Mapping[str, Any]) -> 
         found = {"moe_aux_loss_coeff": OF_CHECKPOINT, **names.own, **found}
         if not found.get("moe_router_enable_expert_bias"):  # the checkpoint may turn it on
             found.pop("moe_router_bias_update_rate", None)
+        if settings.has_files and size_of(found.get("expert_model_parallel_size")) == 1:
+            # The file of a dense model has these names too.
+            found |= {"sequence_parallel": True, "expert_tensor_parallel_size": found.get("tensor_model_parallel_size")}
         if (drift := drift_problem(found)) is not None:  # Megatron-Core of the workers decides
             yield Row("expert_tensor_parallel_size", drift, is_note=True)
     for row in rows_of_fields(names, found):

@@ -43,6 +43,7 @@ from megatron_rl.hosts.door import (
     names,
 )
 from megatron_rl.hosts.door_line import read_launch
+from megatron_rl.hosts.model_names import ModelNames
 from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, TRAINS_NOTHING, Programs, modules_from
 from megatron_rl.hosts.sampling import OFF, Filter, Replay, Sampler, Scores
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
@@ -240,8 +241,6 @@ def stock(settings: Settings) -> Stock | None:
         varies.append(f"{POSITIVE_EXAMPLES}={settings[POSITIVE_EXAMPLES]} {text}")
     if settings.value_of(DRAFT) is True:
         remarks.append(f"{DRAFT}=true adds the loss of a draft model, which is not judged")
-    if settings.value_of(MTP) not in (ABSENT, UNKNOWN, None, 0):
-        remarks.append(MTP_IS_NOT_JUDGED.format(f"{MTP}={settings.value_of(MTP)}"))
     weight = TOKEN_MEAN if is_of_tokens else OF_PRESENT_SAMPLES
     value = TOKEN_MEAN if settings.value_of(CRITIC) not in (ABSENT, None) else None
     kl = weight if is_on(settings, PENALTY) else None
@@ -321,6 +320,13 @@ DOOR = Door(
         *(ratio_of_the_kl_is_of_its_kind, kl_is_a_mean_over),
     ),
     megatron="policy.megatron_cfg.enabled=true",
+    model=ModelNames(
+        sections=("policy.megatron_cfg.", "policy.megatron_cfg.model_overrides."),
+        own={"moe_router_load_balancing_type": "none", "sequence_parallel": True},
+        backend=(WORKER, True),
+        is_per_token=lambda settings: True,
+        unjudged={MTP: MTP_IS_NOT_JUDGED},
+    ),
     prompts=Prompts.CARRIED,
     carrier="the launcher's estimator",
     step=(

@@ -46,6 +46,7 @@ from megatron_rl.hosts.door import (
     names,
 )
 from megatron_rl.hosts.door_settings import read
+from megatron_rl.hosts.model_names import ModelNames
 from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, SUPERVISED, TRAINS_NOTHING
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
@@ -551,6 +552,12 @@ DOOR = Door(
         *(step_has_what_weights_and_ratios_need, head_can_train, ratio_is_one),
     ),
     megatron="strategy_name: megatron_train",
+    model=ModelNames(
+        sections=(f"{STRATEGY_ARGS}strategy_config.",),
+        fields={"moe_aux_loss_coeff": f"{TRAIN}model_args.moe_aux_loss_coef"},
+        own={"sequence_parallel": True},  # its models turn it on where experts need it
+        backend=(f"{STRATEGY_ARGS}strategy_name", STRATEGY),
+    ),
     prompts=Prompts.COUNTED,
     step=(
         ("ROLL", Formula(M=1, dp=1), "apply_loss_scale: multiplies by micro-batches and data-parallel ranks"),

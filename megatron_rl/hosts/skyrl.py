@@ -47,8 +47,9 @@ from megatron_rl.hosts.door import (
     names,
     plug,
 )
-from megatron_rl.hosts.door_line import check_log_probs, name_problems
+from megatron_rl.hosts.door_line import check_log_probs, check_model, name_problems
 from megatron_rl.hosts.door_settings import OnceRead, losses, read
+from megatron_rl.hosts.model_names import ModelNames
 from megatron_rl.hosts.programs import SUPERVISED, TRAINS_NOTHING, Programs, program_word
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import NO_ADDEND, NO_FACTOR, OFF, Filter, Replay, Sampler
@@ -304,6 +305,12 @@ DOOR = Door(
     ),
     checks=(estimate_of_kl_is_known, regularizers_are_means_of_means),
     megatron="trainer.strategy=megatron",
+    # Without Megatron's own loss of multi-token prediction, which its workers turn off.
+    model=ModelNames(
+        sections=("trainer.policy.megatron_config.", "trainer.policy.megatron_config.transformer_config_kwargs."),
+        own={"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "sequence_parallel": True},
+        backend=(STRATEGY, "megatron"),
+    ),
     prompts=Prompts.BY_DRIVER,
     step=(("SkyRL", Formula(M=1, dp=1), "multiplies by micro-batches and data-parallel ranks"), TIMES_CP, AVERAGED[1]),
     why_not_per_token="SkyRL's factors are made for the mean over ranks",
@@ -411,7 +418,7 @@ def check_launch(settings: Settings) -> tuple[str, ...]:
     """The warnings of a launch behind our entrypoint. Raises one ConfigError with every problem."""
     has_loss = trains_ours(settings, has_our_entrypoint=True)
     check_log_probs(DOOR, settings, trains_ours=has_loss)
-    return read(DOOR, settings).warnings if has_loss else ()
+    return (*read(DOOR, settings).warnings, *check_model(DOOR, settings)) if has_loss else ()
 
 
 def main() -> None:

@@ -381,10 +381,10 @@ def settings_of_config(config: Any) -> Settings:
 
 def problems_of(settings: Settings) -> tuple[list[str], list[str]]:
     """(what ends a launch, what is said at its start)."""
-    rows = {row.text: row for row in judge_settings(DOOR, settings, may_have_more=True)}
+    found = {row.text: row for row in judge_settings(DOOR, settings, may_have_more=True)}
     for row in () if is_ours(settings) else model_rows(MODEL, settings):
-        rows.pop(row.text, None)  # of a model that verl's own loss trains
-    rows = rows.values()
+        found.pop(row.text, None)  # of a model that verl's own loss trains
+    rows = found.values()
     return [in_words(row) for row in rows if row.is_wrong], [in_words(row) for row in rows if _is_said(row)]
 
 
