@@ -534,6 +534,7 @@ def test_a_step_of_several_generations_by_hand(capsys):
 
 
 # A line, what is said of its sizes, and the rank and micro-batch of the last of four samples.
+DYNAMIC = ["--use-dynamic-batch-size"]
 LAYOUTS = [
     ("trl", [*GENERATION], "2 micro-batches a rank of gradient_accumulation_steps; a step of the line has 2 samples", "0.1"),
     ("trl", ["torchrun", "--nproc-per-node=2", "--nnodes", "2", *GENERATION[1:]], "4 of --nproc-per-node x --nnodes", "3.0"),
@@ -548,7 +549,7 @@ LAYOUTS = [
         "trl",
         ["accelerate", "launch", "--num_processes", "8", "t.py"],
         "too few for 8 data-parallel ranks of --num_processes",
-        "0.3",
+        "0.0",
     ),
     (
         "skyrl",
@@ -559,7 +560,17 @@ LAYOUTS = [
         "micro-batch size 2 of trainer.micro_train_batch_size_per_gpu",
         "1.0",
     ),
-    ("skyrl", ["python", "-m", skyrl.ENTRY, "trainer.max_tokens_per_microbatch=512"], "micro-batch size 1 by default", "0.3"),
+    # 3 + 5 | 1 + 7, and 3 + 5 + 1 | 7
+    ("skyrl", ["python", "-m", skyrl.ENTRY, "trainer.max_tokens_per_microbatch=8"], "micro-batches of about 8 tokens of", "0.1"),
+    ("miles", ["python3", "train.py", *DYNAMIC, "--max-tokens-per-gpu", "9"], "9 tokens of --max-tokens-per-gpu, prompts", "0.1"),
+    ("slime", ["python3", "train.py", *DYNAMIC], "that --use-dynamic-batch-size gives them are not known", "0.3"),
+    (
+        "verl",
+        ["python", "-m", verl.MAIN, f"{verl.ACTOR}use_dynamic_bsz=True", f"{verl.ACTOR}ppo_max_token_len_per_gpu=8"],
+        "micro-batches of about 8 tokens of",
+        "0.1",
+    ),
+    ("verl", ["python", "-m", verl.MAIN, f"{verl.ACTOR}use_dynamic_bsz=True"], "about 16384 tokens of", "0.0"),
     (
         "verl",
         ["python", "-m", verl.MAIN, "trainer.n_gpus_per_node=2", f"{verl.ACTOR}ppo_micro_batch_size_per_gpu=2"],
@@ -595,6 +606,12 @@ def test_the_flags_of_the_command_win_over_the_line(capsys):
     assert "data-parallel size 2 of --data-parallel-size, micro-batch size 2 of --micro-batch-size)" in out, out
     _, out = explain(capsys, *step, "--num-microbatches", "1", "--", *line)
     assert "data-parallel size 2 of --data-parallel-size, 1 micro-batch a rank of --num-microbatches)" in out, out
+
+
+def test_micro_batches_that_are_asked_for_hold_where_ranks_would_be_empty(capsys):
+    line = ["python", "-m", verl.MAIN, "trainer.n_gpus_per_node=8", f"{verl.ACTOR}use_dynamic_bsz=True"]
+    _, out = explain(capsys, "--response-lengths", "3,5,1,7", "--num-microbatches", "2", "--", *line)
+    assert [row.split()[3] for row in out.splitlines() if row.startswith("sample ")] == ["0.0", "0.0", "0.1", "0.1"], out
 
 
 def test_a_step_with_exact_weights_has_no_picture_and_keeps_its_verdict(tmp_path, capsys):

@@ -112,7 +112,7 @@ class Host:
         micro_batch="--micro-batch-size",
         ranks=("--actor-num-nodes", "--actor-num-gpus-per-node"),
         shared=MODEL_SIZES,
-        by_tokens=("--use-dynamic-batch-size",),
+        by_tokens={"--use-dynamic-batch-size": "--max-tokens-per-gpu"},
     )
     """The flags that say how a step is cut, for a step that doctor and explain are given."""
 

@@ -298,7 +298,7 @@ DOOR = Door(
     stock=stock,
     sizes=SizeNames(
         micro_batch="policy.train_micro_batch_size",
-        by_tokens=("policy.sequence_packing.enabled", "policy.dynamic_batching.enabled"),
+        by_tokens={f"policy.{how}.enabled": f"policy.{how}.train_mb_tokens" for how in ("sequence_packing", "dynamic_batching")},
     ),
     log_probs=LogProbs(setting=LOG_PROBS, value="megatron_rl", theirs=PACKAGE),
     sampler=Sampler(

@@ -533,7 +533,7 @@ DOOR = Door(
         num_microbatches=STEP[1],
         ranks=(f"{TRAIN}device_mapping",),
         shared=LAYOUT,
-        by_tokens=(f"{TRAIN}use_dynamic_batching_in_train",),
+        by_tokens={f"{TRAIN}use_dynamic_batching_in_train": f"{TRAIN}max_tokens_per_microbatch_in_train"},
         count=lambda value: whole_number(value) or len(devices_of(value) or ()) or None,
     ),
     sampler=Sampler(

@@ -45,11 +45,13 @@ class Size(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """Data-parallel ranks, samples of a rank in a micro-batch, micro-batches of a rank in a step. None: not known."""
+    """Data-parallel ranks, samples of a rank in a micro-batch, micro-batches of a rank in a step, most tokens of a micro-batch
+    (0: it has some budget). None: not known."""
 
     data: Size | None = None
     micro_batch: Size | None = None
     num_microbatches: Size | None = None
+    tokens: Size | None = None
 
 
 NOT_ASKED = StepSizes()

@@ -301,7 +301,7 @@ DOOR = Door(
         micro_batch="trainer.micro_train_batch_size_per_gpu",
         ranks=tuple(f"trainer.placement.policy_num_{of}" for of in ("nodes", "gpus_per_node")),
         shared=tuple(f"trainer.policy.megatron_config.{kind}_parallel_size" for kind in MODEL_KINDS),
-        by_tokens=("trainer.max_tokens_per_microbatch",),
+        by_tokens={"trainer.max_tokens_per_microbatch": "trainer.max_tokens_per_microbatch"},
     ),
     checks=(estimate_of_kl_is_known, regularizers_are_means_of_means),
     megatron="trainer.strategy=megatron",

@@ -25,27 +25,28 @@ class SizeNames:
     """The settings that say it, by their whole names.
 
     micro_batch: the samples of a rank in a micro-batch. num_microbatches: of a rank in a step. ranks: their product is all ranks.
-    shared: sizes of groups of ranks that train one sample together. by_tokens: where one is set, micro-batches have a number of
-    tokens. defaults: the host's own. count: what a value of them counts; None: not known."""
+    shared: sizes of groups of ranks that train one sample together. by_tokens: where one is set, micro-batches have at
+    most the tokens of its value here. defaults: the host's own. count: what a value of them counts; None: not known."""
 
     micro_batch: str = ""
     num_microbatches: str = ""
     ranks: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
-    by_tokens: tuple[str, ...] = ()
+    by_tokens: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, int] = field(default_factory=dict)
     count: Callable[[Any], int | None] = whole_number
 
     def read(self, value_of: Callable[[str], Any], asked: StepSizes) -> StepSizes:
         """value_of: a number, a Size, or ABSENT. asked: what the command's own flags say, which wins."""
-        is_by_tokens = any(value_of(name) not in (ABSENT, None, False, 0, -1) for name in self.by_tokens)
+        switch = next((name for name in self.by_tokens if value_of(name) not in (ABSENT, None, False, 0, -1)), None)
         of_line = StepSizes(
             data=self._data(value_of),
-            micro_batch=None if is_by_tokens else self._size(self.micro_batch, value_of),
-            num_microbatches=None if is_by_tokens else self._size(self.num_microbatches, value_of),
+            micro_batch=None if switch else self._size(self.micro_batch, value_of),
+            num_microbatches=None if switch else self._size(self.num_microbatches, value_of),
+            tokens=None if switch is None else self._size(self.by_tokens[switch], value_of) or Size(0, switch),
         )
         if asked.micro_batch or asked.num_microbatches:  # one says what the other is
-            of_line = of_line._replace(micro_batch=asked.micro_batch, num_microbatches=asked.num_microbatches)
+            of_line = of_line._replace(micro_batch=asked.micro_batch, num_microbatches=asked.num_microbatches, tokens=None)
         return of_line._replace(data=asked.data or of_line.data)
 
     def _size(self, name: str, value_of: Callable[[str], Any]) -> Size | None:
@@ -118,23 +119,41 @@ class Cut:
     words: str
 
 
-def cut(num_samples: int, sizes: StepSizes) -> Cut:
+def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
     """A step on the line's ranks, in its micro-batches. One of another size than the line's has as many micro-batches, of less
-    samples; one that leaves a rank of the line empty is taken as one rank's."""
-    data, size, count = sizes.data, sizes.micro_batch, sizes.num_microbatches
+    samples; one that leaves a rank of the line empty is taken as one rank's. lengths: tokens of each response."""
+    num_samples, data, size, count = len(lengths), sizes.data, sizes.micro_batch, sizes.num_microbatches
     of_line = size.value * count.value * (data.value if data else 1) if size and count else None
     other = f"; a step of the line has {of_line} samples" if of_line not in (None, num_samples) else ""
     if data is not None and data.value > num_samples:
         other = f"; they are too few for {data.value} data-parallel ranks of {data.source}{other}"
-        data = size = count = None
+        data = None
     num_ranks = data.value if data else 1
     share = -(-num_samples // num_ranks)
-    if count is not None and (size is None or of_line != num_samples):
+    if sizes.tokens is not None and sizes.tokens.value:
+        parts = [list(_filled(rank, lengths, sizes.tokens.value)) for (rank,) in microbatches(num_samples, num_ranks, share)]
+        words = f"micro-batches of about {sizes.tokens.value} tokens of {sizes.tokens.source}, prompts not counted"
+        return Cut(parts, f"{_said('data-parallel size', data)}, {words}{other}")
+    if sizes.tokens is not None:
+        words, length = f"1 sample a micro-batch, for the tokens that {sizes.tokens.source} gives them are not known", 1
+    elif count is not None and (size is None or of_line != num_samples):
         plural = "es" if count.value > 1 else ""
         words, length = f"{count.value} micro-batch{plural} a rank of {count.source}", max(1, -(-share // count.value))
     else:
         words, length = _said("micro-batch size", size), size.value if size else 1
     return Cut(microbatches(num_samples, num_ranks, length), f"{_said('data-parallel size', data)}, {words}{other}")
+
+
+def _filled(samples: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Micro-batches in the order of the step, each as full as it can be. Trainers sort by length too."""
+    part: list[int] = []
+    for sample in samples:
+        if part and sum(lengths[one] for one in part) + lengths[sample] > budget:
+            yield part
+            part = []
+        part.append(sample)
+    if part:
+        yield part
 
 
 def _said(what: str, size: Size | None) -> str:

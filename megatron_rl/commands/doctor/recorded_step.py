@@ -35,7 +35,7 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
     """One row for each term that is not exact on any step, and the picture. step: None: it is read. Raises what read_step
     raises."""
     step = step or read_step(args)
-    shares = cut(len(step.masks), stock.sizes)
+    shares = cut([*map(len, step.masks)], stock.sizes)
     tokens, lengths = (torch.tensor([count(mask) for mask in step.masks]) for count in (lambda m: int(m.sum()), len))
     terms: dict[Formula, list[str]] = {}
     for name, weight in stock.terms.items():

@@ -77,7 +77,7 @@ def loss_of_line(args: Namespace) -> LossOfLine:
             "the step has rollouts of several samples, and the weights of a line are shown for samples that are rollouts: give "
             "--host and the flags of the loss in the place of the line"
         )
-    shown = LossOfLine(step, report, cut(len(step.masks), found[0].sizes).parts, found[0].known)
+    shown = LossOfLine(step, report, cut([*map(len, step.masks)], found[0].sizes).parts, found[0].known)
     tokens, lengths = (torch.tensor([count_of(mask) for mask in step.masks]) for count_of in (lambda m: int(m.sum()), len))
     for name, weight in found[0].terms.items():
         if weight in (one for one, _, _ in shown.terms.values()):
