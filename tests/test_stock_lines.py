@@ -412,13 +412,47 @@ def test_the_kl_of_trl_is_of_its_version(version, kind, monkeypatch, capsys):
     assert "by default" not in out
 
 
-@pytest.mark.parametrize(("version", "said"), [((1, 16), "replaces layers"), ((1, 13), "trains Liger's loss, which is not judged")])
+@pytest.mark.parametrize(("version", "said"), [((1, 16), "replaces layers"), ((1, 13), "trains Liger's loss (")])
 def test_liger_trains_a_loss_in_some_versions(version, said, monkeypatch, capsys):
     monkeypatch.setattr(trl_stock, "installed", lambda: version)
     _, out = doctor(capsys, "--", "trl", "grpo", "--use_liger_kernel")
     assert said in out, out
     _, out = doctor(capsys, "--", "python", "t.py", "--use_liger_kernel", "--loss_type", "megatron_rl.grpo.sample_mean")
     assert ("PROBLEM" in out) == (version == (1, 13)), out
+
+
+def test_a_selection_of_each_micro_batch_is_in_the_verdict_of_trl(capsys):
+    _, out = doctor(capsys, "--", "trl", "grpo", "--top_entropy_quantile", "0.2")
+    assert "NOT exact" in out.splitlines()[-1] and ALIKE not in out, out
+
+
+def test_terms_of_one_weight_have_one_mark(capsys):
+    _, out = doctor(
+        capsys, "--", "trl", "grpo", "--beta", "0.1", "--steps_per_generation", "8", "--gradient_accumulation_steps", "4"
+    )
+    assert {line.split()[0] for line in out.splitlines() if " TRL's own: " in line} == {"note"}, out
+
+
+@pytest.mark.parametrize(
+    ("version", "line", "said"),
+    [
+        ((1, 10), "--loss_type dapo", "1/(M T_k)"),
+        ((1, 10), "--loss_type cispo --steps_per_generation 8 --gradient_accumulation_steps 4", "1/(M T_k)"),
+        ((1, 11), "--loss_type dapo", "1/T"),
+        ((1, 11), "--loss_type vespo --steps_per_generation 8 --gradient_accumulation_steps 4", "M_gen/(M T_gen)"),
+        ((1, 13), "--loss_type grpo", "1/(N m_i)"),
+        ((1, 13), "--loss_type bnpo", "1/(M dp T_b)"),
+        ((1, 13), "--loss_type luspo", "m_i/(N L_b)"),
+    ],
+)
+def test_liger_divides_by_what_its_version_is_given(version, line, said, monkeypatch, capsys):
+    """Before 1.11 compute_liger_loss passes no num_items_in_batch: Liger counts a micro-batch on all ranks."""
+    monkeypatch.setattr(trl_stock, "installed", lambda: version)
+    _, out = doctor(capsys, "--", "trl", "grpo", "--use_liger_kernel", *line.split())
+    assert f"a token weighs {said}" in out and "not judged" not in out, out
+    is_local = said in ("1/(M T_k)", "1/(M dp T_b)", "m_i/(N L_b)")
+    assert is_local == ("NOT exact: " in out.splitlines()[-1]) and not (is_local and ALIKE in out), out
+    assert is_local == ("exact: use_liger_kernel=False" in out), out
 
 
 def test_explain_knows_the_divisor_of_a_line(capsys):

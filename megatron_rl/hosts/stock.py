@@ -128,7 +128,8 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None) -> Ite
     said: dict[Formula, str] = {}
     for name, weight in stock.terms.items():
         if weight in said:
-            yield Row(name, f"{title}'s own: {weight} too, as the {said[weight]} term", is_note=bool(local_letters(weight)))
+            is_note = bool(local_letters(weight)) or is_of_generation(weight)
+            yield Row(name, f"{title}'s own: {weight} too, as the {said[weight]} term", is_note=is_note)
             continue
         said[weight] = name
         letters, ours = local_letters(weight), aggregation_of(weight)

@@ -10,7 +10,16 @@ from typing import Any
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.hosts.settings import UNKNOWN, Settings, Size, StepSizes
 from megatron_rl.hosts.step_sizes import PROCESSES, SizeNames, whole_number
-from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, OF_A_MICRO_BATCH, SAMPLE_MEAN, Stock, exact_setting, is_on
+from megatron_rl.hosts.stock import (
+    MEAN_OF_TOKEN_MEANS,
+    MEAN_OVER_RANKS,
+    OF_A_MICRO_BATCH,
+    SAMPLE_MEAN,
+    Stock,
+    exact_setting,
+    is_on,
+    local_letters,
+)
 from megatron_rl.hosts.trl_others import OTHER, STOCKS
 from megatron_rl.validation.checks import Row
 
@@ -25,8 +34,8 @@ SIZES = SizeNames(
     defaults={"per_device_train_batch_size": 8, STEPS: 1},
 )
 # The versions from which TRL divides by the share of a step in a generation and has the bias correction of KL on, and from which
-# Liger replaces layers alone and no loss; the newest that was read.
-RESCALES, KEEPS_LOSS, NEWEST = (1, 10), (1, 14), (1, 16)
+# Liger's loss is given the tokens of a generation, and Liger replaces layers alone and no loss; the newest that was read.
+RESCALES, COUNTS, KEEPS_LOSS, NEWEST = (1, 10), (1, 11), (1, 14), (1, 16)
 # What TRL's own losses weigh a token. All its micro-batches have as many samples.
 STOCK_TYPES = {
     **dict.fromkeys(("grpo", "sapo"), SAMPLE_MEAN),
@@ -77,10 +86,12 @@ def of_version(settings: Settings) -> Iterator[Row]:
         text = f"{settings[BIAS_CORRECTION]} by default, so KL is {kind} ({judged()}; False before 1.10, and True since)"
         yield Row(BIAS_CORRECTION, text, is_note=True)
     if settings["use_liger_kernel"] is True:
-        of_loss = (
-            "trains Liger's loss, which is not judged" if settings[LIGERS_LOSS] else "replaces layers of the model, and no loss"
-        )
+        of_loss = "trains Liger's loss" if trains_ligers_loss(settings) else "replaces layers of the model, and no loss"
         yield Row("use_liger_kernel", f"True {of_loss} ({judged()}; it trains Liger's loss before 1.14)", is_note=True)
+
+
+def trains_ligers_loss(settings: Settings) -> bool:
+    return settings["use_liger_kernel"] is True and bool(settings[LIGERS_LOSS])
 
 
 # What TRL's own losses weigh a token
@@ -99,12 +110,18 @@ def stock(settings: Settings) -> Stock | None:
     remarks: list[str] = []
     longest = whole_number(settings["max_completion_length"])
     known: dict[str, float] = {} if longest is None else {"L": longest}
-    if weight == TOKEN_MEAN:
+    is_ligers = trains_ligers_loss(settings)
+    if weight == TOKEN_MEAN and is_ligers and is_before(COUNTS):  # it counts the tokens of a micro-batch of all ranks
+        weight = kl = MEAN_OVER_RANKS
+        exact = of_generations(settings)[2]
+    elif weight == TOKEN_MEAN:
         known, remarks, exact = of_generations(settings)
         weight = kl = TOKEN_MEAN if exact is None else OF_GENERATION if is_old else RESCALED
         entropy = weight if is_old else entropy
-    elif settings[CHOICE] == "luspo" and is_old:  # of a matrix, TRL takes the mean over its padded places too
+    elif settings[CHOICE] == "luspo" and (is_old or is_ligers):  # of a matrix, TRL takes the mean over its padded places too
         weight, kl = weight if settings["importance_sampling_level"] == "sequence" else OF_MATRIX, OF_MATRIX
+    if is_ligers and local_letters(weight) and not (is_old and weight == OF_MATRIX):
+        exact = ", ".join(filter(None, ("use_liger_kernel=False", exact)))
     terms = (weight, kl if is_on(settings, "beta") else None, entropy if is_on(settings, "entropy_coef") else None)
     return Stock(*terms, exact, tuple(remarks), varies, known=known)
 
