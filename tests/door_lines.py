@@ -28,6 +28,7 @@ RATIO, REJECTION = "algorithm.rollout_correction.rollout_is", "algorithm.rollout
 KL = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1"]
 MEAN_OF_KL = f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
 ONE_ROW = f"{ACTOR}.policy_loss.one_sample_per_rollout"
+HEAD = "actor_rollout_ref.model.external_lib=megatron_rl.hosts.verl_log_probs"
 UNCUT = verl_correction.uncut_weights()
 TIS = [CLASS_LINE, f"+{ACTOR}.policy_loss.importance_correction=tis"]
 ONE_MINI_BATCH = f"{BATCH}=256"
@@ -175,6 +176,16 @@ RIGHT: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
         f"{LINE_OF_SKYRL} {OURS}grpo {REDUCTION}=seq_mean_token_sum_norm trainer.algorithm.max_seq_len=8192".split(),
         r"1/\(L N\) = 1/\(8192 N\), in the advantages",
     ),
+    "verl, a correction": (
+        "verl",
+        [our_mode("grpo.token_mean"), f"{RATIO}=token"],
+        "=token: verl's own: its weights multiply our loss$",
+    ),
+    "verl, a correction beside one ratio of a sample": (
+        "verl",
+        [our_mode("gspo.token_mean"), f"{RATIO}=token"],
+        "multiply our loss; a sample has one ratio, so its tokens share the mean of their weights$",
+    ),
     "skyrl, a correction": (
         "skyrl",
         f"{LINE_OF_SKYRL} {OURS}cispo trainer.algorithm.off_policy_correction.tis_ratio_type=token".split(),
@@ -219,12 +230,12 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
     "verl, gspo, 0.2/0.28": (
         "verl",
         "gspo.token_mean" + clips("verl", 0.2, 0.28),
-        "clip_ratio_low=0.2 beside .*clip_ratio_high=0.28.*\n.* would train its own clip, 0.0003/0.2",
+        "0.2 is the host's default.* type [^ ]*clip_ratio_low=0.0003 [^ ]*clip_ratio_high=0.0004 for that, or",
     ),
     "verl, cispo, 0.2/0.28": (
         "verl",
         "cispo.token_mean" + clips("verl", 0.2, 0.28),
-        "policy_loss.clip_ratio_low=0.2 for 0.2.*\n.* would train its own clip, 1/0.28",
+        " type [^ ]*clip_ratio_low=1 for that, or .*policy_loss.clip_ratio_low=0.2 for 0.2",
     ),
     "verl, gmpo, high": ("verl", "gmpo.token_mean" + clips("verl", None, 0.28), "gmpo has 0.32968 of its own"),
     "verl, gspo, low": ("verl", "gspo.token_mean" + clips("verl", 1e-3), "clip_ratio_high=0.2 beside .*clip_ratio_low=0.001"),
@@ -317,6 +328,17 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
         "verl",
         [our_mode("dppo_tv.sample_mean"), *UNCUT, "algorithm.rollout_correction.bypass_mode=true"],
         "^rollout_correction: bypass_mode=true: .*; set [^ ]*bypass_mode=False$",
+    ),
+    "verl, squares of probabilities without logits": (
+        "verl",
+        [
+            our_mode("grpo.token_mean"),
+            HEAD,
+            "actor_rollout_ref.model.use_fused_kernels=True",
+            f"{ACTOR}.calculate_sum_pi_squared=True",
+        ]
+        + ["trainer.use_v1=False"],
+        "^use_fused_kernels: calculate_sum_pi_squared=True reads logits",
     ),
     "verl, weights that bypass_mode skips": (
         "verl",

@@ -233,8 +233,14 @@ def said_of(found: Found) -> Iterator[Row]:
     if found.correction.is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
     if found.theirs:
-        yield Row("correction", f"{' and '.join(found.theirs)}: {door.title}'s own: its weights multiply our loss")
+        yield weights_multiply(found, found.theirs)
     yield from (row for one in door.checks for row in one(found))
+
+
+def weights_multiply(found: Found, theirs: Iterable[str]) -> Row:
+    """Of the host's own correction, whose weights a loss of ours is given. theirs: its settings, as they are typed."""
+    mean = "; a sample has one ratio, so its tokens share the mean of their weights" if found.loss.level == "sequence" else ""
+    return Row("correction", f"{' and '.join(theirs)}: {found.door.title}'s own: its weights multiply our loss{mean}")
 
 
 # Names

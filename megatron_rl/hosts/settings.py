@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from typing import Any, NamedTuple
 
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING
 from megatron_rl.loss_hub import PolicyLoss
 
 LONGEST_VALUE = 10_000
@@ -203,13 +204,16 @@ def acting_clip(
     """((low, high), problems); None: the loss's own. A loss without a clip has (None, None)."""
     if loss.clip_ratios is None or not (low.is_chosen or high.is_chosen):
         return (None, None), []
-    problems = []
+    problems, chosen = [], [one.value for one in (low, high) if one.is_chosen and isinstance(one.value, int | float)]
+    is_far = loss.clips_means and max(chosen, default=0) > SEQUENCE_CLIP_RATIO_WARNING
+    both = " ".join(f"{one.name}={own:g}" for one, own in zip((low, high), loss.clip_ratios, strict=True))
     for side, one, other, own in (("low", low, high, loss.clip_ratios[0]), ("high", high, low, loss.clip_ratios[1])):
         if one.is_chosen or one.value is None or one.value == own or one.is_typed is not None:
             continue
+        has, typed = (f"{loss.clip_ratios[0]:g}/{loss.clip_ratios[1]:g}", both) if is_far else (f"{own:g}", f"{one.name}={own:g}")
         problems.append(
             f"{one.name}={one.value} beside {other.name}={other.value}: {one.value} is the host's default, so it is not known "
-            f"whether you chose it, and {loss.name} has {own:g} of its own; type {one.name}={own:g} for that, or "
+            f"whether you chose it, and {loss.name} has {has} of its own; type {typed} for that, or "
             f"{keep.format(side=side, name=one.name, value=one.value)} for {one.value}"
         )
     return (low.value if low.is_chosen else None, high.value if high.is_chosen else None), problems

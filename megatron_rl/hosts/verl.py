@@ -46,7 +46,7 @@ from megatron_rl.hosts.door import (
     Setting,
     names,
 )
-from megatron_rl.hosts.door_line import judge_settings
+from megatron_rl.hosts.door_line import judge_settings, weights_multiply
 from megatron_rl.hosts.door_settings import in_words
 from megatron_rl.hosts.model_names import ModelNames, model_rows
 from megatron_rl.hosts.programs import SUPERVISED, TRAINS_NOTHING, Programs, program_word
@@ -152,12 +152,12 @@ def is_ours(settings: Settings) -> bool:
 def clip_reaches_the_workers(found: Found) -> Iterator[Row]:
     """A typed clip that verl's workers would take for verl's default."""
     acting, theirs = clip_of(found.config), DOOR.field_settings
-    if acting is None:
-        return
+    if acting is None or any(getattr(found.config, name) is not None for name in CLIPS):
+        return  # beside a chosen side the other one is judged for every host
     lost = {}
     for name, own in zip(CLIPS, acting, strict=True):
         typed = found.settings.given.get(theirs[name].name, UNKNOWN)
-        if getattr(found.config, name) is None and typed not in (UNKNOWN, None, own):
+        if typed not in (UNKNOWN, None, own):
             lost[name] = typed
     if lost:
         values = " and ".join(f"{name}={value}" for name, value in lost.items())
@@ -219,6 +219,13 @@ def rollouts_of(settings: Settings) -> Rollouts:
     return Rollouts() if settings[IS_V1] is False else SESSIONS
 
 
+@check(when=lambda found: not needs_rollout_log_probs(found.config))
+def weights_of_verl_multiply(found: Found) -> Iterator[Row]:
+    name, bypass, scores = f"{CORRECTION}rollout_is", found.settings[BYPASS], found.settings[SCORES]
+    if found.settings[name] not in (None, UNKNOWN) and bypass is not True and scores is not False:
+        yield weights_multiply(found, [f"{name}={found.settings[name]}"])
+
+
 @check(when=lambda found: found.counts_prompts)
 def a_step_has_whole_prompts(found: Found) -> Iterator[Row]:
     batch, mini_batch = (found.settings[name] for name in (BATCH, MINI_BATCH))
@@ -277,6 +284,12 @@ def place_of_our_head(settings: Settings) -> Iterator[Row]:
     if LOG_PROBS not in str(settings.value_of(EXTERNAL_LIB)) or switch is UNKNOWN:
         return
     whole = "from hidden states by our head, and no logits are made"
+    if switch is True and settings.value_of(f"{ACTOR}calculate_sum_pi_squared") is True and settings[IS_V1] is False:
+        text = (
+            "calculate_sum_pi_squared=True reads logits, and none are made: verl's first step raises; set one of the two to False"
+        )
+        yield Row("use_fused_kernels", text, is_wrong=True)
+        return
     text = f"log-probabilities come {whole}" if switch is True else f"log-probabilities come from logits; with =True {whole}"
     yield Row("use_fused_kernels", text)
 
@@ -520,7 +533,7 @@ DOOR = Door(
     ),
     checks=(
         *(clip_reaches_the_workers, clip_of_both_sides_is_not_read, class_has_our_fields),
-        *(one_aggregation_acts, weights_are_uncut, correction_acts, a_step_has_whole_prompts),
+        *(one_aggregation_acts, weights_are_uncut, correction_acts, weights_of_verl_multiply, a_step_has_whole_prompts),
         *(our_loss_is_not_replaced, kl_term_is),
     ),
     of_any_launch=of_any_launch,
