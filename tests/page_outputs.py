@@ -33,7 +33,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import launch, nemo_rl, nemo_rl_plugin, prime_rl, prime_rl_loss, roll, skyrl, verl, verl_loss
+from megatron_rl.hosts import launch, nemo_rl, nemo_rl_plugin, prime_rl, prime_rl_loss, roll, skyrl, trl, verl, verl_loss
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.megatron_lm import announce
@@ -315,6 +315,18 @@ def of_the_first_step_in_skyrl(command: str) -> str:
     without_correction = SimpleNamespace(off_policy_correction_enabled=lambda settings: False)
     with mock.patch.object(skyrl, "import_module", lambda name: without_correction):
         return said(run_step, case, *samples_of(case))
+
+
+def of_the_first_step_in_trl(command: str) -> str:
+    """The line of our loss, on two ranks."""
+    import trl_cases as cases
+
+    loss, aggregation = re.search(r"megatron_rl\.(\w+)\.(\w+)", command).groups()
+    case = cases.Case(loss=loss, aggregation=aggregation, dp=2)
+    with mock.patch.dict(sys.modules):
+        cases.emulated_trl()
+        lines = said(cases.run_step, case, *cases.step_of(case), trl.GRPOTrainer)
+    return lines.splitlines()[0] + "\n"
 
 
 def of_the_first_step_in_prime_rl(command: str) -> str:

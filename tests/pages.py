@@ -303,7 +303,7 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "the first step of": Producer(outputs.of_the_first_step_in_roll),
     },
     "docs/hosts/prime_rl.md": JUDGED | {"the first step of": Producer(outputs.of_the_first_step_in_prime_rl)},
-    "docs/hosts/trl.md": JUDGED,
+    "docs/hosts/trl.md": JUDGED | {"the first step of": Producer(outputs.of_the_first_step_in_trl)},
     "docs/hosts/skyrl.md": JUDGED | {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
 }
 
