@@ -426,6 +426,29 @@ def test_a_selection_of_each_micro_batch_is_in_the_verdict_of_trl(capsys):
     assert "NOT exact" in out.splitlines()[-1] and ALIKE not in out, out
 
 
+def test_a_misspelt_loss_of_trl_is_a_problem(capsys):
+    code, out = doctor(capsys, "--", "trl", "grpo", "--loss_type", "gprpo")
+    assert code == 1 and "TRL has no such loss, and stops at its first step; did you mean grpo?" in out and ALIKE not in out, out
+
+
+def test_a_generation_of_whole_steps_is_kept_by_ours(capsys):
+    line = ["trl", "grpo", "--steps_per_generation", "8", "--gradient_accumulation_steps", "4"]
+    _, out = doctor(capsys, "--", *line)
+    assert "exact: steps_per_generation=4, or loss_type=megatron_rl.grpo.token_mean, which keeps the generation" in out, out
+
+
+def test_an_aggregation_alone_is_given_the_loss_that_lacks(capsys):
+    _, out = doctor(capsys, "--", "python", "t.py", "--loss_type", "megatron_rl.prompt_mean")
+    assert "did you mean megatron_rl.grpo.prompt_mean?" in out, out
+
+
+def test_no_remedy_is_named_where_none_can_be_typed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("import trl\ntrl.AsyncGRPOTrainer()")
+    _, out = doctor(capsys, "--", "python", "mine.py")
+    assert "1/(M T_k)" in out and "exact: " not in out.replace("NOT exact: ", ""), out
+
+
 def test_terms_of_one_weight_have_one_mark(capsys):
     _, out = doctor(
         capsys, "--", "trl", "grpo", "--beta", "0.1", "--steps_per_generation", "8", "--gradient_accumulation_steps", "4"

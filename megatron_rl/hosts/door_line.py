@@ -64,11 +64,14 @@ def judge(
     elif line.stock is not None:
         rows = [*model_rows(door.model, line.stock)]
         yield from rows
-        yield from judge_stock(door, line.stock, of_step, is_partial=line.is_partial or _has_notes(rows))
+        is_partial = line.is_partial or _has_notes(rows)
+        yield from judge_stock(door, line.stock, of_step, is_partial=is_partial, takes_ours=False)
 
 
-def judge_stock(door: Door, settings: Settings, of_step: stock.JudgeStep | None, *, is_partial: bool = False) -> Iterator[Row]:
-    """What the trainer's own loss weighs a token, and the settings that give an exact weight."""
+def judge_stock(
+    door: Door, settings: Settings, of_step: stock.JudgeStep | None, *, is_partial: bool = False, takes_ours: bool = True
+) -> Iterator[Row]:
+    """What the trainer's own loss weighs a token, and the settings that give an exact weight. takes_ours: one can be typed."""
 
     def exact(aggregation: str) -> str:
         record = get_loss_aggregation(aggregation)
@@ -78,7 +81,7 @@ def judge_stock(door: Door, settings: Settings, of_step: stock.JudgeStep | None,
     found = door.stock(settings)
     if isinstance(found, stock.Stock):
         found = replace(found, sizes=door.sizes.read(settings.value_of, settings.asked))
-    yield from stock.judge(found, door.title, exact, of_step, is_partial=is_partial)
+    yield from stock.judge(found, door.title, exact if takes_ours else None, of_step, is_partial=is_partial)
 
 
 def check_model(door: Door, settings: Settings) -> list[str]:

@@ -183,6 +183,8 @@ def _one_name(door: Door, whole: object, name: str | None) -> tuple[str, str]:
             parts = {"loss": (loss, offered), "aggregation": (aggregation, aggregations)}
             why = " and ".join(f"{one or 'nothing'!r} is no {kind}" for kind, (one, those) in parts.items() if one not in those)
     close = get_close_matches(name.replace("-", "_"), known, 1) if name else []
+    if name in aggregations and f"grpo.{name}" in known:
+        close = [f"grpo.{name}"]
     meant = f"; did you mean {choice.prefix}{close[0]}?" if close else "."
     others = ", or module.function" if choice.imports else ""
     raise ConfigError(

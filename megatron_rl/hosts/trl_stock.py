@@ -142,6 +142,8 @@ def of_generations(settings: Settings) -> tuple[dict[str, float], list[str], str
     before = f"before 1.10 a token weighs {OF_GENERATION}, and the gradient is about {steps / generated:.3g} times the token mean"
     versions = "" if installed() and is_before(RESCALES) else f" ({judged()}; {before})"
     said = f"{of_batch or f'{GENERATED}={generated}'} with {STEPS}={steps}: TRL divides by the tokens of a generation{versions}"
+    if generated % steps == 0:
+        exact += f", or {CHOICE}=megatron_rl.grpo.token_mean, which keeps the generation"
     return {"M": steps, "M_gen": generated}, [said], exact
 
 
