@@ -654,6 +654,8 @@ def test_doctor_and_explain_cut_a_step_as_the_line_does(host, line, said, place,
     _, shown = explain(capsys, *step, "--", *line)
     places = [row.split()[3] for row in shown.splitlines() if row.startswith("sample ")]
     assert places[-1] == place and said in shown, shown
+    is_other = "a step of the line has" in out
+    assert ("unmasked tokens; " in shown.splitlines()[0]) == (is_other or "too few" in out), shown  # above the weights
 
 
 def test_the_flags_of_the_command_win_over_the_line(capsys):

@@ -113,10 +113,12 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """parts: the samples of each micro-batch of each rank: runs of the step, in its order. words: whose sizes they are."""
+    """parts: the samples of each micro-batch of each rank: runs of the step, in its order. words: whose sizes they are. other:
+    what differs from a step of the line; empty where nothing does."""
 
     parts: list[list[list[int]]]
     words: str
+    other: str
 
 
 def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
@@ -133,7 +135,7 @@ def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
     if sizes.tokens is not None and sizes.tokens.value:
         parts = [list(_filled(rank, lengths, sizes.tokens.value)) for (rank,) in microbatches(num_samples, num_ranks, share)]
         words = f"micro-batches of about {sizes.tokens.value} tokens of {sizes.tokens.source}, prompts not counted"
-        return Cut(parts, f"{_said('data-parallel size', data)}, {words}{other}")
+        return Cut(parts, f"{_said('data-parallel size', data)}, {words}", other)
     if sizes.tokens is not None:
         words, length = f"1 sample a micro-batch, for the tokens that {sizes.tokens.source} gives them are not known", 1
     elif count is not None and (size is None or of_line != num_samples):
@@ -141,7 +143,7 @@ def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
         words, length = f"{count.value} micro-batch{plural} a rank of {count.source}", max(1, -(-share // count.value))
     else:
         words, length = _said("micro-batch size", size), size.value if size else 1
-    return Cut(microbatches(num_samples, num_ranks, length), f"{_said('data-parallel size', data)}, {words}{other}")
+    return Cut(microbatches(num_samples, num_ranks, length), f"{_said('data-parallel size', data)}, {words}", other)
 
 
 def _filled(samples: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:

@@ -41,7 +41,7 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
     for name, weight in stock.terms.items():
         if local_letters(weight) or is_of_generation(weight):
             terms.setdefault(weight, []).append(name)
-    where, found = f"{step.source}; {shares.words}", []
+    where, found = f"{step.source}; {shares.words}{shares.other}", []
     for weight, names in terms.items():
         listed = ", ".join(names)
         if is_of_generation(weight) and generations(tokens, shares.parts, stock.known) is None:

@@ -19,7 +19,7 @@ from megatron_rl.commands.explain.report import columns
 from megatron_rl.commands.explain.step import StepInput, read_step
 from megatron_rl.commands.explain.weights import short
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.step_sizes import cut
+from megatron_rl.hosts.step_sizes import Cut, cut
 from megatron_rl.hosts.stock import Stock
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import Row
@@ -37,7 +37,7 @@ class LossOfLine:
 
     step: StepInput
     report: LaunchReport
-    parts: list[list[list[int]]]  # samples of each micro-batch of each rank
+    cut: Cut
     known: Mapping[str, float]  # Stock.known
     terms: dict[str, tuple[Formula, Tensor, Tensor]] = field(default_factory=dict)  # (weight, of each sample [S], exact [S])
 
@@ -77,7 +77,7 @@ def loss_of_line(args: Namespace) -> LossOfLine:
             "the step has rollouts of several samples, and the weights of a line are shown for samples that are rollouts: give "
             "--host and the flags of the loss in the place of the line"
         )
-    shown = LossOfLine(step, report, cut([*map(len, step.masks)], found[0].sizes).parts, found[0].known)
+    shown = LossOfLine(step, report, cut([*map(len, step.masks)], found[0].sizes), found[0].known)
     tokens, lengths = (torch.tensor([count_of(mask) for mask in step.masks]) for count_of in (lambda m: int(m.sum()), len))
     for name, weight in found[0].terms.items():
         if weight in (one for one, _, _ in shown.terms.values()):
@@ -85,7 +85,7 @@ def loss_of_line(args: Namespace) -> LossOfLine:
         if "P" in weight.powers and step.prompts is None:
             raise ConfigError(f"the {name} term weighs {weight}: give --prompt-ids a,a,b, or a step whose samples have prompts")
         own, exact = (
-            one(weight, tokens, lengths, shown.parts, step.prompts, known=shown.known) for one in (token_weights, exact_weights)
+            one(weight, tokens, lengths, shown.cut.parts, step.prompts, known=shown.known) for one in (token_weights, exact_weights)
         )
         shown.terms[name] = (weight, own, exact)
     return shown
@@ -95,11 +95,12 @@ def lines_of(found: LossOfLine, max_rows: int) -> Iterator[str]:
     step, masks = found.step, found.step.masks
     place = {
         sample: f"{rank}.{index}"
-        for rank, of_rank in enumerate(found.parts)
+        for rank, of_rank in enumerate(found.cut.parts)
         for index, samples in enumerate(of_rank)
         for sample in samples
     }
-    yield f"one step, from {step.source}: {len(masks)} samples, {int(sum(mask.sum() for mask in masks))} unmasked tokens"
+    num_tokens = int(sum(mask.sum() for mask in masks))
+    yield f"one step, from {step.source}: {len(masks)} samples, {num_tokens} unmasked tokens{found.cut.other}"
     numbers = {"L": 1} | {name: f"{count:g}" for name, count in found.known.items()}
     shown = {name: [letter for letter in ("L", "M_gen") if letter in weight.powers] for name, (weight, _, _) in found.terms.items()}
     titles = [
