@@ -120,6 +120,8 @@ class Choice:
     imports: bool = False
     why_not: Mapping[str, str] = field(default_factory=dict)
     """The host's names of aggregations that ours have no equal of -> why."""
+    theirs: tuple[str, ...] = ()
+    """The host's own values, where any other one is refused there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

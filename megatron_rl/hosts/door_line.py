@@ -22,6 +22,8 @@ from megatron_rl.validation.checks import Row
 
 # A misspelt section is more similar than this to the right one; no two sections of a host are.
 CLOSEST_SECTION = 0.9
+# Of one of the host's losses: gprpo and grpo are 0.89 alike, megatron_rl.grpo.token_mean and dr_grpo below 0.4.
+CLOSEST_OF_THEIRS = 0.8
 # The same for a module of ours among those of the user's own.
 CLOSEST_MODULE = 0.8
 PACKAGE = "megatron_rl"
@@ -288,7 +290,11 @@ def _is_apart(door: Door, whole: str) -> bool:
 
 
 def _meant(door: Door, name: Any) -> str | None:
-    """The name of ours that one without our prefix means; None: it may be the host's own, which has no dot, or somebody else's."""
+    """The name that is meant: of ours, by one without our prefix, or of the host's where all of those are known. None: it may be
+    the host's own, which has no dot, or somebody else's."""
+    theirs = door.choice.theirs
+    if isinstance(name, str) and name not in theirs and (close := get_close_matches(name, theirs, 1, CLOSEST_OF_THEIRS)):
+        return close[0]
     if not (isinstance(name, str) and "." in name and door.choice.prefix and door.choice.aggregation is None):
         return None
     known, short = modes(door), name.replace("-", "_").removeprefix(door.choice.prefix)

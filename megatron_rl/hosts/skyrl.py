@@ -64,6 +64,7 @@ from megatron_rl.hosts.stock import (
     SELECTING,
     Stock,
     exact_setting,
+    local_letters,
 )
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.metrics.step import finalise_metrics
@@ -120,31 +121,38 @@ STOCK_LOSSES = "regular dual_clip gspo cispo rollout_is clip_cov kl_cov sapo imp
 
 
 def stock(settings: Settings) -> Stock | None:
-    """KL and entropy are means of a micro-batch. FSDP's workers weigh each by its share of the samples; Megatron's schedule weighs
-    all alike, which is the same where micro-batches have as many samples, and not where they have a budget of tokens.
-    """
     weight, loss = STOCK_REDUCTIONS.get(str(settings[f"{ALGORITHM}loss_reduction"])), settings[f"{ALGORITHM}policy_loss_type"]
     if weight is None or loss not in STOCK_LOSSES:
         return None
-    is_by_samples = settings.value_of("trainer.max_tokens_per_microbatch") in (ABSENT, None, -1)
-    is_by_share = settings[STRATEGY] != "megatron"
-    kl = SAMPLE_MEAN if is_by_samples or is_by_share else MEAN_OF_SAMPLE_MEANS
-    entropy = MEAN_OF_TOKEN_MEANS if is_by_samples or not is_by_share else SHARE_OF_TOKEN_MEANS
+    of_terms = regularizers(settings)
     return Stock(
         weight,
-        kl if settings[f"{ALGORITHM}use_kl_loss"] is not False else None,
-        entropy if settings[f"{ALGORITHM}use_entropy_loss"] is not False else None,
+        of_terms.get("KL"),
+        of_terms.get("entropy"),
         exact_setting(f"{ALGORITHM}loss_reduction={{}}", STOCK_REDUCTIONS, weight),
         varies=(OF_A_MICRO_BATCH.format(loss),) if loss in SELECTING else (),
         value=SAMPLE_MEAN if settings.value_of(f"{ALGORITHM}advantage_estimator") == "gae" else None,
     )
 
 
+def regularizers(settings: Settings) -> dict[str, Formula]:
+    """What KL and entropy weigh a token: SkyRL computes them beside any loss, as means of a micro-batch. FSDP's workers weigh each
+    by its share of the samples; Megatron's schedule weighs all alike, which is the same where micro-batches have as many samples,
+    and not where they have a budget of tokens.
+    """
+    is_by_samples = settings.value_of("trainer.max_tokens_per_microbatch") in (ABSENT, None, -1)
+    is_by_share = settings[STRATEGY] != "megatron"
+    kl = SAMPLE_MEAN if is_by_samples or is_by_share else MEAN_OF_SAMPLE_MEANS
+    entropy = MEAN_OF_TOKEN_MEANS if is_by_samples or not is_by_share else SHARE_OF_TOKEN_MEANS
+    of_terms = {"KL": kl, "entropy": entropy}
+    return {name: one for name, one in of_terms.items() if settings[f"{ALGORITHM}use_{name.lower()}_loss"] is not False}
+
+
 @check(is_warning=True, subject="KL and entropy")
-def regularizers_are_means_of_means(found: Found) -> Iterator[str]:
-    terms = [word for word in ("KL", "entropy") if found.settings[f"{ALGORITHM}use_{word.lower()}_loss"]]
-    if terms:
-        yield f"SkyRL's own {' and '.join(terms)}: the mean over a micro-batch, then over micro-batches"
+def regularizers_are_the_hosts(found: Found) -> Iterator[str]:
+    for name, weight in regularizers(found.settings).items():
+        local = ", so it changes with what shares a micro-batch" if local_letters(weight) else ""
+        yield f"SkyRL's own {name}: a token weighs {weight}{local}"
 
 
 def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
@@ -303,7 +311,7 @@ DOOR = Door(
         shared=tuple(f"trainer.policy.megatron_config.{kind}_parallel_size" for kind in MODEL_KINDS),
         by_tokens={"trainer.max_tokens_per_microbatch": "trainer.max_tokens_per_microbatch"},
     ),
-    checks=(estimate_of_kl_is_known, regularizers_are_means_of_means),
+    checks=(estimate_of_kl_is_known, regularizers_are_the_hosts),
     megatron="trainer.strategy=megatron",
     # Without Megatron's own loss of multi-token prediction, which its workers turn off.
     model=ModelNames(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,8 +63,6 @@ OTHER_TRAINERS = {
 }
 # Words of HfArgumentParser for a switch.
 TRUTH = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
-# Of a name and one of TRL's losses: gprpo and grpo are 0.89 alike, megatron_rl.grpo.token_mean and dr_grpo below 0.4.
-CLOSEST_TYPE = 0.8
 # What TRL's own loss selects or weighs in each micro-batch by itself, the only value that ours accepts, and why.
 ONLY = {
     "use_liger_kernel": (False, "Liger's kernel is another loss; remove it"),
@@ -297,10 +294,6 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     given = tree | given | assigned
     if not command:
         rows += trainer_beside(str(given.get(CHOICE, DOOR.all_defaults[CHOICE])), script)
-    choice = given.get(CHOICE)
-    if isinstance(choice, str) and choice not in STOCK_TYPES and (close := get_close_matches(choice, STOCK_TYPES, 1, CLOSEST_TYPE)):
-        text = f"{CHOICE}={choice}: TRL has no such loss, and stops at its first step; did you mean {close[0]}?"
-        rows.append(Row(CHOICE, text, is_wrong=True))
     # Not typed=given: a GRPOConfig does not tell the trainer what was typed, and doctor says what the trainer does.
     settings = settings_of(given, DOOR.all_defaults)
     return Line(settings, [*rows, *of_version(settings)], is_partial=not command)
@@ -379,7 +372,7 @@ DOOR = Door(
         *names("", Kind.OTHER, "generation_kwargs"),
     ),
     sections=(),
-    choice=Choice(setting=CHOICE, prefix=PREFIX, remedy=REMEDY, imports=True),
+    choice=Choice(setting=CHOICE, prefix=PREFIX, remedy=REMEDY, imports=True, theirs=tuple(STOCK_TYPES)),
     own=Own(prefix=PREFIX, clips=True, others=("kl_estimator",)),
     keep_clip="megatron_rl={{'clip_ratio_{side}': {value}}}",
     derive=derive,
