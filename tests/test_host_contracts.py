@@ -52,6 +52,11 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
             "global_batch_size=ppo_mini_batch_size,",
             "ppo_mini_batch_size = ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n",
         ),
+        "verl/workers/engine/utils.py": ("max_token_len = max_token_len_per_gpu * sp_size",),
+        "verl/workers/config/actor.py": (
+            "if self.ulysses_sequence_parallel_size > 1:\n"
+            "            self.fsdp_config.ulysses_sequence_parallel_size = self.ulysses_sequence_parallel_size",
+        ),
         "verl/trainer/main_ppo.py": (
             "from verl.utils.config import validate_config",
             "validate_config(\n        config=config,",
@@ -112,6 +117,10 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
             'batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)',
             "torch.distributed.all_reduce(to_reduce, group=dp_group)",
         ),
+        "nemo_rl/distributed/batched_data_dict.py": (
+            'bin_capacity=sequence_packing_args["max_tokens_per_microbatch"]',
+            "if total_tokens_in_mbs <= max_tokens_per_microbatch:",
+        ),
         "nemo_rl/algorithms/loss/wrapper.py": ("seq_data = data.slice(seq_idx, seq_idx + 1)", "loss_accum += loss"),
         "nemo_rl/distributed/model_utils.py": ("torch.distributed.all_reduce(grad_output, group=ctx.cp_group)",),
         "nemo_rl/algorithms/loss/loss_functions.py": ('"curr_logprobs_unfiltered", curr_logprobs',),
@@ -146,6 +155,7 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
             "if self.init_kl_coef > 0:",
             "elif self.adv_estimator in ['step_reinforce', \"gigpo\"]:",
         ),
+        "roll/utils/dynamic_batching.py": ("if total_tokens_in_mbs <= max_tokens_per_microbatch:",),
         "roll/utils/functionals.py": ("prompt_mask = (attention_mask == 1) & (new_response_mask == 0)",),
         "roll/pipeline/base_worker.py": ("self.strategy.train_step(batch=backward_batch, loss_func=self.loss_func)",),
     },
@@ -158,6 +168,7 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
         "skyrl/backends/skyrl_train/distributed/megatron/model_utils.py": (
             "grad_input[local_indices[local_rank_mask]] = grad_output[local_rank_mask]",
         ),
+        "skyrl/backends/skyrl_train/workers/worker_utils.py": ("bin_capacity=self._max_tokens_per_microbatch",),
         "skyrl/train/trainer.py": ("apply_loss_reduction_to_advantages_minibatch(",),
         "skyrl/train/entrypoints/main_base.py": (
             'if arg.startswith("trainer.override_entrypoint="):',
@@ -202,6 +213,9 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
             'output["sampling_per_token_logps"] = sampling_per_token_logps',
         ),
     },
+    # Budgets of a rank, and not of a micro-batch.
+    "miles": {"miles/utils/dp_schedule.py": ("max_per_bin = args.max_tokens_per_gpu * cp_size",)},
+    "slime": {"slime/utils/dp_schedule.py": ("max_per_bin = args.max_tokens_per_gpu * cp_size",)},
 }
 
 # What is said of samplers that keep a part of the vocabulary: names and defaults.

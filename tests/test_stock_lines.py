@@ -593,6 +593,7 @@ def test_a_step_of_several_generations_by_hand(capsys):
 
 # A line, what is said of its sizes, and the rank and micro-batch of the last of four samples.
 DYNAMIC = ["--use-dynamic-batch-size"]
+BUDGET_OF_FOUR = ["python", "-m", verl.MAIN, f"{verl.ACTOR}use_dynamic_bsz=True", f"{verl.ACTOR}ppo_max_token_len_per_gpu=4"]
 LAYOUTS = [
     ("trl", [*GENERATION], "2 micro-batches a rank of gradient_accumulation_steps; a step of the line has 2 samples", "0.1"),
     ("trl", ["torchrun", "--nproc-per-node=2", "--nnodes", "2", *GENERATION[1:]], "4 of --nproc-per-node x --nnodes", "3.0"),
@@ -621,6 +622,43 @@ LAYOUTS = [
     # 3 + 5 | 1 + 7, and 3 + 5 + 1 | 7
     ("skyrl", ["python", "-m", skyrl.ENTRY, "trainer.max_tokens_per_microbatch=8"], "micro-batches of about 8 tokens of", "0.1"),
     ("miles", ["python3", "train.py", *DYNAMIC, "--max-tokens-per-gpu", "9"], "9 tokens of --max-tokens-per-gpu, prompts", "0.1"),
+    # Budgets of one rank, of which 2 share a sample: 3 + 5 | 1 + 7 of 8 tokens. Other trainers' budgets are of a micro-batch.
+    (
+        "slime",
+        ["python3", "train.py", *DYNAMIC, "--max-tokens-per-gpu", "4", "--context-parallel-size", "2"],
+        "micro-batches of about 8 tokens of --max-tokens-per-gpu x --context-parallel-size",
+        "0.1",
+    ),
+    (
+        "verl",
+        [*BUDGET_OF_FOUR, f"{verl.ACTOR}megatron.context_parallel_size=2"],
+        f"8 tokens of {verl.ACTOR}ppo_max_token_len_per_gpu x {verl.ACTOR}megatron.context_parallel_size",
+        "0.1",
+    ),
+    (
+        "verl",  # the older name counts where it is above 1, and both are one size: 4 ranks are 2 of data
+        [
+            *(*BUDGET_OF_FOUR, f"{verl.ULYSSES}=1", f"{verl.ACTOR}ulysses_sequence_parallel_size=2"),
+            "trainer.n_gpus_per_node=4",
+        ],
+        f"n_gpus_per_node / {verl.ACTOR}ulysses_sequence_parallel_size, micro-batches of about 8 tokens",
+        "1.0",
+    ),
+    (
+        "verl",
+        [*BUDGET_OF_FOUR, f"{verl.ULYSSES}=$SP"],
+        "1 sample a micro-batch, for the tokens that actor_rollout_ref.actor.use_dynamic_bsz gives them are not known",
+        "0.3",
+    ),
+    (
+        "skyrl",
+        [
+            *("python", "-m", skyrl.ENTRY, "trainer.strategy=megatron", "trainer.max_tokens_per_microbatch=8"),
+            "trainer.policy.megatron_config.context_parallel_size=2",
+        ],
+        "micro-batches of about 8 tokens of trainer.max_tokens_per_microbatch, prompts",
+        "0.1",
+    ),
     ("slime", ["python3", "train.py", *DYNAMIC], "that --use-dynamic-batch-size gives them are not known", "0.3"),
     (
         "verl",

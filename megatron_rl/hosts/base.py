@@ -113,6 +113,7 @@ class Host:
         ranks=("--actor-num-nodes", "--actor-num-gpus-per-node"),
         shared=MODEL_SIZES,
         by_tokens={"--use-dynamic-batch-size": "--max-tokens-per-gpu"},
+        of_budget=("--context-parallel-size",),
     )
     """The flags that say how a step is cut, for a step that doctor and explain are given."""
 

@@ -26,13 +26,17 @@ class SizeNames:
 
     micro_batch: the samples of a rank in a micro-batch. num_microbatches: of a rank in a step. ranks: their product is all ranks.
     shared: sizes of groups of ranks that train one sample together. by_tokens: where one is set, micro-batches have at
-    most the tokens of its value here. defaults: the host's own. count: what a value of them counts; None: not known."""
+    most the tokens of its value here, times `of_budget`: a budget of one rank, of which so many share a sample's tokens. older:
+    another name of a size, which counts where it is above 1. defaults: the host's own. count: what a value of them counts; None:
+    not known."""
 
     micro_batch: str = ""
     num_microbatches: str = ""
     ranks: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
     by_tokens: Mapping[str, str] = field(default_factory=dict)
+    of_budget: tuple[str, ...] = ()
+    older: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, int] = field(default_factory=dict)
     count: Callable[[Any], int | None] = whole_number
 
@@ -43,13 +47,15 @@ class SizeNames:
             data=self._data(value_of),
             micro_batch=None if switch else self._size(self.micro_batch, value_of),
             num_microbatches=None if switch else self._size(self.num_microbatches, value_of),
-            tokens=None if switch is None else self._size(self.by_tokens[switch], value_of) or Size(0, switch),
+            tokens=None if switch is None else self._budget(self.by_tokens[switch], value_of) or Size(0, switch),
         )
         if asked.micro_batch or asked.num_microbatches:  # one says what the other is
             of_line = of_line._replace(micro_batch=asked.micro_batch, num_microbatches=asked.num_microbatches, tokens=None)
         return of_line._replace(data=asked.data or of_line.data)
 
     def _size(self, name: str, value_of: Callable[[str], Any]) -> Size | None:
+        if (older := self.older.get(name)) is not None and value_of(older) not in (ABSENT, None, 1):
+            return self._size(older, value_of)
         value = value_of(name) if name else None
         if isinstance(value, Size):
             return value
@@ -58,10 +64,23 @@ class SizeNames:
         number = None if value is ABSENT else self.count(value)
         return None if number is None else Size(number, name)
 
+    def _budget(self, name: str, value_of: Callable[[str], Any]) -> Size | None:
+        """None: it is not known, or by how many ranks it is shared."""
+        budget, shared = self._size(name, value_of), [*self._given(self.of_budget, value_of).values()]
+        if budget is None or None in shared:
+            return None
+        sizes = [budget, *(size for size in shared if size is not None and size.value > 1)]
+        return Size(math.prod(size.value for size in sizes), " x ".join(size.source for size in sizes))
+
+    def _given(self, names: Sequence[str], value_of: Callable[[str], Any]) -> dict[str, Size | None]:
+        """Of the names that are set; None: its size is not known."""
+        both = {name: (value_of(name), value_of(self.older.get(name, name))) for name in names}
+        is_set = {name: any(value not in (ABSENT, None) for value in values) for name, values in both.items()}
+        return {name: self._size(name, value_of) for name in names if is_set[name]}
+
     def _data(self, value_of: Callable[[str], Any]) -> Size | None:
         """Known where one of `ranks` is given, and no given one is unknown."""
-        given = {name: value_of(name) for name in (*self.ranks, *self.shared)}
-        sizes = {name: self._size(name, value_of) for name, value in given.items() if value not in (ABSENT, None)}
+        sizes = self._given((*self.ranks, *self.shared), value_of)
         if None in sizes.values() or not any(name in sizes for name in self.ranks):
             return None
         numbers = {name: size.value for name, size in sizes.items() if size is not None} | {
@@ -71,7 +90,8 @@ class SizeNames:
         if ranks % shared:
             return None
         of_ranks = " x ".join(size.source for name, size in sizes.items() if size is not None and name in self.ranks)
-        return Size(ranks // shared, " / ".join([of_ranks, *(name for name in self.shared if numbers.get(name, 1) > 1)]))
+        groups = [size.source for name, size in sizes.items() if size is not None and name in self.shared and size.value > 1]
+        return Size(ranks // shared, " / ".join([of_ranks, *groups]))
 
 
 # The name here of what a launcher is told. Not a setting.

@@ -99,6 +99,7 @@ MANAGER = f"{ROLLOUT}agent.agent_loop_manager_class"
 SESSIONS = Rollouts(several="an agent loop with several outputs", ids="uid and session_id")
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
 SIZES = ("tensor_model", "context", "expert_model", "expert_tensor")
+ULYSSES = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size"
 DYNAMIC_CP = f"{ACTOR}megatron.dynamic_context_parallel"
 # What the terms of verl's own losses weigh a token.
 STOCK_MODES = {
@@ -541,11 +542,10 @@ DOOR = Door(
     sizes=SizeNames(
         micro_batch=f"{ACTOR}ppo_micro_batch_size_per_gpu",
         ranks=("trainer.nnodes", "trainer.n_gpus_per_node"),
-        shared=(
-            *(f"{ACTOR}megatron.{kind}_parallel_size" for kind in MODEL_KINDS),
-            *(f"{ACTOR}{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config.")),
-        ),
+        shared=(*(f"{ACTOR}megatron.{kind}_parallel_size" for kind in MODEL_KINDS), ULYSSES),
         by_tokens={f"{ACTOR}use_dynamic_bsz": f"{ACTOR}ppo_max_token_len_per_gpu"},
+        of_budget=(f"{ACTOR}megatron.context_parallel_size", ULYSSES),
+        older={ULYSSES: f"{ACTOR}ulysses_sequence_parallel_size"},
         defaults={f"{ACTOR}ppo_max_token_len_per_gpu": 16384},
     ),
     is_open=is_open,
