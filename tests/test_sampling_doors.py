@@ -316,10 +316,15 @@ def test_rolls_worker_judges_the_sampler_and_says_it_at_the_first_step(capsys):
 OF_SAMPLES = {
     "verl": (
         f"{VERL}{GRPO.replace('token_mean', 'sample_mean')}",
+        r"weight of a token 1/\(N m_i\).* a row is a whole rollout; several rows of one uid and session_id would",
+    ),
+    "verl, loops of the user": (
+        f"{VERL}{GRPO.replace('token_mean', 'sample_mean')}actor_rollout_ref.rollout.agent.agent_loop_config_path=mine.yaml",
         r"weight of a token 1/\(R M_j\) .*a rollout is the rows of one uid and session_id, and counts once .an agent loop with",
     ),
-    "verl, constant": (
-        f"{VERL}{GRPO.replace('token_mean', 'constant')}actor_rollout_ref.actor.loss_scale_factor=8",
+    "verl, constant, a loop of the user": (
+        f"{VERL}{GRPO.replace('token_mean', 'constant')}actor_rollout_ref.actor.loss_scale_factor=8 "
+        "actor_rollout_ref.rollout.agent.default_agent_loop=mine",
         r"1/\(L R\) = 1/\(8 R\) .*a rollout is the rows of one uid and session_id, and counts once",
     ),
     "verl, token_mean": (f"{VERL}{GRPO}", "k rows .an agent loop with several outputs. weighs as in one"),

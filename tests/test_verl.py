@@ -364,6 +364,11 @@ def test_rows_without_a_session_are_rollouts(capsys):
     assert (totals.num_samples, totals.num_rollouts) == (4, None) and counts[:, 2:].sum() == 0
     weighed(verl_step.rows_of(found, totals, counts), data["response_mask"].bool())
     assert "| a row is a whole rollout |" in capsys.readouterr().err
+    data["session_id"] = [0, 1, 0, 1]
+    totals, counts = verl_step.count_mini_batch(found, data, SINGLE, None)
+    weighed(verl_step.rows_of(found, totals, counts), data["response_mask"].bool())
+    said = capsys.readouterr().err
+    assert "| step of 4 samples |" in said and "weight of a token 1/(N m_i) = 1/(4 m_i) | a row is a whole rollout; several" in said
     data["session_id"] = [0, 0, 0, 0]
     totals, counts = verl_step.count_mini_batch(found, data, SINGLE, None)
     weighed(verl_step.rows_of(found, totals, counts), data["response_mask"].bool())

@@ -168,6 +168,8 @@ def sample_in_words(aggregation: str, rollouts: Rollouts) -> str:
         return f"a rollout that comes in k rows ({rollouts.several}) weighs as in one"
     if rollouts.ids is None:
         return f"a row is a whole rollout, as {ONE_SAMPLE} says"
+    if not rollouts.is_said:
+        return f"a row is a whole rollout; several rows of one {rollouts.ids} would count once ({rollouts.several})"
     return f"a rollout is the rows of one {rollouts.ids}, and counts once ({rollouts.several})"
 
 
@@ -207,11 +209,11 @@ def step_line(
         low, high = correction.bounds
         parts.append(f"sampling weights {correction.kind} {low:g} to {high:g}")
     if totals is not None:
-        rows = "" if totals.num_rollouts is None else f" of {totals.num_rollouts} rollouts"
+        rows = "" if totals.num_rollouts in (None, totals.num_samples) else f" of {totals.num_rollouts} rollouts"
         parts.append(f"step of {totals.num_samples} samples{rows}")
     parts += [
         f"on {ranks_in_words(num_data=num_data)}",
-        f"weight of a token {record.weight_in_words(known, of_rollouts=rollouts.are_counted)}"
+        f"weight of a token {record.weight_in_words(known, of_rollouts=rollouts.have_several)}"
         + (", in the advantages" if in_advantages else ""),
         sample_in_words(config.loss_aggregation, rollouts),
         f"learning rate against sample_mean {record.learning_rate_shift(divisor)}",

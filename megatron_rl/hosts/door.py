@@ -86,16 +86,22 @@ def names(prefix: str, kind: Kind, listed: str | Mapping[str, str]) -> tuple[Set
 class Rollouts:
     """What a rollout is in the batches of a launch, and who can tell.
 
-    several: where a rollout comes in several rows; None: a row is a rollout. ids: what names the rollout of a row, so that rollouts
-    are counted; None: nothing does. Without ids several rows are refused where an aggregation counts rollouts, unless the user says
-    that each rollout has one."""
+    several: where a rollout comes in several rows; None: a row is a rollout. is_said: whether this launch or step has such rollouts;
+    else others may. ids: what names the rollout of a row, so that rollouts are counted; None: nothing does. Without ids several
+    rows are refused where an aggregation counts rollouts, unless the user says that each rollout has one."""
 
     several: str | None = None
     ids: str | None = None
+    is_said: bool = True
 
     @property
     def are_counted(self) -> bool:
         return self.ids is not None
+
+    @property
+    def have_several(self) -> bool:
+        """Whether a weight is told by counts of rollouts: with one row each they are counts of rows."""
+        return self.are_counted and self.is_said
 
 
 class Prompts(Enum):

@@ -228,7 +228,7 @@ def said_of(found: Found) -> Iterator[Row]:
     divisor = door.field_settings.get(DIVISOR)
     is_known = divisor is None or found.settings.value_of(divisor.name) is not UNKNOWN
     known = {"L": config.loss_aggregation_divisor if is_known else None}
-    weight = found.record.weight_in_words(known, of_rollouts=found.rollouts.are_counted)
+    weight = found.record.weight_in_words(known, of_rollouts=found.rollouts.have_several)
     carried = ", in the advantages" if found.is_carried or door.prompts == Prompts.BY_DRIVER else ""
     chosen = f"{door.choice.prefix}{found}"
     yield Row(door.choice.setting, f"{chosen}, {numbers(config)}, weight of a token {weight}{carried}")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
@@ -97,6 +98,9 @@ OWN_CLASSES = (None, POLICY_LOSS_CLASS, "verl.workers.config.PolicyLossConfig", 
 # The v1 trainer names each row's session, and the old one makes a row of each, unless a manager of the user's own makes the rows.
 MANAGER = f"{ROLLOUT}agent.agent_loop_manager_class"
 SESSIONS = Rollouts(several="an agent loop with several outputs", ids="uid and session_id")
+# verl's own agent loops make one row of a rollout; others are the user's.
+AGENT_LOOPS, AGENT_LOOP = (f"{ROLLOUT}agent.{name}" for name in ("agent_loop_config_path", "default_agent_loop"))
+OWN_LOOPS = ("single_turn_agent", "tool_agent")
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
 SIZES = ("tensor_model", "context", "expert_model", "expert_tensor")
 ULYSSES = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size"
@@ -217,7 +221,10 @@ def one_aggregation_acts(found: Found) -> Iterator[Row]:
 def rollouts_of(settings: Settings) -> Rollouts:
     if (manager := settings[MANAGER]) not in (None, UNKNOWN):  # whether it names the session of a row is not known
         return Rollouts(several=f"{MANAGER}={manager}")
-    return Rollouts() if settings[IS_V1] is False else SESSIONS
+    if settings[IS_V1] is False:
+        return Rollouts()
+    loops, loop = settings[AGENT_LOOPS], settings[AGENT_LOOP]
+    return replace(SESSIONS, is_said=loops not in (None, UNKNOWN) or loop not in (*OWN_LOOPS, None, UNKNOWN))
 
 
 @check(when=lambda found: not needs_rollout_log_probs(found.config))
@@ -509,6 +516,8 @@ DOOR = Door(
     defaults={
         IS_V1: True,
         MANAGER: None,
+        AGENT_LOOPS: None,
+        AGENT_LOOP: OWN_LOOPS[0],
         BYPASS: False,
         f"{CORRECTION}rollout_rs": None,
         f"{CORRECTION}rollout_is": None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -195,7 +196,8 @@ def tell_step(found: Found, run: Run, totals: StepTotals, num_ranks: int) -> Non
     mean = settings.one(AGG_MODE).value or DEFAULT_AGG_MODE
     regularizers = f"{' and '.join(terms)} averaged by verl, {mean}" if terms else "no KL and no entropy in the loss"
     title = f"loss_mode={PREFIX}{found} in verl"
-    rollouts = SESSIONS if totals.num_rollouts is not None else Rollouts()
+    has_several = totals.num_rollouts != totals.num_samples
+    rollouts = replace(SESSIONS, is_said=has_several) if totals.num_rollouts is not None else Rollouts()
     given = (title, found.config, totals, regularizers)
     run.tell(title, lambda: step_line(*given, rollouts=rollouts, num_data=num_ranks))
 
