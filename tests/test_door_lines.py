@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 from door_lines import ACTOR, LINES, RIGHT, WRONG, YAML_OF_ROLL
+from explain_cases import explain
 
+from megatron_rl.commands.explain.launch import HOSTS
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
-from megatron_rl.hosts.door_line import judge
+from megatron_rl.hosts.door_line import given_by, judge, judge_settings
 from megatron_rl.hosts.doors import DOORS
+from megatron_rl.hosts.settings import UNKNOWN, Settings
 
 
 def judged(host: str, rest: str | list[str] | dict[str, Any]) -> tuple[list[str], str]:
@@ -101,3 +105,44 @@ def test_a_name_of_a_newer_verl_does_not_end_a_launch():
     assert problems_of(words) == []
     assert problems_of([*words, f"+{ACTOR}.clip_ratio_hgih=3"]) != []
     assert judged("verl", f"grpo.token_mean +{ACTOR}.quantum_speed=3")[0]
+
+
+# What leaves the deviation of a group's rewards out of the advantages, by the pages of the hosts. prime-rl's have none in them.
+WITHOUT_DEVIATION = {
+    "verl": "algorithm.norm_adv_by_std_in_grpo=False",
+    "nemo_rl": "grpo.adv_estimator.normalize_rewards=False",
+    "skyrl": "trainer.algorithm.grpo_norm_by_std=False",
+    "roll": "adv_estimator: reinforce; norm_mean_type: group; norm_std_type: null",
+    "trl": "scale_rewards='none'",
+    "prime_rl": "",
+    "miles": "--disable-grpo-std-normalization",
+    "slime": "--disable-grpo-std-normalization",
+    "megatron_lm": "",
+    "train": "--advantage-normalization none",
+}
+DIVISORS = {"constant": 8.0, "token_mean": None}
+ESTIMATORS = {"verl": {verl.ESTIMATOR: "grpo"}, "roll": {"adv_estimator": "grpo"}}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_explain_names_what_dr_grpo_needs_beside_its_aggregation(host):
+    for aggregation in ("constant", "token_mean"):
+        divisor = ["--loss-aggregation-divisor", "8"] if aggregation == "constant" else []
+        _, out, _ = explain("--host", host, "--response-lengths", "3,5", "--loss-aggregation", aggregation, *divisor)
+        said = [line.partition(" also: ")[2] for line in out.splitlines() if line.startswith("for Dr. GRPO")]
+        assert said == [WITHOUT_DEVIATION[host]] * bool(aggregation == "constant" and WITHOUT_DEVIATION[host])
+
+
+@pytest.mark.parametrize("host", [name for name, door in DOORS.items() if door.deviation is not None])
+def test_doctor_advises_it_where_the_advantages_have_the_deviation(host):
+    door = DOORS[host]
+    for aggregation, without in (("constant", False), ("constant", True), ("token_mean", False)):
+        given, problems = given_by(
+            door, PolicyLossConfig(loss_aggregation=aggregation, loss_aggregation_divisor=DIVISORS[aggregation])
+        )
+        given |= ESTIMATORS.get(host, {}) | (dict(door.deviation.without) if without else {})
+        known = {name: value for name, value in given.items() if value is not UNKNOWN}
+        rows = [*judge_settings(door, Settings.of_names(known, door.all_defaults, typed=known))]
+        advice = [row.text for row in rows if row.subject == "advice" and "standard deviation" in row.text]
+        assert not problems and len(advice) == (aggregation == "constant" and not without), (aggregation, without, rows)
+        assert all(f"without {WITHOUT_DEVIATION[host]}: " in text for text in advice)

@@ -108,6 +108,8 @@ class Host:
     rollout_functions: tuple[str, ...] = ()
     """The host's own values of --rollout-function-path: each function makes one sample of a rollout."""
     loss: HostLoss = HostLoss()
+    without_deviation: str = "--disable-grpo-std-normalization"
+    """What leaves the deviation of a group's rewards out of the advantages; empty: nothing does."""
     sizes: SizeNames = SizeNames(
         micro_batch="--micro-batch-size",
         ranks=("--actor-num-nodes", "--actor-num-gpus-per-node"),

@@ -22,7 +22,7 @@ from megatron_rl.hosts.base import (
     names_ours,
     read_launch,
 )
-from megatron_rl.hosts.dense_rows import is_proportional
+from megatron_rl.hosts.dense_rows import is_proportional, with_deviation
 from megatron_rl.hosts.flags import normalised_weights, unjudged_correction
 from megatron_rl.hosts.names import paths_load
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, policy_loss_names
@@ -556,14 +556,10 @@ def each_rank_has_the_collectives_of_gspo(launch: HostLaunch) -> Iterator[str]:
 
 @check(is_warning=True)
 def constant_is_without_deviation(launch: HostLaunch) -> Iterator[str]:
-    """Dr. GRPO, arXiv:2503.20783, removes both: the division by length and the one by the deviation of a group's rewards."""
     options = launch.options
     is_divided = options["rewards_normalization"] and options["grpo_std_normalization"]
     if launch.aggregation == "constant" and is_divided and options["advantage_estimator"] == "grpo":
-        yield (
-            "--loss-aggregation constant without --disable-grpo-std-normalization: rewards are divided by the standard deviation "
-            "of their group, which Dr. GRPO does not do; add the flag, unless you want the one without the other"
-        )
+        yield with_deviation("--loss-aggregation constant", options.host.without_deviation)
 
 
 @check(is_warning=True)

@@ -86,9 +86,9 @@ def names(prefix: str, kind: Kind, listed: str | Mapping[str, str]) -> tuple[Set
 class Rollouts:
     """What a rollout is in the batches of a launch, and who can tell.
 
-    several: where a rollout comes in several rows; None: a row is a rollout. is_said: whether this launch or step has such rollouts;
-    else others may. ids: what names the rollout of a row, so that rollouts are counted; None: nothing does. Without ids several
-    rows are refused where an aggregation counts rollouts, unless the user says that each rollout has one."""
+    several: where a rollout comes in several rows; None: a row is a rollout. is_said: whether this launch or step has such
+    rollouts; else another may. ids: what names the rollout of a row, so that rollouts are counted; None: nothing does. Without ids
+    several rows are refused where an aggregation counts rollouts, unless the user says that each rollout has one."""
 
     several: str | None = None
     ids: str | None = None
@@ -147,6 +147,16 @@ class Own:
 
     def typed(self, field: str) -> str:
         return self.added + self.name(field)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deviation:
+    """The division of advantages by the standard deviation of a group's rewards, which Dr. GRPO does not have.
+
+    without: the settings that leave it out, by whole names. divides: whether a launch has it, as far as it says so."""
+
+    without: Mapping[str, Any]
+    divides: Callable[[Settings], bool]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,6 +262,8 @@ class Door:
     """Whether there are launches where rollouts of several rows are counted."""
     log_probs: LogProbs | None = None
     """None: the host computes its own log-probabilities, or our loss is given logits."""
+    deviation: Deviation | None = None
+    """None: its advantages have none."""
     sampler: Sampler
     checks: tuple[Check, ...] = ()
     """What is this host's alone. Each finds, in a `Found`, messages or rows."""
@@ -333,6 +345,15 @@ class Door:
     def known_names(self) -> tuple[str, ...]:
         log_probs = [] if self.log_probs is None else [self.log_probs.setting]
         return (*(one.name for one in self.settings), *self.defaults, *names_of(self.sampler), self.choice.setting, *log_probs)
+
+    def typed(self, given: Mapping[str, Any]) -> list[str]:
+        """Settings by whole names, as a user types them."""
+        return [self.line_of(*one) for one in given.items()] if self.lines_of is None else self.lines_of(given)
+
+    @property
+    def without_deviation(self) -> str:
+        """As Host.without_deviation."""
+        return "" if self.deviation is None else self.separator.join(self.typed(self.deviation.without))
 
     def own_fields(self, loss: PolicyLoss) -> tuple[str, ...]:
         """What may be set by our names: corrections, and what the host has no name for."""

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import stock
-from megatron_rl.hosts.dense_rows import numbers, sample_in_words
+from megatron_rl.hosts.dense_rows import numbers, sample_in_words, with_deviation
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
 from megatron_rl.hosts.model_names import model_rows
@@ -234,6 +234,8 @@ def said_of(found: Found) -> Iterator[Row]:
     yield Row(door.choice.setting, f"{chosen}, {numbers(config)}, weight of a token {weight}{carried}")
     yield Row("sample", sample_in_words(config.loss_aggregation, found.rollouts))
     yield from (Row("advice", text, is_note=True) for text in config_warnings(config))
+    if found.record.name == "constant" and door.deviation is not None and door.deviation.divides(found.settings):
+        yield Row("advice", with_deviation(chosen, door.without_deviation), is_note=True)
     yield from (Row("sampling", text, is_note=True) for text in found.warnings)
     if found.correction.is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
@@ -393,9 +395,7 @@ def _values_for_groups(door: Door, settings: Settings) -> Iterator[Row]:
 def write(door: Door, config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     """(the settings that give this trainer ours, as they are typed; their problems)."""
     given, problems = given_by(door, config)
-    known = {name: value for name, value in given.items() if value is not UNKNOWN}
-    lines = door.lines_of(known) if door.lines_of is not None else [door.line_of(name, value) for name, value in known.items()]
-    return lines, problems
+    return door.typed({name: value for name, value in given.items() if value is not UNKNOWN}), problems
 
 
 def given_by(door: Door, config: PolicyLossConfig) -> tuple[dict[str, Any], list[str]]:

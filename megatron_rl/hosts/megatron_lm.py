@@ -59,6 +59,7 @@ class MegatronLM(Host):
     own_options = ("perform_rl_step", "grpo_group_size", "grpo_prompts_per_step")
     script_name = "train_rl|pretrain"
     parser_defaults: Mapping[str, object] = {}
+    without_deviation = ""
     sizes = SizeNames(micro_batch="--micro-batch-size", ranks=(PROCESSES,), shared=MODEL_SIZES)
 
     def stock(self, options: HostOptions) -> Stock:

@@ -31,6 +31,7 @@ from megatron_rl.hosts.door import (
     SUMMED,
     TIMES_CP,
     Choice,
+    Deviation,
     Door,
     Found,
     Kind,
@@ -78,6 +79,7 @@ WEIGHTS, TRUNCATION = f"{LOSS_FN}use_importance_sampling_correction", f"{LOSS_FN
 BOUND, LOWER_BOUND = f"{LOSS_FN}truncated_importance_sampling_ratio", f"{LOSS_FN}truncated_importance_sampling_ratio_min"
 CORRECTIONS = {None: "tis", "tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}
 # What our KL estimator takes the place of. The coefficient stays NeMo-RL's.
+ESTIMATOR, WITH_DEVIATION = (f"grpo.adv_estimator.{name}" for name in ("name", "normalize_rewards"))
 KL_SETTINGS = {
     f"{LOSS_FN}reference_policy_kl_type": "k3",
     f"{LOSS_FN}use_on_policy_kl_approximation": False,
@@ -291,7 +293,11 @@ DOOR = Door(
     sections=(LOSS_FN,),
     choice=Choice(setting=NAME, remedy=f"{CHOOSE} on the launch line chooses both", imports=True),
     own=Own(prefix=PREFIX, added="++", others=("kl_estimator",)),
-    defaults={TRUNCATION: None, BOUND: None, LOWER_BOUND: None, WORKER: True},
+    defaults={TRUNCATION: None, BOUND: None, LOWER_BOUND: None, WORKER: True, WITH_DEVIATION: True, ESTIMATOR: "grpo"},
+    deviation=Deviation(
+        without={WITH_DEVIATION: False},
+        divides=lambda settings: settings[WITH_DEVIATION] is True and settings[ESTIMATOR] in ("grpo", "gdpo"),
+    ),
     derive=derive,
     is_ours=lambda settings: trains_ours(settings),
     of_any_launch=lambda settings: problems_of_log_probs(settings),

@@ -34,6 +34,7 @@ from megatron_rl.hosts.door import (
     AVERAGED,
     TIMES_CP,
     Choice,
+    Deviation,
     Door,
     Found,
     Kind,
@@ -421,7 +422,7 @@ def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
 
 def line_of(name: str, value: Any) -> str:
     """A line of YAML. Variables of an environment are text."""
-    shown = str(value).lower() if isinstance(value, bool) else as_typed(value)
+    shown = str(value).lower() if isinstance(value, bool) else "null" if value is None else as_typed(value)
     return f"{name}: '{shown}'" if name.startswith(ENVIRONMENT) and isinstance(value, int | float) else f"{name}: {shown}"
 
 
@@ -516,6 +517,10 @@ DOOR = Door(
         ),
     ),
     sections=(TRAIN, "pg_"),
+    deviation=Deviation(
+        without={"adv_estimator": "reinforce", "norm_mean_type": "group", "norm_std_type": None},
+        divides=lambda settings: settings["adv_estimator"] == "grpo" or settings["norm_std_type"] not in (None, UNKNOWN),
+    ),
     choice=Choice(
         setting=VARIANT, remedy=f"for ours set {WORKER_CLASS}: {WORKER} and {VARIANT}: <loss>.<aggregation>", imports=True
     ),

@@ -34,6 +34,7 @@ from megatron_rl.hosts.door import (
     AVERAGED,
     TIMES_CP,
     Choice,
+    Deviation,
     Door,
     Found,
     Kind,
@@ -71,6 +72,7 @@ from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.validation.checks import Row, check
 
 PREFIX, ENTRYPOINT, ALGORITHM = "megatron_rl.", "trainer.override_entrypoint", "trainer.algorithm."
+ESTIMATOR, WITH_DEVIATION = f"{ALGORITHM}advantage_estimator", f"{ALGORITHM}grpo_norm_by_std"
 ENTRY, UTILITIES = "skyrl.train.entrypoints.main_base", "skyrl.backends.skyrl_train.utils"
 TABLES, CORRECTIONS = f"{UTILITIES}.ppo_utils", f"{UTILITIES}.off_policy_correction_utils"
 # What computes log-probabilities: ours, whichever loss trains, or SkyRL's.
@@ -257,7 +259,7 @@ DOOR = Door(
         *names(
             ALGORITHM,
             Kind.OTHER,
-            "advantage_estimator advantage_batch_normalize value_head_prefix grpo_norm_by_std zero_variance_filter kl_ctrl.type "
+            "advantage_batch_normalize value_head_prefix zero_variance_filter kl_ctrl.type "
             "dynamic_sampling.type kl_ctrl off_policy_correction sapo dynamic_sampling clip_cov kl_cov cispo dppo",
         ),
     ),
@@ -281,12 +283,16 @@ DOOR = Door(
     own=Own(prefix=PREFIX),
     is_ours=lambda settings: trains_ours(settings, has_our_entrypoint=settings[ENTRYPOINT] == __name__),
     log_probs=LogProbs(setting=LOG_PROBS, value=OURS, theirs=THEIRS, backend=(STRATEGY, "megatron")),
-    defaults={STEP_WISE: False, STRATEGY: "fsdp"},
+    defaults={STEP_WISE: False, STRATEGY: "fsdp", WITH_DEVIATION: True, ESTIMATOR: "grpo"},
     corrections=corrections,
     rollouts=lambda settings: (
         Rollouts(several=f"{STEP_WISE}=true", ids="trajectory") if settings[STEP_WISE] is True else Rollouts()
     ),
     counts_rollouts=True,
+    deviation=Deviation(
+        without={WITH_DEVIATION: False},
+        divides=lambda settings: settings[WITH_DEVIATION] is True and settings[ESTIMATOR] == "grpo",
+    ),
     sampler=Sampler(
         filters={
             "generator.sampling_params.top_p": Filter(1.0, (1.0,)),

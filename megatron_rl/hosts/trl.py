@@ -25,7 +25,7 @@ from typing import Any
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.door import CLIPS, Choice, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
+from megatron_rl.hosts.door import CLIPS, Choice, Deviation, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
 from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, Programs, called
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.scripts import syntax_tree, taken_from
@@ -358,6 +358,7 @@ DOOR = Door(
         Setting("vllm_importance_sampling_correction", Kind.SWITCH, default=True),
         Setting("vllm_importance_sampling_mode", default="sequence_mask"),
         Setting(STEPS, Kind.NUMBER, default=1),
+        Setting("scale_rewards", default="group"),
         Setting("num_iterations", Kind.NUMBER, default=1),
         Setting("temperature", Kind.NUMBER, default=1.0),
         Setting("max_completion_length", Kind.NUMBER, default=512),
@@ -368,10 +369,14 @@ DOOR = Door(
             Kind.NUMBER,
             dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), "set entropy_coef"),
         ),
-        *names("", Kind.OTHER, f"scale_rewards reward_weights mask_truncated_completions {GENERATION} repetition_penalty"),
+        *names("", Kind.OTHER, f"reward_weights mask_truncated_completions {GENERATION} repetition_penalty"),
         *names("", Kind.OTHER, "generation_kwargs"),
     ),
     sections=(),
+    deviation=Deviation(
+        without={"scale_rewards": "none"},
+        divides=lambda settings: settings["scale_rewards"] not in ("none", False, UNKNOWN),
+    ),
     choice=Choice(setting=CHOICE, prefix=PREFIX, remedy=REMEDY, imports=True, theirs=tuple(STOCK_TYPES)),
     own=Own(prefix=PREFIX, clips=True, others=("kl_estimator",)),
     keep_clip="megatron_rl={{'clip_ratio_{side}': {value}}}",

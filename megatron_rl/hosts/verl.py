@@ -35,6 +35,7 @@ from megatron_rl.hosts.door import (
     SWITCHES,
     TIMES_CP,
     Choice,
+    Deviation,
     Door,
     Found,
     Kind,
@@ -101,6 +102,8 @@ SESSIONS = Rollouts(several="an agent loop with several outputs", ids="uid and s
 # verl's own agent loops make one row of a rollout; others are the user's.
 AGENT_LOOPS, AGENT_LOOP = (f"{ROLLOUT}agent.{name}" for name in ("agent_loop_config_path", "default_agent_loop"))
 OWN_LOOPS = ("single_turn_agent", "tool_agent")
+ESTIMATOR, WITH_DEVIATION = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+OF_GROUPS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo")
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
 SIZES = ("tensor_model", "context", "expert_model", "expert_tensor")
 ULYSSES = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size"
@@ -352,8 +355,7 @@ def stock_of_critic(settings: Settings, of_actor: Formula) -> Formula | None:
     """The critic takes the actor's aggregation where it has none of its own."""
     enabled, mode = settings.value_of("critic.enable"), settings.value_of("critic.loss_agg_mode")
     if enabled in (ABSENT, None):
-        estimator = settings.value_of("algorithm.adv_estimator")
-        enabled = estimator == "gae" or (estimator is ABSENT and settings.knows_defaults)
+        enabled = settings[ESTIMATOR] == "gae"
     return None if enabled is not True else of_actor if mode in (ABSENT, None) else STOCK_MODES.get(str(mode))
 
 
@@ -516,6 +518,8 @@ DOOR = Door(
     defaults={
         IS_V1: True,
         MANAGER: None,
+        WITH_DEVIATION: True,
+        ESTIMATOR: "gae",
         AGENT_LOOPS: None,
         AGENT_LOOP: OWN_LOOPS[0],
         BYPASS: False,
@@ -533,6 +537,10 @@ DOOR = Door(
     rollouts=rollouts_of,
     counts_rollouts=True,
     log_probs=LogProbs(setting=EXTERNAL_LIB, value=LOG_PROBS, is_hosts=True),
+    deviation=Deviation(
+        without={WITH_DEVIATION: False},
+        divides=lambda settings: settings[WITH_DEVIATION] is True and settings[ESTIMATOR] in OF_GROUPS,
+    ),
     sampler=Sampler(
         filters={f"{ROLLOUT}top_p": Filter(1.0, (1.0,)), f"{ROLLOUT}top_k": Filter(-1, (-1, 0))},
         engine=f"{ROLLOUT}name",

@@ -65,6 +65,7 @@ NOT_RUN = (
     "a measurement: the factors of the schedule, DDP and finalize_model_grads{} were read in Megatron-Core 0.13 to 0.19, and none "
     "was run; `torchrun ... -m megatron_rl selftest` runs the installed ones"
 )
+OF_TRAIN = "--advantage-normalization none"
 UNTOUCHED = "auxiliary losses of {}: they keep the scale that Megatron gives them, whatever the policy loss weighs"
 MULTIPLIED = "auxiliary losses of experts: under Megatron's per-token contract their gradient is x routed tokens / response tokens"
 ARE_REFUSED = f"{MULTIPLIED}, and a launch with one is refused; so is one with MTP where its gradient would be rescaled"
@@ -221,6 +222,8 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         if shown.chain is not None:
             shown.left_out += of_megatron("experts and of MTP", ARE_REFUSED if per_token else None)
     shown.left_out += of_own_loss(args.host)
+    if args.host is not None:
+        shown.without_deviation = OF_TRAIN if args.host == TRAIN else (door or host_named(args.host)).without_deviation
 
 
 def of_megatron(attached: str, rescaled: str | None, setting: str | None = None) -> list[str]:

@@ -41,6 +41,8 @@ class Explanation:
     """Why the launch would be refused."""
     warnings: list[str]
     launch_lines: list[str] = field(default_factory=list)
+    without_deviation: str = ""
+    """See Host.without_deviation."""
     left_out: list[str]
 
     @property
@@ -87,6 +89,8 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
         if door is not None and door.log_probs is not None:
             typed = door.line_of(door.log_probs.setting, door.log_probs.value)
             lines.append(f"our log-probabilities too, for this loss or {door.title}'s own: {typed}")
+    if explanation.without_deviation and explanation.weighings[0].name == "constant":
+        lines.append(f"for Dr. GRPO, which divides no reward by the deviation of its group, also: {explanation.without_deviation}")
     lines += [f"REFUSED: {line}" for line in explanation.problems]
     if explanation.left_out:
         lines += ["", *(f"left out: {line}" for line in explanation.left_out)]
