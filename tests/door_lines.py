@@ -56,6 +56,11 @@ OWN_CLIP = f"{CLASS} +{ACTOR}.policy_loss.clip_ratio_low=0.2 +{ACTOR}.policy_los
 RANGE = {"use_pg_clip_range": True}
 # name: (host, the line or its end or the settings of a file, what is said of it)
 RIGHT: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
+    "verl, squares of probabilities that v1 does not ask for": (
+        "verl",
+        [our_mode("grpo.token_mean"), f"{ACTOR}.calculate_sum_pi_squared=True"],
+        "calculate_sum_pi_squared no effect of =True: only the old trainer asks for them; remove it, or set trainer.use_v1=False",
+    ),
     # DAPO's and CISPO's numbers, typed: they act, with each loss
     "verl, grpo, 0.2/0.28": ("verl", "grpo.token_mean" + clips("verl", 0.2, 0.28), "clip 0.2/0.28"),
     "verl, grpo, high alone": ("verl", "grpo.token_mean" + clips("verl", None, 0.28), "clip 0.2/0.28"),
@@ -339,6 +344,16 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
         ]
         + ["trainer.use_v1=False"],
         "^use_fused_kernels: calculate_sum_pi_squared=True reads logits",
+    ),
+    "verl, squares of probabilities for an estimator, in v1": (
+        "verl",
+        [our_mode("grpo.token_mean"), f"{verl.ESTIMATOR}=optimal_token_baseline", f"{ACTOR}.calculate_sum_pi_squared=True"],
+        "^algorithm.adv_estimator: .*=optimal_token_baseline needs .* only the old trainer asks for them: .*set trainer.use_v1=False",
+    ),
+    "verl, squares of probabilities for an estimator, not asked for": (
+        "verl",
+        [our_mode("grpo.token_mean"), f"{verl.ESTIMATOR}=tir_optimal_token_baseline", "trainer.use_v1=False"],
+        "^algorithm.adv_estimator: .* they are not asked for: .*set trainer.use_v1=False and .*calculate_sum_pi_squared=True$",
     ),
     "verl, weights that bypass_mode skips": (
         "verl",

@@ -14,7 +14,7 @@ from test_golden_losses import functions_of, source_of, statements_of
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.commands.doctor.recorded_step import difference, token_weights
-from megatron_rl.hosts import roll, skyrl, stock, trl_others, trl_stock, verl
+from megatron_rl.hosts import roll, skyrl, stock, trl_others, trl_stock, verl, verl_stock
 from megatron_rl.hosts.base import HostOptions, host_named
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import Settings
@@ -91,7 +91,7 @@ def agrees(weight, reduced) -> None:
 
 @pytest.mark.host("VERL_ROOT")
 @pytest.mark.parametrize("scale", [None, 1])
-@pytest.mark.parametrize("mode", verl.STOCK_MODES)
+@pytest.mark.parametrize("mode", verl_stock.STOCK_MODES)
 def test_verl(mode, scale):
     """The worker multiplies by M what Megatron's schedule divides by it."""
     masked = types.SimpleNamespace(masked_sum=lambda x, mask: (x * mask).sum())
@@ -363,7 +363,7 @@ def of_critic(critic):
 
 
 @pytest.mark.host("VERL_ROOT")
-@pytest.mark.parametrize("mode", verl.STOCK_MODES)
+@pytest.mark.parametrize("mode", verl_stock.STOCK_MODES)
 def test_the_critic_of_verl(mode):
     masked = types.SimpleNamespace(
         masked_sum=lambda x, mask: (x * mask).sum(), masked_mean=lambda x, mask: x.mean(), clip_by_value=torch.clamp
@@ -550,7 +550,7 @@ def test_the_losses_of_verl_that_choose_their_aggregation():
         for call in getattr(node, "decorator_list", ())
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "register_policy_loss"
     }
-    assert registered == {*verl.STOCK_LOSSES[1:], *stock.SELECTING, "gspo", "sapo", "geo_mean", "bypass_mode"}
+    assert registered == {*verl_stock.STOCK_LOSSES[1:], *stock.SELECTING, "gspo", "sapo", "geo_mean", "bypass_mode"}
     assert "torch.mean(pg_losses)" in bodies["geo_mean"]
     found = {mode: stock_of("verl", loss_mode=mode, loss_agg_mode="token-mean") for mode in ("gspo", "geo_mean", "kl_cov")}
     assert found["gspo"].policy == stock.SAMPLE_MEAN

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
+from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.door import (
     AVERAGED,
@@ -55,7 +55,6 @@ from megatron_rl.hosts.programs import SUPERVISED, TRAINS_NOTHING, Programs, pro
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, as_typed, read_overrides, read_value, value_at
 from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames
-from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
 from megatron_rl.hosts.verl_correction import (
     BYPASS,
     CORRECTION,
@@ -70,6 +69,7 @@ from megatron_rl.hosts.verl_correction import (
     readers,
     weights_are_uncut,
 )
+from megatron_rl.hosts.verl_stock import ACTOR, AGG_MODE, DEFAULT_AGG_MODE, ESTIMATOR, LOSS_MODE, stock
 from megatron_rl.loss_hub import (
     clip_of,
     get_loss_aggregation,
@@ -81,16 +81,14 @@ from megatron_rl.validation.checks import Row, check
 
 MAIN = "verl.trainer.main_ppo"
 PREFIX = "megatron_rl."
-ACTOR = "actor_rollout_ref.actor."
-LOSS_MODE, LOSS_CLASS = f"{ACTOR}policy_loss.loss_mode", f"{ACTOR}policy_loss._target_"
+LOSS_CLASS = f"{ACTOR}policy_loss._target_"
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what each of its processes imports first
 MINI_BATCH, BATCH = f"{ACTOR}ppo_mini_batch_size", "data.train_batch_size"
 # What places our head; the setting of verl that names modules to import in each process that makes a model, and ours.
 FUSED_KERNELS = "actor_rollout_ref.model.use_fused_kernels"
 EXTERNAL_LIB, LOG_PROBS = "actor_rollout_ref.model.external_lib", "megatron_rl.hosts.verl_log_probs"
 OWN_CONFIGS = tuple(f"{kind}ppo_{engine}trainer" for kind in ("", "fully_async_", "one_step_off_") for engine in ("", "megatron_"))
-# What it adds to the policy's loss, and whether that stays beside it; multi-token prediction.
-DISTILLATION, TASK_REWARDS = "distillation.enabled", "distillation.distillation_loss.use_task_rewards"
+# Multi-token prediction.
 MTP = "actor_rollout_ref.model.mtp."
 # The class of verl's policy_loss that has fields for the settings of ours that verl has no name for.
 POLICY_LOSS_CLASS = "megatron_rl.hosts.verl_config.PolicyLoss"
@@ -102,20 +100,11 @@ SESSIONS = Rollouts(several="an agent loop with several outputs", ids="uid and s
 # verl's own agent loops make one row of a rollout; others are the user's.
 AGENT_LOOPS, AGENT_LOOP = (f"{ROLLOUT}agent.{name}" for name in ("agent_loop_config_path", "default_agent_loop"))
 OWN_LOOPS = ("single_turn_agent", "tool_agent")
-ESTIMATOR, WITH_DEVIATION = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+WITH_DEVIATION = "algorithm.norm_adv_by_std_in_grpo"
 OF_GROUPS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo")
-AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
 SIZES = ("tensor_model", "context", "expert_model", "expert_tensor")
 ULYSSES = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size"
 DYNAMIC_CP = f"{ACTOR}megatron.dynamic_context_parallel"
-# What the terms of verl's own losses weigh a token.
-STOCK_MODES = {
-    "token-mean": TOKEN_MEAN,
-    "token-sum": Formula(),
-    "seq-mean-token-mean": SAMPLE_MEAN,
-    "seq-mean-token-sum": Formula(N=-1),
-    "seq-mean-token-sum-norm": Formula(N=-1, L=-1),
-}
 # Our aggregation -> verl's name of it.
 AGG_MODES: dict[str, str] = {
     "sample_mean": "seq-mean-token-mean",
@@ -305,58 +294,26 @@ def place_of_our_head(settings: Settings) -> Iterator[Row]:
     yield Row("use_fused_kernels", text)
 
 
+def sums_of_squares(settings: Settings) -> Iterator[Row]:
+    """The v1 trainer asks its workers for none, whatever is set, and some estimators raise without them."""
+    estimator, is_old, name = settings[ESTIMATOR], settings[IS_V1], f"{ACTOR}calculate_sum_pi_squared"
+    is_set, needs = settings[name], isinstance(estimator, str) and estimator.endswith("optimal_token_baseline")
+    if UNKNOWN in (estimator, is_old, is_set):
+        return
+    if needs and not (is_old is False and is_set is True):
+        text = f"{ESTIMATOR}={estimator} needs sums of squared probabilities, and "
+        text += "only the old trainer asks for them: " if is_old is not False else "they are not asked for: "
+        yield Row(ESTIMATOR, f"{text}verl's first step raises; set {IS_V1}=False and {name}=True", is_wrong=True)
+    elif is_set is True and is_old is not False:
+        yield Row(name, f"no effect of =True: only the old trainer asks for them; remove it, or set {IS_V1}=False", is_note=True)
+
+
 def of_any_launch(settings: Settings) -> Iterator[Row]:
     if not is_ours(settings):
         yield from idle_settings(settings, has_ours=False)
     yield from estimates_of_kl(settings)
     yield from place_of_our_head(settings)
-
-
-# verl's losses that weigh as loss_agg_mode says; None is its default, and any other name is one of the user's own.
-STOCK_LOSSES = (None, "vanilla", "dppo_tv", "dppo_kl", "gpg", "dro", "cispo")
-
-
-def stock(settings: Settings) -> Stock | None:
-    """verl's losses divide by counts of the mini-batch; some choose an aggregation of their own."""
-    mode, loss = settings[AGG_MODE], settings[LOSS_MODE]
-    weight = STOCK_MODES.get(mode) if isinstance(mode, str) else None
-    if weight is None:
-        return None
-    exact = None
-    if "L" in weight.powers and settings[f"{ACTOR}loss_scale_factor"] is None:
-        weight, exact = Formula(N=-1, L_b=-1), f"{ACTOR}loss_scale_factor=<longest response>"
-    policy, remarks, varies = weight, [], []
-    if settings[BYPASS] is True and settings[IS_V1] is False:
-        remarks.append("bypass_mode of the old trainer puts REINFORCE or PPO with a clip in the place of loss_mode")
-        is_weighed = settings[LOSS_TYPE] != "ppo_clip" and settings[f"{CORRECTION}rollout_is"] is not None
-        if is_weighed and settings[f"{CORRECTION}rollout_is_batch_normalize"] is True:
-            varies.append(
-                "rollout_is_batch_normalize divides by a mean over each micro-batch there, so the step depends on the layout"
-            )
-    elif loss in ("gspo", "sapo"):
-        policy = SAMPLE_MEAN
-    elif loss == "geo_mean":
-        policy = Formula(dp=-1, N_b=-1, m_i=-1)
-        varies.append(MEANS_ARE_ADDED.format("geo_mean"))
-    elif loss in SELECTING:
-        varies.append(OF_A_MICRO_BATCH.format(loss))
-    elif loss not in STOCK_LOSSES:
-        return None
-    value = stock_of_critic(settings, weight)
-    if settings.value_of(DISTILLATION) is True and settings.value_of(TASK_REWARDS) is False:  # in the place of other terms
-        return Stock(None, distillation=weight, exact=exact, remarks=tuple(remarks), value=value)
-    has_kl, has_entropy = settings[f"{ACTOR}use_kl_loss"] is not False, is_on(settings, f"{ACTOR}entropy_coeff")
-    terms = (policy, weight if has_kl else None, weight if has_entropy else None)
-    distilled = weight if settings.value_of(DISTILLATION) is True else None
-    return Stock(*terms, exact, tuple(remarks), tuple(varies), distilled, value)
-
-
-def stock_of_critic(settings: Settings, of_actor: Formula) -> Formula | None:
-    """The critic takes the actor's aggregation where it has none of its own."""
-    enabled, mode = settings.value_of("critic.enable"), settings.value_of("critic.loss_agg_mode")
-    if enabled in (ABSENT, None):
-        enabled = settings[ESTIMATOR] == "gae"
-    return None if enabled is not True else of_actor if mode in (ABSENT, None) else STOCK_MODES.get(str(mode))
+    yield from sums_of_squares(settings)
 
 
 def is_open(settings: Settings, section: str) -> bool:

@@ -1,0 +1,67 @@
+"""What verl's own losses weigh a token, and the settings that say it."""
+
+from __future__ import annotations
+
+from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
+from megatron_rl.hosts.settings import ABSENT, Settings
+from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
+from megatron_rl.hosts.verl_correction import BYPASS, CORRECTION, IS_V1, LOSS_TYPE
+
+ACTOR, ESTIMATOR = "actor_rollout_ref.actor.", "algorithm.adv_estimator"
+LOSS_MODE = f"{ACTOR}policy_loss.loss_mode"
+AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
+# What it adds to the policy's loss, and whether that stays beside it.
+DISTILLATION, TASK_REWARDS = "distillation.enabled", "distillation.distillation_loss.use_task_rewards"
+# What the terms of verl's own losses weigh a token.
+STOCK_MODES = {
+    "token-mean": TOKEN_MEAN,
+    "token-sum": Formula(),
+    "seq-mean-token-mean": SAMPLE_MEAN,
+    "seq-mean-token-sum": Formula(N=-1),
+    "seq-mean-token-sum-norm": Formula(N=-1, L=-1),
+}
+# verl's losses that weigh as loss_agg_mode says; None is its default, and any other name is one of the user's own.
+STOCK_LOSSES = (None, "vanilla", "dppo_tv", "dppo_kl", "gpg", "dro", "cispo")
+
+
+def stock(settings: Settings) -> Stock | None:
+    """verl's losses divide by counts of the mini-batch; some choose an aggregation of their own."""
+    mode, loss = settings[AGG_MODE], settings[LOSS_MODE]
+    weight = STOCK_MODES.get(mode) if isinstance(mode, str) else None
+    if weight is None:
+        return None
+    exact = None
+    if "L" in weight.powers and settings[f"{ACTOR}loss_scale_factor"] is None:
+        weight, exact = Formula(N=-1, L_b=-1), f"{ACTOR}loss_scale_factor=<longest response>"
+    policy, remarks, varies = weight, [], []
+    if settings[BYPASS] is True and settings[IS_V1] is False:
+        remarks.append("bypass_mode of the old trainer puts REINFORCE or PPO with a clip in the place of loss_mode")
+        is_weighed = settings[LOSS_TYPE] != "ppo_clip" and settings[f"{CORRECTION}rollout_is"] is not None
+        if is_weighed and settings[f"{CORRECTION}rollout_is_batch_normalize"] is True:
+            varies.append(
+                "rollout_is_batch_normalize divides by a mean over each micro-batch there, so the step depends on the layout"
+            )
+    elif loss in ("gspo", "sapo"):
+        policy = SAMPLE_MEAN
+    elif loss == "geo_mean":
+        policy = Formula(dp=-1, N_b=-1, m_i=-1)
+        varies.append(MEANS_ARE_ADDED.format("geo_mean"))
+    elif loss in SELECTING:
+        varies.append(OF_A_MICRO_BATCH.format(loss))
+    elif loss not in STOCK_LOSSES:
+        return None
+    value = stock_of_critic(settings, weight)
+    if settings.value_of(DISTILLATION) is True and settings.value_of(TASK_REWARDS) is False:  # in the place of other terms
+        return Stock(None, distillation=weight, exact=exact, remarks=tuple(remarks), value=value)
+    has_kl, has_entropy = settings[f"{ACTOR}use_kl_loss"] is not False, is_on(settings, f"{ACTOR}entropy_coeff")
+    terms = (policy, weight if has_kl else None, weight if has_entropy else None)
+    distilled = weight if settings.value_of(DISTILLATION) is True else None
+    return Stock(*terms, exact, tuple(remarks), tuple(varies), distilled, value)
+
+
+def stock_of_critic(settings: Settings, of_actor: Formula) -> Formula | None:
+    """The critic takes the actor's aggregation where it has none of its own."""
+    enabled, mode = settings.value_of("critic.enable"), settings.value_of("critic.loss_agg_mode")
+    if enabled in (ABSENT, None):
+        enabled = settings[ESTIMATOR] == "gae"
+    return None if enabled is not True else of_actor if mode in (ABSENT, None) else STOCK_MODES.get(str(mode))
