@@ -56,6 +56,16 @@ OWN_CLIP = f"{CLASS} +{ACTOR}.policy_loss.clip_ratio_low=0.2 +{ACTOR}.policy_los
 RANGE = {"use_pg_clip_range": True}
 # name: (host, the line or its end or the settings of a file, what is said of it)
 RIGHT: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
+    "verl, a mini-batch of the shell": (
+        "verl",
+        [our_mode("grpo.prompt_mean"), f"{MINI_BATCH}=$MINI", f"{BATCH}=512"],
+        f"mini-batch {MINI_BATCH}: not known here, and a mini-batch .* cuts prompt groups; type {MINI_BATCH}=512$",
+    ),
+    "verl, sizes of a file": (
+        "verl",
+        ["--config-name=mine", our_mode("grpo.prompt_mean")],
+        f"mini-batch {BATCH} and {MINI_BATCH}: not known here, .*; type {BATCH}=<prompts of a step> {MINI_BATCH}=<prompts of",
+    ),
     "verl, squares of probabilities that v1 does not ask for": (
         "verl",
         [our_mode("grpo.token_mean"), f"{ACTOR}.calculate_sum_pi_squared=True"],

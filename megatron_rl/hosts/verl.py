@@ -228,8 +228,16 @@ def weights_of_verl_multiply(found: Found) -> Iterator[Row]:
 
 @check(when=lambda found: found.counts_prompts)
 def a_step_has_whole_prompts(found: Found) -> Iterator[Row]:
-    batch, mini_batch = (found.settings[name] for name in (BATCH, MINI_BATCH))
-    if not (isinstance(batch, int) and isinstance(mini_batch, int)):
+    sizes = {name: found.settings[name] for name in (BATCH, MINI_BATCH)}
+    known, (batch, mini_batch) = {name: size for name, size in sizes.items() if isinstance(size, int)}, sizes.values()
+    if len(known) < len(sizes):
+        if found.config.allow_partial_prompt_groups is False:
+            unknown = [name for name in sizes if name not in known]
+            size = next(iter(known.values()), "<prompts of a step>")
+            text = (
+                f"{' and '.join(unknown)}: not known here, and a mini-batch that is not the whole batch cuts prompt groups; type "
+            )
+            yield Row("mini-batch", f"{text}{' '.join(f'{name}={size}' for name in unknown)}", is_note=True)
         return
     text = f"{mini_batch} of {batch} prompts a step"
     is_wrong = batch != mini_batch and found.config.allow_partial_prompt_groups is False
