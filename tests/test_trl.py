@@ -266,7 +266,7 @@ def test_doctor_reads_what_a_script_gives_our_trainer(config, own, line, said_of
 def test_a_loss_in_settings_that_a_script_makes_is_not_judged(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("from trl import GRPOConfig, GRPOTrainer\nGRPOTrainer(GRPOConfig(beta=0.1, **read('a.json')))")
-    assert "GRPOConfig(beta, **read('a.json')) of" in said(f"python {script}")
+    assert f"GRPOConfig of {script} was read: beta, but for **read('a.json')" in said(f"python {script}")
     assert "so the loss is not judged" in said(f"python {script}") and "the same on every layout" not in said(f"python {script}")
 
 

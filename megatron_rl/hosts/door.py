@@ -126,8 +126,6 @@ class Choice:
     imports: bool = False
     why_not: Mapping[str, str] = field(default_factory=dict)
     """The host's names of aggregations that ours have no equal of -> why."""
-    theirs: tuple[str, ...] = ()
-    """The host's own values, where any other one is refused there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,6 +268,8 @@ class Door:
 
     of_any_launch: Callable[[Settings], Iterable[Row]] = lambda settings: ()
     """What is said of a launch whoever's loss trains."""
+    refuses: Callable[[Settings], Iterable[Row]] = lambda settings: ()
+    """What the host itself refuses of a launch, whoever's loss trains: a problem, and then nothing is said of its own loss."""
     unchosen: Callable[[Settings], Iterable[Row]] = lambda settings: ()
     """What is said of a launch that chooses no loss of ours, and means one."""
     is_open: Callable[[Settings, str], bool] = lambda settings, section: False

@@ -22,8 +22,6 @@ from megatron_rl.validation.checks import Row
 
 # A misspelt section is more similar than this to the right one; no two sections of a host are.
 CLOSEST_SECTION = 0.9
-# Of one of the host's losses: gprpo and grpo are 0.89 alike, megatron_rl.grpo.token_mean and dr_grpo below 0.4.
-CLOSEST_OF_THEIRS = 0.8
 # The same for a module of ours among those of the user's own.
 CLOSEST_MODULE = 0.8
 PACKAGE = "megatron_rl"
@@ -139,13 +137,17 @@ def judge_settings(
     of_model = [*model_rows(door.model, settings)]
     yield from of_model
     yield from judge_log_probs(door, settings)
+    meant = None if is_ours else _meant(door, name)
+    refused = [] if meant else [*door.refuses(settings)]
+    yield from refused
     if name is UNKNOWN:
         yield Row(choice.setting, "not known here, so the loss is not judged", is_note=True)
         yield from door.unchosen(settings)
         return
     if not is_ours:
-        if meant := _meant(door, name):
+        if meant:
             yield Row(choice.setting, f"{name} is neither ours nor {door.title}'s: set {choice.setting}={meant}", is_wrong=True)
+        if meant or any(row.is_wrong for row in refused):
             return
         yield from door.unchosen(settings)
         loss = "the loss" if name is None else name
@@ -292,11 +294,8 @@ def _is_apart(door: Door, whole: str) -> bool:
 
 
 def _meant(door: Door, name: Any) -> str | None:
-    """The name that is meant: of ours, by one without our prefix, or of the host's where all of those are known. None: it may be
-    the host's own, which has no dot, or somebody else's."""
-    theirs = door.choice.theirs
-    if isinstance(name, str) and name not in theirs and (close := get_close_matches(name, theirs, 1, CLOSEST_OF_THEIRS)):
-        return close[0]
+    """The name of ours that is meant by one without our prefix; None: it may be the host's own, which has no dot, or somebody
+    else's."""
     if not (isinstance(name, str) and "." in name and door.choice.prefix and door.choice.aggregation is None):
         return None
     known, short = modes(door), name.replace("-", "_").removeprefix(door.choice.prefix)

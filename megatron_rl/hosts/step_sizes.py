@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -100,6 +101,7 @@ PROCESSES = "num_processes"
 LAUNCHERS = (("--num-processes",), ("--nproc-per-node", "--nnodes"), ("--num-gpus", "--num-nodes"))
 # accelerate's own files.
 CONFIG_FILES = ("--config-file", "--accelerate-config")
+_ASSIGNMENT = re.compile(r"\w+=")
 
 
 def launched_processes(words: Sequence[str], read_file: Callable[[Path], Mapping[str, Any]] | None = None) -> Size | None:
@@ -118,6 +120,13 @@ def launched_processes(words: Sequence[str], read_file: Callable[[Path], Mapping
     except ConfigError:
         return None
     return None if number is None else Size(number, f"num_processes of {path}")
+
+
+def is_python_alone(words: Sequence[str]) -> bool:
+    """Whether words before a script start one process of it. What a scheduler starts has a word of its own."""
+    program, *options = [word for word in words if not _ASSIGNMENT.match(word) and word not in ("env", "uv", "run")] or [""]
+    is_several = any(word.startswith("WORLD_SIZE=") for word in words)
+    return Path(program).name.startswith("python") and not is_several and all(re.fullmatch("-[^m]", word) for word in options)
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:

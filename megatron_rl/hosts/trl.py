@@ -16,7 +16,6 @@ are ours.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,22 +25,24 @@ from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import CLIPS, Choice, Deviation, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
-from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, Programs, called
+from megatron_rl.hosts.programs import PREFERENCES, REWARDS, SUPERVISED, Programs
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
-from megatron_rl.hosts.scripts import syntax_tree, taken_from
-from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, read_value
-from megatron_rl.hosts.step_sizes import PROCESSES, launched_processes
+from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, Size, read_value
+from megatron_rl.hosts.step_sizes import PROCESSES, is_python_alone, launched_processes
 from megatron_rl.hosts.stock import unjudged
+from megatron_rl.hosts.trl_others import DEFAULTS as OTHERS_DEFAULTS
 from megatron_rl.hosts.trl_others import OTHER, known_trainer
+from megatron_rl.hosts.trl_refusals import MODE, OBJECTIVES, SCALE, WORDS, refusals
+from megatron_rl.hosts.trl_script import Script
 from megatron_rl.hosts.trl_stock import (
     BIAS_CORRECTION,
     CHOICE,
     GENERATED,
     GENERATION,
     LIGERS_LOSS,
+    PREFIX,
     SIZES,
     STEPS,
-    STOCK_TYPES,
     of_version,
     settings_of,
     stock,
@@ -49,18 +50,12 @@ from megatron_rl.hosts.trl_stock import (
 from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
 from megatron_rl.validation.checks import Row, check
 
-PREFIX = "megatron_rl."
 PLUG, TRAINER = "trl_trainer", "trl.trainer.grpo_trainer:GRPOTrainer"
 REMEDY = f'GRPOConfig({CHOICE}="{PREFIX}<loss>.<aggregation>") with {__name__}.GRPOTrainer chooses one of ours'
-# TRL's own commands, and its trainers by the beginning of their names, whose loss is not judged.
+# TRL's own commands.
 COMMANDS = {"grpo": None, "rloo": None, "sft": SUPERVISED, "reward": REWARDS}
 COMMANDS |= dict.fromkeys(("dpo", "kto"), PREFERENCES)
-OTHER_TRAINERS = {
-    **dict.fromkeys(("SFT", "DiffusionGemmaSFT", "SSD"), SUPERVISED),
-    **{"Reward": REWARDS, "PRM": REWARDS},
-    **dict.fromkeys(("DPO", "KTO", "ORPO", "CPO", "BCO", "TPO", "OnlineDPO", "NashMD", "XPO"), PREFERENCES),
-    **dict.fromkeys(("GKD", "GOLD", "Distillation", "SDFT"), DISTILLED),
-}
+UNSEEN = "what the script sets itself is not seen here: our trainer judges all of it when it is made"
 # Words of HfArgumentParser for a switch.
 TRUTH = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
 # What TRL's own loss selects or weighs in each micro-batch by itself, the only value that ours accepts, and why.
@@ -163,137 +158,49 @@ def command_of(words: Sequence[str]) -> str | None:
     return next((command for program, command in pairs if program == "trl" and command in COMMANDS), None)
 
 
-def why_not_judged(script: ast.Module) -> str | None:
-    """A script that imports TRL: by the trainer that it makes."""
-    trainers = called(script, "Trainer")
-    if not trainers or "GRPOTrainer" in trainers or known_trainer(trainers, None):
-        return None if trainers else "makes no trainer that can be seen here"
-    return next((why for trainer in trainers for name, why in OTHER_TRAINERS.items() if trainer.startswith(name)), None) or (
-        f"makes a {trainers[0]}, whose loss is not known here"
-    )
-
-
 def script_of(words: Sequence[str]) -> Path | None:
     return next((Path(word) for word in words if word.endswith(".py") and Path(word).is_file()), None)
 
 
-def set_by_script(script: Path | None) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
-    """(what a script that is here gives GRPOConfig, what it assigns to its fields afterwards, what is said of the script)."""
-    if script is None:
-        said = "what the script sets itself is not seen here: our trainer judges all of it when it is made"
-        return {}, {}, [Row("script", said, is_note=True)]
-    tree = syntax_tree(script)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls = [node for node in calls if ast.unparse(node.func).rpartition(".")[2] == "GRPOConfig"]
-    given = {one.arg: constant_of(one.value) for node in calls for one in node.keywords if one.arg is not None}
-    unread = [f"**{ast.unparse(one.value)}" for node in calls for one in node.keywords if one.arg is None]
-    names = ", ".join([*given, *unread])
-    read = f"GRPOConfig({names}) of {script} was read" if names else f"{script} gives GRPOConfig nothing that can be seen"
-    if not names and "TrlParser" in taken_from(tree, "trl"):
-        read = f"{script} fills GRPOConfig from the command line and the file of --config: both were read"
-    if unread:
-        read, given = f"{read}, but for {', '.join(unread)}", {CHOICE: UNKNOWN} | given
-    if assigned := assigned_fields(tree, config_names(tree)):
-        read += f", and so were the fields that it sets later: {', '.join(assigned)}"
-    rows = [Row("script", f"{read}; what else the script changes is not seen here", is_note=True)]
-    return given | given_to_trainer(tree), assigned, rows
-
-
-def config_names(tree: ast.Module) -> set[str]:
-    """What a script calls its GRPOConfig: the name of what it makes, or of what it gives a trainer as args."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if ast.unparse(node.value.func).rpartition(".")[2] == "GRPOConfig":
-                found |= {target.id for target in targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("GRPOTrainer"):
-            found |= {one.value.id for one in node.keywords if one.arg == "args" and isinstance(one.value, ast.Name)}
-    return found
-
-
-def assigned_fields(tree: ast.AST, names: set[str], *, is_in_branch: bool = False) -> dict[str, Any]:
-    """config.field = value, in the order of the script; UNKNOWN where a branch or a loop decides."""
-    found: dict[str, Any] = {}
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            is_plain = not (is_in_branch or isinstance(node, ast.AugAssign))
-            for target in targets:
-                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in names:
-                    found[target.attr] = constant_of(node.value) if is_plain else UNKNOWN
-        is_main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-        decides = isinstance(node, ast.If | ast.For | ast.While | ast.Try | ast.Match) and not is_main
-        found |= assigned_fields(node, names, is_in_branch=is_in_branch or decides)
-    return found
-
-
-def given_to_trainer(tree: ast.Module) -> dict[str, Any]:
-    """The settings of GRPOTrainer(..., megatron_rl={...}), by the names that a line has for them."""
-    found: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        own = [one.value for one in node.keywords if one.arg == PREFIX[:-1]] if isinstance(node, ast.Call) else []
-        for value in own:
-            pairs: list[tuple[Any, ast.expr]] = []
-            if isinstance(value, ast.Dict):
-                pairs = [(constant_of(name), item) for name, item in zip(value.keys, value.values, strict=True) if name is not None]
-            elif isinstance(value, ast.Call) and ast.unparse(value.func) == "dict":
-                pairs = [(one.arg, one.value) for one in value.keywords]
-            found |= {f"{PREFIX}{name}": constant_of(item) for name, item in pairs if isinstance(name, str)}
-    return found
-
-
-def trainer_beside(choice: str, script: Path | None) -> Iterator[Row]:
-    """A loss of ours in TRL's trainer, or a loss of TRL's in ours: the trainer refuses it when it is made or at its first step."""
-    if script is None:
-        return
-    tree = syntax_tree(script)
-    is_ours = "GRPOTrainer" in taken_from(tree, __name__)
-    if choice.startswith(PREFIX) and not is_ours and "GRPOTrainer" in taken_from(tree, "trl"):
-        text = f"{script} makes TRL's own GRPOTrainer, which does not know {choice}: from {__name__} import GRPOTrainer"
-        yield Row(CHOICE, text, is_wrong=True)
-    if choice in STOCK_TYPES and is_ours:
-        text = f"{script} makes our GRPOTrainer, which refuses {CHOICE}={choice}: set {CHOICE}={PREFIX}<loss>.<aggregation>"
-        yield Row(CHOICE, text, is_wrong=True)
-
-
-def constant_of(value: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, TypeError, RecursionError):
-        return UNKNOWN
-
-
 def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
-    """`--name value` as HfArgumentParser reads them, over a file of --config, over what the script gives GRPOConfig."""
+    """`--name value` as HfArgumentParser reads them, over a file of --config, over what the script gives its config."""
     command = command_of(words)
     if command is not None and COMMANDS[command] is not None:
         return Line(None, [unjudged(f"trl {command} {COMMANDS[command]}")])
-    script = script_of(words)
-    trainers = [] if script is None else called(syntax_tree(script), "Trainer")
+    path = None if command else script_of(words)
+    script = None if path is None else Script.of(path)
+    if script is not None and script.known is None and (why := script.why_not_judged()) and script.trainers:
+        return Line(None, [unjudged(f"{path} {why}")])
     place = next((at for at, word in enumerate(words) if word.endswith(".py") and not command), -1)
-    given, (tree, assigned, said) = dict[str, Any](), set_by_script(script)
+    typed, rows = dict[str, Any](), list[Row]()
     for word, behind in pairwise([*words[place + 1 :], "--"]):
         name, is_joined, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
-            given |= read_flag(name.replace("-", "_"), value if is_joined else "true" if behind.startswith("--") else behind)
-    if (processes := launched_processes(words if command else words[: max(place, 0)], read_file)) is not None:
-        given[PROCESSES] = processes
-    if "GRPOTrainer" not in trainers and (other := known_trainer(trainers, command)):
-        row = Row("trainer", f"{other} has one loss, and none of ours; GRPOTrainer takes ours", is_note=True)
-        return Line(None, [row], stock=Settings.of_names(given | {OTHER: other}, {}))
-    rows = [] if command else said
-    if command and any(PREFIX in word for word in words):
-        rows.append(Row("trl", f"the command makes TRL's own trainer: start a script with {__name__}.GRPOTrainer", is_wrong=True))
-    if isinstance(given.get("config"), str):
+            typed |= read_flag(name.replace("-", "_"), value if is_joined else "true" if behind.startswith("--") else behind)
+    before = words if command else words[: max(place, 0)]
+    if (processes := launched_processes(before, read_file) or (Size(1, "python") if is_python_alone(before) else None)) is not None:
+        typed[PROCESSES] = processes
+    of_file: dict[str, Any] = {}
+    if isinstance(typed.get("config"), str):
         try:
-            for name, value in read_file(Path(given["config"])).items():
-                tree |= read_flag(name, value) if isinstance(value, str) else {name: value}
+            for name, value in read_file(Path(typed["config"])).items():
+                of_file |= read_flag(name, value) if isinstance(value, str) else {name: value}
         except ConfigError as error:
             rows.append(Row("config", str(error), is_wrong=True))
-    given = tree | given | assigned
-    if not command:
-        rows += trainer_beside(str(given.get(CHOICE, DOOR.all_defaults[CHOICE])), script)
+    of_script, assigned, said = script.settings(JUDGED) if script is not None else ({}, {}, [Row("script", UNSEEN, is_note=True)])
+    given = of_script | of_file | typed | assigned
+    other = known_trainer([] if script is None or script.known is None else [script.known], command)
+    if other is not None:
+        text = f"{other} always trains TRL's own loss, judged below; ours train in {__name__}.GRPOTrainer"
+        settings = Settings.of_names(given | {OTHER: other}, OTHERS_DEFAULTS)
+        refused = [*refusals(settings)]
+        is_refused = any(row.is_wrong for row in refused)
+        return Line(None, [*rows, Row("trainer", text, is_note=True), *refused], stock=None if is_refused else settings)
+    if command and any(PREFIX in word for word in words):
+        rows.append(Row("trl", f"the command makes TRL's own trainer: start a script with {__name__}.GRPOTrainer", is_wrong=True))
+    rows = [*([] if command else said), *rows]
+    if script is not None:
+        rows += script.trainer_beside(str(given.get(CHOICE, DOOR.all_defaults[CHOICE])))
     # Not typed=given: a GRPOConfig does not tell the trainer what was typed, and doctor says what the trainer does.
     settings = settings_of(given, DOOR.all_defaults)
     return Line(settings, [*rows, *of_version(settings)], is_partial=not command)
@@ -305,7 +212,8 @@ def read_flag(name: str, text: str) -> dict[str, Any]:
     if kinds.get(name.removeprefix("no_")) == Kind.SWITCH:
         is_on = TRUTH.get(text.lower(), text)
         return {name.removeprefix("no_"): not is_on if name.startswith("no_") else is_on}
-    return {name: read_value(text)}
+    value = read_value(text)
+    return {name: text if name in WORDS and value is not UNKNOWN else value}
 
 
 def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -356,9 +264,9 @@ DOOR = Door(
         Setting(BIAS_CORRECTION, Kind.SWITCH, default=True),
         Setting("use_vllm", Kind.SWITCH, default=False),
         Setting("vllm_importance_sampling_correction", Kind.SWITCH, default=True),
-        Setting("vllm_importance_sampling_mode", default="sequence_mask"),
+        Setting(MODE, default="sequence_mask"),
         Setting(STEPS, Kind.NUMBER, default=1),
-        Setting("scale_rewards", default="group"),
+        Setting(SCALE, default="group"),
         Setting("num_iterations", Kind.NUMBER, default=1),
         Setting("temperature", Kind.NUMBER, default=1.0),
         Setting("max_completion_length", Kind.NUMBER, default=512),
@@ -369,15 +277,13 @@ DOOR = Door(
             Kind.NUMBER,
             dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), "set entropy_coef"),
         ),
-        *names("", Kind.OTHER, f"reward_weights mask_truncated_completions {GENERATION} repetition_penalty"),
-        *names("", Kind.OTHER, "generation_kwargs"),
+        *names("", Kind.OTHER, f"{OBJECTIVES} vllm_mode {GENERATION}"),
+        *names("", Kind.OTHER, "reward_weights mask_truncated_completions repetition_penalty generation_kwargs"),
+        *names("", Kind.SWITCH, "sync_ref_model auto_find_batch_size"),
     ),
     sections=(),
-    deviation=Deviation(
-        without={"scale_rewards": "none"},
-        divides=lambda settings: settings["scale_rewards"] not in ("none", False, UNKNOWN),
-    ),
-    choice=Choice(setting=CHOICE, prefix=PREFIX, remedy=REMEDY, imports=True, theirs=tuple(STOCK_TYPES)),
+    deviation=Deviation(without={SCALE: "none"}, divides=lambda settings: settings[SCALE] not in ("none", False, UNKNOWN)),
+    choice=Choice(setting=CHOICE, prefix=PREFIX, remedy=REMEDY, imports=True),
     own=Own(prefix=PREFIX, clips=True, others=("kl_estimator",)),
     keep_clip="megatron_rl={{'clip_ratio_{side}': {value}}}",
     derive=derive,
@@ -394,6 +300,7 @@ DOOR = Door(
         sampler_reports_its_scores,
         sampler_follows_the_settings,
     ),
+    refuses=refusals,
     stock=stock,
     sizes=SIZES,
     prompts=Prompts.COUNTED,
@@ -402,7 +309,7 @@ DOOR = Door(
     why_not_per_token="TRL's trainer is no Megatron",
     starts="GRPOTrainer",
     recognises=is_launch,
-    programs=Programs(package="trl", of_script=why_not_judged),
+    programs=Programs(package="trl", of_script=lambda tree: Script(tree).why_not_judged()),
     read_line=read_line,
     write=write,
     line_of=line_of,
@@ -420,6 +327,9 @@ DOOR = Door(
         ),
     },
 )
+
+# What a script's row names of what it gives its config.
+JUDGED = {*DOOR.known_names, SIZES.micro_batch}
 
 
 def __getattr__(name: str) -> Any:

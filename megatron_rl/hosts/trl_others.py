@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, MEAN_OVER_RANKS, Stock
 
+GRPO, RLOO, ASYNC = "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer"
 STOCKS: Mapping[str, Stock] = {
-    "RLOOTrainer": Stock(Formula(N=-1)),
-    "AsyncGRPOTrainer": Stock(MEAN_OVER_RANKS),
+    RLOO: Stock(Formula(N=-1)),
+    ASYNC: Stock(MEAN_OVER_RANKS),
     "PPOTrainer": Stock(
         MEAN_OF_TOKEN_MEANS,
         value=MEAN_OF_TOKEN_MEANS,
@@ -22,7 +23,9 @@ STOCKS: Mapping[str, Stock] = {
 }
 # A name under which the settings of a launch keep the trainer.
 OTHER = "<trainer>"
-OF_COMMAND = {"rloo": "RLOOTrainer"}
+OF_COMMAND = {"rloo": RLOO}
+# What RLOO has in the place of GRPO's defaults, as far as it is read here.
+DEFAULTS = {"beta": 0.05}
 
 
 def known_trainer(trainers: Sequence[str], command: str | None) -> str | None:

@@ -23,6 +23,7 @@ from megatron_rl.hosts.stock import (
 from megatron_rl.hosts.trl_others import OTHER, STOCKS
 from megatron_rl.validation.checks import Row
 
+PREFIX = "megatron_rl."
 CHOICE, BIAS_CORRECTION = "loss_type", "use_bias_correction_kl"
 STEPS, GENERATED, GENERATION = "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"
 # Not a setting: whether the trainer has Liger's loss.

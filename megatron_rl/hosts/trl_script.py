@@ -1,0 +1,193 @@
+"""What a train script of TRL says: which trainer it makes, and what it gives its config and our trainer. Nothing of it is run."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, called
+from megatron_rl.hosts.script_constants import DEEPEST, Constants, last_name
+from megatron_rl.hosts.scripts import syntax_tree, taken_from
+from megatron_rl.hosts.settings import UNKNOWN
+from megatron_rl.hosts.trl_others import GRPO, known_trainer
+from megatron_rl.hosts.trl_stock import CHOICE, PREFIX, STOCK_TYPES
+from megatron_rl.validation.checks import Row
+
+OURS = "megatron_rl.hosts.trl"
+# TRL's trainers by the beginning of their names, whose loss is not judged.
+OTHER_TRAINERS = {
+    **dict.fromkeys(("SFT", "DiffusionGemmaSFT", "SSD"), SUPERVISED),
+    **{"Reward": REWARDS, "PRM": REWARDS},
+    **dict.fromkeys(("DPO", "KTO", "ORPO", "CPO", "BCO", "TPO", "OnlineDPO", "NashMD", "XPO"), PREFERENCES),
+    **dict.fromkeys(("GKD", "GOLD", "Distillation", "SDFT"), DISTILLED),
+}
+# Methods of a trainer that make its loss, and those that make its batches.
+LOSS_METHODS = (
+    *("compute_loss", "_compute_loss", "compute_liger_loss", "training_step"),
+    *("_get_per_token_logps", "_get_per_token_logps_and_entropies"),
+)
+BATCH_METHODS = ("_prepare_inputs", "_generate_and_score_completions")
+# More settings of a script are counted, and not listed.
+MOST_LISTED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A trainer that a script makes. base: TRL's, of a class of the script's own. replaced: methods of its own."""
+
+    name: str
+    base: str
+    replaced: frozenset[str] = frozenset()
+
+
+class Script:
+    """path: None where only the text is known."""
+
+    def __init__(self, tree: ast.Module, path: Path | None = None):
+        self.tree, self.path, self.constants = tree, path, Constants(tree)
+        froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        self.imported = {alias.asname: alias.name for node in froms for alias in node.names if alias.asname}
+
+    @classmethod
+    def of(cls, path: Path) -> Script:
+        return cls(syntax_tree(path), path)
+
+    def base_of(self, name: str, depth: int = 0) -> str:
+        """What a class of the script is made from, by its name there."""
+        own = self.constants.classes.get(name)
+        if own is None or depth > DEEPEST:
+            return self.imported.get(name, name)
+        bases = [self.base_of(last_name(base), depth + 1) for base in own.bases if last_name(base) != name] or [name]
+        return next((base for base in bases if base.endswith(("Trainer", "Config"))), bases[0])
+
+    def methods_of(self, name: str, depth: int = 0) -> frozenset[str]:
+        own = self.constants.classes.get(name)
+        if own is None or depth > DEEPEST:
+            return frozenset()
+        found = {node.name for node in own.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        return frozenset(found).union(*(self.methods_of(last_name(base), depth + 1) for base in own.bases))
+
+    @cached_property
+    def trainers(self) -> list[Made]:
+        """In the order of the script."""
+        # A method that is put into a trainer's class, or into a trainer.
+        put = frozenset(self.constants.set_fields)
+        names = {name: self.base_of(name) for name in called(self.tree, "")}
+        return [Made(name, base, self.methods_of(name) | put) for name, base in names.items() if base.endswith("Trainer")]
+
+    @cached_property
+    def known(self) -> str | None:
+        """TRL's trainer that the script makes, where its loss is known here."""
+        bases = [one.base for one in self.trainers if not one.replaced & {*LOSS_METHODS}]
+        return GRPO if GRPO in bases else known_trainer(bases, None)
+
+    def why_not_judged(self) -> str | None:
+        """By the trainer that it makes."""
+        if not self.trainers:
+            return "makes no trainer that can be seen here"
+        if self.known:
+            return None
+        bases = [one.base for one in self.trainers]
+        if (base := GRPO if GRPO in bases else known_trainer(bases, None)) is not None:
+            made = next(one for one in self.trainers if one.base == base)
+            methods = " and ".join(name for name in LOSS_METHODS if name in made.replaced)
+            whose = f"{made.name}, a {base} with a {methods} of its own" if made.name != base else f"{base} with another {methods}"
+            return f"makes a {whose}, so its loss is not known here"
+        of_others = (why for base in bases for name, why in OTHER_TRAINERS.items() if base.startswith(name))
+        return next(of_others, None) or f"makes a {self.trainers[0].name}, whose loss is not known here"
+
+    # Its settings
+
+    def settings(self, known: Collection[str]) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
+        """(what it gives TRL's config, and our trainer, what it assigns to the config's fields afterwards, what is said of it).
+        known: the names that are judged."""
+        config = f"{(self.known or GRPO).removesuffix('Trainer')}Config"
+        classes = [name for name in self.constants.classes if self.base_of(name) == config]
+        given = {name: value for one in classes for name, value in self.constants.fields(one).items()}
+        calls = [
+            node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and self.base_of(last_name(node.func)) == config
+        ]
+        unread: list[str] = []
+        for call in calls:
+            of_call, of_names = self.constants.given(call)
+            given |= of_call
+            unread += of_names
+        assigned = self._assigned_fields(self.tree, self._config_names(config))
+        said = [self._said(config, given, unread, assigned, known), *self._of_batches()]
+        if unread:
+            given = {CHOICE: UNKNOWN} | given
+        return given | self._given_to_ours(), assigned, said
+
+    def _said(self, config: str, given: dict, unread: Sequence[str], assigned: dict, known: Collection[str]) -> Row:
+        judged = [name for name in given if name in known]
+        names, rest = judged[:MOST_LISTED], len(given) - len(judged[:MOST_LISTED])
+        if rest:
+            names = [*names, f"{rest} more" if names else f"{rest} setting{'s' * (rest > 1)}, none of which is judged"]
+        listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+        text = f"{config} of {self.path} was read: {listed}" if names else f"{self.path} gives {config} nothing that can be seen"
+        if not names and not unread and "TrlParser" in taken_from(self.tree, "trl"):
+            text = f"{self.path} fills {config} from the command line and the file of --config: both were read"
+        if unread:
+            text += f", but for {', '.join(unread)}"
+        if assigned:
+            text += f", and so were the fields that it sets later: {', '.join(assigned)}"
+        if unknown := [name for name in judged if given[name] is UNKNOWN]:
+            text += f"; not known here: {', '.join(unknown)}"
+        return Row("script", f"{text}; what else the script changes is not seen here", is_note=True)
+
+    def _of_batches(self) -> Iterator[Row]:
+        for made in self.trainers:
+            if methods := [name for name in BATCH_METHODS if name in made.replaced]:
+                text = f"{made.name} has another {' and '.join(methods)}, which is not judged; the rest is as in {made.base}"
+                yield Row("trainer", text, is_note=True)
+
+    def _config_names(self, config: str) -> set[str]:
+        """What it calls its config: the name of what it makes, or of what it gives a trainer as args."""
+        found = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if self.base_of(last_name(node.value.func)) == config:
+                    found |= {target.id for target in targets if isinstance(target, ast.Name)}
+            elif isinstance(node, ast.Call) and last_name(node.func) in {one.name for one in self.trainers}:
+                found |= {one.value.id for one in node.keywords if one.arg == "args" and isinstance(one.value, ast.Name)}
+        return found
+
+    def _assigned_fields(self, tree: ast.AST, names: set[str], *, is_in_branch: bool = False) -> dict[str, Any]:
+        """config.field = value, in the order of the script; UNKNOWN where a branch or a loop decides."""
+        found: dict[str, Any] = {}
+        for node in ast.iter_child_nodes(tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                is_plain = not (is_in_branch or isinstance(node, ast.AugAssign))
+                for target in targets:
+                    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in names:
+                        found[target.attr] = self.constants.of(node.value) if is_plain else UNKNOWN
+            is_main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+            decides = isinstance(node, ast.If | ast.For | ast.While | ast.Try | ast.Match) and not is_main
+            found |= self._assigned_fields(node, names, is_in_branch=is_in_branch or decides)
+        return found
+
+    def _given_to_ours(self) -> dict[str, Any]:
+        """The settings of GRPOTrainer(..., megatron_rl={...}), by the names that a line has for them."""
+        found: dict[str, Any] = {}
+        for node in ast.walk(self.tree):
+            own = [one.value for one in node.keywords if one.arg == PREFIX[:-1]] if isinstance(node, ast.Call) else []
+            for given in map(self.constants.of, own):
+                found |= {f"{PREFIX}{name}": value for name, value in given.items()} if isinstance(given, dict) else {}
+        return found
+
+    def trainer_beside(self, choice: str) -> Iterator[Row]:
+        """A loss of ours in TRL's trainer, or a loss of TRL's in ours: the trainer refuses it when it is made or at its first
+        step."""
+        is_ours = GRPO in taken_from(self.tree, OURS)
+        if choice.startswith(PREFIX) and not is_ours and GRPO in taken_from(self.tree, "trl"):
+            text = f"{self.path} makes TRL's own GRPOTrainer, which does not know {choice}: from {OURS} import GRPOTrainer"
+            yield Row(CHOICE, text, is_wrong=True)
+        if choice in STOCK_TYPES and is_ours:
+            text = f"{self.path} makes our GRPOTrainer, which refuses {CHOICE}={choice}: set {CHOICE}={PREFIX}<loss>.<aggregation>"
+            yield Row(CHOICE, text, is_wrong=True)
