@@ -20,6 +20,8 @@ LIGER = {"use_liger_kernel": True}
 CASES = [
     ({}, 1, False),
     ({}, 3, False),
+    ({"per_device_train_batch_size": 4}, 1, True),
+    ({"per_device_train_batch_size": 4}, 2, False),
     ({"num_generations": 6}, 1, True),
     ({"num_generations": 6}, 3, False),
     ({"num_generations": 1}, 1, True),

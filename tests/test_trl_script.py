@@ -75,7 +75,7 @@ BNPO = "the weight of a token in its policy and KL terms depends on the layout"
         "S = {'loss_type': 'bnpo', 'beta': 0.1}\nGRPOTrainer(args=GRPOConfig(**S))",
         "S = dict(loss_type='bnpo', beta=0.2 / 2)\ndef main():\n    GRPOTrainer(args=GRPOConfig(output_dir='x', **S))",
         "KIND = 'bnpo'\nGRPOTrainer(args=GRPOConfig(loss_type=KIND, **{'beta': 0.1}))",
-        "class A:\n    kind: str = 'bnpo'\n    beta: float = 0.1\na = A()\nGRPOTrainer(args=GRPOConfig(loss_type=a.kind, beta=a.beta))",
+        "class A:\n  kind: str = 'bnpo'\n  beta: float = 0.1\na = A()\nGRPOTrainer(args=GRPOConfig(loss_type=a.kind, beta=a.beta))",
         "class Mine(GRPOConfig):\n    loss_type: str = 'bnpo'\nGRPOTrainer(args=Mine(beta=0.1))",
         "from trl import GRPOConfig as C, GRPOTrainer as T\nT(args=C(loss_type='bnpo', beta=0.1))",
         "c = GRPOConfig(beta=0.1)\nKIND = 'bnpo'\nc.loss_type = KIND\nGRPOTrainer(args=c)",
