@@ -38,7 +38,8 @@ def test_fields_of_a_class_and_of_its_base():
     "text",
     [
         "A = read()",
-        "A = {'x': 1}\nA['x'] = 2",
+        "A = {'x': 1}\nA[y] = 2",
+        "A = {'x': 1}\ndel A['x']",
         "A = {'x': 1}\nA.update(x=2)",
         "A = {'x': 1}\nA |= other",
         "A = {'x': 1}\nif y:\n  A = {'x': 2}",
@@ -53,6 +54,11 @@ def test_fields_of_a_class_and_of_its_base():
 )
 def test_what_may_change_is_not_known(text):
     assert values(text, "A", "A['x']") == ["?", "?"]
+
+
+def test_a_key_that_is_set_later_is_not_known_and_the_others_are():
+    text = "A = {'x': 1, 'y': 2}\nif z:\n    A['x'] = 3\n"
+    assert values(text, "A['x']", "A['y']", "dict(A, x=4)['x']") == ["?", 2, 4]
 
 
 def test_a_field_that_is_set_anywhere_is_not_known():
@@ -89,9 +95,9 @@ def test_constants_of_a_script_are_judged_as_if_they_were_typed(config, tmp_path
 
 
 def test_settings_that_a_script_reads_elsewhere_are_named(tmp_path, monkeypatch, capsys):
-    text = "import json\nS = json.load(open('a'))\nGRPOTrainer(args=GRPOConfig(beta=S['beta'], **S))"
+    text = "import json\nS = json.load(open('a'))\nGRPOTrainer(args=GRPOConfig(epsilon=0.1, beta=S['beta'], **S))"
     _, out = doctor(capsys, tmp_path, monkeypatch, TRL + text)
-    assert "GRPOConfig of mine.py was read: beta, but for **S; not known here: beta; what else" in out, out
+    assert "GRPOConfig of mine.py was read: epsilon, but for **S; not known here: beta; what else" in out, out
     assert "the loss is not known here: nothing was judged" in out
 
 

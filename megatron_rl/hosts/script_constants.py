@@ -42,6 +42,7 @@ class Constants:
         stored.update(node.arg for node in nodes if isinstance(node, ast.arg))
         self.set_fields = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
         changed = {name for node in nodes for name in _changed(node)}
+        self.set_keys = [pair for node in nodes for pair in _set_keys(node)]
         self.values = {
             name: value for node in nodes for name, value in _assigned(node) if stored[name] == 1 and name not in changed
         }
@@ -52,7 +53,9 @@ class Constants:
             return UNKNOWN
         depth += 1
         if isinstance(value, ast.Name) and value.id in self.values:
-            return self.of(self.values[value.id], depth)
+            found = self.of(self.values[value.id], depth)
+            later = {key: UNKNOWN for name, key in self.set_keys if name == value.id}
+            return found | later if isinstance(found, dict) else found
         if isinstance(value, ast.Dict):
             keys = [None if key is None else self.of(key, depth) for key in value.keys]
             return _joined(
@@ -158,9 +161,17 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
                 yield target.id, node.value
 
 
+def _set_keys(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(settings, beta) of settings["beta"] = ..., wherever it is."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+        if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+            yield node.value.id, node.slice.value
+
+
 def _changed(node: ast.AST) -> Iterator[str]:
-    """The name of a dict that is changed in its place, or of what a loop adds to."""
-    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and isinstance(node.value, ast.Name):
+    """The name of a dict that is changed in its place by keys that are not seen, or of what a loop adds to."""
+    is_seen = any(_set_keys(node))
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and isinstance(node.value, ast.Name) and not is_seen:
         yield node.value.id
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
         if isinstance(node.func.value, ast.Name):

@@ -123,9 +123,9 @@ class Script:
         return given | self._given_to_ours(), assigned, said
 
     def _said(self, config: str, given: dict, unread: Sequence[str], assigned: dict, known: Collection[str]) -> Row:
-        judged = [name for name in given if name in known]
-        names, rest = judged[:MOST_LISTED], len(given) - len(judged[:MOST_LISTED])
-        if rest:
+        unknown = [name for name in given if name in known and given[name] is UNKNOWN]
+        names = [name for name in given if name in known and name not in unknown][:MOST_LISTED]
+        if rest := len(given) - len(names) - len(unknown):
             names = [*names, f"{rest} more" if names else f"{rest} setting{'s' * (rest > 1)}, none of which is judged"]
         listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
         text = f"{config} of {self.path} was read: {listed}" if names else f"{self.path} gives {config} nothing that can be seen"
@@ -135,7 +135,7 @@ class Script:
             text += f", but for {', '.join(unread)}"
         if assigned:
             text += f", and so were the fields that it sets later: {', '.join(assigned)}"
-        if unknown := [name for name in judged if given[name] is UNKNOWN]:
+        if unknown:
             text += f"; not known here: {', '.join(unknown)}"
         return Row("script", f"{text}; what else the script changes is not seen here", is_note=True)
 
