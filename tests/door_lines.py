@@ -358,7 +358,7 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
     "verl, squares of probabilities for an estimator, in v1": (
         "verl",
         [our_mode("grpo.token_mean"), f"{verl.ESTIMATOR}=optimal_token_baseline", f"{ACTOR}.calculate_sum_pi_squared=True"],
-        "^algorithm.adv_estimator: .*=optimal_token_baseline needs .* only the old trainer asks for them: .*set trainer.use_v1=False",
+        "^algorithm.adv_estimator: .*=optimal_token_baseline needs .* only the old trainer asks for them: .*use_v1=False",
     ),
     "verl, squares of probabilities for an estimator, not asked for": (
         "verl",

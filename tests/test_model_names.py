@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
+import nemo_rl_cases
 import pytest
+import roll_cases
 
 from megatron_rl.__main__ import main
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import skyrl, verl, verl_loss, verl_step
-from megatron_rl.hosts.door_line import check_model
+from megatron_rl.hosts import nemo_rl, roll, skyrl, verl, verl_loss, verl_step
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.verl import ACTOR, LOSS_MODE, MTP
 
 OVERRIDES = f"{ACTOR}megatron.override_transformer_config."
 VERL = ["python", "-m", verl.MAIN, "model_engine=megatron", "actor_rollout_ref.actor.loss_agg_mode=token-mean"]
+PER_TOKEN_OF_VERL = [f"+{OVERRIDES}calculate_per_token_loss=True"]
 OURS = f"{LOSS_MODE}=megatron_rl.gspo.sample_mean"
 MEAN = "Megatron takes a mean over micro-batches and ranks"
 
@@ -117,12 +119,12 @@ OTHERS = [
     (SKYRL, f"{OF_SKYRL}transformer_config_kwargs.moe_z_loss_coeff=0.001", "note", MEAN),
     (SKYRL, f"{OF_SKYRL}transformer_config_kwargs.moe_expert_capacity_factor=1", "PROBLEM", "which tokens an expert drops"),
     (NEMO, f"++{OF_NEMO}model_overrides.moe_z_loss_coeff=0.001", "PROBLEM", "its gradient is x routed tokens / response tokens"),
-    (NEMO, f"{OF_NEMO}mtp_num_layers=1", "note", "the loss of multi-token prediction, which is not judged"),
+    (NEMO, f"{OF_NEMO}mtp_num_layers=1", "note", "the loss of multi-token prediction: a sum over response tokens"),
     (
         ["python", "-m", "megatron_rl.hosts.launch", *NEMO[1:], "++loss_fn.megatron_rl=gspo.sample_mean"],
         f"{OF_NEMO}mtp_num_layers=1",
         "note",
-        "is not judged",
+        "the loss of multi-token prediction: a sum over response tokens",
     ),
 ]
 
@@ -149,13 +151,74 @@ def test_rolls_experts_take_the_coefficient_of_the_checkpoint(tmp_path, monkeypa
         assert rows.get("actor_train.model_args.moe_aux_loss_coef", (None,))[0] == status, rows
 
 
-def test_skyrl_says_at_start_what_its_model_adds():
-    given = {"trainer.strategy": "megatron", f"{OF_SKYRL}transformer_config_kwargs.moe_z_loss_coeff": 0.1}
-    (said,) = check_model(skyrl.DOOR, Settings.of_names(given, skyrl.DOOR.all_defaults))
-    assert said.startswith(f"moe_z_loss_coeff=0.1: {MEAN}")
-    given[f"{OF_SKYRL}transformer_config_kwargs.moe_expert_capacity_factor"] = 1
+def of_verl(fields: dict) -> list[str]:
+    actor = {"policy_loss": {"loss_mode": "megatron_rl.gspo.sample_mean"}, "megatron": {"override_transformer_config": fields}}
+    problems, said = verl.problems_of(verl.settings_of_config({"actor_rollout_ref": {"actor": actor}}))
+    if problems:
+        raise ConfigError(problems)
+    return said
+
+
+def of_nemo_rl(fields: dict) -> list[str]:
+    config = nemo_rl_cases.master_config({"megatron_rl": "gspo.sample_mean"})
+    config.policy["megatron_cfg"] |= fields
+    return [*nemo_rl.check_launch(config).warnings]
+
+
+def of_skyrl(fields: dict) -> list[str]:
+    given = {"trainer.strategy": "megatron", skyrl.DOOR.choice.setting: "megatron_rl.gspo"}
+    given |= {f"{OF_SKYRL}transformer_config_kwargs.{name}": value for name, value in fields.items()}
+    return [*skyrl.check_launch(Settings.of_names(given, skyrl.DOOR.all_defaults))]
+
+
+def of_roll(fields: dict) -> list[str]:
+    strategy = SimpleNamespace(strategy_name="megatron_train", strategy_config=fields)
+    worker = roll_cases.worker_config("gspo.sample_mean", strategy_args=strategy)
+    return [*roll.read_settings(worker, roll_cases.pipeline_config()).warnings]
+
+
+START = [of_verl, of_nemo_rl, of_skyrl, of_roll]
+DROPPING = {"num_moe_experts": 8, "moe_expert_capacity_factor": 1.0}
+
+
+@pytest.mark.parametrize("read", START)
+def test_each_door_says_at_start_what_its_model_adds(read):
+    assert not [text for text in read({}) if "moe_z_loss" in text]
+    if read is of_nemo_rl:  # its contract rescales the loss
+        with pytest.raises(ConfigError, match="moe_z_loss_coeff=0.1 does not go with calculate_per_token_loss=True"):
+            read({"num_moe_experts": 8, "moe_z_loss_coeff": 0.1})
+        return
+    (said,) = [text for text in read({"num_moe_experts": 8, "moe_z_loss_coeff": 0.1}) if "moe_z_loss" in text]
+    assert f"moe_z_loss_coeff=0.1: {MEAN}" in said
+
+
+@pytest.mark.parametrize("read", START)
+def test_each_door_refuses_at_start_a_model_that_drops_tokens(read):
     with pytest.raises(ConfigError, match="which tokens an expert drops"):
-        check_model(skyrl.DOOR, Settings.of_names(given, skyrl.DOOR.all_defaults))
+        read(DROPPING)
+
+
+# Megatron's process_mtp_loss under the per-token contract: factor x sum x (tokens / those that have a next one), and the trainer
+# divides by the response tokens of the step; verl by routed tokens of routed / response, NeMo-RL by mtp_grad_scale_func.
+PER_TOKEN = [
+    ([*VERL, *PER_TOKEN_OF_VERL, f"{MTP}enable=True", f"{MTP}enable_train=True"], f"{MTP}enable", 0.1),
+    (
+        [*VERL, *PER_TOKEN_OF_VERL, f"{MTP}enable=True", f"{MTP}enable_train=True", f"{MTP}mtp_loss_scaling_factor=0.3"],
+        f"{MTP}enable",
+        0.3,
+    ),
+    ([*NEMO, f"{OF_NEMO}mtp_num_layers=1", f"{OF_NEMO}mtp_loss_scaling_factor=0.2"], f"{OF_NEMO}mtp_num_layers", 0.2),
+]
+
+
+@pytest.mark.parametrize(("line", "name", "factor"), PER_TOKEN)
+def test_multi_token_prediction_under_the_per_token_contract_has_its_factor_and_its_divisor(line, name, factor, capsys):
+    _, rows, _ = rows_of(capsys, *line)
+    status, text = rows[name]
+    assert status == "note" and f"mtp_loss_scaling_factor={factor} x the loss" in text and "divided by those of the step" in text
+    off = [word for word in line if "scaling_factor" not in word]
+    setting = f"{name.rpartition('.')[0]}.mtp_loss_scaling_factor=0"
+    assert name not in rows_of(capsys, *off, setting)[1]
 
 
 @pytest.mark.host("NEMO_RL_ROOT")

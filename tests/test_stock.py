@@ -14,7 +14,7 @@ from test_golden_losses import functions_of, source_of, statements_of
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.commands.doctor.recorded_step import difference, token_weights
-from megatron_rl.hosts import roll, skyrl, stock, trl_others, trl_stock, verl, verl_stock
+from megatron_rl.hosts import roll, skyrl, stock, trl_others, trl_stock, verl_stock
 from megatron_rl.hosts.base import HostOptions, host_named
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import Settings

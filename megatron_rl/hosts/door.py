@@ -193,7 +193,7 @@ class Found:
     loss: PolicyLoss
     record: AggregationRecord
     theirs: tuple[str, ...]  # the host's own corrections that are on, as typed
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what is said at start
     keeps_a_part: bool = False  # a filter of the sampler is on
     replays: bool = False  # and the host's trainer scores among the sets that it leaves
 

@@ -84,30 +84,24 @@ def judge_stock(
     yield from stock.judge(found, door.title, exact if takes_ours else None, of_step, is_partial=is_partial)
 
 
-def check_model(door: Door, settings: Settings) -> list[str]:
-    """What a launch of ours says at start of its model. Raises one ConfigError with every problem of it."""
-    rows = [*model_rows(door.model, settings)]
-    if problems := [in_words(row) for row in rows if row.is_wrong]:
-        raise ConfigError(problems)
-    return [in_words(row) for row in rows if row.is_note]
-
-
 def _has_notes(rows: Iterable[Row]) -> bool:
     return any(row.is_note or row.is_wrong for row in rows)
 
 
 def read_launch(door: Door, settings: Settings, *, may_have_more: bool = False) -> Found:
-    """A launch of ours that the trainer itself starts. may_have_more: see judge_names.
+    """A launch of ours that the trainer itself starts, with what it says then, of the model too. may_have_more: see judge_names.
 
-    Raises one ConfigError with every problem, of names too."""
+    Raises one ConfigError with every problem, of names and of the model too."""
     problems, found = name_problems(door, settings, may_have_more=may_have_more), None
+    of_model = [*model_rows(door.model, settings)]
+    problems += [in_words(row) for row in of_model if row.is_wrong]
     try:
         found = read(door, settings)
     except ConfigError as error:
         problems += error.problems
     if problems or found is None:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return found
+    return replace(found, warnings=(*found.warnings, *(in_words(row) for row in of_model if row.is_note)))
 
 
 def name_problems(door: Door, settings: Settings, *, may_have_more: bool = False) -> list[str]:

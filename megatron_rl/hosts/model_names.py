@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings
-from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED
 from megatron_rl.validation.auxiliary_losses import (
     INDEXER_LOSS,
     MODEL_SETTINGS,
@@ -21,6 +20,7 @@ from megatron_rl.validation.auxiliary_losses import (
     active_losses,
     expert_loss_problems,
     hosts_train_mtp,
+    mtp_factor,
     num_experts_of,
     size_of,
 )
@@ -36,6 +36,14 @@ _OF_BRIDGE = (
     "With context parallelism Megatron-Bridge turns calculate_per_token_loss on for some models, as Qwen3-VL: then "
     "moe_z_loss_coeff is the same on every layout"
 )
+# Of a trainer that scales it by the tokens of its own loss, as far as Megatron's process_mtp_loss lets it.
+MTP_PER_TOKEN = (
+    "mtp_num_layers={1!r} adds mtp_loss_scaling_factor={0!r} x the loss of multi-token prediction: a sum over response tokens, "
+    "divided by those of the step. In each micro-batch Megatron multiplies it by its tokens over those that have a next one, so it "
+    "changes with the layout by about 1 in the tokens of a sample; set mtp_loss_scaling_factor to 0 for none"
+)
+# Values that turn a setting off.
+_OFF = (ABSENT, UNKNOWN, None, 0, "disabled")
 _FLAG = re.compile(r"--([a-z]+(?:-[a-z]+)*)( (?=\d))?")
 
 
@@ -53,6 +61,8 @@ class ModelNames:
     """Whether the trainer itself turns Megatron's per-token contract on."""
     divides_by_routed: bool = False
     """Whether that contract divides by the tokens that the model is given, as routers multiply by them; else by the loss's."""
+    trains_mtp: bool = False
+    """Whether layers of multi-token prediction train without a switch, which `fields` has elsewhere."""
     unjudged: Mapping[str, str] = field(default_factory=dict)
     """Settings of further losses -> what is said where one is on."""
 
@@ -89,7 +99,7 @@ def model_rows(names: ModelNames | None, settings: Settings) -> Iterator[Row]:
         if row.is_wrong or row.is_note or (subject is not None and (settings.typed is None or subject in settings.typed)):
             yield replace(row, subject=subject or names.settings_of(row.subject)[0], text=names.in_words(row.text))
     for one, text in names.unjudged.items():
-        if (value := settings.value_of(one)) not in (ABSENT, UNKNOWN, None, 0):
+        if (value := settings.value_of(one)) not in _OFF:
             yield Row(one, text.format(f"{one}={value}"), is_note=True)
 
 
@@ -115,10 +125,12 @@ def _judged(names: ModelNames, settings: Settings, given: Mapping[str, Any]) -> 
 def rows_of_fields(names: ModelNames, found: Mapping[str, Any]) -> Iterator[Row]:
     """Of the fields that a model has, by name; their names are the subjects."""
     is_per_token = found.get("calculate_per_token_loss")
-    if "enable_mtp_training" in names.fields and hosts_train_mtp(found):
+    if hosts_train_mtp({"enable_mtp_training": names.trains_mtp, **found}):
         if is_per_token:
-            yield Row("enable_mtp_training", MTP_IS_NOT_JUDGED.format("enable_mtp_training=True"), is_note=True)
-        yield from (row for row in MTP_LOSS.notes(found, None) if row.is_note)
+            text = MTP_PER_TOKEN.format(mtp_factor(found), found["mtp_num_layers"])
+            yield Row("mtp_num_layers", text, is_note=True)
+        else:
+            yield from (row for row in MTP_LOSS.notes(found, None) if row.is_note)
     yield from INDEXER_LOSS.notes(found, None)
     if num_experts_of(found)[1] == 0:
         return

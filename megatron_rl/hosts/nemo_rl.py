@@ -51,7 +51,7 @@ from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, put, read_overrides, value_at
 from megatron_rl.hosts.settings_files import inherited, merge, nested, resolved, with_values
 from megatron_rl.hosts.step_sizes import SizeNames
-from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_PRESENT_SAMPLES, Stock, is_on
+from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, is_on
 from megatron_rl.registries.corrections import get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator
 from megatron_rl.validation.checks import Row, check
@@ -64,7 +64,6 @@ NAME, PREFIX = f"{LOSS_FN}megatron_rl", f"{LOSS_FN}megatron_rl_"
 LOG_PROBS, QUANTISED = f"{PREFIX}log_probs", "policy.quant_cfg"
 # NeMo-RL's fused head, and what trains on logits themselves.
 FUSED_HEAD, DRAFT = "policy.megatron_cfg.use_fused_linear_logprobs", "policy.draft.enabled"
-MTP = "policy.megatron_cfg.mtp_num_layers"
 CRITIC = "value_loss_fn"
 CHOOSE = f"++{NAME}=<loss>.<aggregation>"
 PENALTY, POSITIVE_EXAMPLES = f"{LOSS_FN}reference_policy_kl_penalty", f"{LOSS_FN}positive_example_nll_weight"
@@ -331,7 +330,7 @@ DOOR = Door(
         own={"moe_router_load_balancing_type": "none", "sequence_parallel": True},
         backend=(WORKER, True),
         is_per_token=lambda settings: True,
-        unjudged={MTP: MTP_IS_NOT_JUDGED},
+        trains_mtp=True,
     ),
     prompts=Prompts.CARRIED,
     carrier="the launcher's estimator",

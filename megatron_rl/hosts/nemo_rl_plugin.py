@@ -21,7 +21,6 @@ from megatron_rl.aggregation import regularizer_weights
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, loss_of_rows, marked_rows, step_line
 from megatron_rl.hosts.door import Found, is_carried, place_of
-from megatron_rl.hosts.door_line import check_model
 from megatron_rl.hosts.door_settings import read_choice
 from megatron_rl.hosts.nemo_rl import (
     BATCH,
@@ -280,7 +279,7 @@ def loss_in_setup(refuse: Callable[[ConfigError], int], calls: list[str]) -> Ite
     @functools.wraps(setup)
     def setup_with_our_loss(master_config: Any, *positional: Any, **named: Any) -> Any:
         calls.append(PACKAGE)
-        settings, found, notes = settings_of(master_config, sys.argv[1:]), None, []
+        settings, found = settings_of(master_config, sys.argv[1:]), None
         try:
             if check_log_probs(settings):
                 has_head = has_fused_head(settings)
@@ -288,12 +287,12 @@ def loss_in_setup(refuse: Callable[[ConfigError], int], calls: list[str]) -> Ite
                 (master_config, *others), named = with_our_worker(trainer, setup, given, named, has_head=has_head)
                 positional = (*others,)
             if trains_ours(settings):
-                found, notes = check_launch(master_config, sys.argv[1:]), check_model(DOOR, settings)
+                found = check_launch(master_config, sys.argv[1:])
         except ConfigError as error:
             sys.exit(refuse(error))
         trainer.ClippedPGLossFn = own_loss  # a setup before may have had ours
         if found is not None:
-            for text in (*found.warnings, *notes):
+            for text in found.warnings:
                 print(f"megatron_rl: {text}", file=sys.stderr, flush=True)
             samples = value_at(master_config, BATCH)
             trainer.ClippedPGLossFn = lambda *given, **options: NemoLoss(own_loss(*given, **options), found, samples)

@@ -46,14 +46,13 @@ from megatron_rl.hosts.door import (
     Setting,
     names,
 )
-from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.model_names import ModelNames
 from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, SUPERVISED, TRAINS_NOTHING
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
 from megatron_rl.hosts.settings_files import resolved, with_values
 from megatron_rl.hosts.step_sizes import SizeNames, whole_number
-from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_PRESENT_SAMPLES, Stock, is_on, unjudged
+from megatron_rl.hosts.stock import MEANS_ARE_ADDED, MTP_IS_NOT_JUDGED, OF_PRESENT_SAMPLES, Stock, is_on, unjudged
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation.checks import Row, check
 
@@ -121,7 +120,7 @@ def read_settings(worker: Any, pipeline: Any) -> Found:
     """From ROLL's config objects. Raises one ConfigError with every problem."""
     if not hasattr(pipeline, "num_return_sequences_in_group"):
         raise ConfigError(f"{type(pipeline).__name__}: {OUR_PIPELINE}")
-    return read(DOOR, settings_of(worker, pipeline))
+    return door_line.read_launch(DOOR, settings_of(worker, pipeline), may_have_more=True)
 
 
 def trains_ours(settings: Settings) -> bool:
@@ -561,6 +560,7 @@ DOOR = Door(
         sections=(f"{STRATEGY_ARGS}strategy_config.",),
         fields={"moe_aux_loss_coeff": f"{TRAIN}model_args.moe_aux_loss_coef"},
         own={"sequence_parallel": True},  # its models turn it on where experts need it
+        unjudged={f"{TRAIN}mtp_training_mode": MTP_IS_NOT_JUDGED},
         backend=(f"{STRATEGY_ARGS}strategy_name", STRATEGY),
     ),
     prompts=Prompts.COUNTED,

@@ -48,8 +48,8 @@ from megatron_rl.hosts.door import (
     names,
     plug,
 )
-from megatron_rl.hosts.door_line import check_log_probs, check_model, name_problems
-from megatron_rl.hosts.door_settings import OnceRead, losses, read
+from megatron_rl.hosts.door_line import check_log_probs, name_problems, read_launch
+from megatron_rl.hosts.door_settings import OnceRead, losses
 from megatron_rl.hosts.model_names import ModelNames
 from megatron_rl.hosts.programs import SUPERVISED, TRAINS_NOTHING, Programs, program_word
 from megatron_rl.hosts.run import Run
@@ -432,7 +432,7 @@ def check_launch(settings: Settings) -> tuple[str, ...]:
     """The warnings of a launch behind our entrypoint. Raises one ConfigError with every problem."""
     has_loss = trains_ours(settings, has_our_entrypoint=True)
     check_log_probs(DOOR, settings, trains_ours=has_loss)
-    return (*read(DOOR, settings).warnings, *check_model(DOOR, settings)) if has_loss else ()
+    return read_launch(DOOR, settings, may_have_more=True).warnings if has_loss else ()
 
 
 def main() -> None:

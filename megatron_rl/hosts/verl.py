@@ -370,14 +370,11 @@ def settings_of_config(config: Any) -> Settings:
 def problems_of(settings: Settings) -> tuple[list[str], list[str]]:
     """(what ends a launch, what is said at its start)."""
     found = {row.text: row for row in judge_settings(DOOR, settings, may_have_more=True)}
-    for row in () if is_ours(settings) else model_rows(MODEL, settings):
-        found.pop(row.text, None)  # of a model that verl's own loss trains
-    rows = found.values()
-    return [in_words(row) for row in rows if row.is_wrong], [in_words(row) for row in rows if _is_said(row)]
-
-
-def _is_said(row: Row) -> bool:
-    return row.subject == "sampling" and not row.is_wrong
+    of_model = {row.text for row in model_rows(MODEL, settings)}
+    if not is_ours(settings):  # a model that verl's own loss trains
+        found = {text: row for text, row in found.items() if text not in of_model}
+    said = [row for text, row in found.items() if row.is_note and (row.subject == "sampling" or text in of_model)]
+    return [in_words(row) for row in found.values() if row.is_wrong], [in_words(row) for row in said]
 
 
 def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:

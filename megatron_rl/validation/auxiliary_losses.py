@@ -163,7 +163,7 @@ def mtp_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
         and number(settings.get("context_parallel_size", 1)) != 1
     ):
         yield (
-            f"mtp_loss_scaling_factor={_mtp_factor(settings)!r} with mtp_num_layers={settings['mtp_num_layers']!r} does not go "
+            f"mtp_loss_scaling_factor={mtp_factor(settings)!r} with mtp_num_layers={settings['mtp_num_layers']!r} does not go "
             "with calculate_per_token_loss=True: the host multiplies its own loss by context_parallel_size and not this one, so "
             f"its gradient is x 1 / cp; set mtp_loss_scaling_factor to 0, or {REMEDY_OF_HOSTS}"
         )
@@ -295,10 +295,10 @@ def hosts_train_mtp(settings: Mapping[str, object]) -> bool:
 
 
 def trains_mtp(settings: Mapping[str, object]) -> bool:
-    return bool(number(settings.get("mtp_num_layers")) and number(_mtp_factor(settings)))
+    return bool(number(settings.get("mtp_num_layers")) and number(mtp_factor(settings)))
 
 
-def _mtp_factor(settings: Mapping[str, object]) -> object:
+def mtp_factor(settings: Mapping[str, object]) -> object:
     return settings.get("mtp_loss_scaling_factor", DEFAULT_MTP_FACTOR)
 
 
