@@ -127,3 +127,28 @@ def test_a_step_of_several_generations_by_hand(capsys):
     line = ["accelerate", "launch", *GENERATION[1:], "--steps_per_generation", "1"]
     _, out = doctor(capsys, "--response-lengths", "3,5", "--host", "trl", "--", *line)
     assert "policy: a token weighs 0.8 to 1.33 times its exact weight" in out, out
+
+
+@pytest.mark.parametrize(
+    ("estimator", "version", "said"),
+    [
+        (
+            "k3",
+            None,
+            "use_bias_correction_kl=False is --kl-estimator k3, our default; TRL has True by default, so KL is unbiased (no ",
+        ),
+        (
+            "unbiased",
+            (1, 9),
+            "use_bias_correction_kl=True is --kl-estimator unbiased; TRL has False by default, so KL is k3 (TRL 1.9",
+        ),
+        ("k2", (1, 16), "use_bias_correction_kl=False is --kl-estimator k2; TRL has True by default, so KL is unbiased (TRL 1.16"),
+    ],
+)
+def test_explain_says_which_estimator_the_switch_of_trl_is(estimator, version, said, monkeypatch, capsys):
+    monkeypatch.setattr(trl_stock, "installed", lambda: version)
+    line = ["--host", "trl", "--response-lengths", "3,5", "--kl-estimator", estimator]
+    _, out = explain(capsys, *line, "--kl-coefficient", "0.1")
+    assert said in out, out
+    _, out = explain(capsys, *line[:4])
+    assert "use_bias_correction_kl" not in out

@@ -312,6 +312,8 @@ class Door:
     line_of: Callable[[str, Any], str] = lambda name, value: f"{name}={as_typed(value)}"
     lines_of: Callable[[Mapping[str, Any]], list[str]] | None = None
     """The same of all settings at once, where several are typed in one."""
+    of_written: Callable[[PolicyLossConfig], Iterable[str]] = lambda config: ()
+    """What is said of settings that `write` gives and that nobody has asked for."""
     place: str = "settings on the launch line"
     separator: str = " "
     honours: tuple[str, ...] = ("kl_coefficient", "kl_estimator")

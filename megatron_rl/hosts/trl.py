@@ -43,6 +43,8 @@ from megatron_rl.hosts.trl_stock import (
     PREFIX,
     SIZES,
     STEPS,
+    judged,
+    kl_by_default,
     of_version,
     settings_of,
     stock,
@@ -232,6 +234,13 @@ def write(config: PolicyLossConfig, given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def of_written(config: PolicyLossConfig) -> Iterator[str]:
+    if config.kl_coefficient:
+        is_on, estimator = config.kl_estimator == "unbiased", config.kl_estimator
+        own = f"--kl-estimator {estimator}{', our default' if estimator == PolicyLossConfig().kl_estimator else ''}"
+        yield f"{BIAS_CORRECTION}={is_on} is {own}; TRL has {kl_by_default()} ({judged()}; False before 1.10, and True since)"
+
+
 def line_of(name: str, value: Any) -> str:
     return lines_of({name: value})[0]
 
@@ -312,6 +321,7 @@ DOOR = Door(
     programs=Programs(package="trl", of_script=lambda tree: Script(tree).why_not_judged()),
     read_line=read_line,
     write=write,
+    of_written=of_written,
     line_of=line_of,
     lines_of=lines_of,
     place="arguments of GRPOConfig and GRPOTrainer",

@@ -80,12 +80,15 @@ def settings_of(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Settin
     return Settings.of_names({LIGERS_LOSS: is_before(KEEPS_LOSS), **given}, {**defaults, **of_version})
 
 
+def kl_by_default() -> str:
+    is_on = not is_before(RESCALES)
+    return f"{is_on} by default, so KL is {'unbiased' if is_on else 'k3'}"
+
+
 def of_version(settings: Settings) -> Iterator[Row]:
     """What other versions would train of the same line."""
     if is_on(settings, "beta") and BIAS_CORRECTION not in settings.given:
-        kind = "unbiased" if settings[BIAS_CORRECTION] else "k3"
-        text = f"{settings[BIAS_CORRECTION]} by default, so KL is {kind} ({judged()}; False before 1.10, and True since)"
-        yield Row(BIAS_CORRECTION, text, is_note=True)
+        yield Row(BIAS_CORRECTION, f"{kl_by_default()} ({judged()}; False before 1.10, and True since)", is_note=True)
     if settings["use_liger_kernel"] is True:
         of_loss = "trains Liger's loss" if trains_ligers_loss(settings) else "replaces layers of the model, and no loss"
         yield Row("use_liger_kernel", f"True {of_loss} ({judged()}; it trains Liger's loss before 1.14)", is_note=True)

@@ -198,6 +198,7 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         is_megatron = door.megatron is not None
         shown.left_out += of_megatron("experts", rescaled, door.megatron) if is_megatron else [READ.format(door.probed)]
         shown.launch_lines, problems = write(door, weighing.config)
+        shown.of_lines = [*door.of_written(weighing.config)]
         typed = door.line_of(door.own.name(ONE_SAMPLE), True)
         shown.problems = [
             problem.replace(f"type {typed}", f"give {flag_of(ONE_SAMPLE)} here, and {typed} there") for problem in problems

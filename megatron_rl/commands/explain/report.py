@@ -41,6 +41,8 @@ class Explanation:
     """Why the launch would be refused."""
     warnings: list[str]
     launch_lines: list[str] = field(default_factory=list)
+    of_lines: list[str] = field(default_factory=list)
+    """What is said of them."""
     without_deviation: str = ""
     """See Host.without_deviation."""
     left_out: list[str]
@@ -85,7 +87,7 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
     if explanation.launch_lines:
         door = DOORS.get(explanation.host or "")
         place, separator = ("hooks on the launch line", " ") if door is None else (door.place, door.separator)
-        lines.append(f"{place}: {separator.join(explanation.launch_lines)}")
+        lines += [f"{place}: {separator.join(explanation.launch_lines)}", *explanation.of_lines]
         if door is not None and door.log_probs is not None:
             typed = door.line_of(door.log_probs.setting, door.log_probs.value)
             lines.append(f"our log-probabilities too, for this loss or {door.title}'s own: {typed}")
