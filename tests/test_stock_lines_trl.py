@@ -129,6 +129,14 @@ def test_a_step_of_several_generations_by_hand(capsys):
     assert "policy: a token weighs 0.8 to 1.33 times its exact weight" in out, out
 
 
+@pytest.mark.parametrize(("loss", "is_alone"), [("dapo", True), ("bnpo", False)])
+def test_an_entropy_that_no_setting_of_trl_makes_exact_is_exact_with_ours(loss, is_alone, capsys):
+    _, out = doctor(capsys, "--", "trl", "grpo", "--loss_type", loss, "--entropy_coef", "0.01")
+    (row,) = [line for line in out.splitlines() if line.split()[1] == "entropy"]
+    assert row.endswith("exact: loss_type='megatron_rl.grpo.token_mean', whose entropy is a mean over the samples"), out
+    assert ("too, as the policy term" in row) != is_alone and ("exact: loss_type=dapo" in out) != is_alone
+
+
 @pytest.mark.parametrize(
     ("estimator", "version", "said"),
     [

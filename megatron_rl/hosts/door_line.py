@@ -81,7 +81,8 @@ def judge_stock(
     found = door.stock(settings)
     if isinstance(found, stock.Stock):
         found = replace(found, sizes=door.sizes.read(settings.value_of, settings.asked))
-    yield from stock.judge(found, door.title, exact if takes_ours else None, of_step, is_partial=is_partial)
+    own_terms = ("entropy",) if "entropy_coefficient" in door.honours else ()
+    yield from stock.judge(found, door.title, exact if takes_ours else None, of_step, own_terms=own_terms, is_partial=is_partial)
 
 
 def _has_notes(rows: Iterable[Row]) -> bool:

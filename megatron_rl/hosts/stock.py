@@ -7,7 +7,7 @@ mean of the means of micro-batches. tests/test_stock.py holds each row against t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.aggregation_record import Formula
@@ -123,13 +123,17 @@ def aggregation_of(weight: Formula) -> str | None:
     return named.get(of_step) or ("constant" if of_step.powers.keys() <= {"N", "L", "L_b"} and "N" in of_step.powers else None)
 
 
-def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None) -> Iterator[Row]:
-    """What doctor says of it. exact: an aggregation of ours -> the line that trains it; None: nothing of ours trains there."""
+def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None, own_terms: Collection[str] = ()) -> Iterator[Row]:
+    """What doctor says of it. exact: an aggregation of ours -> the line that trains it; None: nothing of ours trains there.
+    own_terms: those that no setting of the trainer makes exact, and that our loss has."""
     said: dict[Formula, str] = {}
+    of_policy = None if stock.policy is None or exact is None else aggregation_of(stock.policy)
+    with_ours = "" if of_policy is None or exact is None else f"; exact: {exact(of_policy)}, whose {{0}} is a mean over the samples"
     for name, weight in stock.terms.items():
+        of_ours = with_ours.format(name) if name in own_terms and local_letters(weight) else ""
         if weight in said:
             is_note = bool(local_letters(weight)) or is_of_generation(weight)
-            yield Row(name, f"{title}'s own: {weight} too, as the {said[weight]} term", is_note=is_note)
+            yield Row(name, f"{title}'s own: {weight} too, as the {said[weight]} term{of_ours}", is_note=is_note)
             continue
         said[weight] = name
         letters, ours = local_letters(weight), aggregation_of(weight)
@@ -149,7 +153,7 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None) -> Ite
         remedy = None
         if len(said) == 1:
             remedy = stock.exact or (exact(ours) if exact is not None and ours is not None else None)
-        words = "" if remedy is None else f"; exact: {remedy}"
+        words = of_ours if remedy is None else f"; exact: {remedy}"
         yield Row(name, f"{title}'s own: a token weighs {shown}{where}: {_changes(letters)}{words}", is_note=True)
     for text in (*stock.varies, *stock.remarks):
         yield Row("stock loss", text, is_note=True)
@@ -188,14 +192,15 @@ def judge(
     exact: Callable[[str], str] | None = None,
     of_step: JudgeStep | None = None,
     *,
+    own_terms: Collection[str] = (),
     is_partial: bool = False,
 ) -> Iterator[Row]:
     """The rows of each term, of a recorded step where there is one, and the verdict. stock: text says why nothing is judged;
-    None: the weights are not known here. is_partial: rows of the line say what is not judged."""
+    None: the weights are not known here. own_terms: see rows_of. is_partial: rows of the line say what is not judged."""
     if not isinstance(stock, Stock):
         yield unjudged(stock or f"{title}'s own loss, and what it weighs is not known here")
         return
-    yield from rows_of(stock, title, exact)
+    yield from rows_of(stock, title, exact, own_terms)
     yield from () if of_step is None else of_step(stock)
     yield Row(VERDICT, verdict(stock, title, has_notes=is_partial or bool(stock.varies or stock.remarks)), is_note=True)
 

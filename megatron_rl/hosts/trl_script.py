@@ -128,7 +128,7 @@ class Script:
         if rest := len(given) - len(names) - len(unknown):
             names = [*names, f"{rest} more" if names else f"{rest} setting{'s' * (rest > 1)}, none of which is judged"]
         listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
-        text = f"{config} of {self.path} was read: {listed}" if names else f"{self.path} gives {config} nothing that can be seen"
+        text = f"{config} of {self.path} was read: {listed}" if names else f"{self.path} makes no {config} that can be seen"
         if not names and not unread and "TrlParser" in taken_from(self.tree, "trl"):
             text = f"{self.path} fills {config} from the command line and the file of --config: both were read"
         if unread:
