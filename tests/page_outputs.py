@@ -271,12 +271,12 @@ def of_first_ratios(command: str) -> str:
 
 
 def of_the_first_step_in_verl(command: str) -> str:
-    """The line of our loss, for a mini-batch of 300 rows of 256 rollouts on 8 ranks."""
+    """The line of our loss, for a mini-batch of 256 rollouts of one row on 8 ranks."""
     from verl_cases import ActorConfig
 
     config = ActorConfig(policy_loss={}, loss_scale_factor=8192)
     found = read(verl.DOOR, verl_loss.settings_of(command.split()[-1], config))
-    totals = StepTotals(num_samples=300, num_prompts=None, num_tokens=1, num_rollouts=256)
+    totals = StepTotals(num_samples=256, num_prompts=None, num_tokens=1, num_rollouts=256)
     return said(verl_loss.tell_step, found, Run(), totals, 8)
 
 

@@ -327,7 +327,14 @@ OF_SAMPLES = {
         "actor_rollout_ref.rollout.agent.default_agent_loop=mine",
         r"1/\(L R\) = 1/\(8 R\) .*a rollout is the rows of one uid and session_id, and counts once",
     ),
-    "verl, token_mean": (f"{VERL}{GRPO}", "k rows .an agent loop with several outputs. weighs as in one"),
+    "verl, token_mean": (
+        f"{VERL}{GRPO}",
+        "a row is a whole rollout; several rows of one uid and session_id would weigh as one row",
+    ),
+    "verl, token_mean, a loop of the user": (
+        f"{VERL}{GRPO}actor_rollout_ref.rollout.agent.default_agent_loop=mine",
+        "k rows .an agent loop with several outputs. weighs as in one",
+    ),
     "NeMo-RL": (NEMO.format("grpo"), "a row is a whole rollout"),
     "SkyRL": (f"{SKYRL}trainer.algorithm.loss_reduction=sequence_mean", "a row is a whole rollout"),
     "SkyRL, step-wise": (

@@ -164,12 +164,14 @@ def sample_in_words(aggregation: str, rollouts: Rollouts) -> str:
     """What counts as a rollout."""
     if rollouts.several is None:
         return "a row is a whole rollout"
-    if not get_loss_aggregation(aggregation).counts_rollouts:
+    counts = get_loss_aggregation(aggregation).counts_rollouts
+    if not rollouts.is_said:
+        weigh = "count once" if counts else "weigh as one row of all their tokens"
+        return f"a row is a whole rollout; several rows of one {rollouts.ids} would {weigh} ({rollouts.several})"
+    if not counts:
         return f"a rollout that comes in k rows ({rollouts.several}) weighs as in one"
     if rollouts.ids is None:
         return f"a row is a whole rollout, as {ONE_SAMPLE} says"
-    if not rollouts.is_said:
-        return f"a row is a whole rollout; several rows of one {rollouts.ids} would count once ({rollouts.several})"
     return f"a rollout is the rows of one {rollouts.ids}, and counts once ({rollouts.several})"
 
 
