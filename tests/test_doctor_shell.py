@@ -443,6 +443,7 @@ def test_settings_of_a_script_of_python_leave_branches_out(tmp_path):
         "def run(args):\n    args.other = f()\n    e = ''\n    if args.kl and not args.mode == 'b':\n        e += '--a 1 '\n"
         "    if args.mode != 'a' or args.other:\n        e += '--b 1 '\n    if not args.kl:\n        e += '--c 1 '\n"
         "    w = U.get_default_wandb_args(3)\n    gone = ''\n    U.execute_train(f'{e}')\n    all = f'{e} {w} {gone} --d 1'\n"
+        "run(Args())\n"
     )
 
     def flags(*typed):

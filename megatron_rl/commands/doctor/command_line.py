@@ -10,12 +10,21 @@ import json
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch, read_whole_number
+from megatron_rl.commands.doctor.composed import (
+    composed_words,
+    default_text,
+    model_words,
+    named_texts,
+    only_defines,
+    settings_of_another,
+    text_handed_to_a_function,
+)
 from megatron_rl.commands.doctor.script import LARGEST_SCRIPT, MODELS, ScriptLine, ScriptReader, called_script, is_unread
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.bounds import is_regular, read_regular
@@ -25,7 +34,7 @@ from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollo
 from megatron_rl.hosts.doors import DOORS, door_of
 from megatron_rl.hosts.names import COMMON_NAMES, meant_flag
 from megatron_rl.hosts.programs import TRAINS_NOTHING
-from megatron_rl.hosts.scripts import composed_words, default_text, imported_packages, model_words, named_texts
+from megatron_rl.hosts.scripts import imported_packages, module_file
 from megatron_rl.hosts.settings import Size
 from megatron_rl.hosts.step_sizes import launched_processes
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
@@ -41,6 +50,10 @@ COMPOSING = "execute_train("
 MODEL, ADDED = "megatron_model_type", "--extra-args"
 # What doctor then reads in the place of the line: which of them are on it is decided while the script runs.
 STRINGS = "the strings of flags that the script assigns, but for those that its settings leave out"
+REMEDY_OF_COMPOSED = (
+    "give the line that it prints (EXEC: ...), from python3 on; an earlier log has one, and what is new goes to its end"
+)
+ONLY_DEFINES = "starts no training: it only defines functions; give the script that calls them"
 TRAINING_SCRIPT = re.compile(r"(.*/)?[\w-]*train[\w-]*\.py")
 # Words that may become several: an array, all arguments, a variable that is called after what it holds.
 HIDES_FLAGS = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]|\$\{?\w*(ARGS|FLAGS|OPTS|OPTIONS)\w*\}?", re.IGNORECASE)
@@ -142,7 +155,7 @@ def read_line(words: Sequence[str], host: str | None, training: int | None = Non
     text = read_text(script, "the script") if script is not None and is_regular(script) else ""
     launcher = script
     if script is not None and COMPOSING in text:
-        after, read_from = _composed(script, text, after)
+        launcher, after, read_from = _composed(script, text, after)
         script = _script("train.py", script)
     given = after[: after.index("--")] if "--" in after else after
     flags = tuple(_flags(given))
@@ -168,11 +181,35 @@ def read_line(words: Sequence[str], host: str | None, training: int | None = Non
     )
 
 
-def _composed(script: Path, text: str, typed: Sequence[str]) -> tuple[list[str], ScriptLine]:
-    """The words that a Python script puts together, from its strings, and what is typed after it. Raises ConfigError where only the
-    real line has them."""
-    tree = ast.parse(text)
-    own = composed_words(tree, typed)
+def _composed(script: Path, text: str, typed: Sequence[str]) -> tuple[Path, list[str], ScriptLine]:
+    """The words that a Python script puts together, from its strings, and what is typed after it; and the script whose strings they
+    are. Raises ConfigError where only the real line has them."""
+    try:
+        tree = ast.parse(text)
+        if only_defines(tree):
+            raise ConfigError(f"{script} {ONLY_DEFINES}")
+        own = composed_words(tree, typed)
+        if own or (other := _of_another(script, tree)) is None:
+            return script, *_with_added(script, text, tree, typed, own)
+        launcher, text, typed = other
+        tree = ast.parse(text)
+        words, line = _with_added(launcher, text, tree, typed, composed_words(tree, typed))
+        return launcher, words, replace(line, called=str(launcher))
+    except RecursionError as error:
+        raise ConfigError(f"{script} is nested too deeply to be read: {REMEDY_OF_COMPOSED}") from error
+
+
+def _of_another(script: Path, tree: ast.Module) -> tuple[Path, str, list[str]] | None:
+    """(script, text, typed) of the one whose settings this script fills in and whose functions it calls."""
+    for module, typed in settings_of_another(tree):
+        file = module_file(module, [Path(), *script.resolve().parents])
+        text = "" if file is None else read_text(file, "the script")
+        if file is not None and COMPOSING in text and file.resolve() != script.resolve():
+            return file, text, typed
+    return None
+
+
+def _with_added(script: Path, text: str, tree: ast.Module, typed: Sequence[str], own: list[str]) -> tuple[list[str], ScriptLine]:
     added = [value for flag, value in pairwise(typed) if flag == ADDED]  # a value may begin with --
     added += [word.partition("=")[2] for word in typed if word.startswith(f"{ADDED}=")]
     if added or named_texts(tree, field_of(ADDED)) == {""}:
@@ -180,10 +217,7 @@ def _composed(script: Path, text: str, typed: Sequence[str]) -> tuple[list[str],
     model, of_model = _of_model(script, tree, typed)
     words = [*of_model, *own, *(added[-1].split() if added else [])]
     if not own:
-        raise ConfigError(
-            f"{script} puts its launch line together while it runs: give the line that it prints (EXEC: ...), from python3 on; an "
-            "earlier log has one, and what is new goes to its end"
-        )
+        raise ConfigError(f"{script} puts its launch line together while it runs: {REMEDY_OF_COMPOSED}")
     number = next(at for at, line in enumerate(text.splitlines(), 1) if COMPOSING in line)
     return words, ScriptLine(tuple(words), number, (STRINGS, *([f"the flags of the model {model}"] if model else [])))
 
@@ -194,8 +228,13 @@ def _of_model(script: Path, tree: ast.Module, typed: Sequence[str]) -> tuple[str
     if names == set():
         return None, []
     asked = [value for flag, value in pairwise(typed) if flag == flag_of(MODEL)]
+    asked += [word.partition("=")[2] for word in typed if word.startswith(f"{flag_of(MODEL)}=")]
     name = asked[-1] if asked else min(names) if names and len(names) == 1 else default_text(tree, MODEL)
     folders = [folder / place for folder in script.resolve().parents for place in (MODELS.name, MODELS)]
+    if name is None and (of_function := text_handed_to_a_function(tree, MODEL, typed)) is not None:
+        # A model by its public name: Qwen3-4B, of which the script is qwen3-4B.
+        files = (path.stem for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.py")))
+        name = next((stem for stem in files if stem.lower() == of_function.lower()), None)
     found = (model_words(folder, name) for folder in folders) if name else iter(())
     words = next((words for words in found if words is not None), None)
     return (None, [f"${{{MODEL.upper()}_ARGS}}"]) if words is None else (name, words)
@@ -335,12 +374,13 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
     """From the script's imports, a host's name in a word of the line, or flags that it alone has."""
-    imported: set[str] = set()
+    tree = None
     if is_regular(script):
         try:
-            imported = imported_packages(ast.parse(read_text(script, "the script")))
+            tree = ast.parse(read_text(script, "the script"))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # of a NUL, and of deep nesting
             raise ConfigError(f"{script} is no Python script: {error}") from error
+    imported = set() if tree is None else imported_packages(tree)
     for host in rollout_hosts():
         if host.package in imported:
             return host.name
@@ -351,6 +391,8 @@ def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
         has_name = bool(host.script_name and re.search(host.script_name, script.name))
         if names & set(host.own_options) or host.package in imported or has_name:
             return host.name
+    if tree is not None and only_defines(tree):
+        raise ConfigError(f"{script} {ONLY_DEFINES}")
     remedy = f"add --host {{{','.join((*HOST_NAMES, *DOOR_NAMES))}}} before --"
     if not is_regular(script):
         remedy = f"{script.name} is not here; start doctor from the checkout that has it, or {remedy}"

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl.commands.doctor.composed import model_words
 from megatron_rl.commands.doctor.conditions import arms, conditions, ends_the_script, merged_text, merged_words, variables_in
+from megatron_rl.commands.doctor.constants import is_secret
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.bounds import is_regular, read_regular
-from megatron_rl.hosts.scripts import model_words
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -44,9 +45,6 @@ MAX_DEPTH = 8
 # A script, and what it may become: texts it reads, characters of expanded variables, lines that are no bash and are named.
 LARGEST_SCRIPT, MOST_TEXTS, MOST_EXPANDED, MOST_UNPARSED = 2**22, 200, 2**24, 100
 REMEDY = "give the words that start the training after --, from python on"
-# Variables of the environment that hold a secret: a message may show a word of the line.
-SECRET = re.compile(r"(^|_)(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
-OF_A_KEY, SHORTEST_KEY = re.compile(r"(^|_)KEY(_|$)", re.IGNORECASE), 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,15 +363,10 @@ class ScriptReader:
             value = self.values[name]
             self.used |= value.branches
             return value.words if index in "@*" else value.words[int(index) : int(index) + 1] or None
-        if name in self.unknown or self.may_be_anything or self._is_secret(name):
+        if name in self.unknown or self.may_be_anything or is_secret(name, self.environment.get(name, "")):
             return None
         # No environment carries an array: one that nothing sets is empty.
         return [self.environment[name]] if name in self.environment else [] if index in "@*" else None
-
-    def _is_secret(self, name: str) -> bool:
-        """A service's key is long; a record's, as in INPUT_KEY=prompt, is not."""
-        is_key = OF_A_KEY.search(name) is not None and len(self.environment.get(name, "")) >= SHORTEST_KEY
-        return is_key or SECRET.search(name) is not None
 
     def _known_command(self, node: Node) -> str | None:
         """`cd ... && pwd`, `dirname ...`, `basename ...` and an edit by sed of what is known: how scripts find their own folder,

@@ -1,0 +1,219 @@
+"""The flags that a Python script puts together, from its strings: nothing of it is run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.commands.doctor.constants import UNKNOWN, Constants, constants_of, evaluate, nodes_that_run
+from megatron_rl.files.bounds import is_regular
+from megatron_rl.hosts.scripts import syntax_tree
+
+# The function of miles that has the logger's flags, and none of the step.
+LOGGER = "get_default_wandb_args"
+# What a string puts in: ${name} for {name}.
+_HOLE = re.compile(r"\$\{\w*\}")
+# Statements that only define.
+DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+
+
+def composed_words(tree: ast.Module, typed: Sequence[str] = ()) -> list[str]:
+    """The flags in the strings that a script assigns or returns, in their order, as if each branch had run that its settings do not
+    leave out. typed: what its own command line says of those."""
+    found: list[tuple[int, str | None, ast.expr]] = []  # (line, name, value)
+    settings = typed_settings(tree, typed)
+    known = constants_of(tree, settings)
+    for node in nodes_that_run(tree, known):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return) and node.value is not None:
+            targets = [] if isinstance(node, ast.Return) else node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            if not (isinstance(node, ast.AnnAssign) and names and names[0] in settings):
+                found.append((node.lineno, names[0] if names else None, node.value))
+    # What names another text of flags is read where that is assigned.
+    read = {name for _, name, value in found if name is not None and "--" in _text_of(value, known)} | {LOGGER}
+    read |= {name for _, name, value in found if name is not None and (evaluate(value, known) == "" or _last_name(value) == LOGGER)}
+    words: list[str] = []
+    for _, _, value in sorted(found, key=lambda one: one[0]):
+        text = _text_of(value, known)
+        try:
+            parts = shlex.split(text)
+        except ValueError:  # an open quote
+            parts = text.split()
+        others = [word for word in parts if not (_HOLE.fullmatch(word) and word[2:-1] in read)]
+        words += others if len(others) < len(parts) or any(word.startswith("--") for word in parts) else []
+    return words
+
+
+def typed_settings(tree: ast.Module, typed: Sequence[str]) -> dict[str, Any]:
+    """What the command line of a script says of the fields of its own classes, as their defaults are: numbers, switches, texts."""
+    fields = {_last_name(one.target): one.value for one in _fields(tree)}
+    defaults = {name: value.value for name, value in fields.items() if isinstance(value, ast.Constant)}
+    settings = dict[str, Any]()
+    for word, behind in pairwise([*typed, ""]):
+        flag, is_joined, value = word.removeprefix("--").replace("-", "_").partition("=")
+        if not word.startswith("--"):
+            continue
+        value = word.partition("=")[2] if is_joined else behind
+        name = flag.removeprefix("no_") if flag not in fields else flag
+        if isinstance(defaults.get(name), bool):
+            settings[name] = flag == name
+        elif _HOLE.search(value):
+            settings[name] = UNKNOWN
+        else:
+            settings[name] = _read_as(defaults.get(name), value)
+    return settings
+
+
+def _read_as(default: object, value: str) -> Any:
+    """A typed word, as a parser reads it by the kind of the default."""
+    kinds = (type(default),) if isinstance(default, int | float | str) else (int, float, str)
+    for kind in kinds:
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return UNKNOWN
+
+
+def _fields(tree: ast.Module) -> Iterator[ast.AnnAssign]:
+    classes: Sequence[ast.ClassDef] = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    yield from (one for node in classes for one in node.body if isinstance(one, ast.AnnAssign))
+
+
+def only_defines(tree: ast.Module) -> bool:
+    """Whether a script runs none of its functions, as a file of tests or a library."""
+    others = [node for node in tree.body if not isinstance(node, DEFINING)]
+    return all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in others) and not any(
+        isinstance(node, ast.Call) and _last_name(node) in _functions(tree)
+        for one in tree.body
+        if isinstance(one, ast.Assign | ast.AnnAssign)
+        for node in ast.walk(one)
+    )
+
+
+def _functions(tree: ast.Module) -> set[str]:
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def settings_of_another(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
+    """(module, the words that say the same on its command line): classes of other scripts that a script imports and fills in."""
+    known = constants_of(tree, {})
+    nodes = list(nodes_that_run(tree, known))
+    modules = {
+        alias.asname or alias.name: node.module
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in modules and not node.args:
+            words = [_typed(one.arg, evaluate(one.value, known)) for one in node.keywords if one.arg is not None]
+            yield str(modules[node.func.id]), words
+
+
+def _typed(name: str, value: Any) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag}={f'${{{name}}}' if value is UNKNOWN or isinstance(value, tuple) else value}"
+
+
+def named_texts(tree: ast.Module, name: str) -> set[str] | None:
+    """The texts that a script gives to a name or an argument, of its own classes too, and by other names of its own; None: one may
+    be another, from elsewhere."""
+    assigned = _assigned(tree)
+    values = [value for other, value in _named(tree, assigned) if other == name]
+    own: list[ast.expr] = []
+    for value in values:
+        other = value.id if isinstance(value, ast.Name) else None
+        if _last_name(value) != name:  # the others hand it on
+            own += assigned[other] if other in assigned else [value]
+    texts = {value.value for value in own if isinstance(value, ast.Constant) and isinstance(value.value, str)}
+    is_known = not values or (own and all(isinstance(value, ast.Constant) for value in own))
+    return texts if is_known else None
+
+
+def text_handed_to_a_function(tree: ast.Module, name: str, typed: Sequence[str]) -> str | None:
+    """The one text from which a function makes the value of a name, as in model_type = model_type_of(args.model_name)."""
+    known = constants_of(tree, typed_settings(tree, typed))
+    calls = [value for other, value in _named(tree, _assigned(tree)) if other == name and isinstance(value, ast.Call)]
+    given = [evaluate(one, known) for call in calls for one in call.args]
+    return given[0] if len(calls) == len(given) == 1 and isinstance(given[0], str) else None
+
+
+def default_text(tree: ast.Module, name: str) -> str | None:
+    """What a class of a script gives a name where nobody says otherwise."""
+    own = [one for one in _fields(tree) if _last_name(one.target) == name]
+    values = [one.value.value for one in own if isinstance(one.value, ast.Constant)]
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else None
+
+
+def _assigned(tree: ast.Module) -> dict[str, list[ast.expr]]:
+    """What a script assigns to each name, or to an attribute of that name."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                found.setdefault(_last_name(target), []).append(node.value)
+    return found
+
+
+def _named(tree: ast.Module, assigned: Mapping[str, list[ast.expr]]) -> Iterator[tuple[str, ast.expr]]:
+    """The same, and the values of arguments by their names."""
+    yield from ((name, value) for name, values in assigned.items() for value in values)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg is not None:
+            yield node.arg, node.value
+
+
+def model_words(models: Path, name: str) -> list[str] | None:
+    """The flags in the script of a model, in a folder of one script a model; None: it is not here."""
+    file = models / f"{name}.py"
+    return composed_words(syntax_tree(file)) if is_regular(file) else None
+
+
+def _text_of(value: ast.expr, known: Constants) -> str:
+    """A text with ${name} in the place of what is put in and not known; "" for what is no text of flags."""
+    text = _text(value, known) or ""
+    return text if re.match(r"\s*(--|\$\{)", text) else ""
+
+
+def _text(value: ast.expr, known: Constants) -> str | None:
+    """None: not a text that is written out here."""
+    match value:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr():
+            return "".join(_text(part, known) or "" for part in value.values)
+        case ast.FormattedValue():
+            return _put_in(value.value, known)
+        case ast.IfExp() if evaluate(value, known) is UNKNOWN:  # both, as of each branch that is not decided
+            arms = [_text(arm, known) for arm in (value.body, value.orelse)]
+            return None if None in arms else " ".join(map(str, arms))
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(between)), attr="join"), args=[ast.List() as texts]):
+            return between.join(_put_in(one, known) for one in texts.elts)
+    found = evaluate(value, known)
+    return found if isinstance(found, str) and not isinstance(value, ast.Name | ast.Attribute) else None
+
+
+def _put_in(value: ast.expr, known: Constants) -> str:
+    """What stands for a {...}: its value, both flags of a condition, or its name. A name that holds flags stays a name."""
+    found = evaluate(value, known)
+    is_name = isinstance(value, ast.Name | ast.Attribute)
+    if found is not UNKNOWN and not isinstance(found, tuple) and not (is_name and "--" in str(found)):
+        return str(found)
+    text = None if is_name else _text(value, known)
+    return text if text is not None and "--" in text else f"${{{_last_name(value)}}}"
+
+
+def _last_name(part: ast.expr) -> str:
+    """The name of what a {...} holds, as get_wandb_args of {tools.get_wandb_args(name)}."""
+    value = part.value if isinstance(part, ast.FormattedValue) else part
+    while isinstance(value, ast.Call):
+        value = value.func
+    return value.attr if isinstance(value, ast.Attribute) else value.id if isinstance(value, ast.Name) else "value"

@@ -1,0 +1,161 @@
+"""doctor reads the line of a Python launcher where constants decide it: settings, texts of files, the model, another launcher."""
+
+from __future__ import annotations
+
+import base64
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.commands.doctor.command_line import read_line
+from megatron_rl.commands.doctor.launch import judge_launch
+from megatron_rl.errors import ConfigError
+
+SCRIPT = """
+    import os
+    import miles.utils.external_utils.command_utils as U
+
+    class Args:
+        mode: str = "normal"
+        model_name: str = "Tiny-1B"
+        hardware: str = "H100"
+        num_nodes: int = 2
+        reject: bool = False
+        rate: float = U.rate()
+        extra_args: str = ""
+
+        def __post_init__(self):
+            self.width = 1 if self.model_name == "Tiny-1B" else 2
+            if self.num_nodes > 4:
+                self.width = 8
+
+    def run(args):
+        is_debug = args.mode != "normal"
+        batch = args.num_nodes * 16
+        {body}
+        U.execute_train(train_args=train_args{argument})
+
+    run(Args())
+"""
+
+
+def flags_of(folder: Path, body: str, *typed: str, argument: str = "") -> dict[str, tuple[str, ...]]:
+    (script := folder / "run_mine.py").write_text(composed(body, argument))
+    line = read_line(["python", str(script), *typed], None)
+    return dict(line.flags) | ({"unread": line.unread} if line.unread else {})
+
+
+def composed(body: str, argument: str = "") -> str:
+    text = textwrap.dedent(SCRIPT)
+    return text.replace("{body}", textwrap.indent(textwrap.dedent(body).strip(), "    ").lstrip()).replace("{argument}", argument)
+
+
+@pytest.mark.parametrize(
+    ("body", "typed", "flags"),
+    [
+        pytest.param('train_args = f"--a {batch} --b {args.width} "', (), {"--a": ("32",), "--b": ("1",)}, id="settings"),
+        pytest.param('train_args = f"--a {batch} --b {args.width} "', ("--num-nodes", "8"), {"--b": ("${width}",)}, id="typed"),
+        pytest.param('train_args = f"--a {1 if is_debug else 256} "', (), {"--a": ("256",)}, id="a decided value"),
+        pytest.param('train_args = f"--a {1 if is_debug else 256} "', ("--mode=x",), {"--a": ("1",)}, id="by the line"),
+        pytest.param('train_args = f"--a {1 if args.rate else 256} "', (), {"--a": ("${value}",)}, id="not decided"),
+        pytest.param(
+            "train_args = f\"--a 1 {'--b ' if is_debug else ''}{'--c 2 ' if args.rate else ''}\"",
+            (),
+            {"--a": ("1",), "--c": ("2",)},
+            id="flags of a condition: an open one is taken",
+        ),
+        pytest.param(
+            """
+            match args.hardware, args.num_nodes:
+                case ("H100", 1) | ("H200", _):
+                    perf = "--a 1 "
+                case ("H100", 2):
+                    perf = "--b 2 "
+                case _:
+                    perf = "--c 3 "
+            train_args = f"{perf} --d 4"
+            """,
+            (),
+            {"--b": ("2",), "--d": ("4",)},
+            id="match",
+        ),
+        pytest.param('train_args = " ".join(["--a 1", f"--b {batch}"])', (), {"--a": ("1",), "--b": ("32",)}, id="join"),
+        pytest.param("train_args = f\"--a {os.environ.get('OF_A_TEST', '7')} \"", (), {"--a": ("7",)}, id="environment"),
+        pytest.param("train_args = f\"--a {os.environ.get('MY_TOKEN', '7')} \"", (), {"--a": ("${get}",)}, id="a secret"),
+        pytest.param('batch = f()\ntrain_args = f"--a {batch} "', (), {"--a": ("${batch}",)}, id="set twice"),
+        pytest.param('for mode in x:\n    mode\ntrain_args = f"--a {mode} "', (), {"--a": ("${mode}",)}, id="of a loop"),
+        pytest.param(
+            'train_args = f"--a {10 ** 10 ** 10} --b {2 // 0} "', (), {"--a": ("${value}",)}, id="no arithmetic of its own"
+        ),
+    ],
+)
+def test_what_constants_decide_is_on_the_line(tmp_path, body, typed, flags):
+    found = flags_of(tmp_path, body, *typed)
+    assert {flag: found.get(flag) for flag in flags} == flags
+    if len(flags) > 1:
+        assert set(found) == set(flags)
+
+
+FILE = r"""
+    text = f"use_tis: true\nuse_rs: {'true' if args.reject else 'false'}\ntis_upper_bound: {bound}\n".strip()
+    train_args = (
+        f"--custom-config-path {U.encode_pseudo_file(text)} "
+        "--custom-tis-function-path examples.mis.compute_mis_weights_with_cp "
+    )
+"""
+
+
+def test_a_file_that_a_launcher_writes_is_read_where_its_text_is_constant(tmp_path):
+    """As --enable-mis of miles's own scripts."""
+    body = FILE.replace("{bound}", "2.0")
+    script = tmp_path / "run_mine.py"
+    for typed, rejects in ((), False), (("--reject",), True):
+        script.write_text(composed(body))
+        line = read_line(["python", str(script), *typed], None)
+        assert line.from_file == {"use_tis": True, "use_rs": rejects, "tis_upper_bound": 2.0}, typed
+        (given,) = dict(line.flags)["--custom-config-path"]
+        assert base64.b64decode(given.removeprefix("base64:")).startswith(b"use_tis: true\n")
+    script.write_text(composed(body.replace("2.0", "{args.rate}")))
+    assert dict(read_line(["python", str(script)], None).flags)["--custom-config-path"] == ("${encode_pseudo_file}",)
+
+
+def test_a_model_whose_name_a_function_makes_is_its_script_of_that_name(tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny-1B.py").write_text("def model_args():\n    return '--num-experts 4 '\n")
+    argument, body = ", megatron_model_type=type_of(args.model_name)", 'train_args = "--a 1 "'
+    assert flags_of(tmp_path, body, argument=argument)["--num-experts"] == ("4",)
+    assert flags_of(tmp_path, body, "--model-name", "Other", argument=argument)["unread"] == ("${MEGATRON_MODEL_TYPE_ARGS}",)
+    typed = ("--model-name=Other", "--megatron-model-type=tiny-1B")
+    assert flags_of(tmp_path, body, *typed, argument=argument)["--num-experts"] == ("4",)
+
+
+def test_a_script_that_fills_in_another_ones_settings_is_read_there(tmp_path, monkeypatch):
+    (tmp_path / "scripts").mkdir()
+    inner = composed("train_args = f\"--a {batch} {'--b ' if args.reject else ''}{args.extra_args}\"").replace("run(Args())", "")
+    (tmp_path / "scripts" / "run_mine.py").write_text(inner)
+    (script := tmp_path / "test_mine.py").write_text(
+        "from scripts.run_mine import Args, run\n# execute_train( runs there\n"
+        "if __name__ == '__main__':\n    run(Args(num_nodes=4, reject=True, mode=f(), extra_args='--c 1 ' '--d '))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    line = read_line(["python", script.name], None)
+    assert line.host == "miles" and line.flags == (("--a", ("64",)), ("--b", ()), ("--c", ("1",)), ("--d", ()))
+    assert line.read_from.place == "line 23 of scripts/run_mine.py"
+
+
+def test_a_script_that_only_defines_starts_no_training(tmp_path):
+    (script := tmp_path / "test_mine.py").write_text(composed('train_args = "--a 1"').replace("run(Args())", ""))
+    with pytest.raises(
+        ConfigError, match=r"test_mine.py starts no training: it only defines functions; give the script that calls"
+    ):
+        read_line(["python", str(script)], None)
+
+
+@pytest.mark.host("MILES_ROOT")
+def test_the_file_of_miles_own_launcher_is_judged(monkeypatch):
+    """It divides the weights of a micro-batch by their mean: 1 and 3 become 0.5 and 1.5 in one, and 1 and 1 in two."""
+    monkeypatch.chdir(os.environ["MILES_ROOT"])
+    report = judge_launch("python scripts/run_qwen3_4b.py --enable-mis".split(), None)
+    assert "NOT exact" in report.unjudged and "tis_batch_normalize: true" in str(report.rules)
