@@ -397,7 +397,9 @@ UNSOUND = [
 def test_a_flag_that_is_given_twice_is_noted_and_a_refused_value_is_not_called_read():
     twice = "--loss-aggregation prompt_mean --loss-aggregation sample_men"
     flags = [(f.subject, f.status, f.text) for f in judged(f"{LAUNCH} slime/train.py {REDUCER} {twice}").flags]
-    assert flags == [("--loss-aggregation", NOTE, "given 2 times (prompt_mean, sample_men): the last one counts")]
+    assert flags == [
+        ("--loss-aggregation", NOTE, "given 2 times (prompt_mean, sample_men): the last one counts, the first one has no effect")
+    ]
 
 
 @pytest.mark.parametrize(("line", "expected"), UNSOUND)

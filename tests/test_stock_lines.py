@@ -332,7 +332,8 @@ def test_the_last_of_two_files_counts_and_the_others_are_lost(tmp_path, capsys):
     (file := tmp_path / "mrl.yaml").write_text("loss_aggregation: constant\nloss_aggregation_divisor: 8.0\n")
     line = f"python3 train.py --custom-config-path ${{FIRST}} {INIT_LINE} {REDUCER_LINE} --custom-config-path {file}"
     _, out = doctor(capsys, "--host", "miles", "--", *line.split())
-    said = f"given 2 times (${{FIRST}}, {file}): the last one counts, and what the other files set is lost: write one file"
+    said = f"given 2 times (${{FIRST}}, {file}): the last one counts, the first one has no effect"
+    said += "; what the other files set is lost: write one file"
     assert said in out and "trains" in out and "not judged" not in out, out
 
 
@@ -345,7 +346,10 @@ def test_a_launcher_that_writes_its_own_file_loses_it_to_one_of_ours(tmp_path, m
     assert "tis_batch_normalize: true divides the weights by their mean over a micro-batch" in out, out
     assert out.endswith("NOT exact: the step depends on the layout; see the notes\n"), out
     _, out = doctor(capsys, *line, "--extra-args", f"--custom-config-path {file} {INIT_LINE} {REDUCER_LINE}")
-    assert "the last one counts, and what the other files set is lost" in out and "weight of a token 1/(L N)" in out, out
+    assert (
+        "the last one counts, the first one has no effect; what the other files set is lost" in out
+        and "weight of a token 1/(L N)" in out
+    ), out
 
 
 @pytest.mark.parametrize(

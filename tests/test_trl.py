@@ -279,7 +279,9 @@ def test_switches_and_numbers_are_read_as_trls_parser_reads_them():
     assert not [
         row.text for row in door_line.judge(trl.DOOR, ["train.py", "--config", "a.yaml"], lambda path: file) if row.is_wrong
     ]
-    assert "epsilon given with 2 values (0.1, 0.3): the last one counts" in said(f"{line} --epsilon 0.1 --epsilon=0.3")
+    assert "epsilon given 2 times (0.1, 0.3): the last one counts, the first one has no effect" in said(
+        f"{line} --epsilon 0.1 --epsilon=0.3"
+    )
 
 
 @pytest.mark.parametrize(

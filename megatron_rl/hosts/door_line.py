@@ -19,6 +19,7 @@ from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Given, Settin
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
 from megatron_rl.validation.checks import Row
+from megatron_rl.validation.repeated import repeated
 
 # A misspelt section is more similar than this to the right one; no two sections of a host are.
 CLOSEST_SECTION = 0.9
@@ -352,18 +353,21 @@ def _flags_of_others(door: Door, words: Sequence[str], given: Mapping[str, Any])
 
 
 def _given_twice(door: Door, words: Sequence[str]) -> Iterator[Row]:
-    """Hydra, OmegaConf and argparse keep the last value and say nothing."""
-    values: dict[str, dict[str, None]] = {}
+    """Hydra, OmegaConf and argparse keep the last value. Hydra alone refuses a + for a setting that is there."""
+    given: list[tuple[str, str]] = []
     for word, behind in pairwise([*words, ""]):
         name, equals, value = word.lstrip("+").partition("=")
         if word.startswith("--"):
             name, value = name.removeprefix("--").replace("-", "_"), value if equals else behind
         elif not equals:
             continue
-        values.setdefault(name, {})[value] = None
-    for name, each in values.items():
-        if len(each) > 1 and (name in door.known_names or name.startswith(door.own.prefix)):
-            yield Row(name, f"given with {len(each)} values ({', '.join(each)}): the last one counts", is_note=True)
+        is_added = word.startswith("+") and not word.startswith("++")
+        if is_added and name in (other for other, _ in given):
+            text = f"given before: a + adds what is not there, so hydra refuses it; remove the first, or type ++{name}={value}"
+            yield Row(name, text, is_wrong=True)
+        given.append((name, value))
+    for name, text in repeated(given, lambda name: name in door.known_names or name.startswith(door.own.prefix)):
+        yield Row(name, text, is_note=True)
 
 
 def _values_for_groups(door: Door, settings: Settings) -> Iterator[Row]:

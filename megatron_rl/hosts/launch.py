@@ -27,7 +27,9 @@ from megatron_rl.hosts.base import Host, rollout_hosts
 from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree
+from megatron_rl.validation import routes_of_flags
 from megatron_rl.validation.checks import Asker
+from megatron_rl.validation.repeated import flags_with_values, repeated
 
 EXIT_CONFIG = 2
 PROGRAM = "python -m megatron_rl.hosts.launch"
@@ -64,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report("megatron_rl.hosts.launch", arguments, hosts)
     if trains_nemo_rl:
         return run(script, arguments[1:], functools.partial(nemo_rl_plugin.loss_in_setup, _refuse), f"{nemo_rl.TRAINER}.setup")
+    for flag, text in repeated(flags_with_values(arguments[1:]), lambda flag: flag in routes_of_flags()):
+        print(f"megatron_rl: {flag} {text}", file=sys.stderr, flush=True)
     paths = " nor ".join(f"{host.parser_module}.parse_args" for host in hosts)
     return run(script, arguments[1:], functools.partial(flags_in_parsers, hosts), paths)
 

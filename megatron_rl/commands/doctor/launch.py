@@ -70,6 +70,7 @@ from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, uns
 from megatron_rl.validation.checks import Row
 from megatron_rl.validation.experts import drift_problem, expert_notes, expert_problems
 from megatron_rl.validation.model_settings import default_dropout_note, model_notes, model_problems
+from megatron_rl.validation.repeated import repeated
 from megatron_rl.validation.routes import REASONS
 
 # Options of both hosts that hold a function; other options that end in -path hold a file.
@@ -85,7 +86,6 @@ TIS_FLAG = "--custom-tis-function-path"
 # The subject of a row that says that they were not judged.
 RULES = "rules"
 NOTHING_OF_OURS = "nothing of megatron_rl on this line"
-LONGEST_VALUE = 200
 # More flags that no check reads are counted, and not listed.
 MOST_IDLE = 3
 # So are variables of branches.
@@ -484,17 +484,15 @@ def _without_effect(line: LaunchLine) -> Iterator[Finding]:
 
 
 def _given_twice(line: LaunchLine) -> Iterator[Finding]:
-    """A parser keeps the last value and says nothing. Which of the strings of a script are on its line is not known, and flags
-    after them are given to replace them: but a file that is replaced takes all its settings with it."""
-    values: dict[str, list[str]] = {}
-    for flag, words in line.flags:
-        values.setdefault(flag, []).append(" ".join(words))
-    for flag, each in values.items():
-        is_read = flag == CONFIG_FILE or not line.is_composed and (flag in routes_of_flags() or field_of(flag) in OPTIONS)
-        if len(set(each)) > 1 and is_read:
-            lost = ", and what the other files set is lost: write one file" if flag == CONFIG_FILE else ""
-            listed = ", ".join(value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..." for value in each)
-            yield Finding(flag, NOTE, f"given {len(each)} times ({listed}): the last one counts{lost}")
+    """Which of the strings of a script are on its line is not known, and flags after them are given to replace them: but ours are a
+    person's own, and a file that is replaced takes all its settings with it."""
+
+    def is_read(flag: str) -> bool:
+        return flag in (CONFIG_FILE, *routes_of_flags()) or not line.is_composed and field_of(flag) in OPTIONS
+
+    for flag, text in repeated(((flag, " ".join(values)) for flag, values in line.flags), is_read):
+        lost = "; what the other files set is lost: write one file" if flag == CONFIG_FILE else ""
+        yield Finding(flag, NOTE, text + lost)
 
 
 def fate_of_unknown_flags(line: LaunchLine) -> str:
