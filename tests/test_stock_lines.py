@@ -713,9 +713,8 @@ def test_the_counts_of_a_script_are_those_of_the_branch_that_runs(tmp_path, caps
     code, out = doctor(capsys, "--", *typed, "bash", str(tmp_path / "run.sh"))
     rows = [row.split(maxsplit=2) for row in out.splitlines()[1:-1]]
     if not typed:
-        assert rows[-1][1] == "branches" and "DEVICE=... before bash" in out and not any(row[1] == "mini-batch" for row in rows), (
-            out
-        )
+        assert rows[-1][1] == "branches" and "DEVICE=... before bash" in out, out
+        assert [row[0] for row in rows if row[1] == "mini-batch"] == ["note"] and "prompts a step" not in out, out
         assert f"in each: data.train_batch_size, {verl.ACTOR}ppo_mini_batch_size, a.c, a.d and 2 more" in out and code == 0, out
     else:
         assert ("256 of 1024 prompts a step" if "DEVICE=gpu" in typed else "16 of 16 prompts") in out and "branches" not in out, out

@@ -133,7 +133,7 @@ def stock(settings: Settings) -> Stock | None:
         of_terms.get("entropy"),
         exact_setting(f"{ALGORITHM}loss_reduction={{}}", STOCK_REDUCTIONS, weight),
         varies=(OF_A_MICRO_BATCH.format(loss),) if loss in SELECTING else (),
-        value=SAMPLE_MEAN if settings.value_of(f"{ALGORITHM}advantage_estimator") == "gae" else None,
+        value=SAMPLE_MEAN if settings.value_of(ESTIMATOR) == "gae" else None,
     )
 
 
@@ -256,6 +256,8 @@ DOOR = Door(
                 "use_tis": f"set {CORRECTION}.tis_ratio_type",
             },
         ),
+        Setting(ESTIMATOR, default="grpo"),
+        Setting(WITH_DEVIATION, default=True),
         *names(
             ALGORITHM,
             Kind.OTHER,
@@ -283,7 +285,7 @@ DOOR = Door(
     own=Own(prefix=PREFIX),
     is_ours=lambda settings: trains_ours(settings, has_our_entrypoint=settings[ENTRYPOINT] == __name__),
     log_probs=LogProbs(setting=LOG_PROBS, value=OURS, theirs=THEIRS, backend=(STRATEGY, "megatron")),
-    defaults={STEP_WISE: False, STRATEGY: "fsdp", WITH_DEVIATION: True, ESTIMATOR: "grpo"},
+    defaults={STEP_WISE: False, STRATEGY: "fsdp"},
     corrections=corrections,
     rollouts=lambda settings: (
         Rollouts(several=f"{STEP_WISE}=true", ids="trajectory") if settings[STEP_WISE] is True else Rollouts()
