@@ -12,6 +12,12 @@ smallest_ratio = Metric(name="smallest_ratio", value=lambda tokens: tokens.ratio
 raised_tokens = Metric(
     name="raised_tokens", value=lambda tokens: tokens.ratios > 1, weight=Weight.TOKEN, normaliser="num_tokens", unit="0 to 1"
 )
+clipped_share = sample_mean("clipped_share", lambda tokens: tokens.is_clipped, **WORDS)
+moved = sample_mean("moved", lambda tokens: tokens.old_log_probs - tokens.log_probs, **WORDS)
+moved_tokens = Metric(
+    name="moved_tokens", value=lambda tokens: tokens.old_log_probs - tokens.log_probs, weight=Weight.TOKEN, normaliser="num_tokens"
+)
+tis = sample_mean("tis", lambda tokens: tokens.ratios, **WORDS)
 surprise = sample_mean("surprise", lambda tokens: -tokens.log_probs - tokens.entropy, **WORDS)
 ALL = "own_metrics.far_tokens, own_metrics.smallest_ratio,own_metrics.raised_tokens"
 

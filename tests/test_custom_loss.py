@@ -178,6 +178,28 @@ def test_pg_clipfrac_is_what_the_loss_itself_counts(policy_loss, monkeypatch):
     assert sum(counted) > 0.1
 
 
+@pytest.mark.parametrize("host", ["miles", "slime"])
+@pytest.mark.parametrize("size", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        pytest.param({}, {"clipped_share": "pg_clipfrac", "moved": "ppo_kl"}, id="a mean over rollouts"),
+        pytest.param(PER_TOKEN, {"moved_tokens": "ppo_kl"}, id="a mean over tokens, host per token"),
+    ],
+)
+def test_a_metric_of_ones_own_is_divided_by_the_host_as_its_own_ones_are(settings, rows, size, host):
+    """Rows that are the formulas of two metrics of the hosts: the same sums of each micro-batch, and the same dense mean behind."""
+    named = {"custom_policy_metrics": ",".join(f"own_metrics.{name}" for name in rows)}
+    case = Case(host=host, settings=settings | named, shapes=SHAPES if settings else [*SHAPES, MASKED])
+    _, _, metrics, keys = run_part(case, size)
+    dense = oracle(case)[2]
+    divisor = sum(sum(mask) for _, _, mask in case.shapes) if settings else case.num_rollouts
+    for name, of_host in rows.items():
+        assert metrics[name] == metrics[of_host] != 0
+        assert metrics[name] / divisor == pytest.approx(float(dense[of_host]), rel=2e-6)  # float32 sums, as the other metrics
+    assert all(set(rows) < {*of_one} for of_one in keys)
+
+
 CORRECTED = [name for name, case in CASES.items() if set(case.settings) & {"use_tis", "use_opsm", "importance_correction"}]
 
 
@@ -344,6 +366,19 @@ REFUSED = {
         f"--importance-correction-high 3 and --tis-clip {TIS_CLIP} are the same thing",
     ),
     "an estimator of KL set twice": (TERMS | UNBIASED | {"kl_estimator": "k3"}, "--kl-estimator k3 and --kl-loss-type unbiased"),
+    "a metric that is no mean of the host": (
+        {"custom_policy_metrics": "own_metrics.smallest_ratio"},
+        "'smallest_ratio' is no mean over the step's rollouts, and miles divides each metric by these: declare it with sample_mean",
+    ),
+    "a mean over tokens where the host divides by rollouts": (
+        {"custom_policy_metrics": "own_metrics.raised_tokens"},
+        "'raised_tokens' is no mean over the step's rollouts",
+    ),
+    "a mean over samples where the host divides by tokens": (
+        PER_TOKEN | {"custom_policy_metrics": "own_metrics.moved"},
+        "'moved' is no mean over the step's tokens, .* declare it with weight=Weight.TOKEN, normaliser='num_tokens'",
+    ),
+    "a metric with a name of the host": ({"custom_policy_metrics": "own_metrics.tis"}, "miles has a metric of that name"),
     "clip set twice": ({"clip_ratio_low": 0.3}, "--clip-ratio-low 0.3 and --eps-clip 0.1"),
 }
 

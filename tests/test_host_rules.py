@@ -297,6 +297,12 @@ REFUSED = {
             "--eps-clip-c 3.0 .dual clip. with policy loss cispo: it does not declare clip_ratio_c, .*; remove it, or train with",
         )
     ],
+    "metrics_of_ones_own_are_the_hosts_means": [
+        (
+            {**OUR_LOSS, "custom_policy_metrics": "own_metrics.smallest_ratio"},
+            "'smallest_ratio' is no mean over the step's rollouts, .* declare it with sample_mean",
+        ),
+    ],
     "kl_estimator_is_known": [
         ({**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": "k4"}, "--kl-loss-type k4 with --use-kl-loss; .* has k1, k2, k3, low_"),
         (
@@ -429,6 +435,7 @@ ALLOWED = {
         {**REDUCED, "use_tis": True, **FROM_ROLLOUT},
     ],
     "loss_has_a_dual_clip": [{**REDUCED, "advantage_estimator": "cispo", "eps_clip_c": 3.0}, OUR_LOSS],
+    "metrics_of_ones_own_are_the_hosts_means": [{**OUR_LOSS, "custom_policy_metrics": "own_metrics.far_tokens"}],
     "kl_estimator_is_known": [
         *({**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": name} for name in ("k1", "k2", "k3", "low_var_kl", None)),
         {**OUR_LOSS, "use_kl_loss": True, "use_unbiased_kl": True},

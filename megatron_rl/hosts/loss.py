@@ -37,6 +37,8 @@ from megatron_rl.losses.reduce_torch import evaluate, evaluate_batch
 from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of
+from megatron_rl.metrics.custom import named_metrics
+from megatron_rl.metrics.policy import TokenValues, check_values
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -361,11 +363,15 @@ def host_metrics(
     metrics["entropy_loss"] = torch.zeros_like(output.policy_loss) if entropy is None else entropy
     if is_basic:
         log_ratio, effective_samples = _log_ratio(plan, batch, log_probs - old_log_probs, documents, cp_group)
-        metrics["pg_clipfrac"] = mean(_is_clipped(plan, batch, old_log_probs, log_probs, log_ratio, cp_group))
+        is_clipped = _is_clipped(plan, batch, old_log_probs, log_probs, log_ratio, cp_group)
+        metrics["pg_clipfrac"] = mean(is_clipped)
         metrics["ppo_kl"] = mean(-log_ratio)
         if effective_samples is not None:
             metrics["ess_ratio"] = effective_samples
         metrics.update(_rollout_metrics(plan, batch, log_probs, old_log_probs, mean))
+        if plan.config.custom_policy_metrics is not None:
+            ratios = bounded_exp(log_ratio)
+            metrics.update(_own_metrics(plan, batch, output, (log_probs, old_log_probs, ratios, is_clipped), mean))
     if plan.kl_is_reported and (is_basic or output.kl_loss is not None):
         kl_loss = output.kl_loss
         if kl_loss is None:
@@ -450,6 +456,17 @@ def _is_clipped(
     )
     values, _ = evaluate_batch(loss, tokens, torch.ones_like(log_probs), keywords, vectors, has_importance_weights=False)
     return values.is_clipped
+
+
+def _own_metrics(plan: LossPlan, batch: HostBatch, output: PolicyLossOutput, of_loss: tuple, mean) -> dict[str, Tensor]:
+    """The rows of --custom-policy-metrics, as the host's mean: loss_checks refuses a row that declares another one."""
+    entropy = output.entropy_per_token if plan.config.policy_metrics == PolicyMetrics.WITH_ENTROPY else None
+    tokens, metrics = TokenValues(*of_loss, batch.per_token["advantages"], entropy), dict[str, Tensor]()
+    for row in named_metrics(plan.config.custom_policy_metrics):
+        values = row.value(tokens)
+        check_values(row, values, batch.loss_mask)
+        metrics[row.name] = mean(given(values))
+    return metrics
 
 
 def _rollout_metrics(plan: LossPlan, batch: HostBatch, log_probs: Tensor, old_log_probs: Tensor, mean) -> dict[str, Tensor]:

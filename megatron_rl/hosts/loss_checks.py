@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config import NO_CORRECTION, CorrectionLevel, Route
+from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import HostLaunch
 from megatron_rl.hosts.flags import (
     DUAL_CLIP,
@@ -25,8 +26,15 @@ from megatron_rl.hosts.flags import (
 )
 from megatron_rl.hosts.sampling import SAMPLERS, SamplingVerdict, flags_that_read, judge_sampling
 from megatron_rl.hosts.support_checks import remedy_of, replays
+from megatron_rl.metrics.custom import named_metrics
+from megatron_rl.metrics.policy import Reduction, Weight
 from megatron_rl.validation.checks import check
 
+# What our loss reports by the hosts' names.
+METRICS_OF_HOSTS = frozenset(
+    "loss pg_loss entropy_loss pg_clipfrac ppo_kl ess_ratio kl_loss ois tis tis_clipfrac tis_abs opsm_clipfrac opd_reverse_kl "
+    "kept_ids kept_mass train_rollout_logprob_abs_diff train_rollout_kl".split()
+)
 WOULD_LEAVE_OUT = "which would train as if it were not there"
 OR_HOSTS_LOSS = "or train with the host's --loss-type policy_loss and megatron_rl.reducers.get_pg_loss_reducer"
 
@@ -59,6 +67,26 @@ def custom_correction_is_known(launch: HostLaunch) -> Iterator[str]:
             f"known are {known}; for other corrections remove it and --use-tis and type --importance-correction "
             f"{{tis,icepop,mask}} with --importance-correction-level, -low and -high, {OR_HOSTS_LOSS}"
         )
+
+
+@check(when=HostLaunch.has_our_loss)
+def metrics_of_ones_own_are_the_hosts_means(launch: HostLaunch) -> Iterator[str]:
+    """The host adds up what a micro-batch returns, and divides each metric by one count."""
+    host, is_per_token = launch.options.host, launch.options["calculate_per_token_loss"]
+    try:
+        rows = named_metrics(launch.options.ours("custom_policy_metrics"))
+    except ConfigError:  # the rules of the settings say it
+        return
+    divided = (Weight.TOKEN, "num_tokens") if is_per_token else (Weight.SAMPLE_SHARE, "num_samples")
+    count, remedy = ("tokens", "weight=Weight.TOKEN, normaliser='num_tokens'") if is_per_token else ("rollouts", "sample_mean(...)")
+    for row in rows:
+        if row.reduction != Reduction.SUM or not row.is_reported or (row.weight, row.normaliser) != divided:
+            yield (
+                f"--custom-policy-metrics: policy metric {row.name!r} is no mean over the step's {count}, and {host} divides each "
+                f"metric by these: declare it with {remedy}, or leave it out"
+            )
+        elif row.name in METRICS_OF_HOSTS:
+            yield f"--custom-policy-metrics: policy metric {row.name!r}: {host} has a metric of that name; choose another"
 
 
 @check(when=HostLaunch.has_our_loss)

@@ -69,7 +69,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--entropy-score": frozenset({Route.CUSTOM_LOSS, Route.TRAIN}),
     "--entropy-coefficient": _WITH_LOGITS,
     "--policy-metrics": _WITH_LOGITS,
-    "--custom-policy-metrics": _WITH_MODEL,
+    "--custom-policy-metrics": _WITH_LOGITS,
     "--policy-loss-backend": _WITH_LOGITS,
     "--fused-lm-head-loss": _WITH_LOGITS,
     "--scaled-exp-head": _WITH_LOGITS,
@@ -110,7 +110,7 @@ REASONS: dict[str, str] = {
     "--sampling-support": "elsewhere nothing hands the loss what a sampler kept; sample from the whole vocabulary",
     "--kl-score": "elsewhere nothing hands the loss what a sampler kept, and the KL term is over the whole vocabulary",
     "--entropy-score": "elsewhere nothing hands the loss what a sampler kept, and the entropy is over the whole vocabulary",
-    "--custom-policy-metrics": "elsewhere the host adds and divides metrics by its own counts",
+    "--custom-policy-metrics": "with a reducer the host's own loss computes the metrics",
     "--router-aux-loss": "elsewhere the host calls the model and sets the coefficients of its routers",
 }
 
