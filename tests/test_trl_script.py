@@ -121,6 +121,7 @@ def test_settings_that_a_script_reads_elsewhere_are_named(tmp_path, monkeypatch,
             "from trl import RLOOTrainer\nclass Mine(RLOOTrainer):\n    def compute_loss(self): pass\nMine()",
             "a Mine, a RLOOTrainer",
         ),
+        ("import unsloth\nGRPOTrainer()", "imports unsloth, which puts losses of its own into TRL's trainers"),
         ("class Mine(Elsewhere):\n    pass\nMineTrainer()", "a MineTrainer, whose loss is not known here"),
     ],
 )
@@ -128,6 +129,19 @@ def test_settings_that_a_script_reads_elsewhere_are_named(tmp_path, monkeypatch,
 def test_a_loss_of_a_scripts_own_is_not_judged(text, said, words, tmp_path, monkeypatch, capsys):
     code, out = doctor(capsys, tmp_path, monkeypatch, TRL + text, *words)
     assert code == 0 and said in out and out.endswith("loss is not known here: nothing was judged\n"), out
+
+
+def test_several_configs_have_what_they_share(tmp_path, monkeypatch, capsys):
+    text = (
+        "if x:\n  a = GRPOConfig(beta=0.1, steps_per_generation=2)\nelse:\n  a = GRPOConfig(beta=0.1, generation_batch_size=16)\n"
+    )
+    code, out = doctor(capsys, tmp_path, monkeypatch, f"{TRL}{text}GRPOTrainer(args=a)")
+    assert code == 0 and "was read: beta; not known here: steps_per_generation, generation_batch_size" in out, out
+
+
+def test_an_attribute_of_another_class_is_no_loss_of_the_trainer(tmp_path, monkeypatch, capsys):
+    text = "class Model:\n    def __init__(self):\n        self.compute_loss = None\nGRPOTrainer()"
+    assert "a token weighs 1/T" in doctor(capsys, tmp_path, monkeypatch, TRL + text)[1]
 
 
 def test_batches_of_a_scripts_own_are_a_note(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, called
 from megatron_rl.hosts.script_constants import DEEPEST, Constants, last_name
-from megatron_rl.hosts.scripts import syntax_tree, taken_from
+from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import UNKNOWN
 from megatron_rl.hosts.trl_others import GRPO, known_trainer
 from megatron_rl.hosts.trl_stock import CHOICE, PREFIX, STOCK_TYPES
@@ -30,6 +30,8 @@ LOSS_METHODS = (
     *("compute_loss", "_compute_loss", "compute_liger_loss", "training_step"),
     *("_get_per_token_logps", "_get_per_token_logps_and_entropies"),
 )
+# Packages that replace them where they are imported.
+PATCHES = ("unsloth",)
 BATCH_METHODS = ("_prepare_inputs", "_generate_and_score_completions")
 # More settings of a script are counted, and not listed.
 MOST_LISTED = 6
@@ -75,13 +77,16 @@ class Script:
     def trainers(self) -> list[Made]:
         """In the order of the script."""
         # A method that is put into a trainer's class, or into a trainer.
-        put = frozenset(self.constants.set_fields)
+        stores = [node for node in ast.walk(self.tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+        put = frozenset(node.attr for node in stores if ast.unparse(node.value) != "self")
         names = {name: self.base_of(name) for name in called(self.tree, "")}
         return [Made(name, base, self.methods_of(name) | put) for name, base in names.items() if base.endswith("Trainer")]
 
     @cached_property
     def known(self) -> str | None:
         """TRL's trainer that the script makes, where its loss is known here."""
+        if imported_packages(self.tree) & {*PATCHES}:
+            return None
         bases = [one.base for one in self.trainers if not one.replaced & {*LOSS_METHODS}]
         return GRPO if GRPO in bases else known_trainer(bases, None)
 
@@ -89,6 +94,8 @@ class Script:
         """By the trainer that it makes."""
         if not self.trainers:
             return "makes no trainer that can be seen here"
+        if others := sorted(imported_packages(self.tree) & {*PATCHES}):
+            return f"imports {others[0]}, which puts losses of its own into TRL's trainers, so its loss is not known here"
         if self.known:
             return None
         bases = [one.base for one in self.trainers]
@@ -111,11 +118,11 @@ class Script:
         calls = [
             node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and self.base_of(last_name(node.func)) == config
         ]
-        unread: list[str] = []
-        for call in calls:
-            of_call, of_names = self.constants.given(call)
-            given |= of_call
-            unread += of_names
+        of_calls = [self.constants.given(call) for call in calls]
+        unread = [name for _, names in of_calls for name in names]
+        for name in dict.fromkeys(name for of_call, _ in of_calls for name in of_call):
+            values = [of_call.get(name, UNKNOWN) for of_call, _ in of_calls]
+            given[name] = values[0] if all(one == values[0] for one in values) else UNKNOWN
         assigned = self._assigned_fields(self.tree, self._config_names(config))
         said = [self._said(config, given, unread, assigned, known), *self._of_batches()]
         if unread:
