@@ -19,7 +19,7 @@ from megatron_rl.hosts import door_line
 from megatron_rl.hosts.door import ONE_SAMPLE, WORDS, Door, Found, Kind
 from megatron_rl.hosts.door_settings import losses
 from megatron_rl.hosts.doors import DOORS as BY_NAME
-from megatron_rl.hosts.settings import UNKNOWN, Settings
+from megatron_rl.hosts.settings import UNKNOWN, Letter, Settings
 from megatron_rl.validation.checks import Row, check
 
 DOORS = BY_NAME | {toy_door.DOOR.name: toy_door.DOOR}
@@ -122,7 +122,10 @@ def wrong_values(door: Door) -> Iterator[tuple[dict[str, Any], list[str]]]:
         yield base | {last: base[choice.setting]}, [f"{last}: ", f"type its whole name, {whole}"]
     with_divisor = sound(door, loss_aggregation="constant", loss_aggregation_divisor=8.5)
     (divisor,) = (name for name, value in with_divisor.items() if value == 8.5)
-    yield {name: value for name, value in with_divisor.items() if name != divisor}, ["needs its L: set ", divisor]
+    yield (
+        {name: value for name, value in with_divisor.items() if name != divisor},
+        ["needs its L: set ", *door.typed({divisor: Letter("L")})],
+    )
     for value in (0, -8, math.nan, math.inf, "long"):
         yield with_divisor | {divisor: value}, [divisor, "must be a number above 0"]
     yield base | {divisor: 8.5}, [divisor, "has no effect", "no divisor"]

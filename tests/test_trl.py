@@ -250,7 +250,7 @@ OURS = "from trl import GRPOConfig\nfrom megatron_rl.hosts.trl import GRPOTraine
     [
         ("loss_type='megatron_rl.grpo.constant'", "{'loss_aggregation_divisor': 16}", "", None),
         ("loss_type='megatron_rl.grpo.constant'", "dict(loss_aggregation_divisor=16)", "", None),
-        ("loss_type='megatron_rl.grpo.constant'", "{}", "", "grpo.constant needs its L"),
+        ("loss_type='megatron_rl.grpo.constant'", "{}", "", "its L: set megatron_rl={'loss_aggregation_divisor': L}, for"),
         ("loss_type='megatron_rl.grpo.constant'", "{'loss_agregation_divisor': 16}", "", "loss_aggregation_divisor"),
         ("beta=0.0", "{}", "", "makes our GRPOTrainer, which refuses loss_type=dapo"),
         ("beta=0.0", "{}", "--loss_type megatron_rl.grpo.token_mean", None),

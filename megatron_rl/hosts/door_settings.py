@@ -25,7 +25,7 @@ from megatron_rl.hosts.door import (
     is_carried,
 )
 from megatron_rl.hosts.sampling import SamplingVerdict, judge_sampling, mixers_of, names_of, readers_of
-from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, acting_clip, not_numbers
+from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Letter, Settings, acting_clip, not_numbers
 from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, is_finite_number, policy_loss_names
 from megatron_rl.registries.correction_settings import counted_twice
 from megatron_rl.registries.kl_estimators import get_kl_estimator
@@ -255,7 +255,9 @@ def _config(door: Door, loss_name: str, aggregation: str, fields: Mapping[str, G
         if divisor.is_chosen:
             problems.append(f"{divisor.name}={divisor.value} has no effect: {aggregation} has no divisor; remove it")
     elif divisor.value is None:
-        problems.append(f"{title} needs its L: set {divisor.name}, for Dr. GRPO the longest response in tokens")
+        theirs = door.field_settings.get(DIVISOR)
+        (typed,) = door.typed({theirs.name if theirs else door.own.name(DIVISOR): Letter("L")})
+        problems.append(f"{title} needs its L: set {typed}, for Dr. GRPO the longest response in tokens")
     elif not (is_finite_number(divisor.value) and divisor.value > 0):
         problems.append(f"{divisor.name}={divisor.value!r} must be a number above 0: it is the L of {title}")
     values = {name: given.value for name, given in parameters.items() if name in declared and given.value is not None}
@@ -320,7 +322,7 @@ def _corrections(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
     yield from correction.problems()
     given = [f"{one.name}={one.value}" for name, one in fields.items() if name in CORRECTION_SETTINGS and one.is_chosen]
     if theirs and correction.is_on:
-        yield f"{', '.join(given)} beside {theirs}: two corrections in one launch; remove one of them"
+        yield f"{', '.join(given)} beside {theirs}: two corrections in one launch; turn one of them off"
     if found.loss.anchor == "rollout" and (theirs or correction.has_factor):
         yield counted_twice(correction.kind, found.loss.name, theirs or given[0])
 

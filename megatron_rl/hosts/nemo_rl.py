@@ -164,7 +164,7 @@ def one_correction_acts(found: Found) -> Iterator[Row]:
         yield wrong(TRUNCATION, settings[TRUNCATION], text)
     ours = [settings.one(DOOR.own.name(name), DOOR.own.typed(name)) for name in CORRECTION_SETTINGS]
     if chosen := [f"{one.name}={one.value}" for one in ours if one.is_chosen]:
-        text = f"{', '.join(chosen)} beside {WEIGHTS}=true: two corrections in one launch; remove one of them"
+        text = f"{', '.join(chosen)} beside {WEIGHTS}=true: two corrections in one launch; turn one of them off"
         yield Row(chosen[0], text, is_wrong=True)
 
 

@@ -25,6 +25,13 @@ UNKNOWN = object()  # a value that only the shell or the trainer knows
 ABSENT = object()  # a name that is not set, where None is a value that somebody has set
 
 
+class Letter(str):
+    """Stands in a line for a value that is the user's: without quotes where others have some."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class Given(NamedTuple):
     """A setting of the trainer that our loss reads."""
 
