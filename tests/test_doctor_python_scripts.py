@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import os
+import shlex
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from megatron_rl.__main__ import main
 from megatron_rl.commands.doctor.command_line import read_line
 from megatron_rl.commands.doctor.launch import judge_launch
+from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 
 SCRIPT = """
@@ -143,6 +146,22 @@ def test_a_script_that_fills_in_another_ones_settings_is_read_there(tmp_path, mo
     line = read_line(["python", script.name], None)
     assert line.host == "miles" and line.flags == (("--a", ("64",)), ("--b", ()), ("--c", ("1",)), ("--d", ()))
     assert line.read_from.place == "line 23 of scripts/run_mine.py"
+
+
+def test_what_a_python_launcher_lacks_can_be_typed_as_it_is_said(tmp_path, capsys):
+    """Its own line takes no flag of ours, and nothing can be put before train.py: a file and --extra-args reach it."""
+    (script := tmp_path / "run_mine.py").write_text(composed('train_args = f"--rollout-batch-size 4 {args.extra_args}"'))
+    (row,) = [row for row in judge_launch(["python", str(script)], None).rules if row.subject == "megatron_rl"]
+    command, _, words = (
+        row.text.partition("our losses: ")[2].replace("<name>", "sample_mean").partition(" > mrl.yaml, and behind the script ")
+    )
+    assert main(shlex.split(command)[1:]) == 0
+    (tmp_path / "mrl.yaml").write_text(capsys.readouterr().out)
+    typed = shlex.split(words.replace("/path/to", str(tmp_path)))
+    report = judge_launch(["python", str(script), *typed], None)
+    assert report.route == Route.REDUCER and any(row.subject == "trains" and "1/(N m_i)" in row.text for row in report.rules), (
+        report
+    )
 
 
 def test_a_script_that_only_defines_starts_no_training(tmp_path):

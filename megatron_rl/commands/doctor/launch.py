@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.doctor.command_line import (
+    ADDED,
     CONFIG_FILE,
     HIDES_FLAGS,
     OUR_LAUNCHER,
@@ -245,6 +246,9 @@ def _with_unread(line: LaunchLine) -> HostOptions:
 
 def _next_step(line: LaunchLine) -> str:
     """What a line without anything of ours lacks."""
+    if line.is_composed:
+        file = "megatron-rl launch-config --loss-aggregation <name> > mrl.yaml"
+        return f"{file}, and behind the script {ADDED} '{CONFIG_FILE} /path/to/mrl.yaml {INIT_LINE} {REDUCER_LINE}'"
     if line.is_of_rollouts:
         return f"python -m {OUR_LAUNCHER} before the script, and {INIT_LINE} {REDUCER_LINE} --loss-aggregation <name>"
     return "docs/hosts/megatron_lm.md shows the lines of the script"
