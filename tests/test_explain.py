@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from fractions import Fraction
 from importlib import import_module
 
@@ -186,6 +187,33 @@ def test_long_steps_are_cut_on_paper_and_whole_in_json():
     _, out, _ = explain(*lengths, "--rows", "2")
     assert out.count("38 more") == 2
     assert len(explain_json(*lengths)["aggregations"]["constant"]["token_weights"]) == 40
+
+
+def test_an_aggregation_of_ones_own_stands_beside_the_built_in_ones(tmp_path, monkeypatch):
+    """1 / (N m_i^0.5) of 1, 4 and 4 tokens of 3 samples: 1/3, 1/6, 1/6, so a sample's share is 1/5, 2/5, 2/5."""
+    source = """
+        from megatron_rl import register_loss_aggregation
+        for name in ("beside", "another"):
+            @register_loss_aggregation(name, formula="1 / (N m_i^0.5)")
+            def function(token_counts, totals, *, prompt_token_counts, divisor):
+                return 1 / (totals.num_samples * token_counts.sqrt())
+            globals()[name] = function
+    """
+    (tmp_path / "own_weights.py").write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    flags = ["--response-lengths", "1,4,4", "--loss-aggregation", "own_weights.beside"]
+    found = explain_json(*flags, "--prompt-ids", "a,a,b")
+    built_in = ["sample_mean", "prompt_mean", "token_mean", "constant"]
+    assert [*found["aggregations"]] == ["own_weights.beside", *built_in]
+    assert found["aggregations"]["own_weights.beside"]["token_weights"] == pytest.approx([1 / 3, 1 / 6, 1 / 6])
+    assert found["aggregations"]["own_weights.beside"]["sample_shares"] == pytest.approx([0.2, 0.4, 0.4])
+    assert found["aggregations"]["token_mean"]["sample_shares"] == pytest.approx([1 / 9, 4 / 9, 4 / 9])
+    assert found["aggregations"]["constant"]["divisor_is_assumed"]
+    found = explain_json(*flags)
+    assert [*found["aggregations"]] == ["own_weights.beside", "sample_mean", "token_mean", "constant"]
+    assert "prompt_mean: which samples share a prompt is not known; give --prompt-ids" in found["left_out"]
+    assert [*explain_json(*flags, "--host", "train")["aggregations"]] == ["own_weights.beside"]
+    assert [*explain_json(*flags[:2], "--loss-aggregation", "token_mean")["aggregations"]] == ["token_mean"]
 
 
 def test_it_needs_torch_alone():

@@ -474,7 +474,7 @@ GENERATION += ["--num_generations", "2"]
 DYNAMIC = ["--use-dynamic-batch-size"]
 BUDGET_OF_FOUR = ["python", "-m", verl.MAIN, f"{verl.ACTOR}use_dynamic_bsz=True", f"{verl.ACTOR}ppo_max_token_len_per_gpu=4"]
 LAYOUTS = [
-    ("trl", [*GENERATION], "2 micro-batches a rank of gradient_accumulation_steps; a step of the line has 2 samples", "0.1"),
+    ("trl", [*GENERATION], "micro-batch size 1 of per_device_train_batch_size; a step of the line has 2 samples", "0.3"),
     ("trl", ["torchrun", "--nproc-per-node=2", "--nnodes", "2", *GENERATION[1:]], "4 of --nproc-per-node x --nnodes", "3.0"),
     (
         "trl",
@@ -482,7 +482,12 @@ LAYOUTS = [
         "data-parallel size 2 of num_processes of a.yaml, micro-batch size 1 of per_device_train_batch_size)",
         "1.1",
     ),
-    ("trl", ["python", "t.py"], "1 micro-batch a rank of gradient_accumulation_steps by default", "0.0"),
+    (
+        "trl",
+        ["python", "t.py"],
+        "micro-batch size 8 of per_device_train_batch_size by default; a step of the line has 8 samples",
+        "0.0",
+    ),
     (
         "trl",
         ["accelerate", "launch", "--num_processes", "8", "t.py"],
@@ -554,6 +559,12 @@ LAYOUTS = [
     ),
     ("miles", ["python3", "train.py", "--micro-batch-size", "2"], "micro-batch size 2 of --micro-batch-size", "0.1"),
     (
+        "miles",
+        ["python3", "train.py", "--micro-batch-size", "3"],
+        "; 3 samples a micro-batch do not divide it: the last one has 1 on",
+        "0.1",
+    ),
+    (
         "megatron_lm",
         ["torchrun", "--nproc-per-node", "4", "train_rl.py", "--micro-batch-size", "2", "--tensor-model-parallel-size", "2"],
         "data-parallel size 2 of --nproc-per-node / --tensor-model-parallel-size, micro-batch size 2 of",
@@ -572,8 +583,20 @@ def test_doctor_and_explain_cut_a_step_as_the_line_does(host, line, said, place,
     _, shown = explain(capsys, *step, "--", *line)
     places = [row.split()[3] for row in shown.splitlines() if row.startswith("sample ")]
     assert places[-1] == place and said in shown, shown
-    is_other = "a step of the line has" in out
-    assert ("unmasked tokens; " in shown.splitlines()[0]) == (is_other or "too few" in out), shown  # above the weights
+    is_other = any(words in out for words in ("a step of the line has", "too few", "do not divide"))
+    assert ("unmasked tokens; " in shown.splitlines()[0]) == is_other, shown  # above the weights
+
+
+def test_a_smaller_step_keeps_the_size_of_a_micro_batch(capsys):
+    """3 samples of a line with 2 micro-batches of 2: 2 and 1. Of one with 2 micro-batches of 1, each a generation, they are 3
+    generations, of 3, 5 and 7 tokens: 1 / (3 x 3), 1 / (3 x 5), 1 / (3 x 7), and 15 / (3 x 3) = 1.67 times 1 / T."""
+    line = [*GENERATION[:-1], "2"]
+    _, out = explain(capsys, "--response-lengths", "3,5,7", "--host", "trl", "--", *line)
+    assert [row.split()[3] for row in out.splitlines() if row.startswith("sample ")] == ["0.0", "0.0", "0.1"], out
+    assert "; a step of the line has 4 samples; 2 samples a micro-batch do not divide it: the last one has 1 on rank 0" in out, out
+    _, out = explain(capsys, "--response-lengths", "3,5,7", "--host", "trl", "--", *GENERATION, "--steps_per_generation", "1")
+    assert [row.split()[3] for row in out.splitlines() if row.startswith("sample ")] == ["0.0", "0.1", "0.2"], out
+    assert [row.split()[5] for row in out.splitlines() if row.startswith("sample ")] == ["0.1111", "0.06667", "0.04762"], out
 
 
 def test_the_flags_of_the_command_win_over_the_line(capsys):

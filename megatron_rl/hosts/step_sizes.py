@@ -151,8 +151,8 @@ class Cut:
 
 
 def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
-    """A step on the line's ranks, in its micro-batches. One of another size than the line's has as many micro-batches, of less
-    samples; one that leaves a rank of the line empty is taken as one rank's. lengths: tokens of each response."""
+    """A step on the line's ranks, in micro-batches of its size: one of fewer samples than the line's has fewer of them. One that
+    leaves a rank of the line empty is taken as one rank's. lengths: tokens of each response."""
     num_samples, data, size, count = len(lengths), sizes.data, sizes.micro_batch, sizes.num_microbatches
     of_line = size.value * count.value * (data.value if data else 1) if size and count else None
     other = f"; a step of the line has {of_line} samples" if of_line not in (None, num_samples) else ""
@@ -167,12 +167,16 @@ def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
         return Cut(parts, f"{_said('data-parallel size', data)}, {words}", other)
     if sizes.tokens is not None:
         words, length = f"1 sample a micro-batch, for the tokens that {sizes.tokens.source} gives them are not known", 1
-    elif count is not None and (size is None or of_line != num_samples):
+    elif count is not None and size is None:
         plural = "es" if count.value > 1 else ""
         words, length = f"{count.value} micro-batch{plural} a rank of {count.source}", max(1, -(-share // count.value))
     else:
         words, length = _said("micro-batch size", size), size.value if size else 1
-    return Cut(microbatches(num_samples, num_ranks, length), f"{_said('data-parallel size', data)}, {words}", other)
+    parts = microbatches(num_samples, num_ranks, length)
+    if len({len(part) for of_rank in parts for part in of_rank}) > 1:
+        last = ", ".join(f"{len(of_rank[-1])} on rank {rank}" for rank, of_rank in enumerate(parts) if len(of_rank[-1]) < length)
+        other += f"; {length} samples a micro-batch do not divide it: the last one has {last}"
+    return Cut(parts, f"{_said('data-parallel size', data)}, {words}", other)
 
 
 def _filled(samples: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:

@@ -79,12 +79,19 @@ def asked_sizes(args: Namespace) -> StepSizes:
 def generations(tokens: Tensor, parts: Sequence[Sequence[Sequence[int]]], known: Mapping[str, float]) -> list[int] | None:
     """The tokens of the generation that each micro-batch of a rank is of; None: one step does not say."""
     counts = {len(of_rank) for of_rank in parts}
-    size = max(counts) * known["M_gen"] / known["M"] if "M_gen" in known else 0
+    size = max(counts) * generation_share(known, max(counts)) if "M_gen" in known else 0
     if len(counts) > 1 or size < 1 or max(counts) % size:
         return None
     of_all = [sum(int(tokens[of_rank[index]].sum()) for of_rank in parts) for index in range(max(counts))]
     firsts = [int(index - index % size) for index in range(max(counts))]
     return [sum(of_all[first : first + int(size)]) for first in firsts]
+
+
+def generation_share(known: Mapping[str, float], num_microbatches: int) -> float:
+    """M_gen / M on a step of so many micro-batches a rank. A generation of less than a step keeps its micro-batches, as a
+    micro-batch keeps its samples; any other one is as many steps as on the line."""
+    share = known.get("M_gen", 1) / known.get("M", 1)
+    return share if share >= 1 else known.get("M_gen", 1) / num_microbatches
 
 
 def difference(
@@ -132,7 +139,7 @@ def token_weights(
     generation of several steps this one has its share."""
     present = int((tokens > 0).sum())
     step = {"N": len(tokens), "T": int(tokens.sum()), "N+": present, "T'": int(tokens.clamp(min=1).sum()), "L": known.get("L", 1)}
-    share, of_generations = known.get("M_gen", 1) / known.get("M", 1), generations(tokens, parts, known)
+    share, of_generations = generation_share(known, max(map(len, parts))), generations(tokens, parts, known)
     groups: dict[Hashable, int] = {}
     for prompt, count in () if prompts is None else zip(prompts, tokens.tolist(), strict=True):
         groups[prompt] = groups.get(prompt, 0) + count

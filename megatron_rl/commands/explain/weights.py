@@ -20,7 +20,7 @@ from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.config import PolicyLossConfig, RejectedTokens, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.companions import HostCounts, count_rollouts
-from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
+from megatron_rl.loss_hub import AGGREGATIONS, get_loss_aggregation, loss_aggregation_names
 from megatron_rl.losses import importance_correction
 from megatron_rl.registries.correction_settings import CorrectionSettings
 
@@ -97,25 +97,35 @@ def judged_settings(args: Namespace, route: Route, **changes: object) -> PolicyL
     return validate_megatron_rl_args(Namespace(**given_settings(args) | changes), route)
 
 
+def check_prompts(aggregation: str, step: StepInput) -> None:
+    """Raises ConfigError where it needs the prompts of a step that does not have them."""
+    if get_loss_aggregation(aggregation).needs_prompts and step.prompts is None:
+        raise ConfigError(
+            f"--loss-aggregation {aggregation} needs to know which samples share a prompt, and {step.source} does "
+            "not say: give --prompt-ids a,a,b with --response-lengths, a prompt_id in each line, or a dump whose samples have "
+            "a group_index"
+        )
+
+
 def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[PolicyLossConfig], list[str]]:
     """(configurations to show, what is left out). Without --loss-aggregation all of them are shown, at the longest response where
-    no divisor is given; with --host it is the one that the launch would train."""
-    if args.loss_aggregation is not None or args.host is not None:
+    no divisor is given; with one of a user's own that one first; with --host the one that the launch would train."""
+    chosen = args.loss_aggregation
+    is_own = chosen is not None and "." in chosen and not AGGREGATIONS.is_built_in(get_loss_aggregation(chosen).name)
+    if args.host is not None or (chosen is not None and not is_own):
         config = judged_settings(args, route)
-        if get_loss_aggregation(config.loss_aggregation).needs_prompts and step.prompts is None:
-            raise ConfigError(
-                f"--loss-aggregation {config.loss_aggregation} needs to know which samples share a prompt, and {step.source} does "
-                "not say: give --prompt-ids a,a,b with --response-lengths, a prompt_id in each line, or a dump whose samples have "
-                "a group_index"
-            )
+        check_prompts(config.loss_aggregation, step)
         return [config], []
+    if is_own:
+        check_prompts(chosen, step)
     divisor, configs, left_out = args.loss_aggregation_divisor, [], []
     if divisor is None:
         divisor = float(max(mask.numel() for mask in step.masks))
-    for name in loss_aggregation_names():
+    names = [name for name in loss_aggregation_names() if get_loss_aggregation(name).name == name]  # else a second name
+    if is_own:
+        names = [chosen, *filter(AGGREGATIONS.is_built_in, names)]
+    for name in names:
         record = get_loss_aggregation(name)
-        if record.name != name:  # a second name
-            continue
         if record.needs_rows and len({*step.rollout_keys}) == len(step.masks):  # sample_mean's weights
             continue
         if record.needs_prompts and step.prompts is None:
