@@ -7,6 +7,7 @@ import argparse
 from functools import partial
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_rl import count_step, grpo_loss, sample_token_weights
 from megatron_rl.config import PolicyLossConfig
@@ -35,6 +36,7 @@ def build():  # plain Megatron-Core: put your own model and optimiser here
     return config, model, get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), [model])
 
 
+@record  # so that torchrun ends with the error of a rank, and not with its own
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)

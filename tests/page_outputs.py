@@ -169,7 +169,8 @@ def of_own_loop_without_scale(command: str) -> str:
     try:
         of_torchrun(f"torchrun --nproc-per-node 2 {path}")
     except RuntimeError as error:
-        return re.search(r"ConfigError: (check_step of .*)", str(error))[1] + "\n"
+        last = str(error).rpartition("ConfigError: check_step")[2].split("\n  \n")[0]  # as torchrun ends
+        return f"ConfigError: check_step{last}\n".replace("\n      ", "\n    ")
     raise RuntimeError("a loop without scale_for_schedule passed")
 
 

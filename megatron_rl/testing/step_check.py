@@ -152,7 +152,7 @@ def check_step(
             )
             mistake = mistake_of(Step(rows, samples, known, config, step, float(delivered or 1.0), precision))
         mistake = mistake or _cause(found, tolerance, groups, len(batches), samples, own.rows)
-        raise ConfigError(f"check_step of {config.policy_loss} with {config.loss_aggregation}: {mistake}")
+        raise ConfigError(f"check_step of {config.policy_loss} with {config.loss_aggregation}:{in_lines(mistake)}")
     return found
 
 
@@ -171,6 +171,11 @@ def _cause(
     cause = found.cause(tolerance, named_sizes(layout, samples, rows=rows))
     is_of_schedule = any(f"{name}{end}" in cause for name in ("micro-batches", "dp", "cp") for end in (":", ")", " x"))
     return f"{cause}; {CURE}" if is_of_schedule else cause
+
+
+def in_lines(sentence: str) -> str:
+    """Each part of it on a line of its own: it stands below a traceback, where it must be read whole."""
+    return "".join(f"\n    {part}" for part in sentence.split("; "))
 
 
 def what_the_step_hides(samples: Sequence[StepSample], config: PolicyLossConfig) -> Iterator[str]:
