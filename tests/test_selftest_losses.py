@@ -279,6 +279,46 @@ def test_an_aggregation_of_ones_own_has_rows_of_its_own(tmp_path, monkeypatch, n
     assert all(f"grpo {name}, " in row for row in rows) and (rows or code == 2), out
 
 
+OWN_ESTIMATORS = """
+from megatron_rl import KLValue, register_kl_estimator
+
+@register_kl_estimator("squared")
+def squared(log_probs, ref_log_probs):
+    return (log_probs - ref_log_probs) ** 2
+
+@register_kl_estimator("doubled")
+def doubled(log_probs, ref_log_probs):
+    difference = log_probs - ref_log_probs
+    return KLValue(difference, 2 + 0 * difference)
+
+@register_kl_estimator("centred")
+def centred(log_probs, ref_log_probs):
+    return (log_probs - log_probs.mean()) ** 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "others", "code", "says"),
+    [
+        pytest.param("mine.squared", (), 0, "PASS: 10 of 10 rows", id="each aggregation and head"),
+        pytest.param("k2", ("--loss-aggregation", "constant"), 0, "PASS: 2 of 2 rows", id="a built-in one, and one aggregation"),
+        pytest.param("mine.doubled", (), 2, "kl_estimator=doubled returns a derivative", id="a wrong derivative"),
+        pytest.param("mine.centred", (), 2, "kl_estimator=centred depends at one token on the others", id="no elementwise one"),
+        pytest.param("mine.absent", (), 2, "module 'mine' has no 'absent'", id="absent"),
+        pytest.param("k2", ("--model-like", "gpt-oss"), 2, "have no KL term; remove one flag", id="beside a model of the field"),
+    ],
+)
+def test_a_kl_estimator_has_rows_of_its_own(tmp_path, monkeypatch, name, others, code, says):
+    (tmp_path / "mine.py").write_text(OWN_ESTIMATORS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    found, out, error = alone("--kl-estimator", name, "--policy-loss", "grpo", *others)
+    assert found == code and says in out + error, out + error
+    rows = [line for line in out.splitlines() if line.startswith(("PASS  ", "FAIL  "))]
+    assert all(row.split("  x ")[0].rstrip().endswith(f", torch, KL {name.removeprefix('mine.')}") for row in rows), out
+    assert rows or code == 2
+
+
 def test_interpreted_rows_pass(plain_pool):
     """The same kernels as on CUDA, against the same reference."""
     if not is_interpreted():

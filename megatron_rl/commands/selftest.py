@@ -56,6 +56,8 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     )
     aggregation_help = "Run the rows of this aggregation alone; module.function: one of your own. Default: all."
     parser.add_argument("--loss-aggregation", metavar="NAME", help=aggregation_help)
+    kl_help = "Run each loss and aggregation with this KL term, and no other row; module.function: one of your own."
+    parser.add_argument("--kl-estimator", metavar="NAME", help=kl_help)
     parser.add_argument("--row", action="append", default=[], metavar="TEXT", help="Only rows with TEXT in their name. Repeatable.")
     interpreted = "Without CUDA: run a few rows in Triton's interpreter too, some seconds each."
     parser.add_argument("--interpret-triton", action="store_true", help=interpreted)
@@ -71,6 +73,8 @@ def run(args: Namespace) -> int:
         check_loss(args.policy_loss)
     if args.loss_aggregation is not None:
         args.loss_aggregation = aggregation_of(args.loss_aggregation, args.model_like)
+    if args.kl_estimator is not None:
+        args.kl_estimator = estimator_of(args.kl_estimator, args.model_like)
     if args.interpret_triton:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks where a kernel is defined, which is later
     screen = Screen(as_json=args.json, shows=os.environ.get("RANK", "0") == "0")
@@ -169,6 +173,21 @@ def aggregation_of(name: str, model_like: str | None) -> str:
     return record.name
 
 
+def estimator_of(name: str, model_like: str | None) -> str:
+    """The name in its rows. One of a user's own is registered, before the tables are made. ConfigError: it is not what it declares,
+    or has no rows."""
+    from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, get_kl_estimator
+    from megatron_rl.validation.own_terms import estimator_problems
+
+    record = get_kl_estimator(name)
+    problems = [] if KL_ESTIMATORS.is_built_in(record.name) else [*estimator_problems(record)]
+    if model_like is not None:
+        problems.append(f"--kl-estimator {name}: rows of --model-like {model_like} have no KL term; remove one flag")
+    if problems:
+        raise ConfigError(problems)
+    return record.name
+
+
 def results(args: Namespace, screen: Screen) -> Iterator[RowResult]:
     from megatron_rl.testing.selftest import run_selftest
     from megatron_rl.testing.selftest_table import Choice
@@ -177,7 +196,7 @@ def results(args: Namespace, screen: Screen) -> Iterator[RowResult]:
         bench_of(args),
         screen.on_start,
         interprets_triton=args.interpret_triton,
-        choice=Choice(args.policy_loss, tuple(args.row), args.loss_aggregation),
+        choice=Choice(args.policy_loss, tuple(args.row), args.loss_aggregation, args.kl_estimator),
         on_row=screen.on_row,
     )
 

@@ -22,7 +22,8 @@ from megatron_rl.layout.groups import Group, all_gather_stack
 from megatron_rl.testing.comparison import named_sizes
 from megatron_rl.testing.layout_step import Layout
 from megatron_rl.testing.selftest_bench import Bench, Measured, refuse_tf32
-from megatron_rl.testing.selftest_table import Choice, Row, table, table_of_shape, triton_here
+from megatron_rl.testing.selftest_table import Choice, Row, table, table_of_kl, table_of_shape, triton_here
+from megatron_rl.testing.selftest_terms import Case
 
 # A row takes 0.1 s, and the first on CUDA compiles its kernels. A rank that is still busy then hangs: it prints its stack and ends.
 SECONDS_FOR_A_ROW = 180.0
@@ -74,7 +75,11 @@ def run_selftest(
     """Each rank calls it and gets the same results, one after another. on_row gets the name of each row before it runs. rows: those
     to run where the bench can; None: the table. Raises ConfigError for a choice without a row."""
     refuse_tf32(bench.device)
-    declared = partial(table_of_shape, policy_loss=choice.policy_loss) if bench.model else table
+    declared: Callable[[Callable[[Case], bool]], list[Row]] = table
+    if bench.model:
+        declared = partial(table_of_shape, policy_loss=choice.policy_loss)
+    elif choice.kl_estimator is not None:
+        declared = partial(table_of_kl, estimator=choice.kl_estimator)
     of_triton = [row.case for row in declared(lambda case: True) if row.case is not None and row.case.backend == Backend.TRITON]
     runs_triton, without_triton = triton_here(bench.device, interprets=interprets_triton, cases=of_triton)
     if rows is None:

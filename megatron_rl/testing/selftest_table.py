@@ -5,6 +5,7 @@ A loss, an aggregation, a KL estimator, a correction and a balancing loss of rou
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -68,6 +69,14 @@ def table_of_shape(runs_triton: Callable[[Case], bool], policy_loss: str | None 
     cases += [Case(loss, "token_mean", head, is_per_token=True) for head in (LOGITS, FUSED) for loss in losses]
     probes = [row_of_probe("schedule probe", "dense"), row_of_probe("schedule probe, experts", "experts")]
     return [*probes, *map(row_of_loss, cases)]
+
+
+def table_of_kl(runs_triton: Callable[[Case], bool], estimator: str) -> list[Row]:
+    """The rows of one KL estimator: with each loss, aggregation and head."""
+    every = itertools.product((Backend.TORCH, Backend.TRITON), (LOGITS, FUSED), CLIPS, AGGREGATIONS)
+    cases = [Case(loss, aggregation, head, backend, term=f"KL {estimator}") for backend, head, loss, aggregation in every]
+    probe = row_of_probe("schedule probe", "dense")
+    return [probe, *(row_of_loss(case) for case in cases if case.backend == Backend.TORCH or runs_triton(case))]
 
 
 def row_of_probe(name: str, gradients: str) -> Row:
@@ -149,6 +158,8 @@ class Choice:
     """The rows with one of these in their names; none: all."""
     aggregation: str | None = None
     """The rows of this aggregation alone; None: of all."""
+    kl_estimator: str | None = None
+    """Its table; None: the table of all losses, in which each estimator has a few rows."""
 
     def of(self, rows: Sequence[Row]) -> list[Row]:
         """The rows of a probe run whatever is chosen. Raises ConfigError where a text chooses no row."""
