@@ -28,6 +28,17 @@ of_a_step = sample_mean("mtp_loss", lambda tokens: tokens.ratios, **WORDS)
 unspeakable = sample_mean("far tokens", lambda tokens: tokens.ratios, **WORDS)
 divided = sample_mean("divided", lambda tokens: tokens.ratios, normaliser="num_far", **WORDS)
 unguarded = Metric(name="unguarded", value=lambda tokens: tokens.ratios, normaliser="clipped_low")
+without_a_name = Metric(name=3, value=lambda tokens: tokens.ratios)
+reduced = Metric(name="reduced", value=lambda tokens: tokens.ratios, reduction="median")
+weighed = Metric(name="weighed", value=lambda tokens: tokens.ratios, weight="heavy")
+present_nowhere = Metric(name="present_nowhere", value=lambda tokens: tokens.ratios, present_with="num_far")
+of_a_maximum = Metric(
+    name="of_a_maximum", value=lambda tokens: tokens.ratios, normaliser="max_advantage", present_with="max_advantage"
+)
+num_far = Metric(name="num_far", value=lambda tokens: (tokens.ratios - 1).abs() > 0.1, weight=Weight.TOKEN)
+of_far = Metric(
+    name="of_far", value=lambda tokens: tokens.ratios, weight=Weight.TOKEN, normaliser="num_far", present_with="num_far"
+)
 one_number = sample_mean("one_number", lambda tokens: tokens.ratios.mean(), **WORDS)
 of_pairs = sample_mean("of_pairs", lambda tokens: tokens.ratios.diff(), **WORDS)
 imaginary = sample_mean("imaginary", lambda tokens: torch.complex(tokens.ratios, tokens.ratios), **WORDS)

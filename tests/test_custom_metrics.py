@@ -83,6 +83,12 @@ REFUSED = {
     "unspeakable": "policy metric 'far tokens' must have letters, digits and underscores as its name",
     "divided": "its normaliser 'num_far' is no sum of the step; choose of num_documents",
     "unguarded": "a step may have 0 of its normaliser 'clipped_low'; declare present_with='clipped_low'",
+    "without_a_name": "policy metric 3 must have letters, digits and underscores as its name",
+    "reduced": "policy metric 'reduced': reduction and weight must be members of metrics.policy.Reduction and Weight",
+    "weighed": "policy metric 'weighed': reduction and weight must be members of",
+    "present_nowhere": "its present_with 'num_far' is no sum of the step; choose of num_documents",
+    "of_a_maximum": "'max_advantage' is no sum of the step",
+    "of_far": "'num_far' is no sum of the step",
     "one_number": "'one_number' returned () torch.float32 on cpu: its value must be (1024,) real numbers or bool on cpu, one",
     "of_pairs": "'of_pairs' returned (1023,) torch.float32",
     "imaginary": "'imaginary' returned (1024,) torch.complex64",
@@ -105,7 +111,8 @@ def test_a_wrong_row_is_refused_at_start(name):
 
 def test_what_else_is_refused_and_what_is_not():
     assert problems_of("far_tokens") == problems_of("far_tokens,own_metrics.raised_tokens") == []
-    assert problems_of("surprise", policy_metrics="with_entropy") == []
+    assert problems_of("surprise", policy_metrics="with_entropy") == problems_of("num_far,own_metrics.of_far") == []
+    assert [problem.count("has no 'absent") for problem in problems_of("absent,own_metrics.absent_too")] == [1, 1]
     (problem,) = problems_of("far_tokens,own_metrics.far_tokens")
     assert "policy metric 'far_tokens': another metric has that name" in problem
     (problem,) = problems_of("far_tokens,nowhere.at_all")
