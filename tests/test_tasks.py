@@ -62,6 +62,8 @@ def user_task(tmp_path, *records, reward="echo_reward", **settings):
         pytest.param("sort", [2, 2, 1], [1, 2, 2], [2, 2, 2], 2 / 3, id="sort: equal digits"),
         pytest.param("add", [9, 8], [1, 7], [1, 8], 1 / 2, id="add: 9 + 8 = 17"),
         pytest.param("add", [3, 4], [0, 7], [7, 0], 0.0, id="add: 3 + 4 = 07"),
+        pytest.param("tally", [3], [1, 1, 1, 0], [1, 0], 1 / 4, id="tally: ends too early"),
+        pytest.param("tally", [1], [1, 0], [1, 1, 1, 1, 0], 1 / 5, id="tally: ends too late"),
     ],
 )
 def test_rewards_by_hand(name, symbols, answer, wrong, reward):
@@ -77,20 +79,28 @@ def test_rewards_by_hand(name, symbols, answer, wrong, reward):
 def test_a_built_in_prompt_keeps_what_the_task_promises(name):
     """Every prompt of a run is a group of its own, also where the same symbols come up twice: their samples must not become one."""
     task = make_task(name)
-    prompts = [task.make_prompt(index, 3) for index in range(200)]
+    prompts, lengths = [task.make_prompt(index, 3) for index in range(200)], set()
     for prompt in prompts:
         assert len(prompt.tokens) == task.max_prompt_tokens
         assert all(0 <= token < task.vocab_size for token in prompt.tokens + prompt.record["answer"])
-        assert len(prompt.record["answer"]) == task.max_new_tokens
-    assert task.end_tokens == ()
+        answer = prompt.record["answer"]
+        lengths.add(len(answer))
+        assert all(
+            (token in task.end_tokens) == (place == len(answer) - 1) for place, token in enumerate(answer) if task.end_tokens
+        )
+    if name == "tally":  # its responses end by themselves, and some are longer than any answer
+        assert lengths == {2, 3, 4, 5, 6} and task.end_tokens == (0,) and task.max_new_tokens == 8
+    else:
+        assert lengths == {task.max_new_tokens} and task.end_tokens == ()
     assert len({prompt.prompt_id for prompt in prompts}) == 200 > len({tuple(prompt.tokens) for prompt in prompts})
 
 
-# Five prompts of seed 7 for each task: 8 and 10 are the tokens that a prompt begins with.
+# Five prompts of seed 7 for each task: 8, 10 and 6 are the tokens that a prompt begins with.
 GOLDEN = [
     [[8, 7], [8, 3], [8, 0], [8, 6], [8, 5]],
     [[10, 3, 1, 3], [10, 9, 6, 2], [10, 3, 2, 0], [10, 0, 9, 1], [10, 0, 0, 6]],
     [[10, 0, 9], [10, 1, 4], [10, 3, 6], [10, 1, 0], [10, 7, 3]],
+    [[6, 5], [6, 4], [6, 1], [6, 3], [6, 2]],
 ]
 
 
@@ -244,7 +254,7 @@ def test_a_reward_that_cannot_be_imported_says_what_failed(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("settings", "problems"),
     [
-        pytest.param({"name": "copy"}, ["--task copy is unknown; built in: repeat, sort, add"], id="unknown task"),
+        pytest.param({"name": "copy"}, ["--task copy is unknown; built in: repeat, sort, add, tally"], id="unknown task"),
         pytest.param({"max_new_tokens": 3}, ["--max-new-tokens 3 works with --prompts alone"], id="length of built-in"),
         pytest.param({"name": "add", "end_token": 3}, ["--end-token 3 works with --prompts alone"], id="end of built-in"),
         pytest.param(

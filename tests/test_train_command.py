@@ -288,7 +288,7 @@ def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goe
     """Exit code 1 with file, line and sample. When the file is repaired the run ends as if nothing had been."""
     rollouts, expected = recorded
     lines = rollouts.read_text().splitlines(keepends=True)
-    lines[2] = lines[2].replace('"tokens": [8', '"tokens": [99', 1)
+    lines[2] = lines[2].replace('"tokens": [6', '"tokens": [99', 1)
     (tmp_path / "r.jsonl").write_text("".join(lines))
     replay = f"--preset demo {SMALL} --output-dir out --rollouts r.jsonl --save-interval 1"
     command = Command(f"{replay} --tensor-model-parallel-size 2", tmp_path / "logs", num_ranks=2)

@@ -19,7 +19,7 @@ from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.metrics.further import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS, SUPPORT_METRICS
 from megatron_rl.train.collection import SampledRollouts, with_old_log_probs
 from megatron_rl.train.loop import SKIPPED_STEPS, TIMING_METRICS
-from megatron_rl.train.options import TrainOptions
+from megatron_rl.train.options import PRESETS, TrainOptions
 from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.train.rollout_files import load_rollouts, record_of
 from megatron_rl.train.rollouts import partition
@@ -177,11 +177,13 @@ def test_a_run_that_reaches_its_target_saves_and_ends_with_0(pool, tmp_path):
 
 def learning_run_on_rank(rank, output_dir):
     """(progress, what the watchdog says) of the values of `--preset demo`."""
-    config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=8)
-    options = {"prompts_per_rollout": 16, "num_rollouts": 140, "target_reward": 0.92, "save_interval": None}
+    demo = dict(PRESETS["demo"])
+    config = PolicyLossConfig(**{name: demo.pop(name) for name in ("policy_loss", "loss_aggregation", "samples_per_prompt")})
+    settings = {"hidden_size": 64, "lr": demo["lr"]}
+    options = demo | {"target_reward": 0.92, "save_interval": None}
     logger, messages = logging.getLogger("megatron_rl.train.watchdog"), []
     with mock.patch.object(logger, "warning", lambda *given: messages.append(given)):
-        return run_loop(output_dir, config, options, settings={"hidden_size": 64})[0].progress, messages
+        return run_loop(output_dir, config, options, settings=settings)[0].progress, messages
 
 
 def test_the_demo_learns_from_below_a_fifth_to_above_nine_tenths_and_its_watchdog_is_silent(pool, tmp_path):

@@ -127,10 +127,10 @@ def test_defaults_that_depend_on_other_flags(tmp_path):
 def test_the_demo_is_gspo_with_prompt_mean_and_gspos_own_clip():
     args = parse("--preset demo")
     config = validate_megatron_rl_args(args, Route.TRAIN)
-    assert (config.policy_loss, config.loss_aggregation, config.samples_per_prompt) == ("gspo", "prompt_mean", 8)
+    assert (config.policy_loss, config.loss_aggregation, config.samples_per_prompt) == ("gspo", "prompt_mean", 16)
     assert clip_of(config) == (3e-4, 4e-4)
     options = train_options(vars(args))
-    assert (options.prompts_per_rollout, options.steps_per_rollout, options.lr) == (16, 2, 3e-3)
+    assert (options.task, options.prompts_per_rollout, options.steps_per_rollout, options.lr) == ("tally", 8, 2, 1e-3)
     assert (options.num_rollouts, options.target_reward, options.target_reward_window) == (140, 0.97, 5)
 
 
@@ -141,6 +141,15 @@ def test_a_flag_that_is_given_wins_over_the_preset_wherever_it_stands(line):
     config = validate_megatron_rl_args(args, Route.TRAIN)
     assert (config.policy_loss, args.lr, config.loss_aggregation) == ("grpo", 1.0, "prompt_mean")
     assert clip_of(config) == (0.2, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("line", "task"), [("", "tally"), ("--task sort", "sort"), ("--prompts p.jsonl", None), ("--hf-checkpoint=folder", None)]
+)
+def test_a_task_that_is_given_wins_over_that_of_the_preset(line, task):
+    """Catches --preset demo with --prompts refused as two tasks."""
+    args = parse(f"{line} --preset demo")
+    assert (args.task, args.lr) == (task, 1e-3)
 
 
 def test_a_preset_sets_existing_flags_alone():

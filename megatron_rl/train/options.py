@@ -38,11 +38,12 @@ DEFAULT_NUM_ROLLOUTS = 140
 DEFAULT_STEPS_PER_ROLLOUT = 2
 # What a preset sets for flags that are not given. The clip is left out: the loss's own default is right for each loss.
 _DEMO: dict[str, Any] = {
+    "task": "tally",
     "policy_loss": "gspo",
     "loss_aggregation": "prompt_mean",
-    "prompts_per_rollout": 16,
-    "samples_per_prompt": 8,
-    "lr": 3e-3,
+    "prompts_per_rollout": 8,
+    "samples_per_prompt": 16,
+    "lr": 1e-3,
     "num_rollouts": 140,
     "target_reward": 0.97,
     "target_reward_window": 5,
@@ -345,15 +346,18 @@ def add_train_args(parser: ArgumentParser) -> ArgumentParser:
 
 
 def set_preset_defaults(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    """Makes the values of the --preset among the arguments the parser's defaults, so that a flag that is given wins.
+    """Makes the values of the --preset among the arguments the parser's defaults, so that a flag that is given wins, and prompts
+    over its task.
 
     Call it before parser.parse_args(arguments). An unknown preset is left for parse_args to report.
     """
     finder = ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--preset", nargs="?")
-    preset = finder.parse_known_args(list(arguments))[0].preset
-    if preset in PRESETS:
-        parser.set_defaults(**PRESETS[preset])
+    for name in ("--preset", "--prompts", "--hf-checkpoint"):
+        finder.add_argument(name, nargs="?")
+    given = finder.parse_known_args(list(arguments))[0]
+    has_prompts = given.prompts is not None or given.hf_checkpoint is not None
+    values = PRESETS.get(given.preset, {})
+    parser.set_defaults(**{name: value for name, value in values.items() if name != "task" or not has_prompts})
 
 
 def model_vocab_size(options: TrainOptions, task_vocab_size: int, recorded: int | None = None) -> int:

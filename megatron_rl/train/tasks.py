@@ -5,7 +5,8 @@ A prompt is a pure function of (seed, index): every rank makes the same, and a r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -48,17 +49,22 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInTask:
-    """A prompt of symbols after a begin token, with one right answer of a fixed length. A small model learns it on a CPU."""
+    """A prompt of symbols after a begin token, with one right answer. A small model learns it on a CPU."""
 
     name: str
     num_symbols: int
     """Symbols are the ids below it; the id num_symbols begins each prompt."""
     prompt_length: int
     """Symbols in a prompt, without the begin token."""
+    answer: Callable[[list[int]], list[int]]
+    """The symbols of a prompt -> the right response."""
     max_new_tokens: int
+    smallest_symbol: int = 0
+    """Of a prompt."""
+    end_tokens: tuple[int, ...] = ()
+    """Without one each response has max_new_tokens."""
     reward_function: RewardFunction | None = None
     """A user's reward in place of the share of correct tokens."""
-    end_tokens: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -69,33 +75,47 @@ class BuiltInTask:
         return self.prompt_length + 1
 
     def make_prompt(self, index: int, seed: int) -> Prompt:
-        places = range(self.prompt_length)
-        symbols = [stable_integer(self.name, seed, index, place) % self.num_symbols for place in places]
+        numbers = [stable_integer(self.name, seed, index, place) for place in range(self.prompt_length)]
+        symbols = [self.smallest_symbol + number % (self.num_symbols - self.smallest_symbol) for number in numbers]
         record = {"answer": self.answer(symbols)}
         return Prompt(prompt_id=f"{self.name}-{index}", tokens=[self.num_symbols, *symbols], record=record)
 
-    def answer(self, symbols: list[int]) -> list[int]:
-        if self.name == "repeat":
-            return symbols * self.max_new_tokens
-        if self.name == "sort":
-            return sorted(symbols)
-        return list(divmod(sum(symbols), 10))
-
     def reward(self, prompt: Prompt, response: list[int]) -> float:
+        """The tokens that are right at their place, divided by the longer of response and answer."""
         if self.reward_function is not None:
             return call_reward(self.reward_function, prompt, prompt.tokens, response)
         answer = prompt.record["answer"]
-        return sum(token == right for token, right in zip(response, answer, strict=True)) / len(answer)
+        right = sum(token == expected for token, expected in zip(response, answer, strict=False))
+        return right / max(len(response), len(answer))
 
     def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
         return [self.reward(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
 
 
-# name: (symbols, symbols in a prompt, tokens of the answer)
-BUILT_IN_TASKS: dict[str, tuple[int, int, int]] = {
-    "repeat": (8, 1, 4),  # one symbol, four times
-    "sort": (10, 3, 3),  # three digits in ascending order
-    "add": (10, 2, 2),  # the two digits of the sum of two digits
+def four_times(symbols: list[int]) -> list[int]:
+    return symbols * 4
+
+
+def two_digits_of_sum(symbols: list[int]) -> list[int]:
+    return list(divmod(sum(symbols), 10))
+
+
+def tally(symbols: list[int]) -> list[int]:
+    """As many marks, token 1, as the number in the prompt, and the end, token 0."""
+    return [1] * symbols[0] + [0]
+
+
+BUILT_IN_TASKS: dict[str, BuiltInTask] = {
+    task.name: task
+    for task in (
+        BuiltInTask(name="repeat", num_symbols=8, prompt_length=1, answer=four_times, max_new_tokens=4),
+        BuiltInTask(name="sort", num_symbols=10, prompt_length=3, answer=sorted, max_new_tokens=3),
+        BuiltInTask(name="add", num_symbols=10, prompt_length=2, answer=two_digits_of_sum, max_new_tokens=2),
+        # Responses end by themselves, at 2 to 6 tokens: what a loss or an aggregation makes of lengths shows.
+        BuiltInTask(
+            name="tally", num_symbols=6, smallest_symbol=1, prompt_length=1, answer=tally, max_new_tokens=8, end_tokens=(0,)
+        ),
+    )
 }
 
 
@@ -130,14 +150,7 @@ def make_task(
             vocab_size=vocab_size,
         )
     name = DEFAULT_TASK if name is None else name
-    num_symbols, prompt_length, answer_length = BUILT_IN_TASKS[name]
-    return BuiltInTask(
-        name=name,
-        num_symbols=num_symbols,
-        prompt_length=prompt_length,
-        max_new_tokens=answer_length,
-        reward_function=reward_function,
-    )
+    return replace(BUILT_IN_TASKS[name], reward_function=reward_function)
 
 
 def task_problems(
@@ -158,7 +171,7 @@ def task_problems(
     if prompts is None:
         for flag, value in (("--max-new-tokens", max_new_tokens), ("--end-token", end_token)):
             if value is not None:
-                problems.append(f"{flag} {value} works with --prompts alone: a built-in task's answers have a fixed length")
+                problems.append(f"{flag} {value} works with --prompts alone: a built-in task has its own")
         return problems
     if name is not None:
         problems.append(f"--task {name} and --prompts {prompts} are two tasks; give one of them")
