@@ -191,3 +191,21 @@ def test_the_demo_learns_from_below_a_fifth_to_above_nine_tenths_and_its_watchdo
     [(progress, messages)] = pool.run(learning_run_on_rank, tmp_path, world_size=1)
     assert progress.first_reward < 0.2 and progress.last_reward > 0.9
     assert progress.num_steps > 40 and messages == []
+
+
+def first_steps_on_rank(rank, output_dir, task):
+    """The first step of a run under two aggregations: its rollout is the same."""
+    found = []
+    for aggregation in ("sample_mean", "token_mean"):
+        config = PolicyLossConfig(policy_loss="grpo", loss_aggregation=aggregation, samples_per_prompt=4)
+        run_loop(output_dir / aggregation, config, {"num_rollouts": 1, "task": task})
+        found.append(metrics_of(output_dir / aggregation)[0])
+    return found
+
+
+@pytest.mark.parametrize(("task", "differ"), [("tally", True), ("repeat", False)])
+def test_aggregations_differ_where_responses_end_by_themselves(pool, tmp_path, task, differ):
+    """In responses of one length all weigh alike, and the demo would show nothing of a loss that reads lengths."""
+    [(of_samples, of_tokens)] = pool.run(first_steps_on_rank, tmp_path, task, world_size=1)
+    assert of_samples["num_tokens"] == of_tokens["num_tokens"]
+    assert (of_samples["grad_norm"] != pytest.approx(of_tokens["grad_norm"], rel=1e-3)) == differ
