@@ -85,8 +85,8 @@ class BuiltInTask:
         if self.reward_function is not None:
             return call_reward(self.reward_function, prompt, prompt.tokens, response)
         answer = prompt.record["answer"]
-        right = sum(token == expected for token, expected in zip(response, answer, strict=False))
-        return right / max(len(response), len(answer))
+        longest, shortest = max(len(response), len(answer)), min(len(response), len(answer))
+        return sum(response[place] == answer[place] for place in range(shortest)) / longest
 
     def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
         return [self.reward(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
