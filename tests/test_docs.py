@@ -126,7 +126,8 @@ def resolves(dotted: str) -> bool:
 
 # Files of checkouts that are not this one, and of the reader.
 ELSEWHERE = tuple(
-    "megatron/rl/ slime/ miles/ runs/ /path/to/ path/to/ examples/run_grpo.py examples/start_rlvr_pipeline.py scripts/run_qwen3_4b.py".split()
+    "megatron/rl/ slime/ miles/ runs/ /path/to/ path/to/ examples/run_grpo.py examples/start_rlvr_pipeline.py "
+    "scripts/run_qwen3_4b.py".split()
 )
 
 
