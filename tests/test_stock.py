@@ -473,7 +473,8 @@ def test_rloo_of_trl():
         return statements_of(tree, "_compute_loss", lambda text: text.startswith(kept), **given)["loss"] / M
 
     agrees(of_trl("RLOOTrainer").policy, reduced)
-    assert "self.model_accepts_loss_kwargs = False" in ast.unparse(tree)
+    text = ast.unparse(tree)  # the second from 1.16
+    assert "self.model_accepts_loss_kwargs = False" in text or "loss_is_scaled_for_ga = False" in text
 
 
 @pytest.mark.host("TRL_ROOT")
