@@ -529,6 +529,12 @@ LAYOUTS = [
         "1.0",
     ),
     (
+        "verl",  # 3 | 5 and 1 | 7
+        [*BUDGET_OF_FOUR, f"{verl.ACTOR}ulysses_sequence_parallel_size=1", "trainer.n_gpus_per_node=2"],
+        "data-parallel size 2 of trainer.n_gpus_per_node, micro-batches of about 4 tokens of",
+        "1.1",
+    ),
+    (
         "verl",
         [*BUDGET_OF_FOUR, f"{verl.ULYSSES}=$SP"],
         "1 sample a micro-batch, for the tokens that actor_rollout_ref.actor.use_dynamic_bsz gives them are not known",

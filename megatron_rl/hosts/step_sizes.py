@@ -55,9 +55,10 @@ class SizeNames:
         return of_line._replace(data=asked.data or of_line.data)
 
     def _size(self, name: str, value_of: Callable[[str], Any]) -> Size | None:
-        if (older := self.older.get(name)) is not None and value_of(older) not in (ABSENT, None, 1):
-            return self._size(older, value_of)
         value = value_of(name) if name else None
+        if (older := self.older.get(name)) is not None and value_of(older) not in (ABSENT, None):
+            if value_of(older) != 1 or value in (ABSENT, None):
+                return self._size(older, value_of)
         if isinstance(value, Size):
             return value
         if value is ABSENT and name in self.defaults:
