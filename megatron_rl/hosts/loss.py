@@ -370,8 +370,9 @@ def host_metrics(
             metrics["ess_ratio"] = effective_samples
         metrics.update(_rollout_metrics(plan, batch, log_probs, old_log_probs, mean))
         if plan.config.custom_policy_metrics is not None:
-            ratios = bounded_exp(log_ratio)
-            metrics.update(_own_metrics(plan, batch, output, (log_probs, old_log_probs, ratios, is_clipped), mean))
+            advantages, entropies = batch.per_token["advantages"], _entropy_of_rows(plan, output)
+            rows = TokenValues(log_probs, old_log_probs, bounded_exp(log_ratio), is_clipped, advantages, entropies)
+            metrics.update(_own_metrics(plan, batch, rows, mean))
     if plan.kl_is_reported and (is_basic or output.kl_loss is not None):
         kl_loss = output.kl_loss
         if kl_loss is None:
@@ -458,10 +459,13 @@ def _is_clipped(
     return values.is_clipped
 
 
-def _own_metrics(plan: LossPlan, batch: HostBatch, output: PolicyLossOutput, of_loss: tuple, mean) -> dict[str, Tensor]:
+def _entropy_of_rows(plan: LossPlan, output: PolicyLossOutput) -> Tensor | None:
+    return output.entropy_per_token if plan.config.policy_metrics == PolicyMetrics.WITH_ENTROPY else None
+
+
+def _own_metrics(plan: LossPlan, batch: HostBatch, tokens: TokenValues, mean) -> dict[str, Tensor]:
     """The rows of --custom-policy-metrics, as the host's mean: loss_checks refuses a row that declares another one."""
-    entropy = output.entropy_per_token if plan.config.policy_metrics == PolicyMetrics.WITH_ENTROPY else None
-    tokens, metrics = TokenValues(*of_loss, batch.per_token["advantages"], entropy), dict[str, Tensor]()
+    metrics = dict[str, Tensor]()
     for row in named_metrics(plan.config.custom_policy_metrics):
         values = row.value(tokens)
         check_values(row, values, batch.loss_mask)
