@@ -213,6 +213,29 @@ def test_ranks_that_are_done_one_after_the_other_say_nothing(order, start):
     assert all("RunError" not in ranks.said(rank) for rank in range(3))
 
 
+def test_a_watch_that_another_rank_wakes_last_of_all_is_left_without_an_error(start):
+    """A goodbye may come after this rank has said that it is over and before it wakes its thread, which has then ended."""
+
+    class WokenBefore:
+        def __init__(self, watch: PeerWatch):
+            self.thread, self.socket = watch._thread, watch._wakes
+
+        def send(self, data: bytes) -> None:
+            self.socket.send(data)
+            self.thread.join()
+            self.socket.send(data)
+
+        def close(self) -> None:
+            self.socket.close()
+
+    def body(rank, watch, folder):
+        dist.barrier()
+        watch._wakes = WokenBefore(watch)
+
+    ranks = start(body)
+    assert ranks.ends() == [0, 0], ranks.said(0) + ranks.said(1)
+
+
 def test_a_child_that_ends_is_no_rank_that_ends(start):
     """Writers of checkpoints end all the time, and so do processes of a user's reward."""
 

@@ -102,8 +102,9 @@ class PeerWatch:
         if error is not None:
             self._last_words = {"event": FAILED, "text": f"{type(error).__name__}: {error}"[:LONGEST_TEXT]}
         self._is_over = True
-        self._wakes.send(b"x")
+        self._wakes.send(b"x")  # the thread may have ended already, woken by another rank: it closes nothing
         self._thread.join()
+        self._close()
 
     def who_ended(self) -> str | None:
         """As in "rank 3 on host a ended", where the watch knows it or hears it within a moment; else None."""
@@ -123,7 +124,6 @@ class PeerWatch:
                     self._accept(key.fileobj)
         for peer in self._peers():
             peer.send(self._last_words)
-        self._close()
 
     def _end_process(self) -> None:
         print(
