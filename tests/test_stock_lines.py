@@ -570,6 +570,30 @@ LAYOUTS = [
         "; 3 samples a micro-batch do not divide it: the last one has 1 on",
         "0.1",
     ),
+    (  # 8 GPUs a node are the host's default
+        "miles",
+        ["python3", "train.py", "--actor-num-nodes", "1", "--context-parallel-size", "4", "--micro-batch-size", "1"],
+        "data-parallel size 2 of --actor-num-nodes x --actor-num-gpus-per-node by default / --context-parallel-size, micro",
+        "1.1",
+    ),
+    (
+        "slime",
+        ["python3", "train.py", "--actor-num-nodes", "1", "--tensor-model-parallel-size", "$TP"],
+        "data-parallel size not known, and taken as 1: --tensor-model-parallel-size was not read; give --data-parallel-size, micro",
+        "0.3",
+    ),
+    (
+        "miles",
+        [*("python3", "train.py", "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "8"), "${PERF_ARGS[@]}"],
+        "taken as 1: --tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size were not read",
+        "0.3",
+    ),
+    (
+        "verl",
+        ["python", "-m", verl.MAIN, "trainer.n_gpus_per_node=2", f"{verl.ACTOR}megatron.context_parallel_size=$CP"],
+        f"taken as 1: {verl.ACTOR}megatron.context_parallel_size was not read; give --data-parallel-size",
+        "0.3",
+    ),
     (
         "megatron_lm",
         ["torchrun", "--nproc-per-node", "4", "train_rl.py", "--micro-batch-size", "2", "--tensor-model-parallel-size", "2"],

@@ -116,6 +116,7 @@ class Host:
         shared=MODEL_SIZES,
         by_tokens={"--use-dynamic-batch-size": "--max-tokens-per-gpu"},
         of_budget=("--context-parallel-size",),
+        defaults={"--actor-num-nodes": 1, "--actor-num-gpus-per-node": 8},
     )
     """The flags that say how a step is cut, for a step that doctor and explain are given."""
 

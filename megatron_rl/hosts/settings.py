@@ -54,12 +54,13 @@ class Size(NamedTuple):
 
 class StepSizes(NamedTuple):
     """Data-parallel ranks, samples of a rank in a micro-batch, micro-batches of a rank in a step, most tokens of a micro-batch
-    (0: it has some budget). None: not known."""
+    (0: it has some budget). None: not known. unread: the settings for whose sake `data` is not known."""
 
     data: Size | None = None
     micro_batch: Size | None = None
     num_microbatches: Size | None = None
     tokens: Size | None = None
+    unread: tuple[str, ...] = ()
 
 
 NOT_ASKED = StepSizes()

@@ -46,13 +46,14 @@ class SizeNames:
         switch = next((name for name in self.by_tokens if value_of(name) not in (ABSENT, None, False, 0, -1)), None)
         of_line = StepSizes(
             data=self._data(value_of),
+            unread=tuple(name for name, size in self._given((*self.ranks, *self.shared), value_of).items() if size is None),
             micro_batch=None if switch else self._size(self.micro_batch, value_of),
             num_microbatches=None if switch else self._size(self.num_microbatches, value_of),
             tokens=None if switch is None else self._budget(self.by_tokens[switch], value_of) or Size(0, switch),
         )
         if asked.micro_batch or asked.num_microbatches:  # one says what the other is
             of_line = of_line._replace(micro_batch=asked.micro_batch, num_microbatches=asked.num_microbatches, tokens=None)
-        return of_line._replace(data=asked.data or of_line.data)
+        return of_line if asked.data is None else of_line._replace(data=asked.data, unread=())
 
     def _size(self, name: str, value_of: Callable[[str], Any]) -> Size | None:
         value = value_of(name) if name else None
@@ -91,7 +92,9 @@ class SizeNames:
         ranks, shared = (math.prod(numbers.get(name, 1) for name in names) for names in (self.ranks, self.shared))
         if ranks % shared:
             return None
-        of_ranks = " x ".join(size.source for name, size in sizes.items() if size is not None and name in self.ranks)
+        sources = {name: size.source for name, size in sizes.items() if size is not None}
+        sources |= {name: f"{name} by default" for name in self.ranks if name not in sources and numbers[name] > 1}
+        of_ranks = " x ".join(sources[name] for name in self.ranks if name in sources)
         groups = [size.source for name, size in sizes.items() if size is not None and name in self.shared and size.value > 1]
         return Size(ranks // shared, " / ".join([of_ranks, *groups]))
 
@@ -165,7 +168,7 @@ def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
     if sizes.tokens is not None and sizes.tokens.value:
         parts = [list(_filled(rank, lengths, sizes.tokens.value)) for (rank,) in microbatches(num_samples, num_ranks, share)]
         words = f"micro-batches of about {sizes.tokens.value} tokens of {sizes.tokens.source}, prompts not counted"
-        return Cut(parts, f"{_said('data-parallel size', data)}, {words}", other)
+        return Cut(parts, f"{_said_data(data, sizes)}, {words}", other)
     if sizes.tokens is not None:
         words, length = f"1 sample a micro-batch, for the tokens that {sizes.tokens.source} gives them are not known", 1
     elif count is not None and size is None:
@@ -177,7 +180,7 @@ def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
     if len({len(part) for of_rank in parts for part in of_rank}) > 1:
         last = ", ".join(f"{len(of_rank[-1])} on rank {rank}" for rank, of_rank in enumerate(parts) if len(of_rank[-1]) < length)
         other += f"; {length} samples a micro-batch do not divide it: the last one has {last}"
-    return Cut(parts, f"{_said('data-parallel size', data)}, {words}", other)
+    return Cut(parts, f"{_said_data(data, sizes)}, {words}", other)
 
 
 def _filled(samples: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
@@ -194,6 +197,14 @@ def _filled(samples: Sequence[int], lengths: Sequence[int], budget: int) -> Iter
 
 def _said(what: str, size: Size | None) -> str:
     return f"{what} 1 by default" if size is None else f"{what} {size.value} of {size.source}"
+
+
+def _said_data(data: Size | None, sizes: StepSizes) -> str:
+    if not sizes.unread:
+        return _said("data-parallel size", data)
+    verb = "was" if len(sizes.unread) == 1 else "were"
+    flags = f"{', '.join(sizes.unread)} {verb} not read"
+    return f"data-parallel size not known, and taken as 1: {flags}; give --data-parallel-size"
 
 
 def microbatches(num_samples: int, data_parallel_size: int, micro_batch_size: int) -> list[list[list[int]]]:

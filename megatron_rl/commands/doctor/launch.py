@@ -62,7 +62,7 @@ from megatron_rl.hosts.names import (
     path_problem,
 )
 from megatron_rl.hosts.scripts import defines, module_file, syntax_tree
-from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, StepSizes
+from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, StepSizes
 from megatron_rl.hosts.step_sizes import PROCESSES
 from megatron_rl.hosts.stock import TERMS, VERDICT
 from megatron_rl.hosts.training_hooks import trained_in_words
@@ -325,8 +325,12 @@ def _sized(line: LaunchLine, found: stock.Stock, asked: StepSizes) -> stock.Stoc
     """With the sizes of a step on that line."""
     if line.of_host is None:  # `train` cuts by its own rules
         return replace(found, sizes=asked)
+    names = line.of_host.sizes
     typed = {flag_of(name): value for name, value in vars(host_arguments(line)).items()} | {PROCESSES: line.num_ranks}
-    return replace(found, sizes=line.of_host.sizes.read(lambda name: typed.get(name, ABSENT), asked))
+    # What was not read has a size, and may have one that is not here.
+    hidden = [*line.unknown, *(name for name in (*names.ranks, *names.shared) if line.unread and name not in typed)]
+    typed |= dict.fromkeys(hidden, UNKNOWN)
+    return replace(found, sizes=names.read(lambda name: typed.get(name, ABSENT), asked))
 
 
 def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None) -> Iterator[Finding]:
