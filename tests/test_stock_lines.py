@@ -206,7 +206,7 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
             "trl grpo --gradient_accumulation_steps 8 --generation_batch_size 64 --num_processes 2 --per_device_train_batch_size 2",
             (
                 "M_gen/(M T_gen) = 16/(8 T_gen)",
-                "generation_batch_size=64 / (2 of per_device_train_batch_size x 2 of --num_processes) is M_gen = 16",
+                "generation_batch_size=64 / (2 of per_device_train_batch_size x 2 of --num_processes) is steps_per_generation=16",
             ),
             "PROBLEM",
             id="TRL: the size of a generation",
@@ -620,11 +620,12 @@ def test_doctor_and_explain_cut_a_step_as_the_line_does(host, line, said, place,
 def test_a_smaller_step_keeps_the_size_of_a_micro_batch(capsys):
     """3 samples of a line with 2 micro-batches of 2: 2 and 1. Of one with 2 micro-batches of 1, each a generation, they are 3
     generations, of 3, 5 and 7 tokens: 1 / (3 x 3), 1 / (3 x 5), 1 / (3 x 7), and 15 / (3 x 3) = 1.67 times 1 / T."""
-    line = [*GENERATION[:-1], "2"]
+    line = [*GENERATION, "--per_device_train_batch_size", "2"]
     _, out = explain(capsys, "--response-lengths", "3,5,7", "--host", "trl", "--", *line)
     assert [row.split()[3] for row in out.splitlines() if row.startswith("sample ")] == ["0.0", "0.0", "0.1"], out
     assert "; a step of the line has 4 samples; 2 samples a micro-batch do not divide it: the last one has 1 on rank 0" in out, out
-    _, out = explain(capsys, "--response-lengths", "3,5,7", "--host", "trl", "--", *GENERATION, "--steps_per_generation", "1")
+    line = [*GENERATION, "--steps_per_generation", "1", "--num_generations", "${N}"]
+    _, out = explain(capsys, "--response-lengths", "3,5,7", "--host", "trl", "--", *line)
     assert [row.split()[3] for row in out.splitlines() if row.startswith("sample ")] == ["0.0", "0.1", "0.2"], out
     assert [row.split()[5] for row in out.splitlines() if row.startswith("sample ")] == ["0.1111", "0.06667", "0.04762"], out
 

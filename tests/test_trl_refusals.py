@@ -230,3 +230,38 @@ def test_other_trainers_refuse_too(trainer, given, said):
     settings = Settings.of_names(given | {OTHER: trainer, PROCESSES: Size(1, "python")}, trl.OTHERS_DEFAULTS)
     rows = [row.text for row in trl_refusals.refusals(settings)]
     assert not rows if said is None else said.replace("a multiple of", "multiple of") in " ".join(rows), rows
+
+
+# With a loss of ours a step has its completions when its first micro-batch is trained.
+OURS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_generations": 8}
+
+
+@pytest.mark.host("TRL_ROOT")
+@pytest.mark.parametrize("batch", [112, 128, 256])
+def test_the_steps_of_a_generation_batch_are_those_of_trl(batch):
+    config = source_of("TRL_ROOT", "trl/trainer/grpo_config.py")
+    training = {"parallelism_config": None, "auto_find_batch_size": False, "world_size": 4, "do_eval": False}
+    args = types.SimpleNamespace(**training | defaults_of(config) | OURS | {trl_stock.GENERATION: batch})
+    args.device = types.SimpleNamespace(type="cpu")
+    post_init(config, args)
+    settings = Settings.of_names(OURS | {PROCESSES: Size(4, "--num_processes"), trl_stock.GENERATION: batch}, trl.DOOR.all_defaults)
+    assert trl_stock.of_generation_batch(settings, 8)[:2] == (args.steps_per_generation, "generation_batch_size=128")
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "batch", "said"),
+    [
+        ("token_mean", 112, "is steps_per_generation=7 with gradient_accumulation_steps=8: completions of the optimiser step"),
+        ("prompt_mean", 256, "is steps_per_generation=16 with gradient_accumulation_steps=8 beside megatron_rl.grpo.prompt_mean"),
+        ("token_mean", 100, "is no multiple of num_generations=8"),
+        ("token_mean", 256, None),
+        ("prompt_mean", 128, None),
+    ],
+)
+def test_a_generation_batch_has_whole_steps_of_ours(aggregation, batch, said, capsys):
+    settings = [f"--{name}={value}" for name, value in (OURS | {"generation_batch_size": batch}).items()]
+    line = ["t.py", f"--loss_type=megatron_rl.grpo.{aggregation}", *settings]
+    code, out = doctor(capsys, "--", "accelerate", "launch", "--num_processes", "4", *line)
+    assert code == (said is not None) and (said is None or said in out and "set generation_batch_size=128" in out), out
+    code, out = doctor(capsys, "--", "accelerate", "launch", *line)
+    assert code == (batch == 100) and "; generation_batch_size=32 x processes always fits" in out, out

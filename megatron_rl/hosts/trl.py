@@ -28,7 +28,7 @@ from megatron_rl.hosts.door import CLIPS, Choice, Deviation, Door, Found, Kind, 
 from megatron_rl.hosts.programs import PREFERENCES, REWARDS, SUPERVISED, Programs
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, Size, read_value
-from megatron_rl.hosts.step_sizes import PROCESSES, is_python_alone, launched_processes
+from megatron_rl.hosts.step_sizes import PROCESSES, is_python_alone, launched_processes, whole_number
 from megatron_rl.hosts.stock import unjudged
 from megatron_rl.hosts.trl_others import DEFAULTS as OTHERS_DEFAULTS
 from megatron_rl.hosts.trl_others import OTHER, known_trainer
@@ -45,6 +45,8 @@ from megatron_rl.hosts.trl_stock import (
     STEPS,
     judged,
     kl_by_default,
+    knows_ranks,
+    of_generation_batch,
     of_version,
     settings_of,
     stock,
@@ -95,25 +97,36 @@ def one_loss_trains(found: Found) -> Iterator[Row]:
             yield Row(name, f"{name}={value} beside {PREFIX}{found}: {why}; set {name}={only}", is_wrong=True)
 
 
-@check(subject="steps_per_generation")
-def a_step_has_its_completions(found: Found) -> Iterator[str]:
+@check()
+def a_step_has_its_completions(found: Found) -> Iterator[Row]:
     names_of = (STEPS, GENERATED, "num_iterations")
     steps, generated, iterations = (found.settings[name] for name in names_of)
+    name, said, exact = GENERATED, f"{GENERATED}={generated}", f"{GENERATED}={steps}"
+    if generated is None and found.settings[GENERATION] is not None:
+        name = GENERATION
+        generated, exact, said = of_generation_batch(found.settings, whole_number(steps))
+        if not knows_ranks(found.settings):
+            text = f"the line does not say how many processes share it, so it is not judged with {STEPS}={steps}"
+            yield Row(name, f"{GENERATION}: {text}; {exact} x processes always fits", is_note=True)
+            return
     if not all(isinstance(count, int) for count in (steps, generated, iterations)):
         return
     if min(steps, generated, iterations) < 1:
-        yield f"{', '.join(names_of)} are {steps}, {generated}, {iterations}: each must be 1 or more"
+        text = f"{', '.join(names_of)} are {steps}, {generated}, {iterations}: each must be 1 or more"
+        yield Row(name, text, is_wrong=True)
         return
     if generated * iterations % steps:
-        yield (
-            f"steps_per_generation={generated} with gradient_accumulation_steps={steps}: completions of the optimiser step are "
-            f"generated after its first micro-batch is trained, so its counts are not known; set steps_per_generation={steps}"
+        text = (
+            f"{said} with {STEPS}={steps}: completions of the optimiser step are "
+            f"generated after its first micro-batch is trained, so its counts are not known; set {exact}"
         )
+        yield Row(name, text, is_wrong=True)
     if steps % generated and found.counts_prompts:
-        yield (
-            f"steps_per_generation={generated} with gradient_accumulation_steps={steps} beside {PREFIX}{found}: TRL shuffles the "
-            f"completions, and an optimiser step cuts prompt groups; set steps_per_generation={steps}, or another aggregation"
+        text = (
+            f"{said} with {STEPS}={steps} beside {PREFIX}{found}: TRL shuffles the "
+            f"completions, and an optimiser step cuts prompt groups; set {exact}, or another aggregation"
         )
+        yield Row(name, text, is_wrong=True)
 
 
 @check(when=lambda found: bool(found.correction.is_on or "rollout_log_probs" in found.loss.inputs_needed))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
-from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, StepSizes
+from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings
 from megatron_rl.hosts.step_sizes import whole_number
 from megatron_rl.hosts.trl_others import ASYNC, GRPO, OTHER, RLOO
 from megatron_rl.hosts.trl_stock import (
@@ -22,6 +22,7 @@ from megatron_rl.hosts.trl_stock import (
     STOCK_TYPES,
     is_before,
     judged,
+    sizes_of,
     trains_ligers_loss,
 )
 from megatron_rl.loss_hub import policy_loss_names
@@ -139,8 +140,8 @@ def _generation(settings: Settings) -> Refused:
 
 
 def _sizes(settings: Settings, default: int) -> Iterator[Row]:
-    """A generation has whole micro-batches of all processes, and whole prompt groups."""
-    sizes = SIZES.read(settings.value_of, StepSizes(data=settings.asked.data))
+    """A generation has whole micro-batches of all processes, and whole prompt groups; with a loss of ours it has whole steps."""
+    sizes, is_ours = sizes_of(settings), str(settings[CHOICE]).startswith(PREFIX)
     group = default if settings[COUNT] is None else whole_number(settings[COUNT])
     batch, generated = settings[GENERATION], settings[GENERATED]
     if not (sizes.micro_batch and group):
@@ -148,15 +149,15 @@ def _sizes(settings: Settings, default: int) -> Iterator[Row]:
     rows, ranks = sizes.micro_batch.value, sizes.data.value if sizes.data else 1
     of_rows, of_group = f"{SIZES.micro_batch}={rows}", f"{COUNT}={group}{' by default' if settings[COUNT] is None else ''}"
     of_ranks = f" x {ranks} process{'es' if ranks > 1 else ''} of {sizes.data.source}" if sizes.data else ""
+    of_step = sizes.num_microbatches.value if sizes.num_microbatches else None
     if batch is not None:
         size = whole_number(batch) if generated is None else None
         wholes = {f"{of_rows}{of_ranks}": rows * ranks, of_group: group}
         if size is not None:
-            remedy = f"set {GENERATION}={_next(size, *wholes.values())}"
+            remedy = f"set {GENERATION}={_next(size, *wholes.values(), rows * ranks * of_step if is_ours and of_step else 1)}"
             found = (f"{GENERATION}={size} is no multiple of {words}; {remedy}" for words, whole in wholes.items() if size % whole)
             yield from (_wrong(GENERATION, text) for text in found)
         return
-    of_step = sizes.num_microbatches.value if sizes.num_microbatches else None
     steps = of_step if generated is None else whole_number(generated)
     if steps is None or rows * steps * ranks % group == 0:
         return

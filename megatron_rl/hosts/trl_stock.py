@@ -153,7 +153,7 @@ def of_generations(settings: Settings) -> tuple[dict[str, float], list[str], str
 
 def of_generation_batch(settings: Settings, steps: int | None) -> tuple[int | None, str, str]:
     """(M_gen, the size that a step has, how M_gen follows). TRL refuses a size that its micro-batches do not divide."""
-    batch, sizes = settings[GENERATION], SIZES.read(settings.value_of, StepSizes(data=settings.asked.data))
+    batch, sizes = settings[GENERATION], sizes_of(settings)
     rows, ranks = sizes.micro_batch, sizes.data or Size(1, "processes, which are not on the line")
     if rows is None:
         return None, f"{GENERATION}=<completions of a step>", f"{GENERATION}={_shown(whole_number(batch))}"
@@ -161,7 +161,15 @@ def of_generation_batch(settings: Settings, steps: int | None) -> tuple[int | No
     generated = batch // size if whole_number(batch) is not None and batch % size == 0 else None
     how = f"{GENERATION}={_shown(whole_number(batch))} / ({rows.value} of {rows.source} x {ranks.value} of {ranks.source})"
     exact = f"{GENERATION}={size * steps}" if steps is not None else f"{GENERATION}={size} x {STEPS}"
-    return generated, exact, f"{how} is M_gen" + ("" if generated is None else f" = {generated}")
+    return generated, exact, f"{how} is {GENERATED}" + ("" if generated is None else f"={generated}")
+
+
+def sizes_of(settings: Settings) -> StepSizes:
+    return SIZES.read(settings.value_of, StepSizes(data=settings.asked.data))
+
+
+def knows_ranks(settings: Settings) -> bool:
+    return sizes_of(settings).data is not None
 
 
 def _shown(number: int | None) -> str:
