@@ -84,6 +84,32 @@ def composed(body: str, argument: str = "") -> str:
             {"--b": ("2",), "--d": ("4",)},
             id="match",
         ),
+        pytest.param(
+            """
+            match args.hardware, args.rate:
+                case ("H100", 1):
+                    perf = "--a 1 --b 2 "
+                case ("H200", 1):
+                    perf = "--a 8 --b 9 "
+                case _:
+                    raise NotImplementedError
+            train_args = f"{perf} --d 4"
+            """,
+            (),
+            {"--a": ("1",), "--b": ("2",), "--d": ("4",)},
+            id="match of a subject that is known in part",
+        ),
+        pytest.param(
+            """
+            train_args = "--a 1 --c 3 --d 1 "
+            if args.rate:
+                train_args += "--a 2 --b 4 --c 3 --d 2 "
+            train_args += "--d 3 "
+            """,
+            (),
+            {"--a": ("${value}",), "--b": ("4",), "--c": ("3",), "--d": ("3",)},
+            id="a branch that is open gives another value",
+        ),
         pytest.param('train_args = " ".join(["--a 1", f"--b {batch}"])', (), {"--a": ("1",), "--b": ("32",)}, id="join"),
         pytest.param("train_args = f\"--a {os.environ.get('OF_A_TEST', '7')} \"", (), {"--a": ("7",)}, id="environment"),
         pytest.param("train_args = f\"--a {os.environ.get('MY_TOKEN', '7')} \"", (), {"--a": ("${get}",)}, id="a secret"),
@@ -170,6 +196,46 @@ def test_a_script_that_only_defines_starts_no_training(tmp_path):
         ConfigError, match=r"test_mine.py starts no training: it only defines functions; give the script that calls"
     ):
         read_line(["python", str(script)], None)
+
+
+BASE = """
+    import os
+    from dataclasses import dataclass, field
+
+    @dataclass
+    class Settings:
+        output_dir: str = "/root"
+        num_nodes: int = field(default_factory=lambda: int(os.environ.get("NODES_OF_A_TEST", "1")))
+        rate: float = field(default=0.5)
+
+        def flags(self):
+            return "--of-another-file 1 "
+"""
+
+
+@pytest.mark.parametrize(("nodes", "count"), [(None, "1"), ("4", "4")])
+def test_what_a_class_extends_gives_it_its_defaults(tmp_path, monkeypatch, nodes, count):
+    """As num_nodes of miles's scripts: of the cluster's environment, else 1."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "launching.py").write_text(textwrap.dedent(BASE))
+    (script := tmp_path / "run_mine.py").write_text(
+        "import tools.launching as T\nimport missing.one as M\nclass Args(T.Settings, M.Other):\n    extra_args: str = ''\n"
+        "def run(args):\n    train_args = f'--nodes {args.num_nodes} --rate {args.rate} {args.extra_args}'\n"
+        "    U.execute_train(train_args)\nrun(Args())\n"
+    )
+    if nodes is not None:
+        monkeypatch.setenv("NODES_OF_A_TEST", nodes)
+    found = read_line(["python", str(script)], "miles").flags
+    assert found == (("--nodes", (count,)), ("--rate", ("0.5",)))
+
+
+@pytest.mark.host("MILES_ROOT")
+def test_the_default_layout_of_miles_own_launcher_is_that_of_its_branch(monkeypatch):
+    """H100 and 1 node: 128 experts on 8 ranks. Another card has 4, and its branch does not say more than that it may run."""
+    monkeypatch.chdir(os.environ["MILES_ROOT"])
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    report = judge_launch("python scripts/run_qwen3_30b_a3b.py".split(), None)
+    assert "16 of 128 experts a rank" in next(row.text for row in report.rules if row.subject == "--expert-model-parallel-size")
 
 
 @pytest.mark.host("MILES_ROOT")

@@ -24,6 +24,7 @@ from megatron_rl.commands.doctor.composed import (
     only_defines,
     settings_of_another,
     text_handed_to_a_function,
+    with_inherited,
 )
 from megatron_rl.commands.doctor.script import LARGEST_SCRIPT, MODELS, ScriptLine, ScriptReader, called_script, is_unread
 from megatron_rl.errors import ConfigError
@@ -185,14 +186,15 @@ def _composed(script: Path, text: str, typed: Sequence[str]) -> tuple[Path, list
     """The words that a Python script puts together, from its strings, and what is typed after it; and the script whose strings they
     are. Raises ConfigError where only the real line has them."""
     try:
-        tree = ast.parse(text)
+        folders = [Path(), *script.resolve().parents]
+        tree = with_inherited(ast.parse(text), folders)
         if only_defines(tree):
             raise ConfigError(f"{script} {ONLY_DEFINES}")
         own = composed_words(tree, typed)
         if own or (other := _of_another(script, tree)) is None:
             return script, *_with_added(script, text, tree, typed, own)
         launcher, text, typed = other
-        tree = ast.parse(text)
+        tree = with_inherited(ast.parse(text), folders)
         words, line = _with_added(launcher, text, tree, typed, composed_words(tree, typed))
         return launcher, words, replace(line, called=str(launcher))
     except RecursionError as error:

@@ -10,43 +10,76 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands.doctor.constants import UNKNOWN, Constants, constants_of, evaluate, nodes_that_run
+from megatron_rl.commands.doctor.constants import UNKNOWN, Constants, constants_of, evaluate, nodes_of_branches, nodes_that_run
 from megatron_rl.files.bounds import is_regular
-from megatron_rl.hosts.scripts import syntax_tree
+from megatron_rl.hosts.scripts import module_file, syntax_tree
 
 # The function of miles that has the logger's flags, and none of the step.
 LOGGER = "get_default_wandb_args"
 # What a string puts in: ${name} for {name}.
 _HOLE = re.compile(r"\$\{\w*\}")
+# A value that is another one in each branch.
+_BRANCH = "${value}"
 # Statements that only define.
 DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
 def composed_words(tree: ast.Module, typed: Sequence[str] = ()) -> list[str]:
     """The flags in the strings that a script assigns or returns, in their order, as if each branch had run that its settings do not
-    leave out. typed: what its own command line says of those."""
-    found: list[tuple[int, str | None, ast.expr]] = []  # (line, name, value)
+    leave out. typed: what its own command line says of those. A value is ${value} where it depends on such a branch."""
+    found: list[tuple[int, str | None, ast.expr, bool]] = []  # (line, name, value, whether it may be left out)
     settings = typed_settings(tree, typed)
     known = constants_of(tree, settings)
-    for node in nodes_that_run(tree, known):
+    for node, may_run in nodes_of_branches(tree, known):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return) and node.value is not None:
             targets = [] if isinstance(node, ast.Return) else node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             if not (isinstance(node, ast.AnnAssign) and names and names[0] in settings):
-                found.append((node.lineno, names[0] if names else None, node.value))
+                found.append((node.lineno, names[0] if names else None, node.value, may_run))
     # What names another text of flags is read where that is assigned.
-    read = {name for _, name, value in found if name is not None and "--" in _text_of(value, known)} | {LOGGER}
-    read |= {name for _, name, value in found if name is not None and (evaluate(value, known) == "" or _last_name(value) == LOGGER)}
-    words: list[str] = []
-    for _, _, value in sorted(found, key=lambda one: one[0]):
+    read = {name for _, name, value, _ in found if name is not None and "--" in _text_of(value, known)} | {LOGGER}
+    read |= {
+        name for _, name, value, _ in found if name is not None and (evaluate(value, known) == "" or _last_name(value) == LOGGER)
+    }
+    texts: list[tuple[list[str], bool]] = []
+    for _, _, value, may_run in sorted(found, key=lambda one: one[0]):
         text = _text_of(value, known)
         try:
             parts = shlex.split(text)
         except ValueError:  # an open quote
             parts = text.split()
         others = [word for word in parts if not (_HOLE.fullmatch(word) and word[2:-1] in read)]
-        words += others if len(others) < len(parts) or any(word.startswith("--") for word in parts) else []
-    return words
+        if len(others) < len(parts) or any(word.startswith("--") for word in parts):
+            texts.append((others, may_run))
+    return [word for text in _without_branches(texts) for word in text]
+
+
+def _without_branches(texts: Sequence[tuple[list[str], bool]]) -> Iterator[list[str]]:
+    """(words, whether they may be left out) -> the words. A value that a branch replaces, or gives in the place of an earlier one,
+    is ${value}."""
+    values = dict[str, tuple[list[str], bool]]()  # of each flag: its values so far, and whether they differ
+    for words, may_run in texts:
+        parts = _by_flag(words)
+        for flag, value in parts:
+            before, differs = values.get(flag, (value, False))
+            values[flag] = (value, may_run and (differs or before != value))
+    for words, _ in texts:
+        yield [
+            word
+            for flag, value in _by_flag(words)
+            for word in ([flag] if flag else []) + ([_BRANCH] if values[flag][1] and value and flag else value)
+        ]
+
+
+def _by_flag(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(flag, its values), in their order; the words before the first flag have none."""
+    found: list[tuple[str, list[str]]] = [("", [])]
+    for word in words:
+        if word.startswith("--"):
+            found.append((word, []))
+        else:
+            found[-1][1].append(word)
+    return found
 
 
 def typed_settings(tree: ast.Module, typed: Sequence[str]) -> dict[str, Any]:
@@ -83,6 +116,23 @@ def _read_as(default: object, value: str) -> Any:
 def _fields(tree: ast.Module) -> Iterator[ast.AnnAssign]:
     classes: Sequence[ast.ClassDef] = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     yield from (one for node in classes for one in node.body if isinstance(one, ast.AnnAssign))
+
+
+def with_inherited(tree: ast.Module, folders: Sequence[Path]) -> ast.Module:
+    """The script, and before it the fields of the classes that its own ones extend, from the files of their modules."""
+    modules = {
+        alias.asname or alias.name: alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    }
+    extended = [base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
+    found: list[ast.stmt] = []
+    for base in (one for one in extended if isinstance(one, ast.Attribute) and ast.unparse(one.value) in modules):
+        file = module_file(modules[ast.unparse(base.value)], folders)
+        nodes = [] if file is None else syntax_tree(file).body
+        for node in (one for one in nodes if isinstance(one, ast.ClassDef) and one.name == base.attr):
+            node.body = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+            found.append(node)
+    tree.body = [*found, *tree.body]
+    return tree
 
 
 def only_defines(tree: ast.Module) -> bool:

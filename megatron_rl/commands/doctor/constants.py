@@ -80,7 +80,7 @@ def _values(tree: ast.Module, settings: Mapping[str, Any], known: Constants) -> 
     for field_ in (one for node in classes for one in node.body if isinstance(one, ast.AnnAssign)):
         direct.add(id(field_.target))
         if isinstance(field_.target, ast.Name) and field_.value is not None and field_.target.id not in settings:
-            given[1].setdefault(field_.target.id, []).append(evaluate(field_.value, known))
+            given[1].setdefault(field_.target.id, []).append(evaluate(_default(field_.value), known))
     for name, value in settings.items():
         given[1].setdefault(name, []).append(value)
     for node in nodes:
@@ -104,6 +104,17 @@ def _values(tree: ast.Module, settings: Mapping[str, Any], known: Constants) -> 
     return names, fields
 
 
+def _default(value: ast.expr) -> ast.expr:
+    """What a field of a class begins with: of field(default=3) and of field(default_factory=lambda: 3), the 3."""
+    if isinstance(value, ast.Call) and _name(value.func) == "field":
+        for given in value.keywords:
+            if given.arg == "default":
+                return given.value
+            if given.arg == "default_factory" and isinstance(given.value, ast.Lambda):
+                return given.value.body
+    return value
+
+
 def _are_one(values: Sequence[Any]) -> bool:
     return UNKNOWN not in values and len({(type(value), value) for value in values}) == 1
 
@@ -114,19 +125,29 @@ def _name(node: ast.expr) -> str:
 
 def nodes_that_run(node: ast.AST, known: Constants) -> Iterator[ast.AST]:
     """All below a node, without branches that are known not to run."""
-    yield node
+    yield from (one for one, _ in nodes_of_branches(node, known))
+
+
+def nodes_of_branches(node: ast.AST, known: Constants, *, may_run: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """The same; and whether each is in a branch of which it is not known whether it runs."""
+    yield node, may_run
     taken: Iterable[ast.AST] = ast.iter_child_nodes(node)
-    if isinstance(node, ast.If) and (is_true := truth_of(node.test, known)) is not None:
-        taken = [node.test, *(node.body if is_true else node.orelse)]
+    if isinstance(node, ast.If):
+        is_true = truth_of(node.test, known)
+        may_run |= is_true is None
+        taken = taken if is_true is None else [node.test, *(node.body if is_true else node.orelse)]
     elif isinstance(node, ast.Match):
-        taken = [node.subject, *_cases(node, known)]
+        cases = [*_cases(node, known)]
+        may_run |= len(cases) > 1
+        taken = [node.subject, *cases]
     for child in taken:
-        yield from nodes_that_run(child, known)
+        yield from nodes_of_branches(child, known, may_run=may_run)
 
 
 def _cases(node: ast.Match, known: Constants) -> Iterator[ast.match_case]:
-    """Those that may run."""
-    subject = evaluate(node.subject, known)
+    """Those that may run. Of several subjects some may be known."""
+    subjects = node.subject.elts if isinstance(node.subject, ast.Tuple) else None
+    subject = evaluate(node.subject, known) if subjects is None else tuple(evaluate(one, known) for one in subjects)
     for case in node.cases:
         is_taken = truth_of_all([_matches(case.pattern, subject, known), True if case.guard is None else None], ends=False)
         if is_taken is not False:
