@@ -620,3 +620,52 @@ def test_the_hosts_of_the_option_are_all_hosts():
     assert HOST_NAMES == tuple(host.name for host in known_hosts())
     assert set(ROLLOUT_HOST_NAMES) == {host.name for host in known_hosts() if Route.REDUCER in host.routes}
     assert known_hosts()[-1].recognises({})
+
+
+# Words behind a script
+
+
+TYPED = "trainer.total_epochs=3"
+TRAINS = "python -m verl.trainer.main_ppo trainer.nnodes=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "lost"),
+    [
+        (TRAINS, [TYPED], [TYPED]),
+        (f"log() {{ echo $@; }}\nlog start\n{TRAINS}", [TYPED], [TYPED]),  # a function has its own
+        (f"N=$1\n{TRAINS} trainer.n_gpus_per_node=$N", ["8", TYPED], [TYPED]),
+        (f"{TRAINS} # $@", [TYPED], [TYPED]),
+        (f'{TRAINS} "$@"', [TYPED], []),
+        (f"{TRAINS} ${{@:2}}", ["8", TYPED], []),
+        (f'ARGS=("$@")\n{TRAINS} "${{ARGS[@]}}"', [TYPED], []),
+        (f'while [ $# -gt 0 ]; do A="$A $1"; shift; done\n{TRAINS} $A', [TYPED], []),
+        (f'for ONE; do A="$A $ONE"; done\n{TRAINS} $A', [TYPED], []),
+        (f'main() {{ {TRAINS} "$@"; }}\nmain "$@"', [TYPED], []),
+        (f"cat <<END\n$1\nEND\n{TRAINS}", [TYPED], []),
+    ],
+)
+def test_words_behind_a_script_that_takes_none_are_a_problem(text, words, lost, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(f"{text}\n")
+    report = judge_launch(["bash", str(script), *words], None)
+    where = report.title.rpartition("from ")[2]
+    remedy = f'nothing in the script takes what is behind it; put "$@" behind the words of {where}, or edit them'
+    assert problems(report) == [f"script: no effect of {word}: {remedy}" for word in lost]
+
+
+def test_words_that_a_script_does_not_hand_on_are_a_problem(tmp_path):
+    (tmp_path / "inner.sh").write_text(f"{TRAINS}\n")
+    script = tmp_path / "run.sh"
+    for handed, lost in (('"$@"', [TYPED]), ("", [TYPED]), ("fixed", [])):  # a word of the script itself is not the user's
+        script.write_text(f"bash inner.sh {handed}\n")
+        words = [TYPED] if lost else []
+        report = judge_launch(["bash", str(script), *words], None)
+        assert [one.text.split(":")[0] for one in report.findings if one.subject == "script"] == [f"no effect of {a}" for a in lost]
+
+
+def test_a_sourced_file_that_is_not_here_may_take_them(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(f"source absent.sh\n{TRAINS}\n")
+    report = judge_launch(["bash", str(script), TYPED], None)
+    assert [one.status for one in report.findings if one.subject == "script"] == ["note"]

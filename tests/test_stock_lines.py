@@ -255,14 +255,14 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
         pytest.param(
             "skyrl",
             "python -m mine.main trainer.algorithm.policy_loss_type=reinforce",
-            ("SkyRL's own loss, and what it weighs is not known here: nothing was judged",),
+            ("reinforce is your own, and what it weighs is not known here: nothing was judged",),
             "a token weighs",
             id="SkyRL: a loss of one's own",
         ),
         pytest.param(
             "verl",
             "python -m verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss.loss_mode=mine",
-            ("verl's own loss, and what it weighs is not known here: nothing was judged",),
+            ("mine is your own, and what it weighs is not known here: nothing was judged",),
             "a token weighs",
             id="verl: a loss of one's own",
         ),

@@ -6,7 +6,7 @@ Each host has its own file beside this one. All other code asks the object, and 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
@@ -19,6 +19,7 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.batch import HostBatch, HostResponses, read_host_batch, read_host_responses
+from megatron_rl.hosts.closed_words import closest, none_of, refused
 from megatron_rl.hosts.flags import host_config, is_mis, known_correction, normalised_weights, unjudged_correction
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.programs import SUPERVISED
@@ -30,6 +31,7 @@ from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation import HOST_SWITCHES, config_warnings, flag_of
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
+from megatron_rl.validation.checks import Row
 from megatron_rl.validation.experts import EXPERT_SETTINGS
 from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
@@ -105,6 +107,8 @@ class Host:
         "rollout_batch_size": None,
     }
     """Its parser's defaults for options that our checks read."""
+    choices: Mapping[str, tuple[str, ...]] = {}
+    """Flags of the loss of which its parser takes these words alone."""
     rollout_functions: tuple[str, ...] = ()
     """The host's own values of --rollout-function-path: each function makes one sample of a rollout."""
     loss: HostLoss = HostLoss()
@@ -122,6 +126,13 @@ class Host:
 
     def __str__(self) -> str:
         return self.name
+
+    def refused_words(self, flags: Iterable[tuple[str, Sequence[str]]]) -> Iterator[Row]:
+        """Of flags with their values: those that its parser does not take."""
+        for flag, values in flags:
+            words = self.choices.get(flag, ())
+            if words and len(values) == 1 and values[0] not in words:
+                yield refused(str(self), flag, none_of(flag, values[0], words, closest(values[0], words)))
 
     def recognises(self, names: Mapping[str, object]) -> bool:
         """Whether options of these names are a launch of this host."""
@@ -236,6 +247,10 @@ def reward_function(options: HostOptions) -> Callable | None:
     path = options["custom_reward_post_process_path"]
     return import_dotted(path, "--custom-reward-post-process-path") if path else None
 
+
+# Of miles and slime; their estimators differ.
+CHOICES = {"--loss-type": ("policy_loss", "sft_loss", "custom_loss"), "--kl-loss-type": ("k1", "k2", "k3", "low_var_kl")}
+ESTIMATORS = ("grpo", "gspo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
 # A host's option -> its value where it is absent. Any other name is a programming error. Where a host lacks an option, the value
 # says what that host always does.

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.hosts.closed_words import Words
 from megatron_rl.hosts.model_names import ModelNames
 from megatron_rl.hosts.programs import Programs
 from megatron_rl.hosts.sampling import Sampler, names_of
@@ -270,6 +271,10 @@ class Door:
     """What is said of a launch whoever's loss trains."""
     refuses: Callable[[Settings], Iterable[Row]] = lambda settings: ()
     """What the host itself refuses of a launch, whoever's loss trains: a problem, and then nothing is said of its own loss."""
+    words: Mapping[str, Words] = field(default_factory=dict)
+    """Settings that are one of a list, where a loss of ours does not take their place."""
+    imports: tuple[str, ...] = ()
+    """Settings and environment variables that name modules of the user's own, which the host imports where a loss trains."""
     unchosen: Callable[[Settings], Iterable[Row]] = lambda settings: ()
     """What is said of a launch that chooses no loss of ours, and means one."""
     is_open: Callable[[Settings, str], bool] = lambda settings, section: False

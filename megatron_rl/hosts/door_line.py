@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import stock
+from megatron_rl.hosts.closed_words import unknown_words
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words, with_deviation
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
@@ -58,6 +59,7 @@ def judge(
     yield from line.rows
     for settings in filter(None, (line.settings, line.stock)):
         settings.asked = asked
+        settings.imports_modules = _imports_modules(door, words)
     if line.settings is not None:
         yield from _flags_of_others(door, words, line.settings.given)
         yield from _given_twice(door, words)
@@ -67,6 +69,14 @@ def judge(
         yield from rows
         is_partial = line.is_partial or _has_notes(rows)
         yield from judge_stock(door, line.stock, of_step, is_partial=is_partial, takes_ours=False)
+
+
+def _imports_modules(door: Door, words: Sequence[str]) -> bool:
+    """Whether a module of the user's own may run where the loss does: named on the line, or a program of the user's own."""
+    given = {name.lstrip("+"): value for name, equals, value in (word.partition("=") for word in words) if equals}
+    main = f"{door.starts.replace('.', '/')}.py"
+    is_hosts = door.programs.named(words) is not None or any(word == door.starts or word.endswith(main) for word in words)
+    return not is_hosts or any(given.get(name) and PACKAGE not in given[name] for name in door.imports)
 
 
 def judge_stock(
@@ -134,7 +144,9 @@ def judge_settings(
     yield from of_model
     yield from judge_log_probs(door, settings)
     meant = None if is_ours else _meant(door, name)
-    refused = [] if meant else [*door.refuses(settings)]
+    imports_modules = may_have_more or settings.imports_modules
+    unknown = () if is_ours else unknown_words(door.title, door.words, settings, imports_modules=imports_modules)
+    refused = [] if meant else [*unknown, *door.refuses(settings)]
     yield from refused
     if name is UNKNOWN:
         yield Row(choice.setting, "not known here, so the loss is not judged", is_note=True)
@@ -147,9 +159,14 @@ def judge_settings(
             return
         yield from door.unchosen(settings)
         loss = "the loss" if name is None else name
-        text = f"{loss} is {door.title}'s own: none of our losses is chosen; {choice.remedy}"
+        has_it = choice.setting not in door.words or door.words[choice.setting].has(name)
+        whose = f"{door.title}'s" if has_it else "your"
+        text = f"{loss} is {whose} own: none of our losses is chosen; {choice.remedy}"
         yield Row(choice.setting, text, is_note=True)
         yield from idle_beside_own_loss(door, settings)
+        if not has_it:
+            yield stock.unjudged(f"{loss} is your own, and what it weighs is not known here")
+            return
         yield from judge_stock(door, settings, of_step, is_partial=is_partial or _has_notes(of_model))
         return
     own = [name for name in settings.given if name.startswith(door.own.prefix)]

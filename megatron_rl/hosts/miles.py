@@ -10,7 +10,9 @@ from typing import Any
 from megatron_rl.config import TermScore
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
+    CHOICES,
     CONVERT_LINE,
+    ESTIMATORS,
     REWARD_LINE,
     Converter,
     Host,
@@ -38,6 +40,7 @@ class Miles(Host):
     parser_module = "miles.utils.arguments"
     own_options = marks = OWN_OPTIONS
     parser_defaults = {**Host.parser_defaults, **dict.fromkeys(OWN_OPTIONS, False)}
+    choices = {**CHOICES, "--advantage-estimator": ESTIMATORS}
     rollout_functions = (
         "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn",
         "miles.rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn",

@@ -26,6 +26,7 @@ from megatron_rl.arguments import read_number
 from megatron_rl.config import LARGEST_RATIO, CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import door_line
+from megatron_rl.hosts.closed_words import Words
 from megatron_rl.hosts.door import (
     CORRECTION_SETTINGS,
     SUMMED,
@@ -84,6 +85,11 @@ KL_SETTINGS = {
     f"{LOSS_FN}use_on_policy_kl_approximation": False,
     f"{LOSS_FN}kl_input_clamp_value": 20.0,
     f"{LOSS_FN}kl_output_clamp_value": 10.0,
+}
+WORDS = {
+    TRUNCATION: Words(names=tuple(filter(None, CORRECTIONS))),
+    f"{LOSS_FN}reference_policy_kl_type": Words(names=("k1", "k2", "k3"), is_read=lambda settings: is_on(settings, PENALTY)),
+    ESTIMATOR: Words(names=("grpo", "gdpo", "opd", "reinforce_plus_plus")),
 }
 WORKER, LOGPROBS_MODE = "policy.megatron_cfg.enabled", f"{SAMPLING}vllm_cfg.logprobs_mode"
 PROMPTS, GENERATIONS, BATCH = "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "policy.train_global_batch_size"
@@ -342,6 +348,7 @@ DOOR = Door(
     ),
     why_not_per_token="its Megatron worker always sets it",
     is_per_token=True,
+    words=WORDS,
     starts="run_grpo.py",
     programs=PROGRAMS,
     recognises=lambda words: any(word.lstrip("+").startswith(NAME) or word.endswith("run_grpo.py") for word in words),

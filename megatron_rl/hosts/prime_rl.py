@@ -20,6 +20,7 @@ from typing import Any
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.closed_words import Words
 from megatron_rl.hosts.door import (
     ONE_SAMPLE,
     Choice,
@@ -198,6 +199,7 @@ DOOR = Door(
         ("prime-rl", Formula(dp=1, cp=1), "scale_gradients_: undoes this mean"),
     ),
     why_not_per_token="its trainer is no Megatron, and divides by the tokens of the step itself",
+    words={TYPE: Words(names=("default", "ipo", "custom"))},
     starts=PROGRAMS[0],
     recognises=is_launch,
     programs=Programs(names={r"prime_rl\.(entrypoints\.sft|trainer\.sft\.train)": SUPERVISED}),

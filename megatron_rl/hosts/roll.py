@@ -30,6 +30,7 @@ from megatron_rl.arguments import read_number, read_switch
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import door_line
+from megatron_rl.hosts.closed_words import Words
 from megatron_rl.hosts.door import (
     AVERAGED,
     TIMES_CP,
@@ -372,6 +373,15 @@ STOCK_MODES = {
 }
 
 
+VARIANTS = ("vanilla", "ppo", "tis", "topr", "cispo", "kimi15")  # of the workers in ROLL's files actor_pg_worker.py
+WORDS = {
+    VARIANT: Words(
+        VARIANTS, is_read=lambda settings: re.match(r"roll\..*actor_pg_worker\.", str(settings[WORKER_CLASS])) is not None
+    ),
+    "loss_agg_mode": Words(tuple(STOCK_MODES)),
+}
+
+
 def stock(settings: Settings) -> Stock | None:
     weight = STOCK_MODES.get(str(settings["loss_agg_mode"]))
     has_kl, has_entropy = settings["use_kl_loss"] is not False, is_on(settings, "entropy_loss_coef")
@@ -569,6 +579,7 @@ DOOR = Door(
         *(TIMES_CP, AVERAGED[1]),
     ),
     why_not_per_token="ROLL's factors are made for the mean over ranks, and our worker refuses it",
+    words=WORDS,
     starts="start_rlvr_pipeline.py",
     recognises=lambda words: any(map(SCRIPT.fullmatch, words)),
     read_line=read_line,

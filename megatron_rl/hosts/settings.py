@@ -84,6 +84,7 @@ class Settings:
         self.value_of, self.typed, self.has_files, self.given = value_of, typed, has_files, given or {}
         self.defaults, self.knows_defaults = defaults, knows_defaults
         self.stand_ins: Mapping[str, Any] = {}  # what is read for an UNKNOWN value; None without one
+        self.imports_modules = False  # of the user's own, which may add names to the host's tables
         self.asked = NOT_ASKED  # by flags of doctor and explain, in the place of what the launch says
 
     @classmethod

@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.closed_words import Words
 from megatron_rl.hosts.dense_rows import loss_of_rows, step_line
 from megatron_rl.hosts.door import (
     AVERAGED,
@@ -120,6 +121,12 @@ STOCK_REDUCTIONS = {
 SHARE_OF_TOKEN_MEANS = Formula(N_b=1, N=-1, T_b=-1)
 # SkyRL's losses that weigh so; another name is one of the user's own, or of supervised training.
 STOCK_LOSSES = "regular dual_clip gspo cispo rollout_is clip_cov kl_cov sapo importance_sampling dppo".split()
+WORDS = {
+    f"{ALGORITHM}policy_loss_type": Words(
+        names=(*STOCK_LOSSES, "cross_entropy"), adds=f"{ENTRYPOINT}=<your own>", meant=dict.fromkeys(("grpo", "ppo"), "regular")
+    ),
+    REDUCTION: Words(names=tuple(STOCK_REDUCTIONS)),
+}
 
 
 def stock(settings: Settings) -> Stock | None:
@@ -320,6 +327,8 @@ DOOR = Door(
         by_tokens={"trainer.max_tokens_per_microbatch": "trainer.max_tokens_per_microbatch"},
     ),
     checks=(estimate_of_kl_is_known, regularizers_are_the_hosts),
+    words=WORDS,
+    imports=(ENTRYPOINT,),
     megatron="trainer.strategy=megatron",
     # Without Megatron's own loss of multi-token prediction, which its workers turn off.
     model=ModelNames(

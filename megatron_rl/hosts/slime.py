@@ -12,7 +12,17 @@ from torch import Tensor
 
 from megatron_rl.config import TermScore
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import REWARD_LINE, Converter, Host, HostLoss, HostOptions, import_of_host, reward_function
+from megatron_rl.hosts.base import (
+    CHOICES,
+    ESTIMATORS,
+    REWARD_LINE,
+    Converter,
+    Host,
+    HostLoss,
+    HostOptions,
+    import_of_host,
+    reward_function,
+)
 from megatron_rl.hosts.kept_ids import KeptIds
 
 MANAGER_MODULE = "slime.ray.rollout"
@@ -26,6 +36,7 @@ class Slime(Host):
     parser_module = "slime.utils.arguments"
     refuses_unknown_flags = False
     marks = ("rollout_batch_size",)
+    choices = {**CHOICES, "--advantage-estimator": (*ESTIMATORS, "cispo")}
     rollout_functions = ("slime.rollout.sglang_rollout.generate_rollout",)
     loss = HostLoss(
         drops_masked_values=False,

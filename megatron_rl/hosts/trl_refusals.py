@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 
+from megatron_rl.hosts.closed_words import closest, none_of, refused
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings
 from megatron_rl.hosts.step_sizes import whole_number
 from megatron_rl.hosts.trl_others import ASYNC, GRPO, OTHER, RLOO
@@ -42,12 +42,11 @@ WORDS: Mapping[str, tuple[str, ...]] = {
 }
 # What TRL makes of a switch, which is not what it makes of its text.
 SWITCHED = {"True": "group", "False": "none"}
-# A word of the list is meant by one that is as similar: gprpo and grpo are 0.89 alike, gspo, which is ours, and sapo 0.75.
-CLOSEST_WORD = 0.8
 GENERATIONS = {GRPO: 8, RLOO: 2}
 # The versions from which TRL refuses to halve the batch when memory runs out, and Liger's loss takes `delta`.
 KEEPS_BATCH, CLIPS_TWICE = (1, 9), (1, 4)
 COUNT = "num_generations"
+TITLE = "TRL"
 
 Refused = Iterator[tuple[str, str]]  # the setting, and what TRL says of it
 
@@ -66,7 +65,7 @@ def refusals(settings: Settings) -> Iterator[Row]:
     if trainer in GENERATIONS:
         found += [*_reference(settings), *_generation(settings)]
         yield from _sizes(settings, GENERATIONS[trainer])
-    yield from (_wrong(name, text) for name, text in found)
+    yield from (refused(TITLE, name, text) for name, text in found)
 
 
 def _words(settings: Settings, *, is_ours: bool) -> Refused:
@@ -80,14 +79,12 @@ def _words(settings: Settings, *, is_ours: bool) -> Refused:
         value = settings[name]
         if not is_read[name] or value in (None, UNKNOWN) or value in words or (name == SCALE and isinstance(value, bool)):
             continue
-        close = get_close_matches(str(value), words, 1, CLOSEST_WORD)
-        if name == SCALE and str(value) in SWITCHED:
-            close = [SWITCHED[str(value)]]
-        meant = f"; set {name}={close[0]}" if close else ""
+        meant = (SWITCHED.get(str(value)) if name == SCALE else None) or closest(value, words)
+        text = none_of(name, value, words, meant)
         if name == CHOICE:
             ours = f"{PREFIX}{value if value in policy_loss_names() else 'gspo'}.token_mean"
-            meant = f"{meant or f'; ours have a prefix, as in {name}={ours}'} ({judged()})"
-        yield name, f"{name}={value} is none of {', '.join(words)}{meant}"
+            text = f"{text}{'' if meant else f'; ours have a prefix, as in {name}={ours}'} ({judged()})"
+        yield name, text
 
 
 def _weighs_by_the_sampler(settings: Settings) -> bool:
@@ -156,7 +153,7 @@ def _sizes(settings: Settings, default: int) -> Iterator[Row]:
         if size is not None:
             remedy = f"set {GENERATION}={_next(size, *wholes.values(), rows * ranks * of_step if is_ours and of_step else 1)}"
             found = (f"{GENERATION}={size} is no multiple of {words}; {remedy}" for words, whole in wholes.items() if size % whole)
-            yield from (_wrong(GENERATION, text) for text in found)
+            yield from (refused(TITLE, GENERATION, text) for text in found)
         return
     steps = of_step if generated is None else whole_number(generated)
     if steps is None or rows * steps * ranks % group == 0:
@@ -164,15 +161,11 @@ def _sizes(settings: Settings, default: int) -> Iterator[Row]:
     product = f"a generation has {of_rows} x {STEPS if generated is None else GENERATED}={steps}"
     if sizes.data:
         text = f"{product}{of_ranks} = {rows * steps * ranks} completions, which is no multiple of {of_group}"
-        yield _wrong(COUNT, f"{text}; set {SIZES.micro_batch}={_next(rows, group // math.gcd(steps * ranks, group))}")
+        yield refused(TITLE, COUNT, f"{text}; set {SIZES.micro_batch}={_next(rows, group // math.gcd(steps * ranks, group))}")
     else:
         needed = group // math.gcd(rows * steps, group)
         text = f"TRL refuses this run unless its number of processes is a multiple of {needed}: {product} completions for each"
         yield Row(COUNT, f"{text}, and in all a multiple of {of_group}", is_note=True)
-
-
-def _wrong(name: str, text: str) -> Row:
-    return Row(name, f"TRL refuses this run: {text}", is_wrong=True)
 
 
 def _next(size: int, *factors: int) -> int:

@@ -69,7 +69,7 @@ from megatron_rl.hosts.verl_correction import (
     readers,
     weights_are_uncut,
 )
-from megatron_rl.hosts.verl_stock import ACTOR, AGG_MODE, DEFAULT_AGG_MODE, ESTIMATOR, LOSS_MODE, stock
+from megatron_rl.hosts.verl_stock import ACTOR, AGG_MODE, DEFAULT_AGG_MODE, ESTIMATOR, LOSS_MODE, MODULES, WORDS, stock
 from megatron_rl.loss_hub import (
     clip_of,
     get_loss_aggregation,
@@ -82,7 +82,6 @@ from megatron_rl.validation.checks import Row, check
 MAIN = "verl.trainer.main_ppo"
 PREFIX = "megatron_rl."
 LOSS_CLASS = f"{ACTOR}policy_loss._target_"
-MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what each of its processes imports first
 MINI_BATCH, BATCH = f"{ACTOR}ppo_mini_batch_size", "data.train_batch_size"
 # What places our head; the setting of verl that names modules to import in each process that makes a model, and ours.
 FUSED_KERNELS = "actor_rollout_ref.model.use_fused_kernels"
@@ -517,6 +516,8 @@ DOOR = Door(
         *(our_loss_is_not_replaced, kl_term_is),
     ),
     of_any_launch=of_any_launch,
+    words=WORDS,
+    imports=(MODULES, EXTERNAL_LIB),
     stock=stock,
     sizes=SizeNames(
         micro_batch=f"{ACTOR}ppo_micro_batch_size_per_gpu",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
+from megatron_rl.hosts.closed_words import Words
 from megatron_rl.hosts.settings import ABSENT, Settings
 from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
 from megatron_rl.hosts.verl_correction import BYPASS, CORRECTION, IS_V1, LOSS_TYPE
@@ -22,6 +23,17 @@ STOCK_MODES = {
 }
 # verl's losses that weigh as loss_agg_mode says; None is its default, and any other name is one of the user's own.
 STOCK_LOSSES = (None, "vanilla", "dppo_tv", "dppo_kl", "gpg", "dro", "cispo")
+OTHER_LOSSES = ("gspo", "sapo", "geo_mean", *SELECTING, "bypass_mode")
+MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what each of its processes imports first
+# verl looks both up by name. It has no loss of these names, which are those of its estimators.
+WORDS = {
+    LOSS_MODE: Words(
+        names=(*filter(None, STOCK_LOSSES), *OTHER_LOSSES),
+        adds=f"{MODULES}=<module that registers it>",
+        meant=dict.fromkeys(("grpo", "ppo"), "vanilla"),
+    ),
+    AGG_MODE: Words(names=tuple(STOCK_MODES)),
+}
 
 
 def stock(settings: Settings) -> Stock | None:

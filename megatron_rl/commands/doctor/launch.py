@@ -5,6 +5,7 @@ megatron_rl.validation and the rules of the hosts judge, here and when the launc
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from argparse import Namespace
@@ -126,7 +127,8 @@ def judge_launch(
             stack.enter_context(first_on_path(Path(folder)))
         route = _route(line)
         paths = resolve_paths(line, route)
-        is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
+        refused = [] if line.of_host is None else [_finding(row) for row in line.of_host.refused_words(line.known)]
+        is_importable = not (refused or any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths))
         found = []
         if is_importable:
             found = [
@@ -134,7 +136,7 @@ def judge_launch(
                 *_experts(line, route, replicas_drift),
                 *_model(line, route, scales_indexer_loss),
             ]
-        flags = [*(_read_flags(line, route) if route is not None else []), *_without_effect(line), *_given_twice(line)]
+        flags = [*refused, *(_read_flags(line, route) if route is not None else []), *_without_effect(line), *_given_twice(line)]
         flags = [row for row in flags if row.status != OK or not any(_refuses(problem, row.subject) for problem in found)]
         scope = "nothing" if all(row.status == NOTE for row in found) else "only what changes any step"
         unjudged = f"{NOTHING_OF_OURS}: {scope} was judged" if route is None else _open(line, route, found)
@@ -163,8 +165,10 @@ def _judge_settings(
     door = door_of(given) if named is None else DOORS[named]
     if door is None:
         return None
+    exported = dict(os.environ) | dict(read_from.exported if read_from else ())
+    variables = [f"{name}={exported[name]}" for name in door.imports if name in exported]
     # A problem may be found by name and by value.
-    judged = judge_line(door, given, read_settings_file, of_step, asked)
+    judged = judge_line(door, [*variables, *given], read_settings_file, of_step, asked)
     rows = {(row.text, row.subject if row.subject in TERMS else ""): row for row in judged}.values()
     verdict = next((row.text for row in rows if row.subject == VERDICT), None)
     found = [_finding(row) for row in rows if row.subject != VERDICT]
@@ -277,6 +281,10 @@ def _of_script(read_from: ScriptLine | None, stray: ScriptLine | None) -> Iterat
     if read_from and read_from.unparsed:
         text = f"not understood, and what they set is not known: line {', '.join(read_from.unparsed)}"
         yield Finding("script", NOTE, text)
+    if read_from and read_from.unheard:
+        lost = f"no effect of {' '.join(read_from.unheard)}: nothing in the script takes what is behind it"
+        text = f'{lost}; put "$@" behind the words of {read_from.place}, or edit them'
+        yield Finding("script", NOTE if read_from.absent else PROBLEM, text)
     if stray:
         words = f"{stray.words[0]} and {len(stray.words) - 1} words after it"
         text = f"{words} are alone on line {stray.line} and have no effect: the line above lacks its \\ at the end"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl.commands.doctor.arguments import ALL, arguments_read
 from megatron_rl.commands.doctor.composed import model_words
 from megatron_rl.commands.doctor.conditions import arms, conditions, ends_the_script, merged_text, merged_words, variables_in
 from megatron_rl.commands.doctor.constants import is_secret
@@ -52,7 +53,8 @@ class ScriptLine:
     """words: expanded. branches: variables in it that an if, case or loop of the script decides about, as NAME (line n), where it
     is not known which branch runs. deciding: variables that say so, and that whoever starts the script may set.
     python_path: PYTHONPATH as the script has set it by then. unparsed: lines before it that the parser takes for no bash.
-    absent: files that it has sourced by then and that are not here. called: what it starts, and has the line."""
+    absent: files that it has sourced by then and that are not here. called: what it starts, and has the line. unheard: words behind
+    the script that nothing of it reads."""
 
     words: tuple[str, ...]
     line: int
@@ -62,6 +64,8 @@ class ScriptLine:
     absent: tuple[str, ...] = ()
     called: str = ""
     deciding: tuple[str, ...] = ()
+    exported: tuple[tuple[str, str], ...] = ()  # NAME and value
+    unheard: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -126,6 +130,7 @@ class ScriptReader:
         self.unknown: set[str] = set()
         self.may_be_anything = False
         self.exported: set[str] = set()
+        self.read: set[str] = set()  # see arguments_read
 
     def lines(self) -> Iterator[ScriptLine]:
         try:
@@ -138,7 +143,10 @@ class ScriptReader:
         self.depth, self.num_texts = self.depth + 1, self.num_texts + 1
         if self.num_texts > MOST_TEXTS:
             raise ConfigError(f"{self.started} reads more than {MOST_TEXTS} scripts: {REMEDY}")
-        yield from self._walk(syntax_tree(text), is_in_branch=False)
+        tree = syntax_tree(text)
+        if not self.is_in_function:
+            self.read |= arguments_read(tree)
+        yield from self._walk(tree, is_in_branch=False)
         self.depth -= 1
 
     def _walk(self, node: Node, *, is_in_branch: bool) -> Iterator[ScriptLine]:
@@ -250,6 +258,8 @@ class ScriptReader:
                 tuple(self.unparsed),
                 tuple(self.absent),
                 deciding=tuple(sorted({name for one in branches for name in self.deciders.get(one, ())})),
+                exported=tuple(self._exported().items()),
+                unheard=self._unheard(),
             )
         self.path, self.lines_above, self.is_in_function = above
 
@@ -263,12 +273,19 @@ class ScriptReader:
 
     def _called(self, path: Path, arguments: Sequence[str]) -> Iterator[ScriptLine]:
         """Another script, in a process of its own: it has what this one has exported."""
-        known = {name: " ".join(value.words) for name, value in self.values.items() if name in self.exported - self.unknown}
-        reader = ScriptReader(path, arguments, known)
+        reader = ScriptReader(path, arguments, self._exported())
         reader.depth, reader.num_texts, reader.unknown = self.depth, self.num_texts, self.exported & self.unknown
         for line in reader.lines():
-            yield replace(line, called=line.called or str(path))
+            lost = [word for word in line.unheard if word in self.arguments]
+            yield replace(line, called=line.called or str(path), unheard=tuple(dict.fromkeys([*self._unheard(), *lost])))
         self.num_texts = reader.num_texts
+
+    def _unheard(self) -> tuple[str, ...]:
+        given = enumerate(self.arguments, 1) if ALL not in self.read else ()
+        return tuple(word for number, word in given if str(number) not in self.read)
+
+    def _exported(self) -> dict[str, str]:
+        return {name: " ".join(value.words) for name, value in self.values.items() if name in self.exported - self.unknown}
 
     def _here(self, given: str) -> Path | None:
         places = (Path(given), self.path.parent / given)
