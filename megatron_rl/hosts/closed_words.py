@@ -49,8 +49,7 @@ def refused(title: str, name: str, text: str) -> Row:
 
 
 def unknown_words(title: str, words: Mapping[str, Words], settings: Settings, *, imports_modules: bool) -> Iterator[Row]:
-    """imports_modules: a module of the user's own may have added names. A word with a dot may mean one of ours, and is judged by the
-    host's other checks."""
+    """imports_modules: a module of the user's own may have added names. A word with a dot may mean one of ours: others judge it."""
     for name, one in words.items():
         value = settings[name]
         if one.has(value) or "." in str(value) or not one.is_read(settings) or (one.adds and imports_modules):

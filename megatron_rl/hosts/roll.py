@@ -375,9 +375,7 @@ STOCK_MODES = {
 
 VARIANTS = ("vanilla", "ppo", "tis", "topr", "cispo", "kimi15")  # of the workers in ROLL's files actor_pg_worker.py
 WORDS = {
-    VARIANT: Words(
-        VARIANTS, is_read=lambda settings: re.match(r"roll\..*actor_pg_worker\.", str(settings[WORKER_CLASS])) is not None
-    ),
+    VARIANT: Words(VARIANTS, is_read=lambda settings: bool(re.match(r"roll\..*actor_pg_worker\.", str(settings[WORKER_CLASS])))),
     "loss_agg_mode": Words(tuple(STOCK_MODES)),
 }
 
