@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from megatron_rl.commands.doctor.command_line import (
 )
 from megatron_rl.commands.doctor.probes import look_up
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, LaunchReport
-from megatron_rl.commands.doctor.script import ScriptLine, is_unread
+from megatron_rl.commands.doctor.script import is_unread
+from megatron_rl.commands.doctor.script_findings import branches_of, of_script
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.settings_file import read_settings_file
@@ -90,8 +90,6 @@ RULES = "rules"
 NOTHING_OF_OURS = "nothing of megatron_rl on this line"
 # More flags that no check reads are counted, and not listed.
 MOST_IDLE = 3
-# So are variables of branches.
-MOST_BRANCHES = 4
 # The flags of a model that could change a step begin so.
 OF_MODELS = ("--moe-", "--mtp-", "--num-experts", "--dsa-")
 FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
@@ -144,7 +142,7 @@ def judge_launch(
             *own, last = _stock(line, of_step, asked)
             found += map(_finding, own)
             unjudged = f"{NOTHING_OF_OURS}; {last.text}"
-        found += _branches(line.read_from)
+        found += branches_of(line.read_from)
         return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread, unjudged)
 
 
@@ -175,7 +173,7 @@ def _judge_settings(
     reading = (
         [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []
     )
-    reading += _of_script(read_from, stray)
+    reading += of_script(read_from, stray)
     place = f", from {read_from.place}" if read_from else ""
     # The settings file is always read; a loss that was judged has its own row.
     is_judged = any(row.status == PROBLEM or (row.status == OK and row.subject != "settings") for row in found)
@@ -185,7 +183,7 @@ def _judge_settings(
     program = door.programs.named(given) or door.programs.imported(given)
     started = next((Path(word).name for word in given if word.endswith(".py") and door.recognises([word])), door.starts)
     started = started if program is None else program.word
-    found += _branches(read_from)
+    found += branches_of(read_from)
     return LaunchReport(f"{door.name}, {started}{place}", None, reading, [], found, [], hidden, unjudged)
 
 
@@ -273,40 +271,7 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
         idle = [flag for flag in others if flag not in read]
         listed = [*read, *(idle if len(idle) <= MOST_IDLE else [f"{len(idle)} flags that no check reads"])]
         yield Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(listed)} will be given")
-    yield from _of_script(line.read_from, line.stray)
-
-
-def _of_script(read_from: ScriptLine | None, stray: ScriptLine | None) -> Iterator[Finding]:
-    """What could not be decided in a shell script, whoever's line it starts."""
-    if read_from and read_from.unparsed:
-        text = f"not understood, and what they set is not known: line {', '.join(read_from.unparsed)}"
-        yield Finding("script", NOTE, text)
-    if read_from and read_from.unheard:
-        lost = f"no effect of {' '.join(read_from.unheard)}: nothing in the script takes what is behind it"
-        text = f'{lost}; put "$@" behind the words of {read_from.place}, or edit them'
-        yield Finding("script", NOTE if read_from.absent else PROBLEM, text)
-    if stray:
-        words = f"{stray.words[0]} and {len(stray.words) - 1} words after it"
-        text = f"{words} are alone on line {stray.line} and have no effect: the line above lacks its \\ at the end"
-        yield Finding("script", PROBLEM, text)
-
-
-def _branches(read_from: ScriptLine | None) -> Iterator[Finding]:
-    """What depends on branches of a script, of which it is not known here which one runs."""
-    if read_from is None or not read_from.branches:
-        return
-    named = {f"${{{name.split()[0]}}}" for name in read_from.branches}
-    words = [(flag, word) for flag, word in pairwise(["", *read_from.words]) if any(name in word for name in named)]
-    unjudged = dict.fromkeys(flag if "=" not in word else word.partition("=")[0].lstrip("+~") for flag, word in words)
-    text = f"taken as if each branch of the script had run: {_first(read_from.branches)}"
-    text += f"; not judged, for they have another value in each: {_first([*unjudged])}" if unjudged else ""
-    typed = " ".join(f"{name}=..." for name in read_from.deciding)
-    yield Finding("branches", NOTE, text + (f"; type {typed} before bash to choose" if typed else ""))
-
-
-def _first(names: Sequence[str]) -> str:
-    more = len(names) - MOST_BRANCHES
-    return ", ".join(names[:MOST_BRANCHES]) + (f" and {more} more" if more > 0 else "")
+    yield from of_script(line.read_from, line.stray)
 
 
 def _trains_without_ours(line: LaunchLine) -> bool:
