@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
+from pathlib import Path
 
 import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.hosts.script_constants import Constants
 from megatron_rl.hosts.settings import UNKNOWN
+from megatron_rl.hosts.trl_script import Script
 
 TRL = "from trl import GRPOConfig, GRPOTrainer\n"
 
@@ -163,3 +166,39 @@ def test_the_row_of_a_script_names_what_is_judged_and_counts_the_rest(tmp_path, 
     assert "GRPOConfig of mine.py was read: beta, epsilon and 4 more; what else" in out and "learning_rate" not in out, out
     _, out = doctor(capsys, tmp_path, monkeypatch, f"{TRL}GRPOTrainer(args=GRPOConfig({others}))")
     assert "GRPOConfig of mine.py was read: 4 settings, none of which is judged; what else" in out, out
+
+
+MAKES = "GRPOTrainer(args=GRPOConfig(loss_type='bnpo'))"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_read"),
+    [
+        (MAKES, False),
+        ("GRPOTrainer()", False),
+        (f"from trl import TrlParser\n{MAKES}", True),
+        (f"import argparse\n{MAKES}", True),
+        (f"import sys\nprint(sys.argv)\n{MAKES}", True),
+        (f"import click\n{MAKES}", True),
+        (f"from beside import config\n{MAKES}", True),
+        (f"from .beside import config\n{MAKES}", True),
+        ("from elsewhere import config\nGRPOTrainer(args=config())", True),
+        ("from elsewhere import given\nGRPOTrainer(args=GRPOConfig(loss_type=given.loss_type))", True),
+        ("from elsewhere import given\nGRPOTrainer(args=GRPOConfig(**given))", True),
+    ],
+)
+def test_flags_of_a_script_that_reads_no_command_line_have_no_effect(text, is_read, tmp_path, monkeypatch, capsys):
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "a.yaml").write_text("loss_type: grpo")
+    for words in (["--loss_type", "grpo"], ["--config", "a.yaml"]):
+        code, out = doctor(capsys, tmp_path, monkeypatch, TRL + text, *words)
+        assert (f"mine.py reads no command line: {words[0]} has no effect" in out) == (code == 1) == (not is_read), out
+        assert is_read or "grpo is TRL's own" not in out, out
+
+
+@pytest.mark.host("TRL_ROOT")
+def test_the_scripts_of_trl_that_have_a_parser_are_given_flags():
+    found = {True: [], False: []}
+    for path in Path(os.environ["TRL_ROOT"], "examples", "scripts").glob("*grpo*.py"):
+        found["Parser" in path.read_text()].append(Script.of(path).without_effect(["loss_type"]))
+    assert not any(found[True]) and len(found[True]) > 2 and all(found[False]) and found[False], found

@@ -59,7 +59,7 @@ REMEDY = f'GRPOConfig({CHOICE}="{PREFIX}<loss>.<aggregation>") with {__name__}.G
 # TRL's own commands.
 COMMANDS = {"grpo": None, "rloo": None, "sft": SUPERVISED, "reward": REWARDS}
 COMMANDS |= dict.fromkeys(("dpo", "kto"), PREFERENCES)
-UNSEEN = "what the script sets itself is not seen here: our trainer judges all of it when it is made"
+UNSEEN = "it is not found here: its flags are judged as if it parses them, and our trainer judges all of it when it is made"
 # Words of HfArgumentParser for a switch.
 TRUTH = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
 # What TRL's own loss selects or weighs in each micro-batch by itself, the only value that ours accepts, and why.
@@ -192,6 +192,11 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
         name, is_joined, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
             typed |= read_flag(name.replace("-", "_"), value if is_joined else "true" if behind.startswith("--") else behind)
+    if script is not None and (idle := script.without_effect(typed)):
+        listed, has = ", ".join(f"--{name}" for name in idle), "has" if len(idle) == 1 else "have"
+        text = f"{path} reads no command line: {listed} {has} no effect; set this in the script, or fill its config by a TrlParser"
+        rows.append(Row(f"--{idle[0]}", text, is_wrong=True))
+        typed = {name: value for name, value in typed.items() if name not in idle}
     before = words if command else words[: max(place, 0)]
     if (processes := launched_processes(before, read_file) or (Size(1, "python") if is_python_alone(before) else None)) is not None:
         typed[PROCESSES] = processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +12,7 @@ from typing import Any
 
 from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, called
 from megatron_rl.hosts.script_constants import DEEPEST, Constants, last_name
-from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
+from megatron_rl.hosts.scripts import imported_packages, module_file, syntax_tree, taken_from
 from megatron_rl.hosts.settings import UNKNOWN
 from megatron_rl.hosts.trl_others import GRPO, known_trainer
 from megatron_rl.hosts.trl_stock import CHOICE, PREFIX, STOCK_TYPES
@@ -33,6 +34,9 @@ LOSS_METHODS = (
 # Packages that replace them where they are imported.
 PATCHES = ("unsloth",)
 BATCH_METHODS = ("_prepare_inputs", "_generate_and_score_completions")
+# What a script that reads its command line imports, or names.
+PARSERS = frozenset("absl chz click cyclopts docopt draccus fire gin hydra omegaconf plac pydantic_settings tyro typer".split())
+_PARSES = re.compile("argv|argparse|parser|parsing|parse_(known_)?args|from_cli")
 # More settings of a script are counted, and not listed.
 MOST_LISTED = 6
 
@@ -109,16 +113,38 @@ class Script:
 
     # Its settings
 
+    @cached_property
+    def _config(self) -> str:
+        return f"{(self.known or GRPO).removesuffix('Trainer')}Config"
+
+    @cached_property
+    def _config_calls(self) -> list[ast.Call]:
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        return [node for node in calls if self.base_of(last_name(node.func)) == self._config]
+
+    def without_effect(self, flags: Collection[str]) -> list[str]:
+        """The flags of its command line that it cannot read: it names no parser, makes its config itself, and imports no file of
+        its own that may read them. A setting of it that is not known here may come from there."""
+        nodes, imported = [*ast.walk(self.tree)], imported_packages(self.tree)
+        names = {getattr(node, name, None) for node in nodes for name in ("id", "attr", "name", "module", "arg")}
+        folders = [] if self.path is None else [self.path.parent, Path.cwd()]
+        is_own = any(module_file(name, folders) for name in imported - {"trl", PREFIX[:-1]})
+        is_relative = any(isinstance(node, ast.ImportFrom) and node.level for node in nodes)
+        parses = any(_PARSES.search(str(name).lower()) for name in names) or bool(imported & PARSERS)
+        given = [self.constants.given(call) for call in self._config_calls]
+        takes_other = not given and any(isinstance(node, ast.keyword) and node.arg == "args" for node in nodes)
+        if is_own or is_relative or parses or takes_other or any(unread for _, unread in given):
+            return []
+        unknown = {name for of_call, _ in given for name, value in of_call.items() if value is UNKNOWN}
+        return [name for name in flags if not (unknown if name == "config" else name in unknown)]
+
     def settings(self, known: Collection[str]) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
         """(what it gives TRL's config, and our trainer, what it assigns to the config's fields afterwards, what is said of it).
         known: the names that are judged."""
-        config = f"{(self.known or GRPO).removesuffix('Trainer')}Config"
+        config = self._config
         classes = [name for name in self.constants.classes if self.base_of(name) == config]
         given = {name: value for one in classes for name, value in self.constants.fields(one).items()}
-        calls = [
-            node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and self.base_of(last_name(node.func)) == config
-        ]
-        of_calls = [self.constants.given(call) for call in calls]
+        of_calls = [self.constants.given(call) for call in self._config_calls]
         unread = [name for _, names in of_calls for name in names]
         for name in dict.fromkeys(name for of_call, _ in of_calls for name in of_call):
             values = [of_call.get(name, UNKNOWN) for of_call, _ in of_calls]
