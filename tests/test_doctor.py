@@ -444,6 +444,11 @@ MEANT = {
     # The host's and ours differ by two letters: the most similar one is told.
     "--n-samples-per-prompts": "--n-samples-per-prompt",
     "--samples-per-prompts": "--samples-per-prompt",
+    # Switches that turn something off have another name in the arguments.
+    "--disable-grpo-std-normalisation": "--disable-grpo-std-normalization",
+    "--disable-grpo-std-norm": "--disable-grpo-std-normalization",
+    "--disable-reward-normalization": "--disable-rewards-normalization",
+    "--no-check-for-nan-in-loss-and-grads": "--no-check-for-nan-in-loss-and-grad",
 }
 
 

@@ -109,6 +109,13 @@ class Host:
     """Its parser's defaults for options that our checks read."""
     choices: Mapping[str, tuple[str, ...]] = {}
     """Flags of the loss of which its parser takes these words alone."""
+    turned_off: tuple[str, ...] = (
+        "disable_grpo_std_normalization",
+        "disable_rewards_normalization",
+        "disable_compute_advantages_and_returns",
+        "no_check_for_nan_in_loss_and_grad",
+    )
+    """Its flags whose option has another name, by theirs: a slip of one is told."""
     rollout_functions: tuple[str, ...] = ()
     """The host's own values of --rollout-function-path: each function makes one sample of a rollout."""
     loss: HostLoss = HostLoss()

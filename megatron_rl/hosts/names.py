@@ -62,12 +62,15 @@ def meant_flag(flag: str) -> str | None:
 def meant_host_flag(flag: str, host: Host) -> str | None:
     """The flag of a host that `flag` misspells, of those that our checks read. None for these, and where none is very similar or
     one of ours is more so."""
-    known = {*OPTIONS, *host.own_options, *host.parser_defaults}
+    known = {*OPTIONS, *host.own_options, *host.parser_defaults, *host.turned_off}
     if not flag.startswith("--") or field_of(flag) in known or flag in routes_of_flags():
         return None
     name, names = field_of(flag), sorted({*known, *our_fields()})
     swapped = [one for one in names if sorted(one) == sorted(name)]  # two letters of a short name, as esp_clip, are less similar
-    close = swapped or get_close_matches(name, names, n=1, cutoff=CLOSEST_HOST_NAME)
+    longer = [one for one in known if one.startswith(name) and len(flag) >= SHORTEST_ABBREVIATION]
+    close = (
+        swapped or sorted(longer, key=lambda one: (len(one), one)) or get_close_matches(name, names, n=1, cutoff=CLOSEST_HOST_NAME)
+    )
     return flag_of(close[0]) if close and close[0] in known else None
 
 
