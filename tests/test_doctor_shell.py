@@ -73,6 +73,28 @@ def problems(report) -> list[str]:
     return [f"{finding.subject}: {finding.text}" for finding in report.findings if finding.status == PROBLEM]
 
 
+def test_a_line_of_our_launcher_without_a_flag_of_ours_has_a_problem(checkout, monkeypatch):
+    """A misspelt array is empty in bash. The stock launcher may well start such a line."""
+    folder, make = checkout
+    monkeypatch.chdir(folder)
+    text = LAUNCH.replace("WANDB_ARGS=(", "LOSS_ARGS=(\n       OURS\n    )\n    WANDB_ARGS=(", 1).replace("OURS", "", 1)
+    slip, whole = (text.replace("${WANDB_ARGS[@]} 2", f"{words} 2") for words in ("${LOS_ARGS[@]}", "${LOSS_ARGS[@]}"))
+    own_loss = (
+        "rule: the host's own loss would train: neither our reducer nor our loss is on the launch line; add "
+        "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
+    )
+    (line,) = [at for at, row in enumerate(Path(make(slip)).read_text().splitlines(), 1) if "LOS_ARGS" in row]
+    array = f"script: ${{LOS_ARGS[@]}} (line {line}) is not set in the script: did you mean LOSS_ARGS, which nothing uses?"
+    assert problems(judge_launch(["bash", make(slip)], None)) == [array, own_loss]
+    assert problems(judge_launch(["bash", make(slip, start="")], None)) == [array]
+    assert problems(judge_launch(["bash", make(whole)], None)) == []
+    assert problems(judge_launch(["bash", make(ours="")], None)) == [own_loss]
+    assert problems(judge_launch(["bash", make(ours="", start="")], None)) == []
+    # One that is set where the launch is started, or read by a condition, is no slip.
+    monkeypatch.setenv("LOS_ARGS", "--num-epoch 1")
+    assert array not in problems(judge_launch(["bash", make(slip)], None))
+
+
 # The words, against bash itself
 
 SNIPPETS = {

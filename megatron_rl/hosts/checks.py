@@ -135,10 +135,9 @@ def aggregation_is_given_its_counts(launch: HostLaunch) -> Iterator[str]:
 @check()
 def something_of_ours_is_at_work(launch: HostLaunch) -> Iterator[str]:
     if launch.is_alone and not list(paths_load(launch)):  # a path of megatron_rl that does not load is told by itself
-        yield (
-            f"--loss-aggregation {launch.aggregation} has no effect: neither our reducer nor our loss is on the launch line; "
-            f"add {REDUCER_LINE}"
-        )
+        is_typed = launch.options.ours("loss_aggregation") is not None
+        what = f"--loss-aggregation {launch.aggregation} has no effect" if is_typed else "the host's own loss would train"
+        yield (f"{what}: neither our reducer nor our loss is on the launch line; add {REDUCER_LINE}")
 
 
 @check()

@@ -195,7 +195,8 @@ def _route(line: LaunchLine) -> Route | None:
         return line.of_host.routes[0]
     launch = read_launch(host_arguments(line))
     is_nothing = launch.is_alone and not line.ours and launch.options.ours("loss_aggregation") is None
-    return None if is_nothing else launch.route
+    is_told = line.unread or [*misplaced(line)] or any(line.meant(flag) for flag, _ in line.flags)
+    return None if is_nothing and (is_told or not line.uses_our_launcher) else launch.route
 
 
 def _judged(line: LaunchLine, route: Route | None, of_step: stock.JudgeStep | None, asked: StepSizes) -> list[Finding]:

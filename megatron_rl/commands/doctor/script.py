@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ NO_STEPS = ("string", "concatenation", "expansion", "command_substitution", "pro
 MODEL_COMMAND, MODELS = "model_args_utils.py", Path("scripts", "models")
 PLAIN_EDIT = re.compile(r"s([/|,#])(?P<pattern>(?:(?!\1)[^*+?{\\\\])*)\1(?P<text>(?:(?!\1)[^&\\\\])*)\1")
 MOST_CHOICES = 8
+# How variables of flags often end, and how similar two are without it where one is a slip of the other.
+ENDING, CLOSEST_VARIABLE = "_ARGS", 0.75
 SHELLS = ("bash", "sh", "zsh", "exec")
 # $NAME, ${NAME}, ${NAME[@]}, ${NAME[0]}, and those with a default; the others cut or count, and are left as they are.
 VARIABLE = re.compile(r"\$\{?(?P<name>[A-Za-z_]\w*|[@*0-9])(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<how>:?[-=+]).*|\}?)", re.DOTALL)
@@ -54,7 +57,7 @@ class ScriptLine:
     is not known which branch runs. deciding: variables that say so, and that whoever starts the script may set.
     python_path: PYTHONPATH as the script has set it by then. unparsed: lines before it that the parser takes for no bash.
     absent: files that it has sourced by then and that are not here. called: what it starts, and has the line. unheard: words behind
-    the script that nothing of it reads."""
+    the script that nothing of it reads. slips: names that nothing has set by then, and what may have been meant."""
 
     words: tuple[str, ...]
     line: int
@@ -66,6 +69,7 @@ class ScriptLine:
     deciding: tuple[str, ...] = ()
     exported: tuple[tuple[str, str], ...] = ()  # NAME and value
     unheard: tuple[str, ...] = ()
+    slips: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -130,7 +134,8 @@ class ScriptReader:
         self.unknown: set[str] = set()
         self.may_be_anything = False
         self.exported: set[str] = set()
-        self.read: set[str] = set()  # see arguments_read
+        self.read: set[str] = set()  # names, and arguments: see arguments_read
+        self.unset: dict[str, str] = {}  # NAME -> as it is written, with its line
 
     def lines(self) -> Iterator[ScriptLine]:
         try:
@@ -260,6 +265,7 @@ class ScriptReader:
                 deciding=tuple(sorted({name for one in branches for name in self.deciders.get(one, ())})),
                 exported=tuple(self._exported().items()),
                 unheard=self._unheard(),
+                slips=tuple(self._slips()),
             )
         self.path, self.lines_above, self.is_in_function = above
 
@@ -360,6 +366,8 @@ class ScriptReader:
         if node.type == "command_substitution" or match is None:
             return [self._known_command(node) or text]
         known, how = self._known(match["name"], match["index"] or "0"), match["how"] or ""
+        if known in (None, []) and not how and self._is_unset(match["name"]):
+            self.unset.setdefault(match["name"], f"{text} (line {self._line_of(node)})")
         is_set = known is not None and not (how.startswith(":") and known in ([""], []))
         if known is not None and is_set and not how.endswith("+"):
             return known
@@ -378,12 +386,25 @@ class ScriptReader:
             return None if self.is_in_function or "@" in self.unknown else given
         if name in self.values and name not in self.unknown:
             value = self.values[name]
+            self.read.add(name)
             self.used |= value.branches
             return value.words if index in "@*" else value.words[int(index) : int(index) + 1] or None
         if name in self.unknown or self.may_be_anything or is_secret(name, self.environment.get(name, "")):
             return None
         # No environment carries an array: one that nothing sets is empty.
         return [self.environment[name]] if name in self.environment else [] if index in "@*" else None
+
+    def _is_unset(self, name: str) -> bool:
+        is_unseen = name in self.unknown or self.may_be_anything or self.is_in_function
+        return name.isidentifier() and name not in self.values and name not in self.environment and not is_unseen
+
+    def _slips(self) -> Iterator[str]:
+        """Of names that nothing sets, those that are similar to one that nothing reads, each without its ENDING."""
+        unread = {name for name, value in self.values.items() if name not in self.read and _has_flags(value)}
+        shorter = {name.removesuffix(ENDING): name for name in sorted(unread)}
+        for name, written in self.unset.items():
+            if close := get_close_matches(name.removesuffix(ENDING), shorter, n=1, cutoff=CLOSEST_VARIABLE):
+                yield f"{written} is not set in the script: did you mean {shorter[close[0]]}, which nothing uses?"
 
     def _known_command(self, node: Node) -> str | None:
         """`cd ... && pwd`, `dirname ...`, `basename ...` and an edit by sed of what is known: how scripts find their own folder,
@@ -405,6 +426,10 @@ class ScriptReader:
                 words = model_words(folders[3] / MODELS, model) if len(folders) > 3 else None
                 return None if words is None else " ".join(words)
         return None
+
+
+def _has_flags(value: _Value) -> bool:
+    return any(re.match(r"\s*(--?[A-Za-z]|[+~\w.]+=)", word) for word in value.words)
 
 
 def _merged(before: Mapping[str, _Value], after: Sequence[Mapping[str, _Value]]) -> dict[str, _Value]:

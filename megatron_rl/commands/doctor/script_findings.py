@@ -21,6 +21,7 @@ def of_script(read_from: ScriptLine | None, stray: ScriptLine | None) -> Iterato
         lost = f"no effect of {' '.join(read_from.unheard)}: nothing in the script takes what is behind it"
         text = f'{lost}; put "$@" behind the words of {read_from.place}, or edit them'
         yield Finding("script", NOTE if read_from.absent else PROBLEM, text)
+    yield from (Finding("script", PROBLEM, text) for text in (read_from.slips if read_from else ()))
     if stray:
         words = f"{stray.words[0]} and {len(stray.words) - 1} words after it"
         text = f"{words} are alone on line {stray.line} and have no effect: the line above lacks its \\ at the end"
