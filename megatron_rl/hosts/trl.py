@@ -30,8 +30,9 @@ from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, Size, read_value
 from megatron_rl.hosts.step_sizes import PROCESSES, is_python_alone, launched_processes, whole_number
 from megatron_rl.hosts.stock import unjudged
+from megatron_rl.hosts.trl_fields import unknown_fields
 from megatron_rl.hosts.trl_others import DEFAULTS as OTHERS_DEFAULTS
-from megatron_rl.hosts.trl_others import OTHER, known_trainer
+from megatron_rl.hosts.trl_others import GRPO, OTHER, known_trainer
 from megatron_rl.hosts.trl_refusals import MODE, OBJECTIVES, SCALE, WORDS, refusals
 from megatron_rl.hosts.trl_script import Script
 from megatron_rl.hosts.trl_stock import (
@@ -208,7 +209,12 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
         except ConfigError as error:
             rows.append(Row("config", str(error), is_wrong=True))
     of_script, assigned, said = script.settings(JUDGED) if script is not None else ({}, {}, [Row("script", UNSEEN, is_note=True)])
+    config = f"{known_trainer([], command) or GRPO}".replace("Trainer", "Config")
+    slips = [*unknown_fields([*typed, *of_file], config, is_command=True)] if command else []
+    slips += [] if script is None else [*unknown_fields(script.fields_given(), script.config)]
+    rows += slips
     given = of_script | of_file | typed | assigned
+    given = {name: value for name, value in given.items() if name not in {row.subject for row in slips}}
     other = known_trainer([] if script is None or script.known is None else [script.known], command)
     if other is not None:
         text = f"{other} always trains TRL's own loss, judged below; ours train in {__name__}.GRPOTrainer"

@@ -114,13 +114,13 @@ class Script:
     # Its settings
 
     @cached_property
-    def _config(self) -> str:
+    def config(self) -> str:
         return f"{(self.known or GRPO).removesuffix('Trainer')}Config"
 
     @cached_property
     def _config_calls(self) -> list[ast.Call]:
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        return [node for node in calls if self.base_of(last_name(node.func)) == self._config]
+        return [node for node in calls if self.base_of(last_name(node.func)) == self.config]
 
     def without_effect(self, flags: Collection[str]) -> list[str]:
         """The flags of its command line that it cannot read: it names no parser, makes its config itself, and imports no file of
@@ -138,10 +138,34 @@ class Script:
         unknown = {name for of_call, _ in given for name, value in of_call.items() if value is UNKNOWN}
         return [name for name in flags if not (unknown if name == "config" else name in unknown)]
 
+    def fields_given(self) -> list[str]:
+        """The fields that its calls give TRL's config, but for those that a class of the script adds; none where the config is of
+        another package, which may have added some."""
+        froms = [node for node in ast.walk(self.tree) if isinstance(node, ast.ImportFrom)]
+        origins = {str(node.module).split(".")[0] for node in froms if self.config in {alias.name for alias in node.names}}
+        if (origins or imported_packages(self.tree) & {"trl"}) != {"trl"}:
+            return []
+        found = list[str]()
+        for call in self._config_calls:
+            own = self.fields_of(last_name(call.func))
+            found += [] if own is None else [name for name in self.constants.given(call)[0] if name not in own]
+        return list(dict.fromkeys(found))
+
+    def fields_of(self, name: str, depth: int = 0) -> set[str] | None:
+        """The fields that a class of the script adds to TRL's config, with its bases; None: it may take any name."""
+        node = self.constants.classes.get(name)
+        if node is None or depth > DEEPEST:
+            return set() if self.imported.get(name, name) == self.config else None
+        of_bases = [self.fields_of(last_name(base), depth + 1) for base in node.bases]
+        if any(one is None for one in of_bases) or "__init__" in self.methods_of(name):
+            return None
+        own = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
+        return own.union(*(one for one in of_bases if one is not None))
+
     def settings(self, known: Collection[str]) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
         """(what it gives TRL's config, and our trainer, what it assigns to the config's fields afterwards, what is said of it).
         known: the names that are judged."""
-        config = self._config
+        config = self.config
         classes = [name for name in self.constants.classes if self.base_of(name) == config]
         given = {name: value for one in classes for name, value in self.constants.fields(one).items()}
         of_calls = [self.constants.given(call) for call in self._config_calls]

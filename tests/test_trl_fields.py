@@ -1,0 +1,93 @@
+"""The fields of TRL's configs, against TRL's and transformers' own text, and what doctor says of a name that is none."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.__main__ import main
+from megatron_rl.hosts import trl_fields, trl_stock
+
+TRL = "from trl import GRPOConfig, GRPOTrainer\n"
+
+
+def doctor(capsys, tmp_path, monkeypatch, text: str) -> tuple[int, str]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(text)
+    code = main(["doctor", "--launch-only", "--", "accelerate", "launch", "mine.py"])
+    return code, capsys.readouterr().out
+
+
+def of_checkout(monkeypatch) -> None:
+    """As if the checkout were installed, with the transformers that is."""
+    find = trl_fields.find_spec
+    place = SimpleNamespace(submodule_search_locations=[str(Path(os.environ["TRL_ROOT"], "trl"))])
+    monkeypatch.setattr(trl_fields, "find_spec", lambda name: place if name == "trl" else find(name))
+    monkeypatch.setattr(trl_fields, "installed", lambda: trl_stock.NEWEST)
+
+
+@pytest.mark.host("TRL_ROOT")
+@pytest.mark.skipif(not version("transformers").startswith("5.24"), reason="the table is of transformers 5.24")
+@pytest.mark.parametrize("config", ["GRPOConfig", "RLOOConfig"])
+def test_the_table_is_what_trl_and_transformers_declare(config, monkeypatch):
+    table = trl_fields.fields_of(config)
+    of_checkout(monkeypatch)
+    found = trl_fields.fields_of(config)
+    assert len(found) > 100 and found <= table and (config == "RLOOConfig" or found == table), found ^ table
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("kl_coef", "beta"),
+        ("betta", "beta"),
+        ("per_device_train_batch", "per_device_train_batch_size"),
+        ("gradient_accumulation", "gradient_accumulation_steps"),
+        ("max_new_tokens", "max_completion_length"),
+        ("clip_higher", "epsilon_high"),
+    ],
+)
+def test_a_keyword_that_is_no_field_is_a_problem(name, meant, tmp_path, monkeypatch, capsys):
+    code, out = doctor(capsys, tmp_path, monkeypatch, f"{TRL}GRPOTrainer(args=GRPOConfig({name}=4))")
+    assert code == 1 and f"GRPOConfig has no field {name} (" in out and f": did you mean {meant}?" in out, out
+
+
+@pytest.mark.parametrize("version", [None, (1, 16)])
+@pytest.mark.parametrize("name", ["max_prompt_length", "warmup_ratio", "of_another_version"])
+def test_a_field_that_another_version_may_have_is_a_note_where_the_version_is_not_known(
+    name, version, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(trl_fields, "installed", lambda: version)
+    code, out = doctor(capsys, tmp_path, monkeypatch, f"{TRL}GRPOTrainer(args=GRPOConfig({name}=4))")
+    assert f"GRPOConfig has no field {name} (" in out and code == (version is not None), out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from trl import GRPOTrainer\nfrom open_r1.configs import GRPOConfig\nGRPOTrainer(args=GRPOConfig(kl_coef=4))",
+        f"{TRL}class Mine(GRPOConfig):\n    kl_coef: float = 0.1\nGRPOTrainer(args=Mine(kl_coef=4))",
+        f"{TRL}class Mine(Elsewhere, GRPOConfig):\n    pass\nGRPOTrainer(args=Mine(kl_coef=4))",
+        f"{TRL}GRPOTrainer(args=GRPOConfig(learning_rate=1e-6, warmup_steps=3, bf16=True, vllm_mode='server'))",
+    ],
+)
+def test_fields_that_the_config_has_or_may_have_are_not_refused(text, tmp_path, monkeypatch, capsys):
+    code, out = doctor(capsys, tmp_path, monkeypatch, text)
+    assert code == 0 and "has no field" not in out, out
+
+
+def test_flags_of_trls_own_command(capsys):
+    line = "trl grpo --kl_coef 0.1 --model_name_or_path m --lora_r 8 --no_bf16 --num_processes 4 --mixed_precision no"
+    code = main(["doctor", "--launch-only", "--", *line.split()])
+    out = capsys.readouterr().out
+    assert code == 1 and out.count("trl takes no --") == 1 and "--kl_coef" in out and "did you mean --beta?" in out, out
+
+
+def test_a_keyword_that_is_no_field_changes_nothing_else(tmp_path, monkeypatch, capsys):
+    """A misspelt field is told once, and not as a setting too."""
+    code, out = doctor(capsys, tmp_path, monkeypatch, f"{TRL}GRPOTrainer(args=GRPOConfig(num_generation=4))")
+    assert code == 1 and out.count("did you mean") == 1, out
