@@ -425,9 +425,10 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
         [
             our_mode("grpo.sample_mean"),
             f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
-            f"{ACTOR}.megatron.context_parallel_size=2",
+            "model_engine=megatron",
+            f"+{ACTOR}.megatron.override_transformer_config.calculate_per_token_loss=True",
         ],
-        "refuses it by name",
+        "verl's first step raises with .*loss_agg_mode=seq-mean-token-mean; set actor_rollout_ref.actor.loss_agg_mode=token-mean$",
     ),
     "verl, another loss in the place of ours": (
         "verl",

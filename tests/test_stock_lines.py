@@ -9,7 +9,7 @@ import re
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.hosts import skyrl, verl
+from megatron_rl.hosts import skyrl, verl, verl_refusals
 from megatron_rl.hosts.base import INIT_LINE, REDUCER_LINE
 from megatron_rl.hosts.flags import MIS_FUNCTION, MIS_FUNCTION_OF_FSDP
 
@@ -522,7 +522,7 @@ LAYOUTS = [
     (
         "verl",  # the older name counts where it is above 1, and both are one size: 4 ranks are 2 of data
         [
-            *(*BUDGET_OF_FOUR, f"{verl.ULYSSES}=1", f"{verl.ACTOR}ulysses_sequence_parallel_size=2"),
+            *(*BUDGET_OF_FOUR, f"{verl_refusals.ULYSSES}=1", f"{verl.ACTOR}ulysses_sequence_parallel_size=2"),
             "trainer.n_gpus_per_node=4",
         ],
         f"n_gpus_per_node / {verl.ACTOR}ulysses_sequence_parallel_size, micro-batches of about 8 tokens",
@@ -536,7 +536,7 @@ LAYOUTS = [
     ),
     (
         "verl",
-        [*BUDGET_OF_FOUR, f"{verl.ULYSSES}=$SP"],
+        [*BUDGET_OF_FOUR, f"{verl_refusals.ULYSSES}=$SP"],
         "1 sample a micro-batch, for the tokens that actor_rollout_ref.actor.use_dynamic_bsz gives them are not known",
         "0.3",
     ),

@@ -83,6 +83,23 @@ class SizeNames:
 
     def _data(self, value_of: Callable[[str], Any]) -> Size | None:
         """Known where one of `ranks` is given, and no given one is unknown."""
+        found = self._groups(value_of)
+        if found is None or found[0].value % found[1].value:
+            return None
+        ranks, shared = found
+        return Size(ranks.value // shared.value, " / ".join(filter(None, [ranks.source, shared.source])))
+
+    def misfit(self, value_of: Callable[[str], Any]) -> str | None:
+        """What is said of ranks that the groups of them do not divide."""
+        found = self._groups(value_of)
+        if found is None or found[0].value % found[1].value == 0:
+            return None
+        ranks, shared = found
+        words = shared.source.replace(" / ", " x ")
+        return f"{ranks.value} ranks of {ranks.source} are no multiple of {shared.value} of {words}"
+
+    def _groups(self, value_of: Callable[[str], Any]) -> tuple[Size, Size] | None:
+        """(all ranks, those that train one sample together)."""
         sizes = self._given((*self.ranks, *self.shared), value_of)
         if None in sizes.values() or not any(name in sizes for name in self.ranks):
             return None
@@ -90,13 +107,11 @@ class SizeNames:
             name: self.defaults.get(name, 1) for name in self.ranks if name not in sizes
         }
         ranks, shared = (math.prod(numbers.get(name, 1) for name in names) for names in (self.ranks, self.shared))
-        if ranks % shared:
-            return None
         sources = {name: size.source for name, size in sizes.items() if size is not None}
         sources |= {name: f"{name} by default" for name in self.ranks if name not in sources and numbers[name] > 1}
         of_ranks = " x ".join(sources[name] for name in self.ranks if name in sources)
         groups = [size.source for name, size in sizes.items() if size is not None and name in self.shared and size.value > 1]
-        return Size(ranks // shared, " / ".join([of_ranks, *groups]))
+        return Size(ranks, of_ranks), Size(shared, " / ".join(groups))
 
 
 # The name here of what a launcher is told. Not a setting.

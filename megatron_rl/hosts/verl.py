@@ -19,6 +19,7 @@ a file are judged by the plugin, from verl's whole config. `verl_loss` has the l
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -54,7 +55,6 @@ from megatron_rl.hosts.model_names import ModelNames, model_rows
 from megatron_rl.hosts.programs import SUPERVISED, TRAINS_NOTHING, Programs, program_word
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings, as_typed, read_overrides, read_value, value_at
-from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames
 from megatron_rl.hosts.verl_correction import (
     BYPASS,
     CORRECTION,
@@ -69,7 +69,29 @@ from megatron_rl.hosts.verl_correction import (
     readers,
     weights_are_uncut,
 )
-from megatron_rl.hosts.verl_stock import ACTOR, AGG_MODE, DEFAULT_AGG_MODE, ESTIMATOR, LOSS_MODE, MODULES, WORDS, stock
+from megatron_rl.hosts.verl_refusals import (
+    BATCH,
+    DEFAULTS,
+    DYNAMIC_CP,
+    EXTERNAL_LIB,
+    FUSED_KERNELS,
+    LOG_PROBS,
+    MINI_BATCH,
+    SIZES,
+    mini_batches,
+    refusals,
+)
+from megatron_rl.hosts.verl_stock import (
+    ACTOR,
+    AGG_MODE,
+    DEFAULT_AGG_MODE,
+    ESTIMATOR,
+    LOSS_MODE,
+    MODULES,
+    SAMPLE_MEAN_MODE,
+    WORDS,
+    stock,
+)
 from megatron_rl.loss_hub import (
     clip_of,
     get_loss_aggregation,
@@ -82,10 +104,6 @@ from megatron_rl.validation.checks import Row, check
 MAIN = "verl.trainer.main_ppo"
 PREFIX = "megatron_rl."
 LOSS_CLASS = f"{ACTOR}policy_loss._target_"
-MINI_BATCH, BATCH = f"{ACTOR}ppo_mini_batch_size", "data.train_batch_size"
-# What places our head; the setting of verl that names modules to import in each process that makes a model, and ours.
-FUSED_KERNELS = "actor_rollout_ref.model.use_fused_kernels"
-EXTERNAL_LIB, LOG_PROBS = "actor_rollout_ref.model.external_lib", "megatron_rl.hosts.verl_log_probs"
 OWN_CONFIGS = tuple(f"{kind}ppo_{engine}trainer" for kind in ("", "fully_async_", "one_step_off_") for engine in ("", "megatron_"))
 # Multi-token prediction.
 MTP = "actor_rollout_ref.model.mtp."
@@ -101,12 +119,10 @@ AGENT_LOOPS, AGENT_LOOP = (f"{ROLLOUT}agent.{name}" for name in ("agent_loop_con
 OWN_LOOPS = ("single_turn_agent", "tool_agent")
 WITH_DEVIATION = "algorithm.norm_adv_by_std_in_grpo"
 OF_GROUPS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo")
-SIZES = ("tensor_model", "context", "expert_model", "expert_tensor")
-ULYSSES = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size"
-DYNAMIC_CP = f"{ACTOR}megatron.dynamic_context_parallel"
+OF_MODEL = ("tensor_model", "context", "expert_model", "expert_tensor")
 # Our aggregation -> verl's name of it.
 AGG_MODES: dict[str, str] = {
-    "sample_mean": "seq-mean-token-mean",
+    "sample_mean": SAMPLE_MEAN_MODE,
     "constant": "seq-mean-token-sum-norm",
 }
 # verl's estimates of KL. Those of ours that it has too have the same names; ours adds the others.
@@ -114,6 +130,7 @@ KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 # Trainers of their own with the same workers, and so with the same loss. They correct as the old trainer does.
+FULLY_ASYNC, REQUIRED = "fully_async_main", "async_training.require_batches"
 OLD_TRAINERS = (
     r"verl\.experimental\.(fully_async_policy\.fully_async_main|one_step_off_policy\.main_ppo)|verl\.trainer\.main_ppo_v0"
 )
@@ -194,17 +211,12 @@ def one_aggregation_acts(found: Found) -> Iterator[Row]:
     has_terms = settings[f"{ACTOR}use_kl_loss"] is True or settings[f"{ACTOR}entropy_coeff"] not in (0, None, UNKNOWN)
     of_terms = [AGG_MODES["sample_mean"]] if has_terms else []
     allowed = dict.fromkeys((DEFAULT_AGG_MODE, AGG_MODES.get(found.record.name, DEFAULT_AGG_MODE), *of_terms))
-    # Under dynamic context parallelism verl takes every mode: a group has whole responses then.
-    size = 1 if settings[DYNAMIC_CP] is True else settings[f"{ACTOR}megatron.context_parallel_size"]
     if str(mode) not in allowed:
         text = (
             f"{AGG_MODE}={mode} beside {PREFIX}{found}: two aggregations in one launch. Ours is in the loss_mode, and verl's acts "
             f"on its KL and entropy alone; set {AGG_MODE}={' or '.join(allowed)}"
         )
         yield Row("loss_agg_mode", text, is_wrong=True)
-    elif mode == "seq-mean-token-mean" and isinstance(size, int) and size > 1:
-        text = "verl's Megatron engine refuses it by name with context parallelism, and it acts on KL and entropy alone"
-        yield Row("loss_agg_mode", f"{text}: set {AGG_MODE}={DEFAULT_AGG_MODE}", is_wrong=True)
     else:
         yield Row("loss_agg_mode", f"{mode}, of KL and entropy; our loss does not read it")
 
@@ -225,8 +237,12 @@ def weights_of_verl_multiply(found: Found) -> Iterator[Row]:
         yield weights_multiply(found, [f"{name}={found.settings[name]}"])
 
 
-@check(when=lambda found: found.counts_prompts)
+@check()
 def a_step_has_whole_prompts(found: Found) -> Iterator[Row]:
+    if not found.counts_prompts or found.config.allow_partial_prompt_groups:
+        yield from (row for row in mini_batches(found.settings, is_ours=True) if row.is_note)
+    if not found.counts_prompts:
+        return
     sizes = {name: found.settings[name] for name in (BATCH, MINI_BATCH)}
     known, (batch, mini_batch) = {name: size for name, size in sizes.items() if isinstance(size, int)}, sizes.values()
     if len(known) < len(sizes):
@@ -333,16 +349,22 @@ def is_open(settings: Settings, section: str) -> bool:
 def read_line(words: Sequence[str], read_file: ReadFile | None = None) -> Line:
     """The overrides behind the main program, over the defaults of verl's own files where the line takes no other one."""
     start = next((index + 1 for index, word in enumerate(words) if is_main(word)), 0)
-    behind, knows_defaults = [word for word in words[start:] if word != "--"], True
+    behind, knows_defaults, engine = [word for word in words[start:] if word != "--"], True, None
     for index, word in enumerate(behind):
         flag, _, value = word.partition("=")
         if flag in ("--config-name", "-cn"):
             name = value or (behind[index + 1] if index + 1 < len(behind) else "")
             knows_defaults &= name.removesuffix(".yaml") in OWN_CONFIGS
+            engine = "megatron" if "megatron" in name else None
     given, program = read_overrides(behind), PROGRAMS.named(words)
+    if engine and knows_defaults:
+        given.setdefault("model_engine", engine)
     rows = [] if knows_defaults else [Row("settings", "the file of --config-name is not read here", is_note=True)]
     if program is not None and re.fullmatch(OLD_TRAINERS, program.word):
         given[IS_V1] = False
+        if FULLY_ASYNC in program.word:  # it takes so many mini-batches, whatever the batch is
+            sizes = [given.get(name, default) for name, default in ((MINI_BATCH, DEFAULTS[MINI_BATCH]), (REQUIRED, 1))]
+            given[BATCH] = UNKNOWN if UNKNOWN in sizes else math.prod(sizes)
     elif program is None and not start:
         rows += [Row("program", f"{program_word(words)} is a program of your own: it may train another loss", is_note=True)]
     settings, is_partial = Settings.of_names(given, DOOR.all_defaults, knows_defaults=knows_defaults), bool(rows)
@@ -408,7 +430,7 @@ def _before(found: dict[str, Any], prefix: str, added: Mapping[str, Any]) -> dic
 MODEL = ModelNames(
     sections=(f"{ACTOR}megatron.override_transformer_config.",),
     fields={
-        **{name: f"{ACTOR}megatron.{name}" for name in ("sequence_parallel", *(f"{kind}_parallel_size" for kind in SIZES))},
+        **{name: f"{ACTOR}megatron.{name}" for name in ("sequence_parallel", *(f"{kind}_parallel_size" for kind in OF_MODEL))},
         "mtp_num_layers": f"{MTP}enable",
         "enable_mtp_training": f"{MTP}enable_train",
         "mtp_loss_scaling_factor": f"{MTP}mtp_loss_scaling_factor",
@@ -437,8 +459,8 @@ DOOR = Door(
         Setting(f"{ACTOR}kl_loss_coef", Kind.NUMBER, default=0.001),
         Setting(f"{ACTOR}kl_loss_type", default="low_var_kl"),
         Setting(f"{ACTOR}entropy_coeff", Kind.NUMBER, default=0),
-        Setting(MINI_BATCH, Kind.NUMBER, default=256),
-        Setting(BATCH, Kind.NUMBER, default=1024),
+        Setting(MINI_BATCH, Kind.NUMBER, default=DEFAULTS[MINI_BATCH]),
+        Setting(BATCH, Kind.NUMBER, default=DEFAULTS[BATCH]),
         Setting(f"{ACTOR}megatron.context_parallel_size", Kind.NUMBER, default=1),
         Setting(DYNAMIC_CP, Kind.SWITCH, default=False),
         *names(
@@ -477,6 +499,7 @@ DOOR = Door(
     choice=Choice(setting=LOSS_MODE, prefix=PREFIX, remedy=f"{LOSS_MODE}={PREFIX}<loss>.<aggregation> chooses one of ours"),
     own=Own(prefix=f"{ACTOR}policy_loss.", added="+", clips=True, others=SWITCHES),
     defaults={
+        **DEFAULTS,
         IS_V1: True,
         MANAGER: None,
         WITH_DEVIATION: True,
@@ -512,22 +535,15 @@ DOOR = Door(
     ),
     checks=(
         *(clip_reaches_the_workers, clip_of_both_sides_is_not_read, class_has_our_fields),
-        *(one_aggregation_acts, weights_are_uncut, correction_acts, weights_of_verl_multiply, a_step_has_whole_prompts),
+        *(one_aggregation_acts, a_step_has_whole_prompts, weights_are_uncut, correction_acts, weights_of_verl_multiply),
         *(our_loss_is_not_replaced, kl_term_is),
     ),
     of_any_launch=of_any_launch,
     words=WORDS,
     imports=(MODULES, EXTERNAL_LIB),
+    refuses=lambda settings: refusals(settings, is_ours=is_ours(settings)),
     stock=stock,
-    sizes=SizeNames(
-        micro_batch=f"{ACTOR}ppo_micro_batch_size_per_gpu",
-        ranks=("trainer.nnodes", "trainer.n_gpus_per_node"),
-        shared=(*(f"{ACTOR}megatron.{kind}_parallel_size" for kind in MODEL_KINDS), ULYSSES),
-        by_tokens={f"{ACTOR}use_dynamic_bsz": f"{ACTOR}ppo_max_token_len_per_gpu"},
-        of_budget=(f"{ACTOR}megatron.context_parallel_size", ULYSSES),
-        older={ULYSSES: f"{ACTOR}ulysses_sequence_parallel_size"},
-        defaults={f"{ACTOR}ppo_max_token_len_per_gpu": 16384},
-    ),
+    sizes=SIZES,
     is_open=is_open,
     megatron="model_engine=megatron",
     model=MODEL,

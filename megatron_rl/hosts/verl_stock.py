@@ -11,13 +11,14 @@ from megatron_rl.hosts.verl_correction import BYPASS, CORRECTION, IS_V1, LOSS_TY
 ACTOR, ESTIMATOR = "actor_rollout_ref.actor.", "algorithm.adv_estimator"
 LOSS_MODE = f"{ACTOR}policy_loss.loss_mode"
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
+SAMPLE_MEAN_MODE = "seq-mean-token-mean"
 # What it adds to the policy's loss, and whether that stays beside it.
 DISTILLATION, TASK_REWARDS = "distillation.enabled", "distillation.distillation_loss.use_task_rewards"
 # What the terms of verl's own losses weigh a token.
 STOCK_MODES = {
     "token-mean": TOKEN_MEAN,
     "token-sum": Formula(),
-    "seq-mean-token-mean": SAMPLE_MEAN,
+    SAMPLE_MEAN_MODE: SAMPLE_MEAN,
     "seq-mean-token-sum": Formula(N=-1),
     "seq-mean-token-sum-norm": Formula(N=-1, L=-1),
 }
@@ -65,10 +66,20 @@ def stock(settings: Settings) -> Stock | None:
     value = stock_of_critic(settings, weight)
     if settings.value_of(DISTILLATION) is True and settings.value_of(TASK_REWARDS) is False:  # in the place of other terms
         return Stock(None, distillation=weight, exact=exact, remarks=tuple(remarks), value=value)
-    has_kl, has_entropy = settings[f"{ACTOR}use_kl_loss"] is not False, is_on(settings, f"{ACTOR}entropy_coeff")
-    terms = (policy, weight if has_kl else None, weight if has_entropy else None)
+    terms = (policy, *_kl_and_entropy(settings, weight))
     distilled = weight if settings.value_of(DISTILLATION) is True else None
     return Stock(*terms, exact, tuple(remarks), tuple(varies), distilled, value)
+
+
+def regularizers(settings: Settings) -> Stock | None:
+    """verl's terms beside a loss of ours."""
+    weight = STOCK_MODES.get(str(settings[AGG_MODE] or DEFAULT_AGG_MODE))
+    return None if weight is None else Stock(None, *_kl_and_entropy(settings, weight))
+
+
+def _kl_and_entropy(settings: Settings, weight: Formula) -> tuple[Formula | None, Formula | None]:
+    has_kl, has_entropy = settings[f"{ACTOR}use_kl_loss"] is not False, is_on(settings, f"{ACTOR}entropy_coeff")
+    return weight if has_kl else None, weight if has_entropy else None
 
 
 def stock_of_critic(settings: Settings, of_actor: Formula) -> Formula | None:

@@ -1,0 +1,163 @@
+"""What verl refuses after its start, or in its first step, and what it makes of a batch that has no whole mini-batches.
+
+Whoever's loss trains. tests/test_verl_refusals.py holds each against verl's own code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Settings
+from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames, whole_number
+from megatron_rl.hosts.verl_correction import IS_V1, ROLLOUT
+from megatron_rl.hosts.verl_stock import ACTOR, AGG_MODE, DEFAULT_AGG_MODE, LOSS_MODE, SAMPLE_MEAN_MODE, regularizers, stock
+from megatron_rl.validation.checks import Row
+
+MINI_BATCH, BATCH = f"{ACTOR}ppo_mini_batch_size", "data.train_batch_size"
+ROLLOUTS, TRAINER_MODE = f"{ROLLOUT}n", "trainer.v1.trainer_mode"
+MODEL, MEGATRON = "actor_rollout_ref.model.", f"{ACTOR}megatron."
+ULYSSES, CONTEXT = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size", f"{MEGATRON}context_parallel_size"
+DYNAMIC_CP = f"{MEGATRON}dynamic_context_parallel"
+PER_TOKEN = f"{MEGATRON}override_transformer_config.calculate_per_token_loss"
+CHUNKS, ENTROPY = f"{ACTOR}entropy_from_logits_with_chunking", f"{ACTOR}entropy_coeff"
+# What places our head; the setting of verl that names modules to import in each process that makes a model, and ours.
+FUSED_KERNELS = f"{MODEL}use_fused_kernels"
+EXTERNAL_LIB, LOG_PROBS = f"{MODEL}external_lib", "megatron_rl.hosts.verl_log_probs"
+SIZES = SizeNames(
+    micro_batch=f"{ACTOR}ppo_micro_batch_size_per_gpu",
+    ranks=("trainer.nnodes", "trainer.n_gpus_per_node"),
+    shared=(*(f"{MEGATRON}{kind}_parallel_size" for kind in MODEL_KINDS), ULYSSES),
+    by_tokens={f"{ACTOR}use_dynamic_bsz": f"{ACTOR}ppo_max_token_len_per_gpu"},
+    of_budget=(CONTEXT, ULYSSES),
+    older={ULYSSES: f"{ACTOR}ulysses_sequence_parallel_size"},
+    defaults={f"{ACTOR}ppo_max_token_len_per_gpu": 16384, "trainer.n_gpus_per_node": 8},
+)
+# Each engine's own sizes; those of verl's other engines are not read here.
+SIZES_OF = {"dp": replace(SIZES, shared=(ULYSSES,)), "megatron": replace(SIZES, shared=SIZES.shared[:-1])}
+# What these rows read, by verl's defaults, beside the door's own settings.
+DEFAULTS = {
+    BATCH: 1024,
+    MINI_BATCH: 256,
+    ROLLOUTS: 1,
+    TRAINER_MODE: "sync",
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+    f"{MODEL}use_remove_padding": True,
+    f"{MEGATRON}vanilla_mbridge": False,
+    PER_TOKEN: False,
+    FUSED_KERNELS: False,
+    f"{ACTOR}use_dynamic_bsz": False,
+    f"{ACTOR}calculate_entropy": False,
+    CHUNKS: False,
+    f"{ACTOR}entropy_from_logits_chunk_size": 2048,
+}
+
+
+def refusals(settings: Settings, *, is_ours: bool) -> Iterator[Row]:
+    """A problem for each, and a note where the model decides, or where nothing is wrong and a step is not what its sizes say."""
+    engine = engine_of(settings)
+    yield from (row for row in mini_batches(settings, is_ours=is_ours) if row.is_wrong or not is_ours)
+    if engine in SIZES_OF:
+        yield from _ranks(settings, SIZES_OF[engine])
+    if engine == "megatron":
+        yield from _per_token(settings, is_ours=is_ours)
+        yield from _chunks_of_entropy(settings)
+
+
+def engine_of(settings: Settings) -> object:
+    """dp, megatron or another name of model_engine."""
+    strategy = settings.value_of(f"{ACTOR}strategy")
+    if strategy in (ABSENT, None):
+        return settings["model_engine"]
+    return "dp" if str(strategy).startswith("fsdp") else strategy
+
+
+def mini_batches(settings: Settings, *, is_ours: bool) -> Iterator[Row]:
+    """The v1 trainer fills a batch to whole mini-batches, and the old one raises. separate_async has one mini-batch at a time."""
+    batch, size = (whole_number(settings[name]) for name in (BATCH, MINI_BATCH))
+    is_v1, mode, is_dynamic = (settings[name] for name in (IS_V1, TRAINER_MODE, f"{ACTOR}use_dynamic_bsz"))
+    if batch is None or size is None or batch == size or mode in (UNKNOWN, "separate_async") or is_v1 is UNKNOWN:
+        return
+    if batch % size == 0:
+        text = (
+            f"{size} of {batch} prompts a step: verl deals samples to ranks by length, so which of them share a mini-batch depends"
+        )
+        yield Row("mini-batch", f"{text} on the data-parallel size", is_note=True)
+        return
+    last, number = batch % size, -(-batch // size)
+    text = f"{MINI_BATCH}={size} does not divide {BATCH}={batch}: "
+    remedy = f"; set {BATCH}={' or '.join(str(each * size) for each in (number - 1, number) if each)}"
+    remedy = f"; set {MINI_BATCH}={batch}" if batch < size else remedy
+    if batch < size and is_dynamic is False:
+        yield Row("mini-batch", f"{text}verl refuses a batch below a mini-batch{remedy}", is_wrong=True)
+        return
+    if is_v1 is False:
+        yield Row("mini-batch", f"{text}the old trainer raises at the first update, after a rollout{remedy}", is_wrong=True)
+        return
+    which = "the mini-batch" if number == 1 else f"the last of {number} mini-batches"
+    text += f"verl fills the batch with padding rows, and {which} has the samples of about {last} prompts"
+    found = regularizers(settings) if is_ours else stock(settings)
+    if terms := [name for name, weight in (found.terms if found else {}).items() if "N" in weight.powers]:
+        text += f". verl's N counts the padding, so its {' and '.join(terms)} term{'s have' if len(terms) > 1 else ' has'} about"
+        yield Row("mini-batch", f"{text} {last}/{size} of the mean there{remedy}", is_wrong=True)
+    else:
+        yield Row("mini-batch", f"{text}: an update of full size from fewer samples{remedy}", is_note=True)
+
+
+def _ranks(settings: Settings, sizes: SizeNames) -> Iterator[Row]:
+    """Of an engine whose sizes are known: ranks that its groups do not divide, and mini-batches that ranks do not."""
+    if misfit := sizes.misfit(settings.__getitem__):
+        yield Row("ranks", f"{misfit}: no engine starts", is_wrong=True)
+        return
+    data = sizes.read(settings.__getitem__, NOT_ASKED).data
+    size, rollouts = (whole_number(settings[name]) for name in (MINI_BATCH, ROLLOUTS))
+    if data is None or size is None or rollouts is None or size * rollouts % data.value == 0:
+        return
+    step = data.value // math.gcd(rollouts, data.value)
+    text = f"{MINI_BATCH}={size} x {ROLLOUTS}={rollouts} = {size * rollouts} samples are no multiple of {data.value} data-parallel"
+    text += f" ranks of {data.source}: verl raises at the first update, after a rollout; set {MINI_BATCH}={-(-size // step) * step}"
+    yield Row("mini-batch", text, is_wrong=True)
+
+
+def _per_token(settings: Settings, *, is_ours: bool) -> Iterator[Row]:
+    """Under Megatron's per-token loss. Megatron-Bridge turns it on for two families of models, which the line does not say."""
+    size, is_set = settings[CONTEXT], settings[PER_TOKEN] is True
+    has_padding = settings[f"{MODEL}use_remove_padding"] is False
+    if settings[DYNAMIC_CP] is True:
+        if has_padding:
+            text = f"{DYNAMIC_CP}=True needs {MODEL}use_remove_padding=True: verl's first step raises"
+            yield Row("use_remove_padding", f"{text}; set it", is_wrong=True)
+        yield Row("dynamic_context_parallel", "not run with our losses, and not judged", is_note=True)
+        return
+    is_split = isinstance(size, int) and size > 1
+    if not is_set and not (is_split and settings[f"{MEGATRON}vanilla_mbridge"] is False):
+        return
+    where = f"{PER_TOKEN}=True: verl's first step raises"
+    if not is_set:
+        where = f"with {CONTEXT}={size} Megatron-Bridge turns calculate_per_token_loss on for Qwen3-VL and Qwen3.5: there verl's"
+        where += " first step raises"
+    if settings[AGG_MODE] == SAMPLE_MEAN_MODE:
+        loss = settings[LOSS_MODE]
+        remedy = f"{AGG_MODE}={DEFAULT_AGG_MODE}"
+        if not is_ours and loss not in ("gspo", "sapo"):  # these are means over samples whatever is set
+            remedy += f" {LOSS_MODE}=megatron_rl.grpo.sample_mean"
+        text = f"{where} with {AGG_MODE}={SAMPLE_MEAN_MODE}; set {remedy}"
+        yield Row("loss_agg_mode", text, is_wrong=is_set, is_note=not is_set)
+    if has_padding:
+        text = f"{where} with {MODEL}use_remove_padding=False; set it to True"
+        yield Row("use_remove_padding", text, is_wrong=is_set, is_note=not is_set)
+
+
+def _chunks_of_entropy(settings: Settings) -> Iterator[Row]:
+    """The function writes into its saved logits in the backward of each chunk."""
+    entropy, names = settings[ENTROPY], str(settings.value_of(EXTERNAL_LIB))
+    is_in_loss = settings[f"{ACTOR}calculate_entropy"] is True or entropy not in (0, None, UNKNOWN)
+    if settings[CHUNKS] is not True or not is_in_loss or settings[FUSED_KERNELS] is not False or LOG_PROBS in names:
+        return
+    text = (
+        f"{CHUNKS}=True: verl's function of Megatron has no gradient over several chunks, and the first micro-batch of more than "
+    )
+    text += f"{settings[f'{ACTOR}entropy_from_logits_chunk_size']} tokens on a rank raises; set it to False, or "
+    yield Row("entropy", f"{text}{EXTERNAL_LIB}={LOG_PROBS}, whose function has one", is_wrong=True)
