@@ -72,6 +72,7 @@ OVERRIDES: dict[str, tuple[str, str | None]] = {
         "calculate_per_token_loss=True: verl's first step raises with .*token-mean;",
     ),
     "per token, padded": (f"{MEGATRON} {PER_TOKEN} {PADDED}", "verl's first step raises with .*use_remove_padding=False"),
+    "by cp ranks": (f"{MEGATRON} {CP}=2", "+Qwen3.5: there verl counts .*, rounded down: off by at most 2 tokens"),
     "by the model": (f"{MEGATRON} {SAMPLES} {CP}=2", "+Qwen3-VL and Qwen3.5: there verl's first step raises"),
     "by the model, ours": (f"{OURS} {MEGATRON} {SAMPLES} {CP}=2", "+raises with .*; set .*loss_agg_mode=token-mean "),
     "by the model, padded": (f"{MEGATRON} {PADDED} {CP}=2", "+raises with .*use_remove_padding=False; set it to True"),

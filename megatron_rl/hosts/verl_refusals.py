@@ -134,10 +134,14 @@ def _per_token(settings: Settings, *, is_ours: bool) -> Iterator[Row]:
     is_split = isinstance(size, int) and size > 1
     if not is_set and not (is_split and settings[f"{MEGATRON}vanilla_mbridge"] is False):
         return
-    where = f"{PER_TOKEN}=True: verl's first step raises"
+    cause, where = f"{PER_TOKEN}=True", ""
     if not is_set:
-        where = f"with {CONTEXT}={size} Megatron-Bridge turns calculate_per_token_loss on for Qwen3-VL and Qwen3.5: there verl's"
-        where += " first step raises"
+        cause = f"with {CONTEXT}={size} Megatron-Bridge turns calculate_per_token_loss on for Qwen3-VL and Qwen3.5"
+        where = "there "
+    if is_split:
+        text = f"{cause}: {where}verl counts the tokens of a micro-batch by context-parallel ranks, rounded down"
+        yield Row("context_parallel_size", f"{text}: off by at most {size} tokens", is_note=True)
+    where = f"{cause}: {where}verl's first step raises"
     if settings[AGG_MODE] == SAMPLE_MEAN_MODE:
         loss = settings[LOSS_MODE]
         remedy = f"{AGG_MODE}={DEFAULT_AGG_MODE}"
