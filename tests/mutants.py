@@ -119,8 +119,9 @@ JUDGES = {
     "ops/unit_gradient_triton.py": "unit_gradient",
     "validation/": "validation messages arguments flag_effects router_losses_said",
     "validation/checks.py": "checks",
+    "validation/halves.py": "contradictions",
     "validation/own_loss.py": "contradictions",
-    "validation/own_terms.py": "term_contract",
+    "validation/own_terms.py": "term_contract own_aggregation custom_metrics",
 }
 
 

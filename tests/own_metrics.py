@@ -45,6 +45,7 @@ imaginary = sample_mean("imaginary", lambda tokens: torch.complex(tokens.ratios,
 number = sample_mean("number", lambda tokens: 1.0, **WORDS)
 nothing = sample_mean("nothing", lambda tokens: None, **WORDS)
 centred = sample_mean("centred", lambda tokens: tokens.advantages - tokens.advantages.mean(), **WORDS)
+far_from_the_rest = sample_mean("far_from_the_rest", lambda tokens: tokens.ratios > tokens.ratios.sum() / 1e5, **WORDS)
 misspelt = sample_mean("misspelt", lambda tokens: tokens.ratio, **WORDS)
 infinite = sample_mean("infinite", lambda tokens: 1 / tokens.advantages, **WORDS)
 writing = sample_mean("writing", lambda tokens: tokens.ratios.sub_(1), **WORDS)

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl import LossValue, Parameter, bounded_exp, register_policy_loss
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.loss_hub import get_policy_loss, is_built_in, policy_loss_names
+from megatron_rl.loss_hub import FURTHER_INPUTS, get_policy_loss, is_built_in, policy_loss_names
 from megatron_rl.validation import Settings, find_problems
 from megatron_rl.validation.own_loss import contradictions
 
@@ -66,6 +66,50 @@ def test_an_element_that_depends_on_the_others_is_found(name):
 def test_a_sample_that_depends_on_the_others_is_found():
     (message,) = found_in(ON_OTHERS["centred"], "sequence")
     assert "value at one sample depends on the others" in message
+
+
+STATISTICS = {"max": torch.max, "min": torch.min, "mean": torch.mean, "sum": torch.sum, "any": lambda x: (x > 0).any().float()}
+# Of these the sign is one alone.
+ONE_SIGN = ("log_probs", *FURTHER_INPUTS)
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("read", ["log_ratio", "advantages", "log_probs", *FURTHER_INPUTS])
+def test_every_input_of_the_others_shows(read, level, statistic):
+    """A loss that reads the longest sample of the batch was let through: the others had the same lengths."""
+    if statistic == "any" and read in ONE_SIGN:
+        pytest.skip("it is the same of all")
+    element = "token" if level == "token" else "sample"
+
+    def of_all(log_ratio, advantages, log_probs, **further):
+        vector = {"log_ratio": log_ratio, "advantages": advantages, "log_probs": log_probs, **further}[read]
+        return surrogate(log_ratio, advantages) * (1 + STATISTICS[statistic](vector).detach().abs().log1p() / 10)
+
+    (message,) = found_in(of_all, level, needs=tuple(name for name in FURTHER_INPUTS if name == read))
+    assert f"its value at one {element} depends on the others" in message
+
+
+@pytest.mark.parametrize("clip", [{}, {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}])
+def test_a_clip_that_is_narrower_by_the_longest_sample_shows(clip):
+    """It acts on few elements alone: those on one side of the clip."""
+
+    def narrowed(log_ratio, advantages, *, token_counts, clip_ratio_low, clip_ratio_high):
+        high = clip_ratio_high * (1 - token_counts / token_counts.max() / 2)
+        ratio = bounded_exp(log_ratio)
+        clipped = torch.minimum(ratio.clamp(min=1 - clip_ratio_low), 1 + high)
+        return -torch.minimum(ratio * advantages, clipped * advantages)
+
+    (message,) = found_in(narrowed, "sequence", needs=("token_counts",), clip_ratios=(0.2, 0.28), settings=clip)
+    assert "its value at one sample depends on the others" in message
+
+
+def test_the_longest_samples_left_out_shows():
+    def without_longest(log_ratio, advantages, *, token_counts):
+        return surrogate(log_ratio, advantages) * (token_counts < token_counts.max())
+
+    (message,) = found_in(without_longest, "sequence", needs=("token_counts",))
+    assert "its value at one sample depends on the others" in message
 
 
 def test_the_numbers_of_the_run_count():
@@ -264,13 +308,32 @@ def tokens_of(batch):
     return -batch.of_tokens(batch.sample_mean(batch.log_ratio)) * batch.advantages
 
 
+ON_OTHER_SAMPLES = {
+    "largest": lambda batch: tokens_of(batch) * (1 + batch.advantages.abs().max() / 100),
+    "smallest": lambda batch: tokens_of(batch) * (1 + batch.log_ratio.min().detach() / 100),
+    "longest": lambda batch: tokens_of(batch) * batch.of_tokens(batch.token_counts / batch.token_counts.max()).to(batch.log_ratio),
+    "count": lambda batch: tokens_of(batch) / len(batch.token_counts),
+    "tokens": lambda batch: tokens_of(batch) / batch.loss_mask.sum(),
+    "centred": lambda batch: tokens_of(batch) - batch.log_ratio.mean(),
+    "before": lambda batch: tokens_of(batch) + 1e-3 * batch.log_ratio.cumsum(0),
+}
+
+
+@pytest.mark.parametrize("name", ON_OTHER_SAMPLES)
+def test_a_sample_of_a_batch_that_depends_on_the_other_samples_is_found(name):
+    (message,) = found_in(ON_OTHER_SAMPLES[name], "batch")
+    assert "policy_loss=mine has a value at one sample that depends on the other samples" in message
+    assert "sample_sum and sample_mean" in message
+
+
 OF_BATCHES = [
     pytest.param(lambda batch: tokens_of(batch).mean(), "returned () torch.float32 as its value: it must", id="a scalar"),
-    pytest.param(lambda batch: batch.sample_sum(batch.log_ratio), "returned (45,)", id="a value of each sample"),
+    pytest.param(lambda batch: batch.sample_sum(batch.log_ratio), "returned (91,)", id="a value of each sample"),
     pytest.param(lambda batch: tokens_of(batch).half(), "float16", id="another dtype"),
     pytest.param(lambda batch: float(tokens_of(batch).sum()), "float", id="a number"),
     pytest.param(tokens_of, None, id="a value of each token"),
     pytest.param(lambda batch: batch.suffix_sum(batch.log_ratio, decay=0.9) * batch.advantages, None, id="ordered sums"),
+    pytest.param(lambda batch: torch.nn.functional.dropout(tokens_of(batch) / len(batch.documents), 0.1), None, id="a random one"),
     pytest.param(lambda batch: tokens_of(batch).view(-1, 999), None, id="one that raises in this batch alone"),
 ]
 

@@ -27,6 +27,8 @@ from megatron_rl.hosts.training_hooks import shift_in_words, weight_of_a_token
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.ranks import RankPool
+from megatron_rl.validation import Settings as ValidatedSettings
+from megatron_rl.validation import find_problems
 
 MODULE = "my_aggregations"
 SAMPLE_SUM, OF_GROUPS, SQUARE_ROOT, ODD = (f"{MODULE}.{name}" for name in ("sums_of_this_test", "of_groups", "square_root", "odd"))
@@ -100,7 +102,7 @@ def test_explain_shows_it_beside_its_source(name):
     assert found["token_weights"] == pytest.approx(WEIGHTS[name], **CLOSE)
     assert found["known_as"] == ("token sums, averaged over samples" if name == SAMPLE_SUM else None)
     _, out, _ = explain(*S, "--loss-aggregation", name)
-    assert re.search(r"^known as +(token sums, averaged over samples|your own)$", out, re.MULTILINE)
+    assert re.search(r"^known as +(token sums, averaged over samples|your own)  ", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -126,6 +128,32 @@ def test_explains_chain_in_a_host(host, route):
     assert "it declares no formula" in problems[0]
     chain, _ = chain_of(*arguments, "--loss-aggregation", ODD)  # the reward hook is the default where it is needed
     assert (stages(chain)["reward hook"], chain["is_exact"]) == ("N w_i m_i", True)
+
+
+OF_A_CALL = {
+    "largest": lambda counts, totals: counts / (totals.num_samples * counts.max()),
+    "sum": lambda counts, totals: counts / (totals.num_samples * counts.sum()),
+    "smallest": lambda counts, totals: counts.min() / (totals.num_samples * counts),
+    "count": lambda counts, totals: 1 / (len(counts) * counts),
+    "longest left out": lambda counts, totals: (counts < counts.max()) / (totals.num_samples * counts),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_CALL)
+def test_a_weight_that_depends_on_the_other_samples_is_refused_at_start(name):
+    """A call has the samples of a micro-batch. One without a formula was compared with nothing."""
+
+    @register_loss_aggregation("of_a_call")
+    def of_a_call(token_counts, totals, *, prompt_token_counts, divisor):
+        return OF_A_CALL[name](token_counts, totals)
+
+    (problem,) = find_problems(ValidatedSettings(config=PolicyLossConfig(loss_aggregation="of_a_call")))
+    assert "loss_aggregation=of_a_call gives a sample a weight that depends on the other samples" in problem
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_weight_of_the_sample_and_the_step_is_let_through(name):
+    assert find_problems(ValidatedSettings(config=PolicyLossConfig(loss_aggregation=name))) == []
 
 
 REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}

@@ -375,6 +375,12 @@ def summed(log_probs, ref_log_probs):
     return (log_probs - ref_log_probs).square() / log_probs.numel()
 
 
+def capped(log_probs, ref_log_probs):
+    """It acts on few tokens: those that are far from the reference."""
+    d = log_probs - ref_log_probs
+    return torch.minimum(d.square(), d.detach().abs().max())
+
+
 def unbounded(log_probs, ref_log_probs):
     return (5 * (ref_log_probs - log_probs)).exp()
 
@@ -398,8 +404,9 @@ def constant(log_probs, ref_log_probs):
         (detached, "has no derivative by log_probs"),
         (constant, "has derivative 0 everywhere"),
         (summed, "depends at one token on the others"),
+        (capped, "depends at one token on the others"),
         (unbounded, "is not finite for log-probabilities between -60 and 0"),
-        (column, r"returned (1024, 1) torch.float32 as its value"),
+        (column, r"returned (4096, 1) torch.float32 as its value"),
         (written, "writes into its inputs"),
     ],
 )
@@ -423,6 +430,10 @@ def normalised(ratios, low, high):
     return ratios.clamp(low, high) / ratios.clamp(low, high).mean()
 
 
+def lowered(ratios, low, high):
+    return torch.where(ratios > 1e3, ratios.min(), ratios).clamp(low, high)
+
+
 def hidden(ratios, low, high):
     return CorrectionValue((ratios <= high).to(ratios.dtype), ratios <= high)
 
@@ -440,9 +451,10 @@ def halved(ratios, low, high):
     [
         (infinite, "has weights that are not finite or below 0"),
         (normalised, "depends at one token on the others"),
+        (lowered, "depends at one token on the others"),
         (hidden, "declares drops_tokens=False, and of ratios between e^-20 and e^20 it drops some"),
-        (counted, "returned (1024,) torch.int32 as is_kept: it must be (1024,) torch.bool"),
-        (halved, "returned (512,) torch.float32 as its weights"),
+        (counted, "returned (4096,) torch.int32 as is_kept: it must be (4096,) torch.bool"),
+        (halved, "returned (2048,) torch.float32 as its weights"),
     ],
 )
 def test_a_wrong_correction_is_named_at_launch(forgets, function, message):

@@ -13,16 +13,15 @@ from torch import Tensor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.layout.packing import document_ids, document_sums
+from megatron_rl.layout.packing import document_sums
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss, is_built_in
 from megatron_rl.losses.reduce_torch import LossValues, evaluate, evaluate_batch
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
+from megatron_rl.validation.halves import FEW, NUM_PROBES, changed_in, halves, num_apart
 
-# The rest of a loop over vectors may round in another way, so that few elements show nothing: 64 are four rests of 16. With a
-# multiple of 64 there is no rest where the function takes the elements as they are.
-_NUM_PROBES, _FEW = 1024, 64
 _NOISE = 1e-6
 _FACTOR_NOISE = 1e-2  # a loss may compute in bfloat16
+_RESULTS = ("value", "derivative")
 
 
 class _IsRandom(Exception):
@@ -45,9 +44,9 @@ def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameter
     """A text for each way in which a loss differs from its declaration, at these numbers.
 
     Nothing for a loss that raises here, and for one that is random: another result then shows nothing. What cannot be a result, as
-    a scalar, is told alone; of a loss of level "batch" nothing else is, as its values may depend on other tokens. A derivative that
-    the loss gives must be what autograd makes of its value, in which factors that are constant for the gradient are detached. A
-    value without a graph has another one.
+    a scalar, is told alone. An element may not depend on the others, nor may a sample at level "batch", of which nothing else is
+    told. A derivative that the loss gives must be what autograd makes of its value, in which factors that are constant for the
+    gradient are detached. A value without a graph has another one.
     """
     clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
     find = _batch_contradictions if loss.level == "batch" else _contradictions
@@ -58,51 +57,66 @@ def _batch_contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> It
     """Of samples of 1, 2, ... tokens on one rank, every fifth token masked."""
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            vectors = _probes()
-            lengths = torch.arange(1, 45)  # 990 tokens, and the rest
-            cu_seqlens = torch.cat([torch.zeros(1), lengths.cumsum(0), torch.tensor([_NUM_PROBES])]).int()
-            documents, mask = document_ids(cu_seqlens, _NUM_PROBES), torch.arange(_NUM_PROBES) % 5 != 4
-            counts = document_sums(mask.double(), cu_seqlens)
-            sums = JointSums(SINGLE, counts.numel(), mask.device, is_checked=False)
-            batch = TokenBatch(vectors[0], vectors[2], vectors[1], mask, documents, counts, cu_seqlens, sums)
+            log_ratio, advantages, log_probs = _probes()
+            documents = torch.repeat_interleave(torch.arange(1, 92))[:NUM_PROBES]
+            mask = torch.arange(NUM_PROBES) % 5 != 4
             further = {name: _FURTHER_PROBES[name]() for name in loss.needs}
-            evaluate_batch(loss, batch, torch.ones(_NUM_PROBES), keywords, further, has_importance_weights=False)
+
+            def results_of(tokens: Tensor) -> tuple[Tensor, Tensor]:  # the places of whole samples -> value, derivative [T]
+                _, own, lengths = documents[tokens].unique(return_inverse=True, return_counts=True)
+                cu_seqlens, live = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(), mask[tokens]
+                sums = JointSums(SINGLE, lengths.numel(), mask.device, is_checked=False)
+                vectors = (log_ratio[tokens], log_probs[tokens], advantages[tokens])
+                batch = TokenBatch(*vectors, live, own, document_sums(live.double(), cu_seqlens), cu_seqlens, sums)
+                others = {name: vector[tokens] for name, vector in further.items()}
+                weights = torch.ones(len(tokens))
+                found, _ = evaluate_batch(loss, batch, weights, keywords, others, has_importance_weights=False)
+                return torch.where(live, found.value, 0.0), torch.where(live, found.derivative, 0.0)
+
+            whole, again = (results_of(torch.arange(NUM_PROBES)) for _ in range(2))
+            if any(map(_num_apart, whole, again)):
+                raise _IsRandom
+            given = (log_ratio, advantages, log_probs, *further.values(), documents)  # the numbers of the samples, and so lengths
+            of_samples = (torch.bincount(documents, vector) / documents.bincount() for vector in given)
+            parts = (torch.isin(documents, samples).nonzero()[:, 0] for samples in halves(of_samples))
+            changed = changed_in(parts, results_of, whole)
     except DataError as error:  # of what it returned, or wrote into
-        yield f"{error} (tried on {_NUM_PROBES} tokens)"
+        yield f"{error} (tried on {NUM_PROBES} tokens)"
+        return
     except Exception:  # of any type: it is the user's function
         return
+    if changed:
+        yield (
+            f"{_with_numbers(loss, keywords)} has a {_RESULTS[min(changed)]} at one sample that depends on the other samples, so "
+            "it would change with the layout: take sums and means over each sample, by sample_sum and sample_mean of the batch"
+        )
 
 
 def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator[str]:
     def at(
         log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, *further: Tensor, prefers_autograd: bool = False
     ) -> LossValues:
-        found, vectors = [], dict(zip(loss.needs, further, strict=True))
-        for seed in (0, 1):
-            torch.default_generator.manual_seed(seed)
-            found.append(evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors, prefers_autograd=prefers_autograd))
-        if any(map(_num_apart, *found)):
-            raise _IsRandom
-        return found[0]
+        vectors = dict(zip(loss.needs, further, strict=True))
+        return evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors, prefers_autograd=prefers_autograd)
 
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            further = [_FURTHER_PROBES[name]() for name in loss.needs]
-            probes = [*_probes(), *further]
-            log_ratio, advantages, log_probs = probes[:3]
+            probes = [*_probes(), *(_FURTHER_PROBES[name]() for name in loss.needs)]
+            log_ratio, advantages, log_probs, *further = probes
             own, of_value = at(*probes), at(*probes, prefers_autograd=True).derivative
-            # Others on both sides: sums, means and the number of elements change, and so does each element's place.
-            others = (log_ratio + 0.5, 3 * advantages + 5, log_probs - 2, *(vector.flip(0) for vector in further))
-            among = at(*(torch.stack([b, a, b], dim=1).flatten() for a, b in zip(probes, others, strict=True)))
-            is_idle = torch.arange(_NUM_PROBES) % 2 == 0
+            if any(map(_num_apart, own, at(*probes))):
+                raise _IsRandom
+            read = probes if loss.takes_log_probs else [log_ratio, advantages, *further]
+            whole = own.value, own.derivative
+            changed = changed_in(halves(read), lambda places: at(*(vector[places] for vector in probes))[:2], whole)
+            is_idle = torch.arange(NUM_PROBES) % 2 == 0
             mixed = at(log_ratio, advantages.masked_fill(is_idle, 0.0), log_probs, *further)
     except DataError as error:  # of what it returned, or wrote into
         yield str(error)
         return
     except Exception:  # of any type: it is the user's function
         return
-    numbers = ", ".join(f"{name}={value:g}" for name, value in keywords.items())
-    name = f"policy_loss={loss.name}" + f" with {numbers}" * bool(numbers)
+    name, element = _with_numbers(loss, keywords), "sample" if loss.level == "sequence" else "token"
     # A value that is 0 as well comes from a loss whose coefficient is 0.
     if own.value.any() and not own.derivative.any():
         yield (
@@ -123,13 +137,10 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
             f"{name} declares zero_advantage_has_no_gradient, and has a {kept[0]} at advantage 0: the fused head would leave it "
             "out; remove the declaration"
         )
-    pairs = {"value": (own.value, among.value), "derivative": (own.derivative, among.derivative)}
-    changed = [what for what, (alone, joint) in pairs.items() if _num_apart(alone, joint[1::3]) > _FEW]
     if changed:
-        element = "sample" if loss.level == "sequence" else "token"
         yield (
-            f"{name} is declared elementwise, and its {changed[0]} at one {element} depends on the others, so it would change with "
-            'the layout: leave means and sums to the package, or declare level="batch"'
+            f"{name} is declared elementwise, and its {_RESULTS[min(changed)]} at one {element} depends on the others, so it would "
+            'change with the layout: leave means and sums to the package, or declare level="batch"'
         )
     if not changed and own.derivative.any() and not of_value.any():
         yield (
@@ -144,17 +155,22 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
                 f"{name} returns {factor:g} times the derivative of its value: return d value / d log-probability, or "
                 "leave it to autograd"
             )
-        elif (num_apart := _num_apart(own.derivative, of_value, rtol=_FACTOR_NOISE)) > _FEW:
+        elif (num_wrong := _num_apart(own.derivative, of_value, rtol=_FACTOR_NOISE)) > FEW:
             yield (
-                f"{name} returns a derivative that its value does not have, for {num_apart} of {_NUM_PROBES} pairs of log-ratio "
+                f"{name} returns a derivative that its value does not have, for {num_wrong} of {NUM_PROBES} pairs of log-ratio "
                 "and advantage: in the value, detach what is constant for the gradient; or leave the derivative to autograd"
             )
 
 
-def _probes() -> tuple[Tensor, Tensor, Tensor]:  # log_ratio, advantages and log_probs, [_NUM_PROBES] float32
+def _with_numbers(loss: PolicyLoss, keywords: Mapping[str, float]) -> str:
+    numbers = ", ".join(f"{name}={value:g}" for name, value in keywords.items())
+    return f"policy_loss={loss.name}" + f" with {numbers}" * bool(numbers)
+
+
+def _probes() -> tuple[Tensor, Tensor, Tensor]:  # log_ratio, advantages and log_probs, [NUM_PROBES] float32
     """All sizes that a run may meet, in all combinations: a loss may be 0 for most of them. Some log-ratios are exactly 0."""
-    drawn = torch.rand(5, _NUM_PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    signs = torch.where(drawn[:2] < 0.5, -1.0, 1.0)
+    drawn = torch.rand(5, NUM_PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    signs = 2.0 * (drawn[:2].argsort(dim=1) % 2) - 1  # half of them are 1: a half of the probes may have one sign alone
     log_ratio = signs[0] * 10 ** (6 * drawn[2] - 5)  # 1e-5 to 10
     log_ratio[::16] = 0.0
     advantages = signs[1] * 10 ** (5 * drawn[3] - 3)  # 1e-3 to 100
@@ -164,12 +180,12 @@ def _probes() -> tuple[Tensor, Tensor, Tensor]:  # log_ratio, advantages and log
 # What a loss may need besides: counts of short and of long samples, entropies from a sure token to an even choice, and numbers of
 # other policies.
 _FURTHER_PROBES = {
-    "token_counts": lambda: 1.0 + torch.arange(_NUM_PROBES) % 61,
-    "entropy": lambda: 1e-3 + 11 * torch.rand(_NUM_PROBES, generator=torch.Generator().manual_seed(1), dtype=torch.float32),
-    "rollout_log_probs": lambda: -9 * torch.rand(_NUM_PROBES, generator=torch.Generator().manual_seed(2), dtype=torch.float32),
-    "ref_log_probs": lambda: -9 * torch.rand(_NUM_PROBES, generator=torch.Generator().manual_seed(3), dtype=torch.float32),
+    "token_counts": lambda: (2.0 ** (torch.arange(NUM_PROBES, dtype=torch.float32) % 32 / 2.5)).round(),
+    "entropy": lambda: 1e-3 + 11 * torch.rand(NUM_PROBES, generator=torch.Generator().manual_seed(1), dtype=torch.float32),
+    "rollout_log_probs": lambda: -9 * torch.rand(NUM_PROBES, generator=torch.Generator().manual_seed(2), dtype=torch.float32),
+    "ref_log_probs": lambda: -9 * torch.rand(NUM_PROBES, generator=torch.Generator().manual_seed(3), dtype=torch.float32),
 }
 
 
 def _num_apart(values: Tensor, others: Tensor, rtol: float = 1e-4) -> int:
-    return int((~torch.isclose(values.float(), others.float(), rtol=rtol, atol=_NOISE, equal_nan=True)).sum())
+    return num_apart(values, others, rtol, _NOISE)

@@ -1,4 +1,5 @@
-"""Tries a user's own KL estimator, correction, selection and metrics, and says where one is not what it declares, once a launch.
+"""Tries a user's own aggregation, KL estimator, correction, selection and metrics, once a launch, and says where one is not what it
+declares.
 
 Nothing here of a function of the package: the tests over the registries try those.
 """
@@ -11,9 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron_rl.aggregation import weigh_tokens
+from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, PolicyMetrics
 from megatron_rl.corrections import correct
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.loss_hub import AGGREGATIONS
 from megatron_rl.metrics.custom import named_metrics
 from megatron_rl.metrics.policy import Metric, TokenValues, check_values
 from megatron_rl.ops.ratios import bounded_exp, kl_estimate
@@ -21,10 +25,10 @@ from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CORRECTIONS, CorrectionKind
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator, KLValue
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, TokenSelectionKind
+from megatron_rl.step_counts import StepTotals
+from megatron_rl.validation.halves import NUM_PROBES, changed_in, halves
 from megatron_rl.validation.routes import Settings
 
-_NUM_PROBES = 1024
-_SOME = slice(1, 9)
 _NOISE = 1e-4
 # Up to this log-ratio float32 parts of a value cancel without a loss of digits that matters.
 _MODERATE = 3.0
@@ -32,9 +36,11 @@ _FACTOR_NOISE = 1e-2  # a user may compute in bfloat16
 
 
 def own_term_problems(launch: Settings) -> Iterator[str]:
-    """The contradictions of the configured estimator, correction and selection; none of a built-in one, and none where a name or
-    bounds are wrong, which other rules report."""
-    estimator, correction = launch.kl_estimator, launch.correction
+    """The contradictions of the configured aggregation, estimator, correction and selection; none of a built-in one, and none where
+    a name or bounds are wrong, which other rules report."""
+    record, estimator, correction = launch.record, launch.kl_estimator, launch.correction
+    if record is not None and not AGGREGATIONS.is_built_in(record.name):
+        yield from aggregation_problems(record, launch.config.loss_aggregation_divisor)
     if estimator is not None and not KL_ESTIMATORS.is_built_in(launch.config.kl_estimator):
         yield from estimator_problems(estimator)
     settings = CorrectionSettings.of(launch.config)
@@ -42,6 +48,37 @@ def own_term_problems(launch: Settings) -> Iterator[str]:
         yield from correction_problems(correction, settings)
     if launch.token_selection is not None and not TOKEN_SELECTIONS.is_built_in(launch.config.token_selection):
         yield from selection_problems(launch.token_selection)
+
+
+def aggregation_problems(record: AggregationRecord, divisor: float | None) -> Iterator[str]:
+    """A text where the weight of a sample depends on which samples are weighed with it. Nothing for a function that raises here."""
+    places = torch.arange(NUM_PROBES)
+    counts = 1 + 41 * (places * 7 % 32)  # each of 128 samples
+    of_rollouts = torch.bincount(places // 2, counts)[places // 2].long()
+    rows, of_prompts = 1 + places % 3, torch.bincount(places // 8, counts)[places // 8].long()
+    totals = StepTotals(NUM_PROBES, NUM_PROBES // 8, int(counts.sum()), NUM_PROBES // 2)
+
+    def weights_of(chosen: Tensor) -> tuple[Tensor]:
+        weights = weigh_tokens(
+            *(record.name, counts[chosen], totals),
+            prompt_token_counts=of_prompts[chosen],
+            divisor=divisor,
+            rollout_token_counts=of_rollouts[chosen],
+            rows_of_rollout=rows[chosen],
+        )
+        return (weights * totals.num_tokens,)  # near 1
+
+    try:
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            whole = weights_of(places)
+            is_changed = bool(changed_in(halves((counts, of_prompts, of_rollouts, rows)), weights_of, whole))
+    except Exception:  # of any type: it is the user's function
+        return
+    if is_changed:
+        yield (
+            f"loss_aggregation={record.name} gives a sample a weight that depends on the other samples of the call, those "
+            "of a micro-batch, so it would change with the layout: take counts of the step from totals and the other arguments"
+        )
 
 
 def estimator_problems(estimator: KLEstimator) -> Iterator[str]:
@@ -54,7 +91,11 @@ def estimator_problems(estimator: KLEstimator) -> Iterator[str]:
             value, derivative = kl_estimate(estimator, *vectors)
             is_written = any(not torch.equal(vector, before) for vector, before in zip(vectors, kept, strict=True))
             _, of_value = kl_estimate(replace(estimator, function=_value_alone(estimator)), *kept)
-            alone = kl_estimate(estimator, *(vector[_SOME] for vector in kept))
+
+            def at(chosen: Tensor) -> tuple[Tensor, Tensor]:
+                return kl_estimate(estimator, *(vector[chosen] for vector in kept))
+
+            is_changed = bool(changed_in(halves(kept), at, (value, derivative)))
     except Exception as error:  # of any type: it is the user's function
         yield f"{name} cannot be computed: {type(error).__name__}: {error}"
         return
@@ -69,7 +110,7 @@ def estimator_problems(estimator: KLEstimator) -> Iterator[str]:
     if not bool(derivative.any()):
         yield f"{name} has derivative 0 everywhere, so it would train nothing: compute its value from log_probs without detach"
         return
-    if not all(torch.allclose(one, whole[_SOME]) for one, whole in zip(alone, (value, derivative), strict=True)):
+    if is_changed:
         yield f"{name} depends at one token on the others, so it would change with the layout: it must be elementwise"
         return
     log_probs, ref_log_probs, log_ratio = kept
@@ -77,7 +118,7 @@ def estimator_problems(estimator: KLEstimator) -> Iterator[str]:
     is_apart = is_moderate & ~torch.isclose(derivative, of_value, rtol=_FACTOR_NOISE, atol=_NOISE)
     if estimator.is_gradient_of_value and bool(is_apart.any()):
         yield (
-            f"{name} returns a derivative that its value does not have, for {int(is_apart.sum())} of {_NUM_PROBES} tokens: leave "
+            f"{name} returns a derivative that its value does not have, for {int(is_apart.sum())} of {NUM_PROBES} tokens: leave "
             "it to autograd, or declare is_gradient_of_value=False if that is the intent"
         )
 
@@ -95,10 +136,10 @@ def correction_problems(correction: CorrectionKind, settings: CorrectionSettings
     """A text for each way in which a correction differs from its declaration, at the bounds of the settings."""
     name = f"importance_correction={correction.name}"
     old, rollout, _ = _probes()
-    mask, documents = torch.ones(_NUM_PROBES, dtype=torch.bool), torch.arange(_NUM_PROBES)  # each token is a sample
+    mask, documents = torch.ones(NUM_PROBES, dtype=torch.bool), torch.arange(NUM_PROBES)  # each token is a sample
     settings = replace(settings, sequence_delta=None)
 
-    def at(chosen: slice) -> tuple[Tensor, Tensor]:
+    def at(chosen: Tensor) -> tuple[Tensor, Tensor]:
         tokens = old[chosen]
         found = correct(
             settings,
@@ -113,14 +154,14 @@ def correction_problems(correction: CorrectionKind, settings: CorrectionSettings
 
     try:
         with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            weights, is_kept = at(slice(None))
-            alone, _ = at(_SOME)
+            weights, is_kept = whole = at(documents)
+            is_changed = bool(changed_in(halves([old - rollout]), at, whole))
     except Exception as error:  # of any type: it is the user's function
         yield f"{name} cannot be computed: {type(error).__name__}: {error}"
         return
     if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
         yield f"{name} has weights that are not finite or below 0, for ratios between e^-20 and e^20: bound them"
-    if not torch.allclose(alone, weights[_SOME]):
+    if is_changed:
         element = "token" if settings.level == CorrectionLevel.TOKEN else "sample"
         yield f"{name} depends at one {element} on the others, so it would change with the layout: it must be elementwise"
     if correction.drops_tokens == bool(is_kept.all()):
@@ -137,18 +178,21 @@ def selection_problems(selection: TokenSelectionKind) -> Iterator[str]:
         **{"centred_log_probs": log_probs - log_probs.mean(), "centred_advantages": differences - differences.mean()},
     }
     given = {need: vectors[need] for need in selection.needs}
+
+    def at(chosen: Tensor) -> tuple[Tensor]:
+        return (selection.function(**{need: vector[chosen] for need, vector in given.items()}),)
+
     try:
         with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            score = selection.function(**{need: vector.clone() for need, vector in given.items()})
-            alone = selection.function(**{need: vector[_SOME].clone() for need, vector in given.items()})
-            is_apart = not torch.allclose(alone, score[_SOME])
+            (score,) = whole = at(torch.arange(NUM_PROBES))
+            is_changed = bool(changed_in(halves(given.values()), at, whole))
             is_finite = bool(score.isfinite().all())
     except Exception as error:  # of any type: it is the user's function
         yield f"{name} cannot be computed: {type(error).__name__}: {error}"
         return
     if not is_finite:
         yield f"{name} has a score that is not finite, for log-probabilities between -30 and 0: bound it"
-    if is_apart:
+    if is_changed:
         yield f"{name} depends at one token on the others, so it would change with the layout: it must be elementwise"
 
 
@@ -171,40 +215,43 @@ def metric_problems(config: PolicyLossConfig) -> Iterator[str]:
 def _problem_of_metric(row: Metric, with_entropy: bool) -> str | None:
     """What is wrong with the values of the row, with what to do."""
     log_probs, others, differences = _probes()
-    numbers, ratios = torch.arange(_NUM_PROBES), bounded_exp(log_probs - others)
+    numbers, ratios = torch.arange(NUM_PROBES), bounded_exp(log_probs - others)
     advantages, mask = torch.where(numbers % 7 == 0, 0.0, differences), numbers % 5 != 0
     is_written = False
 
-    def at(chosen: slice) -> Tensor | None:
+    vectors = (log_probs, others, ratios, ratios > 1.2, advantages, -others)
+
+    def at(chosen: Tensor) -> tuple[Tensor]:
         nonlocal is_written
-        vectors = [one[chosen] for one in (log_probs, others, ratios, ratios > 1.2, advantages, -others)]
-        given = [one.clone() for one in vectors]
+        given, kept = ([one[chosen] for one in vectors] for _ in range(2))
         values = row.value(TokenValues(*given) if with_entropy else replace(TokenValues(*given), entropy=None))
         check_values(row, values, given[0])
-        is_written = is_written or not all(map(torch.equal, given, vectors))
-        return None if values is None else values.double()
+        is_written = is_written or not all(map(torch.equal, given, kept))
+        if values is None:
+            raise DataError("has no value: return a vector, one number for each token")
+        return (values.double(),)
 
     try:
         with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            whole, alone, _ = (at(chosen) for chosen in (slice(None), _SOME, slice(0)))  # a rank may have no token
+            (values,) = whole = at(numbers)
+            is_changed = bool(changed_in(halves(vectors), at, whole))
+            at(numbers[:0])  # a rank may have no token
     except DataError as error:
         return str(error).removeprefix(f"policy metric {row.name!r} ")
     except Exception as error:  # of any type: it is the user's function
         return f"cannot be computed: {type(error).__name__}: {error}"
-    if whole is None or alone is None:
-        return "has no value: return a vector, one number for each token"
     if is_written:
         return "writes into its inputs: it must leave them as they are"
-    if not bool(whole[mask].isfinite().all()):
+    if not bool(values[mask].isfinite().all()):
         return "is not finite for log-probabilities between -30 and 0, ratios up to e^20 and advantages of 0: bound it"
-    if not torch.allclose(alone, whole[_SOME]):
+    if is_changed:
         return "depends at one token on the others, so it would change with the layout: it must be elementwise"
     return None
 
 
-def _probes() -> tuple[Tensor, Tensor, Tensor]:  # [_NUM_PROBES] float32: two log-probabilities, and a log-ratio
+def _probes() -> tuple[Tensor, Tensor, Tensor]:  # [NUM_PROBES] float32: two log-probabilities, and a log-ratio
     """The differences are of all sizes that a run may meet, and some are 0."""
-    drawn = torch.rand(5, _NUM_PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    drawn = torch.rand(5, NUM_PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     first = -30.0 * drawn[0]
     signs = torch.where(drawn[1] < 0.5, -1.0, 1.0)
     difference = signs * 10 ** (4.3 * drawn[2] - 3)  # 1e-3 to 20

@@ -336,7 +336,7 @@ def registered_names_are_known(launch: Settings) -> Iterator[str]:
 
 @check()
 def own_terms_are_what_they_declare(launch: Settings) -> Iterator[str]:
-    declarations = (launch.kl_estimator, launch.correction, launch.token_selection)
+    declarations = (launch.record, launch.kl_estimator, launch.correction, launch.token_selection)
     own = [declared for declared in declarations if declared is not None]
     if any(not declared.function.__module__.startswith("megatron_rl.") for declared in own):
         from megatron_rl.validation.own_terms import own_term_problems  # torch, which a user's function has imported
