@@ -759,3 +759,21 @@ def test_the_words_after_two_dashes_are_the_launch_lines(capsys):
     """Also those that look like flags of doctor."""
     main([*"doctor --launch-only --json -- python -m megatron_rl train --task sort --json".split()])
     assert json.loads(capsys.readouterr().out)["launch"]["title"] == "megatron-rl train"
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+@pytest.mark.parametrize(
+    ("longest", "said"),
+    [
+        ("8192", "8192, the longest response: the gradient is 10 x as large as with it; type --loss-aggregation-divisor 8192"),
+        ("409.5", None),  # no length
+        ("819", None),
+        ("8192 --custom-generate-function-path mine.generate", None),  # several turns may be longer
+    ],
+)
+def test_a_divisor_that_is_not_the_longest_response_has_a_note(host, longest, said):
+    """8192 / 819 = 10.002."""
+    line = DR_GRPO.replace("--loss-aggregation-divisor 8192", "--loss-aggregation-divisor 819")
+    report = judged(f"{LAUNCH} {host}/train.py {line} --rollout-max-response-len {longest}")
+    notes = [f.text for f in report.rules if f.status == NOTE and "--loss-aggregation-divisor" in f.text]
+    assert [f"--loss-aggregation-divisor 819 is not --rollout-max-response-len {said}, unless you mean that"] * bool(said) == notes

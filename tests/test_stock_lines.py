@@ -778,3 +778,11 @@ def test_the_counts_of_a_script_are_those_of_the_branch_that_runs(tmp_path, caps
 def test_explain_names_its_own_flag(capsys):
     _, out = explain(capsys, "--host", "prime_rl", "--response-lengths", "3,5", "--loss-aggregation", "sample_mean")
     assert "give --one-sample-per-rollout here, and --trainer.loss.kwargs.one-sample-per-rollout True there" in out
+
+
+@pytest.mark.parametrize(("divisor", "is_said"), [("7", False), ("6", True)])
+def test_a_response_that_is_longer_than_its_divisor_is_told(divisor, is_said, capsys):
+    ours = f"--loss-aggregation constant --loss-aggregation-divisor {divisor} {REDUCER_LINE}"
+    line = f"python -m megatron_rl.hosts.launch slime/train.py {ours} --disable-grpo-std-normalization".split()
+    _, out = explain(capsys, "--response-lengths", "3,5,1,7", "--host", "slime", "--", *line)
+    assert (f"a response of 7 tokens is longer than L = {divisor}: L is the longest one" in out) == is_said, out

@@ -301,6 +301,7 @@ OPTIONS: dict[str, object] = {
     "rollout_batch_size": None,
     "rollout_data_postprocess_path": None,
     "rollout_function_path": None,
+    "rollout_max_response_len": None,
     "rollout_temperature": 1.0,
     "rollout_top_k": -1,
     "rollout_top_p": 1.0,

@@ -562,6 +562,21 @@ def constant_is_without_deviation(launch: HostLaunch) -> Iterator[str]:
 
 
 @check(is_warning=True)
+def divisor_is_the_longest_response(launch: HostLaunch) -> Iterator[str]:
+    """A function of one's own may make longer ones, of several turns."""
+    record, longest = launch.record, launch.options["rollout_max_response_len"]
+    is_known = isinstance(longest, int) and longest > 0 and not launch.own_rollout_functions
+    if is_known and record is not None and record.takes_divisor:
+        divisor = launch.config.loss_aggregation_divisor
+        if divisor is not None and divisor != longest:
+            yield (
+                f"--loss-aggregation-divisor {divisor:g} is not --rollout-max-response-len {longest}, the longest response: the "
+                f"gradient is {longest / divisor:.3g} x as large as with it; type --loss-aggregation-divisor {longest}, unless you "
+                "mean that"
+            )
+
+
+@check(is_warning=True)
 def dynamic_batches_are_counted_in_rollouts(launch: HostLaunch) -> Iterator[str]:
     own, is_dynamic = launch.own_rollout_functions, launch.options["use_dynamic_global_batch_size"]
     if own and is_dynamic and launch.companion is None and not launch.is_per_token:

@@ -61,6 +61,10 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
     elif not terms:
         beside = ", but for what the notes say" if stock.remarks else ""
         yield Row("this step", f"each token has its exact weight{beside} ({where})", is_note=bool(beside))
+    longest, divisor = int(tokens.max()), stock.known.get("L")
+    if divisor is not None and longest > divisor and any("L" in weight.powers for weight in stock.terms.values()):
+        text = f"a response of {longest} tokens is longer than L = {divisor:g}: L is the longest one that the sampler may make"
+        yield Row("this step", text, is_note=True)
     if args.plot is not None and not found:
         yield Row("plot", f"{args.plot} is not written: there is nothing to draw", is_note=True)
     elif args.plot is not None:
