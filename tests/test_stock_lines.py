@@ -343,13 +343,18 @@ def test_a_launcher_that_writes_its_own_file_loses_it_to_one_of_ours(tmp_path, m
     monkeypatch.chdir(os.environ["MILES_ROOT"])
     line = ["--", "python", "scripts/run_qwen3_30b_a3b.py", "--enable-mis"]
     _, out = doctor(capsys, *line)
+    assert (
+        "prints, in the text that the script gives to --custom-config-path, and behind the script --extra-args '--custom-m" in out
+    )
     assert "tis_batch_normalize: true divides the weights by their mean over a micro-batch" in out, out
     assert out.endswith("NOT exact: the step depends on the layout; see the notes\n"), out
     _, out = doctor(capsys, *line, "--extra-args", f"--custom-config-path {file} {INIT_LINE} {REDUCER_LINE}")
-    assert (
-        "the last one counts, the first one has no effect; what the other files set is lost" in out
-        and "weight of a token 1/(L N)" in out
-    ), out
+    lost = "the last one counts, the first one has no effect, and what it sets is lost: use_tis, use_rs, tis_level, rs_level, "
+    assert " ".join(f"PROBLEM  --custom-config-path given 2 times (base64:..., {file}): {lost}".split()) in " ".join(out.split()), (
+        out
+    )
+    assert "; put our lines into the text that the script gives to --custom-config-path, and leave ours out" in out, out
+    assert "weight of a token 1/(L N)" in out, out
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,14 @@ class LaunchLine:
         """Read from the strings of a Python script."""
         return self.read_from is not None and STRINGS in self.read_from.branches
 
+    def lost_settings(self) -> list[str]:
+        """Of a file of --custom-config-path that a later one replaces: what the last one does not set to the same value."""
+        files = [values[0] for flag, values in self.flags if flag == CONFIG_FILE and values]
+        lost = dict[str, object]()
+        for given in (one for one in files[:-1] if not is_unread(one)):
+            lost |= read_config_file(given, self.folder)
+        return [name for name, value in lost.items() if self.from_file.get(name, self) != value]
+
     @property
     def has_script(self) -> bool:
         return self.script is not None and is_regular(self.script)

@@ -92,6 +92,7 @@ NOTHING_OF_OURS = "nothing of megatron_rl on this line"
 MOST_IDLE = 3
 # The flags of a model that could change a step begin so.
 OF_MODELS = ("--moe-", "--mtp-", "--num-experts", "--dsa-")
+_TEXT_OF_THE_SCRIPT = f"the text that the script gives to {CONFIG_FILE}"
 FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
 
@@ -249,6 +250,9 @@ def _with_unread(line: LaunchLine) -> HostOptions:
 
 def _next_step(line: LaunchLine) -> str:
     """What a line without anything of ours lacks."""
+    if line.is_composed and CONFIG_FILE in dict(line.flags):
+        lines = "the lines that megatron-rl launch-config --loss-aggregation <name> prints"
+        return f"{lines}, in {_TEXT_OF_THE_SCRIPT}, and behind the script {ADDED} '{INIT_LINE} {REDUCER_LINE}'"
     if line.is_composed:
         file = "megatron-rl launch-config --loss-aggregation <name> > mrl.yaml"
         return f"{file}, and behind the script {ADDED} '{CONFIG_FILE} /path/to/mrl.yaml {INIT_LINE} {REDUCER_LINE}'"
@@ -472,9 +476,20 @@ def _given_twice(line: LaunchLine) -> Iterator[Finding]:
     def is_read(flag: str) -> bool:
         return flag in (CONFIG_FILE, *routes_of_flags()) or not line.is_composed and field_of(flag) in OPTIONS
 
-    for flag, text in repeated(((flag, " ".join(values)) for flag, values in line.flags), is_read):
-        lost = "; what the other files set is lost: write one file" if flag == CONFIG_FILE else ""
-        yield Finding(flag, NOTE, text + lost)
+    for flag, text in repeated(((flag, " ".join(map(_shown, values))) for flag, values in line.flags), is_read):
+        if flag != CONFIG_FILE:
+            yield Finding(flag, NOTE, text)
+            continue
+        remedy = f"put our lines into {_TEXT_OF_THE_SCRIPT}, and leave ours out" if line.is_composed else "write one file"
+        if lost := line.lost_settings():
+            yield Finding(flag, PROBLEM, f"{text}, and what it sets is lost: {', '.join(lost)}; {remedy}")
+        else:
+            yield Finding(flag, NOTE, f"{text}; what the other files set is lost: {remedy}")
+
+
+def _shown(value: str) -> str:
+    """The text of a file on the line is a long one."""
+    return "base64:..." if value.startswith("base64:") else value
 
 
 def fate_of_unknown_flags(line: LaunchLine) -> str:
