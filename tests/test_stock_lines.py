@@ -188,7 +188,7 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
             (
                 "a token weighs M_gen/(M T_gen) = 8/(2 T_gen), T_gen is the unmasked tokens of a generation",
                 "exact: steps_per_generation=2",
-                "before 1.10 a token weighs 1/T_gen, and the gradient is about 0.25 times the token mean",
+                "before 1.10 a token weighs 1/T_gen, about 0.25 times the token mean",
                 "its policy term divides by the tokens of a generation and not of the step; the same on every layout; see",
             ),
             "PROBLEM",

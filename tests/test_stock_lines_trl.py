@@ -160,3 +160,41 @@ def test_explain_says_which_estimator_the_switch_of_trl_is(estimator, version, s
     assert said in out, out
     _, out = explain(capsys, *line[:4])
     assert "use_bias_correction_kl" not in out
+
+
+@pytest.mark.parametrize(
+    ("loss", "level", "said"),
+    [
+        ("dapo", "token", "exact: steps_per_generation=8, or loss_type=megatron_rl.grpo.token_mean, which keeps"),
+        ("cispo", "token", "exact: steps_per_generation=8, or loss_type=megatron_rl.cispo.token_mean, which keeps"),
+        ("dapo", "sequence", "or loss_type=megatron_rl.gspo.token_mean without importance_sampling_level, which keeps"),
+        ("cispo", "sequence", "exact: steps_per_generation=8\n"),
+        (
+            "bnpo",
+            "token",
+            "exact: loss_type=dapo with steps_per_generation=8, or loss_type=megatron_rl.grpo.token_mean, which keeps",
+        ),
+    ],
+)
+def test_the_advice_for_a_generation_of_two_steps_is_not_refused_in_its_turn(loss, level, said, capsys):
+    sizes = ["--gradient_accumulation_steps", "8", "--steps_per_generation", "16"]
+    _, out = doctor(capsys, "--", "trl", "grpo", "--loss_type", loss, "--importance_sampling_level", level, *sizes)
+    assert said in out, out
+    mean = "the same on every layout, but not the step's token mean: that of 2 steps together; exact: "
+    assert (mean in out) == (loss != "bnpo"), out
+    typed = [*sizes[:2], "--loss_type", said.partition("or loss_type=")[2].partition(" without")[0].partition(",")[0] or "dapo"]
+    code, out = doctor(capsys, "--host", "trl", "--", "accelerate", "launch", "t.py", *typed)
+    assert code == 0 and "not the step's token mean" not in out, out
+
+
+def test_the_entropy_of_a_sequence_loss_is_exact_with_gspo(capsys):
+    line = ["trl", "grpo", "--loss_type", "grpo", "--importance_sampling_level", "sequence", "--entropy_coef", "0.1"]
+    _, out = doctor(capsys, "--", *line)
+    assert "exact: loss_type='megatron_rl.gspo.sample_mean' without importance_sampling_level, whose entropy is a mean" in out, out
+
+
+@pytest.mark.parametrize(("version", "is_said"), [(None, True), ((1, 16), False), ((1, 9), False)])
+def test_what_another_version_weighs_is_said_where_none_is_installed(version, is_said, monkeypatch, capsys):
+    monkeypatch.setattr(trl_stock, "installed", lambda: version)
+    _, out = doctor(capsys, "--", "trl", "grpo", "--gradient_accumulation_steps", "8", "--steps_per_generation", "16")
+    assert ("before 1.10 a token weighs 1/T_gen, about 0.5 times the token mean" in out) == is_said, out

@@ -253,7 +253,7 @@ OURS = "from trl import GRPOConfig\nfrom megatron_rl.hosts.trl import GRPOTraine
         ("loss_type='megatron_rl.grpo.constant'", "{}", "", "its L: set megatron_rl={'loss_aggregation_divisor': L}, for"),
         ("loss_type='megatron_rl.grpo.constant'", "{'loss_agregation_divisor': 16}", "", "loss_aggregation_divisor"),
         ("beta=0.0", "{}", "", "makes our GRPOTrainer, which refuses loss_type=dapo"),
-        ("beta=0.0", "{}", "--loss_type megatron_rl.grpo.token_mean", None),
+        ("beta=0.0", "{}", "--loss_type megatron_rl.grpo.token_mean", "reads no command line: --loss_type has no effect"),
     ],
 )
 def test_doctor_reads_what_a_script_gives_our_trainer(config, own, line, said_of_it, tmp_path):

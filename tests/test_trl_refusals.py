@@ -265,3 +265,13 @@ def test_a_generation_batch_has_whole_steps_of_ours(aggregation, batch, said, ca
     assert code == (said is not None) and (said is None or said in out and "set generation_batch_size=128" in out), out
     code, out = doctor(capsys, "--", "accelerate", "launch", *line)
     assert code == (batch == 100) and "; generation_batch_size=32 x processes always fits" in out, out
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [(7, "; set num_generations=8, or per_device_train_batch_size=7"), (96, "=96; set per_device_train_batch_size=12")],
+)
+def test_a_group_that_does_not_divide_is_given_the_next_one_that_does(group, said, capsys):
+    sizes = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8", "--num_generations", str(group)]
+    code, out = doctor(capsys, "--host", "trl", "--", "torchrun", "--nproc-per-node", "1", "t.py", *sizes)
+    assert code == 1 and said in out, out

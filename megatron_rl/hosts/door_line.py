@@ -87,11 +87,14 @@ def judge_stock(
     def exact(aggregation: str) -> str:
         record = get_loss_aggregation(aggregation)
         divisor = 1.0 if record.takes_divisor else None
-        return door.separator.join(write(door, PolicyLossConfig(loss_aggregation=aggregation, loss_aggregation_divisor=divisor))[0])
+        config = PolicyLossConfig(policy_loss=loss, loss_aggregation=aggregation, loss_aggregation_divisor=divisor)
+        return door.separator.join(write(door, config)[0]) + without
 
-    found = door.stock(settings)
+    found, loss, without = door.stock(settings), "grpo", ""
     if isinstance(found, stock.Stock):
         found = replace(found, sizes=door.sizes.read(settings.value_of, settings.asked))
+        takes_ours, loss = takes_ours and found.ours is not None, found.ours or loss
+        without = f" without {found.without}" if found.without else ""
     own_terms = ("entropy",) if "entropy_coefficient" in door.honours else ()
     yield from stock.judge(found, door.title, exact if takes_ours else None, of_step, own_terms=own_terms, is_partial=is_partial)
 

@@ -63,6 +63,10 @@ class Stock:
     known: Mapping[str, float] = field(default_factory=dict)
     """Counts that the line says, by their letters: L, and M_gen beside M. Without L a step is shown with 1."""
     sizes: StepSizes = StepSizes()
+    ours: str | None = "grpo"
+    """The loss of ours that is the trainer's own, but for the weights; None: there is none."""
+    without: str = ""
+    """The trainer's setting that ours takes the place of, and that is refused beside it."""
 
     @classmethod
     def of_ours(cls, config: PolicyLossConfig) -> Stock:
@@ -143,7 +147,9 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None, own_te
         shown = stock.in_words(weight)
         if is_of_generation(weight):
             words = "" if stock.exact is None else f"; exact: {stock.exact}"
-            text = f"{title}'s own: a token weighs {shown}{where}: {_of_generations(weight, stock.known)}{words}"
+            same = "" if stock.varies else "the same on every layout, but "
+            text = f"{same}not the step's token mean: {_of_generations(weight, stock.known)}{words}"
+            text = f"{title}'s own: a token weighs {shown}{where}: {text}"
             yield Row(name, text, is_note=True)
             continue
         if not letters:
@@ -162,13 +168,13 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None, own_te
 def _of_generations(weight: Formula, known: Mapping[str, float]) -> str:
     times = times_of_generation(weight, known)
     if times is None:
-        return "not the token mean of the step, and M_gen is not known here"
+        return "M_gen is not known here"
     steps = known["M_gen"] / known["M"]
     of_steps = f"{steps:.3g} steps" if steps > 1 else f"1/{1 / steps:.3g} of a step"
     if times != 1:
-        return f"a generation is {of_steps}, so the gradient is about {times:.3g} times that of the step's token mean"
+        return f"a generation is {of_steps}, so the gradient is about {times:.3g} times its own"
     if steps > 1:
-        return f"the token mean of {of_steps} together, which a step alone has where it has its share of their tokens"
+        return f"that of {of_steps} together"
     return f"a mean of token means, as a generation is {of_steps}"
 
 

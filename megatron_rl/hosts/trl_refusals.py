@@ -16,6 +16,7 @@ from megatron_rl.hosts.trl_stock import (
     CHOICE,
     GENERATED,
     GENERATION,
+    LEVEL,
     PREFIX,
     SIZES,
     STEPS,
@@ -28,7 +29,7 @@ from megatron_rl.hosts.trl_stock import (
 from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.validation.checks import Row
 
-LEVEL, MODE = "importance_sampling_level", "vllm_importance_sampling_mode"
+MODE = "vllm_importance_sampling_mode"
 SCALE, OBJECTIVES = "scale_rewards", "multi_objective_aggregation"
 CLIPS = ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")
 # Settings that are one of these words, else TRL raises. Other text of them is no number and no switch.
@@ -160,8 +161,12 @@ def _sizes(settings: Settings, default: int) -> Iterator[Row]:
         return
     product = f"a generation has {of_rows} x {STEPS if generated is None else GENERATED}={steps}"
     if sizes.data:
-        text = f"{product}{of_ranks} = {rows * steps * ranks} completions, which is no multiple of {of_group}"
-        yield refused(TITLE, COUNT, f"{text}; set {SIZES.micro_batch}={_next(rows, group // math.gcd(steps * ranks, group))}")
+        whole = rows * steps * ranks
+        text = f"{product}{of_ranks} = {whole} completions, which is no multiple of {of_group}"
+        near = [size for size in range(max(2, group - group // 4), group + group // 4 + 1) if whole % size == 0]
+        other = f"{COUNT}={min(near, key=lambda size: abs(size - group))}, or " if near else ""
+        remedy = f"{other}{SIZES.micro_batch}={_next(rows, group // math.gcd(steps * ranks, group))}"
+        yield refused(TITLE, COUNT, f"{text}; set {remedy}")
     else:
         needed = group // math.gcd(rows * steps, group)
         text = f"TRL refuses this run unless its number of processes is a multiple of {needed}: {product} completions for each"

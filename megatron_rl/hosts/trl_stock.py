@@ -45,6 +45,10 @@ STOCK_TYPES = {
     **dict.fromkeys(("dapo", "cispo", "vespo"), TOKEN_MEAN),
     "luspo": Formula(N=-1),
 }
+# TRL's losses that are ours by another name; the others have their own here. At the level of a sequence ours is gspo for these, and
+# there is none for the others.
+OURS = dict.fromkeys(("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), "grpo")
+LEVEL = "importance_sampling_level"
 OF_GENERATION, RESCALED = Formula(T_gen=-1), Formula(M_gen=1, M=-1, T_gen=-1)
 OF_MATRIX = Formula(N=-1, L_b=-1, m_i=1)
 # A setting -> the value that does nothing, and what another one does.
@@ -110,6 +114,8 @@ def stock(settings: Settings) -> Stock | None:
         return None
     is_old, kl, entropy = is_before(RESCALES), weight, MEAN_OF_TOKEN_MEANS
     exact = exact_setting(f"{CHOICE}={{}}", {"dapo": TOKEN_MEAN}, weight)
+    if exact and (of_step := of_generations(settings)[2]) is not None:  # dapo divides by the tokens of a generation
+        exact += f" with {of_step}"
     varies = tuple(text for name, (idle, text) in VARIES.items() if settings[name] not in (idle, UNKNOWN))
     remarks: list[str] = []
     longest = whole_number(settings["max_completion_length"])
@@ -123,11 +129,21 @@ def stock(settings: Settings) -> Stock | None:
         weight = kl = TOKEN_MEAN if exact is None else OF_GENERATION if is_old else RESCALED
         entropy = weight if is_old else entropy
     elif settings[CHOICE] == "luspo" and (is_old or is_ligers):  # of a matrix, TRL takes the mean over its padded places too
-        weight, kl = weight if settings["importance_sampling_level"] == "sequence" else OF_MATRIX, OF_MATRIX
+        weight, kl = weight if without(settings) else OF_MATRIX, OF_MATRIX
     if is_ligers and local_letters(weight) and not (is_old and weight == OF_MATRIX):
         exact = ", ".join(filter(None, ("use_liger_kernel=False", exact)))
     terms = (weight, kl if is_on(settings, "beta") else None, entropy if is_on(settings, "entropy_coef") else None)
-    return Stock(*terms, exact, tuple(remarks), varies, known=known)
+    return Stock(*terms, exact, tuple(remarks), varies, known=known, ours=ours(settings), without=without(settings))
+
+
+def without(settings: Settings) -> str:
+    return LEVEL if settings[LEVEL] == "sequence" else ""
+
+
+def ours(settings: Settings) -> str | None:
+    """The loss of ours that TRL's is, but for the weights."""
+    name = str(settings[CHOICE])
+    return OURS.get(name, name) if not without(settings) else "gspo" if name in OURS else None
 
 
 def of_generations(settings: Settings) -> tuple[dict[str, float], list[str], str | None]:
@@ -143,11 +159,12 @@ def of_generations(settings: Settings) -> tuple[dict[str, float], list[str], str
         return {}, [of_batch or f"{GENERATED}={_shown(generated)} with {STEPS}={_shown(steps)}"], exact
     if steps == generated:
         return {}, [of_batch], None
-    before = f"before 1.10 a token weighs {OF_GENERATION}, and the gradient is about {steps / generated:.3g} times the token mean"
-    versions = "" if installed() and is_before(RESCALES) else f" ({judged()}; {before})"
-    said = f"{of_batch or f'{GENERATED}={generated}'} with {STEPS}={steps}: TRL divides by the tokens of a generation{versions}"
-    if generated % steps == 0:
-        exact += f", or {CHOICE}=megatron_rl.grpo.token_mean, which keeps the generation"
+    before = f"before 1.10 a token weighs {OF_GENERATION}, about {steps / generated:.3g} times the token mean"
+    versions = "" if installed() else f" ({judged()}; {before})"
+    said = f"{of_batch or f'{GENERATED}={generated}'} with {STEPS}={steps}{versions}"
+    if generated % steps == 0 and (loss := ours(settings)) is not None:
+        removed = f" without {without(settings)}" if without(settings) else ""
+        exact += f", or {CHOICE}={PREFIX}{loss}.token_mean{removed}, which keeps the generation"
     return {"M": steps, "M_gen": generated}, [said], exact
 
 

@@ -50,17 +50,21 @@ def coefficients_keep_their_strength(launch: Settings) -> Iterator[str]:
         return
     if record.mean_strength is not None:
         divisor = f"{config.loss_aggregation_divisor:g}" if record.takes_divisor else "1"
-        change = f"about {divisor} / (mean tokens of a sample) times as strong as under sample_mean"
+        change = (
+            f"about {divisor} / (mean tokens of a sample) times as strong as under sample_mean; to keep that strength multiply "
+        )
+        change += f"the coefficients by (mean tokens of a sample) / {divisor}"
     elif record.mean_of is not None:
         change = (
-            f"stronger in a short sample and weaker in a long one, by (mean tokens of {record.mean_of}) / (tokens of the sample)"
+            f"stronger in a short sample and weaker in a long one, by (mean tokens of {record.mean_of}) / (tokens of the sample). "
+            "Over the step they are as strong as under sample_mean: keep the coefficients"
         )
     else:
-        change = "1 / (the sum of its weights over the step) times as strong as under sample_mean"
+        change = "1 / (the sum of its weights over the step) times as strong as under sample_mean; adjust the coefficients"
     settings = ", ".join(f"{name}={getattr(config, name):g}" for name in given)
     yield (
         f"{settings} with loss_aggregation={config.loss_aggregation}: KL and entropy stay averaged over samples. So beside the "
-        f"policy term they are {change}; adjust the coefficients"
+        f"policy term they are {change}"
     )
 
 
