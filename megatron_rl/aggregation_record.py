@@ -81,6 +81,11 @@ class Formula:
     def renamed(self, names: Mapping[str, str]) -> Formula:
         return Formula({names.get(name, name): power for name, power in self.powers.items()})
 
+    def of_mean_tokens(self) -> Formula:
+        """With N m in the place of T: m, the mean tokens of a sample."""
+        power = self.powers.get("T", 0)
+        return self * Formula(T=-power, N=power, m=power)
+
     def of_one_sample(self) -> Formula:
         """The formula where each sample is a rollout: 1/(R M_j) is 1/(N m_i)."""
         others = {OF_ONE_SAMPLE[name]: power for name, power in self.powers.items() if name in OF_ONE_SAMPLE}
@@ -237,6 +242,15 @@ class AggregationRecord:
     @property
     def mean_of(self) -> str | None:
         return None if self.strength is None else MEANS.get(self.strength)
+
+    def shift_against_token_mean(self, divisor: float | None) -> str:
+        """As learning_rate_shift, for a user who comes from the mean over the step's tokens."""
+        if self.formula is None or self.formula == TOKEN_MEAN:
+            return self.learning_rate_shift(divisor) if self.formula is None else "x 1"
+        factor = (self.formula / TOKEN_MEAN).of_mean_tokens()
+        is_mean, is_of_step = self.mean_of is not None or self.strength == Formula(), factor.powers.keys() <= {"m", "L"}
+        shown = factor.with_names({} if divisor is None else {"L": f"{divisor:g}"})
+        return f"x {'1 on average, x ' * is_mean}{shown}{'' if is_of_step else ' for sample i'} (m: mean tokens of a sample)"
 
     def learning_rate_shift(self, divisor: float | None) -> str:
         """The factor of the policy gradient against sample_mean, as text. m and m_i are not known before the data."""

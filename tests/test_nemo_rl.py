@@ -527,7 +527,7 @@ def diagnosis(tmp_path, monkeypatch, line: str) -> tuple[int, str]:
         (f"{LAUNCH} ++loss_fn.megatron_rl=gspo.prompt_mean", r"gspo.prompt_mean, clip 0.0003/0.0004 .* 1/\(P M_g\), in the advan"),
         (
             f"{LAUNCH} ++loss_fn.megatron_rl=grpo.token_mean loss_fn.ratio_clip_max=0.28",
-            r"clip 0.2/0.28 .*clip, low.*, weight of a token 1/T",
+            r"clip 0.2/0.28 .*low: the loss.s own.*, weight of a token 1/T",
         ),
         (f"{LAUNCH} ++loss_fn.megatron_rl=$LOSS", "loss_fn.megatron_rl not known here"),
         (

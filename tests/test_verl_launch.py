@@ -186,7 +186,9 @@ def test_doctor_reads_a_script_of_verl(tmp_path, capsys):
     assert main(["doctor", "--launch-only", "--", "bash", str(script), ONE_MINI_BATCH]) == 0
     out = capsys.readouterr().out
     assert "megatron_rl.gspo.prompt_mean, clip 0.0003/0.0004, clip_ratio_c 3 (the loss's own clip)" in out
-    assert "note     use_kl_loss" in out
+    assert (
+        "note     KL  " in out and "0.001 x low_var_kl, averaged by loss_agg_mode=token-mean, verl's own: a token weighs 1/T" in out
+    )
     assert main(["doctor", "--launch-only", "--", *f"python3 -m verl.trainer.main_ppo {our_mode('grpo.constant')}".split()]) == 1
     assert "needs its L" in capsys.readouterr().out
 

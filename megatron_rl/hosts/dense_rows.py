@@ -238,7 +238,8 @@ def numbers(config: PolicyLossConfig) -> str:
     own = [side for side in ("low", "high") if getattr(config, f"clip_ratio_{side}") is None]
     if not own or get_policy_loss(config.policy_loss).clip_ratios is None:
         return numbers_in_words(config)
-    return f"{numbers_in_words(config)} (the loss's own clip{'' if len(own) == 2 else f', {own[0]}'})"
+    whose = "the loss's own clip" if len(own) == 2 else f"{own[0]}: the loss's own"
+    return f"{numbers_in_words(config)} ({whose})"
 
 
 # prompt_mean

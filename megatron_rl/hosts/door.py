@@ -23,7 +23,7 @@ from megatron_rl.hosts.programs import Programs
 from megatron_rl.hosts.sampling import Sampler, names_of
 from megatron_rl.hosts.settings import Given, Settings, as_typed
 from megatron_rl.hosts.step_sizes import SizeNames
-from megatron_rl.hosts.stock import SAMPLE_MEAN, Stock
+from megatron_rl.hosts.stock import SAMPLE_MEAN, Stock, Term
 from megatron_rl.loss_hub import PolicyLoss, declared_parameters, get_loss_aggregation, loss_aggregation_names
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation.checks import Check, Row
@@ -282,6 +282,8 @@ class Door:
 
     stock: Callable[[Settings], Stock | None] = lambda settings: None
     """What the host's own loss weighs a token; None: it is not known here."""
+    terms: Callable[[Found], Mapping[str, Term]] = lambda found: {}
+    """KL and entropy that the host adds to a loss of ours."""
     sizes: SizeNames = SizeNames()
     """What says how a step is cut, for a step that doctor and explain are given."""
 

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
+from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import stock
@@ -121,7 +122,7 @@ def read_launch(door: Door, settings: Settings, *, may_have_more: bool = False) 
 
 def name_problems(door: Door, settings: Settings, *, may_have_more: bool = False) -> list[str]:
     """Of the names of a launch of ours."""
-    rows = [*_misplaced(door, settings.given), *judge_names(door, settings, is_ours=True, may_have_more=may_have_more)]
+    rows = _names(door, settings, is_ours=True, may_have_more=may_have_more)
     return [in_words(row) for row in rows if row.is_wrong]
 
 
@@ -140,8 +141,7 @@ def judge_settings(
         return
     name = settings[choice.setting]
     is_ours = door.is_ours(settings) if door.is_ours else str(name).startswith(choice.prefix)
-    yield from _misplaced(door, settings.given)
-    yield from judge_names(door, settings, is_ours=is_ours, may_have_more=may_have_more)
+    yield from _names(door, settings, is_ours=is_ours, may_have_more=may_have_more)
     yield from door.of_any_launch(settings)
     of_model = [*model_rows(door.model, settings)]
     yield from of_model
@@ -188,7 +188,8 @@ def judge_settings(
         return
     yield from said_of(found)
     if of_step is not None:
-        yield from of_step(replace(stock.Stock.of_ours(found.config), sizes=door.sizes.read(settings.value_of, settings.asked)))
+        of_ours = stock.Stock.of_ours(found.config, door.terms(found))
+        yield from of_step(replace(of_ours, sizes=door.sizes.read(settings.value_of, settings.asked)))
 
 
 def judge_log_probs(door: Door, settings: Settings) -> Iterator[Row]:
@@ -251,6 +252,8 @@ def said_of(found: Found) -> Iterator[Row]:
     chosen = f"{door.choice.prefix}{found}"
     yield Row(door.choice.setting, f"{chosen}, {numbers(config)}, weight of a token {weight}{carried}")
     yield Row("sample", sample_in_words(config.loss_aggregation, found.rollouts))
+    yield Row("learning rate", shift_in_words(found))
+    yield from stock.rows_of_terms(door.terms(found), door.title, stock.Stock.of_ours(config))
     yield from (Row("advice", text, is_note=True) for text in config_warnings(config))
     if found.record.name == "constant" and door.deviation is not None and door.deviation.divides(found.settings):
         yield Row("advice", with_deviation(chosen, door.without_deviation), is_note=True)
@@ -262,6 +265,20 @@ def said_of(found: Found) -> Iterator[Row]:
     yield from (row for one in door.checks for row in one(found))
 
 
+def shift_in_words(found: Found) -> str:
+    """As the first line of the training says it, and against the host's default."""
+    record, divisor = found.record, found.config.loss_aggregation_divisor
+    of_host = found.door.stock(Settings.of_names({}, found.door.all_defaults))
+    comes_from = of_host.policy if isinstance(of_host, stock.Stock) else None
+    shift, of_default = record.learning_rate_shift(divisor), record.shift_against_token_mean(divisor)
+    default = f"token_mean, {found.door.title}'s default,"
+    if comes_from != TOKEN_MEAN:
+        return f"against sample_mean {shift}"
+    if shift == of_default:
+        return f"against sample_mean, and against {default} {shift}"
+    return f"against sample_mean {shift}; against {default} {of_default}"
+
+
 def weights_multiply(found: Found, theirs: Iterable[str]) -> Row:
     """Of the host's own correction, whose weights a loss of ours is given. theirs: its settings, as they are typed."""
     mean = "; a sample has one ratio, so its tokens share the mean of their weights" if found.loss.level == "sequence" else ""
@@ -269,6 +286,15 @@ def weights_multiply(found: Found, theirs: Iterable[str]) -> Row:
 
 
 # Names
+
+
+def _names(door: Door, settings: Settings, *, is_ours: bool, may_have_more: bool) -> Iterator[Row]:
+    """One row of a name that is in the wrong place, and what judge_names says of the others."""
+    misplaced = [*_misplaced(door, settings.given)]
+    yield from misplaced
+    told = {row.subject for row in misplaced}
+    found = judge_names(door, settings, is_ours=is_ours, may_have_more=may_have_more)
+    yield from (row for row in found if row.subject not in told)
 
 
 def judge_names(door: Door, settings: Settings, *, is_ours: bool, may_have_more: bool = False) -> Iterator[Row]:

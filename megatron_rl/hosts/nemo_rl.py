@@ -52,7 +52,7 @@ from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, put, read_overrides, value_at
 from megatron_rl.hosts.settings_files import inherited, merge, nested, resolved, with_values
 from megatron_rl.hosts.step_sizes import SizeNames
-from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, is_on
+from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, Term, is_on
 from megatron_rl.registries.corrections import get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator
 from megatron_rl.validation.checks import Row, check
@@ -199,13 +199,21 @@ def ratio_of_the_kl_is_of_its_kind(found: Found) -> Iterator[Row]:
 @check()
 def kl_is_a_mean_over(found: Found) -> Iterator[Row]:
     """Not a problem: what the term is, for doctor."""
-    config, penalty = found.config, found.settings[PENALTY]
-    if config.kl_coefficient:
-        yield Row("KL", f"ours, {config.kl_coefficient} x mean over samples, {config.kl_estimator}")
-    elif penalty:
-        mean = "tokens" if found.settings[f"{LOSS_FN}token_level_loss"] else "samples"
-        text = f"NeMo-RL's own, {penalty} x mean over {mean}, whatever {found.record.name} does to the policy term"
-        yield Row("KL", text, is_note=True)
+    if found.config.kl_coefficient:
+        yield Row("KL", f"ours, {found.config.kl_coefficient} x mean over samples, {found.config.kl_estimator}")
+
+
+def terms(found: Found) -> dict[str, Term]:
+    """NeMo-RL's KL term, where our estimator does not take its place."""
+    penalty, is_of_tokens = found.settings[PENALTY], found.settings[f"{LOSS_FN}token_level_loss"]
+    kind = found.settings[f"{LOSS_FN}reference_policy_kl_type"]
+    if found.config.kl_coefficient or not penalty or penalty is UNKNOWN:
+        return {}
+    return {
+        "KL": Term(
+            f"{penalty} x {'not known here' if kind is UNKNOWN else kind}", TOKEN_MEAN if is_of_tokens else OF_PRESENT_SAMPLES
+        )
+    }
 
 
 @check()
@@ -349,6 +357,7 @@ DOOR = Door(
     why_not_per_token="its Megatron worker always sets it",
     is_per_token=True,
     words=WORDS,
+    terms=terms,
     starts="run_grpo.py",
     programs=PROGRAMS,
     recognises=lambda words: any(word.lstrip("+").startswith(NAME) or word.endswith("run_grpo.py") for word in words),

@@ -65,8 +65,8 @@ from megatron_rl.hosts.stock import (
     SAMPLE_MEAN,
     SELECTING,
     Stock,
+    Term,
     exact_setting,
-    local_letters,
 )
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.metrics.step import finalise_metrics
@@ -157,11 +157,13 @@ def regularizers(settings: Settings) -> dict[str, Formula]:
     return {name: one for name, one in of_terms.items() if settings[f"{ALGORITHM}use_{name.lower()}_loss"] is not False}
 
 
-@check(is_warning=True, subject="KL and entropy")
-def regularizers_are_the_hosts(found: Found) -> Iterator[str]:
-    for name, weight in regularizers(found.settings).items():
-        local = ", so it changes with what shares a micro-batch" if local_letters(weight) else ""
-        yield f"SkyRL's own {name}: a token weighs {weight}{local}"
+def terms(found: Found) -> dict[str, Term]:
+    settings = found.settings
+    found = {}
+    for name, weight in regularizers(settings).items():
+        coefficient = settings.one(f"{ALGORITHM}{name.lower()}_loss_coef").value
+        found[name] = Term("its coefficient is not known here" if coefficient is None else f"{coefficient}", weight)
+    return found
 
 
 def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
@@ -326,8 +328,9 @@ DOOR = Door(
         shared=tuple(f"trainer.policy.megatron_config.{kind}_parallel_size" for kind in MODEL_KINDS),
         by_tokens={"trainer.max_tokens_per_microbatch": "trainer.max_tokens_per_microbatch"},
     ),
-    checks=(estimate_of_kl_is_known, regularizers_are_the_hosts),
+    checks=(estimate_of_kl_is_known,),
     words=WORDS,
+    terms=terms,
     imports=(ENTRYPOINT,),
     megatron="trainer.strategy=megatron",
     # Without Megatron's own loss of multi-token prediction, which its workers turn off.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
@@ -44,6 +46,13 @@ OF_A_MICRO_BATCH = "{} selects tokens of each micro-batch, where the paper selec
 WHOLE = {"T_b": ("T", "M", "dp"), "T_k": ("T", "M"), "N_b": ("N", "M", "dp")}
 
 
+class Term(NamedTuple):
+    """A term of the trainer's own beside a loss of ours: its coefficient and estimate, and what it weighs a token."""
+
+    words: str
+    weight: Formula
+
+
 @dataclass(frozen=True, slots=True)
 class Stock:
     """The weight of a token in each term of a trainer's own loss; None: the term is off, or its weight is not known here."""
@@ -69,9 +78,10 @@ class Stock:
     """The trainer's setting that ours takes the place of, and that is refused beside it."""
 
     @classmethod
-    def of_ours(cls, config: PolicyLossConfig) -> Stock:
-        """What a loss of ours weighs, for the same table. Terms that the trainer adds are not in it."""
+    def of_ours(cls, config: PolicyLossConfig, terms: Mapping[str, Term] = MappingProxyType({})) -> Stock:
+        """What a loss of ours weighs, for the same table. terms: what the trainer adds to it."""
         kl, entropy = (SAMPLE_MEAN if one else None for one in (config.kl_coefficient, config.entropy_coefficient))
+        kl, entropy = (terms[name].weight if name in terms else own for name, own in (("KL", kl), ("entropy", entropy)))
         policy, divisor = get_loss_aggregation(config.loss_aggregation).formula, config.loss_aggregation_divisor
         return cls(policy, kl, entropy, known={} if divisor is None else {"L": divisor})
 
@@ -87,6 +97,17 @@ class Stock:
 
 
 JudgeStep = Callable[[Stock], Iterable[Row]]
+
+
+def rows_of_terms(terms: Mapping[str, Term], title: str, ours: Stock) -> Iterator[Row]:
+    """Of the trainer's terms beside our loss, and how strong they are beside it where one count of tokens says so."""
+    for name, term in terms.items():
+        local = ", so it changes with what shares a micro-batch" if local_letters(term.weight) else ""
+        factor = Formula() if ours.policy is None else (term.weight.renamed({"N+": "N"}) / ours.policy).of_mean_tokens()
+        beside = "" if ours.policy is None or factor.powers else ", as in the policy term"
+        if factor.powers and factor.powers.keys() <= {"L", "m", "m_i"}:
+            beside = f", {ours.in_words(factor)} times a token of the policy term (m: mean tokens of a sample)"
+        yield Row(name, f"{term.words}, {title}'s own: a token weighs {ours.in_words(term.weight)}{local}{beside}", is_note=True)
 
 
 def local_letters(weight: Formula) -> list[str]:

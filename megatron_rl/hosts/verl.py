@@ -91,6 +91,7 @@ from megatron_rl.hosts.verl_stock import (
     SAMPLE_MEAN_MODE,
     WORDS,
     stock,
+    terms,
 )
 from megatron_rl.loss_hub import (
     clip_of,
@@ -218,7 +219,14 @@ def one_aggregation_acts(found: Found) -> Iterator[Row]:
         )
         yield Row("loss_agg_mode", text, is_wrong=True)
     else:
-        yield Row("loss_agg_mode", f"{mode}, of KL and entropy; our loss does not read it")
+        of_terms_on = " and ".join(terms(settings))
+        readers = (
+            f"of {of_terms_on}; our loss does not read it" if of_terms_on else "nothing reads it: no KL and no entropy in the loss"
+        )
+        yield Row("loss_agg_mode", f"{mode}: {readers}")
+        if found.record.name == "constant" and mode != AGG_MODES["constant"] and "KL" in terms(settings):
+            text = f"KL keeps {mode}: Dr. GRPO has no KL in the loss, so set {ACTOR}use_kl_loss=False; or divide it by L too, "
+            yield Row("advice", f"{text}with {AGG_MODE}={AGG_MODES['constant']}", is_note=True)
 
 
 def rollouts_of(settings: Settings) -> Rollouts:
@@ -272,11 +280,8 @@ def is_added_estimator(kind: object) -> bool:
 def kl_term_is(found: Found) -> Iterator[Row]:
     """Not a problem: what the term is, for doctor."""
     kind, has_kl = found.settings[f"{ACTOR}kl_loss_type"], found.settings[f"{ACTOR}use_kl_loss"]
-    if has_kl is True:
-        whose = "ours" if is_added_estimator(kind) else "verl's own"
-        mean = found.settings[AGG_MODE] or DEFAULT_AGG_MODE
-        text = f"{'not known here' if kind is UNKNOWN else kind}, {whose}, averaged by actor.loss_agg_mode={mean}"
-        yield Row("use_kl_loss", f"{text}, whatever {found.record.name} does to the policy term", is_note=True)
+    if has_kl is True and is_added_estimator(kind):
+        yield Row("kl_loss_type", f"{kind} is ours")
     elif f"{ACTOR}kl_loss_type" in found.settings.given and has_kl is False:
         yield Row("kl_loss_type", "nothing reads it without use_kl_loss=True", is_note=True)
 
@@ -543,6 +548,7 @@ DOOR = Door(
     imports=(MODULES, EXTERNAL_LIB),
     refuses=lambda settings: refusals(settings, is_ours=is_ours(settings)),
     stock=stock,
+    terms=lambda found: terms(found.settings),
     sizes=SIZES,
     is_open=is_open,
     megatron="model_engine=megatron",

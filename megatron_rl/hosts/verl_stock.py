@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.hosts.closed_words import Words
-from megatron_rl.hosts.settings import ABSENT, Settings
-from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, is_on
+from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings
+from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, Term, is_on
 from megatron_rl.hosts.verl_correction import BYPASS, CORRECTION, IS_V1, LOSS_TYPE
 
 ACTOR, ESTIMATOR = "actor_rollout_ref.actor.", "algorithm.adv_estimator"
@@ -37,15 +37,36 @@ WORDS = {
 }
 
 
+def weight_of_mode(settings: Settings) -> Formula | None:
+    mode = settings[AGG_MODE]
+    weight = STOCK_MODES.get(mode) if isinstance(mode, str) else None
+    if weight is not None and "L" in weight.powers and settings[f"{ACTOR}loss_scale_factor"] is None:
+        return Formula(N=-1, L_b=-1)
+    return weight
+
+
+def terms(settings: Settings) -> dict[str, Term]:
+    """KL and entropy, which verl averages by loss_agg_mode beside any loss; without those that are not known to be on."""
+    weight, found = weight_of_mode(settings), {}
+    if weight is not None and settings[f"{ACTOR}use_kl_loss"] is True:
+        coefficient, kind = (_shown(settings[f"{ACTOR}kl_loss_{name}"]) for name in ("coef", "type"))
+        found["KL"] = Term(f"{coefficient} x {kind}, averaged by loss_agg_mode={settings[AGG_MODE]}", weight)
+    if weight is not None and settings[f"{ACTOR}entropy_coeff"] not in (0, None, UNKNOWN):
+        found["entropy"] = Term(f"{settings[f'{ACTOR}entropy_coeff']}, averaged by loss_agg_mode={settings[AGG_MODE]}", weight)
+    return found
+
+
+def _shown(value: object) -> str:
+    return "not known here" if value is UNKNOWN else str(value)
+
+
 def stock(settings: Settings) -> Stock | None:
     """verl's losses divide by counts of the mini-batch; some choose an aggregation of their own."""
-    mode, loss = settings[AGG_MODE], settings[LOSS_MODE]
-    weight = STOCK_MODES.get(mode) if isinstance(mode, str) else None
+    loss, weight, exact = settings[LOSS_MODE], weight_of_mode(settings), None
     if weight is None:
         return None
-    exact = None
-    if "L" in weight.powers and settings[f"{ACTOR}loss_scale_factor"] is None:
-        weight, exact = Formula(N=-1, L_b=-1), f"{ACTOR}loss_scale_factor=<longest response>"
+    if "L_b" in weight.powers:
+        exact = f"{ACTOR}loss_scale_factor=<longest response>"
     policy, remarks, varies = weight, [], []
     if settings[BYPASS] is True and settings[IS_V1] is False:
         remarks.append("bypass_mode of the old trainer puts REINFORCE or PPO with a clip in the place of loss_mode")

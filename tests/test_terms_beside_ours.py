@@ -1,0 +1,83 @@
+"""KL and entropy that a trainer adds to our loss, and the learning rate: what doctor says, and explain's columns, by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_rl.__main__ import main
+from megatron_rl.hosts.verl import ACTOR, AGG_MODE, LOSS_MODE
+from megatron_rl.loss_hub import get_loss_aggregation
+
+VERL = "python -m verl.trainer.main_ppo"
+CONSTANT = f"{VERL} {LOSS_MODE}=megatron_rl.grpo.constant {ACTOR}loss_scale_factor=2048"
+TERMS = f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_coef=0.01 {ACTOR}entropy_coeff=0.001"
+BY_L = f"{AGG_MODE}=seq-mean-token-sum-norm"
+STEP = ["--response-lengths", "3,5,7"]  # N = 3, T = 15
+
+
+def doctor(capsys, line: str) -> tuple[int, str]:
+    code = main(["doctor", "--launch-only", "--", *line.split()])
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            f"{CONSTANT} {TERMS}",
+            (
+                # (1/T) / (1/(L N)) = L N / T = L/m
+                "0.01 x low_var_kl, averaged by loss_agg_mode=token-mean, verl's own: a token weighs 1/T, L/m = 2048/m times",
+                "0.001, averaged by loss_agg_mode=token-mean, verl's own: a token weighs 1/T, L/m = 2048/m times a token of",
+                "token-mean: of KL and entropy; our loss does not read it",
+                "against sample_mean, and against token_mean, verl's default, x m/2048 (m: mean tokens of a sample)",
+                f"Dr. GRPO has no KL in the loss, so set {ACTOR}use_kl_loss=False; or divide it by L too, with {BY_L}",
+            ),
+        ),
+        (f"{CONSTANT} {TERMS} {BY_L}", ("a token weighs 1/(N L) = 1/(N 2048), as in the policy term",)),
+        # (1/T) / (1/(N m_i)) = N m_i / T = m_i/m, and for who comes from token_mean the other way round
+        (
+            f"{VERL} {LOSS_MODE}=megatron_rl.grpo.sample_mean {TERMS}",
+            ("1/T, m_i/m times a token of", "against sample_mean x 1; against token_mean, verl's default, x 1 on average, x m/m_i"),
+        ),
+        (f"{CONSTANT}", ("token-mean: nothing reads it: no KL and no entropy in the loss",)),
+        (f"{CONSTANT} {ACTOR}clip_ratio_high=0.28", ("clip 0.2/0.28, clip_ratio_c 3 (low: the loss's own)",)),
+    ],
+)
+def test_doctor_says_what_verls_terms_weigh_beside_ours(line, said, capsys):
+    code, out = doctor(capsys, line)
+    assert code == 0, out
+    for words in said:
+        assert words in out, out
+
+
+def test_dr_grpo_has_no_advice_without_a_kl_or_with_one_that_is_divided_too(capsys):
+    for line in (CONSTANT, f"{CONSTANT} {TERMS} {BY_L}", f"{CONSTANT} {ACTOR}entropy_coeff=0.001"):
+        assert "Dr. GRPO has no KL" not in doctor(capsys, line)[1]
+
+
+def test_explain_shows_the_terms_beside_ours(capsys):
+    assert main(["explain", *STEP, "--json", "--", *f"{CONSTANT} {TERMS}".split()]) == 0
+    own = json.loads(capsys.readouterr().out)["own_loss"]
+    assert {name: one["formula"] for name, one in own.items()} == {"policy": "1/(L N)", "KL": "1/T"}  # entropy has the KL's weight
+    assert own["policy"]["weights"] == pytest.approx([1 / (2048 * 3)] * 3) and own["KL"]["weights"] == pytest.approx([1 / 15] * 3)
+
+
+def test_one_slip_of_a_name_is_one_problem(capsys):
+    code, out = doctor(capsys, f"{VERL} {ACTOR}loss_mode=megatron_rl.grpo.token_mean")
+    assert code == 1 and out.count("PROBLEM") == 1 and f"type its whole name, {LOSS_MODE}=megatron_rl.grpo.token_mean" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "divisor", "said"),
+    [
+        ("token_mean", None, "x 1"),
+        ("constant", 8.0, "x m/8 (m: mean tokens of a sample)"),  # T/(L N)
+        ("sample_mean", None, "x 1 on average, x m/m_i for sample i (m: mean tokens of a sample)"),  # T/(N m_i)
+        ("prompt_mean", None, "x 1 on average, x (N m)/(P M_g) for sample i (m: mean tokens of a sample)"),  # T/(P M_g)
+    ],
+)
+def test_the_shift_against_the_mean_over_tokens(name, divisor, said):
+    assert get_loss_aggregation(name).shift_against_token_mean(divisor).replace("N m/", "(N m)/") == said
