@@ -139,3 +139,37 @@ def test_the_host_is_no_way_out_for_weights_of_a_micro_batch():
     normalised, veto = caught.value.problems
     assert "get_pg_loss_reducer" not in normalised and normalised.endswith("write tis_batch_normalize: false")
     assert "get_pg_loss_reducer" in veto
+
+
+PROMPT_MEAN = {
+    "loss_aggregation": "prompt_mean",
+    "custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process",
+    "rollout_batch_size": 2,
+    "n_samples_per_prompt": 4,
+    "global_batch_size": 8,
+}
+REDUCER = {
+    "loss_type": "policy_loss",
+    "custom_loss_function_path": None,
+    "custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer",
+}
+
+
+@pytest.mark.parametrize("host", PATHS)
+def test_our_loss_keeps_the_counts_of_the_hook_and_the_hosts_does_not(host):
+    """Ours does not call the function: a rejected token has weight 0, and is counted."""
+    config, _ = launch(host, use_rs=True, **PROMPT_MEAN)
+    assert config.importance_correction == "icepop"
+    with pytest.raises(
+        ConfigError, match=r"may reject tokens after .*; our loss has its weights and keeps them too: --loss-type cu"
+    ):
+        launch(host, use_rs=True, **PROMPT_MEAN, **REDUCER)
+
+
+def test_settings_that_the_function_alone_reads_do_not_stay_behind_in_silence():
+    names = "use_rs, rs_level"
+    for path, is_said in (None, True), (PATHS["miles"], False), ("mine.weights", False):
+        settings = {"use_tis": path != "mine.weights", "custom_tis_function_path": path}
+        _, found = check_launch(Namespace(**{**OUR_LOSS, **FILE, **settings}))
+        said = [line for line in host_warnings(found) if f"{names}, " in line and "no effect without --custom-tis-function" in line]
+        assert bool(said) == is_said, path

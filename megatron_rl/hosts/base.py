@@ -472,7 +472,10 @@ class HostLaunch:
 
     @property
     def masks_change_later(self) -> bool:
-        """A custom importance-sampling function may reject tokens after the counts were taken; the host's own do not."""
+        """A custom importance-sampling function may reject tokens after the counts were taken; the host's own do not, and our loss
+        calls none: it has the weights of flags.MIS_FUNCTION itself, and keeps the counts."""
+        if self.has_our_loss() and is_mis(self.options):
+            return False
         is_at_work = self.options["use_tis"] or self.options["get_mismatch_metrics"]
         return bool(is_at_work and self.options["custom_tis_function_path"] and known_correction(self.options) is None)
 

@@ -23,7 +23,14 @@ from megatron_rl.hosts.base import (
     read_launch,
 )
 from megatron_rl.hosts.dense_rows import is_proportional, with_deviation
-from megatron_rl.hosts.flags import normalised_weights, unjudged_correction
+from megatron_rl.hosts.flags import (
+    MIS_FUNCTION,
+    MIS_SETTINGS,
+    is_mis,
+    known_correction,
+    normalised_weights,
+    unjudged_correction,
+)
 from megatron_rl.hosts.names import paths_load
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import config_warnings, flag_of
@@ -192,13 +199,26 @@ def tokens_stay_as_counted(launch: HostLaunch) -> Iterator[str]:
     if launch.companion is not None:
         yield (
             f"{given} with {launch.companion_line}: it may reject tokens after the weights were counted; remove it (the built-in "
-            "--use-tis keeps the masks), or choose sample_mean or constant without the hook"
+            f"--use-tis keeps the masks{_or_our_loss(launch)}), or choose sample_mean or constant without the hook"
         )
     elif launch.record is not None and launch.record.counts_other_samples:
         yield (
             f"{given} with --loss-aggregation {launch.aggregation}: it may reject tokens that the denominator has counted; the "
             "built-in --use-tis keeps the masks, and sample_mean and constant go with rejection"
         )
+
+
+def _or_our_loss(launch: HostLaunch) -> str:
+    return f"; our loss has its weights and keeps them too: {CUSTOM_LOSS_LINE}" if is_mis(launch.options) else ""
+
+
+@check(is_warning=True)
+def settings_of_the_function_have_one(launch: HostLaunch) -> Iterator[str]:
+    """They stay in the file when the function is taken off the line."""
+    options, path = launch.options, launch.options["custom_tis_function_path"]
+    idle = [name for name in MIS_SETTINGS if options.has(name)]
+    if idle and not is_mis(options) and (path is None or known_correction(options) is not None):
+        yield f"{', '.join(idle)}: no effect without --custom-tis-function-path ...{MIS_FUNCTION}; remove them, or add it"
 
 
 @check()

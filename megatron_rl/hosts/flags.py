@@ -110,6 +110,11 @@ MIS_LEVELS = {
     "geometric": CorrectionLevel.SEQUENCE_MEAN,
 }
 MIS_MODES = ("truncate", "clip", "mask")
+# What it reads, and nothing else of these hosts does.
+MIS_SETTINGS = (
+    *("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
+    *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
+)
 
 
 def is_mis(options: LaunchOptions) -> bool:
