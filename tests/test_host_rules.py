@@ -580,7 +580,10 @@ def test_each_check_has_a_row_that_it_refuses_and_one_that_it_allows():
     """tests/validation_cases.py has those of settings, tests/test_init_hook.py those that a launcher and the init hook ask."""
     files = [
         f"megatron_rl.hosts.{name}"
-        for name in ("names", "checks", "loss_checks", "head_checks", "skip_checks", "support_checks", *HOST_NAMES)
+        for name in (
+            *("names", "checks", "correction_checks", "loss_checks", "head_checks", "skip_checks", "support_checks"),
+            *HOST_NAMES,
+        )
     ]
     every = [check for check in checks_in(*files) if check.asked_by == EVERYONE and check.name != "settings_are_valid"]
     refusing = sorted(check.name for check in every if not check.is_warning)
