@@ -374,9 +374,14 @@ def test_a_loss_that_the_report_does_not_have_is_refused(pool):
         assert "which has policy/loss" in found
 
 
-def test_a_step_whose_ratios_are_all_1_says_that_losses_and_clips_are_one():
-    samples = [replace(sample, old_log_probs=None) for sample in samples_of_step()]
-    [words] = what_the_step_hides(samples, GSPO)
+def test_a_step_says_which_losses_clips_and_parameters_it_cannot_tell_apart():
+    samples = samples_of_step()
+    known = [{place: (-4.1, 4.0) for place in range(len(sample.loss_mask))} for sample in samples]
+    on_policy = [replace(sample, old_log_probs=None) for sample in samples]
+    [words] = what_the_step_hides(on_policy, known, GSPO)
     assert words.startswith("every ratio of this step is 1: the check cannot tell losses and clips apart. Give it")
-    assert not [*what_the_step_hides(samples_of_step(), GSPO)]
-    assert not [*what_the_step_hides(samples, replace(GSPO, policy_loss="reinforce"))]  # it has no ratio
+    assert not [*what_the_step_hides(on_policy, known, replace(GSPO, policy_loss="reinforce"))]  # it has no ratio
+    # The mean of a sample's 1 to 24 log-ratios is a few hundredths.
+    assert not [*what_the_step_hides(samples, known, replace(GSPO, clip_ratio_low=0.01, clip_ratio_high=0.01))]
+    [words] = what_the_step_hides(samples, known, replace(GSPO, clip_ratio_low=0.01, clip_ratio_high=1.0))
+    assert words.startswith("half and twice clip_ratio_high give the gradient of this step too")

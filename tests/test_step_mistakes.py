@@ -1,14 +1,20 @@
-"""check_step names the mistake: each row of the table is planted in a copy of examples/own_loop.py, which two ranks run."""
+"""check_step names the mistake: each row of the table is planted in a copy of examples/own_loop.py, which two ranks run.
+
+The loop trains a loss whose tokens have a ratio each, one whose samples have, and one of the user's own. Without the watch the
+check sees the gradient alone, as it does of a loss that is not of this package."""
 
 from __future__ import annotations
 
 import sys
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from helpers import ROOT, pool_of
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.testing import step_check
 from megatron_rl.testing.step_check import check_step
 
 pytestmark = pytest.mark.megatron
@@ -86,7 +92,11 @@ MISTAKES = {
     "no old log-probabilities": ("old_here, advantages", "None, advantages", "every ratio is 1"),
     "old log-probabilities one late": ("old[index].flatten()", "old[index].roll(1, 1).flatten()", "are one token late"),
     "another loss": ("grpo_loss(logits", "gspo_loss(logits", "the loss is gspo"),
-    "no clip": ("weights[rows])  #", "weights[rows], clip_ratio_low=0.999, clip_ratio_high=1e3)  #", "the ratio has no clip"),
+    "no clip": (
+        "weights[rows])  #",
+        "weights[rows], clip_ratio_low=0.999, clip_ratio_high=1e3)  #",
+        "the clip is another: the loss has clip_ratio_low=0.999",
+    ),
     "another clip": ("weights[rows])  #", "weights[rows], clip_ratio_low=0.1, clip_ratio_high=0.1)  #", "the clip is another"),
 }
 
@@ -97,7 +107,72 @@ MISTAKES["an entropy term"] = (
     "the loss has an entropy term",
 )
 MISTAKES["a mean over rows"] = ("output.loss, len", "output.loss / (len(rows) * LENGTH), len", "= 1/rows: the loss is a mean over")
-MISTAKES["weights of other samples"] = ("weights[rows])", "weights[rows].flip(0))", "its advantage or its weight is another")
+MISTAKES["weights of other samples"] = ("weights[rows])", "weights[rows].flip(0))", "its weight is another. Compare token weights")
+
+
+MISTAKES["advantages with the other sign"] = ("advantages[index], mask", "-advantages[index], mask", "have the other sign")
+MISTAKES["advantages normalised in each prompt"] = (
+    "advantages[index], mask",
+    "(advantages - advantages.view(-1, 3).mean(1).repeat_interleave(3))[index], mask",
+    "once more, over each prompt",
+)
+MISTAKES["advantages of another scale"] = ("advantages[index], mask", "1.12 * advantages[index], mask", "once more, over the step")
+MISTAKES["weights of another scale"] = ("weights[rows])", "1.12 * weights[rows])", "token_weights are 1.12 of those of prompt_mean")
+MISTAKES["old log-probabilities of other samples"] = ("old[index]", "old[rows]", "are others, as that of token 0 of sample 2: -")
+
+# Of a loss whose samples have one ratio each, in place of the words above. A sample that is clipped is not counted as lost.
+CLIPPED = "clip_ratio_low=0.1, clip_ratio_high=0.12 to the loss"
+OF_SAMPLES = {
+    "another clip": CLIPPED,
+    "no clip": CLIPPED,
+    "a micro-batch lost": "of 24 samples have no gradient, as sample 8 in micro-batch 1 of rank 0, 2 of rank 0",
+}
+# By the gradient alone. What one ratio a sample hides has the names of all that it can be.
+HIDDEN = "its advantage, its weight or its ratio is another"
+NO_COUNT = "off by the same factor\n    it is no count of the step: compare advantages and token weights"
+BY_GRADIENT = {
+    "advantages of another scale": (NO_COUNT, NO_COUNT),
+    "weights of another scale": (NO_COUNT, NO_COUNT),
+    "no clip": ("the ratio has no clip", "the ratio has no clip"),
+    "another clip": ("the clip is another", "the clip is another"),
+    "another loss": ("the loss is gspo", "the clip is the default"),
+    "old log-probabilities one late": ("are one token late", HIDDEN),
+    "old log-probabilities of other samples": ("the loss has another derivative", HIDDEN),
+    "mask one row late": ("the mask is one row late", "the mask is one row late"),
+    "weights of other samples": ("its advantage or its weight is another", HIDDEN),
+    "advantages with the other sign": ("have the other sign", "have the other sign"),
+    "advantages of other samples": ("are in another order", "are in another order"),
+    "advantages normalised in each prompt": ("once more, over each prompt", HIDDEN),
+}
+
+DECAYING = """
+@register_policy_loss(
+    "decaying", level="sequence", clip_ratios=(0.1, 0.12), needs=("token_counts",),
+    parameters=(Parameter("reference_length", 4.0, "up to it the upper bound is whole"),),
+)
+def decaying(log_ratio, advantages, *, token_counts, reference_length, clip_ratio_low, clip_ratio_high):
+    ratio = bounded_exp(log_ratio)
+    high = clip_ratio_high * (reference_length / token_counts).clamp(max=1.0) ** 0.5
+    clipped = torch.minimum(ratio.clamp(min=1 - clip_ratio_low), 1 + high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+"""
+NAMES = "count_step, policy_loss, register_policy_loss, Parameter, bounded_exp"
+
+
+def training(policy_loss: str, source: str, tag: str = "", low: float = 0.1, high: float = 0.12) -> str:
+    """The loop with another loss. A name is registered once, so a loss of one's own has a tag."""
+    if policy_loss == "grpo":
+        return source
+    declaration, name = ("", policy_loss) if policy_loss == "gspo" else (DECAYING, f"decaying {tag}")
+    call = f"""{declaration.replace('"decaying"', repr(name))}
+
+def grpo_loss(*given, **keywords):
+    return policy_loss("{name}", *given, **{{"clip_ratio_low": {low}, "clip_ratio_high": {high}, **keywords}})
+
+
+def main():"""
+    source = source.replace("def main():", call).replace("count_step, grpo_loss", NAMES)
+    return source.replace('policy_loss="grpo"', f'policy_loss="{name}", clip_ratio_low={low}, clip_ratio_high={high}')
 
 
 OWN_LOSS = """
@@ -119,8 +194,8 @@ def planted(mistake: str) -> str:
     return LOOP.replace(old, new)
 
 
-def run_loop(rank: int, source: str) -> str:
-    """What the loop's check raises, empty where it passes. The ranks are this pool's."""
+def run_loop(rank: int, source: str, is_watched: bool = True) -> tuple[str, list[str]]:
+    """What the loop's check raises, empty where it passes, and the warnings. The ranks are this pool's."""
     from megatron_rl import gspo_loss
     from megatron_rl.layout.groups import SINGLE
 
@@ -134,32 +209,109 @@ def run_loop(rank: int, source: str) -> str:
 
     loop["check_step"] = checked
     sys.argv = ["own_loop.py"]
-    try:
-        loop["main"]()
-    except ConfigError as error:
-        return str(error)
-    except Passed:
-        return ""
-    raise AssertionError("the loop did not check itself")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if not is_watched:
+            patch.setattr(step_check, "watching_losses", nullcontext)
+        error = None
+        try:
+            loop["main"]()
+        except ConfigError as refusal:
+            error = str(refusal)
+        except Passed:
+            error = ""
+    assert error is not None, "the loop did not check itself"
+    return error, [str(one.message) for one in found if str(one.message).startswith("check_step")]
 
 
-def test_the_loop_as_it_is_passes(pool):
-    assert pool.run(run_loop, LOOP) == ["", ""]
+def errors_of(pool, source: str, is_watched: bool = True) -> list[str]:
+    return [error for error, _ in pool.run(run_loop, source, is_watched)]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_has_its_name_on_every_rank(pool, mistake):
-    found = pool.run(run_loop, planted(mistake))
-    assert all(MISTAKES[mistake][2] in message for message in found), found
+@pytest.mark.parametrize("policy_loss", ["grpo", "gspo", "decaying"])
+def test_the_loop_as_it_is_passes_and_its_ratios_show_each_setting(pool, policy_loss):
+    assert pool.run(run_loop, training(policy_loss, LOOP, "as it is")) == [("", []), ("", [])]
+
+
+# A loss of the user's own is compared as a built-in one of its level, so it meets the mistakes that a ratio of the sample hides.
+PLANTED = [(mistake, policy_loss) for mistake in MISTAKES for policy_loss in ("grpo", "gspo")]
+PLANTED += [(mistake, "decaying") for mistake in BY_GRADIENT]
+
+
+@pytest.mark.parametrize(("mistake", "policy_loss"), PLANTED)
+def test_a_planted_mistake_has_its_name_on_every_rank(pool, mistake, policy_loss):
+    found = errors_of(pool, training(policy_loss, planted(mistake), mistake))
+    words = MISTAKES[mistake][2]
+    if policy_loss != "grpo":
+        words = OF_SAMPLES.get(mistake, words)
+    if (policy_loss, mistake) == ("gspo", "another loss"):  # with its own clip
+        words = CLIPPED
+    assert all(words in message for message in found), found
     assert max(map(len, found)) < 400, "a message is a name and what to do"
+
+
+@pytest.mark.parametrize("policy_loss", ["grpo", "gspo"])
+@pytest.mark.parametrize("mistake", BY_GRADIENT)
+def test_the_gradient_alone_shows_a_mistake_or_all_that_it_can_be(pool, mistake, policy_loss):
+    found = errors_of(pool, training(policy_loss, planted(mistake)), is_watched=False)
+    assert all(BY_GRADIENT[mistake][policy_loss == "gspo"] in message for message in found), found
+
+
+IN_LOOP = ("weights[rows])", "weights[rows], loss_parameters={'reference_length': 1.0})")
+
+
+def test_a_parameter_of_the_loop_has_its_name(pool):
+    found = errors_of(pool, training("decaying", LOOP.replace(*IN_LOOP), "at another length"))
+    words = "the loss has reference_length=1, and config has not: pass loss_parameters={'reference_length': 4.0} to it"
+    assert all(words in message for message in found), found
+
+
+def test_clipped_samples_are_not_called_lost(pool):
+    """By the gradient alone: the loop clips more of them."""
+    found = errors_of(pool, training("decaying", LOOP.replace(*IN_LOOP), "by its gradient"), is_watched=False)
+    assert all("the clip is another: " in message and "`loss_parameters`" in message for message in found), found
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_ratios_far_from_the_clip_are_said_to_hide_it(pool, is_watched):
+    """Each ratio of a sample is outside this clip, so the parameter moves no gradient. The report is not compared."""
+    source = LOOP.replace(*IN_LOOP).replace(' reported_loss="policy/loss",', "")
+    source = training("decaying", source, f"far from the clip {is_watched}", low=3e-4, high=4e-4)
+    (error, said), (other, nothing) = pool.run(run_loop, source, is_watched)
+    assert (error, other, nothing) == ("", "", [])
+    assert said[0].startswith("check_step: half and twice clip_ratio_low, clip_ratio_high, reference_length give the gradient of")
+    assert len(said) == 1 + is_watched
+    assert not is_watched or "has the right gradient, but the loss has reference_length=1, and config has not" in said[1]
+
+
+def test_a_report_that_alone_is_wrong_says_what_moves_it(pool):
+    source = training("decaying", LOOP.replace(*IN_LOOP), "wrong in the report", low=3e-4, high=4e-4)
+    for error in errors_of(pool, source, is_watched=False):
+        assert "the gradient is right: compare the report, and clip and loss_parameters" in error
+
+
+ON_THE_EDGE = """
+    with torch.no_grad():
+        now = torch.log_softmax(model(tokens, positions.expand(SAMPLES, -1), None).float(), -1)
+    bounds = torch.where(advantages > 0, 1.12, 0.9).log() * (torch.arange(SAMPLES) % 2)
+    old = now.gather(2, tokens.roll(-1, 1)[..., None])[..., 0] - bounds[:, None]
+    places ="""
+
+
+def test_ratios_on_the_edge_of_the_clip_are_no_mistake_of_the_loop(pool):
+    """Rounding decides on which side they are."""
+    assert LOOP.count("\n    places =") == 1
+    for error in errors_of(pool, training("gspo", LOOP.replace("\n    places =", ON_THE_EDGE))):
+        assert "the gradient is right but for" in error
+        assert "whose ratio lies within rounding of the clip" in error
 
 
 @pytest.mark.parametrize(
     ("in_loop", "in_config", "message"),
     [
         ("", "", None),
-        ("", "steepness: 2.0", "the loss has its default parameters: pass loss_parameters={'steepness': 2.0} to it"),
-        ("steepness: 2.0", "", "Compare with the function steep steepness: 2.0 at steepness=5, the loss_parameters of config"),
+        ("", "steepness: 2.0", "the loss has steepness=5, and config has not: pass loss_parameters={'steepness': 2.0} to it"),
+        ("steepness: 2.0", "", "the loss has steepness=2, and config has not: pass loss_parameters={'steepness': 5.0} to it"),
     ],
 )
 def test_a_loss_of_ones_own_is_compared_with_its_function_at_the_parameters_of_config(in_loop, in_config, message, pool):
@@ -173,5 +325,5 @@ def test_a_loss_of_ones_own_is_compared_with_its_function_at_the_parameters_of_c
     )
     source = source.replace("import Parameter,", "import register_policy_loss, Parameter,")
     name = f"steep {in_loop}{in_config and f'beside {in_config}'}"  # a name is registered once
-    found = pool.run(run_loop, source.replace('"steep"', f'"{name}"'))
+    found = errors_of(pool, source.replace('"steep"', f'"{name}"'))
     assert found == ["", ""] if message is None else all(message in one for one in found), found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -38,6 +41,8 @@ from megatron_rl.ops.log_probs import (
     row_kernels,
 )
 from megatron_rl.ops.support_scores import SupportLogProbs, agreed_support
+
+_watch: ContextVar[Callable[..., LossResult] | None] = ContextVar("_watch", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,8 +374,19 @@ def has_twin(loss: PolicyLoss, settings: LossSettings) -> bool:
 
 def reducer_of(loss: PolicyLoss, settings: LossSettings) -> Callable[..., LossResult]:
     """reduce_loss_triton where the backend is Triton and there are twins, else reduce_loss_torch."""
+    reducer, watch = reduce_loss_torch, _watch.get()
     if has_twin(loss, settings):
         from megatron_rl.losses.reduce_triton import reduce_loss_triton
 
-        return reduce_loss_triton
-    return reduce_loss_torch
+        reducer = reduce_loss_triton
+    return reducer if watch is None else partial(watch, reducer)
+
+
+@contextmanager
+def watching_losses(watch: Callable[..., LossResult]) -> Iterator[None]:
+    """Inside, each loss calls watch(reducer, *what the reducer is called with), which returns the reducer's result."""
+    before = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(before)

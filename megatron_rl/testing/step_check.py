@@ -3,7 +3,8 @@
 The loop's forward_step runs once through the installed schedule, DDP and finalize_model_grads. What it must give is computed by
 hand: all ranks' log-probabilities of the step's samples go into one float64 loss, whose gradient by each logit is then sent through
 the same model. So no line of the loop's own loss, counts, weights and scale is used for what it is compared with. Where the
-gradient is wrong, forward_step runs once more, and step_mistakes.py reads the mistake from its gradient by each logit.
+gradient is wrong, forward_step runs once more, and step_mistakes.py reads the mistake from its gradient by each logit, and from
+what the loss was given.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, broadcast_from_last, resolve_group, resolve_groups
 from megatron_rl.loss_hub import AGGREGATIONS, PASSED_INPUTS, get_loss_aggregation, get_policy_loss, loss_aggregation_names
+from megatron_rl.losses.api import watching_losses
 from megatron_rl.megatron.model import is_of_expert, model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.samples import rollout_ids_of
@@ -39,8 +41,17 @@ from megatron_rl.testing.layout_step import (
     gather_distributed_gradients,
     named_shards,
 )
+from megatron_rl.testing.step_given import (
+    Given,
+    LossWatch,
+    compared_tokens,
+    gather_given,
+    given_problem,
+    settings_problem,
+    weights_factor,
+)
 from megatron_rl.testing.step_mistakes import OF_16_BITS, OF_FLOAT32, Step, mistake_of, rows_of
-from megatron_rl.testing.step_reference import DenseStep, Microbatch, Target, dense_step, gather_tokens
+from megatron_rl.testing.step_reference import DenseStep, KnownTokens, Microbatch, Target, dense_step, gather_tokens
 
 # Both gradients run through the same layers, so they differ by the rounding of the gradient of a logit alone: of float32 (4e-7 on
 # the layouts of the tests), or of 16 bits (2^-9 of each).
@@ -82,9 +93,10 @@ def check_step(
         seq_length, micro_batch_size: as given to the schedule.
         reported_loss: the key of loss_func's report that holds the step's loss as a [sum, count] pair; None compares none.
     Returns: the comparison; gradient_error is relative, about 4e-7 in float32.
-    Warns: on rank 0, where a mistake would pass: the samples weigh the same under another aggregation, or every ratio is 1.
-    Communication: two steps of the schedule, the probe's, and gathers of the step's log-probabilities over all ranks. A third step
-        where the gradient is wrong.
+    Warns: on rank 0, where a mistake would pass: the samples weigh the same under another aggregation, every ratio is 1, or another
+        clip or parameter of the loss gives the same gradient.
+    Communication: two steps of the schedule, the probe's, and gathers of the step's log-probabilities and of the loss's inputs over
+        all ranks. A third step where the gradient is wrong.
     Raises: ConfigError, on every rank: for a wrong gradient or reported loss, with the mistake or the factor by its name; where
         places_of misses an unmasked token or names one twice; for a model with dropout, and where nothing reduces gradients.
     """
@@ -107,6 +119,7 @@ def check_step(
 
     on_all_ranks(read)
     known = gather_tokens(microbatches, samples, groups)
+    given = gather_given(own.given, microbatches, groups)
     step = dense_step(samples, known, config)
     totals = _counted(samples)[0]
     scale = partial(
@@ -135,7 +148,10 @@ def check_step(
     is_16_bit = any(on_all_ranks(lambda: any(logits.dtype != torch.float32 for logits in own.logits)))
     tolerance = TOLERANCE_OF_16_BITS if is_16_bit else TOLERANCE
     if torch.distributed.get_rank() == 0:
-        for words in what_the_step_hides(samples, config):
+        hidden = [*what_the_step_hides(samples, known, config)]
+        if found.is_within(tolerance) and (other := settings_problem(given, config)):
+            hidden.append(f"this step has the right gradient, but {other}")
+        for words in hidden:
             warnings.warn(f"check_step: {words}", stacklevel=2)
     if not found.is_within(tolerance):
         mistake = ""
@@ -150,8 +166,10 @@ def check_step(
             delivered = delivered_factor(
                 len(batches), totals=totals, config=model_config, groups=groups, gradient_divisor=config.gradient_divisor
             )
-            mistake = mistake_of(Step(rows, samples, known, config, step, float(delivered or 1.0), precision))
-        mistake = mistake or _cause(found, tolerance, groups, len(batches), samples, own.rows)
+            mistake = mistake_of(Step(rows, samples, known, config, step, float(delivered or 1.0), precision, given))
+        if not mistake:
+            cause = _cause(found, tolerance, groups, len(batches), samples, own.rows)
+            mistake = f"{cause}; {_of_given(cause, found, given, samples, known, config)}".removesuffix("; ")
         raise ConfigError(f"check_step of {config.policy_loss} with {config.loss_aggregation}:{in_lines(mistake)}")
     return found
 
@@ -173,12 +191,30 @@ def _cause(
     return f"{cause}; {CURE}" if is_of_schedule else cause
 
 
+def _of_given(
+    cause: str, found: Comparison, given: Given | None, samples: Sequence[StepSample], known: KnownTokens, config: PolicyLossConfig
+) -> str:
+    """What the loop's loss was given, where a factor or a reported loss is all that is wrong."""
+    if other := given_problem(given, samples, known, config):
+        return other
+    factor = weights_factor(compared_tokens(given, samples, known), samples, config)
+    if factor is not None and abs(factor - found.ratio) < REPEATED_LOGITS * abs(factor) and abs(factor - 1) > REPEATED_LOGITS:
+        return f"token_weights are {factor:.6g} of those of {config.loss_aggregation}: pass what sample_token_weights returned"
+    if cause.split("; ")[0] == f"gradient is {found.ratio:.6g} of expected":
+        return "it is no count of the step: compare advantages and token weights with those of `samples`"
+    if cause.startswith("the reported loss"):
+        return (
+            "the gradient is right: compare the report, and clip and loss_parameters, which move the loss of clipped tokens alone"
+        )
+    return ""
+
+
 def in_lines(sentence: str) -> str:
     """Each part of it on a line of its own: it stands below a traceback, where it must be read whole."""
     return "".join(f"\n    {part}" for part in sentence.split("; "))
 
 
-def what_the_step_hides(samples: Sequence[StepSample], config: PolicyLossConfig) -> Iterator[str]:
+def what_the_step_hides(samples: Sequence[StepSample], known: KnownTokens, config: PolicyLossConfig) -> Iterator[str]:
     """The mistakes that these samples cannot show, with the data that would."""
     if alike := aggregations_alike(samples, config):
         yield (
@@ -190,6 +226,34 @@ def what_the_step_hides(samples: Sequence[StepSample], config: PolicyLossConfig)
             "every ratio of this step is 1: the check cannot tell losses and clips apart. Give it, and the loss, old "
             "log-probabilities on both sides of the clip"
         )
+    elif names := settings_without_effect(samples, known, config):
+        yield (
+            f"half and twice {', '.join(names)} give the gradient of this step too: the check cannot tell other values from those "
+            "of config. Give it, and the loss, old log-probabilities whose ratios lie on both sides of each bound, and near it"
+        )
+
+
+def settings_without_effect(samples: Sequence[StepSample], known: KnownTokens, config: PolicyLossConfig) -> list[str]:
+    """The clip ratios and parameters of the loss whose half and double do not change the step's gradient."""
+    loss, right = get_policy_loss(config.policy_loss), dense_step(samples, known, config)
+    bounds = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
+    clips = {} if bounds is None else dict(zip(("clip_ratio_low", "clip_ratio_high"), bounds, strict=True))
+    parameters = loss.resolve_parameters(config.loss_parameters)
+    names = []
+    for name, value in {**clips, **parameters}.items():
+        is_same: list[bool] = []
+        for other in (value * 2, value / 2):
+            settings: dict[str, Any] = {name: other} if name in clips else {"loss_parameters": {**parameters, name: other}}
+            try:
+                changed = dense_step(samples, known, replace(config, **settings))
+            except (ConfigError, DataError):  # out of its range
+                continue
+            is_same.append(changed.is_near(right, TOLERANCE))
+            if not is_same[-1]:
+                break
+        if value not in (0.0, math.inf) and is_same and all(is_same):
+            names.append(name)
+    return names
 
 
 def _counted(samples: Sequence[StepSample]) -> tuple[StepTotals, Tensor, Tensor, RolloutCounts]:
@@ -283,6 +347,7 @@ class _Recorder:
         self.forward_step, self.reported_loss = forward_step, reported_loss
         self.logits: list[Tensor] = []
         self.batches: list[Any] = []
+        self.given: list[LossWatch] = []
         self.problem: str | None = None
 
     def __call__(self, iterator: _Watched, model: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -292,7 +357,9 @@ class _Recorder:
         def recorded(logits: Tensor, *others: Any) -> Any:
             self.logits.append(logits.detach().flatten(0, -2).clone())  # the loop's loss may overwrite the logits
             self.batches.append(batch)
-            returned = loss_func(logits, *others)
+            self.given.append(LossWatch())
+            with watching_losses(self.given[-1]):
+                returned = loss_func(logits, *others)
             self.problem = self.problem or _problem_of(returned, self.reported_loss)
             if self.problem is None:
                 return returned

@@ -5,8 +5,8 @@ A loss of log-probabilities and entropies has this gradient by a row z of logits
     c (onehot(label) - p) / temperature - e p (log p + entropy) / temperature
 
 So a row shows which token it trains, at which temperature, and with which coefficients c and e. They are looked at in this order:
-which rows train, which token, which temperature, which coefficient. The coefficients are compared with those of the same step under
-each usual mistake. A mistake has the name of the first that explains all tokens.
+which rows train, which token, which temperature, what the loss was given (step_given.py), which coefficient. The coefficients are
+compared with those of the same step under each usual mistake. A mistake has the name of the first that explains all tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
 from megatron_rl.testing.selftest_terms import AGGREGATIONS
-from megatron_rl.testing.step_reference import DenseStep, KnownTokens, Microbatch, dense_step, whole_columns
+from megatron_rl.testing.step_given import Given, advantages_in_words, compared_tokens, given_problem
+from megatron_rl.testing.step_reference import DenseStep, KnownTokens, Microbatch, dense_step, edge_tokens, whole_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,7 @@ class Step:
     right: DenseStep
     delivered: float  # the factor that the schedule leaves in the gradient by the logits
     precision: Precision
+    given: Given | None = None  # what the loop's loss was given; None: it is no loss of this package
 
     @property
     def tokens(self) -> list[Row]:
@@ -221,10 +223,8 @@ def mistake_of(step: Step) -> str:
 
 
 def _wrong_rows(step: Step) -> str:
-    tokens = step.tokens
-    extras = sum(bool(row.size) for row in step.rows) - sum(bool(row.size) for row in tokens)
-    expected = {(row.sample, row.place) for row in tokens if step.is_expected(row)}
-    missing = expected - {(row.sample, row.place) for row in tokens if row.size}
+    expected, extras, trained = _trained_rows(step)
+    missing = expected - trained
     places = [[place for place, bit in enumerate(sample.loss_mask) if bit] for sample in step.samples]
     ends = {
         name: {(number, of_sample[end]) for number, of_sample in enumerate(places) if of_sample} & expected
@@ -244,6 +244,23 @@ def _wrong_rows(step: Step) -> str:
             "unmasked token of `samples`. Set it where places_of names an unmasked token alone"
         )
     return ""
+
+
+def _trained_rows(step: Step) -> tuple[set[tuple[int, int]], int, set[tuple[int, int]]]:
+    """The unmasked tokens that must be trained, the number of rows beside them that are, and the tokens that are: by the mask of
+    the loop's loss, else by their gradient."""
+    unmasked = {(row.sample, row.place) for row in step.tokens}
+    placed = {(row.sample, row.place) for row in step.rows if row.place >= 0 and row.size}
+    others = sum(bool(row.size) for row in step.rows if row.place < 0)
+    extras = others + len(placed - unmasked)
+    if step.given is not None:
+        masked = {(token.sample, token.place) for token in step.given.tokens if token.is_trained}
+        if placed <= masked and others <= step.given.others:
+            return unmasked, extras, masked & unmasked
+    # A sample that is clipped whole has no gradient, and says nothing of its mask.
+    shown = {number for number, _ in placed}
+    expected = {(row.sample, row.place) for row in step.tokens if step.is_expected(row) and row.sample in shown}
+    return expected, extras, placed & unmasked
 
 
 def _wrong_tokens(step: Step) -> str:
@@ -329,6 +346,10 @@ def _wrong_coefficients(step: Step) -> str:
             "the gradient by the logits is right, and that of the parameters is not: look at what the loop does between the "
             "model's forward and the optimiser"
         )
+    if edge := _on_an_edge(step, found, right):
+        return edge
+    if other := given_problem(step.given, step.samples, step.known, step.config):
+        return other
     if lost := _lost_samples(step, found, right):
         return lost
     explains = [*itertools.islice((mistake for mistake in _mistakes(step) if mistake.explains(step, found)), 2)]
@@ -336,6 +357,20 @@ def _wrong_coefficients(step: Step) -> str:
         cures = dict.fromkeys(mistake.cure for mistake in explains)
         return f"{', or '.join(mistake.words for mistake in explains)}: {'; '.join(cures)}"
     return _wrong_clip(step, found, right) or _of_one_factor(step, found, right) or _another_derivative(step, found, right)
+
+
+def _on_an_edge(step: Step, found: _Coefficients, right: _Coefficients) -> str:
+    """Where the gradient is right but for tokens that rounding puts on one side of a clip or on the other."""
+    on_edge = edge_tokens(step.samples, step.known, step.config)
+    kept = torch.tensor([(row.sample, row.place) not in on_edge for row in step.tokens])
+    if not on_edge or (found.values - right.values)[:, kept].norm() > step.precision.match * right.values[:, kept].norm():
+        return ""
+    numbers = sorted({number for number, _ in on_edge})
+    return (
+        f"the gradient is right but for {len(on_edge)} tokens of {len(numbers)} samples, as sample {numbers[0]}, whose ratio lies "
+        "within rounding of the clip: float32 may clip them or not. Give the loop and `samples` old log-probabilities that are "
+        "farther from it"
+    )
 
 
 Derivatives = tuple[list[list[float]], list[list[float]]]  # by log-probability and by entropy; of each sample, by place
@@ -378,6 +413,8 @@ def _lost_samples(step: Step, found: _Coefficients, right: _Coefficients) -> str
     is_whole = not parts & {
         (row.rank, row.microbatch) for row in step.tokens if row.sample not in is_lost and step.is_expected(row)
     }
+    if not is_whole and get_policy_loss(step.config.policy_loss).level != "token":
+        return ""  # a ratio of the sample clips all its tokens at once
     where = ", ".join(f"{microbatch} of rank {rank}" for rank, microbatch in sorted(parts)[:2]) if is_whole else ""
     return (
         f"a part of the step is lost: {len(is_lost)} of {len(step.samples)} samples have no gradient, as sample {min(is_lost)}"
@@ -406,6 +443,8 @@ def _mistakes(step: Step) -> Iterator[_Mistake]:
         for name, settings in {config.loss_aggregation: {}, **others}.items():
             yield _Mistake(f"tokens weigh as under {name} of each {part} alone", COUNT, settings, key=key)
     yield from _wrong_ratios(step)
+    opposite = [replace(sample, advantage=-sample.advantage) for sample in samples]
+    yield _Mistake("the advantages have the other sign", "give the loss those of `samples`", samples=opposite)
     if config.kl_coefficient:
         term = f"add it with kl_coefficient={config.kl_coefficient:g}, kl_estimator={config.kl_estimator!r}"
         yield _Mistake("the KL term is missing", term, {"kl_coefficient": 0.0})
@@ -522,45 +561,19 @@ def _wrong_advantages(step: Step, factors: dict[int, float]) -> str:
     """factors: of each sample's coefficients, found over right."""
     given = {number: step.samples[number].advantage for number in factors}
     found = {number: factor * given[number] for number, factor in factors.items()}
-    largest = max(map(abs, given.values()))
-
-    def owner(value: float) -> int | None:
-        near = [n for n, sample in enumerate(step.samples) if abs(sample.advantage - value) < step.precision.fit * largest]
-        return near[0] if near else None
-
+    parts = {row.sample: (row.rank, row.microbatch) for row in step.tokens}
+    if words := advantages_in_words(step.samples, given, found, parts, step.precision.fit):
+        return words
     number = max(factors, key=lambda number: abs(factors[number] - 1))
-    owners = {number: owner(value) for number, value in found.items()}
-    if None not in owners.values():
-        return (
-            f"the advantages are in another order: sample {number} has that of sample {owners[number]}. Take the advantages by the "
-            "numbers of the samples in the step"
-        )
-    parts = {row.sample: row for row in step.tokens}
-    for where, keys in (
-        ("the step", dict.fromkeys(given)),
-        ("each rank", {number: _rank_of(parts[number]) for number in given}),
-        ("each micro-batch", {number: _part_of(parts[number]) for number in given}),
-        ("each prompt", {number: step.samples[number].prompt_id for number in given}),
-    ):
-        if _is_linear([given[number] for number in keys], [found[number] for number in keys], [*keys.values()], step.precision.fit):
-            return (
-                f"the advantages are centred or scaled once more, over {where}, or those of `samples` are not: give both the same"
-            )
+    what, compare = "its advantage or its weight", "advantages and token weights"
+    if compared_tokens(step.given, step.samples, step.known):
+        what, compare = "its weight", "token weights"
+    elif get_policy_loss(step.config.policy_loss).level != "token":  # the gradient shows their product alone
+        what, compare = "its advantage, its weight or its ratio", "advantages, token weights and old log-probabilities"
     return (
-        f"each sample's tokens are off by a factor of their own, {factors[number]:.3g} in sample {number}: its advantage or its "
-        "weight is another. Compare advantages and token weights with those of `samples`"
+        f"each sample's tokens are off by a factor of their own, {factors[number]:.3g} in sample {number}: {what} is another. "
+        f"Compare {compare} with those of `samples` and config"
     )
-
-
-def _is_linear(before: Sequence[float], after: Sequence[float], keys: Sequence[object], tolerance: float) -> bool:
-    """Whether after = a before + b in each part of the step, with at least three numbers more than a and b."""
-    values = torch.tensor([before, after], dtype=torch.float64)
-    kinds = [*dict.fromkeys(keys)]
-    index = torch.tensor([kinds.index(key) for key in keys])
-    is_part = torch.nn.functional.one_hot(index, len(kinds)).double()  # [samples, parts]
-    table = torch.cat([is_part, is_part * values[0, :, None]], 1)
-    beside = table @ (torch.linalg.pinv(table) @ values[1]) - values[1]
-    return len(keys) >= 2 * len(kinds) + 3 and bool(beside.norm() < tolerance * values[1].norm())
 
 
 def _specification(config: PolicyLossConfig) -> str:

@@ -16,6 +16,9 @@ from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import DIVISOR, scale_of_terms
 from megatron_rl.testing.selftest_terms import Tokens, loss_by_hand
 
+# A log-probability near -10 in float32 is rounded by 1e-6. A ratio that moves so little moves a derivative as little, unless a clip
+# lies between.
+ROUNDING, JUMP = 2e-6, 1e-2
 # Of each sample of the step, by place in its response: log-probability and entropy.
 KnownTokens = list[dict[int, tuple[float, float]]]
 
@@ -96,6 +99,13 @@ class DenseStep:
     by_log_prob: list[list[float]]
     by_entropy: list[list[float]]
 
+    def is_near(self, other: DenseStep, tolerance: float) -> bool:
+        one, two = (
+            torch.tensor([value for of_samples in (step.by_log_prob, step.by_entropy) for of_one in of_samples for value in of_one])
+            for step in (self, other)
+        )
+        return bool((one - two).norm() <= tolerance * two.norm())
+
 
 def gather_tokens(microbatches: Sequence[Microbatch], samples: Sequence[StepSample], groups: ParallelGroups) -> KnownTokens:
     """Equal on every rank. Communication: one all-gather of objects over all ranks.
@@ -148,6 +158,24 @@ def dense_step(samples: Sequence[StepSample], known: KnownTokens, config: Policy
     by_token = [gradient.tolist() for gradient in gradients]
     scale = scale_of_terms(step, config.loss_aggregation, config.loss_aggregation_divisor or DIVISOR)
     return DenseStep(float(loss.detach()), scale, by_token[::2], by_token[1::2])
+
+
+def edge_tokens(samples: Sequence[StepSample], known: KnownTokens, config: PolicyLossConfig) -> set[tuple[int, int]]:
+    """(sample, place) of the tokens whose derivative jumps where the old log-probabilities move by the rounding of float32."""
+
+    def moved(shift: float) -> DenseStep:
+        step = [replace(one, old_log_probs=[old + shift for old in one.old_log_probs or []] or None) for one in samples]
+        return dense_step(step, known, config)
+
+    if all(sample.old_log_probs is None for sample in samples):
+        return set()
+    both = zip(moved(-ROUNDING).by_log_prob, moved(ROUNDING).by_log_prob, strict=True)
+    return {
+        (number, place)
+        for number, (before, after) in enumerate(both)
+        for place, (one, other) in enumerate(zip(before, after, strict=True))
+        if abs(one - other) > JUMP * max(abs(one), abs(other))
+    }
 
 
 def _leaf(sample: StepSample, tokens: dict[int, tuple[float, float]], column: int) -> Tensor:  # [response_length] float64
