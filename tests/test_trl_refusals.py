@@ -275,3 +275,19 @@ def test_a_group_that_does_not_divide_is_given_the_next_one_that_does(group, sai
     sizes = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8", "--num_generations", str(group)]
     code, out = doctor(capsys, "--host", "trl", "--", "torchrun", "--nproc-per-node", "1", "t.py", *sizes)
     assert code == 1 and said in out, out
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        ("accelerate launch --num_proceses 4", "no launcher takes --num_proceses: did you mean --num_processes?"),
+        ("accelerate launch --config_file nope.yaml", "nope.yaml"),
+        ("accelerate launch --num_processes 4 --mixed_precision bf16 --num_machines 2 --num_cpu_threads_per_process 4", None),
+        ("torchrun --nproc-per-node 4 --nnodes 1 --node-rank 0", None),
+        ("accelerate launch --config_file ${FILE}", None),
+    ],
+)
+def test_a_slip_of_a_launcher_is_a_problem(launcher, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out = doctor(capsys, "--host", "trl", "--", *launcher.split(), "t.py", "--loss_type", "grpo")
+    assert code == (said is not None) and (said is None or said in out), out

@@ -6,12 +6,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.settings import ABSENT, Size, StepSizes
+from megatron_rl.validation.checks import Row
 
 # Kinds of parallelism whose ranks train one sample together, as Megatron names them.
 MODEL_KINDS = ("tensor_model", "pipeline_model", "context")
@@ -120,6 +122,8 @@ PROCESSES = "num_processes"
 LAUNCHERS = (("--num-processes",), ("--nproc-per-node", "--nnodes"), ("--num-gpus", "--num-nodes"))
 # accelerate's own files.
 CONFIG_FILES = ("--config-file", "--accelerate-config")
+# A flag that is as similar is a slip. --num-cpus is less similar to --num-gpus.
+CLOSEST_FLAG = 0.92
 _ASSIGNMENT = re.compile(r"\w+=")
 
 
@@ -139,6 +143,21 @@ def launched_processes(words: Sequence[str], read_file: Callable[[Path], Mapping
     except ConfigError:
         return None
     return None if number is None else Size(number, f"num_processes of {path}")
+
+
+def launcher_problems(words: Sequence[str], read_file: Callable[[Path], Mapping[str, Any]]) -> Iterator[Row]:
+    """A misspelt flag of a size, and a file of accelerate that cannot be read. words: without those of the script."""
+    known = [*CONFIG_FILES, *(name for names in LAUNCHERS for name in names)]
+    for name, (typed, value) in _flags(words):
+        close = get_close_matches(name, known, 1, CLOSEST_FLAG)
+        if name not in known and close:
+            meant = close[0].replace("-", "_").replace("__", "--", 1) if "_" in typed else close[0]
+            yield Row(typed, f"no launcher takes {typed}: did you mean {meant}?", is_wrong=True)
+        elif name in CONFIG_FILES and not value.startswith("$"):
+            try:
+                read_file(Path(value))
+            except ConfigError as error:
+                yield Row(typed, str(error), is_wrong=True)
 
 
 def is_python_alone(words: Sequence[str]) -> bool:

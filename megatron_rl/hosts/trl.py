@@ -28,7 +28,7 @@ from megatron_rl.hosts.door import CLIPS, Choice, Deviation, Door, Found, Kind, 
 from megatron_rl.hosts.programs import PREFERENCES, REWARDS, SUPERVISED, Programs
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, Size, read_value
-from megatron_rl.hosts.step_sizes import PROCESSES, is_python_alone, launched_processes, whole_number
+from megatron_rl.hosts.step_sizes import PROCESSES, is_python_alone, launched_processes, launcher_problems, whole_number
 from megatron_rl.hosts.stock import unjudged
 from megatron_rl.hosts.trl_fields import unknown_fields
 from megatron_rl.hosts.trl_others import DEFAULTS as OTHERS_DEFAULTS
@@ -199,6 +199,7 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
         rows.append(Row(f"--{idle[0]}", text, is_wrong=True))
         typed = {name: value for name, value in typed.items() if name not in idle}
     before = words if command else words[: max(place, 0)]
+    rows += [] if command else launcher_problems(before, read_file)
     if (processes := launched_processes(before, read_file) or (Size(1, "python") if is_python_alone(before) else None)) is not None:
         typed[PROCESSES] = processes
     of_file: dict[str, Any] = {}
