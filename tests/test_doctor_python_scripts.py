@@ -190,6 +190,20 @@ def test_what_a_python_launcher_lacks_can_be_typed_as_it_is_said(tmp_path, capsy
     )
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--extra-arg", "--a 1"], "--extra-arg is no option of the script: did you mean --extra-args?"),
+        (["--num_node=4"], "--num-node is no option of the script: did you mean --num-nodes?"),
+        (["--extra-args", "--num-node 4", "--no-reject", "--num-nodes", "4", "--other", "1"], None),
+    ],
+)
+def test_a_misspelt_option_of_a_script_is_a_problem(tmp_path, typed, said):
+    (script := tmp_path / "run_mine.py").write_text(composed('train_args = f"--rollout-batch-size 4 {args.extra_args}"'))
+    report = judge_launch(["python", str(script), *typed], None)
+    assert [row.text for row in report.findings if row.status == "PROBLEM"] == [said] * bool(said)
+
+
 def test_a_script_that_only_defines_starts_no_training(tmp_path):
     (script := tmp_path / "test_mine.py").write_text(composed('train_args = "--a 1"').replace("run(Args())", ""))
     with pytest.raises(

@@ -19,6 +19,7 @@ from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch
 from megatron_rl.commands.doctor.composed import (
     composed_words,
     default_text,
+    misspelt_settings,
     model_words,
     named_texts,
     only_defines,
@@ -229,7 +230,8 @@ def _with_added(script: Path, text: str, tree: ast.Module, typed: Sequence[str],
     if not own:
         raise ConfigError(f"{script} puts its launch line together while it runs: {REMEDY_OF_COMPOSED}")
     number = next(at for at, line in enumerate(text.splitlines(), 1) if COMPOSING in line)
-    return words, ScriptLine(tuple(words), number, (STRINGS, *([f"the flags of the model {model}"] if model else [])))
+    branches = (STRINGS, *([f"the flags of the model {model}"] if model else []))
+    return words, ScriptLine(tuple(words), number, branches, slips=tuple(misspelt_settings(tree, typed, ADDED)))
 
 
 def _of_model(script: Path, tree: ast.Module, typed: Sequence[str]) -> tuple[str | None, list[str]]:

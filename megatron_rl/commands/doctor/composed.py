@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from megatron_rl.hosts.scripts import module_file, syntax_tree
 LOGGER = "get_default_wandb_args"
 # What a string puts in: ${name} for {name}.
 _HOLE = re.compile(r"\$\{\w*\}")
+# How similar a word is to the setting that it misspells.
+CLOSEST_SETTING = 0.85
 # A value that is another one in each branch.
 _BRANCH = "${value}"
 # Statements that only define.
@@ -100,6 +103,17 @@ def typed_settings(tree: ast.Module, typed: Sequence[str]) -> dict[str, Any]:
         else:
             settings[name] = _read_as(defaults.get(name), value)
     return settings
+
+
+def misspelt_settings(tree: ast.Module, typed: Sequence[str], text: str) -> Iterator[str]:
+    """Of the words behind a script, those that are nearly a field of its classes. text: the option whose value is text of flags."""
+    fields = {_last_name(one.target).replace("_", "-") for one in _fields(tree)}
+    names = fields | {f"no-{name}" for name in fields}
+    for before, word in pairwise(["", *typed]):
+        name = word.removeprefix("--").partition("=")[0].replace("_", "-")
+        close = get_close_matches(name, fields, n=1, cutoff=CLOSEST_SETTING)
+        if word.startswith("--") and before != text and name not in names and close:
+            yield f"--{name} is no option of the script: did you mean --{close[0]}?"
 
 
 def _read_as(default: object, value: str) -> Any:
