@@ -381,7 +381,7 @@ def test_a_step_says_which_losses_clips_and_parameters_it_cannot_tell_apart():
     [words] = what_the_step_hides(on_policy, known, GSPO)
     assert words.startswith("every ratio of this step is 1: the check cannot tell losses and clips apart. Give it")
     assert not [*what_the_step_hides(on_policy, known, replace(GSPO, policy_loss="reinforce"))]  # it has no ratio
-    # The mean of a sample's 1 to 24 log-ratios is a few hundredths.
-    assert not [*what_the_step_hides(samples, known, replace(GSPO, clip_ratio_low=0.01, clip_ratio_high=0.01))]
+    # Of the samples' mean log-ratios one with A < 0 is -0.0105, and one with A > 0 is 0.0228.
+    assert not [*what_the_step_hides(samples, known, replace(GSPO, clip_ratio_low=0.01, clip_ratio_high=0.02))]
     [words] = what_the_step_hides(samples, known, replace(GSPO, clip_ratio_low=0.01, clip_ratio_high=1.0))
     assert words.startswith("half and twice clip_ratio_high give the gradient of this step too")
