@@ -120,6 +120,7 @@ def test_a_step_of_a_generation_that_has_more(version, times, monkeypatch, capsy
     assert ("about 0.5 times its mean" in out.splitlines()[-1]) == (times == 0.5), out
     _, out = explain(capsys, "--response-lengths", "3,5", "--host", "trl", "--", *line)
     assert out.splitlines()[2].split()[5] == f"{times / 8:g}", out  # 1 / T, T = 8
+    assert ("about policy M_gen/(M T_gen)" in out) == (version == (1, 16)), out
 
 
 def test_a_step_of_several_generations_by_hand(capsys):

@@ -104,7 +104,8 @@ def lines_of(found: LossOfLine, max_rows: int) -> Iterator[str]:
     numbers = {"L": 1} | {name: f"{count:g}" for name, count in found.known.items()}
     shown = {name: [letter for letter in ("L", "M_gen") if letter in weight.powers] for name, (weight, _, _) in found.terms.items()}
     titles = [
-        ", ".join([f"{name} {weight}", *(f"{letter} = {numbers.get(letter, 'M')}" for letter in shown[name])])
+        f"{'about ' * ('M_gen' in shown[name])}"
+        + ", ".join([f"{name} {weight}", *(f"{letter} = {numbers.get(letter, 'M')}" for letter in shown[name])])
         for name, (weight, _, _) in found.terms.items()
     ]
     header = ["", "prompt", "rank.micro-batch", "tokens", *titles]
