@@ -29,7 +29,7 @@ START_LENGTHS = (4.0, 16.0)
 WRONG, RIGHT = 0, 1
 WRITE, STOP = 0, 1  # the vocabulary
 MAX_LENGTH = 256  # longer answers are cut: 16 times the mean at the start
-# The divisor of constant is the mean length at the start, so all aggregations begin with gradients of one size.
+# The divisor of constant is the mean length at the start, so all aggregations begin with weights of one sum.
 DIVISOR = statistics.fmean(START_LENGTHS)
 # Colours of Okabe and Ito, 2008. A line that lies on another one is dashed.
 STYLES = [("#d55e00", "-"), ("#cc79a7", "--"), ("#009e73", "-"), ("#0072b2", "--")]

@@ -140,7 +140,7 @@ TOKEN_MEAN = Formula(T=-1)
 TOKEN_COUNTS = ("m_i", "M_g", "T")
 # The powers of these in a weight: none, 1/m_i, 1/T.
 WITHOUT_TOKENS, OF_SAMPLE_TOKENS, OF_STEP_TOKENS = Formula(), Formula(m_i=-1), Formula(T=-1)
-# Strength against sample_mean -> samples. The gradient of sample i is multiplied by m_i / (mean tokens of these): 1 on average.
+# Strength against sample_mean -> samples. The weights of sample i are multiplied by m_i / (mean tokens of these): 1 on average.
 MEANS = {
     Formula(P=-1, M_g=-1, N=1, m_i=1): "its prompt's samples",
     Formula(T=-1, N=1, m_i=1): "the step's samples",
@@ -228,7 +228,7 @@ class AggregationRecord:
 
     @property
     def strength(self) -> Formula | None:
-        """The policy gradient of sample i divided by its gradient under sample_mean; None: not known."""
+        """The weight of a token of sample i divided by its weight under sample_mean; None: not known."""
         return None if self.formula is None else self.formula * Formula(N=1, m_i=1)
 
     @property
@@ -244,16 +244,16 @@ class AggregationRecord:
         return None if self.strength is None else MEANS.get(self.strength)
 
     def shift_against_token_mean(self, divisor: float | None) -> str:
-        """As learning_rate_shift, for a user who comes from the mean over the step's tokens."""
+        """As shift_of_weights, for a user who comes from the mean over the step's tokens."""
         if self.formula is None or self.formula == TOKEN_MEAN:
-            return self.learning_rate_shift(divisor) if self.formula is None else "x 1"
+            return self.shift_of_weights(divisor) if self.formula is None else "x 1"
         factor = (self.formula / TOKEN_MEAN).of_mean_tokens()
         is_mean, is_of_step = self.mean_of is not None or self.strength == Formula(), factor.powers.keys() <= {"m", "L"}
         shown = factor.with_names({} if divisor is None else {"L": f"{divisor:g}"})
         return f"x {'1 on average, x ' * is_mean}{shown}{'' if is_of_step else ' for sample i'} (m: mean tokens of a sample)"
 
-    def learning_rate_shift(self, divisor: float | None) -> str:
-        """The factor of the policy gradient against sample_mean, as text. m and m_i are not known before the data."""
+    def shift_of_weights(self, divisor: float | None) -> str:
+        """The factor of the weights against sample_mean, as text. m and m_i are not known before the data."""
         if self.strength is None:
             return f"not stated: {self.name} declares no formula"
         names = {} if divisor is None else {"L": f"{divisor:g}"}

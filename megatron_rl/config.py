@@ -132,7 +132,7 @@ class Route(StrEnum):
 # Log-ratios are bounded to +- this before exp: e^20 = 5e8 is far outside any clip and squares to 2e17, well inside float32.
 LOG_RATIO_BOUND = 20.0
 LARGEST_RATIO = math.exp(LOG_RATIO_BOUND)
-# A clip ratio of a sequence-level loss above this hardly ever clips: the mean log-ratio of a sample does not move by 5 %.
+# A clip ratio of a sequence-level loss above this hardly ever clips on long responses: their mean log-ratio does not move by 5 %.
 SEQUENCE_CLIP_RATIO_WARNING = 0.05
 DEFAULT_MAX_LOGITS_BYTES = 2 * 1024**3
 

@@ -112,6 +112,24 @@ def test_the_longest_samples_left_out_shows():
     assert "its value at one sample depends on the others" in message
 
 
+def barrier(log_ratio, advantages, *, radius):
+    return -bounded_exp(log_ratio) * advantages - 0.1 * torch.log(1 - (log_ratio / radius) ** 2)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_loss_that_is_not_finite_everywhere_is_found(level):
+    """It would end the run at the first log-ratio beyond its radius. No other contradiction is told of it."""
+    radius = Parameter("radius", default=0.2, help="of the barrier")
+    (message,) = found_in(barrier, level, parameters=(radius,))
+    found = re.search(
+        r"policy_loss=mine with radius=0.2 is not finite for (\d+) of 4096 .* smallest log-ratio (\S+) and advantage", message
+    )
+    # Sizes are drawn evenly from 1e-5 to 10 in powers of 10, and a 16th is 0.
+    assert int(found[1]) == pytest.approx(4096 * 15 / 16 * math.log10(10 / 0.2) / 6, rel=0.1)
+    assert 0.2 <= abs(float(found[2])) < 0.203
+    assert f"a {'sample' if level == 'sequence' else 'token'} there would end the run" in message and "torch.where" in message
+
+
 def test_the_numbers_of_the_run_count():
     """A coefficient of 0 by default hides what it multiplies."""
 

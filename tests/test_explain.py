@@ -108,7 +108,7 @@ def test_the_gradients_scale_is_the_one_that_the_init_hook_announces():
     lengths = ["--response-lengths", "3,5,8"]
     found = explain_json(*lengths, "--loss-aggregation-divisor", "8192")
     config = PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=8192.0)
-    announced = get_loss_aggregation(config.loss_aggregation).learning_rate_shift(config.loss_aggregation_divisor)
+    announced = get_loss_aggregation(config.loss_aggregation).shift_of_weights(config.loss_aggregation_divisor)
     mean, divisor = 16 / 3, float(re.match(r"x m/([\d.]+) ", announced)[1])
     constant = found["aggregations"]["constant"]
     assert constant["gradient_scale"] == pytest.approx(mean / divisor, **CLOSE)
@@ -122,14 +122,16 @@ def test_every_aggregation_is_told_what_it_does_to_a_step(every_aggregation):
     _, out, _ = explain(*RAGGED)
     lines = {line.split()[0]: line for line in out.splitlines() if " against sample_mean: " in line}
     assert lines.keys() == set(every_aggregation) - {"sample_mean"}
-    stays = "against sample_mean: a gradient of one size, learning rate and clipping stay; its long samples weigh more"
-    assert (lines["prompt_mean"], lines["token_mean"]) == (f"prompt_mean {stays}", f"token_mean {stays}")
+    same = "the same sum of weights; look at grad_norm before you keep --clip-grad; its long samples weigh more"
+    for name in ("prompt_mean", "token_mean"):
+        assert lines[name] == f"{name} against sample_mean: {same}"
     constant = lines["constant"]
-    assert constant.startswith("constant 4096 against sample_mean: gradient x 0.2891 = m/L, m = 1184 mean tokens of a sample; ")
-    assert "learning rate x 3.459, the same clipping at --clip-grad x 0.2891, and KL and entropy terms are 3.459 x" in constant
+    assert constant.startswith("constant 4096 against sample_mean: sum of weights x 0.2891 = m/L, m = 1184 mean tokens of a sample")
+    assert "near learning rate x 3.459, a like clipping near --clip-grad x 0.2891" in constant
+    assert constant.endswith("KL and entropy terms are 3.459 x as strong")
     masked = explain(*S, "--loss-aggregation-divisor", "8")[1]
     for name in ("prompt_mean", "token_mean"):
-        assert re.search(rf"^{name} against sample_mean: gradient x 1\.333", masked, re.MULTILINE)
+        assert re.search(rf"^{name} against sample_mean: sum of weights x 1\.333", masked, re.MULTILINE)
 
 
 MESSAGES = [

@@ -184,10 +184,10 @@ PROMPT_MEAN = {"loss_aggregation": "prompt_mean"}
         ({**PROMPT_MEAN, **CONVERT}, "1/(P M_g) = 1/(16 M_g)", OF_PROMPT),
     ],
 )
-def test_the_line_tells_weight_and_learning_rate_shift(settings, weight, shift):
+def test_the_line_tells_weight_and_shift(settings, weight, shift):
     config, launch = check_launch(Namespace(**settings))
     assert weight_of_a_token(config, launch) == weight
-    assert re.fullmatch(f"learning rate against sample_mean {re.escape(shift)}(: Adam hides it.*)?", shift_in_words(config))
+    assert re.fullmatch(f"weights against sample_mean {re.escape(shift)}(: Adam hides it.*)?", shift_in_words(config))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -283,6 +284,17 @@ def test_what_is_no_value_is_refused_by_name(wrong, level, head):
     with pytest.raises(DataError, match=message) as caught:
         HEADS[head](name)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_value_that_is_not_finite_is_told_with_its_log_ratio_and_advantage(level, head):
+    """As a logarithm that ends at some log-ratio: where it does is not seen in a run."""
+    name = register(level, lambda value, derivative: torch.where(value != 0, math.inf, value))
+    with pytest.raises(DataError, match="first at log-ratio") as caught:
+        HEADS[head](name)
+    log_ratio, advantage = map(float, re.search(r"log-ratio (\S+) and advantage ([-\d.e]+)", str(caught.value)).groups())
+    assert log_ratio and any(abs(advantage - float(one)) < 1e-5 for one in BATCH.advantages)
 
 
 RIGHT = {

@@ -153,7 +153,7 @@ def test_one_line_of_rank_0_says_what_will_be_trained():
         (built, line), (_, nothing) = pool.run(announced_on_rank, world_size=2, tensor_model_parallel_size=2)
     assert built == ["a chunk", "a chunk"] and nothing == ""
     assert line.startswith(
-        "megatron_rl: policy_loss=gspo, loss_aggregation=sample_mean | weight of a token 1/(N m_i) | learning rate against "
+        "megatron_rl: policy_loss=gspo, loss_aggregation=sample_mean | weight of a token 1/(N m_i) | weights against "
         "sample_mean x 1 | logits [T, V/2] on each tp rank | clip 0.0003/0.0004, KL 0, entropy 0, temperature 0.7 applied | "
         "host megatron_lm | "
     )

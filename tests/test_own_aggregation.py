@@ -176,7 +176,7 @@ def test_the_start_line_says_what_it_does_not_know():
     config, unknown = PolicyLossConfig(loss_aggregation=ODD), "not stated: my_aggregations.odd declares no formula"
     _, launch = check_launch(Namespace(loss_aggregation="sample_mean", **REDUCER))
     assert weight_of_a_token(config, launch) == unknown
-    assert shift_in_words(config) == f"learning rate against sample_mean {unknown}"
+    assert shift_in_words(config) == f"weights against sample_mean {unknown}"
 
 
 def test_a_host_that_gives_too_little_refuses_it_by_name():

@@ -8,7 +8,7 @@ set -euo pipefail
 
 LINES=(
     --perform-rl-step --rl-use-sequence-packing --grpo-prompts-per-step 32 --grpo-group-size 8 --global-batch-size 256
-    # L is the generation budget. The gradient is (mean length) / L times that of sample_mean.
+    # L is the generation budget. The weights are (mean length) / L times those of sample_mean.
     --policy-loss grpo --loss-aggregation constant --loss-aggregation-divisor 8192
     --clip-ratio-low 0.2 --clip-ratio-high 0.2 --kl-coefficient 0
 )

@@ -13,7 +13,7 @@ LINES=(
     --advantage-estimator grpo --disable-grpo-std-normalization
     --eps-clip 0.2 --eps-clip-high 0.2
 
-    # L is the generation budget. The gradient is (mean length) / L times that of sample_mean. Adam hides this, but clipping by norm
+    # L is the generation budget. The weights are (mean length) / L times those of sample_mean. Adam hides this, but clipping by norm
     # does not. Another L is the same training with another clipping value.
     --loss-aggregation constant --loss-aggregation-divisor 8192
     --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer

@@ -459,8 +459,8 @@ def clip_fits_the_ratio(launch: HostLaunch) -> Iterator[str]:
     by = f"{given} with {'--policy-loss' if is_chosen else '--advantage-estimator'} {loss}"
     if clips_means and max(low, high) > SEQUENCE_CLIP_RATIO_WARNING:
         yield (
-            f"{by} will hardly ever clip: the ratio is a geometric mean over the sample, which does not move by "
-            f"{SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's values are --eps-clip 3e-4 --eps-clip-high 4e-4"
+            f"{by} will hardly ever clip on long responses: the ratio is a geometric mean over the sample, which does not move by "
+            f"{SEQUENCE_CLIP_RATIO_WARNING:g} there; the paper's values are --eps-clip 3e-4 --eps-clip-high 4e-4"
         )
     elif declared and not clips_means and 0 < high < LEAST_TOKEN_CLIP:
         yield (

@@ -227,7 +227,7 @@ def step_line(
         f"weight of a token {record.weight_in_words(known, of_rollouts=rollouts.have_several)}"
         + (", in the advantages" if in_advantages else ""),
         sample_in_words(config.loss_aggregation, rollouts),
-        f"learning rate against sample_mean {record.learning_rate_shift(divisor)}",
+        f"weights against sample_mean {record.shift_of_weights(divisor)}",
         regularizers,
     ]
     return " | ".join(parts)

@@ -270,7 +270,7 @@ def shift_in_words(found: Found) -> str:
     record, divisor = found.record, found.config.loss_aggregation_divisor
     of_host = found.door.stock(Settings.of_names({}, found.door.all_defaults))
     comes_from = of_host.policy if isinstance(of_host, stock.Stock) else None
-    shift, of_default = record.learning_rate_shift(divisor), record.shift_against_token_mean(divisor)
+    shift, of_default = record.shift_of_weights(divisor), record.shift_against_token_mean(divisor)
     default = f"token_mean, {found.door.title}'s default,"
     if comes_from != TOKEN_MEAN:
         return f"against sample_mean {shift}"

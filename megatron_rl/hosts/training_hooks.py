@@ -161,9 +161,9 @@ def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
 
 
 def shift_in_words(config: PolicyLossConfig) -> str:
-    """How the policy's gradient changes against sample_mean, and so the strength of the terms that keep sample_mean."""
+    """How the weights change against sample_mean, and so the strength of the terms that keep sample_mean."""
     record = get_loss_aggregation(config.loss_aggregation)
-    shift = f"learning rate against sample_mean {record.learning_rate_shift(config.loss_aggregation_divisor)}"
+    shift = f"weights against sample_mean {record.shift_of_weights(config.loss_aggregation_divisor)}"
     if record.mean_strength is None:
         return shift
     terms = record.mean_strength.inverse().with_names({"L": f"{config.loss_aggregation_divisor or 0:g}"})

@@ -406,7 +406,9 @@ def raise_on_bad_data(
     where = f"in {', '.join(names)}" if names else "on another context-parallel rank"
     remedy = "A label outside the vocabulary gives -inf log_probs; mask the token or drop the sample"
     if names and not found[0] and not is_built_in(loss.name):
-        remedy = f"Its inputs are finite: in {loss.name} write bounded_exp for exp, and keep divisors above 0"
+        first = here & torch.stack([~torch.isfinite(tensor) for tensor in (results or {}).values()]).any(0)
+        at = _pair_in_words(tensors["log_probs"] - tensors["old_log_probs"], tensors["advantages"], first)
+        remedy = f"Its inputs are finite, {at}: in {loss.name} write bounded_exp for exp, and keep divisors above 0"
     raise DataError(
         f"document {_named(document, inputs)} of the micro-batch has {int(sums.num_nonfinite[document])} unmasked tokens with a "
         f"value that is not finite, {where}; {int((sums.num_nonfinite > 0).sum())} documents are affected. {remedy}"
@@ -417,7 +419,21 @@ def _named(document: int, inputs: LossInputs) -> int:
     return document if inputs.document_numbers is None else inputs.document_numbers[document]
 
 
-def raise_on_nonfinite(loss: PolicyLoss, is_bad: Tensor) -> None:
+def _pair_in_words(log_ratio: Tensor, advantages: Tensor, is_bad: Tensor) -> str:  # [*] each, is_bad somewhere True
+    first = int(is_bad.nonzero()[0])
+    return f"first at log-ratio {float(log_ratio[first]):.6g} and advantage {float(advantages[first]):.6g}"
+
+
+def raise_on_nonfinite(
+    loss: PolicyLoss,
+    is_bad: Tensor,  # [*] of tokens or samples
+    log_ratio: Tensor | None = None,  # [*]
+    advantages: Tensor | None = None,  # [*]
+) -> None:
     """Raises DataError where the loss returned non-finite results for finite inputs. On CUDA it reads nothing."""
-    if not is_bad.is_cuda and bool(is_bad.any()):
-        raise DataError(f"policy loss {loss.name!r} returned values or derivatives that are not finite, from finite inputs")
+    if is_bad.is_cuda or not bool(is_bad.any()):
+        return
+    where = ""
+    if log_ratio is not None and advantages is not None:
+        where = f": guard it, {_pair_in_words(log_ratio, advantages, is_bad)}"
+    raise DataError(f"policy loss {loss.name!r} returned values or derivatives that are not finite, from finite inputs{where}")

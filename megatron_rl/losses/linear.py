@@ -481,7 +481,7 @@ class TokenCoefficients:
         values = evaluate(self.loss, log_probs - old, advantages, log_probs, settings.keywords, vectors)
         if not log_probs.is_cuda:
             is_given = are_finite({"log_probs": log_probs, "old_log_probs": old, "advantages": advantages, **vectors})
-            raise_on_nonfinite(self.loss, nonfinite_values(values, is_given))
+            raise_on_nonfinite(self.loss, nonfinite_values(values, is_given), log_probs - old, advantages)
         weights = spread(inputs.token_weights.to(self.dtype), documents)
         if inputs.importance_weights is not None:
             weights = weights * inputs.importance_weights[rows].to(self.dtype)

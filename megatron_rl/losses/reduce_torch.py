@@ -103,7 +103,8 @@ def reduce_loss_torch(
         with settings.agreement() as agreement:
             tokens = evaluate(loss, log_probs - old_log_probs, token_advantages, log_probs, settings.keywords, vectors)
             if agreement.is_active:  # tp ranks have no reduction that tells them
-                raise_on_nonfinite(loss, nonfinite_values(tokens, inputs.loss_mask & are_finite(tensors)))
+                is_bad = nonfinite_values(tokens, inputs.loss_mask & are_finite(tensors))
+                raise_on_nonfinite(loss, is_bad, log_probs - old_log_probs, token_advantages)
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
     kl = None
     if settings.kl_estimator is not None:
@@ -258,7 +259,7 @@ def _sequence_values(
     with settings.agreement():
         samples = evaluate(loss, sums.means["log_ratio"], advantages, log_probs, settings.keywords, vectors)
         is_bad = nonfinite_values(samples, sums.counts > 0)
-        raise_on_nonfinite(loss, is_bad)
+        raise_on_nonfinite(loss, is_bad, sums.means["log_ratio"], advantages)
     return LossValues(*(spread(part, inputs.token_documents) for part in samples)), torch.where(is_bad, sums.counts, 0.0)
 
 
@@ -303,7 +304,7 @@ def _batch_values(
             loss, batch, value_weights, settings.keywords, vectors, has_importance_weights=has_weights
         )
         is_bad = nonfinite_values(tokens, batch.loss_mask)
-        raise_on_nonfinite(loss, is_bad)
+        raise_on_nonfinite(loss, is_bad, batch.log_ratio, batch.advantages)
     return tokens, is_weighted, document_sums(is_bad, batch.cu_seqlens)
 
 

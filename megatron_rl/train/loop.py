@@ -54,6 +54,7 @@ from megatron_rl.train.trainer import PolicyTrainer
 from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.train.watchdog import UNMOVED_STEPS, RunWatchdog
 from megatron_rl.train.writers import (
+    CLIP_FRACTION,
     COMMONEST,
     COMMONEST_RANGE,
     LENGTH,
@@ -85,6 +86,8 @@ class Progress:
     """Steps without a token that trains, under --empty-step skip; num_steps counts the others."""
     first_reward: float | None = None
     last_reward: float | None = None
+    clipped_samples: float | None = 0.0
+    """Sum of the shares of clipped tokens over all samples seen; None where a step did not measure it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class Start:
     @classmethod
     def of_counters(cls, counters: dict[str, Any]) -> Start:
         """What a checkpoint keeps beside the weights; KeyError for one that no run has saved."""
-        progress = Progress(**counters["progress"])
+        progress = Progress(**{"clipped_samples": None, **counters["progress"]})  # one of before did not count it
         rewards = tuple(counters["recent_rewards"])
         return cls(progress, rewards, counters.get("stream"), counters.get("watchdog"), progress.num_steps)
 
@@ -325,6 +328,8 @@ class TrainingRun:
         progress.samples_seen += int(metrics["num_samples"])
         progress.prompts_seen += int(metrics["num_prompts"])
         progress.tokens_seen += int(metrics["num_tokens"])
+        clipped, so_far = metrics.get(CLIP_FRACTION), progress.clipped_samples
+        progress.clipped_samples = None if clipped is None or so_far is None else so_far + clipped * metrics["num_samples"]
         row = {
             "rollout": rollout,
             **of_rollout,

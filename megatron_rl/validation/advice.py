@@ -21,9 +21,9 @@ def clip_of_a_mean_clips(launch: Settings) -> Iterator[str]:
     if max(clip) > SEQUENCE_CLIP_RATIO_WARNING:
         (low, high), (default_low, default_high) = clip, loss.clip_ratios
         yield (
-            f"clip_ratio_low={low:g}, clip_ratio_high={high:g} with policy_loss={config.policy_loss} will hardly ever clip: the "
-            f"ratio is a geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's "
-            f"values are {default_low:g}/{default_high:g}, and unset flags give them"
+            f"clip_ratio_low={low:g}, clip_ratio_high={high:g} with policy_loss={config.policy_loss} will hardly ever clip on long "
+            f"responses: the ratio is a geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g} "
+            f"there; the loss's own values are {default_low:g}/{default_high:g}, and unset flags give them"
         )
 
 

@@ -117,6 +117,15 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
     except Exception:  # of any type: it is the user's function
         return
     name, element = _with_numbers(loss, keywords), "sample" if loss.level == "sequence" else "token"
+    is_bad = ~(own.value.isfinite() & own.derivative.isfinite())
+    if is_bad.any():
+        nearest = int(log_ratio.abs().masked_fill(~is_bad, torch.inf).argmin())
+        yield (
+            f"{name} is not finite for {int(is_bad.sum())} of {NUM_PROBES} pairs of log-ratio and advantage, with the smallest "
+            f"log-ratio {log_ratio[nearest]:.3g} and advantage {advantages[nearest]:.3g}, and a {element} there would end the run: "
+            "write bounded_exp for exp, and give a function that is not defined everywhere torch.where(is_inside, x, 0.0)"
+        )
+        return
     # A value that is 0 as well comes from a loss whose coefficient is 0.
     if own.value.any() and not own.derivative.any():
         yield (

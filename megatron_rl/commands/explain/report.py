@@ -137,7 +137,7 @@ def weight_table(explanation: Explanation, max_rows: int) -> list[list[str]]:
     if counts.has_fan_out:
         rows += _rollout_rows(explanation, max_rows, rows[0])
     rows.append(["sum of weights", *blank, str(counts.totals.num_tokens), *(short(weighing.total) for weighing in weighings)])
-    rows.append(["gradient", *blank, "", *(f"x {short(weighing.gradient_scale)}" for weighing in weighings)])
+    rows.append(["against sample_mean", *blank, "", *(f"x {short(weighing.gradient_scale)}" for weighing in weighings)])
     return [*rows, ["known as", *blank, "", *(weighing.record.source or "your own" for weighing in weighings)]]
 
 
@@ -164,7 +164,7 @@ def _cell(weighing: Weighing, index: int, has_sample_ratio: bool) -> str:
 
 def remarks(explanation: Explanation) -> list[str]:
     of_ratio = "W_i = w_i m_i of the sample's one ratio, " if explanation.has_sample_ratio else ""
-    lines = [f"sample: weight of a token, {of_ratio}share of the sample; gradient: its size against sample_mean"]
+    lines = [f"sample: weight of a token, {of_ratio}share of the sample"]
     if explanation.counts.has_fan_out:
         several = "a rollout of several samples counts once, as in train, miles and slime; k: its samples with an unmasked token"
         lines.append(f"{several}; M_roll, M_j: the tokens of them all")

@@ -82,7 +82,7 @@ class Weighing:
 
     @property
     def gradient_scale(self) -> float:
-        """Against sample_mean, where token losses are equal in all samples: m / divisor for constant."""
+        """The sum of weights against sample_mean's: m / divisor for constant. The norm of a gradient changes by another factor."""
         return self.total / self.reference
 
     def shares_of(self, groups: Sequence[Hashable]) -> dict[Hashable, float]:  # [S] the prompt, or the rollout, of each sample
@@ -185,15 +185,15 @@ def shift_lines(weighings: Sequence[Weighing]) -> list[str]:
         what = "against sample_mean" if len(weighings) == 1 else f"{weighing.title} against sample_mean"
         if abs(factor - 1) <= SAME_SCALE:
             of_samples = "; its long samples weigh more" if record.mean_of is not None else ""
-            lines.append(f"{what}: a gradient of one size, learning rate and clipping stay{of_samples}")
+            lines.append(f"{what}: the same sum of weights; look at grad_norm before you keep --clip-grad{of_samples}")
             continue
         why, unit = "", "rollout" if weighing.counts.has_fan_out else "sample"
         if record.mean_strength is not None:
             why = f" = {record.mean_strength}, m = {short(weighing.mean_tokens)} mean tokens of a {unit}"
         lines.append(
-            f"{what}: gradient x {short(factor)}{why}; Adam hides it; the same step of SGD is at learning rate x "
-            f"{short(1 / factor)}, the same clipping at --clip-grad x {short(factor)}, and KL and entropy terms are "
-            f"{short(1 / factor)} x as strong"
+            f"{what}: sum of weights x {short(factor)}{why}; Adam hides it; a like step of SGD is near learning rate x "
+            f"{short(1 / factor)}, a like clipping near --clip-grad x {short(factor)}, as grad_norm says, and KL and entropy terms "
+            f"are {short(1 / factor)} x as strong"
         )
     return lines
 
