@@ -118,6 +118,7 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
             "torch.distributed.all_reduce(to_reduce, group=dp_group)",
         ),
         "nemo_rl/distributed/batched_data_dict.py": (
+            "assert total_batch_size % batch_size == 0",
             'bin_capacity=sequence_packing_args["max_tokens_per_microbatch"]',
             "if total_tokens_in_mbs <= max_tokens_per_microbatch:",
         ),
@@ -160,6 +161,8 @@ WEIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
         "roll/pipeline/base_worker.py": ("self.strategy.train_step(batch=backward_batch, loss_func=self.loss_func)",),
     },
     "skyrl": {
+        "skyrl/train/utils/utils.py": ("assert cfg.trainer.train_batch_size % cfg.trainer.policy_mini_batch_size == 0,",),
+        "skyrl/train/config/config.py": ("train_batch_size: int = 1024", "policy_mini_batch_size: int = 256"),
         "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py": (
             "grad_sum_correction_factor = num_microbatches * dp_size",
             "policy_loss * grad_sum_correction_factor",

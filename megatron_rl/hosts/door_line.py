@@ -66,8 +66,10 @@ def judge(
         yield from _given_twice(door, words)
         yield from judge_settings(door, line.settings, of_step=of_step, is_partial=line.is_partial)
     elif line.stock is not None:
-        rows = [*model_rows(door.model, line.stock)]
-        yield from rows
+        rows, refused = [*model_rows(door.model, line.stock)], [*door.refuses(line.stock)]
+        yield from (*rows, *refused)
+        if any(row.is_wrong for row in refused):
+            return
         is_partial = line.is_partial or _has_notes(rows)
         yield from judge_stock(door, line.stock, of_step, is_partial=is_partial, takes_ours=False)
 

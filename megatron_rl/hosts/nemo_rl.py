@@ -51,7 +51,7 @@ from megatron_rl.hosts.sampling import OFF, Filter, Replay, Sampler, Scores
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree, taken_from
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, put, read_overrides, value_at
 from megatron_rl.hosts.settings_files import inherited, merge, nested, resolved, with_values
-from megatron_rl.hosts.step_sizes import SizeNames
+from megatron_rl.hosts.step_sizes import SizeNames, whole_steps
 from megatron_rl.hosts.stock import OF_PRESENT_SAMPLES, Stock, Term, is_on
 from megatron_rl.registries.corrections import get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator
@@ -315,6 +315,7 @@ DOOR = Door(
     is_ours=lambda settings: trains_ours(settings),
     of_any_launch=lambda settings: problems_of_log_probs(settings),
     stock=stock,
+    refuses=lambda settings: whole_steps("NeMo-RL", settings, (PROMPTS, GENERATIONS), BATCH, {}),
     sizes=SizeNames(
         micro_batch="policy.train_micro_batch_size",
         by_tokens={f"policy.{how}.enabled": f"policy.{how}.train_mb_tokens" for how in ("sequence_packing", "dynamic_batching")},

@@ -57,7 +57,7 @@ from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampling import NO_ADDEND, NO_FACTOR, OFF, Filter, Replay, Sampler
 from megatron_rl.hosts.settings import ABSENT, Settings, read_overrides, value_at
 from megatron_rl.hosts.skyrl_log_probs import InWorkers
-from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames
+from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames, whole_steps
 from megatron_rl.hosts.stock import (
     MEAN_OF_SAMPLE_MEANS,
     MEAN_OF_TOKEN_MEANS,
@@ -209,6 +209,8 @@ def trains_ours(settings: Settings, *, has_our_entrypoint: bool) -> bool:
     return is_chosen or (has_our_entrypoint and settings[LOG_PROBS] == THEIRS)
 
 
+BATCH, MINI_BATCH = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
+
 DOOR = Door(
     name="skyrl",
     title="SkyRL",
@@ -322,6 +324,7 @@ DOOR = Door(
         unsettled={"generator.inference_engine.speculative_config": OFF, "trainer.mtp.enabled": OFF},
     ),
     stock=stock,
+    refuses=lambda settings: whole_steps("SkyRL", settings, (BATCH,), MINI_BATCH, {BATCH: 1024, MINI_BATCH: 256}),
     sizes=SizeNames(
         micro_batch="trainer.micro_train_batch_size_per_gpu",
         ranks=tuple(f"trainer.placement.policy_num_{of}" for of in ("nodes", "gpus_per_node")),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.settings import ABSENT, Size, StepSizes
+from megatron_rl.hosts.settings import ABSENT, Settings, Size, StepSizes
 from megatron_rl.validation.checks import Row
 
 # Kinds of parallelism whose ranks train one sample together, as Megatron names them.
@@ -114,6 +114,24 @@ class SizeNames:
         of_ranks = " x ".join(sources[name] for name in self.ranks if name in sources)
         groups = [size.source for name, size in sizes.items() if size is not None and name in self.shared and size.value > 1]
         return Size(ranks, of_ranks), Size(shared, " / ".join(groups))
+
+
+def whole_steps(title: str, settings: Settings, of_batch: Sequence[str], step: str, defaults: Mapping[str, int]) -> Iterator[Row]:
+    """Of a trainer that refuses a batch without whole steps. of_batch: settings whose product it is. defaults: the trainer's."""
+    names = (*of_batch, step)
+    values = {name: settings.value_of(name) for name in names}
+    if settings.knows_defaults:
+        values = {name: defaults.get(name) if value is ABSENT else value for name, value in values.items()}
+    numbers = [whole_number(values[name]) for name in names]
+    if None in numbers:
+        return
+    *factors, size = (number for number in numbers if number is not None)
+    batch, typed = math.prod(factors), " x ".join(f"{name}={values[name]}" for name in of_batch)
+    if batch % size:
+        product = f"{typed} = {batch} samples" if len(of_batch) > 1 else typed
+        nearest = next(one for one in range(min(batch, size), 0, -1) if batch % one == 0)
+        text = f"{title} refuses this run: {step}={size} does not divide {product}; set {step}={nearest}"
+        yield Row("mini-batch", text, is_wrong=True)
 
 
 # The name here of what a launcher is told. Not a setting.
