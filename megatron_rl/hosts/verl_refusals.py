@@ -66,12 +66,11 @@ def refusals(settings: Settings, *, is_ours: bool) -> Iterator[Row]:
         yield from _chunks_of_entropy(settings)
 
 
-def engine_of(settings: Settings) -> object:
-    """dp, megatron or another name of model_engine."""
+def engine_of(settings: Settings) -> str:
+    """dp, megatron or another name of model_engine; what no engine is called is its text."""
     strategy = settings.value_of(f"{ACTOR}strategy")
-    if strategy in (ABSENT, None):
-        return settings["model_engine"]
-    return "dp" if str(strategy).startswith("fsdp") else strategy
+    name = str(settings["model_engine"] if strategy in (ABSENT, None) else strategy)
+    return "dp" if name.startswith("fsdp") else name
 
 
 def mini_batches(settings: Settings, *, is_ours: bool) -> Iterator[Row]:
