@@ -1,4 +1,4 @@
-"""A batch without whole steps, on lines of trainers that refuse it: doctor says it first. verl, which may fill it: test_verl_refusals."""
+"""A batch without whole steps, on lines of trainers that refuse it: doctor says it first. Of verl: test_verl_refusals."""
 
 from __future__ import annotations
 
