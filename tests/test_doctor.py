@@ -666,9 +666,13 @@ def config(text: str) -> str:
     ],
 )
 def test_the_file_wins_over_the_line_and_the_difference_is_told(start, statuses):
-    report = judged(f"{start} --loss-aggregation constant {config('loss_aggregation: sample_mean')} {REDUCER}")
-    assert [f.status for f in report.flags] == statuses
-    assert report.flags[1].text == "the file of --custom-config-path wins: sample_mean, not the constant of the line"
+    """Of several values on the line none counts, and no row says that the last one does."""
+    for typed in ("constant", "token_mean --loss-aggregation constant"):
+        report = judged(f"{start} --loss-aggregation {typed} {config('loss_aggregation: sample_mean')} {REDUCER}")
+        assert [f.status for f in report.flags] == statuses
+        lost = typed.replace(" --loss-aggregation", ",")
+        text = f"the file of --custom-config-path wins: sample_mean, not the {lost} of the line; change it in the file"
+        assert report.flags[1].text == text
 
 
 def test_a_key_with_dashes_is_no_flag():

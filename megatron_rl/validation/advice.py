@@ -56,11 +56,12 @@ def coefficients_keep_their_strength(launch: Settings) -> Iterator[str]:
         change += f"the coefficients by (mean tokens of a sample) / {divisor}"
     elif record.mean_of is not None:
         change = (
-            f"stronger in a short sample and weaker in a long one, by (mean tokens of {record.mean_of}) / (tokens of the sample). "
-            "Over the step they are as strong as under sample_mean: keep the coefficients"
+            f"stronger in a short sample and weaker in a long one, by (mean tokens of {record.mean_of}) / (tokens of the sample): "
+            "no coefficient undoes it; sample_mean does. Over the step they are as strong as there"
         )
     else:
-        change = "1 / (the sum of its weights over the step) times as strong as under sample_mean; adjust the coefficients"
+        change = "1 / (the sum of its weights over the step) times as strong as under sample_mean; to keep that strength multiply "
+        change += "the coefficients by that sum"
     settings = ", ".join(f"{name}={getattr(config, name):g}" for name in given)
     yield (
         f"{settings} with loss_aggregation={config.loss_aggregation}: KL and entropy stay averaged over samples. So beside the "

@@ -449,8 +449,9 @@ def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
             yield Finding(flag, NOTE, f"{value} is not known here: read on the route {route}, and not judged")
         else:
             yield Finding(flag, OK, f"{value or 'on'}, read on the route {route}")
-        if line.filed.get(flag, line.typed.get(flag)) != line.typed.get(flag, line.filed.get(flag)):
-            text = f"the file of --custom-config-path wins: {line.filed[flag]}, not the {line.typed[flag]} of the line"
+        others = [typed for name, values in line.flags if name == flag and (typed := " ".join(values)) != line.filed.get(flag)]
+        if flag in line.filed and others:
+            text = f"the file of --custom-config-path wins: {value}, not the {', '.join(others)} of the line; change it in the file"
             yield Finding(flag, NOTE, text)
 
 
@@ -474,7 +475,8 @@ def _given_twice(line: LaunchLine) -> Iterator[Finding]:
     person's own, and a file that is replaced takes all its settings with it."""
 
     def is_read(flag: str) -> bool:
-        return flag in (CONFIG_FILE, *routes_of_flags()) or not line.is_composed and field_of(flag) in OPTIONS
+        is_ours = flag in routes_of_flags() and flag not in line.filed
+        return is_ours or flag == CONFIG_FILE or not line.is_composed and field_of(flag) in OPTIONS
 
     for flag, text in repeated(((flag, " ".join(map(_shown, values))) for flag, values in line.flags), is_read):
         if flag != CONFIG_FILE:
