@@ -88,7 +88,7 @@ WRONG_YAML: dict[str, tuple[dict[str, Any], str]] = {
         {"actor_train__strategy_args__strategy_config": {"tensor_model_parallel_size": 2}},
         "a step of 256 of 512 samples",
     ),
-    "cut groups, one GPU list": ({"actor_train__device_mapping": "list(range(0,4)) + [7]"}, "a step of 160 of 512 samples"),
+    "cut groups, one GPU list": ({"actor_train__device_mapping": "list(range(0,7)) + [7]"}, "a step of 256 of 512 samples"),
     "a variable of nobody": ({"system_envs": {"MEGATRON_RL_DIVISOR": "8"}}, "MEGATRON_RL_DIVISOR=8 has no effect"),
     "an interpolation": ({"importance_sampling": "${mode}", "mode": "seq"}, "two losses in one launch"),
     "another strategy": ({"actor_train__strategy_args": None}, "strategy_name=fsdp2_train: our worker needs the logits"),

@@ -18,8 +18,6 @@ logits of its own tokens, so KL and entropy come from the same pass, with ROLL's
 
 from __future__ import annotations
 
-import ast
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +47,18 @@ from megatron_rl.hosts.door import (
 )
 from megatron_rl.hosts.model_names import ModelNames
 from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, SUPERVISED, TRAINS_NOTHING
+from megatron_rl.hosts.roll_sizes import (
+    BATCH,
+    DYNAMIC,
+    LAYOUT,
+    STEP,
+    STRATEGY_ARGS,
+    TRAIN,
+    batch_of,
+    devices_of,
+    has_whole_steps,
+    step_of,
+)
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Given, Settings, as_typed, flat, read_value, value_at
 from megatron_rl.hosts.settings_files import resolved, with_values
@@ -61,18 +71,15 @@ WORKER, STRATEGY = "megatron_rl.hosts.roll_worker.ActorWorker", "megatron_train"
 SCRIPT, OUR_SCRIPT = re.compile(r"(?:.*/)?start_\w+_pipeline\.py"), re.compile(r"(?:.*/)?start_rlvr\w*_pipeline\.py")
 # The pipelines whose actor has the loss that is judged here; the others train another loss, or nothing.
 POLICY_SCRIPT = re.compile(r"(?:.*/)?start_(rlvr|rlvr_vl|agentic|onpolicy_distill)_pipeline\.py")
-TRAIN, INFER, CORRECTION = "actor_train.", "actor_infer.", "train_infer_correction."
+INFER, CORRECTION = "actor_infer.", "train_infer_correction."
 WORKER_CLASS, VARIANT, VARIABLES = f"{TRAIN}worker_cls", f"{TRAIN}pg_variant", "MEGATRON_RL_"
-ENVIRONMENT, TRAINING, STRATEGY_ARGS = f"{TRAIN}system_envs.", f"{TRAIN}training_args.", f"{TRAIN}strategy_args."
+ENVIRONMENT = f"{TRAIN}system_envs."
 # What computes old log-probabilities and those of ROLL's own loss: ours, or ROLL's.
 LOG_PROBS, OURS, THEIRS = f"{ENVIRONMENT}{VARIABLES}LOG_PROBS", "megatron_rl", "roll"
 OTHERS = ("kl_estimator", "fused_lm_head_loss", "max_logits_bytes")
 # Our head in the model of the worker, and the most bytes of its logits.
 HEAD, HEAD_BYTES = (f"{ENVIRONMENT}{VARIABLES}{name}" for name in ("FUSED_LM_HEAD_LOSS", "MAX_LOGITS_BYTES"))
 PACKING = f"{TRAIN}use_sequence_packing"
-BATCH = ("rollout_batch_size", "num_return_sequences_in_group")
-STEP = (f"{TRAINING}per_device_train_batch_size", f"{TRAINING}gradient_accumulation_steps")
-LAYOUT = tuple(f"{STRATEGY_ARGS}strategy_config.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
 RECOMPUTE, NEVER_RECOMPUTE = "enable_old_logprobs_recompute", "force_disable_old_logprobs_recompute"
 # Estimators for which ROLL always computes old log-probabilities.
 RECOMPUTING = ("step_reinforce", "gigpo")
@@ -185,37 +192,6 @@ def recomputes(settings: Settings) -> Any:
     return not never and (asked or settings["adv_estimator"] in RECOMPUTING or has_rewards_with_kl or has_several_steps)
 
 
-def product(values: Sequence[Any]) -> int | None:
-    return math.prod(values) if all(isinstance(value, int | float) for value in values) else None
-
-
-def batch_of(settings: Settings) -> int | None:
-    """Samples of a batch; None: a setting is no number."""
-    return product([settings[name] for name in BATCH])
-
-
-def step_of(settings: Settings) -> int | None:
-    """Samples of an optimiser step; None where its devices are not known."""
-    devices = devices_of(settings[f"{TRAIN}device_mapping"])
-    ranks = product([settings[name] or 1 for name in LAYOUT])
-    step = product([settings[name] for name in STEP])
-    return None if devices is None or not ranks or step is None else int(step * (len(devices) // ranks))
-
-
-def devices_of(given: Any) -> list[int] | None:
-    """Of a list; in a YAML also of list(range(0,16)) and sums of such lists, which ROLL evaluates. None: of another text."""
-    if not isinstance(given, str):
-        return list(given) if isinstance(given, list | tuple) else None
-    found: list[int] = []
-    for part in given.split("+"):
-        match = re.fullmatch(r"\s*list\(range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\)\s*", part)
-        try:
-            found += range(*(int(number) for number in match.groups() if number)) if match else ast.literal_eval(part.strip())
-        except (ValueError, SyntaxError, TypeError):
-            return None
-    return found
-
-
 # What is ROLL's alone
 
 
@@ -275,7 +251,7 @@ def step_has_what_weights_and_ratios_need(found: Found) -> Iterator[Row]:
     settings, step, batch = found.settings, step_of(found.settings), batch_of(found.settings)
     if settings[f"{STRATEGY_ARGS}strategy_name"] != STRATEGY:
         return
-    is_dynamic = bool(settings[f"{TRAIN}use_dynamic_batching_in_train"])
+    is_dynamic = bool(settings[DYNAMIC])
     is_one_step = not is_dynamic and (step is None or batch is None or step == batch)
     if found.counts_prompts and not is_one_step:
         how = "dynamic batching" if is_dynamic else f"a step of {step} of {batch} samples"
@@ -499,7 +475,7 @@ DOOR = Door(
         Setting(LOG_PROBS, default=THEIRS),
         Setting(PACKING, Kind.SWITCH, default=False),
         Setting(f"{TRAIN}apply_loss_scale", Kind.SWITCH, default=True),
-        Setting(f"{TRAIN}use_dynamic_batching_in_train", Kind.SWITCH, default=False),
+        Setting(DYNAMIC, Kind.SWITCH, default=False),
         Setting(f"{STRATEGY_ARGS}strategy_name", default="fsdp2_train"),
         Setting(PER_TOKEN, Kind.SWITCH, default=False),
         *(Setting(name, Kind.NUMBER, default=1) for name in LAYOUT),
@@ -539,13 +515,14 @@ DOOR = Door(
     corrections=corrections,
     readers=readers,
     unchosen=unchosen,
+    refuses=has_whole_steps,
     stock=stock,
     sizes=SizeNames(
         micro_batch=STEP[0],
         num_microbatches=STEP[1],
         ranks=(f"{TRAIN}device_mapping",),
         shared=LAYOUT,
-        by_tokens={f"{TRAIN}use_dynamic_batching_in_train": f"{TRAIN}max_tokens_per_microbatch_in_train"},
+        by_tokens={DYNAMIC: f"{TRAIN}max_tokens_per_microbatch_in_train"},
         count=lambda value: whole_number(value) or len(devices_of(value) or ()) or None,
     ),
     sampler=Sampler(

@@ -324,7 +324,7 @@ DOOR = Door(
         unsettled={"generator.inference_engine.speculative_config": OFF, "trainer.mtp.enabled": OFF},
     ),
     stock=stock,
-    refuses=lambda settings: whole_steps("SkyRL", settings, (BATCH,), MINI_BATCH, {BATCH: 1024, MINI_BATCH: 256}),
+    refuses=lambda settings: whole_steps("SkyRL", settings, (BATCH,), (MINI_BATCH,), {BATCH: 1024, MINI_BATCH: 256}),
     sizes=SizeNames(
         micro_batch="trainer.micro_train_batch_size_per_gpu",
         ranks=tuple(f"trainer.placement.policy_num_{of}" for of in ("nodes", "gpus_per_node")),

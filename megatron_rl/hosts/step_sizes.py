@@ -116,21 +116,45 @@ class SizeNames:
         return Size(ranks, of_ranks), Size(shared, " / ".join(groups))
 
 
-def whole_steps(title: str, settings: Settings, of_batch: Sequence[str], step: str, defaults: Mapping[str, int]) -> Iterator[Row]:
-    """Of a trainer that refuses a batch without whole steps. of_batch: settings whose product it is. defaults: the trainer's."""
-    names = (*of_batch, step)
-    values = {name: settings.value_of(name) for name in names}
+def whole_steps(
+    title: str,
+    settings: Settings,
+    of_batch: Sequence[str],
+    of_step: Sequence[str],
+    defaults: Mapping[str, int],
+    *,
+    num_data: int | None = 1,
+    drops: bool = False,
+) -> Iterator[Row]:
+    """Of a trainer that refuses a batch without whole steps, or drops its rest. of_batch, of_step: settings whose products they
+    are, the last one of a step to be changed. defaults: the trainer's. num_data: ranks that multiply a step; None: not known."""
+    values = {name: settings.value_of(name) for name in (*of_batch, *of_step)}
     if settings.knows_defaults:
         values = {name: defaults.get(name) if value is ABSENT else value for name, value in values.items()}
-    numbers = [whole_number(values[name]) for name in names]
-    if None in numbers:
+    numbers = {name: number for name, value in values.items() if (number := whole_number(value)) is not None}
+    if not num_data or len(numbers) < len(values):
         return
-    *factors, size = (number for number in numbers if number is not None)
-    batch, typed = math.prod(factors), " x ".join(f"{name}={values[name]}" for name in of_batch)
-    if batch % size:
-        product = f"{typed} = {batch} samples" if len(of_batch) > 1 else typed
-        nearest = next(one for one in range(min(batch, size), 0, -1) if batch % one == 0)
-        text = f"{title} refuses this run: {step}={size} does not divide {product}; set {step}={nearest}"
+    batch, size = (math.prod(numbers[name] for name in names) for names in (of_batch, of_step))
+    size, last, first = size * num_data, of_step[-1], of_batch[0]
+    if batch % size == 0:
+        return
+
+    def typed(names: Sequence[str], product: int, *others: str) -> str:
+        words = [*(f"{name}={numbers[name]}" for name in names), *others]
+        return f"{' x '.join(words)} = {product} samples" if len(words) > 1 else words[0]
+
+    step = typed(of_step, size, *([f"{num_data} data-parallel ranks"] if num_data > 1 else []))
+    rest = size // numbers[last]
+    nearest = next((one for one in range(min(batch, size) // rest, 0, -1) if batch % (one * rest) == 0), None)
+    remedy = f"set {last}={nearest}"
+    if nearest is None:
+        least = rest // math.gcd(rest, batch // numbers[first])
+        remedy = f"set {first}={-(-numbers[first] // least) * least} and {last}=1"
+    if drops and batch > size:
+        text = f"{title} trains {batch - batch % size} of {typed(of_batch, batch)} and drops the last {batch % size}"
+        yield Row("mini-batch", f"{text}: {step} does not divide it; {remedy}", is_note=True)
+    else:
+        text = f"{title} refuses this run: {step} does not divide {typed(of_batch, batch)}; {remedy}"
         yield Row("mini-batch", text, is_wrong=True)
 
 

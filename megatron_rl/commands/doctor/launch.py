@@ -49,7 +49,7 @@ from megatron_rl.hosts.base import (
     read_launch,
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
-from megatron_rl.hosts.checks import actors_are_checked, check_launch, constant_is_without_deviation, host_warnings
+from megatron_rl.hosts.checks import actors_are_checked, check_launch, constant_is_without_deviation, has_whole_steps, host_warnings
 from megatron_rl.hosts.door_line import judge as judge_line
 from megatron_rl.hosts.doors import DOORS, door_of
 from megatron_rl.hosts.flags import unjudged_correction
@@ -134,6 +134,7 @@ def judge_launch(
                 *_judged(line, route, of_step, asked),
                 *_experts(line, route, replicas_drift),
                 *_model(line, route, scales_indexer_loss),
+                *_sizes(line),
             ]
         flags = [*refused, *(_read_flags(line, route) if route is not None else []), *_without_effect(line), *_given_twice(line)]
         flags = [row for row in flags if row.status != OK or not any(_refuses(problem, row.subject) for problem in found)]
@@ -349,6 +350,12 @@ def _model(line: LaunchLine, route: Route | None, scales_indexer_loss: bool | No
     is_whole = not (line.unread or line.unknown)
     if is_whole and (dropout := default_dropout_note(settings)) is not None:
         yield Finding(flag_of(dropout.subject), NOTE, dropout.text)
+
+
+def _sizes(line: LaunchLine) -> Iterator[Finding]:
+    """Whether the rollout batch has whole steps, of a line that was read to its end."""
+    if line.is_of_rollouts and not (line.unread or line.unknown):
+        yield from map(_finding, has_whole_steps(read_launch(host_arguments(line))))
 
 
 def _rollout_host(line: LaunchLine, trained: list[PolicyLossConfig]) -> Iterator[Finding]:
