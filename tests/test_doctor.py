@@ -26,7 +26,7 @@ from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES
-from megatron_rl.hosts.base import rollout_hosts
+from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, rollout_hosts
 from megatron_rl.hosts.names import meant_host_flag
 from megatron_rl.validation import ROUTES_OF_FLAG, field_of
 
@@ -549,6 +549,27 @@ def test_dr_grpo_with_the_deviation_is_noted(start, switch, on_machine):
     line = f"{start} --advantage-estimator grpo --loss-aggregation constant --loss-aggregation-divisor 8{switch}"
     _, out = on_machine(CPU_MACHINE, "--launch-only", "--host", "miles", "--", *line.split(), *REDUCER.split())
     assert ("without --disable-grpo-std-normalization" in " ".join(out.split())) == (not switch), out
+
+
+@pytest.mark.parametrize("host", ["miles", "slime"])
+@pytest.mark.parametrize(
+    ("given", "is_advised"),
+    [
+        (REDUCER, True),
+        (f"{REDUCER} --eps-clip-high 0.28", False),
+        (f"{REDUCER} --advantage-estimator gspo", False),
+        (f"{CUSTOM_LOSS_LINE} --policy-loss grpo", True),
+        (f"{CUSTOM_LOSS_LINE} --policy-loss grpo --eps-clip-high 0.28", False),
+        (f"{CUSTOM_LOSS_LINE} --policy-loss cispo", False),
+    ],
+)
+def test_prompt_mean_without_the_clip_of_dapo_is_noted(host, given, is_advised, on_machine):
+    sizes = "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 32"
+    hook = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
+    line = f"python3 -m megatron_rl.hosts.launch train.py --loss-aggregation prompt_mean {hook} {sizes} {given}"
+    _, out = on_machine(CPU_MACHINE, "--launch-only", "--host", host, "--", *line.split())
+    said = "--loss-aggregation prompt_mean without --eps-clip-high 0.28: the clip is 0.2/0.2, and DAPO as published has 0.2/0.28"
+    assert (said in " ".join(out.split())) == is_advised, out
 
 
 def test_a_value_that_only_the_shell_knows_is_not_judged():

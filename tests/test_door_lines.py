@@ -17,6 +17,7 @@ from megatron_rl.hosts import verl
 from megatron_rl.hosts.door_line import given_by, judge, judge_settings
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import UNKNOWN, Settings
+from megatron_rl.loss_hub import get_loss_aggregation
 
 
 def judged(host: str, rest: str | list[str] | dict[str, Any]) -> tuple[list[str], str]:
@@ -146,3 +147,33 @@ def test_doctor_advises_it_where_the_advantages_have_the_deviation(host):
         advice = [row.text for row in rows if row.subject == "advice" and "standard deviation" in row.text]
         assert not problems and len(advice) == (aggregation == "constant" and not without), (aggregation, without, rows)
         assert all(f"without {WITHOUT_DEVIATION[host]}: " in text for text in advice)
+
+
+# What gives prompt_mean the clip of DAPO, by the rows "DAPO as published" of the pages. ROLL's switch chooses both sides.
+CLIP_OF_DAPO = {
+    "verl": f"{ACTOR}.clip_ratio_high=0.28",
+    "nemo_rl": "loss_fn.ratio_clip_max=0.28",
+    "skyrl": "trainer.algorithm.eps_clip_high=0.28",
+    "roll": "pg_clip_high: 0.28; use_pg_clip_range: true; pg_clip_low: 0.2",
+    "trl": "epsilon_high=0.28",
+    "prime_rl": "megatron_rl.clip_ratio_high=0.28",
+}
+
+
+@pytest.mark.parametrize("host", [name for name, door in DOORS.items() if door.gives(get_loss_aggregation("prompt_mean"))])
+def test_doctor_advises_the_clip_of_dapo_beside_its_aggregation(host):
+    door = DOORS[host]
+    for loss, aggregation, high, is_advised in (
+        ("grpo", "prompt_mean", None, True),
+        ("grpo", "prompt_mean", 0.28, False),
+        ("grpo", "token_mean", None, False),
+        ("gspo", "prompt_mean", None, False),
+    ):
+        config = PolicyLossConfig(policy_loss=loss, loss_aggregation=aggregation, clip_ratio_high=high)
+        given, problems = given_by(door, config)
+        given |= {"data.train_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 8} if host == "verl" else {}
+        known = {name: value for name, value in given.items() if value is not UNKNOWN}
+        rows = [*judge_settings(door, Settings.of_names(known, door.all_defaults, typed=known))]
+        advice = [row.text for row in rows if row.subject == "advice" and "DAPO" in row.text]
+        assert not problems and len(advice) == is_advised, (loss, aggregation, high, rows)
+        assert all(f"prompt_mean without {CLIP_OF_DAPO[host]}: the clip is 0.2/0.2, and DAPO" in text for text in advice), advice

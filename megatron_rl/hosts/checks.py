@@ -22,8 +22,9 @@ from megatron_rl.hosts.base import (
     names_ours,
     read_launch,
 )
-from megatron_rl.hosts.dense_rows import is_proportional, with_deviation
+from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.names import paths_load
+from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_clip_of_dapo, with_deviation
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.step_sizes import whole_steps
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, policy_loss_names
@@ -449,10 +450,7 @@ def actors_are_checked(launch: HostLaunch) -> Iterator[str]:
 def clip_fits_the_ratio(launch: HostLaunch) -> Iterator[str]:
     """The clips are the host's flags, which always have a value."""
     options, is_our_loss = launch.options, launch.has_our_loss()
-    loss, low = options["advantage_estimator"], options["eps_clip"]
-    high = low if options["eps_clip_high"] is None else options["eps_clip_high"]
-    if is_our_loss:
-        loss, (low, high) = launch.config.policy_loss, clip_of(launch.config) or (None, None)
+    loss, low, high = _acting_clip(launch)
     if loss not in policy_loss_names() or low is None:
         return
     declared, clips_means = get_policy_loss(loss).clip_ratios, get_policy_loss(loss).clips_means
@@ -475,6 +473,20 @@ def clip_fits_the_ratio(launch: HostLaunch) -> Iterator[str]:
                 f"{given} act on --policy-loss {loss}, because the host fills them in; the loss's own values are "
                 f"--eps-clip {declared[0]:g} --eps-clip-high {declared[1]:g}"
             )
+
+
+def _acting_clip(launch: HostLaunch) -> tuple[str, float | None, float | None]:
+    """The loss, and its clip low and high."""
+    if launch.has_our_loss():
+        return launch.config.policy_loss, *(clip_of(launch.config) or (None, None))
+    low, high = launch.options["eps_clip"], launch.options["eps_clip_high"]
+    return launch.options["advantage_estimator"], low, low if high is None else high
+
+
+@check(is_warning=True)
+def prompt_mean_has_the_clip_of_dapo(launch: HostLaunch) -> Iterator[str]:
+    (loss, *clip), given = _acting_clip(launch), f"--eps-clip-high {CLIP_HIGH_OF_DAPO}"
+    yield from with_clip_of_dapo("--loss-aggregation prompt_mean", loss, launch.aggregation, (clip[0], clip[1]), given)
 
 
 @check(is_warning=True)

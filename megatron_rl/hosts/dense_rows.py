@@ -175,15 +175,6 @@ def sample_in_words(aggregation: str, rollouts: Rollouts) -> str:
     return f"a rollout is the rows of one {rollouts.ids}, and counts once ({rollouts.several})"
 
 
-def with_deviation(aggregation: str, without: str) -> str:
-    """The advice for an aggregation of Dr. GRPO, arXiv:2503.20783, which removes both: the division by length and the one by the
-    deviation of a group's rewards. without: what leaves it out, as it is typed."""
-    return (
-        f"{aggregation} without {without}: rewards are divided by the standard deviation of their group, which Dr. GRPO does not "
-        "do; add it, unless you want the one without the other"
-    )
-
-
 def rows_unknown(aggregation: str) -> str:
     """Why a host refuses an aggregation that counts the rows of a rollout."""
     return (

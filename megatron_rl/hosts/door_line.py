@@ -13,12 +13,13 @@ from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import stock
 from megatron_rl.hosts.closed_words import unknown_words
-from megatron_rl.hosts.dense_rows import numbers, sample_in_words, with_deviation
+from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
 from megatron_rl.hosts.model_names import model_rows
+from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_clip_of_dapo, with_deviation
 from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Given, Settings, StepSizes, clip_to_type, not_numbers
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
+from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
 from megatron_rl.validation.checks import Row
 from megatron_rl.validation.repeated import repeated
@@ -259,12 +260,23 @@ def said_of(found: Found) -> Iterator[Row]:
     yield from (Row("advice", text, is_note=True) for text in config_warnings(config))
     if found.record.name == "constant" and door.deviation is not None and door.deviation.divides(found.settings):
         yield Row("advice", with_deviation(chosen, door.without_deviation), is_note=True)
+    clip = None if any(found.settings[name] is UNKNOWN for name in door.read_names) else clip_of(config)
+    for text in with_clip_of_dapo(chosen, config.policy_loss, found.record.name, clip, clip_high_of_dapo(found)):
+        yield Row("advice", text, is_note=True)
     yield from (Row("sampling", text, is_note=True) for text in found.warnings)
     if found.correction.is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
     if found.theirs:
         yield weights_multiply(found, found.theirs)
     yield from (row for one in door.checks for row in one(found))
+
+
+def clip_high_of_dapo(found: Found) -> str:
+    """What it changes in the settings of the launch, as it is typed."""
+    wider = replace(found.config, clip_ratio_high=CLIP_HIGH_OF_DAPO)
+    before, given = (given_by(found.door, config)[0] for config in (found.config, wider))
+    changed = {name: value for name, value in given.items() if before.get(name) != value}
+    return found.door.separator.join(found.door.typed(changed))
 
 
 def shift_in_words(found: Found) -> str:

@@ -25,12 +25,13 @@ from megatron_rl.hosts.actor_checks import release_problems
 from megatron_rl.hosts.base import MODEL_SIZES, Host, HostOptions
 from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.host_run import current_args
+from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_clip_of_dapo
 from megatron_rl.hosts.step_sizes import PROCESSES, SizeNames
 from megatron_rl.hosts.stock import MEAN_OF_TOKEN_MEANS, OF_COUNTED_TOKENS, Stock
 from megatron_rl.hosts.train_rl_checks import CORRECTION_FLAG, TRAIN_RL_CHECKS, TrainRl
 from megatron_rl.hosts.training_hooks import head_in_words, shift_in_words, start_line, tell_start, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
-from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.loss_hub import clip_of, get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
 from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite
 from megatron_rl.megatron.head import HeadSettings
@@ -148,7 +149,14 @@ def _correction_of_train_rl(given: dict) -> dict[str, tuple[str, Any, bool]]:
 def launch_warnings(config: PolicyLossConfig, args: Namespace) -> list[str]:
     """config_warnings, what the model's settings do to a step, and what train_rl.py's sampling does to it."""
     notes = model_notes(vars(args), Route.MEGATRON_LM)
-    warnings, options = [*config_warnings(config), *(note.text for note in notes if note.is_note)], HostOptions(args)
+    of_dapo = with_clip_of_dapo(
+        "--loss-aggregation prompt_mean",
+        config.policy_loss,
+        config.loss_aggregation,
+        clip_of(config),
+        f"--clip-ratio-high {CLIP_HIGH_OF_DAPO}",
+    )
+    warnings, options = [*config_warnings(config), *of_dapo, *(note.text for note in notes if note.is_note)], HostOptions(args)
     if options["perform_rl_step"]:
         warnings += warnings_of(TRAIN_RL_CHECKS, TrainRl(vars(args), asdict(config), options), Asker.VALIDATION)
     return warnings

@@ -1,0 +1,29 @@
+"""What a paper has beside its aggregation, for advice to a launch that has the aggregation alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+CLIP_HIGH_OF_DAPO = 0.28
+
+
+def with_deviation(aggregation: str, without: str) -> str:
+    """The advice for an aggregation of Dr. GRPO, arXiv:2503.20783, which removes both: the division by length and the one by the
+    deviation of a group's rewards. without: what leaves it out, as it is typed."""
+    return (
+        f"{aggregation} without {without}: rewards are divided by the standard deviation of their group, which Dr. GRPO does not "
+        "do; add it, unless you want the one without the other"
+    )
+
+
+def with_clip_of_dapo(
+    chosen: str, loss: str, aggregation: str, clip: tuple[float | None, float | None] | None, clip_high: str
+) -> Iterator[str]:
+    """The advice for DAPO, arXiv:2503.14476, which has both: prompt_mean, and a clip that is wider above than below. chosen,
+    clip_high: the aggregation and DAPO's upper clip, as they are typed. clip: (low, high) of the launch."""
+    low, high = clip or (None, None)
+    if (loss, aggregation) == ("grpo", "prompt_mean") and low is not None and high is not None and high <= low:
+        yield (
+            f"{chosen} without {clip_high}: the clip is {low:g}/{high:g}, and DAPO as published has 0.2/{CLIP_HIGH_OF_DAPO:g}; add "
+            "it, unless you want the one without the other"
+        )
