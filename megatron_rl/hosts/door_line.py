@@ -151,9 +151,9 @@ def judge_settings(
     yield from judge_log_probs(door, settings)
     meant = None if is_ours else _meant(door, name)
     imports_modules = may_have_more or settings.imports_modules
-    unknown = () if is_ours else unknown_words(door.title, door.words, settings, imports_modules=imports_modules)
-    refused = [] if meant else [*unknown, *door.refuses(settings)]
-    yield from refused
+    slips = () if is_ours else unknown_words(door.title, door.words, settings, imports_modules=imports_modules)
+    refusals = [] if meant else [*slips, *door.refuses(settings)]
+    yield from refusals
     if name is UNKNOWN:
         yield Row(choice.setting, "not known here, so the loss is not judged", is_note=True)
         yield from door.unchosen(settings)
@@ -161,7 +161,7 @@ def judge_settings(
     if not is_ours:
         if meant:
             yield Row(choice.setting, f"{name} is neither ours nor {door.title}'s: set {choice.setting}={meant}", is_wrong=True)
-        if meant or any(row.is_wrong for row in refused):
+        if meant or any(row.is_wrong for row in refusals):
             return
         yield from door.unchosen(settings)
         loss = "the loss" if name is None else name

@@ -158,12 +158,11 @@ def regularizers(settings: Settings) -> dict[str, Formula]:
 
 
 def terms(found: Found) -> dict[str, Term]:
-    settings = found.settings
-    found = {}
+    settings, beside = found.settings, dict[str, Term]()
     for name, weight in regularizers(settings).items():
         coefficient = settings.one(f"{ALGORITHM}{name.lower()}_loss_coef").value
-        found[name] = Term("its coefficient is not known here" if coefficient is None else f"{coefficient}", weight)
-    return found
+        beside[name] = Term("its coefficient is not known here" if coefficient is None else f"{coefficient}", weight)
+    return beside
 
 
 def read_line(words: Sequence[str], read_file: ReadFile) -> Line:

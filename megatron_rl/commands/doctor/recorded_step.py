@@ -76,8 +76,9 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
 def asked_sizes(args: Namespace) -> StepSizes:
     """Of the command's own flags."""
     flags = ("data_parallel_size", "micro_batch_size", "num_microbatches")
-    values = [vars(args).get(name) for name in flags]
-    return StepSizes(*(None if value is None else Size(value, flag_of(name)) for name, value in zip(flags, values, strict=True)))
+    values = {name: vars(args).get(name) for name in flags}
+    data, micro_batch, number = (None if value is None else Size(value, flag_of(name)) for name, value in values.items())
+    return StepSizes(data, micro_batch, number)
 
 
 def generations(tokens: Tensor, parts: Sequence[Sequence[Sequence[int]]], known: Mapping[str, float]) -> list[int] | None:
