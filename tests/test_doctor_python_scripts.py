@@ -258,3 +258,84 @@ def test_the_file_of_miles_own_launcher_is_judged(monkeypatch):
     monkeypatch.chdir(os.environ["MILES_ROOT"])
     report = judge_launch("python scripts/run_qwen3_4b.py --enable-mis".split(), None)
     assert "NOT exact" in report.unjudged and "tis_batch_normalize: true" in str(report.rules)
+
+
+RECIPES = """
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Recipe:
+        model_type: str
+        width: int
+        rate: float = 0.5
+        flags: str = ""
+
+    RECIPES: dict[str, Recipe] = {
+        "small": Recipe("tiny", 2),
+        "large": Recipe("giant", width=8, rate=1.5, flags=f"--sizes {some(1)} "),
+    }
+    STEPS = {"small": {"warm": 3}, "large": {"warm": 7}}
+    CHANGE
+
+    @dataclass
+    class Args:
+        size: str = "small"
+        width: int = 1
+        extra_args: str = ""
+
+        @property
+        def recipe(self) -> Recipe:
+            '''Of the size.'''
+            return RECIPES[self.size]
+
+        @property
+        def batch(self) -> int:
+            print("not followed")
+            return 3
+
+    def run(args):
+        recipe = args.recipe
+        train_args = f"--width {args.recipe.width} --rate {recipe.rate} --warm {STEPS[args.size]['warm']} --batch {args.batch} "
+        if recipe.width > 4 and "small" in RECIPES:
+            train_args += "--is-large "
+        U.execute_train(train_args)
+
+    run(Args())
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "change", "flags"),
+    [
+        pytest.param((), "", {"width": "2", "rate": "0.5", "warm": "3"}, id="the default size"),
+        pytest.param(("--size", "large"), "", {"width": "8", "rate": "1.5", "warm": "7", "is-large": ""}, id="a typed size"),
+        pytest.param(
+            (),
+            "STEPS['small']['warm'] = 4; RECIPES.update(small=Recipe('tiny', 9))",
+            {"width": "${width}", "rate": "${rate}", "warm": "${value}", "is-large": ""},
+            id="dicts that the script changes are not followed",
+        ),
+        pytest.param(
+            ("--size", "none"),
+            "",
+            {"width": "${width}", "rate": "${rate}", "warm": "${value}", "is-large": ""},
+            id="a key that no dict has",
+        ),
+    ],
+)
+def test_a_dict_of_constants_is_followed_by_its_key(tmp_path, typed, change, flags):
+    """As _RECIPES of miles's scripts: objects of a frozen dataclass, behind a property. A setting may have the name of a field."""
+    (script := tmp_path / "run_mine.py").write_text(textwrap.dedent(RECIPES).replace("CHANGE", change))
+    found = {
+        flag.removeprefix("--"): " ".join(values) for flag, values in read_line(["python", str(script), *typed], "miles").flags
+    }
+    assert found == flags | {"batch": "${batch}"}
+
+
+@pytest.mark.host("MILES_ROOT")
+@pytest.mark.parametrize(("name", "width", "model"), [("Qwen3-4B", "2", "qwen3-4B"), ("Qwen3-32B", "8", "qwen3-32B")])
+def test_the_recipe_of_miles_own_launcher_gives_the_layout_and_the_model(monkeypatch, name, width, model):
+    monkeypatch.chdir(os.environ["MILES_ROOT"])
+    line = read_line(["python", "scripts/run_qwen3_dense.py", "--model-name", name], None)
+    assert dict(line.flags)["--tensor-model-parallel-size"] == (width,)
+    assert line.read_from.branches[-1] == f"the flags of the model {model}"

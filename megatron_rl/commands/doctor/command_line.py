@@ -24,6 +24,7 @@ from megatron_rl.commands.doctor.composed import (
     named_texts,
     only_defines,
     settings_of_another,
+    text_handed_on,
     text_handed_to_a_function,
     with_inherited,
 )
@@ -241,7 +242,8 @@ def _of_model(script: Path, tree: ast.Module, typed: Sequence[str]) -> tuple[str
         return None, []
     asked = [value for flag, value in pairwise(typed) if flag == flag_of(MODEL)]
     asked += [word.partition("=")[2] for word in typed if word.startswith(f"{flag_of(MODEL)}=")]
-    name = asked[-1] if asked else min(names) if names and len(names) == 1 else default_text(tree, MODEL)
+    own = min(names) if names and len(names) == 1 else text_handed_on(tree, MODEL, typed) or default_text(tree, MODEL)
+    name = asked[-1] if asked else own
     folders = [folder / place for folder in script.resolve().parents for place in (MODELS.name, MODELS)]
     if name is None and (of_function := text_handed_to_a_function(tree, MODEL, typed)) is not None:
         # A model by its public name: Qwen3-4B, of which the script is qwen3-4B.

@@ -210,6 +210,14 @@ def text_handed_to_a_function(tree: ast.Module, name: str, typed: Sequence[str])
     return given[0] if len(calls) == len(given) == 1 and isinstance(given[0], str) else None
 
 
+def text_handed_on(tree: ast.Module, name: str, typed: Sequence[str]) -> str | None:
+    """The one text that an argument of a name is given from something of that name, as in model_type=recipe.model_type."""
+    known = constants_of(tree, typed_settings(tree, typed))
+    handed = [value for other, value in _named(tree, _assigned(tree)) if other == _last_name(value) == name]
+    texts = {evaluate(value, known) for value in handed}
+    return text if len(texts) == 1 and isinstance(text := texts.pop(), str) else None
+
+
 def default_text(tree: ast.Module, name: str) -> str | None:
     """What a class of a script gives a name where nobody says otherwise."""
     own = [one for one in _fields(tree) if _last_name(one.target) == name]

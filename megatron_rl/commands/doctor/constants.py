@@ -40,6 +40,8 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.NotIn: lambda left, right: left not in right,
 }
 NUMERIC: dict[str, Callable[..., Any]] = {"max": max, "min": min, "int": int, "str": str}
+# Methods after which a dict is another one.
+CHANGING = ("update", "setdefault", "pop", "popitem", "clear")
 
 
 def is_secret(name: str, value: str) -> bool:
@@ -47,28 +49,50 @@ def is_secret(name: str, value: str) -> bool:
     return OF_A_KEY.search(name) is not None and len(value) >= SHORTEST_KEY or SECRET.search(name) is not None
 
 
+class Table(tuple[tuple[Any, Any], ...]):
+    """A dict, or an object of a frozen dataclass: (key or field, value). A value may be UNKNOWN."""
+
+    def value_of(self, key: Any) -> Any:
+        return dict(self).get(key, UNKNOWN)
+
+    def __contains__(self, key: object) -> bool:
+        return key in dict(self)
+
+
 @dataclass(frozen=True, slots=True)
 class Constants:
     """names: of variables that hold one constant wherever they are assigned. fields: the same of attributes, as the settings of a
-    script's own class. modules: names that are imported, whose attributes are another's."""
+    script's own class. modules: names that are imported, whose attributes are another's. records: of each frozen dataclass its
+    fields with their defaults."""
 
     names: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     modules: frozenset[str] = frozenset()
+    records: Mapping[str, Mapping[str, ast.expr | None]] = field(default_factory=dict)
 
 
 def constants_of(tree: ast.Module, settings: Mapping[str, Any]) -> Constants:
     """settings: what its own command line says of the fields of its classes; UNKNOWN: one that says what is not known."""
     imports = [alias for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
     modules = frozenset((alias.asname or alias.name).partition(".")[0] for alias in imports)
-    known = Constants(modules=modules)
+    records = dict(_records(tree))
+    known = Constants(modules=modules, records=records)
     for _ in range(MOST_ROUNDS):
         names, fields = _values(tree, settings, known)
-        found = Constants(names, fields, modules)
+        found = Constants(names, fields, modules, records)
         if found == known:
             break
         known = found
     return known
+
+
+def _records(tree: ast.Module) -> Iterator[tuple[str, Mapping[str, ast.expr | None]]]:
+    for node in (one for one in ast.walk(tree) if isinstance(one, ast.ClassDef) and not one.bases):
+        calls = [one for one in node.decorator_list if isinstance(one, ast.Call) and _name(one.func) == "dataclass"]
+        is_frozen = "frozen=True" in [ast.unparse(word) for one in calls for word in one.keywords]
+        if is_frozen and not any(isinstance(one, ast.FunctionDef) and one.name == "__post_init__" for one in node.body):
+            fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+            yield node.name, {_name(one.target): None if one.value is None else _default(one.value) for one in fields}
 
 
 def _values(tree: ast.Module, settings: Mapping[str, Any], known: Constants) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -83,6 +107,8 @@ def _values(tree: ast.Module, settings: Mapping[str, Any], known: Constants) -> 
             given[1].setdefault(field_.target.id, []).append(evaluate(_default(field_.value), known))
     for name, value in settings.items():
         given[1].setdefault(name, []).append(value)
+    for name, value in (_property(one, known) for node in classes for one in node.body if isinstance(one, ast.FunctionDef)):
+        given[1].setdefault(name, []).append(value)
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -95,13 +121,35 @@ def _values(tree: ast.Module, settings: Mapping[str, Any], known: Constants) -> 
             given[isinstance(node, ast.Attribute)].setdefault(_name(node), []).append(UNKNOWN)
         elif isinstance(node, ast.arg):
             given[0].setdefault(node.arg, []).append(UNKNOWN)
+        elif (changed := _changed(node)) is not None:
+            given[isinstance(changed, ast.Attribute)].setdefault(_name(changed), []).append(UNKNOWN)
         elif isinstance(node, ast.Call) and _name(node.func) in own | {"replace", "cls"}:
-            for keyword in (one for one in node.keywords if one.arg is not None):
-                given[1].setdefault(str(keyword.arg), []).append(evaluate(keyword.value, known))
+            for name, value in _arguments(node, known.records.get(_name(node.func), {})):
+                given[1].setdefault(name, []).append(evaluate(value, known))
         elif isinstance(node, ast.Call) and _name(node.func) == "setattr" and len(node.args) == 3:
             given[1].setdefault(str(evaluate(node.args[1], known)), []).append(UNKNOWN)
     names, fields = ({name: values[0] for name, values in place.items() if _are_one(values)} for place in given)
     return names, fields
+
+
+def _property(node: ast.FunctionDef, known: Constants) -> tuple[str, Any]:
+    """(name, value) of one that only returns."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    is_property = [_name(one) for one in node.decorator_list] in (["property"], ["cached_property"])
+    only = body[0] if is_property and len(body) == 1 else None
+    return node.name, evaluate(only.value, known) if isinstance(only, ast.Return) and only.value is not None else UNKNOWN
+
+
+def _changed(node: ast.AST) -> ast.expr | None:
+    """The variable whose dict, or a dict in it, a statement changes."""
+    changed: ast.expr | None = None
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        changed = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+        changed = node.func.value
+    while isinstance(changed, ast.Subscript):
+        changed = changed.value
+    return changed
 
 
 def _default(value: ast.expr) -> ast.expr:
@@ -206,8 +254,18 @@ def _evaluated(node: ast.expr, known: Constants) -> Any:
             return node.value
         case ast.Name():
             return known.names.get(node.id, UNKNOWN)
-        case ast.Attribute(value=ast.Name(id=owner)) if owner not in known.modules:
-            return known.fields.get(node.attr, UNKNOWN)
+        case ast.Attribute():
+            owner = evaluate(node.value, known)
+            is_own = isinstance(node.value, ast.Name) and node.value.id not in known.modules
+            is_record = isinstance(owner, Table)
+            return owner.value_of(node.attr) if is_record else known.fields.get(node.attr, UNKNOWN) if is_own else UNKNOWN
+        case ast.Subscript():
+            owner = evaluate(node.value, known)
+            return owner.value_of(evaluate(node.slice, known)) if isinstance(owner, Table) else UNKNOWN
+        case ast.Dict():
+            keys = [UNKNOWN if one is None else evaluate(one, known) for one in node.keys]
+            values = [evaluate(one, known) for one in node.values]
+            return UNKNOWN if UNKNOWN in keys else Table(dict(zip(keys, values, strict=True)).items())
         case ast.Tuple() | ast.List() | ast.Set():
             parts = [evaluate(one, known) for one in node.elts]
             return UNKNOWN if UNKNOWN in parts else tuple(parts)
@@ -216,7 +274,7 @@ def _evaluated(node: ast.expr, known: Constants) -> Any:
             return UNKNOWN if UNKNOWN in parts else "".join(parts)
         case ast.FormattedValue(conversion=-1, format_spec=None):
             value = evaluate(node.value, known)
-            return value if value is UNKNOWN else str(value)
+            return UNKNOWN if value is UNKNOWN or isinstance(value, Table) else str(value)
         case ast.IfExp():
             is_true = truth_of(node.test, known)
             arms = [evaluate(one, known) for one in (node.body, node.orelse)]
@@ -258,6 +316,8 @@ def _computed(node: ast.BinOp, known: Constants) -> Any:
 def _called(node: ast.Call, known: Constants) -> Any:
     """What reads the environment, strips a text, compares numbers or puts a file's text on the line."""
     given, name = [evaluate(one, known) for one in node.args], _name(node.func)
+    if isinstance(node.func, ast.Name) and name in known.records:
+        return _record(node, known.records[name], known)
     if UNKNOWN in given or node.keywords:
         return UNKNOWN
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None
@@ -271,3 +331,18 @@ def _called(node: ast.Call, known: Constants) -> Any:
     if name == PSEUDO_FILE and len(given) == 1 and isinstance(given[0], str):
         return "base64:" + base64.b64encode(given[0].encode()).decode()
     return NUMERIC[name](*given) if isinstance(node.func, ast.Name) and name in NUMERIC and given else UNKNOWN
+
+
+def _record(node: ast.Call, fields: Mapping[str, ast.expr | None], known: Constants) -> Any:
+    if len(node.args) > len(fields) or any(isinstance(one, ast.Starred) for one in node.args):
+        return UNKNOWN
+    if any(one.arg is None for one in node.keywords):
+        return UNKNOWN
+    given = {**fields, **dict(_arguments(node, fields))}
+    return Table((name, UNKNOWN if value is None else evaluate(value, known)) for name, value in given.items())
+
+
+def _arguments(node: ast.Call, fields: Mapping[str, ast.expr | None]) -> list[tuple[str, ast.expr]]:
+    """Of a call, by name. fields: the names of those that are given by their place."""
+    placed = zip([*fields][: len(node.args)], node.args[: len(fields)], strict=True)
+    return [*placed, *((one.arg, one.value) for one in node.keywords if one.arg is not None)]
