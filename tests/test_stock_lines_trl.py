@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from test_stock_lines import ALIKE, GENERATION, doctor, explain
 
+from megatron_rl.aggregation_record import Formula
 from megatron_rl.hosts import trl_stock
+from megatron_rl.hosts.stock import Stock, rows_of
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,28 @@ def test_a_generation_of_whole_steps_is_kept_by_ours(capsys):
     line = ["trl", "grpo", "--steps_per_generation", "8", "--gradient_accumulation_steps", "4"]
     _, out = doctor(capsys, "--", *line)
     assert "exact: steps_per_generation=4, or loss_type=megatron_rl.grpo.token_mean, which keeps the generation" in out, out
+
+
+def test_a_remedy_of_ours_says_what_keeps_the_strength_of_kl_and_entropy(capsys):
+    """1/T adds up to 1 over the step, as 1/(N m_i) does: no coefficient changes."""
+    line = ["trl", "grpo", "--steps_per_generation", "8", "--gradient_accumulation_steps", "4"]
+    said = "; with ours, each sample counts the same in KL and entropy: keep the coefficient of KL, keep the coefficient of entropy"
+    for loss in ("dapo", "bnpo"):
+        _, out = doctor(capsys, "--", *line, "--beta", "0.04", "--entropy_coef", "0.01", "--loss_type", loss)
+        assert f"which keeps the generation{said}" in out, out
+        _, out = doctor(capsys, "--", *line, "--loss_type", loss)
+        assert "which keeps the generation" in out and "with ours" not in out, out
+    _, out = doctor(capsys, "--", "trl", "grpo", "--beta", "0.04", "--loss_type", "bnpo")  # TRL's dapo has TRL's KL
+    assert "exact: loss_type=dapo" in out and "with ours" not in out, out
+
+
+def test_under_constant_the_coefficient_of_kl_is_multiplied_by_the_mean_tokens_over_l():
+    """sum_i m_i / (L N) is m / L, where ours adds up to 1."""
+    weight = Formula(N=-1, L=-1)
+    local = Stock(Formula(M=-1, dp=-1, N_b=-1, L=-1), weight, known={"L": 64})
+    rows = [*rows_of(local, "TRL", "loss_type=megatron_rl.grpo.{}".format, ("entropy",))]
+    assert "exact: loss_type=megatron_rl.grpo.constant; with ours, each sample counts the same in KL: multiply" in rows[0].text
+    assert "the coefficient of KL by m/L = m/64, m the mean tokens of a sample" in rows[0].text
 
 
 def test_an_aggregation_alone_is_given_the_loss_that_lacks(capsys):

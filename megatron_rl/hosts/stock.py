@@ -36,6 +36,7 @@ OF_COUNTED_TOKENS = Formula({"T'": -1})
 MEAN_OF_TOKEN_MEANS = Formula(M=-1, dp=-1, T_b=-1)
 MEAN_OVER_RANKS = Formula(M=-1, T_k=-1)  # each mean is over the ranks too
 MEAN_OF_SAMPLE_MEANS = Formula(M=-1, dp=-1, N_b=-1, m_i=-1)
+OURS = "megatron_rl"
 TERMS = ("policy", "KL", "entropy", "distillation", "value")
 # verl's and SkyRL's losses that select tokens.
 SELECTING = ("clip_cov", "kl_cov")
@@ -167,7 +168,7 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None, own_te
         called = f"; {ours} here" if ours else ""
         shown = stock.in_words(weight)
         if is_of_generation(weight):
-            words = "" if stock.exact is None else f"; exact: {stock.exact}"
+            words = "" if stock.exact is None else f"; exact: {stock.exact}{_kept_strength(stock, stock.exact, own_terms)}"
             same = "" if stock.varies else "the same on every layout, but "
             text = f"{same}not the step's token mean: {_of_generations(weight, stock.known)}{words}"
             text = f"{title}'s own: a token weighs {shown}{where}: {text}"
@@ -180,10 +181,26 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None, own_te
         remedy = None
         if len(said) == 1:
             remedy = stock.exact or (exact(ours) if exact is not None and ours is not None else None)
-        words = of_ours if remedy is None else f"; exact: {remedy}"
+        words = of_ours if remedy is None else f"; exact: {remedy}{_kept_strength(stock, remedy, own_terms)}"
         yield Row(name, f"{title}'s own: a token weighs {shown}{where}: {_changes(letters)}{words}", is_note=True)
     for text in (*stock.varies, *stock.remarks):
         yield Row("stock loss", text, is_note=True)
+
+
+def _kept_strength(stock: Stock, remedy: str, own_terms: Collection[str]) -> str:
+    """What keeps KL and entropy as strong beside the policy term, over the step, where `remedy` has a loss of ours that weighs the
+    policy term as the trainer does, and makes these terms itself: a token of them weighs 1/(N m_i)."""
+    terms = {name: weight for name, weight in (("KL", stock.kl), ("entropy", stock.entropy)) if weight is not None}
+    said = []
+    for name, weight in terms.items() if own_terms and f"{OURS}." in remedy else ():
+        factor = (of_the_step(weight).renamed({"N+": "N", "T'": "T"}) / SAMPLE_MEAN).of_mean_tokens()
+        power = factor.powers.get("m_i", 0)
+        factor *= Formula(m_i=-power, m=power)
+        if not factor.powers:
+            said.append(f"keep the coefficient of {name}")
+        elif factor.powers.keys() <= {"m", "L"}:
+            said.append(f"multiply the coefficient of {name} by {stock.in_words(factor)}, m the mean tokens of a sample")
+    return f"; with ours, each sample counts the same in {' and '.join(terms)}: {', '.join(said)}" if said else ""
 
 
 def _of_generations(weight: Formula, known: Mapping[str, float]) -> str:
