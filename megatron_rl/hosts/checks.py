@@ -450,9 +450,10 @@ def actors_are_checked(launch: HostLaunch) -> Iterator[str]:
 def clip_fits_the_ratio(launch: HostLaunch) -> Iterator[str]:
     """The clips are the host's flags, which always have a value."""
     options, is_our_loss = launch.options, launch.has_our_loss()
-    loss, low, high = _acting_clip(launch)
-    if loss not in policy_loss_names() or low is None:
+    loss, clip = _acting_clip(launch)
+    if loss not in policy_loss_names() or clip is None:
         return
+    low, high = clip
     declared, clips_means = get_policy_loss(loss).clip_ratios, get_policy_loss(loss).clips_means
     is_chosen = is_our_loss and options.ours("policy_loss")
     given = f"--eps-clip {low:g}, --eps-clip-high {high:g}"
@@ -475,18 +476,19 @@ def clip_fits_the_ratio(launch: HostLaunch) -> Iterator[str]:
             )
 
 
-def _acting_clip(launch: HostLaunch) -> tuple[str, float | None, float | None]:
-    """The loss, and its clip low and high."""
+def _acting_clip(launch: HostLaunch) -> tuple[str, tuple[float, float] | None]:
+    """The loss, and its clip low and high; None: it has none."""
     if launch.has_our_loss():
-        return launch.config.policy_loss, *(clip_of(launch.config) or (None, None))
+        return launch.config.policy_loss, clip_of(launch.config)
     low, high = launch.options["eps_clip"], launch.options["eps_clip_high"]
-    return launch.options["advantage_estimator"], low, low if high is None else high
+    return launch.options["advantage_estimator"], None if low is None else (low, low if high is None else high)
 
 
 @check(is_warning=True)
 def prompt_mean_has_the_clip_of_dapo(launch: HostLaunch) -> Iterator[str]:
-    (loss, *clip), given = _acting_clip(launch), f"--eps-clip-high {CLIP_HIGH_OF_DAPO}"
-    yield from with_clip_of_dapo("--loss-aggregation prompt_mean", loss, launch.aggregation, (clip[0], clip[1]), given)
+    loss, clip = _acting_clip(launch)
+    given = f"--eps-clip-high {CLIP_HIGH_OF_DAPO}"
+    yield from with_clip_of_dapo("--loss-aggregation prompt_mean", loss, launch.aggregation, clip, given)
 
 
 @check(is_warning=True)
@@ -581,5 +583,5 @@ def has_whole_steps(launch: HostLaunch) -> Iterator[Row]:
     if not (keeps_rest or is_other or is_cut_before):
         of_batch, of_step = ("rollout_batch_size", "n_samples_per_prompt"), ("global_batch_size",)
         given = {flag_of(name): options[name] for name in (*of_batch, *of_step) if options[name] is not None}
-        flags = ([*map(flag_of, names)] for names in (of_batch, of_step))
-        yield from whole_steps(str(options.host), Settings.of_names(given, {}), *flags, {}, drops=True)
+        batch, step = ([*map(flag_of, names)] for names in (of_batch, of_step))
+        yield from whole_steps(str(options.host), Settings.of_names(given, {}), batch, step, {}, drops=True)

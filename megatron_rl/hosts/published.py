@@ -17,12 +17,12 @@ def with_deviation(aggregation: str, without: str) -> str:
 
 
 def with_clip_of_dapo(
-    chosen: str, loss: str, aggregation: str, clip: tuple[float | None, float | None] | None, clip_high: str
+    chosen: str, loss: str, aggregation: object, clip: tuple[float, float] | None, clip_high: str
 ) -> Iterator[str]:
     """The advice for DAPO, arXiv:2503.14476, which has both: prompt_mean, and a clip that is wider above than below. chosen,
     clip_high: the aggregation and DAPO's upper clip, as they are typed. clip: (low, high) of the launch."""
-    low, high = clip or (None, None)
-    if (loss, aggregation) == ("grpo", "prompt_mean") and low is not None and high is not None and high <= low:
+    if (loss, aggregation) == ("grpo", "prompt_mean") and clip is not None and clip[1] <= clip[0]:
+        low, high = clip
         yield (
             f"{chosen} without {clip_high}: the clip is {low:g}/{high:g}, and DAPO as published has 0.2/{CLIP_HIGH_OF_DAPO:g}; add "
             "it, unless you want the one without the other"
