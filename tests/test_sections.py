@@ -14,7 +14,7 @@ import pytest
 import yaml
 from host_checkouts import NEMO_RL, ROLL, SKYRL, VERL, Checkout
 
-from megatron_rl.hosts import nemo_rl, roll, skyrl, verl
+from megatron_rl.hosts import nemo_rl, roll, roll_sizes, skyrl, verl
 from megatron_rl.hosts.door import Door, Kind
 from megatron_rl.hosts.door_line import judge_names
 from megatron_rl.hosts.settings import Given, Settings, acting_clip, clip_to_type
@@ -164,7 +164,7 @@ def test_the_names_of_roll_are_its_own():
     numbers = {name for name, kind in own.items() if {"int", "float"} & set(re.findall(r"\w+", kind))}
     assert numbers == {name for name, kind in kinds.items() if kind == Kind.NUMBER}
     groups = {
-        roll.TRAINING: fields(ROLL, "roll/configs/training_args.py", "TrainingArguments"),
+        roll_sizes.TRAINING: fields(ROLL, "roll/configs/training_args.py", "TrainingArguments"),
         f"{roll.INFER}generating_args.": fields(ROLL, "roll/configs/generating_args.py", "GeneratingArguments"),
         f"{roll.TRAIN}strategy_args.strategy_config.": MEGATRON_NAMES,
     }

@@ -24,7 +24,7 @@ from test_skyrl import started
 from torch import Tensor
 
 from megatron_rl.__main__ import main
-from megatron_rl.hosts import DOOR_NAMES, roll, skyrl
+from megatron_rl.hosts import DOOR_NAMES, roll, roll_sizes, skyrl
 from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import put
@@ -346,7 +346,11 @@ def test_the_defaults_of_roll_are_its_own():
         ROLL.source("roll/configs/training_args.py"),
     )
     own = defaults_of(base, "BaseConfig") | defaults_of(base, "PPOConfig") | defaults_of(rlvr, "RLVRConfig")
-    sources = {roll.TRAINING: defaults_of(training, "TrainingArguments"), roll.TRAIN: defaults_of(worker, "WorkerConfig"), "": own}
+    sources = {
+        roll_sizes.TRAINING: defaults_of(training, "TrainingArguments"),
+        roll.TRAIN: defaults_of(worker, "WorkerConfig"),
+        "": own,
+    }
     for name, default in roll.DOOR.all_defaults.items():
         prefix = next(prefix for prefix in sources if name.startswith(prefix))
         if (last := name.removeprefix(prefix)).count(".") == 0:
