@@ -82,6 +82,7 @@ JUDGES = {
     "losses/": "loss_contract golden_losses clipping losses losses_bad_input messages generated_steps linear_losses",
     "losses/old_kl.py": "old_kl",
     "losses/corrected_inputs.py": "corrections generated_steps",
+    "losses/bad_data.py": "losses_bad_input messages own_losses",
     "losses/inputs.py": "losses losses_bad_input messages generated_steps linear_losses own_losses",
     "losses/support_terms.py": "support_losses generated_steps",
     "losses/ordered_sums.py": "ordered_sums",

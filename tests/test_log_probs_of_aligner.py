@@ -436,7 +436,7 @@ def test_a_misspelt_name_of_the_setting_is_refused():
         nemo_rl.check_launch(master_config(settings))
     given = {skyrl.ENTRYPOINT: skyrl.__name__, "megatron_rl.log_prob": "megatron_rl"}
     with pytest.raises(ConfigError, match=r"did you mean megatron_rl.log_probs"):
-        skyrl.read(
+        door_line.read(
             skyrl.DOOR,
             Settings.of_names(given | {f"{skyrl.ALGORITHM}policy_loss_type": "megatron_rl.grpo"}, skyrl.DOOR.all_defaults),
         )

@@ -19,7 +19,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.loss_hub import PolicyLoss, is_built_in
+from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import check_counts
@@ -367,73 +367,12 @@ def read_sums(
     )
 
 
-def raise_on_bad_data(
-    loss: PolicyLoss,
-    sums: DocumentSums,
-    log_probs: Tensor,  # [T]
-    inputs: LossInputs,
-    kl_coefficient: float,
-    results: dict[str, Tensor] | None = None,  # [T] each: the results of the loss
-) -> None:
-    """Raises DataError for non-finite unmasked tokens, for advantages that vary inside a sample and for token_counts that differ
-    from the mask's. On CUDA it reads nothing.
-
-    Call it after the all-reduce: its numbers are then equal on all cp ranks, so that these raise together.
-    """
-    if sums.num_nonfinite.is_cuda or not bool((sums.num_nonfinite > 0).any()):
-        return
-    if sums.is_miscounted is not None and bool(sums.is_miscounted.any()):
-        document = int(sums.is_miscounted.nonzero()[0])
-        told = given(inputs.token_counts)[document].item()
-        raise DataError(
-            f"token_counts says {told:g} for document {_named(document, inputs)}, and loss_mask "
-            f"has {int(sums.counts[document])} unmasked tokens over all context-parallel ranks: pass count_step's counts, or None"
-        )
-    if sums.advantages_vary is not None and bool(sums.advantages_vary.any()):
-        document = int(sums.advantages_vary.nonzero()[0])
-        raise DataError(
-            f"advantages vary inside document {_named(document, inputs)}: a sequence-level loss takes one advantage per sample; "
-            "average them in the rollout, or use a token-level loss (grpo)"
-        )
-    document = int((sums.num_nonfinite > 0).nonzero()[0])
-    here = inputs.loss_mask & (inputs.token_documents == document)
-    tensors = checked_tensors(loss, log_probs, inputs, kl_coefficient)
-    # A result is named only where its inputs are finite.
-    found = [
-        [name for name, tensor in some.items() if bool((here & ~torch.isfinite(tensor)).any())] for some in (tensors, results or {})
-    ]
-    names = found[0] or found[1]
-    where = f"in {', '.join(names)}" if names else "on another context-parallel rank"
-    remedy = "A label outside the vocabulary gives -inf log_probs; mask the token or drop the sample"
-    if names and not found[0] and not is_built_in(loss.name):
-        first = here & torch.stack([~torch.isfinite(tensor) for tensor in (results or {}).values()]).any(0)
-        at = _pair_in_words(tensors["log_probs"] - tensors["old_log_probs"], tensors["advantages"], first)
-        remedy = f"Its inputs are finite, {at}: in {loss.name} write bounded_exp for exp, and keep divisors above 0"
-    raise DataError(
-        f"document {_named(document, inputs)} of the micro-batch has {int(sums.num_nonfinite[document])} unmasked tokens with a "
-        f"value that is not finite, {where}; {int((sums.num_nonfinite > 0).sum())} documents are affected. {remedy}"
-    )
+def has_bad_data(sums: DocumentSums) -> bool:
+    """Whether a document cannot be trained: bad_data words it. After the all-reduce the answer is the same on all cp ranks, so
+    that these raise together. On CUDA nothing is read, and the answer is False."""
+    return not sums.num_nonfinite.is_cuda and bool((sums.num_nonfinite > 0).any())
 
 
-def _named(document: int, inputs: LossInputs) -> int:
-    return document if inputs.document_numbers is None else inputs.document_numbers[document]
-
-
-def _pair_in_words(log_ratio: Tensor, advantages: Tensor, is_bad: Tensor) -> str:  # [*] each, is_bad somewhere True
-    first = int(is_bad.nonzero()[0])
-    return f"first at log-ratio {float(log_ratio[first]):.6g} and advantage {float(advantages[first]):.6g}"
-
-
-def raise_on_nonfinite(
-    loss: PolicyLoss,
-    is_bad: Tensor,  # [*] of tokens or samples
-    log_ratio: Tensor | None = None,  # [*]
-    advantages: Tensor | None = None,  # [*]
-) -> None:
-    """Raises DataError where the loss returned non-finite results for finite inputs. On CUDA it reads nothing."""
-    if is_bad.is_cuda or not bool(is_bad.any()):
-        return
-    where = ""
-    if log_ratio is not None and advantages is not None:
-        where = f": guard it, {_pair_in_words(log_ratio, advantages, is_bad)}"
-    raise DataError(f"policy loss {loss.name!r} returned values or derivatives that are not finite, from finite inputs{where}")
+def is_any(is_bad: Tensor) -> bool:
+    """Of results of a loss that are not finite. On CUDA nothing is read, and the answer is False."""
+    return not is_bad.is_cuda and bool(is_bad.any())

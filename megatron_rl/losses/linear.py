@@ -22,6 +22,7 @@ from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.api import PolicyLossOutput, output_of, reducer_of
+from megatron_rl.losses.bad_data import nonfinite_loss
 from megatron_rl.losses.compared import compare_inputs
 from megatron_rl.losses.corrected_inputs import can_correct_before_rows, correct_before_rows
 from megatron_rl.losses.host_copies import ScheduleCopies, check_document_lengths, document_sizes, read_host_copies
@@ -30,8 +31,8 @@ from megatron_rl.losses.inputs import (
     are_coefficients_known_on_policy,
     further_inputs,
     given,
+    is_any,
     prepare_inputs,
-    raise_on_nonfinite,
     with_token_counts,
 )
 from megatron_rl.losses.old_kl import with_old_kl
@@ -481,7 +482,8 @@ class TokenCoefficients:
         values = evaluate(self.loss, log_probs - old, advantages, log_probs, settings.keywords, vectors)
         if not log_probs.is_cuda:
             is_given = are_finite({"log_probs": log_probs, "old_log_probs": old, "advantages": advantages, **vectors})
-            raise_on_nonfinite(self.loss, nonfinite_values(values, is_given), log_probs - old, advantages)
+            if is_any(is_bad := nonfinite_values(values, is_given)):
+                raise nonfinite_loss(self.loss, is_bad, log_probs - old, advantages)
         weights = spread(inputs.token_weights.to(self.dtype), documents)
         if inputs.importance_weights is not None:
             weights = weights * inputs.importance_weights[rows].to(self.dtype)

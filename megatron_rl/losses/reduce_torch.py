@@ -21,6 +21,7 @@ from megatron_rl.layout.agreement import is_checked
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import LossValue, PolicyLoss
+from megatron_rl.losses.bad_data import bad_data, nonfinite_loss
 from megatron_rl.losses.corrected_inputs import columns_of_correction, correct_samples, correct_tokens, correction_metric_sums
 from megatron_rl.losses.inputs import (
     DocumentSums,
@@ -28,8 +29,8 @@ from megatron_rl.losses.inputs import (
     checked_tensors,
     further_inputs,
     given,
-    raise_on_bad_data,
-    raise_on_nonfinite,
+    has_bad_data,
+    is_any,
     read_sums,
     sum_columns,
     vectors_of_samples,
@@ -104,7 +105,8 @@ def reduce_loss_torch(
             tokens = evaluate(loss, log_probs - old_log_probs, token_advantages, log_probs, settings.keywords, vectors)
             if agreement.is_active:  # tp ranks have no reduction that tells them
                 is_bad = nonfinite_values(tokens, inputs.loss_mask & are_finite(tensors))
-                raise_on_nonfinite(loss, is_bad, log_probs - old_log_probs, token_advantages)
+                if is_any(is_bad):
+                    raise nonfinite_loss(loss, is_bad, log_probs - old_log_probs, token_advantages)
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
     kl = None
     if settings.kl_estimator is not None:
@@ -113,7 +115,8 @@ def reduce_loss_torch(
         name = f"KL estimator {settings.kl_estimator.name}"
         results |= {f"value of {name}": kl[0], f"derivative of {name}": kl[1]}
     sums = read_sums(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
-    raise_on_bad_data(loss, sums, log_probs, inputs, settings.kl_coefficient, results)
+    if has_bad_data(sums):
+        raise bad_data(loss, sums, log_probs, inputs, settings.kl_coefficient, results)
     correction = inputs.applied_correction
     if inputs.correction is not None:
         inputs, sums, correction = correct_samples(inputs, sums, log_probs)
@@ -259,7 +262,8 @@ def _sequence_values(
     with settings.agreement():
         samples = evaluate(loss, sums.means["log_ratio"], advantages, log_probs, settings.keywords, vectors)
         is_bad = nonfinite_values(samples, sums.counts > 0)
-        raise_on_nonfinite(loss, is_bad, sums.means["log_ratio"], advantages)
+        if is_any(is_bad):
+            raise nonfinite_loss(loss, is_bad, sums.means["log_ratio"], advantages)
     return LossValues(*(spread(part, inputs.token_documents) for part in samples)), torch.where(is_bad, sums.counts, 0.0)
 
 
@@ -304,7 +308,8 @@ def _batch_values(
             loss, batch, value_weights, settings.keywords, vectors, has_importance_weights=has_weights
         )
         is_bad = nonfinite_values(tokens, batch.loss_mask)
-        raise_on_nonfinite(loss, is_bad, batch.log_ratio, batch.advantages)
+        if is_any(is_bad):
+            raise nonfinite_loss(loss, is_bad, batch.log_ratio, batch.advantages)
     return tokens, is_weighted, document_sums(is_bad, batch.cu_seqlens)
 
 

@@ -24,6 +24,7 @@ from megatron_rl.config import PolicyMetrics
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.layout.packing import document_sums
 from megatron_rl.loss_hub import PolicyLoss
+from megatron_rl.losses.bad_data import bad_data, nonfinite_loss
 from megatron_rl.losses.corrected_inputs import columns_of_correction, correct_samples, correct_tokens, correction_metric_sums
 from megatron_rl.losses.inputs import (
     ADVANTAGE_VARIATION,
@@ -32,8 +33,8 @@ from megatron_rl.losses.inputs import (
     checked_tensors,
     further_inputs,
     given,
-    raise_on_bad_data,
-    raise_on_nonfinite,
+    has_bad_data,
+    is_any,
     read_sums,
     sum_columns,
     vectors_of_samples,
@@ -527,7 +528,8 @@ def reduce_loss_triton(
                 sums[:, documents.column(name)] = document_sums(torch.where(inputs.loss_mask, vector, 0.0), inputs.cu_seqlens)
         sums = all_reduce_sum(sums, settings.cp_group)
         if not sums.is_cuda:
-            raise_on_bad_data(loss, read_sums(loss, sums, inputs, log_probs.dtype), log_probs, inputs, settings.kl_coefficient)
+            if has_bad_data(read := read_sums(loss, sums, inputs, log_probs.dtype)):
+                raise bad_data(loss, read, log_probs, inputs, settings.kl_coefficient)
         correction = inputs.applied_correction
         if inputs.correction is not None:
             inputs, corrected_sums, correction = correct_samples(inputs, read_sums(loss, sums, inputs, log_probs.dtype), log_probs)
@@ -543,7 +545,8 @@ def reduce_loss_triton(
         )
         if not num_nonfinite.is_cuda:  # the comparison would be one more launch
             with settings.agreement():
-                raise_on_nonfinite(loss, num_nonfinite > 0)
+                if is_any(is_bad := num_nonfinite > 0):
+                    raise nonfinite_loss(loss, is_bad)
         of_documents = None
         if settings.metrics != PolicyMetrics.NONE:
             of_documents = _metric_sums(documents, sums, equation, entropy, settings, block)
