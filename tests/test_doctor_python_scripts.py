@@ -195,13 +195,35 @@ def test_what_a_python_launcher_lacks_can_be_typed_as_it_is_said(tmp_path, capsy
     [
         (["--extra-arg", "--a 1"], "--extra-arg is no option of the script: did you mean --extra-args?"),
         (["--num_node=4"], "--num-node is no option of the script: did you mean --num-nodes?"),
-        (["--extra-args", "--num-node 4", "--no-reject", "--num-nodes", "4", "--other", "1"], None),
+        (
+            ["--use-tis"],
+            "--use-tis is no option of the script, which ends there: flags of train.py go into --extra-args, as one text",
+        ),
+        (["--extra-args", "--num-node 4", "--no-reject", "--num-nodes", "4"], None),
     ],
 )
 def test_a_misspelt_option_of_a_script_is_a_problem(tmp_path, typed, said):
     (script := tmp_path / "run_mine.py").write_text(composed('train_args = f"--rollout-batch-size 4 {args.extra_args}"'))
     report = judge_launch(["python", str(script), *typed], None)
     assert [row.text for row in report.findings if row.status == "PROBLEM"] == [said] * bool(said)
+
+
+def test_an_option_may_be_one_of_a_class_that_is_not_here(tmp_path):
+    text = composed('train_args = f"--rollout-batch-size 4 {args.extra_args}"').replace("class Args:", "class Args(far.Away):")
+    (script := tmp_path / "run_mine.py").write_text(text)
+    report = judge_launch(["python", str(script), "--use-tis"], None)
+    assert "class Args(far.Away):" in text and [row for row in report.findings if row.status == "PROBLEM"] == []
+
+
+def test_options_that_miles_takes_from_the_environment_are_read_and_typed_ones_win(tmp_path, monkeypatch):
+    text = composed('train_args = f"--rollout-batch-size {args.num_nodes} {args.extra_args}"')
+    (script := tmp_path / "run_mine.py").write_text(f"{text}\n# dataclass_cli\n")
+    monkeypatch.setenv("MILES_SCRIPT_NUM_NODES", "3")
+    monkeypatch.setenv("MILES_SCRIPT_EXTRA_ARGS", "--use-tis")
+    flags = dict(read_line(["python", str(script)], None).flags)
+    assert flags["--rollout-batch-size"] == ("3",) and "--use-tis" in flags
+    flags = dict(read_line(["python", str(script), "--num-nodes", "5", "--extra-args", "--use-kl-loss"], None).flags)
+    assert flags["--rollout-batch-size"] == ("5",) and "--use-kl-loss" in flags and "--use-tis" not in flags
 
 
 def test_a_script_that_only_defines_starts_no_training(tmp_path):

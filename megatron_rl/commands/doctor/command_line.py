@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch, read_whole_number
 from megatron_rl.commands.doctor.composed import (
+    COMMAND_OF_MILES,
     composed_words,
     default_text,
     misspelt_settings,
@@ -26,6 +27,7 @@ from megatron_rl.commands.doctor.composed import (
     settings_of_another,
     text_handed_on,
     text_handed_to_a_function,
+    typed_by_environment,
     with_inherited,
 )
 from megatron_rl.commands.doctor.script import LARGEST_SCRIPT, MODELS, ScriptLine, ScriptReader, called_script, is_unread
@@ -200,6 +202,8 @@ def _composed(script: Path, text: str, typed: Sequence[str]) -> tuple[Path, list
         tree = with_inherited(ast.parse(text), folders)
         if only_defines(tree):
             raise ConfigError(f"{script} {ONLY_DEFINES}")
+        if COMMAND_OF_MILES in text:
+            typed = [*typed_by_environment(tree, typed), *typed]
         own = composed_words(tree, typed)
         if own or (other := _of_another(script, tree)) is None:
             return script, *_with_added(script, text, tree, typed, own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands.doctor.constants import UNKNOWN, Constants, constants_of, evaluate, nodes_of_branches, nodes_that_run
+from megatron_rl.commands.doctor.constants import (
+    UNKNOWN,
+    Constants,
+    constants_of,
+    evaluate,
+    is_secret,
+    nodes_of_branches,
+    nodes_that_run,
+)
 from megatron_rl.files.bounds import is_regular
 from megatron_rl.hosts.scripts import module_file, syntax_tree
 
@@ -21,6 +30,8 @@ LOGGER = "get_default_wandb_args"
 _HOLE = re.compile(r"\$\{\w*\}")
 # How similar a word is to the setting that it misspells.
 CLOSEST_SETTING = 0.85
+# What miles's dataclass_cli reads the environment by, and the words that turn a switch on there.
+OF_ENVIRONMENT, ON_WORDS, COMMAND_OF_MILES = "MILES_SCRIPT_", ("1", "true", "t", "yes", "y", "on"), "dataclass_cli"
 # A value that is another one in each branch.
 _BRANCH = "${value}"
 # Statements that only define.
@@ -105,15 +116,39 @@ def typed_settings(tree: ast.Module, typed: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
+def typed_by_environment(tree: ast.Module, typed: Sequence[str]) -> list[str]:
+    """What miles's dataclass_cli takes from the environment, as words behind the script: options that are not typed."""
+    words = list[str]()
+    given = {word.removeprefix("--").partition("=")[0].replace("-", "_").removeprefix("no_") for word in typed}
+    for field, default in {_last_name(one.target): one.value for one in _fields(tree)}.items():
+        value = os.environ.get(variable := f"{OF_ENVIRONMENT}{field.upper()}")
+        if value is None or field in given or is_secret(variable, value):
+            continue
+        is_switch = isinstance(default, ast.Constant) and isinstance(default.value, bool)
+        is_off = is_switch and value.lower() not in ON_WORDS
+        words.append(f"--no-{field}" if is_off else f"--{field}" if is_switch else f"--{field.replace('_', '-')}={value}")
+    return words
+
+
 def misspelt_settings(tree: ast.Module, typed: Sequence[str], text: str) -> Iterator[str]:
-    """Of the words behind a script, those that are nearly a field of its classes. text: the option whose value is text of flags."""
+    """Of the words behind a script, those that none of its options is: all of them where the script takes `text`, the option whose
+    value is text of flags, and each class that it extends is here; else what is nearly an option."""
     fields = {_last_name(one.target).replace("_", "-") for one in _fields(tree)}
-    names = fields | {f"no-{name}" for name in fields}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    parameters = {one.arg.replace("_", "-") for node in functions for one in (*node.args.args, *node.args.kwonlyargs)}
+    names = fields | {f"no-{name}" for name in fields} | parameters | {"help"}
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    extended = {_last_name(base) for node in classes for base in node.bases}
+    knows_all = text.removeprefix("--") in fields and extended <= {node.name for node in classes}
     for before, word in pairwise(["", *typed]):
         name = word.removeprefix("--").partition("=")[0].replace("_", "-")
+        if not word.startswith("--") or " " in name or before == text or name in names:  # a text of flags is a value
+            continue
         close = get_close_matches(name, fields, n=1, cutoff=CLOSEST_SETTING)
-        if word.startswith("--") and before != text and name not in names and close:
+        if close:
             yield f"--{name} is no option of the script: did you mean --{close[0]}?"
+        elif knows_all:
+            yield f"--{name} is no option of the script, which ends there: flags of train.py go into {text}, as one text"
 
 
 def _read_as(default: object, value: str) -> Any:
