@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.hosts.script_constants import Constants
+from megatron_rl.hosts.script_constants import constants_and_objects, evaluate, plain
 from megatron_rl.hosts.settings import UNKNOWN
 from megatron_rl.hosts.trl_script import Script
 
@@ -17,8 +17,9 @@ TRL = "from trl import GRPOConfig, GRPOTrainer\n"
 
 
 def values(text: str, *asked: str) -> list:
-    found = Constants(ast.parse(text))
-    return ["?" if (value := found.of(ast.parse(one, mode="eval").body)) is UNKNOWN else value for one in asked]
+    known = constants_and_objects(ast.parse(text))
+    found = [plain(evaluate(ast.parse(one, mode="eval").body, known)) for one in asked]
+    return ["?" if value is UNKNOWN else value for value in found]
 
 
 def test_names_numbers_and_dicts_of_them():

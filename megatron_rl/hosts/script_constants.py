@@ -1,182 +1,456 @@
-"""What an expression of a train script holds, as far as the script's own constants say it: nothing of it is run."""
+"""What the expressions of a Python script become where constants alone decide. Nothing of the script is run."""
 
 from __future__ import annotations
 
 import ast
+import base64
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.hosts.settings import UNKNOWN
 
-# Names that refer to one another are followed so far.
-DEEPEST = 20
-# Methods that change a dict in its place.
-CHANGING = ("update", "pop", "popitem", "setdefault", "clear")
-# What makes a dict of an object.
-AS_DICT = ("asdict", "vars", "dict")
-ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+# What is decided may decide more.
+MOST_ROUNDS = 8
+LARGEST_NUMBER = 2**63
+# miles's function that puts a file's text on the line.
+PSEUDO_FILE = "encode_pseudo_file"
+# Variables of the environment that hold a secret: a message may show a word of the line.
+SECRET = re.compile(r"(^|_)(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH)(_|$)", re.IGNORECASE)
+OF_A_KEY, SHORTEST_KEY = re.compile(r"(^|_)KEY(_|$)", re.IGNORECASE), 16
+ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+}
+NUMERIC: dict[str, Callable[..., Any]] = {"max": max, "min": min, "int": int, "str": str}
+# Methods after which a dict is another one.
+CHANGING = ("update", "setdefault", "pop", "popitem", "clear")
+# What makes a dict of an object.
+AS_DICT = ("asdict", "vars", "dict")
 
 
-def last_name(call: ast.expr) -> str:
-    """GRPOConfig of trl.GRPOConfig."""
-    return ast.unparse(call).rpartition(".")[2]
+def is_secret(name: str, value: str) -> bool:
+    """A service's key is long; a record's, as in INPUT_KEY=prompt, is not."""
+    return OF_A_KEY.search(name) is not None and len(value) >= SHORTEST_KEY or SECRET.search(name) is not None
 
 
+class Table(tuple[tuple[Any, Any], ...]):
+    """A dict, or an object of a class of the script: (key or field, value). A value may be UNKNOWN."""
+
+    def value_of(self, key: Any) -> Any:
+        return dict(self).get(key, UNKNOWN)
+
+    def __contains__(self, key: object) -> bool:
+        return key in dict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class Constants:
-    """Names that a script gives one value and never changes, dicts of them, and the fields of its own classes.
+    """names: of variables that hold one constant wherever they are assigned. fields: the same of attributes, as the settings of a
+    script's own class. modules: names that are imported, whose attributes are another's. records: of each class whose objects are
+    followed its fields with their defaults. set_fields: attributes that something is assigned to. set_keys: (name, key) of dicts
+    that get a key later."""
 
-    A dict or an object is a dict by names, where single values may be UNKNOWN."""
-
-    def __init__(self, tree: ast.Module):
-        nodes = [*ast.walk(tree)]
-        self.classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-        stored = Counter(node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
-        stored.update(node.arg for node in nodes if isinstance(node, ast.arg))
-        self.set_fields = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-        changed = {name for node in nodes for name in _changed(node)}
-        self.set_keys = [pair for node in nodes for pair in _set_keys(node)]
-        self.values = {
-            name: value for node in nodes for name, value in _assigned(node) if stored[name] == 1 and name not in changed
-        }
-
-    def of(self, value: ast.expr | None, depth: int = 0) -> Any:
-        """Its value, a dict, or UNKNOWN."""
-        if value is None or depth > DEEPEST:
-            return UNKNOWN
-        depth += 1
-        if isinstance(value, ast.Name) and value.id in self.values:
-            found = self.of(self.values[value.id], depth)
-            later = {key: UNKNOWN for name, key in self.set_keys if name == value.id}
-            return found | later if isinstance(found, dict) else found
-        if isinstance(value, ast.Dict):
-            keys = [None if key is None else self.of(key, depth) for key in value.keys]
-            return _joined(
-                [item if key is None else {key: item} for key, item in zip(keys, self._all(value.values, depth), strict=True)]
-            )
-        if isinstance(value, ast.BinOp):
-            return self._of_two(value.op, self.of(value.left, depth), self.of(value.right, depth))
-        if isinstance(value, ast.Subscript | ast.Attribute):
-            return self._part(value, depth)
-        if isinstance(value, ast.Call):
-            return self._made(value, depth)
-        try:
-            return ast.literal_eval(value)
-        except (ValueError, TypeError, RecursionError):
-            return UNKNOWN
-
-    def fields(self, name: str, depth: int = 0) -> dict[str, Any]:
-        """What a class of the script gives its fields, its own bases first."""
-        node, found = self.classes.get(name), dict[str, Any]()
-        if node is None or depth > DEEPEST:
-            return found
-        for base in node.bases:
-            found |= self.fields(last_name(base), depth + 1)
-        for target, value in (pair for one in node.body for pair in _assigned(one)):
-            found[target] = self.of(_default_of(value), depth)
-        return found
-
-    def given(self, call: ast.Call, depth: int = 0) -> tuple[dict[str, Any], list[str]]:
-        """(the arguments of a call by their names, the ** of it that are not known here)."""
-        found, unread = dict[str, Any](), list[str]()
-        for one in call.keywords:
-            value = self.of(one.value, depth)
-            if one.arg is not None:
-                found[one.arg] = value
-            elif isinstance(value, dict):
-                found |= value
-            else:
-                unread.append(f"**{ast.unparse(one.value)}")
-        return found, unread
-
-    def _all(self, values: list[ast.expr], depth: int) -> list[Any]:
-        return [self.of(one, depth) for one in values]
-
-    def _of_two(self, sign: ast.operator, left: Any, right: Any) -> Any:
-        if isinstance(sign, ast.BitOr):
-            return _joined([left, right])
-        if type(sign) in ARITHMETIC and all(isinstance(one, int | float) for one in (left, right)):
-            try:
-                return ARITHMETIC[type(sign)](left, right)
-            except (ZeroDivisionError, OverflowError):
-                return UNKNOWN
-        return UNKNOWN
-
-    def _part(self, value: ast.Subscript | ast.Attribute, depth: int) -> Any:
-        """settings["beta"] and settings.beta; an object's own dict."""
-        owner = self.of(value.value, depth)
-        if isinstance(value, ast.Attribute):
-            if value.attr == "__dict__":
-                return owner
-            if isinstance(value.value, ast.Name) and value.value.id in self.classes:
-                owner = self.fields(value.value.id)
-            return UNKNOWN if value.attr in self.set_fields else _item(owner, value.attr)
-        return _item(owner, self.of(value.slice, depth))
-
-    def _made(self, call: ast.Call, depth: int) -> Any:
-        """dict(a=1), asdict(settings), settings.copy() and Settings()."""
-        name = last_name(call.func)
-        if isinstance(call.func, ast.Attribute) and name == "copy":
-            return self.of(call.func.value, depth)
-        given, unread = self.given(call, depth)
-        if unread:
-            return UNKNOWN
-        if name in AS_DICT:
-            return _joined([*self._all(call.args, depth), given])
-        if name not in self.classes:
-            return UNKNOWN
-        made = self.fields(name) | given
-        return dict.fromkeys(made, UNKNOWN) if call.args else made | dict.fromkeys(made.keys() & self.set_fields, UNKNOWN)
+    names: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    modules: frozenset[str] = frozenset()
+    records: Mapping[str, Mapping[str, ast.expr | None]] = field(default_factory=dict)
+    set_fields: frozenset[str] = frozenset()
+    set_keys: frozenset[tuple[str, str]] = frozenset()
 
 
-def _joined(parts: list[Any]) -> Any:
-    if not all(isinstance(one, dict) and UNKNOWN not in one for one in parts):
-        return UNKNOWN
-    return {name: value for one in parts for name, value in one.items()}
+def constants_of(tree: ast.Module, settings: Mapping[str, Any]) -> Constants:
+    """Of a script whose command line fills its own classes. settings: what it says of their fields; UNKNOWN: what is not known.
+    Objects of frozen dataclasses alone are followed."""
+    return _constants(tree, settings, dict(_frozen(tree)), frozenset())
 
 
-def _item(owner: Any, name: Any) -> Any:
-    return owner[name] if isinstance(owner, dict) and isinstance(name, str) and name in owner else UNKNOWN
+def constants_and_objects(tree: ast.Module) -> Constants:
+    """Of a script that makes its settings itself: objects of each class are followed, and no other attribute is known."""
+    set_fields = (node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    records = {name: _fields_of(name, classes, frozenset()) for name in classes}
+    return _constants(tree, None, records, frozenset(set_fields))
 
 
-def _default_of(value: ast.expr) -> ast.expr | None:
-    """What field(default=...) of a dataclass gives; None: a factory does."""
-    if isinstance(value, ast.Call) and last_name(value.func) == "field":
-        return next((one.value for one in value.keywords if one.arg == "default"), None)
-    return value
+def _constants(
+    tree: ast.Module,
+    settings: Mapping[str, Any] | None,  # None: no attribute is known but an object's
+    records: Mapping[str, Mapping[str, ast.expr | None]],
+    set_fields: frozenset[str],
+) -> Constants:
+    imports = [alias for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    modules = frozenset((alias.asname or alias.name).partition(".")[0] for alias in imports)
+    set_keys = frozenset(pair for node in ast.walk(tree) for pair in _set_keys(node))
+    known = Constants({}, {}, modules, records, set_fields, set_keys)
+    for _ in range(MOST_ROUNDS):
+        names, fields = _values(tree, settings or {}, known)
+        found = replace(known, names=names, fields={} if settings is None else fields)
+        if found == known:
+            break
+        known = found
+    return known
 
 
-def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """name = value and name: kind = value, not of several names at once."""
-    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name):
-                yield target.id, node.value
+def _frozen(tree: ast.Module) -> Iterator[tuple[str, Mapping[str, ast.expr | None]]]:
+    for node in (one for one in ast.walk(tree) if isinstance(one, ast.ClassDef) and not one.bases):
+        calls = [one for one in node.decorator_list if isinstance(one, ast.Call) and last_name(one.func) == "dataclass"]
+        is_frozen = "frozen=True" in [ast.unparse(word) for one in calls for word in one.keywords]
+        if is_frozen and not any(isinstance(one, ast.FunctionDef) and one.name == "__post_init__" for one in node.body):
+            yield node.name, _fields_of(node.name, {node.name: node}, frozenset())
+
+
+def _fields_of(name: str, classes: Mapping[str, ast.ClassDef], below: frozenset[str]) -> dict[str, ast.expr | None]:
+    """The fields of a class with their defaults, those of its bases in the script first."""
+    if name not in classes or name in below:
+        return {}
+    found = dict[str, ast.expr | None]()
+    for base in classes[name].bases:
+        found |= _fields_of(last_name(base), classes, below | {name})
+    for one in classes[name].body:
+        if isinstance(one, ast.AnnAssign):
+            found[last_name(one.target)] = None if one.value is None else _default(one.value)
+        elif isinstance(one, ast.Assign):
+            found |= {target.id: one.value for target in one.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _values(tree: ast.Module, settings: Mapping[str, Any], known: Constants) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The constants of names and of fields, among what runs as far as it is known."""
+    given: tuple[dict[str, list[Any]], dict[str, list[Any]]] = {}, {}
+    nodes = list(nodes_that_run(tree, known))
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    own, direct = {node.name for node in classes}, set[int]()
+    for field_ in (one for node in classes for one in node.body if isinstance(one, ast.AnnAssign)):
+        direct.add(id(field_.target))
+        if isinstance(field_.target, ast.Name) and field_.value is not None and field_.target.id not in settings:
+            given[1].setdefault(field_.target.id, []).append(evaluate(_default(field_.value), known))
+    for name, value in settings.items():
+        given[1].setdefault(name, []).append(value)
+    for name, value in (_property(one, known) for node in classes for one in node.body if isinstance(one, ast.FunctionDef)):
+        given[1].setdefault(name, []).append(value)
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in (one for one in targets if isinstance(one, ast.Name | ast.Attribute) and id(one) not in direct):
+                direct.add(id(target))
+                place = given[0] if isinstance(target, ast.Name) else given[1]
+                place.setdefault(last_name(target), []).append(evaluate(node.value, known))
+    for node in nodes:
+        if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load) and id(node) not in direct:
+            given[isinstance(node, ast.Attribute)].setdefault(last_name(node), []).append(UNKNOWN)
+        elif isinstance(node, ast.arg):
+            given[0].setdefault(node.arg, []).append(UNKNOWN)
+        elif isinstance(node, ast.Global | ast.Nonlocal):
+            for name in node.names:
+                given[0].setdefault(name, []).append(UNKNOWN)
+        elif (changed := _changed(node)) is not None:
+            given[isinstance(changed, ast.Attribute)].setdefault(last_name(changed), []).append(UNKNOWN)
+        elif isinstance(node, ast.Call) and last_name(node.func) in own | {"replace", "cls"}:
+            for name, value in _arguments(node, known.records.get(last_name(node.func), {})):
+                given[1].setdefault(name, []).append(evaluate(value, known))
+        elif isinstance(node, ast.Call) and last_name(node.func) == "setattr" and len(node.args) == 3:
+            given[1].setdefault(str(evaluate(node.args[1], known)), []).append(UNKNOWN)
+    names, fields = ({name: values[0] for name, values in place.items() if _are_one(values)} for place in given)
+    return names, fields
+
+
+def _property(node: ast.FunctionDef, known: Constants) -> tuple[str, Any]:
+    """(name, value) of one that only returns."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    is_property = [last_name(one) for one in node.decorator_list] in (["property"], ["cached_property"])
+    only = body[0] if is_property and len(body) == 1 else None
+    return node.name, evaluate(only.value, known) if isinstance(only, ast.Return) and only.value is not None else UNKNOWN
+
+
+def _changed(node: ast.AST) -> ast.expr | None:
+    """The variable whose dict, or a dict in it, a statement changes."""
+    changed: ast.expr | None = None
+    if any(_set_keys(node)):
+        return None
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        changed = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+        changed = node.func.value
+    while isinstance(changed, ast.Subscript):
+        changed = changed.value
+    return changed
 
 
 def _set_keys(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """(settings, beta) of settings["beta"] = ..., wherever it is."""
+    """(settings, beta) of settings["beta"] = ..., which leaves the other keys as they are."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
         if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
             yield node.value.id, node.slice.value
 
 
-def _changed(node: ast.AST) -> Iterator[str]:
-    """The name of a dict that is changed in its place by keys that are not seen, or of what a loop adds to."""
-    is_seen = any(_set_keys(node))
-    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and isinstance(node.value, ast.Name) and not is_seen:
-        yield node.value.id
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
-        if isinstance(node.func.value, ast.Name):
-            yield node.func.value.id
-    elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-        yield node.target.id
-    elif isinstance(node, ast.Global | ast.Nonlocal):
-        yield from node.names
+def _default(value: ast.expr) -> ast.expr:
+    """What a field of a class begins with: of field(default=3) and of field(default_factory=lambda: 3), the 3."""
+    if isinstance(value, ast.Call) and last_name(value.func) == "field":
+        for given in value.keywords:
+            if given.arg == "default":
+                return given.value
+            if given.arg == "default_factory" and isinstance(given.value, ast.Lambda):
+                return given.value.body
+    return value
+
+
+def _are_one(values: Sequence[Any]) -> bool:
+    return UNKNOWN not in values and len({(type(value), value) for value in values}) == 1
+
+
+def last_name(node: ast.expr) -> str:
+    """GRPOConfig of trl.GRPOConfig; empty of what is no name."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def nodes_that_run(node: ast.AST, known: Constants) -> Iterator[ast.AST]:
+    """All below a node, without branches that are known not to run."""
+    yield from (one for one, _ in nodes_of_branches(node, known))
+
+
+def nodes_of_branches(node: ast.AST, known: Constants, *, may_run: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """The same; and whether each is in a branch of which it is not known whether it runs."""
+    yield node, may_run
+    taken: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If):
+        is_true = truth_of(node.test, known)
+        may_run |= is_true is None
+        taken = taken if is_true is None else [node.test, *(node.body if is_true else node.orelse)]
+    elif isinstance(node, ast.Match):
+        cases = [*_cases(node, known)]
+        may_run |= len(cases) > 1
+        taken = [node.subject, *cases]
+    for child in taken:
+        yield from nodes_of_branches(child, known, may_run=may_run)
+
+
+def _cases(node: ast.Match, known: Constants) -> Iterator[ast.match_case]:
+    """Those that may run. Of several subjects some may be known."""
+    subjects = node.subject.elts if isinstance(node.subject, ast.Tuple) else None
+    subject = evaluate(node.subject, known) if subjects is None else tuple(evaluate(one, known) for one in subjects)
+    for case in node.cases:
+        is_taken = truth_of_all([_matches(case.pattern, subject, known), True if case.guard is None else None], ends=False)
+        if is_taken is not False:
+            yield case
+        if is_taken:
+            return
+
+
+def _matches(pattern: ast.pattern, subject: Any, known: Constants) -> bool | None:
+    if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
+        return True
+    if isinstance(pattern, ast.MatchOr):
+        return truth_of_all([_matches(one, subject, known) for one in pattern.patterns], ends=True)
+    if subject is UNKNOWN:
+        return None
+    if isinstance(pattern, ast.MatchSingleton):
+        return subject is pattern.value
+    if isinstance(pattern, ast.MatchValue):
+        value = evaluate(pattern.value, known)
+        return None if value is UNKNOWN else bool(subject == value)
+    if isinstance(pattern, ast.MatchSequence) and not any(isinstance(one, ast.MatchStar) for one in pattern.patterns):
+        if not isinstance(subject, tuple) or len(subject) != len(pattern.patterns):
+            return False
+        found = [_matches(one, part, known) for one, part in zip(pattern.patterns, subject, strict=True)]
+        return truth_of_all(found, ends=False)
+    return None
+
+
+def truth_of(test: ast.expr, known: Constants) -> bool | None:
+    """Of a condition; None: it depends on more."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        found = truth_of(test.operand, known)
+        return None if found is None else not found
+    if isinstance(test, ast.BoolOp):
+        return truth_of_all([truth_of(one, known) for one in test.values], ends=isinstance(test.op, ast.Or))
+    value = evaluate(test, known)
+    return None if value is UNKNOWN else bool(value)
+
+
+def truth_of_all(parts: Sequence[bool | None], *, ends: bool) -> bool | None:
+    """Of parts joined by or, where a true one ends it, or by and, where a false one does. None: not known."""
+    return ends if ends in parts else None if None in parts else not ends
+
+
+def evaluate(node: ast.expr, known: Constants) -> Any:
+    """A text, a number, a bool, None, a tuple of these, or UNKNOWN."""
+    try:
+        return _evaluated(node, known)
+    except (TypeError, ValueError, ArithmeticError):  # the script would fail there
+        return UNKNOWN
+
+
+def _evaluated(node: ast.expr, known: Constants) -> Any:
+    match node:
+        case ast.Constant(value=str() | int() | float() | None):
+            return node.value
+        case ast.Name():
+            value = known.names.get(node.id, UNKNOWN)
+            later = {key: UNKNOWN for name, key in known.set_keys if name == node.id}
+            return Table((dict(value) | later).items()) if isinstance(value, Table) else value
+        case ast.Attribute():
+            of_class = node.value.id if isinstance(node.value, ast.Name) and node.value.id in known.records else None
+            owner = evaluate(node.value, known) if of_class is None else Table(defaults_of(of_class, known).items())
+            if isinstance(owner, Table):
+                return owner if node.attr == "__dict__" else owner.value_of(node.attr)
+            is_own = isinstance(node.value, ast.Name) and node.value.id not in known.modules
+            return known.fields.get(node.attr, UNKNOWN) if is_own else UNKNOWN
+        case ast.Subscript():
+            owner = evaluate(node.value, known)
+            return owner.value_of(evaluate(node.slice, known)) if isinstance(owner, Table) else UNKNOWN
+        case ast.Dict():
+            return _dict(node, known)
+        case ast.Tuple() | ast.List() | ast.Set():
+            parts = [evaluate(one, known) for one in node.elts]
+            return UNKNOWN if UNKNOWN in parts else tuple(parts)
+        case ast.JoinedStr():
+            parts = [evaluate(one, known) for one in node.values]
+            return UNKNOWN if UNKNOWN in parts else "".join(parts)
+        case ast.FormattedValue(conversion=-1, format_spec=None):
+            value = evaluate(node.value, known)
+            return UNKNOWN if value is UNKNOWN or isinstance(value, Table) else str(value)
+        case ast.IfExp():
+            is_true = truth_of(node.test, known)
+            arms = [evaluate(one, known) for one in (node.body, node.orelse)]
+            return arms[0] if is_true or is_true is None and _are_one(arms) else UNKNOWN if is_true is None else arms[1]
+        case ast.UnaryOp(op=ast.Not()):
+            is_true = truth_of(node, known)
+            return UNKNOWN if is_true is None else is_true
+        case ast.UnaryOp(op=ast.USub()):
+            value = evaluate(node.operand, known)
+            return UNKNOWN if value is UNKNOWN else -value
+        case ast.BoolOp():
+            return _chosen(node, known)
+        case ast.Compare(ops=[how], comparators=[right]):
+            sides = evaluate(node.left, known), evaluate(right, known)
+            return UNKNOWN if UNKNOWN in sides else COMPARISONS[type(how)](*sides)
+        case ast.BinOp():
+            return _computed(node, known)
+        case ast.Call():
+            return _called(node, known)
+    return UNKNOWN
+
+
+def _dict(node: ast.Dict, known: Constants) -> Any:
+    """Of a dict with ** in it too."""
+    keys = [None if key is None else evaluate(key, known) for key in node.keys]
+    values = [evaluate(value, known) for value in node.values]
+    parts = [value if key is None else Table([(name, value)]) for key, name, value in zip(node.keys, keys, values, strict=True)]
+    return UNKNOWN if UNKNOWN in keys else _joined(parts)
+
+
+def _chosen(node: ast.BoolOp, known: Constants) -> Any:
+    """The part that `a or b`, `a and b` becomes."""
+    value = UNKNOWN
+    for part in node.values:
+        value = evaluate(part, known)
+        if value is UNKNOWN or bool(value) == isinstance(node.op, ast.Or):
+            return value
+    return value
+
+
+def _computed(node: ast.BinOp, known: Constants) -> Any:
+    """Of numbers that stay small, of texts that are joined, and of dicts."""
+    left, right = evaluate(node.left, known), evaluate(node.right, known)
+    if isinstance(node.op, ast.BitOr):
+        return _joined([left, right])
+    are_texts = isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add)
+    are_numbers = all(isinstance(side, int | float) and abs(side) < LARGEST_NUMBER for side in (left, right))
+    how = ARITHMETIC.get(type(node.op))
+    return how(left, right) if how is not None and (are_texts or are_numbers) else UNKNOWN
+
+
+def _called(node: ast.Call, known: Constants) -> Any:
+    """What reads the environment, strips a text, compares numbers or puts a file's text on the line."""
+    given, name = [evaluate(one, known) for one in node.args], last_name(node.func)
+    if isinstance(node.func, ast.Name) and name in known.records:
+        return _record(node, known.records[name], known)
+    if isinstance(node.func, ast.Attribute) and name == "copy":
+        return evaluate(node.func.value, known)
+    if name in AS_DICT:
+        named, unread = keywords_of(node, known)
+        return UNKNOWN if unread else _joined([*given, Table(named.items())])
+    if UNKNOWN in given or node.keywords:
+        return UNKNOWN
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    if owner is not None and name == "strip" and not given:
+        text = evaluate(owner, known)
+        return text.strip() if isinstance(text, str) else UNKNOWN
+    is_environment = name == "getenv" or name == "get" and isinstance(owner, ast.Attribute) and owner.attr == "environ"
+    if is_environment and len(given) in (1, 2) and isinstance(given[0], str):
+        value = os.environ.get(given[0], "")
+        return UNKNOWN if is_secret(given[0], value) else os.environ.get(*given)
+    if name == PSEUDO_FILE and len(given) == 1 and isinstance(given[0], str):
+        return "base64:" + base64.b64encode(given[0].encode()).decode()
+    return NUMERIC[name](*given) if isinstance(node.func, ast.Name) and name in NUMERIC and given else UNKNOWN
+
+
+def _record(node: ast.Call, fields: Mapping[str, ast.expr | None], known: Constants) -> Any:
+    named, unread = keywords_of(node, known)
+    if unread or len(node.args) > len(fields) or any(isinstance(one, ast.Starred) for one in node.args):
+        return UNKNOWN
+    placed = zip([*fields][: len(node.args)], node.args, strict=True)
+    return Table(_object(fields, {name: evaluate(value, known) for name, value in placed} | named, known).items())
+
+
+def defaults_of(name: str, known: Constants) -> dict[str, Any]:
+    """What a class whose objects are followed gives its fields; UNKNOWN where something is assigned to one."""
+    return _object(known.records[name], {}, known)
+
+
+def _object(fields: Mapping[str, ast.expr | None], given: Mapping[str, Any], known: Constants) -> dict[str, Any]:
+    """given: the values of its fields that are not their defaults."""
+    defaults = {name: UNKNOWN if value is None else evaluate(value, known) for name, value in fields.items()}
+    made = {**defaults, **given}
+    return made | dict.fromkeys(made.keys() & known.set_fields, UNKNOWN)
+
+
+def keywords_of(call: ast.Call, known: Constants) -> tuple[dict[str, Any], list[str]]:
+    """(the arguments of a call by their names, the ** of it that are not known here)."""
+    found, unread = dict[str, Any](), list[str]()
+    for one in call.keywords:
+        value = evaluate(one.value, known)
+        if one.arg is not None:
+            found[one.arg] = value
+        elif isinstance(value, Table):
+            found |= dict(value)
+        else:
+            unread.append(f"**{ast.unparse(one.value)}")
+    return found, unread
+
+
+def plain(value: Any) -> Any:
+    """With dicts in the place of tables."""
+    return {key: plain(one) for key, one in value} if isinstance(value, Table) else value
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Of dicts the one that has the keys of all."""
+    if not all(isinstance(one, Table) for one in parts):
+        return UNKNOWN
+    return Table({key: value for one in parts for key, value in one}.items())
+
+
+def _arguments(node: ast.Call, fields: Mapping[str, ast.expr | None]) -> list[tuple[str, ast.expr]]:
+    """Of a call, by name. fields: the names of those that are given by their place."""
+    placed = zip([*fields][: len(node.args)], node.args[: len(fields)], strict=True)
+    return [*placed, *((one.arg, one.value) for one in node.keywords if one.arg is not None)]

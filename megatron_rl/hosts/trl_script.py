@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, called
-from megatron_rl.hosts.script_constants import DEEPEST, Constants, last_name
+from megatron_rl.hosts.script_constants import constants_and_objects, defaults_of, evaluate, keywords_of, last_name, plain
 from megatron_rl.hosts.scripts import imported_packages, module_file, syntax_tree, taken_from
 from megatron_rl.hosts.settings import UNKNOWN
 from megatron_rl.hosts.trl_others import GRPO, known_trainer
@@ -37,6 +37,8 @@ BATCH_METHODS = ("_prepare_inputs", "_generate_and_score_completions")
 # What a script that reads its command line imports, or names.
 PARSERS = frozenset("absl chz click cyclopts docopt draccus fire gin hydra omegaconf plac pydantic_settings tyro typer".split())
 _PARSES = re.compile("argv|argparse|parser|parsing|parse_(known_)?args|from_cli")
+# Classes that are made from one another are followed so far.
+DEEPEST = 20
 # More settings of a script are counted, and not listed.
 MOST_LISTED = 6
 
@@ -54,7 +56,8 @@ class Script:
     """path: None where only the text is known."""
 
     def __init__(self, tree: ast.Module, path: Path | None = None):
-        self.tree, self.path, self.constants = tree, path, Constants(tree)
+        self.tree, self.path, self.constants = tree, path, constants_and_objects(tree)
+        self.classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
         froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         self.imported = {alias.asname: alias.name for node in froms for alias in node.names if alias.asname}
 
@@ -64,14 +67,14 @@ class Script:
 
     def base_of(self, name: str, depth: int = 0) -> str:
         """What a class of the script is made from, by its name there."""
-        own = self.constants.classes.get(name)
+        own = self.classes.get(name)
         if own is None or depth > DEEPEST:
             return self.imported.get(name, name)
         bases = [self.base_of(last_name(base), depth + 1) for base in own.bases if last_name(base) != name] or [name]
         return next((base for base in bases if base.endswith(("Trainer", "Config"))), bases[0])
 
     def methods_of(self, name: str, depth: int = 0) -> frozenset[str]:
-        own = self.constants.classes.get(name)
+        own = self.classes.get(name)
         if own is None or depth > DEEPEST:
             return frozenset()
         found = {node.name for node in own.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -131,7 +134,7 @@ class Script:
         is_own = any(module_file(name, folders) for name in imported - {"trl", PREFIX[:-1]})
         is_relative = any(isinstance(node, ast.ImportFrom) and node.level for node in nodes)
         parses = any(_PARSES.search(str(name).lower()) for name in names) or bool(imported & PARSERS)
-        given = [self.constants.given(call) for call in self._config_calls]
+        given = [keywords_of(call, self.constants) for call in self._config_calls]
         takes_other = not given and any(isinstance(node, ast.keyword) and node.arg == "args" for node in nodes)
         if is_own or is_relative or parses or takes_other or any(unread for _, unread in given):
             return []
@@ -148,12 +151,12 @@ class Script:
         found = list[str]()
         for call in self._config_calls:
             own = self.fields_of(last_name(call.func))
-            found += [] if own is None else [name for name in self.constants.given(call)[0] if name not in own]
+            found += [] if own is None else [name for name in keywords_of(call, self.constants)[0] if name not in own]
         return list(dict.fromkeys(found))
 
     def fields_of(self, name: str, depth: int = 0) -> set[str] | None:
         """The fields that a class of the script adds to TRL's config, with its bases; None: it may take any name."""
-        node = self.constants.classes.get(name)
+        node = self.classes.get(name)
         if node is None or depth > DEEPEST:
             return set() if self.imported.get(name, name) == self.config else None
         of_bases = [self.fields_of(last_name(base), depth + 1) for base in node.bases]
@@ -166,9 +169,9 @@ class Script:
         """(what it gives TRL's config, and our trainer, what it assigns to the config's fields afterwards, what is said of it).
         known: the names that are judged."""
         config = self.config
-        classes = [name for name in self.constants.classes if self.base_of(name) == config]
-        given = {name: value for one in classes for name, value in self.constants.fields(one).items()}
-        of_calls = [self.constants.given(call) for call in self._config_calls]
+        classes = [name for name in self.classes if self.base_of(name) == config]
+        given = {name: value for one in classes for name, value in defaults_of(one, self.constants).items()}
+        of_calls = [keywords_of(call, self.constants) for call in self._config_calls]
         unread = [name for _, names in of_calls for name in names]
         for name in dict.fromkeys(name for of_call, _ in of_calls for name in of_call):
             values = [of_call.get(name, UNKNOWN) for of_call, _ in of_calls]
@@ -223,7 +226,7 @@ class Script:
                 is_plain = not (is_in_branch or isinstance(node, ast.AugAssign))
                 for target in targets:
                     if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in names:
-                        found[target.attr] = self.constants.of(node.value) if is_plain else UNKNOWN
+                        found[target.attr] = evaluate(node.value, self.constants) if is_plain else UNKNOWN
             is_main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
             decides = isinstance(node, ast.If | ast.For | ast.While | ast.Try | ast.Match) and not is_main
             found |= self._assigned_fields(node, names, is_in_branch=is_in_branch or decides)
@@ -234,7 +237,7 @@ class Script:
         found: dict[str, Any] = {}
         for node in ast.walk(self.tree):
             own = [one.value for one in node.keywords if one.arg == PREFIX[:-1]] if isinstance(node, ast.Call) else []
-            for given in map(self.constants.of, own):
+            for given in (plain(evaluate(one, self.constants)) for one in own):
                 found |= {f"{PREFIX}{name}": value for name, value in given.items()} if isinstance(given, dict) else {}
         return found
 

@@ -12,16 +12,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands.doctor.constants import (
+from megatron_rl.files.bounds import is_regular
+from megatron_rl.hosts.script_constants import (
     UNKNOWN,
     Constants,
     constants_of,
     evaluate,
     is_secret,
+    last_name,
     nodes_of_branches,
     nodes_that_run,
 )
-from megatron_rl.files.bounds import is_regular
 from megatron_rl.hosts.scripts import module_file, syntax_tree
 
 # The function of miles that has the logger's flags, and none of the step.
@@ -323,4 +324,4 @@ def _last_name(part: ast.expr) -> str:
     value = part.value if isinstance(part, ast.FormattedValue) else part
     while isinstance(value, ast.Call):
         value = value.func
-    return value.attr if isinstance(value, ast.Attribute) else value.id if isinstance(value, ast.Name) else "value"
+    return last_name(value) or "value"

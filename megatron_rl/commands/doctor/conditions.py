@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.doctor.constants import truth_of_all
+from megatron_rl.hosts.script_constants import truth_of_all
 
 if TYPE_CHECKING:
     from tree_sitter import Node

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from megatron_rl.commands.doctor.arguments import ALL, arguments_read
 from megatron_rl.commands.doctor.composed import model_words
 from megatron_rl.commands.doctor.conditions import arms, conditions, ends_the_script, merged_text, merged_words, variables_in
-from megatron_rl.commands.doctor.constants import is_secret
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.bounds import is_regular, read_regular
+from megatron_rl.hosts.script_constants import is_secret
 
 if TYPE_CHECKING:
     from tree_sitter import Node
