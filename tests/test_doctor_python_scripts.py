@@ -215,13 +215,21 @@ def test_an_option_may_be_one_of_a_class_that_is_not_here(tmp_path):
     assert "class Args(far.Away):" in text and [row for row in report.findings if row.status == "PROBLEM"] == []
 
 
-def test_options_that_miles_takes_from_the_environment_are_read_and_typed_ones_win(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("decorator", "prefix"),
+    [
+        ("@U.dataclass_cli", "MILES_SCRIPT_"),
+        ('@dataclass_cli(env_var_prefix="MY_")', "MY_"),
+        ('@dataclass_cli(env_var_prefix="")', None),
+    ],
+)
+def test_options_that_miles_takes_from_the_environment_are_read_and_typed_ones_win(decorator, prefix, tmp_path, monkeypatch):
     text = composed('train_args = f"--rollout-batch-size {args.num_nodes} {args.extra_args}"')
-    (script := tmp_path / "run_mine.py").write_text(f"{text}\n# dataclass_cli\n")
-    monkeypatch.setenv("MILES_SCRIPT_NUM_NODES", "3")
-    monkeypatch.setenv("MILES_SCRIPT_EXTRA_ARGS", "--use-tis")
+    (script := tmp_path / "run_mine.py").write_text(f"{text}\n{decorator}\ndef main(args):\n    run(args)\n")
+    for name, value in {"NUM_NODES": "3", "EXTRA_ARGS": "--use-tis"}.items():
+        monkeypatch.setenv(f"{prefix or 'MILES_SCRIPT_'}{name}", value)
     flags = dict(read_line(["python", str(script)], None).flags)
-    assert flags["--rollout-batch-size"] == ("3",) and "--use-tis" in flags
+    assert (flags["--rollout-batch-size"] == ("3",)) == ("--use-tis" in flags) == (prefix is not None), flags
     flags = dict(read_line(["python", str(script), "--num-nodes", "5", "--extra-args", "--use-kl-loss"], None).flags)
     assert flags["--rollout-batch-size"] == ("5",) and "--use-kl-loss" in flags and "--use-tis" not in flags
 

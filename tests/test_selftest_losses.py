@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -240,6 +241,14 @@ def test_a_loss_of_ones_own_has_rows_of_its_own(tmp_path, monkeypatch, run, name
     assert all(f"mine.{name} " in row for row in rows)
 
 
+def rows_of_mine(text: str, code: int, says: str, *flags: str) -> tuple[str, list[str]]:
+    """(output, rows) of a selftest of grpo in a folder where mine.py has this text."""
+    Path("mine.py").write_text(text)
+    found, out, error = alone(*flags, "--policy-loss", "grpo")
+    assert found == code and says in out + error, out + error
+    return out, [line for line in out.splitlines() if line.startswith(("PASS  ", "FAIL  "))]
+
+
 OWN_AGGREGATIONS = """
 from megatron_rl import register_loss_aggregation
 
@@ -270,12 +279,9 @@ def mute(token_counts, totals, *, prompt_token_counts, divisor):
     ],
 )
 def test_an_aggregation_of_ones_own_has_rows_of_its_own(tmp_path, monkeypatch, name, others, code, says):
-    (tmp_path / "mine.py").write_text(OWN_AGGREGATIONS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    found, out, error = alone("--loss-aggregation", f"mine.{name}", "--policy-loss", "grpo", *others)
-    assert found == code and says in out + error, out + error
-    rows = [line for line in out.splitlines() if line.startswith(("PASS  ", "FAIL  "))]
+    out, rows = rows_of_mine(OWN_AGGREGATIONS, code, says, "--loss-aggregation", f"mine.{name}", *others)
     assert all(f"grpo {name}, " in row for row in rows) and (rows or code == 2), out
 
 
@@ -309,12 +315,9 @@ def centred(log_probs, ref_log_probs):
     ],
 )
 def test_a_kl_estimator_has_rows_of_its_own(tmp_path, monkeypatch, name, others, code, says):
-    (tmp_path / "mine.py").write_text(OWN_ESTIMATORS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    found, out, error = alone("--kl-estimator", name, "--policy-loss", "grpo", *others)
-    assert found == code and says in out + error, out + error
-    rows = [line for line in out.splitlines() if line.startswith(("PASS  ", "FAIL  "))]
+    out, rows = rows_of_mine(OWN_ESTIMATORS, code, says, "--kl-estimator", name, *others)
     assert all(row.split("  x ")[0].rstrip().endswith(f", torch, KL {name.removeprefix('mine.')}") for row in rows), out
     assert rows or code == 2
 

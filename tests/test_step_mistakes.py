@@ -98,27 +98,23 @@ MISTAKES = {
         "the clip is another: the loss has clip_ratio_low=0.999",
     ),
     "another clip": ("weights[rows])  #", "weights[rows], clip_ratio_low=0.1, clip_ratio_high=0.1)  #", "the clip is another"),
+    "an entropy term": (
+        "output.loss, len",
+        "output.loss + 0.01 * (torch.softmax(logits, -1) * torch.log_softmax(logits, -1)).sum(-1).flatten()[mask].sum(), len",
+        "the loss has an entropy term",
+    ),
+    "a mean over rows": ("output.loss, len", "output.loss / (len(rows) * LENGTH), len", "= 1/rows: the loss is a mean over"),
+    "weights of other samples": ("weights[rows])", "weights[rows].flip(0))", "its weight is another. Compare token weights"),
+    "advantages with the other sign": ("advantages[index], mask", "-advantages[index], mask", "have the other sign"),
+    "advantages normalised in each prompt": (
+        "advantages[index], mask",
+        "(advantages - advantages.view(-1, 3).mean(1).repeat_interleave(3))[index], mask",
+        "once more, over each prompt",
+    ),
+    "advantages of another scale": ("advantages[index], mask", "1.12 * advantages[index], mask", "once more, over the step"),
+    "weights of another scale": ("weights[rows])", "1.12 * weights[rows])", "token_weights are 1.12 of those of prompt_mean"),
+    "old log-probabilities of other samples": ("old[index]", "old[rows]", "are others, as that of token 0 of sample 2: -"),
 }
-
-
-MISTAKES["an entropy term"] = (
-    "output.loss, len",
-    "output.loss + 0.01 * (torch.softmax(logits, -1) * torch.log_softmax(logits, -1)).sum(-1).flatten()[mask].sum(), len",
-    "the loss has an entropy term",
-)
-MISTAKES["a mean over rows"] = ("output.loss, len", "output.loss / (len(rows) * LENGTH), len", "= 1/rows: the loss is a mean over")
-MISTAKES["weights of other samples"] = ("weights[rows])", "weights[rows].flip(0))", "its weight is another. Compare token weights")
-
-
-MISTAKES["advantages with the other sign"] = ("advantages[index], mask", "-advantages[index], mask", "have the other sign")
-MISTAKES["advantages normalised in each prompt"] = (
-    "advantages[index], mask",
-    "(advantages - advantages.view(-1, 3).mean(1).repeat_interleave(3))[index], mask",
-    "once more, over each prompt",
-)
-MISTAKES["advantages of another scale"] = ("advantages[index], mask", "1.12 * advantages[index], mask", "once more, over the step")
-MISTAKES["weights of another scale"] = ("weights[rows])", "1.12 * weights[rows])", "token_weights are 1.12 of those of prompt_mean")
-MISTAKES["old log-probabilities of other samples"] = ("old[index]", "old[rows]", "are others, as that of token 0 of sample 2: -")
 
 # Of a loss whose samples have one ratio each, in place of the words above. A sample that is clipped is not counted as lost.
 CLIPPED = "clip_ratio_low=0.1, clip_ratio_high=0.12 to the loss"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.closed_words import refused
 from megatron_rl.hosts.settings import ABSENT, Settings, Size, StepSizes
 from megatron_rl.validation.checks import Row
 
@@ -154,8 +155,7 @@ def whole_steps(
         text = f"{title} trains {batch - batch % size} of {typed(of_batch, batch)} and drops the last {batch % size}"
         yield Row("mini-batch", f"{text}: {step} does not divide it; {remedy}", is_note=True)
     else:
-        text = f"{title} refuses this run: {step} does not divide {typed(of_batch, batch)}; {remedy}"
-        yield Row("mini-batch", text, is_wrong=True)
+        yield refused(title, "mini-batch", f"{step} does not divide {typed(of_batch, batch)}; {remedy}")
 
 
 # The name here of what a launcher is told. Not a setting.

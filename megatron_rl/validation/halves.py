@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,6 +14,13 @@ NUM_PROBES, FEW = 4096, 64
 # Elsewhere a result has the same bits. What a clip ratio of 3e-4 makes of the others is 1e-4 of a value, so a bound for sums of
 # float32 would hide it.
 _SAME, _SMALLEST = 1e-5, 1e-9
+
+
+@contextmanager
+def leaving_no_trace() -> Iterator[None]:
+    """A user's function makes its tensors on the CPU, records no gradient, and moves no generator of random numbers."""
+    with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def halves(vectors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ from megatron_rl.registries.corrections import CORRECTIONS, CorrectionKind
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator, KLValue
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, TokenSelectionKind
 from megatron_rl.step_counts import StepTotals
-from megatron_rl.validation.halves import NUM_PROBES, changed_in, halves
+from megatron_rl.validation.halves import NUM_PROBES, changed_in, halves, leaving_no_trace
 from megatron_rl.validation.routes import Settings
 
 _NOISE = 1e-4
@@ -69,7 +69,7 @@ def aggregation_problems(record: AggregationRecord, divisor: float | None) -> It
         return (weights * totals.num_tokens,)  # near 1
 
     try:
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with leaving_no_trace():
             whole = weights_of(places)
             is_changed = bool(changed_in(halves((counts, of_prompts, of_rollouts, rows)), weights_of, whole))
     except Exception:  # of any type: it is the user's function
@@ -87,7 +87,7 @@ def estimator_problems(estimator: KLEstimator) -> Iterator[str]:
     vectors = _probes()
     kept = [vector.clone() for vector in vectors]
     try:
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with leaving_no_trace():
             value, derivative = kl_estimate(estimator, *vectors)
             is_written = any(not torch.equal(vector, before) for vector, before in zip(vectors, kept, strict=True))
             _, of_value = kl_estimate(replace(estimator, function=_value_alone(estimator)), *kept)
@@ -153,7 +153,7 @@ def correction_problems(correction: CorrectionKind, settings: CorrectionSettings
         return found.weights, found.is_kept
 
     try:
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with leaving_no_trace():
             weights, is_kept = whole = at(documents)
             is_changed = bool(changed_in(halves([old - rollout]), at, whole))
     except Exception as error:  # of any type: it is the user's function
@@ -183,7 +183,7 @@ def selection_problems(selection: TokenSelectionKind) -> Iterator[str]:
         return (selection.function(**{need: vector[chosen] for need, vector in given.items()}),)
 
     try:
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with leaving_no_trace():
             (score,) = whole = at(torch.arange(NUM_PROBES))
             is_changed = bool(changed_in(halves(given.values()), at, whole))
             is_finite = bool(score.isfinite().all())
@@ -232,7 +232,7 @@ def _problem_of_metric(row: Metric, with_entropy: bool) -> str | None:
         return (values.double(),)
 
     try:
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with leaving_no_trace():
             (values,) = whole = at(numbers)
             is_changed = bool(changed_in(halves(vectors), at, whole))
             at(numbers[:0])  # a rank may have no token

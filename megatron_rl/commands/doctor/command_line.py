@@ -17,7 +17,6 @@ from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch, read_whole_number
 from megatron_rl.commands.doctor.composed import (
-    COMMAND_OF_MILES,
     composed_words,
     default_text,
     misspelt_settings,
@@ -202,8 +201,7 @@ def _composed(script: Path, text: str, typed: Sequence[str]) -> tuple[Path, list
         tree = with_inherited(ast.parse(text), folders)
         if only_defines(tree):
             raise ConfigError(f"{script} {ONLY_DEFINES}")
-        if COMMAND_OF_MILES in text:
-            typed = [*typed_by_environment(tree, typed), *typed]
+        typed = [*typed_by_environment(tree, typed), *typed]
         own = composed_words(tree, typed)
         if own or (other := _of_another(script, tree)) is None:
             return script, *_with_added(script, text, tree, typed, own)

@@ -31,8 +31,8 @@ LOGGER = "get_default_wandb_args"
 _HOLE = re.compile(r"\$\{\w*\}")
 # How similar a word is to the setting that it misspells.
 CLOSEST_SETTING = 0.85
-# What miles's dataclass_cli reads the environment by, and the words that turn a switch on there.
-OF_ENVIRONMENT, ON_WORDS, COMMAND_OF_MILES = "MILES_SCRIPT_", ("1", "true", "t", "yes", "y", "on"), "dataclass_cli"
+# miles's decorator that reads options from the environment too, by names with this prefix; the words that turn a switch on there.
+OF_ENVIRONMENT, PREFIX_OF_ENVIRONMENT, ON_WORDS = "dataclass_cli", "MILES_SCRIPT_", ("1", "true", "t", "yes", "y", "on")
 # A value that is another one in each branch.
 _BRANCH = "${value}"
 # Statements that only define.
@@ -119,16 +119,26 @@ def typed_settings(tree: ast.Module, typed: Sequence[str]) -> dict[str, Any]:
 
 def typed_by_environment(tree: ast.Module, typed: Sequence[str]) -> list[str]:
     """What miles's dataclass_cli takes from the environment, as words behind the script: options that are not typed."""
-    words = list[str]()
+    words, prefix = list[str](), _prefix_of_environment(tree)
     given = {word.removeprefix("--").partition("=")[0].replace("-", "_").removeprefix("no_") for word in typed}
     for field, default in {_last_name(one.target): one.value for one in _fields(tree)}.items():
-        value = os.environ.get(variable := f"{OF_ENVIRONMENT}{field.upper()}")
+        value = os.environ.get(variable := f"{prefix}{field.upper()}") if prefix else None
         if value is None or field in given or is_secret(variable, value):
             continue
         is_switch = isinstance(default, ast.Constant) and isinstance(default.value, bool)
         is_off = is_switch and value.lower() not in ON_WORDS
         words.append(f"--no-{field}" if is_off else f"--{field}" if is_switch else f"--{field.replace('_', '-')}={value}")
     return words
+
+
+def _prefix_of_environment(tree: ast.Module) -> str:
+    """Empty: no function has the decorator, or it reads no environment."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for decorator in (one for node in functions for one in node.decorator_list if _last_name(one) == OF_ENVIRONMENT):
+        given = decorator.keywords if isinstance(decorator, ast.Call) else []
+        values = [evaluate(one.value, constants_of(tree, {})) for one in given if one.arg == "env_var_prefix"]
+        return next((value if isinstance(value, str) else "" for value in values), PREFIX_OF_ENVIRONMENT)
+    return ""
 
 
 def misspelt_settings(tree: ast.Module, typed: Sequence[str], text: str) -> Iterator[str]:
