@@ -54,7 +54,7 @@ from benchmarks.machine import (  # noqa: E402
 SECONDS_TO_REPORT, SECONDS_TO_END = 15.0, 5.0
 # A benchmark starts no case in the last part of its budget: one case and the report take about that long.
 BENCHMARK_MARGIN = 25.0
-MOST_WORKERS = 6
+MOST_WORKERS = 12
 MOST_FAILURES = 5
 # Of a stage that was cut or failed: the last lines that it printed.
 LINES_KEPT = 5

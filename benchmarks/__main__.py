@@ -114,7 +114,8 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
             continue
         if kind == "cliff":
             add("--columns", type=int, nargs="+", metavar="COUNT", help=f"Default: {' '.join(map(str, cliff.COLUMNS))}.")
-            add("--rows", type=int, default=cliff.ROWS, metavar="COUNT", help=f"Tokens. Default: {cliff.ROWS}.")
+            rows = f"Tokens. Default: as many as make {cliff.LOGITS_BYTES['cuda'] >> 30} GiB of logits; few on a CPU."
+            add("--rows", type=int, metavar="COUNT", help=rows)
             add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu, to try it out.")
             add("--time-limit", type=float, default=0.0, help="No shape starts after these seconds; 0: no limit. Default: 0.")
             continue
@@ -239,7 +240,7 @@ def run_support(args: Namespace) -> int:
 
 def run_cliff(args: Namespace) -> int:
     columns = args.columns or list(cliff.COLUMNS)
-    if min(*columns, args.rows) < 1 or args.time_limit < 0:
+    if min(*columns, 1 if args.rows is None else args.rows) < 1 or args.time_limit < 0:
         raise ConfigError(f"--columns {columns} and --rows {args.rows}: each must be at least 1, and --time-limit at least 0")
     device, points = measure.find_device(args.device), list[cliff.CliffPoint]()
     for line in cliff.table(noted(cliff.measure_cliff(columns, args.rows, device, args.time_limit), points)):

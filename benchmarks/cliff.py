@@ -2,7 +2,8 @@
 
 Its second walk finds a row in the L2 cache as long as the rows under way at once fit there. How much of the cache that is, only
 a GPU says: an H100's has two parts, and lines of the far one may be held twice. Both paths are timed by the number of columns, in
-place and out of place, with each number of warps; from these times follows the CACHE_SHARE of megatron_rl/ops/backends.py.
+place and out of place, with each number of warps; from these times follows the CACHE_SHARE of megatron_rl/ops/backends.py. A shape
+has rows for LOGITS_BYTES: with few columns and few rows the host, which takes about a millisecond to start a step, is timed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megatron_rl.losses import policy_loss
 from megatron_rl.ops import backends
 
 COLUMNS = (16384, 32768, 49152, 65536, 98304, 131072, 151936, 262144)
-ROWS, ROUNDS = 4096, {"cuda": 5, "cpu": 1}
+LOGITS_BYTES, ROUNDS = {"cuda": 4 << 30, "cpu": 64 << 10}, {"cuda": 5, "cpu": 1}
 TITLES = ("V", "place", "path", "of the cache", "ms", "x two kernels")
 
 
@@ -43,8 +44,11 @@ class CliffPoint:
     milliseconds: float
 
 
-def measure_cliff(columns: Sequence[int], rows: int, device: Device, time_limit: float) -> Iterator[CliffPoint]:
-    """The points of each shape; no shape starts after time_limit seconds. Raises ConfigError without Triton."""
+def measure_cliff(columns: Sequence[int], rows: int | None, device: Device, time_limit: float) -> Iterator[CliffPoint]:
+    """The points of each shape, with rows for LOGITS_BYTES where none are given; no shape starts after time_limit seconds.
+
+    Raises ConfigError without Triton.
+    """
     if device.kind == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
     if backends.why_triton_is_missing() is not None:
@@ -54,7 +58,7 @@ def measure_cliff(columns: Sequence[int], rows: int, device: Device, time_limit:
         for in_place in (True, False):
             if time_limit and time.perf_counter() - started > time_limit:
                 return
-            yield from _points(number, rows, device, in_place=in_place)
+            yield from _points(number, rows or max(LOGITS_BYTES[device.kind] // (2 * number), 1), device, in_place=in_place)
         device.release_memory()
 
 
@@ -71,7 +75,7 @@ def _points(columns: int, rows: int, device: Device, *, in_place: bool) -> Itera
         given = logits.detach().requires_grad_().view_as(logits)  # an operator's output, as in a model
         return torch.autograd.grad(policy_loss("grpo", given, *inputs, **options).loss, given)
 
-    row_bytes = columns * logits.itemsize * (1 if in_place else 2)
+    row_bytes = columns * logits.itemsize
     at_once = {0: 0, **backends.ROWS_AT_ONCE}
     times: dict[int, list[float]] = {num_warps: [] for num_warps in at_once}
     for number in range(ROUNDS[device.kind] + 1):
@@ -97,9 +101,9 @@ def forced(num_warps: int) -> Iterator[None]:
 
 
 def choice(points: Sequence[CliffPoint], cache_share: float) -> CliffPoint:
-    """What one_read_configuration takes of the points of one shape: the first number of warps whose rows fit, else two kernels."""
-    two, *programs = sorted(points, key=lambda point: point.num_warps)
-    return next((point for point in programs if point.share <= cache_share), two)
+    """What one_read_configuration takes of the points of one shape: the first number of warps whose rows fit, else the last."""
+    _, *programs = sorted(points, key=lambda point: point.num_warps)
+    return next((point for point in programs if point.share <= cache_share), programs[-1])
 
 
 def by_shape(points: Iterable[CliffPoint]) -> list[list[CliffPoint]]:
@@ -115,7 +119,7 @@ def loss_of_time(shapes: Sequence[Sequence[CliffPoint]], cache_share: float) -> 
 
 
 def recommended_share(points: Iterable[CliffPoint]) -> float:
-    """The measured share whose choices lose least over all shapes, as a product of their ratios; 0: two kernels everywhere.
+    """The measured share whose choices lose least over all shapes, as a product of their ratios; 0: the most warps everywhere.
 
     Of equal ones the least: what lies between it and the next was not measured.
     """
@@ -153,4 +157,7 @@ def verdict(points: Sequence[CliffPoint], device_name: str, *, is_gpu: bool = Tr
         return words, json.dumps({"cliff": {"device": device_name, "points": [asdict(point) for point in points]}})
     words = f"on {device_name}: CACHE_SHARE = {share:.2f} in megatron_rl/ops/backends.py loses least"
     words += f"; its slowest choice takes {then:.2f}x of the best path, that of {backends.CACHE_SHARE:g} {now:.2f}x"
+    lost = [points[0] for points in shapes if choice(points, backends.CACHE_SHARE).milliseconds > points[0].milliseconds]
+    words += f"; two kernels are faster than its choice in {len(lost)} of {len(shapes)} shapes"
+    words += "".join(f", {'in' if point.in_place else 'out of'} place at V {point.columns:,}" for point in lost)
     return words, json.dumps({"cliff": found | {"points": [asdict(point) for point in points]}})

@@ -184,7 +184,7 @@ def ours(name: str, backend: str, *, inplace: bool, metrics: str = "none", entro
 
 
 def one_read(problem: LogitsProblem, guess: float | None = None) -> Step:
-    """The gradient in forward, where shape and cache allow it; elsewhere the row would be that of two kernels.
+    """The gradient in forward, where there are rows enough; elsewhere the row would be that of two kernels.
 
     guess: the factor that each forward assumes; None: it is declared.
     """
@@ -197,7 +197,7 @@ def one_read(problem: LogitsProblem, guess: float | None = None) -> Step:
 
     rows, columns = problem.logits.shape
     if one_read_configuration(rows, columns * problem.logits.itemsize, problem.logits.device) is None:
-        raise Unavailable(NOT_SUPPORTED, "the rows under way at once do not fit the L2 cache, or are too few: two kernels")
+        raise Unavailable(NOT_SUPPORTED, "the rows are too few: two kernels")
     options = {"tp_group": SINGLE, "backend": Backend.TRITON, "inplace": True, "loss_scale": 1.0}
     step = step_of(problem, lambda logits: package_loss(problem, logits, **options))
     if guess is None:

@@ -118,6 +118,7 @@ JUDGES = {
     "ops/sparse_head.py": "sparse_head",
     "ops/sparse_head_triton.py": "sparse_head",
     "ops/unit_gradient_triton.py": "unit_gradient",
+    "ops/backends.py": "one_read cliff log_probs_triton",
     "validation/": "validation messages arguments flag_effects router_losses_said",
     "validation/checks.py": "checks",
     "validation/halves.py": "contradictions",

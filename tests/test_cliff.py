@@ -72,7 +72,7 @@ def points_of(of: Cache, columns: int, in_place: bool) -> list[CliffPoint]:
     """A time is the bytes: 2 read, 2 written, and 2 for what the second walk misses; two kernels read twice."""
     points = [CliffPoint(columns, in_place, 0, 0.0, 6.0 * columns)]
     for num_warps, at_once in backends.ROWS_AT_ONCE.items():
-        share = at_once * PROCESSORS * columns * 2 * (1 if in_place else 2) / CACHE_BYTES
+        share = at_once * PROCESSORS * columns * 2 / CACHE_BYTES
         time = (4.0 + 2.0 * misses(of, columns, in_place, at_once * PROCESSORS)) * columns * SLOWER.get(num_warps, 1.0)
         points.append(CliffPoint(columns, in_place, num_warps, share, time))
     return points

@@ -141,8 +141,9 @@ def test_an_id_of_many_rows_is_added_once(monkeypatch):
     case, seen, sums = Case(torch.float32, 8), [], sparse_head._sum_segments
     monkeypatch.setattr(sparse_head, "_sum_segments", lambda values, counts, of: seen.append(counts) or sums(values, counts, of))
     pairs = case.pairs()
-    weight = torch.zeros(case.weight.shape)
-    sparse_head.add_weight_reference(torch.ones(pairs.columns.numel()), pairs, case.hidden, out=weight, max_bytes=2**31)
+    weight = torch.zeros(case.weight.shape, device=KERNEL_DEVICE)
+    ones, hidden = torch.ones(pairs.columns.numel(), device=KERNEL_DEVICE), case.hidden.to(KERNEL_DEVICE)
+    sparse_head.add_weight_reference(ones, pairs, hidden, out=weight, max_bytes=2**31)
     counts = pairs.columns.bincount()
     assert [tuple(found.tolist()) for found in seen] == [tuple(counts[counts > 0].tolist())] and int(counts.max()) > 2
 

@@ -163,7 +163,7 @@ def policy_loss(
     if support is None and loss_scale is not None and has_twin(loss, settings) and torch.is_grad_enabled() and logits.requires_grad:
         from megatron_rl.losses.one_read_triton import plan_one_read, read_once
 
-        configuration = plan_one_read(loss, logits, inputs, settings, inplace=inplace, is_assumed=announced is None)
+        configuration = plan_one_read(loss, logits, inputs, settings, is_assumed=announced is None)
         if configuration is not None:
             made_with = loss_scale.assume(logits.device) if isinstance(loss_scale, AssumedScale) else loss_scale
             log_probs, entropy, gradient, inputs = read_once(

@@ -38,7 +38,7 @@ from megatron_rl.ops.log_probs_triton import LOG2_E, row_result, statistics_of_r
 
 
 def plan_one_read(
-    loss: PolicyLoss, logits: Tensor, inputs: LossInputs, settings: LossSettings, *, inplace: bool, is_assumed: bool
+    loss: PolicyLoss, logits: Tensor, inputs: LossInputs, settings: LossSettings, *, is_assumed: bool
 ) -> OneReadConfiguration | None:
     """How one kernel takes these logits; None where statistics and gradient stay two kernels:
 
@@ -49,7 +49,7 @@ def plan_one_read(
     - it is known before the rows, but with one more reduction over cp (cp above 1);
     - columns are not adjacent, or there is nothing to read;
     - the factor is assumed and the gradient is float16: a wrong guess would leave zeros or infinities, which no factor mends;
-    - the rows under way at once do not fit the cache, or are too few.
+    - the rows are too few.
     """
     if settings.tp_group.size() > 1 or logits.numel() == 0 or not has_flat_rows(logits):
         return None
@@ -57,9 +57,7 @@ def plan_one_read(
         return None
     if not (is_coefficient_known_in_row(loss, inputs) or (settings.cp_group.size() == 1 and is_known_before_rows(loss, inputs))):
         return None
-    # Out of place the gradient has cache lines of its own.
-    row_bytes = logits.shape[1] * logits.itemsize * (1 if inplace else 2)
-    return one_read_configuration(logits.shape[0], row_bytes, logits.device)
+    return one_read_configuration(logits.shape[0], logits.shape[1] * logits.itemsize, logits.device)
 
 
 def is_coefficient_known_in_row(loss: PolicyLoss, inputs: LossInputs) -> bool:

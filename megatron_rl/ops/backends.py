@@ -225,7 +225,8 @@ def gradient_like(
 PROGRAMS_PER_PROCESSOR = 8
 # A split with fewer full tiles spends most of its time on its first load and on the merge.
 SMALLEST_SPLIT_IN_TILES = 4
-# The share of the L2 cache that the rows under way at once may take. The rest is for the vectors and for lines on their way out.
+# The share of the L2 cache that the rows under way at once may take, where there is a choice. The rest is for the vectors and for
+# lines on their way out. An H100 has found no width at which two kernels were faster than one (`python -m benchmarks cliff`).
 CACHE_SHARE = 0.8
 # A program has at most 64 registers a thread, and needs more than 32. So a multiprocessor of 65,536 registers starts at most one
 # program of 32 warps, three of 16 or six of 8: {warps: rows under way at once}. More rows hide each other's latencies.
@@ -304,10 +305,14 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def one_read_configuration(num_rows: int, row_bytes: int, device: torch.device) -> OneReadConfiguration | None:
-    """The program whose rows fit the cache; None: no row does, or the rows are too few. Only numbers that the host knows."""
+    """The program with the most rows at once that fit the cache, else the one with the fewest; None: the rows are too few.
+
+    row_bytes: of a row that is read. Only numbers that the host knows.
+    """
     for num_warps, rows_at_once in ROWS_AT_ONCE.items():
         rows = rows_at_once * num_processors(device)
-        if rows * row_bytes <= CACHE_SHARE * cache_bytes(device) and num_rows >= FEWEST_WAVES * rows:
+        fits = rows * row_bytes <= CACHE_SHARE * cache_bytes(device) or rows_at_once == min(ROWS_AT_ONCE.values())
+        if fits and num_rows >= FEWEST_WAVES * rows:
             lanes = LANES_OF_A_WARP * num_warps
             return OneReadConfiguration(lanes, TILES, COLUMNS_OF_A_LANE * lanes, num_warps)
     return None

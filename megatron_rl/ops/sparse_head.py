@@ -33,8 +33,9 @@ from megatron_rl.ops.log_probs_torch import (
 )
 from megatron_rl.ops.support_scores import gradient_of_kept, statistics_of_kept
 
-# A row with more kept ids is cheaper in a matmul of all columns (`python -m benchmarks head --support`).
-SPARSE_ROW_LIMIT = 512
+# A row with more kept ids is cheaper in a matmul of all columns: above 161 on an H100 at H 4096 and 151,936 columns, above 750 on a
+# CPU at H 256 (`python -m benchmarks head --support`).
+SPARSE_ROW_LIMIT = 128
 # A row of the hidden states, one of the weight, and their product: what a pair has in memory while torch multiplies it.
 ROWS_OF_A_PAIR = 3
 

@@ -41,8 +41,7 @@ def plan_unit_gradient(logits: Tensor, out: Tensor) -> OneReadConfiguration | No
         return None
     if not flat_rows(out).is_aligned_with(flat_rows(logits)):
         return None
-    row_bytes = logits.itemsize + (0 if out.data_ptr() == logits.data_ptr() else out.itemsize)
-    return one_read_configuration(logits.shape[0], logits.shape[1] * row_bytes, logits.device)
+    return one_read_configuration(logits.shape[0], logits.shape[1] * logits.itemsize, logits.device)
 
 
 @triton.jit(
