@@ -83,8 +83,10 @@ def add_megatron_rl_args(parser: ArgumentParser, command_line: Sequence[str] | N
     return parser
 
 
-def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM) -> PolicyLossConfig:
-    """The configuration in `args`, with defaults filled in. `args` is not changed.
+def validate_megatron_rl_args(
+    args: Namespace, route: Route = Route.MEGATRON_LM, *, takes_our_loss_by: str = Settings.takes_our_loss_by
+) -> PolicyLossConfig:
+    """The configuration in `args`, with defaults filled in. `args` is not changed. takes_our_loss_by: see Settings.
 
     Values may be strings, because a host may merge a YAML file into `args`. Raises one ConfigError with every problem: flags that
     the launcher dropped, and the problems that the rules of `megatron_rl.validation` find.
@@ -106,6 +108,7 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
     launch = Settings(
         config=PolicyLossConfig(**settings, loss_parameters=parameters),
         route=Route(route),
+        takes_our_loss_by=takes_our_loss_by,
         set_flags=frozenset(set_flags),
         host_switches=switches,
         calculate_per_token_loss=switches.get("calculate_per_token_loss"),

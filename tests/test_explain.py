@@ -169,7 +169,11 @@ MESSAGES = [
         ["--response-lengths", "2", "--host", "miles", "--companion", "convert"],
         "--companion convert makes a rollout of each prompt",
     ),
-    (["--response-lengths", "2", "--host", "slime", "--policy-loss", "gspo"], "would be ignored on the route reducer"),
+    (
+        ["--response-lengths", "2", "--host", "slime", "--policy-loss", "gspo"],
+        "would be ignored on the route reducer: --policy-loss works on custom_loss, megatron_lm, train; remove it, or train our "
+        "loss: --route custom_loss",
+    ),
     (["--response-lengths", "2", "--samples-per-prompt", "2", "--prompt-ids", "a"], "1 of samples_per_prompt=2 samples"),
     (["--response-lengths", "2", "--samples-per-prompt", "2"], "--samples-per-prompt 2: the command line does not say which"),
     (["--response-lengths", "2", "--loss-masks", "00"], "not a single unmasked token"),

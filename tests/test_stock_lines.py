@@ -496,7 +496,8 @@ LAYOUTS = [
     (
         "trl",
         ["accelerate", "launch", "--num_processes", "8", "t.py"],
-        "too few for 8 data-parallel ranks of --num_processes",
+        "(the command line; micro-batch size 8 of per_device_train_batch_size by default; judged as on 1 rank: the step has 4 of "
+        "the 8 or more samples that 8 data-parallel ranks of --num_processes need; a step of the line has 64 samples)",
         "0.0",
     ),
     (
@@ -510,7 +511,7 @@ LAYOUTS = [
     ),
     # 3 + 5 | 1 + 7, and 3 + 5 + 1 | 7
     ("skyrl", ["python", "-m", skyrl.ENTRY, "trainer.max_tokens_per_microbatch=8"], "micro-batches of about 8 tokens of", "0.1"),
-    ("miles", ["python3", "train.py", *DYNAMIC, "--max-tokens-per-gpu", "9"], "9 tokens of --max-tokens-per-gpu, prompts", "0.1"),
+    ("miles", ["python3", "train.py", *DYNAMIC, "--max-tokens-per-gpu", "9"], "9 tokens of --max-tokens-per-gpu, prompt tokens not counted", "0.1"),
     # Budgets of one rank, of which 2 share a sample: 3 + 5 | 1 + 7 of 8 tokens. Other trainers' budgets are of a micro-batch.
     (
         "slime",
@@ -551,7 +552,7 @@ LAYOUTS = [
             *("python", "-m", skyrl.ENTRY, "trainer.strategy=megatron", "trainer.max_tokens_per_microbatch=8"),
             "trainer.policy.megatron_config.context_parallel_size=2",
         ],
-        "micro-batches of about 8 tokens of trainer.max_tokens_per_microbatch, prompts",
+        "micro-batches of about 8 tokens of trainer.max_tokens_per_microbatch, prompt tokens",
         "0.1",
     ),
     ("slime", ["python3", "train.py", *DYNAMIC], "that --use-dynamic-batch-size gives them are not known", "0.3"),

@@ -50,18 +50,22 @@ OTHER_NAMES_IN_EXPLAIN = OTHER_NAMES | {
 }
 
 
+# A flag of one command that another has -> what to type. Prompts change what a line weighs, and not how far it is from that.
+OF_ANOTHER_COMMAND = {("doctor", "--prompt-ids"): "type megatron-rl explain --prompt-ids ... -- LINE"}
+
+
 def flags_of(parser: ArgumentParser) -> list[str]:
     return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
 
 
 def problems_of_unknown(unknown: Sequence[str], command: str, known: Sequence[str]) -> Iterator[str]:
     """A line for each unknown flag; one for the words, where there are words alone."""
-    flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and not word[1:2].isdigit()]
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and word != "--" and not word[1:2].isdigit()]
     names = OTHER_NAMES_IN_EXPLAIN if command == "explain" else OTHER_NAMES
     for flag in flags:
         other = names.get(flag.replace("_", "-"), "")
         close = [other] if other.partition(",")[0] in known else get_close_matches(flag.replace("_", "-"), known, 1)
         remedy = f"did you mean {close[0]}?" if close else f"megatron-rl {command} --help lists the flags"
-        yield f"{flag} is no flag of megatron-rl {command}: {remedy}"
+        yield f"{flag} is no flag of megatron-rl {command}: {OF_ANOTHER_COMMAND.get((command, flag), remedy)}"
     if not flags:
         yield f"megatron-rl {command} takes no argument {' '.join(unknown)!r}: remove it, or give it to a flag"

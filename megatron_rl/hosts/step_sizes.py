@@ -236,15 +236,16 @@ def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
     num_samples, data, size, count = len(lengths), sizes.data, sizes.micro_batch, sizes.num_microbatches
     of_line = size.value * count.value * (data.value if data else 1) if size and count else None
     other = f"; a step of the line has {of_line} samples" if of_line not in (None, num_samples) else ""
+    of_ranks = f"{_said_data(data, sizes)}, "
     if data is not None and data.value > num_samples:
-        other = f"; they are too few for {data.value} data-parallel ranks of {data.source}{other}"
-        data = None
+        few = f"{num_samples} of the {data.value} or more samples that {data.value} data-parallel ranks of {data.source} need"
+        other, of_ranks, data = f"; judged as on 1 rank: the step has {few}{other}", "", None
     num_ranks = data.value if data else 1
     share = -(-num_samples // num_ranks)
     if sizes.tokens is not None and sizes.tokens.value:
         parts = [list(_filled(rank, lengths, sizes.tokens.value)) for (rank,) in microbatches(num_samples, num_ranks, share)]
-        words = f"micro-batches of about {sizes.tokens.value} tokens of {sizes.tokens.source}, prompts not counted"
-        return Cut(parts, f"{_said_data(data, sizes)}, {words}", other)
+        words = f"micro-batches of about {sizes.tokens.value} tokens of {sizes.tokens.source}, prompt tokens not counted"
+        return Cut(parts, f"{of_ranks}{words}", other)
     if sizes.tokens is not None:
         words, length = f"1 sample a micro-batch, for the tokens that {sizes.tokens.source} gives them are not known", 1
     elif count is not None and size is None:
@@ -256,7 +257,7 @@ def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
     if len({len(part) for of_rank in parts for part in of_rank}) > 1:
         last = ", ".join(f"{len(of_rank[-1])} on rank {rank}" for rank, of_rank in enumerate(parts) if len(of_rank[-1]) < length)
         other += f"; {length} samples a micro-batch do not divide it: the last one has {last}"
-    return Cut(parts, f"{_said_data(data, sizes)}, {words}", other)
+    return Cut(parts, f"{of_ranks}{words}", other)
 
 
 def _filled(samples: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:

@@ -188,6 +188,8 @@ class Settings:
     config: PolicyLossConfig = PolicyLossConfig()
     route: Route = Route.MEGATRON_LM
     """How this launch reaches the loss."""
+    takes_our_loss_by: str = "--loss-type custom_loss"
+    """What whoever types the settings adds for our loss in place of the reducer."""
     set_flags: frozenset[str] = frozenset()
     """Flags that were given. A flag with another value than its default counts as given in any case."""
     calculate_per_token_loss: bool | None = None

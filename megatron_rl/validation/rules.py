@@ -490,11 +490,11 @@ def flags_have_an_effect(launch: Settings) -> Iterator[str]:
         if launch.route not in routes:
             places = ", ".join(route for route in Route if route in routes)
             reason = f" ({REASONS[flag]})" if flag in REASONS else ""
-            of_reducer = " to custom_loss: --loss-type custom_loss, or --route custom_loss of launch-config"
-            other = of_reducer if launch.route == Route.REDUCER and Route.CUSTOM_LOSS in routes else ""
+            is_ours = launch.route == Route.REDUCER and Route.CUSTOM_LOSS in routes
+            other = f"train our loss: {launch.takes_our_loss_by}" if is_ours else "change the route"
             yield (
                 f"{name}={value!r} would be ignored on the route {launch.route}: {flag} works on {places}{reason}; remove "
-                f"it, or change the route{other}"
+                f"it, or {other}"
             )
 
 
