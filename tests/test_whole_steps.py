@@ -93,6 +93,28 @@ def test_roll_says_it_of_a_yaml(accumulation, devices, more, said, tmp_path, mon
         ("--global-batch-size 50", 0, None),
         ("--global-batch-size $SIZE", 0, None),
         ("--global-batch-size 64 --custom-generate-function-path mine.generate", None, None),
+        # 100 // 3 = 33, 100 // 18 = 5, and a step is never empty.
+        (
+            "--num-steps-per-rollout 3",
+            0,
+            "{} makes 3 steps of 33 of --rollout-batch-size=25 x --n-samples-per-prompt=4 = 100 samples and drops the last 1: "
+            "--num-steps-per-rollout=3 does not divide it; set --num-steps-per-rollout=2\n",
+        ),
+        (
+            "--num-steps-per-rollout 18",
+            0,
+            "{} makes 20 steps of 5 of --rollout-batch-size=25 x --n-samples-per-prompt=4 = 100 samples: "
+            "--num-steps-per-rollout=18 does not divide it; set --num-steps-per-rollout=10\n",
+        ),
+        ("--num-steps-per-rollout 128", 1, "--num-steps-per-rollout=128 is more than --rollout-batch-size=25 x"),
+        (
+            "--num-steps-per-rollout 3 --global-batch-size 50",
+            1,
+            "{} refuses this run: --global-batch-size=50 beside --num-steps-per-rollout=3, which makes it 33 of "
+            "--rollout-batch-size=25 x --n-samples-per-prompt=4 = 100 samples; remove one of them\n",
+        ),
+        ("--num-steps-per-rollout 4", 0, None),
+        ("--num-steps-per-rollout $STEPS", 0, None),
     ],
 )
 def test_a_rest_that_is_dropped_is_noted(host, ours, flags, code, said, tmp_path, monkeypatch, capsys):
@@ -103,9 +125,43 @@ def test_a_rest_that_is_dropped_is_noted(host, ours, flags, code, said, tmp_path
     assert code in (found, None) and (said or "").format(host) in out and ("mini-batch" in out) == (said is not None), out
 
 
-def test_miles_may_keep_the_rest_as_a_smaller_step(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("step", ["--global-batch-size 64", "--num-steps-per-rollout 3"])
+def test_miles_keeps_the_rest_as_a_smaller_step_where_it_does_not_trim_it_before(step, tmp_path, monkeypatch, capsys):
+    """Of 100: 64 and 36, 3 x 33 and 1. test_rollout_hosts has the host's own code."""
     monkeypatch.chdir(tmp_path)
-    line = "python train.py --rollout-batch-size 25 --n-samples-per-prompt 4 --global-batch-size 64 --allow-partial-train-step"
-    for more, is_dropped in (("", True), (" --use-dynamic-batch-size --max-tokens-per-gpu 9", False)):
-        assert main(["doctor", "--launch-only", "--host", "miles", "--", *(line + more).split()]) == 0
-        assert ("drops the last 36" in capsys.readouterr().out) == is_dropped
+    line = f"python train.py --rollout-batch-size 25 --n-samples-per-prompt 4 {step} --allow-partial-train-step"
+    dynamic, untrimmed = "--use-dynamic-batch-size", "--disable-rollout-trim-samples"
+    for more, missing in ((), (dynamic, untrimmed)), ((dynamic,), (untrimmed,)), ((untrimmed,), (dynamic,)), ((dynamic, untrimmed), ()):
+        assert main(["doctor", "--launch-only", "--host", "miles", "--", *line.split(), *more]) == 0
+        out = capsys.readouterr().out
+        assert (f", or add {' '.join(missing)}, without which --allow-partial-train-step has no effect\n" in out) == bool(missing), out
+        assert ("drops the last" in out) == bool(missing) and ("and one of 1:" in out) == (not missing and "num-" in step), out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--num-steps-per-rollout 3", "step of 33 rollouts (one of several samples counts once), of each 100 the last 1 is dropped |"),
+        (
+            "--global-batch-size 64",
+            "step of 64 rollouts (one of several samples counts once), 16 prompts, of each 100 the last 36 are dropped |",
+        ),
+        ("--num-steps-per-rollout 4", "step of 25 rollouts (one of several samples counts once) |"),
+    ],
+)
+def test_the_start_line_counts_what_is_dropped(flags, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = f"python -m megatron_rl.hosts.launch train.py {REDUCER} --rollout-batch-size 25 --n-samples-per-prompt 4 {flags}"
+    main(["doctor", "--launch-only", "--host", "slime", "--", *line.split()])
+    assert said in next(row for row in capsys.readouterr().out.splitlines() if " trains " in row)
+
+
+def test_a_number_of_steps_gives_their_size_as_in_the_host(tmp_path, monkeypatch, capsys):
+    """One step a rollout: the reward hook knows its counts."""
+    monkeypatch.chdir(tmp_path)
+    hook = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
+    line = f"python -m megatron_rl.hosts.launch train.py {REDUCER.replace('sample_mean', 'token_mean')} {hook}"
+    line += " --rollout-batch-size 25 --n-samples-per-prompt 4 --num-steps-per-rollout"
+    for number, code in ((1, 0), (2, 1)):
+        assert main(["doctor", "--launch-only", "--host", "miles", "--", *line.split(), str(number)]) == code
+        assert f"step of {100 // number} rollouts" in capsys.readouterr().out or code

@@ -23,7 +23,7 @@ from megatron_rl.hosts.closed_words import closest, none_of, refused
 from megatron_rl.hosts.flags import host_config, is_mis, known_correction, normalised_weights, unjudged_correction
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.programs import SUPERVISED
-from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames
+from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames, whole_number
 from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_COUNTED_TOKENS, SAMPLE_MEAN, Stock
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -140,6 +140,14 @@ class Host:
             words = self.choices.get(flag, ())
             if words and len(values) == 1 and values[0] not in words:
                 yield refused(str(self), flag, none_of(flag, values[0], words, closest(values[0], words)))
+
+    def filled_in(self, values: Mapping[str, object]) -> dict[str, object]:
+        """What its parser sets from other options: the size of a step that is given as a number of steps."""
+        names = ("rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")
+        prompts, size, steps = (whole_number(values.get(name)) for name in names)
+        if values.get("global_batch_size") is not None or prompts is None or size is None or steps is None:
+            return {}
+        return {"global_batch_size": prompts * size // steps or None}
 
     def recognises(self, names: Mapping[str, object]) -> bool:
         """Whether options of these names are a launch of this host."""

@@ -25,8 +25,6 @@ from megatron_rl.hosts.base import (
 from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.names import paths_load
 from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_clip_of_dapo, with_deviation
-from megatron_rl.hosts.settings import Settings
-from megatron_rl.hosts.step_sizes import whole_steps
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.checks import Asker, Check, Row, check, checks_in, problems_of, warnings_of
@@ -571,17 +569,3 @@ def experts_keep_the_step(launch: HostLaunch) -> Iterator[Row]:
 @check(is_warning=True)
 def the_model_keeps_the_step(launch: HostLaunch) -> Iterator[Row]:
     yield from model_notes(launch.options.of_model, launch.route)
-
-
-def has_whole_steps(launch: HostLaunch) -> Iterator[Row]:
-    """Of a rollout batch whose rollouts the host makes, one sample each: it cuts them into steps and drops the rest. miles may keep
-    the rest as a smaller step. A step that is given by --num-steps-per-rollout, and one of prompts, have other rules."""
-    options = launch.options
-    keeps_rest = options["allow_partial_train_step"] and options["use_dynamic_batch_size"]
-    is_other = launch.own_rollout_functions or launch.has_converter() or options["custom_convert_samples_to_train_data_path"]
-    is_cut_before = options["use_dynamic_global_batch_size"] or options["num_steps_per_rollout"]
-    if not (keeps_rest or is_other or is_cut_before):
-        of_batch, of_step = ("rollout_batch_size", "n_samples_per_prompt"), ("global_batch_size",)
-        given = {flag_of(name): options[name] for name in (*of_batch, *of_step) if options[name] is not None}
-        batch, step = ([*map(flag_of, names)] for names in (of_batch, of_step))
-        yield from whole_steps(str(options.host), Settings.of_names(given, {}), batch, step, {}, drops=True)

@@ -126,9 +126,11 @@ def whole_steps(
     *,
     num_data: int | None = 1,
     drops: bool = False,
+    or_else: str = "",
 ) -> Iterator[Row]:
     """Of a trainer that refuses a batch without whole steps, or drops its rest. of_batch, of_step: settings whose products they
-    are, the last one of a step to be changed. defaults: the trainer's. num_data: ranks that multiply a step; None: not known."""
+    are, the last one of a step to be changed. defaults: the trainer's. num_data: ranks that multiply a step; None: not known.
+    or_else: what else keeps the rest."""
     values = {name: settings.value_of(name) for name in (*of_batch, *of_step)}
     if settings.knows_defaults:
         values = {name: defaults.get(name) if value is ABSENT else value for name, value in values.items()}
@@ -140,11 +142,8 @@ def whole_steps(
     if batch % size == 0:
         return
 
-    def typed(names: Sequence[str], product: int, *others: str) -> str:
-        words = [*(f"{name}={numbers[name]}" for name in names), *others]
-        return f"{' x '.join(words)} = {product} samples" if len(words) > 1 else words[0]
-
-    step = typed(of_step, size, *([f"{num_data} data-parallel ranks"] if num_data > 1 else []))
+    batch_words = product_in_words({name: numbers[name] for name in of_batch}, batch)
+    step = product_in_words({name: numbers[name] for name in of_step}, size, f"{num_data} data-parallel ranks" * (num_data > 1))
     rest = size // numbers[last]
     nearest = next((one for one in range(min(batch, size) // rest, 0, -1) if batch % (one * rest) == 0), None)
     remedy = f"set {last}={nearest}"
@@ -152,10 +151,16 @@ def whole_steps(
         least = rest // math.gcd(rest, batch // numbers[first])
         remedy = f"set {first}={-(-numbers[first] // least) * least} and {last}=1"
     if drops and batch > size:
-        text = f"{title} trains {batch - batch % size} of {typed(of_batch, batch)} and drops the last {batch % size}"
-        yield Row("mini-batch", f"{text}: {step} does not divide it; {remedy}", is_note=True)
+        text = f"{title} trains {batch - batch % size} of {batch_words} and drops the last {batch % size}"
+        yield Row("mini-batch", f"{text}: {step} does not divide it; {remedy}{or_else}", is_note=True)
     else:
-        yield refused(title, "mini-batch", f"{step} does not divide {typed(of_batch, batch)}; {remedy}")
+        yield refused(title, "mini-batch", f"{step} does not divide {batch_words}; {remedy}")
+
+
+def product_in_words(numbers: Mapping[str, int], product: int, other: str = "") -> str:
+    """a=2 x b=3 = 6 samples, or one of them alone. other: what multiplies it too; empty: nothing."""
+    words = [*(f"{name}={number}" for name, number in numbers.items()), *filter(None, [other])]
+    return f"{' x '.join(words)} = {product} samples" if len(words) > 1 else words[0]
 
 
 # The name here of what a launcher is told. Not a setting.

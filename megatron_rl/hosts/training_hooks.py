@@ -25,6 +25,7 @@ from megatron_rl.hosts.base import (
 from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.host_run import RUNS, begin_run
 from megatron_rl.hosts.placed_head import take_over
+from megatron_rl.hosts.rollout_steps import counts_of_step, step_in_words
 from megatron_rl.hosts.run import ranks_in_words
 from megatron_rl.hosts.skipped_log_probs import leave_out_forward
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
@@ -132,23 +133,6 @@ def corrections_in_words(settings: CorrectionSettings) -> Iterator[str]:
         yield f"{settings.kind} by {settings.level} in [{low:g}, {high:g}]"
     if settings.sequence_delta is not None:
         yield f"samples beyond {settings.sequence_delta:g} dropped"
-
-
-def counts_of_step(launch: HostLaunch) -> tuple[int | None, int | None]:
-    """(samples, prompts) of a step; None where the arguments do not say. A host counts rollouts; with the converter, prompts."""
-    step, group = launch.options["global_batch_size"], launch.options["n_samples_per_prompt"]
-    if step is None or launch.options["use_dynamic_global_batch_size"]:
-        return None, None  # the size is known only at the step
-    if launch.companion == "convert":
-        return (step * group if group else None), step
-    return step, (step // group if group and step % group == 0 else None)
-
-
-def step_in_words(launch: HostLaunch) -> str:
-    unit = "samples" if launch.companion == "convert" else "rollouts (one of several samples counts once)"
-    named = zip(counts_of_step(launch), (unit, "prompts"), strict=True)
-    known = [f"{number} {what}" for number, what in named if number is not None]
-    return f"step of {', '.join(known)}" if known else "step of as many samples as come"
 
 
 def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:

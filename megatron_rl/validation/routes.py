@@ -145,6 +145,7 @@ HOST_SWITCHES: dict[str, bool] = {
     "bf16": False,
     "calculate_per_token_loss": False,
     "delay_split_train_data_by_dp": False,
+    "disable_rollout_trim_samples": False,
     "enable_mtp_training": False,
     "fp16": False,
     "get_mismatch_metrics": False,

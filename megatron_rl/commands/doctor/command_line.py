@@ -434,6 +434,9 @@ def host_arguments(line: LaunchLine) -> Namespace:
             values[name] = read_number(value) if isinstance(value, str) else value
     if line.takes_our_flags:
         values |= vars(add_megatron_rl_args(Parser(add_help=False, allow_abbrev=False), line.words).parse_known_args(line.words)[0])
+    if line.is_of_rollouts and line.of_host is not None:
+        typed, is_whole = {field_of(flag) for flag, _ in line.known}, not (line.unread or line.unknown)
+        values |= line.of_host.filled_in({name: value for name, value in values.items() if is_whole or name in typed})
     return Namespace(**values | line.from_file)
 
 

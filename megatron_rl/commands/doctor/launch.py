@@ -49,7 +49,7 @@ from megatron_rl.hosts.base import (
     read_launch,
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
-from megatron_rl.hosts.checks import actors_are_checked, check_launch, constant_is_without_deviation, has_whole_steps, host_warnings
+from megatron_rl.hosts.checks import actors_are_checked, check_launch, constant_is_without_deviation, host_warnings
 from megatron_rl.hosts.door_line import judge as judge_line
 from megatron_rl.hosts.doors import DOORS, door_of
 from megatron_rl.hosts.flags import unjudged_correction
@@ -62,6 +62,7 @@ from megatron_rl.hosts.names import (
     misspelling_hint,
     path_problem,
 )
+from megatron_rl.hosts.rollout_steps import has_whole_steps
 from megatron_rl.hosts.scripts import defines, module_file, syntax_tree
 from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, StepSizes
 from megatron_rl.hosts.step_sizes import PROCESSES
