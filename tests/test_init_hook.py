@@ -190,6 +190,25 @@ def test_the_line_tells_weight_and_shift(settings, weight, shift):
     assert re.fullmatch(f"weights against sample_mean {re.escape(shift)}(: Adam hides it.*)?", shift_in_words(config))
 
 
+BY_OUR_LOSS = {**dict.fromkeys(REDUCER), **CUSTOM_LOSS}
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [
+        (CONSTANT, "clipping does not"),
+        ({**CONSTANT, "kl_loss_coef": 0.01}, "clipping does not"),  # --use-kl-loss is off
+        ({**CONSTANT, "kl_loss_coef": 0.01, "use_kl_loss": True, "entropy_coef": 0.1}, "; KL and entropy x 8192/m beside it"),
+        ({**CONSTANT, **BY_OUR_LOSS, "entropy_coef": 0.1}, "clipping does not; entropy x 8192/m beside it"),
+        ({**CONSTANT, **BY_OUR_LOSS}, "clipping does not"),
+    ],
+)
+def test_the_line_tells_of_kl_and_entropy_where_they_are_trained(settings, end):
+    """With the reducer they are the host's own, of the host's coefficients."""
+    config, launch = check_launch(Namespace(**{"kl_loss_type": "k3", **settings}))
+    assert shift_in_words(config, launch.kl_and_entropy).endswith(end)
+
+
 @pytest.mark.parametrize(
     ("settings", "step"),
     [

@@ -165,7 +165,9 @@ def test_the_start_line_states_the_records_formula():
     config, launch = check_launch(Namespace(**settings))
     assert weight_of_a_token(config, launch) == "1/N = 1/256 = 0.003906"
     assert "sample_mean x m (m: mean tokens of a sample)" in shift_in_words(config)
-    assert shift_in_words(config).endswith("Adam hides it, clipping does not; KL and entropy x 1/m beside it")
+    said = [shift_in_words(config, coefficients) for coefficients in ((0.1, 0.1), (0.0, 0.1), (0.0, 0.0))]
+    ends = ["; KL and entropy x 1/m beside it", "; entropy x 1/m beside it", ""]
+    assert all(line.endswith(f"Adam hides it, clipping does not{end}") for line, end in zip(said, ends, strict=True)), said
     of_batch = {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "advantage_estimator": "grpo", "loss_type": "policy_loss"}
     of_groups, launch = check_launch(Namespace(**{**settings, **REWARD, **of_batch, "loss_aggregation": OF_GROUPS}))
     assert weight_of_a_token(of_groups, launch) == "m_i/(N M_g) = m_i/(256 M_g)"

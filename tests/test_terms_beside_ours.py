@@ -61,7 +61,7 @@ def test_dr_grpo_has_no_advice_without_a_kl_or_with_one_that_is_divided_too(caps
 def test_explain_shows_the_terms_beside_ours(capsys):
     assert main(["explain", *STEP, "--json", "--", *f"{CONSTANT} {TERMS}".split()]) == 0
     own = json.loads(capsys.readouterr().out)["own_loss"]
-    assert {name: one["formula"] for name, one in own.items()} == {"policy": "1/(L N)", "KL": "1/T"}  # entropy has the KL's weight
+    assert {name: one["formula"] for name, one in own.items()} == {"policy": "1/(L N)", "KL": "1/T", "entropy": "1/T"}
     assert own["policy"]["weights"] == pytest.approx([1 / (2048 * 3)] * 3) and own["KL"]["weights"] == pytest.approx([1 / 15] * 3)
 
 
@@ -81,3 +81,31 @@ def test_one_slip_of_a_name_is_one_problem(capsys):
 )
 def test_the_shift_against_the_mean_over_tokens(name, divisor, said):
     assert get_loss_aggregation(name).shift_against_token_mean(divisor).replace("N m/", "(N m)/") == said
+
+
+MILES = "python -m megatron_rl.hosts.launch train.py --global-batch-size 3 --rollout-batch-size 1 --n-samples-per-prompt 3"
+REDUCER = "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
+OUR_LOSS = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
+CONVERTER = "--custom-convert-samples-to-train-data-path megatron_rl.hooks.convert_samples_to_train_data"
+BOTH = "--entropy-coef 0.1 --use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3"
+
+
+@pytest.mark.parametrize(
+    ("flags", "titles"),
+    [
+        (f"{OUR_LOSS} --entropy-coef 0.1", "policy, entropy 1/(N m_i)"),
+        (f"{OUR_LOSS} {BOTH} --loss-aggregation constant --loss-aggregation-divisor 8", "policy 1/(L N), L = 8  KL, entropy 1/(N m_i)"),
+        # Of the host's own loss beside our reducer.
+        (f"{REDUCER} {BOTH} --loss-aggregation constant --loss-aggregation-divisor 8", "policy 1/(L N), L = 8  KL, entropy 1/(N m_i)"),
+        (f"{REDUCER} --loss-aggregation sample_mean --kl-loss-coef 0.1", "policy 1/(N m_i)"),
+        (f"{REDUCER} {BOTH} --loss-aggregation token_mean --calculate-per-token-loss", "policy 1/T  KL, entropy 1/T'"),
+        # A step of one prompt: its means are of prompts, in each term.
+        (f"{CONVERTER} {BOTH} --loss-aggregation prompt_mean --global-batch-size 1", "policy, KL, entropy 1/(P M_g)"),
+    ],
+)
+def test_terms_of_one_weight_share_a_column_in_miles(flags, titles, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["explain", *STEP, "--prompt-ids", "a,a,a", "--host", "miles", "--", *f"{MILES} {flags}".split()])
+    out = capsys.readouterr().out
+    header = out.splitlines()[1].partition("tokens")[2].split("  ")
+    assert [one.strip() for one in header if one.strip()] == titles.split("  "), out

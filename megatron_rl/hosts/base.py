@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import import_module
 from typing import Any
@@ -447,6 +447,14 @@ class HostLaunch:
         return self.options.config(self.route)
 
     @property
+    def kl_and_entropy(self) -> tuple[float, float]:
+        """The coefficients that act: our loss's, or those of the host's own."""
+        options = self.options
+        if self.has_our_loss():
+            return self.config.kl_coefficient, self.config.entropy_coefficient
+        return options["kl_loss_coef"] if options["use_kl_loss"] else 0.0, options["entropy_coef"]
+
+    @property
     def aggregation(self) -> object:
         return self.options.aggregation
 
@@ -457,6 +465,15 @@ class HostLaunch:
     @property
     def companion(self) -> str | None:
         return companion_of(self.options)
+
+    def weighed(self, config: PolicyLossConfig) -> Stock:
+        """What a token weighs in each term. Beside our weights KL and entropy are the host's own; under the converter they are
+        prompt means too."""
+        ours, own = Stock.of_ours(config), self.options.host.stock(self.options)
+        if self.has_our_loss() or not isinstance(own, Stock):
+            return ours
+        kl, entropy = (ours.policy if term is not None and self.has_converter() else term for term in (own.kl, own.entropy))
+        return replace(ours, kl=kl, entropy=entropy)
 
     def has_companion(self) -> bool:
         return self.companion is not None

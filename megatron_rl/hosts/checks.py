@@ -493,15 +493,16 @@ def prompt_mean_has_the_clip_of_dapo(launch: HostLaunch) -> Iterator[str]:
 def settings_do_what_they_seem_to(launch: HostLaunch) -> Iterator[str]:
     """The advice of validation, without that on clips. The host's own loss keeps KL and entropy at the scale of sample_mean;
     under the converter all terms change together."""
-    config, options = launch.config, launch.options
+    config = launch.config
     if launch.route == Route.CUSTOM_LOSS:
         yield from config_warnings(replace(config, clip_ratio_low=None, clip_ratio_high=None))
     elif not launch.has_converter():
+        kl, entropy = launch.kl_and_entropy
         terms = PolicyLossConfig(
             loss_aggregation=config.loss_aggregation,
             loss_aggregation_divisor=config.loss_aggregation_divisor,
-            kl_coefficient=options["kl_loss_coef"] if options["use_kl_loss"] else 0.0,
-            entropy_coefficient=options["entropy_coef"],
+            kl_coefficient=kl,
+            entropy_coefficient=entropy,
         )
         yield from (f"{line} (--kl-loss-coef, --entropy-coef)" for line in config_warnings(terms))
 

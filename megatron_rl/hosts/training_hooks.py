@@ -75,7 +75,7 @@ def custom_megatron_init(args: Namespace) -> None:
 
 
 def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
-    return start_line([trained_in_words(config, launch), shift_in_words(config)], launch.options.host, probe, groups)
+    return start_line([trained_in_words(config, launch), shift_in_words(config, launch.kl_and_entropy)], launch.options.host, probe, groups)
 
 
 def head_in_words(config: PolicyLossConfig, tp_size: int) -> str:
@@ -144,14 +144,15 @@ def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
     return text.replace("m_i", "M_roll") if launch.route == Route.CUSTOM_LOSS else text
 
 
-def shift_in_words(config: PolicyLossConfig) -> str:
-    """How the weights change against sample_mean, and so the strength of the terms that keep sample_mean."""
+def shift_in_words(config: PolicyLossConfig, kl_and_entropy: tuple[float, float] = (0.0, 0.0)) -> str:
+    """How the weights change against sample_mean, and so the strength of the terms that keep sample_mean, where they are on."""
     record = get_loss_aggregation(config.loss_aggregation)
     shift = f"weights against sample_mean {record.shift_of_weights(config.loss_aggregation_divisor)}"
     if record.mean_strength is None:
         return shift
+    names = " and ".join(name for name, coefficient in zip(("KL", "entropy"), kl_and_entropy, strict=True) if coefficient)
     terms = record.mean_strength.inverse().with_names({"L": f"{config.loss_aggregation_divisor or 0:g}"})
-    return f"{shift}: Adam hides it, clipping does not; KL and entropy x {terms} beside it"
+    return f"{shift}: Adam hides it, clipping does not{f'; {names} x {terms} beside it' if names else ''}"
 
 
 # Before each optimiser step

@@ -217,7 +217,8 @@ def _judged(line: LaunchLine, route: Route | None, of_step: stock.JudgeStep | No
         found = list(judge(line, trained))
         if of_step is not None and not _trains_without_ours(line):
             remarks = tuple(filter(None, [_unjudged_correction(line, route)]))
-            weighed = [replace(_sized(line, stock.Stock.of_ours(config), asked), remarks=remarks) for config in trained]
+            of_config = stock.Stock.of_ours if not line.is_of_rollouts else read_launch(host_arguments(line)).weighed
+            weighed = [replace(_sized(line, of_config(config), asked), remarks=remarks) for config in trained]
             found += [_finding(row) for one in weighed for row in of_step(one)]
     except (TypeError, ValueError) as error:  # a host's own parser would have refused that value
         return [Finding(RULES, NOTE, f"not judged: a value on the line is not of the kind that its flag takes ({error})")]

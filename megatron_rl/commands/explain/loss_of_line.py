@@ -33,7 +33,7 @@ OF_THE_LINE = (
 
 @dataclass(slots=True)
 class LossOfLine:
-    """report: doctor's. terms: weights of each term that has one of its own, on the step."""
+    """report: doctor's. terms: weights of each term, on the step."""
 
     step: StepInput
     report: LaunchReport
@@ -80,8 +80,6 @@ def loss_of_line(args: Namespace) -> LossOfLine:
     shown = LossOfLine(step, report, cut([*map(len, step.masks)], found[0].sizes), found[0].known)
     tokens, lengths = (torch.tensor([count_of(mask) for mask in step.masks]) for count_of in (lambda m: int(m.sum()), len))
     for name, weight in found[0].terms.items():
-        if weight in (one for one, _, _ in shown.terms.values()):
-            continue
         if "P" in weight.powers and step.prompts is None:
             raise ConfigError(f"the {name} term weighs {weight}: give --prompt-ids a,a,b, or a step whose samples have prompts")
         own, exact = (
@@ -102,17 +100,22 @@ def lines_of(found: LossOfLine, max_rows: int) -> Iterator[str]:
     num_tokens = int(sum(mask.sum() for mask in masks))
     yield f"one step, from {step.source}: {len(masks)} samples, {num_tokens} unmasked tokens{found.cut.other}"
     numbers = {"L": 1} | {name: f"{count:g}" for name, count in found.known.items()}
-    shown = {name: [letter for letter in ("L", "M_gen") if letter in weight.powers] for name, (weight, _, _) in found.terms.items()}
+    # Terms of one weight share a column.
+    names: dict[Formula, list[str]] = {}
+    for name, (weight, _, _) in found.terms.items():
+        names.setdefault(weight, []).append(name)
+    shown = {weight: [letter for letter in ("L", "M_gen") if letter in weight.powers] for weight in names}
     titles = [
-        f"{'about ' * ('M_gen' in shown[name])}"
-        + ", ".join([f"{name} {weight}", *(f"{letter} = {numbers.get(letter, 'M')}" for letter in shown[name])])
-        for name, (weight, _, _) in found.terms.items()
+        f"{'about ' * ('M_gen' in shown[weight])}"
+        + ", ".join([*listed[:-1], f"{listed[-1]} {weight}", *(f"{one} = {numbers.get(one, 'M')}" for one in shown[weight])])
+        for weight, listed in names.items()
     ]
+    weights = [found.terms[listed[0]] for listed in names.values()]
     header = ["", "prompt", "rank.micro-batch", "tokens", *titles]
     rows = [header]
     for index, mask in enumerate(masks[:max_rows]):
         prompt = "?" if step.prompts is None else str(step.prompts[index])
-        cells = [_cell(float(own[index]), float(exact[index])) for _, own, exact in found.terms.values()]
+        cells = [_cell(float(own[index]), float(exact[index])) for _, own, exact in weights]
         rows.append([f"sample {index}", prompt, place[index], f"{int(mask.sum())}/{len(mask)}", *cells])
     if len(masks) > max_rows:
         rows.append([f"{len(masks) - max_rows} more", *[""] * (len(header) - 1)])
