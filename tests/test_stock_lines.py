@@ -511,7 +511,12 @@ LAYOUTS = [
     ),
     # 3 + 5 | 1 + 7, and 3 + 5 + 1 | 7
     ("skyrl", ["python", "-m", skyrl.ENTRY, "trainer.max_tokens_per_microbatch=8"], "micro-batches of about 8 tokens of", "0.1"),
-    ("miles", ["python3", "train.py", *DYNAMIC, "--max-tokens-per-gpu", "9"], "9 tokens of --max-tokens-per-gpu, prompt tokens not counted", "0.1"),
+    (
+        "miles",
+        ["python3", "train.py", *DYNAMIC, "--max-tokens-per-gpu", "9"],
+        "9 tokens of --max-tokens-per-gpu, prompt tokens not counted",
+        "0.1",
+    ),
     # Budgets of one rank, of which 2 share a sample: 3 + 5 | 1 + 7 of 8 tokens. Other trainers' budgets are of a micro-batch.
     (
         "slime",

@@ -94,9 +94,15 @@ BOTH = "--entropy-coef 0.1 --use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3"
     ("flags", "titles"),
     [
         (f"{OUR_LOSS} --entropy-coef 0.1", "policy, entropy 1/(N m_i)"),
-        (f"{OUR_LOSS} {BOTH} --loss-aggregation constant --loss-aggregation-divisor 8", "policy 1/(L N), L = 8  KL, entropy 1/(N m_i)"),
+        (
+            f"{OUR_LOSS} {BOTH} --loss-aggregation constant --loss-aggregation-divisor 8",
+            "policy 1/(L N), L = 8  KL, entropy 1/(N m_i)",
+        ),
         # Of the host's own loss beside our reducer.
-        (f"{REDUCER} {BOTH} --loss-aggregation constant --loss-aggregation-divisor 8", "policy 1/(L N), L = 8  KL, entropy 1/(N m_i)"),
+        (
+            f"{REDUCER} {BOTH} --loss-aggregation constant --loss-aggregation-divisor 8",
+            "policy 1/(L N), L = 8  KL, entropy 1/(N m_i)",
+        ),
         (f"{REDUCER} --loss-aggregation sample_mean --kl-loss-coef 0.1", "policy 1/(N m_i)"),
         (f"{REDUCER} {BOTH} --loss-aggregation token_mean --calculate-per-token-loss", "policy 1/T  KL, entropy 1/T'"),
         # A step of one prompt: its means are of prompts, in each term.

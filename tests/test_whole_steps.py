@@ -131,17 +131,27 @@ def test_miles_keeps_the_rest_as_a_smaller_step_where_it_does_not_trim_it_before
     monkeypatch.chdir(tmp_path)
     line = f"python train.py --rollout-batch-size 25 --n-samples-per-prompt 4 {step} --allow-partial-train-step"
     dynamic, untrimmed = "--use-dynamic-batch-size", "--disable-rollout-trim-samples"
-    for more, missing in ((), (dynamic, untrimmed)), ((dynamic,), (untrimmed,)), ((untrimmed,), (dynamic,)), ((dynamic, untrimmed), ()):
+    for more, missing in (
+        ((), (dynamic, untrimmed)),
+        ((dynamic,), (untrimmed,)),
+        ((untrimmed,), (dynamic,)),
+        ((dynamic, untrimmed), ()),
+    ):
         assert main(["doctor", "--launch-only", "--host", "miles", "--", *line.split(), *more]) == 0
         out = capsys.readouterr().out
-        assert (f", or add {' '.join(missing)}, without which --allow-partial-train-step has no effect\n" in out) == bool(missing), out
+        assert (f", or add {' '.join(missing)}, without which --allow-partial-train-step has no effect\n" in out) == bool(
+            missing
+        ), out
         assert ("drops the last" in out) == bool(missing) and ("and one of 1:" in out) == (not missing and "num-" in step), out
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--num-steps-per-rollout 3", "step of 33 rollouts (one of several samples counts once), of each 100 the last 1 is dropped |"),
+        (
+            "--num-steps-per-rollout 3",
+            "step of 33 rollouts (one of several samples counts once), of each 100 the last 1 is dropped |",
+        ),
         (
             "--global-batch-size 64",
             "step of 64 rollouts (one of several samples counts once), 16 prompts, of each 100 the last 36 are dropped |",

@@ -220,7 +220,13 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool, args: 
     # N, P and T are counted anew for each step; its metrics hold them.
     weight = f"weight of a token {record.weight_in_words({'L': config.loss_aggregation_divisor})}"
     losses = f"policy_loss={config.policy_loss}, loss_aggregation={config.loss_aggregation}"
-    parts = [losses, weight, shift_in_words(config, (config.kl_coefficient, config.entropy_coefficient)), head_in_words(config, groups.tp.size()), terms_in_words(config)]
+    parts = [
+        losses,
+        weight,
+        shift_in_words(config, (config.kl_coefficient, config.entropy_coefficient)),
+        head_in_words(config, groups.tp.size()),
+        terms_in_words(config),
+    ]
     told = config_warnings(config) if args is None else launch_warnings(config, args)
     tell_start(start_line(parts, HOST, probe, groups), told)
 

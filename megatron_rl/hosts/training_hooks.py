@@ -75,7 +75,9 @@ def custom_megatron_init(args: Namespace) -> None:
 
 
 def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
-    return start_line([trained_in_words(config, launch), shift_in_words(config, launch.kl_and_entropy)], launch.options.host, probe, groups)
+    return start_line(
+        [trained_in_words(config, launch), shift_in_words(config, launch.kl_and_entropy)], launch.options.host, probe, groups
+    )
 
 
 def head_in_words(config: PolicyLossConfig, tp_size: int) -> str:
