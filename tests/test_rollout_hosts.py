@@ -15,7 +15,7 @@ from rollout_cases import DOORS, launch
 
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import read_launch
-from megatron_rl.hosts.rollout_steps import dropped_rollouts, has_whole_steps
+from megatron_rl.hosts.batch_steps import dropped_rollouts, has_whole_steps
 from megatron_rl.testing.ranks import RankPool
 
 DIVISOR = 8

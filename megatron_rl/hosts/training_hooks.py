@@ -22,10 +22,10 @@ from megatron_rl.hosts.base import (
     HostLaunch,
     HostOptions,
 )
+from megatron_rl.hosts.batch_steps import counts_of_step, step_in_words
 from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.host_run import RUNS, begin_run
 from megatron_rl.hosts.placed_head import take_over
-from megatron_rl.hosts.rollout_steps import counts_of_step, step_in_words
 from megatron_rl.hosts.run import ranks_in_words
 from megatron_rl.hosts.skipped_log_probs import leave_out_forward
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups

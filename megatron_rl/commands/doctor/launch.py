@@ -48,6 +48,7 @@ from megatron_rl.hosts.base import (
     known_hosts,
     read_launch,
 )
+from megatron_rl.hosts.batch_steps import has_whole_steps
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.hosts.checks import actors_are_checked, check_launch, constant_is_without_deviation, host_warnings
 from megatron_rl.hosts.door_line import judge as judge_line
@@ -62,7 +63,6 @@ from megatron_rl.hosts.names import (
     misspelling_hint,
     path_problem,
 )
-from megatron_rl.hosts.rollout_steps import has_whole_steps
 from megatron_rl.hosts.scripts import defines, module_file, syntax_tree
 from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, StepSizes
 from megatron_rl.hosts.step_sizes import PROCESSES
