@@ -234,6 +234,29 @@ def test_options_that_miles_takes_from_the_environment_are_read_and_typed_ones_w
     assert flags["--rollout-batch-size"] == ("5",) and "--use-kl-loss" in flags and "--use-tis" not in flags
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["MILES_SCRIPT_NUM_NODES=3", "STEPS_OF_A_TEST=7", "python", "{}"],
+        ["env", "STEPS_OF_A_TEST=7", "MILES_SCRIPT_NUM_NODES=3", "python", "{}"],
+        ["bash", "run.sh"],
+    ],
+)
+def test_a_value_before_the_program_is_one_of_its_environment(line, tmp_path, monkeypatch):
+    """Over this process's own, for options of miles's decorator and for what a script reads itself."""
+    if line[0] == "bash":
+        pytest.importorskip("tree_sitter_bash", reason="the doctor extra reads bash")
+    monkeypatch.chdir(tmp_path)
+    for name in ("MILES_SCRIPT_NUM_NODES", "STEPS_OF_A_TEST"):
+        monkeypatch.setenv(name, "1")
+    flags = '--rollout-batch-size {args.num_nodes} --num-steps-per-rollout {os.environ.get("STEPS_OF_A_TEST", "2")}'
+    text = composed(f"train_args = f'{flags}'").replace("import", "import os\nimport", 1)
+    (script := tmp_path / "run_train.py").write_text(f"{text}\n@dataclass_cli\ndef main(args):\n    run(args)\n")
+    (tmp_path / "run.sh").write_text("export STEPS_OF_A_TEST=7\nMILES_SCRIPT_NUM_NODES=3 python run_train.py\n")
+    found = dict(read_line([word.format(script) for word in line], None).flags)
+    assert found["--rollout-batch-size"] == ("3",) and found["--num-steps-per-rollout"] == ("7",), found
+
+
 def test_a_script_that_only_defines_starts_no_training(tmp_path):
     (script := tmp_path / "test_mine.py").write_text(composed('train_args = "--a 1"').replace("run(Args())", ""))
     with pytest.raises(

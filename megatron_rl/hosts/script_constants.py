@@ -75,12 +75,13 @@ class Constants:
     records: Mapping[str, Mapping[str, ast.expr | None]] = field(default_factory=dict)
     set_fields: frozenset[str] = frozenset()
     set_keys: frozenset[tuple[str, str]] = frozenset()
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
 
-def constants_of(tree: ast.Module, settings: Mapping[str, Any]) -> Constants:
+def constants_of(tree: ast.Module, settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Constants:
     """Of a script whose command line fills its own classes. settings: what it says of their fields; UNKNOWN: what is not known.
     Objects of frozen dataclasses alone are followed."""
-    return _constants(tree, settings, dict(_frozen(tree)), frozenset())
+    return _constants(tree, settings, dict(_frozen(tree)), frozenset(), environment)
 
 
 def constants_and_objects(tree: ast.Module) -> Constants:
@@ -88,7 +89,7 @@ def constants_and_objects(tree: ast.Module) -> Constants:
     set_fields = (node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     records = {name: _fields_of(name, classes, frozenset()) for name in classes}
-    return _constants(tree, None, records, frozenset(set_fields))
+    return _constants(tree, None, records, frozenset(set_fields), os.environ)
 
 
 def _constants(
@@ -96,11 +97,12 @@ def _constants(
     settings: Mapping[str, Any] | None,  # None: no attribute is known but an object's
     records: Mapping[str, Mapping[str, ast.expr | None]],
     set_fields: frozenset[str],
+    environment: Mapping[str, str],
 ) -> Constants:
     imports = [alias for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
     modules = frozenset((alias.asname or alias.name).partition(".")[0] for alias in imports)
     set_keys = frozenset(pair for node in ast.walk(tree) for pair in _set_keys(node))
-    known = Constants({}, {}, modules, records, set_fields, set_keys)
+    known = Constants({}, {}, modules, records, set_fields, set_keys, environment)
     for _ in range(MOST_ROUNDS):
         names, fields = _values(tree, settings or {}, known)
         found = replace(known, names=names, fields={} if settings is None else fields)
@@ -397,8 +399,8 @@ def _called(node: ast.Call, known: Constants) -> Any:
         return text.strip() if isinstance(text, str) else UNKNOWN
     is_environment = name == "getenv" or name == "get" and isinstance(owner, ast.Attribute) and owner.attr == "environ"
     if is_environment and len(given) in (1, 2) and isinstance(given[0], str):
-        value = os.environ.get(given[0], "")
-        return UNKNOWN if is_secret(given[0], value) else os.environ.get(*given)
+        value = known.environment.get(given[0], "")
+        return UNKNOWN if is_secret(given[0], value) else known.environment.get(*given)
     if name == PSEUDO_FILE and len(given) == 1 and isinstance(given[0], str):
         return "base64:" + base64.b64encode(given[0].encode()).decode()
     return NUMERIC[name](*given) if isinstance(node.func, ast.Name) and name in NUMERIC and given else UNKNOWN

@@ -7,9 +7,10 @@ from __future__ import annotations
 import ast
 import base64
 import json
+import os
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
@@ -167,7 +168,8 @@ def read_line(words: Sequence[str], host: str | None, training: int | None = Non
     text = read_text(script, "the script") if script is not None and is_regular(script) else ""
     launcher = script
     if script is not None and COMPOSING in text:
-        launcher, after, read_from = _composed(script, text, after)
+        environment = {**os.environ, **dict(read_from.exported if read_from else ()), **assignments(before)}
+        launcher, after, read_from = _composed(script, text, after, environment)
         script = _script("train.py", script)
     given = after[: after.index("--")] if "--" in after else after
     flags = tuple(_flags(given))
@@ -193,29 +195,34 @@ def read_line(words: Sequence[str], host: str | None, training: int | None = Non
     )
 
 
-def _composed(script: Path, text: str, typed: Sequence[str]) -> tuple[Path, list[str], ScriptLine]:
+def assignments(words: Iterable[str]) -> dict[str, str]:
+    """NAME=value before a program, as a shell or env takes it."""
+    return dict(word.split("=", 1) for word in words if re.match(r"[A-Za-z_]\w*=", word))
+
+
+def _composed(script: Path, text: str, typed: Sequence[str], environment: Mapping[str, str]) -> tuple[Path, list[str], ScriptLine]:
     """The words that a Python script puts together, from its strings, and what is typed after it; and the script whose strings they
-    are. Raises ConfigError where only the real line has them."""
+    are. environment: the script's. Raises ConfigError where only the real line has them."""
     try:
         folders = [Path(), *script.resolve().parents]
         tree = with_inherited(ast.parse(text), folders)
         if only_defines(tree):
             raise ConfigError(f"{script} {ONLY_DEFINES}")
-        typed = [*typed_by_environment(tree, typed), *typed]
-        own = composed_words(tree, typed)
-        if own or (other := _of_another(script, tree)) is None:
-            return script, *_with_added(script, text, tree, typed, own)
+        typed = [*typed_by_environment(tree, typed, environment), *typed]
+        own = composed_words(tree, typed, environment)
+        if own or (other := _of_another(script, tree, environment)) is None:
+            return script, *_with_added(script, text, tree, typed, own, environment)
         launcher, text, typed = other
         tree = with_inherited(ast.parse(text), folders)
-        words, line = _with_added(launcher, text, tree, typed, composed_words(tree, typed))
+        words, line = _with_added(launcher, text, tree, typed, composed_words(tree, typed, environment), environment)
         return launcher, words, replace(line, called=str(launcher))
     except RecursionError as error:
         raise ConfigError(f"{script} is nested too deeply to be read: {REMEDY_OF_COMPOSED}") from error
 
 
-def _of_another(script: Path, tree: ast.Module) -> tuple[Path, str, list[str]] | None:
+def _of_another(script: Path, tree: ast.Module, environment: Mapping[str, str]) -> tuple[Path, str, list[str]] | None:
     """(script, text, typed) of the one whose settings this script fills in and whose functions it calls."""
-    for module, typed in settings_of_another(tree):
+    for module, typed in settings_of_another(tree, environment):
         file = module_file(module, [Path(), *script.resolve().parents])
         text = "" if file is None else read_text(file, "the script")
         if file is not None and COMPOSING in text and file.resolve() != script.resolve():
@@ -223,12 +230,14 @@ def _of_another(script: Path, tree: ast.Module) -> tuple[Path, str, list[str]] |
     return None
 
 
-def _with_added(script: Path, text: str, tree: ast.Module, typed: Sequence[str], own: list[str]) -> tuple[list[str], ScriptLine]:
+def _with_added(
+    script: Path, text: str, tree: ast.Module, typed: Sequence[str], own: list[str], environment: Mapping[str, str]
+) -> tuple[list[str], ScriptLine]:
     added = [value for flag, value in pairwise(typed) if flag == ADDED]  # a value may begin with --
     added += [word.partition("=")[2] for word in typed if word.startswith(f"{ADDED}=")]
     if added or named_texts(tree, field_of(ADDED)) == {""}:
         own = [word for word in own if word != f"${{{field_of(ADDED)}}}"]
-    model, of_model = _of_model(script, tree, typed)
+    model, of_model = _of_model(script, tree, typed, environment)
     words = [*of_model, *own, *(added[-1].split() if added else [])]
     if not own:
         raise ConfigError(f"{script} puts its launch line together while it runs: {REMEDY_OF_COMPOSED}")
@@ -237,17 +246,17 @@ def _with_added(script: Path, text: str, tree: ast.Module, typed: Sequence[str],
     return words, ScriptLine(tuple(words), number, branches, slips=tuple(misspelt_settings(tree, typed, ADDED)))
 
 
-def _of_model(script: Path, tree: ast.Module, typed: Sequence[str]) -> tuple[str | None, list[str]]:
+def _of_model(script: Path, tree: ast.Module, typed: Sequence[str], environment: Mapping[str, str]) -> tuple[str | None, list[str]]:
     """(the one model that a Python script names, or its default of several; its flags, from the strings of that model's script)."""
     names = named_texts(tree, MODEL)
     if names == set():
         return None, []
     asked = [value for flag, value in pairwise(typed) if flag == flag_of(MODEL)]
     asked += [word.partition("=")[2] for word in typed if word.startswith(f"{flag_of(MODEL)}=")]
-    own = min(names) if names and len(names) == 1 else text_handed_on(tree, MODEL, typed) or default_text(tree, MODEL)
+    own = min(names) if names and len(names) == 1 else text_handed_on(tree, MODEL, typed, environment) or default_text(tree, MODEL)
     name = asked[-1] if asked else own
     folders = [folder / place for folder in script.resolve().parents for place in (MODELS.name, MODELS)]
-    if name is None and (of_function := text_handed_to_a_function(tree, MODEL, typed)) is not None:
+    if name is None and (of_function := text_handed_to_a_function(tree, MODEL, typed, environment)) is not None:
         # A model by its public name: Qwen3-4B, of which the script is qwen3-4B.
         files = (path.stem for folder in folders if folder.is_dir() for path in sorted(folder.glob("*.py")))
         name = next((stem for stem in files if stem.lower() == of_function.lower()), None)
@@ -295,9 +304,8 @@ def through_shell_scripts(
     script = Path(words[place])
     if not is_regular(script):
         raise ConfigError(f"{script} is no file in {Path.cwd()}: start from the folder that the launch starts from")
-    settings = dict(word.split("=", 1) for word in words[:place] if re.match(r"[A-Za-z_]\w*=", word))
     try:
-        lines = list(ScriptReader(script, words[place + 1 :], settings).lines())
+        lines = list(ScriptReader(script, words[place + 1 :], assignments(words[:place])).lines())
         line, stray = training_line(lines, str(script), training)
     except RecursionError as error:
         raise ConfigError(f"{script} is nested too deeply to be read: give the words that start the training after --") from error

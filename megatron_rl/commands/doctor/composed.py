@@ -39,12 +39,13 @@ _BRANCH = "${value}"
 DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
-def composed_words(tree: ast.Module, typed: Sequence[str] = ()) -> list[str]:
+def composed_words(tree: ast.Module, typed: Sequence[str] = (), environment: Mapping[str, str] = os.environ) -> list[str]:
     """The flags in the strings that a script assigns or returns, in their order, as if each branch had run that its settings do not
-    leave out. typed: what its own command line says of those. A value is ${value} where it depends on such a branch."""
+    leave out. typed: what its own command line says of those. environment: the script's. A value is ${value} where it depends on
+    such a branch."""
     found: list[tuple[int, str | None, ast.expr, bool]] = []  # (line, name, value, whether it may be left out)
     settings = typed_settings(tree, typed)
-    known = constants_of(tree, settings)
+    known = constants_of(tree, settings, environment)
     for node, may_run in nodes_of_branches(tree, known):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return) and node.value is not None:
             targets = [] if isinstance(node, ast.Return) else node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -117,12 +118,12 @@ def typed_settings(tree: ast.Module, typed: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def typed_by_environment(tree: ast.Module, typed: Sequence[str]) -> list[str]:
+def typed_by_environment(tree: ast.Module, typed: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """What miles's dataclass_cli takes from the environment, as words behind the script: options that are not typed."""
-    words, prefix = list[str](), _prefix_of_environment(tree)
+    words, prefix = list[str](), _prefix_of_environment(tree, environment)
     given = {word.removeprefix("--").partition("=")[0].replace("-", "_").removeprefix("no_") for word in typed}
     for field, default in {_last_name(one.target): one.value for one in _fields(tree)}.items():
-        value = os.environ.get(variable := f"{prefix}{field.upper()}") if prefix else None
+        value = environment.get(variable := f"{prefix}{field.upper()}") if prefix else None
         if value is None or field in given or is_secret(variable, value):
             continue
         is_switch = isinstance(default, ast.Constant) and isinstance(default.value, bool)
@@ -131,12 +132,12 @@ def typed_by_environment(tree: ast.Module, typed: Sequence[str]) -> list[str]:
     return words
 
 
-def _prefix_of_environment(tree: ast.Module) -> str:
+def _prefix_of_environment(tree: ast.Module, environment: Mapping[str, str]) -> str:
     """Empty: no function has the decorator, or it reads no environment."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     for decorator in (one for node in functions for one in node.decorator_list if _last_name(one) == OF_ENVIRONMENT):
         given = decorator.keywords if isinstance(decorator, ast.Call) else []
-        values = [evaluate(one.value, constants_of(tree, {})) for one in given if one.arg == "env_var_prefix"]
+        values = [evaluate(one.value, constants_of(tree, {}, environment)) for one in given if one.arg == "env_var_prefix"]
         return next((value if isinstance(value, str) else "" for value in values), PREFIX_OF_ENVIRONMENT)
     return ""
 
@@ -210,9 +211,9 @@ def _functions(tree: ast.Module) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def settings_of_another(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
+def settings_of_another(tree: ast.Module, environment: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     """(module, the words that say the same on its command line): classes of other scripts that a script imports and fills in."""
-    known = constants_of(tree, {})
+    known = constants_of(tree, {}, environment)
     nodes = list(nodes_that_run(tree, known))
     modules = {
         alias.asname or alias.name: node.module
@@ -248,17 +249,17 @@ def named_texts(tree: ast.Module, name: str) -> set[str] | None:
     return texts if is_known else None
 
 
-def text_handed_to_a_function(tree: ast.Module, name: str, typed: Sequence[str]) -> str | None:
+def text_handed_to_a_function(tree: ast.Module, name: str, typed: Sequence[str], environment: Mapping[str, str]) -> str | None:
     """The one text from which a function makes the value of a name, as in model_type = model_type_of(args.model_name)."""
-    known = constants_of(tree, typed_settings(tree, typed))
+    known = constants_of(tree, typed_settings(tree, typed), environment)
     calls = [value for other, value in _named(tree, _assigned(tree)) if other == name and isinstance(value, ast.Call)]
     given = [evaluate(one, known) for call in calls for one in call.args]
     return given[0] if len(calls) == len(given) == 1 and isinstance(given[0], str) else None
 
 
-def text_handed_on(tree: ast.Module, name: str, typed: Sequence[str]) -> str | None:
+def text_handed_on(tree: ast.Module, name: str, typed: Sequence[str], environment: Mapping[str, str]) -> str | None:
     """The one text that an argument of a name is given from something of that name, as in model_type=recipe.model_type."""
-    known = constants_of(tree, typed_settings(tree, typed))
+    known = constants_of(tree, typed_settings(tree, typed), environment)
     handed = [value for other, value in _named(tree, _assigned(tree)) if other == _last_name(value) == name]
     texts = {evaluate(value, known) for value in handed}
     return text if len(texts) == 1 and isinstance(text := texts.pop(), str) else None
