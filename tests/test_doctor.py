@@ -573,10 +573,10 @@ def test_prompt_mean_without_the_clip_of_dapo_is_noted(host, given, is_advised, 
 
 
 def test_a_value_that_only_the_shell_knows_is_not_judged():
-    report = judged(f"{LAUNCH} slime/train.py {REDUCER} --loss-aggregation '$MODE' --num-gpus '${{GPUS}}'")
+    report = judged(f"{LAUNCH} slime/train.py {REDUCER} --loss-aggregation '$MODE' --num-gpus '${{GPUS}}' --eps-clip '$CLIP'")
     assert [(f.subject, f.status) for f in report.flags] == [("--loss-aggregation", NOTE)]
     assert [f.text for f in report.rules] == ["not judged: the value of --loss-aggregation is not known here"]
-    assert report.reading[0].text == "not known here, and not judged: what --num-gpus will be given"
+    assert report.reading[0].text == "not known here, and not judged: what --eps-clip will be given"
     unread_file = judged(f"python slime/train.py --custom-config-path '$CONFIG' {REDUCER}")
     assert unread_file.rules[0].text == "not judged: the value of --custom-config-path is not known here"
 

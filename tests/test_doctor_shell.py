@@ -476,14 +476,28 @@ def test_settings_of_a_script_of_python_leave_branches_out(tmp_path):
     assert [flags(), flags("--no-kl"), flags("--mode", "b"), flags("--mode=b", "--kl")] == ["abd", "bcd", "bd", "bd"]
 
 
-def test_what_no_check_reads_is_counted_and_not_listed(tmp_path):
+def test_what_no_check_reads_is_not_told(tmp_path):
     script = tmp_path / "run_mine.py"
     script.write_text(
         "import miles.utils as U\nU.execute_train(a)\n"
         "a = f'--lr {x} --save {y} --load {y} --min-lr {y} --context-parallel-size {z} --num-experts {n} --seed 1'\n"
     )
     (row,) = [row for row in judge_launch(["python", str(script)], None).reading if row.subject == "unread"]
-    assert "what --context-parallel-size, --num-experts, 4 flags that no check reads will be given" in row.text
+    assert row.text == "not known here, and not judged: what --context-parallel-size, --num-experts will be given"
+    script.write_text("import miles.utils as U\nU.execute_train(a)\na = f'--lr {x} --num-rollout {y} --rotary-base {z} --a 1'\n")
+    assert [row for row in judge_launch(["python", str(script)], None).reading if row.subject == "unread"] == []
+
+
+def test_what_no_check_reads_leaves_no_check_out():
+    """Whole steps and the default of dropout are judged of a line that was read to its end."""
+
+    def said(*more):
+        sizes = ["--rollout-batch-size", "25", "--n-samples-per-prompt", "4", "--global-batch-size", "64"]
+        report = judge_launch(["python", "train.py", *sizes, *more], "miles")
+        return {row.subject for row in report.findings} & {"mini-batch", "--hidden-dropout", "unread"}
+
+    assert said() == said("--num-rollout", "$X", "--rotary-base", "$BASE") == {"mini-batch", "--hidden-dropout"}
+    assert said("--kl-loss-coef", "$X") == said("--custom-rm-path", "$RM") == {"unread"}
 
 
 # What a person adds to a script of Python, in its own default or on its line, is judged too; `--lr 3` is not ours.

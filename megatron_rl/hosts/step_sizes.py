@@ -44,6 +44,12 @@ class SizeNames:
     defaults: Mapping[str, int] = field(default_factory=dict)
     count: Callable[[Any], int | None] = whole_number
 
+    @property
+    def names(self) -> frozenset[str]:
+        """All settings that are read."""
+        by_tokens = (*self.by_tokens, *self.by_tokens.values(), *self.of_budget, *self.older.values())
+        return frozenset({self.micro_batch, self.num_microbatches, *self.ranks, *self.shared, *by_tokens})
+
     def read(self, value_of: Callable[[str], Any], asked: StepSizes) -> StepSizes:
         """value_of: a number, a Size, or ABSENT. asked: what the command's own flags say, which wins."""
         switch = next((name for name in self.by_tokens if value_of(name) not in (ABSENT, None, False, 0, -1)), None)

@@ -43,10 +43,20 @@ from megatron_rl.hosts.scripts import imported_packages, module_file
 from megatron_rl.hosts.settings import Size
 from megatron_rl.hosts.step_sizes import launched_processes
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
+from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
+from megatron_rl.validation.experts import EXPERT_SETTINGS
+from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
 TRAIN = "train"
 OUR_LAUNCHER = "megatron_rl.hosts.launch"
 CONFIG_FILE = "--custom-config-path"
+# Options of both hosts that hold a function; other options that end in -path hold a file.
+FUNCTION_FLAG = re.compile(
+    r"--(custom-[\w-]+-path|[\w-]+-(function|hook|filter|process|postprocess|picker|postprocessor)-path"
+    r"|data-source-path|generate-tool-specs-path)"
+)
+# Other flags that a check reads, by how they begin: of a model, and of Megatron-LM's training.
+OF_CHECKS = ("--moe-", "--mtp-", "--num-experts", "--dsa-", "--rl-", "--grpo-")
 # What a Megatron-LM script calls to have our flags in its parser.
 PROVIDERS = ("compose_extra_args_provider", "call_pretrain", "add_megatron_rl_args")
 # How a Python script of miles starts a line that it has put together itself.
@@ -118,6 +128,15 @@ class LaunchLine:
     def unknown(self) -> list[str]:
         """Flags whose value only the shell knows that runs the line; of a flag that is given twice the last counts."""
         return sorted(flag for flag, values in dict(self.flags).items() if any(map(is_unread, values)))
+
+    @property
+    def unjudged(self) -> list[str]:
+        """Those of them that a check reads. Our own command reads all of its flags."""
+        if self.of_host is None:
+            return self.unknown
+        names = {*map(flag_of, (*OPTIONS, *MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS)), *self.of_host.sizes.names}
+        names |= {CONFIG_FILE, *routes_of_flags()}
+        return [one for one in self.unknown if one in names or one.startswith(OF_CHECKS) or FUNCTION_FLAG.fullmatch(one)]
 
     @property
     def words(self) -> list[str]:

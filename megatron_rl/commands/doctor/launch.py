@@ -20,6 +20,7 @@ from typing import Any
 from megatron_rl.commands.doctor.command_line import (
     ADDED,
     CONFIG_FILE,
+    FUNCTION_FLAG,
     HIDES_FLAGS,
     OUR_LAUNCHER,
     TRAIN,
@@ -76,11 +77,6 @@ from megatron_rl.validation.model_settings import default_dropout_note, model_no
 from megatron_rl.validation.repeated import repeated
 from megatron_rl.validation.routes import REASONS
 
-# Options of both hosts that hold a function; other options that end in -path hold a file.
-FUNCTION_FLAG = re.compile(
-    r"--(custom-[\w-]+-path|[\w-]+-(function|hook|filter|process|postprocess|picker|postprocessor)-path"
-    r"|data-source-path|generate-tool-specs-path)"
-)
 # A function has a dot, or the colon that no host's loader understands.
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 # Names that are registered or imported; a name without a dot is registered.
@@ -89,10 +85,6 @@ TIS_FLAG = "--custom-tis-function-path"
 # The subject of a row that says that they were not judged.
 RULES = "rules"
 NOTHING_OF_OURS = "nothing of megatron_rl on this line"
-# More flags that no check reads are counted, and not listed.
-MOST_IDLE = 3
-# The flags of a model that could change a step begin so.
-OF_MODELS = ("--moe-", "--mtp-", "--num-experts", "--dsa-")
 _TEXT_OF_THE_SCRIPT = f"the text that the script gives to {CONFIG_FILE}"
 FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
@@ -273,12 +265,8 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
         elif line.read_from and line.read_from.absent:
             how = f"; sourced, and not here: {', '.join(line.read_from.absent)}"
         yield Finding("unread", NOTE, f"{', '.join(line.unread)}: not expanded, and the flags in there are not judged{how}")
-    others = [flag for flag in line.unknown if flag not in routes_of_flags()]
-    if others:
-        read = [flag for flag in others if field_of(flag) in OPTIONS or flag.startswith(OF_MODELS)]
-        idle = [flag for flag in others if flag not in read]
-        listed = [*read, *(idle if len(idle) <= MOST_IDLE else [f"{len(idle)} flags that no check reads"])]
-        yield Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(listed)} will be given")
+    if others := [flag for flag in line.unjudged if flag not in routes_of_flags()]:
+        yield Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(others)} will be given")
     yield from of_script(line.read_from, line.stray)
 
 
@@ -349,14 +337,14 @@ def _model(line: LaunchLine, route: Route | None, scales_indexer_loss: bool | No
     indexer = None if route == Route.MEGATRON_LM else unscaled_indexer_problem(settings)  # our forward step refuses it anyway
     if indexer is not None and scales_indexer_loss is not True:
         yield Finding("indexer", NOTE if scales_indexer_loss is None else PROBLEM, indexer)
-    is_whole = not (line.unread or line.unknown)
+    is_whole = not (line.unread or line.unjudged)
     if is_whole and (dropout := default_dropout_note(settings)) is not None:
         yield Finding(flag_of(dropout.subject), NOTE, dropout.text)
 
 
 def _sizes(line: LaunchLine) -> Iterator[Finding]:
     """Whether the rollout batch has whole steps, of a line that was read to its end."""
-    if line.is_of_rollouts and not (line.unread or line.unknown):
+    if line.is_of_rollouts and not (line.unread or line.unjudged):
         yield from map(_finding, has_whole_steps(read_launch(host_arguments(line))))
 
 
