@@ -26,7 +26,7 @@ from megatron_rl.hosts.programs import SUPERVISED
 from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames, whole_number
 from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_COUNTED_TOKENS, SAMPLE_MEAN, Stock
 from megatron_rl.layout.groups import Group
-from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.loss_hub import clip_of, get_loss_aggregation
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation import HOST_SWITCHES, config_warnings, flag_of
@@ -453,6 +453,14 @@ class HostLaunch:
         if self.has_our_loss():
             return self.config.kl_coefficient, self.config.entropy_coefficient
         return options["kl_loss_coef"] if options["use_kl_loss"] else 0.0, options["entropy_coef"]
+
+    @property
+    def loss_and_clip(self) -> tuple[str, tuple[float, float] | None]:
+        """The loss, ours or the host's own, and its clip low and high; None: it has none."""
+        if self.has_our_loss():
+            return self.config.policy_loss, clip_of(self.config)
+        low, high = self.options["eps_clip"], self.options["eps_clip_high"]
+        return self.options["advantage_estimator"], None if low is None else (low, low if high is None else high)
 
     @property
     def aggregation(self) -> object:

@@ -25,7 +25,7 @@ from megatron_rl.hosts.base import (
 from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.names import paths_load
 from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_clip_of_dapo, with_deviation
-from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, policy_loss_names
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.checks import Asker, Check, Row, check, checks_in, problems_of, warnings_of
 from megatron_rl.validation.experts import expert_notes
@@ -448,7 +448,7 @@ def actors_are_checked(launch: HostLaunch) -> Iterator[str]:
 def clip_fits_the_ratio(launch: HostLaunch) -> Iterator[str]:
     """The clips are the host's flags, which always have a value."""
     options, is_our_loss = launch.options, launch.has_our_loss()
-    loss, clip = _acting_clip(launch)
+    loss, clip = launch.loss_and_clip
     if loss not in policy_loss_names() or clip is None:
         return
     low, high = clip
@@ -474,17 +474,9 @@ def clip_fits_the_ratio(launch: HostLaunch) -> Iterator[str]:
             )
 
 
-def _acting_clip(launch: HostLaunch) -> tuple[str, tuple[float, float] | None]:
-    """The loss, and its clip low and high; None: it has none."""
-    if launch.has_our_loss():
-        return launch.config.policy_loss, clip_of(launch.config)
-    low, high = launch.options["eps_clip"], launch.options["eps_clip_high"]
-    return launch.options["advantage_estimator"], None if low is None else (low, low if high is None else high)
-
-
 @check(is_warning=True)
 def prompt_mean_has_the_clip_of_dapo(launch: HostLaunch) -> Iterator[str]:
-    loss, clip = _acting_clip(launch)
+    loss, clip = launch.loss_and_clip
     given = f"--eps-clip-high {CLIP_HIGH_OF_DAPO}"
     yield from with_clip_of_dapo("--loss-aggregation prompt_mean", loss, launch.aggregation, clip, given)
 
