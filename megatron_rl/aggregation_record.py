@@ -252,6 +252,16 @@ class AggregationRecord:
         shown = factor.with_names({} if divisor is None else {"L": f"{divisor:g}"})
         return f"x {'1 on average, x ' * is_mean}{shown}{'' if is_of_step else ' for sample i'} (m: mean tokens of a sample)"
 
+    def shift_in_words(self, divisor: float | None, of_token_mean: str = "") -> str:
+        """Against sample_mean and, for a user of a trainer whose default is token_mean, against that. of_token_mean: its title."""
+        shift, of_default = self.shift_of_weights(divisor), self.shift_against_token_mean(divisor)
+        default = f"token_mean, {of_token_mean}'s default,"
+        if not of_token_mean:
+            return f"against sample_mean {shift}"
+        if shift == of_default:
+            return f"against sample_mean, and against {default} {shift}"
+        return f"against sample_mean {shift}; against {default} {of_default}"
+
     def shift_of_weights(self, divisor: float | None) -> str:
         """The factor of the weights against sample_mean, as text. m and m_i are not known before the data."""
         if self.strength is None:

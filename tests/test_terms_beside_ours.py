@@ -7,6 +7,9 @@ import json
 import pytest
 
 from megatron_rl.__main__ import main
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.hosts.dense_rows import step_line
+from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.verl import ACTOR, AGG_MODE, LOSS_MODE
 from megatron_rl.loss_hub import get_loss_aggregation
 
@@ -115,3 +118,17 @@ def test_terms_of_one_weight_share_a_column_in_miles(flags, titles, tmp_path, mo
     out = capsys.readouterr().out
     header = out.splitlines()[1].partition("tokens")[2].split("  ")
     assert [one.strip() for one in header if one.strip()] == titles.split("  "), out
+
+
+@pytest.mark.parametrize("loss", ["grpo.constant", "grpo.sample_mean", "gspo.token_mean"])
+def test_the_start_line_compares_the_weights_as_doctor_does(loss, capsys):
+    divisor = f" {ACTOR}loss_scale_factor=2048" if loss.endswith("constant") else ""
+    _, out = doctor(capsys, f"{VERL} {LOSS_MODE}=megatron_rl.{loss}{divisor}")
+    said = next(row for row in out.splitlines() if " learning rate " in row).partition("learning rate")[2].strip()
+    config = PolicyLossConfig(loss_aggregation=loss.partition(".")[2], loss_aggregation_divisor=2048.0 if divisor else None)
+    assert "verl's default" in said
+    assert f"| weights {said} |" in step_line("verl", config, None, "no KL", of_token_mean=DOORS["verl"].of_token_mean)
+
+
+def test_only_a_trainer_whose_default_is_the_mean_over_tokens_is_compared_with_it():
+    assert {name for name, door in DOORS.items() if not door.of_token_mean} == {"roll"}  # its default is 1/(N+ m_i)

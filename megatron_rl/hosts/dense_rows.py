@@ -192,11 +192,13 @@ def step_line(
     rollouts: Rollouts = EACH_ROW,
     in_advantages: bool | None = None,
     num_data: int | None = None,
+    of_token_mean: str = "",
 ) -> str:
     """The line of the first step: its ranks, what a token and a rollout weigh, who computes KL and entropy. A `Run` tells it once.
 
     totals: None where they are not told, as where the trainer has put all weights into the advantages. rollouts: as in
-    sample_in_words. in_advantages: whether the weights are there; None: as the totals say. num_data: see ranks_in_words."""
+    sample_in_words. in_advantages: whether the weights are there; None: as the totals say. num_data: see ranks_in_words.
+    of_token_mean: see Door."""
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
     correction = CorrectionSettings.of(config)
     known: dict[str, float | None] = {"L": divisor}
@@ -218,7 +220,7 @@ def step_line(
         f"weight of a token {record.weight_in_words(known, of_rollouts=rollouts.have_several)}"
         + (", in the advantages" if in_advantages else ""),
         sample_in_words(config.loss_aggregation, rollouts),
-        f"weights against sample_mean {record.shift_of_weights(divisor)}",
+        f"weights {record.shift_in_words(divisor, of_token_mean)}",
         regularizers,
     ]
     return " | ".join(parts)

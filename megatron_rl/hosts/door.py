@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.aggregation_record import AggregationRecord, Formula
+from megatron_rl.aggregation_record import TOKEN_MEAN, AggregationRecord, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.closed_words import Words
 from megatron_rl.hosts.model_names import ModelNames
@@ -337,6 +337,12 @@ class Door:
     @property
     def all_defaults(self) -> dict[str, Any]:
         return {one.name: one.default for one in self.settings if one.default is not None} | dict(self.defaults)
+
+    @property
+    def of_token_mean(self) -> str:
+        """Its title, where its own loss is by default the mean over the step's tokens; else empty."""
+        stock = self.stock(Settings.of_names({}, self.all_defaults))
+        return self.title if isinstance(stock, Stock) and stock.policy == TOKEN_MEAN else ""
 
     @property
     def field_settings(self) -> dict[str, Setting]:

@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
-from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import stock
@@ -255,7 +254,7 @@ def said_of(found: Found) -> Iterator[Row]:
     chosen = f"{door.choice.prefix}{found}"
     yield Row(door.choice.setting, f"{chosen}, {numbers(config)}, weight of a token {weight}{carried}")
     yield Row("sample", sample_in_words(config.loss_aggregation, found.rollouts))
-    yield Row("learning rate", shift_in_words(found))
+    yield Row("learning rate", found.record.shift_in_words(config.loss_aggregation_divisor, door.of_token_mean))
     yield from stock.rows_of_terms(door.terms(found), door.title, stock.Stock.of_ours(config))
     yield from (Row("advice", text, is_note=True) for text in config_warnings(config))
     if found.record.name == "constant" and door.deviation is not None and door.deviation.divides(found.settings):
@@ -277,20 +276,6 @@ def clip_high_of_dapo(found: Found) -> str:
     before, given = (given_by(found.door, config)[0] for config in (found.config, wider))
     changed = {name: value for name, value in given.items() if before.get(name) != value}
     return found.door.separator.join(found.door.typed(changed))
-
-
-def shift_in_words(found: Found) -> str:
-    """As the first line of the training says it, and against the host's default."""
-    record, divisor = found.record, found.config.loss_aggregation_divisor
-    of_host = found.door.stock(Settings.of_names({}, found.door.all_defaults))
-    comes_from = of_host.policy if isinstance(of_host, stock.Stock) else None
-    shift, of_default = record.shift_of_weights(divisor), record.shift_against_token_mean(divisor)
-    default = f"token_mean, {found.door.title}'s default,"
-    if comes_from != TOKEN_MEAN:
-        return f"against sample_mean {shift}"
-    if shift == of_default:
-        return f"against sample_mean, and against {default} {shift}"
-    return f"against sample_mean {shift}; against {default} {of_default}"
 
 
 def weights_multiply(found: Found, theirs: Iterable[str]) -> Row:

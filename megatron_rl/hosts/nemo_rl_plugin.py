@@ -127,7 +127,7 @@ class NemoLoss:
         regularizers = f"KL is NeMo-RL's, {penalty:g} x mean over {mean}s" if penalty else "no KL in the loss"
         if config.kl_coefficient:
             regularizers = f"KL {config.kl_coefficient:g} ({config.kl_estimator}) x mean over samples"
-        self.run.tell(title, lambda: step_line(title, config, totals, regularizers))
+        self.run.tell(title, lambda: step_line(title, config, totals, regularizers, of_token_mean=DOOR.of_token_mean))
 
     def _unscored(self, log_probs: Tensor, data: Mapping[str, Any], mask: Tensor) -> Tensor | None:  # [B, S - 1] bool
         """The unmasked tokens that NeMo-RL's trainer has left out of its distribution, before this step or in it: their score is

@@ -92,7 +92,8 @@ def settings_of(path: str, kwargs: Mapping[str, Any]) -> Settings:
 def tell_step(run: Run, path: str, found: Found) -> None:
     title = f"{path} in prime-rl"
     given = (title, found.config, None, "no KL, no entropy")
-    run.tell(title, lambda: step_line(*given, rollouts=found.rollouts, in_advantages=False))
+    of_token_mean, rollouts = DOOR.of_token_mean, found.rollouts
+    run.tell(title, lambda: step_line(*given, of_token_mean=of_token_mean, rollouts=rollouts, in_advantages=False))
 
 
 def totals_of(micro_batches: Sequence[Mapping[str, Any]]) -> StepTotals:

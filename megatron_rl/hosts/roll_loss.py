@@ -66,7 +66,7 @@ class RollLoss:
         terms += [f"entropy {config.entropy_coefficient:g}"] * bool(config.entropy_coefficient)
         regularizers = f"{' and '.join(terms)} x mean over samples" if terms else "no KL and no entropy in the loss"
         title = f"pg_variant: {self.found} in ROLL"
-        self.run.tell(title, lambda: step_line(title, config, totals, regularizers))
+        self.run.tell(title, lambda: step_line(title, config, totals, regularizers, of_token_mean=DOOR.of_token_mean))
 
     def __call__(
         self,

@@ -419,7 +419,8 @@ class SkyrlLoss:
         output = loss_of_rows(found.config, None, *rows, importance_weights=weights, rollout_log_probs=sampled)
         regularizers = "KL and entropy are SkyRL's, means over micro-batches"
         title = f"policy_loss_type={PREFIX}{self.name} in SkyRL"
-        self.run.tell(title, lambda: step_line(title, found.config, None, regularizers, rollouts=found.rollouts))
+        words = (title, found.config, None, regularizers)
+        self.run.tell(title, lambda: step_line(*words, of_token_mean=DOOR.of_token_mean, rollouts=found.rollouts))
         policy = finalise_metrics(output.metrics) if output.metrics is not None else {}
         return output.loss, {"clip_ratio": policy.get("policy/clipped_ratio_fraction", 0.0), **metrics}
 

@@ -149,7 +149,7 @@ def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
 def shift_in_words(config: PolicyLossConfig, kl_and_entropy: tuple[float, float] = (0.0, 0.0)) -> str:
     """How the weights change against sample_mean, and so the strength of the terms that keep sample_mean, where they are on."""
     record = get_loss_aggregation(config.loss_aggregation)
-    shift = f"weights against sample_mean {record.shift_of_weights(config.loss_aggregation_divisor)}"
+    shift = f"weights {record.shift_in_words(config.loss_aggregation_divisor)}"
     if record.mean_strength is None:
         return shift
     names = " and ".join(name for name, coefficient in zip(("KL", "entropy"), kl_and_entropy, strict=True) if coefficient)

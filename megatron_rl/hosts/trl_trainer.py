@@ -168,7 +168,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         terms = [f"KL {config.kl_coefficient:g} ({config.kl_estimator})"] * bool(config.kl_coefficient)
         terms += [f"entropy {config.entropy_coefficient:g}"] * bool(config.entropy_coefficient)
         regularizers = f"{' and '.join(terms)} x mean over samples" if terms else "no KL and no entropy in the loss"
-        self.run.tell(title, lambda: step_line(title, config, totals, regularizers, num_data=ranks))
+        given = (title, config, totals, regularizers)
+        self.run.tell(title, lambda: step_line(*given, of_token_mean=DOOR.of_token_mean, num_data=ranks))
 
     def _log_metrics(self, output: PolicyLossOutput, mask: Tensor, entropy_of_rows: Tensor) -> None:
         """By TRL's names, and summed over ranks: means over the tokens of a micro-batch; `kl` is the term's mean over the step's

@@ -198,8 +198,8 @@ def tell_step(found: Found, run: Run, totals: StepTotals, num_ranks: int) -> Non
     title = f"loss_mode={PREFIX}{found} in verl"
     has_several = totals.num_rollouts != totals.num_samples
     rollouts = replace(SESSIONS, is_said=has_several) if totals.num_rollouts is not None else Rollouts()
-    given = (title, found.config, totals, regularizers)
-    run.tell(title, lambda: step_line(*given, rollouts=rollouts, num_data=num_ranks))
+    given, of_token_mean = (title, found.config, totals, regularizers), found.door.of_token_mean
+    run.tell(title, lambda: step_line(*given, of_token_mean=of_token_mean, rollouts=rollouts, num_data=num_ranks))
 
 
 def _metrics(output: PolicyLossOutput) -> dict[str, float]:
