@@ -136,6 +136,7 @@ ASKED_BY_FEW = {
         *("groups_have_the_sizes_of_the_arguments", "this_release_trains_the_model", "host_builds_its_model_as_known"),
         *("host_measures_as_known", "sampler_scores_what_it_kept"),
     },
+    Asker.DOCTOR: {"clip_has_a_use"},  # nothing is wrong with such a launch, and a start has enough to say
 }
 
 
