@@ -124,7 +124,7 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
     from megatron_rl.loss_hub import clip_of, get_policy_loss, is_built_in
 
     unclipped = ""
-    if progress.clipped_samples == 0 and clip_of(config) is not None:
+    if progress.clipped_ratio_fraction == 0 and clip_of(config) is not None:
         unclipped = f"\nmegatron_rl: the clip touched none of {progress.samples_seen} samples: this run is one without a clip"
         if not is_built_in(get_policy_loss(config.policy_loss).name):
             unclipped += ", if the loss returns is_clipped"

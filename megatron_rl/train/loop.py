@@ -86,8 +86,8 @@ class Progress:
     """Steps without a token that trains, under --empty-step skip; num_steps counts the others."""
     first_reward: float | None = None
     last_reward: float | None = None
-    clipped_samples: float | None = 0.0
-    """Sum of the shares of clipped tokens over all samples seen; None where a step did not measure it."""
+    clipped_ratio_fraction: float | None = 0.0
+    """The metric of this name over all samples seen; None where a step did not measure it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Start:
     @classmethod
     def of_counters(cls, counters: dict[str, Any]) -> Start:
         """What a checkpoint keeps beside the weights; KeyError for one that no run has saved."""
-        progress = Progress(**{"clipped_samples": None, **counters["progress"]})  # one of before did not count it
+        progress = Progress(**{"clipped_ratio_fraction": None, **counters["progress"]})  # one of before did not count it
         rewards = tuple(counters["recent_rewards"])
         return cls(progress, rewards, counters.get("stream"), counters.get("watchdog"), progress.num_steps)
 
@@ -328,8 +328,9 @@ class TrainingRun:
         progress.samples_seen += int(metrics["num_samples"])
         progress.prompts_seen += int(metrics["num_prompts"])
         progress.tokens_seen += int(metrics["num_tokens"])
-        clipped, so_far = metrics.get(CLIP_FRACTION), progress.clipped_samples
-        progress.clipped_samples = None if clipped is None or so_far is None else so_far + clipped * metrics["num_samples"]
+        clipped, so_far = metrics.get(CLIP_FRACTION), progress.clipped_ratio_fraction
+        share = metrics["num_samples"] / max(progress.samples_seen, 1)  # of this step in the run
+        progress.clipped_ratio_fraction = None if clipped is None or so_far is None else so_far + (clipped - so_far) * share
         row = {
             "rollout": rollout,
             **of_rollout,
