@@ -149,6 +149,35 @@ def test_doctor_advises_it_where_the_advantages_have_the_deviation(host):
         assert all(f"without {WITHOUT_DEVIATION[host]}: " in text for text in advice)
 
 
+# What the trainers call the longest response, and the number of its turns; prime-rl's environments say theirs.
+LONGEST = {
+    "verl": ("data.max_response_length", None),
+    "nemo_rl": ("policy.generation.max_new_tokens", "grpo.max_rollout_turns"),
+    "skyrl": ("generator.sampling_params.max_generate_length", "generator.max_turns"),
+    "roll": ("response_length", None),
+    "trl": ("max_completion_length", None),
+}
+
+
+@pytest.mark.parametrize("host", LONGEST)
+def test_doctor_says_how_wrong_an_l_is_that_is_not_the_longest_response(host):
+    """8192 / 8 = 1024. Of several turns no setting says how long they are together."""
+    door, (longest, turns) = DOORS[host], LONGEST[host]
+    given, _ = given_by(door, PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=8.0))
+    cases = [({longest: 8192}, True), ({longest: 8}, False), ({longest: UNKNOWN}, False), ({}, False)]
+    cases += [({longest: 8192, turns: number}, number == 1) for number in (1, 3) if turns]
+    for more, is_said in cases:
+        known = {name: value for name, value in (given | more).items() if name in more or value is not UNKNOWN}
+        rows = [*judge_settings(door, Settings.of_names(known, door.all_defaults, typed=known))]
+        advice = [row.text for row in rows if row.subject == "advice" and "longest response" in row.text]
+        assert len(advice) == is_said and all("the gradient is 1.02e+03 x as large" in text for text in advice), (more, rows)
+    told = judged("verl", f"grpo.constant {ACTOR}.loss_scale_factor=819 data.max_response_length=8192")[1]
+    assert (
+        f"{ACTOR}.loss_scale_factor=819 is not data.max_response_length=8192, the longest response: the gradient is 10 x as large "
+        f"as with it; type {ACTOR}.loss_scale_factor=8192, unless you mean that"
+    ) in told
+
+
 # What gives prompt_mean the clip of DAPO, by the rows "DAPO as published" of the pages. ROLL's switch chooses both sides.
 CLIP_OF_DAPO = {
     "verl": f"{ACTOR}.clip_ratio_high=0.28",

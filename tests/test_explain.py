@@ -134,6 +134,16 @@ def test_every_aggregation_is_told_what_it_does_to_a_step(every_aggregation):
         assert re.search(rf"^{name} against sample_mean: sum of weights x 1\.333", masked, re.MULTILINE)
 
 
+@pytest.mark.parametrize(("divisor", "factor"), [("16", "0.5"), ("2", "4"), ("8", None), (None, None)])
+def test_an_l_that_is_not_the_longest_response_has_a_row(divisor, factor):
+    """The weights are 1 / (L N), so they are 8/16 and 8/2 of those with the longest response, 8."""
+    given = ["--response-lengths", "3,5,8", *(["--loss-aggregation-divisor", divisor] if divisor else [])]
+    rows = re.findall(r"^against L = 8, longest +x (\S+)$", explain(*given)[1], re.MULTILINE)
+    assert rows == [factor] * bool(factor)
+    found = explain_json(*given)["aggregations"]
+    assert found["constant"]["longest_over_divisor"] == float(factor or 1) and found["token_mean"]["longest_over_divisor"] is None
+
+
 MESSAGES = [
     ([], "nothing to explain: give a step, as --response-lengths"),
     (["--host", "slime"], "nothing to explain: give a step, as --response-lengths"),

@@ -24,7 +24,7 @@ from megatron_rl.hosts.base import (
 )
 from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.names import paths_load
-from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_clip_of_dapo, with_deviation
+from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_another_divisor, with_clip_of_dapo, with_deviation
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.checks import Asker, Check, Row, check, checks_in, problems_of, warnings_of
@@ -536,11 +536,9 @@ def divisor_is_the_longest_response(launch: HostLaunch) -> Iterator[str]:
     if is_known and record is not None and record.takes_divisor:
         divisor = launch.config.loss_aggregation_divisor
         if divisor is not None and divisor != longest:
-            yield (
-                f"--loss-aggregation-divisor {divisor:g} is not --rollout-max-response-len {longest}, the longest response: the "
-                f"gradient is {longest / divisor:.3g} x as large as with it; type --loss-aggregation-divisor {longest}, unless you "
-                "mean that"
-            )
+            typed, exact = (f"--loss-aggregation-divisor {number:g}" for number in (divisor, longest))
+            limit = f"--rollout-max-response-len {longest}"
+            yield with_another_divisor(divisor, longest, typed=typed, limit=limit, exact=exact)
 
 
 @check(is_warning=True)

@@ -16,8 +16,9 @@ from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
 from megatron_rl.hosts.model_names import model_rows
-from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_clip_of_dapo, with_deviation
+from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_another_divisor, with_clip_of_dapo, with_deviation
 from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Given, Settings, StepSizes, clip_to_type, not_numbers
+from megatron_rl.hosts.step_sizes import whole_number
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
 from megatron_rl.validation.checks import Row
@@ -259,6 +260,8 @@ def said_of(found: Found) -> Iterator[Row]:
     yield from (Row("advice", text, is_note=True) for text in config_warnings(config))
     if found.record.name == "constant" and door.deviation is not None and door.deviation.divides(found.settings):
         yield Row("advice", with_deviation(chosen, door.without_deviation), is_note=True)
+    if is_known:
+        yield from (Row("advice", text, is_note=True) for text in divisor_is_the_longest_response(found))
     clip = None if any(found.settings[name] is UNKNOWN for name in door.read_names) else clip_of(config)
     for text in with_clip_of_dapo(chosen, config.policy_loss, found.record.name, clip, clip_high_of_dapo(found)):
         yield Row("advice", text, is_note=True)
@@ -268,6 +271,19 @@ def said_of(found: Found) -> Iterator[Row]:
     if found.theirs:
         yield weights_multiply(found, found.theirs)
     yield from (row for one in door.checks for row in one(found))
+
+
+def divisor_is_the_longest_response(found: Found) -> Iterator[str]:
+    """Where the launch says how long one may be, and makes it in one turn."""
+    door, divisor, sampler = found.door, found.config.loss_aggregation_divisor, found.door.sampler
+    if divisor is None or sampler.longest is None or (sampler.turns and found.settings.value_of(sampler.turns) not in (ABSENT, 1)):
+        return
+    longest, host = whole_number(found.settings.value_of(sampler.longest)), door.field_settings.get(DIVISOR)
+    if longest is not None and longest != divisor:
+        name = host.name if host else door.own.name(DIVISOR)
+        of_both = ({name: divisor}, {sampler.longest: longest}, {name: longest})
+        typed, limit, exact = (door.separator.join(door.typed(one)) for one in of_both)
+        yield with_another_divisor(divisor, longest, typed=typed, limit=limit, exact=exact)
 
 
 def clip_high_of_dapo(found: Found) -> str:

@@ -534,6 +534,7 @@ DOOR = Door(
         engines={"vllm": None, "sglang": Scores.WHOLE},
         modes=(f"{INFER}strategy_args.strategy_config.logprobs_mode",),
         reshaped={f"{INFER}generating_args.repetition_penalty": NO_FACTOR},
+        longest="response_length",
         typed="{}: {}".format,
     ),
     checks=(

@@ -107,6 +107,10 @@ class Sampler:
     unsettled: Mapping[str, Filter] = field(default_factory=dict)
     """Settings with which a set that is returned need not be the one that its token was drawn from."""
     typed: Callable[[str, str], str] = "{}={}".format
+    longest: str | None = None
+    """The setting of the most tokens of a response, or of a turn where there are several."""
+    turns: str | None = None
+    """The setting of the most turns of a response, 1 by default."""
 
 
 # In NeMo-RL our metric of the tokens that its trainer leaves out.

@@ -313,6 +313,8 @@ DOOR = Door(
         },
         engines={"vLLM": None},
         modes=("generator.inference_engine.engine_init_kwargs.logprobs_mode",),
+        longest="generator.sampling_params.max_generate_length",
+        turns="generator.max_turns",
         # Releases that do not have it refuse the setting.
         replay=Replay(by={REPLAY: OFF}, told=f"{REPLAY}=true and generator.inference_engine.enable_return_sample_support_set=true"),
         reshaped={

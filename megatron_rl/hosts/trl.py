@@ -326,6 +326,7 @@ DOOR = Door(
         filters={"top_p": Filter(1.0, (1.0,)), "top_k": Filter(0, (0, -1)), "min_p": Filter(None, (None, 0.0))},
         engines={"vLLM": Scores.KEPT},
         reshaped={"repetition_penalty": NO_FACTOR},
+        longest="max_completion_length",
     ),
     checks=(
         one_loss_trains,

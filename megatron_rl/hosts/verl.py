@@ -537,6 +537,7 @@ DOOR = Door(
         modes=(f"{ROLLOUT}engine_kwargs.vllm.logprobs_mode", f"{ROLLOUT}logprobs_mode"),
         default_mode="processed_logprobs",
         reshaped={f"{ROLLOUT}repetition_penalty": NO_FACTOR},
+        longest="data.max_response_length",
     ),
     checks=(
         *(clip_reaches_the_workers, clip_of_both_sides_is_not_read, class_has_our_fields),

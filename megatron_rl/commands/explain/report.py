@@ -138,7 +138,15 @@ def weight_table(explanation: Explanation, max_rows: int) -> list[list[str]]:
         rows += _rollout_rows(explanation, max_rows, rows[0])
     rows.append(["sum of weights", *blank, str(counts.totals.num_tokens), *(short(weighing.total) for weighing in weighings)])
     rows.append(["against sample_mean", *blank, "", *(f"x {short(weighing.gradient_scale)}" for weighing in weighings)])
+    longest = longest_response(explanation)
+    if any(weighing.divisor not in (None, longest) for weighing in weighings):
+        ratios = ("" if weighing.divisor is None else f"x {short(longest / weighing.divisor)}" for weighing in weighings)
+        rows.append([f"against L = {longest}, longest", *blank, "", *ratios])
     return [*rows, ["known as", *blank, "", *(weighing.record.source or "your own" for weighing in weighings)]]
+
+
+def longest_response(explanation: Explanation) -> int:
+    return max(mask.numel() for mask in explanation.step.masks)
 
 
 def _rollout_rows(explanation: Explanation, max_rows: int, header: list[str]) -> list[list[str]]:
@@ -287,6 +295,7 @@ def _weighing_keys(weighing: Weighing, explanation: Explanation) -> dict:
     return {
         "divisor": weighing.divisor,
         "divisor_is_assumed": explanation.assumes_divisor and weighing.divisor is not None,
+        "longest_over_divisor": None if weighing.divisor is None else longest_response(explanation) / weighing.divisor,
         "token_weights": weighing.token_weights,
         "sample_weights": weighing.sample_weights,
         "sample_shares": weighing.shares,
