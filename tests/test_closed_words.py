@@ -127,8 +127,12 @@ def test_a_slip_means_the_word_with_its_letters_or_a_similar_one():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (f"{VERL} {LOSS}=gpso", f"set {LOSS}=gspo (one of your own: VERL_USE_EXTERNAL_MODULES=<module that registers it>)"),
+        (
+            f"{VERL} {LOSS}=gpso",
+            f"set {LOSS}=gspo (one of your own, or of a fork: VERL_USE_EXTERNAL_MODULES=<module that registers it>)",
+        ),
         (f"{VERL} {LOSS}=grpo", f"set {LOSS}=vanilla"),
+        (f"{VERL} reward.custom_reward_function.path=null {LOSS}=gpso", f"set {LOSS}=gspo"),
         (f"{VERL} {MODE}=token_mean", f"set {MODE}=token-mean\n"),
         (f"{VERL} {MODE}=mine", "is none of token-mean, token-sum, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-n"),
         (f"VERL_USE_EXTERNAL_MODULES=mine {VERL} {MODE}=token_mean", f"set {MODE}=token-mean\n"),
@@ -153,6 +157,9 @@ OWN = [
     f"{VERL} {LOSS}=gspo_of_mine",  # a longer name is no slip
     f"VERL_USE_EXTERNAL_MODULES=mine {VERL} {LOSS}=gpso",
     f"{VERL} {verl.EXTERNAL_LIB}=mine {LOSS}=gpso",
+    f"{VERL} reward.custom_reward_function.path=mine.py {LOSS}=gpso",
+    f"{VERL} data.custom_cls.name=Mine {LOSS}=gpso",
+    f"{VERL} critic.model.external_lib=mine {LOSS}=gpso",
     f"python -m recipe.mine.main_mine {LOSS}=gpso",
     f"{SKYRL} trainer.override_entrypoint=mine {KIND}=gpso",
 ]
@@ -162,6 +169,7 @@ OWN = [
 def test_a_loss_of_ones_own_is_no_problem(line, capsys):
     code, out = doctor(capsys, line)
     assert code == 0 and "is your own, and what it weighs is not known here: nothing was judged" in out, out
+    assert ("set " in out and ", unless it is one of your own\n" in out) == line.endswith("=gpso"), out
 
 
 def test_a_variable_that_a_script_or_the_shell_exports_counts(tmp_path, monkeypatch, capsys):

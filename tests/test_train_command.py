@@ -258,7 +258,9 @@ def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_pat
 )
 def test_the_end_line_says_when_the_clip_was_never_at_work(policy_loss, clipped, said, tmp_path, capsys):
     """Two such runs of different clips have the same gradients, and their end lines read as a comparison."""
-    progress = Progress(num_rollouts=1, num_steps=2, samples_seen=32, first_reward=0.1, last_reward=0.2, clipped_ratio_fraction=clipped)
+    progress = Progress(
+        num_rollouts=1, num_steps=2, samples_seen=32, first_reward=0.1, last_reward=0.2, clipped_ratio_fraction=clipped
+    )
     config, options = PolicyLossConfig(policy_loss=policy_loss), TrainOptions(output_dir=str(tmp_path), plot=False)
     report(options, config, Outcome(progress, "all 1 rollouts are done", 0, 1.0, None))
     lines = capsys.readouterr().err.splitlines()

@@ -1,12 +1,13 @@
 """Settings that are one of a trainer's own words, else it refuses the run: how a misspelt one is found, and what is said of it.
 
 A list may be open: a module of the user's own may add a name. Such a name is no problem, unless it is a slip of a known one and
-nothing in the launch imports a module of the user's.
+the launch shows no code of the user's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
@@ -15,6 +16,8 @@ from megatron_rl.validation.checks import Row
 
 # A word of the list is meant by one that is as similar: gprpo and grpo are 0.89 alike, gspo and sapo 0.75.
 CLOSEST_WORD = 0.8
+# A setting that names code of the user's own, as model.external_lib, reward.custom_reward_function.path and data.custom_cls.name.
+OF_USERS_CODE = re.compile(r"(?:.*\.)?(?:external_lib|custom_\w+)(?:\.\w+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +51,27 @@ def refused(title: str, name: str, text: str) -> Row:
     return Row(name, f"{title} refuses this run: {text}", is_wrong=True)
 
 
+def names_users_code(given: Mapping[str, object], imports: Collection[str], package: str) -> bool:
+    """imports: further settings that name some. package: ours, which adds no name of the user's."""
+    names = [name for name in given if name in imports or OF_USERS_CODE.fullmatch(name)]
+    return any(given[name] not in ("", "null", None, UNKNOWN) and package not in str(given[name]) for name in names)
+
+
 def unknown_words(title: str, words: Mapping[str, Words], settings: Settings, *, imports_modules: bool) -> Iterator[Row]:
-    """imports_modules: a module of the user's own may have added names. A word with a dot may mean one of ours: others judge it."""
+    """imports_modules: code of the user's own may have added names. A word with a dot may mean one of ours: others judge it."""
     for name, one in words.items():
         value = settings[name]
-        if one.has(value) or "." in str(value) or not one.is_read(settings) or (one.adds and imports_modules):
+        if one.has(value) or "." in str(value) or not one.is_read(settings):
             continue
         meant = one.meant.get(str(value)) or closest(value, one.names)
-        text, of_ones_own = none_of(name, value, one.names, meant), f"one of your own: {one.adds}"
+        text, of_ones_own = none_of(name, value, one.names, meant), f"one of your own, or of a fork: {one.adds}"
+        is_slip = meant is not None and meant not in str(value)  # a longer name is none
         if not one.adds:
             yield refused(title, name, text)
-        elif meant is not None and meant not in str(value):  # a longer name is no slip
+        elif imports_modules and is_slip:
+            yield Row(name, f"{text}, unless it is one of your own", is_note=True)
+        elif is_slip:
             yield refused(title, name, f"{text} ({of_ones_own})")
-        else:
+        elif not imports_modules:
             text = none_of(name, value, one.names, None)
             yield Row(name, f"{text}: {title} refuses it, unless it is {of_ones_own}", is_note=True)

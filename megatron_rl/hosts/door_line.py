@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import stock
-from megatron_rl.hosts.closed_words import unknown_words
+from megatron_rl.hosts.closed_words import names_users_code, unknown_words
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
@@ -61,7 +61,7 @@ def judge(
     yield from line.rows
     for settings in filter(None, (line.settings, line.stock)):
         settings.asked = asked
-        settings.imports_modules = _imports_modules(door, words)
+        settings.imports_modules = _imports_modules(door, words, settings)
     if line.settings is not None:
         yield from _flags_of_others(door, words, line.settings.given)
         yield from _given_twice(door, words)
@@ -75,12 +75,12 @@ def judge(
         yield from judge_stock(door, line.stock, of_step, is_partial=is_partial, takes_ours=False)
 
 
-def _imports_modules(door: Door, words: Sequence[str]) -> bool:
-    """Whether a module of the user's own may run where the loss does: named on the line, or a program of the user's own."""
-    given = {name.lstrip("+"): value for name, equals, value in (word.partition("=") for word in words) if equals}
+def _imports_modules(door: Door, words: Sequence[str], settings: Settings) -> bool:
+    """Whether code of the user's own may run where the loss does: the launch names some, or is a program of the user's own."""
+    typed = {name.lstrip("+"): value for name, equals, value in (word.partition("=") for word in words) if equals}
     main = f"{door.starts.replace('.', '/')}.py"
     is_hosts = door.programs.named(words) is not None or any(word == door.starts or word.endswith(main) for word in words)
-    return not is_hosts or any(given.get(name) and PACKAGE not in given[name] for name in door.imports)
+    return not is_hosts or names_users_code({**settings.given, **typed}, door.imports, PACKAGE)
 
 
 def judge_stock(
