@@ -19,8 +19,8 @@ def with_deviation(aggregation: str, without: str) -> str:
 def with_another_divisor(divisor: float, longest: int, *, typed: str, limit: str, exact: str) -> str:
     """The advice for an L that is not the longest response. typed, limit, exact: both and the remedy, as they are typed."""
     return (
-        f"{typed} is not {limit}, the longest response: the gradient is {longest / divisor:.3g} x as large as with it; type {exact}, "
-        "unless you mean that"
+        f"{typed} is not {limit}, the longest response: the gradient is {longest / divisor:.3g} x as large as with it; type "
+        f"{exact}, unless you mean that"
     )
 
 
