@@ -178,6 +178,7 @@ EMULATED_ROLL = """
 class Dispatch: ONE_TO_ALL = 1
 def register(dispatch_mode): return lambda function: function
 class Strategy:
+    models_unwrapped = ()
     def train_step(self, batch, loss_func): return "trained"
     def inner_forward_step(self, loss_func, data_iterator, model): pass
     def _get_feature_on_this_cp_rank(self, feature, feature_name="input_ids"): pass
@@ -222,6 +223,38 @@ def test_our_worker_reads_its_settings_before_the_model_is_made():
     assert (code, out.split("\n")[:2]) == (0, ["made the model", "gspo.prompt_mean train_step"]), error
     code, out, error = started(rl_loss_coef=2.0, length_loss_weight=True)
     assert (code, out) == (1, "") and "rl_loss_coef=2.0" in error and "length_loss_weight=True" in error
+
+
+@pytest.mark.parametrize(
+    ("of_yaml", "of_model", "code", "said"),
+    [
+        ({}, {"moe_z_loss_coeff": 0.001}, 0, ["moe_z_loss_coeff=0.001: Megatron takes a mean over micro-batches"]),
+        (  # the model's number is said, and not that there is one
+            {"expert_model_parallel_size": 2},
+            {"moe_aux_loss_coeff": 0.01},
+            0,
+            ["actor_train.model_args.moe_aux_loss_coef=0.01 of aux_loss: Megatron takes a mean over micro-batches"],
+        ),
+        ({"expert_model_parallel_size": 2}, {"moe_router_load_balancing_type": "none"}, 0, []),
+        ({}, {"moe_expert_capacity_factor": 2.0}, 1, ["moe_expert_capacity_factor=2.0: which tokens an expert drops"]),
+        ({}, {"num_moe_experts": None, "moe_z_loss_coeff": 0.001}, 0, []),
+    ],
+)
+def test_our_worker_says_what_the_model_that_roll_made_adds(of_yaml, of_model, code, said):
+    """A checkpoint's config gives experts too, and no YAML says it."""
+    given = {"num_moe_experts": 8, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0} | of_model
+    models = f"    models_unwrapped = (types.SimpleNamespace(config=types.SimpleNamespace(**{given})),)"
+
+    def work() -> int:
+        config = cases.worker_config("gspo.prompt_mean")
+        config.strategy_args.strategy_config |= of_yaml
+        worker = started_with(config, "    models_unwrapped = ()", f"    import types\n{models}")
+        print("\n".join(worker.loss.found.warnings))
+        return 0
+
+    found, out, error = forked(work)
+    told = [line for line in out.splitlines() if "moe_" in line] if code == 0 else [error]
+    assert found == code and len(told) == len(said) and all(text in one for text, one in zip(said, told, strict=True)), (out, error)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +323,7 @@ def test_our_worker_and_settings_fit_roll():
         assert [problem for each in differences for problem in each] == [*roll.DOOR.contract_problems()] == []
         assert [*roll.DOOR.differences(strategy, roll_packed.UNPACK, roll_packed.ARGUMENTS)] == []
         assert ROLL.source("roll/distributed/strategy/megatron_strategy.py").count("self._unpack_sequences(") == 1
+        assert "self.models_unwrapped = self.model.get_models()" in ROLL.source("roll/distributed/strategy/megatron_strategy.py")
         assert issubclass(ActorWorker, RollWorker)
         decorator = ROLL.load("roll.distributed.scheduler.decorator")
         assert hasattr(ActorWorker.initialize, decorator.BIND_WORKER_METHOD_FLAG)  # so that ROLL's clusters call it

@@ -1,18 +1,21 @@
-"""What only a training actor can know of a launch in a host: its process groups, its kernels, and the installed Megatron-Core."""
+"""What only a training actor can know of a launch in a host: its groups, kernels and model, and the installed Megatron-Core."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import HostLaunch
+from megatron_rl.hosts.model_names import FIELDS, ModelNames, rows_of_fields
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.installed import expert_replicas_drift, unscaled_indexer
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.validation import flag_of
+from megatron_rl.validation.auxiliary_losses import settings_of_model
 from megatron_rl.validation.checks import Asker, check
 from megatron_rl.validation.experts import drift_problem
 
@@ -67,3 +70,13 @@ def release_problems(settings: Mapping[str, object]) -> Iterator[str]:
     if problem is not None and expert_replicas_drift():
         yield problem
     yield from unscaled_indexer(settings)
+
+
+def notes_of_model(names: ModelNames, config: Any, **others: Any) -> list[str]:
+    """What a model that Megatron has built adds to a step, in words. config: the model's, which a bridge or a checkpoint may have
+    changed. others: fields that it does not have. Raises one ConfigError with all that makes a step depend on layout or chance."""
+    settings = {name: value for name, value in vars(config).items() if name in FIELDS} | settings_of_model(config) | others
+    rows = [*rows_of_fields(names, settings)]
+    if problems := [*(row.text for row in rows if row.is_wrong), *release_problems(settings)]:
+        raise ConfigError([names.in_words(text) for text in problems])
+    return [names.in_words(row.text) for row in rows if row.is_note]

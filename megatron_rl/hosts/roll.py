@@ -409,6 +409,13 @@ def line_of(name: str, value: Any) -> str:
     return f"{name}: '{shown}'" if name.startswith(ENVIRONMENT) and isinstance(value, int | float) else f"{name}: {shown}"
 
 
+MODEL = ModelNames(
+    sections=(f"{STRATEGY_ARGS}strategy_config.",),
+    fields={"moe_aux_loss_coeff": f"{TRAIN}model_args.moe_aux_loss_coef"},
+    own={"sequence_parallel": True},  # its models turn it on where experts need it
+    unjudged={f"{TRAIN}mtp_training_mode": MTP_IS_NOT_JUDGED},
+    backend=(f"{STRATEGY_ARGS}strategy_name", STRATEGY),
+)
 DOOR = Door(
     name="roll",
     has_logits=True,
@@ -542,13 +549,7 @@ DOOR = Door(
         *(step_has_what_weights_and_ratios_need, head_can_train, ratio_is_one),
     ),
     megatron="strategy_name: megatron_train",
-    model=ModelNames(
-        sections=(f"{STRATEGY_ARGS}strategy_config.",),
-        fields={"moe_aux_loss_coeff": f"{TRAIN}model_args.moe_aux_loss_coef"},
-        own={"sequence_parallel": True},  # its models turn it on where experts need it
-        unjudged={f"{TRAIN}mtp_training_mode": MTP_IS_NOT_JUDGED},
-        backend=(f"{STRATEGY_ARGS}strategy_name", STRATEGY),
-    ),
+    model=MODEL,
     prompts=Prompts.COUNTED,
     step=(
         ("ROLL", Formula(M=1, dp=1), "apply_loss_scale: multiplies by micro-batches and data-parallel ranks"),

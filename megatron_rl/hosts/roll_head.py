@@ -9,7 +9,7 @@ the layer's own logits alone; the gradient of CarriedRows is ours, and contiguou
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,8 @@ from megatron_rl.errors import ConfigError, name_of
 from megatron_rl.hosts.carried_rows import CarriedRows
 from megatron_rl.hosts.door import place_of
 from megatron_rl.hosts.placed_rows import place_rows
-from megatron_rl.hosts.roll import DOOR, HEAD
+from megatron_rl.hosts.roll import HEAD
+from megatron_rl.hosts.roll_model import models_of
 from megatron_rl.megatron.model import find_output_layer, model_config_of
 
 # mcore_adapter.models.model_utils, registered by McaGPTModel.
@@ -28,12 +29,10 @@ HOOK = "mca_lora_logits_postprocess_hook"
 def place(strategy: Any, max_logits_bytes: int) -> None:
     """From now on the output layer of this strategy's models returns CarriedRows.
 
-    Communication: as place_rows. Raises ConfigError where the head does not fit the model or its fp16, for a strategy without
-    models_unwrapped, and for another hook on the layer, which would take CarriedRows for logits.
+    Communication: as place_rows. Raises ConfigError where the head does not fit the model or its fp16, and for another hook
+    on the layer, which would take CarriedRows for logits; what models_of raises.
     """
-    models: Sequence[nn.Module] | None = getattr(strategy, "models_unwrapped", None)
-    if models is None:
-        raise ConfigError(f"ROLL's {type(strategy).__name__} has no models_unwrapped, and {DOOR.probed} was probed; remove {HEAD}")
+    models = models_of(strategy)
     if any(model_config_of(model).fp16 for model in models):
         raise ConfigError(
             f"{HEAD}=true with fp16: the gradient of hidden states is made before the loss scale is known, and float16 would round "

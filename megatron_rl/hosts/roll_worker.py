@@ -13,6 +13,7 @@ from megatron_rl.hosts.roll import DOOR, check_log_probs, read_settings, setting
 from megatron_rl.hosts.roll_head import place
 from megatron_rl.hosts.roll_log_probs import install
 from megatron_rl.hosts.roll_loss import RollLoss
+from megatron_rl.hosts.roll_model import with_model
 from megatron_rl.hosts.roll_packed import share_one_gradient
 
 
@@ -21,7 +22,8 @@ class ActorWorker(RollWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def initialize(self, pipeline_config: Any) -> None:
-        """Raises ConfigError for settings that are not honoured, before the model is made, and for a ROLL with another contract."""
+        """Raises ConfigError for settings that are not honoured, before the model is made, for a ROLL with another contract, and
+        for a model whose step would depend on its layout."""
         if problems := [*DOOR.contract_problems()]:
             raise ConfigError(problems)
         settings = settings_of(self.worker_config, pipeline_config)
@@ -29,6 +31,8 @@ class ActorWorker(RollWorker):
             install(DOOR.title, DOOR.probed)
         found = read_settings(self.worker_config, pipeline_config) if trains_ours(settings) else None
         super().initialize(pipeline_config)
+        if found is not None:
+            found = with_model(found, self.strategy)
         share_one_gradient(self.strategy)
         if found is not None and found.config.fused_lm_head_loss:
             place(self.strategy, found.config.max_logits_bytes)

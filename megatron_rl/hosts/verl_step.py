@@ -17,15 +17,13 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError, EmptyStep, GroupSizeError
 from megatron_rl.hosts import verl_loss
-from megatron_rl.hosts.actor_checks import release_problems
+from megatron_rl.hosts.actor_checks import notes_of_model
 from megatron_rl.hosts.dense_rows import RowCounts
 from megatron_rl.hosts.door import ONE_SAMPLE, PARTIAL_GROUPS, Found
-from megatron_rl.hosts.model_names import FIELDS, rows_of_fields
 from megatron_rl.hosts.settings import value_at
 from megatron_rl.hosts.verl import DOOR, MODEL, PREFIX, ROLLOUT
 from megatron_rl.layout.groups import Group
 from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
-from megatron_rl.validation.auxiliary_losses import settings_of_model
 
 UID, SESSION, MASK = "uid", "session_id", "response_mask"
 # How the uid begins of rows that verl adds so that ranks and mini-batches have equal numbers of rows. No count includes them.
@@ -70,22 +68,16 @@ def counted(train_batch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_model(run: verl_loss.VerlRun, engine: Any) -> None:
-    """Refuses what makes a step depend on its layout or on chance, and warns of losses that the model adds, once a trainer: by the
-    config of the model that Megatron has built, which a bridge may have changed. Raises one ConfigError with every problem."""
+    """See notes_of_model, once a trainer."""
     config = getattr(engine, "tf_config", None)
     if config is None or run.has_model:
         return
     mtp = value_at(engine, "model_config.mtp")
     trains_mtp = value_at(mtp, "enable") is True and value_at(mtp, "enable_train") is True
-    settings = {name: value for name, value in vars(config).items() if name in FIELDS} | settings_of_model(config)
-    rows = [*rows_of_fields(MODEL, {**settings, "enable_mtp_training": trains_mtp})]
-    problems = [*(row.text for row in rows if row.is_wrong), *release_problems(settings)]
-    if problems:
-        raise ConfigError([MODEL.in_words(text) for text in problems])
+    notes = notes_of_model(MODEL, config, enable_mtp_training=trains_mtp)
     run.has_model = True
-    for row in rows:
-        if row.is_note:
-            run.warn(MODEL.in_words(row.text))
+    for text in notes:
+        run.warn(text)
 
 
 def rows_of(found: Found, totals: StepTotals, counts: Tensor) -> RowCounts:  # [S, 4], see COUNTS
