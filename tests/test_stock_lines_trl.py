@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from test_stock_lines import ALIKE, GENERATION, doctor, explain
 
@@ -218,8 +220,30 @@ def test_the_entropy_of_a_sequence_loss_is_exact_with_gspo(capsys):
     assert "exact: loss_type='megatron_rl.gspo.sample_mean' without importance_sampling_level, whose entropy is a mean" in out, out
 
 
-@pytest.mark.parametrize(("version", "is_said"), [(None, True), ((1, 16), False), ((1, 9), False)])
-def test_what_another_version_weighs_is_said_where_none_is_installed(version, is_said, monkeypatch, capsys):
-    monkeypatch.setattr(trl_stock, "installed", lambda: version)
-    _, out = doctor(capsys, "--", "trl", "grpo", "--gradient_accumulation_steps", "8", "--steps_per_generation", "16")
-    assert ("before 1.10 a token weighs 1/T_gen, about 0.5 times the token mean" in out) == is_said, out
+NONE, OLD, NEW = "no TRL is installed here, and 1.16 is judged", "TRL 1.9 is installed", "TRL 1.16 is installed"
+
+
+@pytest.mark.parametrize(
+    ("given", "before", "since"),
+    [
+        (["--steps_per_generation", "16"], {"policy": "1/T_gen, about 0.5 times the token mean"}, {"policy": "M_gen/(M T_gen)"}),
+        (["--entropy_coef", "0.1"], {"entropy": "1/T"}, {"entropy": "1/(M dp T_b)"}),
+        (["--loss_type", "luspo", "--beta", "0.1"], {"policy and KL": "m_i/(N L_b)"}, {"policy and KL": "1/N"}),
+        (["--loss_type", "luspo", "--importance_sampling_level", "sequence"], {}, {}),
+        (["--loss_type", "grpo", "--entropy_coef", "0.1"], {}, {}),
+        (["--loss_type", "megatron_rl.gspo.sample_mean"], {}, {}),
+        (["--use_liger_kernel", "True"], {}, {}),  # which has a remark of its own
+    ],
+)
+def test_what_1_10_changed_is_said_where_another_version_may_train(given, before, since, monkeypatch, capsys):
+    """Each side of it is held against TRL's own code in test_stock.py, where a checkout of it is there."""
+    for version, side, of_side, judged in (
+        (None, "before", before, NONE),
+        ((1, 9), "since", since, OLD),
+        ((1, 16), "before", {}, NEW),
+    ):
+        monkeypatch.setattr(trl_stock, "installed", lambda version=version: version)
+        line = ["trl", "grpo", "--gradient_accumulation_steps", "8", *given]
+        _, out = doctor(capsys, "--", *line)
+        said = re.findall(rf"^  note +version +{side} 1\.10 a token weighs (.*), in (.*) \({judged}\)$", out, re.MULTILINE)
+        assert {terms: weight for weight, terms in said} == of_side, out

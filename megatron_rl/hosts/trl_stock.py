@@ -19,6 +19,7 @@ from megatron_rl.hosts.stock import (
     exact_setting,
     is_on,
     local_letters,
+    times_of_generation,
 )
 from megatron_rl.hosts.trl_others import OTHER, STOCKS
 from megatron_rl.validation.checks import Row
@@ -96,6 +97,22 @@ def of_version(settings: Settings) -> Iterator[Row]:
     if settings["use_liger_kernel"] is True:
         of_loss = "trains Liger's loss" if trains_ligers_loss(settings) else "replaces layers of the model, and no loss"
         yield Row("use_liger_kernel", f"True {of_loss} ({judged()}; it trains Liger's loss before 1.14)", is_note=True)
+    elif installed() is None or is_before(RESCALES):
+        yield from _across_rescaling(settings)
+
+
+def _across_rescaling(settings: Settings) -> Iterator[Row]:
+    """What the terms that 1.10 changed weigh in the versions that are not judged."""
+    is_old = is_before(RESCALES)
+    own, other = (stock_of_version(settings, is_old=one) for one in (is_old, not is_old))
+    if own is None or other is None:
+        return
+    changed = {name: weight for name, weight in other.terms.items() if own.terms[name] != weight}
+    for weight in dict.fromkeys(changed.values()):
+        times = times_of_generation(weight, other.known) if weight == OF_GENERATION else None
+        size = "" if times is None else f", about {times:.3g} times the token mean"
+        side, terms = "since" if is_old else "before", " and ".join(name for name, one in changed.items() if one == weight)
+        yield Row("version", f"{side} 1.10 a token weighs {weight}{size}, in {terms} ({judged()})", is_note=True)
 
 
 def trains_ligers_loss(settings: Settings) -> bool:
@@ -106,13 +123,17 @@ def trains_ligers_loss(settings: Settings) -> bool:
 
 
 def stock(settings: Settings) -> Stock | None:
-    """The KL term is in the loss of a token; the entropy is a mean of each micro-batch, before 1.10 of what the loss divides by."""
+    return stock_of_version(settings, is_old=is_before(RESCALES))
+
+
+def stock_of_version(settings: Settings, *, is_old: bool) -> Stock | None:
+    """is_old: before 1.10. The KL term is in the loss of a token; the entropy is a mean of each micro-batch, before 1.10 of what the loss divides by."""
     if settings[OTHER] is not None:
         return STOCKS[settings[OTHER]]
     weight = STOCK_TYPES.get(str(settings[CHOICE]))
     if weight is None:
         return None
-    is_old, kl, entropy = is_before(RESCALES), weight, MEAN_OF_TOKEN_MEANS
+    kl, entropy = weight, MEAN_OF_TOKEN_MEANS
     exact = exact_setting(f"{CHOICE}={{}}", {"dapo": TOKEN_MEAN}, weight)
     if exact and (of_step := of_generations(settings)[2]) is not None:  # dapo divides by the tokens of a generation
         exact += f" with {of_step}"
@@ -159,9 +180,7 @@ def of_generations(settings: Settings) -> tuple[dict[str, float], list[str], str
         return {}, [of_batch or f"{GENERATED}={_shown(generated)} with {STEPS}={_shown(steps)}"], exact
     if steps == generated:
         return {}, [of_batch], None
-    before = f"before 1.10 a token weighs {OF_GENERATION}, about {steps / generated:.3g} times the token mean"
-    versions = "" if installed() else f" ({judged()}; {before})"
-    said = f"{of_batch or f'{GENERATED}={generated}'} with {STEPS}={steps}{versions}"
+    said = f"{of_batch or f'{GENERATED}={generated}'} with {STEPS}={steps}"
     if generated % steps == 0 and (loss := ours(settings)) is not None:
         removed = f" without {without(settings)}" if without(settings) else ""
         exact += f", or {CHOICE}={PREFIX}{loss}.token_mean{removed}, which keeps the generation"
