@@ -59,7 +59,7 @@ def composed(body: str, argument: str = "") -> str:
     ("body", "typed", "flags"),
     [
         pytest.param('train_args = f"--a {batch} --b {args.width} "', (), {"--a": ("32",), "--b": ("1",)}, id="settings"),
-        pytest.param('train_args = f"--a {batch} --b {args.width} "', ("--num-nodes", "8"), {"--b": ("${width}",)}, id="typed"),
+        pytest.param('train_args = f"--a {batch} --b {args.width} "', ("--num-nodes", "8"), {"--b": ("8",)}, id="typed"),
         pytest.param('train_args = f"--a {1 if is_debug else 256} "', (), {"--a": ("256",)}, id="a decided value"),
         pytest.param('train_args = f"--a {1 if is_debug else 256} "', ("--mode=x",), {"--a": ("1",)}, id="by the line"),
         pytest.param('train_args = f"--a {1 if args.rate else 256} "', (), {"--a": ("${value}",)}, id="not decided"),
@@ -294,6 +294,76 @@ def test_what_a_class_extends_gives_it_its_defaults(tmp_path, monkeypatch, nodes
         monkeypatch.setenv("NODES_OF_A_TEST", nodes)
     found = read_line(["python", str(script)], "miles").flags
     assert found == (("--nodes", (count,)), ("--rate", ("0.5",)))
+
+
+CARDS = """
+    GPUS = {"H100": 8, "GB300": 4}
+    TWICE = {"H100": 8}
+    TWICE = {"H100": 6}
+    class Settings:
+        pass
+"""
+AFTER_INIT = """
+    import tools.cards as C
+    class Args(C.Settings):
+        card: str = "H100"
+        apart: bool = False
+        fp4: bool = False
+        gpus: int | None = None
+        actor: int | None = None
+        fixed: int = 1
+        twice: int | None = None
+        def __post_init__(self):
+            self.fixed = self.fixed + 1
+            self.gpus = self.gpus or C.GPUS[self.card]
+            self.apart = self.apart or self.fp4
+            if self.apart:
+                self.actor = self.actor or self.gpus // 2
+            else:
+                self.actor = self.gpus
+            if unknown():
+                self.twice = 2
+            else:
+                self.twice = C.TWICE[self.card]
+            {more}
+    def run(args):
+        train_args = f"--gpus {args.gpus} --actor {args.actor} --fixed {args.fixed} --twice {args.twice}"
+        U.execute_train(train_args)
+        {later}
+    run(Args())
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "later", "typed", "gpus", "actor", "fixed"),
+    [
+        ("pass", "", "", "8", "8", "2"),
+        ("pass", "", "--card GB300", "4", "4", "2"),
+        ("pass", "", "--card GB300 --fp4", "4", "2", "2"),
+        ("pass", "", "--gpus 6 --apart --actor 1 --fixed 4", "6", "1", "5"),
+        ("self.gpus += 1", "", "", "${gpus}", "8", "2"),
+        ("if self.fixed == 2: self.fixed = 7", "", "", "8", "8", "7"),
+        ("if unknown(): return", "", "", "${gpus}", "${actor}", "${fixed}"),
+        ("pass", "args.gpus = 3", "", "${gpus}", "${actor}", "2"),
+    ],
+)
+def test_a_class_s_own_defaults_are_those_that_it_sets_after_its_fields(tmp_path, more, later, typed, gpus, actor, fixed):
+    """As num_gpus_per_node and no_colocate of miles's scripts: each statement reads what the ones before it have set."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "cards.py").write_text(textwrap.dedent(CARDS))
+    text = textwrap.dedent(AFTER_INIT).replace("{more}", more).replace("{later}", later)
+    (script := tmp_path / "run_mine.py").write_text(text)
+    found = dict(read_line(["python", str(script), *typed.split()], "miles").flags)
+    assert found == {"--gpus": (gpus,), "--actor": (actor,), "--fixed": (fixed,), "--twice": ("${twice}",)}
+
+
+@pytest.mark.host("MILES_ROOT")
+@pytest.mark.parametrize(("typed", "size"), [("", "8"), ("--hardware GB300 --num-nodes 2", "4"), ("--num-gpus-per-node 2", "2")])
+def test_the_gpus_of_miles_own_launcher_are_those_of_its_card(typed, size, monkeypatch):
+    monkeypatch.chdir(os.environ["MILES_ROOT"])
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    found = dict(read_line(f"python scripts/run_qwen3_30b_a3b.py {typed}".split(), None).flags)
+    assert found["--actor-num-gpus-per-node"] == (size,)
 
 
 @pytest.mark.host("MILES_ROOT")

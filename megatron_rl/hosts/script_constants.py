@@ -43,6 +43,8 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 NUMERIC: dict[str, Callable[..., Any]] = {"max": max, "min": min, "int": int, "str": str}
 # Methods after which a dict is another one.
 CHANGING = ("update", "setdefault", "pop", "popitem", "clear")
+# What a dataclass runs when an object has its fields.
+AFTER_INIT = "__post_init__"
 # What makes a dict of an object.
 AS_DICT = ("asdict", "vars", "dict")
 
@@ -116,7 +118,7 @@ def _frozen(tree: ast.Module) -> Iterator[tuple[str, Mapping[str, ast.expr | Non
     for node in (one for one in ast.walk(tree) if isinstance(one, ast.ClassDef) and not one.bases):
         calls = [one for one in node.decorator_list if isinstance(one, ast.Call) and last_name(one.func) == "dataclass"]
         is_frozen = "frozen=True" in [ast.unparse(word) for one in calls for word in one.keywords]
-        if is_frozen and not any(isinstance(one, ast.FunctionDef) and one.name == "__post_init__" for one in node.body):
+        if is_frozen and not any(isinstance(one, ast.FunctionDef) and one.name == AFTER_INIT for one in node.body):
             yield node.name, _fields_of(node.name, {node.name: node}, frozenset())
 
 
@@ -140,13 +142,16 @@ def _values(tree: ast.Module, settings: Mapping[str, Any], known: Constants) -> 
     given: tuple[dict[str, list[Any]], dict[str, list[Any]]] = {}, {}
     nodes = list(nodes_that_run(tree, known))
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-    own, direct = {node.name for node in classes}, set[int]()
-    for field_ in (one for node in classes for one in node.body if isinstance(one, ast.AnnAssign)):
+    declared = [one for node in classes for one in node.body if isinstance(one, ast.AnnAssign)]
+    after_init = [one for node in classes for one in node.body if isinstance(one, ast.FunctionDef) and one.name == AFTER_INIT]
+    own, direct = {node.name for node in classes}, {id(one) for function in after_init for one in _set_attributes(function)}
+    for field_ in declared:
         direct.add(id(field_.target))
         if isinstance(field_.target, ast.Name) and field_.value is not None and field_.target.id not in settings:
             given[1].setdefault(field_.target.id, []).append(evaluate(_default(field_.value), known))
     for name, value in settings.items():
         given[1].setdefault(name, []).append(value)
+    of_fields = {name: len(values) for name, values in given[1].items()}
     for name, value in (_property(one, known) for node in classes for one in node.body if isinstance(one, ast.FunctionDef)):
         given[1].setdefault(name, []).append(value)
     for node in nodes:
@@ -172,7 +177,47 @@ def _values(tree: ast.Module, settings: Mapping[str, Any], known: Constants) -> 
         elif isinstance(node, ast.Call) and last_name(node.func) == "setattr" and len(node.args) == 3:
             given[1].setdefault(str(evaluate(node.args[1], known)), []).append(UNKNOWN)
     names, fields = ({name: values[0] for name, values in place.items() if _are_one(values)} for place in given)
+    if set_there := {one.attr for function in after_init for one in _set_attributes(function)}:
+        before = {**known.fields, **{name: fields.get(name, UNKNOWN) for name in set_there}}
+        for function in after_init:
+            before = _run_method(function, before, known)
+        # What is given elsewhere may come before or after it. Of two classes one may have the field without that method.
+        names_of_fields = [last_name(one.target) for one in declared]
+        for name in set_there:
+            is_alone = names_of_fields.count(name) < 2 and len(given[1].get(name, ())) == of_fields.get(name, 0)
+            if not is_alone and before[name] != fields.get(name, UNKNOWN):
+                before[name] = UNKNOWN
+        later = {name: before[name] for name in set_there}
+        fields = {name: value for name, value in (fields | later).items() if value is not UNKNOWN}
     return names, fields
+
+
+def _set_attributes(node: ast.AST) -> Iterator[ast.Attribute]:
+    yield from (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and not isinstance(one.ctx, ast.Load))
+
+
+def _run_method(function: ast.FunctionDef, fields: Mapping[str, Any], known: Constants) -> dict[str, Any]:
+    """What a method leaves of the fields that it sets, statement by statement. fields: what they are before it."""
+    if any(isinstance(one, ast.Return) for one in ast.walk(function)):
+        return {**fields, **dict.fromkeys((one.attr for one in _set_attributes(function)), UNKNOWN)}
+    return _after(function.body, dict(fields), known)
+
+
+def _after(statements: Sequence[ast.stmt], fields: dict[str, Any], known: Constants) -> dict[str, Any]:
+    for one in statements:
+        now = replace(known, fields={name: value for name, value in fields.items() if value is not UNKNOWN})
+        match one:
+            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=name)]):
+                fields = {**fields, name: evaluate(one.value, now)}
+            case ast.If():
+                is_true = truth_of(one.test, now)
+                taken = [one.body] * (is_true is not False) + [one.orelse] * (is_true is not True)
+                arms = [_after(body, fields, known) for body in taken]
+                keys = {name: [arm.get(name, UNKNOWN) for arm in arms] for name in set().union(*arms)}
+                fields = {name: values[0] if _are_one(values) else UNKNOWN for name, values in keys.items()}
+            case _:
+                fields = {**fields, **dict.fromkeys((stored.attr for stored in _set_attributes(one)), UNKNOWN)}
+    return fields
 
 
 def _property(node: ast.FunctionDef, known: Constants) -> tuple[str, Any]:

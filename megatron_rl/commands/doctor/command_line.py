@@ -28,7 +28,7 @@ from megatron_rl.commands.doctor.composed import (
     text_handed_on,
     text_handed_to_a_function,
     typed_by_environment,
-    with_inherited,
+    with_imported,
 )
 from megatron_rl.commands.doctor.script import LARGEST_SCRIPT, MODELS, ScriptLine, ScriptReader, called_script, is_unread
 from megatron_rl.errors import ConfigError
@@ -224,7 +224,7 @@ def _composed(script: Path, text: str, typed: Sequence[str], environment: Mappin
     are. environment: the script's. Raises ConfigError where only the real line has them."""
     try:
         folders = [Path(), *script.resolve().parents]
-        tree = with_inherited(ast.parse(text), folders)
+        tree = with_imported(ast.parse(text), folders)
         if only_defines(tree):
             raise ConfigError(f"{script} {ONLY_DEFINES}")
         typed = [*typed_by_environment(tree, typed, environment), *typed]
@@ -232,7 +232,7 @@ def _composed(script: Path, text: str, typed: Sequence[str], environment: Mappin
         if own or (other := _of_another(script, tree, environment)) is None:
             return script, *_with_added(script, text, tree, typed, own, environment)
         launcher, text, typed = other
-        tree = with_inherited(ast.parse(text), folders)
+        tree = with_imported(ast.parse(text), folders)
         words, line = _with_added(launcher, text, tree, typed, composed_words(tree, typed, environment), environment)
         return launcher, words, replace(line, called=str(launcher))
     except RecursionError as error:

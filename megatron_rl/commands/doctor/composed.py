@@ -179,21 +179,51 @@ def _fields(tree: ast.Module) -> Iterator[ast.AnnAssign]:
     yield from (one for node in classes for one in node.body if isinstance(one, ast.AnnAssign))
 
 
-def with_inherited(tree: ast.Module, folders: Sequence[Path]) -> ast.Module:
-    """The script, and before it the fields of the classes that its own ones extend, from the files of their modules."""
+def with_imported(tree: ast.Module, folders: Sequence[Path]) -> ast.Module:
+    """The script with what it takes from the files of its modules: before it the fields of the classes that its own ones extend,
+    and constants in the place of their names."""
     modules = {
         alias.asname or alias.name: alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
     }
     extended = [base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
+    attributes = [one for one in ast.walk(tree) if isinstance(one, ast.Attribute) and ast.unparse(one.value) in modules]
+    files = {name: module_file(modules[name], folders) for name in {ast.unparse(one.value) for one in attributes}}
+    trees = {name: syntax_tree(file) for name, file in files.items() if file is not None}
     found: list[ast.stmt] = []
-    for base in (one for one in extended if isinstance(one, ast.Attribute) and ast.unparse(one.value) in modules):
-        file = module_file(modules[ast.unparse(base.value)], folders)
-        nodes = [] if file is None else syntax_tree(file).body
+    for base in (one for one in attributes if one in extended):
+        nodes = trees[ast.unparse(base.value)].body if ast.unparse(base.value) in trees else []
         for node in (one for one in nodes if isinstance(one, ast.ClassDef) and one.name == base.attr):
             node.body = [one for one in node.body if isinstance(one, ast.AnnAssign)]
             found.append(node)
+    constants = {f"{name}.{constant}": value for name, one in trees.items() for constant, value in _literals(one)}
+    tree = _InPlace(constants).visit(tree)
     tree.body = [*found, *tree.body]
     return tree
+
+
+def _literals(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """What a module assigns once to a name in capitals, where it is written out."""
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)]
+    for node in (one for one in tree.body if isinstance(one, ast.Assign)):
+        match node.targets:
+            case [ast.Name(id=name)] if name.isupper() and names.count(name) == 1 and _is_literal(node.value):
+                yield name, node.value
+
+
+def _is_literal(value: ast.expr) -> bool:
+    parts = (ast.Constant, ast.Dict, ast.Tuple, ast.List, ast.Set, ast.UnaryOp, ast.unaryop, ast.expr_context)
+    return all(isinstance(one, parts) for one in ast.walk(value))
+
+
+class _InPlace(ast.NodeTransformer):
+    """Puts values in the place of names with dots."""
+
+    def __init__(self, values: Mapping[str, ast.expr]):
+        self.values = values
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        value = self.values.get(ast.unparse(node)) if isinstance(node.ctx, ast.Load) else None
+        return self.generic_visit(node) if value is None else value
 
 
 def only_defines(tree: ast.Module) -> bool:
