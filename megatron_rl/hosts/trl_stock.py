@@ -127,8 +127,8 @@ def stock(settings: Settings) -> Stock | None:
 
 
 def stock_of_version(settings: Settings, *, is_old: bool) -> Stock | None:
-    """is_old: before 1.10. The KL term is in the loss of a token; the entropy is a mean of each micro-batch, in old versions of what
-    the loss divides by."""
+    """is_old: before 1.10. The KL term is in the loss of a token; the entropy is a mean of each micro-batch, in old versions of
+    what the loss divides by."""
     if settings[OTHER] is not None:
         return STOCKS[settings[OTHER]]
     weight = STOCK_TYPES.get(str(settings[CHOICE]))
