@@ -178,6 +178,56 @@ def of_roll(fields: dict) -> list[str]:
 
 
 START = [of_verl, of_nemo_rl, of_skyrl, of_roll]
+NOT_JUDGED = "which was run with no loss, and is not judged"
+DYNAMIC_CP = f"{ACTOR}megatron.dynamic_context_parallel"
+ROLLS = "actor_train: {strategy_args: {strategy_name: megatron_train, strategy_config: {%s}}%s}"
+
+
+@pytest.mark.parametrize(
+    ("line", "setting", "said"),
+    [
+        (VERL, f"{DYNAMIC_CP}=True", NOT_JUDGED),
+        (VERL, f"+{OVERRIDES}hybrid_context_parallel=True", NOT_JUDGED),
+        (VERL, f"{DYNAMIC_CP}=$DYNAMIC", "not known here: what it adds to the step is not judged"),
+        ([*SKYRL, "trainer.strategy=megatron"], f"{OF_SKYRL}transformer_config_kwargs.hybrid_context_parallel=true", NOT_JUDGED),
+        (NEMO, f"++{OF_NEMO}model_overrides.dynamic_context_parallel=true", NOT_JUDGED),
+        (
+            ROLLS % ("hybrid_context_parallel: true", ""),
+            "actor_train.strategy_args.strategy_config.hybrid_context_parallel",
+            NOT_JUDGED,
+        ),
+        (
+            ROLLS % ("", ", mtp_training_mode: joint"),
+            "actor_train.mtp_training_mode",
+            "multi-token prediction, which is not judged",
+        ),
+    ],
+)
+def test_what_is_not_judged_is_named_and_the_verdict_says_so(line, setting, said, tmp_path, monkeypatch, capsys):
+    if isinstance(line, str):
+        (tmp_path / "config").mkdir()
+        (tmp_path / "config" / "mine.yaml").write_text(line)
+        monkeypatch.chdir(tmp_path)
+        words = ["python", "start_rlvr_pipeline.py", "--config_name", "mine"]
+    else:
+        words = [*line, setting]
+    _, rows, last = rows_of(capsys, *words)
+    status, text = rows[setting.partition("=")[0].lstrip("+")]
+    assert status == "note" and said in text, rows
+    assert last.endswith("; see the notes") and ("NOT exact" in last or "as far as they were judged" in last), last
+
+
+def test_context_parallelism_of_a_micro_batch_is_said_at_start_too():
+    for read, name in (
+        (of_skyrl, "hybrid_context_parallel"),
+        (of_roll, "dynamic_context_parallel"),
+        (of_verl, "hybrid_context_parallel"),
+    ):
+        (said,) = [text for text in read({name: True}) if name in text]
+        assert NOT_JUDGED in said
+        assert not [text for text in read({name: False}) if name in text]
+
+
 DROPPING = {"num_moe_experts": 8, "moe_expert_capacity_factor": 1.0}
 
 

@@ -31,6 +31,9 @@ OLD, DYNAMIC = "trainer.use_v1=False", f"{ACTOR}use_dynamic_bsz=True"
 PER_TOKEN = f"+{ACTOR}megatron.override_transformer_config.calculate_per_token_loss=True"
 
 
+CRITIC = verl_refusals.CRITIC
+
+
 def sizes(batch: int, mini_batch: int, rollouts: int = 16) -> str:
     return f"{BATCH}={batch} {MINI_BATCH}={mini_batch} {ROLLOUTS}={rollouts}"
 
@@ -55,6 +58,23 @@ OVERRIDES: dict[str, tuple[str, str | None]] = {
     "several mini-batches": (sizes(1024, 256), "+256 of 1024 prompts a step: verl deals samples to ranks by length"),
     "several mini-batches of ours": (f"{OURS} {sizes(1024, 256)}", "+256 of 1024 prompts a step: verl deals samples"),
     "one mini-batch": (sizes(256, 256), None),
+    "smaller ones of the critic": (
+        f"{CRITIC}=64 {sizes(256, 256)}",
+        "+64 of 256 prompts a step of critic.ppo_mini_batch_size: verl deals .* those of the critic's own mini-batch",
+    ),
+    "larger ones of the critic": (f"{CRITIC}=256 {sizes(256, 64)}", "+64 of 256 prompts a step: .*the critic's own mini-batch"),
+    "those of the critic are the actor's": (f"{CRITIC}=256 {sizes(256, 256)}", None),
+    "no critic": (f"{CRITIC}=96 algorithm.adv_estimator=grpo {sizes(256, 256)}", None),
+    "those of the critic, not known": (f"{CRITIC}=$SIZE {sizes(256, 256)}", "+which samples share one is not judged"),
+    "the critic, filled": (
+        f"{CRITIC}=16 critic.loss_agg_mode=seq-mean-token-mean {sizes(124, 32)}",
+        "critic.ppo_mini_batch_size=16 does not divide .*=124: .*the last of 8 .* its value term has about 12/16 of the mean",
+    ),
+    "the critic, the old trainer": (f"{OLD} {CRITIC}=24 {sizes(64, 32)}", "=24 does not divide .*the old trainer raises"),
+    "the critic, a batch below a mini-batch": (
+        f"{CRITIC}=256 {sizes(64, 64)}",
+        "critic.ppo_mini_batch_size=256 does not divide .*verl refuses a batch below a mini-batch",
+    ),
     "ranks": (
         sizes(1024, 300, 5),
         "300 x .*n=5 = 1500 samples are no multiple of 8 data-parallel ranks.*set .*mini_batch_size=304",
@@ -101,6 +121,24 @@ def test_doctor_says_what_verl_refuses_and_fills(name):
     else:
         assert len(problems) == 1 and re.search(expected, problems[0]), problems
         assert "the same on every layout" not in said, said
+
+
+def test_mini_batches_of_padding_alone_are_a_problem():
+    """lcm(256, 96) = 768: of the actor's three mini-batches one has the 256 prompts, and of the critic's eight three have them."""
+    problems, _ = judged("verl", ["python3", "-m", MAIN, *f"{CRITIC}=96 {sizes(256, 256)}".split()])
+    assert len(problems) == 2 and all("256 prompts of data.train_batch_size to 768" in text for text in problems), problems
+    assert f"2 of the 3 of {MINI_BATCH}=256 have" in problems[0] and f"5 of the 8 of {CRITIC}=96 have" in problems[1]
+
+
+def test_a_critic_without_a_length_divides_by_the_padded_one_of_a_micro_batch():
+    for factor, weight in (
+        ("", "1/(N L_b)"),
+        ("critic.loss_scale_factor=8", "1/(N L)"),
+        (f"{ACTOR}loss_scale_factor=8", "1/(N L)"),
+    ):
+        line = f"critic.loss_agg_mode=seq-mean-token-sum-norm {factor} {sizes(256, 256)}"
+        said = judged("verl", ["python3", "-m", MAIN, *line.split()])[1]
+        assert f"value verl's own: a token weighs {weight}" in said, said
 
 
 def test_fully_async_takes_whole_mini_batches():
@@ -151,6 +189,42 @@ def test_verls_weights_in_a_filled_batch_are_as_doctor_says(mode, batch, size, r
 
 
 USED = {f"{ACTOR}use_dynamic_bsz": True, "trainer.n_gpus_per_node": 4}
+
+
+@pytest.mark.host("VERL_ROOT")
+@pytest.mark.parametrize(
+    ("batch", "actor", "critic", "empty"),
+    [(256, 256, 96, (2, 5)), (256, 256, 64, (0, 0)), (124, 32, 16, (0, 0)), (100, 32, 16, (0, 1))],
+)
+def test_verl_fills_a_batch_to_the_mini_batches_of_actor_and_critic(batch, actor, critic, empty):
+    """And the critic's loss counts the samples of its own mini-batch, as its worker is told."""
+    source = source_of("VERL_ROOT", "verl/trainer/ppo/v1/trainer_base.py")
+    trainer = functions_of(
+        source,
+        "_get_required_batch_multiple",
+        "_update_critic",
+        math=math,
+        rename_dict=lambda *_: {"critic/mfu": 0},
+        reduce_metrics=dict,
+    )
+    config = types.SimpleNamespace(
+        actor_rollout_ref=types.SimpleNamespace(
+            rollout=types.SimpleNamespace(n=4, temperature=1.0), actor=types.SimpleNamespace(ppo_mini_batch_size=actor)
+        ),
+        critic=types.SimpleNamespace(ppo_mini_batch_size=critic, ppo_epochs=1, data_loader_seed=1, shuffle=False),
+        trainer=types.SimpleNamespace(critic_warmup=0),
+    )
+    worker = types.SimpleNamespace(train_mini_batch=lambda batch: types.SimpleNamespace(get=lambda: {"metrics": {}}))
+    fake = types.SimpleNamespace(use_critic=True, global_steps=1, config=config, critic_wg=worker)
+    rows = batch * 4 + -batch * 4 % trainer._get_required_batch_multiple(fake, 4)
+    given = types.SimpleNamespace(extra_info={})
+    trainer._update_critic(fake, given, {})
+    assert given.extra_info["global_batch_size"] == critic * 4
+    assert tuple(rows // (size * 4) - -(-batch // size) for size in (actor, critic)) == empty
+    found = wrong({BATCH: batch, MINI_BATCH: actor, CRITIC: critic, ROLLOUTS: 4, **USED})
+    assert [
+        f"and {number} of the {rows // (size * 4)} of" in str(found) for number, size in zip(empty, (actor, critic), strict=True)
+    ] == [number > 0 for number in empty]
 
 
 @pytest.mark.host("VERL_ROOT")

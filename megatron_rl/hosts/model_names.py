@@ -26,10 +26,14 @@ from megatron_rl.validation.auxiliary_losses import (
 )
 from megatron_rl.validation.checks import Row
 from megatron_rl.validation.experts import EXPERT_SETTINGS, drift_problem, expert_notes, expert_problems
+from megatron_rl.validation.model_settings import OWN_GROUPS
 
-FIELDS = tuple(dict.fromkeys((*MODEL_SETTINGS, *EXPERT_SETTINGS)))
+FIELDS = tuple(dict.fromkeys((*MODEL_SETTINGS, *EXPERT_SETTINGS, *OWN_GROUPS)))
 # What adds a loss or drops tokens: said also where only the shell knows the value.
-DECIDING = (*ROUTER_LOSS.coefficients, *INDEXER_LOSS.coefficients, "moe_router_load_balancing_type", "moe_expert_capacity_factor")
+DECIDING = (
+    *(*ROUTER_LOSS.coefficients, *INDEXER_LOSS.coefficients, "moe_router_load_balancing_type", "moe_expert_capacity_factor"),
+    *OWN_GROUPS,
+)
 # A coefficient that is not on the line.
 OF_CHECKPOINT = "router_aux_loss_coef of the checkpoint"
 _OF_BRIDGE = (
@@ -125,6 +129,9 @@ def _judged(names: ModelNames, settings: Settings, given: Mapping[str, Any]) -> 
 def rows_of_fields(names: ModelNames, found: Mapping[str, Any]) -> Iterator[Row]:
     """Of the fields that a model has, by name; their names are the subjects."""
     is_per_token = found.get("calculate_per_token_loss")
+    for name in (one for one in OWN_GROUPS if found.get(one)):
+        text = f"{name}={found[name]!r}: each micro-batch has a context-parallel group of its own"
+        yield Row(name, f"{text}, which was run with no loss, and is not judged", is_note=True)
     if hosts_train_mtp({"enable_mtp_training": names.trains_mtp, **found}):
         if is_per_token:
             text = MTP_PER_TOKEN.format(mtp_factor(found), found["mtp_num_layers"])

@@ -436,6 +436,7 @@ MODEL = ModelNames(
     sections=(f"{ACTOR}megatron.override_transformer_config.",),
     fields={
         **{name: f"{ACTOR}megatron.{name}" for name in ("sequence_parallel", *(f"{kind}_parallel_size" for kind in OF_MODEL))},
+        "dynamic_context_parallel": DYNAMIC_CP,
         "mtp_num_layers": f"{MTP}enable",
         "enable_mtp_training": f"{MTP}enable_train",
         "mtp_loss_scaling_factor": f"{MTP}mtp_loss_scaling_factor",

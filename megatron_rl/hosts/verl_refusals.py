@@ -6,16 +6,30 @@ Whoever's loss trains. tests/test_verl_refusals.py holds each against verl's own
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from megatron_rl.aggregation_record import Formula
 from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Settings
 from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames, whole_number
 from megatron_rl.hosts.verl_correction import IS_V1, ROLLOUT
-from megatron_rl.hosts.verl_stock import ACTOR, AGG_MODE, DEFAULT_AGG_MODE, LOSS_MODE, SAMPLE_MEAN_MODE, regularizers, stock
+from megatron_rl.hosts.verl_stock import (
+    ACTOR,
+    AGG_MODE,
+    DEFAULT_AGG_MODE,
+    LOSS_MODE,
+    SAMPLE_MEAN_MODE,
+    SIZE,
+    has_own_mini_batch,
+    of_critic,
+    regularizers,
+    stock,
+    stock_of_critic,
+)
 from megatron_rl.validation.checks import Row
 
-MINI_BATCH, BATCH = f"{ACTOR}ppo_mini_batch_size", "data.train_batch_size"
+BATCH = "data.train_batch_size"
+MINI_BATCH, CRITIC, DYNAMIC = f"{ACTOR}{SIZE}", f"critic.{SIZE}", f"{ACTOR}use_dynamic_bsz"
 ROLLOUTS, TRAINER_MODE = f"{ROLLOUT}n", "trainer.v1.trainer_mode"
 MODEL, MEGATRON = "actor_rollout_ref.model.", f"{ACTOR}megatron."
 ULYSSES, CONTEXT = f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size", f"{MEGATRON}context_parallel_size"
@@ -74,35 +88,85 @@ def engine_of(settings: Settings) -> str:
 
 
 def mini_batches(settings: Settings, *, is_ours: bool) -> Iterator[Row]:
-    """The v1 trainer fills a batch to whole mini-batches, and the old one raises. separate_async has one mini-batch at a time."""
-    batch, size = (whole_number(settings[name]) for name in (BATCH, MINI_BATCH))
-    is_v1, mode, is_dynamic = (settings[name] for name in (IS_V1, TRAINER_MODE, f"{ACTOR}use_dynamic_bsz"))
-    if batch is None or size is None or batch == size or mode in (UNKNOWN, "separate_async") or is_v1 is UNKNOWN:
+    """Of the actor, and of a critic with another size. The v1 trainer fills a batch to whole mini-batches of both, and the old one
+    raises. separate_async has one mini-batch at a time."""
+    batch, mode, is_v1 = whole_number(settings[BATCH]), settings[TRAINER_MODE], settings[IS_V1]
+    sizes = {MINI_BATCH: whole_number(settings[MINI_BATCH])}
+    if has_own_mini_batch(settings):
+        sizes[CRITIC] = whole_number(settings.value_of(CRITIC))
+    known = {name: size for name, size in sizes.items() if size is not None}
+    if batch is None or len(known) < len(sizes) or mode in (UNKNOWN, "separate_async") or is_v1 is UNKNOWN:
+        if CRITIC in sizes:
+            yield Row(
+                "mini-batch", f"{CRITIC}={_shown(settings.value_of(CRITIC))}: which samples share one is not judged", is_note=True
+            )
         return
-    if batch % size == 0:
-        text = (
-            f"{size} of {batch} prompts a step: verl deals samples to ranks by length, so which of them share a mini-batch depends"
-        )
-        yield Row("mini-batch", f"{text} on the data-parallel size", is_note=True)
+    filled = -(-batch // (whole := math.lcm(*known.values()))) * whole
+    refused = [row for name, size in known.items() for row in _refused(settings, batch, name, size)]
+    yield from refused
+    if refused:
         return
-    last, number = batch % size, -(-batch // size)
-    text = f"{MINI_BATCH}={size} does not divide {BATCH}={batch}: "
-    remedy = f"; set {BATCH}={' or '.join(str(each * size) for each in (number - 1, number) if each)}"
-    remedy = f"; set {MINI_BATCH}={batch}" if batch < size else remedy
-    if batch < size and is_dynamic is False:
-        yield Row("mini-batch", f"{text}verl refuses a batch below a mini-batch{remedy}", is_wrong=True)
-        return
-    if is_v1 is False:
-        yield Row("mini-batch", f"{text}the old trainer raises at the first update, after a rollout{remedy}", is_wrong=True)
-        return
-    which = "the mini-batch" if number == 1 else f"the last of {number} mini-batches"
-    text += f"verl fills the batch with padding rows, and {which} has the samples of about {last} prompts"
     found = regularizers(settings) if is_ours else stock(settings)
-    if terms := [name for name, weight in (found.terms if found else {}).items() if "N" in weight.powers]:
-        text += f". verl's N counts the padding, so its {' and '.join(terms)} term{'s have' if len(terms) > 1 else ' has'} about"
-        yield Row("mini-batch", f"{text} {last}/{size} of the mean there{remedy}", is_wrong=True)
-    else:
-        yield Row("mini-batch", f"{text}: an update of full size from fewer samples{remedy}", is_note=True)
+    terms = {name: weight for name, weight in (found.terms if found else {}).items() if name != "value" or CRITIC not in known}
+    yield from _filled(settings, batch, MINI_BATCH, known[MINI_BATCH], filled, terms)
+    if CRITIC in known:
+        value = stock_of_critic(settings)
+        yield from _filled(settings, batch, CRITIC, known[CRITIC], filled, {} if value is None else {"value": value})
+
+
+def _refused(settings: Settings, batch: int, name: str, size: int) -> Iterator[Row]:
+    """Of mini-batches that do not divide the batch. name: the setting of their size, of the actor or the critic."""
+    if batch % size == 0:
+        return
+    is_dynamic, text = (
+        settings[DYNAMIC] if name == MINI_BATCH else of_critic(settings, "use_dynamic_bsz"),
+        _misfit(name, size, batch),
+    )
+    if batch < size and is_dynamic is False:
+        yield Row("mini-batch", f"{text}verl refuses a batch below a mini-batch; set {name}={batch}", is_wrong=True)
+    elif settings[IS_V1] is False:
+        text += f"the old trainer raises at the first update, after a rollout{_to_fit(name, size, batch)}"
+        yield Row("mini-batch", text, is_wrong=True)
+
+
+def _misfit(name: str, size: int, batch: int) -> str:
+    return f"{name}={size} does not divide {BATCH}={batch}: "
+
+
+def _to_fit(name: str, size: int, batch: int) -> str:
+    below, above = batch // size * size, -(-batch // size) * size
+    return f"; set {name}={batch}" if batch < size else f"; set {BATCH}={below} or {above}"
+
+
+def _filled(settings: Settings, batch: int, name: str, size: int, filled: int, terms: Mapping[str, Formula]) -> Iterator[Row]:
+    """Of mini-batches that verl makes of a batch, which the v1 trainer fills to `filled` prompts."""
+    last, number = batch % size, -(-batch // size)
+    if filled == batch != size:
+        whose = f" of {name}" if name == CRITIC else ""
+        text = (
+            f"{size} of {batch} prompts a step{whose}: verl deals samples to ranks by length, so which of them share a mini-batch "
+        )
+        yield Row("mini-batch", f"{text}depends on the data-parallel size", is_note=True)
+    elif empty := filled // size - number:
+        text = f"verl fills the {batch} prompts of {BATCH} to {filled}, whole mini-batches of actor and critic, and {empty} of the "
+        text += f"{filled // size} of {name}={size} have padding alone; set {CRITIC}={settings[MINI_BATCH]}, the actor's, with a "
+        yield Row("mini-batch", f"{text}{BATCH} of whole mini-batches", is_wrong=True)
+    elif last:
+        which = "the mini-batch" if number == 1 else f"the last of {number} mini-batches"
+        text = f"{_misfit(name, size, batch)}verl fills the batch with padding rows, and {which} has the samples of about {last} "
+        text += "prompts"
+        if shrunk := [term for term, weight in terms.items() if "N" in weight.powers]:
+            text += (
+                f". verl's N counts the padding, so its {' and '.join(shrunk)} term{'s have' if len(shrunk) > 1 else ' has'} about "
+            )
+            yield Row("mini-batch", f"{text}{last}/{size} of the mean there{_to_fit(name, size, batch)}", is_wrong=True)
+        else:
+            text += f": an update of full size from fewer samples{_to_fit(name, size, batch)}"
+            yield Row("mini-batch", text, is_note=True)
+
+
+def _shown(value: object) -> str:
+    return "<not known here>" if value is UNKNOWN else str(value)
 
 
 def _ranks(settings: Settings, sizes: SizeNames) -> Iterator[Row]:
@@ -128,7 +192,6 @@ def _per_token(settings: Settings, *, is_ours: bool) -> Iterator[Row]:
         if has_padding:
             text = f"{DYNAMIC_CP}=True needs {MODEL}use_remove_padding=True: verl's first step raises"
             yield Row("use_remove_padding", f"{text}; set it", is_wrong=True)
-        yield Row("dynamic_context_parallel", "not run with our losses, and not judged", is_note=True)
         return
     is_split = isinstance(size, int) and size > 1
     if not is_set and not (is_split and settings[f"{MEGATRON}vanilla_mbridge"] is False):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.hosts.closed_words import Words
 from megatron_rl.hosts.settings import ABSENT, UNKNOWN, Settings
 from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_A_MICRO_BATCH, SAMPLE_MEAN, SELECTING, Stock, Term, is_on
 from megatron_rl.hosts.verl_correction import BYPASS, CORRECTION, IS_V1, LOSS_TYPE
 
-ACTOR, ESTIMATOR = "actor_rollout_ref.actor.", "algorithm.adv_estimator"
+ACTOR, ESTIMATOR, SIZE = "actor_rollout_ref.actor.", "algorithm.adv_estimator", "ppo_mini_batch_size"
 LOSS_MODE = f"{ACTOR}policy_loss.loss_mode"
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
 SAMPLE_MEAN_MODE = "seq-mean-token-mean"
@@ -38,11 +40,12 @@ WORDS = {
 
 
 def weight_of_mode(settings: Settings) -> Formula | None:
-    mode = settings[AGG_MODE]
+    return _weight(settings[AGG_MODE], settings[f"{ACTOR}loss_scale_factor"])
+
+
+def _weight(mode: object, factor: object) -> Formula | None:
     weight = STOCK_MODES.get(mode) if isinstance(mode, str) else None
-    if weight is not None and "L" in weight.powers and settings[f"{ACTOR}loss_scale_factor"] is None:
-        return Formula(N=-1, L_b=-1)
-    return weight
+    return Formula(N=-1, L_b=-1) if weight is not None and "L" in weight.powers and factor is None else weight
 
 
 def terms(settings: Settings) -> dict[str, Term]:
@@ -84,7 +87,9 @@ def stock(settings: Settings) -> Stock | None:
         varies.append(OF_A_MICRO_BATCH.format(loss))
     elif loss not in STOCK_LOSSES:
         return None
-    value = stock_of_critic(settings, weight)
+    value = stock_of_critic(settings)
+    if value is not None and has_own_mini_batch(settings):
+        remarks.append(f"critic.{SIZE}: T and N of the value term are those of the critic's own mini-batch")
     if settings.value_of(DISTILLATION) is True and settings.value_of(TASK_REWARDS) is False:  # in the place of other terms
         return Stock(None, distillation=weight, exact=exact, remarks=tuple(remarks), value=value)
     terms = (policy, *_kl_and_entropy(settings, weight))
@@ -103,9 +108,21 @@ def _kl_and_entropy(settings: Settings, weight: Formula) -> tuple[Formula | None
     return weight if has_kl else None, weight if has_entropy else None
 
 
-def stock_of_critic(settings: Settings, of_actor: Formula) -> Formula | None:
-    """The critic takes the actor's aggregation where it has none of its own."""
-    enabled, mode = settings.value_of("critic.enable"), settings.value_of("critic.loss_agg_mode")
-    if enabled in (ABSENT, None):
-        enabled = settings[ESTIMATOR] == "gae"
-    return None if enabled is not True else of_actor if mode in (ABSENT, None) else STOCK_MODES.get(str(mode))
+def has_critic(settings: Settings) -> bool:
+    enabled = settings.value_of("critic.enable")
+    return (settings[ESTIMATOR] == "gae" if enabled in (ABSENT, None) else enabled) is True
+
+
+def of_critic(settings: Settings, name: str) -> Any:
+    """The critic takes the actor's value where it has none of its own."""
+    value = settings.value_of(f"critic.{name}")
+    return settings[f"{ACTOR}{name}"] if value is ABSENT else value
+
+
+def has_own_mini_batch(settings: Settings) -> bool:
+    """Whether a critic trains on mini-batches of another size than the actor's."""
+    return has_critic(settings) and of_critic(settings, SIZE) not in (None, settings[f"{ACTOR}{SIZE}"])
+
+
+def stock_of_critic(settings: Settings) -> Formula | None:
+    return _weight(of_critic(settings, "loss_agg_mode"), of_critic(settings, "loss_scale_factor")) if has_critic(settings) else None
