@@ -696,6 +696,7 @@ SILENT = [
     {**REDUCED, "rollout_batch_size": 8, "normalize_advantages": True, "context_parallel_size": 2},  # slime
     {**OUR_LOSS, **MILES, "policy_loss": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.28},
     {**OUR_LOSS, **MILES, "policy_loss": "cispo", "eps_clip": 0.4},  # chosen by the user
+    {**OUR_LOSS, **LOW_VAR, "kl_loss_coef": 0.0, "rollout_batch_size": 8},  # as published scripts have it: no KL is trained
 ]
 
 

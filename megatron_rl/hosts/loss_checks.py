@@ -162,7 +162,7 @@ def kl_estimator_is_known(launch: HostLaunch) -> Iterator[str]:
 @check(when=HostLaunch.has_our_loss, is_warning=True)
 def kl_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]:
     kl_type, is_unbiased = kl_key(launch.options)
-    if not launch.options["use_kl_loss"] or launch.options.ours("kl_estimator") is not None:
+    if not launch.kl_and_entropy[0] or launch.options.ours("kl_estimator") is not None:
         return
     beside = " --use-unbiased-kl" if is_unbiased else ""
     if kl_type == "low_var_kl":
