@@ -224,7 +224,7 @@ ONE_STEP = {
     "advantage_estimator": "grpo",
 }
 ONE_STEP |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "loss_aggregation": "sample_mean"}
-RATIO_1 = "a rollout is one step, so each ratio is 1, and the clip 0.2/0.2 acts on rounding alone"
+RATIO_1 = "a rollout is one step, so each ratio is 1, and the clip 0.2/0.2 acts on rounding at most"
 SAVES = f"{RATIO_1}; --skip-old-log-probs saves the forward that measures old log-probabilities"
 GSPO = {"advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4}
 

@@ -120,4 +120,4 @@ def clip_has_a_use(launch: HostLaunch) -> Iterator[str]:
     needs = (forward_can_be_left_out, rollout_is_one_step, nothing_reads_old_log_probs)
     can_skip = launch.has_our_loss() and not any(text for one in needs for text in one.find(launch))
     saved = f"; {FLAG} saves the forward that measures old log-probabilities" if can_skip else ""
-    yield f"a rollout is one step, so each ratio is 1, and the clip {clip[0]:g}/{clip[1]:g} acts on rounding alone{saved}"
+    yield f"a rollout is one step, so each ratio is 1, and the clip {clip[0]:g}/{clip[1]:g} acts on rounding at most{saved}"
