@@ -178,6 +178,29 @@ def test_doctor_says_how_wrong_an_l_is_that_is_not_the_longest_response(host):
     ) in told
 
 
+@pytest.mark.parametrize(
+    ("host", "line", "is_said"),
+    [
+        (
+            "verl",
+            f"python -m verl.trainer.main_ppo {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm {ACTOR}.loss_scale_factor=819",
+            True,
+        ),
+        ("verl", f"python -m verl.trainer.main_ppo {ACTOR}.loss_agg_mode=token-mean {ACTOR}.loss_scale_factor=819", False),
+        ("verl", f"python -m verl.trainer.main_ppo {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", False),  # another remark
+        (
+            "skyrl",
+            "python -m skyrl.train.entrypoints.main_base trainer.algorithm.loss_reduction=seq_mean_token_sum_norm "
+            "trainer.algorithm.max_seq_len=819",
+            True,
+        ),
+    ],
+)
+def test_doctor_says_so_of_a_trainer_s_own_loss_too(host, line, is_said):
+    told = judged(host, [*line.split(), f"{LONGEST[host][0]}=8192"])[1]
+    assert ("the longest response: the gradient is 10 x as large as with it" in told) == is_said, told
+
+
 # What gives prompt_mean the clip of DAPO, by the rows "DAPO as published" of the pages. ROLL's switch chooses both sides.
 CLIP_OF_DAPO = {
     "verl": f"{ACTOR}.clip_ratio_high=0.28",

@@ -95,7 +95,10 @@ def judge_stock(
         return door.separator.join(write(door, config)[0]) + without
 
     found, loss, without = door.stock(settings), "grpo", ""
+    host = door.field_settings.get(DIVISOR)
     if isinstance(found, stock.Stock):
+        if host is not None and found.policy is not None and "L" in found.policy.powers:
+            yield from divisor_is_the_longest_response(door, settings, whole_number(settings[host.name]))
         found = replace(found, sizes=door.sizes.read(settings.value_of, settings.asked))
         takes_ours, loss = takes_ours and found.ours is not None, found.ours or loss
         without = f" without {found.without}" if found.without else ""
@@ -261,7 +264,7 @@ def said_of(found: Found) -> Iterator[Row]:
     if found.record.name == "constant" and door.deviation is not None and door.deviation.divides(found.settings):
         yield Row("advice", with_deviation(chosen, door.without_deviation), is_note=True)
     if is_known:
-        yield from (Row("advice", text, is_note=True) for text in divisor_is_the_longest_response(found))
+        yield from divisor_is_the_longest_response(door, found.settings, config.loss_aggregation_divisor)
     clip = None if any(found.settings[name] is UNKNOWN for name in door.read_names) else clip_of(config)
     for text in with_clip_of_dapo(chosen, config.policy_loss, found.record.name, clip, clip_high_of_dapo(found)):
         yield Row("advice", text, is_note=True)
@@ -273,17 +276,17 @@ def said_of(found: Found) -> Iterator[Row]:
     yield from (row for one in door.checks for row in one(found))
 
 
-def divisor_is_the_longest_response(found: Found) -> Iterator[str]:
+def divisor_is_the_longest_response(door: Door, settings: Settings, divisor: float | None) -> Iterator[Row]:
     """Where the launch says how long one may be, and makes it in one turn."""
-    door, divisor, sampler = found.door, found.config.loss_aggregation_divisor, found.door.sampler
-    if divisor is None or sampler.longest is None or (sampler.turns and found.settings.value_of(sampler.turns) not in (ABSENT, 1)):
+    sampler, host = door.sampler, door.field_settings.get(DIVISOR)
+    if divisor is None or sampler.longest is None or (sampler.turns and settings.value_of(sampler.turns) not in (ABSENT, 1)):
         return
-    longest, host = whole_number(found.settings.value_of(sampler.longest)), door.field_settings.get(DIVISOR)
+    longest = whole_number(settings.value_of(sampler.longest))
     if longest is not None and longest != divisor:
         name = host.name if host else door.own.name(DIVISOR)
         of_both = ({name: divisor}, {sampler.longest: longest}, {name: longest})
         typed, limit, exact = (door.separator.join(door.typed(one)) for one in of_both)
-        yield with_another_divisor(divisor, longest, typed=typed, limit=limit, exact=exact)
+        yield Row("advice", with_another_divisor(divisor, longest, typed=typed, limit=limit, exact=exact), is_note=True)
 
 
 def clip_high_of_dapo(found: Found) -> str:
