@@ -250,8 +250,15 @@ OURS = "from trl import GRPOConfig\nfrom megatron_rl.hosts.trl import GRPOTraine
     [
         ("loss_type='megatron_rl.grpo.constant'", "{'loss_aggregation_divisor': 16}", "", None),
         ("loss_type='megatron_rl.grpo.constant'", "dict(loss_aggregation_divisor=16)", "", None),
-        ("loss_type='megatron_rl.grpo.constant'", "{}", "", "its L: set megatron_rl={'loss_aggregation_divisor': L}, for"),
+        (
+            "loss_type='megatron_rl.grpo.constant'",
+            "{}",
+            "",
+            "its L: set megatron_rl={'loss_aggregation_divisor': L} of GRPOTrainer, for",
+        ),
         ("loss_type='megatron_rl.grpo.constant'", "{'loss_agregation_divisor': 16}", "", "loss_aggregation_divisor"),
+        ("loss_type='megatron_rl.grpo.constant'", "{'loss_divisor': 16}", "", "did you mean megatron_rl.loss_aggregation_divisor?"),
+        ("loss_type='megatron_rl.constant.grpo'", "{}", "", "did you mean megatron_rl.grpo.constant?"),
         ("beta=0.0", "{}", "", "makes our GRPOTrainer, which refuses loss_type=dapo"),
         ("beta=0.0", "{}", "--loss_type megatron_rl.grpo.token_mean", "reads no command line: --loss_type has no effect"),
     ],
@@ -314,7 +321,7 @@ def test_what_explain_types_for_a_clip_is_what_the_trainer_has():
     config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="token_mean", clip_ratio_low=0.2, importance_correction="tis")
     lines, problems = door_line.write(trl.DOOR, config)
     assert not problems and "epsilon=0.2" not in lines
-    assert lines[-1] == "megatron_rl={'importance_correction': 'tis', 'clip_ratio_low': 0.2}", "one argument, once"
+    assert lines[-1] == "megatron_rl={'importance_correction': 'tis', 'clip_ratio_low': 0.2} of GRPOTrainer", "one argument, once"
 
 
 # TRL's own code

@@ -46,6 +46,7 @@ def test_the_table_is_what_trl_and_transformers_declare(config, monkeypatch):
         ("kl_coef", "beta"),
         ("betta", "beta"),
         ("per_device_train_batch", "per_device_train_batch_size"),
+        ("per_device_batch_size", "per_device_train_batch_size"),
         ("gradient_accumulation", "gradient_accumulation_steps"),
         ("max_new_tokens", "max_completion_length"),
         ("clip_higher", "epsilon_high"),
@@ -91,3 +92,46 @@ def test_a_keyword_that_is_no_field_changes_nothing_else(tmp_path, monkeypatch, 
     """A misspelt field is told once, and not as a setting too."""
     code, out = doctor(capsys, tmp_path, monkeypatch, f"{TRL}GRPOTrainer(args=GRPOConfig(num_generation=4))")
     assert code == 1 and out.count("did you mean") == 1, out
+
+
+OURS = "from trl import GRPOConfig\nfrom megatron_rl.hosts.trl import GRPOTrainer\n"
+DR_GRPO = "loss_type='megatron_rl.grpo.constant', scale_rewards='none'"
+
+
+@pytest.mark.parametrize("version", [None, (1, 16)])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            f"GRPOTrainer(args=GRPOConfig({DR_GRPO}, megatron_rl={{'loss_aggregation_divisor': 512}}))",
+            "an argument of GRPOTrainer, not of GRPOConfig: GRPOTrainer(..., megatron_rl={'loss_aggregation_divisor': 512})",
+        ),
+        (
+            f"GRPOTrainer(args=GRPOConfig({DR_GRPO}, loss_aggregation_divisor=512))",
+            "not an argument of GRPOConfig: GRPOTrainer(..., megatron_rl={'loss_aggregation_divisor': 512})",
+        ),
+        (
+            f"args = GRPOConfig({DR_GRPO})\nargs.megatron_rl = {{'loss_aggregation_divisor': 512}}\nGRPOTrainer(args=args)",
+            "an argument of GRPOTrainer, not of GRPOConfig: GRPOTrainer(..., megatron_rl={'loss_aggregation_divisor': 512})",
+        ),
+        (
+            f"GRPOTrainer(args=GRPOConfig({DR_GRPO}), loss_aggregation_divisor=512)",
+            "not an argument of GRPOTrainer: GRPOTrainer(..., megatron_rl={'loss_aggregation_divisor': 512})",
+        ),
+        (
+            "GRPOTrainer(args=GRPOConfig(), loss_type='megatron_rl.grpo.token_mean')",
+            "an argument of GRPOConfig, not of GRPOTrainer: GRPOConfig(..., loss_type='megatron_rl.grpo.token_mean')",
+        ),
+    ],
+)
+def test_what_is_given_the_wrong_one_of_config_and_trainer(text, said, version, tmp_path, monkeypatch, capsys):
+    """No TRL takes it, and the rest is judged as if it stood in its place: one round."""
+    monkeypatch.setattr(trl_fields, "installed", lambda: version)
+    code, out = doctor(capsys, tmp_path, monkeypatch, OURS + text)
+    assert code == 1 and said in out and out.endswith("doctor: 1 problem\n"), out
+
+
+def test_an_argument_of_a_trainer_of_the_scripts_own_is_its_own(tmp_path, monkeypatch, capsys):
+    own = "class Mine(GRPOTrainer):\n    def __init__(self, loss_type, **given):\n        super().__init__(**given)\n"
+    code, out = doctor(capsys, tmp_path, monkeypatch, f"{TRL}{own}Mine('a', args=GRPOConfig(), loss_type='dapo')")
+    assert code == 0 and "an argument of" not in out, out

@@ -182,7 +182,8 @@ def _one_name(door: Door, whole: object, name: str | None) -> tuple[str, str]:
         else:
             parts = {"loss": (loss, offered), "aggregation": (aggregation, aggregations)}
             why = " and ".join(f"{one or 'nothing'!r} is no {kind}" for kind, (one, those) in parts.items() if one not in those)
-    close = get_close_matches(name.replace("-", "_"), known, 1) if name else []
+    close = [f"{last}.{first}" for first, last in halves if f"{last}.{first}" in known]
+    close = close or (get_close_matches(name.replace("-", "_"), known, 1) if name else [])
     if name in aggregations and f"grpo.{name}" in known:
         close = [f"grpo.{name}"]
     meant = f"; did you mean {choice.prefix}{close[0]}?" if close else "."
@@ -302,12 +303,18 @@ def _own_names(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:
             continue
         if theirs := door.field_settings.get(ours):
             instead = f"set {theirs.name}"
-        elif close := get_close_matches(ours, offered, 1, CLOSEST_NAME):
+        elif close := get_close_matches(ours, offered, 1, CLOSEST_NAME) or _with_words_more(ours, offered):
             instead = f"did you mean {own.typed(close[0])}?"
         else:
             shown = ", ".join(own.name(one).removeprefix(own.prefix) for one in offered)
-            instead = f"{found} has {own.added}{own.prefix} with {shown}; remove it"
+            instead = f"{found} has {shown}; remove it"
         yield f"{own.added}{name}={value} has no effect: {instead}"
+
+
+def _with_words_more(name: str, known: Iterable[str]) -> list[str]:
+    """The only one that has all words of the name."""
+    found = [one for one in known if {*name.split("_")} <= {*one.split("_")}]
+    return found if len(found) == 1 else []
 
 
 def _switches(found: Found, fields: Mapping[str, Given]) -> Iterator[str]:

@@ -27,10 +27,11 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import CLIPS, Choice, Deviation, Door, Found, Kind, Line, Own, Prompts, ReadFile, Setting, names, plug
 from megatron_rl.hosts.programs import PREFERENCES, REWARDS, SUPERVISED, Programs
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
+from megatron_rl.hosts.script_constants import plain
 from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, Size, read_value
 from megatron_rl.hosts.step_sizes import PROCESSES, is_python_alone, launched_processes, launcher_problems, whole_number
 from megatron_rl.hosts.stock import unjudged
-from megatron_rl.hosts.trl_fields import unknown_fields
+from megatron_rl.hosts.trl_fields import misplaced, unknown_fields
 from megatron_rl.hosts.trl_others import DEFAULTS as OTHERS_DEFAULTS
 from megatron_rl.hosts.trl_others import GRPO, OTHER, known_trainer
 from megatron_rl.hosts.trl_refusals import MODE, OBJECTIVES, SCALE, WORDS, refusals
@@ -212,10 +213,16 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     of_script, assigned, said = script.settings(JUDGED) if script is not None else ({}, {}, [Row("script", UNSEEN, is_note=True)])
     config = f"{known_trainer([], command) or GRPO}".replace("Trainer", "Config")
     slips = [*unknown_fields([*typed, *of_file], config, is_command=True)] if command else []
-    slips += [] if script is None else [*unknown_fields(script.fields_given(), script.config)]
+    meant: dict[str, Any] = {}
+    if script is not None:
+        fields = script.fields_given()
+        of_config = {name: plain(value) for name, value in {**of_script, **assigned}.items() if name in {*fields, *assigned}}
+        for row, found in misplaced(of_config, script.given_to_trainer(), script.config, OUR_KEYS):
+            slips, meant = [*slips, row], {**meant, **found}
+        slips += unknown_fields((name for name in fields if name not in {row.subject for row in slips}), script.config)
     rows += slips
     given = of_script | of_file | typed | assigned
-    given = {name: value for name, value in given.items() if name not in {row.subject for row in slips}}
+    given = meant | {name: value for name, value in given.items() if name not in {row.subject for row in slips}}
     other = known_trainer([] if script is None or script.known is None else [script.known], command)
     if other is not None:
         text = f"{other} always trains TRL's own loss, judged below; ours train in {__name__}.GRPOTrainer"
@@ -274,7 +281,7 @@ def lines_of(given: Mapping[str, Any]) -> list[str]:
     """Arguments of GRPOConfig, then the trainer's one with all of ours."""
     own = {name.removeprefix(PREFIX): value for name, value in given.items() if name.startswith(PREFIX)}
     theirs = [f"{name}={value!r}" for name, value in given.items() if not name.startswith(PREFIX)]
-    return [*theirs, *([f"megatron_rl={own!r}"] if own else [])]
+    return [*theirs, *([f"megatron_rl={own!r} of GRPOTrainer"] if own else [])]
 
 
 DOOR = Door(
@@ -319,7 +326,7 @@ DOOR = Door(
     deviation=Deviation(without={SCALE: "none"}, divides=lambda settings: settings[SCALE] not in ("none", False, UNKNOWN)),
     choice=Choice(setting=CHOICE, prefix=PREFIX, remedy=REMEDY, imports=True),
     own=Own(prefix=PREFIX, clips=True, others=("kl_estimator",)),
-    keep_clip="megatron_rl={{'clip_ratio_{side}': {value}}}",
+    keep_clip="megatron_rl={{'clip_ratio_{side}': {value}}} of GRPOTrainer",
     derive=derive,
     corrections=corrections,
     sampler=Sampler(
@@ -350,7 +357,7 @@ DOOR = Door(
     of_written=of_written,
     line_of=line_of,
     lines_of=lines_of,
-    place="arguments of GRPOConfig and GRPOTrainer",
+    place="arguments of GRPOConfig, and of GRPOTrainer where it is said",
     separator=", ",
     honours=("kl_coefficient", "kl_estimator", "entropy_coefficient"),
     decides="temperature and batches",
@@ -364,6 +371,8 @@ DOOR = Door(
     },
 )
 
+# The keys of our trainer's argument.
+OUR_KEYS = frozenset(name.removeprefix(PREFIX) for name in DOOR.own_names())
 # What a script's row names of what it gives its config.
 JUDGED = {*DOOR.known_names, SIZES.micro_batch}
 

@@ -6,13 +6,15 @@ They are read from the text of TRL and transformers where TRL is installed, else
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.hosts.scripts import syntax_tree
-from megatron_rl.hosts.trl_stock import installed, judged
+from megatron_rl.hosts.settings import UNKNOWN, Letter
+from megatron_rl.hosts.trl_stock import PREFIX, installed, judged
 from megatron_rl.validation.checks import Row
 
 # Of GRPOConfig in TRL 1.16, of RLOOConfig beside them, of TrainingArguments in transformers 5.24, and in 4.56 alone.
@@ -76,12 +78,15 @@ OTHER_NAMES = {
     **dict.fromkeys(("clip_ratio_high", "eps_high", "eps_clip_high", "clip_higher", "clip_high"), "epsilon_high"),
     **dict.fromkeys(("grad_accum_steps", "accumulation_steps", "grad_accum"), "gradient_accumulation_steps"),
     **dict.fromkeys(("micro_batch_size", "train_batch_size", "batch_size"), "per_device_train_batch_size"),
+    **dict.fromkeys(("per_device_batch_size", "device_batch_size"), "per_device_train_batch_size"),
     **dict.fromkeys(("group_size", "n_samples_per_prompt", "samples_per_prompt", "rollout_n"), "num_generations"),
     **dict.fromkeys(("loss_agg_mode", "loss_aggregation", "policy_loss"), "loss_type"),
     **{"lr": "learning_rate", "entropy_coefficient": "entropy_coef", "per_gpu_train_batch_size": "per_device_train_batch_size"},
 }
 # A name that is as similar to a field is a slip: per_device_train_batch is 0.88, and max_prompt_length, of older TRLs, 0.79.
 CLOSEST_FIELD = 0.82
+# The argument of our trainer.
+OUR_ARGUMENT = PREFIX[:-1]
 TABLES = {"GRPOConfig": OF_GRPO, "RLOOConfig": f"{OF_GRPO} {OF_RLOO}"}
 
 
@@ -113,6 +118,35 @@ def unknown_fields(names: Iterable[str], config: str, *, is_command: bool = Fals
         remedy = f"did you mean {'--' * is_command}{meant}?" if meant else "remove it"
         text = f"{what} ({judged()}{older}): {remedy}"
         yield Row(name, text, is_wrong=is_sure, is_note=not is_sure)
+
+
+def misplaced(
+    of_config: Mapping[str, Any], of_trainer: Mapping[str, Any], config: str, ours: Collection[str]
+) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """What a script gives the wrong one of config and trainer, and so no TRL takes: (a problem, what is meant, by the names of a
+    line). ours: the keys of our trainer's argument."""
+    trainer, fields = config.replace("Config", "Trainer"), fields_of(config)
+    for place, given in ((config, of_config), (trainer, of_trainer)):
+        for name, value in given.items():
+            if name == OUR_ARGUMENT and place == config:
+                own = value if isinstance(value, Mapping) else {}
+                text = f"an argument of {trainer}, not of {config}"
+            elif name in ours and name not in {*fields, *OTHER_NAMES}:
+                own, text = {name: value}, f"a key of the argument {OUR_ARGUMENT} of {trainer}, not an argument of {place}"
+            else:
+                if name in fields and place == trainer:
+                    text = f"an argument of {config}, not of {trainer}: {config}(..., {name}={_typed(value)!r})"
+                    yield Row(name, text, is_wrong=True), {name: value}
+                continue
+            shown = {key: _typed(one) for key, one in own.items()} or Letter("{...}")
+            yield (
+                Row(name, f"{text}: {trainer}(..., {OUR_ARGUMENT}={shown!r})", is_wrong=True),
+                {f"{PREFIX}{key}": one for key, one in own.items()},
+            )
+
+
+def _typed(value: Any) -> Any:
+    return Letter("...") if value is UNKNOWN else value
 
 
 def _declared(package: str, path: str, name: str) -> set[str]:

@@ -232,6 +232,12 @@ class Script:
             found |= self._assigned_fields(node, names, is_in_branch=is_in_branch or decides)
         return found
 
+    def given_to_trainer(self) -> dict[str, Any]:
+        """The keywords of its calls of a trainer, but for a class with an __init__ of its own."""
+        names = {one.name for one in self.trainers if one.base == self.known and "__init__" not in one.replaced}
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and last_name(node.func) in names]
+        return {name: plain(value) for call in calls for name, value in keywords_of(call, self.constants)[0].items()}
+
     def _given_to_ours(self) -> dict[str, Any]:
         """The settings of GRPOTrainer(..., megatron_rl={...}), by the names that a line has for them."""
         found: dict[str, Any] = {}
