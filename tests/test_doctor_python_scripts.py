@@ -110,6 +110,18 @@ def composed(body: str, argument: str = "") -> str:
             {"--a": ("${value}",), "--b": ("4",), "--c": ("3",), "--d": ("3",)},
             id="a branch that is open gives another value",
         ),
+        pytest.param(
+            "a, (b, c) = (1, (1, 2)) if is_debug else (2, batch, 3)[:2] if args.rate else (2, (4, 8))\n"
+            "d = [7, 8]\ne, f = d\ng, *h = d\n"
+            'i, j = f"--i {e} ", "--j 1 "\n'
+            'train_args = f"--b {b} --c {c} --e {e} --f {f} --g {g} {i} {j}"',
+            ("--mode", "x"),
+            {"--b": ("1",), "--c": ("2",), "--e": ("7",), "--f": ("8",), "--g": ("${g}",), "--i": ("7",), "--j": ("1",)},
+            id="several at once",
+        ),
+        pytest.param(
+            'a = [1, 2]\na.append(3)\nb, c, d = a\ntrain_args = f"--b {b} "', (), {"--b": ("${b}",)}, id="of a list that grows"
+        ),
         pytest.param('train_args = " ".join(["--a 1", f"--b {batch}"])', (), {"--a": ("1",), "--b": ("32",)}, id="join"),
         pytest.param("train_args = f\"--a {os.environ.get('OF_A_TEST', '7')} \"", (), {"--a": ("7",)}, id="environment"),
         pytest.param("train_args = f\"--a {os.environ.get('MY_TOKEN', '7')} \"", (), {"--a": ("${get}",)}, id="a secret"),
@@ -373,6 +385,16 @@ def test_the_default_layout_of_miles_own_launcher_is_that_of_its_branch(monkeypa
     monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
     report = judge_launch("python scripts/run_qwen3_30b_a3b.py".split(), None)
     assert "16 of 128 experts a rank" in next(row.text for row in report.rules if row.subject == "--expert-model-parallel-size")
+
+
+@pytest.mark.host("MILES_ROOT")
+@pytest.mark.parametrize(("typed", "size"), [("", "2"), ("--parallelism tp1-ep8", "1")])
+def test_sizes_that_miles_own_launcher_assigns_together_are_read(monkeypatch, typed, size):
+    monkeypatch.chdir(os.environ["MILES_ROOT"])
+    line = read_line(f"python scripts/run_qwen3_5_35b_a3b_mtp.py {typed}".split(), None)
+    found = dict(line.flags)
+    assert found["--tensor-model-parallel-size"] == found["--context-parallel-size"] == (size,)
+    assert line.unknown_of_host == []
 
 
 @pytest.mark.host("MILES_ROOT")

@@ -19,7 +19,7 @@ from megatron_rl.commands.doctor.script import ScriptReader, is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import known_hosts
+from megatron_rl.hosts.base import INIT_LINE, REDUCER_LINE, known_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = """--loss-aggregation constant --loss-aggregation-divisor 8192
@@ -484,8 +484,29 @@ def test_what_no_check_reads_is_not_told(tmp_path):
     )
     (row,) = [row for row in judge_launch(["python", str(script)], None).reading if row.subject == "unread"]
     assert row.text == "not known here, and not judged: what --context-parallel-size, --num-experts will be given"
-    script.write_text("import miles.utils as U\nU.execute_train(a)\na = f'--lr {x} --num-rollout {y} --rotary-base {z} --a 1'\n")
+    script.write_text("import miles.utils as U\nU.execute_train(a)\na = f'--lr {x} --num-rollout {y} --moe-layer-freq {z} --a 1'\n")
     assert [row for row in judge_launch(["python", str(script)], None).reading if row.subject == "unread"] == []
+
+
+def test_the_last_line_names_what_a_check_reads_and_was_not_read(tmp_path, capsys):
+    script = tmp_path / "run_mine.py"
+    ours = f"{INIT_LINE} {REDUCER_LINE} --custom-config-path {tmp_path / 'ours.yaml'}"
+    (tmp_path / "ours.yaml").write_text("loss_aggregation: sample_mean\n")
+    sizes = "--context-parallel-size {z} --lr {x} --tensor-model-parallel-size"
+    script.write_text(f"import miles.utils as U\nU.execute_train(a)\na = f'{sizes} {{z}} {ours}'\n")
+
+    def last_line(*words):
+        assert main(["doctor", "--launch-only", "--host", "miles", "--", *words]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    both = "--context-parallel-size, --tensor-model-parallel-size"
+    expected = f"doctor: no problems in what could be read; not read: {both} (give them behind --extra-args)"
+    assert last_line("python", str(script)) == expected
+    script.write_text(f"import miles.utils as U\nU.execute_train(a)\na = f'{sizes} 1 {ours}'\n")
+    assert last_line("python", str(script)).endswith("; not read: --context-parallel-size (give it behind --extra-args)")
+    line = f"python train.py --advantage-estimator grpo --context-parallel-size $CP --lr $LR {ours}"
+    (tmp_path / "run.sh").write_text(f"source not_here.sh\n{line}\n")
+    assert last_line("bash", str(tmp_path / "run.sh")).endswith("in what could be read; not read: --context-parallel-size")
 
 
 def test_what_no_check_reads_leaves_no_check_out():

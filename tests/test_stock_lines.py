@@ -590,7 +590,7 @@ LAYOUTS = [
     (
         "slime",
         ["python3", "train.py", "--actor-num-nodes", "1", "--tensor-model-parallel-size", "$TP"],
-        "data-parallel size not known, and taken as 1: --tensor-model-parallel-size was not read; give --data-parallel-size, micro",
+        "data-parallel size not known, and taken as 1: --tensor-model-parallel-size was not read; give --data-parallel-size before --, micro",
         "0.3",
     ),
     (
@@ -602,7 +602,7 @@ LAYOUTS = [
     (
         "verl",
         ["python", "-m", verl.MAIN, "trainer.n_gpus_per_node=2", f"{verl.ACTOR}megatron.context_parallel_size=$CP"],
-        f"taken as 1: {verl.ACTOR}megatron.context_parallel_size was not read; give --data-parallel-size",
+        f"taken as 1: {verl.ACTOR}megatron.context_parallel_size was not read; give --data-parallel-size before --",
         "0.3",
     ),
     (

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron_rl.hosts.settings import UNKNOWN
 
@@ -41,8 +41,8 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.NotIn: lambda left, right: left not in right,
 }
 NUMERIC: dict[str, Callable[..., Any]] = {"max": max, "min": min, "int": int, "str": str}
-# Methods after which a dict is another one.
-CHANGING = ("update", "setdefault", "pop", "popitem", "clear")
+# Methods after which a dict or a list is another one.
+CHANGING = ("update", "setdefault", "pop", "popitem", "clear", "append", "extend", "insert", "remove", "reverse", "sort")
 # What a dataclass runs when an object has its fields.
 AFTER_INIT = "__post_init__"
 # What makes a dict of an object.
@@ -155,12 +155,11 @@ def _values(tree: ast.Module, settings: Mapping[str, Any], known: Constants) -> 
     for name, value in (_property(one, known) for node in classes for one in node.body if isinstance(one, ast.FunctionDef)):
         given[1].setdefault(name, []).append(value)
     for node in nodes:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for target in (one for one in targets if isinstance(one, ast.Name | ast.Attribute) and id(one) not in direct):
+        for target, value in assignments_of(node):
+            if isinstance(target, ast.Name | ast.Attribute) and id(target) not in direct:
                 direct.add(id(target))
                 place = given[0] if isinstance(target, ast.Name) else given[1]
-                place.setdefault(last_name(target), []).append(evaluate(node.value, known))
+                place.setdefault(last_name(target), []).append(evaluate(value, known))
     for node in nodes:
         if isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load) and id(node) not in direct:
             given[isinstance(node, ast.Attribute)].setdefault(last_name(node), []).append(UNKNOWN)
@@ -192,6 +191,30 @@ def _values(tree: ast.Module, settings: Mapping[str, Any], known: Constants) -> 
     return names, fields
 
 
+def assignments_of(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """(target, value) of an assignment. Of `a, b = value` its parts, and of `a, *b = value` the whole."""
+    if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            yield from _by_part(target, node.value)
+
+
+def _by_part(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    if not isinstance(target, ast.Tuple | ast.List) or any(isinstance(one, ast.Starred) for one in target.elts):
+        yield target, value
+        return
+    for place, one in enumerate(target.elts):
+        yield from _by_part(one, _part(value, place, len(target.elts)))
+
+
+def _part(value: ast.expr, place: int, length: int) -> ast.expr:
+    if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == length:
+        return value.elts[place]
+    if isinstance(value, ast.IfExp):
+        arms = (_part(arm, place, length) for arm in (value.body, value.orelse))
+        return ast.copy_location(ast.IfExp(value.test, *arms), value)
+    return ast.copy_location(ast.Subscript(value, ast.Constant(place), ast.Load()), value)
+
+
 def _set_attributes(node: ast.AST) -> Iterator[ast.Attribute]:
     yield from (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and not isinstance(one.ctx, ast.Load))
 
@@ -207,8 +230,6 @@ def _after(statements: Sequence[ast.stmt], fields: dict[str, Any], known: Consta
     for one in statements:
         now = replace(known, fields={name: value for name, value in fields.items() if value is not UNKNOWN})
         match one:
-            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=name)]):
-                fields = {**fields, name: evaluate(one.value, now)}
             case ast.If():
                 is_true = truth_of(one.test, now)
                 taken = [one.body] * (is_true is not False) + [one.orelse] * (is_true is not True)
@@ -216,8 +237,14 @@ def _after(statements: Sequence[ast.stmt], fields: dict[str, Any], known: Consta
                 keys = {name: [arm.get(name, UNKNOWN) for arm in arms] for name in set().union(*arms)}
                 fields = {name: values[0] if _are_one(values) else UNKNOWN for name, values in keys.items()}
             case _:
-                fields = {**fields, **dict.fromkeys((stored.attr for stored in _set_attributes(one)), UNKNOWN)}
+                set_there = {stored.attr: UNKNOWN for stored in _set_attributes(one)}
+                own = {target.attr: evaluate(value, now) for target, value in assignments_of(one) if _is_of_self(target)}
+                fields = {**fields, **set_there, **own}
     return fields
+
+
+def _is_of_self(target: ast.expr) -> TypeGuard[ast.Attribute]:
+    return isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self"
 
 
 def _property(node: ast.FunctionDef, known: Constants) -> tuple[str, Any]:
@@ -229,7 +256,7 @@ def _property(node: ast.FunctionDef, known: Constants) -> tuple[str, Any]:
 
 
 def _changed(node: ast.AST) -> ast.expr | None:
-    """The variable whose dict, or a dict in it, a statement changes."""
+    """The variable whose dict or list, or one in it, a statement changes."""
     changed: ast.expr | None = None
     if any(_set_keys(node)):
         return None
@@ -362,8 +389,11 @@ def _evaluated(node: ast.expr, known: Constants) -> Any:
             is_own = isinstance(node.value, ast.Name) and node.value.id not in known.modules
             return known.fields.get(node.attr, UNKNOWN) if is_own else UNKNOWN
         case ast.Subscript():
-            owner = evaluate(node.value, known)
-            return owner.value_of(evaluate(node.slice, known)) if isinstance(owner, Table) else UNKNOWN
+            owner, key = evaluate(node.value, known), evaluate(node.slice, known)
+            if isinstance(owner, Table):
+                return owner.value_of(key)
+            is_place = isinstance(owner, tuple) and type(key) is int and -len(owner) <= key < len(owner)
+            return owner[key] if is_place else UNKNOWN
         case ast.Dict():
             return _dict(node, known)
         case ast.Tuple() | ast.List() | ast.Set():

@@ -292,7 +292,7 @@ def _said_data(data: Size | None, sizes: StepSizes) -> str:
         return _said("data-parallel size", data)
     verb = "was" if len(sizes.unread) == 1 else "were"
     flags = f"{', '.join(sizes.unread)} {verb} not read"
-    return f"data-parallel size not known, and taken as 1: {flags}; give --data-parallel-size"
+    return f"data-parallel size not known, and taken as 1: {flags}; give --data-parallel-size before --"
 
 
 def microbatches(num_samples: int, data_parallel_size: int, micro_batch_size: int) -> list[list[list[int]]]:

@@ -56,7 +56,7 @@ FUNCTION_FLAG = re.compile(
     r"|data-source-path|generate-tool-specs-path)"
 )
 # Other flags that a check reads, by how they begin: of a model, and of Megatron-LM's training.
-OF_CHECKS = ("--moe-", "--mtp-", "--num-experts", "--dsa-", "--rl-", "--grpo-")
+OF_CHECKS = ("--mtp-", "--num-experts", "--dsa-", "--rl-", "--grpo-")
 # What a Megatron-LM script calls to have our flags in its parser.
 PROVIDERS = ("compose_extra_args_provider", "call_pretrain", "add_megatron_rl_args")
 # How a Python script of miles starts a line that it has put together itself.
@@ -137,6 +137,11 @@ class LaunchLine:
         names = {*map(flag_of, (*OPTIONS, *MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS)), *self.of_host.sizes.names}
         names |= {CONFIG_FILE, *routes_of_flags()}
         return [one for one in self.unknown if one in names or one.startswith(OF_CHECKS) or FUNCTION_FLAG.fullmatch(one)]
+
+    @property
+    def unknown_of_host(self) -> list[str]:
+        """Those that are not of megatron_rl."""
+        return [flag for flag in self.unjudged if flag not in routes_of_flags()]
 
     @property
     def words(self) -> list[str]:

@@ -16,6 +16,7 @@ from megatron_rl.files.bounds import is_regular
 from megatron_rl.hosts.script_constants import (
     UNKNOWN,
     Constants,
+    assignments_of,
     constants_of,
     evaluate,
     is_secret,
@@ -47,11 +48,10 @@ def composed_words(tree: ast.Module, typed: Sequence[str] = (), environment: Map
     settings = typed_settings(tree, typed)
     known = constants_of(tree, settings, environment)
     for node, may_run in nodes_of_branches(tree, known):
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return) and node.value is not None:
-            targets = [] if isinstance(node, ast.Return) else node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [target.id for target in targets if isinstance(target, ast.Name)]
-            if not (isinstance(node, ast.AnnAssign) and names and names[0] in settings):
-                found.append((node.lineno, names[0] if names else None, node.value, may_run))
+        for target, value in _texts_of(node):
+            name = target.id if isinstance(target, ast.Name) else None
+            if not (isinstance(node, ast.AnnAssign) and name in settings):
+                found.append((value.lineno, name, value, may_run))
     # What names another text of flags is read where that is assigned.
     read = {name for _, name, value, _ in found if name is not None and "--" in _text_of(value, known)} | {LOGGER}
     read |= {
@@ -68,6 +68,18 @@ def composed_words(tree: ast.Module, typed: Sequence[str] = (), environment: Map
         if len(others) < len(parts) or any(word.startswith("--") for word in parts):
             texts.append((others, may_run))
     return [word for text in _without_branches(texts) for word in text]
+
+
+def _texts_of(node: ast.AST) -> Iterator[tuple[ast.expr | None, ast.expr]]:
+    """(target, value) of what is assigned or returned. In a = b = "--flag 1" the text is one."""
+    if isinstance(node, ast.AugAssign):
+        yield node.target, node.value
+    elif isinstance(node, ast.Return) and node.value is not None:
+        yield None, node.value
+    elif isinstance(node, ast.Assign):
+        yield from assignments_of(ast.Assign(node.targets[:1], node.value))
+    else:
+        yield from assignments_of(node)
 
 
 def _without_branches(texts: Sequence[tuple[list[str], bool]]) -> Iterator[list[str]]:
@@ -306,9 +318,8 @@ def _assigned(tree: ast.Module) -> dict[str, list[ast.expr]]:
     """What a script assigns to each name, or to an attribute of that name."""
     found: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                found.setdefault(_last_name(target), []).append(node.value)
+        for target, value in assignments_of(node):
+            found.setdefault(_last_name(target), []).append(value)
     return found
 
 

@@ -138,7 +138,11 @@ def judge_launch(
             found += map(_finding, own)
             unjudged = f"{NOTHING_OF_OURS}; {last.text}"
         found += branches_of(line.read_from)
-        return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread, unjudged)
+        unknown, remedy = tuple(line.unknown_of_host), ""
+        if unknown and line.is_composed:
+            remedy = f" (give {'them' if len(unknown) > 1 else 'it'} behind {ADDED})"
+        title, reading = _title(line, route), [*_reading(line)]
+        return LaunchReport(title, route, reading, paths, flags, found, line.unread, unjudged, unknown, remedy)
 
 
 def _refuses(row: Finding, flag: str) -> bool:
@@ -265,8 +269,8 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
         elif line.read_from and line.read_from.absent:
             how = f"; sourced, and not here: {', '.join(line.read_from.absent)}"
         yield Finding("unread", NOTE, f"{', '.join(line.unread)}: not expanded, and the flags in there are not judged{how}")
-    if others := [flag for flag in line.unjudged if flag not in routes_of_flags()]:
-        yield Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(others)} will be given")
+    if line.unknown_of_host:
+        yield Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(line.unknown_of_host)} will be given")
     yield from of_script(line.read_from, line.stray)
 
 

@@ -26,7 +26,8 @@ class LaunchReport:
     """title: whose launcher reads the line, and on which route our loss would be reached. flags: ours, one finding each.
 
     unread: what stands on the line unexpanded and may hide flags; nothing is said of those. unjudged: what is said in the place of
-    "no problems" where no loss was judged, or not all that acts on it; None: all was.
+    "no problems" where no loss was judged, or not all that acts on it; None: all was. unknown: flags that a check reads and whose
+    value is not known here. remedy: how they can be given.
     """
 
     title: str
@@ -37,6 +38,8 @@ class LaunchReport:
     rules: list[Finding] = field(default_factory=list)
     unread: tuple[str, ...] = ()
     unjudged: str | None = None
+    unknown: tuple[str, ...] = ()
+    remedy: str = ""
 
     @property
     def findings(self) -> list[Finding]:
@@ -62,11 +65,12 @@ def as_text(machine: Sequence[Finding], launches: Sequence[LaunchReport]) -> str
 
 def _last_line(machine: Sequence[Finding], launch: LaunchReport) -> str:
     problems = num_problems([*machine, *launch.findings])
-    hidden = f"; not read: {printable(', '.join(launch.unread))}" if launch.unread else ""
+    unread = launch.unread if launch.unjudged is not None else (*launch.unread, *launch.unknown)
+    hidden = f"; not read: {printable(', '.join(unread))}" if unread else ""
     if launch.unjudged is not None:
         here = f"{_count(problems)}; " if problems else "no problems on this machine; " if machine else ""
         return f"doctor: {here}{launch.unjudged}{hidden}"
-    return f"doctor: {_count(problems)}{' in what could be read' if hidden else ''}{hidden}"
+    return f"doctor: {_count(problems)}{' in what could be read' if hidden else ''}{hidden}{launch.remedy}"
 
 
 def _count(problems: int) -> str:
