@@ -79,6 +79,7 @@ FILES = {
     "host": (
         "hosts.names",
         "hosts.checks",
+        "hosts.clip_checks",
         "hosts.correction_checks",
         "hosts.loss_checks",
         "hosts.head_checks",

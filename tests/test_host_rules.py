@@ -581,7 +581,7 @@ def test_each_check_has_a_row_that_it_refuses_and_one_that_it_allows():
     files = [
         f"megatron_rl.hosts.{name}"
         for name in (
-            *("names", "checks", "correction_checks", "loss_checks", "head_checks", "skip_checks", "support_checks"),
+            *("names", "checks", "clip_checks", "correction_checks", "loss_checks", "head_checks", "skip_checks", "support_checks"),
             *HOST_NAMES,
         )
     ]

@@ -255,6 +255,30 @@ def test_doctor_says_that_the_clip_of_one_step_has_no_use(settings, said):
     assert found == {asker: [said] if said and asker == Asker.DOCTOR else [] for asker in Asker}
 
 
+NARROW = "--eps-clip 0.0003, --eps-clip-high 0.0004 with --policy-loss grpo"
+WIDE = "--eps-clip 0.2, --eps-clip-high 0.28 with --policy-loss gspo"
+NOW = "act on rounding at most now: a rollout is one step, so each ratio is 1. With several steps they"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "meant"),
+    [
+        (
+            {"policy_loss": "grpo", "eps_clip": 3e-4, "eps_clip_high": 4e-4},
+            f"{NARROW} {{}} will clip",
+            "did you mean --policy-loss gspo?",
+        ),
+        ({"policy_loss": "gspo", "eps_clip": 0.2, "eps_clip_high": 0.28}, f"{WIDE} {{}} will hardly ever", "--eps-clip-high 4e-4"),
+    ],
+)
+def test_a_clip_of_another_ratio_has_one_line_which_says_what_it_does_now(settings, said, meant):
+    """Two lines, of many clipped tokens and of none, would contradict one another."""
+    for steps, now in ((1, f" {NOW}"), (2, "")):
+        launch = check_launch(Namespace(**ONE_STEP | CUSTOM_LOSS | INIT | settings | {"global_batch_size": 4 // steps}))[1]
+        (text,) = [text for text in host_warnings(launch) if "clip" in text]
+        assert text.startswith(said.replace(" {}", now)) and text.endswith(meant)
+
+
 def test_a_line_that_leaves_dropout_out_has_the_note_of_dropout_alone():
     settings = {name: value for name, value in {**ONE_STEP, **CUSTOM_LOSS, **INIT}.items() if "dropout" not in name}
     assert not [text for text in host_warnings(check_launch(Namespace(**settings))[1]) if "one step" in text]

@@ -590,7 +590,7 @@ LAYOUTS = [
     (
         "slime",
         ["python3", "train.py", "--actor-num-nodes", "1", "--tensor-model-parallel-size", "$TP"],
-        "data-parallel size not known, and taken as 1: --tensor-model-parallel-size was not read; give --data-parallel-size before --, micro",
+        "taken as 1: --tensor-model-parallel-size was not read; give --data-parallel-size before --, micro",
         "0.3",
     ),
     (

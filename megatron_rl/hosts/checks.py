@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import read_switch
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import (
@@ -24,7 +24,7 @@ from megatron_rl.hosts.base import (
 )
 from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.names import paths_load
-from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_another_divisor, with_clip_of_dapo, with_deviation
+from megatron_rl.hosts.published import with_another_divisor, with_deviation
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.checks import Asker, Check, Row, check, checks_in, problems_of, warnings_of
@@ -35,11 +35,10 @@ COMPANION_OF_OPTION = {
     "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
     "custom_reward_post_process_path": "reward_post_process",
 }
-# A clip nearer to 1 than this suits a mean: one bfloat16 rounding of a logit moves a token's ratio as far.
-LEAST_TOKEN_CLIP = 0.01
 OF_ALL = (
-    *("megatron_rl.hosts.names", __name__, "megatron_rl.hosts.correction_checks", "megatron_rl.hosts.loss_checks"),
-    *("megatron_rl.hosts.head_checks", "megatron_rl.hosts.skip_checks", "megatron_rl.hosts.support_checks"),
+    *("megatron_rl.hosts.names", __name__, "megatron_rl.hosts.clip_checks", "megatron_rl.hosts.correction_checks"),
+    *("megatron_rl.hosts.loss_checks", "megatron_rl.hosts.head_checks", "megatron_rl.hosts.skip_checks"),
+    "megatron_rl.hosts.support_checks",
 )
 OF_ACTORS = "megatron_rl.hosts.actor_checks"
 DECLARATION = "--one-sample-per-rollout"
@@ -442,43 +441,6 @@ def actors_are_checked(launch: HostLaunch) -> Iterator[str]:
             f"{what}. Without it no training actor is checked: no probe of the installed Megatron, no line at start, no look at "
             "the process groups"
         )
-
-
-@check(is_warning=True)
-def clip_fits_the_ratio(launch: HostLaunch) -> Iterator[str]:
-    """The clips are the host's flags, which always have a value."""
-    options, is_our_loss = launch.options, launch.has_our_loss()
-    loss, clip = launch.loss_and_clip
-    if loss not in policy_loss_names() or clip is None:
-        return
-    low, high = clip
-    declared, clips_means = get_policy_loss(loss).clip_ratios, get_policy_loss(loss).clips_means
-    is_chosen = is_our_loss and options.ours("policy_loss")
-    given = f"--eps-clip {low:g}, --eps-clip-high {high:g}"
-    by = f"{given} with {'--policy-loss' if is_chosen else '--advantage-estimator'} {loss}"
-    if clips_means and max(low, high) > SEQUENCE_CLIP_RATIO_WARNING:
-        yield (
-            f"{by} will hardly ever clip on long responses: the ratio is a geometric mean over the sample, which does not move by "
-            f"{SEQUENCE_CLIP_RATIO_WARNING:g} there; the paper's values are --eps-clip 3e-4 --eps-clip-high 4e-4"
-        )
-    elif declared and not clips_means and 0 < high < LEAST_TOKEN_CLIP:
-        yield (
-            f"{by} will clip nearly every token: its ratio is of a token, and is clipped at about 0.2; these are values for a mean "
-            "over a sample, as in gspo"
-        )
-    elif is_chosen and declared is not None and declared != (low, high):
-        if options["eps_clip_high"] is None and low == options.host.parser_defaults.get("eps_clip"):
-            yield (
-                f"{given} act on --policy-loss {loss}, because the host fills them in; the loss's own values are "
-                f"--eps-clip {declared[0]:g} --eps-clip-high {declared[1]:g}"
-            )
-
-
-@check(is_warning=True)
-def prompt_mean_has_the_clip_of_dapo(launch: HostLaunch) -> Iterator[str]:
-    loss, clip = launch.loss_and_clip
-    given = f"--eps-clip-high {CLIP_HIGH_OF_DAPO}"
-    yield from with_clip_of_dapo("--loss-aggregation prompt_mean", loss, launch.aggregation, clip, given)
 
 
 @check(is_warning=True)

@@ -11,7 +11,7 @@ from megatron_rl.hosts.host_places import OF_OLD_LOG_PROBS, host_problems
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.auxiliary_losses import number
 from megatron_rl.validation.checks import Asker, check
-from megatron_rl.validation.model_settings import DROPOUTS, default_dropout_note
+from megatron_rl.validation.model_settings import DROPOUTS
 
 FLAG = "--skip-old-log-probs"
 REMEDY = f"no forward can be left out; remove {FLAG}"
@@ -108,16 +108,7 @@ def host_measures_as_known(launch: HostLaunch) -> Iterator[str]:
         yield from host_problems(launch.options.host, OF_OLD_LOG_PROBS, REMEDY)
 
 
-@check(asked_by=(Asker.DOCTOR,), is_warning=True)
-def clip_has_a_use(launch: HostLaunch) -> Iterator[str]:
-    """In one step the policy in training is the old one, whose log-probabilities the host has measured, and they are the same."""
-    options, (_, clip) = launch.options, launch.loss_and_clip
-    is_one_step = options.is_one_step and not options["use_dynamic_global_batch_size"]
-    of_another = options["use_rollout_logprobs"] or options["keep_old_actor"]
-    has_noise = default_dropout_note(options.of_model) is not None or any(both_forwards_are_the_same.find(launch))
-    if not is_one_step or clip is None or skips(launch) or of_another or has_noise:
-        return
+def is_left_out_for_free(launch: HostLaunch) -> bool:
+    """Whether our loss trains the same without that forward, where a rollout is one step."""
     needs = (forward_can_be_left_out, rollout_is_one_step, nothing_reads_old_log_probs)
-    can_skip = launch.has_our_loss() and not any(text for one in needs for text in one.find(launch))
-    saved = f"; {FLAG} saves the forward that measures old log-probabilities" if can_skip else ""
-    yield f"a rollout is one step, so each ratio is 1, and the clip {clip[0]:g}/{clip[1]:g} acts on rounding at most{saved}"
+    return launch.has_our_loss() and not any(text for one in needs for text in one.find(launch))
