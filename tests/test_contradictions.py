@@ -11,8 +11,8 @@ import torch
 from megatron_rl import LossValue, Parameter, bounded_exp, register_policy_loss
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.loss_hub import FURTHER_INPUTS, get_policy_loss, is_built_in, policy_loss_names
-from megatron_rl.validation import Settings, find_problems
-from megatron_rl.validation.own_loss import contradictions
+from megatron_rl.validation import Settings, config_warnings, find_problems
+from megatron_rl.validation.own_loss import cautions, contradictions
 
 SCALE = Parameter("scale", default=0.0, help="multiplies the loss")
 IDLE = {"zero_advantage_has_no_gradient": True}
@@ -350,7 +350,7 @@ OF_BATCHES = [
     pytest.param(lambda batch: tokens_of(batch).half(), "float16", id="another dtype"),
     pytest.param(lambda batch: float(tokens_of(batch).sum()), "float", id="a number"),
     pytest.param(tokens_of, None, id="a value of each token"),
-    pytest.param(lambda batch: batch.suffix_sum(batch.log_ratio, decay=0.9) * batch.advantages, None, id="ordered sums"),
+    pytest.param(lambda batch: -batch.suffix_sum(batch.log_ratio, decay=0.9) * batch.advantages, None, id="ordered sums"),
     pytest.param(lambda batch: torch.nn.functional.dropout(tokens_of(batch) / len(batch.documents), 0.1), None, id="a random one"),
     pytest.param(lambda batch: tokens_of(batch).view(-1, 999), None, id="one that raises in this batch alone"),
 ]
@@ -368,10 +368,87 @@ def test_the_losses_of_batches_of_the_package_contradict_nothing(name):
     assert contradictions(loss, loss.clip_bounds(None, None), loss.resolve_parameters({})) == ()
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+def at_level(level, function):
+    """A function of log_ratio, advantages and log_probs as a loss of this level."""
+    if level == "batch":
+        return lambda batch: function(batch.log_ratio, batch.advantages, batch.log_probs)
+    return lambda log_ratio, advantages, log_probs: function(log_ratio, advantages, log_probs)
+
+
+LEVELS = ("token", "sequence", "batch")
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_loss_whose_minus_is_missing_is_found(level):
     """At ratio 1 it is trained away from the advantage. One that reads none, or turns later, is no such loss."""
-    (message,) = found_in(lambda x, a: -surrogate(x, a), level, name="away")
-    assert "makes likelier what has a negative advantage" in message and "is the minus missing?" in message
-    assert found_in(lambda x, a: bounded_exp(x), level, name="without") == ()
-    assert found_in(lambda x, a: torch.where(x == 0, surrogate(x, a), -surrogate(x, a)), level, name="later") == ()
+    for name, away in {
+        "minus": lambda x, a, p: 0.3 * torch.tanh(x / 0.3) * a,
+        "swapped": lambda x, a, p: -torch.tanh(-x / 0.3) * a,
+    }.items():
+        (message,) = found_in(at_level(level, away), level, name=name)
+        assert "makes likelier what has a negative advantage" in message
+        assert "is the minus missing, or are old and new swapped in the ratio?" in message
+    assert found_in(at_level(level, lambda x, a, p: bounded_exp(x)), level, name="without") == ()
+    later = at_level(level, lambda x, a, p: torch.where(x == 0, surrogate(x, a), -surrogate(x, a)))
+    assert found_in(later, level, name="later") == ()
+
+
+def test_a_sample_s_mean_whose_minus_is_missing_is_found():
+    """Of a mean a token's gradient is that of the whole sample."""
+    (message,) = found_in(lambda batch: -tokens_of(batch), "batch")
+    assert "is the minus missing" in message
+
+
+def cispo_of(weigh):
+    return lambda x, a, p: -weigh(x) * a * p
+
+
+def warned_of(function, level="token", **declared) -> list[str]:
+    register_policy_loss("mine", level, **declared)(function)
+    return config_warnings(PolicyLossConfig(policy_loss="mine", loss_aggregation="token_mean"))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_weight_that_is_not_detached_is_told_at_start(level):
+    """By hand, at ratio 1: d(-rho A log pi) / d log pi = -A (1 + log pi), which turns its sign at pi = 1/e = 0.37."""
+    function = at_level(level, cispo_of(lambda x: bounded_exp(x).clamp(0, 1.28)))
+    assert warned_of(function, level) == [
+        "policy_loss=mine at ratio 1 makes tokens of negative advantage likelier where their probability is under 0.37: is a "
+        "weight not detached?"
+    ]
+    loss = get_policy_loss("mine")
+    assert contradictions(loss, None, {}) == ()
+
+
+FOLLOWING = {
+    "detached": cispo_of(lambda x: bounded_exp(x).clamp(0, 1.28).detach()),
+    "ratio": lambda x, a, p: surrogate(x, a),
+    "probability": lambda x, a, p: -a * p.exp(),
+    "focal": lambda x, a, p: -a * (1 - p.exp()).square() * p,
+    "pulled": lambda x, a, p: surrogate(x, a) + (bounded_exp(x) - 1).square(),
+    "entropy": lambda x, a, p: surrogate(x, a) + 0.5 * p * p.exp(),
+    "without advantages": lambda x, a, p: p * p.exp(),
+    "noise": lambda x, a, p: surrogate(x, a) * torch.randn_like(x),
+    "scalar": lambda x, a, p: surrogate(x, a).mean(),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_a_loss_that_follows_the_advantages_is_not_told(name, level):
+    assert warned_of(at_level(level, FOLLOWING[name]), level) == []
+
+
+def test_a_pull_to_the_reference_is_not_told():
+    """Its sign at a token turns with the probability too, for one sign of the advantage."""
+
+    def pulled(log_ratio, advantages, log_probs, *, ref_log_probs):
+        return surrogate(log_ratio, advantages) + 0.5 * (log_probs - ref_log_probs - 1).square()
+
+    assert warned_of(pulled, needs=("ref_log_probs",)) == []
+
+
+@pytest.mark.parametrize("name", [name for name in policy_loss_names() if is_built_in(name)])
+def test_no_built_in_loss_is_told(name):
+    loss = get_policy_loss(name)
+    assert cautions(loss, loss.clip_bounds(None, None), loss.resolve_parameters({})) == ()

@@ -395,6 +395,7 @@ WARNED = [
     {"policy_loss": "gmpo", "policy_loss_backend": "triton"},
     {**PLAIN, "policy_loss_backend": "triton"},
     {**WITHOUT_TWIN, **PLAIN, "policy_loss_backend": "triton"},
+    {"policy_loss": "own_losses.attached"},
 ]
 # Beside WARNED: nothing is said of these.
 NOT_WARNED = {
@@ -407,6 +408,7 @@ NOT_WARNED = {
     "nothing runs in Triton": {**WITHOUT_TWIN, "policy_loss_backend": "torch"},
     "a loss in torch, by no choice of a backend": {"policy_loss": "gmpo"},
     "neither has a twin": {**WITHOUT_TWIN, **PLAIN},
+    "a weight that is detached": {"policy_loss": "own_losses.truncated"},
     "both have a twin": {"kl_coefficient": 0.1, "kl_estimator": "k3+", "policy_loss_backend": "triton"},
     "no term": {"policy_loss_backend": "triton"},
 }

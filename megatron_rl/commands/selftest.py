@@ -69,8 +69,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 def run(args: Namespace) -> int:
     """Exit code 0 when every row passes, 1 when one fails; the same on every rank."""
     started = time.monotonic()
-    if args.policy_loss is not None:
-        check_loss(args.policy_loss)
+    warnings = [] if args.policy_loss is None else check_loss(args.policy_loss)
     if args.loss_aggregation is not None:
         args.loss_aggregation = aggregation_of(args.loss_aggregation, args.model_like)
     if args.kl_estimator is not None:
@@ -78,6 +77,8 @@ def run(args: Namespace) -> int:
     if args.interpret_triton:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks where a kernel is defined, which is later
     screen = Screen(as_json=args.json, shows=os.environ.get("RANK", "0") == "0")
+    for warning in warnings:
+        screen.say(warning)
     try:
         for result in results(args, screen):
             screen.show(result)
@@ -108,6 +109,10 @@ class Screen:
             return
         print(json.dumps({key: value}) if self.as_json else text, flush=True)
 
+    def say(self, text: str) -> None:
+        if self.shows:
+            print(f"megatron_rl selftest: {text}", file=sys.stderr)
+
     def on_start(self, setting: Setting) -> None:
         self.setting = setting
         self.line("setting", asdict(setting), header(setting))
@@ -134,24 +139,23 @@ class Screen:
     def interrupted(self, seconds: float) -> None:
         where = "before a row" if self.running is None else f"in {self.running}"
         self.line("result", self.verdict(seconds, interrupted=where), None)
-        if self.shows:
-            said = f"interrupted after {len(self.results)} rows, {where}: nothing is said of the others"
-            print(f"megatron_rl selftest: {said}", file=sys.stderr)
+        self.say(f"interrupted after {len(self.results)} rows, {where}: nothing is said of the others")
 
     def close(self, seconds: float) -> bool:
         self.line("result", self.verdict(seconds), closing(self.setting, self.results, seconds))
         return all(result.passed for result in self.results)
 
 
-def check_loss(name: str) -> None:
+def check_loss(name: str) -> Sequence[str]:
     """Registers a loss of a user's own; megatron_rl.testing makes its tables from the registered losses, so it is imported later.
-    Raises ConfigError for a loss that is not what it declares, and for one that needs what the step has not."""
+    Returns warnings. Raises ConfigError for a loss that is not what it declares, and for one that needs what the step has not."""
     from megatron_rl.config import PolicyLossConfig
     from megatron_rl.loss_hub import PASSED_INPUTS, get_policy_loss
-    from megatron_rl.validation.own_loss import own_loss_problems
+    from megatron_rl.validation.own_loss import own_loss_problems, own_loss_warnings
 
     needs = [need for need in get_policy_loss(name).needs if need in PASSED_INPUTS]
-    problems = [*own_loss_problems(PolicyLossConfig(policy_loss=name))]
+    config = PolicyLossConfig(policy_loss=name)
+    problems = [*own_loss_problems(config)]
     if needs:
         problems.append(
             f"--policy-loss {name} needs {', '.join(needs)}, which the samples of the selftest have not: test it with the pytest "
@@ -159,6 +163,7 @@ def check_loss(name: str) -> None:
         )
     if problems:
         raise ConfigError(problems)
+    return own_loss_warnings(config)
 
 
 def aggregation_of(name: str, model_like: str | None) -> str:

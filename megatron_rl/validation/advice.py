@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, Backend, CorrectionLevel
-from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
+from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, is_built_in
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 from megatron_rl.registries.token_selections import Effect
 from megatron_rl.validation.checks import check
 from megatron_rl.validation.routes import Settings
+
+
+@check(is_warning=True)
+def own_loss_follows_the_advantages(launch: Settings) -> Iterator[str]:
+    if launch.loss is not None and not is_built_in(launch.loss.name):
+        from megatron_rl.validation.own_loss import own_loss_warnings  # torch, which a user's loss has imported
+
+        yield from own_loss_warnings(launch.config)
 
 
 @check(is_warning=True)

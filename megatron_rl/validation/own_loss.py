@@ -22,6 +22,8 @@ from megatron_rl.validation.halves import FEW, NUM_PROBES, changed_in, halves, n
 _NOISE = 1e-6
 _FACTOR_NOISE = 1e-2  # a loss may compute in bfloat16
 _RESULTS = ("value", "derivative")
+# Evenly from 0 to 1, each with two advantages, of a sample of some tokens: NUM_PROBES tokens.
+_NUM_PROBABILITIES, _REPEATS = NUM_PROBES // 16, 8
 
 
 class _IsRandom(Exception):
@@ -31,13 +33,25 @@ class _IsRandom(Exception):
 def own_loss_problems(config: PolicyLossConfig) -> tuple[str, ...]:
     """The contradictions of the configured loss; none of a built-in one, and where a name or number of it is wrong, which other
     rules report."""
+    own = _own_loss(config)
+    return () if own is None else contradictions(*own)
+
+
+def own_loss_warnings(config: PolicyLossConfig) -> tuple[str, ...]:
+    """What the configured loss may mean, and rarely does; as `own_loss_problems` of a built-in one."""
+    own = _own_loss(config)
+    return () if own is None else cautions(*own)
+
+
+def _own_loss(config: PolicyLossConfig) -> tuple[PolicyLoss, tuple[float, float] | None, Mapping[str, float]] | None:
+    """The loss, its clip and its parameters."""
     try:
         loss = get_policy_loss(config.policy_loss)
         clip = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
         parameters = loss.resolve_parameters(config.loss_parameters)
     except ConfigError:
-        return ()
-    return () if is_built_in(loss.name) else contradictions(loss, clip, parameters)
+        return None
+    return None if is_built_in(loss.name) else (loss, clip, parameters)
 
 
 def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameters: Mapping[str, float]) -> tuple[str, ...]:
@@ -48,9 +62,89 @@ def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameter
     told. A derivative that the loss gives must be what autograd makes of its value, in which factors that are constant for the
     gradient are detached. A value without a graph has another one.
     """
-    clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
     find = _batch_contradictions if loss.level == "batch" else _contradictions
-    return tuple(find(loss, clips | dict(parameters)))
+    return tuple(find(loss, _keywords(clip, parameters)))
+
+
+def cautions(loss: PolicyLoss, clip: tuple[float, float] | None, parameters: Mapping[str, float]) -> tuple[str, ...]:
+    """A text where the sign of the coefficient at ratio 1 turns with the probability: a weight of the log-probability that is not
+    detached, w A log p, has the derivative w A (1 + log p)."""
+    keywords = _keywords(clip, parameters)
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            towards = _towards(loss, keywords)
+    except Exception:  # of any type: it is the user's function
+        return ()
+    is_right, is_wrong = ((sign * towards >= 0).all(0) & towards.any(0) for sign in (1, -1))
+    wrong, right = is_wrong.nonzero()[:, 0].tolist(), is_right.nonzero()[:, 0].tolist()
+    if not wrong or not right or max(wrong) > min(right):
+        return ()
+    return (
+        f"{_with_numbers(loss, keywords)} at ratio 1 makes tokens of negative advantage likelier where their probability is under "
+        f"{_probabilities()[max(wrong)]:.2g}: is a weight not detached?",
+    )
+
+
+def _keywords(clip: tuple[float, float] | None, parameters: Mapping[str, float]) -> dict[str, float]:
+    return ({} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}) | dict(parameters)
+
+
+def _probabilities() -> Tensor:
+    return (torch.arange(_NUM_PROBABILITIES, dtype=torch.float32) + 0.5) / _NUM_PROBABILITIES
+
+
+def _towards(loss: PolicyLoss, keywords: Mapping[str, float]) -> Tensor:  # [2 advantages, probabilities]
+    """Above 0 where a step follows the advantage: by the gradient of the value where each ratio is 1, of samples of equal tokens,
+    -1 or 1 their advantage. One test for all levels."""
+    signs, log_probs = torch.tensor([-1.0, 1.0], dtype=torch.float32), _probabilities().log()
+
+    def each(of_one_sign: Tensor) -> Tensor:  # [probabilities] -> [signs x probabilities x tokens]
+        return of_one_sign.repeat(len(signs)).repeat_interleave(_REPEATS)
+
+    advantages = signs.repeat_interleave(_NUM_PROBABILITIES * _REPEATS)
+    # Other policies are the trained one too.
+    given = {name: log_probs if name.endswith("log_probs") else _FURTHER_PROBES[name]()[:_NUM_PROBABILITIES] for name in loss.needs}
+    further = {name: each(vector) for name, vector in given.items()}
+    vectors = (torch.zeros_like(advantages), advantages, each(log_probs))
+    if loss.level == "batch":
+        documents = torch.arange(len(signs) * _NUM_PROBABILITIES).repeat_interleave(_REPEATS)
+        live = torch.ones_like(documents, dtype=torch.bool)
+        found = _of_batch(loss, keywords, *vectors, further, documents, live, prefers_autograd=True)
+    else:
+        found = evaluate(loss, *vectors, keywords, further, prefers_autograd=True)
+    towards = -(found.derivative * advantages).view(len(signs), _NUM_PROBABILITIES, _REPEATS).sum(-1)
+    return torch.where(towards.abs() > _NOISE, towards, 0.0)
+
+
+def _sign_problem(loss: PolicyLoss, keywords: Mapping[str, float], towards: Tensor) -> Iterator[str]:
+    if towards.any() and (towards <= 0).all():
+        yield (
+            f"{_with_numbers(loss, keywords)} at ratio 1 makes likelier what has a negative advantage, and less likely what has a "
+            "positive one: a loss is minimised, so its value is -advantages times something that grows with log_probs; is the "
+            "minus missing, or are old and new swapped in the ratio?"
+        )
+
+
+def _of_batch(
+    loss: PolicyLoss,
+    keywords: Mapping[str, float],
+    log_ratio: Tensor,  # [T], and the following
+    advantages: Tensor,
+    log_probs: Tensor,
+    further: Mapping[str, Tensor],
+    documents: Tensor,
+    live: Tensor,
+    *,
+    prefers_autograd: bool = False,
+) -> LossValues:
+    """Of whole samples on one rank; masked tokens have no part."""
+    _, own, lengths = documents.unique(return_inverse=True, return_counts=True)
+    cu_seqlens = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+    sums = JointSums(SINGLE, lengths.numel(), live.device, is_checked=False)
+    counts = document_sums(live.double(), cu_seqlens)
+    batch = TokenBatch(log_ratio, log_probs, advantages, live, own, counts, cu_seqlens, sums)
+    weights = torch.ones_like(log_ratio)
+    return evaluate_batch(loss, batch, weights, keywords, further, has_importance_weights=prefers_autograd)[0]
 
 
 def _batch_contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator[str]:
@@ -63,14 +157,9 @@ def _batch_contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> It
             further = {name: _FURTHER_PROBES[name]() for name in loss.needs}
 
             def results_of(tokens: Tensor) -> tuple[Tensor, Tensor]:  # the places of whole samples -> value, derivative [T]
-                _, own, lengths = documents[tokens].unique(return_inverse=True, return_counts=True)
-                cu_seqlens, live = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(), mask[tokens]
-                sums = JointSums(SINGLE, lengths.numel(), mask.device, is_checked=False)
-                vectors = (log_ratio[tokens], log_probs[tokens], advantages[tokens])
-                batch = TokenBatch(*vectors, live, own, document_sums(live.double(), cu_seqlens), cu_seqlens, sums)
-                others = {name: vector[tokens] for name, vector in further.items()}
-                weights = torch.ones(len(tokens))
-                found, _ = evaluate_batch(loss, batch, weights, keywords, others, has_importance_weights=False)
+                vectors = (log_ratio[tokens], advantages[tokens], log_probs[tokens])
+                others, live = {name: vector[tokens] for name, vector in further.items()}, mask[tokens]
+                found = _of_batch(loss, keywords, *vectors, others, documents[tokens], live)
                 return torch.where(live, found.value, 0.0), torch.where(live, found.derivative, 0.0)
 
             whole, again = (results_of(torch.arange(NUM_PROBES)) for _ in range(2))
@@ -80,11 +169,13 @@ def _batch_contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> It
             of_samples = (torch.bincount(documents, vector) / documents.bincount() for vector in given)
             parts = (torch.isin(documents, samples).nonzero()[:, 0] for samples in halves(of_samples))
             changed = changed_in(parts, results_of, whole)
+            towards = _towards(loss, keywords)
     except DataError as error:  # of what it returned, or wrote into
         yield f"{error} (tried on {NUM_PROBES} tokens)"
         return
     except Exception:  # of any type: it is the user's function
         return
+    yield from _sign_problem(loss, keywords, towards)
     if changed:
         yield (
             f"{_with_numbers(loss, keywords)} has a {_RESULTS[min(changed)]} at one sample that depends on the other samples, so "
@@ -111,6 +202,7 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
             changed = changed_in(halves(read), lambda places: at(*(vector[places] for vector in probes))[:2], whole)
             is_idle = torch.arange(NUM_PROBES) % 2 == 0
             mixed = at(log_ratio, advantages.masked_fill(is_idle, 0.0), log_probs, *further)
+            towards = _towards(loss, keywords)
     except DataError as error:  # of what it returned, or wrote into
         yield str(error)
         return
@@ -132,13 +224,7 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
             f"{name} has derivative 0 by log_ratio and log_probs everywhere, so nothing would train: compute its value from them "
             "without detach, or return LossValue(value, derivative, is_clipped)"
         )
-    is_first = log_ratio == 0
-    towards = -(of_value * advantages)[is_first]
-    if towards.any() and (towards <= 0).all():
-        yield (
-            f"{name} at ratio 1 makes likelier what has a negative advantage, and less likely what has a positive one: a loss is "
-            "minimised, so its value is -advantages times something that grows with log_probs; is the minus missing?"
-        )
+    yield from _sign_problem(loss, keywords, towards)
     idle = {"gradient": mixed.derivative, "value": mixed.value}
     kept = [what for what, tensor in idle.items() if (tensor[is_idle].abs() > _NOISE).any()]
     if loss.zero_advantage_has_no_gradient and kept:
