@@ -73,6 +73,8 @@ class Stock:
     known: Mapping[str, float] = field(default_factory=dict)
     """Counts that the line says, by their letters: L, and M_gen beside M. Without L a step is shown with 1."""
     sizes: StepSizes = StepSizes()
+    shuffles: str = ""
+    """Where the trainer shuffles the samples of a rank before it cuts them into micro-batches: what is said of that."""
     ours: str | None = "grpo"
     """The loss of ours that is the trainer's own, but for the weights; None: there is none."""
     without: str = ""

@@ -51,6 +51,7 @@ STOCK_TYPES = {
 OURS = dict.fromkeys(("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), "grpo")
 LEVEL = "importance_sampling_level"
 OF_GENERATION, RESCALED = Formula(T_gen=-1), Formula(M_gen=1, M=-1, T_gen=-1)
+SHUFFLES = "TRL shuffles a generation"
 OF_MATRIX = Formula(N=-1, L_b=-1, m_i=1)
 # A setting -> the value that does nothing, and what another one does.
 VARIES = {
@@ -155,7 +156,8 @@ def stock_of_version(settings: Settings, *, is_old: bool) -> Stock | None:
     if is_ligers and local_letters(weight) and not (is_old and weight == OF_MATRIX):
         exact = ", ".join(filter(None, ("use_liger_kernel=False", exact)))
     terms = (weight, kl if is_on(settings, "beta") else None, entropy if is_on(settings, "entropy_coef") else None)
-    return Stock(*terms, exact, tuple(remarks), varies, known=known, ours=ours(settings), without=without(settings))
+    of_ours, removed, said = ours(settings), without(settings), tuple(remarks)
+    return Stock(*terms, exact, said, varies, known=known, shuffles=SHUFFLES, ours=of_ours, without=removed)
 
 
 def without(settings: Settings) -> str:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,12 @@ class Difference:
     """|w - exact| / |exact| over all tokens: the relative error of the gradient where token gradients are independent and alike."""
 
 
+# Orders of a step that are tried where the trainer shuffles it, and their samples together, which bound the memory.
+MOST_ORDERS, MOST_SAMPLES = 1000, 2_000_000
+# Errors that differ by less read the same.
+SAME_ERROR = 0.005
+
+
 def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> Iterator[Row]:
     """One row for each term that is not exact on any step, and the picture. step: None: it is read. Raises what read_step
     raises."""
@@ -54,6 +61,7 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
         found.append(one := difference(listed, weight, tokens, lengths, shares.parts, stock.known))
         low, high = float(one.ratios.min()), float(one.ratios.max())
         far = f"a token weighs {low:.3g} to {high:.3g} times its exact weight, and the gradient is {one.error:.0%} off"
+        far += of_other_orders(stock, weight, tokens, lengths, shares.parts)
         yield Row("this step", f"{one.terms}: {far} ({where})", is_note=True)
     if stock.varies:
         text = f"what the notes say of the layout is not in {'these figures' if terms else 'a figure here'} ({where})"
@@ -81,15 +89,50 @@ def asked_sizes(args: Namespace) -> StepSizes:
     return StepSizes(data, micro_batch, number)
 
 
-def generations(tokens: Tensor, parts: Sequence[Sequence[Sequence[int]]], known: Mapping[str, float]) -> list[int] | None:
-    """The tokens of the generation that each micro-batch of a rank is of; None: one step does not say."""
+def of_other_orders(
+    stock: Stock, weight: Formula, tokens: Tensor, lengths: Tensor, parts: Sequence[Sequence[Sequence[int]]]
+) -> str:
+    """What is said of the error where the trainer shuffles the samples of a rank before it cuts them; empty where that changes
+    nothing. Of a generation that is not a step, other samples are in the step too: no figure."""
+    if not stock.shuffles or all(len(of_rank) == 1 for of_rank in parts):
+        return ""
+    words = f" in this order; {stock.shuffles}"
+    if is_of_generation(weight):
+        return words
+    errors = errors_of_orders(weight, tokens, lengths, parts, stock.known)
+    middle, low, high = float(errors.median()), float(errors.min()), float(errors.max())
+    if high - low < SAME_ERROR:
+        return ""
+    return f"{words}: {middle:.0%} in the median of {len(errors)} shuffles, {low:.0%} to {high:.0%}"
+
+
+def errors_of_orders(
+    weight: Formula, tokens: Tensor, lengths: Tensor, parts: Sequence[Sequence[Sequence[int]]], known: Mapping[str, float]
+) -> Tensor:  # [orders] float64
+    """The error of `difference` for random orders of each rank's samples, the same ones in each call."""
+    num_orders = max(1, min(MOST_ORDERS, MOST_SAMPLES // len(tokens)))
+    generator, order = torch.Generator().manual_seed(0), torch.arange(len(tokens)).repeat(num_orders, 1)
+    for of_rank in parts:
+        of_all = torch.tensor([sample for samples in of_rank for sample in samples], dtype=torch.int64)
+        order[:, of_all] = of_all[torch.rand(num_orders, len(of_all), generator=generator).argsort(-1)]
+    of_orders = tokens[order]
+    own, exact = (one(weight, of_orders, lengths[order], parts, known=known) for one in (token_weights, exact_weights))
+    return _error(own, exact, of_orders)
+
+
+def _error(own: Tensor, exact: Tensor, tokens: Tensor) -> Tensor:  # [...] of [..., S]
+    return ((tokens * (own - exact).square()).sum(-1) / (tokens * exact.square()).sum(-1)).sqrt()
+
+
+def generations(tokens: Tensor, parts: Sequence[Sequence[Sequence[int]]], known: Mapping[str, float]) -> list[Tensor] | None:
+    """The tokens [..., 1] of the generation that each micro-batch of a rank is of; None: one step does not say."""
     counts = {len(of_rank) for of_rank in parts}
     size = max(counts) * generation_share(known, max(counts)) if "M_gen" in known else 0
     if len(counts) > 1 or size < 1 or max(counts) % size:
         return None
-    of_all = [sum(int(tokens[of_rank[index]].sum()) for of_rank in parts) for index in range(max(counts))]
+    of_all = [_total(tokens[..., [sample for of_rank in parts for sample in of_rank[index]]]) for index in range(max(counts))]
     firsts = [int(index - index % size) for index in range(max(counts))]
-    return [sum(of_all[first : first + int(size)]) for first in firsts]
+    return [torch.cat(of_all[first : first + int(size)], -1).sum(-1, keepdim=True) for first in firsts]
 
 
 def generation_share(known: Mapping[str, float], num_microbatches: int) -> float:
@@ -110,19 +153,18 @@ def difference(
     has_tokens = tokens > 0
     own, exact = (one(weight, tokens, lengths, parts, known=known)[has_tokens] for one in (token_weights, exact_weights))
     live = tokens[has_tokens].double()
-    error = ((live * (own - exact).square()).sum() / (live * exact.square()).sum()).sqrt()
-    return Difference(terms, tokens[has_tokens], own / exact, float(error))
+    return Difference(terms, tokens[has_tokens], own / exact, float(_error(own, exact, live)))
 
 
 def exact_weights(
     weight: Formula,
-    tokens: Tensor,  # [S]
-    lengths: Tensor,  # [S]
+    tokens: Tensor,  # [..., S]
+    lengths: Tensor,  # [..., S]
     parts: Sequence[Sequence[Sequence[int]]],
     prompts: Sequence[Hashable] | None = None,
     *,
     known: Mapping[str, float] = MappingProxyType({}),
-) -> Tensor:  # [S] float64
+) -> Tensor:  # [..., S] float64
     """What token_weights has of the mean over the whole step."""
     if "L_b" in weight.powers:  # the divisor that is meant is a constant of the run: here the longest of the step
         lengths = torch.full_like(lengths, int(lengths.max()))
@@ -133,36 +175,48 @@ def exact_weights(
 
 def token_weights(
     weight: Formula,
-    tokens: Tensor,  # [S] unmasked
-    lengths: Tensor,  # [S] padded by the trainer to the longest of a micro-batch
+    tokens: Tensor,  # [..., S] unmasked
+    lengths: Tensor,  # [..., S] padded by the trainer to the longest of a micro-batch
     parts: Sequence[Sequence[Sequence[int]]],  # samples of each micro-batch of each rank
     prompts: Sequence[Hashable] | None = None,  # of each sample; needed where the formula has P
     *,
     known: Mapping[str, float] = MappingProxyType({}),  # Stock.known
-) -> Tensor:  # [S] float64
+) -> Tensor:  # [..., S] float64
     """The formula on a step: counts of the step, and of the micro-batch that a sample is in. L is 1 where it is not known. Of a
     generation of several steps this one has its share."""
-    present = int((tokens > 0).sum())
-    step = {"N": len(tokens), "T": int(tokens.sum()), "N+": present, "T'": int(tokens.clamp(min=1).sum()), "L": known.get("L", 1)}
+    tokens, lengths = tokens.double(), lengths.double()
     share, of_generations = generation_share(known, max(map(len, parts))), generations(tokens, parts, known)
-    groups: dict[Hashable, int] = {}
-    for prompt, count in () if prompts is None else zip(prompts, tokens.tolist(), strict=True):
-        groups[prompt] = groups.get(prompt, 0) + count
-    found = torch.zeros(len(tokens), dtype=torch.float64)
+    values: dict[str, Any] = {
+        "N": tokens.shape[-1],
+        "T": _total(tokens),
+        "N+": _total(tokens > 0).double(),
+        "T'": _total(tokens.clamp(min=1)),
+        "L": known.get("L", 1),
+        "dp": len(parts),
+        "m_i": tokens,
+        **{name: torch.zeros_like(tokens) for name in ("T_k", "T_b", "N_b", "L_b", "M_gen", "T_gen", "M")},
+    }
     for of_rank in parts:
         for index, samples in enumerate(of_rank):
             beside = [sample for others in parts for sample in (others[index] if index < len(others) else ())]
-            local = {
-                "T_k": int(tokens[beside].sum()),
-                "T_b": int(tokens[samples].sum()),
+            of_part = {
+                "T_k": _total(tokens[..., beside]),
+                "T_b": _total(tokens[..., samples]),
                 "N_b": len(samples),
-                "L_b": int(lengths[samples].max()),
+                "L_b": lengths[..., samples].amax(-1, keepdim=True),
+                "M_gen": len(of_rank) * share,
+                "T_gen": values["T"] * share if of_generations is None else of_generations[index],
+                "M": len(of_rank),
             }
-            num_generated = int(tokens.sum()) * share if of_generations is None else of_generations[index]
-            of_generation = {"M_gen": len(of_rank) * share, "T_gen": num_generated}
-            values = {**step, **local, **of_generation, "M": len(of_rank), "dp": len(parts)}
-            for sample in samples:
-                if tokens[sample]:
-                    of_prompt = {} if prompts is None else {"P": len(groups), "M_g": groups[prompts[sample]]}
-                    found[sample] = weight.evaluate(values | of_prompt | {"m_i": int(tokens[sample])})
-    return found
+            for name, value in of_part.items():
+                values[name][..., samples] = value
+    if prompts is not None:
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        groups = torch.tensor([numbers[prompt] for prompt in prompts])
+        values |= {"P": len(numbers), "M_g": tokens.new_zeros(len(numbers)).index_add(0, groups, tokens)[groups]}
+    found = torch.as_tensor(weight.evaluate(values), dtype=torch.float64)
+    return torch.where(tokens > 0, found, 0.0)
+
+
+def _total(values: Tensor) -> Tensor:  # [..., 1]
+    return values.sum(-1, keepdim=True)

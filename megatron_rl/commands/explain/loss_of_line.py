@@ -39,6 +39,7 @@ class LossOfLine:
     report: LaunchReport
     cut: Cut
     known: Mapping[str, float]  # Stock.known
+    shuffles: str  # Stock.shuffles
     terms: dict[str, tuple[Formula, Tensor, Tensor]] = field(default_factory=dict)  # (weight, of each sample [S], exact [S])
 
 
@@ -77,7 +78,7 @@ def loss_of_line(args: Namespace) -> LossOfLine:
             "the step has rollouts of several samples, and the weights of a line are shown for samples that are rollouts: give "
             "--host and the flags of the loss in the place of the line"
         )
-    shown = LossOfLine(step, report, cut([*map(len, step.masks)], found[0].sizes), found[0].known)
+    shown = LossOfLine(step, report, cut([*map(len, step.masks)], found[0].sizes), found[0].known, found[0].shuffles)
     tokens, lengths = (torch.tensor([count_of(mask) for mask in step.masks]) for count_of in (lambda m: int(m.sum()), len))
     for name, weight in found[0].terms.items():
         if "P" in weight.powers and step.prompts is None:
@@ -111,7 +112,7 @@ def lines_of(found: LossOfLine, max_rows: int) -> Iterator[str]:
         for weight, listed in names.items()
     ]
     weights = [found.terms[listed[0]] for listed in names.values()]
-    header = ["", "prompt", "rank.micro-batch", "tokens", *titles]
+    header = ["", "prompt", f"rank.micro-batch{' in this order' * bool(found.shuffles)}", "tokens", *titles]
     rows = [header]
     for index, mask in enumerate(masks[:max_rows]):
         prompt = "?" if step.prompts is None else str(step.prompts[index])
