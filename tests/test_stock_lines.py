@@ -514,7 +514,7 @@ LAYOUTS = [
     (
         "miles",
         ["python3", "train.py", *DYNAMIC, "--max-tokens-per-gpu", "9"],
-        "9 tokens of --max-tokens-per-gpu, prompt tokens not counted",
+        "9 tokens of --max-tokens-per-gpu, prompt tokens not counted, samples in the order given; the host packs them first-fit",
         "0.1",
     ),
     # Budgets of one rank, of which 2 share a sample: 3 + 5 | 1 + 7 of 8 tokens. Other trainers' budgets are of a micro-batch.
@@ -528,7 +528,7 @@ LAYOUTS = [
         "verl",
         [*BUDGET_OF_FOUR, f"{verl.ACTOR}megatron.context_parallel_size=2"],
         f"8 tokens of {verl.ACTOR}ppo_max_token_len_per_gpu x {verl.ACTOR}megatron.context_parallel_size",
-        "0.1",
+        "0.0",  # verl deals by length: 1 + 7 | 3 + 5, of the most work first
     ),
     (
         "verl",  # the older name counts where it is above 1, and both are one size: 4 ranks are 2 of data
@@ -537,13 +537,13 @@ LAYOUTS = [
             "trainer.n_gpus_per_node=4",
         ],
         f"n_gpus_per_node / {verl.ACTOR}ulysses_sequence_parallel_size, micro-batches of about 8 tokens",
-        "1.0",
+        "0.0",
     ),
     (
-        "verl",  # 3 | 5 and 1 | 7
+        "verl",  # 7 | 1 and 5 | 3
         [*BUDGET_OF_FOUR, f"{verl.ACTOR}ulysses_sequence_parallel_size=1", "trainer.n_gpus_per_node=2"],
         "data-parallel size 2 of trainer.n_gpus_per_node, micro-batches of about 4 tokens of",
-        "1.1",
+        "0.0",
     ),
     (
         "verl",
@@ -557,7 +557,7 @@ LAYOUTS = [
             *("python", "-m", skyrl.ENTRY, "trainer.strategy=megatron", "trainer.max_tokens_per_microbatch=8"),
             "trainer.policy.megatron_config.context_parallel_size=2",
         ],
-        "micro-batches of about 8 tokens of trainer.max_tokens_per_microbatch, prompt tokens",
+        "prompt tokens not counted, samples in the order given; SkyRL deals them by length",
         "0.1",
     ),
     ("slime", ["python3", "train.py", *DYNAMIC], "that --use-dynamic-batch-size gives them are not known", "0.3"),
@@ -565,7 +565,7 @@ LAYOUTS = [
         "verl",
         ["python", "-m", verl.MAIN, f"{verl.ACTOR}use_dynamic_bsz=True", f"{verl.ACTOR}ppo_max_token_len_per_gpu=8"],
         "micro-batches of about 8 tokens of",
-        "0.1",
+        "0.0",
     ),
     ("verl", ["python", "-m", verl.MAIN, f"{verl.ACTOR}use_dynamic_bsz=True"], "about 16384 tokens of", "0.0"),
     (

@@ -20,6 +20,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.batch import HostBatch, HostResponses, read_host_batch, read_host_responses
 from megatron_rl.hosts.closed_words import closest, none_of, refused
+from megatron_rl.hosts.dealing import Dealing
 from megatron_rl.hosts.flags import host_config, is_mis, known_correction, normalised_weights, unjudged_correction
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.programs import SUPERVISED
@@ -126,6 +127,7 @@ class Host:
         ranks=("--actor-num-nodes", "--actor-num-gpus-per-node"),
         shared=MODEL_SIZES,
         by_tokens={"--use-dynamic-batch-size": "--max-tokens-per-gpu"},
+        dealing=lambda value_of: Dealing("the host packs them first-fit"),
         of_budget=("--context-parallel-size",),
         defaults={"--actor-num-nodes": 1, "--actor-num-gpus-per-node": 8},
     )

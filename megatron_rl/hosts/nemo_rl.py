@@ -27,6 +27,7 @@ from megatron_rl.config import LARGEST_RATIO, CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import door_line
 from megatron_rl.hosts.closed_words import Words
+from megatron_rl.hosts.dealing import Dealing
 from megatron_rl.hosts.door import (
     CORRECTION_SETTINGS,
     SUMMED,
@@ -319,6 +320,7 @@ DOOR = Door(
     sizes=SizeNames(
         micro_batch="policy.train_micro_batch_size",
         by_tokens={f"policy.{how}.enabled": f"policy.{how}.train_mb_tokens" for how in ("sequence_packing", "dynamic_batching")},
+        dealing=lambda value_of: Dealing("NeMo-RL deals them by length"),
     ),
     log_probs=LogProbs(setting=LOG_PROBS, value="megatron_rl", theirs=PACKAGE),
     sampler=Sampler(

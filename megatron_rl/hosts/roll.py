@@ -29,6 +29,7 @@ from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import door_line
 from megatron_rl.hosts.closed_words import Words
+from megatron_rl.hosts.dealing import Dealing
 from megatron_rl.hosts.door import (
     AVERAGED,
     TIMES_CP,
@@ -530,6 +531,7 @@ DOOR = Door(
         ranks=(f"{TRAIN}device_mapping",),
         shared=LAYOUT,
         by_tokens={DYNAMIC: f"{TRAIN}max_tokens_per_microbatch_in_train"},
+        dealing=lambda value_of: Dealing("ROLL deals them by length"),
         count=lambda value: whole_number(value) or len(devices_of(value) or ()) or None,
     ),
     sampler=Sampler(

@@ -18,6 +18,7 @@ from copy import copy
 from typing import Any, NamedTuple
 
 from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING
+from megatron_rl.hosts.dealing import Dealing
 from megatron_rl.loss_hub import PolicyLoss
 
 LONGEST_VALUE = 10_000
@@ -54,13 +55,15 @@ class Size(NamedTuple):
 
 class StepSizes(NamedTuple):
     """Data-parallel ranks, samples of a rank in a micro-batch, micro-batches of a rank in a step, most tokens of a micro-batch
-    (0: it has some budget). None: not known. unread: the settings for whose sake `data` is not known."""
+    (0: it has some budget). None: not known. unread: the settings for whose sake `data` is not known. dealing: None: samples
+    keep their order."""
 
     data: Size | None = None
     micro_batch: Size | None = None
     num_microbatches: Size | None = None
     tokens: Size | None = None
     unread: tuple[str, ...] = ()
+    dealing: Dealing | None = None
 
 
 NOT_ASKED = StepSizes()

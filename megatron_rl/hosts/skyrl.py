@@ -30,6 +30,7 @@ from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.closed_words import Words
+from megatron_rl.hosts.dealing import Dealing
 from megatron_rl.hosts.dense_rows import loss_of_rows, step_line
 from megatron_rl.hosts.door import (
     AVERAGED,
@@ -331,6 +332,7 @@ DOOR = Door(
         ranks=tuple(f"trainer.placement.policy_num_{of}" for of in ("nodes", "gpus_per_node")),
         shared=tuple(f"trainer.policy.megatron_config.{kind}_parallel_size" for kind in MODEL_KINDS),
         by_tokens={"trainer.max_tokens_per_microbatch": "trainer.max_tokens_per_microbatch"},
+        dealing=lambda value_of: Dealing("SkyRL deals them by length"),
     ),
     checks=(estimate_of_kl_is_known,),
     words=WORDS,

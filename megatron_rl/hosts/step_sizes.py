@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.closed_words import refused
+from megatron_rl.hosts.dealing import Dealing
 from megatron_rl.hosts.settings import ABSENT, Settings, Size, StepSizes
 from megatron_rl.validation.checks import Row
 
@@ -32,7 +33,7 @@ class SizeNames:
     shared: sizes of groups of ranks that train one sample together. by_tokens: where one is set, micro-batches have at
     most the tokens of its value here, times `of_budget`: a budget of one rank, of which so many share a sample's tokens. older:
     another name of a size, which counts where it is above 1. defaults: the host's own. count: what a value of them counts; None:
-    not known."""
+    not known. dealing: how samples are dealt by length; of_dealing: what it reads."""
 
     micro_batch: str = ""
     num_microbatches: str = ""
@@ -43,11 +44,13 @@ class SizeNames:
     older: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, int] = field(default_factory=dict)
     count: Callable[[Any], int | None] = whole_number
+    dealing: Callable[[Callable[[str], Any]], Dealing | None] = lambda value_of: None
+    of_dealing: tuple[str, ...] = ()
 
     @property
     def names(self) -> frozenset[str]:
         """All settings that are read."""
-        by_tokens = (*self.by_tokens, *self.by_tokens.values(), *self.of_budget, *self.older.values())
+        by_tokens = (*self.by_tokens, *self.by_tokens.values(), *self.of_budget, *self.older.values(), *self.of_dealing)
         return frozenset({self.micro_batch, self.num_microbatches, *self.ranks, *self.shared, *by_tokens})
 
     def read(self, value_of: Callable[[str], Any], asked: StepSizes) -> StepSizes:
@@ -59,6 +62,7 @@ class SizeNames:
             micro_batch=None if switch else self._size(self.micro_batch, value_of),
             num_microbatches=None if switch else self._size(self.num_microbatches, value_of),
             tokens=None if switch is None else self._budget(self.by_tokens[switch], value_of) or Size(0, switch),
+            dealing=self.dealing(value_of),
         )
         if asked.micro_batch or asked.num_microbatches:  # one says what the other is
             of_line = of_line._replace(micro_batch=asked.micro_batch, num_microbatches=asked.num_microbatches, tokens=None)
@@ -254,9 +258,15 @@ def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
     num_ranks = data.value if data else 1
     share = -(-num_samples // num_ranks)
     if sizes.tokens is not None and sizes.tokens.value:
-        parts = [list(_filled(rank, lengths, sizes.tokens.value)) for (rank,) in microbatches(num_samples, num_ranks, share)]
-        words = f"micro-batches of about {sizes.tokens.value} tokens of {sizes.tokens.source}, prompt tokens not counted"
-        return Cut(parts, f"{of_ranks}{words}", other)
+        budget, order = sizes.tokens.value, ""
+        ranks = [sum(of_rank, []) for of_rank in microbatches(num_samples, num_ranks, share)]
+        if sizes.dealing is not None and sizes.dealing.work is not None:
+            parts = sizes.dealing.parts(lengths, ranks, budget)
+        else:
+            parts = [list(_filled(rank, lengths, budget)) for rank in ranks]
+            order = "" if sizes.dealing is None else f", samples in the order given; {sizes.dealing.said}"
+        words = f"micro-batches of about {budget} tokens of {sizes.tokens.source}, prompt tokens not counted"
+        return Cut(parts, f"{of_ranks}{words}{order}", other)
     if sizes.tokens is not None:
         words, length = f"1 sample a micro-batch, for the tokens that {sizes.tokens.source} gives them are not known", 1
     elif count is not None and size is None:
@@ -272,7 +282,7 @@ def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
 
 
 def _filled(samples: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Micro-batches in the order of the step, each as full as it can be. Trainers sort by length too."""
+    """Micro-batches in the order of the step, each as full as it can be."""
     part: list[int] = []
     for sample in samples:
         if part and sum(lengths[one] for one in part) + lengths[sample] > budget:

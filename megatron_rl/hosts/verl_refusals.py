@@ -6,10 +6,12 @@ Whoever's loss trains. tests/test_verl_refusals.py holds each against verl's own
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from megatron_rl.aggregation_record import Formula
+from megatron_rl.hosts.dealing import Dealing
 from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Settings
 from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames, whole_number
 from megatron_rl.hosts.verl_correction import IS_V1, ROLLOUT
@@ -39,6 +41,23 @@ CHUNKS, ENTROPY = f"{ACTOR}entropy_from_logits_with_chunking", f"{ACTOR}entropy_
 # What places our head; the setting of verl that names modules to import in each process that makes a model, and ours.
 FUSED_KERNELS = f"{MODEL}use_fused_kernels"
 EXTERNAL_LIB, LOG_PROBS = f"{MODEL}external_lib", "megatron_rl.hosts.verl_log_probs"
+PREFIX_GROUPS, BALANCE = f"{ACTOR}use_prefix_grouper", "trainer.balance_batch"
+PIPELINE, CHUNKS_OF_MODEL = f"{MEGATRON}pipeline_model_parallel_size", f"{MEGATRON}virtual_pipeline_model_parallel_size"
+
+
+def dealing(value_of: Callable[[str], Any]) -> Dealing:
+    """By an estimate of the work of a sample of so many tokens. Two of verl's switches deal in other ways."""
+    if value_of(DYNAMIC_CP) is True or value_of(PREFIX_GROUPS) is True:
+        return Dealing("verl deals them by length")
+    is_chunked = (whole_number(value_of(CHUNKS_OF_MODEL)) or 1) > 1  # Megatron wants whole groups of micro-batches then
+    return Dealing(
+        "verl deals them by length",
+        work=lambda length: 24576 * length + length**2,
+        of_ranks=value_of(BALANCE) is not False,
+        multiple=(whole_number(value_of(PIPELINE)) or 1) if is_chunked else 1,
+    )
+
+
 SIZES = SizeNames(
     micro_batch=f"{ACTOR}ppo_micro_batch_size_per_gpu",
     ranks=("trainer.nnodes", "trainer.n_gpus_per_node"),
@@ -47,6 +66,8 @@ SIZES = SizeNames(
     of_budget=(CONTEXT, ULYSSES),
     older={ULYSSES: f"{ACTOR}ulysses_sequence_parallel_size"},
     defaults={f"{ACTOR}ppo_max_token_len_per_gpu": 16384, "trainer.n_gpus_per_node": 8},
+    dealing=dealing,
+    of_dealing=(DYNAMIC_CP, PREFIX_GROUPS, BALANCE, PIPELINE, CHUNKS_OF_MODEL),
 )
 # Each engine's own sizes; those of verl's other engines are not read here.
 SIZES_OF = {"dp": replace(SIZES, shared=(ULYSSES,)), "megatron": replace(SIZES, shared=SIZES.shared[:-1])}
