@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.hosts import trl_fields, trl_stock
+from megatron_rl.hosts import trl_fields
 
 TRL = "from trl import GRPOConfig, GRPOTrainer\n"
 
@@ -23,11 +23,8 @@ def doctor(capsys, tmp_path, monkeypatch, text: str) -> tuple[int, str]:
 
 
 def of_checkout(monkeypatch) -> None:
-    """As if the checkout were installed, with the transformers that is."""
-    find = trl_fields.find_spec
-    place = SimpleNamespace(submodule_search_locations=[str(Path(os.environ["TRL_ROOT"], "trl"))])
-    monkeypatch.setattr(trl_fields, "find_spec", lambda name: place if name == "trl" else find(name))
-    monkeypatch.setattr(trl_fields, "installed", lambda: trl_stock.NEWEST)
+    """The checkout is what a run imports, with the transformers that is installed."""
+    monkeypatch.syspath_prepend(os.environ["TRL_ROOT"])
 
 
 @pytest.mark.host("TRL_ROOT")
@@ -135,3 +132,31 @@ def test_an_argument_of_a_trainer_of_the_scripts_own_is_its_own(tmp_path, monkey
     own = "class Mine(GRPOTrainer):\n    def __init__(self, loss_type, **given):\n        super().__init__(**given)\n"
     code, out = doctor(capsys, tmp_path, monkeypatch, f"{TRL}{own}Mine('a', args=GRPOConfig(), loss_type='dapo')")
     assert code == 0 and "an argument of" not in out, out
+
+
+@pytest.mark.host("TRL_ROOT")
+def test_a_checkout_on_the_path_is_what_is_judged(tmp_path, monkeypatch, capsys):
+    """Its own version and the default of its own field, whatever the versions of both sides have."""
+    of_checkout(monkeypatch)
+    root = Path(os.environ["TRL_ROOT"])
+    number, text = (root / "VERSION").read_text().strip(), (root / "trl/trainer/grpo_config.py").read_text()
+    (default,) = re.findall(r"use_bias_correction_kl: bool = field\(\s*default=(\w+)", text)
+    _, out = doctor(capsys, tmp_path, monkeypatch, f"{TRL}GRPOTrainer(args=GRPOConfig(beta=0.1))")
+    kind = {"True": "unbiased", "False": "k3"}[default]
+    assert f"{default} by default, so KL is {kind} (TRL {number} is installed;" in out, out
+
+
+def test_the_version_is_the_distributions_where_there_is_no_checkout(tmp_path, monkeypatch, capsys):
+    """The default is the source's: here another one than that of its version."""
+    package = tmp_path / "site"
+    (package / "trl/trainer").mkdir(parents=True)
+    (package / "trl/__init__.py").touch()
+    (package / "VERSION").write_text("9.9")  # of somebody else
+    (package / "trl/trainer/grpo_config.py").write_text(
+        "class GRPOConfig:\n    beta: float = 0.0\n    use_bias_correction_kl: bool = field(default=True)\n"
+    )
+    (package / "trl-1.9.2.dist-info").mkdir()
+    (package / "trl-1.9.2.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.9.2\n")
+    monkeypatch.syspath_prepend(str(package))
+    _, out = doctor(capsys, tmp_path, monkeypatch, f"{TRL}GRPOTrainer(args=GRPOConfig(beta=0.1))")
+    assert "True by default, so KL is unbiased (TRL 1.9.2 is installed;" in out, out

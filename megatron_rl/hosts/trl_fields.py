@@ -5,16 +5,13 @@ They are read from the text of TRL and transformers where TRL is installed, else
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from megatron_rl.hosts.scripts import syntax_tree
 from megatron_rl.hosts.settings import UNKNOWN, Letter
-from megatron_rl.hosts.trl_stock import PREFIX, installed, judged
+from megatron_rl.hosts.trl_source import CONFIG, declared, installed
+from megatron_rl.hosts.trl_stock import PREFIX, judged
 from megatron_rl.validation.checks import Row
 
 # Of GRPOConfig in TRL 1.16, of RLOOConfig beside them, of TrainingArguments in transformers 5.24, and in 4.56 alone.
@@ -94,8 +91,8 @@ def fields_of(config: str) -> frozenset[str]:
     """Of the config of that name; none where it is not known here."""
     if config not in TABLES:
         return frozenset()
-    file = f"trainer/{config.removesuffix('Config').lower()}_config.py"
-    if installed() is not None and (found := _declared("trl", file, config)):
+    file = CONFIG.format(config.removesuffix("Config").lower())
+    if installed() is not None and (found := declared("trl", file, config)):
         return frozenset(found)
     return frozenset(f"{TABLES[config]} {OF_TRAINING}".split())
 
@@ -147,23 +144,3 @@ def misplaced(
 
 def _typed(value: Any) -> Any:
     return Letter("...") if value is UNKNOWN else value
-
-
-def _declared(package: str, path: str, name: str) -> set[str]:
-    """The annotated names of a class and of its bases, from the text of their files; none where one is not found."""
-    spec = find_spec(package)
-    file = Path(next(iter(spec.submodule_search_locations or ()), "")) / path if spec else None
-    if file is None or not file.is_file():
-        return set()
-    tree = syntax_tree(file)
-    node = next((one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name), None)
-    if node is None:
-        return set()
-    found = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
-    for base in map(ast.unparse, node.bases):
-        place = ("transformers", "training_args.py") if base == "TrainingArguments" else (package, "trainer/base_config.py")
-        of_base = _declared(*place, base)
-        if not of_base:
-            return set()
-        found |= of_base
-    return found

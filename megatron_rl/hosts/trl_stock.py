@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
@@ -22,6 +20,7 @@ from megatron_rl.hosts.stock import (
     times_of_generation,
 )
 from megatron_rl.hosts.trl_others import OTHER, STOCKS
+from megatron_rl.hosts.trl_source import CONFIG, default_of, found_version, installed
 from megatron_rl.validation.checks import Row
 
 PREFIX = "megatron_rl."
@@ -60,15 +59,6 @@ VARIES = {
 }
 
 
-def installed() -> tuple[int, int] | None:
-    """The version, a development one as the last release before it; None: TRL is not installed, or says no version."""
-    try:
-        found = re.match(r"(\d+)\.(\d+)(.*)", version("trl"))
-    except PackageNotFoundError:
-        return None
-    return None if found is None else (int(found[1]), int(found[2]) - ("dev" in found[3]))
-
-
 def is_before(first: tuple[int, int]) -> bool:
     """Whether the TRL that is installed is older. Without one the newest is judged."""
     return (installed() or NEWEST) < first
@@ -77,17 +67,23 @@ def is_before(first: tuple[int, int]) -> bool:
 def judged() -> str:
     found = installed()
     number = ".".join(map(str, found or NEWEST))
-    return f"TRL {number} is installed" if found else f"no TRL is installed here, and {number} is judged"
+    return f"TRL {found_version() or number} is installed" if found else f"no TRL is installed here, and {number} is judged"
 
 
 def settings_of(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Settings:
     """Of a launch line, with the defaults of the version."""
-    of_version = {BIAS_CORRECTION: not is_before(RESCALES)}
+    of_version = {BIAS_CORRECTION: bias_correction()}
     return Settings.of_names({LIGERS_LOSS: is_before(KEEPS_LOSS), **given}, {**defaults, **of_version})
 
 
+def bias_correction() -> bool:
+    """What TRL has by default: some sources between two releases differ from both."""
+    found = default_of(CONFIG.format("grpo"), "GRPOConfig", BIAS_CORRECTION)
+    return found if isinstance(found, bool) else not is_before(RESCALES)
+
+
 def kl_by_default() -> str:
-    is_on = not is_before(RESCALES)
+    is_on = bias_correction()
     return f"{is_on} by default, so KL is {'unbiased' if is_on else 'k3'}"
 
 
