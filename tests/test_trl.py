@@ -22,6 +22,7 @@ import trl_cases as cases
 from dense_row_cases import largest_error, truth
 from trl_cases import Case
 
+from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import door_line, trl
@@ -227,7 +228,11 @@ def test_doctor_reads_flags_and_a_file():
     ("module", "loss_type", "said_of_it"),
     [
         ("trl", "megatron_rl.gspo.prompt_mean", "makes TRL's own GRPOTrainer, which does not know megatron_rl.gspo.prompt_mean"),
-        ("megatron_rl.hosts.trl", "grpo", "makes our GRPOTrainer, which refuses loss_type=grpo: set loss_type=megatron_rl."),
+        (
+            "megatron_rl.hosts.trl",
+            "grpo",
+            "makes our GRPOTrainer, which refuses loss_type=grpo: set loss_type=megatron_rl.grpo.sample_mean",
+        ),
         ("megatron_rl.hosts.trl", "megatron_rl.gspo.prompt_mean", None),
         ("trl", "grpo", None),
     ],
@@ -259,7 +264,7 @@ OURS = "from trl import GRPOConfig\nfrom megatron_rl.hosts.trl import GRPOTraine
         ("loss_type='megatron_rl.grpo.constant'", "{'loss_agregation_divisor': 16}", "", "loss_aggregation_divisor"),
         ("loss_type='megatron_rl.grpo.constant'", "{'loss_divisor': 16}", "", "did you mean megatron_rl.loss_aggregation_divisor?"),
         ("loss_type='megatron_rl.constant.grpo'", "{}", "", "did you mean megatron_rl.grpo.constant?"),
-        ("beta=0.0", "{}", "", "makes our GRPOTrainer, which refuses loss_type=dapo"),
+        ("beta=0.0", "{}", "", "makes our GRPOTrainer, which refuses loss_type=dapo: set loss_type=megatron_rl.grpo.token_mean"),
         ("beta=0.0", "{}", "--loss_type megatron_rl.grpo.token_mean", "reads no command line: --loss_type has no effect"),
     ],
 )
@@ -268,6 +273,27 @@ def test_doctor_reads_what_a_script_gives_our_trainer(config, own, line, said_of
     script.write_text(OURS.format(config, own))
     rows = [row.text for row in door_line.judge(trl.DOOR, ["python", str(script), *line.split()], lambda path: {}) if row.is_wrong]
     assert not rows if said_of_it is None else any(said_of_it in row for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "typed"),
+    [
+        ("dr-grpo", "{}", "megatron_rl.grpo.constant and megatron_rl={'loss_aggregation_divisor': 64} of GRPOTrainer"),
+        ("DR_GRPO", "{'loss_aggregation_divisor': 16}", "megatron_rl.grpo.constant"),
+        ("dapoo", "{}", "megatron_rl.grpo.token_mean"),
+        ("bnpo", "{}", "megatron_rl.grpo.token_mean"),
+        ("sapo", "{}", "megatron_rl.sapo.sample_mean"),
+        ("luspo", "{}", "megatron_rl.<loss>.<aggregation>"),
+        ("something", "{}", "megatron_rl.<loss>.<aggregation>"),
+    ],
+)
+def test_a_loss_of_trls_in_our_trainer_is_answered_with_ours_at_once(kind, own, typed, tmp_path, capsys):
+    """And such a run does not start, so nothing is said of TRL's own loss."""
+    script = tmp_path / "train.py"
+    script.write_text(OURS.format(f"loss_type={kind!r}, max_completion_length=64", own))
+    assert main(["doctor", "--launch-only", "--", "torchrun", str(script)]) == 1
+    out = capsys.readouterr().out
+    assert f"which refuses loss_type={kind}: set loss_type={typed}\n" in out and out.endswith("doctor: 1 problem\n"), out
 
 
 def test_a_loss_in_settings_that_a_script_makes_is_not_judged(tmp_path):

@@ -232,11 +232,12 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
         return Line(None, [*rows, Row("trainer", text, is_note=True), *refused], stock=None if is_refused else settings)
     if command and any(PREFIX in word for word in words):
         rows.append(Row("trl", f"the command makes TRL's own trainer: start a script with {__name__}.GRPOTrainer", is_wrong=True))
-    rows = [*([] if command else said), *rows]
-    if script is not None:
-        rows += script.trainer_beside(str(given.get(CHOICE, DOOR.all_defaults[CHOICE])))
     # Not typed=given: a GRPOConfig does not tell the trainer what was typed, and doctor says what the trainer does.
     settings = settings_of(given, DOOR.all_defaults)
+    beside = [] if script is None else [*script.trainer_beside(settings)]
+    rows = [*([] if command else said), *rows, *beside]
+    if beside and not str(settings[CHOICE]).startswith(PREFIX):  # nothing trains, so nothing is said of TRL's own loss
+        return Line(None, [*rows, *(row for row in refusals(settings) if row.subject != CHOICE)])
     return Line(settings, [*rows, *of_version(settings)], is_partial=not command)
 
 

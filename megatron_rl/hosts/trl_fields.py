@@ -10,8 +10,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron_rl.hosts.settings import UNKNOWN, Letter
+from megatron_rl.hosts.stock import VERDICT
 from megatron_rl.hosts.trl_source import CONFIG, declared, installed
-from megatron_rl.hosts.trl_stock import PREFIX, judged
+from megatron_rl.hosts.trl_stock import NEWEST, PREFIX, judged
 from megatron_rl.validation.checks import Row
 
 # Of GRPOConfig in TRL 1.16, of RLOOConfig beside them, of TrainingArguments in transformers 5.24, and in 4.56 alone.
@@ -99,10 +100,11 @@ def fields_of(config: str) -> frozenset[str]:
 
 def unknown_fields(names: Iterable[str], config: str, *, is_command: bool = False) -> Iterator[Row]:
     """A problem for each name that the config does not have. Without TRL here the version is not known: a name that is like no
-    field, or that older transformers have, is a note. is_command: flags of TRL's own command, which takes accelerate's too."""
+    field, or that older transformers have, is a note, and the first ones are in the verdict. is_command: flags of TRL's own command, which takes accelerate's too."""
     known = fields_of(config)
     if not known:
         return
+    doubtful: list[str] = []
     known |= {*OF_COMMAND.split(), *(f"no_{name}" for name in known)} if is_command else set()
     for name in (one for one in names if one not in known):
         meant = OTHER_NAMES.get(name) or next(iter(get_close_matches(name, sorted(known), 1, CLOSEST_FIELD)), None)
@@ -115,6 +117,10 @@ def unknown_fields(names: Iterable[str], config: str, *, is_command: bool = Fals
         remedy = f"did you mean {'--' * is_command}{meant}?" if meant else "remove it"
         text = f"{what} ({judged()}{older}): {remedy}"
         yield Row(name, text, is_wrong=is_sure, is_note=not is_sure)
+        doubtful += [] if is_sure or is_older else [f"{name}=..."]
+    if doubtful:
+        newest = ".".join(map(str, NEWEST))
+        yield Row(VERDICT, f"if TRL is {newest}, this run stops at {config}({', '.join(doubtful)})", is_note=True)
 
 
 def misplaced(

@@ -13,9 +13,9 @@ from typing import Any
 from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, called
 from megatron_rl.hosts.script_constants import constants_and_objects, defaults_of, evaluate, keywords_of, last_name, plain
 from megatron_rl.hosts.scripts import imported_packages, module_file, syntax_tree, taken_from
-from megatron_rl.hosts.settings import UNKNOWN
+from megatron_rl.hosts.settings import UNKNOWN, Settings
 from megatron_rl.hosts.trl_others import GRPO, known_trainer
-from megatron_rl.hosts.trl_stock import CHOICE, PREFIX, STOCK_TYPES
+from megatron_rl.hosts.trl_stock import CHOICE, PREFIX, instead_of_stock
 from megatron_rl.validation.checks import Row
 
 OURS = "megatron_rl.hosts.trl"
@@ -247,13 +247,13 @@ class Script:
                 found |= {f"{PREFIX}{name}": value for name, value in given.items()} if isinstance(given, dict) else {}
         return found
 
-    def trainer_beside(self, choice: str) -> Iterator[Row]:
-        """A loss of ours in TRL's trainer, or a loss of TRL's in ours: the trainer refuses it when it is made or at its first
-        step."""
-        is_ours = GRPO in taken_from(self.tree, OURS)
+    def trainer_beside(self, settings: Settings) -> Iterator[Row]:
+        """A loss of ours in TRL's trainer, or a loss of TRL's, or none, in ours: the trainer refuses it when it is made or at its
+        first step."""
+        is_ours, choice = GRPO in taken_from(self.tree, OURS), str(settings[CHOICE])
         if choice.startswith(PREFIX) and not is_ours and GRPO in taken_from(self.tree, "trl"):
             text = f"{self.path} makes TRL's own GRPOTrainer, which does not know {choice}: from {OURS} import GRPOTrainer"
             yield Row(CHOICE, text, is_wrong=True)
-        if choice in STOCK_TYPES and is_ours:
-            text = f"{self.path} makes our GRPOTrainer, which refuses {CHOICE}={choice}: set {CHOICE}={PREFIX}<loss>.<aggregation>"
+        if is_ours and settings[CHOICE] is not UNKNOWN and not choice.startswith(PREFIX) and "." not in choice:
+            text = f"{self.path} makes our GRPOTrainer, which refuses {CHOICE}={choice}: set {instead_of_stock(settings)}"
             yield Row(CHOICE, text, is_wrong=True)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
+from megatron_rl.hosts.closed_words import closest
+from megatron_rl.hosts.door import DIVISOR
 from megatron_rl.hosts.settings import UNKNOWN, Settings, Size, StepSizes
 from megatron_rl.hosts.step_sizes import PROCESSES, SizeNames, whole_number
 from megatron_rl.hosts.stock import (
@@ -14,6 +16,7 @@ from megatron_rl.hosts.stock import (
     OF_A_MICRO_BATCH,
     SAMPLE_MEAN,
     Stock,
+    aggregation_of,
     exact_setting,
     is_on,
     local_letters,
@@ -164,6 +167,20 @@ def ours(settings: Settings) -> str | None:
     """The loss of ours that TRL's is, but for the weights."""
     name = str(settings[CHOICE])
     return OURS.get(name, name) if not without(settings) else "gspo" if name in OURS else None
+
+
+def instead_of_stock(settings: Settings) -> str:
+    """What trains the same loss, or the one that is meant by a misspelt name, in our trainer: as it is typed."""
+    kind = closest(str(settings[CHOICE]).lower().replace("-", "_"), STOCK_TYPES)
+    aggregation = None if kind is None else aggregation_of(STOCK_TYPES[kind])
+    if kind is None or (aggregation == "constant" and "L" not in STOCK_TYPES[kind].powers):
+        return f"{CHOICE}={PREFIX}<loss>.<aggregation>"
+    loss = "gspo" if without(settings) else OURS.get(kind, kind)
+    typed = f"{CHOICE}={PREFIX}{loss}.{aggregation}{f' without {LEVEL}' * bool(without(settings))}"
+    if aggregation == "constant" and f"{PREFIX}{DIVISOR}" not in settings.given:
+        longest = whole_number(settings["max_completion_length"])
+        typed += f" and megatron_rl={{{DIVISOR!r}: {longest or 'L'}}} of GRPOTrainer"
+    return typed
 
 
 def of_generations(settings: Settings) -> tuple[dict[str, float], list[str], str | None]:

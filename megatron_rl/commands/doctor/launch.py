@@ -167,7 +167,7 @@ def _judge_settings(
     # A problem may be found by name and by value.
     judged = judge_line(door, [*variables, *given], read_settings_file, of_step, asked)
     rows = {(row.text, row.subject if row.subject in TERMS else ""): row for row in judged}.values()
-    verdict = next((row.text for row in rows if row.subject == VERDICT), None)
+    verdict = "; ".join(row.text for row in rows if row.subject == VERDICT) or None
     found = [_finding(row) for row in rows if row.subject != VERDICT]
     reading = (
         [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []
