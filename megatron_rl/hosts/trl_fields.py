@@ -100,7 +100,8 @@ def fields_of(config: str) -> frozenset[str]:
 
 def unknown_fields(names: Iterable[str], config: str, *, is_command: bool = False) -> Iterator[Row]:
     """A problem for each name that the config does not have. Without TRL here the version is not known: a name that is like no
-    field, or that older transformers have, is a note, and the first ones are in the verdict. is_command: flags of TRL's own command, which takes accelerate's too."""
+    field, or that older transformers have, is a note, and the former are in the verdict. is_command: flags of TRL's own command,
+    which takes accelerate's too."""
     known = fields_of(config)
     if not known:
         return
