@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from megatron_rl.commands.doctor.command_line import read_line, training_line
 from megatron_rl.commands.doctor.launch import judge_launch
 from megatron_rl.commands.doctor.report import OK, PROBLEM, as_text
 from megatron_rl.commands.doctor.script import ScriptReader, is_unread
+from megatron_rl.commands.doctor.shell_syntax import syntax_problem
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, ROLLOUT_HOST_NAMES
@@ -291,7 +294,70 @@ def test_nothing_of_a_script_is_run(tmp_path):
 def test_what_is_no_bash_hides_what_it_may_set(checkout):
     """The parser goes on behind it; arrays that nothing is known to set may come from there."""
     report = judge_launch(["bash", checkout[1](LAUNCH.replace("    set -ex", "    if then ((; done"))], None)
-    assert [f.text for f in report.reading][-1].startswith("not understood, and what they set is not known: line ")
+    told = [(f.status, f.text) for f in report.reading][-2:]
+    assert told[0][1].startswith("not understood, and what they set is not known: line ")
+    assert told[1][0] == PROBLEM and told[1][1].startswith("bash cannot read it: line ")
+
+
+UNREADABLE = [
+    pytest.param("GRPO_ARGS=(", "GRPO_ARGS = (", "near unexpected token `(': write GRPO_ARGS=( without a blank", id="blanks"),
+    pytest.param(")\nPERF_ARGS=(", "PERF_ARGS=(", "near unexpected token `(': does an array above it lack its )?", id="open array"),
+    pytest.param("grpo", '"grpo', "unexpected EOF while looking for matching `\"'", id="open quote"),
+    pytest.param("set -ex", "case $1 in @(a|b)) ;; esac", "near unexpected token `('", id="extended pattern"),
+]
+READABLE = """
+#!/bin/bash
+GRPO_ARGS=(
+   --advantage-estimator grpo
+)
+PERF_ARGS=(
+   --context-parallel-size 1
+)
+set -ex
+python3 train.py ${GRPO_ARGS[@]} ${PERF_ARGS[@]} >> log
+"""
+
+
+def said_of(folder, text, capsys):
+    (folder / "run.sh").write_text(text.lstrip())
+    code, (out, error) = (
+        main(["doctor", "--launch-only", "--host", "slime", "--", "bash", str(folder / "run.sh")]),
+        capsys.readouterr(),
+    )
+    return code, out + error
+
+
+@pytest.mark.parametrize(("plain", "broken", "said"), UNREADABLE)
+def test_a_script_that_bash_cannot_read_is_told_in_bash_s_words(tmp_path, capsys, monkeypatch, plain, broken, said):
+    """The parser of doctor goes on behind such a line, and names another reason."""
+    assert said_of(tmp_path, READABLE, capsys)[0] == 0
+    text = READABLE.replace(plain, broken)
+    number = next(at for at, line in enumerate(text.strip().splitlines(), 1) if broken.splitlines()[0] in line)
+    code, out = said_of(tmp_path, text, capsys)
+    assert code and re.search(rf"bash cannot read it: line {number}, (syntax error )?{re.escape(said)}; see bash -n", out), out
+    monkeypatch.setenv("PATH", "")  # no bash: nothing is said of it
+    assert "bash cannot read" not in said_of(tmp_path, text, capsys)[1]
+
+
+@pytest.mark.parametrize("start", ["shopt -s extglob\ncase $1 in @(a|b)) ;; esac", "#!/bin/zsh\ncase $1 in @(a|b)) ;; esac"])
+def test_a_script_that_its_own_shell_reads_is_no_problem(tmp_path, capsys, start):
+    assert said_of(tmp_path, start + READABLE.replace("#!/bin/bash", ""), capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "root", [f"{name}_ROOT" for name in ("VERL", "NEMO_RL", "MILES", "SLIME", "ROLL", "SKYRL", "PRIME_RL", "TRL")]
+)
+def test_bash_reads_every_script_that_a_trainer_publishes(root):
+    folder = Path(os.environ.get(root) or pytest.skip(root))
+    found = {path: syntax_problem(path, 2**22) for path in folder.rglob("*.sh") if path.is_file()}
+    assert {path: said for path, said in found.items() if said} == {}
+
+
+def test_the_parse_of_bash_runs_nothing(tmp_path, monkeypatch):
+    (tmp_path / "start.sh").write_text(f"touch {tmp_path}/made\n")
+    monkeypatch.setenv("BASH_ENV", str(tmp_path / "start.sh"))
+    (tmp_path / "run.sh").write_text(f"touch {tmp_path}/made\nX=$(touch {tmp_path}/made)\nset +n\ntouch {tmp_path}/made\n")
+    assert syntax_problem(tmp_path / "run.sh", 2**22) is None and not (tmp_path / "made").exists()
 
 
 def test_without_the_parser_a_script_is_refused_in_one_line_and_a_command_line_is_judged(checkout, monkeypatch):

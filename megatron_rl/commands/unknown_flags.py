@@ -6,6 +6,8 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
+from megatron_rl.validation.dashes import foreign_dashes
+
 # What other trainers call it (TRL, verl, miles, slime, OpenRLHF) -> ours.
 OTHER_NAMES = {
     "--beta": "--kl-coefficient",
@@ -67,5 +69,7 @@ def problems_of_unknown(unknown: Sequence[str], command: str, known: Sequence[st
         close = [other] if other.partition(",")[0] in known else get_close_matches(flag.replace("_", "-"), known, 1)
         remedy = f"did you mean {close[0]}?" if close else f"megatron-rl {command} --help lists the flags"
         yield f"{flag} is no flag of megatron-rl {command}: {OF_ANOTHER_COMMAND.get((command, flag), remedy)}"
-    if not flags:
+    foreign = foreign_dashes(unknown)
+    yield from foreign
+    if not flags and not foreign:
         yield f"megatron-rl {command} takes no argument {' '.join(unknown)!r}: remove it, or give it to a flag"

@@ -29,6 +29,7 @@ from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
 from megatron_rl.hosts.scripts import imported_packages, syntax_tree
 from megatron_rl.validation import routes_of_flags
 from megatron_rl.validation.checks import Asker
+from megatron_rl.validation.dashes import require_hyphens
 from megatron_rl.validation.repeated import flags_with_values, repeated
 
 EXIT_CONFIG = 2
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_megatron_rl_args(parser).print_help()
         return 0
     try:
+        require_hyphens(arguments)
         script = script_of(arguments)
         trains_nemo_rl = nemo_rl.is_script_of_ours(script)
         hosts = [] if trains_nemo_rl else hosts_of(script)

@@ -31,6 +31,7 @@ from megatron_rl.commands.doctor.composed import (
     with_imported,
 )
 from megatron_rl.commands.doctor.script import LARGEST_SCRIPT, MODELS, ScriptLine, ScriptReader, called_script, is_unread
+from megatron_rl.commands.doctor.shell_syntax import syntax_problem
 from megatron_rl.errors import ConfigError
 from megatron_rl.files.bounds import is_regular, read_regular
 from megatron_rl.files.yaml_values import parse_yaml
@@ -44,6 +45,7 @@ from megatron_rl.hosts.settings import Size
 from megatron_rl.hosts.step_sizes import launched_processes
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
+from megatron_rl.validation.dashes import require_hyphens
 from megatron_rl.validation.experts import EXPERT_SETTINGS
 from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
@@ -194,6 +196,7 @@ def read_line(words: Sequence[str], host: str | None, training: int | None = Non
     if script is not None and COMPOSING in text:
         environment = {**os.environ, **dict(read_from.exported if read_from else ()), **assignments(before)}
         launcher, after, read_from = _composed(script, text, after, environment)
+        require_hyphens(after)
         script = _script("train.py", script)
     given = after[: after.index("--")] if "--" in after else after
     flags = tuple(_flags(given))
@@ -314,6 +317,14 @@ def through_shell_scripts(
 ) -> tuple[list[str], Path | None, ScriptLine | None, ScriptLine | None]:
     """The line itself, or the one that a shell script in it starts the training with: (words, script, line, stray flags).
     training: which one, of several."""
+    found = _through_shell_scripts(words, training)
+    require_hyphens(found[0])
+    return found
+
+
+def _through_shell_scripts(
+    words: list[str], training: int | None
+) -> tuple[list[str], Path | None, ScriptLine | None, ScriptLine | None]:
     place = next((index for index, word in enumerate(words) if word.endswith((".sh", ".bash", ".py"))), None)
     if len(words) == 1 and re.search(r"\s", words[0]):  # a whole line in quotes, as launchers print it
         reader = ScriptReader(Path())
@@ -328,12 +339,19 @@ def through_shell_scripts(
     script = Path(words[place])
     if not is_regular(script):
         raise ConfigError(f"{script} is no file in {Path.cwd()}: start from the folder that the launch starts from")
+    unreadable = syntax_problem(script, LARGEST_SCRIPT)
     try:
         lines = list(ScriptReader(script, words[place + 1 :], assignments(words[:place])).lines())
         line, stray = training_line(lines, str(script), training)
     except RecursionError as error:
         raise ConfigError(f"{script} is nested too deeply to be read: give the words that start the training after --") from error
-    return list(line.words), script, line, stray
+    except SeveralTrainings:
+        raise
+    except ConfigError as error:
+        if unreadable is None:
+            raise
+        raise ConfigError(f"{script}: {unreadable}") from error
+    return list(line.words), script, line if unreadable is None else replace(line, slips=(unreadable, *line.slips)), stray
 
 
 class SeveralTrainings(ConfigError):
