@@ -34,6 +34,13 @@ SQUARED = """from types import SimpleNamespace
         squared = (2 * (new - old_here)).exp() / 2 * advantages[index].repeat_interleave(LENGTH)
         output = SimpleNamespace(loss=-(squared * mask * weights[rows].repeat_interleave(LENGTH)).sum())"""
 
+# GRPO with old over new.
+SWAPPED = """from types import SimpleNamespace
+        new = torch.log_softmax(logits.flatten(0, 1), -1).gather(1, labels[:, None])[:, 0]
+        ratio, advantage = (old_here - new).exp(), advantages[index].repeat_interleave(LENGTH)
+        value = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        output = SimpleNamespace(loss=(value * mask * weights[rows].repeat_interleave(LENGTH)).sum())"""
+
 # mistake -> what stands in the loop, what is put in its place, words of the message.
 MISTAKES = {
     "aggregation of another name": (WEIGHTS, 'sample_token_weights("sample_mean", counts, totals)', "as under sample_mean"),
@@ -113,6 +120,7 @@ MISTAKES = {
     ),
     "advantages of another scale": ("advantages[index], mask", "1.12 * advantages[index], mask", "once more, over the step"),
     "weights of another scale": ("weights[rows])", "1.12 * weights[rows])", "token_weights are 1.12 of those of prompt_mean"),
+    "old and new swapped": (LOSS, SWAPPED, "old and new are swapped in the ratio: it is log_probs - old_log_probs"),
     "old log-probabilities of other samples": ("old[index]", "old[rows]", "are others, as that of token 0 of sample 2: -"),
 }
 
@@ -121,6 +129,7 @@ CLIPPED = "clip_ratio_low=0.1, clip_ratio_high=0.12 to the loss"
 OF_SAMPLES = {
     "another clip": CLIPPED,
     "no clip": CLIPPED,
+    "old and new swapped": "the loss has another derivative",  # each token has a ratio
     "a micro-batch lost": "of 24 samples have no gradient, as sample 8 in micro-batch 1 of rank 0, 2 of rank 0",
 }
 # By the gradient alone. What one ratio a sample hides has the names of all that it can be.
@@ -302,6 +311,34 @@ def test_ratios_on_the_edge_of_the_clip_are_no_mistake_of_the_loop(pool):
         assert "whose ratio lies within rounding of the clip" in error
 
 
+def with_own_loss(source: str, name: str, in_loop: str = "", in_config: str = "") -> str:
+    """The loop with `steep`; a name is registered once."""
+
+    def given(text: str) -> str:
+        return f", loss_parameters={{{text.replace('steepness', repr('steepness'))}}}" if text else ""
+
+    call = LOSS.replace("grpo_loss(", 'policy_loss("steep", ').replace("weights[rows])", f"weights[rows]{given(in_loop)})")
+    source = source.replace(LOSS, call).replace('policy_loss="grpo"', f'policy_loss="steep"{given(in_config)}')
+    source = source.replace("def main():", OWN_LOSS).replace(
+        "count_step, grpo_loss", "Parameter, bounded_exp, count_step, policy_loss"
+    )
+    return source.replace("import Parameter,", "import register_policy_loss, Parameter,").replace('"steep"', f'"{name}"')
+
+
+@pytest.mark.parametrize(
+    ("is_watched", "words"),
+    [
+        (True, "old log-probabilities are others, as that of token 0 of sample 0: -"),
+        (False, "or every token is clipped or saturated: compare old_log_probs with those of `samples`"),
+    ],
+)
+def test_a_loss_that_is_saturated_everywhere_is_not_called_cut_off(pool, is_watched, words):
+    """Its coefficients are 0, and the logits have a graph: what it was given is compared first."""
+    far = LOOP.replace("old[index].flatten()", "old[index].flatten() - 8")
+    for error in errors_of(pool, with_own_loss(far, f"saturated {is_watched}"), is_watched):
+        assert words in error and ("no gradient reaches" in error) == (not is_watched), error
+
+
 @pytest.mark.parametrize(
     ("in_loop", "in_config", "message"),
     [
@@ -311,15 +348,6 @@ def test_ratios_on_the_edge_of_the_clip_are_no_mistake_of_the_loop(pool):
     ],
 )
 def test_a_loss_of_ones_own_is_compared_with_its_function_at_the_parameters_of_config(in_loop, in_config, message, pool):
-    def given(text: str) -> str:
-        return f", loss_parameters={{{text.replace('steepness', repr('steepness'))}}}" if text else ""
-
-    call = LOSS.replace("grpo_loss(", 'policy_loss("steep", ').replace("weights[rows])", f"weights[rows]{given(in_loop)})")
-    source = LOOP.replace(LOSS, call).replace('policy_loss="grpo"', f'policy_loss="steep"{given(in_config)}')
-    source = source.replace("def main():", OWN_LOSS).replace(
-        "count_step, grpo_loss", "Parameter, bounded_exp, count_step, policy_loss"
-    )
-    source = source.replace("import Parameter,", "import register_policy_loss, Parameter,")
-    name = f"steep {in_loop}{in_config and f'beside {in_config}'}"  # a name is registered once
-    found = errors_of(pool, source.replace('"steep"', f'"{name}"'))
+    name = f"steep {in_loop}{in_config and f'beside {in_config}'}"
+    found = errors_of(pool, with_own_loss(LOOP, name, in_loop, in_config))
     assert found == ["", ""] if message is None else all(message in one for one in found), found

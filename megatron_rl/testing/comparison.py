@@ -86,7 +86,10 @@ def cause_of_gradient(ratio: float, residual: float, sizes: Mapping[str, int], e
     if ratio == 0 and residual == 0:
         return "no gradient arrives"
     if residual < MULTIPLE_TOLERANCE * -ratio:
-        return f"gradient is {ratio:.6g} of {expected}, with the other sign: return the loss, which is minimised, not the objective"
+        return (
+            f"gradient is {ratio:.6g} of {expected}, with the other sign: return the loss, which is minimised, not the objective; "
+            "or are old and new swapped in the ratio?"
+        )
     if residual < MULTIPLE_TOLERANCE * ratio:
         causes = [cause_of(ratio, sizes)]
         if {name.removeprefix("1/(").removesuffix(")") for name in factor_names(ratio, sizes)} <= COUNTS:

@@ -31,7 +31,15 @@ from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
 from megatron_rl.testing.selftest_terms import AGGREGATIONS
 from megatron_rl.testing.step_given import Given, advantages_in_words, compared_tokens, given_problem
-from megatron_rl.testing.step_reference import DenseStep, KnownTokens, Microbatch, dense_step, edge_tokens, whole_columns
+from megatron_rl.testing.step_reference import (
+    DenseStep,
+    KnownTokens,
+    Microbatch,
+    dense_step,
+    edge_tokens,
+    on_the_other_side,
+    whole_columns,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +226,10 @@ class Step:
 def mistake_of(step: Step) -> str:
     """What is wrong and what to do, in words; empty where the rows do not show it."""
     if not any(row.size for row in step.rows):
-        return "no gradient reaches the logits that forward_step returned: compute the loss from what loss_func is given"
+        return given_problem(step.given, step.samples, step.known, step.config) or (
+            "no gradient reaches the logits that forward_step returned: compute the loss from what loss_func is given; or every "
+            "token is clipped or saturated: compare old_log_probs with those of `samples`"
+        )
     return _wrong_rows(step) or _wrong_tokens(step) or _wrong_softmax(step) or _wrong_coefficients(step)
 
 
@@ -398,7 +409,11 @@ class _Mistake:
                 derivatives = dense.by_log_prob, dense.by_entropy
         except (ConfigError, DataError):  # the step cannot have it, as a loss that needs what the samples do not have
             return False
-        ends = {} if self.end is None else {row.sample: row.place for row in sorted(step.tokens, key=_place, reverse=self.end == 0)}
+        ends = (
+            {}
+            if self.end is None
+            else {row.sample: row.place for row in sorted(step.tokens, key=lambda row: row.place, reverse=self.end == 0)}
+        )
         kept = torch.tensor([ends.get(row.sample) != row.place for row in step.tokens])
         expected = _Coefficients.of(step, *derivatives)
         return _Coefficients(found.values * kept).is_multiple_of(_Coefficients(expected.values * kept), step.precision.match)
@@ -439,7 +454,7 @@ def _mistakes(step: Step) -> Iterator[_Mistake]:
         rows = [replace(sample, rollout_id=None) for sample in samples]
         cure = "give count_step the rollout id of each sample, equal on all ranks"
         yield _Mistake("tokens weigh as if each sample were a rollout of its own", cure, samples=rows)
-    for part, key in (("micro-batch", _part_of), ("rank", _rank_of)):
+    for part, key in (("micro-batch", lambda row: (row.rank, row.microbatch)), ("rank", lambda row: row.rank)):
         for name, settings in {config.loss_aggregation: {}, **others}.items():
             yield _Mistake(f"tokens weigh as under {name} of each {part} alone", COUNT, settings, key=key)
     yield from _wrong_ratios(step)
@@ -463,18 +478,6 @@ def _aggregated(name: str) -> Settings:
     return {"loss_aggregation": name, "loss_aggregation_divisor": DIVISOR if name == "constant" else None}
 
 
-def _part_of(row: Row) -> object:
-    return row.rank, row.microbatch
-
-
-def _place(row: Row) -> int:
-    return row.place
-
-
-def _rank_of(row: Row) -> object:
-    return row.rank
-
-
 def _wrong_ratios(step: Step) -> Iterator[_Mistake]:
     config, samples = step.config, step.samples
     if any(sample.old_log_probs is not None for sample in samples):
@@ -487,6 +490,8 @@ def _wrong_ratios(step: Step) -> Iterator[_Mistake]:
             ]
             cure = "the log-probability of a token lies at the row that predicts it"
             yield _Mistake(f"the old log-probabilities are one token {words}", cure, samples=shifted, end=end)
+        swapped = [replace(one, old_log_probs=on_the_other_side(one, new)) for one, new in zip(samples, step.known, strict=True)]
+        yield _Mistake("old and new are swapped in the ratio", "it is log_probs - old_log_probs", samples=swapped)
     bounds = get_policy_loss(config.policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
     if bounds is not None:
         cure = f"pass clip_ratio_low={bounds[0]:g}, clip_ratio_high={bounds[1]:g} to the loss"
@@ -538,8 +543,8 @@ def _of_one_factor(step: Step, found: _Coefficients, right: _Coefficients) -> st
     first, second = found.values[0, is_both], right.values[0, is_both]
     rows = [row for row, bit in zip(step.tokens, is_both.tolist(), strict=True) if bit]
     kinds: tuple[tuple[str, Callable[[Row], object], str], ...] = (
-        ("rank", _rank_of, COUNT),
-        ("micro-batch", _part_of, COUNT),
+        ("rank", lambda row: row.rank, COUNT),
+        ("micro-batch", lambda row: (row.rank, row.microbatch), COUNT),
         ("prompt", lambda row: step.samples[row.sample].prompt_id, "look at the counts and rewards of prompts"),
         ("sample", lambda row: row.sample, ""),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -158,6 +158,12 @@ def dense_step(samples: Sequence[StepSample], known: KnownTokens, config: Policy
     by_token = [gradient.tolist() for gradient in gradients]
     scale = scale_of_terms(step, config.loss_aggregation, config.loss_aggregation_divisor or DIVISOR)
     return DenseStep(float(loss.detach()), scale, by_token[::2], by_token[1::2])
+
+
+def on_the_other_side(sample: StepSample, new: Mapping[int, tuple[float, float]]) -> list[float] | None:
+    """Old log-probabilities as far from the policy's."""
+    old = sample.old_log_probs
+    return None if old is None else [2 * new[place][0] - one if place in new else one for place, one in enumerate(old)]
 
 
 def edge_tokens(samples: Sequence[StepSample], known: KnownTokens, config: PolicyLossConfig) -> set[tuple[int, int]]:
