@@ -495,6 +495,18 @@ LAYOUTS = [
     ),
     (
         "trl",
+        ["accelerate", "launch", "t.py"],
+        "data-parallel size not known here, and taken as 1: give --num_processes, or --data-parallel-size before --, micro",
+        "0.0",
+    ),
+    (
+        "trl",
+        ["python", "t.py", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"],
+        "a step of the line has 8 samples, in 4 micro-batches a rank, and this one has 2)",
+        "0.1",
+    ),
+    (
+        "trl",
         ["accelerate", "launch", "--num_processes", "8", "t.py"],
         "(the command line; micro-batch size 8 of per_device_train_batch_size by default; judged as on 1 rank: the step has 4 of "
         "the 8 or more samples that 8 data-parallel ranks of --num_processes need; a step of the line has 64 samples)",

@@ -269,3 +269,12 @@ def test_an_error_of_a_step_that_trl_shuffles_is_of_an_order(processes, rows, le
     assert f"and the gradient is {far}" in out, out
     _, out = explain(capsys, "--response-lengths", lengths, "--", *line)
     assert "rank.micro-batch in this order" in out, out
+
+
+def test_explain_says_what_was_read_and_what_was_run(capsys):
+    """And which of its settings are the trainer's."""
+    step = ["--response-lengths", "3,5", "--host", "trl", "--policy-loss", "grpo", "--loss-aggregation", "constant"]
+    _, out = explain(capsys, *step, "--loss-aggregation-divisor", "8")
+    assert "and none was run here; the gradient was compared in TRL 1.10 and 1.16, in one process and with DDP" in out, out
+    typed = "loss_type='megatron_rl.grpo.constant', megatron_rl={'loss_aggregation_divisor': 8.0} of GRPOTrainer"
+    assert f"arguments of GRPOConfig, and of GRPOTrainer where it is said: {typed}" in out, out

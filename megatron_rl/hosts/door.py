@@ -305,6 +305,8 @@ class Door:
     """The same under Megatron's per-token contract, where the host lets its user choose."""
     why_not_per_token: str | None = None
     """Why explain refuses --calculate-per-token-loss."""
+    was_run: str = ""
+    """Where our gradient was compared in the trainer's own code; empty: nowhere."""
     is_per_token: bool = False
     """Megatron's per-token contract, whatever is typed."""
 

@@ -177,6 +177,8 @@ def product_in_words(numbers: Mapping[str, int], product: int, other: str = "") 
 PROCESSES = "num_processes"
 # Flags of launchers that start as many processes: torchrun, accelerate, deepspeed. Those of one line are multiplied.
 LAUNCHERS = (("--num-processes",), ("--nproc-per-node", "--nnodes"), ("--num-gpus", "--num-nodes"))
+# Launchers that count GPUs where no flag says a number, and commands that they start.
+COUNTING = ("accelerate", "deepspeed", "trl")
 # accelerate's own files.
 CONFIG_FILES = ("--config-file", "--accelerate-config")
 # A flag that is as similar is a slip. --num-cpus is less similar to --num-gpus.
@@ -200,6 +202,13 @@ def launched_processes(words: Sequence[str], read_file: Callable[[Path], Mapping
     except ConfigError:
         return None
     return None if number is None else Size(number, f"num_processes of {path}")
+
+
+def has_other_number(words: Sequence[str]) -> bool:
+    """Whether the processes of such words follow from something else, where launched_processes has none: a file of the launcher's
+    own, the GPUs of the machine, or a word that is no number."""
+    is_named = any(name in dict(_flags(words)) for names in LAUNCHERS for name in names[:1])
+    return is_named or any(Path(word).name.split(".")[0] in COUNTING for word in words)
 
 
 def launcher_problems(words: Sequence[str], read_file: Callable[[Path], Mapping[str, Any]]) -> Iterator[Row]:
@@ -275,6 +284,8 @@ def cut(lengths: Sequence[int], sizes: StepSizes) -> Cut:
     else:
         words, length = _said("micro-batch size", size), size.value if size else 1
     parts = microbatches(num_samples, num_ranks, length)
+    if of_line and count and num_samples < of_line and (number := max(map(len, parts))) < count.value:
+        other += f", in {count.value} micro-batches a rank, and this one has {number}"
     if len({len(part) for of_rank in parts for part in of_rank}) > 1:
         last = ", ".join(f"{len(of_rank[-1])} on rank {rank}" for rank, of_rank in enumerate(parts) if len(of_rank[-1]) < length)
         other += f"; {length} samples a micro-batch do not divide it: the last one has {last}"
@@ -298,6 +309,8 @@ def _said(what: str, size: Size | None) -> str:
 
 
 def _said_data(data: Size | None, sizes: StepSizes) -> str:
+    if sizes.unread == (PROCESSES,):
+        return "data-parallel size not known here, and taken as 1: give --num_processes, or --data-parallel-size before --"
     if not sizes.unread:
         return _said("data-parallel size", data)
     verb = "was" if len(sizes.unread) == 1 else "were"

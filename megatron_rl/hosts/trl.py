@@ -29,7 +29,14 @@ from megatron_rl.hosts.programs import PREFERENCES, REWARDS, SUPERVISED, Program
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
 from megatron_rl.hosts.script_constants import plain
 from megatron_rl.hosts.settings import UNKNOWN, Given, Settings, Size, read_value
-from megatron_rl.hosts.step_sizes import PROCESSES, is_python_alone, launched_processes, launcher_problems, whole_number
+from megatron_rl.hosts.step_sizes import (
+    PROCESSES,
+    has_other_number,
+    is_python_alone,
+    launched_processes,
+    launcher_problems,
+    whole_number,
+)
 from megatron_rl.hosts.stock import unjudged
 from megatron_rl.hosts.trl_fields import misplaced, unknown_fields
 from megatron_rl.hosts.trl_others import DEFAULTS as OTHERS_DEFAULTS
@@ -203,6 +210,8 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     rows += [] if command else launcher_problems(before, read_file)
     if (processes := launched_processes(before, read_file) or (Size(1, "python") if is_python_alone(before) else None)) is not None:
         typed[PROCESSES] = processes
+    elif has_other_number(before):
+        typed[PROCESSES] = UNKNOWN
     of_file: dict[str, Any] = {}
     if isinstance(typed.get("config"), str):
         try:
@@ -350,6 +359,7 @@ DOOR = Door(
     returns=Formula(dp=1),
     step=(("accelerate", Formula(), "adds micro-batches"), ("DDP", Formula(dp=-1), "averages over ranks")),
     why_not_per_token="TRL's trainer is no Megatron",
+    was_run="TRL 1.10 and 1.16, in one process and with DDP",
     starts="GRPOTrainer",
     recognises=is_launch,
     programs=Programs(package="trl", of_script=lambda tree: Script(tree).why_not_judged()),

@@ -60,7 +60,8 @@ FLAGS_OF_WEIGHTS = (
 USAGE = "megatron-rl explain --response-lengths LIST [--prompt-ids LIST] [--host HOST] [flags of your launch line | -- LAUNCH LINE]"
 NO_LOG_PROBS = "the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs"
 NO_CHAIN = "the chain of factors from weight to gradient: --host and the layout give it"
-READ = "a measurement: the factors were read in {}, and none was run"
+READ = "a measurement: the factors were read in {}, and none was run here"
+WAS_RUN = "; the gradient was compared in {}"
 NOT_RUN = (
     "a measurement: the factors of the schedule, DDP and finalize_model_grads{} were read in Megatron-Core 0.13 to 0.19, and none "
     "was run; `torchrun ... -m megatron_rl selftest` runs the installed ones"
@@ -195,8 +196,8 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
     elif door is not None:
         shown.chain = door_chain(door, weighing, shown.layout, per_token=per_token)
         rescaled = MULTIPLIED if per_token or door.is_per_token else None
-        is_megatron = door.megatron is not None
-        shown.left_out += of_megatron("experts", rescaled, door.megatron) if is_megatron else [READ.format(door.probed)]
+        is_megatron, of_run = door.megatron is not None, WAS_RUN.format(door.was_run) if door.was_run else ""
+        shown.left_out += of_megatron("experts", rescaled, door.megatron) if is_megatron else [READ.format(door.probed) + of_run]
         shown.launch_lines, problems = write(door, weighing.config)
         shown.of_lines = [*door.of_written(weighing.config)]
         typed = door.line_of(door.own.name(ONE_SAMPLE), True)
