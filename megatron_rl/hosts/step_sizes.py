@@ -177,8 +177,8 @@ def product_in_words(numbers: Mapping[str, int], product: int, other: str = "") 
 PROCESSES = "num_processes"
 # Flags of launchers that start as many processes: torchrun, accelerate, deepspeed. Those of one line are multiplied.
 LAUNCHERS = (("--num-processes",), ("--nproc-per-node", "--nnodes"), ("--num-gpus", "--num-nodes"))
-# Launchers that count GPUs where no flag says a number, and commands that they start.
-COUNTING = ("accelerate", "deepspeed", "trl")
+# Launchers that count GPUs where no flag says a number.
+COUNTING = ("accelerate", "deepspeed")
 # accelerate's own files.
 CONFIG_FILES = ("--config-file", "--accelerate-config")
 # A flag that is as similar is a slip. --num-cpus is less similar to --num-gpus.

@@ -210,7 +210,7 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     rows += [] if command else launcher_problems(before, read_file)
     if (processes := launched_processes(before, read_file) or (Size(1, "python") if is_python_alone(before) else None)) is not None:
         typed[PROCESSES] = processes
-    elif has_other_number(before):
+    elif command or has_other_number(before):  # the command starts accelerate
         typed[PROCESSES] = UNKNOWN
     of_file: dict[str, Any] = {}
     if isinstance(typed.get("config"), str):
