@@ -295,12 +295,22 @@ def test_lost_rollouts_have_their_name(pool):
         assert "tokens weigh as if each sample were a rollout of its own" in found
 
 
+def test_a_model_that_no_ddp_of_megatron_wraps_is_told_what_tests_it():
+    """Found by its type, before anything of Megatron is looked for."""
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
+    nothing = {"vocab_size": 8, "seq_length": 4, "micro_batch_size": 1}
+    for given in (model, [model]):
+        with pytest.raises(ConfigError, match="the model is a Sequential: pass one wrapped by .*DistributedDataParallel") as found:
+            check_step(None, [], given, [], None, PolicyLossConfig(), **nothing)
+        assert "assert_layout_invariant" in str(found.value) and "docs/step_by_hand.md" in str(found.value)
+
+
 def test_drawn_tokens_are_refused():
     """kl_cov's are those of a sort, which the dense step makes too."""
     config, model_config = replace(GSPO, token_selection="clip_cov"), SimpleNamespace(finalize_model_grads_func=print)
     with pytest.raises(ConfigError, match="token_selection='clip_cov' draws tokens by a seed that check_step does not know"):
-        step_check._check_settings([], model_config, config, [])
-    step_check._check_settings([], model_config, replace(config, token_selection="kl_cov"), [])
+        step_check._check_settings(model_config, config, [])
+    step_check._check_settings(model_config, replace(config, token_selection="kl_cov"), [])
 
 
 def test_a_step_whose_tokens_are_selected_needs_scores():

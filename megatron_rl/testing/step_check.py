@@ -84,7 +84,8 @@ def check_step(
     Args:
         forward_step: the loop's, as Megatron's schedules call it: (data_iterator, model) -> (logits [.., V_tp], loss_func).
         batches: this rank's micro-batches, what the data iterator yields.
-        model: wrapped by Megatron's DistributedDataParallel, without dropout; a list for an interleaved pipeline.
+        model: wrapped by Megatron's DistributedDataParallel, without dropout; a list for an interleaved pipeline. A loss of plain
+            PyTorch is for testing.loss_property.assert_layout_invariant.
         samples: of the whole step, in plain numbers, the same on every rank. old_log_probs None: the policy's own.
         places_of: (batch) -> [rows of the logits, 2] int64 on the last pipeline stage: the number of the sample in `samples`, and
             the place in its response of the token that the row predicts; (-1, -1) for a row that predicts none.
@@ -101,8 +102,9 @@ def check_step(
         places_of misses an unmasked token or names one twice; for a model with dropout, and where nothing reduces gradients.
     """
     models: list[Any] = list(model) if isinstance(model, Sequence) else [model]
+    _refuse_unwrapped(models)
     model_config = model_config_of(models[0])
-    _check_settings(models, model_config, config, samples)
+    _check_settings(model_config, config, samples)
     groups = resolve_groups(models[0])
     probe_schedule(calculate_per_token_loss=model_config.calculate_per_token_loss, ddp_config=models[0].ddp_config)
     run = partial(_run, models, batches, seq_length, micro_batch_size)
@@ -290,10 +292,16 @@ def aggregations_alike(samples: Sequence[StepSample], config: PolicyLossConfig) 
     return alike if len(alike) > 1 else []
 
 
-def _check_settings(models: Sequence[Any], model_config: Any, config: PolicyLossConfig, samples: Sequence[StepSample]) -> None:
+def _refuse_unwrapped(models: Sequence[Any]) -> None:
+    if unwrapped := [type(model).__name__ for model in models if not hasattr(model, "ddp_config")]:
+        raise ConfigError(
+            f"check_step: the model is a {unwrapped[0]}: pass one wrapped by Megatron's DistributedDataParallel. Of a "
+            "plain PyTorch loss assert_layout_invariant tests the layout (docs/testing.md), and docs/step_by_hand.md the value"
+        )
+
+
+def _check_settings(model_config: Any, config: PolicyLossConfig, samples: Sequence[StepSample]) -> None:
     problems = []
-    if not all(hasattr(model, "ddp_config") for model in models):
-        problems.append("the model is not wrapped: pass what megatron.core.distributed.DistributedDataParallel returned")
     if model_config.finalize_model_grads_func is None:
         problems.append(
             "finalize_model_grads_func is None in the model's config, so the schedule never reduces gradients over ranks: set it "
