@@ -272,6 +272,24 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
     # Another name than ours
     "verl, a clip's name": ("verl", f"grpo.token_mean +{ACTOR}.eps_clip=0.28", "verl has no such setting"),
     "verl, L's name": ("verl", f"grpo.token_mean {ACTOR}.loss_scale=8", f"did you mean {ACTOR}.loss_scale_factor\\?"),
+    # The right name in another section, or without its value
+    **{
+        f"{host}, {words}": (host, f"{loss} {words}", f"^{words.lstrip('+').partition('=')[0]}: .*{said}")
+        for host, loss, words, said in (
+            (
+                "verl",
+                "grpo.token_mean",
+                "+clip_ratio_high=0.3",
+                f"reads no such setting here: did you mean {ACTOR}.clip_ratio_high",
+            ),
+            ("verl", "grpo.token_mean", "actor_rollout_ref.clip_ratio_high=0.3", f"did you mean {ACTOR}.clip_ratio_high"),
+            ("verl", "grpo.token_mean", "+algorithm.loss_agg_mode=token-mean", f"did you mean {ACTOR}.loss_agg_mode"),
+            ("verl", "sapo.token_mean", f"+{ACTOR}.megatron.tau_neg=1", f"did you mean {ACTOR}.tau_neg"),
+            ("skyrl", "grpo", "trainer.eps_clip_high=0.3", "did you mean trainer.algorithm.eps_clip_high"),
+        )
+    },
+    "verl, two words": ("verl", f"grpo.token_mean {ACTOR}.clip_ratio_high 0.3", f"type {ACTOR}.clip_ratio_high=0.3$"),
+    "verl, no value": ("verl", f"grpo.token_mean +{ACTOR}.clip_ratio_high a=1", f"type .{ACTOR}.clip_ratio_high=VALUE$"),
     "verl, a parameter that verl names": (
         "verl",
         f"grpo.token_mean +{ACTOR}.policy_loss.clip_ratio_c=3",

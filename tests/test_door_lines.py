@@ -18,6 +18,7 @@ from megatron_rl.hosts.door_line import given_by, judge, judge_settings
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import UNKNOWN, Settings
 from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.validation import config_warnings
 
 
 def judged(host: str, rest: str | list[str] | dict[str, Any]) -> tuple[list[str], str]:
@@ -229,3 +230,38 @@ def test_doctor_advises_the_clip_of_dapo_beside_its_aggregation(host):
         advice = [row.text for row in rows if row.subject == "advice" and "DAPO" in row.text]
         assert not problems and len(advice) == is_advised, (loss, aggregation, high, rows)
         assert all(f"prompt_mean without {CLIP_OF_DAPO[host]}: the clip is 0.2/0.2, and DAPO" in text for text in advice), advice
+
+
+@pytest.mark.parametrize("host", [name for name, door in DOORS.items() if door.gives(get_loss_aggregation("prompt_mean"))])
+def test_the_side_that_dapo_does_not_have_is_named(host):
+    door = DOORS[host]
+    config = PolicyLossConfig(policy_loss="grpo", loss_aggregation="prompt_mean", clip_ratio_low=0.8, clip_ratio_high=0.28)
+    given, _ = given_by(door, config)
+    given |= {"data.train_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 8} if host == "verl" else {}
+    known = {name: value for name, value in given.items() if value is not UNKNOWN}
+    texts = [row.text for row in judge_settings(door, Settings.of_names(known, door.all_defaults, typed=known))]
+    assert any(re.search(r"prompt_mean without \S+[=: ]+0\.2: the clip is 0\.8/0\.28, and DAPO", text) for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("loss", "low", "high", "said"),
+    [
+        ("grpo", 0.8, 1.28, "a ratio down to 0.2 and up to 2.28; for bounds 0.8 and 1.28 type 0.2 and 0.28"),
+        ("grpo", None, 1.28, "^clip_ratio_high=1.28: a distance from 1, so a ratio up to 2.28; for a bound of 1.28 type 0.28$"),
+        ("grpo", 0.8, None, "^clip_ratio_low=0.8: a distance from 1, so a ratio down to 0.2; for a bound of 0.8 type 0.2$"),
+        ("grpo", None, 28, "^clip_ratio_high=28: a distance from 1, so a ratio up to 29$"),
+        ("grpo", 0.2, 0.28, None),
+        ("cispo", None, 5, None),  # without a bound below, and far above by its paper
+        ("sapo", None, None, None),
+    ],
+)
+def test_a_clip_that_is_typed_as_bounds_is_noted(loss, low, high, said):
+    config = PolicyLossConfig(policy_loss=loss, loss_aggregation="token_mean", clip_ratio_low=low, clip_ratio_high=high)
+    found = [text for text in config_warnings(config) if "distance from 1" in text]
+    assert len(found) == (said is not None) and all(re.search(said, text) for text in found), found
+
+
+def test_a_name_that_the_trainer_has_in_two_sections_is_no_slip():
+    for words in ("critic.loss_agg_mode=token-mean", "+distillation.distillation_loss.clip_ratio_high=0.3", "data.shuffle=False"):
+        problems, told = judged("verl", f"grpo.token_mean {words}")
+        assert not problems and "no such setting" not in told, words

@@ -9,6 +9,7 @@ from megatron_rl.hosts.base import HostLaunch
 from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_clip_of_dapo
 from megatron_rl.hosts.skip_checks import FLAG, both_forwards_are_the_same, is_left_out_for_free, skips
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.validation.advice import bounds_for_distances
 from megatron_rl.validation.checks import Asker, check
 from megatron_rl.validation.model_settings import default_dropout_note
 
@@ -52,6 +53,7 @@ def clip_fits_the_ratio(launch: HostLaunch) -> Iterator[str]:
         return
     declared, is_chosen = get_policy_loss(loss).clip_ratios, launch.has_our_loss() and options.ours("policy_loss")
     given = f"--eps-clip {clip[0]:g}, --eps-clip-high {clip[1]:g}"
+    yield from bounds_for_distances(get_policy_loss(loss), clip, low="--eps-clip ", high="--eps-clip-high ")
     if (misfit := misfit_of_the_clip(launch)) is not None:
         by = f"{given} with {'--policy-loss' if is_chosen else '--advantage-estimator'} {loss}"
         now = "act on rounding at most now: a rollout is one step, so each ratio is 1. With several steps they "

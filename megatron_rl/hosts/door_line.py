@@ -16,7 +16,7 @@ from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
 from megatron_rl.hosts.model_names import model_rows
-from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, with_another_divisor, with_clip_of_dapo, with_deviation
+from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, CLIP_LOW_OF_DAPO, with_another_divisor, with_clip_of_dapo, with_deviation
 from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Given, Settings, StepSizes, clip_to_type, not_numbers
 from megatron_rl.hosts.step_sizes import whole_number
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
@@ -64,6 +64,7 @@ def judge(
         settings.imports_modules = _imports_modules(door, words, settings)
     if line.settings is not None:
         yield from _flags_of_others(door, words, line.settings.given)
+        yield from _without_value(door, words)
         yield from _given_twice(door, words)
         yield from judge_settings(door, line.settings, of_step=of_step, is_partial=line.is_partial)
     elif line.stock is not None:
@@ -266,7 +267,7 @@ def said_of(found: Found) -> Iterator[Row]:
     if is_known:
         yield from divisor_is_the_longest_response(door, found.settings, config.loss_aggregation_divisor)
     clip = None if any(found.settings[name] is UNKNOWN for name in door.read_names) else clip_of(config)
-    for text in with_clip_of_dapo(chosen, config.policy_loss, found.record.name, clip, clip_high_of_dapo(found)):
+    for text in with_clip_of_dapo(chosen, config.policy_loss, found.record.name, clip, clip_of_dapo(found)):
         yield Row("advice", text, is_note=True)
     yield from (Row("sampling", text, is_note=True) for text in found.warnings)
     if found.correction.is_on:
@@ -289,9 +290,10 @@ def divisor_is_the_longest_response(door: Door, settings: Settings, divisor: flo
         yield Row("advice", with_another_divisor(divisor, longest, typed=typed, limit=limit, exact=exact), is_note=True)
 
 
-def clip_high_of_dapo(found: Found) -> str:
+def clip_of_dapo(found: Found) -> str:
     """What it changes in the settings of the launch, as it is typed."""
-    wider = replace(found.config, clip_ratio_high=CLIP_HIGH_OF_DAPO)
+    low = None if found.config.clip_ratio_low is None else CLIP_LOW_OF_DAPO
+    wider = replace(found.config, clip_ratio_low=low, clip_ratio_high=CLIP_HIGH_OF_DAPO)
     before, given = (given_by(found.door, config)[0] for config in (found.config, wider))
     changed = {name: value for name, value in given.items() if before.get(name) != value}
     return found.door.separator.join(found.door.typed(changed))
@@ -329,7 +331,7 @@ def judge_names(door: Door, settings: Settings, *, is_ours: bool, may_have_more:
             continue
         prefix = next((prefix for prefix in sorted(door.sections, key=len, reverse=True) if whole.startswith(prefix)), None)
         if prefix is None or _is_below_group(whole[len(prefix) :], prefix, table):
-            yield from _misspelt_section(door, whole)
+            yield from _in_another_section(door, whole, is_note=may_have_more or settings.imports_modules)
         elif not (whole in known or whole in own or _is_apart(door, whole) or door.is_open(settings, prefix)):
             names = [name.removeprefix(prefix) for name in {*known, *own} if name.startswith(prefix)]
             close = _closest(whole.removeprefix(prefix), names)
@@ -362,6 +364,19 @@ def _meant(door: Door, name: Any) -> str | None:
     cutoff = SIMILAR_MODE if short.partition(".")[0] in losses(door) else CLOSEST_SECTION
     close = get_close_matches(short, known, 1, cutoff)
     return door.choice.prefix + close[0] if close else None
+
+
+def _in_another_section(door: Door, whole: str, *, is_note: bool) -> Iterator[Row]:
+    """A setting of the loss in a section that the trainer reads for others, or a slip of a section. is_note: code of the user's own
+    may read it there."""
+    parent, _, last = whole.rpartition(".")
+    above = {name[:at] for name in door.known_names for at, letter in enumerate(name) if letter == "."}
+    read = [one.name for one in door.settings if one.field or one.default is not None]
+    home = next((name for name in read if name in (f"{section}{last}" for section in door.sections)), None)
+    if home is None or whole in door.known_names or _is_apart(door, whole) or not (parent in above or not parent):
+        yield from _misspelt_section(door, whole)
+        return
+    yield Row(whole, f"{door.title} reads no such setting here: did you mean {home}?", is_wrong=not is_note, is_note=is_note)
 
 
 def _misspelt_section(door: Door, whole: str) -> Iterator[Row]:
@@ -414,6 +429,16 @@ def _flags_of_others(door: Door, words: Sequence[str], given: Mapping[str, Any])
     for name in (word.partition("=")[0] for word in words):
         if name in routes_of_flags() and name not in given:
             yield Row(name, f"a flag of miles and slime, and no setting of {door.title}: {door.choice.remedy}", is_wrong=True)
+
+
+def _without_value(door: Door, words: Sequence[str]) -> Iterator[Row]:
+    """Where a setting is one word, its name alone."""
+    for word, behind in pairwise([*words, ""]):
+        name = word.lstrip("+")
+        if "." in name and (name in door.known_names or name.startswith(door.sections)):
+            if "=" not in name:
+                value = "VALUE" if "=" in behind or not behind else behind
+                yield Row(name, f"{door.title} takes NAME=VALUE in one word: type {word}={value}", is_wrong=True)
 
 
 def _given_twice(door: Door, words: Sequence[str]) -> Iterator[Row]:

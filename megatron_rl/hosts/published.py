@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-CLIP_HIGH_OF_DAPO = 0.28
+CLIP_LOW_OF_DAPO, CLIP_HIGH_OF_DAPO = 0.2, 0.28
 
 
 def with_deviation(aggregation: str, without: str) -> str:
@@ -24,14 +24,12 @@ def with_another_divisor(divisor: float, longest: int, *, typed: str, limit: str
     )
 
 
-def with_clip_of_dapo(
-    chosen: str, loss: str, aggregation: object, clip: tuple[float, float] | None, clip_high: str
-) -> Iterator[str]:
+def with_clip_of_dapo(chosen: str, loss: str, aggregation: object, clip: tuple[float, float] | None, of_dapo: str) -> Iterator[str]:
     """The advice for DAPO, arXiv:2503.14476, which has both: prompt_mean, and a clip that is wider above than below. chosen,
-    clip_high: the aggregation and DAPO's upper clip, as they are typed. clip: (low, high) of the launch."""
+    of_dapo: the aggregation and what DAPO's clip changes, as they are typed. clip: (low, high) of the launch."""
     if (loss, aggregation) == ("grpo", "prompt_mean") and clip is not None and clip[1] <= clip[0]:
         low, high = clip
         yield (
-            f"{chosen} without {clip_high}: the clip is {low:g}/{high:g}, and DAPO as published has 0.2/{CLIP_HIGH_OF_DAPO:g}; add "
-            "it, unless you want the one without the other"
+            f"{chosen} without {of_dapo}: the clip is {low:g}/{high:g}, and DAPO as published has {CLIP_LOW_OF_DAPO:g}/"
+            f"{CLIP_HIGH_OF_DAPO:g}; add it, unless you want the one without the other"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, Backend, CorrectionLevel
-from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, is_built_in
+from megatron_rl.loss_hub import PolicyLoss, clip_of, get_loss_aggregation, get_policy_loss, is_built_in
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 from megatron_rl.registries.token_selections import Effect
 from megatron_rl.validation.checks import check
@@ -33,6 +33,31 @@ def clip_of_a_mean_clips(launch: Settings) -> Iterator[str]:
             f"responses: the ratio is a geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g} "
             f"there; the loss's own values are {default_low:g}/{default_high:g}, and unset flags give them"
         )
+
+
+def bounds_for_distances(loss: PolicyLoss, clip: tuple[float, float], *, low: str, high: str) -> Iterator[str]:
+    """Of a clip that is typed as bounds of a ratio, where 0.8 and 1.28 are 0.2 and 0.28. low, high: what is typed before a
+    value. A loss without a lower bound may have an upper one that is far."""
+    if loss.clip_ratios is None or loss.clip_ratios[0] == 1:
+        return
+    is_low, is_high = 0.5 <= clip[0] < 1, clip[1] >= 1
+    typed = [f"{low}{clip[0]:g}"] * is_low + [f"{high}{clip[1]:g}"] * is_high
+    if not typed:
+        return
+    reach = [f"down to {1 - clip[0]:g}"] * is_low + [f"up to {1 + clip[1]:g}"] * is_high
+    text = f"{', '.join(typed)}: a distance from 1, so a ratio {' and '.join(reach)}"
+    bounds = [(clip[0], 1 - clip[0])] * is_low + [(clip[1], clip[1] - 1)] * (is_high and clip[1] < 2)
+    if bounds:
+        meant, distances = (" and ".join(f"{one:g}" for one in side) for side in zip(*bounds, strict=True))
+        text += f"; for {'bounds' if len(bounds) > 1 else 'a bound of'} {meant} type {distances}"
+    yield text
+
+
+@check(is_warning=True)
+def clip_is_a_distance(launch: Settings) -> Iterator[str]:
+    config = launch.config
+    if (clip := clip_of(config)) is not None:
+        yield from bounds_for_distances(get_policy_loss(config.policy_loss), clip, low="clip_ratio_low=", high="clip_ratio_high=")
 
 
 @check(is_warning=True)
