@@ -220,6 +220,16 @@ def test_a_misspelt_option_of_a_script_is_a_problem(tmp_path, typed, said):
     assert [row.text for row in report.findings if row.status == "PROBLEM"] == [said] * bool(said)
 
 
+@pytest.mark.parametrize(
+    ("parser", "is_told"), [("import typer", True), ("import argparse", False), ('import typer\nx = "--extra_args"', False)]
+)
+def test_an_option_of_typer_has_hyphens(tmp_path, parser, is_told):
+    (script := tmp_path / "run_mine.py").write_text(f"{parser}\n" + composed('train_args = f"--a 1 {args.extra_args}"'))
+    said = judge_launch(["python", str(script), "--extra_args", "--lr 3"], None).reading
+    text = "--extra_args is no option of the script: typer makes --extra-args of extra_args; type that"
+    assert [row.text for row in said if row.subject == "script"] == [text] * is_told
+
+
 def test_an_option_may_be_one_of_a_class_that_is_not_here(tmp_path):
     text = composed('train_args = f"--rollout-batch-size 4 {args.extra_args}"').replace("class Args:", "class Args(far.Away):")
     (script := tmp_path / "run_mine.py").write_text(text)

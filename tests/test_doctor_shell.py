@@ -299,6 +299,50 @@ def test_what_is_no_bash_hides_what_it_may_set(checkout):
     assert told[1][0] == PROBLEM and told[1][1].startswith("bash cannot read it: line ")
 
 
+SLIPS = [
+    pytest.param(
+        "${GRPO_ARGS[@]}", "${GRPO_ARG[@]}", "is not set in the script: did you mean GRPO_ARGS, which nothing uses?", id="one"
+    ),
+    pytest.param(
+        "${GRPO_ARGS[@]}", "${GRPOARGS[@]}", "is not set in the script: did you mean GRPO_ARGS, which nothing uses?", id="two"
+    ),
+    pytest.param("${GRPO_ARGS[@]}", "${GRPO_ARGS}", "is the first word of the array alone: write ${GRPO_ARGS[@]}", id="no index"),
+    pytest.param("${GRPO_ARGS[@]}", "$GRPO_ARGS", "is the first word of the array alone: write ${GRPO_ARGS[@]}", id="nor braces"),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong", "said"), SLIPS)
+def test_a_slip_with_an_array_is_told_where_it_is(tmp_path, capsys, right, wrong, said):
+    code, out = said_of(tmp_path, READABLE.replace(right, wrong), capsys)
+    assert code == 1 and f"PROBLEM  script  {wrong} (line 9) {said}" in re.sub(" +(?= {2})", "", out), out
+
+
+def test_an_array_that_is_set_behind_its_use_is_told(tmp_path, capsys):
+    array = "GRPO_ARGS=(\n   --advantage-estimator grpo\n)\n"
+    code, out = said_of(tmp_path, READABLE.replace(array, "") + array, capsys)
+    assert code == 1 and "${GRPO_ARGS[@]} (line 6) is not set there: the script sets GRPO_ARGS on line 7, after it" in out
+    # One that adds to itself, one of a function that runs later, one that is used again.
+    for text in (
+        READABLE.replace("set -ex", "GRPO_ARGS=(\n${GRPO_ARGS[@]} --seed 1\n)"),
+        READABLE.replace(array, "EXTRA=(\n${EXTRA[@]} --seed 1\n)\n" + array).replace("train.py", "train.py ${EXTRA[@]}"),
+        READABLE.replace(array, "echo ${GRPO_ARGS[@]}\n" + array),
+    ):
+        assert said_of(tmp_path, text, capsys)[0] == 0
+
+
+def test_an_array_whose_first_word_a_condition_or_a_log_reads_is_no_slip(tmp_path, capsys):
+    for line in ('if [ -n "${GRPO_ARGS}" ]; then echo yes; fi', 'echo "$GRPO_ARGS"'):
+        assert said_of(tmp_path, READABLE.replace("set -ex", line), capsys)[0] == 0
+
+
+def test_a_value_that_is_missing_has_the_slip_that_lost_it(tmp_path, capsys):
+    text = READABLE.replace("--advantage-estimator grpo", "--loss-aggregation constant").replace("${GRPO_ARGS[@]}", "${GRPO_ARGS}")
+    code, out = said_of(tmp_path, text.replace("python3", "python3 -m megatron_rl.hosts.launch"), capsys)
+    assert (
+        code == 2 and "1. ${GRPO_ARGS} (line 9) is the first word" in out and "2. argument --loss-aggregation: expected one" in out
+    )
+
+
 UNREADABLE = [
     pytest.param("GRPO_ARGS=(", "GRPO_ARGS = (", "near unexpected token `(': write GRPO_ARGS=( without a blank", id="blanks"),
     pytest.param(")\nPERF_ARGS=(", "PERF_ARGS=(", "near unexpected token `(': does an array above it lack its )?", id="open array"),

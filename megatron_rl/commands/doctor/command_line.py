@@ -483,7 +483,11 @@ def host_arguments(line: LaunchLine) -> Namespace:
             value = read_switch(read_whole_number(given[0])) if len(given) == 1 else list(given) or True
             values[name] = read_number(value) if isinstance(value, str) else value
     if line.takes_our_flags:
-        values |= vars(add_megatron_rl_args(Parser(add_help=False, allow_abbrev=False), line.words).parse_known_args(line.words)[0])
+        parser = add_megatron_rl_args(Parser(add_help=False, allow_abbrev=False), line.words)
+        try:
+            values |= vars(parser.parse_known_args(line.words)[0])
+        except ConfigError as error:  # a slip of the script's may be why
+            raise ConfigError([*(line.read_from.slips if line.read_from else ()), *error.problems]) from error
     if line.is_of_rollouts and line.of_host is not None:
         typed, is_whole = {field_of(flag) for flag, _ in line.known}, not (line.unread or line.unknown)
         values |= line.of_host.filled_in({name: value for name, value in values.items() if is_whole or name in typed})

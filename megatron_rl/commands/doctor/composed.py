@@ -34,6 +34,8 @@ _HOLE = re.compile(r"\$\{\w*\}")
 CLOSEST_SETTING = 0.85
 # miles's decorator that reads options from the environment too, by names with this prefix; the words that turn a switch on there.
 OF_ENVIRONMENT, PREFIX_OF_ENVIRONMENT, ON_WORDS = "dataclass_cli", "MILES_SCRIPT_", ("1", "true", "t", "yes", "y", "on")
+# What makes options of a function's parameters, with hyphens.
+TYPER = "typer"
 # A value that is another one in each branch.
 _BRANCH = "${value}"
 # Statements that only define.
@@ -164,9 +166,16 @@ def misspelt_settings(tree: ast.Module, typed: Sequence[str], text: str) -> Iter
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     extended = {_last_name(base) for node in classes for base in node.bases}
     knows_all = text.removeprefix("--") in fields and extended <= {node.name for node in classes}
+    of_typer = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names} & {TYPER}
+    written = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     for before, word in pairwise(["", *typed]):
-        name = word.removeprefix("--").partition("=")[0].replace("_", "-")
-        if not word.startswith("--") or " " in name or before == text or name in names:  # a text of flags is a value
+        flag = word.partition("=")[0]
+        name = flag.removeprefix("--").replace("_", "-")
+        if not word.startswith("--") or " " in name or before == text:  # a text of flags is a value
+            continue
+        if name in names:
+            if of_typer and "_" in flag and flag not in written:
+                yield f"{flag} is no option of the script: typer makes --{name} of {name.replace('-', '_')}; type that"
             continue
         close = get_close_matches(name, fields, n=1, cutoff=CLOSEST_SETTING)
         if close:

@@ -36,8 +36,8 @@ NO_STEPS = ("string", "concatenation", "expansion", "command_substitution", "pro
 MODEL_COMMAND, MODELS = "model_args_utils.py", Path("scripts", "models")
 PLAIN_EDIT = re.compile(r"s([/|,#])(?P<pattern>(?:(?!\1)[^*+?{\\\\])*)\1(?P<text>(?:(?!\1)[^&\\\\])*)\1")
 MOST_CHOICES = 8
-# How variables of flags often end, and how similar two are without it where one is a slip of the other.
-ENDING, CLOSEST_VARIABLE = "_ARGS", 0.75
+# How variables of flags often end, and how similar two are where one is a slip of the other: without it, and as they are.
+ENDING, CLOSEST_VARIABLE, CLOSEST_WHOLE = "_ARGS", 0.75, 0.88
 SHELLS = ("bash", "sh", "zsh", "exec")
 # $NAME, ${NAME}, ${NAME[@]}, ${NAME[0]}, and those with a default; the others cut or count, and are left as they are.
 VARIABLE = re.compile(r"\$\{?(?P<name>[A-Za-z_]\w*|[@*0-9])(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<how>:?[-=+]).*|\}?)", re.DOTALL)
@@ -135,7 +135,10 @@ class ScriptReader:
         self.may_be_anything = False
         self.exported: set[str] = set()
         self.read: set[str] = set()  # names, and arguments: see arguments_read
-        self.unset: dict[str, str] = {}  # NAME -> as it is written, with its line
+        self.unset: dict[str, tuple[str, int]] = {}  # NAME -> as it is written, and its line
+        self.whole: set[str] = set()  # arrays that are read with all their words
+        self.cut: dict[str, tuple[str, int]] = {}  # those of several words that are read without [@], as unset
+        self.arrays: dict[str, int] = {}  # of flags, with the line that sets them last, also behind what is read
 
     def lines(self) -> Iterator[ScriptLine]:
         try:
@@ -151,6 +154,7 @@ class ScriptReader:
         tree = syntax_tree(text)
         if not self.is_in_function:
             self.read |= arguments_read(tree)
+            self.arrays |= {name: line + self.lines_above for name, line in _arrays_of_flags(tree)}
         yield from self._walk(tree, is_in_branch=False)
         self.depth -= 1
 
@@ -202,9 +206,9 @@ class ScriptReader:
 
     def _decided_text(self, node: Node) -> str | None:
         """What a part of a condition becomes; None: not known, as in a loop or a function, which run at other times than here."""
-        outer, self.used = self.used, {}
+        outer, self.used, outer_cut = self.used, {}, dict(self.cut)
         words, is_open = self.words(node), bool(self.used)
-        self.used = outer
+        self.used, self.cut = outer, outer_cut
         is_open |= self.is_in_function or self.is_in_loop or any(name in self.unknown for name, _ in variables_in(node))
         return None if is_open or len(words) > 1 or any(map(is_unread, words)) else "".join(words)
 
@@ -366,8 +370,14 @@ class ScriptReader:
         if node.type == "command_substitution" or match is None:
             return [self._known_command(node) or text]
         known, how = self._known(match["name"], match["index"] or "0"), match["how"] or ""
+        written = (text, self._line_of(node))
         if known in (None, []) and not how and self._is_unset(match["name"]):
-            self.unset.setdefault(match["name"], f"{text} (line {self._line_of(node)})")
+            self.unset.setdefault(match["name"], written)
+        if (value := self.values.get(match["name"])) is not None and value.is_array and known is not None:
+            if match["index"] in ("@", "*"):
+                self.whole.add(match["name"])
+            elif match["index"] is None and len(value.words) > 1 and _has_flags(value):
+                self.cut.setdefault(match["name"], written)
         is_set = known is not None and not (how.startswith(":") and known in ([""], []))
         if known is not None and is_set and not how.endswith("+"):
             return known
@@ -399,12 +409,20 @@ class ScriptReader:
         return name.isidentifier() and name not in self.values and name not in self.environment and not is_unseen
 
     def _slips(self) -> Iterator[str]:
-        """Of names that nothing sets, those that are similar to one that nothing reads, each without its ENDING."""
+        """Of names that nothing sets, those that are set behind their use, and those that are similar to one that nothing reads.
+        And arrays of which a line has the first word alone."""
         unread = {name for name, value in self.values.items() if name not in self.read and _has_flags(value)}
         shorter = {name.removesuffix(ENDING): name for name in sorted(unread)}
-        for name, written in self.unset.items():
-            if close := get_close_matches(name.removesuffix(ENDING), shorter, n=1, cutoff=CLOSEST_VARIABLE):
-                yield f"{written} is not set in the script: did you mean {shorter[close[0]]}, which nothing uses?"
+        for name, (written, line) in self.unset.items():
+            close = get_close_matches(name.removesuffix(ENDING), shorter, n=1, cutoff=CLOSEST_VARIABLE)
+            whole = get_close_matches(name, sorted(unread), n=1, cutoff=CLOSEST_WHOLE)
+            if name not in self.read and self.arrays.get(name, 0) > line:
+                yield f"{written} (line {line}) is not set there: the script sets {name} on line {self.arrays[name]}, after it"
+            elif meant := [*whole, *(shorter[one] for one in close)]:
+                yield f"{written} (line {line}) is not set in the script: did you mean {meant[0]}, which nothing uses?"
+        for name, (written, line) in self.cut.items():
+            if name not in self.whole:
+                yield f"{written} (line {line}) is the first word of the array alone: write ${{{name}[@]}}"
 
     def _known_command(self, node: Node) -> str | None:
         """`cd ... && pwd`, `dirname ...`, `basename ...` and an edit by sed of what is known: how scripts find their own folder,
@@ -426,6 +444,15 @@ class ScriptReader:
                 words = model_words(folders[3] / MODELS, model) if len(folders) > 3 else None
                 return None if words is None else " ".join(words)
         return None
+
+
+def _arrays_of_flags(node: Node) -> Iterator[tuple[str, int]]:
+    """(name, line) of those that are assigned below a node; not in functions, which run at other times."""
+    value = node.child_by_field_name("value") if node.type == "variable_assignment" else None
+    if value is not None and value.type == "array" and re.search(r"(^|[\s(\"'])--?[A-Za-z]", _text(value)):
+        yield _name(node), node.start_point[0] + 1
+    for child in node.children if node.type != "function_definition" else ():
+        yield from _arrays_of_flags(child)
 
 
 def _has_flags(value: _Value) -> bool:
