@@ -278,3 +278,21 @@ def test_explain_says_what_was_read_and_what_was_run(capsys):
     assert "and none was run here; the gradient was compared in TRL 1.10 and 1.16, in one process and with DDP" in out, out
     typed = "loss_type='megatron_rl.grpo.constant', megatron_rl={'loss_aggregation_divisor': 8.0} of GRPOTrainer"
     assert f"arguments of GRPOConfig, and of GRPOTrainer where it is said: {typed}" in out, out
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "said"),
+    [
+        ("constant", "the mean tokens of a sample are 4 here, so the strength of sample_mean is kept by 4/8: beta=0.01"),
+        ("sample_mean", None),  # the strength is that one
+        ("token_mean", None),  # no coefficient keeps it
+    ],
+)
+def test_a_step_puts_numbers_into_the_advice_for_the_kl_of_our_loss(aggregation, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    own = {"loss_aggregation_divisor": 8} if aggregation == "constant" else {}
+    config = f"GRPOConfig(loss_type='megatron_rl.grpo.{aggregation}', scale_rewards='none', beta=0.02, max_completion_length=8)"
+    imports = "from trl import GRPOConfig\nfrom megatron_rl.hosts.trl import GRPOTrainer\n"
+    (tmp_path / "mine.py").write_text(f"{imports}GRPOTrainer(args={config}, megatron_rl={own})")
+    _, out = doctor(capsys, "--response-lengths", "2,4,6", "--", "torchrun", "mine.py")
+    assert said in out if said else "the mean tokens of a sample are" not in out, out

@@ -195,8 +195,14 @@ def judge_settings(
         return
     yield from said_of(found)
     if of_step is not None:
-        of_ours = stock.Stock.of_ours(found.config, door.terms(found))
-        yield from of_step(replace(of_ours, sizes=door.sizes.read(settings.value_of, settings.asked)))
+        of_ours, sizes = stock.Stock.of_ours(found.config, door.terms(found)), door.sizes.read(settings.value_of, settings.asked)
+        yield from of_step(replace(of_ours, sizes=sizes, coefficients=coefficients_of(found)))
+
+
+def coefficients_of(found: Found) -> dict[str, float]:
+    """Of the terms that our loss has, as they are typed."""
+    settings, names_of = found.door.field_settings, ("kl_coefficient", "entropy_coefficient")
+    return {settings[name].name: value for name in names_of if name in settings and (value := getattr(found.config, name))}
 
 
 def judge_log_probs(door: Door, settings: Settings) -> Iterator[Row]:

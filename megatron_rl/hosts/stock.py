@@ -72,6 +72,10 @@ class Stock:
     """Of a critic: the squares are halved in some trainers, which changes no weight against another."""
     known: Mapping[str, float] = field(default_factory=dict)
     """Counts that the line says, by their letters: L, and M_gen beside M. Without L a step is shown with 1."""
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+    """Of KL and entropy, as they are typed, in a loss of ours whose policy term is not as strong as under sample_mean."""
+    strength: Formula = field(default_factory=Formula)
+    """That of the policy term against sample_mean's: m/L, m the mean tokens of a sample."""
     sizes: StepSizes = StepSizes()
     shuffles: str = ""
     """Where the trainer shuffles the samples of a rank before it cuts them into micro-batches: what is said of that."""
@@ -85,8 +89,9 @@ class Stock:
         """What a loss of ours weighs, for the same table. terms: what the trainer adds to it."""
         kl, entropy = (SAMPLE_MEAN if one else None for one in (config.kl_coefficient, config.entropy_coefficient))
         kl, entropy = (terms[name].weight if name in terms else own for name, own in (("KL", kl), ("entropy", entropy)))
-        policy, divisor = get_loss_aggregation(config.loss_aggregation).formula, config.loss_aggregation_divisor
-        return cls(policy, kl, entropy, known={} if divisor is None else {"L": divisor})
+        record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
+        known, strength = {} if divisor is None else {"L": divisor}, record.mean_strength or Formula()
+        return cls(record.formula, kl, entropy, known=known, strength=strength)
 
     def in_words(self, weight: Formula) -> str:
         """The formula, and with the counts that are known: 1/(L N) = 1/(512 N)."""

@@ -69,6 +69,13 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
     elif not terms:
         beside = ", but for what the notes say" if stock.remarks else ""
         yield Row("this step", f"each token has its exact weight{beside} ({where})", is_note=bool(beside))
+    mean = float(tokens.double().mean())
+    if stock.coefficients and stock.strength.powers and stock.strength.powers.keys() <= {"m", *stock.known} and mean:
+        times = stock.strength.evaluate({**stock.known, "m": mean})
+        kept = ", ".join(f"{name}={value * times:.3g}" for name, value in stock.coefficients.items())
+        shown = stock.strength.with_names({"m": f"{mean:.4g}", **{name: f"{value:g}" for name, value in stock.known.items()}})
+        text = f"the mean tokens of a sample are {mean:.4g} here, so the strength of sample_mean is kept by {shown}: {kept}"
+        yield Row("advice", text, is_note=True)
     longest, divisor = int(tokens.max()), stock.known.get("L")
     if divisor is not None and longest > divisor and any("L" in weight.powers for weight in stock.terms.values()):
         text = f"a response of {longest} tokens is longer than L = {divisor:g}: L is the longest one that the sampler may make"
