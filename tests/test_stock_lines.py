@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import skyrl, verl, verl_refusals
-from megatron_rl.hosts.base import INIT_LINE, REDUCER_LINE
+from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE
 from megatron_rl.hosts.flags import MIS_FUNCTION, MIS_FUNCTION_OF_FSDP
 
 ALIKE = "the weights of its tokens do not depend on the layout"
@@ -320,6 +320,19 @@ def test_our_reducer_behind_a_correction_of_ones_own_claims_no_more_than_was_jud
     code, out = doctor(capsys, "--host", "miles", "--response-lengths", "3,5,8", "--", *line.split())
     said = "${MINE} weighs tokens and may reject some: that is not judged, see the notes"
     assert code == 0 and out.endswith(f"doctor: {said}\n") and "exact weight, but for what the notes say" in out, out
+
+
+@pytest.mark.parametrize("of_ours", [REDUCER_LINE, CUSTOM_LOSS_LINE])
+def test_multi_token_prediction_is_told_once_and_qualifies_the_step(capsys, tmp_path, of_ours):
+    """As of the host's own loss: it changes with the layout whichever loss trains beside it. docs/parallelism.md has how far."""
+    (script := tmp_path / "run_mine.py").write_text("import miles.utils as U\nU.execute_train(a)\n")
+    mtp = f"--mtp-num-layers 1 --enable-mtp-training {INIT_LINE} {of_ours} --custom-config-path {tmp_path / 'ours.yaml'}"
+    (tmp_path / "ours.yaml").write_text("loss_aggregation: sample_mean\n")
+    script.write_text(f"{script.read_text()}a = '{mtp}'\n")
+    for line in (["python", str(script)], [*"python -m megatron_rl.hosts.launch train.py".split(), *mtp.split()]):
+        _, out = doctor(capsys, "--host", "miles", "--response-lengths", "3,5", "--", *line)
+        assert out.count("as the table of docs/parallelism.md shows") == 1, out
+        assert re.search("note +this step +each token has its exact weight, but for what the notes say", out), out
 
 
 def test_rules_that_were_not_judged_are_not_without_problems(capsys):

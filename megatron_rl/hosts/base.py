@@ -222,8 +222,7 @@ class Host:
             remarks.append(unjudged)
         elif normalised is None and options["use_tis"] and is_mis(options):
             remarks.append(f"{options['custom_tis_function_path']} weighs and rejects tokens by what is in their own sample")
-        if options["enable_mtp_training"]:
-            remarks.append(MTP_IS_NOT_JUDGED.format("--enable-mtp-training"))
+        remarks += remarks_on_the_model(options)
         entropy, value = (weight if is_on else None for is_on in (options["entropy_coef"], options["advantage_estimator"] == "ppo"))
         varies = () if normalised is None else (normalised,)
         return Stock(None if reducer else weight, kl, entropy, remarks=tuple(remarks), varies=varies, value=value)
@@ -231,6 +230,11 @@ class Host:
     def converter(self) -> Converter | None:
         """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""
         return None
+
+
+def remarks_on_the_model(options: HostOptions) -> list[str]:
+    """What a model adds to whichever loss trains it."""
+    return [MTP_IS_NOT_JUDGED.format("--enable-mtp-training")] if options["enable_mtp_training"] else []
 
 
 @cache
@@ -479,7 +483,8 @@ class HostLaunch:
     def weighed(self, config: PolicyLossConfig) -> Stock:
         """What a token weighs in each term. Beside our weights KL and entropy are the host's own; under the converter they are
         prompt means too."""
-        ours, own = Stock.of_ours(config), self.options.host.stock(self.options)
+        ours = replace(Stock.of_ours(config), remarks=tuple(remarks_on_the_model(self.options)))
+        own = self.options.host.stock(self.options)
         if self.has_our_loss() or not isinstance(own, Stock):
             return ours
         kl, entropy = (ours.policy if term is not None and self.has_converter() else term for term in (own.kl, own.entropy))

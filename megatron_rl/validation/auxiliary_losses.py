@@ -181,8 +181,8 @@ def _mtp_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[
     elif not settings.get("calculate_per_token_loss"):
         text = (
             f"mtp_num_layers={settings[name]!r} with enable_mtp_training: Megatron takes a mean over micro-batches and ranks of "
-            "the mean over the response tokens of each, so the strength of multi-token prediction changes with the layout; set "
-            "--mtp-loss-scaling-factor 0, or remove --enable-mtp-training"
+            "the mean over the response tokens of each, so the strength of multi-token prediction changes with the layout, as the "
+            "table of docs/parallelism.md shows; set --mtp-loss-scaling-factor 0, or remove --enable-mtp-training"
         )
         yield Row(name, text, is_note=True)
     elif number(settings.get("context_parallel_size", 1)) == 1:

@@ -83,7 +83,7 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
 TIS_FLAG = "--custom-tis-function-path"
 # The subject of a row that says that they were not judged.
-RULES = "rules"
+RULES, ADVICE = "rules", "advice"
 NOTHING_OF_OURS = "nothing of megatron_rl on this line"
 _TEXT_OF_THE_SCRIPT = f"the text that the script gives to {CONFIG_FILE}"
 FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
@@ -138,6 +138,8 @@ def judge_launch(
             found += map(_finding, own)
             unjudged = f"{NOTHING_OF_OURS}; {last.text}"
         found += branches_of(line.read_from)
+        of_flags = {row.text for row in found if row.subject != ADVICE}
+        found = [row for row in found if row.subject != ADVICE or row.text not in of_flags]
         unknown, remedy = tuple(line.unknown_of_host), ""
         if unknown and line.is_composed:
             remedy = f" (give {'them' if len(unknown) > 1 else 'it'} behind {ADDED})"
@@ -214,7 +216,8 @@ def _judged(line: LaunchLine, route: Route | None, of_step: stock.JudgeStep | No
         if of_step is not None and not _trains_without_ours(line):
             remarks = tuple(filter(None, [_unjudged_correction(line, route)]))
             of_config = stock.Stock.of_ours if not line.is_of_rollouts else read_launch(host_arguments(line)).weighed
-            weighed = [replace(_sized(line, of_config(config), asked), remarks=remarks) for config in trained]
+            weighed = [_sized(line, of_config(config), asked) for config in trained]
+            weighed = [replace(one, remarks=(*one.remarks, *remarks)) for one in weighed]
             found += [_finding(row) for one in weighed for row in of_step(one)]
     except (TypeError, ValueError) as error:  # a host's own parser would have refused that value
         return [Finding(RULES, NOTE, f"not judged: a value on the line is not of the kind that its flag takes ({error})")]
@@ -383,7 +386,7 @@ def _rollout_host(line: LaunchLine, trained: list[PolicyLossConfig]) -> Iterator
 def _dr_grpo(line: LaunchLine, args: Namespace) -> Iterator[Finding]:
     """The same advice that the rules give to a line whose launcher reads our flags."""
     given = Namespace(**vars(args) | {"loss_aggregation": line.ours.get("--loss-aggregation")})
-    yield from (Finding("advice", NOTE, row.text) for row in constant_is_without_deviation(read_launch(given)))
+    yield from (Finding(ADVICE, NOTE, row.text) for row in constant_is_without_deviation(read_launch(given)))
 
 
 def _own_loop(line: LaunchLine, trained: list[PolicyLossConfig]) -> Iterator[Finding]:
@@ -416,7 +419,7 @@ def _train(line: LaunchLine, trained: list[PolicyLossConfig]) -> Iterator[Findin
 def _told(line: LaunchLine, judge: Callable[[], Iterable[str]]) -> Iterator[Finding]:
     """The advice of a judge, or its problems without what `judge_flags` says of a flag already."""
     try:
-        yield from [Finding("advice", NOTE, text) for text in judge()]
+        yield from [Finding(ADVICE, NOTE, text) for text in judge()]
     except ConfigError as error:
         told = {field_of(flag) for flag in line.ours}
         for problem in error.problems:
