@@ -242,6 +242,35 @@ def test_one_answer_to_every_prompt_is_told_once_after_twenty_steps(share, rewar
     assert all(f"one response is {share:.0%} of all samples" in finding.line for _, finding in told)
 
 
+# Of the demo at its first seed, with a CISPO whose weight is not detached, and with GSPO.
+UNLEARNS = [0.0864, 0.0312, 0.013, 0.0094, 0.0081, 0.0118, 0.0081, 0.0039, 0.0061, 0.002, 0.001, 0.0036, 0.0023, 0.0049, 0.0]
+UNLEARNS += [0.001, 0.0029, 0.001, 0.001, 0.0, 0.0, 0.0068, 0.002, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.001]
+DRAWN = torch.Generator().manual_seed(0)
+FALLS = [
+    pytest.param(UNLEARNS, 25, id="the demo unlearns"),
+    pytest.param(UNLEARNS[::-1], None, id="it learns"),
+    pytest.param([0.5] * 5 + [0.13] * 40, None, id="by less than three quarters"),
+    pytest.param([0.5] * 5 + [0.12] * 40, 25, id="by more"),
+    pytest.param([-0.5] * 5 + [-0.87] * 40, None, id="below 0, by less"),
+    pytest.param([-0.5] * 5 + [-0.88] * 40, 25, id="below 0"),
+    pytest.param([0.5, 0.5, 0.5, 0.5, 0.1] + [0.11] * 40, None, id="one of the first was as low"),
+    pytest.param([3 / 64] + [0.0, 1 / 64, 0.0, 0.0] * 40, None, id="a lucky first rollout of a sparse reward"),
+    pytest.param([0.0] * 60, None, id="always 0"),
+    pytest.param(torch.randn(300, generator=DRAWN).tolist(), None, id="noise"),
+]
+
+
+@pytest.mark.parametrize(("rewards", "rollout"), FALLS)
+@pytest.mark.parametrize("steps_per_rollout", [1, 3])
+def test_a_reward_that_falls_far_below_the_first_ones_is_told_once(rewards, rollout, steps_per_rollout):
+    """Each rollout counts once, whatever the number of its steps."""
+    rows = [{"rollout": number, "rollout/reward": reward} for number, reward in enumerate(rewards)]
+    told, _ = watched(GRPO, [row for row in rows for _ in range(steps_per_rollout)], first=0)
+    found = [(step // steps_per_rollout + 1, finding) for step, finding in told if finding.name == "fallen_reward"]
+    assert [number for number, _ in found] == ([] if rollout is None else [rollout])
+    assert all("sign of the loss or of the reward?" in finding.line and not finding.can_raise for _, finding in found)
+
+
 @pytest.mark.parametrize(
     ("metric", "value", "finding"),
     [
