@@ -126,7 +126,12 @@ def test_the_entropy_of_a_model_of_another_dtype_is_trained(dtype, trainer, monk
 @pytest.mark.parametrize(
     ("settings", "own", "message"),
     [
-        ({"loss_type": "dapo"}, {}, "it is not a loss|does not name a loss"),
+        ({"loss_type": "dapo"}, {}, "does not name a loss.*; set loss_type=megatron_rl.grpo.token_mean. Losses"),
+        (
+            {"loss_type": "dr-grpo"},
+            {},
+            "; set loss_type=megatron_rl.grpo.constant and megatron_rl={'loss_aggregation_divisor': 512} of GRPOTrainer. Losses",
+        ),
         ({"loss_type": "megatron_rl.gspoo.token_mean"}, {}, "did you mean megatron_rl.gspo.token_mean"),
         ({"importance_sampling_level": "sequence"}, {}, "ours is gspo"),
         ({"top_entropy_quantile": 0.2}, {}, "depend on its size"),

@@ -127,6 +127,8 @@ class Choice:
     imports: bool = False
     why_not: Mapping[str, str] = field(default_factory=dict)
     """The host's names of aggregations that ours have no equal of -> why."""
+    instead: Callable[[Settings], str] | None = None
+    """Ours in the place of the host's own loss, as it is typed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,7 +122,7 @@ def read_choice(door: Door, settings: Settings) -> tuple[str, str]:
     choice, whole = door.choice, settings[door.choice.setting]
     name = whole.removeprefix(choice.prefix) if isinstance(whole, str) and whole.startswith(choice.prefix) else None
     if choice.aggregation is None:
-        return _one_name(door, whole, name)
+        return _one_name(door, whole, name, choice.instead(settings) if choice.instead and name is None else None)
     offered, aggregation = losses(door), settings[choice.aggregation]
     if name not in offered:
         why = "it is not a loss of megatron_rl; choose one" if name is None else _why_no_loss(door, name)
@@ -148,7 +148,8 @@ def _why_no_loss(door: Door, name: str) -> str:
     return "there is no such loss" + (f"; did you mean {door.choice.prefix}{close[0]}?" if close else "")
 
 
-def _one_name(door: Door, whole: object, name: str | None) -> tuple[str, str]:
+def _one_name(door: Door, whole: object, name: str | None, instead: str | None) -> tuple[str, str]:
+    """instead: what is typed in the place of the host's own loss."""
     choice, known = door.choice, modes(door)
     if name in known:
         return known[name]
@@ -186,7 +187,7 @@ def _one_name(door: Door, whole: object, name: str | None) -> tuple[str, str]:
     close = close or (get_close_matches(name.replace("-", "_"), known, 1) if name else [])
     if name in aggregations and f"grpo.{name}" in known:
         close = [f"grpo.{name}"]
-    meant = f"; did you mean {choice.prefix}{close[0]}?" if close else "."
+    meant = f"; did you mean {choice.prefix}{close[0]}?" if close else f"; set {instead}." if instead else "."
     others = ", or module.function" if choice.imports else ""
     raise ConfigError(
         f"{choice.setting}={whole} does not name a loss and an aggregation: {why}{meant} Losses: {', '.join(offered)}{others}. "
