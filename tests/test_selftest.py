@@ -599,8 +599,17 @@ def test_rows_are_chosen_by_their_names():
     assert {row.case.head for row in found[2:]} == {"logits", FUSED}
     assert all("token_mean, logits" in row.name or "fused head, torch, KL" in row.name for row in found[2:])
     assert Choice().of(rows) == rows and Choice(None, ("z_loss",)).of(rows)[2].case is None
+    assert Choice(None, ("schedule",)).of(rows) == probes
     with pytest.raises(ConfigError, match="--row 'tritn': no row has that in its name"):
         Choice(None, ("tritn",)).of(rows)
+
+
+def test_the_figures_of_a_long_name_stay_in_their_columns():
+    """A loss of a user's own has the name of its module too."""
+    short, long = (command.row_text(RowResult("n" * length, True, 1.0, 1e-7, 1e-8, 1e-8)) for length in (71, 72))
+    first, second = long.splitlines()
+    assert first.rstrip() == "PASS  " + "n" * 72
+    assert second.index("x  1.0") == short.index("x  1.0") and len(second) == len(short)
 
 
 @megatron

@@ -245,11 +245,12 @@ def header(setting: Setting) -> str:
 
 
 def row_text(row: RowResult) -> str:
-    line = f"{'PASS' if row.passed else 'FAIL'}  {row.name:{NAME_WIDTH - 1}s} "
-    if row.ratio is not None:
-        line += f"x {row.ratio:9.6f}"
+    figures = "" if row.ratio is None else f"x {row.ratio:9.6f}"
     errors = (row.gradient_error, row.loss_error, row.norm_error)
-    line += "".join(f"{error:9.0e}" for error in errors if error is not None)
+    figures += "".join(f"{error:9.0e}" for error in errors if error is not None)
+    # A name that is too long for its column has a line of its own.
+    gap = f"\n{'':{NAME_WIDTH + 6}s}" if len(row.name) >= NAME_WIDTH else " "
+    line = f"{'PASS' if row.passed else 'FAIL'}  {row.name:{NAME_WIDTH - 1}s}{gap}{figures}".rstrip()
     return line if row.passed else f"{line}\n      {row.cause}"
 
 

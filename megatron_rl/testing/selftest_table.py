@@ -163,11 +163,10 @@ class Choice:
 
     def of(self, rows: Sequence[Row]) -> list[Row]:
         """The rows of a probe run whatever is chosen. Raises ConfigError where a text chooses no row."""
-        chosen = [row for row in rows if row.is_probe or self._has(row)]
-        if self.texts and all(row.is_probe for row in chosen):
+        if self.texts and not any(map(self._has, rows)):
             texts = " ".join(f"--row {text!r}" for text in self.texts)
             raise ConfigError(f"{texts}: no row has that in its name; without --row the rows are listed as they run")
-        return chosen
+        return [row for row in rows if row.is_probe or self._has(row)]
 
     def _has(self, row: Row) -> bool:
         of_case = row.case is None or (
