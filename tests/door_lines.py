@@ -288,6 +288,18 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
             ("skyrl", "grpo", "trainer.eps_clip_high=0.3", "did you mean trainer.algorithm.eps_clip_high"),
         )
     },
+    **{
+        f"verl, {loss}, {name}": (
+            "verl",
+            [our_mode(f"{loss}.sample_mean"), *(UNCUT if "dppo" in loss else ()), f"{ACTOR}.{name}=0.15"],
+            f"no {what}; {remedy}$",
+        )
+        for loss, name, what, remedy in (
+            ("dppo_tv", "clip_ratio_low", "clip", f"set .{ACTOR}.policy_loss.divergence_low=0.15"),
+            ("dppo_kl", "clip_ratio_c", "clip_ratio_c", f"set .{ACTOR}.policy_loss.ratio_truncation=0.15"),
+            ("reinforce", "clip_ratio_low", "clip", "remove it"),
+        )
+    },
     "verl, two words": ("verl", f"grpo.token_mean {ACTOR}.clip_ratio_high 0.3", f"type {ACTOR}.clip_ratio_high=0.3$"),
     "verl, no value": ("verl", f"grpo.token_mean +{ACTOR}.clip_ratio_high a=1", f"type .{ACTOR}.clip_ratio_high=VALUE$"),
     "verl, a parameter that verl names": (

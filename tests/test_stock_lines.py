@@ -666,6 +666,16 @@ def test_a_smaller_step_keeps_the_size_of_a_micro_batch(capsys):
     assert [row.split()[5] for row in out.splitlines() if row.startswith("sample ")] == ["0.1111", "0.06667", "0.04762"], out
 
 
+def test_lengths_that_the_launch_cannot_make_are_told(capsys):
+    line = ["python", "-m", verl.MAIN, "data.max_response_length=1024", *BUDGET_OF_FOUR[3:], "trainer.n_gpus_per_node=1"]
+    _, out = doctor(capsys, "--response-lengths", "1024,1025", "--", *line)
+    assert "a response of 1025 tokens cannot occur: data.max_response_length=1024 is the longest one" in out, out
+    assert f"is more than the 4 of {verl.ACTOR}ppo_max_token_len_per_gpu, and the trainer raises" in out, out
+    line[-2] = f"{verl.ACTOR}ppo_max_token_len_per_gpu=1024"
+    _, out = doctor(capsys, "--response-lengths", "1024,3", "--", *line)
+    assert "cannot occur" not in out and "raises" not in out, out
+
+
 def test_the_flags_of_the_command_win_over_the_line(capsys):
     line = ["accelerate", "launch", "--num_processes", "4", *GENERATION[1:], "--generation_batch_size", "4"]
     step = ["--response-lengths", "3,5,1,7", "--data-parallel-size", "2", "--host", "trl"]

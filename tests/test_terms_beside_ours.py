@@ -45,6 +45,15 @@ def doctor(capsys, line: str) -> tuple[int, str]:
             f"{VERL} {LOSS_MODE}=megatron_rl.grpo.sample_mean {TERMS}",
             ("1/T, m_i/m times a token of", "against sample_mean x 1; against token_mean, verl's default, x 1 on average, x m/m_i"),
         ),
+        (
+            # what was the KL's aggregation would be refused without it
+            f"{CONSTANT} {ACTOR}use_kl_loss=True {ACTOR}loss_agg_mode=seq-mean-token-mean",
+            (f"so set {ACTOR}use_kl_loss=False {ACTOR}loss_agg_mode=token-mean; or divide",),
+        ),
+        (
+            f"{CONSTANT} {ACTOR}use_kl_loss=True {ACTOR}entropy_coeff=0.1 {ACTOR}loss_agg_mode=seq-mean-token-mean",
+            (f"so set {ACTOR}use_kl_loss=False; or divide",),
+        ),
         (f"{CONSTANT}", ("token-mean: nothing reads it: no KL and no entropy in the loss",)),
         (f"{CONSTANT} {ACTOR}clip_ratio_high=0.28", ("clip 0.2/0.28, clip_ratio_c 3 (low: the loss's own)",)),
     ],

@@ -18,11 +18,13 @@ from test_golden_losses import functions_of, source_of
 
 from megatron_rl.hosts import verl_refusals
 from megatron_rl.hosts.settings import Settings
-from megatron_rl.hosts.verl import DOOR, MAIN
+from megatron_rl.hosts.verl import CLASS_LINE, DOOR, MAIN
 from megatron_rl.hosts.verl_refusals import BATCH, MINI_BATCH, ROLLOUTS, refusals
 from megatron_rl.hosts.verl_stock import ACTOR, STOCK_MODES
 
 OURS = f"{ACTOR}policy_loss.loss_mode=megatron_rl.gspo.sample_mean"
+PROMPTS = OURS.replace("sample_mean", "prompt_mean")
+CUT = f"{CLASS_LINE} +{ACTOR}policy_loss.allow_partial_prompt_groups=true"
 SAMPLES, MEGATRON = f"{ACTOR}loss_agg_mode=seq-mean-token-mean", "model_engine=megatron"
 CP, TP, PP = (f"{ACTOR}megatron.{kind}_parallel_size" for kind in ("context", "tensor_model", "pipeline_model"))
 PADDED, CHUNKS = "actor_rollout_ref.model.use_remove_padding=False", f"{ACTOR}entropy_from_logits_with_chunking=True"
@@ -54,6 +56,9 @@ OVERRIDES: dict[str, tuple[str, str | None]] = {
     ),
     "a batch below a mini-batch": (f"{SAMPLES} {DYNAMIC} {sizes(100, 256)}", "the mini-batch has .* 100 prompts.*100/256 .*=100$"),
     "the same, of micro-batches": (sizes(100, 256), "verl refuses a batch below a mini-batch; set .*ppo_mini_batch_size=100"),
+    "whole prompts, the old trainer": (f"{PROMPTS} {OLD} {sizes(128, 48)}", "48 of 128 .* cuts prompt groups; set .*size=128, or"),
+    "whole prompts, filled, KL of samples": (f"{PROMPTS} {SAMPLES} {KL} {sizes(128, 48)}", "48 of 128 .* cuts prompt groups; set"),
+    "cut prompts, the old trainer": (f"{PROMPTS} {CUT} {OLD} {sizes(128, 48)}", "the old trainer raises .*; set .*=96 or 144"),
     "the old trainer": (f"{OLD} {sizes(100, 32)}", "the old trainer raises at the first update, after a rollout; set .*=96 or 128"),
     "several mini-batches": (sizes(1024, 256), "+256 of 1024 prompts a step: verl deals samples to ranks by length"),
     "several mini-batches of ours": (f"{OURS} {sizes(1024, 256)}", "+256 of 1024 prompts a step: verl deals samples"),

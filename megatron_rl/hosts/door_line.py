@@ -17,7 +17,7 @@ from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Fo
 from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
 from megatron_rl.hosts.model_names import model_rows
 from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, CLIP_LOW_OF_DAPO, with_another_divisor, with_clip_of_dapo, with_deviation
-from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Given, Settings, StepSizes, clip_to_type, not_numbers
+from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Given, Settings, Size, StepSizes, clip_to_type, not_numbers
 from megatron_rl.hosts.step_sizes import whole_number
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
@@ -100,7 +100,7 @@ def judge_stock(
     if isinstance(found, stock.Stock):
         if host is not None and found.policy is not None and "L" in found.policy.powers:
             yield from divisor_is_the_longest_response(door, settings, whole_number(settings[host.name]))
-        found = replace(found, sizes=door.sizes.read(settings.value_of, settings.asked))
+        found = replace(found, sizes=_sizes(door, settings))
         takes_ours, loss = takes_ours and found.ours is not None, found.ours or loss
         without = f" without {found.without}" if found.without else ""
     own_terms = ("entropy",) if "entropy_coefficient" in door.honours else ()
@@ -195,8 +195,8 @@ def judge_settings(
         return
     yield from said_of(found)
     if of_step is not None:
-        of_ours, sizes = stock.Stock.of_ours(found.config, door.terms(found)), door.sizes.read(settings.value_of, settings.asked)
-        yield from of_step(replace(of_ours, sizes=sizes, coefficients=coefficients_of(found)))
+        of_ours = stock.Stock.of_ours(found.config, door.terms(found))
+        yield from of_step(replace(of_ours, sizes=_sizes(door, settings), coefficients=coefficients_of(found)))
 
 
 def coefficients_of(found: Found) -> dict[str, float]:
@@ -285,15 +285,25 @@ def said_of(found: Found) -> Iterator[Row]:
 
 def divisor_is_the_longest_response(door: Door, settings: Settings, divisor: float | None) -> Iterator[Row]:
     """Where the launch says how long one may be, and makes it in one turn."""
-    sampler, host = door.sampler, door.field_settings.get(DIVISOR)
-    if divisor is None or sampler.longest is None or (sampler.turns and settings.value_of(sampler.turns) not in (ABSENT, 1)):
-        return
-    longest = whole_number(settings.value_of(sampler.longest))
-    if longest is not None and longest != divisor:
+    longest, host = _longest(door, settings), door.field_settings.get(DIVISOR)
+    if divisor is not None and longest is not None and longest.value != divisor:
         name = host.name if host else door.own.name(DIVISOR)
-        of_both = ({name: divisor}, {sampler.longest: longest}, {name: longest})
+        of_both = ({name: divisor}, {longest.source: longest.value}, {name: longest.value})
         typed, limit, exact = (door.separator.join(door.typed(one)) for one in of_both)
-        yield Row("advice", with_another_divisor(divisor, longest, typed=typed, limit=limit, exact=exact), is_note=True)
+        yield Row("advice", with_another_divisor(divisor, longest.value, typed=typed, limit=limit, exact=exact), is_note=True)
+
+
+def _longest(door: Door, settings: Settings) -> Size | None:
+    """A response in tokens, where the launch says it and makes one in one turn."""
+    sampler = door.sampler
+    if sampler.longest is None or (sampler.turns and settings.value_of(sampler.turns) not in (ABSENT, 1)):
+        return None
+    longest = whole_number(settings.value_of(sampler.longest))
+    return None if longest is None else Size(longest, sampler.longest)
+
+
+def _sizes(door: Door, settings: Settings) -> StepSizes:
+    return door.sizes.read(settings.value_of, settings.asked)._replace(longest=_longest(door, settings))
 
 
 def clip_of_dapo(found: Found) -> str:

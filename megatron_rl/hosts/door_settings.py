@@ -3,7 +3,7 @@ stands here once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -36,6 +36,8 @@ from megatron_rl.validation.own_loss import own_loss_problems
 FIELDS = tuple(one.name for one in flag_fields())
 # A name that is more similar than this to one of ours is a slip; the parameter of another loss is less similar to any.
 CLOSEST_NAME = 0.85
+# What the DPPO of trainers reads from a clip's settings: bounds of the divergence and of the ratio, which have names of ours.
+OF_DIVERGENCE = {"clip_ratio_low": "divergence_low", "clip_ratio_high": "divergence_high", "clip_ratio_c": "ratio_truncation"}
 
 
 class Refused(ConfigError):
@@ -247,10 +249,12 @@ def _config(door: Door, loss_name: str, aggregation: str, fields: Mapping[str, G
     divisor = fields[DIVISOR]
     (low, high), problems = acting_clip(loss, clips[0], clips[1], door.keep_clip)
     declared = {parameter.name for parameter in loss.parameters}
-    idle = [(given, "clip") for given in clips if loss.clip_ratios is None]
-    idle += [(given, name) for name, given in parameters.items() if name not in declared]
+    idle = [(given, "clip", ours) for ours, given in zip(CLIPS, clips, strict=True) if loss.clip_ratios is None]
+    idle += [(given, name, name) for name, given in parameters.items() if name not in declared]
     problems += [
-        f"{given.name}={given.value} has no effect: {loss.name} has no {what}; remove it" for given, what in idle if given.is_chosen
+        f"{given.name}={given.value} has no effect: {loss.name} has no {what}; {_instead(door, declared, given, ours)}"
+        for given, what, ours in idle
+        if given.is_chosen
     ]
     title = f"{loss_name}.{aggregation}"
     if not record.takes_divisor:
@@ -282,6 +286,12 @@ def _config(door: Door, loss_name: str, aggregation: str, fields: Mapping[str, G
         **others,
     )
     return config, problems
+
+
+def _instead(door: Door, declared: Collection[str], given: Given, name: str) -> str:
+    """The remedy for a value that the loss does not read. name: ours of it."""
+    ours = OF_DIVERGENCE.get(name)
+    return f"set {door.own.typed(ours)}={given.value}" if ours in declared and ours else "remove it"
 
 
 # What is true of every trainer

@@ -56,7 +56,7 @@ class Size(NamedTuple):
 class StepSizes(NamedTuple):
     """Data-parallel ranks, samples of a rank in a micro-batch, micro-batches of a rank in a step, most tokens of a micro-batch
     (0: it has some budget). None: not known. unread: the settings for whose sake `data` is not known. dealing: None: samples
-    keep their order."""
+    keep their order. longest: a response."""
 
     data: Size | None = None
     micro_batch: Size | None = None
@@ -64,6 +64,7 @@ class StepSizes(NamedTuple):
     tokens: Size | None = None
     unread: tuple[str, ...] = ()
     dealing: Dealing | None = None
+    longest: Size | None = None
 
 
 NOT_ASKED = StepSizes()

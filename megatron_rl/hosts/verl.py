@@ -27,6 +27,7 @@ from typing import Any
 
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.door import (
     AVERAGED,
     CLIPS,
@@ -50,7 +51,7 @@ from megatron_rl.hosts.door import (
     names,
 )
 from megatron_rl.hosts.door_line import judge_settings, weights_multiply
-from megatron_rl.hosts.door_settings import in_words
+from megatron_rl.hosts.door_settings import in_words, read_choice
 from megatron_rl.hosts.model_names import ModelNames, model_rows
 from megatron_rl.hosts.programs import SUPERVISED, TRAINS_NOTHING, Programs, program_word
 from megatron_rl.hosts.sampling import NO_FACTOR, Filter, Sampler, Scores
@@ -225,7 +226,10 @@ def one_aggregation_acts(found: Found) -> Iterator[Row]:
         )
         yield Row("loss_agg_mode", f"{mode}: {readers}")
         if found.record.name == "constant" and mode != AGG_MODES["constant"] and "KL" in terms(settings):
-            text = f"KL keeps {mode}: Dr. GRPO has no KL in the loss, so set {ACTOR}use_kl_loss=False; or divide it by L too, "
+            without = f"{ACTOR}use_kl_loss=False"
+            if mode != DEFAULT_AGG_MODE and of_terms_on == "KL":  # which nothing reads then
+                without += f" {AGG_MODE}={DEFAULT_AGG_MODE}"
+            text = f"KL keeps {mode}: Dr. GRPO has no KL in the loss, so set {without}; or divide it by L too, "
             yield Row("advice", f"{text}with {AGG_MODE}={AGG_MODES['constant']}", is_note=True)
 
 
@@ -268,6 +272,16 @@ def a_step_has_whole_prompts(found: Found) -> Iterator[Row]:
         text += f": verl deals samples to ranks by length, so a mini-batch cuts prompt groups; set {MINI_BATCH}={batch}, or "
         text += f"{BATCH}={mini_batch}, or accept cut groups with {CLASS_LINE} {DOOR.own.typed(PARTIAL_GROUPS)}=true"
     yield Row("mini-batch", text, is_wrong=is_wrong)
+
+
+def cuts_groups(settings: Settings) -> bool:
+    """Whether a_step_has_whole_prompts refuses the mini-batches, of whatever else is wrong with them."""
+    try:
+        needs_prompts = is_ours(settings) and get_loss_aggregation(read_choice(DOOR, settings)[1]).needs_prompts
+    except ConfigError:
+        return False
+    is_accepted = settings.value_of(DOOR.own.name(PARTIAL_GROUPS)) is True
+    return needs_prompts and not is_accepted and settings[BATCH] != settings[MINI_BATCH]
 
 
 def is_added_estimator(kind: object) -> bool:
@@ -548,7 +562,7 @@ DOOR = Door(
     of_any_launch=of_any_launch,
     words=WORDS,
     imports=(MODULES, EXTERNAL_LIB),
-    refuses=lambda settings: refusals(settings, is_ours=is_ours(settings)),
+    refuses=lambda settings: refusals(settings, is_ours=is_ours(settings), cuts_groups=cuts_groups(settings)),
     stock=stock,
     terms=lambda found: terms(found.settings),
     sizes=SIZES,

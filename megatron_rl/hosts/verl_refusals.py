@@ -90,10 +90,13 @@ DEFAULTS = {
 }
 
 
-def refusals(settings: Settings, *, is_ours: bool) -> Iterator[Row]:
-    """A problem for each, and a note where the model decides, or where nothing is wrong and a step is not what its sizes say."""
+def refusals(settings: Settings, *, is_ours: bool, cuts_groups: bool = False) -> Iterator[Row]:
+    """A problem for each, and a note where the model decides, or where nothing is wrong and a step is not what its sizes say.
+
+    cuts_groups: the mini-batches are refused for that, and have no other remedy."""
     engine = engine_of(settings)
-    yield from (row for row in mini_batches(settings, is_ours=is_ours) if row.is_wrong or not is_ours)
+    if not cuts_groups:
+        yield from (row for row in mini_batches(settings, is_ours=is_ours) if row.is_wrong or not is_ours)
     if engine in SIZES_OF:
         yield from _ranks(settings, SIZES_OF[engine])
     if engine == "megatron":

@@ -76,6 +76,7 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
         shown = stock.strength.with_names({"m": f"{mean:.4g}", **{name: f"{value:g}" for name, value in stock.known.items()}})
         text = f"the mean tokens of a sample are {mean:.4g} here, so the strength of sample_mean is kept by {shown}: {kept}"
         yield Row("advice", text, is_note=True)
+    yield from _lengths_that_cannot_be(int(lengths.max()), stock.sizes)
     longest, divisor = int(tokens.max()), stock.known.get("L")
     if divisor is not None and longest > divisor and any("L" in weight.powers for weight in stock.terms.values()):
         text = f"a response of {longest} tokens is longer than L = {divisor:g}: L is the longest one that the sampler may make"
@@ -86,6 +87,17 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
         panels = [(f"{one.terms}: the gradient is {one.error:.0%} off", one.lengths.tolist(), one.ratios.tolist()) for one in found]
         plot_weights(panels, args.plot, where)
         yield Row("plot", str(args.plot))
+
+
+def _lengths_that_cannot_be(longest: int, sizes: StepSizes) -> Iterator[Row]:
+    """Of a step that the launch does not make."""
+    if sizes.longest is not None and longest > sizes.longest.value:
+        text = f"a response of {longest} tokens cannot occur: {sizes.longest.source}={sizes.longest.value} is the longest one"
+        yield Row("this step", text, is_note=True)
+    budget = sizes.tokens
+    if budget is not None and 0 < budget.value < longest and sizes.dealing is not None and sizes.dealing.work is not None:
+        text = f"a response of {longest} tokens is more than the {budget.value} of {budget.source}, and the trainer raises"
+        yield Row("this step", text, is_note=True)
 
 
 def asked_sizes(args: Namespace) -> StepSizes:
