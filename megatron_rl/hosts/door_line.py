@@ -449,9 +449,10 @@ def _flags_of_others(door: Door, words: Sequence[str], given: Mapping[str, Any])
 
 def _without_value(door: Door, words: Sequence[str]) -> Iterator[Row]:
     """Where a setting is one word, its name alone. A program has a dot too."""
-    for before, word, behind in zip(["", *words], words, [*words[1:], ""], strict=False):
-        name, is_program = word.lstrip("+"), before == "-m" or word == door.starts
-        if not is_program and "." in name and (name in door.known_names or name.startswith(door.sections)):
+    programs = {door.starts, *(word for before, word in pairwise(words) if before == "-m")}
+    for word, behind in pairwise([*words, ""]):
+        name = word.lstrip("+")
+        if name not in programs and "." in name and (name in door.known_names or name.startswith(door.sections)):
             if "=" not in name:
                 value = "VALUE" if "=" in behind or not behind else behind
                 yield Row(name, f"{door.title} takes NAME=VALUE in one word: type {word}={value}", is_wrong=True)
