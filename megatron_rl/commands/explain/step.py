@@ -111,6 +111,7 @@ def read_lengths(args: Namespace) -> StepInput:
     num_samples = len(columns["response_length"])
     problems = [
         f"{COLUMNS[name][0]} {texts[name]}: one entry for each of the {num_samples} responses is needed, as in {COLUMNS[name][1]}"
+        f"{', with no space after a comma' if column[-1] == '' else ''}"
         for name, column in columns.items()
         if len(column) != num_samples or "" in column
     ]
