@@ -154,7 +154,7 @@ MESSAGES = [
         "--prompt-ids a: one entry for each of the 2 responses is needed, as",
     ),
     (["--response-lengths", "2,3", "--prompt-ids", "a,"], "--prompt-ids a,: one entry for each of the 2 responses"),
-    (["--response-lengths", "3100,", "2000"], "--response-lengths 3100,: .* as in 3,5,8, with no space after a comma"),
+    (["--response-lengths", "3100,", "2000"], "needed, as in 3,5,8, with no space after a comma"),
     (["--response-lengths", "2,3", "--rollout-ids", "0"], "--rollout-ids 0: one entry for each of the 2 responses"),
     (["--response-lengths", "2,3", "--prompt-ids", "a,b", "--rollout-ids", "0,0"], "rollout 0 has samples of the prompts a and b"),
     (["--response-lengths", "2,3", "--loss-masks", "11"], "--loss-masks 11: one entry for each of the 2"),

@@ -733,10 +733,10 @@ def test_explain_shows_the_weights_of_a_stock_line(capsys):
     code, out = explain(capsys, *step, "--", *LINES["trl"][0])
     rows = [line.split() for line in out.splitlines() if line.startswith("sample ")]
     assert [row[3:] for row in rows] == [
-        ["0.0", "10/10", "0.025", "x", "2.5"],
-        ["0.0", "10/10", "0.025", "x", "2.5"],
-        ["0.1", "10/10", "0.00625", "x", "0.625"],
-        ["0.1", "70/70", "0.00625", "x", "0.625"],
+        ["0.0", "10/10", "0.025", "25.0%", "x", "2.5"],
+        ["0.0", "10/10", "0.025", "25.0%", "x", "2.5"],
+        ["0.1", "10/10", "0.00625", "6.2%", "x", "0.625"],
+        ["0.1", "70/70", "0.00625", "43.8%", "x", "0.625"],
     ]
     assert code == 0 and out.splitlines()[-1].startswith("TRL's own loss: NOT exact"), out
     assert json.loads(explain(capsys, *step, "--json", "--", *LINES["trl"][0])[1])["own_loss"]["policy"]["weights"][0] == 0.025
@@ -767,7 +767,7 @@ def test_explain_weighs_prompts(capsys):
     """Prompts of 3 + 5 and 2 tokens: 1 / (2 x 8) and 1 / (2 x 2)."""
     line = ["python", "-m", skyrl.ENTRY, f"{skyrl.REDUCTION}=prompt_mean", "trainer.algorithm.use_kl_loss=false"]
     _, out = explain(capsys, "--response-lengths", "3,5,2", "--prompt-ids", "a,a,b", "--", *line)
-    assert [line.split()[-1] for line in out.splitlines() if line.startswith("sample ")] == ["0.0625", "0.0625", "0.25"], out
+    assert [line.split()[5] for line in out.splitlines() if line.startswith("sample ")] == ["0.0625", "0.0625", "0.25"], out
 
 
 CONSTANT = "--loss-aggregation constant --loss-aggregation-divisor 8"
@@ -786,8 +786,8 @@ def test_explain_shows_a_line_that_trains_our_loss_as_any_other(line, capsys):
     """1 / (8 x 2). Where KL is ours it is a mean over samples: 1 / (2 x 3) and 1 / (2 x 5). doctor's rows follow."""
     code, out = explain(capsys, "--response-lengths", "3,5", "--", *line.split())
     rows = [line.split()[5:] for line in out.splitlines() if line.startswith("sample ")]
-    kl = [["0.1667"], ["0.1"]] if "--kl" in line else [[], []]
-    assert code == 0 and rows == [["0.0625", *kl[0]], ["0.0625", *kl[1]]] and "policy 1/(L N), L = 8" in out, out
+    kl = [["0.1667", "50.0%"], ["0.1", "50.0%"]] if "--kl" in line else [[], []]
+    assert code == 0 and rows == [["0.0625", "37.5%", *kl[0]], ["0.0625", "62.5%", *kl[1]]] and "policy 1/(L N), L = 8" in out, out
     assert "each token has its exact weight" in out and "launch line: " in out
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE
 from megatron_rl.hosts.dense_rows import step_line
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.verl import ACTOR, AGG_MODE, LOSS_MODE
@@ -141,3 +142,26 @@ def test_the_start_line_compares_the_weights_as_doctor_does(loss, capsys):
 
 def test_only_a_trainer_whose_default_is_the_mean_over_tokens_is_compared_with_it():
     assert {name for name, door in DOORS.items() if not door.of_token_mean} == {"roll"}  # its default is 1/(N+ m_i)
+
+
+@pytest.mark.parametrize(
+    ("ours", "estimator", "weight", "has_ratio"),
+    [
+        (f"{REDUCER_LINE} --loss-aggregation constant --loss-aggregation-divisor 8", "gspo", 1 / 24, True),
+        (f"{REDUCER_LINE} --loss-aggregation constant --loss-aggregation-divisor 8", "grpo", 1 / 24, False),
+        (f"{CUSTOM_LOSS_LINE} --policy-loss gspo --loss-aggregation constant --loss-aggregation-divisor 8", "grpo", 1 / 24, True),
+        ("", "gspo", None, True),
+    ],
+)
+def test_a_line_has_shares_the_sum_and_the_weight_of_one_ratio(capsys, ours, estimator, weight, has_ratio):
+    """Three samples of 2, 4 and 2 tokens. Of 1/(L N) = 1/24 a token: shares 1/4, 1/2, 1/4, sum 8/24. Of 1/(N m_i): a third each."""
+    start = "-m megatron_rl.hosts.launch " if ours else ""
+    line = f"python {start}train.py --advantage-estimator {estimator} {ours} {INIT_LINE if ours else ''}"
+    main(["explain", "--response-lengths", "2,4,2", "--host", "miles", "--", *line.split()])
+    rows = capsys.readouterr().out.splitlines()
+    for row, tokens in zip(rows[2:5], (2, 4, 2), strict=True):
+        one, share = (weight, tokens / 8) if weight else (1 / 3 / tokens, 1 / 3)
+        of_ratio = f"W {one * tokens:.4g}" if has_ratio else ""
+        assert row.split()[5:] == [f"{one:.4g}", *of_ratio.split(), f"{share:.1%}"], row
+    assert rows[5].split() == ["sum", "of", "weights", "8", f"{8 * weight if weight else 1:.4g}"]
+    assert ("W_i" in rows[6]) == has_ratio

@@ -25,7 +25,7 @@ from megatron_rl.hosts.flags import host_config, is_mis, known_correction, norma
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.programs import SUPERVISED
 from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames, whole_number
-from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_COUNTED_TOKENS, SAMPLE_MEAN, Stock
+from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_COUNTED_TOKENS, SAMPLE_MEAN, Stock, has_sample_ratio
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation
 from megatron_rl.registries.dotted import import_dotted
@@ -225,7 +225,9 @@ class Host:
         remarks += remarks_on_the_model(options)
         entropy, value = (weight if is_on else None for is_on in (options["entropy_coef"], options["advantage_estimator"] == "ppo"))
         varies = () if normalised is None else (normalised,)
-        return Stock(None if reducer else weight, kl, entropy, remarks=tuple(remarks), varies=varies, value=value)
+        of_samples = has_sample_ratio(options["advantage_estimator"])
+        policy = None if reducer else weight
+        return Stock(policy, kl, entropy, remarks=tuple(remarks), varies=varies, value=value, has_sample_ratio=of_samples)
 
     def converter(self) -> Converter | None:
         """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""
@@ -488,7 +490,7 @@ class HostLaunch:
         if self.has_our_loss() or not isinstance(own, Stock):
             return ours
         kl, entropy = (ours.policy if term is not None and self.has_converter() else term for term in (own.kl, own.entropy))
-        return replace(ours, kl=kl, entropy=entropy)
+        return replace(ours, kl=kl, entropy=entropy, has_sample_ratio=has_sample_ratio(self.loss_and_clip[0]))
 
     def has_companion(self) -> bool:
         return self.companion is not None

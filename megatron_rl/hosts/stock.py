@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.settings import UNKNOWN, Settings, StepSizes
-from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
 from megatron_rl.validation.checks import Row
 
 # Counts of one micro-batch, by their letters.
@@ -84,6 +84,9 @@ class Stock:
     without: str = ""
     """The trainer's setting that ours takes the place of, and that is refused beside it."""
 
+    has_sample_ratio: bool = False
+    """The policy term has one ratio a sample, as GSPO's."""
+
     @classmethod
     def of_ours(cls, config: PolicyLossConfig, terms: Mapping[str, Term] = MappingProxyType({})) -> Stock:
         """What a loss of ours weighs, for the same table. terms: what the trainer adds to it."""
@@ -91,7 +94,8 @@ class Stock:
         kl, entropy = (terms[name].weight if name in terms else own for name, own in (("KL", kl), ("entropy", entropy)))
         record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
         known, strength = {} if divisor is None else {"L": divisor}, record.mean_strength or Formula()
-        return cls(record.formula, kl, entropy, known=known, strength=strength)
+        of_samples = has_sample_ratio(config.policy_loss)
+        return cls(record.formula, kl, entropy, known=known, strength=strength, has_sample_ratio=of_samples)
 
     def in_words(self, weight: Formula) -> str:
         """The formula, and with the counts that are known: 1/(L N) = 1/(512 N)."""
@@ -102,6 +106,11 @@ class Stock:
     def terms(self) -> dict[str, Formula]:
         named = zip(TERMS, (self.policy, self.kl, self.entropy, self.distillation, self.value), strict=True)
         return {name: weight for name, weight in named if weight is not None}
+
+
+def has_sample_ratio(loss: object) -> bool:
+    """Of a loss of ours, or of a trainer's by the same name."""
+    return loss in policy_loss_names() and get_policy_loss(str(loss)).level == "sequence"
 
 
 JudgeStep = Callable[[Stock], Iterable[Row]]

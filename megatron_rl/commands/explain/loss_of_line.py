@@ -40,6 +40,7 @@ class LossOfLine:
     cut: Cut
     known: Mapping[str, float]  # Stock.known
     shuffles: str  # Stock.shuffles
+    has_sample_ratio: bool  # Stock.has_sample_ratio
     terms: dict[str, tuple[Formula, Tensor, Tensor]] = field(default_factory=dict)  # (weight, of each sample [S], exact [S])
 
 
@@ -78,7 +79,8 @@ def loss_of_line(args: Namespace) -> LossOfLine:
             "the step has rollouts of several samples, and the weights of a line are shown for samples that are rollouts: give "
             "--host and the flags of the loss in the place of the line"
         )
-    shown = LossOfLine(step, report, cut([*map(len, step.masks)], found[0].sizes), found[0].known, found[0].shuffles)
+    of_line, parts = found[0], cut([*map(len, step.masks)], found[0].sizes)
+    shown = LossOfLine(step, report, parts, of_line.known, of_line.shuffles, of_line.has_sample_ratio)
     tokens, lengths = (torch.tensor([count_of(mask) for mask in step.masks]) for count_of in (lambda m: int(m.sum()), len))
     for name, weight in found[0].terms.items():
         if "P" in weight.powers and step.prompts is None:
@@ -114,22 +116,33 @@ def lines_of(found: LossOfLine, max_rows: int) -> Iterator[str]:
     weights = [found.terms[listed[0]] for listed in names.values()]
     header = ["", "prompt", f"rank.micro-batch{' in this order' * bool(found.shuffles)}", "tokens", *titles]
     rows = [header]
+    tokens = torch.tensor([int(mask.sum()) for mask in masks])
+    totals = [float((own * tokens).sum()) for _, own, _ in weights]
+    of_ratio = [found.has_sample_ratio and "policy" in listed for listed in names.values()]
     for index, mask in enumerate(masks[:max_rows]):
         prompt = "?" if step.prompts is None else str(step.prompts[index])
-        cells = [_cell(float(own[index]), float(exact[index])) for _, own, exact in weights]
-        rows.append([f"sample {index}", prompt, place[index], f"{int(mask.sum())}/{len(mask)}", *cells])
+        cells = [
+            _cell(float(own[index]), float(exact[index]), int(tokens[index]), total, has_ratio)
+            for (_, own, exact), total, has_ratio in zip(weights, totals, of_ratio, strict=True)
+        ]
+        rows.append([f"sample {index}", prompt, place[index], f"{int(tokens[index])}/{len(mask)}", *cells])
     if len(masks) > max_rows:
         rows.append([f"{len(masks) - max_rows} more", *[""] * (len(header) - 1)])
+    rows.append(["sum of weights", "", "", str(num_tokens), *map(short, totals)])
     yield from columns(rows)
-    if any("  x " in cell for row in rows for cell in row):
-        yield "a cell: the weight of a token, and how many times its exact weight, where that is another one"
+    with_ratio = "W_i = w_i m_i of the sample's one ratio, " if any(of_ratio) else ""
+    is_off = any("  x " in cell for row in rows for cell in row)
+    exact_too = ", and how many times its exact weight, where that is another one" if is_off else ""
+    yield f"sample: weight of a token, {with_ratio}share of the sample{exact_too}"
     yield ""
     yield as_text([], [found.report]).replace("doctor: ", "", 1)
 
 
-def _cell(own: float, exact: float) -> str:
+def _cell(own: float, exact: float, num_tokens: int, total: float, has_ratio: bool) -> str:
     is_equal = exact == 0 or abs(own / exact - 1) < 1e-9
-    return short(own) if is_equal else f"{short(own)}  x {own / exact:.3g}"
+    of_ratio = f"  W {short(own * num_tokens)}" if has_ratio else ""
+    share = own * num_tokens / total if total else 0.0
+    return f"{short(own)}{of_ratio} {share:6.1%}" + ("" if is_equal else f"  x {own / exact:.3g}")
 
 
 def as_json(found: LossOfLine) -> str:
