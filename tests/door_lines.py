@@ -300,6 +300,11 @@ WRONG: dict[str, tuple[str, str | list[str] | dict[str, Any], str]] = {
             ("reinforce", "clip_ratio_low", "clip", "remove it"),
         )
     },
+    "verl, a clip that the loss has not": (  # alone: no class is to be set for it
+        "verl",
+        [our_mode("sapo.token_mean"), f"{ACTOR}.policy_loss.clip_ratio_high=0.3"],
+        "sapo has no clip; remove it$",
+    ),
     "verl, two words": ("verl", f"grpo.token_mean {ACTOR}.clip_ratio_high 0.3", f"type {ACTOR}.clip_ratio_high=0.3$"),
     "verl, no value": ("verl", f"grpo.token_mean +{ACTOR}.clip_ratio_high a=1", f"type .{ACTOR}.clip_ratio_high=VALUE$"),
     "verl, a parameter that verl names": (

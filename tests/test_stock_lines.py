@@ -666,6 +666,19 @@ def test_a_smaller_step_keeps_the_size_of_a_micro_batch(capsys):
     assert [row.split()[5] for row in out.splitlines() if row.startswith("sample ")] == ["0.1111", "0.06667", "0.04762"], out
 
 
+def test_a_step_that_is_exact_by_chance_says_so(capsys):
+    norm = f"{verl.ACTOR}loss_agg_mode=seq-mean-token-sum-norm"
+    _, out = doctor(capsys, "--response-lengths", "5,5", "--", "python", "-m", verl.MAIN, norm, "trainer.n_gpus_per_node=1")
+    assert re.search("this step +policy, value: exact on this step, not on others", out) and "NOT exact" in out, out
+
+
+def test_a_kl_of_coefficient_0_is_no_term(capsys):
+    line = ["python", "-m", verl.MAIN, f"{verl.ACTOR}use_kl_loss=True", f"{verl.ACTOR}kl_loss_coef=0.0"]
+    _, out = doctor(capsys, "--", *line)
+    assert re.search("ok +KL +0.0 x low_var_kl: a metric alone", out) and "1/T too, as the policy term" in out, out
+    assert out.count(" KL ") == 1, out
+
+
 def test_lengths_that_the_launch_cannot_make_are_told(capsys):
     line = ["python", "-m", verl.MAIN, "data.max_response_length=1024", *BUDGET_OF_FOUR[3:], "trainer.n_gpus_per_node=1"]
     _, out = doctor(capsys, "--response-lengths", "1024,1025", "--", *line)

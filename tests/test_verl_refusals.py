@@ -33,7 +33,7 @@ OLD, DYNAMIC = "trainer.use_v1=False", f"{ACTOR}use_dynamic_bsz=True"
 PER_TOKEN = f"+{ACTOR}megatron.override_transformer_config.calculate_per_token_loss=True"
 
 
-CRITIC = verl_refusals.CRITIC
+CRITIC, MODEL = verl_refusals.CRITIC, verl_refusals.MODEL
 
 
 def sizes(batch: int, mini_batch: int, rollouts: int = 16) -> str:
@@ -100,6 +100,12 @@ OVERRIDES: dict[str, tuple[str, str | None]] = {
     "by cp ranks": (f"{MEGATRON} {CP}=2", "+Qwen3.5: there verl counts .*, rounded down: off by at most 2 tokens"),
     "by the model": (f"{MEGATRON} {SAMPLES} {CP}=2", "+Qwen3-VL and Qwen3.5: there verl's first step raises"),
     "by the model, ours": (f"{OURS} {MEGATRON} {SAMPLES} {CP}=2", "+raises with .*; set .*loss_agg_mode=token-mean "),
+    "another model": (f"{MEGATRON} {SAMPLES} {CP}=2 {MODEL}path=/models/Qwen3-8B", None),
+    "another model, per token": (f"{MEGATRON} {PER_TOKEN} {SAMPLES} {MODEL}path=/models/Qwen3-8B", "verl's first step raises"),
+    **{
+        f"by the model, {name}": (f"{MEGATRON} {SAMPLES} {CP}=2 {MODEL}path={name}", "+there verl's first step raises")
+        for name in ("Qwen/Qwen3-VL-30B-A3B", "Qwen3.5-35B-A3B", "$MODEL_PATH", "/qwen3-8b/mine")
+    },
     "by the model, padded": (f"{MEGATRON} {PADDED} {CP}=2", "+raises with .*use_remove_padding=False; set it to True"),
     "another bridge": (f"{MEGATRON} {SAMPLES} {CP}=2 {ACTOR}megatron.vanilla_mbridge=True", None),
     "cp of another engine": (f"{SAMPLES} {CP}=2 {PADDED}", None),

@@ -196,7 +196,9 @@ def clip_of_both_sides_is_not_read(found: Found) -> Iterator[Row]:
 @check()
 def class_has_our_fields(found: Found) -> Iterator[Row]:
     prefix = DOOR.own.prefix
-    own = sorted(name for name in found.settings.given if name.removeprefix(prefix) in DOOR.own_fields(found.loss))
+    idle = CLIPS if found.loss.clip_ratios is None else ()
+    fields = [name for name in DOOR.own_fields(found.loss) if name not in idle]
+    own = sorted(name for name in found.settings.given if name.removeprefix(prefix) in fields)
     own = [name.removeprefix(prefix) for name in own if name.startswith(prefix)]
     if own and found.settings[LOSS_CLASS] not in (POLICY_LOSS_CLASS, UNKNOWN):
         text = f"{', '.join(own)}: verl's own class has no such fields; set {CLASS_LINE}"
@@ -353,6 +355,8 @@ def sums_of_squares(settings: Settings) -> Iterator[Row]:
 def of_any_launch(settings: Settings) -> Iterator[Row]:
     if not is_ours(settings):
         yield from idle_settings(settings, has_ours=False)
+        if settings[f"{ACTOR}use_kl_loss"] is True and settings[f"{ACTOR}kl_loss_coef"] == 0:
+            yield Row("KL", f"{settings[f'{ACTOR}kl_loss_coef']} x {settings[f'{ACTOR}kl_loss_type']}: a metric alone")
     yield from estimates_of_kl(settings)
     yield from place_of_our_head(settings)
     yield from sums_of_squares(settings)

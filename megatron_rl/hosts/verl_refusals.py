@@ -6,8 +6,10 @@ Whoever's loss trains. tests/test_verl_refusals.py holds each against verl's own
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 from megatron_rl.aggregation_record import Formula
@@ -41,6 +43,8 @@ CHUNKS, ENTROPY = f"{ACTOR}entropy_from_logits_with_chunking", f"{ACTOR}entropy_
 # What places our head; the setting of verl that names modules to import in each process that makes a model, and ours.
 FUSED_KERNELS = f"{MODEL}use_fused_kernels"
 EXTERNAL_LIB, LOG_PROBS = f"{MODEL}external_lib", "megatron_rl.hosts.verl_log_probs"
+# Names of models that are of no family for which Megatron-Bridge turns the per-token loss on.
+ANOTHER_MODEL = re.compile(r"qwen-?(1\.5|2\.5|2|3)-(?!vl)|llama|deepseek|mistral|gemma|moonlight", re.IGNORECASE)
 PREFIX_GROUPS, BALANCE = f"{ACTOR}use_prefix_grouper", "trainer.balance_batch"
 PIPELINE, CHUNKS_OF_MODEL = f"{MEGATRON}pipeline_model_parallel_size", f"{MEGATRON}virtual_pipeline_model_parallel_size"
 
@@ -221,6 +225,8 @@ def _per_token(settings: Settings, *, is_ours: bool) -> Iterator[Row]:
     if not is_set and not (is_split and settings[f"{MEGATRON}vanilla_mbridge"] is False):
         return
     cause, where = f"{PER_TOKEN}=True", ""
+    if not is_set and ANOTHER_MODEL.search(PurePath(str(settings.value_of(f"{MODEL}path"))).name):
+        return
     if not is_set:
         cause = f"with {CONTEXT}={size} Megatron-Bridge turns calculate_per_token_loss on for Qwen3-VL and Qwen3.5"
         where = "there "

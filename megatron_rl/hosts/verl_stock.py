@@ -104,7 +104,8 @@ def regularizers(settings: Settings) -> Stock | None:
 
 
 def _kl_and_entropy(settings: Settings, weight: Formula) -> tuple[Formula | None, Formula | None]:
-    has_kl, has_entropy = settings[f"{ACTOR}use_kl_loss"] is not False, is_on(settings, f"{ACTOR}entropy_coeff")
+    has_kl = settings[f"{ACTOR}use_kl_loss"] is not False and is_on(settings, f"{ACTOR}kl_loss_coef")
+    has_entropy = is_on(settings, f"{ACTOR}entropy_coeff")
     return weight if has_kl else None, weight if has_entropy else None
 
 
