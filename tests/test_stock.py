@@ -307,6 +307,40 @@ def test_miles_and_slime(host, is_per_token):
     agrees(found.policy, reduced)
 
 
+def test_miles_on_fsdp_with_a_count_of_tokens_by_hand():
+    """1/dp against 1/T': 2 ranks, and T' = 19 with one for the sample that is fully masked, so 9.5 times."""
+    given = Namespace(train_backend="fsdp", calculate_per_token_loss=True, entropy_coef=0.1)
+    found = host_named("miles").stock(HostOptions(given, host_named("miles")))
+    assert found.policy == found.entropy == stock.MEAN_OF_RANK_SUMS and stock.aggregation_of(found.policy) == "token_mean"
+    assert difference("policy", found.policy, TOKENS, LENGTHS, PARTS).ratios.tolist() == pytest.approx([9.5] * 7)
+
+
+@pytest.mark.parametrize("is_per_token", [True, False])
+@pytest.mark.host("MILES_ROOT")
+def test_miles_on_fsdp(is_per_token):
+    """FSDP's mean over ranks alone: the backend reads no normalizer. Without the count the host multiplies by the ranks / N."""
+    backend = source_of("MILES_ROOT", "miles/backends/fsdp_utils/actor.py")
+    assert [name.ctx.__class__ for name in ast.walk(backend) if getattr(name, "id", "") == "normalizer"] == [ast.Store]
+    size = lambda number: types.SimpleNamespace(size=number)  # noqa: E731
+    parallel = types.SimpleNamespace(cp=size(1), intra_dp=size(DP), intra_dp_cp=size(DP))
+    others = {"get_parallel_state": lambda: parallel, "mpu": types.SimpleNamespace(get_context_parallel_world_size=lambda: 1)}
+    reducer_of = functions_of(source_of("MILES_ROOT", REDUCERS["miles"]), "get_sum_of_sample_mean", **others)
+    others |= {"get_sum_of_sample_mean": reducer_of.get_sum_of_sample_mean, "is_multi_lora_enabled": lambda args: False}
+    others["get_loss_function"] = lambda args: lambda args, batch, logits, reduce: (reduce(logits), {})
+    loss_function = functions_of(source_of("MILES_ROOT", "miles/backends/training_utils/loss.py"), "loss_function", **others)
+    given = Namespace(
+        **{"calculate_per_token_loss": is_per_token, "train_backend": "fsdp", "qkv_format": "thd", "allgather_cp": False},
+        **{"recompute_loss_function": False, "use_dynamic_global_batch_size": False, "global_batch_size": len(TOKENS)},
+    )
+
+    def reduced(losses, mask, samples):
+        lengths = [losses.shape[1]] * len(samples)
+        batch = {"loss_masks": list(mask), "response_lengths": lengths, "total_lengths": lengths}
+        return loss_function.loss_function(given, batch, M, losses.flatten(), apply_megatron_loss_scaling=False)[0]
+
+    agrees(host_named("miles").stock(HostOptions(given, host_named("miles"))).policy, reduced)
+
+
 @pytest.mark.host("PRIME_RL_ROOT")
 def test_prime_rl():
     """The trainer divides by the tokens of all ranks, and scale_gradients_ undoes FSDP's mean over them."""

@@ -156,6 +156,18 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
         ),
         pytest.param(
             "miles",
+            "python3 train.py --train-backend fsdp --calculate-per-token-loss",
+            (
+                "NOT exact: --train-backend fsdp drops the token count; a token weighs 1/dp",
+                "the gradient is T'/dp times too large, and changes with dp",
+                "exact: --train-backend megatron, or no --calculate-per-token-loss",
+                "our losses: python -m megatron_rl.hosts.launch before the script, and --loss-type custom_loss",
+            ),
+            "dropout",
+            id="miles: a count of tokens that FSDP drops",
+        ),
+        pytest.param(
+            "miles",
             "python3 train.py --mtp-num-layers 1 --enable-mtp-training",
             (
                 "--enable-mtp-training adds the loss of multi-token prediction, which is not judged",
@@ -610,6 +622,12 @@ LAYOUTS = [
         "miles",
         ["python3", "train.py", "--actor-num-nodes", "1", "--context-parallel-size", "4", "--micro-batch-size", "1"],
         "data-parallel size 2 of --actor-num-nodes x --actor-num-gpus-per-node by default / --context-parallel-size, micro",
+        "1.1",
+    ),
+    (  # FSDP has data parallelism alone
+        "miles",
+        ["python3", "train.py", "--train-backend", "fsdp", "--actor-num-nodes", "1", "--actor-num-gpus-per-node", "2", "${M[@]}"],
+        "data-parallel size 2 of --actor-num-nodes x --actor-num-gpus-per-node, micro",
         "1.1",
     ),
     (

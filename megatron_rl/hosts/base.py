@@ -25,7 +25,7 @@ from megatron_rl.hosts.flags import host_config, is_mis, known_correction, norma
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.programs import SUPERVISED
 from megatron_rl.hosts.step_sizes import MODEL_KINDS, SizeNames, whole_number
-from megatron_rl.hosts.stock import MTP_IS_NOT_JUDGED, OF_COUNTED_TOKENS, SAMPLE_MEAN, Stock, has_sample_ratio
+from megatron_rl.hosts.stock import MEAN_OF_RANK_SUMS, MTP_IS_NOT_JUDGED, OF_COUNTED_TOKENS, SAMPLE_MEAN, Stock, has_sample_ratio
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation
 from megatron_rl.registries.dotted import import_dotted
@@ -44,6 +44,8 @@ REWARD_LINE = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_p
 CONVERT_LINE = "--custom-convert-samples-to-train-data-path megatron_rl.hooks.convert_samples_to_train_data"
 CUSTOM_LOSS_LINE = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
 
+DROPPED_BY_FSDP = "--train-backend fsdp drops the token count"
+EXACT_BESIDE_FSDP = "--train-backend megatron, or no --calculate-per-token-loss, which is sample_mean"
 MODEL_SIZES = tuple(flag_of(f"{kind}_parallel_size") for kind in MODEL_KINDS)
 
 # Converts (arguments, samples of a rollout batch) into the host's training data.
@@ -133,6 +135,10 @@ class Host:
     )
     """The flags that say how a step is cut, for a step that doctor and explain are given."""
 
+    def sizes_of(self, options: HostOptions) -> SizeNames:
+        """Of one launch: FSDP has no parallelism but of data."""
+        return replace(self.sizes, shared=(), of_budget=()) if options["train_backend"] == "fsdp" else self.sizes
+
     def __str__(self) -> str:
         return self.name
 
@@ -214,7 +220,9 @@ class Host:
         if options["loss_type"] != "policy_loss":
             return None
         reducer = options["custom_pg_loss_reducer_function_path"]
-        weight = OF_COUNTED_TOKENS if options["calculate_per_token_loss"] else SAMPLE_MEAN
+        weight, dropped = OF_COUNTED_TOKENS if options["calculate_per_token_loss"] else SAMPLE_MEAN, ""
+        if drops_token_count(options):
+            weight, dropped = MEAN_OF_RANK_SUMS, DROPPED_BY_FSDP
         kl = weight if options["use_kl_loss"] and options["kl_loss_coef"] else None
         remarks = [f"{reducer} reduces the policy term, and is not known here"] if reducer else []
         normalised = normalised_weights(options)
@@ -227,11 +235,17 @@ class Host:
         varies = () if normalised is None else (normalised,)
         of_samples = has_sample_ratio(options["advantage_estimator"])
         policy = None if reducer else weight
-        return Stock(policy, kl, entropy, remarks=tuple(remarks), varies=varies, value=value, has_sample_ratio=of_samples)
+        terms = {"kl": kl, "entropy": entropy, "value": value, "exact": EXACT_BESIDE_FSDP if dropped else None}
+        return Stock(policy, **terms, remarks=tuple(remarks), varies=varies, has_sample_ratio=of_samples, dropped=dropped)
 
     def converter(self) -> Converter | None:
         """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""
         return None
+
+
+def drops_token_count(options: HostOptions) -> bool:
+    """The FSDP backend of miles does nothing with the count that a loss returns, and takes a mean over its ranks."""
+    return options["train_backend"] == "fsdp" and options["calculate_per_token_loss"]
 
 
 def remarks_on_the_model(options: HostOptions) -> list[str]:

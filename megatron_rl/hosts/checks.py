@@ -19,6 +19,7 @@ from megatron_rl.hosts.base import (
     REDUCER_LINE,
     REWARD_LINE,
     HostLaunch,
+    drops_token_count,
     names_ours,
     read_launch,
 )
@@ -187,7 +188,7 @@ def fsdp_is_given_what_it_hands_over(launch: HostLaunch) -> Iterator[str]:
     """That backend drops the number of tokens, and the hosts hand a reducer no arguments."""
     if launch.options["train_backend"] != "fsdp":
         return
-    if launch.is_per_token:
+    if drops_token_count(launch.options):
         yield (
             "--train-backend fsdp with --calculate-per-token-loss: the backend drops the number of tokens and nothing divides by "
             "it; remove --calculate-per-token-loss, or use --train-backend megatron"

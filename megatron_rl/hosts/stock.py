@@ -36,6 +36,8 @@ OF_COUNTED_TOKENS = Formula({"T'": -1})
 MEAN_OF_TOKEN_MEANS = Formula(M=-1, dp=-1, T_b=-1)
 MEAN_OVER_RANKS = Formula(M=-1, T_k=-1)  # each mean is over the ranks too
 MEAN_OF_SAMPLE_MEANS = Formula(M=-1, dp=-1, N_b=-1, m_i=-1)
+# The sums of ranks, averaged over them, where the count of tokens is dropped.
+MEAN_OF_RANK_SUMS = Formula(dp=-1)
 OURS = "megatron_rl"
 TERMS = ("policy", "KL", "entropy", "distillation", "value")
 # verl's and SkyRL's losses that select tokens.
@@ -86,6 +88,8 @@ class Stock:
 
     has_sample_ratio: bool = False
     """The policy term has one ratio a sample, as GSPO's."""
+    dropped: str = ""
+    """What drops the step's tokens, and leaves MEAN_OF_RANK_SUMS."""
 
     @classmethod
     def of_ours(cls, config: PolicyLossConfig, terms: Mapping[str, Term] = MappingProxyType({})) -> Stock:
@@ -128,7 +132,8 @@ def rows_of_terms(terms: Mapping[str, Term], title: str, ours: Stock) -> Iterato
 
 
 def local_letters(weight: Formula) -> list[str]:
-    return [letter for letter in LOCAL if letter in weight.powers]
+    """What it changes with of the layout: counts of a micro-batch, or the number of ranks alone."""
+    return ["dp"] if weight == MEAN_OF_RANK_SUMS else [letter for letter in LOCAL if letter in weight.powers]
 
 
 def is_of_generation(weight: Formula) -> bool:
@@ -145,7 +150,7 @@ def times_of_generation(weight: Formula, known: Mapping[str, float]) -> float | 
 
 def of_the_step(weight: Formula) -> Formula:
     """The weight that the mean over the whole step has, in the place of the mean over micro-batches or over a generation."""
-    found = weight
+    found = OF_COUNTED_TOKENS if weight == MEAN_OF_RANK_SUMS else weight
     if is_of_generation(weight):
         return Formula(T=weight.powers["T_gen"]) * weight.without("T_gen", "M_gen", "M")
     for letter in local_letters(weight):
@@ -198,7 +203,7 @@ def rows_of(stock: Stock, title: str, exact: Callable[[str], str] | None, own_te
         if len(said) == 1:
             remedy = stock.exact or (exact(ours) if exact is not None and ours is not None else None)
         words = of_ours if remedy is None else f"; exact: {remedy}{_kept_strength(stock, remedy, own_terms)}"
-        yield Row(name, f"{title}'s own: a token weighs {shown}{where}: {_changes(letters)}{words}", is_note=True)
+        yield Row(name, f"{title}'s own: a token weighs {shown}{where}: {_changes(letters, stock.dropped)}{words}", is_note=True)
     for text in (*stock.varies, *stock.remarks):
         yield Row("stock loss", text, is_note=True)
 
@@ -232,7 +237,9 @@ def _of_generations(weight: Formula, known: Mapping[str, float]) -> str:
     return f"a mean of token means, as a generation is {of_steps}"
 
 
-def _changes(letters: list[str]) -> str:
+def _changes(letters: list[str], dropped: str) -> str:
+    if dropped:
+        return f"{dropped}, so the gradient is T'/dp times too large, and changes with dp, the data-parallel ranks"
     if letters == ["L_b"]:
         return "it changes with what shares a micro-batch"
     unit = "samples" if letters == ["N_b"] else "tokens"
@@ -272,7 +279,9 @@ def unjudged(why: str) -> Row:
 def verdict(stock: Stock, title: str, *, has_notes: bool) -> str:
     said, notes = [], "; see the notes" if has_notes else ""
     if local := [name for name, weight in stock.terms.items() if local_letters(weight)]:
-        said.append(f"NOT exact: the weight of a token in its {_listed(local)} depends on the layout")
+        why = f"the weight of a token in its {_listed(local)} depends on the layout"
+        why = f"{stock.dropped}; a token weighs {next(iter(stock.terms.values()))}" if stock.dropped else why
+        said.append(f"NOT exact: {why}")
     elif stock.varies:
         said.append("NOT exact: the step depends on the layout")
     if generated := {name: weight for name, weight in stock.terms.items() if is_of_generation(weight)}:

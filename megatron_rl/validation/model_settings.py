@@ -14,7 +14,7 @@ from megatron_rl.validation.checks import Row
 # The settings that are read here, beside settings of auxiliary losses and of experts.
 FURTHER_SETTINGS = (
     *("multi_latent_attention", "transformer_impl", "hybrid_context_parallel", "dynamic_context_parallel"),
-    *("hidden_dropout", "attention_dropout", "megatron_to_hf_mode"),
+    *("hidden_dropout", "attention_dropout", "megatron_to_hf_mode", "train_backend"),
 )
 # Of Megatron-Core: its schedule of rounds in the releases 0.16 to 0.19; the groups and the scheduler of its development branch.
 OWN_GROUPS = ("hybrid_context_parallel", "dynamic_context_parallel")
@@ -75,9 +75,10 @@ def model_notes(settings: Mapping[str, object], route: Route | None) -> Iterator
 
 
 def default_dropout_note(settings: Mapping[str, object]) -> Row | None:
-    """Of a launch line that leaves dropout out."""
+    """Of a launch line that leaves dropout out. FSDP has the model's own, of its config.json."""
     absent = [name for name in DROPOUTS if name not in settings]
-    if not absent or settings.get("megatron_to_hf_mode") == "bridge":
+    of_model = settings.get("megatron_to_hf_mode") == "bridge" or settings.get("train_backend") == "fsdp"
+    if not absent or of_model:
         return None
     return Row(absent[0], _of_dropout(f"{' and '.join(absent)} left out, which is Megatron's {DEFAULT_DROPOUT}", absent))
 

@@ -252,15 +252,22 @@ def _with_unread(line: LaunchLine) -> HostOptions:
 
 def _next_step(line: LaunchLine) -> str:
     """What a line without anything of ours lacks."""
+    hooks = _hooks(line)
     if line.is_composed and CONFIG_FILE in dict(line.flags):
         lines = "the lines that megatron-rl launch-config --loss-aggregation <name> prints"
-        return f"{lines}, in {_TEXT_OF_THE_SCRIPT}, and behind the script {ADDED} '{INIT_LINE} {REDUCER_LINE}'"
+        return f"{lines}, in {_TEXT_OF_THE_SCRIPT}, and behind the script {ADDED} '{hooks}'"
     if line.is_composed:
         file = "megatron-rl launch-config --loss-aggregation <name> > mrl.yaml"
-        return f"{file}, and behind the script {ADDED} '{CONFIG_FILE} /path/to/mrl.yaml {INIT_LINE} {REDUCER_LINE}'"
+        return f"{file}, and behind the script {ADDED} '{CONFIG_FILE} /path/to/mrl.yaml {hooks}'"
     if line.is_of_rollouts:
-        return f"python -m {OUR_LAUNCHER} before the script, and {INIT_LINE} {REDUCER_LINE} --loss-aggregation <name>"
+        return f"python -m {OUR_LAUNCHER} before the script, and {hooks} --loss-aggregation <name>"
     return "docs/hosts/megatron_lm.md shows the lines of the script"
+
+
+def _hooks(line: LaunchLine) -> str:
+    """Of a launch with our weights. The FSDP backend of miles gives a reducer no settings, and calls no init hook."""
+    is_fsdp = HostOptions(host_arguments(line), line.of_host)["train_backend"] == "fsdp"
+    return CUSTOM_LOSS_LINE if is_fsdp else f"{INIT_LINE} {REDUCER_LINE}"
 
 
 def _reading(line: LaunchLine) -> Iterator[Finding]:
@@ -292,7 +299,7 @@ def _stock(line: LaunchLine, of_step: stock.JudgeStep | None, asked: StepSizes) 
     found = options.host.stock(options)
     if isinstance(found, stock.Stock):
         found = _sized(line, found, asked)
-    of_ours = f"{INIT_LINE} {REDUCER_LINE} --loss-aggregation"
+    of_ours = f"{_hooks(line)} --loss-aggregation"
     exact = (lambda aggregation: f"{of_ours} {aggregation}") if line.is_of_rollouts else None
     yield from stock.judge(found, str(options.host), exact, of_step, is_partial=line.is_composed or CONFIG_FILE in line.unknown)
 
@@ -301,7 +308,7 @@ def _sized(line: LaunchLine, found: stock.Stock, asked: StepSizes) -> stock.Stoc
     """With the sizes of a step on that line."""
     if line.of_host is None:  # `train` cuts by its own rules
         return replace(found, sizes=asked)
-    names = line.of_host.sizes
+    names = line.of_host.sizes_of(HostOptions(host_arguments(line), line.of_host))
     typed = {flag_of(name): value for name, value in vars(host_arguments(line)).items()} | {PROCESSES: line.num_ranks}
     # What was not read has a size, and may have one that is not here.
     hidden = [*line.unknown, *(name for name in (*names.ranks, *names.shared) if line.unread and name not in typed)]
