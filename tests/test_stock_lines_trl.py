@@ -10,6 +10,7 @@ from test_stock_lines import ALIKE, GENERATION, doctor, explain
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.hosts import trl_stock
 from megatron_rl.hosts.stock import Stock, rows_of
+from megatron_rl.hosts.trl_script import OURS
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,19 @@ def test_explain_knows_the_divisor_of_a_line(capsys):
     for longest in ("1024", "${LONGEST}"):
         _, out = explain(capsys, "--response-lengths", "3,5", "--", *line, longest)
         assert f"policy 1/(N L), L = {longest if longest.isdecimal() else 1}" in out, out
+
+
+@pytest.mark.parametrize(("default", "times"), [(None, "0.125"), (256, "0.0625")])  # 512/4096, 256/4096
+def test_the_longest_response_is_trls_default_where_none_is_typed(default, times, tmp_path, monkeypatch, capsys):
+    """default: of the TRL that is installed; None: there is none."""
+    monkeypatch.setattr(trl_stock, "default_of", lambda file, name, field: default if field == trl_stock.LONGEST else None)
+    config, own = "loss_type='megatron_rl.grpo.constant'", {"loss_aggregation_divisor": 4096}
+    made = f"from trl import GRPOConfig\nfrom {OURS} import GRPOTrainer\nGRPOTrainer(args=GRPOConfig({config}), megatron_rl={own})"
+    (tmp_path / "mine.py").write_text(made)
+    _, out = doctor(capsys, "--response-lengths", "3,4096", "--", "python", str(tmp_path / "mine.py"))
+    limit = f"max_completion_length={default or 512}, TRL's default"
+    assert f"is not {limit}, the longest response: the gradient is {times} x as large as with it; type max_comp" in out, out
+    assert f"a response of 4096 tokens cannot occur: {limit}, is the longest one" in out, out
 
 
 def test_a_script_of_trl_that_parses_the_line_was_read_with_it(tmp_path, monkeypatch, capsys):

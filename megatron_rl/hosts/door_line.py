@@ -290,16 +290,21 @@ def divisor_is_the_longest_response(door: Door, settings: Settings, divisor: flo
         name = host.name if host else door.own.name(DIVISOR)
         of_both = ({name: divisor}, {longest.source: longest.value}, {name: longest.value})
         typed, limit, exact = (door.separator.join(door.typed(one)) for one in of_both)
+        if longest.title:
+            limit = longest.in_words.removesuffix(",")
+            if float(divisor).is_integer():
+                exact = f"{door.separator.join(door.typed({longest.source: int(divisor)}))}, or {exact}"
         yield Row("advice", with_another_divisor(divisor, longest.value, typed=typed, limit=limit, exact=exact), is_note=True)
 
 
 def _longest(door: Door, settings: Settings) -> Size | None:
-    """A response in tokens, where the launch says it and makes one in one turn."""
+    """A response in tokens, where the launch or the trainer's default says it, and one is made in one turn."""
     sampler = door.sampler
     if sampler.longest is None or (sampler.turns and settings.value_of(sampler.turns) not in (ABSENT, 1)):
         return None
-    longest = whole_number(settings.value_of(sampler.longest))
-    return None if longest is None else Size(longest, sampler.longest)
+    longest = whole_number(settings[sampler.longest])
+    is_default = settings.value_of(sampler.longest) is ABSENT
+    return None if longest is None else Size(longest, sampler.longest, door.title * is_default)
 
 
 def _sizes(door: Door, settings: Settings) -> StepSizes:

@@ -47,10 +47,16 @@ class Given(NamedTuple):
 
 
 class Size(NamedTuple):
-    """source: the setting or the flag that says it."""
+    """source: the setting or the flag that says it. title: of the trainer whose default it is; empty: it is set."""
 
     value: int
     source: str
+    title: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """a=512, and whose default it is."""
+        return f"{self.source}={self.value}" + f", {self.title}'s default," * bool(self.title)
 
 
 class StepSizes(NamedTuple):

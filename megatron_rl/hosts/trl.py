@@ -49,6 +49,7 @@ from megatron_rl.hosts.trl_stock import (
     GENERATED,
     GENERATION,
     LIGERS_LOSS,
+    LONGEST,
     PREFIX,
     SIZES,
     STEPS,
@@ -321,7 +322,7 @@ DOOR = Door(
         Setting(SCALE, default="group"),
         Setting("num_iterations", Kind.NUMBER, default=1),
         Setting("temperature", Kind.NUMBER, default=1.0),
-        Setting("max_completion_length", Kind.NUMBER, default=512),
+        Setting(LONGEST, Kind.NUMBER, default=512),
         *names("", Kind.NUMBER, f"{GENERATED} num_generations num_generations_eval"),
         *names("", Kind.NUMBER, "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"),
         *names(
@@ -344,7 +345,7 @@ DOOR = Door(
         filters={"top_p": Filter(1.0, (1.0,)), "top_k": Filter(0, (0, -1)), "min_p": Filter(None, (None, 0.0))},
         engines={"vLLM": Scores.KEPT},
         reshaped={"repetition_penalty": NO_FACTOR},
-        longest="max_completion_length",
+        longest=LONGEST,
     ),
     checks=(
         one_loss_trains,

@@ -27,7 +27,7 @@ from megatron_rl.hosts.trl_source import CONFIG, default_of, found_version, inst
 from megatron_rl.validation.checks import Row
 
 PREFIX = "megatron_rl."
-CHOICE, BIAS_CORRECTION = "loss_type", "use_bias_correction_kl"
+CHOICE, BIAS_CORRECTION, LONGEST = "loss_type", "use_bias_correction_kl", "max_completion_length"
 STEPS, GENERATED, GENERATION = "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"
 # Not a setting: whether the trainer has Liger's loss.
 LIGERS_LOSS = "compute_liger_loss"
@@ -75,7 +75,8 @@ def judged() -> str:
 
 def settings_of(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Settings:
     """Of a launch line, with the defaults of the version."""
-    of_version = {BIAS_CORRECTION: bias_correction()}
+    longest = default_of(CONFIG.format("grpo"), "GRPOConfig", LONGEST)
+    of_version = {BIAS_CORRECTION: bias_correction(), **({} if longest is None else {LONGEST: longest})}
     return Settings.of_names({LIGERS_LOSS: is_before(KEEPS_LOSS), **given}, {**defaults, **of_version})
 
 
@@ -140,7 +141,7 @@ def stock_of_version(settings: Settings, *, is_old: bool) -> Stock | None:
         exact += f" with {of_step}"
     varies = tuple(text for name, (idle, text) in VARIES.items() if settings[name] not in (idle, UNKNOWN))
     remarks: list[str] = []
-    longest = whole_number(settings["max_completion_length"])
+    longest = whole_number(settings[LONGEST])
     known: dict[str, float] = {} if longest is None else {"L": longest}
     is_ligers = trains_ligers_loss(settings)
     if weight == TOKEN_MEAN and is_ligers and is_before(COUNTS):  # it counts the tokens of a micro-batch of all ranks
@@ -178,7 +179,7 @@ def instead_of_stock(settings: Settings) -> str:
     loss = "gspo" if without(settings) else OURS.get(kind, kind)
     typed = f"{CHOICE}={PREFIX}{loss}.{aggregation}{f' without {LEVEL}' * bool(without(settings))}"
     if aggregation == "constant" and f"{PREFIX}{DIVISOR}" not in settings.given:
-        longest = whole_number(settings["max_completion_length"])
+        longest = whole_number(settings[LONGEST])
         typed += f" and megatron_rl={{{DIVISOR!r}: {longest or 'L'}}} of GRPOTrainer"
     return typed
 

@@ -97,7 +97,7 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
 def _lengths_that_cannot_be(longest: int, sizes: StepSizes) -> Iterator[Row]:
     """Of a step that the launch does not make."""
     if sizes.longest is not None and longest > sizes.longest.value:
-        text = f"a response of {longest} tokens cannot occur: {sizes.longest.source}={sizes.longest.value} is the longest one"
+        text = f"a response of {longest} tokens cannot occur: {sizes.longest.in_words} is the longest one"
         yield Row("this step", text, is_note=True)
     budget = sizes.tokens
     if budget is not None and 0 < budget.value < longest and sizes.dealing is not None and sizes.dealing.work is not None:
