@@ -222,6 +222,10 @@ def test_the_line_tells_of_kl_and_entropy_where_they_are_trained(settings, end):
             "step of 12 rollouts (one of several samples counts once)",
         ),
         ({**CONSTANT, "use_dynamic_global_batch_size": True, "n_samples_per_prompt": 8}, "step of as many samples as come"),
+        (
+            {**CONSTANT, "multi_lora": True, "use_dynamic_global_batch_size": True, "n_samples_per_prompt": 8},
+            "step of an adapter's own batch, N is the rollout_batch_size x n_samples_per_prompt of each adapter's own file",
+        ),
     ],
 )
 def test_the_line_tells_how_much_a_step_holds(settings, step):

@@ -315,30 +315,68 @@ def test_miles_on_fsdp_with_a_count_of_tokens_by_hand():
     assert difference("policy", found.policy, TOKENS, LENGTHS, PARTS).ratios.tolist() == pytest.approx([9.5] * 7)
 
 
+def own_loss_of_miles(given: Namespace, **call):
+    """A function (losses, mask, samples) -> what the host's own loss_function returns, of one micro-batch."""
+    size = lambda number: types.SimpleNamespace(size=number)  # noqa: E731
+    parallel = types.SimpleNamespace(cp=size(1), intra_dp=size(DP), intra_dp_cp=size(DP))
+    others = {"get_parallel_state": lambda: parallel, "mpu": types.SimpleNamespace(get_context_parallel_world_size=lambda: 1)}
+    reducer_of = functions_of(source_of("MILES_ROOT", REDUCERS["miles"]), "get_sum_of_sample_mean", **others)
+    is_enabled = functions_of(source_of("MILES_ROOT", "miles/utils/multi_lora.py"), "is_multi_lora_enabled")
+    others |= {"get_sum_of_sample_mean": reducer_of.get_sum_of_sample_mean, **vars(is_enabled)}
+    others["get_loss_function"] = lambda args: lambda args, batch, logits, reduce: (reduce(logits), {})
+    loss_function = functions_of(source_of("MILES_ROOT", "miles/backends/training_utils/loss.py"), "loss_function", **others)
+    args = Namespace(
+        **{"qkv_format": "thd", "allgather_cp": False, "recompute_loss_function": False, "true_on_policy_mode": False},
+        **{"calculate_per_token_loss": False, "use_dynamic_global_batch_size": False, "global_batch_size": len(TOKENS)}
+        | vars(given),
+    )
+
+    def reduced(losses, mask, samples):
+        lengths = [losses.shape[1]] * len(samples)
+        batch = {"loss_masks": list(mask), "response_lengths": lengths, "total_lengths": lengths}
+        return loss_function.loss_function(args, batch, M, losses.flatten(), **call)[0]
+
+    return reduced
+
+
 @pytest.mark.parametrize("is_per_token", [True, False])
 @pytest.mark.host("MILES_ROOT")
 def test_miles_on_fsdp(is_per_token):
     """FSDP's mean over ranks alone: the backend reads no normalizer. Without the count the host multiplies by the ranks / N."""
     backend = source_of("MILES_ROOT", "miles/backends/fsdp_utils/actor.py")
     assert [name.ctx.__class__ for name in ast.walk(backend) if getattr(name, "id", "") == "normalizer"] == [ast.Store]
-    size = lambda number: types.SimpleNamespace(size=number)  # noqa: E731
-    parallel = types.SimpleNamespace(cp=size(1), intra_dp=size(DP), intra_dp_cp=size(DP))
-    others = {"get_parallel_state": lambda: parallel, "mpu": types.SimpleNamespace(get_context_parallel_world_size=lambda: 1)}
-    reducer_of = functions_of(source_of("MILES_ROOT", REDUCERS["miles"]), "get_sum_of_sample_mean", **others)
-    others |= {"get_sum_of_sample_mean": reducer_of.get_sum_of_sample_mean, "is_multi_lora_enabled": lambda args: False}
-    others["get_loss_function"] = lambda args: lambda args, batch, logits, reduce: (reduce(logits), {})
-    loss_function = functions_of(source_of("MILES_ROOT", "miles/backends/training_utils/loss.py"), "loss_function", **others)
-    given = Namespace(
-        **{"calculate_per_token_loss": is_per_token, "train_backend": "fsdp", "qkv_format": "thd", "allgather_cp": False},
-        **{"recompute_loss_function": False, "use_dynamic_global_batch_size": False, "global_batch_size": len(TOKENS)},
-    )
+    given = Namespace(calculate_per_token_loss=is_per_token, train_backend="fsdp")
+    found = host_named("miles").stock(HostOptions(given, host_named("miles")))
+    agrees(found.policy, own_loss_of_miles(given, apply_megatron_loss_scaling=False))
+
+
+@pytest.mark.host("MILES_ROOT")
+def test_miles_with_adapters_divides_by_the_batch_of_an_adapter_and_not_by_that_of_the_line():
+    """--global-batch-size is 256; a whole step of an adapter has the 8 samples, by which its optimizer multiplies the sum."""
+    scaled = functions_of(
+        source_of("MILES_ROOT", "miles/backends/megatron_utils/multi_lora_optimizer.py"),
+        "step_adapter_slots",
+        _slot_children=lambda optimizer, slot: [optimizer],
+        get_grad_norm_fp32=lambda *args, **kwargs: 1.0,
+        zero_adapter_slot_grads=lambda model, slot: None,
+    ).step_adapter_slots
+    given = Namespace(multi_lora=True, global_batch_size=256)
+    found = host_named("miles").stock(HostOptions(given, host_named("miles")))
+    assert "each adapter's own file" in found.remarks[0]
 
     def reduced(losses, mask, samples):
-        lengths = [losses.shape[1]] * len(samples)
-        batch = {"loss_masks": list(mask), "response_lengths": lengths, "total_lengths": lengths}
-        return loss_function.loss_function(given, batch, M, losses.flatten(), apply_megatron_loss_scaling=False)[0]
+        summed = own_loss_of_miles(given, apply_megatron_loss_scaling=True)(losses, mask, samples) / M  # Megatron's
+        parameter, nothing = types.SimpleNamespace(grad=torch.ones(())), lambda: []
+        optimizer = types.SimpleNamespace(
+            **dict.fromkeys(
+                ("prepare_grads", "get_main_grads_for_grad_norm", "step_with_ready_grads", "allgather_params"), nothing
+            ),
+            get_parameters=lambda: [parameter],
+        )
+        scaled(optimizer, None, {0: len(TOKENS)}, clip_grad=0.0)
+        return summed * parameter.grad
 
-    agrees(host_named("miles").stock(HostOptions(given, host_named("miles"))).policy, reduced)
+    agrees(found.policy, reduced)
 
 
 @pytest.mark.host("PRIME_RL_ROOT")

@@ -168,6 +168,18 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
         ),
         pytest.param(
             "miles",
+            "python3 -m megatron_rl.hosts.launch train.py --multi-lora-n-adapters 4 --rollout-batch-size 32 "
+            f"--n-samples-per-prompt 8 --global-batch-size 256 {REDUCER_LINE} --loss-aggregation constant "
+            "--loss-aggregation-divisor 8192",
+            (
+                "step of an adapter's own batch, N is the rollout_batch_size x n_samples_per_prompt of each adapter's own file",
+                "weight of a token 1/(L N) = 1/(8192 N)\n",
+            ),
+            "a rollout is one step",
+            id="miles: adapters, each with its own N",
+        ),
+        pytest.param(
+            "miles",
             "python3 train.py --mtp-num-layers 1 --enable-mtp-training",
             (
                 "--enable-mtp-training adds the loss of multi-token prediction, which is not judged",

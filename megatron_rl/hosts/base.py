@@ -45,6 +45,8 @@ CONVERT_LINE = "--custom-convert-samples-to-train-data-path megatron_rl.hooks.co
 CUSTOM_LOSS_LINE = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
 
 DROPPED_BY_FSDP = "--train-backend fsdp drops the token count"
+# miles divides what the step of an adapter has gathered by this, and a train batch by nothing.
+BATCH_OF_AN_ADAPTER = "the rollout_batch_size x n_samples_per_prompt of each adapter's own file"
 EXACT_BESIDE_FSDP = "--train-backend megatron, or no --calculate-per-token-loss, which is sample_mean"
 MODEL_SIZES = tuple(flag_of(f"{kind}_parallel_size") for kind in MODEL_KINDS)
 
@@ -250,7 +252,8 @@ def drops_token_count(options: HostOptions) -> bool:
 
 def remarks_on_the_model(options: HostOptions) -> list[str]:
     """What a model adds to whichever loss trains it."""
-    return [MTP_IS_NOT_JUDGED.format("--enable-mtp-training")] if options["enable_mtp_training"] else []
+    of_adapters = [f"multi-LoRA: N is {BATCH_OF_AN_ADAPTER}, and a step here is one of an adapter"] if options["multi_lora"] else []
+    return of_adapters + ([MTP_IS_NOT_JUDGED.format("--enable-mtp-training")] if options["enable_mtp_training"] else [])
 
 
 @cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.hosts.base import HostLaunch, HostOptions
+from megatron_rl.hosts.base import BATCH_OF_AN_ADAPTER, HostLaunch, HostOptions
 from megatron_rl.hosts.closed_words import refused
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.step_sizes import product_in_words, whole_number, whole_steps
@@ -30,6 +30,8 @@ def counts_of_step(launch: HostLaunch) -> tuple[int | None, int | None]:
 
 
 def step_in_words(launch: HostLaunch) -> str:
+    if launch.options["multi_lora"]:
+        return f"step of an adapter's own batch, N is {BATCH_OF_AN_ADAPTER}"
     unit = "samples" if launch.companion == "convert" else "rollouts (one of several samples counts once)"
     named = zip(counts_of_step(launch), (unit, "prompts"), strict=True)
     known = [f"{number} {what}" for number, what in named if number is not None]

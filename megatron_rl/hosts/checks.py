@@ -507,7 +507,7 @@ def divisor_is_the_longest_response(launch: HostLaunch) -> Iterator[str]:
 @check(is_warning=True)
 def dynamic_batches_are_counted_in_rollouts(launch: HostLaunch) -> Iterator[str]:
     own, is_dynamic = launch.own_rollout_functions, launch.options["use_dynamic_global_batch_size"]
-    if own and is_dynamic and launch.companion is None and not launch.is_per_token:
+    if own and is_dynamic and launch.companion is None and not launch.is_per_token and not launch.options["multi_lora"]:
         given = ", ".join(f"{flag_of(name)} {path}" for name, path in own.items())
         yield (
             f"--use-dynamic-global-batch-size with {given}: {launch.options.host} then divides by the samples of a step and not by "

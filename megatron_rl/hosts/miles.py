@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_rl.config import TermScore
@@ -24,6 +24,7 @@ from megatron_rl.hosts.base import (
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.hosts.kept_ids import KeptIds
+from megatron_rl.hosts.step_sizes import whole_number
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.auxiliary_losses import num_experts_of, number
 from megatron_rl.validation.checks import check
@@ -44,6 +45,7 @@ class Miles(Host):
     rollout_functions = (
         "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn",
         "miles.rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn",
+        "miles.rollout.multi_lora.async_rollout.generate_rollout_multi_lora",
         "miles.rollout.sglang_rollout.generate_rollout",
     )
     loss = HostLoss(
@@ -60,6 +62,13 @@ class Miles(Host):
             reference=TermScore.FULL,
         ),
     )
+
+    def filled_in(self, values: Mapping[str, object]) -> dict[str, object]:
+        """With what adapters of several tasks set: a train batch has as many samples as have come."""
+        if not whole_number(values.get("multi_lora_n_adapters")):
+            return super().filled_in(values)
+        of_adapters = {"multi_lora": True, "use_dynamic_global_batch_size": True, "megatron_to_hf_mode": "bridge"}
+        return {**super().filled_in(values), **of_adapters}
 
     def takes_checkpoint_coefficient(self, options: HostOptions) -> bool:
         """Under --megatron-to-hf-mode bridge, unless the arguments have one: miles then writes it over the bridge's value."""
