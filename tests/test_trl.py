@@ -281,6 +281,35 @@ def test_doctor_reads_what_a_script_gives_our_trainer(config, own, line, said_of
 
 
 @pytest.mark.parametrize(
+    ("made", "line", "divisor", "said"),
+    [
+        ("args = GRPOConfig(CHOICE, max_completion_length=64)", "", "args.max_completion_length", "1/(64 N)"),
+        (
+            "training_args = GRPOConfig(CHOICE)",
+            "",
+            "training_args.max_completion_length // 2",
+            "1/(256 N)",
+        ),  # of 512, TRL's default
+        (
+            "args = TrlParser(GRPOConfig).parse()",
+            "--loss_type megatron_rl.grpo.constant --max_completion_length 8",
+            "args.max_completion_length",
+            "1/(8 N)",
+        ),
+        ("args = GRPOConfig(CHOICE)\nargs.max_completion_length = 32", "", "args.max_completion_length", "1/(32 N)"),
+        ("args = GRPOConfig(CHOICE)", "", "longest()", "is not known here; type it in the place of the name"),
+    ],
+)
+def test_a_divisor_that_reads_the_config_is_known(made, line, divisor, said, tmp_path):
+    text = OURS.partition("GRPOTrainer(")[0] + made.replace("CHOICE", "loss_type='megatron_rl.grpo.constant'")
+    name = made.partition(" ")[0]
+    script = tmp_path / "train.py"
+    script.write_text(f"{text}\nGRPOTrainer(args={name}, megatron_rl={{'loss_aggregation_divisor': {divisor}}})")
+    rows = [row.text for row in door_line.judge(trl.DOOR, ["python", str(script), *line.split()], lambda path: {})]
+    assert any(said in row for row in rows), rows
+
+
+@pytest.mark.parametrize(
     ("kind", "own", "typed"),
     [
         ("dr-grpo", "{}", "megatron_rl.grpo.constant and megatron_rl={'loss_aggregation_divisor': 64} of GRPOTrainer"),

@@ -182,7 +182,8 @@ def judge_settings(
     own = [name for name in settings.given if name.startswith(door.own.prefix)]
     if unknown := [one for one in dict.fromkeys([*door.read_names, *own]) if settings[one] is UNKNOWN]:
         if door.stand_ins is None:
-            yield Row(choice.setting, f"not judged: the value of {', '.join(unknown)} is not known here", is_note=True)
+            text = f"not judged: the value of {', '.join(unknown)} is not known here; type it in the place of the name"
+            yield Row(choice.setting, text, is_note=True)
             return
         settings.stand_ins = door.stand_ins
     try:

@@ -53,6 +53,7 @@ from megatron_rl.hosts.trl_stock import (
     PREFIX,
     SIZES,
     STEPS,
+    defaults_of_version,
     instead_of_stock,
     judged,
     kl_by_default,
@@ -233,7 +234,9 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
         slips += unknown_fields((name for name in fields if name not in {row.subject for row in slips}), script.config)
     rows += slips
     given = of_script | of_file | typed | assigned
-    given = meant | {name: value for name, value in given.items() if name not in {row.subject for row in slips}}
+    given = {name: value for name, value in given.items() if name not in {row.subject for row in slips}}
+    of_ours = {} if script is None else script.given_to_ours({**defaults_of_version(DOOR.all_defaults), **given})
+    given = meant | given | of_ours
     other = known_trainer([] if script is None or script.known is None else [script.known], command)
     if other is not None:
         text = f"{other} always trains TRL's own loss, judged below; ours train in {__name__}.GRPOTrainer"

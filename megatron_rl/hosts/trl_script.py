@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.hosts.programs import DISTILLED, PREFERENCES, REWARDS, SUPERVISED, called
-from megatron_rl.hosts.script_constants import constants_and_objects, defaults_of, evaluate, keywords_of, last_name, plain
+from megatron_rl.hosts.script_constants import Table, constants_and_objects, defaults_of, evaluate, keywords_of, last_name, plain
 from megatron_rl.hosts.scripts import imported_packages, module_file, syntax_tree, taken_from
 from megatron_rl.hosts.settings import UNKNOWN, Settings
 from megatron_rl.hosts.trl_others import GRPO, known_trainer
@@ -166,8 +166,8 @@ class Script:
         return own.union(*(one for one in of_bases if one is not None))
 
     def settings(self, known: Collection[str]) -> tuple[dict[str, Any], dict[str, Any], list[Row]]:
-        """(what it gives TRL's config, and our trainer, what it assigns to the config's fields afterwards, what is said of it).
-        known: the names that are judged."""
+        """(what it gives TRL's config, what it assigns to the config's fields afterwards, what is said of it). known: the names
+        that are judged."""
         config = self.config
         classes = [name for name in self.classes if self.base_of(name) == config]
         given = {name: value for one in classes for name, value in defaults_of(one, self.constants).items()}
@@ -180,7 +180,7 @@ class Script:
         said = [self._said(config, given, unread, assigned, known), *self._of_batches()]
         if unread:
             given = {CHOICE: UNKNOWN} | given
-        return given | self._given_to_ours(), assigned, said
+        return given, assigned, said
 
     def _said(self, config: str, given: dict, unread: Sequence[str], assigned: dict, known: Collection[str]) -> Row:
         unknown = [name for name in given if name in known and given[name] is UNKNOWN]
@@ -238,12 +238,15 @@ class Script:
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and last_name(node.func) in names]
         return {name: plain(value) for call in calls for name, value in keywords_of(call, self.constants)[0].items()}
 
-    def _given_to_ours(self) -> dict[str, Any]:
-        """The settings of GRPOTrainer(..., megatron_rl={...}), by the names that a line has for them."""
+    def given_to_ours(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of GRPOTrainer(..., megatron_rl={...}), by the names that a line has for them. fields: of the config, which
+        they may read."""
         found: dict[str, Any] = {}
+        configs = dict.fromkeys(self._config_names(self.config), Table(fields.items()))
+        constants = replace(self.constants, names={**self.constants.names, **configs})
         for node in ast.walk(self.tree):
             own = [one.value for one in node.keywords if one.arg == PREFIX[:-1]] if isinstance(node, ast.Call) else []
-            for given in (plain(evaluate(one, self.constants)) for one in own):
+            for given in (plain(evaluate(one, constants)) for one in own):
                 found |= {f"{PREFIX}{name}": value for name, value in given.items()} if isinstance(given, dict) else {}
         return found
 

@@ -75,9 +75,12 @@ def judged() -> str:
 
 def settings_of(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> Settings:
     """Of a launch line, with the defaults of the version."""
+    return Settings.of_names({LIGERS_LOSS: is_before(KEEPS_LOSS), **given}, defaults_of_version(defaults))
+
+
+def defaults_of_version(defaults: Mapping[str, Any]) -> dict[str, Any]:
     longest = default_of(CONFIG.format("grpo"), "GRPOConfig", LONGEST)
-    of_version = {BIAS_CORRECTION: bias_correction(), **({} if longest is None else {LONGEST: longest})}
-    return Settings.of_names({LIGERS_LOSS: is_before(KEEPS_LOSS), **given}, {**defaults, **of_version})
+    return {**defaults, BIAS_CORRECTION: bias_correction(), **({} if longest is None else {LONGEST: longest})}
 
 
 def bias_correction() -> bool:
