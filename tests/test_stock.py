@@ -315,6 +315,27 @@ def test_miles_on_fsdp_with_a_count_of_tokens_by_hand():
     assert difference("policy", found.policy, TOKENS, LENGTHS, PARTS).ratios.tolist() == pytest.approx([9.5] * 7)
 
 
+@pytest.mark.parametrize("is_per_token", [True, False])
+@pytest.mark.host("MILES_ROOT")
+def test_the_reducer_of_dr_grpo_that_miles_publishes(is_per_token):
+    tree = source_of("MILES_ROOT", "examples/experimental/DrGRPO/custom_reducer.py")
+    (divisor,) = [node.value.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "DIVISOR"]
+    groups = types.SimpleNamespace(get_context_parallel_world_size=lambda: 1)
+    reducer_of = functions_of(tree, "get_pg_loss_reducer", mpu=groups, DIVISOR=divisor, Callable=object, Tensor=torch.Tensor)
+    given = Namespace(custom_pg_loss_reducer_function_path="examples.experimental.DrGRPO.custom_reducer.get_pg_loss_reducer")
+    given.calculate_per_token_loss = is_per_token
+    found = host_named("miles").stock(HostOptions(given, host_named("miles")))
+
+    def reduced(losses, mask, samples):
+        lengths = [losses.shape[1]] * len(samples)
+        total = reducer_of.get_pg_loss_reducer(lengths, lengths, list(mask), is_per_token)(losses.flatten())
+        return DP * total / (TOKENS.clamp(min=1).sum() if is_per_token else len(TOKENS))
+
+    # The trainers add 1e-8 to some divisors.
+    own = token_weights(found.policy, TOKENS, LENGTHS, PARTS, known=found.known)
+    torch.testing.assert_close(own, measured(reduced), rtol=1e-7, atol=0)
+
+
 def own_loss_of_miles(given: Namespace, **call):
     """A function (losses, mask, samples) -> what the host's own loss_function returns, of one micro-batch."""
     size = lambda number: types.SimpleNamespace(size=number)  # noqa: E731

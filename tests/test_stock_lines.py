@@ -180,6 +180,21 @@ def doctor(capsys, *words: str) -> tuple[int, str]:
         ),
         pytest.param(
             "miles",
+            "python3 train.py --custom-pg-loss-reducer-function-path mine.reducer",
+            ("the policy term is reduced by mine.reducer, which is not known here: nothing was judged\n",),
+            "exact weight",
+            id="miles: a reducer of one's own",
+        ),
+        pytest.param(
+            "miles",
+            "python3 train.py --context-parallel-size 2 --custom-pg-loss-reducer-function-path "
+            "examples.experimental.DrGRPO.custom_reducer:get_pg_loss_reducer",
+            ("a token weighs 1/(L N) = 1/(1000 N); constant here", "ends a run with --context-parallel-size 2: it takes 1 alone"),
+            "sample_mean",
+            id="miles: its own reducer of Dr. GRPO",
+        ),
+        pytest.param(
+            "miles",
             "python3 train.py --mtp-num-layers 1 --enable-mtp-training",
             (
                 "--enable-mtp-training adds the loss of multi-token prediction, which is not judged",

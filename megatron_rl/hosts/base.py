@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.aggregation_record import AggregationRecord
+from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
@@ -48,6 +48,9 @@ DROPPED_BY_FSDP = "--train-backend fsdp drops the token count"
 # miles divides what the step of an adapter has gathered by this, and a train batch by nothing.
 BATCH_OF_AN_ADAPTER = "the rollout_batch_size x n_samples_per_prompt of each adapter's own file"
 EXACT_BESIDE_FSDP = "--train-backend megatron, or no --calculate-per-token-loss, which is sample_mean"
+# miles's example of Dr. GRPO, as it is published.
+PUBLISHED_REDUCER, PUBLISHED_DIVISOR = "DrGRPO.custom_reducer.get_pg_loss_reducer", 1000.0
+
 MODEL_SIZES = tuple(flag_of(f"{kind}_parallel_size") for kind in MODEL_KINDS)
 
 # Converts (arguments, samples of a rollout batch) into the host's training data.
@@ -226,7 +229,13 @@ class Host:
         if drops_token_count(options):
             weight, dropped = MEAN_OF_RANK_SUMS, DROPPED_BY_FSDP
         kl = weight if options["use_kl_loss"] and options["kl_loss_coef"] else None
-        remarks = [f"{reducer} reduces the policy term, and is not known here"] if reducer else []
+        policy, known, remarks = (None if reducer else weight), {}, list[str]()
+        if reducer and str(reducer).replace(":", ".").endswith(PUBLISHED_REDUCER):
+            is_sum, cp_size = options["calculate_per_token_loss"], options["context_parallel_size"]
+            policy, known = (weight, {}) if is_sum else (Formula(L=-1, N=-1), {"L": PUBLISHED_DIVISOR})
+            remarks += [f"{reducer} ends a run with --context-parallel-size {cp_size}: it takes 1 alone"] if cp_size != 1 else []
+        elif reducer and not names_ours(reducer, "get_pg_loss_reducer"):
+            return f"the policy term is reduced by {reducer}, which is not known here"
         normalised = normalised_weights(options)
         if (unjudged := unjudged_correction(options)) is not None:
             remarks.append(unjudged)
@@ -236,8 +245,7 @@ class Host:
         entropy, value = (weight if is_on else None for is_on in (options["entropy_coef"], options["advantage_estimator"] == "ppo"))
         varies = () if normalised is None else (normalised,)
         of_samples = has_sample_ratio(options["advantage_estimator"])
-        policy = None if reducer else weight
-        terms = {"kl": kl, "entropy": entropy, "value": value, "exact": EXACT_BESIDE_FSDP if dropped else None}
+        terms = {"kl": kl, "entropy": entropy, "value": value, "exact": EXACT_BESIDE_FSDP if dropped else None, "known": known}
         return Stock(policy, **terms, remarks=tuple(remarks), varies=varies, has_sample_ratio=of_samples, dropped=dropped)
 
     def converter(self) -> Converter | None:
