@@ -408,10 +408,19 @@ def warned_of(function, level="token", **declared) -> list[str]:
     return config_warnings(PolicyLossConfig(policy_loss="mine", loss_aggregation="token_mean"))
 
 
+WEIGHTS = {
+    "above": lambda x: bounded_exp(x).clamp(0, 1.28),
+    "both sides": lambda x: bounded_exp(x).clamp(0.8, 1.28),
+    "no clip": lambda x: x.exp(),
+    "of the log-ratio": lambda x: x.clamp(-0.2, 0.2).exp(),
+}
+
+
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_weight_that_is_not_detached_is_told_at_start(level):
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_a_weight_that_is_not_detached_is_told_at_start(weight, level):
     """By hand, at ratio 1: d(-rho A log pi) / d log pi = -A (1 + log pi), which turns its sign at pi = 1/e = 0.37."""
-    function = at_level(level, cispo_of(lambda x: bounded_exp(x).clamp(0, 1.28)))
+    function = at_level(level, cispo_of(WEIGHTS[weight]))
     assert warned_of(function, level) == [
         "policy_loss=mine at ratio 1 makes tokens of negative advantage likelier where their probability is under 0.37: is a "
         "weight not detached?"

@@ -295,18 +295,20 @@ def test_explain_says_what_was_read_and_what_was_run(capsys):
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "said"),
+    ("aggregation", "beta", "said"),
     [
-        ("constant", "the mean tokens of a sample are 4 here, so the strength of sample_mean is kept by 4/8: beta=0.01"),
-        ("sample_mean", None),  # the strength is that one
-        ("token_mean", None),  # no coefficient keeps it
+        ("constant", 0.02, "beta=0.02 is as strong as beta=0.04 under sample_mean"),
+        ("constant", 0.01, "beta=0.01 is as strong as beta=0.02 under sample_mean"),  # whoever followed it is not told to go on
+        ("sample_mean", 0.02, None),  # the strength is that one
+        ("token_mean", 0.02, None),  # no coefficient keeps it
     ],
 )
-def test_a_step_puts_numbers_into_the_advice_for_the_kl_of_our_loss(aggregation, said, tmp_path, monkeypatch, capsys):
+def test_a_step_puts_numbers_into_the_advice_for_the_kl_of_our_loss(aggregation, beta, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     own = {"loss_aggregation_divisor": 8} if aggregation == "constant" else {}
-    config = f"GRPOConfig(loss_type='megatron_rl.grpo.{aggregation}', scale_rewards='none', beta=0.02, max_completion_length=8)"
+    config = f"GRPOConfig(loss_type='megatron_rl.grpo.{aggregation}', scale_rewards='none', beta={beta}, max_completion_length=8)"
     imports = "from trl import GRPOConfig\nfrom megatron_rl.hosts.trl import GRPOTrainer\n"
     (tmp_path / "mine.py").write_text(f"{imports}GRPOTrainer(args={config}, megatron_rl={own})")
     _, out = doctor(capsys, "--response-lengths", "2,4,6", "--", "torchrun", "mine.py")
-    assert said in out if said else "the mean tokens of a sample are" not in out, out
+    words = f"the mean tokens of a sample are 4 here, so {said}; for the strength that b has there, type b x 0.5 = b x 4/8"
+    assert words in out if said else "the mean tokens of a sample are" not in out, out

@@ -83,18 +83,16 @@ def coefficients_keep_their_strength(launch: Settings) -> Iterator[str]:
         return
     if record.mean_strength is not None:
         divisor = f"{config.loss_aggregation_divisor:g}" if record.takes_divisor else "1"
-        change = (
-            f"about {divisor} / (mean tokens of a sample) times as strong as under sample_mean; to keep that strength multiply "
-        )
-        change += f"the coefficients by (mean tokens of a sample) / {divisor}"
+        change = f"about {divisor} / (mean tokens of a sample) times as strong as under sample_mean; for the strength that a "
+        change += f"coefficient b has there, type b x (mean tokens of a sample) / {divisor}"
     elif record.mean_of is not None:
         change = (
             f"stronger in a short sample and weaker in a long one, by (mean tokens of {record.mean_of}) / (tokens of the sample): "
             "no coefficient undoes it; sample_mean does. Over the step they are as strong as there"
         )
     else:
-        change = "1 / (the sum of its weights over the step) times as strong as under sample_mean; to keep that strength multiply "
-        change += "the coefficients by that sum"
+        change = "1 / (the sum of its weights over the step) times as strong as under sample_mean; for the strength that a "
+        change += "coefficient b has there, type b x that sum"
     settings = ", ".join(f"{name}={getattr(config, name):g}" for name in given)
     yield (
         f"{settings} with loss_aggregation={config.loss_aggregation}: KL and entropy stay averaged over samples. So beside the "

@@ -77,9 +77,15 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
     mean = float(tokens.double().mean())
     if stock.coefficients and stock.strength.powers and stock.strength.powers.keys() <= {"m", *stock.known} and mean:
         times = stock.strength.evaluate({**stock.known, "m": mean})
-        kept = ", ".join(f"{name}={value * times:.3g}" for name, value in stock.coefficients.items())
+        pairs = stock.coefficients.items()
+        strong = ", ".join(
+            f"{name}={value:g} is as strong as {name}={value / times:.3g} under sample_mean" for name, value in pairs
+        )
         shown = stock.strength.with_names({"m": f"{mean:.4g}", **{name: f"{value:g}" for name, value in stock.known.items()}})
-        text = f"the mean tokens of a sample are {mean:.4g} here, so the strength of sample_mean is kept by {shown}: {kept}"
+        text = (
+            f"the mean tokens of a sample are {mean:.4g} here, so {strong}; for the strength that b has there, type b x {times:.3g}"
+        )
+        text += f" = b x {shown}"
         yield Row("advice", text, is_note=True)
     yield from _lengths_that_cannot_be(int(lengths.max()), stock.sizes)
     longest, divisor = int(tokens.max()), stock.known.get("L")
