@@ -207,6 +207,10 @@ def test_what_a_python_launcher_lacks_can_be_typed_as_it_is_said(tmp_path, capsy
     [
         (["--extra-arg", "--a 1"], "--extra-arg is no option of the script: did you mean --extra-args?"),
         (["--num_node=4"], "--num-node is no option of the script: did you mean --num-nodes?"),
+        (["--no-rejects"], "--no-rejects is no option of the script: did you mean --no-reject?"),
+        (["--num-nodes", "eight"], "--num-nodes eight is no whole number"),
+        (["--num-nodes=1.5"], "--num-nodes 1.5 is no whole number"),
+        (["--rate", "1e-3", "--num-nodes", "${NODES}"], None),
         (
             ["--use-tis"],
             "--use-tis is no option of the script, which ends there: flags of train.py go into --extra-args, as one text",
@@ -218,6 +222,17 @@ def test_a_misspelt_option_of_a_script_is_a_problem(tmp_path, typed, said):
     (script := tmp_path / "run_mine.py").write_text(composed('train_args = f"--rollout-batch-size 4 {args.extra_args}"'))
     report = judge_launch(["python", str(script), *typed], None)
     assert [row.text for row in report.findings if row.status == "PROBLEM"] == [said] * bool(said)
+
+
+@pytest.mark.parametrize("kind", ["Topologies", "Literal['4node', 'single-node']", "Optional[Topologies]", "Topologies | None"])
+@pytest.mark.parametrize(("typed", "is_told"), [("single-nod", True), ("single-node", False)])
+def test_a_word_that_is_none_of_a_literal_is_a_problem(tmp_path, kind, typed, is_told):
+    text = composed('train_args = f"--a 1 {args.extra_args}"').replace("mode: str", f"topology: {kind} = '4node'\n    mode: str")
+    (script := tmp_path / "run_mine.py").write_text(f"Topologies = Literal['4node', 'single-node']\n{text}")
+    said = [
+        row.text for row in judge_launch(["python", str(script), f"--topology={typed}"], None).reading if row.status == "PROBLEM"
+    ]
+    assert said == ["--topology single-nod is none of 4node, single-node: did you mean single-node?"] * is_told
 
 
 @pytest.mark.parametrize(

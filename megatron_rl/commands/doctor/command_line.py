@@ -24,6 +24,7 @@ from megatron_rl.commands.doctor.composed import (
     model_words,
     named_texts,
     only_defines,
+    refused_values,
     settings_of_another,
     text_handed_on,
     text_handed_to_a_function,
@@ -269,8 +270,9 @@ def _with_added(
     if not own:
         raise ConfigError(f"{script} puts its launch line together while it runs: {REMEDY_OF_COMPOSED}")
     number = next(at for at, line in enumerate(text.splitlines(), 1) if COMPOSING in line)
+    slips = [*misspelt_settings(tree, typed, ADDED), *refused_values(tree, typed, ADDED)]
     branches = (STRINGS, *([f"the flags of the model {model}"] if model else []))
-    return words, ScriptLine(tuple(words), number, branches, slips=tuple(misspelt_settings(tree, typed, ADDED)))
+    return words, ScriptLine(tuple(words), number, branches, slips=tuple(slips))
 
 
 def _of_model(script: Path, tree: ast.Module, typed: Sequence[str], environment: Mapping[str, str]) -> tuple[str | None, list[str]]:

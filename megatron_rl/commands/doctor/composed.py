@@ -6,7 +6,7 @@ import ast
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +36,8 @@ CLOSEST_SETTING = 0.85
 OF_ENVIRONMENT, PREFIX_OF_ENVIRONMENT, ON_WORDS = "dataclass_cli", "MILES_SCRIPT_", ("1", "true", "t", "yes", "y", "on")
 # What makes options of a function's parameters, with hyphens.
 TYPER = "typer"
+# Types of options that are numbers.
+NUMBERS: Mapping[str, Callable[[str], object]] = {"int": int, "float": float}
 # A value that is another one in each branch.
 _BRANCH = "${value}"
 # Statements that only define.
@@ -163,6 +165,7 @@ def misspelt_settings(tree: ast.Module, typed: Sequence[str], text: str) -> Iter
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     parameters = {one.arg.replace("_", "-") for node in functions for one in (*node.args.args, *node.args.kwonlyargs)}
     names = fields | {f"no-{name}" for name in fields} | parameters | {"help"}
+    switched_off = {f"no-{last_name(one.target)}".replace("_", "-") for one in _fields(tree) if _kind(one.annotation) == "bool"}
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     extended = {_last_name(base) for node in classes for base in node.bases}
     knows_all = text.removeprefix("--") in fields and extended <= {node.name for node in classes}
@@ -177,11 +180,47 @@ def misspelt_settings(tree: ast.Module, typed: Sequence[str], text: str) -> Iter
             if of_typer and "_" in flag and flag not in written:
                 yield f"{flag} is no option of the script: typer makes --{name} of {name.replace('-', '_')}; type that"
             continue
-        close = get_close_matches(name, fields, n=1, cutoff=CLOSEST_SETTING)
+        close = get_close_matches(name, fields | switched_off, n=1, cutoff=CLOSEST_SETTING)
         if close:
             yield f"--{name} is no option of the script: did you mean --{close[0]}?"
         elif knows_all:
             yield f"--{name} is no option of the script, which ends there: flags of train.py go into {text}, as one text"
+
+
+def refused_values(tree: ast.Module, typed: Sequence[str], text: str) -> Iterator[str]:
+    """Of the options behind a script, the values that their types do not take: a word that is none of a Literal's, by an alias too,
+    or is no number."""
+    nodes = [node for node in tree.body if isinstance(node, ast.Assign)]
+    aliases = {name: _kind(node.value) for node in nodes for name in map(_last_name, node.targets)}
+    kinds: dict[str, set[str]] = {}
+    for one in _fields(tree):
+        kind = _kind(one.annotation)
+        kinds.setdefault(_last_name(one.target).replace("_", "-"), set()).add(aliases.get(kind, kind))
+    for before, word, behind in zip(["", *typed], typed, [*typed[1:], ""], strict=False):
+        flag, is_joined, joined = word.partition("=")
+        value, of_name = joined if is_joined else behind, kinds.get(flag.removeprefix("--"), set())
+        if not word.startswith("--") or before == text or len(of_name) != 1 or not value or "$" in value or "`" in value:
+            continue
+        (kind,) = of_name
+        choices = re.findall(r"'([^']*)'", kind) if kind.startswith("Literal[") else []
+        if choices and value not in choices:
+            close = get_close_matches(value, choices, n=1)
+            yield f"{flag} {value} is none of {', '.join(choices)}{f': did you mean {close[0]}?' if close else ''}"
+        elif kind in NUMBERS and not _is_a(NUMBERS[kind], value):
+            yield f"{flag} {value} is no {'whole ' * (kind == 'int')}number"
+
+
+def _kind(annotation: ast.expr) -> str:
+    """The text of a type, without None beside it."""
+    return re.sub(r"^Optional\[(.*)\]$|\s*\|\s*None\b", r"\1", ast.unparse(annotation)).removeprefix("typing.")
+
+
+def _is_a(kind: Callable[[str], object], value: str) -> bool:
+    try:
+        kind(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _read_as(default: object, value: str) -> Any:
