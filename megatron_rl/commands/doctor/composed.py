@@ -196,7 +196,8 @@ def refused_values(tree: ast.Module, typed: Sequence[str], text: str) -> Iterato
     for one in _fields(tree):
         kind = _kind(one.annotation)
         kinds.setdefault(_last_name(one.target).replace("_", "-"), set()).add(aliases.get(kind, kind))
-    for before, word, behind in zip(["", *typed], typed, [*typed[1:], ""], strict=False):
+    words = ["", *typed, ""]
+    for before, word, behind in zip(words[:-2], words[1:-1], words[2:], strict=True):
         flag, is_joined, joined = word.partition("=")
         value, of_name = joined if is_joined else behind, kinds.get(flag.removeprefix("--"), set())
         if not word.startswith("--") or before == text or len(of_name) != 1 or not value or "$" in value or "`" in value:
