@@ -548,7 +548,7 @@ LAYOUTS = [
     (
         "trl",
         ["accelerate", "launch", "t.py"],
-        "data-parallel size not known here, and taken as 1: give --num_processes, or --data-parallel-size before --, micro",
+        "data-parallel size not known here, and taken as 1: give --num_processes, or --data-parallel-size before --",
         "0.0",
     ),
     (
@@ -660,7 +660,7 @@ LAYOUTS = [
     (
         "slime",
         ["python3", "train.py", "--actor-num-nodes", "1", "--tensor-model-parallel-size", "$TP"],
-        "taken as 1: --tensor-model-parallel-size was not read; give --data-parallel-size before --, micro",
+        "taken as 1: --tensor-model-parallel-size was not read; give --data-parallel-size before --",
         "0.3",
     ),
     (
@@ -690,7 +690,9 @@ def test_doctor_and_explain_cut_a_step_as_the_line_does(host, line, said, place,
     (tmp_path / "a.yaml").write_text("num_processes: 2")
     step = ["--response-lengths", "3,5,1,7", "--host", host]
     _, out = doctor(capsys, *step, "--", *line)
-    assert said in next(row for row in out.splitlines() if " this step " in row), out
+    of_step = [row for row in out.splitlines() if " this step " in row]
+    assert any(said in row for row in of_step), out
+    assert not any("taken as 1: " in row and "micro-batch" in row for row in of_step), out  # in a note of its own
     _, shown = explain(capsys, *step, "--", *line)
     places = [row.split()[3] for row in shown.splitlines() if row.startswith("sample ")]
     assert places[-1] == place and said in shown, shown

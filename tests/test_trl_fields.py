@@ -90,7 +90,7 @@ def test_flags_of_trls_own_command(capsys):
 def test_a_keyword_that_is_no_field_changes_nothing_else(tmp_path, monkeypatch, capsys):
     """A misspelt field is told once, and not as a setting too."""
     code, out = doctor(capsys, tmp_path, monkeypatch, f"{TRL}GRPOTrainer(args=GRPOConfig(num_generation=4))")
-    assert code == 1 and out.count("did you mean") == 1, out
+    assert code == 1 and out.count("did you mean") == 1 and "what follows is judged without num_generation\n" in out, out
 
 
 OURS = "from trl import GRPOConfig\nfrom megatron_rl.hosts.trl import GRPOTrainer\n"
@@ -128,6 +128,7 @@ def test_what_is_given_the_wrong_one_of_config_and_trainer(text, said, version, 
     monkeypatch.setattr(trl_fields, "installed", lambda: version)
     code, out = doctor(capsys, tmp_path, monkeypatch, OURS + text)
     assert code == 1 and said in out and out.endswith("doctor: 1 problem\n"), out
+    assert re.search(r"PROBLEM  (\w+) .*\n +note .* what follows is judged as if \1 stood in its place\n", out), out
 
 
 def test_an_argument_of_a_trainer_of_the_scripts_own_is_its_own(tmp_path, monkeypatch, capsys):

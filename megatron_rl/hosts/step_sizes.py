@@ -309,13 +309,16 @@ def _said(what: str, size: Size | None) -> str:
 
 
 def _said_data(data: Size | None, sizes: StepSizes) -> str:
+    return "data-parallel size taken as 1" if sizes.unread else _said("data-parallel size", data)
+
+
+def taken_as_one(sizes: StepSizes) -> str:
+    """Why the number of ranks is not known; empty where it is."""
     if sizes.unread == (PROCESSES,):
         return "data-parallel size not known here, and taken as 1: give --num_processes, or --data-parallel-size before --"
-    if not sizes.unread:
-        return _said("data-parallel size", data)
     verb = "was" if len(sizes.unread) == 1 else "were"
-    flags = f"{', '.join(sizes.unread)} {verb} not read"
-    return f"data-parallel size not known, and taken as 1: {flags}; give --data-parallel-size before --"
+    why = f"{', '.join(sizes.unread)} {verb} not read; give --data-parallel-size before --"
+    return f"data-parallel size not known, and taken as 1: {why}" if sizes.unread else ""
 
 
 def microbatches(num_samples: int, data_parallel_size: int, micro_batch_size: int) -> list[list[list[int]]]:

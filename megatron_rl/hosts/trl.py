@@ -225,14 +225,14 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     of_script, assigned, said = script.settings(JUDGED) if script is not None else ({}, {}, [Row("script", UNSEEN, is_note=True)])
     config = f"{known_trainer([], command) or GRPO}".replace("Trainer", "Config")
     slips = [*unknown_fields([*typed, *of_file], config, is_command=True)] if command else []
-    meant: dict[str, Any] = {}
+    meant, moved = dict[str, Any](), list[str]()
     if script is not None:
         fields = script.fields_given()
         of_config = {name: plain(value) for name, value in {**of_script, **assigned}.items() if name in {*fields, *assigned}}
         for row, found in misplaced(of_config, script.given_to_trainer(), script.config, OUR_KEYS):
-            slips, meant = [*slips, row], {**meant, **found}
+            slips, meant, moved = [*slips, row], {**meant, **found}, [*moved, row.subject]
         slips += unknown_fields((name for name in fields if name not in {row.subject for row in slips}), script.config)
-    rows += slips
+    rows += [*slips, *judged_without(slips, moved)]
     given = of_script | of_file | typed | assigned
     given = {name: value for name, value in given.items() if name not in {row.subject for row in slips}}
     of_ours = {} if script is None else script.given_to_ours({**defaults_of_version(DOOR.all_defaults), **given})
@@ -253,6 +253,16 @@ def read_line(words: Sequence[str], read_file: ReadFile) -> Line:
     if beside and not str(settings[CHOICE]).startswith(PREFIX):  # nothing trains, so nothing is said of TRL's own loss
         return Line(None, [*rows, *(row for row in refusals(settings) if row.subject != CHOICE)])
     return Line(settings, [*rows, *of_version(settings)], is_partial=not command)
+
+
+def judged_without(slips: Sequence[Row], moved: Sequence[str]) -> Iterator[Row]:
+    """Of names that stop the run. moved: those that have another place."""
+    wrong = [row.subject for row in slips if row.is_wrong]
+    as_if = " and ".join(f"{name} stood in its place" for name in wrong if name in moved)
+    without = ", ".join(name for name in wrong if name not in moved)
+    how = ", and ".join([*([f"as if {as_if}"] if as_if else []), *([f"without {without}"] if without else [])])
+    if how:
+        yield Row("script", f"what follows is judged {how}", is_note=True)
 
 
 def read_flag(name: str, text: str) -> dict[str, Any]:

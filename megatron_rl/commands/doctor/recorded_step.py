@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.commands.explain.step import StepInput, read_step
 from megatron_rl.hosts.settings import Size, StepSizes
-from megatron_rl.hosts.step_sizes import cut
+from megatron_rl.hosts.step_sizes import cut, taken_as_one
 from megatron_rl.hosts.stock import Stock, is_of_generation, local_letters, of_the_step, times_of_generation
 from megatron_rl.train.plots import plot_weights
 from megatron_rl.validation import flag_of
@@ -52,6 +52,8 @@ def judge_step(stock: Stock, args: Namespace, step: StepInput | None = None) -> 
         if local_letters(weight) or is_of_generation(weight):
             terms.setdefault(weight, []).append(name)
     where, found = f"{step.source}; {shares.words}{shares.other}", []
+    if unknown := taken_as_one(stock.sizes):
+        yield Row("this step", unknown, is_note=True)
     for weight, names in terms.items():
         listed = ", ".join(names)
         if is_of_generation(weight) and generations(tokens, shares.parts, stock.known) is None:
