@@ -545,8 +545,9 @@ def test_the_last_line_of_a_stock_launch_does_not_say_that_there_is_no_problem(l
 
 @pytest.mark.parametrize("start", ["python3 train.py", "python3 -m megatron_rl.hosts.launch train.py"])
 @pytest.mark.parametrize("switch", ["", " --disable-grpo-std-normalization"])
-def test_dr_grpo_with_the_deviation_is_noted(start, switch, on_machine):
-    line = f"{start} --advantage-estimator grpo --loss-aggregation constant --loss-aggregation-divisor 8{switch}"
+@pytest.mark.parametrize("estimator", ["grpo", "gspo"])  # miles divides for both
+def test_dr_grpo_with_the_deviation_is_noted(start, switch, estimator, on_machine):
+    line = f"{start} --advantage-estimator {estimator} --loss-aggregation constant --loss-aggregation-divisor 8{switch}"
     _, out = on_machine(CPU_MACHINE, "--launch-only", "--host", "miles", "--", *line.split(), *REDUCER.split())
     assert ("without --disable-grpo-std-normalization" in " ".join(out.split())) == (not switch), out
 
@@ -579,6 +580,21 @@ def test_a_value_that_only_the_shell_knows_is_not_judged():
     assert report.reading[0].text == "not known here, and not judged: what --eps-clip will be given"
     unread_file = judged(f"python slime/train.py --custom-config-path '$CONFIG' {REDUCER}")
     assert unread_file.rules[0].text == "not judged: the value of --custom-config-path is not known here"
+
+
+@pytest.mark.parametrize("place", ["line", "file"])
+def test_a_misspelt_path_is_one_problem(place, tmp_path):
+    """The other flags are judged as beside the path that is meant: nothing of them is to be removed."""
+    flags = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_los"
+    if place == "file":
+        (file := tmp_path / "mrl.yaml").write_text("custom_loss_function_path: megatron_rl.hooks.custom_los\n")
+        flags = f"--loss-type custom_loss --custom-config-path {file}"
+    hook = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
+    step = "--rollout-batch-size 4 --n-samples-per-prompt 8 --global-batch-size 32"
+    report = judged(f"{LAUNCH} miles/train.py {flags} --policy-loss gspo --loss-aggregation prompt_mean {hook} {step}")
+    problems = [row for row in report.findings if row.status == PROBLEM]
+    assert [row.subject for row in problems] == ["--custom-loss-function-path"] and "did you mean" in problems[0].text
+    assert report.route == Route.CUSTOM_LOSS
 
 
 PATHS = [

@@ -487,7 +487,7 @@ def each_rank_has_the_collectives_of_gspo(launch: HostLaunch) -> Iterator[str]:
 def constant_is_without_deviation(launch: HostLaunch) -> Iterator[str]:
     options = launch.options
     is_divided = options["rewards_normalization"] and options["grpo_std_normalization"]
-    if launch.aggregation == "constant" and is_divided and options["advantage_estimator"] == "grpo":
+    if launch.aggregation == "constant" and is_divided and options["advantage_estimator"] in HOMOGENEOUS_ESTIMATORS:
         yield with_deviation("--loss-aggregation constant", options.host.without_deviation)
 
 

@@ -114,6 +114,16 @@ def dropped_flags(options: HostOptions, words: Sequence[str]) -> Iterator[str]:
     yield from (f"{word} has no effect: {misspelling_hint(word)}" for word in sorted(typed) if meant_flag(word) is not None)
 
 
+def _closest_function(dotted: str) -> str | None:
+    return next(iter(get_close_matches(dotted, OUR_FUNCTIONS, n=1)), None)
+
+
+def meant_function(path: object) -> str | None:
+    """Our function that a path misspells; None: it loads, or means none of them."""
+    is_ours = isinstance(path, str) and path.startswith("megatron_rl.")
+    return _closest_function(path.replace(":", ".")) if is_ours and path_problem(path) is not None else None
+
+
 def path_problem(path: str) -> str | None:
     """Why a host's loader, which splits on the last dot, would not find this function; None: nothing is known against it.
 
@@ -127,7 +137,7 @@ def path_problem(path: str) -> str | None:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
-        meant = next(iter(get_close_matches(dotted, OUR_FUNCTIONS, n=1)), None)
+        meant = _closest_function(dotted)
         remedy = f"did you mean {meant}?" if meant else f"write module.function, as in {OUR_FUNCTIONS[0]}"
         return f"{path} cannot be loaded ({why}): a loader splits on the last dot; {remedy}"
     return None if callable(found) else f"{path} is {type(found).__name__}, not a function"

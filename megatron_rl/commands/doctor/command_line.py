@@ -39,7 +39,7 @@ from megatron_rl.files.yaml_values import parse_yaml
 from megatron_rl.hosts import DOOR_NAMES, HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollout_hosts
 from megatron_rl.hosts.doors import DOORS, door_of
-from megatron_rl.hosts.names import COMMON_NAMES, meant_flag
+from megatron_rl.hosts.names import COMMON_NAMES, OUR_HOOKS, meant_flag, meant_function
 from megatron_rl.hosts.programs import TRAINS_NOTHING
 from megatron_rl.hosts.scripts import imported_packages, module_file
 from megatron_rl.hosts.settings import Size
@@ -105,6 +105,16 @@ class LaunchLine:
     def is_of_rollouts(self) -> bool:
         """Of a host that calls our reducer or our loss."""
         return self.of_host in rollout_hosts()
+
+    @property
+    def with_meant_functions(self) -> LaunchLine:
+        """The line with misspelt paths of ours mended, so that no check tells what follows from the slip alone."""
+        flags = tuple(
+            (flag, tuple(meant_function(value) or value for value in values) if field_of(flag) in OUR_HOOKS else values)
+            for flag, values in self.flags
+        )
+        of_file = {name: (name in OUR_HOOKS and meant_function(value)) or value for name, value in self.from_file.items()}
+        return replace(self, flags=flags, from_file=of_file)
 
     def meant(self, flag: str) -> str | None:
         """Our flag that this one misspells. A user's script may have --epsilon for anything."""

@@ -117,8 +117,9 @@ def judge_launch(
     with ExitStack() as stack:
         for folder in folders:
             stack.enter_context(first_on_path(Path(folder)))
+        written, line = line, line.with_meant_functions
         route = _route(line)
-        paths = resolve_paths(line, route)
+        paths = resolve_paths(written, route)
         refused = [] if line.of_host is None else [_finding(row) for row in line.of_host.refused_words(line.known)]
         is_importable = not (refused or any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths))
         found = []
