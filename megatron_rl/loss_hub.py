@@ -334,9 +334,11 @@ def _by_parameter(losses: Mapping[str, tuple[Parameter, ...]]) -> dict[str, dict
 
 
 def clip_in_words(config: PolicyLossConfig) -> str:
-    """The clip as text for start lines, as in `clip 0.2/0.2`."""
+    """The clip as text for start lines, as in `clip 0.2/0.2`. A loss of a user's own may say what it clips by bounds of its own."""
     clip = clip_of(config)
-    return "no clip" if clip is None else f"clip {clip[0]:g}/{clip[1]:g}"
+    if clip is None:
+        return "no clip" if is_built_in(config.policy_loss) else "no clip bounds (clipped as the loss says)"
+    return f"clip {clip[0]:g}/{clip[1]:g}"
 
 
 def numbers_in_words(config: PolicyLossConfig) -> str:

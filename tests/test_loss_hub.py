@@ -27,10 +27,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.aggregation import sample_token_weights
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.loss_hub import (
     LossValue,
     Parameter,
+    clip_in_words,
     get_loss_aggregation,
     get_policy_loss,
     loss_aggregation_names,
@@ -323,3 +325,9 @@ def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mo
     torch.testing.assert_close(gradient, leaf.grad, **EXACT)
     expected = by_loop(kind, step) if kind in REFERENCES else with_gradient(lambda x: loop_of_a_user(kind, step, x), step.logits)
     assert_same((whole, leaf.grad), expected)
+
+
+def test_a_loss_of_a_users_own_without_bounds_may_clip():
+    register_policy_loss("bounded")(lambda log_ratio, advantages: -advantages * log_ratio)
+    assert clip_in_words(PolicyLossConfig(policy_loss="bounded")) == "no clip bounds (clipped as the loss says)"
+    assert clip_in_words(PolicyLossConfig(policy_loss="reinforce")) == "no clip"

@@ -132,6 +132,12 @@ def test_the_entropy_of_a_model_of_another_dtype_is_trained(dtype, trainer, monk
             {},
             "; set loss_type=megatron_rl.grpo.constant and megatron_rl={'loss_aggregation_divisor': 512} of GRPOTrainer. Losses",
         ),
+        ({"loss_type": "megatron_rl.dr_grpo"}, {}, "; set loss_type=megatron_rl.grpo.constant and"),
+        (
+            {"loss_type": "megatron_rl.gspo.token_mean", "importance_sampling_level": "sequence"},
+            {},
+            "gspo has one ratio a sample by itself; set importance_sampling_level=token",
+        ),
         ({"loss_type": "megatron_rl.gspoo.token_mean"}, {}, "did you mean megatron_rl.gspo.token_mean"),
         ({"importance_sampling_level": "sequence"}, {}, "ours is gspo"),
         ({"top_entropy_quantile": 0.2}, {}, "depend on its size"),

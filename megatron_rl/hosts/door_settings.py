@@ -124,7 +124,7 @@ def read_choice(door: Door, settings: Settings) -> tuple[str, str]:
     choice, whole = door.choice, settings[door.choice.setting]
     name = whole.removeprefix(choice.prefix) if isinstance(whole, str) and whole.startswith(choice.prefix) else None
     if choice.aggregation is None:
-        return _one_name(door, whole, name, choice.instead(settings) if choice.instead and name is None else None)
+        return _one_name(door, whole, name, choice.instead(settings) if choice.instead and "." not in (name or "") else None)
     offered, aggregation = losses(door), settings[choice.aggregation]
     if name not in offered:
         why = "it is not a loss of megatron_rl; choose one" if name is None else _why_no_loss(door, name)

@@ -48,6 +48,7 @@ from megatron_rl.hosts.trl_stock import (
     CHOICE,
     GENERATED,
     GENERATION,
+    LEVEL,
     LIGERS_LOSS,
     LONGEST,
     PREFIX,
@@ -77,7 +78,7 @@ TRUTH = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no
 # What TRL's own loss selects or weighs in each micro-batch by itself, the only value that ours accepts, and why.
 ONLY = {
     "use_liger_kernel": (False, "Liger's kernel is another loss; remove it"),
-    "importance_sampling_level": ("token", "two losses in one launch; ours is gspo: set loss_type=megatron_rl.gspo.<aggregation>"),
+    LEVEL: ("token", "two losses in one launch; ours is gspo: set loss_type=megatron_rl.gspo.<aggregation>"),
     "top_entropy_quantile": (1.0, "TRL selects the tokens of each micro-batch by itself, so they depend on its size"),
     "use_adaptive_entropy": (False, "TRL changes the coefficient by the entropy of a micro-batch; set entropy_coef"),
     "off_policy_mask_threshold": (None, "ours is megatron_rl={'off_policy_sequence_delta': ...}"),
@@ -105,6 +106,8 @@ def one_loss_trains(found: Found) -> Iterator[Row]:
     for name, (only, why) in ONLY.items():
         if name == "use_liger_kernel" and not found.settings[LIGERS_LOSS]:
             continue
+        if name == LEVEL and found.loss.level == "sequence":
+            why = f"{found.loss.name} has one ratio a sample by itself"
         if (value := found.settings[name]) != only:
             yield Row(name, f"{name}={value} beside {PREFIX}{found}: {why}; set {name}={only}", is_wrong=True)
 

@@ -175,7 +175,7 @@ def ours(settings: Settings) -> str | None:
 
 def instead_of_stock(settings: Settings) -> str:
     """What trains the same loss, or the one that is meant by a misspelt name, in our trainer: as it is typed."""
-    kind = closest(str(settings[CHOICE]).lower().replace("-", "_"), STOCK_TYPES)
+    kind = closest(str(settings[CHOICE]).removeprefix(PREFIX).lower().replace("-", "_"), STOCK_TYPES)
     aggregation = None if kind is None else aggregation_of(STOCK_TYPES[kind])
     if kind is None or (aggregation == "constant" and "L" not in STOCK_TYPES[kind].powers):
         return f"{CHOICE}={PREFIX}<loss>.<aggregation>"
