@@ -89,12 +89,12 @@ def test_the_script_runs_as_itself_with_our_flags_in_its_parser(host, name, caps
     """On its own slime drops --loss-aggregation and miles ends with 2; here the attribute is there with its value."""
     host(name)
     argv, path = sys.argv, list(sys.path)
-    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "gspo", *INIT)
+    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "reinforce_plus_plus", *INIT)
     assert (code, error) == (0, "")
     number, main, seen_argv, values = json.loads(out)
     assert number == 7 and main == "__main__"
-    assert seen_argv == ["train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "gspo", *INIT]
-    assert values == ["constant", 8192.0, "gspo"]
+    assert seen_argv == ["train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "reinforce_plus_plus", *INIT]
+    assert values == ["constant", 8192.0, "reinforce_plus_plus"]
     assert (sys.argv, sys.path) == (argv, path)
 
 
