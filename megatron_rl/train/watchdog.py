@@ -183,8 +183,8 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
     if clipped > LARGEST_FIRST_CLIP_FRACTION:
         yield WatchdogFinding(
             "first_clip_fraction",
-            f"clip fraction {clipped:.0%} at the first step, expected 0: the {clip_in_words(config)} is narrower than what sampler "
-            f"and trainer differ by before anything moved; check --fp32-lm-head and the {compared} of --rollouts, then widen "
+            f"clip fraction {clipped:.0%} at the first step, expected 0: sampler and trainer differ before anything moved by more "
+            f"than the loss lets pass ({clip_in_words(config)}); check --fp32-lm-head and the {compared} of --rollouts, then widen "
             "--clip-ratio-low and --clip-ratio-high",
         )
     level = get_policy_loss(config.policy_loss).level
