@@ -58,6 +58,7 @@ def chosen(tree: ast.Module, flag: str) -> set[str]:
 @pytest.mark.host("VERL_ROOT")
 def test_the_words_of_verl():
     tables = source_of("VERL_ROOT", "verl/trainer/ppo/core_algos.py")
+    assert enumerated(tables, "AdvantageEstimator") == set(verl_stock.ESTIMATORS)
     assert registered(tables, "register_policy_loss") == {*verl_stock.WORDS[LOSS].names}
     actor = source_of("VERL_ROOT", "verl/workers/config/actor.py")
     assert assigned(actor, "valid_loss_agg_modes") == {*verl_stock.WORDS[MODE].names}

@@ -117,6 +117,12 @@ OVERRIDES: dict[str, tuple[str, str | None]] = {
     ),
     "chunks without entropy": (f"{MEGATRON} {CHUNKS}", None),
     "chunks of FSDP": (f"{CHUNKS} {ENTROPY}", None),
+    "text for a switch": ("algorithm.norm_adv_by_std_in_grpo=Flase", "'Flase' is text, which verl may take for true"),
+    "text for a switch beside ours": (f"{OURS} algorithm.use_kl_in_reward=off", "'off' is text, which verl may take for true"),
+    "an estimator": ("algorithm.adv_estimator=gpro", "adv_estimator=gpro is none of gae, grpo.*; set algorithm.adv_estimator=grpo"),
+    "an estimator beside ours": (f"{OURS} algorithm.adv_estimator=gpro", "adv_estimator=gpro is none of gae, grpo"),
+    "a slip of our prefix": (OURS.replace("megatron_rl.", "megatron_rl_"), "set .*loss_mode=megatron_rl.gspo.sample_mean"),
+    "our prefix in one word": (OURS.replace("megatron_rl.", "megatronrl."), "set .*loss_mode=megatron_rl.gspo.sample_mean"),
     "chunks of ours": (f"{MEGATRON} {CHUNKS} {ENTROPY} {verl_refusals.EXTERNAL_LIB}={verl_refusals.LOG_PROBS}", None),
 }
 

@@ -229,10 +229,10 @@ class Host:
         if drops_token_count(options):
             weight, dropped = MEAN_OF_RANK_SUMS, DROPPED_BY_FSDP
         kl = weight if options["use_kl_loss"] and options["kl_loss_coef"] else None
-        policy, known, remarks = (None if reducer else weight), {}, list[str]()
+        policy, known, remarks = (None if reducer else weight), dict[str, float](), list[str]()
         if reducer and str(reducer).replace(":", ".").endswith(PUBLISHED_REDUCER):
             is_sum, cp_size = options["calculate_per_token_loss"], options["context_parallel_size"]
-            policy, known = (weight, {}) if is_sum else (Formula(L=-1, N=-1), {"L": PUBLISHED_DIVISOR})
+            policy, known = (weight, known) if is_sum else (Formula(L=-1, N=-1), {"L": PUBLISHED_DIVISOR})
             remarks += [f"{reducer} ends a run with --context-parallel-size {cp_size}: it takes 1 alone"] if cp_size != 1 else []
         elif reducer and not names_ours(reducer, "get_pg_loss_reducer"):
             return f"the policy term is reduced by {reducer}, which is not known here"
@@ -245,8 +245,18 @@ class Host:
         entropy, value = (weight if is_on else None for is_on in (options["entropy_coef"], options["advantage_estimator"] == "ppo"))
         varies = () if normalised is None else (normalised,)
         of_samples = has_sample_ratio(options["advantage_estimator"])
-        terms = {"kl": kl, "entropy": entropy, "value": value, "exact": EXACT_BESIDE_FSDP if dropped else None, "known": known}
-        return Stock(policy, **terms, remarks=tuple(remarks), varies=varies, has_sample_ratio=of_samples, dropped=dropped)
+        return Stock(
+            policy,
+            kl=kl,
+            entropy=entropy,
+            value=value,
+            exact=EXACT_BESIDE_FSDP if dropped else None,
+            known=known,
+            remarks=tuple(remarks),
+            varies=varies,
+            has_sample_ratio=of_samples,
+            dropped=dropped,
+        )
 
     def converter(self) -> Converter | None:
         """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""

@@ -23,12 +23,14 @@ OF_USERS_CODE = re.compile(r"(?:.*\.)?(?:external_lib|custom_\w+)(?:\.\w+)*")
 @dataclass(frozen=True, slots=True)
 class Words:
     """names: all that the trainer has. adds: what is typed so that a module of the user's own adds a name; empty: nothing adds one.
-    meant: words that are not similar to the name that they mean. is_read: whether a launch reads the setting."""
+    meant: words that are not similar to the name that they mean. is_read: whether a launch reads the setting. beside_ours: it
+    is read beside a loss of ours too."""
 
     names: tuple[str, ...]
     adds: str = ""
     meant: Mapping[str, str] = field(default_factory=dict)
     is_read: Callable[[Settings], bool] = lambda settings: True
+    beside_ours: bool = False
 
     def has(self, value: object) -> bool:
         """Also where it is not set, or not known here."""

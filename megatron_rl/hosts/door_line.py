@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -155,7 +156,8 @@ def judge_settings(
     yield from judge_log_probs(door, settings)
     meant = None if is_ours else _meant(door, name)
     imports_modules = may_have_more or settings.imports_modules
-    slips = () if is_ours else unknown_words(door.title, door.words, settings, imports_modules=imports_modules)
+    words = {setting: one for setting, one in door.words.items() if one.beside_ours or not is_ours}
+    slips = unknown_words(door.title, words, settings, imports_modules=imports_modules)
     refusals = [] if meant else [*slips, *door.refuses(settings)]
     yield from refusals
     if name is UNKNOWN:
@@ -378,11 +380,13 @@ def _is_apart(door: Door, whole: str) -> bool:
 
 
 def _meant(door: Door, name: Any) -> str | None:
-    """The name of ours that is meant by one without our prefix; None: it may be the host's own, which has no dot, or somebody
-    else's."""
+    """The name of ours that is meant by one without our prefix, or with a slip of it; None: it may be the host's own, which has no
+    dot, or somebody else's."""
     if not (isinstance(name, str) and "." in name and door.choice.prefix and door.choice.aggregation is None):
         return None
-    known, short = modes(door), name.replace("-", "_").removeprefix(door.choice.prefix)
+    package = door.choice.prefix.rstrip(".")
+    slip = re.compile("[-_.]?".join(map(re.escape, package.split("_"))) + "[-_.]+")  # megatronrl.grpo, megatron_rl_grpo
+    known, short = modes(door), slip.sub("", name, count=1) if slip.match(name) else name
     cutoff = SIMILAR_MODE if short.partition(".")[0] in losses(door) else CLOSEST_SECTION
     close = get_close_matches(short, known, 1, cutoff)
     return door.choice.prefix + close[0] if close else None

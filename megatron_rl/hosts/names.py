@@ -120,8 +120,9 @@ def _closest_function(dotted: str) -> str | None:
 
 def meant_function(path: object) -> str | None:
     """Our function that a path misspells; None: it loads, or means none of them."""
-    is_ours = isinstance(path, str) and path.startswith("megatron_rl.")
-    return _closest_function(path.replace(":", ".")) if is_ours and path_problem(path) is not None else None
+    if not isinstance(path, str) or not path.startswith("megatron_rl.") or path_problem(path) is None:
+        return None
+    return _closest_function(path.replace(":", "."))
 
 
 def path_problem(path: str) -> str | None:

@@ -11,6 +11,7 @@ from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_A_MICRO_BATCH, SAMPLE_ME
 from megatron_rl.hosts.verl_correction import BYPASS, CORRECTION, IS_V1, LOSS_TYPE
 
 ACTOR, ESTIMATOR, SIZE = "actor_rollout_ref.actor.", "algorithm.adv_estimator", "ppo_mini_batch_size"
+WITH_DEVIATION = "algorithm.norm_adv_by_std_in_grpo"
 LOSS_MODE = f"{ACTOR}policy_loss.loss_mode"
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
 SAMPLE_MEAN_MODE = "seq-mean-token-mean"
@@ -28,7 +29,23 @@ STOCK_MODES = {
 STOCK_LOSSES = (None, "vanilla", "dppo_tv", "dppo_kl", "gpg", "dro", "cispo")
 OTHER_LOSSES = ("gspo", "sapo", "geo_mean", *SELECTING, "bypass_mode")
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what each of its processes imports first
-# verl looks both up by name. It has no loss of these names, which are those of its estimators.
+ESTIMATORS = (
+    "gae",
+    "grpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "opo",
+    "grpo_passk",
+    "gpg",
+    "rloo_vectorized",
+    "grpo_vectorized",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+    "gdpo",
+)
+# verl looks them up by name. It has no loss of the names grpo and ppo, which are those of its estimators.
 WORDS = {
     LOSS_MODE: Words(
         names=(*filter(None, STOCK_LOSSES), *OTHER_LOSSES),
@@ -36,6 +53,7 @@ WORDS = {
         meant=dict.fromkeys(("grpo", "ppo"), "vanilla"),
     ),
     AGG_MODE: Words(names=tuple(STOCK_MODES)),
+    ESTIMATOR: Words(names=ESTIMATORS, adds=f"{MODULES}=<module that registers it>", beside_ours=True),
 }
 
 
