@@ -158,6 +158,14 @@ def test_a_critic_without_a_length_divides_by_the_padded_one_of_a_micro_batch():
         assert f"value verl's own: a token weighs {weight}" in said, said
 
 
+def test_the_old_trainer_divides_by_the_width_of_the_batch():
+    """verl/workers/utils/padding.py keeps response_mask as wide as the batch's responses are padded."""
+    for trainer, weight in (("", "1/(N L_b)"), (OLD, "1/(N L);")):
+        line = f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm {trainer} {sizes(256, 256)}"
+        said = judged("verl", ["python3", "-m", MAIN, *line.split()])[1]
+        assert f"policy verl's own: a token weighs {weight}" in said, said
+
+
 def test_fully_async_takes_whole_mini_batches():
     main = "verl.experimental.fully_async_policy.fully_async_main"
     line = ["python3", "-m", main, f"{BATCH}=0", f"{MINI_BATCH}=32", "async_training.require_batches=3"]

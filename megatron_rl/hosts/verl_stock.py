@@ -58,12 +58,14 @@ WORDS = {
 
 
 def weight_of_mode(settings: Settings) -> Formula | None:
-    return _weight(settings[AGG_MODE], settings[f"{ACTOR}loss_scale_factor"])
+    return _weight(settings, settings[AGG_MODE], settings[f"{ACTOR}loss_scale_factor"])
 
 
-def _weight(mode: object, factor: object) -> Formula | None:
+def _weight(settings: Settings, mode: object, factor: object) -> Formula | None:
+    """Without a factor verl divides by the width of the mask. The old trainer pads a whole batch to one width: an L."""
     weight = STOCK_MODES.get(mode) if isinstance(mode, str) else None
-    return Formula(N=-1, L_b=-1) if weight is not None and "L" in weight.powers and factor is None else weight
+    is_of_micro_batch = weight is not None and "L" in weight.powers and factor is None and settings[IS_V1] is not False
+    return Formula(N=-1, L_b=-1) if is_of_micro_batch else weight
 
 
 def terms(settings: Settings) -> dict[str, Term]:
@@ -144,4 +146,6 @@ def has_own_mini_batch(settings: Settings) -> bool:
 
 
 def stock_of_critic(settings: Settings) -> Formula | None:
-    return _weight(of_critic(settings, "loss_agg_mode"), of_critic(settings, "loss_scale_factor")) if has_critic(settings) else None
+    if not has_critic(settings):
+        return None
+    return _weight(settings, of_critic(settings, "loss_agg_mode"), of_critic(settings, "loss_scale_factor"))
