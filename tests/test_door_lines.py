@@ -266,3 +266,19 @@ def test_a_name_that_the_trainer_has_in_two_sections_is_no_slip():
     for words in ("critic.loss_agg_mode=token-mean", "+distillation.distillation_loss.clip_ratio_high=0.3", "data.shuffle=False"):
         problems, told = judged("verl", f"grpo.token_mean {words}")
         assert not problems and "no such setting" not in told, words
+
+
+@pytest.mark.parametrize(
+    ("host", "line"),
+    [
+        ("verl", "grpo.token_mean algorithm.norm_adv_by_std_in_grpo=Flase"),
+        ("verl", ["-m", "verl.trainer.main_ppo", "algorithm.norm_adv_by_std_in_grpo=Flase"]),
+        ("skyrl", "grpo trainer.algorithm.grpo_norm_by_std=Flase"),
+        ("skyrl", ["python", "-m", "skyrl.train.entrypoints.main_base", "trainer.algorithm.grpo_norm_by_std=Flase"]),
+        ("nemo_rl", "grpo.token_mean ++grpo.adv_estimator.normalize_rewards=Flase"),
+    ],
+)
+def test_text_for_what_is_true_or_false_is_a_problem(host, line):
+    """With our loss and without: a text is true, and rewards would be divided by their deviation."""
+    problems, _ = judged(host, line)
+    assert any("='Flase' is text, which" in text for text in problems), problems

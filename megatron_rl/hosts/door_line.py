@@ -15,7 +15,7 @@ from megatron_rl.hosts import stock
 from megatron_rl.hosts.closed_words import names_users_code, unknown_words
 from megatron_rl.hosts.dense_rows import numbers, sample_in_words
 from megatron_rl.hosts.door import CLIPS, CORRECTION_SETTINGS, DIVISOR, Door, Found, Kind, Prompts, ReadFile
-from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read
+from megatron_rl.hosts.door_settings import Refused, in_words, losses, modes, read, texts_for_switches
 from megatron_rl.hosts.model_names import model_rows
 from megatron_rl.hosts.published import CLIP_HIGH_OF_DAPO, CLIP_LOW_OF_DAPO, with_another_divisor, with_clip_of_dapo, with_deviation
 from megatron_rl.hosts.settings import ABSENT, NOT_ASKED, UNKNOWN, Given, Settings, Size, StepSizes, clip_to_type, not_numbers
@@ -158,7 +158,9 @@ def judge_settings(
     imports_modules = may_have_more or settings.imports_modules
     words = {setting: one for setting, one in door.words.items() if one.beside_ours or not is_ours}
     slips = unknown_words(door.title, words, settings, imports_modules=imports_modules)
-    refusals = [] if meant else [*slips, *door.refuses(settings)]
+    texts = () if is_ours else texts_for_switches(door, settings)  # of ours by `read`
+    switches = [Row(choice.setting, text, is_wrong=True) for text in texts]
+    refusals = [] if meant else [*slips, *switches, *door.refuses(settings)]
     yield from refusals
     if name is UNKNOWN:
         yield Row(choice.setting, "not known here, so the loss is not judged", is_note=True)

@@ -228,17 +228,22 @@ def _clips_given_twice(door: Door, fields: Mapping[str, Given], own: Mapping[str
 
 def _texts(door: Door, settings: Settings, fields: Mapping[str, Given]) -> Iterator[str]:
     """Text for a switch; text and lists for a number that no loss judges, as a clip that the host's switch turns off."""
+    yield from texts_for_switches(door, settings)
     judged = {given.name for name, given in fields.items() if not name.endswith("_coefficient")}
     for one in door.settings:
         value = settings.value_of(one.name)
         if one.kind == Kind.NUMBER and not (_is_number(value) or isinstance(value, str)):
             yield f"{one.name}={value} must be one number"
-        if not isinstance(value, str):
-            continue
-        if one.kind == Kind.SWITCH:
-            yield f"{one.name}={value!r} is text, which {door.title} may take for true: write true or false"
-        elif one.kind == Kind.NUMBER and one.name not in judged:
+        if isinstance(value, str) and one.kind == Kind.NUMBER and one.name not in judged:
             yield f"{one.name}={value!r} is text, and must be a number"
+
+
+def texts_for_switches(door: Door, settings: Settings) -> Iterator[str]:
+    """Of the settings that are true or false, whoever reads them."""
+    by_default = [name for name, default in door.all_defaults.items() if isinstance(default, bool)]
+    for name in dict.fromkeys([*(one.name for one in door.settings if one.kind == Kind.SWITCH), *by_default]):
+        if isinstance(value := settings.value_of(name), str):
+            yield f"{name}={value!r} is text, which {door.title} may take for true: write true or false"
 
 
 def _config(door: Door, loss_name: str, aggregation: str, fields: Mapping[str, Given]) -> tuple[PolicyLossConfig, list[str]]:

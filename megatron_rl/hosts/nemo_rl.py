@@ -90,7 +90,7 @@ KL_SETTINGS = {
 WORDS = {
     TRUNCATION: Words(names=tuple(filter(None, CORRECTIONS))),
     f"{LOSS_FN}reference_policy_kl_type": Words(names=("k1", "k2", "k3"), is_read=lambda settings: is_on(settings, PENALTY)),
-    ESTIMATOR: Words(names=("grpo", "gdpo", "opd", "reinforce_plus_plus")),
+    ESTIMATOR: Words(names=("grpo", "gdpo", "opd", "reinforce_plus_plus"), beside_ours=True),
 }
 WORKER, LOGPROBS_MODE = "policy.megatron_cfg.enabled", f"{SAMPLING}vllm_cfg.logprobs_mode"
 PROMPTS, GENERATIONS, BATCH = "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "policy.train_global_batch_size"

@@ -34,35 +34,35 @@ def found_version() -> str | None:
 
 def declared(package: str, path: str, name: str) -> dict[str, ast.expr | None]:
     """The annotated names of a class and of its bases, with what is behind the sign; none where one is not found."""
-    folder = _folder(package)
-    file = None if folder is None else folder / path
-    if file is None or not file.is_file():
-        return {}
-    tree = syntax_tree(file)
-    node = next((one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name), None)
-    if node is None:
-        return {}
-    found = dict[str, ast.expr | None]()
-    for base in map(ast.unparse, node.bases):
+    node, found = _class(package, path, name), dict[str, ast.expr | None]()
+    for base in () if node is None else map(ast.unparse, node.bases):
         place = ("transformers", "training_args.py") if base == "TrainingArguments" else (package, CONFIG.format("base"))
         of_base = declared(*place, base)
         if not of_base:
             return {}
         found |= of_base
-    return found | {ast.unparse(one.target): one.value for one in node.body if isinstance(one, ast.AnnAssign)}
+    return found | _own(node)
 
 
 def default_of(file: str, name: str, field: str) -> Any:
-    """What a field of a class of TRL has by default, where a constant says it; else None."""
-    folder = _folder("trl")
-    if folder is None or not (folder / file).is_file():
+    """What a field of a class of TRL's own has by default, where a constant says it; else None."""
+    value = _own(_class("trl", file, name)).get(field)
+    if isinstance(value, ast.Call):
+        value = next((word.value for word in value.keywords if word.arg == "default"), value)
+    return value.value if isinstance(value, ast.Constant) else None
+
+
+def _class(package: str, path: str, name: str) -> ast.ClassDef | None:
+    folder = _folder(package)
+    file = None if folder is None else folder / path
+    if file is None or not file.is_file():
         return None
-    nodes = [one for one in syntax_tree(folder / file).body if isinstance(one, ast.ClassDef) and one.name == name]
-    values = [
-        one.value for node in nodes for one in node.body if isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == field
-    ]
-    given = [word.value for one in values if isinstance(one, ast.Call) for word in one.keywords if word.arg == "default"] or values
-    return given[0].value if given and isinstance(given[0], ast.Constant) else None
+    return next((one for one in syntax_tree(file).body if isinstance(one, ast.ClassDef) and one.name == name), None)
+
+
+def _own(node: ast.ClassDef | None) -> dict[str, ast.expr | None]:
+    """The annotated names of a class, without those of its bases."""
+    return {} if node is None else {ast.unparse(one.target): one.value for one in node.body if isinstance(one, ast.AnnAssign)}
 
 
 def _folder(package: str) -> Path | None:

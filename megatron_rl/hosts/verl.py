@@ -90,7 +90,6 @@ from megatron_rl.hosts.verl_stock import (
     LOSS_MODE,
     MODULES,
     SAMPLE_MEAN_MODE,
-    WITH_DEVIATION,
     WORDS,
     stock,
     terms,
@@ -120,6 +119,7 @@ SESSIONS = Rollouts(several="an agent loop with several outputs", ids="uid and s
 # verl's own agent loops make one row of a rollout; others are the user's.
 AGENT_LOOPS, AGENT_LOOP = (f"{ROLLOUT}agent.{name}" for name in ("agent_loop_config_path", "default_agent_loop"))
 OWN_LOOPS = ("single_turn_agent", "tool_agent")
+WITH_DEVIATION = "algorithm.norm_adv_by_std_in_grpo"
 OF_GROUPS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo")
 OF_MODEL = ("tensor_model", "context", "expert_model", "expert_tensor")
 # Our aggregation -> verl's name of it.

@@ -24,7 +24,6 @@ from megatron_rl.hosts.verl_stock import (
     LOSS_MODE,
     SAMPLE_MEAN_MODE,
     SIZE,
-    WITH_DEVIATION,
     has_own_mini_batch,
     of_critic,
     regularizers,
@@ -93,8 +92,6 @@ DEFAULTS = {
     CHUNKS: False,
     f"{ACTOR}entropy_from_logits_chunk_size": 2048,
 }
-# What none of our losses reads, or all of them without a look at its kind.
-SWITCHES = (WITH_DEVIATION, "algorithm.use_kl_in_reward", *(name for name, value in DEFAULTS.items() if isinstance(value, bool)))
 
 
 def refusals(settings: Settings, *, is_ours: bool, cuts_groups: bool = False) -> Iterator[Row]:
@@ -102,9 +99,6 @@ def refusals(settings: Settings, *, is_ours: bool, cuts_groups: bool = False) ->
 
     cuts_groups: the mini-batches are refused for that, and have no other remedy."""
     engine = engine_of(settings)
-    for name in SWITCHES:
-        if isinstance(value := settings.value_of(name), str):
-            yield Row(name, f"{name}={value!r} is text, which verl may take for true: write true or false", is_wrong=True)
     if not cuts_groups:
         yield from (row for row in mini_batches(settings, is_ours=is_ours) if row.is_wrong or not is_ours)
     if engine in SIZES_OF:

@@ -11,7 +11,6 @@ from megatron_rl.hosts.stock import MEANS_ARE_ADDED, OF_A_MICRO_BATCH, SAMPLE_ME
 from megatron_rl.hosts.verl_correction import BYPASS, CORRECTION, IS_V1, LOSS_TYPE
 
 ACTOR, ESTIMATOR, SIZE = "actor_rollout_ref.actor.", "algorithm.adv_estimator", "ppo_mini_batch_size"
-WITH_DEVIATION = "algorithm.norm_adv_by_std_in_grpo"
 LOSS_MODE = f"{ACTOR}policy_loss.loss_mode"
 AGG_MODE, DEFAULT_AGG_MODE = f"{ACTOR}loss_agg_mode", "token-mean"
 SAMPLE_MEAN_MODE = "seq-mean-token-mean"

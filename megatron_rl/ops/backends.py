@@ -226,7 +226,7 @@ PROGRAMS_PER_PROCESSOR = 8
 # A split with fewer full tiles spends most of its time on its first load and on the merge.
 SMALLEST_SPLIT_IN_TILES = 4
 # The share of the L2 cache that the rows under way at once may take, where there is a choice. The rest is for the vectors and for
-# lines on their way out. An H100 has found no width at which two kernels were faster than one (`python -m benchmarks cliff`).
+# lines on their way out. On an H100 the program that it chooses was faster than two kernels at each width (`benchmarks cliff`).
 CACHE_SHARE = 0.8
 # A program has at most 64 registers a thread, and needs more than 32. So a multiprocessor of 65,536 registers starts at most one
 # program of 32 warps, three of 16 or six of 8: {warps: rows under way at once}. More rows hide each other's latencies.
