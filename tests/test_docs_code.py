@@ -8,6 +8,8 @@ import importlib
 import inspect
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import markdown_pages
@@ -38,6 +40,17 @@ def test_a_python_block_runs_by_itself(fence):
         assert test.examples and said.getvalue() == ""
     else:
         exec(compile(fence.text, str(fence), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.slow
+def test_the_notebook_can_be_pasted_into_pythons_own_prompt_where_torch_is_all_there_is():
+    """That prompt ends a block at an empty line, and takes no other end. Between two blocks the reader presses Enter."""
+    page = [fence for fence in FENCES if fence.page == markdown_pages.NOTEBOOK]
+    only_torch = "import sys; sys.modules |= dict.fromkeys(['megatron', 'triton', 'matplotlib', 'psutil', 'pytest', 'yaml'])\n"
+    typed = only_torch + "".join(f"{fence.text}\n" for fence in page if fence.language == "python")
+    done = subprocess.run([sys.executable, "-i", "-q"], input=typed, capture_output=True, text=True, cwd=ROOT, check=False)
+    shown = "".join(fence.text for fence in page if fence.comment.startswith("output of: block"))
+    assert done.stdout == shown, done.stderr
 
 
 DOCSTRINGS = [path for path in sorted((ROOT / "megatron_rl").rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]

@@ -3,7 +3,7 @@
 python docs/images/one_step.py    # a minute on a CPU; prints the numbers that it draws
 
 Both rows of a layout are the same GRPO step with token_mean, on the same Megatron-Core. "A mean of means" divides the loss of each
-micro-batch by the tokens that this rank has in it, and lets schedule and DDP average, as loss functions of training scripts do.
+micro-batch by the tokens that this rank has in it, and lets schedule and DDP average, as a first loop of one's own does.
 """
 
 from __future__ import annotations
