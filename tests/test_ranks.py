@@ -3,6 +3,7 @@ which a rank can fail: each is a RankError within the timeout, names the rank, a
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from trainer_cases import CP, PP, TP
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.testing import rank_process
 from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
 
 plain_pool = pool_of(4, use_megatron=False)
@@ -70,6 +73,24 @@ def test_a_pool_changes_its_layout_and_keeps_its_processes(megatron_pool):
         # The ranks that sat the last layout out must notice that the groups of the call before it are gone.
         assert megatron_pool.run(layout_sizes, **{PP: 4}) == [(1, 1, 1, 4)] * 4
     assert megatron_pool.run(own_process) == processes
+
+
+class GlooOfALaterTorch(dist.ProcessGroupGloo):
+    def __init__(self, *given, unknown_keyword=None, **named):
+        super().__init__(*given, **named)
+        self.taken = unknown_keyword
+
+
+def groups_with_keywords(rank):
+    c10d, given = dist.distributed_c10d, (dist.HashStore(), 0, 1)
+    with mock.patch.object(c10d, "ProcessGroupGloo", GlooOfALaterTorch), rank_process._groups_on_one_device():
+        make = functools.partial(c10d.ProcessGroupGloo, *given, timeout=datetime.timedelta(seconds=60))
+        return make(group_name="named").options.group_name, make(unknown_keyword=1).taken
+
+
+def test_a_group_takes_keywords_that_a_later_torch_gives(plain_pool):
+    """torch 2.14 gives enable_reconfigure, which options have too. One that they do not have goes to torch as it came."""
+    assert plain_pool.run(groups_with_keywords, world_size=1) == [("named", 1)]
 
 
 def random_numbers(count, rank):

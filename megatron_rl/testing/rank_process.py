@@ -139,9 +139,14 @@ def _groups_on_one_device() -> Iterator[None]:
     device = of_torch.create_default_device()
 
     class OnOneDevice(of_torch):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, **keywords):
             options = of_torch._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
+            if not all(hasattr(options, name) for name in keywords):  # of a later torch: groups with a device each are only slower
+                super().__init__(store, rank, size, timeout=timeout, **keywords)
+                return
+            for name, value in keywords.items():
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     c10d.ProcessGroupGloo = OnOneDevice
