@@ -564,6 +564,18 @@ def test_a_release_without_padding_mask_is_named(pool):
     assert "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask" in refused
 
 
+def test_ranks_of_a_pool_take_a_model_with_more_layers_than_the_last(pool):
+    """Megatron-Core sums the losses of routers for its log in one tensor, with the layers of the first model that has any."""
+    config, options = (
+        config_of("reinforce", "token_mean", router_aux_loss="host"),
+        EXPERTS | LOSSES["z_loss"] | {"moe_layer_freq": 1},
+    )
+    for num_layers in (1, 2):
+        model = TinyGPT(num_layers=num_layers, experts=tuple(options.items()))
+        gradient = step_on_layout(pool, Layout(), ragged_samples(), config, model).gradient
+        assert sum(name.endswith("router.weight") for name in gradient) == num_layers
+
+
 def errors_on_rank(rank: int, cases: list) -> list[str]:
     errors = []
     for layout, mode, options in cases:

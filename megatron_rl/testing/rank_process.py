@@ -111,6 +111,18 @@ def _prepare(number: int, job: Job, store: dist.Store, rendezvous: str | None) -
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         model_parallel_cuda_manual_seed(_SEED)
+        _forget_router_losses()
+
+
+def _forget_router_losses() -> None:
+    """Megatron-Core sums the losses of routers for its log, in tensors of as many layers as the first model has."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker as forget  # since 0.18
+    except ModuleNotFoundError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        forget = get_moe_layer_wise_logging_tracker().clear
+    forget()
 
 
 def _make_groups(number: int, job: Job, store: dist.Store) -> None:
