@@ -6,7 +6,6 @@ No factor here undoes a layout by hand: schedule, DDP and optimiser are Megatron
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,10 @@ from megatron_rl.layout.groups import (
     Group,
     ParallelGroups,
     all_gather_stack,
+    all_reduce_max,
     all_reduce_sum,
     broadcast_from_last,
+    group_device,
     process_group,
     resolve_group,
     resolve_groups,
@@ -434,7 +435,7 @@ def make_step_batches(
 ) -> list[PolicyBatch]:
     """This rank's micro-batches. Under context_sizes, whose make_context_groups are given, samples are weighed where the layout
     without them has them, and then moved. The hybrid schedule has a micro-batch for each sample. model_config: of a model with
-    multi-token prediction."""
+    multi-token prediction. Communication: that of weigh_samples, and an all-reduce over dp-cp for the shape of the rows."""
     units = units_of(policy_config, step)
     numbers = [*itertools.chain(*units[groups.dp.rank() :: groups.dp.size()])]
     mine = [step[number] for number in numbers]
@@ -466,21 +467,21 @@ def make_step_batches(
         num_routed_tokens=count_routed_tokens(policy_config, mine, groups),
         num_further_tokens=None if model_config is None else count_further_tokens(model_config, mine, groups),
     )
-    make = functools.partial(_packed_batch if layout.packed else _padded_batch, step, layout, parts, context)
-    return [make(part, size, (context_groups or {}).get(size, groups.cp)) for part, size in zip(parts, sizes, strict=True)]
-
-
-def _padded_batch(step, layout: Layout, parts, context: StepContext, part, size: int, cp_group: Group) -> PolicyBatch:
-    num_rows, longest = max(map(len, parts)), row_length(step, layout.over(size))
-    device = torch.device(torch.cuda.current_device())
-    return make_padded_batch(part, context, num_rows=num_rows, row_length=longest, cp_group=cp_group, device=device)
-
-
-def _packed_batch(step, layout: Layout, parts, context: StepContext, part, size: int, cp_group: Group) -> PolicyBatch:
-    longest = max(sum(padded_length(len(sample.tokens), size) for sample in part) for part in parts)
-    length = padded_length(longest + 1, size, multiple=_local_multiple(layout))
-    device = torch.device(torch.cuda.current_device())
-    return make_packed_batch(part, context, row_length=length, cp_group=cp_group, device=device)
+    packed = [sum(padded_length(len(sample.tokens), size) for sample in part) for part, size in zip(parts, sizes, strict=True)]
+    # Ranks that share a micro-batch may have others that they do not share: all take the largest of any rank.
+    own_shape = torch.tensor([max(map(len, parts)), max(packed)], device=group_device(groups.dp_cp))
+    num_rows, longest = all_reduce_max(own_shape, groups.dp_cp).tolist()
+    device, batches = torch.device(torch.cuda.current_device()), []
+    for part, size in zip(parts, sizes, strict=True):
+        cp_group = (context_groups or {}).get(size, groups.cp)
+        if layout.packed:
+            length = padded_length(longest + 1, size, multiple=_local_multiple(layout))
+            batch = make_packed_batch(part, context, row_length=length, cp_group=cp_group, device=device)
+        else:
+            length = row_length(step, layout.over(size))
+            batch = make_padded_batch(part, context, num_rows=num_rows, row_length=length, cp_group=cp_group, device=device)
+        batches.append(batch)
+    return batches
 
 
 def _local_multiple(layout: Layout) -> int:
