@@ -143,6 +143,7 @@ def test_what_the_kernels_were_not_compiled_with_is_noted(changes, subject, text
 
 WORKING = [
     # what is odd
+    ({"torch": {"version": "2.12.1+cpu"}}, "torch", NOTE, "2.12.1+cpu is none of 2.11, 2.13, 2.14, which are tested"),
     ({"megatron": {"version": "0.12.1"}}, "megatron", NOTE, "0.12.1 is outside 0.13 to 0.19"),
     ({"triton": {"version": "3.6.0"}}, "triton", NOTE, "its interpreter fails on loops with numpy 2.4"),
     ({"transformer_engine": {"state": "broken", "error": "OSError: libcuda.so.1"}}, "transformer engine", NOTE, "needs CUDA"),

@@ -13,6 +13,7 @@ from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 PYTHON = (3, 11)
 PROBE_TOLERANCE = 1e-4
 MEGATRON_VERSIONS = ((0, 13), (0, 19))
+TORCH_VERSIONS = ("2.11", "2.13", "2.14")
 # The interpreter of earlier ones fails on loops with this numpy.
 INTERPRETER_VERSION, INTERPRETER_NUMPY = (3, 7), (2, 4)
 Facts = Mapping[str, Mapping]
@@ -44,6 +45,10 @@ def _torch(facts: Facts) -> Iterator[Finding]:
     absent = (PROBLEM, "not installed, and everything needs it: choose a build at https://pytorch.org")
     yield _package("torch", facts, "reinstall it: a library is missing, or another torch's is in its place", absent=absent)
     if facts["torch"]["state"] == "here":
+        shown = facts["torch"]["version"]
+        if version(shown) not in map(version, TORCH_VERSIONS):
+            text = f"{shown} is none of {', '.join(TORCH_VERSIONS)}, which are tested; megatron-rl selftest measures it"
+            yield Finding("torch", NOTE, text)
         is_cuda = facts["torch"]["has_cuda"] and not facts["torch"]["rocm_build"]
         if is_cuda:
             yield from _outside("torch", facts["torch"], [*TRITON_OF_TORCH])
