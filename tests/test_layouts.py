@@ -6,8 +6,10 @@ EVERY_COMBINATION=1 runs each registered loss with each aggregation on each layo
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 import own_metrics
 import pytest
 import torch
+from conftest import ROOT
 from helpers import error_of, pool_of
 
 from megatron_rl.config import PolicyLossConfig
@@ -412,6 +415,19 @@ def test_a_corrected_step_keeps_its_gradient_on_every_layout(pool, truth):
         runs = [(step, config_of(name, aggregation, **options, **others)) for name, aggregation, options in rows]
         for expected, result in zip(alone, steps_on_layout(pool, layout, runs, model_of(layout)), strict=True):
             assert result.gradient_error(expected) < GRADIENT_TOLERANCE, layout
+
+
+@SLOW
+def test_the_picture_of_one_step_is_drawn_from_the_error_with_and_without_our_loss(monkeypatch):
+    """Two layouts of docs/images/one_step.py, which draws all."""
+    specification = importlib.util.spec_from_file_location("one_step", ROOT / "docs" / "images" / "one_step.py")
+    one_step = importlib.util.module_from_spec(specification)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    specification.loader.exec_module(one_step)
+    monkeypatch.setattr(one_step, "all_layouts", lambda: [Layout(num_microbatches=4), Layout(data=2, num_microbatches=2)])
+    found = one_step.errors()
+    assert max(found["megatron_rl"]) < GRADIENT_TOLERANCE
+    assert min(found["a mean of means"]) > 0.1  # four micro-batches have 11 to 50 tokens
 
 
 def test_scale_for_schedule_by_hand():

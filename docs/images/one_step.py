@@ -27,6 +27,7 @@ from megatron_rl.megatron.forward_step import PolicyForwardStep  # noqa: E402
 from megatron_rl.testing import layout_step  # noqa: E402
 from megatron_rl.testing.invariance import step_on_layout  # noqa: E402
 from megatron_rl.testing.ranks import RankPool  # noqa: E402
+from megatron_rl.testing.reference import LossTruth, ragged_samples  # noqa: E402
 
 LOSS, AGGREGATION = "grpo", "token_mean"
 COLORS = {"megatron_rl": "#2563eb", "a mean of means": "#dc2626"}
@@ -35,11 +36,14 @@ COLORS = {"megatron_rl": "#2563eb", "a mean of means": "#dc2626"}
 class MeanOfMeans(PolicyForwardStep):
     """Divides the loss of each micro-batch by this rank's own tokens in it. Schedule and DDP then average."""
 
-    def _finish(self, output, batch, model_config, groups):
+    def _finish(self, output, batch, model_config, groups, *further):
         divisor = max(int(batch.loss_mask.sum()), 1) * groups.dp_cp.size() * batch.context.num_microbatches
-        return super()._finish(
-            replace(output, loss=output.loss * batch.context.totals.num_tokens / divisor), batch, model_config, groups
-        )
+        of_means = replace(output, loss=output.loss * batch.context.totals.num_tokens / divisor)
+        return super()._finish(of_means, batch, model_config, groups, *further)
+
+
+def truth_on_rank(rank: int, model: layout_step.TinyGPT) -> LossTruth:
+    return layouts.truth_of_losses(ragged_samples(), model, [(LOSS, AGGREGATION)])[LOSS]
 
 
 def errors() -> dict[str, list[float]]:
@@ -50,11 +54,13 @@ def errors() -> dict[str, list[float]]:
         for layout in all_layouts():
             model = layouts.model_of(layout)
             if model not in truths:
-                truths[model] = pool.run(layouts.truth_on_rank, model, world_size=1)[0][LOSS]
+                truths[model] = pool.run(truth_on_rank, model, world_size=1)[0]
             truth = truths[model]
             ours.append((truth, step_on_layout(pool, layout, truth.samples, config, model)))
     # Ranks are forked from this process, and see what is patched here.
-    with mock.patch.object(layout_step, "PolicyForwardStep", MeanOfMeans), RankPool(4, timeout=240.0) as pool:
+    patched = mock.patch.object(layout_step, "PolicyForwardStep", MeanOfMeans)
+    without_factor = mock.patch.object(layout_step.LayoutModel, "announces_factor", False)
+    with patched, without_factor, RankPool(4, timeout=240.0) as pool:
         for layout, (truth, _) in zip(all_layouts(), ours, strict=True):
             of_means.append(step_on_layout(pool, layout, truth.samples, config, layouts.model_of(layout)))
     right = [truth.by_aggregation[AGGREGATION] for truth, _ in ours]
