@@ -32,10 +32,11 @@ demo: venv ## Train a small Megatron-Core model with GSPO; curves and checkpoint
 test: venv ## Run the tests on the CPU; a skipped test of Megatron-Core is a failure
 	$(CPU_ENVIRONMENT) $(VENV_PYTHON) -m pytest -n $(PYTEST_WORKERS) --dist worksteal --require megatron $(PYTEST_ARGS)
 
-lint: venv ## Check style, formatting and types
+lint: venv ## Check style, formatting, types and weight
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 	$(VENV_PYTHON) -m mypy
+	$(VENV_PYTHON) tests/weight.py
 
 docs: venv ## Build the documentation into site/; a dead link or a warning is a failure
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict

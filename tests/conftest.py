@@ -35,7 +35,7 @@ with contextlib.suppress(ImportError):  # `make gpu` runs without hypothesis
     hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
     hypothesis.settings.load_profile("busy machine")
 
-pytest_plugins = ["marker_plugin", "pytest_megatron_rl", "pytester"]
+pytest_plugins = ["marker_plugin", "slow_test_files", "pytest_megatron_rl", "pytester"]
 
 ROOT = Path(__file__).resolve().parent.parent
 # This module wraps torch's factories too: the caller of its wrapper counts.
