@@ -436,7 +436,8 @@ def forward_only(name: str, *, max_logits_bytes: int, fp32_logits: bool = False)
 
         def run() -> Result:
             inputs = problem.current
-            return Result(log_probs=linear_log_probs(inputs.source, problem.weight, inputs.labels, tp_group=SINGLE, **options))
+            with torch.no_grad():
+                return Result(log_probs=linear_log_probs(inputs.source, problem.weight, inputs.labels, tp_group=SINGLE, **options))
 
         precision = torch.float32 if fp32_logits else None
         return Step(problem.load, run, lambda result: problem.check(result, precision=precision))

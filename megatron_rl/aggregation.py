@@ -22,7 +22,7 @@ from megatron_rl.aggregation_record import COUNTS, AggregationRecord
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.loss_hub import get_loss_aggregation, register_loss_aggregation
 from megatron_rl.registries.registry import takes
-from megatron_rl.step_counts import StepTotals, check_counts
+from megatron_rl.step_counts import StepTotals, check_counts, check_totals
 
 # Relative. A function may compute in float32, with a few roundings.
 FORMULA_TOLERANCE = 1e-5
@@ -59,7 +59,7 @@ def sample_token_weights(
     [8.0, 16.0, 4.0]
     """
     check_counts("token_counts", token_counts)
-    _check_totals(totals)
+    check_totals(totals)
     if not token_counts.is_cuda and (token_counts.numel() > totals.num_samples or int(token_counts.sum()) > totals.num_tokens):
         raise DataError(
             f"token_counts hold {token_counts.numel()} samples and {int(token_counts.sum())} tokens, more than the whole step has: "
@@ -101,7 +101,7 @@ def weigh_tokens(
     taken = [name for name in of_rollouts if takes(record.function, name)]
     _check_needs(record, aggregation, totals, prompt_token_counts, divisor)
     _check_rollouts(aggregation, totals, of_rollouts, taken)
-    _check_totals(totals)
+    check_totals(totals)
     check_counts("token_counts", token_counts)
     for name, tensor in {"prompt_token_counts": prompt_token_counts, **of_rollouts}.items():
         _check_group_counts(name, tensor, token_counts)
@@ -208,11 +208,6 @@ def further_token_weight(num_tokens: int, *, num_layers: int, factor: float) -> 
     """factor / (num_layers num_tokens): the weight of a token that a layer of multi-token prediction predicts. num_tokens: of the
     whole step, for this layer; where there are none nothing has the weight."""
     return factor / (num_layers * max(1, num_tokens))
-
-
-def _check_totals(totals: StepTotals) -> None:
-    if totals.num_tokens <= 0 or totals.num_samples <= 0:
-        raise DataError(f"{totals} has no unmasked token: nothing to weight")
 
 
 def _check_needs(

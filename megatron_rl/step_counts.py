@@ -487,6 +487,14 @@ def _local_samples(
         return nothing, problem
 
 
+def check_totals(totals: StepTotals) -> None:
+    """Raises DataError for another object than the counts of a step, and for a step without an unmasked token."""
+    if not isinstance(totals, StepTotals):
+        raise DataError(f"totals is {type(totals).__name__}: pass the StepTotals that count_step returns")
+    if totals.num_tokens <= 0 or totals.num_samples <= 0:
+        raise DataError(f"{totals} has no unmasked token: nothing to weight")
+
+
 def check_counts(name: str, counts: Tensor) -> None:
     """Raises DataError unless `counts` are whole numbers of at least 0. Values are checked on the CPU only."""
     if not isinstance(counts, Tensor) or counts.dtype == torch.bool or counts.is_complex():

@@ -14,12 +14,15 @@ import validation_cases
 from helpers import CLIP, names_forgotten
 from torch import Tensor
 
+from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.context_parallel import local_cu_seqlens, padded_length
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.losses import api, grpo_loss, importance_correction, linear_gspo_loss, policy_loss
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.step_counts import StepTotals
 
 ONES, TOO_LONG = torch.ones(5), torch.full((5,), 1e300, dtype=torch.float64)
 COMPLEX, INT64, DOUBLE = torch.ones(5, dtype=torch.complex64), torch.int64, torch.float64
@@ -74,6 +77,18 @@ def correction_of(**changes):
     )
 
 
+def weights_of_a_step(totals=StepTotals(num_samples=2, num_prompts=1, num_tokens=3)):  # noqa: B008
+    return sample_token_weights("sample_mean", torch.tensor([1, 2]), totals)
+
+
+def slices_of_a_rank(cp_size=2):
+    return local_cu_seqlens(torch.tensor([0, 4]), cp_size)
+
+
+def padded_length_of(cp_size=2):
+    return padded_length(5, cp_size)
+
+
 def each(name: str, *values: object) -> Iterator[dict]:
     yield from ({name: value} for value in values)
 
@@ -86,21 +101,25 @@ KEPT = SamplingSupport.from_lists([[0, 2]] * 5)
 WITH_KL = {"kl_coefficient": 0.1, "ref_log_probs": torch.zeros(5), "regularizer_weights": torch.ones(2)}
 # Door -> what is wrong in the call.
 REFUSED: dict[Callable, list[dict]] = {
+    weights_of_a_step: [*each("totals", None)],
+    slices_of_a_rank: [*each("cp_size", 0, -1)],
+    padded_length_of: [*each("cp_size", 0)],
     loss_of_logits: [
         *each(
             "logits", None, [[0.0]], torch.ones(5, 4).to_sparse(), torch.ones(5, 4).to(torch.float8_e4m3fn), torch.zeros(1, 5, 4)
         ),
         *each("labels", torch.zeros(5), None, [0, 1, 2, 0, 1]),
         *each("loss_mask", ONES, torch.ones(4, dtype=torch.bool), torch.tensor([1, 2, 1, 0, 1])),
-        *each("old_log_probs", torch.zeros(6), torch.zeros(5, device="meta"), COMPLEX),
+        *each("old_log_probs", torch.zeros(6), torch.zeros(5, device="meta"), COMPLEX, ONES.bool()),
         *each("token_weights", torch.ones(3), torch.tensor([1, math.nan]), torch.full((2,), 1e300, dtype=DOUBLE)),
-        *each("importance_weights", torch.ones(2), TOO_LONG, COMPLEX),
+        *each("token_weights", torch.tensor([1, 1]), torch.tensor([0.5, -0.5])),
+        *each("importance_weights", torch.ones(2), TOO_LONG, COMPLEX, ONES.long(), -ONES),
         *each("old_kl_coefficients", torch.ones(2), TOO_LONG, COMPLEX),
         *each("entropy_mask", ONES, torch.ones(2, dtype=torch.bool)),
-        *each("advantages", torch.ones(3), torch.ones(2, 1), [1.0, -1.0]),
+        *each("advantages", torch.ones(3), torch.ones(2, 1), [1.0, -1.0], torch.tensor([True, False])),
         *each("advantages_per", "token", "turn"),
         *each("cu_seqlens", bounds(0, 2, 6), bounds(0, 3, 2), bounds(1, 5), torch.tensor([0.0, 5.0]), [0, 2, 5]),
-        *each("regularizer_weights", torch.tensor([1, math.nan])),
+        *each("regularizer_weights", torch.tensor([1, math.nan]), torch.tensor([1, 1]), torch.tensor([0.5, -0.5])),
         *each("token_counts", torch.ones(3), torch.tensor([1, 2]), torch.tensor([20, 20]), torch.tensor([True, True]), [2, 3]),
         *each("token_counts", *(torch.tensor([number, 2]) for number in (2.5, math.nan, math.inf, -2))),
         *each("vocab_size", 3.0),
@@ -110,7 +129,7 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("kl_coefficient", -0.1, math.nan, math.inf, "0.1", True, [0.1], 1e300, None, 0.1),
         *each("entropy_coefficient", -0.1, math.inf, "0.1", 0.1),
         *each("kl_estimator", "k4"),
-        *each("temperature", 0.0, "1", None, 1e-40),
+        *each("temperature", 0.0, "1", None, 1e-40, ONES),
         *each("metrics", "all", ["basic"]),
         *each("inplace", "no"),
         *each("backend", "cuda"),
@@ -149,6 +168,8 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("loss_mask", torch.ones(4, dtype=torch.bool), ONES),
         *each("labels", torch.zeros(5)),
         *each("sampling_support", [[0]] * 5, SamplingSupport.from_lists([[0, 2]] * 4 + [[]])),
+        *each("temperature", torch.ones(4)),
+        {"hidden": torch.zeros(5, 6, requires_grad=True), "sampling_support": KEPT},
     ],
     log_probs_of_logits: [
         *each("logits", torch.zeros(2, 3, 16), torch.zeros(8, 16, dtype=INT64)),
@@ -166,6 +187,7 @@ REFUSED: dict[Callable, list[dict]] = {
         *each("cu_seqlens", bounds(0, 5), bounds(0, 2, 1, 3), bounds(1, 3), torch.tensor([0.0, 3.0])),
         *each("old_log_probs", torch.zeros(3, dtype=torch.float16)),
         *each("rollout_log_probs", torch.zeros(3, dtype=INT64), torch.zeros(4), torch.full((3,), math.nan)),
+        *each("loss_mask", torch.full((3,), 0.5), torch.tensor([1, 2, 0])),
         *({name: torch.zeros(3, 1)} for name in VECTORS),  # FB-116: a column against a row gives a matrix with a finite mean
         *each("kind", "ticepop", "mask"),
         {"kind": "tis", "level": "sample"},

@@ -371,7 +371,9 @@ def through_the_door(batch: Microbatch, width: int, factor: float) -> tuple[Poli
     if output.log_probs is not None:
         shared = {name: options[name] for name in ("temperature", "vocab_size", "tp_group", "backend")} | head
         shared["sampling_support"] = options.get("sampling_support")
-        alone = linear_log_probs(hidden, weight, batch.arguments()[0], loss_mask=batch.padded(batch.is_live, False), **shared)
+        with torch.no_grad():
+            mask = batch.padded(batch.is_live, False)
+            alone = linear_log_probs(hidden, weight, batch.arguments()[0], loss_mask=mask, **shared)
         torch.testing.assert_close(alone, output.log_probs, rtol=0, atol=TOLERANCES[door.dtype].log_probs)
     return output, {"hidden": hidden, "weight": weight}
 

@@ -246,7 +246,7 @@ def test_log_probs_alone_take_one_matmul(rows, mask):
     case = head_batch(mask=mask)
     hidden = case.hidden.clone().requires_grad_()
     hidden.data[~case.batch.loss_mask] = math.nan
-    with seen(case) as record:
+    with seen(case) as record, torch.no_grad():
         options = {"loss_mask": case.batch.loss_mask, "temperature": 0.7, "with_entropy": True}
         log_probs, entropy = linear_log_probs(
             hidden, case.weight, case.batch.labels, max_logits_bytes=budget(case, rows), **options

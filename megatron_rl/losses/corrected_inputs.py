@@ -27,7 +27,7 @@ from megatron_rl.corrections import (
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum
 from megatron_rl.layout.packing import document_ids, document_sums, spread
-from megatron_rl.losses.inputs import DocumentSums, LossInputs, check_cu_seqlens, given
+from megatron_rl.losses.inputs import DocumentSums, LossInputs, check_cu_seqlens, check_loss_mask, given
 from megatron_rl.metrics.further import CorrectionValues, token_statistics
 from megatron_rl.registries.correction_settings import CorrectionSettings
 
@@ -66,6 +66,7 @@ def importance_correction(
         raise ConfigError("off_policy_sequence_delta needs log_probs [T] and advantages [T]: pass them")
     vectors = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": loss_mask}
     vectors |= {name: v for name, v in (("log_probs", log_probs), ("advantages", advantages)) if v is not None}
+    check_loss_mask(loss_mask, loss_mask.numel())
     check_cu_seqlens(cu_seqlens, loss_mask.numel())
     documents = document_ids(cu_seqlens, loss_mask.numel())
     is_live = loss_mask.bool() & (documents < cu_seqlens.numel() - 1)

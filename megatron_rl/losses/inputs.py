@@ -112,15 +112,12 @@ def prepare_inputs(
     _check_are_tensors(required | {name: value for name, value in optional.items() if value is not None})
     check_cu_seqlens(cu_seqlens, num_tokens)
     num_documents = cu_seqlens.numel() - 1
-    if loss_mask.shape != (num_tokens,) or loss_mask.dtype not in (torch.bool, torch.int32, torch.int64, torch.uint8):
-        raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
+    check_loss_mask(loss_mask, num_tokens)
     per_document = {
         "token_weights": token_weights,
         "token_counts": token_counts,
         "regularizer_weights": regularizer_weights,
     }
-    if not loss_mask.is_cuda and loss_mask.dtype != torch.bool and bool(((loss_mask != 0) & (loss_mask != 1)).any()):
-        raise DataError("loss_mask has values other than 0 and 1: a mask selects tokens; pass weights as token_weights")
     entropy_mask = options["entropy_mask"]
     if entropy_mask is not None and entropy_mask.dtype != torch.bool:
         raise DataError(f"entropy_mask is {entropy_mask.dtype}: it must be [T={num_tokens}] bool")
@@ -129,12 +126,12 @@ def prepare_inputs(
             if tensor is not None and tensor.shape != (length,):
                 raise DataError(f"{name} must be [{letter}={length}], got {tuple(tensor.shape)}")
     for name, tensor in (("advantages", advantages), *per_token.items(), *per_document.items()):
-        if tensor is not None and tensor.is_complex():
+        is_number = name not in ("entropy_mask", "token_counts")
+        if tensor is not None and is_number and (tensor.is_complex() or tensor.dtype == torch.bool):
             raise DataError(f"{name} is {tensor.dtype}: a loss needs real numbers; pass a floating point tensor")
-    for name in ("token_weights", "regularizer_weights"):
-        weights = per_document[name]
-        if weights is not None and not weights.is_cuda and not bool(torch.isfinite(weights.to(dtype)).all()):
-            raise DataError(f"{name} has values that are not finite in {dtype}: {weights.tolist()}")
+    _check_weights("token_weights", token_weights, dtype)
+    _check_weights("regularizer_weights", regularizer_weights, dtype)
+    _check_weights("importance_weights", options["importance_weights"], dtype, loss_mask)
     if token_counts is not None:
         check_counts("token_counts", token_counts)
     advantages_per = options["advantages_per"]
@@ -166,6 +163,14 @@ def prepare_inputs(
         old_kl_coefficients=options["old_kl_coefficients"],
         entropy_mask=options["entropy_mask"],
     )
+
+
+def check_loss_mask(loss_mask: Tensor, num_tokens: int) -> None:
+    """Raises DataError unless the mask is [T] of 0 and 1. Values are checked on the CPU only."""
+    if loss_mask.shape != (num_tokens,) or loss_mask.dtype not in (torch.bool, torch.int32, torch.int64, torch.uint8):
+        raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
+    if not loss_mask.is_cuda and loss_mask.dtype != torch.bool and bool(((loss_mask != 0) & (loss_mask != 1)).any()):
+        raise DataError("loss_mask has values other than 0 and 1: a mask selects tokens; pass weights as token_weights")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
@@ -202,6 +207,22 @@ def _check_are_tensors(arguments: Mapping[str, object]) -> None:
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise DataError(f"{name} is {type(value).__name__}: pass a torch tensor")
+
+
+def _check_weights(name: str, weights: Tensor | None, dtype: torch.dtype, loss_mask: Tensor | None = None) -> None:
+    """Raises DataError unless they are floating point numbers of at least 0. Values are checked on the CPU only. loss_mask: of
+    tokens, whose masked weights may be anything, and whose others are counted later where they are not finite."""
+    if weights is None:
+        return
+    if not weights.is_floating_point():
+        raise DataError(f"{name} is {weights.dtype}: weights are quotients; pass a floating point tensor")
+    if weights.is_cuda:
+        return
+    if loss_mask is None and not bool(torch.isfinite(weights.to(dtype)).all()):
+        raise DataError(f"{name} has values that are not finite in {dtype}: {weights.tolist()}")
+    is_negative = (weights < 0) & torch.isfinite(weights)
+    if bool((is_negative if loss_mask is None else is_negative & loss_mask.bool().to(weights.device)).any()):
+        raise DataError(f"{name} has values below 0: a weight has no sign; the sign of a token is its advantage's")
 
 
 def _check_devices(device: torch.device, tensors: dict[str, Tensor | None]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl.config import GradientDivisor, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.step_counts import StepTotals
+from megatron_rl.step_counts import StepTotals, check_totals
 from megatron_rl.validation.auxiliary_losses import expert_loss_problems, settings_of_model
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ def scale_for_schedule(
         auxiliary losses of experts under the per-token contract, which would rescale them. DataError for totals without tokens, a
         loss_part that is not 0-d, and a num_local_tokens that is not a whole number in int32.
     """
-    if totals.num_tokens < 1 or totals.num_samples < 1:
-        raise DataError(f"{totals}: a step without an unmasked token has no loss; skip it")
+    check_totals(totals)
     if loss_part.dim() != 0:
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
     factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)

@@ -23,6 +23,7 @@ from megatron_rl.ops.linear_head import (
     HeadOptions,
     LinearHead,
     check_head,
+    check_mask,
     chunk_capacity,
     compare_heads,
     device_rows,
@@ -40,7 +41,9 @@ def differentiable_linear_log_probs(
     weight: Tensor,  # [V_tp, H] of the same dtype: this tp rank's rows of the head
     labels: Tensor,  # [T] int64 ids in the full vocabulary
     *,
+    loss_mask: Tensor | None = None,  # [T] bool, on any device; None: every row counts
     temperature: float | Tensor = 1.0,  # a number, or one a row [T]
+    vocab_size: int | None = None,
     tp_group: Group | None = None,
     with_entropy: bool = True,
     backend: str = Backend.AUTO,
@@ -58,24 +61,25 @@ def differentiable_linear_log_probs(
 
     Args:
         temperature: of all rows, or of each. Rows of one temperature share chunks, and those of all share the two gradients.
-        hidden, weight, labels, tp_group, backend, max_logits_bytes, sequence_parallel, fp32_logits, check_ranks: as in
-            `linear_log_probs`.
+        hidden, weight, labels, loss_mask, vocab_size, tp_group, backend, max_logits_bytes, sequence_parallel, fp32_logits,
+            check_ranks: as in `linear_log_probs`. A masked row gives 0 and has no gradient.
         with_entropy: False: the entropy is 0 and costs nothing.
         reduces_hidden: the gradient of hidden is the sum over tp. False: it is this shard's part of it, for a caller whose own
             backward adds the parts, as Megatron's gather of sequence-parallel hidden states does.
     Communication: forward as `linear_log_probs`. Backward, with sequence_parallel one all-gather of hidden and one reduce-scatter
         of its gradient; else with reduces_hidden one all-reduce of [rows, H] a chunk. None at tp size 1.
     Synchronisation on CUDA: one in backward, for the rows that have a coefficient; they must be the same on all tp ranks. One in
-        forward for temperatures of rows.
+        forward for temperatures of rows, and one for a mask.
     Raises: what linear_log_probs raises. DataError for another number of temperatures than rows. ConfigError for several with
         sequence_parallel, and for a backward with create_graph=True.
     """
     tp_group = resolve_group(tp_group, "tp")
     one_for_all = 1.0 if isinstance(temperature, Tensor) else temperature
-    options = HeadOptions(one_for_all, None, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
+    options = HeadOptions(one_for_all, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
     with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
         num_tokens = check_head(hidden, weight, labels, options)
-        parts = _parts(temperature, num_tokens)
+        check_mask(loss_mask, num_tokens)
+        parts = _parts(temperature, num_tokens, loss_mask)
         for known, _ in parts:
             check_temperature(known)
         if len(parts) > 1 and sequence_parallel:
@@ -85,22 +89,23 @@ def differentiable_linear_log_probs(
             )
         if isinstance(temperature, Tensor):
             agreement.add("temperatures of rows", temperature.detach(), is_sliced=True)
-        compare_heads(agreement, hidden, weight, labels, None, options, max_logits_bytes)
-        capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, num_tokens)
+        compare_heads(agreement, hidden, weight, labels, loss_mask, options, max_logits_bytes)
+        capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, sum(rows.numel() for _, rows in parts))
     log_probs, entropy = LinearLogProbs.apply(hidden, weight, labels, options, parts, capacity, reduces_hidden)  # type: ignore[no-untyped-call]  # torch's
     return log_probs, entropy
 
 
 def _parts(
-    temperature: float | Tensor, num_rows: int
+    temperature: float | Tensor, num_rows: int, loss_mask: Tensor | None
 ) -> tuple[tuple[float, Tensor], ...]:  # (temperature, its rows [k] on the CPU)
+    rows = torch.arange(num_rows) if loss_mask is None else loss_mask.cpu().nonzero()[:, 0]
     if not isinstance(temperature, Tensor):
-        return ((temperature, torch.arange(num_rows)),)
+        return ((temperature, rows),)
     if temperature.numel() != num_rows:
         raise DataError(f"temperature has {temperature.numel()} numbers for {num_rows} rows: pass one a row, or a float for all")
-    of_rows = temperature.detach().reshape(-1).cpu()
+    of_rows = temperature.detach().reshape(-1).cpu()[rows]
     known = of_rows.unique().tolist() or [1.0]
-    return tuple((one, (of_rows == one).nonzero()[:, 0]) for one in known)
+    return tuple((one, rows[of_rows == one]) for one in known)
 
 
 def _at(head: LinearHead, temperature: float) -> LinearHead:

@@ -388,6 +388,14 @@ def check_scaled_exp(hidden: Tensor, weight: Tensor, tp_group: Group, backend: B
         raise ConfigError(f"scaled_exp=True {problem}; leave it out")
 
 
+def check_mask(loss_mask: Tensor | None, num_tokens: int) -> None:
+    if loss_mask is not None and (
+        not isinstance(loss_mask, Tensor) or loss_mask.shape != (num_tokens,) or loss_mask.dtype != torch.bool
+    ):
+        given = f"{tuple(loss_mask.shape)} {loss_mask.dtype}" if isinstance(loss_mask, Tensor) else type(loss_mask).__name__
+        raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {given}")
+
+
 def compare_heads(
     agreement: Agreement,
     hidden: Tensor,  # [T, H] or [T / tp, H]

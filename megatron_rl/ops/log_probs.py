@@ -351,6 +351,10 @@ def check_labels(labels: Tensor, num_tokens: int) -> None:
 
 
 def check_temperature(temperature: float) -> None:
+    if isinstance(temperature, Tensor) and temperature.numel() != 1:
+        raise ConfigError(
+            f"temperature is a tensor of shape {tuple(temperature.shape)}: it must be one number; linear_log_probs takes one a row"
+        )
     is_number = isinstance(temperature, Real | Tensor) and not isinstance(temperature, bool)
     if not (is_number and math.isfinite(temperature) and temperature > SMALLEST_TEMPERATURE):
         raise ConfigError(
