@@ -24,7 +24,7 @@ V = 16  # 4 columns on each of 4 ranks
 EDGE_LABELS = [0, 3, 4, 7, 8, 11, 12, 15]
 FEW = [0, 8, 15]
 # Interpreted kernels are slow: here they compute the cases in which shards differ; test_log_probs_triton.py joins shards of all.
-KERNEL_CASES = ["FB-36 labels in the first", "a shard has no real column, at a", "FB-56"]
+KERNEL_CASES = ["FB-36 labels in the first", "-inf columns fill a whole shard, at a", "FB-56"]
 # Each test that takes `backend` runs in torch, and in Triton on whatever runs kernels here.
 DEVICES = {"torch": "cpu", "triton": KERNEL_DEVICE}
 ON_TRITON = (pytest.mark.kernel, pytest.mark.skipif(why_triton_is_missing() is not None, reason="Triton cannot be imported"))
@@ -77,8 +77,8 @@ def garbage_rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def certain_tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels at the largest of seven real columns: at a tiny temperature log-probability and entropy are 0."""
-    logits, _ = columns_filled(slice(7, 16), 50.0, [0, 6, 5])
+    """Labels at the largest of seven finite columns: at a tiny temperature log-probability and entropy are 0."""
+    logits, _ = columns_filled(slice(7, 16), -math.inf, [0, 6, 5])
     return logits, logits[:, :7].argmax(-1)
 
 
@@ -93,10 +93,9 @@ CASES = {
     "-inf columns fill the first block": Case(*columns_filled(slice(0, 6), -math.inf, [6, 15, 8]), range(6, 16)),
     "-inf columns fill a whole shard": Case(*columns_filled(slice(8, 16), -math.inf, [0, 7, 3]), range(8)),
     "finite junk past the true size": Case(*columns_filled(slice(13, 16), 50.0, [0, 12, 5]), range(13), 13),
-    "a shard has no real column": Case(*columns_filled(slice(7, 16), 50.0, [0, 6, 5]), range(7), 7),
     # Between the shards' maxima lies -1e39 then, which float32 does not hold: 0 x -inf.
-    "a shard has no real column, at a tiny temperature": Case(*certain_tokens(), range(7), 7, temperature=1e-9),
-    "NaN past the true size": Case(*columns_filled(slice(9, 16), math.nan, [0, 8, 5]), range(9), 9),
+    "-inf columns fill a whole shard, at a tiny temperature": Case(*certain_tokens(), range(7), temperature=1e-9),
+    "NaN past the true size": Case(*columns_filled(slice(13, 16), math.nan, [0, 12, 5]), range(13), 13),
     "FB-56 masked rows hold anything": Case(*garbage_rows(), masked=(1, 4, 6)),
 }
 

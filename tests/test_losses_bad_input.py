@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import CLIP, random_batch
 from loss_backends import LOSSES, over_losses, rows_of_losses
+from refused_calls import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits
 
 from megatron_rl.errors import DataError
 from megatron_rl.metrics.step import neutral_statistics
+from megatron_rl.ops.log_probs import vocab_shard
 
 
 def with_every_term(batch) -> dict:
@@ -44,6 +47,21 @@ def test_an_unmasked_value_that_is_not_finite_stops_the_step(kind, backend, tens
             DataError, match=f"document 1 of the micro-batch has {count} .* not finite, in .*{named}.*; 1 documents"
         ):
             backend.run(LOSSES[kind], batch, **options)
+
+
+OF_TWO = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2) for rank in range(2)]
+
+
+@pytest.mark.parametrize("tp_group", OF_TWO, ids=["first", "last"])
+@pytest.mark.parametrize(
+    ("call", "columns"), [(loss_of_logits, 4), (loss_of_hidden, 16), (log_probs_of_logits, 16), (log_probs_of_hidden, 16)]
+)
+def test_a_shard_without_a_real_column_is_refused_on_each_rank(call, columns, tp_group):
+    """Of gathered logits the first rank would train the whole vocabulary, and the others nothing. No rank asks another."""
+    with pytest.raises(DataError, match=f"vocab_size={columns} with {columns} columns on each of 2 .* begin at {columns}, "):
+        call(vocab_size=columns, tp_group=tp_group, check_ranks=False)
+    assert vocab_shard(columns, 1.0, columns + 1, tp_group).num_columns == [columns, 1][tp_group.rank()]
+    assert vocab_shard(columns, 1.0, None, tp_group).num_columns == columns
 
 
 @over_losses("grpo")

@@ -102,7 +102,7 @@ ONE_RANK_ALONE = {
     "labels": (changed(labels=torch.ones(NUM_TOKENS, dtype=torch.int64)), "labels differs"),
     "loss_mask": (changed(loss_mask=torch.arange(NUM_TOKENS) != 3), "loss_mask differs"),
     "temperature": (changed(temperature=2.0), "temperature differs .* rank 0 has 1.0, rank 1 has 2.0"),
-    "vocab_size": (changed(vocab_size=3), "vocab_size differs"),
+    "vocab_size": (changed(vocab_size=7), "vocab_size differs"),
     "wider shard": (
         lambda given: given.update(
             {operand(given): torch.randn(NUM_TOKENS, 6, requires_grad=True)}

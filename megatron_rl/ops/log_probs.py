@@ -196,18 +196,25 @@ def log_probs_dtype(operand: Tensor) -> torch.dtype:
 
 
 def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | None, tp_group: Group) -> VocabShard:
-    """This rank's columns. Shards are equal and contiguous, so the padding is at the end (a whole shard may be padding).
+    """This rank's columns. Shards are equal and contiguous, so the padding is at the end.
 
-    Raises DataError for a vocab_size that is not a whole number in [1, columns of all tp ranks].
+    Raises DataError, the same on every tp rank, for a vocab_size that is not a whole number in [1, columns of all tp ranks], or
+    leaves the last rank no column.
     """
     first_column, num_stored = tp_group.rank() * num_stored_columns, num_stored_columns * tp_group.size()
     if vocab_size is None:
         vocab_size = num_stored
     elif isinstance(vocab_size, bool) or not isinstance(vocab_size, Integral):
         raise DataError(f"vocab_size={vocab_size!r} must be a whole number, or None where all columns are real")
-    elif not 1 <= vocab_size <= num_stored:
+    if not 1 <= vocab_size <= num_stored:
         raise DataError(f"vocab_size={vocab_size} must be in [1, {num_stored}], the columns of all tp ranks together")
-    num_columns = min(max(int(vocab_size) - first_column, 0), num_stored_columns)
+    if vocab_size <= (last := num_stored - num_stored_columns):
+        raise DataError(
+            f"vocab_size={vocab_size} with {num_stored_columns} columns on each of {tp_group.size()} tensor-parallel ranks: the "
+            f"columns of the last rank begin at {last}, and none is real. If each rank has the logits of the whole vocabulary, "
+            "build the model with parallel_output=True; if the vocabulary is so small, take fewer tensor-parallel ranks"
+        )
+    num_columns = min(int(vocab_size) - first_column, num_stored_columns)
     # float(): a Triton kernel does not know numpy numbers, and takes a tensor as an address.
     return VocabShard(first_column, num_columns, 1.0 / float(temperature), int(vocab_size))
 

@@ -96,12 +96,10 @@ def row_statistics_reference(
     statistics[:, 1] = 1.0
     for rows, scratch in _chunks(logits, loss_mask, dtype, shard.num_columns):
         x = _load(logits, rows, shard.num_columns, dtype)
-        maximum = (
-            x.amax(-1, keepdim=True).clamp_(min=MAXIMUM_FLOOR) if shard.num_columns else x.new_full((x.shape[0], 1), MAXIMUM_FLOOR)
-        )
+        maximum = x.amax(-1, keepdim=True).clamp_(min=MAXIMUM_FLOOR)
         label = _local_labels(labels[rows], shard)
         owned = (label >= 0) & (label < shard.num_columns)
-        target = x.gather(1, label.clamp(0, max(shard.num_columns - 1, 0))[:, None])[:, 0] if shard.num_columns else maximum[:, 0]
+        target = x.gather(1, label.clamp(0, shard.num_columns - 1)[:, None])[:, 0]
         place = scratch[: x.shape[0]]
         if exponentials is not None and isinstance(rows, slice):
             place = exponentials[rows, : shard.num_columns]
@@ -206,12 +204,11 @@ def gradient_of_exponentials(
     if not bool(is_needed.all()):
         exponentials.index_fill_(0, (~is_needed).nonzero()[:, 0], 0)
     c = torch.where(is_needed, coefficients, 0.0).to(exponentials.dtype) * shard.inverse_temperature
-    if shard.num_columns:
-        factors = torch.where(is_needed, -(c / divisors), 0.0)
-        gradient = exponentials[:, : shard.num_columns].mul_(factors[:, None])
-        label = _local_labels(labels, shard)
-        owned = (label >= 0) & (label < shard.num_columns)
-        gradient.scatter_add_(1, label.clamp(0, shard.num_columns - 1)[:, None], torch.where(owned, c, 0.0)[:, None])
+    factors = torch.where(is_needed, -(c / divisors), 0.0)
+    gradient = exponentials[:, : shard.num_columns].mul_(factors[:, None])
+    label = _local_labels(labels, shard)
+    owned = (label >= 0) & (label < shard.num_columns)
+    gradient.scatter_add_(1, label.clamp(0, shard.num_columns - 1)[:, None], torch.where(owned, c, 0.0)[:, None])
     return exponentials
 
 
@@ -262,8 +259,7 @@ def logits_gradient_torch(
             gradient.exp_().mul_(-(c / total[rows])[:, None])
         label = _local_labels(labels[rows], shard)
         owned = (label >= 0) & (label < shard.num_columns)
-        if shard.num_columns:
-            gradient.scatter_add_(1, label.clamp(0, shard.num_columns - 1)[:, None], torch.where(owned, c, 0.0)[:, None])
+        gradient.scatter_add_(1, label.clamp(0, shard.num_columns - 1)[:, None], torch.where(owned, c, 0.0)[:, None])
         if logits.is_cuda:
             gradient = torch.where(is_needed[rows, None], gradient, 0.0)
         if not direct or logits.is_cuda:

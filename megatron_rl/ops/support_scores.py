@@ -240,10 +240,7 @@ def pair_logits(
     shard: VocabShard,
 ) -> Tensor:  # [nnz] of the working dtype: -inf where another shard has the column, NaN for an id that no vocabulary has
     columns = support.ids.long() - shard.first_column
-    if shard.num_columns:
-        x = logits.detach()[support.rows, columns.clamp(0, shard.num_columns - 1)].to(working_dtype(logits))
-    else:
-        x = logits.new_empty(support.num_pairs, dtype=working_dtype(logits))
+    x = logits.detach()[support.rows, columns.clamp(0, shard.num_columns - 1)].to(working_dtype(logits))
     x = torch.where((columns >= 0) & (columns < shard.num_columns), x, -torch.inf)
     return x if support.is_inside(shard.vocab_size) else torch.where(support.are_wrong(shard.vocab_size), torch.nan, x)
 
@@ -327,7 +324,7 @@ def write_pairs(
     The host does not know which pairs these are, so that each pair writes something: one of another shard the value of the row's
     first pair here once more or, in a row without one, what stands in its first column.
     """
-    if not support.num_pairs or not shard.num_columns:
+    if not support.num_pairs:
         return
     rows, columns = support.rows, support.ids.long() - shard.first_column
     values = values.to(out.dtype)
