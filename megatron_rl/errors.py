@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -13,6 +15,15 @@ def printable(text: str) -> str:
 def name_of(function: object) -> str:
     """module.function, for a message. A functools.partial has no name."""
     return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """file:line of a function, for a message."""
+    function = inspect.unwrap(function)
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+    except (OSError, TypeError):  # made by exec, or compiled
+        return f"{getattr(function, '__module__', 'a module')}, no source"
 
 
 class ConfigError(ValueError):

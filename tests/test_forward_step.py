@@ -80,6 +80,22 @@ def test_no_tensor_of_the_step_has_the_size_of_the_whole_vocabulary(pool):
         assert 246 in control and 123 in sizes and 246 not in sizes
 
 
+def gathered_on_rank(rank, config):
+    trainer = cases.tiny_trainer(config)
+    find_output_layer(trainer.model).gather_output = True
+    return error_of(lambda: trainer.step([cases.ragged_step()]))
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["logits", "fused head"])
+def test_logits_that_tensor_parallel_ranks_gather_are_refused_on_each(pool, is_fused):
+    """The loss would be right, and the part of the head of every rank but the first would have the gradient 0."""
+    config = PolicyLossConfig(fused_lm_head_loss=is_fused)
+    one, two = pool.run(gathered_on_rank, config, world_size=2, tensor_model_parallel_size=2)
+    assert one == two
+    assert one.startswith("ConfigError: the output layer gathers its logits over 2 tensor-parallel ranks (gather_output=True)")
+    assert "build the model with parallel_output=True" in one
+
+
 def masked_on_rank(rank, kind):
     """(loss, tokens, gradient of the logits, reported loss, values that are not finite) of a micro-batch without an unmasked
     token."""

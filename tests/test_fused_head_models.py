@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial, partialmethod
+from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
+from foreign_heads import FOREIGN_HEADS, check_refusals
 from helpers import error_of, pool_of
 from test_fused_head import FUSED, model_input, small_model
 from trainer_cases import CP, STILL, TP, gradients_of, ragged_step, relative_difference, tiny_trainer, whole
@@ -15,6 +18,7 @@ from trainer_cases import CP, STILL, TP, gradients_of, ragged_step, relative_dif
 import megatron_rl.megatron.head as head_module
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.placed_head import place_head
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, run_model
@@ -148,6 +152,47 @@ def test_hooks_on_the_output_layer_run_and_what_they_change_is_seen(pool):
         torch.testing.assert_close(handed, logits, rtol=1e-6, atol=1e-6)
     [(message, *_)] = pool.run(hooked_on_rank, "output scaled", world_size=1)
     assert "changes the logits afterwards" in message
+
+
+def foreign_on_rank(rank, head):
+    batch, found = model_input(torch.tensor([[1, 2, 3, 4]])), []
+    for change in FOREIGN_HEADS:
+        model = small_model(bf16=True)
+        change(model)
+        found.append(error_of(partial(run_model, model, batch, head, SINGLE)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("head", "setting"), [(FUSED, "--fused-lm-head-loss"), (HeadSettings(is_fp32=True), "--fp32-lm-head")], ids=["fused", "fp32"]
+)
+def test_an_output_layer_that_adds_to_the_product_is_refused_by_name(pool, head, setting):
+    """What it adds would be lost without a word: the loss and the gradient would be those of another function."""
+    [found] = pool.run(foreign_on_rank, head, world_size=1)
+    check_refusals(found, setting)
+
+
+def of_dev_branch_on_rank(rank):
+    """The output layer of Megatron's branch dev, and a model whose layer has our forward of a host."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    class LinearCrossEntropyModule(ColumnParallelLinear):
+        def forward(self, input_, weight=None, runtime_gather_output=None, labels=None):
+            return super().forward(input_, weight, runtime_gather_output)
+
+    module = ModuleType("megatron.core.transformer.linear_cross_entropy")
+    module.LinearCrossEntropyModule = LinearCrossEntropyModule
+    model, placed = small_model(), small_model()
+    model.output_layer.__class__ = LinearCrossEntropyModule
+    place_head([placed], FUSED)
+    place_head([placed], FUSED)
+    batch = model_input(torch.tensor([[1, 2, 3, 4]]))
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        return [error_of(partial(run_model, each, batch, FUSED, SINGLE)) for each in (model, placed)]
+
+
+def test_megatrons_newer_layer_and_a_forward_of_ours_are_not_taken_for_foreign_ones(pool):
+    assert pool.run(of_dev_branch_on_rank, world_size=1) == [["", ""]]
 
 
 def unfound_on_rank(rank, heads):

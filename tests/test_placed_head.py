@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from carrier_cases import FUSED, INIT, UNTIED, HostStep, batch_of, host_args, host_model, host_of
+from foreign_heads import FOREIGN_HEADS, check_refusals, subclassed
 from helpers import error_of, pool_of, set_global_args
 from host_loss_cases import Case, one
 from launch_settings import CUSTOM_LOSS, REDUCER
@@ -183,22 +184,6 @@ def test_the_forwards_that_train_and_measure_get_a_carrier_and_no_other(pool, fl
 # Models
 
 
-class WithAdapter(nn.Module):
-    """As a bridge puts an adapter around a layer."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.to_wrap, self.weight, self.sequence_parallel = layer, layer.weight, layer.sequence_parallel
-
-    def forward(self, input_, weight=None, runtime_gather_output=None):
-        return self.to_wrap(input_, weight=weight)
-
-
-def capped(layer):
-    own = layer.forward
-    layer.forward = lambda *given, **named: (torch.tanh(own(*given, **named)[0]), None)
-
-
 def with_bias(layer):
     layer.bias = nn.Parameter(torch.zeros(layer.weight.shape[0]))
 
@@ -215,8 +200,7 @@ def sharded(layer):
 
 
 CHANGES = {
-    "adapter": lambda model: setattr(model, "output_layer", WithAdapter(model.output_layer)),
-    "soft cap": lambda model: capped(model.output_layer),
+    **{words[0]: change for change, words in FOREIGN_HEADS.items()},
     "bias": lambda model: with_bias(model.output_layer),
     "gathered": lambda model: setattr(model.output_layer, "gather_output", True),
     "mtp": lambda model: setattr(model.config, "mtp_num_layers", 1),
@@ -240,29 +224,36 @@ def refusals_on_rank(rank: int, names: list[str], layout: Layout) -> dict[str, s
 @pytest.mark.megatron
 def test_a_model_whose_logits_are_not_x_w_is_refused_by_name(pool):
     [found] = pool.run(refusals_on_rank, list(CHANGES), Layout(), world_size=1)
-    assert found.pop("nothing") == ""
+    # On one rank there is nothing to gather.
+    assert found.pop("nothing") == found.pop("gathered") == ""
+    check_refusals([found.pop(words[0]) for words in FOREIGN_HEADS.values()], "--fused-lm-head-loss")
     says = {
-        "adapter": "the output layer is a WithAdapter and computes by test_placed_head.WithAdapter.forward (",
-        "soft cap": "the output layer is a ColumnParallelLinear and computes by test_placed_head.capped.<locals>.<lambda>",
         "bias": "with a bias in the output layer",
-        "gathered": "with gather_output=True in the output layer",
         "mtp": "--fused-lm-head-loss with mtp_num_layers=1: multi-token prediction calls the output layer again",
         "fsdp": "--fused-lm-head-loss with FSDP: the weight of the output layer is whole within the layer's own forward alone",
         "elsewhere": "the model is a GPTModel whose output layer is not found",
         "deferred": "--fused-lm-head-loss with defer_embedding_wgrad_compute=True",
     }
     assert {name: text in found[name] for name, text in says.items()} == dict.fromkeys(says, True), found
-    assert (
-        "leave the output layer out of the adapter's target modules" in found["adapter"] and "tests/test_placed" in found["adapter"]
+
+
+@pytest.mark.megatron
+def test_logits_that_tensor_parallel_ranks_gather_are_refused_on_each(pool):
+    layout = Layout(tensor=2)
+    one, two = pool.run(refusals_on_rank, ["gathered"], layout, world_size=2, **layout.model_parallel)
+    assert one == two and one["gathered"].startswith(
+        "ConfigError: the output layer gathers its logits over 2 tensor-parallel ranks"
     )
+    assert "build the model with parallel_output=True" in one["gathered"]
 
 
 @pytest.mark.megatron
 def test_a_fault_of_the_last_stage_stops_the_first_one_too(pool):
     layout = Layout(pipeline=2)
-    first, last = pool.run(refusals_on_rank, ["adapter", "nothing"], layout, world_size=2, **layout.model_parallel)
-    assert first["adapter"].startswith("ConfigError: another rank refused its output layer")
-    assert "WithAdapter" in last["adapter"] and first["nothing"] == last["nothing"] == ""
+    adapter = FOREIGN_HEADS[subclassed][0]
+    first, last = pool.run(refusals_on_rank, [adapter, "nothing"], layout, world_size=2, **layout.model_parallel)
+    assert first[adapter].startswith("ConfigError: another rank refused its output layer")
+    assert adapter in last[adapter] and first["nothing"] == last["nothing"] == ""
 
 
 def critic_on_rank(rank: int) -> list[bool]:

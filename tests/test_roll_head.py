@@ -16,7 +16,9 @@ import pytest
 import roll_cases as cases
 import torch
 from dense_row_cases import VOCABULARY
+from foreign_heads import FOREIGN_HEADS, check_refusals
 from forked import forked
+from helpers import error_of
 from host_checkouts import ROLL
 from linear_cases import relative
 from roll_cases import Case, Data
@@ -246,6 +248,11 @@ def hooks_on_a_rank(rank: int):
         place(SimpleNamespace(models_unwrapped=[left]), SMALL)
     with pytest.raises(ConfigError, match=r"MEGATRON_RL_FUSED_LM_HEAD_LOSS=true with mtp_num_layers=1"):
         place(SimpleNamespace(models_unwrapped=[Body(has_mtp=True)]), SMALL)
+    found = []
+    for change in FOREIGN_HEADS:
+        change(foreign := Body())
+        found.append(error_of(partial(place, SimpleNamespace(models_unwrapped=[foreign]), SMALL)))
+    check_refusals(found, f"{roll.HEAD}=true")
     return True
 
 

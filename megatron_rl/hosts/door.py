@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, AggregationRecord, Formula
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import place_of
 from megatron_rl.hosts.closed_words import Words
 from megatron_rl.hosts.model_names import ModelNames
 from megatron_rl.hosts.programs import Programs
@@ -454,12 +455,3 @@ def looks_up(function: Callable[..., Any], name: str) -> bool:
 def part_of(module: Any, path: str) -> Any:
     """A function of a host's module, or `Class.method`; None where it is not there."""
     return functools.reduce(lambda owner, part: getattr(owner, part, None), path.split("."), module)
-
-
-def place_of(function: Callable[..., Any]) -> str:
-    """file:line of a function of a host, for a message."""
-    function = inspect.unwrap(function)
-    try:
-        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
-    except (OSError, TypeError):  # made by exec, or compiled
-        return f"{getattr(function, '__module__', 'a module')}, no source"

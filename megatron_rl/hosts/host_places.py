@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from megatron_rl.errors import place_of
 from megatron_rl.hosts.base import Host
-from megatron_rl.hosts.door import looks_up, part_of, place_of, signature_problem
+from megatron_rl.hosts.door import looks_up, part_of, signature_problem
 from megatron_rl.megatron.head import HeadSettings
 
 # Where a function of ours holds the one that it has replaced.

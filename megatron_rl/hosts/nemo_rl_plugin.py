@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import regularizer_weights
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError, DataError, place_of
 from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, loss_of_rows, marked_rows, step_line
-from megatron_rl.hosts.door import Found, is_carried, place_of
+from megatron_rl.hosts.door import Found, is_carried
 from megatron_rl.hosts.door_settings import read_choice
 from megatron_rl.hosts.nemo_rl import (
     BATCH,

@@ -22,26 +22,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.errors import ConfigError, name_of
+from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import Host
 from megatron_rl.hosts.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.carrier import Carrier, carry
-from megatron_rl.hosts.door import place_of
-from megatron_rl.hosts.host_places import BUILDER, HEAD_REMEDY, MEASURE, of_head, put_around
+from megatron_rl.hosts.host_places import BUILDER, MEASURE, of_head, put_around
 from megatron_rl.hosts.host_run import RUNS
-from megatron_rl.layout.groups import Group, maxima_anywhere, resolve_groups
+from megatron_rl.layout.groups import Group, ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.head import (
     HeadInputs,
     HeadSettings,
     check_head,
-    check_layer,
     forward_through,
-    is_plain,
     is_sharded_behind_forward,
+    layer_problems,
+    own_forward,
     sharded_problem,
+    unfound_problem,
 )
-from megatron_rl.megatron.model import find_gpt_model, find_output_layer, model_config_of
+from megatron_rl.megatron.model import find_output_layer, model_config_of
 
 ACTOR = "actor"
 
@@ -91,7 +91,7 @@ def place_head(
     Raises ConfigError where the head does not fit the model.
     """
     groups = resolve_groups()
-    problems = list(_problems(models, settings, is_last_stage=groups.pp.rank() == groups.pp.size() - 1))
+    problems = list(_problems(models, settings, groups))
     if maxima_anywhere(torch.tensor([len(problems)]), groups) != [0] and not problems:
         problems = ["another rank refused its output layer, and this one agrees with it: see the message of that rank"]
     if problems:
@@ -100,7 +100,7 @@ def place_head(
         layer.forward = (forward_of or _forward_of)(layer, settings, groups.tp)
 
 
-def _problems(models: Sequence[nn.Module], settings: HeadSettings, *, is_last_stage: bool) -> Iterator[str]:
+def _problems(models: Sequence[nn.Module], settings: HeadSettings, groups: ParallelGroups) -> Iterator[str]:
     for model in models:
         try:
             check_head(settings, model_config_of(model))
@@ -109,34 +109,10 @@ def _problems(models: Sequence[nn.Module], settings: HeadSettings, *, is_last_st
     if settings.is_fused and any(map(is_sharded_behind_forward, models)):
         yield sharded_problem(settings)
     layers = _output_layers(models)
-    if is_last_stage and not layers:
-        name = type(find_gpt_model(models[-1])).__name__
-        yield (
-            f"the model is a {name} whose output layer is not found: neither it nor its language_model has the attribute "
-            f"output_layer; {_remedy(settings)}"
-        )
+    if groups.pp.rank() == groups.pp.size() - 1 and not layers:
+        yield unfound_problem(models[-1], settings)
     for layer in layers:
-        yield from _layer_problems(layer, settings)
-
-
-def _layer_problems(layer: Any, settings: HeadSettings) -> Iterator[str]:
-    """A class of its own may add an adapter, a scale or a soft cap to X W^T."""
-    if not is_plain(layer):
-        forward = vars(layer).get("forward", type(layer).forward)
-        yield (
-            f"the output layer is a {type(layer).__name__} and computes by {name_of(forward)} ({place_of(forward)}), not by "
-            "Megatron's ColumnParallelLinear: what it adds to X W^T (an adapter, a scale, a soft cap) would be lost; leave the "
-            f"output layer out of the adapter's target modules, or {_remedy(settings)}"
-        )
-        return
-    try:
-        check_layer(layer, settings)
-    except ConfigError as error:
-        yield from error.problems
-
-
-def _remedy(settings: HeadSettings) -> str:
-    return HEAD_REMEDY if settings.setting is None else f"our head cannot be placed; remove {settings.setting}"
+        yield from layer_problems(layer, settings, groups.tp)
 
 
 def _output_layers(models: Iterable[nn.Module]) -> list[Any]:
@@ -148,7 +124,7 @@ def _forward_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Callable
 
 
 def _output_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Any:  # HeadInputs -> Tensor
-    own_forward = layer.forward
+    own = own_forward(layer)
 
     def output(inputs: HeadInputs) -> Tensor:
         has_gradients = torch.is_grad_enabled()
@@ -158,7 +134,7 @@ def _output_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Any:  # H
         if settings.is_fp32:
             is_sharded = inputs.is_sequence_parallel
             return fp32_head_logits(inputs.hidden, inputs.weight, tp_group=tp_group, sequence_parallel=is_sharded)
-        logits: Tensor = own_forward(inputs.hidden, weight=inputs.weight)[0]
+        logits: Tensor = own(inputs.hidden, weight=inputs.weight)[0]
         return logits
 
     return output

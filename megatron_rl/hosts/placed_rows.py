@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from megatron_rl.hosts.carried_rows import carry_rows
 from megatron_rl.hosts.placed_head import place_head
 from megatron_rl.layout.groups import Group
-from megatron_rl.megatron.head import HeadInputs, HeadSettings
+from megatron_rl.megatron.head import OWN, HeadInputs, HeadSettings, own_forward
 
-# Where our forward holds the layer's own.
-OWN = "_megatron_rl_own_forward"
 OF_MTP = "_process_mtp_loss"
 
 
@@ -32,7 +30,7 @@ def place_rows(models: Sequence[nn.Module], setting: str, *, knows_mtp: bool = F
 
 
 def _forward_of(layer: Any, settings: HeadSettings, tp_group: Group, *, max_logits_bytes: int | None) -> Callable[..., Any]:
-    own = layer.forward
+    own = own_forward(layer)
 
     def forward(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
         used = layer.weight if weight is None else weight

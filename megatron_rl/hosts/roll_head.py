@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from megatron_rl.errors import ConfigError, name_of
+from megatron_rl.errors import ConfigError, name_of, place_of
 from megatron_rl.hosts.carried_rows import CarriedRows
-from megatron_rl.hosts.door import place_of
 from megatron_rl.hosts.placed_rows import place_rows
 from megatron_rl.hosts.roll import HEAD
 from megatron_rl.hosts.roll_model import models_of

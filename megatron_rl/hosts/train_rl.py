@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.door import place_of
+from megatron_rl.errors import ConfigError, DataError, place_of
 from megatron_rl.layout.groups import Group, all_gather_stack, group_device, resolve_group
 
 # Function -> the names that its first argument has had.

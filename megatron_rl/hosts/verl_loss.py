@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError, DataError, place_of
 from megatron_rl.hosts.dense_rows import RowCounts, kl_of_tokens, loss_of_rows, step_line
-from megatron_rl.hosts.door import Found, Rollouts, place_of, signature_problem
+from megatron_rl.hosts.door import Found, Rollouts, signature_problem
 from megatron_rl.hosts.door_settings import OnceRead, modes
 from megatron_rl.hosts.run import Run, Runs
 from megatron_rl.hosts.settings import Settings

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, name_of, place_of
 from megatron_rl.layout.groups import Group
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.batch import ForwardInput
@@ -30,6 +32,8 @@ from megatron_rl.megatron.routing import replayed
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+# Where our forward of an output layer holds the layer's own.
+OWN = "_megatron_rl_own_forward"
 # The one value that a replaced layer returns. Any scale or soft cap would change it.
 _MARK = 1000.0
 # Layers whose model returns their output unchanged. On CUDA the check synchronises, so it is done once.
@@ -130,12 +134,12 @@ def run_model(
         return output
 
     layer = find_output_layer(model)
-    if layer is None and settings.is_on:
-        _check_stage_without_layer(model, settings)
+    if layer is None and settings.is_on and getattr(find_gpt_model(model), "post_process", False):
+        raise ConfigError(unfound_problem(model, settings))
+    if layer is not None and (problems := [*layer_problems(layer, settings, tp_group)]):
+        raise ConfigError(problems)
     if layer is None or not (settings.is_on or positions is not None or num_further):
         return ModelOutput(call(), None)
-    if settings.is_on:
-        check_layer(layer, settings)
     if settings.is_fused and layer not in _whole_heads:
         if is_sharded_behind_forward(model):
             raise ConfigError(sharded_problem(settings))
@@ -155,7 +159,7 @@ def _with_logits(
     num_further: int,
     detaches: bool,
 ) -> ModelOutput:
-    own_forward: Callable[..., tuple[Tensor, None]] = layer.forward
+    own: Callable[..., tuple[Tensor, None]] = layer.forward
     further: list[Tensor] = []
 
     def logits_of(inputs: HeadInputs) -> Tensor:
@@ -171,7 +175,7 @@ def _with_logits(
         if settings.is_fp32:
             is_sharded = inputs.is_sequence_parallel
             return fp32_head_logits(inputs.hidden, inputs.weight, tp_group=tp_group, sequence_parallel=is_sharded)
-        logits: Tensor = own_forward(inputs.hidden, weight=inputs.weight)[0]
+        logits: Tensor = own(inputs.hidden, weight=inputs.weight)[0]
         return logits
 
     with replaced(layer, logits_of):
@@ -232,14 +236,12 @@ def _rows_of_layers(model: nn.Module, *, trains_mtp: bool) -> Iterator[None]:
         vars(bare).pop("shared_embedding_or_output_weight", None)
 
 
-def _check_stage_without_layer(model: nn.Module, settings: HeadSettings) -> None:
-    """Raises ConfigError for a last stage: its logits are computed by a layer that find_output_layer does not know."""
-    found = find_gpt_model(model)
-    if getattr(found, "post_process", False):
-        raise ConfigError(
-            f"{flags_of(settings)}: the model is a {type(found).__name__} whose output layer is not found: neither it nor its "
-            f"language_model has the attribute output_layer; remove {flags_of(settings)}"
-        )
+def unfound_problem(model: nn.Module, settings: HeadSettings) -> str:
+    """Of a last stage whose logits are computed by a layer that find_output_layer does not know."""
+    return (
+        f"{flags_of(settings)}: the model is a {type(find_gpt_model(model)).__name__} whose output layer is not found: neither it "
+        f"nor its language_model has the attribute output_layer; remove {flags_of(settings)}"
+    )
 
 
 def without_upcast(model: nn.Module) -> dict[str, bool]:
@@ -265,7 +267,15 @@ def forward_through(layer: Any, compute: Callable[[HeadInputs], Tensor]) -> Call
             raise ConfigError("the output layer was asked to gather logits over tp, which this loss does not need: pass None")
         return compute(HeadInputs(input_, layer.weight if weight is None else weight, layer.sequence_parallel)), None
 
+    setattr(forward, OWN, own_forward(layer))
     return forward
+
+
+def own_forward(layer: Any) -> Callable[..., Any]:
+    """The layer's forward as the model was built, also while the layer has one of ours."""
+    forward = getattr(layer, "forward", layer)
+    found: Callable[..., Any] = getattr(forward, OWN, forward)
+    return found
 
 
 @contextmanager
@@ -372,26 +382,38 @@ def sharded_problem(settings: HeadSettings) -> str:
     )
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """Whether the layer computes by Megatron's ColumnParallelLinear, and no class or function on top of it."""
+def layer_problems(layer: Any, settings: HeadSettings, tp_group: Group) -> Iterator[str]:
+    """Why the loss would not be that of this model, by its output layer alone: the same on every rank that has the layer.
+
+    Under our head the layer must give this rank's part of X W^T, as Megatron's own does. Hooks on it are not looked at.
+    """
+    if settings.is_on:
+        yield from _product_problems(layer, flags_of(settings))
+    if getattr(layer, "gather_output", False) and tp_group.size() > 1:
+        yield (
+            f"the output layer gathers its logits over {tp_group.size()} tensor-parallel ranks (gather_output=True): the loss "
+            "takes them for one rank's part of the vocabulary, and the head would be trained in part; build the model with "
+            "parallel_output=True"
+        )
+
+
+def _product_problems(layer: Any, flags: str) -> Iterator[str]:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    return type(layer).forward is ColumnParallelLinear.forward and "forward" not in vars(layer)
-
-
-def check_layer(layer: Any, settings: HeadSettings) -> None:
-    """Raises ConfigError for a layer whose output is not this rank's part of X W^T."""
-    problems = []
-    # Transformer Engine's layers hold an empty tensor where they have no bias.
-    if layer.bias is not None and layer.bias.numel():
-        problems.append(f"{flags_of(settings)} with a bias in the output layer: only X W^T is computed; build it with bias=False")
-    if getattr(layer, "gather_output", False):
-        problems.append(
-            f"{flags_of(settings)} with gather_output=True in the output layer: the loss needs a sharded vocabulary; build the "
-            "model with parallel_output=True"
+    # Megatron's branch dev, and that of miles, build a subclass. Without labels its forward is that of ColumnParallelLinear.
+    module = sys.modules.get("megatron.core.transformer.linear_cross_entropy")
+    plain = (ColumnParallelLinear, getattr(module, "LinearCrossEntropyModule", ColumnParallelLinear))
+    forward = own_forward(layer)
+    if forward not in [MethodType(known.forward, layer) for known in plain]:
+        what = f", {'a subclass of' if isinstance(layer, ColumnParallelLinear) else 'not'} Megatron's ColumnParallelLinear"
+        what = " whose forward was replaced" if "forward" in vars(layer) else what
+        yield (
+            f"{flags}: the output layer is a {type(layer).__name__}{what}. It computes by {name_of(forward)} "
+            f"({place_of(forward)}). Our head computes X W^T only, so an adapter, a scale or a soft cap would be lost. "
+            f"Remove {flags}, or build the plain layer (leave the output layer out of the adapter's target modules)"
         )
-    if problems:
-        raise ConfigError(problems)
+    elif layer.bias is not None:
+        yield f"{flags} with a bias in the output layer: only X W^T is computed; build it with bias=False"
 
 
 def _check_mark(layer: nn.Module, output: Tensor, num_calls: int) -> None:
