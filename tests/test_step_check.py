@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.forward_step import PolicyForwardStep
+from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.testing import step_check
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
 from megatron_rl.testing.reference import in_rollouts, ragged_samples
@@ -187,6 +189,18 @@ def with_padded_columns(forward_step, groups, model):
     return PolicyForwardStep(GSPO, vocab_size=TINY.vocab_size)
 
 
+def with_gathered_logits(forward_step, groups, model):
+    """As a loop of the user's own, which looks at no layer, and a loss that takes all columns for real."""
+    find_output_layer(model.models[0]).gather_output = True
+    own = PolicyForwardStep(GSPO, vocab_size=None)
+
+    def unlooked(iterator, chunk):
+        with mock.patch("megatron_rl.megatron.head.layer_problems", lambda *given: ()):
+            return own(iterator, chunk)
+
+    return unlooked
+
+
 def reporting_half(forward_step, groups, model):
     def reporting(iterator, chunk):
         output, loss_func = forward_step(iterator, chunk)
@@ -286,6 +300,12 @@ def test_a_mistake_has_its_name_on_every_layout(pool, layout, config, fault, mes
     for found in found_on(pool, layout, config, fault):
         assert isinstance(found, str), f"passed with {found}"
         assert message in found
+
+
+def test_logits_that_tensor_parallel_ranks_gather_have_their_name(pool):
+    for found in found_on(pool, Layout(tensor=2, data=2, num_microbatches=3), GSPO, with_gathered_logits):
+        assert isinstance(found, str), f"passed with {found}"
+        assert "has the logits of the whole vocabulary" in found and "parallel_output=True" in found
 
 
 def test_lost_rollouts_have_their_name(pool):

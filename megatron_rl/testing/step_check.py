@@ -51,7 +51,15 @@ from megatron_rl.testing.step_given import (
     weights_factor,
 )
 from megatron_rl.testing.step_mistakes import OF_16_BITS, OF_FLOAT32, Step, mistake_of, rows_of
-from megatron_rl.testing.step_reference import DenseStep, KnownTokens, Microbatch, Target, dense_step, gather_tokens
+from megatron_rl.testing.step_reference import (
+    DenseStep,
+    KnownTokens,
+    Microbatch,
+    Target,
+    dense_step,
+    gather_tokens,
+    gathered_problem,
+)
 
 # Both gradients run through the same layers, so they differ by the rounding of the gradient of a logit alone: of float32 (4e-7 on
 # the layouts of the tests), or of 16 bits (2^-9 of each).
@@ -163,12 +171,13 @@ def check_step(
             for chunk in models:
                 chunk.zero_grad_buffer()
             precision = OF_16_BITS if is_16_bit else OF_FLOAT32
-            gradients_of_rows = [reader.by_logits.get(number) for number in range(len(microbatches))]
+            gradients_of_rows = [reader.by_logits.get(number, torch.zeros_like(logits)) for number, logits in enumerate(own.logits)]
             rows = rows_of(gradients_of_rows, microbatches, samples, config, vocab_size, groups, precision)
             delivered = delivered_factor(
                 len(batches), totals=totals, config=model_config, groups=groups, gradient_divisor=config.gradient_divisor
             )
-            mistake = mistake_of(Step(rows, samples, known, config, step, float(delivered or 1.0), precision, given))
+            mistake = gathered_problem(gradients_of_rows, vocab_size, groups, precision.fit)
+            mistake = mistake or mistake_of(Step(rows, samples, known, config, step, float(delivered or 1.0), precision, given))
         if not mistake:
             cause = _cause(found, tolerance, groups, len(batches), samples, own.rows)
             mistake = f"{cause}; {_of_given(cause, found, given, samples, known, config)}".removesuffix("; ")

@@ -80,7 +80,7 @@ class Row:
 
 
 def rows_of(
-    gradients: Sequence[Tensor | None],  # of each micro-batch, [rows, V_tp]: of the loop's loss by this rank's logits
+    gradients: Sequence[Tensor],  # of each micro-batch, [rows, V_tp]: of the loop's loss by this rank's logits
     microbatches: Sequence[Microbatch],
     samples: Sequence[StepSample],
     config: PolicyLossConfig,
@@ -96,8 +96,7 @@ def rows_of(
     def own() -> list[Row]:
         rows: list[Row] = []
         for number, (gradient, microbatch) in enumerate(zip(gradients, microbatches, strict=True)):
-            given = torch.zeros(microbatch.num_rows, microbatch.width) if gradient is None else gradient
-            whole = whole_columns(given, vocab_size, groups).double()
+            whole = whole_columns(gradient, vocab_size, groups).double()
             of_one = [] if groups.tp.rank() else _rows(whole, microbatch, samples, config, vocab_size, precision)
             rows += [replace(row, rank=groups.dp_cp.rank(), microbatch=number) for row in of_one]
         return rows

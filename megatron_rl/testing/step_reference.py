@@ -90,6 +90,24 @@ def whole_columns(shard: Tensor, vocab_size: int, groups: ParallelGroups) -> Ten
     return shard if shard.shape[1] >= vocab_size else torch.cat(list(all_gather_stack(shard.contiguous(), groups.tp)), 1)
 
 
+def gathered_problem(gradients: Sequence[Tensor], vocab_size: int, groups: ParallelGroups, fit: float) -> str:
+    """A loss of whole logits has the same gradient by them on each rank of tp. fit: what rounding may change, relative to it.
+
+    gradients: of each micro-batch, [rows, V_tp or V]. Communication: an all-gather of whole ones over tp, one of objects over all.
+    """
+
+    def differs() -> bool:
+        by_rank = [all_gather_stack(one.contiguous(), groups.tp) for one in gradients if one.shape[1] >= vocab_size]
+        return any(bool((other - ranks[0]).norm() > fit * ranks[0].norm()) for ranks in by_rank for other in ranks)
+
+    if not any(on_all_ranks(differs)):
+        return ""
+    return (
+        "each tensor-parallel rank has the logits of the whole vocabulary, and the loss takes them for the rank's part of it: "
+        "build the model with parallel_output=True"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class DenseStep:
     """The loss of the whole step, and its derivative by each token's log-probability and entropy: of each sample, by place."""
