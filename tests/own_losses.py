@@ -73,6 +73,13 @@ def centred(log_ratio, advantages):
     return -(bounded_exp(log_ratio) - log_ratio.mean().square()) * advantages
 
 
+def unbounded(log_ratio, advantages):
+    """Its derivative grows with the square of the ratio, and knows no bound."""
+    ratio = bounded_exp(log_ratio)
+    value = -advantages * ratio + advantages.abs() * (ratio - 1) ** 2
+    return LossValue(value, (-advantages + 2 * advantages.abs() * (ratio - 1)) * ratio)
+
+
 def overflowing(log_ratio, advantages):
     return LossValue(torch.where(log_ratio > 100, math.inf, -advantages * log_ratio), derivative=-advantages)
 
@@ -114,6 +121,8 @@ def declare() -> None:
     register_policy_loss("own_heeding_of_samples", "sequence", triton="own_losses_triton.heeding", **computed)(heeding)
     register_policy_loss("own_heeding_of_batches", "batch", **computed)(heeding_batch)
     register_policy_loss("own_anchored", anchor="rollout")(anchored)
+    for level in ("token", "sequence"):
+        register_policy_loss(f"own_unbounded_{level}", level, triton="own_losses_triton.unbounded")(unbounded)
     register_policy_loss("own_overflowing", triton="own_losses_triton.overflowing")(overflowing)
     register_policy_loss("own_detached")(detached)
     register_policy_loss("own_attached")(attached)

@@ -23,5 +23,13 @@ def heeding(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vecto
 
 
 @triton.jit
+def unbounded(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):
+    ratio = bounded_exp(log_ratio)
+    size = tl.abs(advantages)
+    value = -advantages * ratio + size * (ratio - 1) * (ratio - 1)
+    return value, (-advantages + 2 * size * (ratio - 1)) * ratio, ratio < 0
+
+
+@triton.jit
 def overflowing(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):
     return tl.where(log_ratio > 100, float("inf"), -advantages * log_ratio), -advantages, log_ratio > 100

@@ -124,8 +124,8 @@ def test_a_loss_that_is_not_finite_everywhere_is_found(level):
     found = re.search(
         r"policy_loss=mine with radius=0.2 is not finite for (\d+) of 4096 .* smallest log-ratio (\S+) and advantage", message
     )
-    # Sizes are drawn evenly from 1e-5 to 10 in powers of 10, and a 16th is 0.
-    assert int(found[1]) == pytest.approx(4096 * 15 / 16 * math.log10(10 / 0.2) / 6, rel=0.1)
+    # Sizes are drawn evenly from 1e-5 to 10 in powers of 10; a 16th is 0, and an 8th above 20.
+    assert int(found[1]) == pytest.approx(4096 / 16 * (13 * math.log10(10 / 0.2) / 6 + 2), rel=0.1)
     assert 0.2 <= abs(float(found[2])) < 0.203
     assert f"a {'sample' if level == 'sequence' else 'token'} there would end the run" in message and "torch.where" in message
 
@@ -198,6 +198,19 @@ def test_a_derivative_of_something_else_is_found():
     for name, function in (("one", truncated(is_detached=False)), ("other", aspo)):
         (message,) = found_in(function, name=name)
         assert "returns a derivative that its value does not have" in message and "detach" in message
+
+
+def test_a_derivative_beyond_the_bound_that_the_value_does_not_have_is_found():
+    """Of a loss that takes log_probs the package cannot tell it from a derivative by them. PPO's clip leaves it a quarter of the
+    places: A < 0 and a ratio above 1."""
+
+    def clipped(log_ratio, advantages, log_probs):
+        unclipped, bound = surrogate(log_ratio, advantages), -advantages * bounded_exp(log_ratio).clamp(0.8, 1.2)
+        return LossValue(torch.maximum(unclipped, bound), torch.where(unclipped >= bound, unclipped, 0.0))
+
+    (message,) = found_in(clipped)
+    assert "returns a derivative that its value does not have" in message
+    assert "beyond a log-ratio of +-20 the derivative through it is 0" in message
 
 
 class Counting:

@@ -184,6 +184,7 @@ def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, 
         tuple(parameters.values()) or None,
         log_ratio.numel(),
         LOSS=twin_of(loss),
+        IS_OF_RATIO=not loss.takes_log_probs,
         BLOCK=64,
     )
     value, derivative, is_clipped = (x.cpu() for x in outputs)

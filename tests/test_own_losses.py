@@ -46,8 +46,9 @@ from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.doors import DOORS
 from megatron_rl.hosts.settings import Settings
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import clip_of, get_policy_loss
+from megatron_rl.loss_hub import clip_of, get_policy_loss, register_policy_loss
 from megatron_rl.losses.api import loss_of_log_probs
+from megatron_rl.losses.reduce_torch import evaluate
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.testing.ranks import RankPool
 
@@ -98,6 +99,29 @@ def test_a_loss_without_a_derivative_has_autograds(name, backend):
     assert_same(got, want, **backend.tolerance)
     fraction = finalise_metrics(got[0].metrics)["policy/clipped_ratio_fraction"]
     assert (0 < fraction < 1) if name == "own_gmpo" else fraction == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@over_backends
+def test_beyond_the_bound_of_the_log_ratio_nothing_trains_whatever_a_derivative_says(level, backend):
+    """e^20 squared were a gradient of 1e17. Log-ratios of 25 in one sample, and of -25 in another."""
+    first, second, *_ = BATCH.documents
+    old = loop_log_probs(BATCH.logits, BATCH.labels)
+    old[first], old[second] = old[first] - 25, old[second] + 25
+    _, gradient = backend.run(front_door(f"own_unbounded_{level}"), replace(BATCH, old_log_probs=old))
+    assert not gradient[[*first, *second]].any() and gradient.any()
+
+
+def test_beyond_the_bound_a_derivative_by_the_log_probability_stays():
+    """A = 2, log-ratio x, log-probability -3: of -e^x A log_prob it is -A e^x, and -A e^x (1 - 3) up to the bound."""
+
+    def both(log_ratio, advantages, log_probs):
+        return -log_ratio.exp() * advantages * log_probs
+
+    register_policy_loss("both")(both)
+    x = torch.tensor([-25.0, -20.0, 1.0, 20.0, 25.0], dtype=torch.float64)
+    found = evaluate(get_policy_loss("both"), x, torch.full_like(x, 2.0), torch.full_like(x, -3.0), {}, {})
+    torch.testing.assert_close(found.derivative, -2 * x.exp() * torch.tensor([1.0, -2.0, -2.0, -2.0, 1.0]).double(), **EXACT)
 
 
 def on_a_cp_rank(rank: int, name: str):

@@ -49,6 +49,7 @@ def twin_kernel(
     parameters,  # tuple of numbers, or None
     n,
     LOSS: tl.constexpr,
+    IS_OF_RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.arange(0, BLOCK)
@@ -57,7 +58,7 @@ def twin_kernel(
     log_probs = tl.load(LOG_PROBS + at, is_inside, 0.0)
     vectors = load_vectors(VECTORS, at, is_inside)  # by itself: Triton's compiler unpacks no tuple that holds None
     value, derivative, is_clipped = apply_twin(
-        LOSS, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters
+        LOSS, IS_OF_RATIO, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters
     )
     tl.store(VALUE + at, value, is_inside)
     tl.store(DERIVATIVE + at, derivative, is_inside)
@@ -69,7 +70,12 @@ def launch(name: str) -> None:
     loss = get_policy_loss(name)
     vectors = [torch.empty(64, device="cuda") for _ in range(6 + len(loss.needs))]
     further, numbers = tuple(vectors[6:]) or None, tuple(0.5 for _ in loss.parameters) or None
-    twin_kernel[(1,)](*vectors[:3], further, *vectors[3:6], 0.8, 1.2, numbers, 64, LOSS=twin_of(loss), BLOCK=64)
+    twin_kernel[(1,)](
+        *(*vectors[:3], further, *vectors[3:6], 0.8, 1.2, numbers, 64),
+        LOSS=twin_of(loss),
+        IS_OF_RATIO=not loss.takes_log_probs,
+        BLOCK=64,
+    )
 
 
 def launch_kl(name: str) -> None:

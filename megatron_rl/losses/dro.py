@@ -38,5 +38,6 @@ def dro(
     token's is squared. The paper does not publish tau; at 0.05 the pull of a log-ratio of 20 is as large as an advantage of 1. No
     exp is taken, so the log-ratio is not bounded, and the penalty pulls back from any distance. It acts at A_t = 0 too.
     """
-    value = -advantages * log_probs + log_ratio_penalty / 2 * log_ratio.square()
+    distance = log_ratio.detach() + (log_probs - log_probs.detach())  # through log_probs, which has no bound
+    value = -advantages * log_probs + log_ratio_penalty / 2 * distance.square()
     return LossValue(value, derivative=-advantages + log_ratio_penalty * log_ratio)

@@ -134,6 +134,7 @@ def one_read_kernel(
     KL_TWIN: tl.constexpr,  # of the estimator, or None with REF_LOG_PROBS
     KL_TAKES_LOG_RATIO: tl.constexpr,
     LOSS: tl.constexpr,
+    IS_OF_RATIO: tl.constexpr,
     L: tl.constexpr,
     U: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -166,6 +167,7 @@ def one_read_kernel(
                 advantages = spread(tl.load(ADVANTAGES + document), 1)
             _, derivative = apply_to_tokens(
                 LOSS,
+                IS_OF_RATIO,
                 new,
                 advantages,
                 OLD_LOG_PROBS,
@@ -283,6 +285,7 @@ def read_once(
             KL_TWIN=None if settings.kl_estimator is None else twin_of_kl(settings.kl_estimator),
             KL_TAKES_LOG_RATIO=settings.kl_estimator is not None and settings.kl_estimator.takes_log_ratio,
             LOSS=equation.twin,
+            IS_OF_RATIO=equation.is_of_ratio,
             L=configuration.lanes,
             U=configuration.tiles,
             VECTOR=16 // logits.itemsize,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config import PolicyMetrics
+from megatron_rl.config import LOG_RATIO_BOUND, PolicyMetrics
 from megatron_rl.corrections import Correction
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import is_checked
@@ -471,7 +471,8 @@ def _checked(
     """The checked result of `call` on copies of `given`, and whether the derivative includes the weights.
 
     The derivative is the sum of those by the names in `by`; autograd computes it where the loss gives none, and with
-    prefers_autograd wherever it can.
+    prefers_autograd wherever it can. Of an elementwise loss the derivative through log_ratio is 0 beyond its bound: autograd does
+    not go through it there, and one that the loss gives is 0 there, unless the loss takes log_probs and so has another derivative.
     """
     with torch.inference_mode(False), torch.enable_grad():
         # A tensor made in inference mode cannot be differentiated; a copy made outside can.
@@ -480,6 +481,10 @@ def _checked(
             if name in leaves:
                 leaves[name] = leaves[name].requires_grad_()
         copies = {name: leaf.clone() for name, leaf in leaves.items()}
+        if loss.level != "batch":
+            log_ratio = leaves["log_ratio"]
+            is_beyond = log_ratio.detach().abs() > LOG_RATIO_BOUND  # false for NaN, which passes through
+            copies["log_ratio"] = torch.where(is_beyond, log_ratio.detach(), log_ratio)
         kept = dict(copies)
         returned = _returned(loss, call, copies)
         for name, tensor in kept.items():
@@ -491,6 +496,8 @@ def _checked(
         is_weighted = derivative is None and weights is not None
         if derivative is None:
             derivative = _derivative(loss, result.value, weights, [leaves[name] for name in by if name in leaves], like)
+        elif loss.level != "batch" and not loss.takes_log_probs:
+            derivative = torch.where(is_beyond, 0.0, derivative)
     is_clipped = torch.zeros_like(like, dtype=torch.bool) if result.is_clipped is None else result.is_clipped
     values = LossValues(result.value.detach(), derivative.detach(), is_clipped)
     return values, is_weighted

@@ -215,6 +215,7 @@ def loss_and_coefficients_kernel(
     KL_TWIN: tl.constexpr,  # of the estimator, or None with REF_LOG_PROBS
     KL_TAKES_LOG_RATIO: tl.constexpr,
     LOSS: tl.constexpr,
+    IS_OF_RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One document's terms and the coefficients of its tokens. The last program writes the padding after all documents.
@@ -241,6 +242,7 @@ def loss_and_coefficients_kernel(
     if LOG_RATIO_COLUMN >= 0:
         _, value, derivative, _ = apply_to_sample(
             LOSS,
+            IS_OF_RATIO,
             sums,
             count,
             advantages,
@@ -264,6 +266,7 @@ def loss_and_coefficients_kernel(
         if LOG_RATIO_COLUMN < 0:
             value, derivative = apply_to_tokens(
                 LOSS,
+                IS_OF_RATIO,
                 new,
                 advantages,
                 OLD_LOG_PROBS,
@@ -354,6 +357,7 @@ def metric_sums_kernel(
     ADVANTAGES_COLUMN: tl.constexpr,
     HAS_TOKEN_ADVANTAGES: tl.constexpr,
     LOSS: tl.constexpr,
+    IS_OF_RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The statistics of this rank's tokens of one document. They share the factor 1 / m_i, which multiplies the sums at the end."""
@@ -366,6 +370,7 @@ def metric_sums_kernel(
     if LOG_RATIO_COLUMN >= 0:
         log_ratio, _, _, was_clipped = apply_to_sample(
             LOSS,
+            IS_OF_RATIO,
             sums,
             count,
             advantages,
@@ -391,7 +396,9 @@ def metric_sums_kernel(
         if LOG_RATIO_COLUMN < 0:
             ratio = bounded_exp(new - old)
             vectors = load_vectors(VECTORS, tokens, is_live)
-            _, _, was_clipped = apply_twin(LOSS, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
+            _, _, was_clipped = apply_twin(
+                LOSS, IS_OF_RATIO, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters
+            )
         is_clipped = is_live & was_clipped
         num_live += is_live.to(tl.int32)
         num_clipped += is_clipped.to(tl.int32)
@@ -674,6 +681,7 @@ def _loss_and_coefficients(
         KL_TWIN=None if settings.kl_estimator is None else twin_of_kl(settings.kl_estimator),
         KL_TAKES_LOG_RATIO=settings.kl_estimator is not None and settings.kl_estimator.takes_log_ratio,
         LOSS=equation.twin,
+        IS_OF_RATIO=equation.is_of_ratio,
         BLOCK=block,
         num_warps=NUM_WARPS,
         maxnreg=MAX_REGISTERS,
@@ -713,6 +721,7 @@ def _metric_sums(
         ADVANTAGES_COLUMN=documents.column("advantages"),
         HAS_TOKEN_ADVANTAGES=equation.has_token_advantages,
         LOSS=equation.twin,
+        IS_OF_RATIO=equation.is_of_ratio,
         BLOCK=block,
         num_warps=NUM_WARPS,
         maxnreg=MAX_REGISTERS,

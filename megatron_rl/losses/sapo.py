@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.config import LOG_RATIO_BOUND
 from megatron_rl.loss_hub import LossValue, Parameter, register_policy_loss
 from megatron_rl.ops.ratios import bounded_exp
 
@@ -54,5 +53,4 @@ def sapo(
     exponent = temperature * (ratio - 1)
     # By exp: torch.sigmoid has other bits in the last elements of a tensor, and padding would move them.
     gate, rest = 1 / (1 + (-exponent).exp()), 1 / (1 + exponent.exp())
-    derivative = -4 * gate * rest * ratio * advantages
-    return LossValue(-4 / temperature * gate * advantages, torch.where(log_ratio.abs() <= LOG_RATIO_BOUND, derivative, 0.0))
+    return LossValue(-4 / temperature * gate * advantages, derivative=-4 * gate * rest * ratio * advantages)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_rl.ops.ratios_triton import LOG_RATIO_BOUND, bounded, bounded_exp
+from megatron_rl.ops.ratios_triton import bounded, bounded_exp
 
 
 @triton.jit
@@ -24,5 +24,4 @@ def sapo(
     exponent = bounded(temperature * (ratio - 1), -80.0, 80.0)  # e^80 is finite, and the sigmoid there 0 or 1
     gate = tl.sigmoid(exponent)
     derivative = -4 * gate * tl.sigmoid(-exponent) * ratio * advantages
-    derivative = tl.where(tl.abs(log_ratio) <= LOG_RATIO_BOUND, derivative, 0.0)
     return -4 / temperature * gate * advantages, derivative, ratio < 0

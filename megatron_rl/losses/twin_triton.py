@@ -18,6 +18,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.inputs import LossInputs
 from megatron_rl.losses.settings import LossSettings
+from megatron_rl.ops.ratios_triton import LOG_RATIO_BOUND
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.registries.kl_estimators import KLEstimator
 
@@ -31,6 +32,7 @@ class Equation:
     lowest_ratio: float
     highest_ratio: float
     has_token_advantages: bool
+    is_of_ratio: bool
 
 
 @functools.cache
@@ -63,6 +65,7 @@ def equation_of(loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) ->
         highest_ratio=1.0 + high,
         # A sequence-level loss has one advantage a sample now, in the sums if [T] was given.
         has_token_advantages=inputs.advantages_per == "token" and loss.level == "token",
+        is_of_ratio=not loss.takes_log_probs,
     )
 
 
@@ -135,18 +138,34 @@ def load_vectors_of_sample(VECTORS, document, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def apply_twin(LOSS: tl.constexpr, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters):
-    """Calls the declared twin: value, derivative, is_clipped. It gets vectors and parameters where the loss declares some."""
+def apply_twin(
+    LOSS: tl.constexpr,
+    IS_OF_RATIO: tl.constexpr,
+    log_ratio,
+    advantages,
+    log_probs,
+    lowest_ratio,
+    highest_ratio,
+    vectors,
+    parameters,
+):
+    """Calls the declared twin: value, derivative, is_clipped. It gets vectors and parameters where the loss declares some.
+
+    Beyond the bound of the log-ratio the derivative of a loss that does not take log_probs is 0, whatever the twin returns.
+    """
     if vectors is None and parameters is None:
         value, derivative, is_clipped = LOSS(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio)
     else:
         value, derivative, is_clipped = LOSS(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters)
+    if IS_OF_RATIO:
+        derivative = tl.where(tl.abs(log_ratio) > LOG_RATIO_BOUND, 0.0, derivative)
     return value, derivative, is_clipped
 
 
 @triton.jit
 def apply_to_sample(
     LOSS: tl.constexpr,
+    IS_OF_RATIO: tl.constexpr,
     sums,
     count,
     advantages,
@@ -166,7 +185,7 @@ def apply_to_sample(
         log_prob = spread(mean(tl.load(sums + LOG_PROBS_COLUMN), count), BLOCK)
     vectors = load_vectors_of_sample(VECTORS, document, BLOCK)
     value, derivative, is_clipped = apply_twin(
-        LOSS, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, vectors, parameters
+        LOSS, IS_OF_RATIO, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, vectors, parameters
     )
     return log_ratio, value, derivative, is_clipped
 
@@ -183,6 +202,7 @@ def weights_of_tokens(weight, IMPORTANCE_WEIGHTS, tokens, is_live):
 @triton.jit
 def apply_to_tokens(
     LOSS: tl.constexpr,
+    IS_OF_RATIO: tl.constexpr,
     new,  # block of log-probabilities
     advantages,  # the sample's; not used with HAS_TOKEN_ADVANTAGES
     OLD_LOG_PROBS,
@@ -200,7 +220,9 @@ def apply_to_tokens(
     if HAS_TOKEN_ADVANTAGES:
         advantages = load_live(ADVANTAGES, tokens, is_live)
     vectors = load_vectors(VECTORS, tokens, is_live)
-    value, derivative, _ = apply_twin(LOSS, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
+    value, derivative, _ = apply_twin(
+        LOSS, IS_OF_RATIO, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters
+    )
     return value, derivative
 
 

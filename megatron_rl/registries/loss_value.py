@@ -18,7 +18,8 @@ class LossValue:
         level "batch" d (sum of the sample's values) / d log-probability of the token. log_ratio and log_probs both move with the
         log-probability. `value` detaches each factor that is constant for the gradient, so autograd finds the same number: a check
         at launch compares the two. At level "batch" it is ignored where importance weights are given, and autograd is used then.
-        None: autograd.
+        None: autograd. Beyond a log-ratio of +-20 the derivative through log_ratio is 0: one that is given is set to 0 there, where
+        the function takes no log_probs; not at level "batch".
     is_clipped: bool, what the metrics count as clipped. None: nothing is clipped.
     """
 

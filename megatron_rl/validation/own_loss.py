@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import LOG_RATIO_BOUND, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.packing import document_sums
@@ -253,7 +253,8 @@ def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator
         elif (num_wrong := _num_apart(own.derivative, of_value, rtol=_FACTOR_NOISE)) > FEW:
             yield (
                 f"{name} returns a derivative that its value does not have, for {num_wrong} of {NUM_PROBES} pairs of log-ratio "
-                "and advantage: in the value, detach what is constant for the gradient; or leave the derivative to autograd"
+                "and advantage: in the value, detach what is constant for the gradient; or leave the derivative to autograd; "
+                f"beyond a log-ratio of +-{LOG_RATIO_BOUND:g} the derivative through it is 0"
             )
 
 
@@ -263,11 +264,13 @@ def _with_numbers(loss: PolicyLoss, keywords: Mapping[str, float]) -> str:
 
 
 def _probes() -> tuple[Tensor, Tensor, Tensor]:  # log_ratio, advantages and log_probs, [NUM_PROBES] float32
-    """All sizes that a run may meet, in all combinations: a loss may be 0 for most of them. Some log-ratios are exactly 0."""
+    """All sizes that a run may meet, in all combinations: a loss may be 0 for most of them. Some log-ratios are exactly 0, and
+    some beyond the bound: a clip leaves a quarter of them a gradient, which is more than FEW."""
     drawn = torch.rand(5, NUM_PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     signs = 2.0 * (drawn[:2].argsort(dim=1) % 2) - 1  # half of them are 1: a half of the probes may have one sign alone
     log_ratio = signs[0] * 10 ** (6 * drawn[2] - 5)  # 1e-5 to 10
     log_ratio[::16] = 0.0
+    log_ratio[4::8] = LOG_RATIO_BOUND * signs[0, 4::8] * (1 + drawn[2, 4::8] / 2)
     advantages = signs[1] * 10 ** (5 * drawn[3] - 3)  # 1e-3 to 100
     return log_ratio, advantages, log_ratio.clamp(max=0.0) - 10 ** (4 * drawn[4] - 3)  # no probability is above 1
 
