@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from decimal import Context, Decimal, localcontext
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ from megatron_rl.hosts import flags, nemo_rl, prime_rl, skyrl, verl
 from megatron_rl.loss_hub import AGGREGATIONS, get_policy_loss, loss_aggregation_names
 from megatron_rl.losses import importance_correction
 from megatron_rl.losses.api import has_twin
-from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.ops.ratios import k3_estimate, kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.corrections import CORRECTIONS, CorrectionValue, correction_names, get_correction
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, get_kl_estimator, kl_estimator_names
@@ -107,6 +108,43 @@ def test_the_triton_twin_is_the_torch_function(name):
     for one, other in zip(got, want, strict=True):
         # Of float32: e^20 is good to 20 x 2^-24 and an ulp or two of exp.
         torch.testing.assert_close(one.cpu(), other, rtol=4e-6, atol=1e-6)
+
+
+def k3_by_twin(log_probs: torch.Tensor, reference: torch.Tensor) -> list[torch.Tensor]:
+    from twin_kernel import kl_kernel
+
+    from megatron_rl.losses.twin_triton import twin_of_kl
+
+    inputs = [x.to(KERNEL_DEVICE) for x in (log_probs, reference, log_probs)]
+    found = [torch.full_like(inputs[0], math.nan) for _ in range(2)]
+    kl_kernel[(1,)](*inputs, *found, log_probs.numel(), KL_TWIN=twin_of_kl(get_kl_estimator("k3")), BLOCK=128)
+    return [part.cpu() for part in found]
+
+
+# Of float32: a step is 1.2e-7 of a number, and a few of them are taken. A GPU's e^20 is good to 20 x 2^-24 and a step or two.
+# Of float64: at 1e-6 the difference of e^d - 1 and d keeps 2^-53 / 1e-6 of its digits.
+K3_IN = {
+    "torch": (k3_estimate, torch.float32, 1e-6),
+    "torch, float64": (k3_estimate, torch.float64, 1e-9),
+    "triton": (k3_by_twin, torch.float32, 1e-6 if KERNEL_DEVICE == "cpu" else 4e-6),
+}
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=(pytest.mark.kernel, NEEDS_TRITON) if name == "triton" else ()) for name in K3_IN]
+)
+def test_k3_keeps_its_digits_near_0_and_far_from_it(backend):
+    """exp(d) - d - 1 and 1 - exp(d) of float32 numbers are 97 % and 2e-4 off at d = 1e-4: what two close policies are told by.
+    The truth has 50 digits. Up to 1 the twin takes a series, so 1 and its neighbours are among the numbers."""
+    estimate, dtype, tolerance = K3_IN[backend]
+    one = torch.ones((), dtype=dtype)
+    sizes = torch.cat([torch.logspace(-6, math.log10(20), 60, dtype=dtype).clamp(max=20), one.nextafter(0 * one)[None], one[None]])
+    d = torch.cat([sizes, -sizes])
+    with localcontext(Context(prec=50)):
+        exact = [(Decimal(x).exp(), Decimal(x)) for x in d.tolist()]
+        wanted = [[float(e - x - 1) for e, x in exact], [float(1 - e) for e, _ in exact]]
+    for found, truth in zip(estimate(torch.zeros_like(d), d), wanted, strict=True):
+        torch.testing.assert_close(found.double(), torch.tensor(truth, dtype=torch.float64), rtol=tolerance, atol=0)
 
 
 @over_backends

@@ -6,12 +6,11 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_rl.config import LOG_RATIO_BOUND
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import PolicyLoss
+from megatron_rl.ops.ratios import k3_of_difference
 from megatron_rl.registries.loss_value import LossValue
 
 
@@ -39,12 +38,11 @@ def with_old_kl(loss: PolicyLoss) -> PolicyLoss:
         result = returned if isinstance(returned, LossValue) else LossValue(returned)
         if not isinstance(result.value, Tensor) or result.value.shape != log_ratio.shape:
             return returned  # the check of what a loss returns says what is wrong
-        bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        value = result.value + old_kl_coefficients * (bounded.expm1() - bounded)
+        penalty, slope = k3_of_difference(log_ratio)
+        value = result.value + old_kl_coefficients * penalty
         if result.derivative is None:
             return replace(result, value=value)
-        of_penalty = torch.where(log_ratio.abs() <= LOG_RATIO_BOUND, bounded.expm1(), 0.0).detach()
-        return replace(result, value=value, derivative=result.derivative + old_kl_coefficients * of_penalty)
+        return replace(result, value=value, derivative=result.derivative + old_kl_coefficients * slope.detach())
 
     return replace(
         loss,

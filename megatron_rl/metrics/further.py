@@ -13,7 +13,7 @@ from megatron_rl.corrections import Correction
 from megatron_rl.errors import DataError
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.metrics.policy import NEUTRAL, Metric, Reduction, Weight, count, masked_sum, over_tokens, sample_mean
-from megatron_rl.ops.ratios import k3_estimate
+from megatron_rl.ops.ratios import k3_of_difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     ),
     sample_mean(
         "train_rollout_kl",
-        lambda given: _shared(given, given.log_prob_difference, lambda d: k3_estimate(torch.zeros_like(d), d)[0]),
+        lambda given: _shared(given, given.log_prob_difference, lambda d: k3_of_difference(d)[0]),
         normaliser="num_rollout_samples",
         unit="nats per token",
         formula="mean of exp(d_t) - 1 - d_t: k3 of KL(rollout, train) on the rollout's samples",

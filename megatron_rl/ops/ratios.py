@@ -59,14 +59,21 @@ def k3_estimate(
 ) -> tuple[Tensor, Tensor]:  # value [*] >= 0, d value / d log_probs [*]
     """exp(d) - d - 1 with d = ref_log_probs - log_probs: an unbiased estimate of KL(policy, reference) on the policy's samples.
 
-    Schulman, "Approximating KL Divergence", 2020, estimator k3. d is bounded to +-20; beyond, the derivative is 0. At a small d
-    rounding may give a value below 0, which becomes 0.
+    Schulman, "Approximating KL Divergence", 2020, estimator k3. As k3_of_difference.
     """
-    difference = ref_log_probs - log_probs
-    bounded = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = bounded.exp()
-    derivative = torch.where(difference.abs() <= LOG_RATIO_BOUND, 1.0 - ratio, 0.0)
-    return (ratio - bounded - 1.0).clamp(min=0.0), derivative
+    value, slope = k3_of_difference(ref_log_probs - log_probs)
+    return value, -slope
+
+
+def k3_of_difference(difference: Tensor) -> tuple[Tensor, Tensor]:  # [*] -> value [*] >= 0, d value / d difference [*]
+    """exp(d) - d - 1 and exp(d) - 1. d is bounded to +-20; beyond, the derivative is 0.
+
+    In float64: in float32 the value at 1e-3, which is 5e-7, would have lost all its digits. Rounding below 0 becomes 0.
+    """
+    bounded = difference.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    slope = bounded.expm1()
+    value = (slope - bounded).clamp(min=0.0)
+    return value.to(difference.dtype), torch.where(difference.abs() <= LOG_RATIO_BOUND, slope, 0.0).to(difference.dtype)
 
 
 def kl_estimate(
