@@ -357,7 +357,6 @@ def metric_sums_kernel(
     ADVANTAGES_COLUMN: tl.constexpr,
     HAS_TOKEN_ADVANTAGES: tl.constexpr,
     LOSS: tl.constexpr,
-    IS_OF_RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The statistics of this rank's tokens of one document. They share the factor 1 / m_i, which multiplies the sums at the end."""
@@ -370,7 +369,7 @@ def metric_sums_kernel(
     if LOG_RATIO_COLUMN >= 0:
         log_ratio, _, _, was_clipped = apply_to_sample(
             LOSS,
-            IS_OF_RATIO,
+            True,  # IS_OF_RATIO: no derivative is read here
             sums,
             count,
             advantages,
@@ -396,9 +395,7 @@ def metric_sums_kernel(
         if LOG_RATIO_COLUMN < 0:
             ratio = bounded_exp(new - old)
             vectors = load_vectors(VECTORS, tokens, is_live)
-            _, _, was_clipped = apply_twin(
-                LOSS, IS_OF_RATIO, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters
-            )
+            _, _, was_clipped = apply_twin(LOSS, True, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
         is_clipped = is_live & was_clipped
         num_live += is_live.to(tl.int32)
         num_clipped += is_clipped.to(tl.int32)
@@ -721,7 +718,6 @@ def _metric_sums(
         ADVANTAGES_COLUMN=documents.column("advantages"),
         HAS_TOKEN_ADVANTAGES=equation.has_token_advantages,
         LOSS=equation.twin,
-        IS_OF_RATIO=equation.is_of_ratio,
         BLOCK=block,
         num_warps=NUM_WARPS,
         maxnreg=MAX_REGISTERS,

@@ -151,7 +151,7 @@ def apply_twin(
 ):
     """Calls the declared twin: value, derivative, is_clipped. It gets vectors and parameters where the loss declares some.
 
-    Beyond the bound of the log-ratio the derivative of a loss that does not take log_probs is 0, whatever the twin returns.
+    IS_OF_RATIO: the loss does not take log_probs, so its derivative is 0 beyond the bound of the log-ratio, whatever it returns.
     """
     if vectors is None and parameters is None:
         value, derivative, is_clipped = LOSS(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio)

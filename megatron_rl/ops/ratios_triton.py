@@ -54,19 +54,12 @@ def k3_estimate(
 ):  # value, d value / d log_probs
     """exp(d) - d - 1 with d = ref_log_probs - log_probs bounded to +-20, derivative 0 beyond.
 
-    Up to |d| = 1 by the series d^2 (1/2! + d/3! + ... + d^8/10!), because the difference of float32 numbers loses its digits there;
-    what is left out is at most 7e-8 of the value.
+    Up to |d| = 1, where float32 would lose its digits, by d^2 (1/2! + d/3! + ... + d^8/10!); the rest is at most 7e-8 of the value.
     """
     difference = ref_log_probs - log_probs
     d = bounded(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    series = d * (1 / 3628800) + 1 / 362880
-    series = series * d + 1 / 40320
-    series = series * d + 1 / 5040
-    series = series * d + 1 / 720
-    series = series * d + 1 / 120
-    series = series * d + 1 / 24
-    series = series * d + 1 / 6
-    near = d * d * (series * d + 0.5)
+    series = 1 / 24 + d * (1 / 120 + d * (1 / 720 + d * (1 / 5040 + d * (1 / 40320 + d * (1 / 362880 + d * (1 / 3628800))))))
+    near = d * d * (0.5 + d * (1 / 6 + d * series))
     ratio = tl.exp(d)
     is_near = tl.abs(d) < 1.0
     derivative = tl.where(is_near, -(d + near), 1.0 - ratio)
