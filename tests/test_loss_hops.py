@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import CLIP, KERNEL_DEVICE, random_batch, without_needless_clip
+from helpers import CLIP, KERNEL_DEVICE, pool_of, random_batch, s_masks, without_needless_clip
+from linear_cases import head_batch, run
 
 import megatron_rl
 from benchmarks.launches import counted_launches, watched_launches
-from megatron_rl.losses import policy_loss
+from megatron_rl.aggregation import sample_token_weights
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.losses import linear_grpo_loss, policy_loss
+from megatron_rl.step_counts import count_step
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernel
@@ -28,6 +34,15 @@ MOST = {
     ("triton", "none"): (12, 4400),
     ("triton", "basic"): (12, 4400),
 }
+# The same of one call of other paths, without a GPU.
+MOST_OF_PATHS = {
+    "linear_grpo_loss": (19, 5700),
+    "count_step and sample_token_weights": (6, 2000),
+    "a step of Megatron": (43, 11200),
+    "a step of Megatron with the fused head": (48, 13000),
+}
+
+pool = pool_of(1)
 
 
 class Hops:
@@ -57,6 +72,16 @@ class Hops:
 
         return run
 
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        sys.setprofile(self)
+        threading.setprofile(self)  # autograd's thread
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
 
 def hops_of_loss(name: str, backend: str = "triton", metrics: str = "basic") -> Hops:
     batch, hops = random_batch([1, 1], num_masked=(0, 0)), Hops()
@@ -64,18 +89,41 @@ def hops_of_loss(name: str, backend: str = "triton", metrics: str = "basic") -> 
     logits, *others = (x.to(KERNEL_DEVICE) for x in tensors)
     # Of two samples with a token each the advantages would be those of either: on a GPU nobody looks.
     options = {"backend": backend, "metrics": metrics, "advantages_per": "sample"}
-    for profile in (None, hops):  # what is imported and set up once is not entered by a step
-        with watched_launches(hops.watching):
-            sys.setprofile(profile)
-            threading.setprofile(profile)  # autograd's thread
-            try:
-                leaf = logits.detach().requires_grad_()
-                output = without_needless_clip(policy_loss, name, leaf, *others, **options, **CLIP)
-                output.loss.backward()
-            finally:
-                sys.setprofile(None)
-                threading.setprofile(None)
+    for entering in (nullcontext, hops.entering):  # what is imported and set up once is not entered by a step
+        with watched_launches(hops.watching), entering():
+            leaf = logits.detach().requires_grad_()
+            output = without_needless_clip(policy_loss, name, leaf, *others, **options, **CLIP)
+            output.loss.backward()
     return hops
+
+
+def second_call(call: Callable[[], object]) -> tuple[list[str], int]:
+    """The files that the second call enters, and their lines."""
+    hops = Hops()
+    call()
+    with hops.entering():
+        call()
+    return sorted(hops.files), hops.num_lines
+
+
+def run_head() -> None:
+    run(linear_grpo_loss, head_batch(), backend="torch", advantages_per="sample")
+
+
+def weigh_step() -> None:
+    masks = s_masks()
+    totals, counts, _ = count_step(masks)
+    sample_token_weights("sample_mean", counts, totals)
+
+
+def step_on_rank(rank: int, has_fused_head: bool) -> tuple[list[str], int]:
+    import trainer_cases
+
+    trainer = trainer_cases.tiny_trainer(
+        PolicyLossConfig(fused_lm_head_loss=has_fused_head, clip_ratio_low=0.2, clip_ratio_high=0.3)
+    )
+    step = trainer_cases.with_shifted_old_log_probs(trainer, [trainer_cases.ragged_step()])
+    return second_call(lambda: trainer.step(step))
 
 
 # With a clip, of samples, with parameters, and with parameters and the sampler in the place of the old policy.
@@ -98,3 +146,23 @@ def test_few_files_lie_between_a_loss_and_its_gradient(name, backend, metrics):
     num_files, num_lines = MOST[backend, metrics]
     assert len(hops.files) == num_files, sorted(hops.files)
     assert hops.num_lines <= num_lines, sorted(hops.files)
+
+
+def check_path(path: str, files: list[str], num_lines: int) -> None:
+    most_files, most_lines = MOST_OF_PATHS[path]
+    assert len(files) == most_files and num_lines <= most_lines, (path, len(files), num_lines, files)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the numbers are those of the CPU")
+@pytest.mark.parametrize(("path", "call"), [("linear_grpo_loss", run_head), ("count_step and sample_token_weights", weigh_step)])
+def test_few_files_are_entered_by_a_call(path, call):
+    check_path(path, *second_call(call))
+
+
+@pytest.mark.megatron
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the numbers are those of the CPU")
+@pytest.mark.parametrize("has_fused_head", [False, True])
+def test_few_files_are_entered_by_a_step_of_megatron(pool, has_fused_head):
+    path = "a step of Megatron with the fused head" if has_fused_head else "a step of Megatron"
+    [(files, num_lines)] = pool.run(step_on_rank, has_fused_head, world_size=1)
+    check_path(path, files, num_lines)
