@@ -35,7 +35,7 @@ from megatron_rl.hosts.log_probs import log_probs_of_logits
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.ops.assumed_scale import AssumedScale
-from megatron_rl.ops.linear_autograd import differentiable_linear_log_probs
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 
 # The longest micro-batch of a small model on one GPU, with the vocabulary of Qwen3.
 FULL_TOKENS, FULL_COLUMNS, FULL_HIDDEN = 8192, 151_936, 4096
@@ -242,7 +242,7 @@ def _our_head_log_probs() -> Loss:
 
     def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:
         options = {"tp_group": SINGLE, "check_ranks": False, "max_logits_bytes": step.max_logits_bytes}
-        log_probs, _ = differentiable_linear_log_probs(hidden, weight, step.labels, **options)
+        log_probs = linear_log_probs(hidden, weight, step.labels, **options)
         return -(log_probs * step.advantages).sum() / len(step.labels)
 
     return loss

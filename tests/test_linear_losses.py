@@ -242,7 +242,7 @@ def test_a_loss_of_a_users_own_takes_the_plans_of_its_level(level, function, on_
 
 @pytest.mark.parametrize(("rows", "mask"), ROWS_AND_MASKS)
 def test_log_probs_alone_take_one_matmul(rows, mask):
-    """Old and reference policies: equal to the logits path, masked rows 0 and in no matmul, nothing to differentiate."""
+    """Under no_grad, for old and reference policies: equal to the logits path, masked rows 0 and in no matmul."""
     case = head_batch(mask=mask)
     hidden = case.hidden.clone().requires_grad_()
     hidden.data[~case.batch.loss_mask] = math.nan

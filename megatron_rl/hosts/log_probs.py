@@ -45,7 +45,7 @@ from megatron_rl.hosts.door import looks_up, part_of, signature_problem
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import Group
 from megatron_rl.ops.backends import runs_eagerly
-from megatron_rl.ops.linear_autograd import differentiable_linear_log_probs
+from megatron_rl.ops.linear_log_probs import LinearKeywords, linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
 MARK = "_log_probs_of_megatron_rl"
@@ -226,30 +226,28 @@ def log_probs_of_hidden(
     temperature: float | Tensor = 1.0,  # a number, or one a row
     with_entropy: bool = True,
     reduces_hidden: bool,
-    sequence_parallel: bool = False,
     max_logits_bytes: int | None = None,  # None: MAX_LOGITS_BYTES
 ) -> tuple[Tensor, Tensor]:  # log_probs [T], entropy [T] float32; 0 without with_entropy
-    """As differentiable_linear_log_probs, with float32 logits. A label outside the vocabulary gives 0 without a gradient; its
-    entropy is what it is. Hidden states of another dtype are cast to the weight's, as a Megatron output layer does.
-
-    Rows of several temperatures are not sequence parallel. Their temperatures are read by the CPU: one synchronisation.
-    """
+    """As linear_log_probs, with float32 logits. A label outside the vocabulary gives 0 without a gradient; its entropy is what it
+    is. Hidden states of another dtype are cast to the weight's, as a Megatron output layer does."""
     weight = _whole(weight, hidden.dtype)
-    if isinstance(temperature, Tensor) and temperature.numel() != labels.numel():
-        (temperature,) = temperature.unique().tolist()
+    if isinstance(temperature, Tensor):
+        is_one_a_row = temperature.numel() == labels.numel()
+        temperature = temperature.reshape(-1) if is_one_a_row else temperature.unique().squeeze(0)
     chosen = labels.reshape(-1).long()
-    log_probs, entropy = differentiable_linear_log_probs(
-        hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype),
-        weight,
-        chosen,
-        temperature=temperature,
-        tp_group=tp_group,
-        with_entropy=with_entropy,
-        fp32_logits=True,
-        max_logits_bytes=MAX_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes,
-        reduces_hidden=reduces_hidden,
-        sequence_parallel=sequence_parallel,
-    )
+    operands = (hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype), weight, chosen)
+    options: LinearKeywords = {
+        "temperature": temperature,
+        "tp_group": tp_group,
+        "fp32_logits": True,
+        "max_logits_bytes": MAX_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes,
+        "reduces_hidden": reduces_hidden,
+    }
+    if with_entropy:
+        log_probs, entropy = linear_log_probs(*operands, with_entropy=True, **options)
+    else:
+        log_probs = linear_log_probs(*operands, **options)
+        entropy = torch.zeros_like(log_probs)
     return torch.where(_is_known(chosen, weight.shape[0] * tp_group.size()), log_probs, 0.0), entropy
 
 

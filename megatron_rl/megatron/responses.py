@@ -18,7 +18,7 @@ from megatron_rl.megatron.batch import ForwardInput, PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of, run_model
 from megatron_rl.megatron.routing import RouteRecorder
 from megatron_rl.ops.linear_log_probs import LinearKeywords, linear_log_probs
-from megatron_rl.ops.log_probs import LogProbKeywords, vocab_parallel_log_probs
+from megatron_rl.ops.log_probs import LogitsKeywords, vocab_parallel_log_probs
 
 # The model's output layer, unchanged.
 LOGITS = HeadSettings()
@@ -50,25 +50,34 @@ def response_log_probs(
     which gets the routes of each sample by its number in the order of the batches.
     """
 
-    common: LogProbKeywords = {"temperature": temperature, "vocab_size": vocab_size, "tp_group": groups.tp, "backend": backend}
-
     def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:  # [1 or 2, T]
         score = TermScore.FULL if batch.sampling_support is None else entropy_score
         if inputs is None:
-            rows, mask, sets = logits.flatten(0, 1), batch.loss_mask, batch.sampling_support
-            of_rows: LogProbKeywords = {"loss_mask": mask, "sampling_support": sets, "entropy_score": score, **common}
+            rows = logits.flatten(0, 1)
+            of_rows: LogitsKeywords = {
+                "loss_mask": batch.loss_mask,
+                "temperature": temperature,
+                "vocab_size": vocab_size,
+                "tp_group": groups.tp,
+                "backend": backend,
+                "sampling_support": batch.sampling_support,
+                "entropy_score": score,
+            }
             if with_entropy:
                 return torch.stack(vocab_parallel_log_probs(rows, batch.labels, with_entropy=True, **of_rows))
             return vocab_parallel_log_probs(rows, batch.labels, **of_rows)[None]
         hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
         of_head: LinearKeywords = {
             "loss_mask": batch.host.loss_mask,
+            "temperature": temperature,
+            "vocab_size": vocab_size,
+            "tp_group": groups.tp,
+            "backend": backend,
             "sampling_support": batch.host.sampling_support,
             "entropy_score": score,
             "max_logits_bytes": head.max_logits_bytes,
             "sequence_parallel": is_sequence_parallel,
             "fp32_logits": head.is_fp32,
-            **common,
         }
         if with_entropy:
             return torch.stack(linear_log_probs(hidden, inputs.weight, batch.labels, with_entropy=True, **of_head))

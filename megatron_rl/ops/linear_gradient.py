@@ -36,6 +36,7 @@ from megatron_rl.ops.linear_head import (
     LinearHead,
     accumulator_dtype,
     add_weight_gradient,
+    at_temperature,
     chunk_logits,
     chunk_operands,
     device_rows,
@@ -104,7 +105,7 @@ def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coe
 
 def run_gradient(
     head: LinearHead,
-    chunks: tuple[Tensor, ...],  # row numbers, ascending, on the CPU; rows in no chunk get gradient 0
+    chunks: list[tuple[float, Tensor]],  # temperature, row numbers, ascending, on the CPU; rows in no chunk get gradient 0
     result: RowResult,  # [T] of the forward pass
     c: Tensor,  # [T]
     e: Tensor | None,  # [T]
@@ -112,12 +113,12 @@ def run_gradient(
 ) -> Tensor | None:
     """The gradient alone, where a forward pass has kept the numbers of its rows: one matmul a row for its logits, two for the
     gradient, and no statistics. Returns what run_with_gradient returns. Communication: its, without the all-gathers."""
-    for number, numbers in enumerate(chunks):
+    for number, (temperature, numbers) in enumerate(chunks):
         rows = device_rows(numbers, head.hidden.device)
         hidden, labels = chunk_operands(head, rows)
         chunk = Chunk(rows, hidden, labels, chunk_logits(head, hidden), _take_rows(result, rows))
         is_last = number == len(chunks) - 1
-        _multiply(head, chunk, c[rows], None if e is None else e[rows], gradient, is_last=is_last)
+        _multiply(at_temperature(head, temperature), chunk, c[rows], None if e is None else e[rows], gradient, is_last=is_last)
     return _finish(head, gradient)
 
 

@@ -15,7 +15,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -388,14 +388,6 @@ def check_scaled_exp(hidden: Tensor, weight: Tensor, tp_group: Group, backend: B
         raise ConfigError(f"scaled_exp=True {problem}; leave it out")
 
 
-def check_mask(loss_mask: Tensor | None, num_tokens: int) -> None:
-    if loss_mask is not None and (
-        not isinstance(loss_mask, Tensor) or loss_mask.shape != (num_tokens,) or loss_mask.dtype != torch.bool
-    ):
-        given = f"{tuple(loss_mask.shape)} {loss_mask.dtype}" if isinstance(loss_mask, Tensor) else type(loss_mask).__name__
-        raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {given}")
-
-
 def compare_heads(
     agreement: Agreement,
     hidden: Tensor,  # [T, H] or [T / tp, H]
@@ -450,6 +442,13 @@ def make_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptio
         log_probs=hidden.new_zeros(hidden.shape[0], dtype=numbers),
         entropy=hidden.new_zeros(hidden.shape[0], dtype=numbers) if options.with_entropy else None,
     )
+
+
+def at_temperature(head: LinearHead, temperature: float) -> LinearHead:
+    """The head of another temperature, with the same buffers and results."""
+    options = replace(head.options, temperature=temperature)
+    shard = vocab_shard(head.weight.shape[0], temperature, options.vocab_size, options.tp_group)
+    return replace(head, options=options, shard=shard)
 
 
 def device_rows(rows: Tensor, device: torch.device) -> slice | Tensor:

@@ -1,39 +1,48 @@
-"""Log-probabilities of a fused head: forward alone for old and reference policies and an evaluation, else with a gradient."""
+"""Log-probabilities of a fused head, for old and reference policies, an evaluation, and any loss behind them.
+
+A loss of this package knows its coefficients while a chunk's logits exist, so its head makes the gradient in forward
+(ops/linear_gradient.py). Here the coefficients come in backward. Forward keeps four numbers a row; backward computes the logits of
+the rows with a coefficient again, chunk by chunk, and multiplies: four matmuls a row in all, and no logits [T, V_tp].
+"""
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, cast, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend, TermScore
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 from megatron_rl.layout.sampling_support import SamplingSupport
-from megatron_rl.ops.backends import runs_eagerly
-from megatron_rl.ops.linear_autograd import differentiable_linear_log_probs
+from megatron_rl.ops.backends import first_order_only, runs_eagerly
+from megatron_rl.ops.linear_gradient import make_gradient, run_gradient
 from megatron_rl.ops.linear_head import (
     HeadOptions,
+    LinearHead,
+    at_temperature,
     check_head,
-    check_mask,
     chunk_capacity,
     compare_heads,
     device_rows,
     forward_chunk,
     make_head,
 )
-from megatron_rl.ops.linear_schedule import schedule_rows
-from megatron_rl.ops.log_probs import LogProbKeywords, vocab_shard
+from megatron_rl.ops.linear_schedule import cut
+from megatron_rl.ops.log_probs import LogProbKeywords, check_temperature, vocab_shard
+from megatron_rl.ops.log_probs_torch import RowResult
 from megatron_rl.ops.support_head import make_support_head, run_scores
 from megatron_rl.ops.support_scores import check_score, check_support, compare_supports
 
 
 class LinearKeywords(LogProbKeywords, total=False):
+    temperature: float | Tensor
     max_logits_bytes: int
     sequence_parallel: bool
     fp32_logits: bool
+    reduces_hidden: bool
 
 
 @overload
@@ -63,90 +72,175 @@ def linear_log_probs(
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
     sequence_parallel: bool = False,
     fp32_logits: bool = False,
+    reduces_hidden: bool = True,
     check_ranks: bool | None = None,
     sampling_support: SamplingSupport | None = None,
     entropy_score: str = TermScore.FULL,
 ) -> Tensor | tuple[Tensor, Tensor]:  # log_probs [T], or (log_probs [T], entropy [T]); float32 (float64 for float64)
-    """log softmax(hidden @ weight.T / temperature) at the labels, without logits [T, V_tp].
+    """log softmax(hidden @ weight.T / temperature) at the labels and, with `with_entropy`, the entropy in nats.
 
-    Where hidden or weight requires a gradient, the results have one: its backward computes the logits of the rows again, chunk by
-    chunk (`ops/linear_autograd.py`). Else, and under torch.no_grad, it is one matmul a row. Columns, labels and non-finite values
-    are treated as in `vocab_parallel_log_probs`.
+    Both have a gradient where gradients are enabled and hidden or weight requires one; else one matmul runs and nothing is kept.
+    The gradient of weight is summed in float32 and rounded once to weight's dtype, by its product where one chunk is enough. Rows
+    whose coefficients are 0 take no part in backward. A second backward through a retained graph computes it again. Columns, labels
+    and non-finite values are treated as in `vocab_parallel_log_probs`.
 
     Args:
         hidden: hidden states; rows outside loss_mask may hold anything.
         weight: this tp rank's rows of the head.
         labels: labels[t] is the token whose log-probability row t gives: the caller has shifted.
-        loss_mask: only these rows are multiplied; the others give 0. On CUDA it is read on the host, with one synchronisation.
-        temperature: of all rows, or of each; rows of one temperature share chunks.
+        loss_mask: only these rows are multiplied; the others give 0, with gradient 0. On CUDA it is read on the host, with one
+            synchronisation.
+        temperature: of all rows, or of each, a constant. Rows of one temperature share chunks. [T] is read on the host, with one
+            synchronisation.
         vocab_size, tp_group, with_entropy, entropy_score, backend, check_ranks: as in `vocab_parallel_log_probs`.
         max_logits_bytes: the most bytes of all chunk buffers together.
-        sequence_parallel: hidden is this tp rank's part of the rows.
+        sequence_parallel: hidden, and its gradient, is this tp rank's part of the rows.
         fp32_logits: logits of 16-bit operands stay float32.
+        reduces_hidden: the gradient of hidden is the sum over tp. False: it is this shard's part of it, for a caller whose own
+            backward adds the parts, as Megatron's gather of sequence-parallel hidden states does.
         sampling_support: the ids that the sampler kept, a set for each row; the log-probabilities are over them. Without an
             entropy of the whole vocabulary only kept columns of the weight are multiplied (ops/support_head.py), in float32, and a
-            row of one id is not. It is read on the host: from CUDA with one synchronisation.
+            row of one id is not. It is read on the host: from CUDA with one synchronisation. There is no gradient, and one
+            temperature.
     Communication: one all-gather of [rows, 3] (with entropy [rows, 4], with sets too [rows, 7]) over tp_group a chunk, and one of
-        all rows with small sets; with sequence_parallel one of hidden [T / tp, H]; with check_ranks one of 4 KiB. None at size 1.
-        Backward, with sequence_parallel one all-gather of hidden and one reduce-scatter of its gradient; else one all-reduce of
-        [rows, H] a chunk.
+        all rows with small sets; with sequence_parallel one of hidden [T / tp, H]; with check_ranks one of 4 KiB. Backward, with
+        sequence_parallel one all-gather of hidden and one reduce-scatter of its gradient; else with reduces_hidden one all-reduce
+        of [rows, H] a chunk. None at size 1.
+    Synchronisation on CUDA: one in backward, for the rows that have a coefficient; they must be the same on all tp ranks.
     Raises: DataError for wrong shapes, dtypes or devices, and on the CPU for sets that SamplingSupport.check refuses. ConfigError
-        for a temperature that is not above 0, a backend that cannot run, a max_logits_bytes below one row, and sampling_support
-        with a gradient or with a temperature a row.
+        for a temperature that is not above 0, a backend that cannot run, a max_logits_bytes below one row, sampling_support where
+        a gradient is required, and a backward with create_graph=True.
 
     >>> linear_log_probs(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([2])).exp()
     tensor([0.2500])
     """
     tp_group = resolve_group(tp_group, "tp")
-    has_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if has_gradient or (isinstance(temperature, Tensor) and temperature.numel() > 1):
-        if sampling_support is not None:
-            raise ConfigError(
-                "linear_log_probs with sampling_support has no gradient, and one temperature: call it under torch.no_grad(), "
-                "with a number; linear_policy_loss has the gradient"
-            )
-        log_probs, entropy = differentiable_linear_log_probs(
-            *(hidden, weight, labels),
-            loss_mask=loss_mask,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            tp_group=tp_group,
-            with_entropy=with_entropy,
-            backend=backend,
-            max_logits_bytes=max_logits_bytes,
-            sequence_parallel=sequence_parallel,
-            fp32_logits=fp32_logits,
-            check_ranks=check_ranks,
-        )
-        return (log_probs, entropy) if with_entropy else log_probs
     of_kept = entropy_score == TermScore.SUPPORT
-    temperature = cast(float, temperature)
-    numbers = (temperature, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
+    of_all = 1.0 if isinstance(temperature, Tensor) else temperature
+    numbers = (of_all, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
     options = HeadOptions(*numbers, entropy_of_kept=of_kept)
     with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
         check_score("entropy_score", entropy_score, sampling_support)
         agreement.add("entropy_score", entropy_score)
         num_tokens = check_head(hidden, weight, labels, options)
-        check_mask(loss_mask, num_tokens)
+        if loss_mask is not None and (
+            not isinstance(loss_mask, Tensor) or loss_mask.shape != (num_tokens,) or loss_mask.dtype != torch.bool
+        ):
+            given = f"{tuple(loss_mask.shape)} {loss_mask.dtype}" if isinstance(loss_mask, Tensor) else type(loss_mask).__name__
+            raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {given}")
+        needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        if sampling_support is not None and (needs_gradient or isinstance(temperature, Tensor)):
+            why = "hidden states or a weight that require a gradient" if needs_gradient else "a tensor of temperatures"
+            raise ConfigError(
+                f"sampling_support with {why}: linear_log_probs of kept ids has no gradient and one temperature; call it under "
+                "torch.no_grad() with a number, or train with linear_policy_loss"
+            )
         compare_heads(agreement, hidden, weight, labels, loss_mask, options, max_logits_bytes)
         on_host, mask = None, None
         if sampling_support is not None:
             mask = None if loss_mask is None else loss_mask.to(hidden.device, non_blocking=True)
             if isinstance(sampling_support, SamplingSupport):
                 on_host, sampling_support = sampling_support.to(torch.device("cpu")), sampling_support.to(hidden.device)
-            check_support(sampling_support, labels, mask, vocab_shard(weight.shape[0], temperature, vocab_size, tp_group))
+            check_support(sampling_support, labels, mask, vocab_shard(weight.shape[0], of_all, vocab_size, tp_group))
         compare_supports(agreement, sampling_support, mask)
         rows = torch.arange(num_tokens) if loss_mask is None else loss_mask.cpu().nonzero()[:, 0]
+        parts: Parts = ((of_all, rows),)
+        if isinstance(temperature, Tensor):
+            of_rows = _of_rows(temperature, rows, num_tokens)
+            agreement.add("temperatures of rows", of_rows)
+            parts = tuple((one, rows[of_rows == one]) for one in of_rows.unique().tolist())
         capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, rows.numel())
-    with torch.no_grad():
-        if on_host is not None:
+    if on_host is not None:
+        with torch.no_grad():
             sizes = {"capacity": capacity, "max_bytes": max_logits_bytes}
             sparse = make_support_head(hidden, weight, labels, options, on_host, rows, reads_all=False, **sizes)
             run_scores(sparse)
-            return sparse.head.log_probs if sparse.head.entropy is None else (sparse.head.log_probs, sparse.head.entropy)
-        items = schedule_rows(rows, capacity)
-        chunks = [chunk for item in items for chunk in item.chunks]
-        head = make_head(hidden, weight, labels, options, max((chunk.numel() for chunk in chunks), default=0))
-        for chunk in chunks:
-            forward_chunk(head, device_rows(chunk, head.hidden.device))
-    return head.log_probs if head.entropy is None else (head.log_probs, head.entropy)
+        log_probs, entropy = sparse.head.log_probs, sparse.head.entropy
+    elif needs_gradient:
+        log_probs, entropy = LinearLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+            hidden, weight, labels, options, parts, capacity, reduces_hidden
+        )
+    else:
+        with torch.no_grad():
+            head, _ = _score(hidden, weight, labels, options, parts, capacity)
+        log_probs, entropy = head.log_probs, head.entropy
+    return log_probs if entropy is None else (log_probs, entropy)
+
+
+# Temperatures, and the row numbers of each [k], ascending, on the CPU.
+Parts = tuple[tuple[float, Tensor], ...]
+
+
+def _of_rows(temperature: Tensor, rows: Tensor, num_tokens: int) -> Tensor:  # as many as rows, on the CPU
+    if temperature.dim() == 0:
+        temperature = temperature.expand(num_tokens)
+    if temperature.shape != (num_tokens,):
+        raise DataError(f"temperature has {temperature.numel()} numbers for {num_tokens} rows: pass one a row, [T], or one for all")
+    of_rows = temperature.detach().cpu()[rows]
+    for one in of_rows.unique().tolist():
+        check_temperature(one)
+    return of_rows
+
+
+def _in_chunks(parts: Parts, capacity: int) -> list[tuple[float, Tensor]]:
+    return [(temperature, chunk) for temperature, rows in parts for chunk in cut(rows, capacity)]
+
+
+def _score(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, parts: Parts, capacity: int
+) -> tuple[LinearHead, list[tuple[slice | Tensor, RowResult]]]:  # and each chunk's rows with their numbers
+    chunks = _in_chunks(parts, capacity)
+    head = make_head(hidden, weight, labels, options, max((chunk.numel() for _, chunk in chunks), default=0))
+    results = []
+    for temperature, numbers in chunks:
+        chunk = forward_chunk(at_temperature(head, temperature), device_rows(numbers, head.hidden.device))
+        results.append((chunk.rows, chunk.result))
+    return head, results
+
+
+class LinearLogProbs(torch.autograd.Function):
+    """Saves the operands and four numbers a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        options: HeadOptions,
+        parts: Parts,
+        capacity: int,
+        reduces_hidden: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        head, results = _score(hidden, weight, labels, options, parts, capacity)
+        maximum, total = torch.zeros_like(head.log_probs), torch.ones_like(head.log_probs)
+        for rows, result in results:
+            maximum[rows], total[rows] = result.maximum, result.total
+        ctx.options, ctx.parts, ctx.capacity, ctx.reduces_hidden = options, parts, capacity, reduces_hidden
+        # An unused output gets a None gradient, not zeros, so that an unused entropy costs nothing.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, labels, maximum, total, head.log_probs, head.entropy)
+        return head.log_probs, head.entropy
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, log_probs_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, maximum, total, log_probs, entropy = ctx.saved_tensors
+        c = torch.zeros_like(log_probs) if log_probs_gradient is None else log_probs_gradient
+        is_live = c != 0 if entropy_gradient is None else (c != 0) | (entropy_gradient != 0)
+        is_live = is_live.cpu()
+        chunks = _in_chunks(tuple((one, rows[is_live[rows]]) for one, rows in ctx.parts), ctx.capacity)
+        head = make_head(hidden, weight, labels, ctx.options, max((chunk.numel() for _, chunk in chunks), default=0))
+        gradient = make_gradient(
+            head,
+            needs_hidden=ctx.needs_input_grad[0],
+            needs_weight=ctx.needs_input_grad[1],
+            main_grad=None,
+            scale=None,
+            has_entropy_term=entropy_gradient is not None,
+            is_reduced=ctx.reduces_hidden,
+        )
+        result = RowResult(maximum, total, log_probs, torch.zeros_like(log_probs) if entropy is None else entropy)
+        of_hidden = run_gradient(head, chunks, result, c, entropy_gradient, gradient)
+        of_weight = None if gradient.weight is None else gradient.weight.to(weight.dtype)
+        return of_hidden, of_weight, *[None] * 5

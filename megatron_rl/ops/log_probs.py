@@ -48,7 +48,6 @@ class LogProbKeywords(TypedDict, total=False):
     """Keywords of vocab_parallel_log_probs and linear_log_probs."""
 
     loss_mask: Tensor | None
-    temperature: float
     vocab_size: int | None
     tp_group: Group | None
     backend: str
@@ -58,6 +57,7 @@ class LogProbKeywords(TypedDict, total=False):
 
 
 class LogitsKeywords(LogProbKeywords, total=False):
+    temperature: float
     inplace: bool
 
 

@@ -1,4 +1,4 @@
-"""The fused head's log-probabilities with a gradient for any loss behind them: numbers, rows, memory, ranks and what is refused."""
+"""The fused head's log-probabilities with their gradient: numbers, rows, memory, ranks and what is refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 from linear_cases import Seen, relative
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.ops.linear_autograd import differentiable_linear_log_probs
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.testing.ranks import run_ranks
 
@@ -30,18 +29,19 @@ def operands(dtype=torch.float64):
     return hidden.to(dtype), weight.to(dtype), labels, c.to(dtype), e.to(dtype)
 
 
-def by_autograd(hidden, weight, labels, c, e):
+def by_autograd(hidden, weight, labels, c, e, temperature=TEMPERATURE):
     """In float64: log-probabilities, entropy, and the gradients of sum c log p + e H."""
-    hidden, weight = (leaf.double().requires_grad_() for leaf in (hidden, weight))
-    log_p = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
+    hidden, weight = (leaf.double().clone().requires_grad_() for leaf in (hidden, weight))
+    temperature = torch.as_tensor(temperature, dtype=torch.float64).reshape(-1, 1)
+    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
     log_probs, entropy = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
     found = (c.double() * log_probs).sum() + (0 if e is None else (e.double() * entropy).sum())
     return log_probs.detach(), entropy.detach(), *torch.autograd.grad(found, (hidden, weight))
 
 
-def by_head(hidden, weight, labels, c, e, **options):
+def by_head(hidden, weight, labels, c, e, temperature=TEMPERATURE, **options):
     hidden, weight = (leaf.clone().requires_grad_() for leaf in (hidden, weight))
-    log_probs, entropy = differentiable_linear_log_probs(hidden, weight, labels, temperature=TEMPERATURE, **options)
+    log_probs, entropy = linear_log_probs(hidden, weight, labels, temperature=temperature, with_entropy=True, **options)
     found = (c * log_probs).sum() + (0 if e is None else (e * entropy).sum())
     found.backward()
     return log_probs.detach(), entropy.detach(), hidden.grad, weight.grad
@@ -89,9 +89,27 @@ def test_linear_log_probs_have_a_gradient_where_an_operand_requires_one(of_rows)
 def test_without_the_entropy_the_rest_is_equal():
     hidden, weight, labels, c, _ = operands()
     want = by_head(hidden, weight, labels, c, None)
-    got = by_head(hidden, weight, labels, c, None, with_entropy=False)
-    assert all(relative(mine, theirs) < 1e-14 for mine, theirs in zip((got[0], *got[2:]), (want[0], *want[2:]), strict=True))
-    assert got[1].abs().max() == 0
+    leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
+    log_probs = linear_log_probs(*leaves, labels, temperature=TEMPERATURE)
+    (c * log_probs).sum().backward()
+    assert all(
+        relative(mine, theirs) < 1e-14
+        for mine, theirs in zip((log_probs.detach(), *(leaf.grad for leaf in leaves)), (want[0], *want[2:]), strict=True)
+    )
+
+
+def test_only_what_requires_a_gradient_gets_one():
+    """A head that is frozen, hidden states that are frozen, and nothing at all: under no_grad, as an evaluation asks for it."""
+    hidden, weight, labels, c, e = operands()
+    want = by_autograd(hidden, weight, labels, c, None)[2:]
+    for number, leaf in enumerate((hidden, weight)):
+        leaf.requires_grad_()
+        (c * linear_log_probs(hidden, weight, labels, temperature=TEMPERATURE)).sum().backward()
+        assert relative(leaf.grad, want[number]) < 1e-14
+        leaf.requires_grad_(False)
+    assert not linear_log_probs(hidden, weight, labels).requires_grad
+    with torch.no_grad():
+        assert not linear_log_probs(hidden.requires_grad_(), weight, labels).requires_grad
 
 
 def test_float64_is_computed_in_float64():
@@ -103,7 +121,7 @@ def test_float64_is_computed_in_float64():
 def test_a_second_backward_of_a_retained_graph_gives_the_gradient_again():
     hidden, weight, labels, c, _ = operands()
     hidden.requires_grad_()
-    found = (c * differentiable_linear_log_probs(hidden, weight, labels)[0]).sum()
+    found = (c * linear_log_probs(hidden, weight, labels)).sum()
     first, second = (torch.autograd.grad(found, hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second) and first.abs().max() > 0
     with pytest.raises(ConfigError, match="create_graph=True"):
@@ -116,7 +134,7 @@ def test_backward_multiplies_the_rows_that_have_a_coefficient_and_no_logits_are_
     hidden.requires_grad_()
     is_read = torch.arange(TOKENS) >= TOKENS - 3
     with Seen(HIDDEN, VOCABULARY) as forward:
-        log_probs, _ = differentiable_linear_log_probs(hidden, weight, labels, max_logits_bytes=ROW * 2)
+        log_probs = linear_log_probs(hidden, weight, labels, max_logits_bytes=ROW * 2)
     with Seen(HIDDEN, VOCABULARY) as backward:
         log_probs[is_read].sum().backward()
     assert forward.rows == {"logits": TOKENS, "hidden": 0, "weight": 0} and forward.most_rows <= 2
@@ -139,14 +157,9 @@ def test_rows_of_many_temperatures_share_one_gradient_of_the_weight(dtype):
     temperatures that are each rounded are 8e-3 off."""
     hidden, weight, labels, c, e = operands(dtype)
     temperatures = 0.5 + torch.arange(TOKENS).roll(7) / TOKENS
-    leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
-    log_probs, entropy = differentiable_linear_log_probs(*leaves, labels, temperature=temperatures, fp32_logits=True)
-    ((c * log_probs).sum() + (e * entropy).sum()).backward()
-    scaled = hidden.double() / temperatures.double()[:, None] * TEMPERATURE
-    want = by_autograd(scaled, weight, labels, c, e)
-    want = (*want[:2], want[2] / temperatures.double()[:, None] * TEMPERATURE, want[3])
+    got = by_head(hidden, weight, labels, c, e, temperatures, fp32_logits=True)
     limit = LIMIT if dtype == torch.float32 else 2**-8
-    for mine, theirs in zip((log_probs.detach(), entropy.detach(), leaves[0].grad, leaves[1].grad), want, strict=True):
+    for mine, theirs in zip(got, by_autograd(hidden, weight, labels, c, e, temperatures), strict=True):
         assert relative(mine, theirs) < limit
 
 
@@ -156,49 +169,35 @@ def test_a_temperature_without_a_coefficient_takes_no_part(live):
     c = torch.zeros_like(c).index_fill_(0, torch.arange(TOKENS)[live], 1.5)
     leaves = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
     temperatures = torch.where(torch.arange(TOKENS) % 2 == 0, 2.0, TEMPERATURE)  # row 3 has TEMPERATURE
-    (c * differentiable_linear_log_probs(*leaves, labels, temperature=temperatures)[0]).sum().backward()
+    (c * linear_log_probs(*leaves, labels, temperature=temperatures)).sum().backward()
     want = by_autograd(hidden, weight, labels, c, None)[2:]
     for leaf, theirs in zip(leaves, want, strict=True):
         assert leaf.grad.dtype == leaf.dtype and (leaf.grad - theirs).abs().max() <= LIMIT * theirs.abs().max()
 
 
-def test_temperatures_that_do_not_fit_are_refused():
-    hidden, weight, labels, *_ = operands()
-    for wrong, says in ((torch.ones(3), "3 numbers for 24 rows"), (torch.linspace(0, 1, TOKENS), "temperature")):
-        with pytest.raises((DataError, ConfigError), match=says):
-            differentiable_linear_log_probs(hidden, weight, labels, temperature=wrong)
-    with pytest.raises(ConfigError, match="with 24 temperatures"):
-        differentiable_linear_log_probs(hidden, weight, labels, temperature=torch.linspace(1, 2, TOKENS), sequence_parallel=True)
+OF_ROWS = 0.5 + torch.arange(TOKENS) % 3
 
 
-def test_operands_that_do_not_fit_are_refused():
-    hidden, weight, labels, _, _ = operands()
-    with pytest.raises(DataError, match="both end with the hidden size"):
-        differentiable_linear_log_probs(hidden[:, 1:], weight, labels)
-    with pytest.raises(ConfigError, match="temperature=0"):
-        differentiable_linear_log_probs(hidden, weight, labels, temperature=0)
-
-
-def parts_of(rank: int, *, sequence_parallel: bool, reduces_hidden: bool):
-    """What a rank of two gets, and the sum of its gradient of hidden over both."""
+def parts_of(rank: int, *, temperature, sequence_parallel: bool, reduces_hidden: bool):
+    """What a rank of two gets."""
     tp = resolve_groups().tp
     hidden, weight, labels, c, e = operands(torch.float32)
     shard = weight.chunk(2)[rank]
     given = hidden.chunk(2)[rank] if sequence_parallel else hidden
     options = {"sequence_parallel": sequence_parallel, "reduces_hidden": reduces_hidden, "tp_group": tp}
-    return by_head(given, shard, labels, c, e, max_logits_bytes=ROW * 5, **options)
+    return by_head(given, shard, labels, c, e, temperature, max_logits_bytes=ROW * 5, **options)
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize(
-    ("sequence_parallel", "reduces_hidden"),
-    [(False, True), (False, False), (True, True)],
-    ids=["whole hidden states", "the parts of the sum", "SP"],
+    ("temperature", "sequence_parallel", "reduces_hidden"),
+    [(TEMPERATURE, False, True), (TEMPERATURE, False, False), (TEMPERATURE, True, True), (OF_ROWS, True, True)],
+    ids=["whole hidden states", "the parts of the sum", "SP", "SP, a temperature a row"],
 )
-def test_two_tensor_parallel_ranks_have_the_gradient_of_one(sequence_parallel, reduces_hidden):
-    work = partial(parts_of, sequence_parallel=sequence_parallel, reduces_hidden=reduces_hidden)
+def test_two_tensor_parallel_ranks_have_the_gradient_of_one(temperature, sequence_parallel, reduces_hidden):
+    work = partial(parts_of, temperature=temperature, sequence_parallel=sequence_parallel, reduces_hidden=reduces_hidden)
     first, second = run_ranks(work, 2, tensor_model_parallel_size=2)
-    want = by_autograd(*operands(torch.float32))
+    want = by_autograd(*operands(torch.float32), temperature)
     for mine, other, theirs in zip(first[:2], second[:2], want[:2], strict=True):
         assert torch.equal(mine, other) and relative(mine, theirs) < LIMIT
     hidden = torch.cat([first[2], second[2]]) if sequence_parallel else first[2] if reduces_hidden else first[2] + second[2]
@@ -226,9 +225,7 @@ def without_a_coefficient(rank: int):
     """No row has one on any rank, as in a micro-batch whose samples are all masked."""
     hidden, weight, labels, *_ = operands(torch.float32)
     leaf = hidden.chunk(2)[rank].clone().requires_grad_()
-    log_probs, _ = differentiable_linear_log_probs(
-        leaf, weight.chunk(2)[rank], labels, tp_group=resolve_groups().tp, sequence_parallel=True
-    )
+    log_probs = linear_log_probs(leaf, weight.chunk(2)[rank], labels, tp_group=resolve_groups().tp, sequence_parallel=True)
     (0 * log_probs).sum().backward()
     return leaf.grad
 
