@@ -85,8 +85,8 @@ def slices_of_a_rank(cp_size=2):
     return local_cu_seqlens(torch.tensor([0, 4]), cp_size)
 
 
-def padded_length_of(cp_size=2):
-    return padded_length(5, cp_size)
+def padded_length_of(cp_size=2, **layout):
+    return padded_length(5, cp_size, **layout)
 
 
 def each(name: str, *values: object) -> Iterator[dict]:
@@ -103,7 +103,7 @@ WITH_KL = {"kl_coefficient": 0.1, "ref_log_probs": torch.zeros(5), "regularizer_
 REFUSED: dict[Callable, list[dict]] = {
     weights_of_a_step: [*each("totals", None)],
     slices_of_a_rank: [*each("cp_size", 0, -1)],
-    padded_length_of: [*each("cp_size", 0)],
+    padded_length_of: [*each("cp_size", 0), *each("layout", "striped")],
     loss_of_logits: [
         *each(
             "logits", None, [[0.0]], torch.ones(5, 4).to_sparse(), torch.ones(5, 4).to(torch.float8_e4m3fn), torch.zeros(1, 5, 4)

@@ -12,6 +12,7 @@ from loss_backends import LOSSES, over_losses, rows_of_losses
 from refused_calls import log_probs_of_hidden, log_probs_of_logits, loss_of_hidden, loss_of_logits
 
 from megatron_rl.errors import DataError
+from megatron_rl.losses import grpo_loss
 from megatron_rl.metrics.step import neutral_statistics
 from megatron_rl.ops.log_probs import vocab_shard
 
@@ -75,3 +76,13 @@ def test_an_idle_rank_stays_in_the_graph(kind, backend, lengths):
     neutral = neutral_statistics(has_entropy=True).values
     neutral[0] = len(lengths)
     torch.testing.assert_close(output.metrics.values, neutral)
+
+
+def test_importance_weights_of_masked_tokens_and_of_padding_may_be_anything():
+    """Token 1 is masked, tokens 5 and 6 are padding; the mask says nothing of padding."""
+    batch = random_batch([4, 3], num_masked=(0, 0), seed=13)
+    batch.loss_mask[1] = False
+    weights = torch.tensor([1.0, -1.0, 1.0, 1.0, 1.0, -2.0, math.nan])
+    inputs = (batch.logits, batch.labels, batch.old_log_probs, batch.advantages, batch.loss_mask)
+    output = grpo_loss(*inputs, torch.tensor([0, 4, 5]), batch.token_weights, importance_weights=weights)
+    assert output.loss.isfinite()

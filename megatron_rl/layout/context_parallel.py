@@ -30,16 +30,16 @@ def chunk_places(cp_rank: int, cp_size: int, *, layout: str = "zigzag") -> tuple
 
     Raises ConfigError for an unknown layout and a cp_rank outside [0, cp_size).
     """
-    if layout not in LAYOUTS:
-        raise ConfigError(f"layout={layout!r} is not one of {LAYOUTS}")
-    _check_size(cp_size)
+    _check_layout(layout, cp_size)
     if not 0 <= cp_rank < cp_size:
         raise ConfigError(f"cp_rank={cp_rank} must be in [0, cp_size={cp_size})")
     is_zigzag = layout == "zigzag" and cp_size > 1
     return (cp_rank, 2 * cp_size - 1 - cp_rank) if is_zigzag else (cp_rank,)
 
 
-def _check_size(cp_size: int) -> None:
+def _check_layout(layout: str, cp_size: int) -> None:
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout={layout!r} is not one of {LAYOUTS}")
     if cp_size < 1:
         raise ConfigError(f"cp_size={cp_size} must be at least 1: it is the number of context-parallel ranks")
 
@@ -47,9 +47,9 @@ def _check_size(cp_size: int) -> None:
 def padded_length(length: int, cp_size: int, *, layout: str = "zigzag", multiple: int = 1) -> int:
     """The smallest padded length with equal chunks, where each rank's part is a multiple of `multiple` (tp size under SP).
 
-    Raises ConfigError for a cp_size below 1.
+    Raises ConfigError for an unknown layout and a cp_size below 1.
     """
-    _check_size(cp_size)
+    _check_layout(layout, cp_size)
     if cp_size == 1:
         return -(-length // multiple) * multiple
     parts = cp_size * (2 if layout == "zigzag" else 1)
@@ -114,9 +114,7 @@ def local_cu_seqlens(cu_seqlens: Tensor, cp_size: int, *, layout: str = "zigzag"
     Raises ConfigError for an unknown layout and a cp_size below 1; DataError for a document with another length (on the CPU; on
     CUDA the check would synchronise).
     """
-    _check_size(cp_size)
-    if layout not in LAYOUTS:
-        raise ConfigError(f"layout={layout!r} is not one of {LAYOUTS}")
+    _check_layout(layout, cp_size)
     num_chunks = 2 * cp_size if layout == "zigzag" and cp_size > 1 else cp_size
     if not cu_seqlens.is_cuda and bool((cu_seqlens % num_chunks != 0).any()):
         raise DataError(

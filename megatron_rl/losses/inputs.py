@@ -131,7 +131,6 @@ def prepare_inputs(
             raise DataError(f"{name} is {tensor.dtype}: a loss needs real numbers; pass a floating point tensor")
     _check_weights("token_weights", token_weights, dtype)
     _check_weights("regularizer_weights", regularizer_weights, dtype)
-    _check_weights("importance_weights", options["importance_weights"], dtype, loss_mask)
     if token_counts is not None:
         check_counts("token_counts", token_counts)
     advantages_per = options["advantages_per"]
@@ -146,11 +145,13 @@ def prepare_inputs(
         None if value is None else value.to(device, non_blocking=True) for value in (token_counts, regularizer_weights)
     )
     _check_devices(device, {"loss_mask": loss_mask, "advantages": advantages, **per_token})
+    loss_mask = loss_mask.bool() & (torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype) < cu_seqlens[-1])
+    _check_weights("importance_weights", options["importance_weights"], dtype, loss_mask)
     return LossInputs(
         old_log_probs=old_log_probs,
         advantages=advantages,
         advantages_per=advantages_per,
-        loss_mask=loss_mask.bool() & (torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype) < cu_seqlens[-1]),
+        loss_mask=loss_mask,
         cu_seqlens=cu_seqlens,
         token_weights=token_weights,
         token_counts=token_counts,
@@ -221,7 +222,7 @@ def _check_weights(name: str, weights: Tensor | None, dtype: torch.dtype, loss_m
     if loss_mask is None and not bool(torch.isfinite(weights.to(dtype)).all()):
         raise DataError(f"{name} has values that are not finite in {dtype}: {weights.tolist()}")
     is_negative = (weights < 0) & torch.isfinite(weights)
-    if bool((is_negative if loss_mask is None else is_negative & loss_mask.bool().to(weights.device)).any()):
+    if bool((is_negative if loss_mask is None else is_negative & loss_mask).any()):
         raise DataError(f"{name} has values below 0: a weight has no sign; the sign of a token is its advantage's")
 
 
