@@ -66,7 +66,6 @@ def scale_for_schedule(
         auxiliary losses of experts under the per-token contract, which would rescale them. DataError for totals without tokens, a
         loss_part that is not 0-d, and a num_local_tokens that is not a whole number in int32.
     """
-    check_totals(totals)
     if loss_part.dim() != 0:
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
     factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
@@ -143,6 +142,7 @@ def _checked_count(num_local_tokens: int | Tensor) -> int | Tensor:
 def _factor(
     num_microbatches: int, totals: StepTotals, config: TransformerConfig, groups: ParallelGroups, gradient_divisor: str
 ) -> float:
+    check_totals(totals)
     is_whole = isinstance(num_microbatches, Integral) and not isinstance(num_microbatches, bool)
     if not is_whole or num_microbatches < 1:
         raise ConfigError(
