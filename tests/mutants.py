@@ -1,12 +1,14 @@
-"""Changes one line of the package at a time and asks the fast tests whether they see it: a list, and the driver that runs it.
+"""Changes one line of the package at a time and asks the tests whether they see it: a list, and the driver that runs it.
 
     python tests/mutants.py                                     # the whole list, on two processes
     python tests/mutants.py losses/ aggregation.py              # the mutants of these paths
     python tests/mutants.py --propose 12 --seed 3 losses/       # twelve more for the list, drawn with this seed
+    python tests/mutants.py --killed-by tests/test_stopping.py  # those that this file has killed, judged by the others
 
-tests/mutants.txt has a block for each mutant: the file, `- ` the line as it is, `+ ` the line as it becomes, and `= ` why no test
-can see it, where none can. A line that is not in its file exactly once is an error, so the list moves with the code. JUDGES says
-which tests are asked, most likely first; the first that fails ends the question. The suite does not run this: it takes an hour.
+tests/mutants.txt has a block for each mutant: the file, `- ` the line as it is, `+ ` the line as it becomes, `= ` why no test can
+see it, where none can, and `! ` the first test file that killed it: --record runs the blocks that lack it and writes it there. A
+line that is not in its file exactly once is an error, so the list moves with the code. JUDGES says which tests are asked, most
+likely first; the first that fails ends the question. The suite does not run this: it takes hours.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import fcntl
 import os
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
@@ -37,7 +41,8 @@ BAR = 0.97
 SECONDS_OF_RANKS = 60.0
 SECONDS_OF_A_MUTANT = 900
 
-# Path within megatron_rl/ -> test files, without "test_" and ".py". The longest path that fits counts.
+# Path within megatron_rl/ -> the test files whose fast tests are asked and, behind a bar, those whose slow tests are asked then,
+# without "test_" and ".py". The longest path that fits counts.
 JUDGES = {
     "": "loss_contract generated_steps",
     "accumulation": "accumulation",
@@ -45,7 +50,6 @@ JUDGES = {
     "step_counts.py": "aggregation rollout_counts rank_agreement synchronisation",
     "aggregation_record.py": "aggregation own_aggregation explain_table",
     "corrections.py": "corrections term_contract generated_steps",
-    "selections.py": "selections",
     "metrics/policy.py": "metrics generated_steps",
     "metrics/further.py": "metrics rollout_metrics generated_steps",
     "metrics/step.py": "metrics generated_steps synchronisation",
@@ -53,55 +57,48 @@ JUDGES = {
     "hosts/": "custom_loss host_rules reward_weights reducer megatron_lm rollout_hosts init_hook step_guard host_flags",
     "hosts/batch.py": "custom_loss carrier",
     "hosts/carrie": "carrier placed_head",
+    "hosts/carried_rows.py": "carried_rows roll_head",
+    "hosts/placed_rows.py": "carried_rows roll_head skyrl",
+    "hosts/skipped_log_probs.py": "skipped_log_probs host_rules",
+    "hosts/training_hooks.py": "init_hook host_run step_guard reward_weights",
     "hosts/host_places.py": "placed_head skipped_log_probs",
     "hosts/placed_head.py": "placed_head",
-    "hosts/skip": "skipped_log_probs host_rules",
     "hosts/host_run.py": "step_guard reducer two_trainers host_masked_tokens",
     "hosts/reducer.py": "reducer step_guard host_masked_tokens own_aggregation",
     "hosts/train_rl.py": "train_rl",
-    "hosts/sampling.py": "sampling_doors",
     "hosts/dense_rows.py": "verl skyrl nemo_rl roll settings_launch doors",
-    "hosts/door": "door_refusals door_lines skyrl nemo_rl settings_launch toy_door doors",
     "hosts/run.py": "host_run nemo_rl two_trainers doors",
-    "hosts/settings": "settings_files sections door_lines nemo_rl",
     "hosts/verl": "verl doors door_lines verl_launch",
     "hosts/nemo_rl": "nemo_rl doors settings_launch",
     "hosts/roll": "roll doors settings_launch",
-    "hosts/roll_packed.py": "roll_packed",
     "hosts/roll_head.py": "roll_head",
     "hosts/skyrl": "skyrl doors settings_launch",
-    "hosts/prime_rl": "prime_rl doors",
-    "hosts/trl": "trl doors",
-    "hosts/pydantic_line.py": "prime_rl",
     "layout/": "context_parallel packing groups rank_agreement generated_steps log_probs",
     "layout/sampling_support.py": "sampling_support support_scores",
-    "layout/step_order.py": "selections",
     "layout/noise.py": "generation",
     "layout/agreement.py": "groups rank_agreement generated_steps losses_parallel",
     "layout/groups.py": "groups aggregation rank_agreement generated_steps losses_parallel",
     "losses/": "loss_contract golden_losses clipping losses losses_bad_input messages generated_steps linear_losses",
-    "losses/old_kl.py": "old_kl",
     "losses/corrected_inputs.py": "corrections generated_steps",
     "losses/bad_data.py": "losses_bad_input messages own_losses",
     "losses/inputs.py": "losses losses_bad_input messages generated_steps linear_losses own_losses",
-    "losses/support_terms.py": "support_losses generated_steps",
-    "losses/ordered_sums.py": "ordered_sums",
     "losses/linear.py": "linear_losses messages generated_steps linear_parallel",
     "losses/one_read_triton.py": "one_read generated_steps",
     "losses/reduce_torch.py": "golden_losses losses loss_contract own_losses loss_hub generated_steps losses_parallel",
     "losses/reduce_triton.py": "losses_triton generated_steps",
-    "losses/token_batch.py": "loss_contract own_losses loss_hub rank_agreement",
+    "megatron/attention.py": "attention rotary megatron_model",
+    "megatron/model.py": "megatron_model model_shapes layouts",
+    "megatron/multi_token.py": "multi_token_prediction mtp_layouts",
+    "megatron/rotary.py": "rotary",
+    "megatron/samples.py": "batch rollout_counts router_padding forward_step mtp_layouts generated_steps",
     "megatron/schedule.py": "generated_steps forward_step probe megatron_model layouts",
     "megatron/probe.py": "probe",
     "megatron/router_losses.py": "router_losses_said expert_layouts probe",
-    "megatron/router_scale.py": "router_losses_said expert_layouts",
     "megatron/routing.py": "router_replay expert_layouts",
     "megatron/batch.py": "batch packed_bins router_replay",
-    "megatron/ratio_units.py": "ratio_units",
     "layout/packing.py": "packing ratio_units generated_steps",
     "megatron/forward_step.py": "forward_step router_replay",
     "correction_kinds/": "term_contract corrections",
-    "token_selections/": "selections",
     "kl_estimators/": "term_contract kl_estimators generated_steps",
     "ops/support_scores.py": "support_scores support_losses generated_steps",
     "ops/": "log_probs linear_head linear_gradients linear_losses log_probs_triton messages generated_steps",
@@ -109,12 +106,8 @@ JUDGES = {
     "ops/ratios.py": "clipping term_contract kl_estimators golden_losses loss_contract generated_steps",
     "ops/ratios_triton.py": "term_contract loss_contract generated_steps",
     "registries/": "term_contract corrections",
-    "registries/selection_settings.py": "selections validation messages",
-    "registries/token_selections.py": "selections",
-    "megatron/step_selection.py": "train_selections",
     "losses/host_copies.py": "linear_losses linear_parallel synchronisation",
     "losses/sparse_linear.py": "sparse_linear",
-    "ops/support_head.py": "sparse_linear",
     "ops/sparse_head.py": "sparse_head",
     "ops/sparse_head_triton.py": "sparse_head",
     "ops/unit_gradient_triton.py": "unit_gradient",
@@ -124,6 +117,19 @@ JUDGES = {
     "validation/halves.py": "contradictions",
     "validation/own_loss.py": "contradictions",
     "validation/own_terms.py": "term_contract own_aggregation custom_metrics",
+    "train/trainer.py": "train_schedule train_sampling ratio_units | train_docs_per_step train_corrections train_loop checkpoints",
+    "train/collection.py": "train_sampling train_schedule | train_corrections train_loop train_docs_per_step expert_training",
+    "train/rollouts.py": "rollouts | train_loop",
+    "train/checkpoint": "train_options | checkpoints expert_training",
+    "train/generation.py": "generation train_sampling | generation",
+    "train/hf_": "hf_checkpoint train_hf | hf_checkpoint hf_random_configs",
+    "train/stopping.py": "stopping | train_loop",
+    "testing/": "layouts step_check | step_mistakes",
+    "testing/losses_by_hand.py": "loss_hub term_contract layouts | selftest_losses",
+    "testing/reference.py": "layouts step_check | selftest",
+    "testing/loss_": "loss_hub | pytest_plugin",
+    "testing/step_": "step_check | step_mistakes",
+    "commands/explain/": "explain explain_chain explain_table explain_files explain_corrections",
 }
 
 
@@ -133,10 +139,11 @@ class Mutant:
     old: str
     new: str
     reason: str = ""
+    killer: str = ""
 
     def __str__(self) -> str:
-        why = f"= {self.reason}\n" if self.reason else ""
-        return f"{self.path}\n- {self.old}\n+ {self.new}\n{why}"
+        rest = [f"{sign} {text}\n" for sign, text in (("=", self.reason), ("!", self.killer)) if text]
+        return "".join([f"{self.path}\n- {self.old}\n+ {self.new}\n", *rest])
 
     def applied(self, text: str) -> str:
         lines = text.split("\n")
@@ -147,15 +154,34 @@ class Mutant:
         lines[found[0]] = " " * indent + self.new
         return "\n".join(lines)
 
-    @property
-    def judges(self) -> list[str]:
+    def judges(self, without: Sequence[str] = ()) -> dict[str, list[str]]:
+        """pytest's -m -> the test files that are asked with it. A file that does not exist any more is passed over."""
         of_path = max((prefix for prefix in JUDGES if self.path.startswith(prefix)), key=len)
-        return [f"tests/test_{name}.py" for name in JUDGES[of_path].split()]
+        asked = ([test_file(name) for name in part.split()] for part in JUDGES[of_path].partition("|")[::2])
+        here = ([test for test in tests if test not in without and (ROOT / test).exists()] for tests in asked)
+        return dict(zip(("not slow", "slow"), here, strict=True))
+
+
+def test_file(name: str) -> str:
+    return f"tests/test_{name}.py"
 
 
 def read_list() -> list[Mutant]:
     blocks = [block.splitlines() for block in LIST.read_text(encoding="utf-8").split("\n\n") if block.strip()]
-    return [Mutant(path, old[2:], new[2:], " ".join(why)[2:]) for path, old, new, *why in blocks]
+    found = []
+    for path, old, new, *rest in blocks:
+        signed = {line[0]: line[2:] for line in rest}
+        found.append(Mutant(path, old[2:], new[2:], signed.get("=", ""), signed.get("!", "")))
+    return found
+
+
+def record(mutant: Mutant, killer: str) -> None:
+    """Writes the killer into the list, one process at a time, so that a run that is interrupted loses nothing."""
+    with LIST.open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        known = [replace(one, killer=killer) if (one.path, one.new) == (mutant.path, mutant.new) else one for one in read_list()]
+        file.write("\n".join(map(str, known)))
+        file.truncate()
 
 
 def source(path: str) -> str:
@@ -258,28 +284,34 @@ def propose(paths: list[str], count: int, seed: int) -> list[Mutant]:
     return sorted(random.Random(seed).sample(drawn, min(count, len(drawn))), key=lambda m: m.path)
 
 
-def judge(mutant: Mutant, folder: Path, log: Path) -> str:
+def judge(mutant: Mutant, without: Sequence[str], folder: Path, log: Path) -> str:
     """The first test that fails, or "" where all pass. The folder is a copy of the checkout of its own."""
     path = folder / "megatron_rl" / mutant.path
     text = path.read_text(encoding="utf-8")
     path.write_text(mutant.applied(text), encoding="utf-8")
-    failed = first_failure(mutant.judges, folder, log)
+    failures = (first_failure(tests, marks, folder, log) for marks, tests in mutant.judges(without).items())
+    failed = next(filter(None, failures), "")
     path.write_text(text, encoding="utf-8")
     return failed
 
 
-def first_failure(tests: list[str], folder: Path, log: Path) -> str:
+def first_failure(tests: list[str], marks: str, folder: Path, log: Path) -> str:
+    """`FAILED file::test`, or `ENDED file with ...` where pytest did not get as far; "" where all pass."""
+    if not tests:
+        return ""
     child = os.fork()
     if child == 0:
-        run_tests(tests, folder, log)
+        run_tests(tests, marks, folder, log)
     _, status = os.waitpid(child, 0)
     if os.waitstatus_to_exitcode(status) == 0:
         return ""
-    failed = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0].split(" - ")[0] if failed else f"ended with {os.waitstatus_to_exitcode(status)}"
+    told = log.read_text(errors="replace")
+    failed = [line for line in told.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))]
+    running = re.findall(r"^tests/test_\w+\.py", told, re.MULTILINE) or tests[:1]
+    return failed[0].split(" - ")[0] if failed else f"ENDED {running[-1]} with {os.waitstatus_to_exitcode(status)}"
 
 
-def run_tests(tests: list[str], folder: Path, log: Path) -> None:
+def run_tests(tests: list[str], marks: str, folder: Path, log: Path) -> None:
     os.setsid()
     signal.alarm(SECONDS_OF_A_MUTANT)
     for number in (1, 2):
@@ -294,7 +326,7 @@ def run_tests(tests: list[str], folder: Path, log: Path) -> None:
 
         for function in (ranks.run_ranks, ranks.RankPool.__init__):
             function.__kwdefaults__["timeout"] = SECONDS_OF_RANKS
-        code = pytest.main(["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow", *tests])
+        code = pytest.main(["-x", "-v", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", marks, *tests])
     except BaseException as error:
         print(f"ERROR import: {type(error).__name__}: {error}", flush=True)
         code = 1
@@ -323,41 +355,43 @@ def in_forks(work: Callable[[int], list[str]], processes: int) -> list[str]:
     return found
 
 
-def run(mutants: list[Mutant], processes: int) -> int:
+def run(mutants: list[Mutant], without: Sequence[str], processes: int, is_recorded: bool) -> int:
     import hypothesis  # noqa: F401  # once here, and not in each fork
     import pytest  # noqa: F401
     import torch._dynamo  # noqa: F401
 
-    begun = time.monotonic()
+    begun, bar = time.monotonic(), 1.0 if without else BAR
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         folders = [Path(scratch) / str(number) for number in range(processes)]
         for folder in folders:
             left_out = shutil.ignore_patterns(".git", ".venv", ".tritons", "__pycache__", "runs")
             shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
-        judges = sorted({test for mutant in mutants for test in mutant.judges})
+        judges = sorted({(test, marks) for mutant in mutants for marks, tests in mutant.judges(without).items() for test in tests})
 
         def fail_unchanged(share: int) -> list[str]:
-            log = Path(scratch) / f"log-{share}"
-            return [failed for test in judges[share::processes] if (failed := first_failure([test], folders[share], log))]
+            own, log = judges[share::processes], Path(scratch) / f"log-{share}"
+            return [failed for test, marks in own if (failed := first_failure([test], marks, folders[share], log))]
 
         def live(share: int) -> list[str]:
             """The numbers of the mutants that no test sees."""
             alive = []
             for number in range(share, len(mutants), processes):
                 mutant = mutants[number]
-                killer = judge(mutant, folders[share], Path(scratch) / f"log-{share}")
+                killer = judge(mutant, without, folders[share], Path(scratch) / f"log-{share}")
                 print(f"{killer or 'LIVES'}  {mutant.path}: {mutant.old}  ->  {mutant.new}", flush=True)
                 alive += [] if killer else [str(number)]
+                if is_recorded:
+                    record(mutant, killer and killer.split()[1].partition("::")[0])
             return alive
 
         if failed := in_forks(fail_unchanged, processes):
             raise SystemExit("\n".join(["the tests must pass on the package as it is:", *failed]))
         alive = [mutants[int(number)] for number in in_forks(live, processes)]
     died = len(mutants) - len(alive)
-    share = died / len(mutants)
-    print(f"{died} of {len(mutants)} mutants die: {share:.1%}, the bar is {BAR:.0%}; {time.monotonic() - begun:.0f} s")
+    share = died / max(len(mutants), 1)
+    print(f"{died} of {len(mutants)} mutants die: {share:.1%}, the bar is {bar:.0%}; {time.monotonic() - begun:.0f} s")
     print("\n".join(map(str, alive)))
-    return 0 if share >= BAR and all(mutant.reason for mutant in alive) else 1
+    return 0 if share >= bar and all(mutant.reason for mutant in alive) else 1
 
 
 def main() -> int:
@@ -366,12 +400,18 @@ def main() -> int:
     parser.add_argument("--propose", type=int, metavar="COUNT", help="print so many new blocks for the list, and run nothing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--record", action="store_true", help="run those that no file has killed, and write who kills them")
+    parser.add_argument("--killed-by", nargs="+", default=[], metavar="FILE", help="what these have killed, judged by others")
     args = parser.parse_args()
     if args.propose:
         print("\n".join(map(str, propose(args.paths, args.propose, args.seed))))
         return 0
-    chosen = [mutant for mutant in read_list() if any(mutant.path.startswith(path) for path in args.paths)]
-    return run(chosen, args.processes)
+    named = {test_file(name) for names in JUDGES.values() for name in names.replace("|", " ").split()}
+    if gone := sorted(name for name in named if not (ROOT / name).exists()):
+        print("these files of JUDGES do not exist and are not asked:", *gone)
+    killers, paths = args.killed_by or ([""] if args.record else None), tuple(args.paths)
+    chosen = [one for one in read_list() if one.path.startswith(paths) and (killers is None or one.killer in killers)]
+    return run(chosen, args.killed_by, args.processes, args.record)
 
 
 if __name__ == "__main__":

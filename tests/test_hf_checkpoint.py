@@ -243,7 +243,10 @@ CASES = [
 def tensors_of(folder):
     from safetensors.torch import load_file
 
-    return {name: values for path in folder.glob("*.safetensors") for name, values in load_file(path).items()}
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    found = {name: values for tensors in files for name, values in tensors.items()}
+    assert len(found) == sum(map(len, files)), "a tensor is in two files"
+    return found
 
 
 def check_logits_and_bits(pool, checkpoint, saved, layout):
@@ -497,6 +500,11 @@ def test_the_base_of_rotary_positions_may_stand_beside_their_scaling(checkpoints
     assert (config.rope_theta if transformers.__version__ < "5" else config.rope_parameters["rope_theta"]) == 1e6
 
 
+def test_a_head_that_is_not_said_to_be_tied_is_its_own(checkpoints, tmp_path):
+    """transformers writes no setting that has its default."""
+    assert not read_hf_model(changed(checkpoints["llama"][0], tmp_path, settings={"tie_word_embeddings": None})).tie_embeddings
+
+
 def test_one_expert_a_token_with_a_normalised_weight_is_refused(checkpoints, tmp_path):
     """Megatron-Core has a ValueError of its own for it, without the folder's name."""
     folder = changed(checkpoints["qwen3 with experts"][0], tmp_path, settings={"num_experts_per_tok": 1})
@@ -544,8 +552,9 @@ def test_a_sequence_beyond_the_positions_is_refused(pool, checkpoints):
     def on_rank(rank):
         model = read_hf_model(checkpoints["llama"][0])
         try:
-            build_hf_model(model, transformer_config(**model.transformer_options()), max_sequence_length=65)
+            for length in (64, 65):
+                build_hf_model(model, transformer_config(**model.transformer_options()), max_sequence_length=length)
         except ConfigError as error:
             return str(error)
 
-    assert "longer than max_position_embeddings=64" in pool.run(on_rank, world_size=1)[0]
+    assert "sequences of 65 tokens are longer than max_position_embeddings=64" in pool.run(on_rank, world_size=1)[0]

@@ -181,6 +181,15 @@ def test_placeholders_in_the_place_of_the_steps_counts_are_refused():
     log_probs = torch.zeros(16, data["token_mask"].shape[1] - 1)
     with pytest.raises(DataError, match="a step of 1 samples and 1 tokens to a call with 16 samples"):
         loss(log_probs, data, torch.tensor(1.0), torch.tensor(1.0))
+    with pytest.raises(DataError, match="a step of 16 samples and 1 tokens"):
+        loss(log_probs, data, torch.tensor(16.0), torch.tensor(1.0))
+
+
+def test_a_prompt_without_a_trained_token_does_not_count():
+    """Two samples of 2 tokens for one prompt, and two masked ones for another: 1 / (P M_g) x m x S is 1 / (1 x 4) x 2 x 4."""
+    mask = torch.tensor([[0.0, 1.0, 1.0]] * 2 + [[0.0, 0.0, 0.0]] * 2)
+    found = nemo_rl_plugin.weigh_prompts(torch.ones(4, 3), mask, torch.tensor([[0], [0], [1], [1]]))
+    assert found.tolist() == [pytest.approx([0.0, 2.0, 2.0], rel=1e-5)] * 2 + [[0.0] * 3] * 2  # a mark of 5 of 24 bits
 
 
 @pytest.mark.parametrize("change", ["no companion", "mask", "batch"])

@@ -188,7 +188,7 @@ def test_a_loss_that_raises_on_some_layouts_is_compared_on_the_others(pool):
 
 def test_a_loss_that_hangs_is_told_and_ends_the_test(monkeypatch, tmp_path):
     let_time_run_out(monkeypatch, 2, lambda: len([*tmp_path.iterdir()]) == 2)
-    with RankPool(2, use_megatron=False) as two:
+    with RankPool(2, use_megatron=False, timeout=300.0) as two:
         said = refusal(two, partial(hangs, tmp_path), DP2, CP2, M3)
     assert "DP2, M1: rank 0 gave no answer within 300 s; it was here:\n  and no other layout was tried after that\n" in said
     assert "in hangs" in said and "rank_process" not in said

@@ -72,6 +72,7 @@ def test_without_old_log_probs_the_ratio_is_one():
     found = cases.run_step(case, step, cases.settings_of(case, enable_old_logprobs_recompute=False))
     by_hand = [-s.advantage * bool(sum(s.loss_mask)) / len(step.samples) for s in step.samples]
     assert found.loss == pytest.approx(sum(by_hand), abs=1e-6)
+    assert [log["actor/policykl@mean"] for log in found.metrics] == [pytest.approx(0.0, abs=1e-6)] * len(found.metrics)
 
 
 # Refusals

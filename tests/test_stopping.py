@@ -80,9 +80,9 @@ ENDS = [
         id="a signal comes before the target",
     ),
     pytest.param(
-        *((0, 0), [0.5], {**AT_ONCE, "max_seconds": 1e-9}),
+        *((0, 0), [0.5], {"target_reward": 0.5, "window": 1, "max_seconds": 1e-9}),
         (0, "mean reward 0.500 of the last 1 rollouts reached the target", 0, [0.5]),
-        id="the target before the clock",
+        id="the target itself is enough, and comes before the clock",
     ),
 ]
 

@@ -102,13 +102,24 @@ def test_every_kind_of_run_trains_the_same_on_one_rank_and_on_a_layout(pool, tmp
         assert rows[0]["loss/kl"] == pytest.approx(0.0, abs=1e-8) and all(row["loss/kl"] > 1e-4 for row in rows[1:])
 
 
-def test_more_ranks_than_samples_train_all_the_same(pool, tmp_path):
-    """FB-25: ranks without a sample meet every collective, from sampling and the reference to the step and its metrics."""
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout"),
+    [
+        pytest.param({}, {}, id="dense"),
+        pytest.param({"experts": EXPERTS}, {"expert_model_parallel_size": 4}, id="experts on 4 ranks"),
+    ],
+)
+def test_more_ranks_than_samples_train_all_the_same(pool, tmp_path, settings, layout):
+    """FB-25: ranks without a sample meet every collective, from sampling and the reference to the step and its metrics. Their
+    experts take part when the others measure old log-probabilities for a second step."""
     config = PolicyLossConfig(policy_loss="gspo", samples_per_prompt=2, kl_coefficient=0.1, entropy_coefficient=0.1)
-    options = {"num_rollouts": 2, "prompts_per_rollout": 1, "steps_per_rollout": 1}
-    progress = [outcome.progress for outcome in pool.run(run_on_rank, tmp_path, config, options)]
+    options = {"num_rollouts": 2, "prompts_per_rollout": 2, "steps_per_rollout": 2}
+    progress = [outcome.progress for outcome in pool.run(run_on_rank, tmp_path, config, options, settings, **layout)]
     assert all(found == progress[0] for found in progress)
-    assert (progress[0].samples_seen, progress[0].num_steps) == (4, 2)
+    assert (progress[0].samples_seen, progress[0].num_steps) == (8, 4)
 
 
 def metrics_on_rank(rank):

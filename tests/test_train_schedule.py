@@ -75,7 +75,7 @@ def test_evaluation_is_the_same_on_each_layout_and_comes_every_n_rollouts(tmp_pa
         found.append(trained(tmp_path / name, f"{flags} {layout}", num_ranks))
     for rows in found:
         assert ["eval/reward" in row for row in rows] == [True, True, False, False, True, True]  # two steps a rollout
-        assert 0 < rows[0]["eval/response_length"] <= 16
+        assert 0 < rows[0]["eval/reward"] <= 1 and 0 < rows[0]["eval/response_length"] <= 16
         for name in ("eval/reward", "eval/response_length"):
             assert rows[0][name] == rows[1][name] == found[0][0][name]
     assert rows[0]["eval/reward"] == pytest.approx(round(rows[0]["eval/reward"] * 48) / 48)  # of three prompts, 16 tokens each

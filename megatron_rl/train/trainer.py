@@ -134,9 +134,10 @@ class PolicyTrainer:
             [self.model],
         )
         self._schedule = self._learning_rates()
-        self._model_config.grad_scale_func = self.optimizer.scale_loss
         self._forward_step = PolicyForwardStep(config, vocab_size=settings.vocab_size)
+        # Before the optimiser is in the model's config: Megatron copies the config for experts, and process groups have no copy.
         self._reference = self._build_reference() if config.kl_coefficient else None
+        self._model_config.grad_scale_func = self.optimizer.scale_loss
 
     @property
     def route_shape(self) -> RouteShape | None:
