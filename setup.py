@@ -21,10 +21,8 @@ EXTRAS = {
     # For kernels on the CPU. Not for a CUDA torch, which pins its own triton.
     # 3.7: the interpreter of 3.6 fails on loops with numpy 2.4.
     "interpreter": ["triton>=3.7; platform_system == 'Linux'"],
-    # train/
-    "train": ["tqdm", "matplotlib", "tensorboard"],
-    # commands/doctor: a launch script is read with the first two, a file of --custom-config-path with the third.
-    "doctor": ["tree-sitter>=0.25", "tree-sitter-bash>=0.25", "pyyaml"],
+    # train/. pyyaml: a file of --settings.
+    "train": ["tqdm", "matplotlib", "tensorboard", "pyyaml"],
     # train/ with --hf-checkpoint: configuration and tokenizer of the folder, and its files.
     "hf": ["transformers>=4.51,<6", "safetensors"],
     # pytest_megatron_rl.py, for the tests of a loss of your own.
@@ -36,7 +34,7 @@ EXTRAS = {
     # ruff and mypy: one minor version each, so that `make lint` says the same everywhere.
     "dev": ["pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5", "pre-commit"],
 }
-EXTRAS["dev"] += EXTRAS["testing"] + EXTRAS["doctor"] + EXTRAS["hf"]
+EXTRAS["dev"] += EXTRAS["testing"] + EXTRAS["train"] + EXTRAS["hf"]
 
 
 def readme() -> str:
@@ -73,7 +71,8 @@ setup(
     package_data={"megatron_rl": ["py.typed"]},
     # Beside the package, because pytest loads it in every run: a run without its fixtures imports nothing of the package.
     py_modules=["pytest_megatron_rl"],
-    install_requires=["torch", "packaging"],
+    # 2.8: the oldest whose Triton compiles the kernels. From 2.6 on torch.load with weights_only=True runs no code of a file.
+    install_requires=["torch>=2.8", "packaging"],
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["megatron-rl = megatron_rl.__main__:main"],

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(arguments: list[str]) -> int:
-    is_training, typed = arguments[:1] == ["train"], arguments
+    is_training = arguments[:1] == ["train"]
     parser = ArgumentParser("megatron-rl", description="The policy-gradient loss layer for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -71,7 +71,6 @@ def run_command(arguments: list[str]) -> int:
             if unknown:
                 raise ConfigError([*problems_of_unknown(unknown, args.command, flags_of(commands.choices[args.command]))])
             with says_that_torch_is_missing(args.command):
-                say_repeated(commands.choices[args.command], typed)
                 return run_module(command_module(args.command), args)
     except (ConfigError, DataError, RunError) as error:
         # All ranks meet a wrong setting, so one of them prints it. Bad data may be on one rank alone.
@@ -82,18 +81,6 @@ def run_command(arguments: list[str]) -> int:
         text = "\n".join(printable(line) for line in str(error).split("\n"))
         print(f"megatron-rl {arguments[0]}: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_DATA
-
-
-def say_repeated(command: ArgumentParser, typed: Sequence[str]) -> None:
-    """Of flags that take one value: argparse keeps the last one. A file of settings that the line overrides is not meant."""
-    from megatron_rl.validation.repeated import flags_with_values, repeated
-
-    with_one_value = {
-        flag for action in command._actions if type(action).__name__ == "_StoreAction" for flag in action.option_strings
-    }
-    if os.environ.get("RANK", "0") == "0":
-        for flag, text in repeated(flags_with_values(typed), lambda flag: flag in with_one_value):
-            print(f"megatron_rl: {printable(f'{flag} {text}')}", file=sys.stderr, flush=True)
 
 
 def run_module(module: ModuleType, args: Namespace) -> int:

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl.hosts.base import host_named
+from megatron_rl.hosts.args import host_named
 from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, resolve_groups
 from megatron_rl.megatron.model import find_gpt_model, model_config_of
 from megatron_rl.testing.invariance import Layout, StepResult, TinyGPT, merged

@@ -18,7 +18,7 @@ import benchmarks.__main__ as benchmarks
 from megatron_rl.__main__ import COMMANDS, command_module
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.hosts import skyrl, verl
-from megatron_rl.hosts.base import OPTIONS
+from megatron_rl.hosts.args import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 # Flags of miles and slime that neither our rules nor our examples read.

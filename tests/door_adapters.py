@@ -3,13 +3,12 @@
 A new door adds a class here and its name to ADAPTERS. `run` sends one optimiser step through what the host sees: its micro-batches,
 its factors, the call of our loss under its name, with settings as a launch types them. tests/<host>_cases.py emulates the host; the
 samples and the float64 truth are those of dense_row_cases.py. What the adapter does not say, such as the losses, is read from
-the door's declaration.
+adapter itself.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,19 +17,13 @@ from typing import Any
 
 import dense_row_cases
 import nemo_rl_cases
-import prime_rl_cases
 import roll_cases
 import skyrl_cases
-import trl_cases
 import verl_cases
-from dense_row_cases import AGGREGATIONS, TOLERANCE, Result, RowCase, largest_error, samples_of
+from dense_row_cases import TOLERANCE, Result, RowCase, largest_error, samples_of
 from torch import Tensor
 
-from megatron_rl.hosts import trl, verl
-from megatron_rl.hosts.door import Door
-from megatron_rl.hosts.door_settings import modes
-from megatron_rl.hosts.doors import DOORS
-from megatron_rl.metrics.policy import EFFECTIVE_SAMPLE_SIZE, METRICS
+from megatron_rl.hosts.adapters import adapter_named
 from megatron_rl.testing.layout_step import StepSample
 
 Step = tuple[Sequence[StepSample], Sequence[Tensor]]  # samples, and the log-probabilities of their responses
@@ -43,7 +36,7 @@ class Adapter:
     tolerance: of a step against float64, relative. metrics: what our loss reports there, by the host's names. num_ranks: processes
     that the layouts need, on Megatron's groups; 1: ranks are a loop. shorts: layouts of several micro-batches in one process.
     other: the layout of the losses beside LOSSES. terms: the host's own terms that read masked positions too, for `run`.
-    of_sampler: its settings beside a correction of ours. beside: settings of a launch, that explain leaves to the user."""
+    of_sampler: its settings beside a correction of ours."""
 
     name: str
     metrics: frozenset[str]
@@ -53,24 +46,27 @@ class Adapter:
     other: Mapping[str, Any] = {"dp": 2, "cp": 2, "sizes": (2, 5), "num_samples": 14}
     terms: Mapping[str, Any] = {}
     of_sampler: Mapping[str, Any] = {}
-    beside: Mapping[str, Any] = {}
     case: Callable[..., Any] = RowCase
 
     @property
-    def door(self) -> Door:
-        return DOORS[self.name]
+    def module(self) -> Any:
+        return adapter_named(self.name)
+
+    def modes(self) -> list[tuple[str, str]]:
+        """(loss, aggregation), all that can be trained there by name."""
+        offer = self.module.OFFER
+        return [(mode.removeprefix(offer.prefix).rpartition(".")[0], mode.rpartition(".")[2]) for mode in offer.modes()]
 
     @property
     def aggregations(self) -> list[str]:
-        return [record.name for record in self.door.aggregations()]
+        return [*dict.fromkeys(aggregation for _, aggregation in self.modes())]
 
     def layouts(self, loss: str) -> list[Any]:
         raise NotImplementedError
 
     def others(self, losses: Sequence[str]) -> list[Any]:
         """A layout for each aggregation of the other losses."""
-        known = modes(self.door).values()
-        return [self.case(loss=loss, aggregation=one, **self.other) for loss, one in known if loss not in losses]
+        return [self.case(loss=loss, aggregation=one, **self.other) for loss, one in self.modes() if loss not in losses]
 
     def install(self, monkeypatch: Any) -> None:
         """The modules of the host that ours imports, emulated."""
@@ -113,7 +109,6 @@ class Adapter:
 class Verl(Adapter):
     name, case = "verl", verl_cases.Case
     metrics = frozenset({"actor/pg_clipfrac", "actor/ppo_kl"})
-    beside = {verl.MINI_BATCH: verl.DOOR.all_defaults[verl.BATCH]}
 
     def layouts(self, loss):
         return verl_cases.matrix([loss])
@@ -173,6 +168,9 @@ class SkyRL(Adapter):
     metrics = frozenset({"clip_ratio", "tis"})
     terms = {"off_policy_correction": SimpleNamespace(tis_ratio_type="token", token_tis_ratio_clip_high=1.05)}
 
+    def modes(self):
+        return [(loss, aggregation) for aggregation in self.module.REDUCTIONS.values() for loss in self.module.losses()]
+
     def layouts(self, loss):
         return skyrl_cases.matrix([loss])
 
@@ -184,87 +182,7 @@ class SkyRL(Adapter):
         return skyrl_cases.run_step(case, *step, poison=poison, own=dict(own or {}), **settings)
 
 
-class Trl(Adapter):
-    """Ranks are threads, with collectives of their own."""
-
-    name, case = "trl", trl_cases.Case
-    metrics = frozenset({"clip_ratio/region_mean", "entropy", "kl"})
-    other = {"dp": 2, "accumulation": 2, "generated": 2}
-    shorts = (other,)
-    terms = {"gap": 0.3, "beta": 0.5, "entropy_coef": 0.25}
-    of_sampler = {"use_vllm": True, "vllm_importance_sampling_correction": False}
-
-    def layouts(self, loss):
-        layouts = ({}, self.other, {"dp": 4, "accumulation": 4, "generated": 4}, self.other | {"iterations": 2})
-        return [trl_cases.Case(loss=loss, aggregation=one, **layout) for one in AGGREGATIONS for layout in layouts]
-
-    def install(self, monkeypatch):
-        for name in [name for name in sys.modules if name.split(".")[0] == "trl" or name == f"megatron_rl.hosts.{trl.PLUG}"]:
-            monkeypatch.delitem(sys.modules, name)
-        before = dict(sys.modules)
-        trl_cases.emulated_trl()
-        trainer = trl.GRPOTrainer
-        for name in sys.modules.keys() - before.keys():
-            module = sys.modules.pop(name)
-            if name.split(".")[0] == "trl" or name == f"megatron_rl.hosts.{trl.PLUG}":
-                monkeypatch.setitem(sys.modules, name, module)
-            else:
-                sys.modules[name] = module
-        self.trainer = trainer
-
-    def step(self, case):
-        return trl_cases.step_of(case)
-
-    def micro_batches(self, case):
-        share = case.num_samples // case.dp
-        order = random.Random(0).sample(range(share), share)  # as the stand-in shuffles
-        size = share // case.generated
-        parts = [order[start : start + size] for start in range(0, share, size)][: case.accumulation]
-        return [[[rank * share + index for index in part] for part in parts] for rank in range(case.dp)]
-
-    def run(self, case, step, *, poison=None, own=None, **settings):
-        if case.loss.startswith("dppo"):
-            settings = self.of_sampler | settings
-        return trl_cases.run_step(case, *step, self.trainer, poison, own, **settings)
-
-
-# Of a loss without logits, which gives no entropy.
-POLICY_METRICS = [row.name for row in (*METRICS, EFFECTIVE_SAMPLE_SIZE) if row.is_reported and row.name != "entropy"]
-
-
-class PrimeRL(Adapter):
-    """Its old policy is the sampler, and beside a correction the trainer's own."""
-
-    name = "prime_rl"
-    metrics = frozenset(f"policy/{name}" for name in POLICY_METRICS)
-    tolerance = 1e-6  # float32 log-probabilities and advantages, 6e-8 each; the largest error of all cases here is 3e-7
-
-    def layouts(self, loss):
-        return prime_rl_cases.matrix([loss])
-
-    def install(self, monkeypatch):
-        monkeypatch.setattr(sys, "argv", ["train.py"])
-        prime_rl_cases.emulated_prime(monkeypatch)
-
-    def run(self, case, step, *, poison=None, own=None, **settings):
-        return prime_rl_cases.run_step(case, *step, poison=poison, **settings, **(own or {}))
-
-    def truth(self, case, step):
-        return prime_rl_cases.truth(case, *step)
-
-    def corrected(self, case, own):
-        samples, log_probs = self.step(case)
-        on_policy = prime_rl_cases.with_corrected(samples, log_probs)
-        below = [replace(one, old_log_probs=[value - SAMPLER_GAP for value in one.old_log_probs or []]) for one in on_policy]
-        has_weights = "importance_correction" in own
-        plain = self.truth(case, (on_policy, log_probs))[0] if has_weights else self.run(case, (below, log_probs)).loss
-        return plain, self.run(case, (below, log_probs), own=own).loss
-
-    def metric_names(self, found):
-        return set(found.metrics[0][0])
-
-
-ADAPTERS: dict[str, Adapter] = {one.name: one() for one in (Verl, NemoRL, Roll, SkyRL, Trl, PrimeRL)}
+ADAPTERS: dict[str, Adapter] = {one.name: one() for one in (Verl, NemoRL, Roll, SkyRL)}
 
 # Our corrections, and the factor of each token's loss where the sampler is SAMPLER_GAP below.
 CORRECTIONS: tuple[tuple[Mapping[str, Any], float], ...] = (

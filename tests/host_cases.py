@@ -38,7 +38,7 @@ class HostCase:
     door: str  # default (the host's own reducer), reducer, custom_loss
     aggregation: str
     estimator: str = "grpo"
-    companion: str = ""  # reward, convert
+    companion: str = ""  # reward
     per_token: bool = False
     layout: str = "thd"  # bshd, allgather
     size: int = 0  # samples of a micro-batch, 0 for all
@@ -188,8 +188,6 @@ def host_args(case: HostCase) -> Namespace:
         shared["skip_actor_forward_only"] = False
     if case.segments:  # the flags count rollouts
         shared.update(n_samples_per_prompt=GROUP_SIZE - 1, global_batch_size=len(SHAPES) // GROUP_SIZE * (GROUP_SIZE - 1))
-    if case.companion == "convert":
-        shared["global_batch_size"] = len(SHAPES) // GROUP_SIZE  # counts prompts on this route
     args = launch(case.host, "reward", ours, **{**shared, **DOORS[DOOR_OF[case.door]], **COMPANIONS.get(case.companion, {})})
     vars(args).update(dict(case.options))
     if args.custom_tis_function_path == "icepop":

@@ -33,9 +33,7 @@ class EmulatedHost(HostRank):
 
     def train_data(self, args: Namespace, samples: Sequence[EmulatedSample]) -> dict[str, list]:
         """Rewards through the hook or the host's own normalisation, final masks, and for each sample the unmasked tokens of its
-        whole rollout. A converter hook replaces all of it."""
-        if args.custom_convert_samples_to_train_data_path is not None:
-            return load_function(args.custom_convert_samples_to_train_data_path)(args, samples)
+        whole rollout."""
         hook = args.custom_reward_post_process_path
         raw, rewards = load_function(hook)(args, samples) if hook else _normalised_rewards(self.own, args, samples)
         masks = [list(s.loss_mask) if s.loss_mask is not None else [1] * s.response_length for s in samples]

@@ -21,7 +21,7 @@ import torch
 from helpers import GLOBAL_VARS
 from torch import Tensor
 
-from megatron_rl.hosts.base import Host
+from megatron_rl.hosts.args import Host
 from megatron_rl.layout.groups import ParallelGroups
 
 ROOT_VARIABLES = {"miles": "MILES_ROOT", "slime": "SLIME_ROOT"}

@@ -29,7 +29,7 @@ def emulated_policy_loss(
         log_ratio = torch.cat(log_probs) - torch.cat(old)
     advantages = torch.cat(batch["advantages"])
     is_active = torch.cat([masks[i][host.owned(args, batch, i)] for i in range(len(masks))]).bool()
-    if host.host.loss.drops_masked_values:
+    if host.host.drops_masked_values:
         log_ratio = torch.where(is_active & log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
         advantages = torch.where(is_active & advantages.isfinite(), advantages, torch.zeros_like(advantages))
     values, clipped = clipped_values(host, args, log_ratio, advantages, torch.cat(log_probs))
@@ -45,21 +45,21 @@ def emulated_policy_loss(
     policy_loss = host.policy_reducer(args, batch, policy_masks, policy_default)(values)
     means = {"pg_clipfrac": policy_default(clipped), "ppo_kl": policy_default(-log_ratio)}
     loss, entropy_loss, terms = policy_loss, torch.zeros(()), {}
-    if args.entropy_coef != 0 or host.host.loss.always_has_entropy or args.observe_training_entropy:
+    if args.entropy_coef != 0 or host.host.always_has_entropy or args.observe_training_entropy:
         entropy_loss = policy_default(torch.cat(entropy))
         loss = loss - args.entropy_coef * entropy_loss
     if args.use_kl_loss:
         ratio = (torch.cat(log_probs) - torch.cat(old)).exp() if args.use_unbiased_kl else None
         divergence = approximate_kl(host, args.kl_loss_type, torch.cat(log_probs) - torch.cat(batch["ref_log_probs"]), ratio)
-        terms["kl_loss"] = policy_default(divergence.where(is_active, 0.0) if host.host.loss.drops_masked_values else divergence)
+        terms["kl_loss"] = policy_default(divergence.where(is_active, 0.0) if host.host.drops_masked_values else divergence)
         loss = loss + args.kl_loss_coef * terms["kl_loss"]
     if not is_active.numel():
         loss = loss + 0 * logits.sum()
     log = {"loss": loss, "pg_loss": policy_loss, "entropy_loss": entropy_loss, **means}
-    if host.host.loss.has_ess_ratio:
+    if host.host.has_ess_ratio:
         log["ess_ratio"] = _effective_sample_size(host, args, batch, log_ratio.detach())
     if batch["rollout_log_probs"] is not None:
-        is_of_training = host.host.loss.compares_trained_with_rollout and args.use_rollout_logprobs
+        is_of_training = host.host.compares_trained_with_rollout and args.use_rollout_logprobs
         trained = log_probs if is_of_training else old
         compared = _mismatch(host, batch, trained, is_active, policy_default)
     return loss, {name: value.detach() for name, value in {**log, **compared, **terms, **corrected}.items()}
@@ -177,7 +177,7 @@ def _importance_sampled(
         "rollout_log_probs": batch["rollout_log_probs"],
         "loss_masks": batch["loss_masks"],
     }
-    kind = host.host.loss.correction_functions.get(args.custom_tis_function_path)
+    kind = host.host.correction_functions.get(args.custom_tis_function_path)
     if args.custom_tis_function_path is not None and kind is None:
         shared.update(total_lengths=batch["total_lengths"], response_lengths=batch["response_lengths"])
         return load_function(args.custom_tis_function_path)(args=args, pg_loss=values, **shared)
@@ -192,9 +192,9 @@ def _mismatch(host: HostRank, batch: dict, compared: list[Tensor], is_active: Te
     """How far the trainer's log-probabilities are from those of the rollout engine."""
     log_ratio = torch.cat(batch["rollout_log_probs"]) - torch.cat(compared)
     found = {"train_rollout_logprob_abs_diff": log_ratio.abs()}
-    if host.host.loss.has_rollout_kl:
+    if host.host.has_rollout_kl:
         found["train_rollout_kl"] = approximate_kl(host, "low_var_kl", log_ratio)
-    if host.host.loss.drops_masked_values:
+    if host.host.drops_masked_values:
         found = {name: value.where(is_active, 0.0) for name, value in found.items()}
     return {name: reduce(value) for name, value in found.items()}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import Host
+from megatron_rl.hosts.args import Host
 from megatron_rl.layout.groups import ParallelGroups
 
 Reducer = Callable[[Tensor], Tensor]

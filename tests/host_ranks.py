@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from argparse import Namespace
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from types import ModuleType
 
-import pytest
 import torch
 import torch.distributed as dist
 from helpers import set_global_args, zigzag
@@ -18,7 +15,7 @@ from host_emulator import EmulatedHost, EmulatedSample
 from host_harness import RealHost, exact_cross_entropy
 from torch import Tensor
 
-from megatron_rl.hosts.base import host_named
+from megatron_rl.hosts.args import host_named
 from megatron_rl.layout.groups import resolve_groups
 
 ROW_LENGTH = 24  # of bshd: beyond the longest sample, a multiple of 2 cp
@@ -96,33 +93,7 @@ def train_data(host, args: Namespace, step: DenseStep) -> dict[str, list]:
         )
         for index, sample in enumerate(step.samples)
     ]
-    if isinstance(host, RealHost):
-        return host.train_data(args, samples)
-    with converter_stand_ins(host):
-        return host.train_data(args, samples)
-
-
-@contextmanager
-def converter_stand_ins(host: EmulatedHost):
-    """The modules whose converters hooks.convert_samples_to_train_data calls, with the emulator's own conversion in them."""
-
-    def convert(args, samples, metadata, custom_convert_samples_to_train_data_func, custom_reward_post_process_func):
-        return host.train_data(Namespace(**{**vars(args), "custom_convert_samples_to_train_data_path": None}), samples)
-
-    class RolloutManager:
-        def _convert_samples_to_train_data(self, samples):
-            return convert(self.args, samples, {}, None, None)
-
-    name = {"miles": "miles.ray.rollout.train_data_conversion", "slime": "slime.ray.rollout"}[host.host.name]
-    module = ModuleType(name)
-    module.convert_samples_to_train_data, module.RolloutManager = convert, RolloutManager
-    packages = [name[: name.index(".", start)] for start in (0, 6, 10) if "." in name[start:]]
-    stand_ins = {**{package: ModuleType(package) for package in packages}, name: module}
-    # mock.patch.dict would also forget what was imported meanwhile, and what that has registered would stay.
-    with pytest.MonkeyPatch.context() as patch:
-        for path, stand_in in stand_ins.items():
-            patch.setitem(sys.modules, path, stand_in)
-        yield
+    return host.train_data(args, samples)
 
 
 def deal(case: HostCase, dp_rank: int, dp_size: int) -> list[list[int]]:

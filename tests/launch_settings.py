@@ -9,4 +9,3 @@ CUSTOM_LOSS = {
     "advantage_estimator": "grpo",
 }
 REWARD = {"custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process", "advantage_estimator": "grpo"}
-CONVERT = {"custom_convert_samples_to_train_data_path": "megatron_rl.hooks.convert_samples_to_train_data"}

@@ -27,7 +27,7 @@ from dense_row_cases import (
 )
 from torch import Tensor
 
-from megatron_rl.hosts import nemo_rl, nemo_rl_plugin
+from megatron_rl.hosts import nemo_rl
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
@@ -92,6 +92,7 @@ class OwnLoss:
 
     def __init__(self, cfg: Any, use_fused_linear_logprobs: bool = False):
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        self.force_on_policy_ratio = dict(cfg).get("force_on_policy_ratio", False)
         self.reference_policy_kl_penalty = dict(cfg).get("reference_policy_kl_penalty", 0.01)
         self.metric_normalizations: dict[str, object] = {}
 
@@ -105,9 +106,9 @@ class OwnLoss:
         return loss, {"loss": loss.item(), "probs_ratio": float((ratio.detach() * mask).sum() / global_valid_toks)}
 
 
-def make_loss(case: Case, own: Callable[..., Any] = OwnLoss, **settings: Any) -> nemo_rl_plugin.NemoLoss:
+def make_loss(case: Case, own: Callable[..., Any] = OwnLoss, **settings: Any) -> nemo_rl.NemoLoss:
     given = loss_settings(case) | settings
-    return nemo_rl_plugin.NemoLoss(own(given), nemo_rl.check_launch(master_config(given)), case.num_samples)
+    return nemo_rl.NemoLoss(own(given), nemo_rl.read(master_config(given)), case.num_samples)
 
 
 @dataclass
@@ -136,7 +137,7 @@ def make_step(case: Case, given: tuple[list[StepSample], list[Tensor]] | None = 
         names = [sample.prompt_id for sample in samples]
         prompts = torch.tensor([[names.index(name), 7] for name in names])
         estimator = SimpleNamespace(compute_advantage=lambda prompt_ids, mask, rewards: rewards)
-        advantages = nemo_rl_plugin.with_prompt_weights(estimator).compute_advantage(
+        advantages = nemo_rl.with_prompt_weights(estimator).compute_advantage(
             prompt_ids=prompts, rewards=advantages, mask=mask * sample_mask[:, None]
         )
     columns = {

@@ -9,7 +9,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import sys
 import tempfile
 import traceback
@@ -22,7 +21,7 @@ from unittest import mock
 import markdown_pages
 import pytest
 import test_train_rl
-from doctor_cases import CPU_MACHINE, SICK_MACHINE
+from doctor_cases import SICK_MACHINE
 from explain_cases import save_mismatch
 from forked import forked
 from helpers import names_forgotten
@@ -33,9 +32,8 @@ from megatron_rl.__main__ import main
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import launch, nemo_rl, nemo_rl_plugin, prime_rl, prime_rl_loss, roll, skyrl, trl, verl, verl_loss
+from megatron_rl.hosts import launch, nemo_rl, roll, skyrl, verl, verl_loss
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.door_settings import read
 from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.train_rl import take_rollouts
@@ -89,12 +87,6 @@ def printed_by(code: CodeType, namespace: dict[str, object]) -> str:
     return shown.getvalue()
 
 
-def of_own_loss(command: str) -> str:
-    """Without the rows of doctor between the table and the verdict."""
-    table, _, rows = printed(command).partition("\n\n")
-    return f"{table}\n...\n{rows.splitlines()[-1]}\n"
-
-
 def of_explain_from(mark: str, command: str) -> str:
     """From the line with the mark on, without the table of samples before it and what is left out after it."""
     lines = of_explain(command).splitlines()
@@ -107,16 +99,9 @@ of_the_chain = functools.partial(of_explain_from, ": ranks ")
 of_the_correction = functools.partial(of_explain_from, "correction: ")
 
 
-def of_doctor(facts: dict, command: str) -> str:
-    with mock.patch.object(doctor, "collect_facts", lambda: facts):
-        return printed(command)
-
-
-of_a_launch_line = functools.partial(of_doctor, CPU_MACHINE)
-
-
 def of_a_sick_machine(command: str) -> str:
-    return of_doctor(SICK_MACHINE, "megatron-rl doctor")
+    with mock.patch.object(doctor, "collect_facts", lambda: SICK_MACHINE):
+        return printed("megatron-rl doctor")
 
 
 def of_torchrun(command: str) -> str:
@@ -275,10 +260,9 @@ def of_the_first_step_in_verl(command: str) -> str:
     """The line of our loss, for a mini-batch of 256 rollouts of one row on 8 ranks."""
     from verl_cases import ActorConfig
 
-    config = ActorConfig(policy_loss={}, loss_scale_factor=8192)
-    found = read(verl.DOOR, verl_loss.settings_of(command.split()[-1], config))
+    config = ActorConfig(policy_loss={"loss_mode": command.split()[-1]}, loss_scale_factor=8192)
     totals = StepTotals(num_samples=256, num_prompts=None, num_tokens=1, num_rollouts=256)
-    return said(verl_loss.tell_step, found, Run(), totals, 8)
+    return said(verl_loss.tell_step, verl.read(config), Run(), totals, 8)
 
 
 def of_the_first_step_in_nemo_rl(command: str) -> str:
@@ -288,15 +272,7 @@ def of_the_first_step_in_nemo_rl(command: str) -> str:
     own = make_loss(Case(loss="grpo", aggregation="sample_mean"), reference_policy_kl_penalty=0.01).own
     config = master_config({"megatron_rl": command.split("=")[-1], "megatron_rl_loss_aggregation_divisor": 8192})
     totals = StepTotals(num_samples=256, num_prompts=None, num_tokens=1)
-    return said(nemo_rl_plugin.NemoLoss(own, nemo_rl.check_launch(config), 256).tell, totals)
-
-
-def of_a_line_of_roll(command: str) -> str:
-    """In the working directory, which gets the YAML of the example where the line looks for it."""
-    folder = Path("examples", re.search(r"--config_path (\S+)", command)[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "examples" / "roll" / "gspo_prompt_mean.yaml", folder / "rlvr_config.yaml")
-    return of_a_launch_line(command)
+    return said(nemo_rl.NemoLoss(own, nemo_rl.read(config), 256).tell, totals)
 
 
 def of_the_first_step_in_roll(command: str) -> str:
@@ -304,8 +280,8 @@ def of_the_first_step_in_roll(command: str) -> str:
     from roll_cases import loss_of, pipeline_config, worker_config
 
     worker = worker_config(command.split()[-1], samples=512, MEGATRON_RL_LOSS_AGGREGATION_DIVISOR=8192)
-    settings = roll.read_settings(worker, pipeline_config(512, use_kl_loss=True))
-    return said(loss_of(settings).tell, StepTotals(num_samples=512, num_prompts=None, num_tokens=1))
+    launch = roll.read(worker, pipeline_config(512, use_kl_loss=True))
+    return said(loss_of((launch, False)).tell, StepTotals(num_samples=512, num_prompts=None, num_tokens=1))
 
 
 def of_the_first_step_in_skyrl(command: str) -> str:
@@ -316,25 +292,6 @@ def of_the_first_step_in_skyrl(command: str) -> str:
     without_correction = SimpleNamespace(off_policy_correction_enabled=lambda settings: False)
     with mock.patch.object(skyrl, "import_module", lambda name: without_correction):
         return said(run_step, case, *samples_of(case))
-
-
-def of_the_first_step_in_trl(command: str) -> str:
-    """The line of our loss, on two ranks."""
-    import trl_cases as cases
-
-    loss, aggregation = re.search(r"megatron_rl\.(\w+)\.(\w+)", command).groups()
-    case = cases.Case(loss=loss, aggregation=aggregation, dp=2)
-    with mock.patch.dict(sys.modules):
-        cases.emulated_trl()
-        lines = said(cases.run_step, case, *cases.step_of(case), trl.GRPOTrainer)
-    return lines.splitlines()[0] + "\n"
-
-
-def of_the_first_step_in_prime_rl(command: str) -> str:
-    """The line of our loss."""
-    path = command.split()[-1]
-    found = read(prime_rl.DOOR, prime_rl_loss.settings_of(path, {"policy_loss": "gspo", "one_sample_per_rollout": True}))
-    return said(prime_rl_loss.tell_step, Run(), path, found)
 
 
 def of_multi_token_prediction(command: str) -> str:

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import api_page
 import bias_tables
-import door_table
 import kernel_tables
 import page_outputs as outputs
 import refused_calls
@@ -204,12 +203,6 @@ def with_guide(page: str, table: str, head: str, rows: dict[str, tuple[str, str,
     return with_tables((ROOT / page).read_text(encoding="utf-8"), {f"<!-- table: {table} -->": lines})
 
 
-def of_hosts() -> str:
-    """The page with its tables as the objects of the hosts judge each name."""
-    text = (ROOT / "docs" / "hosts" / "index.md").read_text(encoding="utf-8")
-    return with_tables(text, {f"<!-- table: {kind} -->": door_table.lines(kind) for kind in door_table.LINKS})
-
-
 def of_kernels() -> str:
     """The page with the figures of the machine code that two versions of Triton make."""
     return with_tables(kernel_tables.PAGE.read_text(encoding="utf-8"), kernel_tables.tables())
@@ -248,7 +241,6 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/corrections.md": of_corrections,
     "docs/selections.md": of_selections,
     "docs/metrics.md": of_metrics,
-    "docs/hosts/index.md": of_hosts,
     "tests/messages.txt": refused_calls.messages_table,
 }
 # Compiled with two versions of Triton, and so written only where it is named; tests/test_kernel_code.py compares its tables.
@@ -258,11 +250,10 @@ LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
 CHAIN = {"megatron-rl explain": Producer(outputs.of_the_chain)}
 EXPLAIN_A_STEP = {"megatron-rl explain --response-lengths": Producer(outputs.of_explain)}
 EXPLAIN = EXPLAIN_A_STEP | {
-    "megatron-rl explain --num-microbatches": Producer(outputs.of_own_loss),
+    "megatron-rl explain --stock": Producer(outputs.printed),
     "megatron-rl explain --host": Producer(outputs.of_the_chain),
     "megatron-rl explain --rollouts": Producer(outputs.of_the_correction),
 }
-JUDGED = {"megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line)}
 OF_A_HOST = {
     "the init hook on examples/": Producer(outputs.of_the_init_hook, **OF_RANKS),
     "the launcher on examples/": Producer(outputs.of_a_refused_launch),
@@ -274,7 +265,7 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     },
     "docs/step_by_hand.md": EXPLAIN_A_STEP | {"block": Producer(outputs.of_block)},
     "docs/explain.md": EXPLAIN,
-    "docs/doctor.md": JUDGED | {"megatron-rl doctor, on a machine with three wrong packages": Producer(outputs.of_a_sick_machine)},
+    "docs/doctor.md": {"megatron-rl doctor, on a machine with three wrong packages": Producer(outputs.of_a_sick_machine)},
     "docs/selftest.md": {
         "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest_in_short, is_tested=False, **OF_RANKS),
         "a forward step that divides by cp": Producer(outputs.of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),
@@ -292,19 +283,14 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "the first ratios of a step": Producer(outputs.of_first_ratios, is_tested=False, **OF_RANKS),
     },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
-    "docs/hosts/verl.md": JUDGED | CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_verl)},
-    "docs/hosts/nemo_rl.md": JUDGED | {"the first step of": Producer(outputs.of_the_first_step_in_nemo_rl)},
+    "docs/hosts/verl.md": CHAIN | {"the first step of": Producer(outputs.of_the_first_step_in_verl)},
+    "docs/hosts/nemo_rl.md": {"the first step of": Producer(outputs.of_the_first_step_in_nemo_rl)},
     "docs/hosts/megatron_lm.md": {
         "call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS),
         "take_rollouts": Producer(outputs.of_take_rollouts),
     },
-    "docs/hosts/roll.md": {
-        "megatron-rl doctor --launch-only": Producer(outputs.of_a_line_of_roll),
-        "the first step of": Producer(outputs.of_the_first_step_in_roll),
-    },
-    "docs/hosts/prime_rl.md": JUDGED | {"the first step of": Producer(outputs.of_the_first_step_in_prime_rl)},
-    "docs/hosts/trl.md": JUDGED | {"the first step of": Producer(outputs.of_the_first_step_in_trl)},
-    "docs/hosts/skyrl.md": JUDGED | {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
+    "docs/hosts/roll.md": {"the first step of": Producer(outputs.of_the_first_step_in_roll)},
+    "docs/hosts/skyrl.md": {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
 }
 
 

@@ -29,9 +29,8 @@ from dense_row_cases import (
 from torch import Tensor
 
 from megatron_rl.hosts import roll
-from megatron_rl.hosts.door import Found
+from megatron_rl.hosts.choice import Launch
 from megatron_rl.hosts.roll_loss import RollLoss, loss_mask_of
-from megatron_rl.hosts.roll_packed import share_one_gradient
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -98,12 +97,13 @@ def pipeline_config(samples: int = 16, **settings: Any) -> SimpleNamespace:
         "kl_loss_coef": 0.01,
         "entropy_loss_coef": 0,
         "train_infer_correction": correction,
-        **{name: only for name, (_, only, _) in roll.ONLY.items()},
+        **{name: only for name, (only, _) in roll.ONLY.items()},
     }
     return SimpleNamespace(**(own | settings))
 
 
-def settings_of(case: Case, **pipeline: Any) -> Found:
+def settings_of(case: Case, **pipeline: Any) -> tuple[Launch, bool]:
+    """(the launch, whether the batch has placeholders for old log-probabilities)."""
     clip, numbers = CLIPS[case.loss], {name: pipeline.pop(name) for name in [*pipeline] if name.startswith(roll.VARIABLES)}
     if clip is not None:
         pipeline |= {"use_pg_clip_range": True, "pg_clip_low": clip[0], "pg_clip_high": clip[1]}
@@ -112,7 +112,8 @@ def settings_of(case: Case, **pipeline: Any) -> Found:
     if get_loss_aggregation(case.aggregation).takes_divisor:
         numbers["MEGATRON_RL_LOSS_AGGREGATION_DIVISOR"] = DIVISOR
     worker = worker_config(f"{case.loss}.{case.aggregation}", samples=case.num_samples, dp=1, **numbers)
-    return roll.read_settings(worker, pipeline_config(case.num_samples, **pipeline))
+    config = pipeline_config(case.num_samples, **pipeline)
+    return roll.read(worker, config), not config.enable_old_logprobs_recompute
 
 
 class Data:
@@ -231,9 +232,9 @@ class Strategy:
         return torch.cat(rows, dim=1 if self.use_sequence_packing else 0)[..., shard].contiguous()
 
 
-def loss_of(settings: Found) -> RollLoss:
+def loss_of(settings: tuple[Launch, bool]) -> RollLoss:
     """On a strategy that trains nothing."""
-    return RollLoss(settings, object.__new__(Strategy))
+    return RollLoss(settings[0], object.__new__(Strategy), is_on_policy=settings[1])
 
 
 def emulated_forward_step(strategy: Strategy, loss_func, data_iterator: Iterator[Data], model):
@@ -271,14 +272,13 @@ def cut(values: Tensor, length: int, width: int) -> Tensor:
 def run_step(
     case: Case,
     step: Step,
-    settings: Found,
+    settings: tuple[Launch, bool],
     poison: float | None = None,
     forward_step: Callable[..., Any] = emulated_forward_step,
 ) -> Result:
     """What this rank adds to the gradient, and to the reported losses. On the ranks of an initialised Megatron."""
     strategy = Strategy(case, step, poison, forward_step)
-    share_one_gradient(strategy)
-    loss = RollLoss(settings, strategy)
+    loss = RollLoss(settings[0], strategy, is_on_policy=settings[1])
     order = [index for batch in list(case.micro_batches())[strategy.groups.dp.rank()] for index in batch]
     data = Data({name: column[order] for name, column in step.columns.items()}, {})
     metrics = strategy.train_step(batch=data, loss_func=loss)

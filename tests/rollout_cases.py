@@ -11,7 +11,6 @@ HOOKS = "megatron_rl.hooks."
 REDUCER = "megatron_rl.reducers.get_pg_loss_reducer"
 COMPANIONS = {
     "reward": {"custom_reward_post_process_path": HOOKS + "reward_post_process"},
-    "convert": {"custom_convert_samples_to_train_data_path": HOOKS + "convert_samples_to_train_data"},
 }
 DOORS = {
     "host's reducer": {},

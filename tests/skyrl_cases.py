@@ -6,6 +6,7 @@ The driver's scaling is emulated, or SkyRL's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from dense_row_cases import (
 from torch import Tensor
 
 from megatron_rl.hosts import skyrl, skyrl_driver
-from megatron_rl.hosts.settings import Settings
+from megatron_rl.hosts.choice import Launch
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
@@ -61,7 +62,7 @@ class RayPPOTrainer:
 skyrl_entrypoint = "SkyRL's"
 def main():
     known = sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"].PolicyLossRegistry.known
-    print("trains", sys.argv[1:], len(known), *([] if skyrl_entrypoint == "SkyRL's" else [sorted(skyrl_entrypoint.own)]))
+    print("trains", sys.argv[1:], len(known), *([] if skyrl_entrypoint == "SkyRL's" else [skyrl_entrypoint.words]))
 """
 
 
@@ -80,7 +81,7 @@ def emulated_skyrl(old: str = "", new: str = "") -> dict[str, ModuleType]:
 
 
 # Aggregation -> SkyRL's name of it.
-NAMES = {str(ours): theirs for theirs, ours in skyrl.DOOR.choice.names.items()}
+NAMES = {ours: theirs for theirs, ours in skyrl.REDUCTIONS.items()}
 Scale = Callable[..., Tensor]
 
 
@@ -106,12 +107,8 @@ def algorithm_config(policy_loss_type: str, loss_reduction: str = "token_mean", 
     return SimpleNamespace(policy_loss_type=policy_loss_type, loss_reduction=loss_reduction, **(own | settings))
 
 
-def named(own: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{skyrl.PREFIX}{name}": value for name, value in own.items()}
-
-
-def settings(name: str, own: Mapping[str, Any] = MappingProxyType({}), **given: Any) -> Settings:
-    return skyrl.settings_of(algorithm_config(name, **given), named(own), None)
+def launch(name: str, own: Mapping[str, Any] = MappingProxyType({}), **given: Any) -> Launch:
+    return skyrl.read(algorithm_config(name, **given), skyrl.Words(own))
 
 
 def config_of(case: RowCase, **settings: Any) -> SimpleNamespace:
@@ -127,9 +124,9 @@ def told_of(case: RowCase) -> str:
     return skyrl.SEQUENCE_MEAN if case.aggregation == "row_mean" else NAMES[case.aggregation]
 
 
-def kept_of(case: RowCase) -> dict[str, str]:
-    """What our words say in the place of that."""
-    return {skyrl.REDUCTION: skyrl.ROW_MEAN} if case.aggregation == "row_mean" else {}
+def words_of(case: RowCase, own: Mapping[str, Any] = MappingProxyType({}), *, is_step_wise: bool = False) -> skyrl.Words:
+    """What SkyRL is not told."""
+    return skyrl.Words(dict(own), skyrl.ROW_MEAN if case.aggregation == "row_mean" else None, is_step_wise)
 
 
 def emulated_scale(
@@ -163,7 +160,7 @@ def scale_of_trajectories(trainer: Any, case: RowCase, samples: Sequence[StepSam
         prompt_boundaries: Any,
     ) -> Tensor:
         rollouts, prompts = rollouts_of(samples), [sample.prompt_id for sample in samples]
-        own = {skyrl.STEP_WISE: True} | kept_of(case)
+        own = words_of(case, is_step_wise=True)
         algorithm = algorithm_config("megatron_rl.grpo", loss_reduction, max_seq_len=max_seq_len, advantage_batch_normalize=False)
         sizes = dict.fromkeys(("train_batch_size", "policy_mini_batch_size"), len(set(prompts)))
         critic = SimpleNamespace(model=SimpleNamespace(path=None))
@@ -175,7 +172,7 @@ def scale_of_trajectories(trainer: Any, case: RowCase, samples: Sequence[StepSam
             dispatch=SimpleNamespace(get_lcm_dp_size=lambda: 5),
             all_metrics={},
         )
-        skyrl_driver.count_trajectories(trainer, own)
+        skyrl_driver.count_trajectories(trainer, partial(skyrl.read, words=own))
         responses = [len(sample.loss_mask) for sample in samples]
         given = {
             "prompt_token_ids": [sample.tokens[:-size] for sample, size in zip(samples, responses, strict=True)],
@@ -226,7 +223,7 @@ def run_step(
     is_kept = columns["loss_mask"].bool()
     if poison is not None:
         columns |= {name: torch.where(is_kept, columns[name], poison) for name in columns if name != "loss_mask"}
-    loss_of = skyrl.SkyrlLoss(case.loss, named(own or {}) | kept_of(case))
+    loss_of = skyrl.SkyrlLoss(case.loss, words_of(case, own or {}))
     total, metrics = 0.0, []
     for micro_batches in case.micro_batches():
         for chosen in micro_batches:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,14 +15,10 @@ import torch
 from helpers import error_of, pool_of
 from test_layouts import config_of
 
-from megatron_rl.commands.doctor.launch import judge_launch
-from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
-from megatron_rl.hosts.base import read_launch
-from megatron_rl.hosts.checks import the_model_keeps_the_step
+from megatron_rl.hosts import model_notes, training_hooks
 from megatron_rl.megatron import installed
 from megatron_rl.megatron.attached import check_attached
 from megatron_rl.validation.auxiliary_losses import ADDED_LOSSES, MODEL_SETTINGS
-from megatron_rl.validation.checks import Asker, warnings_of
 
 megatron = pytest.mark.megatron
 pool = pool_of(1)
@@ -225,139 +220,42 @@ def test_layers_with_an_indexer_are_refused_because_they_cannot_be_built_here(po
 
 @megatron
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_the_start_check_of_hosts_and_of_megatron_lm_asks_the_release(is_scaled):
-    from megatron_rl.hosts import actor_checks, training_hooks
-
+def test_actors_of_hosts_and_of_megatron_lm_ask_the_release(is_scaled):
     with (
         mock.patch.object(installed, "scales_indexer_loss", lambda: is_scaled),
-        mock.patch.object(actor_checks, "expert_replicas_drift", lambda: False),
+        mock.patch.object(model_notes, "expert_replicas_drift", lambda: False),
     ):
-        found = list(actor_checks.release_problems({"dsa_indexer_loss_coeff": 0.01, "calculate_per_token_loss": False}))
+        found = list(model_notes.release_problems({"dsa_indexer_loss_coeff": 0.01, "calculate_per_token_loss": False}))
         config = SimpleNamespace(calculate_per_token_loss=False, dsa_indexer_loss_coeff=0.01, hybrid_context_parallel=True)
         of_model = error_of(lambda: training_hooks.check_model_contract(Namespace(), config))
     assert len(found) == (not is_scaled) and ("no scale" in of_model) != is_scaled
     assert "remove --hybrid-context-parallel" in of_model
 
 
-# Launch lines
-
-HOSTS = {
-    **{
-        host: f"python -m megatron_rl.hosts.launch {host}/train.py --loss-aggregation sample_mean "
-        "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
-        for host in ("miles", "slime")
-    },
-    "megatron_lm": "python train_rl.py --perform-rl-step --rl-use-sequence-packing --loss-aggregation token_mean",
-    "miles without us": "python miles/train.py --advantage-estimator grpo",
-    "slime without us": "python slime/train.py --advantage-estimator grpo",
-}
-OF_ROLLOUTS = ("miles", "slime", "miles without us", "slime without us")
-STILL = "--hidden-dropout 0 --attention-dropout 0"
-EXPERTS = "--num-experts 8 --tensor-model-parallel-size 2"
-LATENT = "--multi-latent-attention --tensor-model-parallel-size 2"
-R3 = "--num-experts 8 --use-rollout-routing-replay --moe-router-enable-expert-bias"
-# (hosts, flags, status, the start of what is said)
-LINES = [
-    (
-        HOSTS,
-        "--hidden-dropout 0.1 --attention-dropout 0",
-        NOTE,
-        "hidden_dropout=0.1: dropout makes the log-probabilities of a training",
-    ),
-    (HOSTS, "--attention-dropout 0", NOTE, "hidden_dropout left out, which is Megatron's 0.1: dropout makes"),
-    (HOSTS, f"{STILL} --hybrid-context-parallel", PROBLEM, "hybrid_context_parallel=True: each micro-batch then has"),
-    (HOSTS, f"{STILL} --dynamic-context-parallel", PROBLEM, "dynamic_context_parallel=True: each micro-batch then has"),
-    (HOSTS, f"{STILL} {LATENT}", PROBLEM, "multi_latent_attention=True with tensor_model_parallel_size=2 needs sequence_parallel"),
-    (
-        HOSTS,
-        f"{STILL} {LATENT} --sequence-parallel --transformer-impl local",
-        PROBLEM,
-        "multi_latent_attention=True with tensor_model_parallel_size=2 and transformer_impl='local'",
-    ),
-    (
-        OF_ROLLOUTS,
-        f"{STILL} --dsa-indexer-loss-coeff 0.01",
-        NOTE,
-        "dsa_indexer_loss_coeff=0.01: Megatron takes a mean over micro-batches",
-    ),
-    (
-        OF_ROLLOUTS,
-        f"{STILL} --dsa-indexer-loss-coeff 0.01",
-        PROBLEM,
-        "dsa_indexer_loss_coeff=0.01: Megatron-Core 0.16 to 0.18 gives",
-    ),
-    (("megatron_lm",), f"{STILL} --dsa-indexer-loss-coeff 0.01", PROBLEM, "dsa_indexer_loss_coeff=0.01: the loss of the sparse"),
-    (
-        OF_ROLLOUTS,
-        f"{STILL} --dsa-indexer-loss-coeff 0.01 --calculate-per-token-loss",
-        PROBLEM,
-        "dsa_indexer_loss_coeff=0.01 does not go with calculate_per_token_loss=True",
-    ),
-    (OF_ROLLOUTS, f"{STILL} --mtp-num-layers 1", OK, "built and not trained"),
-    (
-        OF_ROLLOUTS,
-        f"{STILL} --mtp-num-layers 1 --enable-mtp-training",
-        NOTE,
-        "mtp_num_layers=1 with enable_mtp_training: Megatron takes",
-    ),
-    (
-        OF_ROLLOUTS,
-        f"{STILL} --mtp-num-layers 1 --enable-mtp-training --calculate-per-token-loss",
-        OK,
-        "trained, and divided by the step's response tokens",
-    ),
-    (
-        OF_ROLLOUTS,
-        f"{STILL} --mtp-num-layers 1 --enable-mtp-training --calculate-per-token-loss --context-parallel-size 2",
-        PROBLEM,
-        "mtp_loss_scaling_factor=0.1 with mtp_num_layers=1 does not go with calculate_per_token_loss=True",
-    ),
-    (("megatron_lm",), f"{STILL} --mtp-num-layers 1", OK, "trained as one rank would that has the whole step"),
-    (
-        OF_ROLLOUTS,
-        f"{STILL} {R3}",
-        NOTE,
-        "moe_router_enable_expert_bias with moe_router_bias_update_rate=0.001 and use_rollout_routing_replay: each step moves "
-        "the bias by the replayed routes",
-    ),
-    (HOSTS, f"{STILL} {EXPERTS}", PROBLEM, "tensor_model_parallel_size=2 with experts needs sequence_parallel"),
-    (
-        HOSTS,
-        f"{STILL} {EXPERTS} --sequence-parallel --expert-tensor-parallel-size 1",
-        PROBLEM,
-        "tensor_model_parallel_size=2 with expert_m",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("host", "flags", "status", "said"),
-    [(host, flags, status, said) for hosts, flags, status, said in LINES for host in hosts],
-)
-def test_doctor_says_it_on_each_host_and_nothing_without_the_flags(host, flags, status, said):
-    """FB-103, FB-104, FB-105, FB-127: with the right reason, and as a problem where something trains wrongly."""
-
-    def found(line: str) -> list[str]:
-        report = judge_launch(shlex.split(line), None, replicas_drift=True, scales_indexer_loss=False)
-        return [finding.text for finding in report.findings if finding.status == status and finding.text.startswith(said)]
-
-    assert len(found(f"{HOSTS[host]} {flags}")) == 1
-    assert not found(f"{HOSTS[host]} {STILL}")
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"hidden_dropout": 0.1, "attention_dropout": 0.1}, "hidden_dropout=0.1 and attention_dropout=0.1: dropout makes"),
-        ({"hidden_dropout": 0.1, "megatron_to_hf_mode": "bridge"}, None),  # the bridge has its own
-        ({"mtp_num_layers": 1, "enable_mtp_training": True}, "mtp_num_layers=1 with enable_mtp_training: Megatron takes"),
-        ({"mtp_num_layers": 1}, None),
-        ({"dsa_indexer_loss_coeff": 0.01}, "dsa_indexer_loss_coeff=0.01: Megatron takes a mean"),
+        ({"hybrid_context_parallel": True}, "hybrid_context_parallel=True: each micro-batch then has"),
+        (
+            {"multi_latent_attention": True, "tensor_model_parallel_size": 2, "transformer_impl": "transformer_engine"},
+            "multi_latent_attention=True with tensor_model_parallel_size=2 needs sequence_parallel",
+        ),
+        (
+            {"multi_latent_attention": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "multi_latent_attention=True with tensor_model_parallel_size=2 and transformer_impl='local'",
+        ),
+        (
+            {"dsa_indexer_loss_coeff": 0.01, "calculate_per_token_loss": True},
+            "dsa_indexer_loss_coeff=0.01 does not go with calculate_per_token_loss=True",
+        ),
+        (
+            {"num_moe_experts": 8, "tensor_model_parallel_size": 2},
+            "tensor_model_parallel_size=2 with experts needs sequence_parallel",
+        ),
     ],
 )
-def test_a_host_is_warned_at_start(settings, said):
-    launch = read_launch(
-        Namespace(loss_aggregation="token_mean", custom_loss_function_path="megatron_rl.hooks.custom_loss", **settings)
-    )
-    texts = warnings_of([the_model_keeps_the_step], launch, Asker.DOCTOR)
-    assert len(texts) == (said is not None) and all(text.startswith(said) for text in texts)
+def test_an_actor_refuses_a_model_that_would_train_wrongly(settings, said):
+    """FB-103, FB-105, FB-127: by the built model's config, whichever host made it."""
+    given = {"calculate_per_token_loss": False, "transformer_impl": "local"} | settings
+    found = error_of(lambda: training_hooks.check_model_contract(Namespace(**given), SimpleNamespace(**given)))
+    assert found.count("\n") == 0 and said in found, found

@@ -368,7 +368,7 @@ REFUSED = {
     "an estimator of KL set twice": (TERMS | UNBIASED | {"kl_estimator": "k3"}, "--kl-estimator k3 and --kl-loss-type unbiased"),
     "a metric that is no mean of the host": (
         {"custom_policy_metrics": "own_metrics.smallest_ratio"},
-        "'smallest_ratio' is no mean over the step's rollouts, and miles divides each metric by these: declare it with sample_mean",
+        "'smallest_ratio' is no mean over the step's rollouts, by which the host divides each metric: declare it with sample_mean",
     ),
     "a mean over tokens where the host divides by rollouts": (
         {"custom_policy_metrics": "own_metrics.raised_tokens"},
@@ -378,7 +378,6 @@ REFUSED = {
         PER_TOKEN | {"custom_policy_metrics": "own_metrics.moved"},
         "'moved' is no mean over the step's tokens, .* declare it with weight=Weight.TOKEN, normaliser='num_tokens'",
     ),
-    "a metric with a name of the host": ({"custom_policy_metrics": "own_metrics.tis"}, "miles has a metric of that name"),
     "clip set twice": ({"clip_ratio_low": 0.3}, "--clip-ratio-low 0.3 and --eps-clip 0.1"),
 }
 

@@ -28,9 +28,10 @@ from host_harness import roots_by_environment
 from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
-from megatron_rl.hosts import nemo_rl_plugin, prime_rl, roll, skyrl, verl_loss
-from megatron_rl.hosts.door import CORRECTION_SETTINGS, DIVISOR
-from megatron_rl.hosts.sampling import SAMPLERS, names_of
+from megatron_rl.hosts import nemo_rl_log_probs, roll, skyrl
+from megatron_rl.hosts.choice import CORRECTION_SETTINGS
+from megatron_rl.hosts.megatron_lm import FILTERS_OFF, MODE
+from megatron_rl.loss_hub import loss_aggregation_names, policy_loss_names
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS
@@ -88,7 +89,7 @@ FLAGS_OF_OTHERS = {
     "NeMo-RL; ROLL; hydra; uv": "--config --config_path --config_name --config-name --extra --isolated",
     "train_rl.py": "--grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-entropy-term-weight --grpo-kl-beta --grpo-iterations "
     "--rl-default-temperature --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef "
-    + " ".join(map(flag_of, names_of(SAMPLERS["megatron_lm"]))),
+    + " ".join(map(flag_of, (*FILTERS_OFF, MODE))),
     "Megatron-LM": "--fp8-param-gather --recompute-granularity --mtp-loss-scaling-factor --mtp-num-layers "
     "--no-check-for-nan-in-loss-and-grad --use-megatron-fsdp --use-torch-fsdp2 "
     + " ".join(map(flag_of, (*EXPERT_SETTINGS, *MODEL_SETTINGS, *FURTHER_SETTINGS))),
@@ -98,6 +99,7 @@ FLAGS_OF_OTHERS = {
     "pip; hf": "--no-deps --no-index --local-dir",
     "TRL": "--loss_type --epsilon_high",
     ".ci/gpu_session.py": "--dry-run --measured --seconds --stages",
+    "earlier versions, in the changelog": "--launch-only --plot --response-lengths --rollout-dump",
 }
 
 
@@ -136,13 +138,11 @@ def test_every_module_and_path_of_a_page_exists(page):
     """In code, from the root of the repository, from megatron_rl/ or from the page; test_x.py stands in tests/."""
     words = [word.rstrip(",;") for text in [*spans(page), *(f.text for f in markdown_pages.fences(page))] for word in text.split()]
     dotted = {found[0].rstrip(".") for word in words if (found := re.match(r"megatron_rl(\.(?!yaml)\w+)+", word))}
-    in_verl = {*verl_loss.loss_modes()}
+    in_verl = {f"megatron_rl.{loss}.{aggregation}" for loss in policy_loss_names() for aggregation in loss_aggregation_names()}
     in_roll = {roll.WORKER}  # importable beside ROLL alone; test_roll.py starts it
-    in_skyrl = {f"{skyrl.PREFIX}{name}" for name in CORRECTION_SETTINGS}  # and in TRL
-    in_skyrl |= {f"{skyrl.PREFIX}{DIVISOR}", skyrl.LOG_PROBS}
-    in_nemo_rl = {nemo_rl_plugin.OUR_WORKER}  # importable beside NeMo-RL alone
-    in_prime = set(prime_rl.DOOR.choice.names)  # made beside prime-rl alone
-    here = dotted - in_verl - in_roll - in_skyrl - in_nemo_rl - in_prime
+    in_skyrl = {f"{skyrl.PREFIX}{name}" for name in CORRECTION_SETTINGS} | {skyrl.LOG_PROBS}
+    in_nemo_rl = {nemo_rl_log_probs.OUR_WORKER}  # importable beside NeMo-RL alone
+    here = dotted - in_verl - in_roll - in_skyrl - in_nemo_rl
     assert sorted(name for name in here if not resolves(name)) == []
     paths = {word for word in words if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|sh|md)|test_\w+\.py", word)}
     homes = (ROOT, ROOT / "megatron_rl", ROOT / "tests", (ROOT / page).parent)

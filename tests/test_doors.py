@@ -1,4 +1,4 @@
-"""What holds of each door: the step is exact, masked values change nothing, corrections and lines are those of the settings.
+"""What holds of each trainer: the step is exact, masked values change nothing, corrections and lines are those of the settings.
 
 What is one host's alone, and what needs its checkout, is in test_<host>.py.
 """
@@ -17,19 +17,16 @@ from types import SimpleNamespace
 import pytest
 from dense_row_cases import LOSSES, largest_error
 from door_adapters import ADAPTERS, CORRECTIONS, Adapter
-from door_table import must_say_one_row
 from helpers import pool_of
 
+from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts import door as door_module
-from megatron_rl.hosts.dense_rows import loss_of_rows
-from megatron_rl.hosts.door import Door
-from megatron_rl.hosts.door_line import given_by, judge_settings
-from megatron_rl.hosts.door_settings import losses, modes, read
-from megatron_rl.hosts.doors import DOORS
-from megatron_rl.hosts.settings import UNKNOWN, Settings
+from megatron_rl.hosts import SETTINGS_NAMES
+from megatron_rl.hosts import contract as contract_module
+from megatron_rl.hosts.contract import Contract
+from megatron_rl.hosts.dense_rows import Rollouts, loss_of_rows, step_line
 from megatron_rl.loss_hub import get_loss_aggregation
-from megatron_rl.testing.reference import CLIPS, DIVISOR
+from megatron_rl.testing.reference import CLIPS
 
 pool = pool_of(4)
 
@@ -62,8 +59,8 @@ def too_large(adapter: Adapter, found: dict[str, float]) -> dict[str, float]:
     return {name: error for name, error in found.items() if not error <= adapter.tolerance}
 
 
-def test_each_door_has_its_adapter():
-    assert ADAPTERS.keys() == DOORS.keys()
+def test_each_trainer_has_its_class():
+    assert ADAPTERS.keys() == {*SETTINGS_NAMES}
 
 
 # The step
@@ -75,7 +72,7 @@ def test_the_step_is_exact_in_each_layout(adapter, loss, request):
     """Ranks, micro-batches and packings of the host, ragged prompt groups, fully masked samples; against float64.
 
     Where a host has many, a layout under an aggregation meets one of the losses, in turn: it multiplies the weights of all by one
-    factor, which test_the_loss_multiplies_its_weights_by_what_the_door_declares sees. EVERY_COMBINATION=1 runs each with each."""
+    factor, which test_the_loss_multiplies_its_weights_by_its_stage sees. EVERY_COMBINATION=1 runs each with each."""
     chosen = adapter.layouts(loss)
     if len(chosen) >= 16 * len(LOSSES) and os.environ.get("EVERY_COMBINATION") != "1":
         chosen = [case for place, case in enumerate(chosen) if (place + place // len(LOSSES)) % len(LOSSES) == LOSSES.index(loss)]
@@ -87,7 +84,7 @@ def test_the_step_is_exact_in_each_layout(adapter, loss, request):
 @on_ranks
 def test_each_other_loss_by_name_is_exact(adapter, request):
     chosen = adapter.others(LOSSES)
-    assert {case.loss for case in chosen} | {*LOSSES} == {*losses(adapter.door)} <= CLIPS.keys()
+    assert {case.loss for case in chosen} | {*LOSSES} == {loss for loss, _ in adapter.modes()} <= CLIPS.keys()
     found = adapter.errors(chosen, partial(request.getfixturevalue, "pool"))
     assert len(found) == len(chosen) and not too_large(adapter, found)
 
@@ -129,12 +126,12 @@ def test_a_correction_of_ours_is_set_by_its_names_here(adapter, own, factor):
     assert found == pytest.approx(plain * factor, rel=1e-5, abs=1e-9) and plain != 0  # float32
 
 
-# Roll's loss runs on ranks of processes; test_settings_launch.py compares its factors with its strategy.
+# Roll's loss runs on ranks of processes.
 @pytest.mark.parametrize(
     "adapter", [one for one in ADAPTERS.values() if one.num_ranks == 1], ids=lambda one: one.name, indirect=True
 )
-def test_the_loss_multiplies_its_weights_by_what_the_door_declares(adapter, monkeypatch):
-    """`returns`, from which explain makes its chain: two wrong factors of a declaration that cancel are seen here."""
+def test_the_loss_multiplies_its_weights_by_its_stage(adapter, monkeypatch):
+    """From the stages explain makes its chain: two wrong factors that cancel are seen here."""
     scales = []
 
     def watched(*arguments, scale=1, **options):
@@ -150,7 +147,9 @@ def test_the_loss_multiplies_its_weights_by_what_the_door_declares(adapter, monk
     adapter.run(case, step)
     num_tokens = sum(sum(sample.loss_mask) for sample in step[0])
     sizes = {"dp": case.dp, "cp": 1, "M": len(micro_batches), "T": num_tokens}
-    assert case.dp > 1 and len(micro_batches) > 1 and set(scales) == {adapter.door.returns.evaluate(sizes)}
+    of_samples, _ = adapter.module.stages(Formula(), get_loss_aggregation("sample_mean"), per_token=False)
+    factor = math.prod((formula for _, formula, _ in of_samples), start=Formula())
+    assert case.dp > 1 and len(micro_batches) > 1 and set(scales) == {factor.evaluate(sizes)}
 
 
 # What is said
@@ -164,7 +163,7 @@ def test_two_trainers_of_a_process_say_one_line_each(adapter, capsys):
         adapter.run(case, adapter.step(case))
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megatron_rl: ")]
         assert len(lines) == 1, (number, lines)
-        assert f" in {adapter.door.title} | " in lines[0] and "| weight of a token " in lines[0], lines
+        assert f" in {adapter.module.TITLE} | " in lines[0] and "| weight of a token " in lines[0], lines
 
 
 @of_each_host
@@ -173,31 +172,22 @@ def test_metrics_have_the_hosts_names(adapter):
     assert adapter.metric_names(adapter.run(case, adapter.step(case), **adapter.terms)) == adapter.metrics
 
 
-# What doctor and explain say
-
-
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_what_explain_types_is_read_back_without_a_problem(door):
-    """Each loss by name under each aggregation."""
-    for loss, aggregation in modes(door).values():
-        divisor = DIVISOR if get_loss_aggregation(aggregation).takes_divisor else None
-        clip = CLIPS[loss] or (None, None)
-        config = PolicyLossConfig(
-            policy_loss=loss,
-            loss_aggregation=aggregation,
-            loss_aggregation_divisor=divisor,
-            clip_ratio_low=clip[0],
-            clip_ratio_high=clip[1],
-            one_sample_per_rollout=must_say_one_row(door, aggregation),
-        )
-        given, problems = given_by(door, config)
-        known = {name: value for name, value in given.items() if value is not UNKNOWN}
-        known |= ADAPTERS[door.name].beside
-        settings = Settings.of_names(known, door.all_defaults, typed=known)
-        assert problems == [] == [row.text for row in judge_settings(door, settings) if row.is_wrong], (loss, aggregation)
-        found = read(door, settings).config
-        assert (found.policy_loss, found.loss_aggregation, found.loss_aggregation_divisor) == (loss, aggregation, divisor)
-        assert CLIPS[loss] is None or (found.clip_ratio_low, found.clip_ratio_high) == clip
+@pytest.mark.parametrize(
+    ("aggregation", "rollouts", "says"),
+    [
+        ("sample_mean", Rollouts(), "1/(N m_i), in the advantages | a row is a whole rollout |"),
+        (
+            "sample_mean",
+            Rollouts(several="turns", ids="name"),
+            "1/(R M_j), in the advantages | a rollout is the rows of one name, and",
+        ),
+        ("sample_mean", Rollouts(several="turns"), "| a row is a whole rollout, as one_sample_per_rollout says |"),
+        ("prompt_mean", Rollouts(several="turns"), "| a rollout that comes in k rows (turns) weighs as in one |"),
+    ],
+)
+def test_the_first_step_says_what_a_rollout_weighs(aggregation, rollouts, says):
+    """FB-141"""
+    assert says in step_line("", PolicyLossConfig(loss_aggregation=aggregation), None, "none", rollouts=rollouts)
 
 
 # Another revision of the host
@@ -211,10 +201,10 @@ def function_of(arguments: tuple[str, ...]) -> Callable:
 def another(one, two, three, four, five): ...
 
 
-def stand_in(door: Door, changed: str) -> dict[str, SimpleNamespace]:
-    """The modules of its contract with the functions that it names, one of them `another`."""
+def stand_in(contract: Contract, changed: str) -> dict[str, SimpleNamespace]:
+    """The modules of a contract with the functions that it names, one of them `another`."""
     modules: dict[str, SimpleNamespace] = {}
-    for path, arguments in door.contract.items():
+    for path, arguments in contract.calls.items():
         module, _, name = path.partition(":")
         owner = modules.setdefault(module, SimpleNamespace(__name__=module))
         *outer, last = name.split(".")
@@ -224,17 +214,17 @@ def stand_in(door: Door, changed: str) -> dict[str, SimpleNamespace]:
     return modules
 
 
-# Of verl, whose losses are a table, test_verl.py has the same.
-@pytest.mark.parametrize("door", [pytest.param(one, id=name) for name, one in DOORS.items() if name != "verl"])
-def test_another_revisions_contract_is_named_with_its_line(door, monkeypatch):
-    assert door.contract
-    for changed in ("", *door.contract):
-        monkeypatch.setattr(door_module, "import_module", stand_in(door, changed).__getitem__)
-        problems = [*door.contract_problems()]
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_another_revisions_contract_is_named_with_its_line(name, monkeypatch):
+    contract = ADAPTERS[name].module.CONTRACT
+    assert contract.calls
+    for changed in ("", *contract.calls):
+        monkeypatch.setattr(contract_module, "import_module", stand_in(contract, changed).__getitem__)
+        problems = [*contract.problems()]
         if not changed:
             assert problems == []
             continue
         (problem,) = problems
-        name = changed.partition(":")[2]
-        assert f"{door.title}'s {name} takes (one, two, three, four, five), ours is made for (" in problem
-        assert f"test_doors.py:{another.__code__.co_firstlineno})" in problem and door.probed in problem
+        function = changed.partition(":")[2]
+        assert f"{contract.title}'s {function} takes (one, two, three, four, five), ours is made for (" in problem
+        assert f"test_doors.py:{another.__code__.co_firstlineno})" in problem and contract.probed in problem

@@ -18,8 +18,9 @@ from host_harness import roots_by_environment
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number
 from megatron_rl.config import Route
-from megatron_rl.hosts.checks import check_launch, host_warnings
-from megatron_rl.hosts.megatron_lm import megatron_lm_config, samples_of_bin
+from megatron_rl.hosts.checks import check_launch, launch_warnings
+from megatron_rl.hosts.megatron_lm import megatron_lm_config
+from megatron_rl.megatron.packed_bins import samples_of_bin
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # script -> route, loss, aggregation, companion. The hosts' own loss is named by their estimator.
@@ -102,12 +103,12 @@ def test_a_script_starts_a_launch_that_is_sound_and_does_what_it_says(words, hos
             assert callable(getattr(import_module(module), function))
     of_miles = {"allow_partial_train_step": False} if host == "miles" else {}
     args = namespace_of(whole_numbers(settings), **of_miles)
-    config, launch = check_launch(args)
+    launch = check_launch(args)
     assert launch.options.host.name == host
     route, loss, aggregation, companion = EXPECTED[name]
-    assert (launch.route, config.loss_aggregation, launch.companion) == (route, aggregation, companion)
+    assert (launch.route, launch.config.loss_aggregation, launch.has_reward_hook) == (route, aggregation, companion == "reward")
     assert settings["--advantage-estimator"] == loss
-    assert host_warnings(launch) == []
+    assert launch_warnings(launch) == []
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from explain_cases import CLOSE, CONSTANT, LAYOUT, PER_TOKEN, PROMPT_MEAN, STEP, chain_of, explain, explain_json, stages
+from explain_cases import CLOSE, CONSTANT, LAYOUT, PER_TOKEN, PROMPT_MEAN, STEP, chain_of, explain_json, stages
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.hosts.doors import DOORS
+from megatron_rl.hosts import SETTINGS_NAMES
+from megatron_rl.hosts.adapters import adapter_named
+from megatron_rl.loss_hub import get_loss_aggregation
 
 MASKED = [*STEP, "--loss-masks", "11,1111,1,000"]
 
@@ -59,14 +63,6 @@ BROKEN = {
     "FB-09 a phantom token": (["miles", *PER_TOKEN], "T/T'", {"finalize"}, [7 / 8] * 3),
     "a dropped flag": (["slime", *THEIR_LOSS, *CONSTANT], "L/m_i", {"reducer"}, [4, 2, 8]),
     STOCK: (["miles", *THEIR_LOSS, "--calculate-per-token-loss"], "N m_i/T'", {"finalize"}, [1, 2, 1 / 2]),
-    "the converter beside our reducer": (
-        ["slime", *PROMPT_MEAN, "--companion", "convert", "--route", "reducer"],
-        *("M_g/m_i", {"reducer"}, [3, 3 / 2, 1]),
-    ),
-    "the converter with token_mean": (
-        ["slime", *TOKEN_MEAN, "--companion", "convert"],
-        *("T/(P M_g)", {"reducer", "host"}, [7 / 12, 7 / 12, 7 / 2]),
-    ),
     "token_mean that nobody divides": (["miles", *TOKEN_MEAN, "--companion", "none"], "T/N", {"host"}, [7 / 4] * 3),
 }
 
@@ -108,10 +104,8 @@ BY_ROLLOUT = [
     pytest.param(["--route", "custom_loss"], "sample_mean", id="custom_loss"),
     pytest.param(["--route", "custom_loss", *CONSTANT], "constant", id="custom_loss, constant"),
     pytest.param(["--route", "custom_loss", *PROMPT_MEAN], "prompt_mean", id="custom_loss, reward hook"),
-    pytest.param(["--route", "custom_loss", *PROMPT_MEAN, "--companion", "convert"], "prompt_mean", id="custom_loss, converter"),
     pytest.param(PROMPT_MEAN, "prompt_mean", id="reducer, reward hook"),
     pytest.param(CONSTANT, "constant", id="FB-11 reducer, constant"),
-    pytest.param([*PROMPT_MEAN, "--companion", "convert"], "prompt_mean", id="host's reducer, converter"),
     pytest.param([*PROMPT_MEAN, "--route", "host", "--companion", "reward"], "prompt_mean", id="host's reducer, reward hook"),
     pytest.param(["--loss-aggregation", "token_mean"], "token_mean", id="reducer, reward hook, token_mean"),
     pytest.param(PER_TOKEN, "token_mean", id="per-token"),
@@ -146,30 +140,12 @@ def test_our_reducer_sees_no_rollouts_and_is_refused():
     assert "may return several samples for one rollout" in problems[0]
 
 
-def test_a_converters_chain_by_hand():
-    """dp 2 x cp 2, M = 3, P = 2: the host's own reducer 1/M_g, host 3 x 4 / 2 = 6, schedule 1/3, DDP 1/4, net 1/(2 M_g)."""
-    found = explain_json(*FAN_OUT, "--host", "slime", *PROMPT_MEAN, "--companion", "convert", *LAYOUT)
-    chain = found["chain"]
-    assert (chain["route"], chain["companion"]) == ("host", "convert")
-    assert stages(chain) == {"reducer": "1/M_g", "host": "M dp cp/P", "schedule": "1/M", "DDP": "1/(dp cp)"}
-    values = [factor["values"] for factor in chain["factors"]]
-    assert values[0] == pytest.approx([1 / 6, 1 / 6, 1 / 4, 1 / 4], **CLOSE)
-    assert [row[0] for row in values[1:]] == pytest.approx([6, 1 / 3, 1 / 4], **CLOSE)
-    assert not any("custom-pg-loss-reducer" in line for line in found["launch_lines"])
-    text = explain(*FAN_OUT, "--host", "slime", *PROMPT_MEAN, "--companion", "convert")[1]
-    assert "with the converter --global-batch-size counts prompts, and KL, entropy and clip fraction are prompt means too" in text
-    assert "KL and entropy terms are" not in text  # they move with the loss
-    assert "against sample_mean: " not in text
-
-
-@pytest.mark.parametrize("needs_prompts", [False, True])
-@pytest.mark.parametrize("of_host", [host.stages for host in DOORS.values()], ids=[*DOORS])
-def test_the_factors_of_each_trainer_of_settings_leave_the_weight(of_host, needs_prompts):
+@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean"])
+@pytest.mark.parametrize("name", SETTINGS_NAMES)
+def test_the_factors_of_each_trainer_of_settings_leave_the_weight(name, aggregation):
     """M, dp and cp cancel; in verl's per-token contract R, the tokens of the model, too."""
-    weight = Formula(P=-1, M_g=-1) if needs_prompts else Formula(N=-1, m_i=-1)
-    for per_token in (False, True):
-        of_samples, of_step = of_host(weight, needs_prompts=needs_prompts, per_token=per_token)
-        product = Formula()
-        for _, factor, _ in (*of_samples, *of_step):
-            product = product * factor
-        assert product == weight
+    record, adapter = get_loss_aggregation(aggregation), adapter_named(name)
+    for per_token in (False, True) if adapter.WHY_NOT_PER_TOKEN is None else (False,):
+        of_samples, of_step = adapter.stages(record.formula, record, per_token=per_token)
+        factors = [factor for _, factor, _ in (*of_samples, *of_step)]
+        assert math.prod(factors, start=Formula()) == record.formula

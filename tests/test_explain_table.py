@@ -16,9 +16,9 @@ from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import HostOptions, host_named
-from megatron_rl.hosts.companions import HostRollouts, reward_weights
+from megatron_rl.hosts.args import TOTALS_OF_HOST, HostOptions, host_named
 from megatron_rl.hosts.loss import LossPlan, sample_weights
+from megatron_rl.hosts.rewards import HostRollouts, reward_weights
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
@@ -84,25 +84,25 @@ def own_reducer(host: str, per_token: bool, denominators: torch.Tensor) -> torch
     return values.grad
 
 
-def reduced(host, route, companion, per_token, config, counts, of_rollout, of_prompt) -> torch.Tensor | None:
+def reduced(host, route, companion, per_token, config, counts, of_rollout) -> torch.Tensor | None:
     """What one token counts in the number that the loss function returns; None: the loss refuses."""
-    tokens, denominators = torch.tensor(counts), of_prompt if companion == "convert" else of_rollout
+    tokens = torch.tensor(counts)
     if route == "host":
-        return own_reducer(host, per_token, denominators)
-    options = HostOptions(Namespace(calculate_per_token_loss=per_token), host_named(host))
+        return own_reducer(host, per_token, of_rollout)
+    options = HostOptions(Namespace(calculate_per_token_loss=per_token, **dict.fromkeys(host_named(host).marks, False)))
     try:
         if route == "reducer":
             name = "sample_mean" if companion != "none" else config.loss_aggregation
             divisor = None if companion != "none" else config.loss_aggregation_divisor
-            return weigh_tokens(name, tokens, options.host.denominators(options), divisor=divisor)
+            return weigh_tokens(name, tokens, TOTALS_OF_HOST, divisor=divisor)
         # A masked sample is refused under the per-token contract; the table then shows what its tokens would get.
         whole = tokens.clamp(min=1) if per_token else tokens
-        return sample_weights(LossPlan(config, options, companion != "none"), whole, denominators)[0]
+        return sample_weights(LossPlan(config, options, companion != "none"), whole, of_rollout)[0]
     except ConfigError:
         return None
 
 
-AXES = (("reducer", "custom_loss", "host"), ("reward", "convert", "none"), (False, True))
+AXES = (("reducer", "custom_loss", "host"), ("reward", "none"), (False, True))
 # Hosts and steps in turn: each host and each step meets each value of the axes.
 ROWS = [
     (
@@ -117,7 +117,7 @@ ROWS = [
 @pytest.mark.parametrize(("host", "route", "companion", "per_token", "step"), ROWS)
 def test_every_row_of_a_host_is_what_its_code_does(host, route, companion, per_token, step):
     flags, counts, rollouts = STEPS[step]
-    tokens, of_rollout, of_prompt = torch.tensor(counts), sums(counts, rollouts), sums(counts, PROMPTS)
+    tokens, of_rollout = torch.tensor(counts), sums(counts, rollouts)
     has_tokens, num_rollouts = tokens > 0, len(set(rollouts))
     for name in loss_aggregation_names():
         divisor = L if get_loss_aggregation(name).takes_divisor else None
@@ -125,14 +125,14 @@ def test_every_row_of_a_host_is_what_its_code_does(host, route, companion, per_t
         arguments = [*STEP, *flags, "--host", host, "--route", route, "--companion", companion, "--loss-aggregation", name]
         arguments += ["--loss-aggregation-divisor", str(L)] * (divisor is not None) + ["--calculate-per-token-loss"] * per_token
         chain = json.loads(explain(*arguments, *LAYOUT, "--json")[1])["chain"]  # of refused launches too
-        expected = reduced(host, route, companion, per_token, config, counts, of_rollout, of_prompt)
+        expected = reduced(host, route, companion, per_token, config, counts, of_rollout)
         assert (chain is None) == (expected is None), name
         if chain is None:
             continue
         found = values_of(chain)
         stage = "custom_loss" if route == "custom_loss" else "reducer"
         assert found[stage] == pytest.approx(expected.double().where(has_tokens, 0.0).tolist(), **CLOSE), name
-        factor, num_tokens = emulated(host, per_token, counts, 2 if companion == "convert" else num_rollouts)
+        factor, num_tokens = emulated(host, per_token, counts, num_rollouts)
         assert found["host"] == pytest.approx([factor] * 4, **CLOSE)
         if per_token:
             assert found["finalize"] == pytest.approx([1 / (2 * num_tokens)] * 4, **CLOSE)
@@ -141,7 +141,7 @@ def test_every_row_of_a_host_is_what_its_code_does(host, route, companion, per_t
             masks = [torch.tensor([1] * count or [0]) for count in counts]
             reducer = "megatron_rl.reducers.get_pg_loss_reducer" if route == "reducer" else None
             of_step = {"use_dynamic_global_batch_size": False, "global_batch_size": num_rollouts, "n_samples_per_prompt": None}
-            options = HostOptions(Namespace(**of_step, custom_pg_loss_reducer_function_path=reducer), host_named(host))
+            options = HostOptions(Namespace(**of_step, custom_pg_loss_reducer_function_path=reducer))
             weights = reward_weights(HostRollouts(masks, PROMPTS, rollouts), config, options)
             assert found["reward hook"] == pytest.approx(weights.tolist(), **CLOSE), name
 

@@ -505,6 +505,13 @@ def test_a_head_that_is_not_said_to_be_tied_is_its_own(checkpoints, tmp_path):
     assert not read_hf_model(changed(checkpoints["llama"][0], tmp_path, settings={"tie_word_embeddings": None})).tie_embeddings
 
 
+def test_every_second_layer_may_have_experts(checkpoints, tmp_path):
+    """As transformers counts: those whose number + 1 is a multiple of the step. These weights have experts in each layer."""
+    folder = changed(checkpoints["qwen3 with experts"][0], tmp_path, settings={"decoder_sparse_step": 2})
+    with pytest.raises(ConfigError, match=r"missing for .*: model\.layers\.0\.mlp\.down_proj\.weight"):
+        read_hf_model(folder)
+
+
 def test_one_expert_a_token_with_a_normalised_weight_is_refused(checkpoints, tmp_path):
     """Megatron-Core has a ValueError of its own for it, without the folder's name."""
     folder = changed(checkpoints["qwen3 with experts"][0], tmp_path, settings={"num_experts_per_tok": 1})

@@ -22,7 +22,7 @@ from host_rank import OWN_CODE, load_function
 from host_ranks import make_host, run_cases, train_data
 
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.hosts.base import OPTIONS
+from megatron_rl.hosts.args import OPTIONS
 from megatron_rl.validation import HOST_SWITCHES
 
 pytestmark = [pytest.mark.host, pytest.mark.megatron]

@@ -18,10 +18,9 @@ import torch
 from forked import forked
 from host_checkouts import VERL
 from linear_cases import relative
-from verl_cases import judge
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import log_probs, verl
+from megatron_rl.hosts import log_probs
 from megatron_rl.hosts.after_import import after_import
 from megatron_rl.hosts.log_probs import check_shard, log_probs_of_logits
 from megatron_rl.layout.groups import SINGLE
@@ -448,31 +447,6 @@ def test_bounds_of_a_shard_that_is_not_equal_are_refused():
     check_shard(0, 8, 8, SINGLE)
     with pytest.raises(DataError, match=r"has the columns \[0, 7\) of the vocabulary, and 8 columns of rank 0 of 1 are \[0, 8\)"):
         check_shard(0, 7, 8, SINGLE)
-
-
-# What doctor and explain say
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([f"{verl.EXTERNAL_LIB}={verl.LOG_PROBS}"], "log-probabilities and entropies are ours, in the place of verl's"),
-        ([f"{verl.EXTERNAL_LIB}=[my_models,{verl.LOG_PROBS}]"], "log-probabilities and entropies are ours"),
-        ([f"{verl.EXTERNAL_LIB}=my_models"], None),
-        ([f"{verl.EXTERNAL_LIB}=megatron_rl.hosts.verl_logprobs"], f"did you mean {verl.LOG_PROBS}?"),
-        (
-            [f"{verl.EXTERNAL_LIB}=megatron_rl"],
-            f"none of our log-probabilities in the place of verl's; did you mean {verl.LOG_PROBS}?",
-        ),
-        ([f"{verl.EXTERNAL_LIB}s={verl.LOG_PROBS}"], f"did you mean {verl.EXTERNAL_LIB}?"),
-    ],
-)
-@pytest.mark.parametrize("loss", ["vanilla", "megatron_rl.grpo.token_mean"])
-def test_doctor_says_whose_log_probabilities_train(words, said, loss):
-    """With our loss, and with verl's own."""
-    found = [row for row in judge(f"{verl.LOSS_MODE}={loss}", *words) if "external_lib" in row.subject]
-    assert [row.is_wrong for row in found] == ([] if said is None else ["did you mean" in said])
-    assert said is None or said in found[0].text
 
 
 # verl's own functions, from a checkout

@@ -34,7 +34,6 @@ LAUNCHES = [
     *((door, "prompt_mean", "reward", False) for door in ("default", "reducer", "custom_loss")),
     *((door, "token_mean", "reward", False) for door in ("default", "reducer", "custom_loss")),
     *((door, "constant", "reward", False) for door in ("default", "reducer", "custom_loss")),
-    *((door, "prompt_mean", "convert", False) for door in ("default", "custom_loss")),
 ]
 ROOTS = roots_by_environment()
 

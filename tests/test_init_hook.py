@@ -12,15 +12,12 @@ from argparse import Namespace
 
 import pytest
 from helpers import error_of, pool_of
-from launch_settings import CONVERT as CONVERTER
 from launch_settings import CUSTOM_LOSS, REDUCER
 from launch_settings import REWARD as HOOK
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import read_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.host_run import current_args
-from megatron_rl.hosts.names import paths_load
 from megatron_rl.hosts.training_hooks import (
     custom_megatron_init,
     shift_in_words,
@@ -31,10 +28,8 @@ from megatron_rl.hosts.training_hooks import (
 )
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.probe import ProbeResult
-from megatron_rl.validation.checks import Asker
 
 REWARD = {**HOOK, "global_batch_size": 128, "rollout_batch_size": 16, "n_samples_per_prompt": 8}
-CONVERT = {**CONVERTER, "global_batch_size": 16, "rollout_batch_size": 16, "n_samples_per_prompt": 8}
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0, **REDUCER, "global_batch_size": 128}
 TOKEN_MEAN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True, **REDUCER}
 ONCE = "rollouts (one of several samples counts once)"
@@ -97,24 +92,18 @@ def test_a_launch_of_a_wrong_scale_stops_on_every_rank_before_any_data(pool, set
 @pytest.mark.megatron
 def test_a_problem_of_one_rank_stops_the_others_too(pool):
     """A node with a broken installation: its peers would wait in the probe until their timeout."""
-    broken = {"custom_megatron_init_path": "megatron_rl.no_such_module.f"}
+    broken = {"samples_per_prompt": 4, "n_samples_per_prompt": 8}
     results = pool.run(init_on_rank, CONSTANT, broken, world_size=2)
     assert results[0][1].startswith("ConfigError: another rank refused this launch")
-    assert "megatron_rl.no_such_module.f cannot be loaded" in results[1][1]
+    assert "--samples-per-prompt 4 and --n-samples-per-prompt 8 are the same thing" in results[1][1]
 
 
 def test_every_problem_of_a_launch_is_in_one_error():
-    """FB-74: paths, settings, launch and groups, in a process where nothing is initialised."""
+    """FB-74: settings, launch and groups, in a process where nothing is initialised."""
     settings = {"loss_aggregation": "constant", **REDUCER, "context_parallel_size": 4, "qkv_format": "bshd"}
-    args = Namespace(**settings, custom_megatron_init_path="megatron_rl.hooks.no_such_hook")
-    problems = pytest.raises(ConfigError, custom_megatron_init, args).value.problems
-    found = (
-        "no_such_hook cannot be loaded",
-        "needs --loss-aggregation-divisor",
-        "--qkv-format bshd",
-        "cp process group has 1 ranks",
-    )
-    assert [part in problem for problem, part in zip(problems, found, strict=True)] == [True] * 4
+    problems = pytest.raises(ConfigError, custom_megatron_init, Namespace(**settings)).value.problems
+    found = ("needs --loss-aggregation-divisor", "--qkv-format bshd", "cp process group has 1 ranks")
+    assert [part in problem for problem, part in zip(problems, found, strict=True)] == [True] * 3
 
 
 @pytest.mark.parametrize("value", ["1", "true", "0", None])
@@ -126,42 +115,22 @@ def test_a_sampler_that_scores_the_whole_vocabulary_is_refused_where_kept_ids_ar
     args = Namespace(**launch, sampling_support="replay")
     if value in ("1", "true"):
         with pytest.raises(ConfigError, match=f"SGLANG_RETURN_ORIGINAL_LOGPROB={value} with --sampling-support replay: .*unset it"):
-            check_launch(args, asker=Asker.INIT_HOOK)
+            check_launch(args, in_actor=True)
     else:
-        check_launch(args, asker=Asker.INIT_HOOK)
+        check_launch(args, in_actor=True)
 
 
 def test_the_line_says_what_scores_are_over():
     launch = {**CUSTOM_LOSS, "loss_aggregation": "sample_mean", "rollout_batch_size": 8, "rollout_top_p": 0.9}
     launch |= {"sampling_support": "replay", "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_score": "support"}
-    config, found = check_launch(Namespace(**launch))
-    assert "| log-probabilities over the kept ids of rollout_top_p_token_ids, KL over the same |" in trained_in_words(config, found)
+    line = trained_in_words(check_launch(Namespace(**launch)))
+    assert "| log-probabilities over the kept ids of rollout_top_p_token_ids, KL over the same |" in line
 
 
-@pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("0", False), ("", False)])
-def test_a_check_that_has_become_a_run_is_refused(value, is_refused, monkeypatch):
-    """Process groups are up when a host calls the hook: too late for MEGATRON_RL_CHECK, which asks for a report alone."""
-    monkeypatch.setenv("MEGATRON_RL_CHECK", value)
-    problems = pytest.raises(ConfigError, custom_megatron_init, Namespace(**CONSTANT, context_parallel_size=4)).value.problems
-    assert "cp process group has 1 ranks" in problems[-1] and len(problems) == 1 + is_refused
-    assert problems[0].startswith(f"MEGATRON_RL_CHECK={value} ") == is_refused
-
-
-@pytest.mark.parametrize(
-    ("path", "says"),
-    [
-        ("megatron_rl.reducers.get_reducer", "cannot be loaded .AttributeError"),
-        ("megatron_rl:get_pg_loss_reducer", "did you mean megatron_rl.reducers.get_pg_loss_reducer\\?"),
-        ("megatron_rl.nowhere.f", "cannot be loaded .ModuleNotFoundError"),
-        ("megatron_rl.hosts.base.OPTIONS", "is dict, not a function"),
-        ("examples.mis:compute", "splits on the last dot and cannot load it; write examples.mis.compute"),
-    ],
-)
-def test_a_path_that_the_hosts_loader_would_not_find_is_refused(path, says):
-    """The hosts split on the last dot, and find out at the first batch."""
-    (problem,) = (row.text for row in paths_load(read_launch(Namespace(custom_pg_loss_reducer_function_path=path))))
-    assert problem.startswith(f"--custom-pg-loss-reducer-function-path {path}")
-    assert re.search(says, problem), problem
+def test_the_line_says_what_dropout_does_to_the_first_ratio():
+    launch = {**CUSTOM_LOSS, "loss_aggregation": "sample_mean", "hidden_dropout": 0.1, "attention_dropout": 0.0}
+    line = trained_in_words(check_launch(Namespace(**launch)))
+    assert "| hidden_dropout 0.1: the first ratio is not 1 |" in line and "attention_dropout" not in line
 
 
 SAMPLE_MEAN = {"loss_aggregation": "sample_mean", **REDUCER}
@@ -179,15 +148,14 @@ PROMPT_MEAN = {"loss_aggregation": "prompt_mean"}
         (CONSTANT, "1/(L N) = 1/(8192 N) = 1/(8192 x 128) = 9.537e-07", "x m/8192 (m: mean tokens of a sample)"),
         ({**CONSTANT, "use_dynamic_global_batch_size": True}, "1/(L N) = 1/(8192 N)", "x m/8192 (m: mean tokens of a sample)"),
         (TOKEN_MEAN, "1/T", "x 1 on average, x m_i/(mean tokens of the step's samples) for sample i"),
-        # 128 samples in groups of 8 are 16 prompts; beside the converter the step counts prompts itself.
+        # 128 samples in groups of 8 are 16 prompts.
         ({**PROMPT_MEAN, **REDUCER, **REWARD}, "1/(P M_g) = 1/(16 M_g)", OF_PROMPT),
-        ({**PROMPT_MEAN, **CONVERT}, "1/(P M_g) = 1/(16 M_g)", OF_PROMPT),
     ],
 )
 def test_the_line_tells_weight_and_shift(settings, weight, shift):
-    config, launch = check_launch(Namespace(**settings))
-    assert weight_of_a_token(config, launch) == weight
-    assert re.fullmatch(f"weights against sample_mean {re.escape(shift)}(: Adam hides it.*)?", shift_in_words(config))
+    launch = check_launch(Namespace(**settings))
+    assert weight_of_a_token(launch) == weight
+    assert re.fullmatch(f"weights against sample_mean {re.escape(shift)}(: Adam hides it.*)?", shift_in_words(launch.config))
 
 
 BY_OUR_LOSS = {**dict.fromkeys(REDUCER), **CUSTOM_LOSS}
@@ -205,8 +173,8 @@ BY_OUR_LOSS = {**dict.fromkeys(REDUCER), **CUSTOM_LOSS}
 )
 def test_the_line_tells_of_kl_and_entropy_where_they_are_trained(settings, end):
     """With the reducer they are the host's own, of the host's coefficients."""
-    config, launch = check_launch(Namespace(**{"kl_loss_type": "k3", **settings}))
-    assert shift_in_words(config, launch.kl_and_entropy).endswith(end)
+    launch = check_launch(Namespace(**{"kl_loss_type": "k3", **settings}))
+    assert shift_in_words(launch.config, launch.kl_and_entropy).endswith(end)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +182,8 @@ def test_the_line_tells_of_kl_and_entropy_where_they_are_trained(settings, end):
     [
         (SAMPLE_MEAN, "step of as many samples as come"),
         (CONSTANT, f"step of 128 {ONCE}"),
-        # 128 samples in groups of 8; beside the converter a step of 16 prompts holds 16 x 8 samples; 12 are no whole groups of 8.
+        # 128 samples in groups of 8; 12 are no whole groups of 8.
         ({**CONSTANT, "n_samples_per_prompt": 8}, f"step of 128 {ONCE}, 16 prompts"),
-        ({**PROMPT_MEAN, **CONVERT}, "step of 128 samples, 16 prompts"),
         (
             {**SAMPLE_MEAN, "global_batch_size": 12, "n_samples_per_prompt": 8},
             "step of 12 rollouts (one of several samples counts once)",
@@ -229,17 +196,17 @@ def test_the_line_tells_of_kl_and_entropy_where_they_are_trained(settings, end):
     ],
 )
 def test_the_line_tells_how_much_a_step_holds(settings, step):
-    assert step_in_words(check_launch(Namespace(**settings))[1]) == step
+    assert step_in_words(check_launch(Namespace(**settings))) == step
 
 
 def test_the_line_tells_what_our_loss_was_told():
     """Clip, temperature and coefficients come from the host's own flags, and nothing else says which have arrived."""
     of_host = {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "rollout_temperature": 0.7, "use_kl_loss": True, "kl_loss_coef": 0.01}
     settings = {**CUSTOM_LOSS, "advantage_estimator": "gspo", "loss_aggregation": "sample_mean", "kl_loss_type": "k3", **of_host}
-    line = summary(*check_launch(Namespace(**settings)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
+    line = summary(check_launch(Namespace(**settings)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
     assert " by custom_loss | gspo, clip 0.0003/0.0004, KL 0.01, entropy 0, temperature 0.7 applied | step of " in line
     corrected = {**settings, "use_tis": True, "use_opsm": True, "opsm_delta": 0.01, "use_unbiased_kl": True}
-    line = summary(*check_launch(Namespace(**corrected)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
+    line = summary(check_launch(Namespace(**corrected)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
     assert "KL 0.01 (unbiased), entropy 0, tis by token in [0, 2], samples beyond 0.01 dropped, temperature 0.7 applied" in line
-    line = summary(*check_launch(Namespace(**CONSTANT)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
+    line = summary(check_launch(Namespace(**CONSTANT)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
     assert "clip 0" not in line and "temperature" not in line  # the host's loss has its own

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from megatron_rl import arguments, loss_hub
 from megatron_rl.__main__ import main
-from megatron_rl.hosts import DOOR_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES, SETTINGS_NAMES
 
 # From the ground up. A room is a folder of the package, or a file beside them. It imports rooms of lower floors, and itself; rooms
 # of one floor do not know each other. So the number of floors is the longest chain of imports between rooms. `__init__` is
@@ -49,20 +49,23 @@ EXTRAS_OF_ROOM = {
     "hosts": (),
     "testing": ("megatron", "testing"),
     "train": ("megatron", "train", "hf"),
-    "commands": ("megatron", "doctor"),
+    "commands": ("megatron",),
     "benchmarks": ("megatron", "triton", "bench"),
 }
 # Packages of which no extra is to ask for -> why.
 WITHOUT_EXTRA = {
-    **dict.fromkeys(("trl", "roll", "verl", "skyrl", "nemo_rl", "prime_rl"), "the trainer that calls us"),
+    **dict.fromkeys(("roll", "verl", "skyrl", "nemo_rl"), "the trainer that calls us"),
     "ray": "what NeMo-RL makes its workers with",
+    "hydra": "what verl composes its config with",
+    "omegaconf": "what NeMo-RL and ROLL compose their configs with",
+    "dacite": "what ROLL makes its config of a tree with",
     "wandb": "a service that a user chose: train says what to install",
 }
 # Packages of an extra that no room imports -> who does.
 IMPORTED_ELSEWHERE = {
     "psutil": "Megatron's dist_checkpointing",
     "tensorboard": "torch.utils.tensorboard",
-    "pyyaml": "files/yaml_values.py",
+    "pyyaml": "files/settings_file.py",
     "pytest": "pytest_megatron_rl.py, beside the package",
     "liger-kernel": "benchmarks/peers.py, which tries each peer by its name",
 }
@@ -73,9 +76,8 @@ BY_NAME = {
     "__main__.py": "a command is imported where it is typed",
     "registries/registry.py": "the first look into a registry imports the files that declare the built-ins",
     "registries/dotted.py": "a user's module",
-    "hosts/base.py": "the host of a name, where a launch is read",
-    "hosts/doors.py": "the door of each name",
-    "hosts/door.py": "what a trainer calls, where it asks the declaration for it: a plug imports its declaration",
+    "hosts/adapters.py": "the adapter of each name",
+    "hosts/args.py": "the host of a name, where a launch is read",
 }
 # The functions that import the modules that they are given by name: importlib's, and that of validation/checks.py.
 IMPORTERS = ("import_module", "checks_in")
@@ -86,7 +88,7 @@ RUNS_TESTING = "commands/selftest.py"
 FILES_WITHOUT_TORCH = (
     "errors.py",
     "config.py",
-    *(f"files/{name}.py" for name in ("bounds", "json_values", "yaml_values", "safetensors_header", "plain_pickle")),
+    *(f"files/{name}.py" for name in ("bounds", "json_values", "settings_file", "safetensors_header")),
     "aggregation_record.py",
     "rollout_groups.py",
 )
@@ -340,9 +342,9 @@ def test_every_import_of_the_package_finds_its_name(package_trees, benchmark_tre
         pytest.param("losses/grpo.py", "from megatron.core import mpu", "belongs in", id="megatron.core in a loss"),
         pytest.param("config.py", "from torch import Tensor", "without torch", id="torch in config"),
         pytest.param("commands/explain/chain.py", "from megatron_rl.testing import ranks", "support of tests", id="an emulator"),
-        pytest.param("megatron/head.py", "from megatron_rl.hosts import base", "of the outer ring", id="a host in the core"),
+        pytest.param("megatron/head.py", "from megatron_rl.hosts import args", "of the outer ring", id="a host in the core"),
         pytest.param("megatron/head.py", "from megatron_rl import hooks", "of the outer ring", id="a door of the ring"),
-        pytest.param("train/loop.py", "from megatron_rl.hosts import base", "RING_2 does not say", id="a host in the trainer"),
+        pytest.param("train/loop.py", "from megatron_rl.hosts import args", "RING_2 does not say", id="a host in the trainer"),
         pytest.param("utils.py", "", "no place in FLOORS", id="a module without a room"),
     ],
 )
@@ -358,11 +360,13 @@ def test_the_layering_check_allows_what_is_right():
     assert layering_faults("train/loop.py", ast.parse("from megatron_rl import __version__")) == []
 
 
-# The list of hosts, the samplers of those with a parser of flags, and the launcher, whose door to NeMo-RL is of another kind.
+# The list of hosts, what tells whose a launch line is, the launcher, which starts NeMo-RL in another way, and the table of explain
+# with the trainers' own aggregations.
 FILES_WITH_HOSTS = {
-    "hosts/__init__.py": (*ROLLOUT_HOST_NAMES, *DOOR_NAMES),
-    "hosts/sampling.py": ROLLOUT_HOST_NAMES,
+    "hosts/__init__.py": (*ROLLOUT_HOST_NAMES, *SETTINGS_NAMES),
+    "hosts/adapters.py": SETTINGS_NAMES,
     "hosts/launch.py": ("nemo_rl",),
+    "commands/explain/stock.py": (*ROLLOUT_HOST_NAMES, *SETTINGS_NAMES),
 }
 
 
@@ -370,12 +374,12 @@ def named_hosts(path: str, tree: ast.Module) -> list[str]:
     """Where code asks which host it has: by name, class or module. Messages and docstrings may say it."""
     allowed = FILES_WITH_HOSTS.get(path, ())
     hosts = [host for host in ROLLOUT_HOST_NAMES if path != f"hosts/{host}.py" and host not in allowed]
-    hosts += [host for host in DOOR_NAMES if not path.startswith(f"hosts/{host}") and host not in allowed]
+    hosts += [host for host in SETTINGS_NAMES if not path.startswith(f"hosts/{host}") and host not in allowed]
     words, faults = {ast.Constant: "value", ast.Name: "id", ast.Attribute: "attr"}, []
     for node in ast.walk(tree):
         word = getattr(node, words[type(node)]) if type(node) in words else None
         if isinstance(word, str) and word.lower() in hosts:
-            faults.append(f"{path}:{node.lineno}: names {word}: ask the host's object (hosts/base.py)")
+            faults.append(f"{path}:{node.lineno}: names {word}: ask the host's object (hosts/args.py)")
     imported = [(line, name) for line, name in imported_names(path, tree) if any(f"hosts.{host}" in name for host in hosts)]
     return faults + [f"{path}:{line}: imports {name}" for line, name in imported]
 

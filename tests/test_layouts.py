@@ -455,6 +455,6 @@ def test_scale_for_schedule_by_hand():
     assert report["policy/loss"][0].item() == 0.5
     with pytest.raises(ConfigError, match="num_microbatches=0 must be at least 1"):
         scale_for_schedule(part, 0, totals=totals, num_local_tokens=2, config=None, groups=groups)
-    with pytest.raises(DataError, match="without an unmasked token"):
+    with pytest.raises(DataError, match="has no unmasked token"):
         empty = StepTotals(num_samples=5, num_prompts=None, num_tokens=0)
         scale_for_schedule(part, 1, totals=empty, num_local_tokens=0, config=None, groups=groups)

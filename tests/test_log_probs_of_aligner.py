@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 import nemo_rl_cases
 import own_log_probs
 import pytest
+import skyrl_cases
 import torch
 import torch.distributed as dist
 from carrier_cases import LiveBytes
@@ -26,9 +27,8 @@ from test_host_log_probs import HIDDEN, LIMIT, OF_GRADIENTS, VOCABULARY, before_
 from test_nemo_rl import load_nemo_rl
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import door_line, log_probs, nemo_rl, nemo_rl_plugin, skyrl, skyrl_log_probs
+from megatron_rl.hosts import log_probs, nemo_rl, nemo_rl_log_probs, skyrl, skyrl_log_probs
 from megatron_rl.hosts.carried_rows import carry_rows
-from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.skyrl_log_probs import InWorkers
 from megatron_rl.layout.groups import SINGLE, resolve_groups
 from megatron_rl.megatron.head import HeadInputs
@@ -41,7 +41,7 @@ FUSED_HEAD = {"megatron_cfg": {"enabled": True, "use_fused_linear_logprobs": Tru
 def nemo_rl_with_ours(change=lambda module: None) -> ModuleType:
     module = own_log_probs.nemo_rl_module()
     change(module)
-    importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install()
+    importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install("NeMo-RL", "a revision")
     return module
 
 
@@ -124,7 +124,7 @@ def test_skyrls_entropies_are_exact():
 
 def carried(hidden, weight, group=SINGLE, *, is_sequence_parallel=False):
     """[S, B, H] as the output layer of NeMo-RL's worker gives it to the host, [B, S, V]."""
-    rows = carry_rows(HeadInputs(hidden, weight, is_sequence_parallel), group, nemo_rl.FUSED_HEAD)
+    rows = carry_rows(HeadInputs(hidden, weight, is_sequence_parallel), group, nemo_rl_log_probs.FUSED_HEAD)
     return rows.transpose(0, 1).contiguous()
 
 
@@ -272,9 +272,9 @@ def with_environments(work):
     """NeMo-RL's table of the Python of each class of workers, in the process of the work."""
 
     def prepared():
-        contents = {"ACTOR_ENVIRONMENT_REGISTRY": {nemo_rl_plugin.OWN_WORKER: "its Python"}}
-        modules = own_log_probs.modules_of("nemo_rl", {nemo_rl_plugin.ENVIRONMENTS: contents})
-        work(modules[nemo_rl_plugin.ENVIRONMENTS].ACTOR_ENVIRONMENT_REGISTRY)
+        contents = {"ACTOR_ENVIRONMENT_REGISTRY": {nemo_rl_log_probs.OWN_WORKER: "its Python"}}
+        modules = own_log_probs.modules_of("nemo_rl", {nemo_rl_log_probs.ENVIRONMENTS: contents})
+        work(modules[nemo_rl_log_probs.ENVIRONMENTS].ACTOR_ENVIRONMENT_REGISTRY)
 
     return prepared
 
@@ -283,9 +283,9 @@ def test_nemo_rl_makes_its_workers_of_our_class():
     def work(environments):
         trainer = SimpleNamespace(Policy=Policy)
         for given in ({}, {"policy_factory": lambda **options: Policy(**options)}):
-            positional, named = nemo_rl_plugin.with_our_worker(trainer, setup, ("config", "tokenizer"), given)
-            assert setup(*positional, **named).worker == nemo_rl_plugin.OUR_WORKER
-        assert environments[nemo_rl_plugin.OUR_WORKER] == "its Python"
+            positional, named = nemo_rl_log_probs.with_our_worker(trainer, setup, ("config", "tokenizer"), given)
+            assert setup(*positional, **named).worker == nemo_rl_log_probs.OUR_WORKER
+        assert environments[nemo_rl_log_probs.OUR_WORKER] == "its Python"
 
     in_fork(with_environments(work))
 
@@ -297,11 +297,11 @@ def test_nemo_rls_fused_head_is_ours_in_its_path_of_logits():
         trainer = SimpleNamespace(Policy=Policy)
         config = master_config({})
         config.policy["megatron_cfg"]["use_fused_linear_logprobs"] = True
-        given, named = nemo_rl_plugin.with_our_worker(trainer, setup, (config, "tokenizer"), {}, has_head=True)
-        assert setup(*given, **named).worker == nemo_rl_plugin.WORKER_WITH_HEAD
+        given, named = nemo_rl_log_probs.with_our_worker(trainer, setup, (config, "tokenizer"), {}, has_head=True)
+        assert setup(*given, **named).worker == nemo_rl_log_probs.WORKER_WITH_HEAD
         assert given[0].policy["megatron_cfg"] == {"enabled": True, "use_fused_linear_logprobs": False}
         assert config.policy["megatron_cfg"]["use_fused_linear_logprobs"], "the caller's own stays"
-        assert environments[nemo_rl_plugin.WORKER_WITH_HEAD] == "its Python"
+        assert environments[nemo_rl_log_probs.WORKER_WITH_HEAD] == "its Python"
 
     in_fork(with_environments(work))
 
@@ -312,15 +312,15 @@ def test_a_nemo_rl_without_such_workers_is_refused():
 
     trainer = SimpleNamespace(Policy=lambda config: None)
     with pytest.raises(ConfigError, match=r"setup takes no policy_factory \(.*test_log_probs_of_aligner.py:\d+\)"):
-        nemo_rl_plugin.with_our_worker(trainer, older, ("config", "tokenizer"), {})
+        nemo_rl_log_probs.with_our_worker(trainer, older, ("config", "tokenizer"), {})
     with pytest.raises(ConfigError, match=r"takes no worker_extension_cls_fqn \(.*test_log_probs_of_aligner.py:\d+\)"):
-        nemo_rl_plugin.with_our_worker(trainer, setup, ("config", "tokenizer"), {})
+        nemo_rl_log_probs.with_our_worker(trainer, setup, ("config", "tokenizer"), {})
 
 
 class ClippedPGLossFn:
     def __init__(self, cfg, use_fused_linear_logprobs=False):
         self.input_type = self.loss_type = self.use_fused_linear_logprobs = self.metric_normalizations = None
-        self.reference_policy_kl_penalty = 0.0
+        self.reference_policy_kl_penalty, self.force_on_policy_ratio = 0.0, False
 
     def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
         pass
@@ -351,25 +351,25 @@ def test_a_launch_of_nemo_rl_with_our_log_probabilities_alone():
         sys.argv = ["run_grpo.py"]
         calls, problems = [], []
         is_fused: list = []
-        with nemo_rl_plugin.loss_in_setup(lambda error: problems.append(str(error)) or 2, calls):
+        with nemo_rl.loss_in_setup(lambda error: problems.append(str(error)) or 2, calls):
             alone = master_config({"megatron_rl_log_probs": "megatron_rl"})
-            assert trainer.setup(alone, "tokenizer") == (nemo_rl_plugin.OUR_WORKER, "ClippedPGLossFn")
+            assert trainer.setup(alone, "tokenizer") == (nemo_rl_log_probs.OUR_WORKER, "ClippedPGLossFn")
             assert trainer._create_advantage_estimator(alone) == "NeMo-RL's own"
             both = master_config(
                 {"megatron_rl": "grpo.token_mean", "megatron_rl_log_probs": "megatron_rl", "reference_policy_kl_penalty": 0}
             )
-            assert trainer.setup(both, tokenizer="tokenizer") == (nemo_rl_plugin.OUR_WORKER, "NemoLoss")
+            assert trainer.setup(both, tokenizer="tokenizer") == (nemo_rl_log_probs.OUR_WORKER, "NemoLoss")
             ours = master_config({"megatron_rl": "grpo.token_mean", "reference_policy_kl_penalty": 0})
             assert trainer.setup(ours, "tokenizer") == (None, "NemoLoss")
             for one in (alone, ours):
                 one.policy["megatron_cfg"]["use_fused_linear_logprobs"] = True
             is_fused.clear()
-            assert trainer.setup(alone, "tokenizer") == (nemo_rl_plugin.WORKER_WITH_HEAD, "ClippedPGLossFn")
+            assert trainer.setup(alone, "tokenizer") == (nemo_rl_log_probs.WORKER_WITH_HEAD, "ClippedPGLossFn")
             assert trainer.setup(ours, "tokenizer") == (None, "NemoLoss"), "NeMo-RL's own switch, without our log-probabilities"
             assert is_fused == [False, True]
             with pytest.raises(SystemExit):
                 trainer.setup(master_config({"megatron_rl_log_probs": "mine"}), "tokenizer")
-        assert len(calls) == 6 and "must be megatron_rl" in problems[0]
+        assert len(calls) == 6 and "is neither megatron_rl" in problems[0]
         assert trainer.setup is whole_setup
 
     in_fork(with_environments(work))
@@ -385,31 +385,19 @@ def test_a_launch_of_nemo_rl_with_our_log_probabilities_alone():
     ],
 )
 def test_nemo_rl_has_our_log_probabilities_beside_our_loss_or_its_own(settings, trains, replaces):
-    found = nemo_rl.settings_of(master_config(settings))
-    assert (nemo_rl.trains_ours(found), nemo_rl.check_log_probs(found)) == (trains, replaces)
-    if trains:
-        nemo_rl.check_launch(master_config(settings))
+    launch, has_log_probs = nemo_rl.judge(master_config(settings))
+    assert (launch is not None, has_log_probs) == (trains, replaces)
 
 
 @pytest.mark.parametrize(
     ("settings", "policy", "message"),
     [
-        ({"megatron_rl_log_probs": "ours"}, {}, "loss_fn.megatron_rl_log_probs=ours must be megatron_rl, .* or nemo_rl"),
-        ({"megatron_rl_log_probs": True}, {}, "loss_fn.megatron_rl_log_probs=True must be megatron_rl"),
+        ({"megatron_rl_log_probs": "ours"}, {}, "loss_fn.megatron_rl_log_probs=ours is neither megatron_rl nor nemo_rl"),
+        ({"megatron_rl_log_probs": True}, {}, "loss_fn.megatron_rl_log_probs=True is neither megatron_rl"),
         (
             {"megatron_rl_log_probs": "megatron_rl"},
             {"megatron_cfg": {"enabled": False}},
             "is made for NeMo-RL's Megatron worker; set policy.megatron_cfg.enabled=true",
-        ),
-        (
-            {"megatron_rl_log_probs": "megatron_rl"},
-            {**FUSED_HEAD, "generation": {"top_p": 0.9, "vllm_cfg": {"logprobs_mode": "processed_logprobs"}}},
-            "policy.generation.top_p=0.9: NeMo-RL cuts the trainer's distribution too, and .*linear_logprobs=true makes no logits",
-        ),
-        (
-            {"megatron_rl_log_probs": "megatron_rl"},
-            {**FUSED_HEAD, "draft": {"enabled": True}},
-            "policy.draft.enabled=true: a draft model learns from logits",
         ),
         (
             {"megatron_rl_log_probs": "megatron_rl"},
@@ -427,86 +415,45 @@ def test_nemo_rls_setting_is_judged(settings, policy, message):
     config = master_config(settings)
     config.policy |= policy
     with pytest.raises(ConfigError, match=message):
-        nemo_rl.check_log_probs(nemo_rl.settings_of(config))
-
-
-def test_a_misspelt_name_of_the_setting_is_refused():
-    settings = {"megatron_rl": "grpo.token_mean", "megatron_rl_log_prob": "megatron_rl", "reference_policy_kl_penalty": 0}
-    with pytest.raises(ConfigError, match=r"did you mean \+\+loss_fn.megatron_rl_log_probs"):
-        nemo_rl.check_launch(master_config(settings))
-    given = {skyrl.ENTRYPOINT: skyrl.__name__, "megatron_rl.log_prob": "megatron_rl"}
-    with pytest.raises(ConfigError, match=r"did you mean megatron_rl.log_probs"):
-        door_line.read(
-            skyrl.DOOR,
-            Settings.of_names(given | {f"{skyrl.ALGORITHM}policy_loss_type": "megatron_rl.grpo"}, skyrl.DOOR.all_defaults),
-        )
+        nemo_rl.check(config)
 
 
 # SkyRL
 
 
-def skyrl_launch(**own):
-    given = {f"{skyrl.PREFIX}{name}": value for name, value in own.items()}
-    loss, strategy = given.pop(f"{skyrl.PREFIX}loss", "regular"), given.pop(f"{skyrl.PREFIX}strategy", "megatron")
-    algorithm = SimpleNamespace(policy_loss_type=loss, loss_reduction="token_mean")
-    tree = SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm, strategy=strategy))
-    return skyrl.settings_of(tree, given, tuple(given), section="")
+def skyrl_launch(log_probs: str, *, loss: str = "regular", strategy: str = "megatron"):
+    algorithm = skyrl_cases.algorithm_config(loss)
+    return SimpleNamespace(trainer=SimpleNamespace(algorithm=algorithm, strategy=strategy)), skyrl.Words(), log_probs
+
+
+def test_skyrls_own_loss_has_no_other_word_of_ours():
+    config, _, log_probs = skyrl_launch("megatron_rl")
+    words = skyrl.Words({"importance_correction": "tis"}, "row_mean")
+    with pytest.raises(ConfigError, match=r"(?s)tis has no effect on SkyRL's own loss.*row_mean has no effect"):
+        skyrl.check((config, words, log_probs))
 
 
 def test_skyrl_has_our_log_probabilities_beside_our_loss_or_its_own():
-    assert skyrl.check_launch(skyrl_launch(log_probs="megatron_rl")) == ()
-    assert skyrl.check_launch(skyrl_launch(log_probs="megatron_rl", loss="megatron_rl.grpo")) == ()
-    for own, message in (
-        ({"log_probs": "ours"}, "megatron_rl.log_probs=ours must be megatron_rl"),
-        ({"log_probs": "megatron_rl", "importance_correction": "tis"}, "has no effect on SkyRL's own loss"),
-        ({}, "it is not a loss of megatron_rl"),
-        (
-            {"log_probs": "megatron_rl", "strategy": "fsdp", "loss": "megatron_rl.grpo"},
-            "trainer.strategy=fsdp: megatron_rl.log_probs=megatron_rl has no effect there; set trainer.strategy to megatron",
-        ),
+    assert skyrl.check(skyrl_launch("megatron_rl")) == ["megatron_rl.log_probs=megatron_rl, and SkyRL's own loss"]
+    skyrl.check(skyrl_launch("megatron_rl", loss="megatron_rl.grpo"))
+    for launch, message in (
+        (skyrl_launch("ours"), "megatron_rl.log_probs=ours is neither megatron_rl nor skyrl"),
+        (skyrl_launch("skyrl"), "trainer.override_entrypoint=megatron_rl.hosts.skyrl has no effect"),
+        (skyrl_launch("megatron_rl", strategy="fsdp"), "megatron_rl.log_probs=megatron_rl with trainer.strategy=fsdp"),
     ):
         with pytest.raises(ConfigError, match=message):
-            skyrl.check_launch(skyrl_launch(**own))
+            skyrl.check(launch)
 
 
 def test_skyrls_table_carries_them_where_they_are_asked_for():
-    for own, is_there in (({}, False), ({skyrl.LOG_PROBS: "skyrl"}, False), ({skyrl.LOG_PROBS: "megatron_rl"}, True)):
+    for is_there in (False, True):
         entries = {}
-        skyrl.register(SimpleNamespace(register=lambda name, entry, entries=entries: entries.update({name: entry})), own)
+        table = SimpleNamespace(register=lambda name, entry, entries=entries: entries.update({name: entry}))
+        skyrl.register(table, skyrl.Words(), has_log_probs=is_there)
         assert (skyrl.LOG_PROBS in entries) == is_there
     with pytest.raises(TypeError, match="it is no policy loss"):
         entries[skyrl.LOG_PROBS]()
     assert not any(name.startswith("skyrl.") for name in sys.modules)
-
-
-@pytest.mark.parametrize(
-    ("door", "words", "said"),
-    [
-        (nemo_rl.DOOR, ["-m", nemo_rl.LAUNCHER, "run_grpo.py", f"++{nemo_rl.LOG_PROBS}=megatron_rl"], "in the place of NeMo-RL's"),
-        (nemo_rl.DOOR, ["-m", nemo_rl.LAUNCHER, "run_grpo.py", f"++{nemo_rl.LOG_PROBS}=mine"], "must be megatron_rl"),
-        (
-            skyrl.DOOR,
-            [
-                "-m",
-                skyrl.ENTRY,
-                f"{skyrl.ENTRYPOINT}={skyrl.__name__}",
-                "megatron_rl.log_probs=megatron_rl",
-                "trainer.strategy=megatron",
-            ],
-            "in the place of SkyRL's",
-        ),
-        (skyrl.DOOR, ["-m", skyrl.ENTRY, f"{skyrl.ENTRYPOINT}={skyrl.__name__}", "megatron_rl.log_probs=1"], "must be megatron_rl"),
-    ],
-)
-def test_doctor_says_whose_log_probabilities_train(door, words, said):
-    """Beside the host's own loss."""
-
-    def no_file(path):
-        raise ConfigError(f"{path} is not here")
-
-    rows = [*door_line.judge(door, words, no_file)]
-    found = [row for row in rows if row.subject == door.log_probs.setting]
-    assert [row.is_wrong for row in found] == ["must be" in said] and said in found[0].text
 
 
 # The hosts' own code, from checkouts
@@ -545,7 +492,8 @@ def nemo_rl_calls(rank: int, tp: int) -> None:
         partial(from_logits, packed=True, chunk_size=3),
     ]
     theirs, ours = before_and_after(
-        lambda: [call() for call in calls], lambda: importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install()
+        lambda: [call() for call in calls],
+        lambda: importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install("NeMo-RL", "a revision"),
     )
     for pair in zip(theirs, ours, strict=True):
         nearly_equal(*pair)
@@ -576,7 +524,9 @@ def nemo_rls_own_loss(rank: int) -> None:
             found.append(nemo_rl_cases.run_step(case, nemo_rl_cases.make_step(case), loss, call=call, cp_group=group))
         return found
 
-    theirs, ours = before_and_after(results, lambda: importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install())
+    theirs, ours = before_and_after(
+        results, lambda: importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install("NeMo-RL", "a revision")
+    )
     assert hasattr(NEMO_RL.load("nemo_rl.distributed.model_utils").DistributedLogprob, log_probs.MARK)
     for their_result, result in zip(theirs, ours, strict=True):
         assert result.loss == pytest.approx(their_result.loss, rel=OF_GRADIENTS)
@@ -597,7 +547,9 @@ def nemo_rls_own_loss_of_our_head(rank: int) -> None:
         return hidden @ leaf.T
 
     def by_our_head(hidden):
-        seen.append(carry_rows(HeadInputs(hidden.transpose(0, 1), leaf, False), SINGLE, nemo_rl.FUSED_HEAD).transpose(0, 1))
+        seen.append(
+            carry_rows(HeadInputs(hidden.transpose(0, 1), leaf, False), SINGLE, nemo_rl_log_probs.FUSED_HEAD).transpose(0, 1)
+        )
         return seen[-1]
 
     chosen = [case for case in nemo_rl_cases.matrix(["grpo"]) if case.cp == group.size() and case.aggregation == "token_mean"]
@@ -614,7 +566,7 @@ def nemo_rls_own_loss_of_our_head(rank: int) -> None:
         return found
 
     theirs = results(by_logits)
-    importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install()
+    importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install("NeMo-RL", "a revision")
     log_probs.MAX_LOGITS_BYTES = 5 * 50 * 4
     ours = results(by_our_head)
     assert seen and {case.packing for case in chosen} == set(nemo_rl_cases.PACKINGS[group.size() > 1 :])
@@ -705,7 +657,7 @@ def skyrl_calls(rank: int, tp: int) -> None:
         partial(from_hidden, packed=True, temperature=TEMPERATURE),
     ]
     theirs, ours = before_and_after(
-        lambda: [call() for call in calls], lambda: pickle.loads(pickle.dumps(InWorkers("SkyRL", skyrl.DOOR.probed)))
+        lambda: [call() for call in calls], lambda: pickle.loads(pickle.dumps(InWorkers("SkyRL", skyrl.PROBED)))
     )
     for pair in zip(theirs, ours, strict=True):
         nearly_equal(*pair)
@@ -728,7 +680,7 @@ def test_nemo_rl_makes_workers_of_another_class_as_we_ask():
         "worker_extension_cls_fqn: Optional[str] = None," in policy
         and "worker_builder_cls_fqn = worker_extension_cls_fqn" in policy
     )
-    assert f'"{nemo_rl_plugin.OWN_WORKER}": ' in NEMO_RL.source("nemo_rl/distributed/ray_actor_environment_registry.py")
+    assert f'"{nemo_rl_log_probs.OWN_WORKER}": ' in NEMO_RL.source("nemo_rl/distributed/ray_actor_environment_registry.py")
     worker = NEMO_RL.source("nemo_rl/models/policy/workers/megatron_policy_worker.py")
     # Our head is placed in the model that its __init__ leaves, and its fused head is off by this name.
     assert "self.model = model_and_optimizer_state.model" in worker

@@ -81,11 +81,6 @@ def test_an_error_moves_no_cursor(monkeypatch, capsys, kind, code, end):
         pytest.param(
             "doctor --xyz 1", "--xyz is no flag of megatron-rl doctor: megatron-rl doctor --help lists", id="nothing near"
         ),
-        pytest.param(
-            "doctor --prompt-ids a,a -- python train.py",
-            "ConfigError: --prompt-ids is no flag of megatron-rl doctor: type megatron-rl explain --prompt-ids ... -- LINE\n",
-            id="of explain, and the line behind it",
-        ),
         pytest.param("selftest cp2 -3", "megatron-rl selftest takes no argument 'cp2 -3'", id="no flag at all"),
         pytest.param("train --xyz --zyx", "2 problems:", id="both"),
         pytest.param(

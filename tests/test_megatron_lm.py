@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 from helpers import set_global_args
 
+from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.megatron_lm import call_pretrain, compose_extra_args_provider, megatron_lm_config
@@ -266,6 +267,27 @@ def test_a_correction_and_a_coefficient_of_train_rl_that_differ_are_refused(line
     assert found.startswith(problem)
 
 
+@pytest.mark.parametrize(
+    ("host", "problem"),
+    [
+        (
+            {"inference_dynamic_batching_logprobs_mode": "processed_logprobs"},
+            "--rl-default-top-p 0.9 beside --importance-correction tis",
+        ),
+        ({}, None),  # the engine's default is raw_logprobs
+        ({"inference_dynamic_batching_logprobs_mode": "processed_logprobs", "rl_default_top_p": 0.0}, None),
+    ],
+)
+def test_a_sampler_that_scores_its_kept_tokens_is_refused_beside_a_correction(host, problem):
+    """FB-114"""
+    args = args_of(**CORRECTED | {"rl_default_top_p": 0.9, "rl_default_top_k": -1} | host)
+    if problem is None:
+        megatron_lm_config(args)
+    else:
+        [found] = pytest.raises(ConfigError, megatron_lm_config, args).value.problems
+        assert found.startswith(problem)
+
+
 COLLECTION = {**OF_TRAIN_RL, "grpo_prompts_per_step": 32, "grpo_group_size": 8, "grpo_iterations": 2}
 
 
@@ -299,3 +321,29 @@ def test_the_clip_of_train_rl_does_not_reach_a_loss_without_one(name, own_losses
     """Its flags always have a value, which such a loss refuses."""
     config = megatron_lm_config(args_of("--policy-loss", name, **OF_TRAIN_RL))
     assert (config.policy_loss, config.clip_ratio_low, config.clip_ratio_high) == (name, None, None)
+
+
+def test_ratios_to_a_sampler_that_scores_what_it_kept_are_refused():
+    """Its engine reports the whole vocabulary unless it is told otherwise."""
+    args = {
+        **{"loss_aggregation": "token_mean", "perform_rl_step": True, "rl_use_sequence_packing": True},
+        **{"rl_inference_logprobs_is_correction": True, "rl_importance_sampling_truncation_coef": 2.0},
+        **{"rl_default_top_p": 0.9, "rl_default_top_k": -1},
+    }
+    megatron_lm_config(Namespace(**args))
+    args["inference_dynamic_batching_logprobs_mode"] = "processed_logprobs"
+    with pytest.raises(ConfigError, match="--rl-default-top-p 0.9 beside --importance-correction tis: .*turn --rl-default-top-p"):
+        megatron_lm_config(Namespace(**args))
+    megatron_lm_config(Namespace(**args | {"rl_default_top_p": 0.0}))
+    megatron_lm_config(Namespace(**args | {"rl_inference_logprobs_is_correction": False}))
+
+
+def test_doctor_asks_the_parser_of_megatron_lm(monkeypatch, capsys):
+    arguments = ModuleType("megatron.training.arguments")
+    arguments.parse_args = lambda extra_args_provider=None: extra_args_provider(ArgumentParser()).parse_args()
+    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
+    monkeypatch.setitem(sys.modules, "megatron.training.arguments", arguments)
+    line = ["doctor", "--host", "megatron_lm", "--", "torchrun", "train.py", "--loss-aggregation", "constant"]
+    assert main([*line, "--loss-aggregation-divisor", "8"]) == 0
+    assert "policy_loss=grpo, loss_aggregation=constant | weight of a token 1/(L N) = 1/(8 N)" in capsys.readouterr().out
+    assert main(line) == 1 and "needs --loss-aggregation-divisor" in capsys.readouterr().out

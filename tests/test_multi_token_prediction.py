@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentParser, Namespace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import pool_of
+from helpers import error_of, pool_of
 from test_layouts import GRADIENT_TOLERANCE, config_of
 
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.commands.doctor.launch import judge_launch
-from megatron_rl.commands.doctor.report import PROBLEM
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
+from megatron_rl.hosts.training_hooks import check_model_contract
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.testing.layout_step import Layout, make_step_batches, row_length
 from megatron_rl.testing.reference import ragged_samples
@@ -202,25 +202,16 @@ def test_the_default_contract_takes_a_mean_of_means(gradients, is_new):
 # Where they are trained, and where refused
 
 
-def test_every_door_of_our_forward_step_trains_them():
-    """FB-103: the arguments of Megatron-LM, and a launch line that doctor reads. tests/test_mtp_layouts.py has the gradient."""
+def test_our_forward_step_trains_them():
+    """FB-103: the arguments of Megatron-LM. tests/test_mtp_layouts.py has the gradient."""
     args = add_megatron_rl_args(ArgumentParser()).parse_args(["--loss-aggregation", "sample_mean"])
     megatron_lm_config(Namespace(**vars(args), mtp_num_layers=1))
-    line = "python train_rl.py --perform-rl-step --loss-aggregation sample_mean --mtp-num-layers 1"
-    assert not any("mtp" in problem for problem in problems_of(line))
 
 
-def problems_of(line: str) -> list[str]:
-    return [finding.text for finding in judge_launch(line.split(), None).findings if finding.status == PROBLEM]
-
-
-@pytest.mark.parametrize("host", ["miles", "slime"])
-def test_doctor_refuses_the_factor_of_the_hosts(host):
+@pytest.mark.parametrize(("cp", "is_refused"), [(1, False), (2, True)])
+def test_an_actor_refuses_the_factor_of_the_hosts(cp, is_refused):
     """FB-104"""
-    line = (
-        f"python -m megatron_rl.hosts.launch {host}/train.py --loss-aggregation token_mean --calculate-per-token-loss "
-        "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer --mtp-num-layers 1 --enable-mtp-training"
-    )
-    assert not any("mtp_num_layers" in problem for problem in problems_of(line))
-    (wrong,) = (problem for problem in problems_of(f"{line} --context-parallel-size 2") if "mtp_num_layers" in problem)
-    assert "so its gradient is x 1 / cp" in wrong
+    args = Namespace(calculate_per_token_loss=True, enable_mtp_training=True, context_parallel_size=cp)
+    config = SimpleNamespace(calculate_per_token_loss=True, mtp_num_layers=1, mtp_loss_scaling_factor=0.1, context_parallel_size=cp)
+    found = error_of(lambda: check_model_contract(args, config))
+    assert ("so its gradient is x 1 / cp" in found) == is_refused and bool(found) == is_refused

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import re
+import sys
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,8 @@ from nemo_rl_cases import Case
 
 from megatron_rl import __main__ as command_line
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import launch, nemo_rl, nemo_rl_plugin, run
+from megatron_rl.hosts import launch, nemo_rl, nemo_rl_loss, run
+from megatron_rl.hosts.choice import read_word
 from megatron_rl.layout.context_parallel import chunk_spans
 from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.testing.ranks import run_ranks
@@ -103,7 +103,7 @@ def test_kl_is_of_unfiltered_log_probs_where_nemo_rl_has_them():
         log_probs = torch.full(mask.shape, -1.0, requires_grad=True)
         loss = cases.make_loss(case, reference_policy_kl_penalty=penalty, **of_ours)
         counts = columns["sample_mask"].sum(), mask.sum()
-        loss(log_probs, columns | {nemo_rl_plugin.UNFILTERED: unfiltered}, *counts)[0].backward()
+        loss(log_probs, columns | {nemo_rl_loss.UNFILTERED: unfiltered}, *counts)[0].backward()
         gradients.append(log_probs.grad)
         assert not penalty or torch.equal(unfiltered.grad != 0, mask)
     assert torch.equal(*gradients[:2]) and torch.equal(*gradients[1:])
@@ -159,8 +159,8 @@ def test_a_worker_imports_a_loss_of_ones_own(tmp_path, monkeypatch):
     case = Case(loss="gmpo", aggregation="token_mean", sizes=(3, 5))
 
     def driver() -> int:
-        found = nemo_rl.check_launch(cases.master_config({"megatron_rl": "my_losses.mine.token_mean"}))
-        (tmp_path / "loss").write_bytes(pickle.dumps(nemo_rl_plugin.NemoLoss(cases.make_loss(case).own, found, 16)))
+        found = nemo_rl.read(cases.master_config({"megatron_rl": "my_losses.mine.token_mean"}))
+        (tmp_path / "loss").write_bytes(pickle.dumps(nemo_rl.NemoLoss(cases.make_loss(case).own, found, 16)))
         return 0
 
     def worker() -> int:
@@ -188,7 +188,7 @@ def test_placeholders_in_the_place_of_the_steps_counts_are_refused():
 def test_a_prompt_without_a_trained_token_does_not_count():
     """Two samples of 2 tokens for one prompt, and two masked ones for another: 1 / (P M_g) x m x S is 1 / (1 x 4) x 2 x 4."""
     mask = torch.tensor([[0.0, 1.0, 1.0]] * 2 + [[0.0, 0.0, 0.0]] * 2)
-    found = nemo_rl_plugin.weigh_prompts(torch.ones(4, 3), mask, torch.tensor([[0], [0], [1], [1]]))
+    found = nemo_rl_loss.weigh_prompts(torch.ones(4, 3), mask, torch.tensor([[0], [0], [1], [1]]))
     assert found.tolist() == [pytest.approx([0.0, 2.0, 2.0], rel=1e-5)] * 2 + [[0.0] * 3] * 2  # a mark of 5 of 24 bits
 
 
@@ -209,77 +209,67 @@ def test_advantages_without_the_weights_of_their_step_are_refused(change):
         cases.run_step(case, step, loss)
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "message"),
-    [
-        ({}, "does not name a loss and an aggregation: it has one of each.*Losses: .*gspo.*Aggregations: .*prompt_mean"),
-        ({"megatron_rl": "gspo.sample_mean", "sequence_level_importance_ratios": True}, "two losses in one launch.*gspo"),
-        ({"megatron_rl": "grpo.sample_mean", "use_cispo": True}, "two losses in one launch.*cispo"),
-        ({"megatron_rl": "grpo.sample_mean", "disable_ppo_ratio": True}, "two losses in one launch.*reinforce"),
-        ({"megatron_rl": "grpo.sample_mean", "positive_example_nll_weight": 0.1}, "depends on the micro-batch size"),
-        ({"megatron_rl": "gspo.token_mean", "ratio_clip_max": 0.28}, "ratio_clip_min=0.2 beside loss_fn.ratio_clip_max=0.28"),
-        ({"megatron_rl": "grpo.token_mean", "megatron_rl_clip_ratio_c": 3}, "has no effect: set loss_fn.ratio_clip_c"),
-        (
-            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k4"},
-            "kl_estimator=k4: KL estimator 'k4' is not registered; known: k1, k2, k3, k3\\+, unbiased",
-        ),
-        (
-            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "reference_policy_kl_penalty": 0.0},
-            "_kl_estimator=k3 has no effect without a coefficient: set loss_fn.reference_policy_kl_penalty to .*, it is 0.0",
-        ),
-        (
-            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "reference_policy_kl_penalty": math.nan},
-            "reference_policy_kl_penalty=nan must be a finite number at or above 0",
-        ),
-        (
-            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "k3", "use_kl_in_reward": True},
-            "_kl_estimator=k3 has no effect beside loss_fn.use_kl_in_reward=true.*remove one of them",
-        ),
-        (
-            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_coefficient": 0.1},
-            "kl_coefficient=0.1 has no effect: set loss_fn.reference_policy_kl_penalty",
-        ),
-        (
-            {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "unbiased", "use_on_policy_kl_approximation": True},
-            "use_on_policy_kl_approximation=true has no effect beside .*unbiased; remove it",
-        ),
-        ({"megatron_rl": "dro.prompt_mean"}, "dro is not: choose another one"),
-        (
-            {
-                "megatron_rl": "grpo.token_mean",
-                "use_importance_sampling_correction": True,
-                "truncated_importance_sampling_type": "seq-mask",
-            },
-            "beside this switch our losses have tis, icepop, seq-mask-tis",
-        ),
-        ({"megatron_rl": "dppo_tv.token_mean", "use_importance_sampling_correction": True}, "would be counted twice"),
-        (
-            {
-                "megatron_rl": "grpo.token_mean",
-                "megatron_rl_importance_correction": "tis",
-                "use_importance_sampling_correction": True,
-            },
-            "\\+\\+loss_fn.megatron_rl_importance_correction=tis beside .*two corrections",
-        ),
-    ],
-)
-def test_settings_that_are_not_honoured_are_refused(loss_fn, message):
-    with pytest.raises(ConfigError, match=message):
-        nemo_rl.check_launch(cases.master_config(loss_fn))
+GRPO = "megatron_rl=grpo.token_mean"
+# loss_fn as a line types it, what is said
+REFUSED = {
+    "": "megatron_rl=None does not name a loss and an aggregation, as .*Losses: .*gspo.*Aggregations: .*prompt_mean",
+    "megatron_rl=gspo.sample_mean sequence_level_importance_ratios=true": "two losses in one launch.*gspo",
+    "megatron_rl=grpo.sample_mean use_cispo=true": "two losses in one launch.*cispo",
+    "megatron_rl=grpo.sample_mean disable_ppo_ratio=true": "two losses in one launch.*reinforce",
+    "megatron_rl=grpo.sample_mean positive_example_nll_weight=0.1": "depends on the micro-batch size",
+    "megatron_rl=grpo.row_mean": "row_mean does not name",
+    "megatron_rl=dro.prompt_mean": "dro is not: choose another one",
+    "megatron_rl=grpo.constant": r"needs its L: set \+\+loss_fn.megatron_rl_loss_aggregation_divisor",
+    "megatron_rl=reinforce.token_mean ratio_clip_max=0.28": "ratio_clip_max=0.28 has no effect",
+    f"{GRPO} megatron_rl_log_prob=megatron_rl": "did you mean .*megatron_rl_log_probs",
+    f"{GRPO} megatron_rl_clip_ratio_c=3": "has no effect: set loss_fn.ratio_clip_c",
+    f"{GRPO} megatron_rl_kl_coefficient=0.1": "=0.1 has no effect: set loss_fn.reference_policy_kl_penalty",
+    f"{GRPO} megatron_rl_kl_estimator=k4": "'k4' is not registered; known: k1, k2, k3, k3\\+, unbiased",
+    f"{GRPO} megatron_rl_kl_estimator=k3 reference_policy_kl_penalty=0": "=k3 has no effect without a coef.*set lo",
+    f"{GRPO} megatron_rl_kl_estimator=k3 reference_policy_kl_penalty=-1": "penalty=-1.0 must be a finite number",
+    f"{GRPO} megatron_rl_kl_estimator=k3 use_kl_in_reward=true": "=k3 has no effect beside loss_fn.use_kl_in_rew",
+    f"{GRPO} megatron_rl_kl_estimator=k3 reference_policy_kl_type=k1": "type=k1 has no effect beside .*k3; remove",
+    f"{GRPO} use_importance_sampling_correction=true truncated_importance_sampling_type=seq-mask": (
+        "importance_sampling_type=seq-mask: beside .* our losses have tis, icepop, seq-mask-tis"
+    ),
+    "megatron_rl=dppo_tv.token_mean use_importance_sampling_correction=true": "would be counted twice",
+    f"{GRPO} megatron_rl_importance_correction=tis use_importance_sampling_correction=true": (
+        "importance_correction=tis beside .*two corrections"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_settings_that_are_not_honoured_are_refused(line):
+    loss_fn = {name: read_word(text) for name, text in (word.split("=") for word in line.split())}
+    with pytest.raises(ConfigError, match=REFUSED[line]):
+        nemo_rl.read(cases.master_config(loss_fn))
+
+
+def test_a_clip_that_is_nemo_rls_default_is_the_losss_own():
+    """Its 0.2 would never clip the geometric mean of gspo."""
+    for loss_fn, clip in (({}, (None, None)), ({"ratio_clip_max": 0.28}, (None, 0.28))):
+        config = nemo_rl.read(cases.master_config({"megatron_rl": "grpo.token_mean", "ratio_clip_min": 0.2} | loss_fn)).config
+        assert (config.clip_ratio_low, config.clip_ratio_high) == clip
+
+
+def test_a_setting_of_ours_that_is_null_is_none():
+    loss_fn = {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": None, "reference_policy_kl_penalty": 0.1}
+    assert nemo_rl.read(cases.master_config(loss_fn)).config.kl_coefficient == 0
 
 
 @pytest.mark.parametrize("name", cases.AFTER_THE_ESTIMATOR)
 def test_advantages_that_are_written_after_the_estimator_are_refused_with_prompt_mean_alone(name):
-    nemo_rl.check_launch(cases.master_config({"megatron_rl": "grpo.sample_mean"}, **{name: -5.0}))
+    nemo_rl.read(cases.master_config({"megatron_rl": "grpo.sample_mean"}, **{name: -5.0}))
     with pytest.raises(ConfigError, match=f"grpo.{name}=-5.0 beside grpo.prompt_mean"):
-        nemo_rl.check_launch(cases.master_config({"megatron_rl": "grpo.prompt_mean"}, **{name: -5.0}))
+        nemo_rl.read(cases.master_config({"megatron_rl": "grpo.prompt_mean"}, **{name: -5.0}))
 
 
 def test_a_step_that_cuts_a_batch_and_another_backend_are_refused():
     config = cases.master_config({"megatron_rl": "grpo.prompt_mean"}, num_prompts_per_step=8)
     config.policy["megatron_cfg"] = {"enabled": False}
     with pytest.raises(ConfigError, match="megatron_cfg.enabled is not true[^$]*all 32 samples of a batch"):
-        nemo_rl.check_launch(config)
+        nemo_rl.read(config)
 
 
 def test_the_first_step_says_what_a_token_weighs(capsys):
@@ -297,24 +287,18 @@ def test_the_first_step_says_what_a_token_weighs(capsys):
         assert part in line
 
 
-LEFT_OUT = [
-    # which of the trainer's scores of the token is 0.0, settings of NeMo-RL
-    pytest.param(("new",), {}, id="in this step"),
-    pytest.param(("old",), {}, id="before this step"),
-    pytest.param(("new", "old"), {}, id="in both"),
-    pytest.param(("new",), {"force_on_policy_ratio": True}, id="no old score"),
-]
-
-
 @pytest.mark.parametrize("aggregation", ["sample_mean", "constant", "token_mean", "prompt_mean"])
-@pytest.mark.parametrize(("zeros", "settings"), LEFT_OUT)
+@pytest.mark.parametrize(
+    ("zeros", "settings"), [(("new",), {}), (("old",), {}), (("new", "old"), {}), (("new",), {"force_on_policy_ratio": True})]
+)
 def test_a_token_that_the_trainer_leaves_out_has_no_gradient_and_stays_counted(zeros, settings, aggregation):
-    """FB-161: NeMo-RL gives it the log-probability 0.0, beside the sampler's of -5.4; the others learn as if it were not there."""
+    """FB-161: NeMo-RL gives it the log-probability 0.0, beside the sampler's of -5.4; the others learn as if it were not there.
+
+    zeros: which of the trainer's scores of the token is 0.0, in this step or before it."""
     case = Case(loss="grpo", aggregation=aggregation)
     given = cases.loss_settings(case) | settings
-    found = nemo_rl.check_launch(cases.master_config(given, top_p=0.8))
-    assert found.keeps_a_part and "its share is unscored_token_fraction" in found.warnings[0]
-    loss = nemo_rl_plugin.NemoLoss(cases.OwnLoss(given | {"reference_policy_kl_penalty": 0.0}), found, case.num_samples)
+    found = nemo_rl.read(cases.master_config(given, top_p=0.8))
+    loss = nemo_rl.NemoLoss(cases.OwnLoss(given | {"reference_policy_kl_penalty": 0.0}), found, case.num_samples)
     columns = cases.make_step(case).columns
     mask = (columns["token_mask"] * columns["sample_mask"][:, None])[:, 1:].bool()
     row, place = (int(index) for index in mask.nonzero()[1])
@@ -333,11 +317,11 @@ def test_a_token_that_the_trainer_leaves_out_has_no_gradient_and_stays_counted(z
         return log_probs.grad, metrics
 
     (clean, of_clean), (got, metrics) = gradient(False), gradient(True)
-    assert clean[row, place] != 0 and of_clean[nemo_rl_plugin.UNSCORED] == 0
+    assert clean[row, place] != 0 and of_clean[nemo_rl_loss.UNSCORED] == 0
     expected = clean.clone()
     expected[row, place] = 0
     assert torch.equal(got, expected)
-    assert metrics[nemo_rl_plugin.UNSCORED] == 1 / int(mask.sum())
+    assert metrics[nemo_rl_loss.UNSCORED] == 1 / int(mask.sum())
     # NeMo-RL's own metrics: a ratio of 1 in its place, and not e^5.
     ratio = math.exp(0.1)
     assert metrics["probs_ratio"] == pytest.approx(ratio + (1 - ratio) / int(mask.sum()), rel=1e-5)
@@ -351,23 +335,25 @@ def test_a_sure_token_and_a_sampler_of_the_whole_vocabulary_leave_none_out():
     columns = columns | dict.fromkeys(("prev_logprobs", "generation_logprobs"), torch.zeros_like(columns["prev_logprobs"]))
     counts = columns["sample_mask"].sum(), mask.sum()
     for top_p, sampled, share in ((0.8, 0.0, 0.0), (0.8, -5e-4, 0.0), (0.8, -2e-3, 1.0), (1.0, -2e-3, None)):
-        loss = nemo_rl_plugin.NemoLoss(
-            cases.OwnLoss(given), nemo_rl.check_launch(cases.master_config(given, top_p=top_p)), case.num_samples
-        )
+        loss = nemo_rl.NemoLoss(cases.OwnLoss(given), nemo_rl.read(cases.master_config(given, top_p=top_p)), case.num_samples)
         batch = columns | {"generation_logprobs": columns["generation_logprobs"] + sampled}
-        assert loss(torch.zeros(mask.shape, requires_grad=True), batch, *counts)[1].get(nemo_rl_plugin.UNSCORED) == share
+        assert loss(torch.zeros(mask.shape, requires_grad=True), batch, *counts)[1].get(nemo_rl_loss.UNSCORED) == share
 
 
-# The door
+# The start
 
 TRAINER = """
 class ClippedPGLossFn:
     def __init__(self, cfg, use_fused_linear_logprobs=False): pass
     def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks): pass
+    force_on_policy_ratio = False
     input_type = loss_type = use_fused_linear_logprobs = metric_normalizations = reference_policy_kl_penalty = None
 class Estimator:
     def compute_advantage(self, prompt_ids, rewards, mask, **kwargs): return rewards
 def _create_advantage_estimator(master_config): return Estimator()
+def MasterConfig(loss_fn):
+    import nemo_rl_cases
+    return nemo_rl_cases.master_config(loss_fn)
 def setup(master_config, tokenizer): return ClippedPGLossFn(master_config.loss_fn, use_fused_linear_logprobs=False)
 """
 SCRIPT = """
@@ -375,14 +361,26 @@ import sys
 import textwrap
 sys.path.insert(0, {tests!r})
 import nemo_rl_cases
+from megatron_rl.hosts.choice import read_word
 from nemo_rl.algorithms.grpo import setup
 import nemo_rl.algorithms.grpo as trainer
-given = dict(word.removeprefix("++loss_fn.").split("=") for word in sys.argv[1:])
-top_p = float(given.pop("policy.generation.top_p", 1))
-config = nemo_rl_cases.master_config(given, top_p=top_p)
+words = [word.removeprefix("++loss_fn.").split("=") for word in sys.argv[1:]]
+given = dict((name, read_word(text)) for name, text in words)
+config = nemo_rl_cases.master_config(given)
 loss = setup(config, "tokenizer")
 print(type(loss).__name__, loss.name, loss.samples_per_step)
 print(type(trainer._create_advantage_estimator(config).compute_advantage).__name__)
+"""
+
+COMPOSER = """
+class OverridesError(Exception): pass
+def register_omegaconf_resolvers(): pass
+def load_config(path):
+    return {"path": path}
+def parse_hydra_overrides(config, overrides):
+    if not config["path"].endswith("run.yaml") or not overrides[0].startswith("++loss_fn."): raise OverridesError("no loss_fn")
+    name, value = overrides[0].removeprefix("++loss_fn.").split("=")
+    return {"loss_fn": {name: value}}
 """
 
 
@@ -423,40 +421,87 @@ def test_two_trainers_of_a_process_have_their_own_estimators(script):
 
 
 def test_the_launcher_ends_with_each_problem(script):
-    code, out, error = launched(script, "++loss_fn.megatron_rl=gspo.constant", "++loss_fn.use_cispo=1")
+    line = ("++loss_fn.megatron_rl=grpo.prompt_mean", "++loss_fn.use_cispo=True", "++loss_fn.positive_example_nll_weight=1")
+    code, out, error = launched(script, *line)
     assert (code, out) == (2, "")
-    assert "two losses in one launch" in error and "needs its L" in error and "Traceback" not in error
+    assert "two losses in one launch" in error and "weight depends on the micro-batch size" in error and "Traceback" not in error
 
 
-def test_names_are_judged_at_start_and_newer_fields_of_nemo_rl_are_its_own():
-    class Newer(dict):
-        model_fields = ("quantum_speed", "ratio_clip_min")
-
-    for loss_fn in (dict, Newer):
-        given = loss_fn(megatron_rl="grpo.token_mean", quantum_speed=3)
-        if loss_fn is Newer:
-            assert nemo_rl.check_launch(cases.master_config(given)).loss.name == "grpo"
-            continue
-        with pytest.raises(ConfigError, match="loss_fn.quantum_speed: NeMo-RL has no such setting: remove it"):
-            nemo_rl.check_launch(cases.master_config(given))
-    right = cases.master_config({"megatron_rl": "grpo.token_mean"})
-    with pytest.raises(
-        ConfigError, match="los_fn.ratio_clip_max: NeMo-RL has no such setting: did you mean loss_fn.ratio_clip_max"
-    ):
-        nemo_rl.check_launch(right, ["++los_fn.ratio_clip_max=0.3"])
-    with pytest.raises(ConfigError, match="type its whole name, \\+\\+loss_fn.megatron_rl=gspo.token_mean"):
-        nemo_rl.check_launch(right, ["++megatron_rl=gspo.token_mean"])
-    with pytest.raises(ConfigError, match="ratio_clip_max=true is a switch"):  # NeMo-RL's model has made 1.0 of it
-        words = ["loss_fn.ratio_clip_max=true"]
-        nemo_rl.check_launch(cases.master_config({"megatron_rl": "grpo.token_mean", "ratio_clip_max": 1.0}), words)
+def test_a_check_ends_in_setup_before_a_worker_is_made(script, monkeypatch):
+    monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
+    code, out, error = launched(script, "++loss_fn.megatron_rl=gspo.token_mean")
+    assert (code, out) == (0, "") and "megatron_rl=gspo.token_mean in NeMo-RL" in error and "ends here" in error
+    code, out, error = launched(script, "++loss_fn.megatron_rl=gspo.nothing")
+    assert (code, out) == (2, "") and "gspo.nothing does not name a loss and an aggregation" in error
 
 
-def test_the_launcher_judges_the_sampler(script):
+def test_a_line_is_composed_by_nemo_rls_own_functions(script, monkeypatch):
+    (script.parent / "nemo_rl" / "utils").mkdir()
+    (script.parent / "nemo_rl" / "utils" / "__init__.py").write_text("")
+    (script.parent / "nemo_rl" / "utils" / "config.py").write_text(COMPOSER)
+    (script.parent / "omegaconf.py").write_text(
+        "class OmegaConf:\n    to_container = staticmethod(lambda config, resolve: config)\n"
+    )
+    monkeypatch.syspath_prepend(str(script.parent))
+
+    def work() -> int:
+        line = ["-m", "megatron_rl.hosts.launch", str(script), "--config", "run.yaml", "++loss_fn.megatron_rl=gspo.token_mean"]
+        assert nemo_rl.check(nemo_rl.compose(line)) == [
+            "megatron_rl=gspo.token_mean in NeMo-RL, clip 0.0003/0.0004 (the loss's own clip)"
+        ]
+        with pytest.raises(ConfigError, match="NeMo-RL's own reader refuses the line: no loss_fn"):
+            nemo_rl.compose([str(script), "loss_fn.megatron_rl=gspo.token_mean"])
+        return 0
+
+    code, _, error = forked(work)
+    assert code == 0, error[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "generation", "message"),
+    [
+        ({}, {}, None),
+        ({"megatron_rl": "gspo.token_mean"}, {}, "top_p=0.8 beside the policy loss gspo, whose ratio is of more than one token"),
+        ({"megatron_rl": "gspo.token_mean"}, {"top_p": 1.0}, None),
+        ({"megatron_rl_importance_correction": "tis"}, {}, "top_p=0.8 beside importance_correction=tis"),
+        ({"megatron_rl_kl_estimator": "unbiased"}, {}, "top_p=0.8 beside .*kl_estimator=unbiased"),
+        ({}, {"vllm_cfg": {"logprobs_mode": "raw_logprobs"}}, "raw_logprobs.* such a token cannot be told from a sure one"),
+        ({}, {"backend": "sglang"}, "sglang .*such a token cannot be told from a sure one"),
+        ({}, {"backend": "megatron"}, None),
+    ],
+)
+def test_what_reads_or_mixes_scores_is_refused_where_the_trainer_leaves_tokens_out(loss_fn, generation, message):
     """FB-161"""
-    code, _, error = launched(script, "++loss_fn.megatron_rl=gspo.token_mean", "policy.generation.top_p=0.8")
-    assert code == 2 and "policy.generation.top_p=0.8 beside the policy loss gspo" in error
-    code, _, error = launched(script, "++loss_fn.megatron_rl=grpo.token_mean", "policy.generation.top_p=0.8")
-    assert code == 0 and "megatron_rl: policy.generation.top_p=0.8: NeMo-RL's trainer keeps tokens" in error
+    config = cases.master_config({"megatron_rl": "grpo.token_mean"} | loss_fn, top_p=0.8)
+    config.policy["generation"] |= generation
+    if message is None:
+        assert nemo_rl.read(config)
+        return
+    with pytest.raises(ConfigError, match=message):
+        nemo_rl.read(config)
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_a_replay_counts_where_nemo_rl_can_do_it(has_mask, monkeypatch):
+    """A release that cannot replay takes the setting for one of vLLM, and keeps tokens by its own logits."""
+    module = SimpleNamespace(**{"SamplingMask": object} if has_mask else {})
+    monkeypatch.setitem(sys.modules, "nemo_rl", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "nemo_rl.algorithms", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "nemo_rl.algorithms.logits_sampling_utils", module)
+
+    def launch(loss: str = "grpo", **loss_fn: Any) -> nemo_rl.Launch:
+        config = cases.master_config({"megatron_rl": f"{loss}.token_mean"} | loss_fn, top_p=0.8)
+        config.policy["generation"]["vllm_kwargs"] = {"return_sampling_mask": True}
+        return nemo_rl.read(config)
+
+    assert nemo_rl.NemoLoss(cases.OwnLoss({}), launch(), 16).has_unscored is not has_mask
+    if has_mask:
+        assert launch("gspo", megatron_rl_importance_correction="tis")
+    else:
+        with pytest.raises(ConfigError, match="the policy loss gspo"):
+            launch("gspo")
+    with pytest.raises(ConfigError, match="a ratio among the sets" if has_mask else "counts there as one of probability 1"):
+        launch(megatron_rl_kl_estimator="unbiased")
 
 
 @pytest.mark.parametrize(
@@ -504,75 +549,6 @@ def test_one_rank_of_the_last_stage_says_the_line(places, speaks, monkeypatch):
     assert run.is_first_rank() is speaks
 
 
-# Doctor
-
-FILES = {
-    "base.yaml": "grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4}\nloss_fn: {use_cispo: true}\n",
-    "run.yaml": """
-        defaults: base.yaml
-        policy: {train_global_batch_size: 32, megatron_cfg: {enabled: true}, dtensor_cfg: {enabled: false}}
-        loss_fn: {_override_: true, ratio_clip_min: 2e-1, ratio_clip_max: 0.2, reference_policy_kl_penalty: 0.01}
-    """,
-    "run_grpo.py": "",
-}
-LAUNCH = "python -m megatron_rl.hosts.launch run_grpo.py --config run.yaml"
-
-
-def diagnosis(tmp_path, monkeypatch, line: str) -> tuple[int, str]:
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(textwrap.dedent(text))
-    monkeypatch.chdir(tmp_path)
-
-    def work() -> int:
-        return command_line.main(["doctor", "--launch-only", "--", *line.split()])
-
-    code, out, error = forked(work)
-    return code, out + error
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (f"{LAUNCH} ++loss_fn.megatron_rl=gspo.prompt_mean", r"gspo.prompt_mean, clip 0.0003/0.0004 .* 1/\(P M_g\), in the advan"),
-        (
-            f"{LAUNCH} ++loss_fn.megatron_rl=grpo.token_mean loss_fn.ratio_clip_max=0.28",
-            r"clip 0.2/0.28 .*low: the loss.s own.*, weight of a token 1/T",
-        ),
-        (f"{LAUNCH} ++loss_fn.megatron_rl=$LOSS", "loss_fn.megatron_rl not known here"),
-        (
-            f"{LAUNCH} ++loss_fn.megatron_rl=grpo.constant ++loss_fn.megatron_rl_loss_aggregation_divisor=8 "
-            "loss_fn.reference_policy_kl_penalty=0.02 ++loss_fn.megatron_rl_kl_estimator=k3+",
-            r"KL ours, 0.02 x mean over samples, k3\+",
-        ),
-        (
-            f"{LAUNCH} ++loss_fn.megatron_rl=grpo.token_mean".replace("run.yaml", "no.yaml"),
-            "no.yaml is no file here.* only the over",
-        ),
-    ],
-)
-def test_doctor_says_what_becomes_of_a_line(tmp_path, monkeypatch, line, message):
-    code, text = diagnosis(tmp_path, monkeypatch, line)
-    assert code == 0 and re.search(message, " ".join(text.split())), text
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (LAUNCH, "loss_fn.megatron_rl=None does not name a loss and an aggregation"),
-        (f"{LAUNCH} loss_fn.megatron_rl=gspo.token_mean", "hydra needs ++ before it: type ++loss_fn.megatron_rl=gspo.token_mean"),
-        (f"{LAUNCH} ++loss_fn.megatron_rl=gspo.prompt_mean policy.train_global_batch_size=16", "must have all 32 samples"),
-        (f"{LAUNCH} ++loss_fn.megatron_rl=gspo.token_mean loss_fn.use_cispo=true", "two losses in one launch"),
-        (
-            "python run_grpo.py ++loss_fn.megatron_rl=gspo.token_mean",
-            "without python -m megatron_rl.hosts.launch before the script",
-        ),
-    ],
-)
-def test_doctor_names_what_the_launcher_would_refuse(tmp_path, monkeypatch, line, message):
-    code, text = diagnosis(tmp_path, monkeypatch, line)
-    assert code == 1 and message in " ".join(text.split()), text
-
-
 @pytest.mark.parametrize(
     ("aggregation", "of_loss"),
     [
@@ -593,20 +569,6 @@ def test_explain_shows_a_chain_that_is_exact(aggregation, of_loss, capsys):
     assert code == 0 and shown["chain"]["is_exact"] and factors["loss"] == pytest.approx(of_loss)
     assert [factors[stage][0] for stage in ("NeMo-RL", "schedule", "gather", "DDP")] == pytest.approx([3 / 4, 2 / 3, 2, 1])
     assert ("estimator" in factors) == (aggregation == "prompt_mean")
-
-
-def test_a_check_prints_doctors_report_and_starts_nothing(script, monkeypatch):
-    monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
-    code, out, _ = launched(script, "++loss_fn.megatron_rl=gspo.nothing")
-    assert code == 1 and "is no aggregation" in " ".join(out.split())
-
-
-@pytest.mark.host("NEMO_RL_ROOT")
-def test_doctor_approves_of_the_example_in_a_checkout(monkeypatch):
-    script = Path(__file__).resolve().parent.parent / "examples" / "nemo_rl" / "gspo_prompt_mean.sh"
-    monkeypatch.chdir(os.environ["NEMO_RL_ROOT"])
-    code, out, _ = forked(lambda: command_line.main(["doctor", "--launch-only", "--", "bash", str(script)]))
-    assert code == 0 and "gspo.prompt_mean, clip 0.0003/0.0004" in out and "grpo_math_1B_megatron.yaml, and 6 overrides" in out
 
 
 # NeMo-RL's own code
@@ -719,7 +681,7 @@ def test_the_tokens_that_nemo_rls_own_filter_leaves_out_are_found():
         is_left_out, mask = scored.isinf(), torch.ones(8, 500)
         log_probs = mask_out(scored, mask, "curr_logprobs")
         given = cases.loss_settings(Case(loss="grpo", aggregation="token_mean"))
-        loss = nemo_rl_plugin.NemoLoss(cases.OwnLoss(given), nemo_rl.check_launch(cases.master_config(given, top_p=0.8)), 8)
+        loss = nemo_rl.NemoLoss(cases.OwnLoss(given), nemo_rl.read(cases.master_config(given, top_p=0.8)), 8)
         columns = [torch.nn.functional.pad(one, (1, 0)) for one in (log_probs, sampled)]
         data = dict(zip(("prev_logprobs", "generation_logprobs"), columns, strict=True))
         found = loss._unscored(log_probs, data, mask.bool())
@@ -740,7 +702,7 @@ def test_the_door_fits_nemo_rls_own_trainer():
 
     def work() -> int:
         trainer = NEMO_RL.load(nemo_rl.TRAINER)
-        assert list(nemo_rl.DOOR.contract_problems()) == []
+        assert list(nemo_rl.CONTRACT.problems()) == []
 
         def setup(master_config):
             return trainer.ClippedPGLossFn(master_config.loss_fn, use_fused_linear_logprobs=False)
@@ -749,9 +711,9 @@ def test_the_door_fits_nemo_rls_own_trainer():
         settings = trainer.ClippedPGLossConfig(megatron_rl="gspo.prompt_mean", reference_policy_kl_penalty=0.0)
         config = cases.master_config(settings, samples=4, num_prompts_per_step=2, num_generations_per_prompt=2)
         config.grpo.adv_estimator = trainer.AdvEstimatorConfig()
-        with nemo_rl_plugin.loss_in_setup(lambda error: 2, []):
+        with nemo_rl.loss_in_setup(lambda error: 2, []):
             loss = trainer.setup(config)
-            assert isinstance(loss, nemo_rl_plugin.NemoLoss) and type(loss.own).__name__ == "ClippedPGLossFn"
+            assert isinstance(loss, nemo_rl.NemoLoss) and type(loss.own).__name__ == "ClippedPGLossFn"
             prompts, rewards = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]]), torch.tensor([1.0, 0.0, 0.0, 1.0])
             mask = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 0, 0]])
             given = {"prompt_ids": prompts, "rewards": rewards, "mask": mask, "repeated_batch": {}}

@@ -35,6 +35,7 @@ from host_cases import truth as truth_of_dense_step
 from host_ranks import run_cases
 from linear_cases import budget, by_logits, head_batch, on_device, run, seen, worst_error
 from loss_backends import KERNEL, TRITON, over_backends
+from nemo_rl_cases import master_config
 from trainer_cases import metrics_of, run_loop
 
 from benchmarks.launches import counted_launches
@@ -42,9 +43,7 @@ from megatron_rl import linear_policy_loss, policy_loss
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.door_settings import read
-from megatron_rl.hosts.doors import DOORS
-from megatron_rl.hosts.settings import Settings
+from megatron_rl.hosts import nemo_rl
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import clip_of, get_policy_loss, register_policy_loss
 from megatron_rl.losses.api import loss_of_log_probs
@@ -285,10 +284,8 @@ def test_wrong_counts_of_the_caller_are_refused():
 
 
 def test_a_door_that_hands_over_rows_refuses_a_loss_of_entropies():
-    door = DOORS["nemo_rl"]
-    settings = Settings.of_names({door.choice.setting: "own_losses.heeding.sample_mean"}, door.all_defaults)
     with pytest.raises(ConfigError, match="own_heeding needs the entropy of each token, and NeMo-RL hands over log-probabilities"):
-        read(door, settings)
+        nemo_rl.OFFER.choose("own_losses.heeding.sample_mean")
 
 
 ROLLOUT = {"rollout_log_probs": rollout_of(BATCH)}
@@ -361,14 +358,9 @@ def test_a_command_that_python_calls_knows_the_parameters_of_its_own_line():
 
 def test_trainers_that_hand_over_rows_ask_a_loss_of_ones_own_too():
     """Of verl, NeMo-RL, ROLL and SkyRL, whose settings no launch rule judges, NeMo-RL: all have one reader."""
-    door = DOORS["nemo_rl"]
-
-    def read_loss(name: str) -> None:
-        read(door, Settings.of_names({door.choice.setting: f"{name}.sample_mean"}, door.all_defaults))
-
-    read_loss("own_reinforce")
+    nemo_rl.read(master_config({"megatron_rl": "own_reinforce.sample_mean"}))
     with pytest.raises(ConfigError, match="policy_loss=own_centred is declared elementwise"):
-        read_loss("own_centred")
+        nemo_rl.read(master_config({"megatron_rl": "own_centred.sample_mean"}))
 
 
 # A file of a user; the name of the built-in loss is taken.

@@ -26,9 +26,10 @@ from trainer_cases import (
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.megatron_lm import PackedBin, PackedForwardStep, batches_of_step, megatron_lm_config, samples_of_bin
+from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.forward_step import MicrobatchReport
+from megatron_rl.megatron.packed_bins import PackedBin, PackedForwardStep, batches_of_step, samples_of_bin
 from megatron_rl.testing.invariance import as_train_step_logs
 
 pytestmark = pytest.mark.megatron

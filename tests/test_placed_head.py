@@ -18,13 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import Host, HostLaunch, HostOptions, host_named
+from megatron_rl.hosts.args import HEAD_REMEDY, host_named, of_head
 from megatron_rl.hosts.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.carrier import Carrier, carry
-from megatron_rl.hosts.head_checks import head_is_placed
-from megatron_rl.hosts.host_places import HEAD_REMEDY, OWN, host_problems, of_head
+from megatron_rl.hosts.contract import OWN
 from megatron_rl.hosts.placed_head import place_head, take_over
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import custom_megatron_init
@@ -89,25 +87,20 @@ def test_a_host_that_builds_its_model_in_another_way_is_refused_by_the_init_hook
         custom_megatron_init(Namespace(**SETTINGS, fused_lm_head_loss=True))
 
 
+def problems_of_slime(*, is_fused: bool) -> list[str]:
+    return [text for one in of_head(is_fused=is_fused) for text in one.problems("slime", SLIME.training_package, HEAD_REMEDY)]
+
+
 def test_the_fp32_head_does_not_ask_how_the_host_measures(monkeypatch):
     as_slime(monkeypatch, actor="")
-    assert list(host_problems(SLIME, of_head(HeadSettings(is_fp32=True)), HEAD_REMEDY)) == []
-    (problem,) = host_problems(SLIME, of_head(HeadSettings(is_fused=True)), HEAD_REMEDY)
+    assert problems_of_slime(is_fused=False) == []
+    (problem,) = problems_of_slime(is_fused=True)
     assert "slime.backends.megatron_utils.actor has no get_log_probs_and_entropy" in problem
 
 
 def test_a_host_that_is_not_there_is_refused():
-    first, second = host_problems(SLIME, of_head(HeadSettings(is_fused=True)), HEAD_REMEDY)
+    first, second = problems_of_slime(is_fused=True)
     assert "slime.backends.megatron_utils.model of slime cannot be imported" in first and "_utils.actor of slime" in second
-
-
-def test_a_host_that_says_nothing_of_its_model_is_refused_before_it_starts():
-    class Other(Host):
-        name = package = "other"
-
-    launch = HostLaunch(HostOptions(Namespace(**SETTINGS, fp32_lm_head=True), Other()), Route.CUSTOM_LOSS, has_reducer=False)
-    (row,) = head_is_placed(launch)
-    assert row.text.startswith("--fp32-lm-head in other: no hook of ours is called where it builds its model")
 
 
 def test_a_host_is_taken_over_once_and_keeps_what_is_not_ours(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from rollout_cases import DOORS, REDUCER, RolloutSample, launch, make_samples, step_s
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.companions import reward_post_process
+from megatron_rl.hosts.rewards import reward_post_process
 
 HOSTS = ("miles", "slime")
 MODES = {
@@ -144,7 +144,6 @@ SETTINGS = [
         "--delay-split-train-data-by-dp: miles then splits samples",
         {"delay_split_train_data_by_dp": True, "global_batch_size": 4},
     ),
-    ({"train_backend": "fsdp", "global_batch_size": 2}, "--train-backend fsdp: miles then splits", {"train_backend": "fsdp"}),
 ]
 
 

@@ -29,7 +29,7 @@ from test_roll import roll_forward_step, started_with
 from test_roll_log_probs import roll_file
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import door_line, placed_rows, roll
+from megatron_rl.hosts import placed_rows, roll
 from megatron_rl.hosts.carried_rows import CarriedRows
 from megatron_rl.hosts.roll_head import place
 from megatron_rl.hosts.roll_loss import RollLoss
@@ -102,8 +102,8 @@ def step_of(case: Case, model: Body, forward_step, *, is_fused: bool):
     settings = cases.settings_of(case, **TERMS, **(OURS | {"MEGATRON_RL_MAX_LOGITS_BYTES": str(SMALL)} if is_fused else {}))
     strategy = Strategy(case, step, forward_step, model)
     if is_fused:
-        place(strategy, settings.config.max_logits_bytes)
-    loss = RollLoss(settings, strategy)
+        place(strategy, settings[0].config.max_logits_bytes)
+    loss = RollLoss(settings[0], strategy, is_on_policy=settings[1])
     order = [index for batch in list(case.micro_batches())[strategy.groups.dp.rank()] for index in batch]
     data = Data({name: column[order] for name, column in step.columns.items()}, {})
     with SeenShapes() as seen:
@@ -169,7 +169,7 @@ def measured_on_a_rank(rank: int, tp: int, is_rolls: bool):
     else:
         own = own_log_probs.roll_modules()["roll.distributed.strategy.megatron_strategy"].MegatronInferStrategy
         hook = mca_lora_logits_postprocess_hook
-    importlib.import_module("megatron_rl.hosts.roll_log_probs").install("ROLL", roll.DOOR.probed)
+    importlib.import_module("megatron_rl.hosts.roll_log_probs").install("ROLL", roll.PROBED)
     strategy = SimpleNamespace(
         megatron_train_args=SimpleNamespace(cross_entropy_loss_fusion=False),
         worker_config=SimpleNamespace(logits_in_fp32=True),
@@ -238,7 +238,8 @@ def hooks_on_a_rank(rank: int):
     case = Case(loss="grpo", aggregation="token_mean")
     step = cases.make_step(case)
     strategy = Strategy(case, step, cases.emulated_forward_step, left)
-    loss = RollLoss(cases.settings_of(case, **OURS), strategy)
+    launch, is_on_policy = cases.settings_of(case, **OURS)
+    loss = RollLoss(launch, strategy, is_on_policy=is_on_policy)
     # What a host's function of autograd may make of CarriedRows.
     strategy.logits = lambda data: torch.zeros(*data.batch["input_ids"].shape, HIDDEN)
     with pytest.raises(ConfigError, match="FUSED_LM_HEAD_LOSS=true: the loss is given a plain tensor"):
@@ -269,8 +270,8 @@ def test_the_hook_sees_logits_alone_and_another_one_is_refused():
     [
         ({"use_sequence_packing": True}, "use_sequence_packing=true with .*HEAD_LOSS=true: ROLL calls the loss once a sequence"),
         ({"MEGATRON_RL_LOG_PROBS": "roll"}, "needs logits, and none are made; set .*LOG_PROBS: megatron_rl"),
-        ({"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "yes"}, "HEAD_LOSS='yes' must be 'true' or 'false'"),
-        ({"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "1"}, "must be 'true' or 'false'"),
+        ({"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "yes"}, "HEAD_LOSS='yes' must be true or false"),
+        ({"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "1"}, "must be true or false"),
         ({"MEGATRON_RL_MAX_LOGITS_BYTES": "2GiB"}, "must be a whole number of bytes above 0"),
         ({"MEGATRON_RL_MAX_LOGITS_BYTES": "0"}, "must be a whole number of bytes above 0"),
         (
@@ -282,22 +283,15 @@ def test_the_hook_sees_logits_alone_and_another_one_is_refused():
 def test_settings_of_the_head_that_cannot_act_are_refused(worker, message):
     given = {"pg_variant": "gspo.prompt_mean"} | OURS | worker
     with pytest.raises(ConfigError, match=message):
-        roll.read_settings(cases.worker_config(**given), cases.pipeline_config())
+        roll.read(cases.worker_config(**given), cases.pipeline_config())
 
 
-def test_settings_of_the_head_are_read_written_and_refused_beside_rolls_own_loss():
+def test_settings_of_the_head_are_read_and_refused_beside_rolls_own_loss():
     given = OURS | {"MEGATRON_RL_MAX_LOGITS_BYTES": "4096"}
-    found = roll.read_settings(cases.worker_config("gspo.prompt_mean", **given), cases.pipeline_config())
-    assert found.config.fused_lm_head_loss is True and found.config.max_logits_bytes == 4096
-    plain = roll.read_settings(cases.worker_config("gspo.prompt_mean"), cases.pipeline_config())
+    launch = roll.read(cases.worker_config("gspo.prompt_mean", **given), cases.pipeline_config())
+    assert launch.config.fused_lm_head_loss is True and launch.config.max_logits_bytes == 4096
+    plain = roll.read(cases.worker_config("gspo.prompt_mean"), cases.pipeline_config())
     assert plain.config.fused_lm_head_loss is False
-    lines, problems = door_line.write(roll.DOOR, found.config)
-    assert not problems
-    for name, value in given.items():
-        quoted = value if value == "megatron_rl" else f"'{value}'"
-        assert f"actor_train.system_envs.{name}: {quoted}" in lines
-    with pytest.raises(ConfigError, match="HEAD_LOSS=true has no effect on ROLL's own loss"):
-        roll.check_log_probs(roll.settings_of(cases.worker_config("ppo", **OURS), cases.pipeline_config()))
 
 
 def test_our_worker_places_the_head_in_the_model_that_roll_made(monkeypatch):
@@ -311,7 +305,7 @@ def test_our_worker_places_the_head_in_the_model_that_roll_made(monkeypatch):
         )
         # A stage without an output layer.
         made = started_with(worker)
-        assert placed == [((), f"{roll.HEAD}=true")] and made.loss.found.config.fused_lm_head_loss
+        assert placed == [((), f"{roll.HEAD}=true")] and made.loss.launch.config.fused_lm_head_loss
         return 0
 
     code, _, error = forked(work)

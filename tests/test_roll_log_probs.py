@@ -20,12 +20,12 @@ from test_host_log_probs import LIMIT, before_and_after, in_fork, nearly_equal, 
 from test_roll import started_with
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import door_line, log_probs, roll
+from megatron_rl.hosts import log_probs, roll
 from megatron_rl.testing.ranks import run_ranks
 
 
 def install() -> None:
-    importlib.import_module("megatron_rl.hosts.roll_log_probs").install("ROLL", roll.DOOR.probed)
+    importlib.import_module("megatron_rl.hosts.roll_log_probs").install("ROLL", roll.PROBED)
 
 
 def on_a_rank(rank: int, tp: int):
@@ -123,49 +123,31 @@ def test_our_worker_has_our_log_probabilities_with_our_loss_or_rolls(variant, va
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"MEGATRON_RL_LOG_PROBS": "ours"}, "MEGATRON_RL_LOG_PROBS=ours must be megatron_rl, .* or roll"),
+        ({"MEGATRON_RL_LOG_PROBS": "ours"}, "MEGATRON_RL_LOG_PROBS=ours is neither megatron_rl nor roll"),
         (
             {"MEGATRON_RL_LOG_PROBS": "megatron_rl", "MEGATRON_RL_KL_ESTIMATOR": "k3"},
-            "MEGATRON_RL_KL_ESTIMATOR=k3 has no effect on ROLL's own loss",
+            "MEGATRON_RL_KL_ESTIMATOR has no effect on ROLL's own loss",
         ),
     ],
 )
 def test_rolls_setting_is_judged(variables, message):
     worker = roll_cases.worker_config("ppo", **variables)
     with pytest.raises(ConfigError, match=message):
-        roll.check_log_probs(roll.settings_of(worker, roll_cases.pipeline_config()))
+        roll.has_log_probs(worker)
 
 
 def test_another_strategy_than_megatrons_is_refused():
     """Its workers never load what is replaced."""
     worker = roll_cases.worker_config("ppo", MEGATRON_RL_LOG_PROBS="megatron_rl")
     worker.strategy_args.strategy_name = "fsdp2_train"
-    with pytest.raises(
-        ConfigError, match=r"strategy_name=fsdp2_train: .*LOG_PROBS=megatron_rl has no effect there; .* megatron_train"
-    ):
-        roll.check_log_probs(roll.settings_of(worker, roll_cases.pipeline_config()))
+    with pytest.raises(ConfigError, match=r"LOG_PROBS=megatron_rl with strategy_name=fsdp2_train: it acts in"):
+        roll.has_log_probs(worker)
 
 
 def test_a_misspelt_name_is_refused():
     worker = roll_cases.worker_config("grpo.token_mean", MEGATRON_RL_LOG_PROB="megatron_rl")
-    with pytest.raises(ConfigError, match=r"did you mean actor_train.system_envs.MEGATRON_RL_LOG_PROBS"):
-        roll.read_settings(worker, roll_cases.pipeline_config())
-
-
-@pytest.mark.parametrize(("value", "said"), [("megatron_rl", "in the place of ROLL's"), ("mine", "must be megatron_rl")])
-def test_doctor_says_whose_log_probabilities_train(tmp_path, value, said):
-    """Beside ROLL's own loss."""
-    tree = {
-        "actor_train": {
-            "worker_cls": roll.WORKER,
-            "system_envs": {"MEGATRON_RL_LOG_PROBS": value},
-            "strategy_args": {"strategy_name": roll.STRATEGY},
-        }
-    }
-    rows_of_doctor = [*door_line.judge_settings(roll.DOOR, roll.settings_of_yaml(tree))]
-    found = [row for row in rows_of_doctor if row.subject == roll.LOG_PROBS]
-    assert [row.is_wrong for row in found] == ["must be" in said] and said in found[0].text
-    assert any("the loss is ROLL's own" in row.text for row in rows_of_doctor)
+    with pytest.raises(ConfigError, match=r"MEGATRON_RL_LOG_PROB=megatron_rl has no effect"):
+        roll.read(worker, roll_cases.pipeline_config())
 
 
 # ROLL's own code

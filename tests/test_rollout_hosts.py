@@ -14,8 +14,6 @@ from host_harness import load_checkout, own_train_data, roots_by_environment, si
 from rollout_cases import DOORS, launch
 
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import read_launch
-from megatron_rl.hosts.batch_steps import dropped_rollouts, has_whole_steps
 from megatron_rl.testing.ranks import RankPool
 
 DIVISOR = 8
@@ -157,23 +155,6 @@ def test_normalised_rewards_are_the_hosts_own(checkout, by_deviation):
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def converted(host: str, groups: dict) -> tuple[set, list, list]:
-    ours = launch(host, "convert", OURS["prompt_mean"], **SCHEDULE, global_batch_size=2)
-    theirs = Namespace(**{**vars(ours), "custom_convert_samples_to_train_data_path": None})
-    data, plain = (own_train_data(host, args, real_samples(host, groups)) for args in (ours, theirs))
-    changed = {key for key in data.keys() | plain.keys() if data.get(key) != plain.get(key)}
-    samples = real_samples(host, groups)
-    expected = expected_weights(samples, "prompt_mean", lambda prompt: list(groups).index(prompt) // 2)
-    return changed, token_weights(host, ours, samples), expected
-
-
-@pytest.mark.parametrize("groups", [EQUAL, SEGMENTS], ids=["one sample a rollout", "FB-11 segments"])
-def test_the_converter_replaces_two_keys_of_the_hosts_training_data(checkout, groups):
-    changed, found, expected = checkout(converted, groups)
-    assert changed == {"rollout_ids", "rollout_mask_sums"}
-    assert found == pytest.approx(expected, rel=1e-9)
-
-
 def trimmed(host: str) -> tuple[int, list, list]:
     options = dict(SCHEDULE, global_batch_size=99, use_dynamic_global_batch_size=True)
     args = launch(host, "reward", OURS["token_mean"], **options)
@@ -189,45 +170,3 @@ def test_a_dynamic_global_batch_of_miles_is_what_the_hook_takes_it_for(checkout)
     num_kept, found, expected = checkout(trimmed)
     assert num_kept == 6
     assert found == pytest.approx(expected, rel=1e-6)
-
-
-def steps_of_host(host: str, options: dict) -> tuple[list[int], int, str]:
-    """(rollouts of each step that the host makes of ten, how many are dropped as we say, doctor's note)."""
-    shared = dict(SCHEDULE, rollout_batch_size=2, n_samples_per_prompt=5, max_tokens_per_gpu=99, use_dynamic_batch_size=True)
-    args = launch(host, "reward", OURS["constant"], **shared | options)
-    samples = real_samples(host, {3: [1] * 5, 4: [1] * 5})
-    if host == "miles":
-        post = importlib.import_module("miles.ray.rollout.rollout_data_conversion").postprocess_rollout_data
-        samples, _ = post(args, samples, {"dp_size": 1})
-    data = own_train_data(host, args, samples)
-    *_, num_rollouts = importlib.import_module(f"{host}.utils.dp_schedule").build_dp_schedule(
-        args,
-        dict(dp_size=1, cp_size=1, vpp_size=1, microbatch_group_size_per_vp_stage=1),
-        [len(tokens) for tokens in data["tokens"]],
-        global_batch_size=args.global_batch_size,
-        rollout_indices=data["rollout_ids"],
-    )
-    judged = read_launch(args)
-    return num_rollouts, dropped_rollouts(judged), " ".join(row.text for row in has_whole_steps(judged))
-
-
-PARTIAL = {"allow_partial_train_step": True}
-
-
-@pytest.mark.parametrize(
-    ("checkout", "options", "expected"),
-    [
-        *((host, {"global_batch_size": 4}, [4, 4]) for host in ROLLOUT_HOST_NAMES),
-        *((host, {"num_steps_per_rollout": 3, "global_batch_size": 10 // 3}, [3, 3, 3]) for host in ROLLOUT_HOST_NAMES),
-        *((host, {"num_steps_per_rollout": 4, "global_batch_size": 10 // 4}, [2] * 5) for host in ROLLOUT_HOST_NAMES),
-        ("miles", {"global_batch_size": 4, **PARTIAL}, [4, 4]),
-        ("miles", {"global_batch_size": 4, **PARTIAL, "disable_rollout_trim_samples": True}, [4, 4, 2]),
-    ],
-    indirect=["checkout"],
-)
-def test_the_steps_that_a_host_makes_are_those_that_doctor_counts(checkout, options, expected):
-    num_rollouts, dropped, said = checkout(steps_of_host, options)
-    assert num_rollouts == expected and dropped == 10 - sum(num_rollouts)
-    assert (f"drops the last {dropped}:" in said) == bool(dropped), said
-    in_words = f"makes {len(num_rollouts)} steps of {num_rollouts[0]} "
-    assert (in_words in said) == ("num_steps_per_rollout" in options), said

@@ -61,8 +61,8 @@ def test_an_index_gets_absolute_addresses_and_a_checkout_relative_ones(described
 
 
 def test_torch_and_packaging_are_all_that_the_package_requires(described):
-    assert described["install_requires"] == ["torch", "packaging"]
-    assert set(described["extras_require"]) == set("megatron triton interpreter train doctor hf testing bench docs dev".split())
+    assert described["install_requires"] == ["torch>=2.8", "packaging"]
+    assert set(described["extras_require"]) == set("megatron triton interpreter train hf testing bench docs dev".split())
 
 
 def test_one_version_stands_in_every_place(described):

@@ -16,18 +16,15 @@ import torch
 from carrier_cases import INIT
 from helpers import error_of, pool_of
 from host_loss_cases import Case, Sample, host_batch, host_logits, never
-from launch_settings import CUSTOM_LOSS, REDUCER
+from launch_settings import CUSTOM_LOSS
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import host_named
-from megatron_rl.hosts.checks import check_launch, host_warnings
-from megatron_rl.hosts.host_places import OF_OLD_LOG_PROBS, host_problems
+from megatron_rl.hosts.args import ADVANTAGES, FORWARD, host_named
+from megatron_rl.hosts.checks import SKIP_REMEDY
 from megatron_rl.hosts.loss import custom_loss
-from megatron_rl.hosts.skip_checks import REMEDY
 from megatron_rl.hosts.skipped_log_probs import unknown_log_probs
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.validation.checks import Asker
 
 SLIME = host_named("slime")
 SKIPPED = {"skip_old_log_probs": True, **INIT}
@@ -209,76 +206,7 @@ MOVED = [
 def test_a_host_that_measures_in_another_way_is_refused(source, says, monkeypatch):
     monkeypatch.setitem(sys.modules, f"{SLIME.training_package}.actor", None)  # as it was at the end
     placed(source)
-    problems = list(host_problems(SLIME, OF_OLD_LOG_PROBS, REMEDY))
+    problems = [text for one in (FORWARD, ADVANTAGES) for text in one.problems("slime", SLIME.training_package, SKIP_REMEDY)]
     assert problems and all("no forward can be left out; remove --skip-old-log-probs" in problem for problem in problems)
     with pytest.raises(ConfigError, match=f"slime's .*{says}"):
         custom_megatron_init(Namespace(**CUSTOM_LOSS, **SKIPPED, loss_aggregation="sample_mean", rollout_batch_size=8))
-
-
-# One step of 4 samples, no noise; miles and slime know these options alike.
-ONE_STEP = {
-    "rollout_batch_size": 2,
-    "n_samples_per_prompt": 2,
-    "global_batch_size": 4,
-    "eps_clip": 0.2,
-    "advantage_estimator": "grpo",
-}
-ONE_STEP |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "loss_aggregation": "sample_mean"}
-RATIO_1 = "a rollout is one step, so each ratio is 1, and the clip 0.2/0.2 acts on rounding at most"
-SAVES = f"{RATIO_1}; --skip-old-log-probs saves the forward that measures old log-probabilities"
-GSPO = {"advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4}
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({**CUSTOM_LOSS, **INIT}, SAVES),
-        ({**CUSTOM_LOSS, **INIT, **GSPO}, SAVES.replace("0.2/0.2", "0.0003/0.0004")),
-        (REDUCER, RATIO_1),
-        # What reads them, and a launch without the hook that leaves the forward out.
-        ({**CUSTOM_LOSS, **INIT, "use_opd": True}, RATIO_1),
-        (CUSTOM_LOSS, RATIO_1),
-        # The ratio is to another policy, or is noise; a loss without a clip; several steps; it is left out already.
-        ({**CUSTOM_LOSS, **INIT, "use_rollout_logprobs": True}, None),
-        ({**CUSTOM_LOSS, **INIT, "keep_old_actor": True}, None),
-        ({**CUSTOM_LOSS, **INIT, "hidden_dropout": 0.1}, None),
-        ({**CUSTOM_LOSS, **INIT, "policy_loss": "reinforce"}, None),
-        ({**CUSTOM_LOSS, **INIT, "global_batch_size": 2}, None),
-        ({**CUSTOM_LOSS, **INIT, "use_dynamic_global_batch_size": True}, None),
-        ({**CUSTOM_LOSS, **INIT, "skip_old_log_probs": True}, None),
-    ],
-)
-def test_doctor_says_that_the_clip_of_one_step_has_no_use(settings, said):
-    """At start nothing is said: such a launch trains what it says."""
-    _, launch = check_launch(Namespace(**ONE_STEP | settings))
-    found = {asker: [text for text in host_warnings(launch, asker) if "one step" in text] for asker in Asker}
-    assert found == {asker: [said] if said and asker == Asker.DOCTOR else [] for asker in Asker}
-
-
-NARROW = "--eps-clip 0.0003, --eps-clip-high 0.0004 with --policy-loss grpo"
-WIDE = "--eps-clip 0.2, --eps-clip-high 0.28 with --policy-loss gspo"
-NOW = "act on rounding at most now: a rollout is one step, so each ratio is 1. With several steps they"
-
-
-@pytest.mark.parametrize(
-    ("settings", "said", "meant"),
-    [
-        (
-            {"policy_loss": "grpo", "eps_clip": 3e-4, "eps_clip_high": 4e-4},
-            f"{NARROW} {{}} will clip",
-            "did you mean --policy-loss gspo?",
-        ),
-        ({"policy_loss": "gspo", "eps_clip": 0.2, "eps_clip_high": 0.28}, f"{WIDE} {{}} will hardly ever", "--eps-clip-high 4e-4"),
-    ],
-)
-def test_a_clip_of_another_ratio_has_one_line_which_says_what_it_does_now(settings, said, meant):
-    """Two lines, of many clipped tokens and of none, would contradict one another."""
-    for steps, now in ((1, f" {NOW}"), (2, "")):
-        launch = check_launch(Namespace(**ONE_STEP | CUSTOM_LOSS | INIT | settings | {"global_batch_size": 4 // steps}))[1]
-        (text,) = [text for text in host_warnings(launch) if "clip" in text]
-        assert text.startswith(said.replace(" {}", now)) and text.endswith(meant)
-
-
-def test_a_line_that_leaves_dropout_out_has_the_note_of_dropout_alone():
-    settings = {name: value for name, value in {**ONE_STEP, **CUSTOM_LOSS, **INIT}.items() if "dropout" not in name}
-    assert not [text for text in host_warnings(check_launch(Namespace(**settings))[1]) if "one step" in text]

@@ -63,8 +63,8 @@ def test_a_clean_step_is_taken_and_a_step_with_non_finite_tokens_is_not():
     trainer.optimizer.step()
     assert trainer.parameter.item() == 0.5
     trainer.begin(1)
-    trainer.guard.record_nonfinite(torch.tensor([0, 2, 1], dtype=torch.int32))
-    trainer.guard.record_nonfinite(torch.tensor(0, dtype=torch.int32))
+    trainer.guard.record_nonfinite(torch.tensor([0, 2, 0], dtype=torch.int32))
+    trainer.guard.record_nonfinite(torch.tensor(1, dtype=torch.int32))
     with pytest.raises(DataError, match="rollout 7, step 1: 3 non-finite .* is refused on all of them. Look at logits, log_probs"):
         trainer.optimizer.step()
     assert trainer.parameter.item() == 0.5

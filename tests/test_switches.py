@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 import pytest
 from helpers import set_global_args
-from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
+from launch_settings import CUSTOM_LOSS, REDUCER, REWARD
 
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import OPTIONS, HostOptions
+from megatron_rl.hosts.args import OPTIONS, HostOptions
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.companions import convert_samples_to_train_data, reward_post_process
 from megatron_rl.hosts.launch import with_our_flags
 from megatron_rl.hosts.loss import read_plan
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
+from megatron_rl.hosts.rewards import reward_post_process
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.validation.routes import HOST_SWITCHES
 
@@ -48,7 +48,6 @@ JUDGES: dict[str, tuple[Callable[[Namespace], object], dict]] = {
     "reducer": (by_reducer, {**REDUCER, **MILES}),
     "custom_loss": (read_plan, {**CUSTOM_LOSS, **MILES}),
     "reward hook": (lambda args: reward_post_process(args, []), {**REDUCER, **REWARD, **MILES}),
-    "converter": (lambda args: convert_samples_to_train_data(args, []), {**CONVERT, **MILES}),
     "Megatron-LM": (megatron_lm_config, {}),
     "train": (lambda args: validate_megatron_rl_args(args, Route.TRAIN), {}),
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_rl import KLValue, policy_loss, register_correction, register_kl_estimator
 from megatron_rl.config import Backend, CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import flags, nemo_rl, prime_rl, skyrl, verl
+from megatron_rl.hosts import flags, nemo_rl, skyrl, verl
 from megatron_rl.loss_hub import AGGREGATIONS, get_policy_loss, loss_aggregation_names
 from megatron_rl.losses import importance_correction
 from megatron_rl.losses.api import has_twin
@@ -308,8 +308,7 @@ def test_the_names_of_a_help_text_are_those_of_the_registry(registry, monkeypatc
 def test_hosts_map_to_registered_names():
     assert set(flags.KL_ESTIMATORS.values()) | set(skyrl.KL_ESTIMATORS) <= set(kl_estimator_names())
     assert set(nemo_rl.CORRECTIONS.values()) <= set(correction_names())
-    aggregations = {*skyrl.DOOR.choice.names.values(), *verl.AGG_MODES, *prime_rl.AGGREGATIONS}
-    assert aggregations <= set(loss_aggregation_names())
+    assert {*skyrl.REDUCTIONS.values(), *verl.AGG_MODES} <= set(loss_aggregation_names())
 
 
 # Of a user

@@ -221,7 +221,6 @@ REJECTED = [
     pytest.param("--save-rollouts=", "--save-rollouts : the name is empty", 1, id="rollouts without a name"),
     pytest.param("--save-rollouts runs/train/metrics.jsonl", r"it is the run's own metrics\.jsonl", 1, id="rollouts in metrics"),
     pytest.param("--save-rollouts runs/train/x/../run.lock", r"it is the run's own run\.lock", 1, id="rollouts in the lock"),
-    pytest.param("--save-rollouts a/x.pt", "would be JSON lines, and .* .pt .* name it a/x.jsonl", 1, id="rollouts as a dump"),
     pytest.param("--save-rollouts mine", "--save-rollouts mine: it is a folder", 1, id="rollouts in a folder"),
     pytest.param(
         "--off-policy-sequence-delta 0.1 --steps-per-rollout 1",

@@ -11,13 +11,11 @@ import gc
 import importlib
 import json
 import math
-import os
 import pickle
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,12 +27,11 @@ from host_checkouts import VERL
 from verl_cases import ActorConfig, Case
 
 from megatron_rl import loss_hub
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import dense_rows, door_line, verl, verl_loss, verl_step
+from megatron_rl.hosts import dense_rows, verl, verl_loss, verl_plugin, verl_step
+from megatron_rl.hosts.choice import value_at
 from megatron_rl.hosts.dense_rows import RowCounts
-from megatron_rl.hosts.door import Setting
-from megatron_rl.hosts.door_settings import read
-from megatron_rl.hosts.settings import Settings, value_at
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.ops.ratios import kl_estimate
@@ -139,38 +136,37 @@ def test_weights_that_were_cut_are_refused():
     call(mode, rollout_is_weights=cut, response_mask=cut.bool())
 
 
-def test_the_clip_of_a_loss_is_its_own_where_verl_has_its_defaults():
-    """verl fills in 0.2 for any loss; a ratio of a sample never gets there."""
-    settings = cases.read_settings("megatron_rl.gspo.sample_mean", ActorConfig(policy_loss={}))
-    assert (settings.clip_ratio_low, settings.clip_ratio_high) == (None, None)
-    assert dense_rows.numbers(settings) == "clip 0.0003/0.0004, clip_ratio_c 3 (the loss's own clip)"
-    given = ActorConfig(policy_loss={}, clip_ratio_low=1e-3, clip_ratio_high=2e-3)
-    assert dense_rows.numbers(cases.read_settings("megatron_rl.gspo.sample_mean", given)).startswith("clip 0.001/0.002,")
-    for loss, typed, clip in (
-        ("gspo", {"clip_ratio_low": 3e-4, "clip_ratio_high": 2e-3}, "clip 0.0003/0.002"),
-        ("grpo", {"clip_ratio_high": 0.28}, "clip 0.2/0.28"),
-        ("cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.3}, "clip 1/0.3"),
-    ):
-        name = f"megatron_rl.{loss}.sample_mean"
-        trained = dense_rows.numbers(cases.read_settings(name, ActorConfig(policy_loss={}, **typed)))
-        rows = cases.judge(f"{verl.LOSS_MODE}={name}", *(f"{verl.ACTOR}{key}={value}" for key, value in typed.items()))
-        (told,) = [row.text for row in rows if row.subject == verl.LOSS_MODE]
-        assert trained.startswith(clip) and trained in told, (trained, told)
-    sapo = cases.read_settings("megatron_rl.sapo.token_mean", ActorConfig(policy_loss={}, tau_neg=1.5))
+def read_settings(mode: str, **settings: Any) -> PolicyLossConfig:
+    """Ours, as a worker reads them from its actor config."""
+    policy_loss = {"loss_mode": f"megatron_rl.{mode}", **settings.pop("policy_loss", {})}
+    return verl.read(ActorConfig(policy_loss=policy_loss, **settings)).config
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings", "said"),
+    [
+        # verl fills in 0.2 for any loss; a ratio of a sample never gets there.
+        ("gspo.sample_mean", {}, "clip 0.0003/0.0004, clip_ratio_c 3 (the loss's own clip)"),
+        ("gspo.sample_mean", {"clip_ratio_low": 1e-3, "clip_ratio_high": 2e-3}, "clip 0.001/0.002, clip_ratio_c 3"),
+        ("gspo.sample_mean", {"clip_ratio_high": 2e-3}, "clip 0.0003/0.002, clip_ratio_c 3 (low: the loss's own)"),
+        ("gspo.sample_mean", {"policy_loss": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}}, "clip 0.2/0.2, clip_ratio_c 3"),
+        ("grpo.sample_mean", {"clip_ratio_high": 0.28, "clip_ratio_c": 4.0}, "clip 0.2/0.28, clip_ratio_c 4 (low: the loss's own)"),
+        # verl's clip_ratio_c belongs to another loss here.
+        ("cispo.sample_mean", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.3}, "clip 1/0.3"),
+    ],
+)
+def test_the_clip_of_a_loss_is_its_own_where_verl_has_its_defaults(mode, settings, said):
+    assert dense_rows.numbers(read_settings(mode, **settings)) == said
+
+
+def test_parameters_have_verls_names_where_it_has_one():
+    sapo = read_settings("sapo.token_mean", tau_neg=1.5)
     assert sapo.loss_parameters == {"sapo_temperature_positive": 1.0, "sapo_temperature_negative": 1.5}
-    dro = cases.read_settings("megatron_rl.dro.token_mean", ActorConfig(policy_loss={"dro_beta": 0.3}))
+    dro = read_settings("dro.token_mean", policy_loss={"dro_beta": 0.3})
     assert dro.loss_parameters == {"log_ratio_penalty": 0.3}
 
 
 # One call of a loss: two samples, three tokens
-
-
-def setting_named(name: str) -> Setting:
-    return next(one for one in verl.DOOR.settings if one.name == name)
-
-
-def judge_config(config: object) -> tuple[list[str], list[str]]:
-    return verl.problems_of(verl.settings_of_config(config))
 
 
 EACH = object()
@@ -184,10 +180,11 @@ def plain_rows(mask: torch.Tensor) -> RowCounts:
 
 def call(mode: str, *, info: dict | None = None, config: ActorConfig | None = None, rows: Any = EACH, **changes):
     """(loss, metrics, gradient). The rows are as many as the mask's; `changes` replace arguments of the call."""
-    config = ActorConfig(policy_loss={"loss_mode": mode}) if config is None else config
+    config = ActorConfig(policy_loss={}) if config is None else config
+    config.policy_loss["loss_mode"] = mode
     config.global_batch_info = {"dp_size": 2} | (info or {})
     mask = changes.get("response_mask", torch.ones(2, 3, dtype=torch.bool))
-    cases.run_of(config).rows = plain_rows(mask) if rows is EACH else rows
+    verl_loss.RUNS.of(config).rows = plain_rows(mask) if rows is EACH else rows
     given = {
         "old_log_prob": torch.full(mask.shape, -1.1),
         "log_prob": torch.full(mask.shape, -1.0, requires_grad=True),
@@ -217,9 +214,10 @@ def test_the_unbiased_estimate_of_kl_is_of_the_policy_that_sampled(loss):
     new[0, 2] = ref[0, 2] = math.nan
     log_prob = new.float().requires_grad_()
     weights = torch.full((2, 3), math.exp(0.2))
+    config = ActorConfig(policy_loss={}, kl_loss_type="unbiased")
     call(
         f"megatron_rl.{loss}.token_mean",
-        config=ActorConfig(policy_loss={}, kl_loss_type="unbiased"),
+        config=config,
         **{"log_prob": log_prob, "old_log_prob": old.float(), "response_mask": mask, "rollout_is_weights": weights},
     )
     estimate = cases.filled_tables().kl_penalty
@@ -235,32 +233,36 @@ def test_the_unbiased_estimate_of_kl_is_of_the_policy_that_sampled(loss):
 
 
 def test_the_unbiased_estimate_is_refused_for_other_log_probabilities():
-    call("megatron_rl.grpo.token_mean", config=ActorConfig(policy_loss={}, kl_loss_type="unbiased"))
+    config = ActorConfig(policy_loss={}, kl_loss_type="unbiased")
+    call("megatron_rl.grpo.token_mean", config=config)
     other = torch.zeros(2, 3)
     with pytest.raises(ConfigError, match="beside one of its losses, and not for rewards"):
         cases.filled_tables().kl_penalty(logprob=other, ref_logprob=other, kl_penalty="unbiased")
 
 
+def num_kept() -> int:
+    return sum(len(run.before_kl) for _, run in verl_loss.RUNS)
+
+
 def test_two_trainers_of_a_process_have_their_own_kl_terms_and_their_state_goes_with_them():
     """Each has called its loss before either computes its KL term; rho = exp(new - old) by hand."""
     tables = cases.filled_tables()
-    shared = vars(tables.kl_penalty)[verl_loss.MARK]
     gc.collect()
-    before, ref = len(shared.runs), torch.full((2, 3), -1.5)
+    before, ref = len(verl_loss.RUNS), torch.full((2, 3), -1.5)
     configs = [ActorConfig(policy_loss={}, kl_loss_type="unbiased") for _ in range(2)]
     leaves = [torch.full((2, 3), value, requires_grad=True) for value in (-1.0, -2.0)]
     for config, leaf, old in zip(configs, leaves, (-1.1, -2.5), strict=True):
         call("megatron_rl.grpo.token_mean", config=config, log_prob=leaf, old_log_prob=torch.full((2, 3), old))
-    assert len(shared.runs) == before + 2
+    assert len(verl_loss.RUNS) == before + 2
     for leaf, rho, gap in zip(leaves, (math.exp(0.1), math.exp(0.5)), (0.5, -0.5), strict=True):
         found = tables.kl_penalty(leaf, ref, "unbiased")
         expected = torch.full((2, 3), rho * (math.exp(-gap) - 1 + gap))
         assert torch.allclose(found, expected, rtol=1e-5)  # float32 inputs
     call("megatron_rl.grpo.token_mean", config=configs[0], log_prob=leaves[0])  # its KL term is never computed
-    kept = len(shared.before_kl)
+    kept = num_kept()
     del leaves, leaf, configs, config
     gc.collect()
-    assert len(shared.runs) == before and len(shared.before_kl) == kept - 1
+    assert len(verl_loss.RUNS) == before and num_kept() == kept - 1
 
 
 def test_a_setting_that_changes_is_judged_again():
@@ -314,10 +316,12 @@ def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys):
     ("mode", "changes", "expected"),
     [
         pytest.param("grpo.sample_mean", {"info": {"dp_size": None}}, "has no dp_size", id="no dp_size"),
-        pytest.param("grpo.sample_mean", {"clip_ratio_low": True}, "clip_ratio_low=true is a switch", id="a clip is a switch"),
-        pytest.param("gspo.sample_mean", {"clip_ratio_high": 0.28}, "clip_ratio_low=0.2 beside .*high=0.28", id="an open low side"),
-        pytest.param("cispo.sample_mean", {"clip_ratio_low": 0.1}, "clip_ratio_high=0.2 beside .*low=0.1", id="an open high side"),
+        pytest.param("grpo.sample_mean", {"clip_ratio_low": True}, "clip_ratio_low=True must be a number", id="a clip is a switch"),
+        pytest.param("grpo.sample_mean", {"clip_ratio": 0.3}, "clip_ratio=0.3 has no effect: .*high", id="one clip of both sides"),
         pytest.param("grpo.sample_mean", {"loss_agg_mode": "token-sum"}, "two aggregations", id="verl's aggregation"),
+        pytest.param("grpo.sample_mean", {"policy_loss": {"ratio_truncation": 5.0}}, "does not read it", id="of another loss"),
+        pytest.param("cispo.sample_mean", {"clip_ratio_c": 2.0}, "clip_ratio_c=2.0 has no effect", id="a clip of another loss"),
+        pytest.param("grpo.constant", {}, "needs its L: set actor_rollout_ref.actor.loss_scale_factor", id="no L"),
         pytest.param(
             "dppo_kl.sample_mean", {"policy_loss": {"importance_correction": "tis"}}, "counted twice", id="corrected twice"
         ),
@@ -335,6 +339,9 @@ def test_an_argument_of_another_verl_is_refused_by_name():
         call("megatron_rl.grpo.sample_mean", rollout_log_prob=None)
 
 
+SAMPLE_MEAN = verl.read(ActorConfig(policy_loss={"loss_mode": "megatron_rl.grpo.sample_mean"}))
+
+
 def test_rows_that_verl_adds_to_fill_a_batch_are_in_no_count():
     """Three rows of two rollouts, and two that verl has added; 1/(R M_j) by hand."""
     data = {
@@ -342,10 +349,9 @@ def test_rows_that_verl_adds_to_fill_a_batch_are_in_no_count():
         "uid": ["a", "a", "a", "pad7", "pad7"],
         "session_id": [0, 0, 1, 0, 1],
     }
-    found = read(verl.DOOR, verl_loss.settings_of("megatron_rl.grpo.sample_mean", ActorConfig(policy_loss={})))
-    totals, counts = verl_step.count_mini_batch(found, data, SINGLE, None)
+    totals, counts = verl_step.count_mini_batch(SAMPLE_MEAN, data, SINGLE, None)
     assert (totals.num_samples, totals.num_rollouts, totals.num_tokens) == (3, 2, 6)
-    rows = verl_step.rows_of(found, totals, counts)
+    rows = verl_step.rows_of(SAMPLE_MEAN, totals, counts)
     assert rows.rollouts.tokens.tolist() == [3, 3, 3, 0, 0] and rows.rollouts.rows.tolist() == [2, 2, 1, 0, 0]
     gradient = weighed(rows, data["response_mask"].bool())
     expected = torch.tensor([1 / 6, 1 / 6, 1 / 6, 0, 0])[:, None] * data["response_mask"]
@@ -359,19 +365,18 @@ def weighed(rows: RowCounts, mask: torch.Tensor) -> torch.Tensor:
 
 def test_rows_without_a_session_are_rollouts(capsys):
     data = {"response_mask": torch.ones(4, 3), "uid": ["a", "a", "b", "b"]}
-    found = read(verl.DOOR, verl_loss.settings_of("megatron_rl.grpo.sample_mean", ActorConfig(policy_loss={})))
-    totals, counts = verl_step.count_mini_batch(found, data, SINGLE, None)
+    totals, counts = verl_step.count_mini_batch(SAMPLE_MEAN, data, SINGLE, None)
     assert (totals.num_samples, totals.num_rollouts) == (4, None) and counts[:, 2:].sum() == 0
-    weighed(verl_step.rows_of(found, totals, counts), data["response_mask"].bool())
+    weighed(verl_step.rows_of(SAMPLE_MEAN, totals, counts), data["response_mask"].bool())
     assert "| a row is a whole rollout |" in capsys.readouterr().err
     data["session_id"] = [0, 1, 0, 1]
-    totals, counts = verl_step.count_mini_batch(found, data, SINGLE, None)
-    weighed(verl_step.rows_of(found, totals, counts), data["response_mask"].bool())
+    totals, counts = verl_step.count_mini_batch(SAMPLE_MEAN, data, SINGLE, None)
+    weighed(verl_step.rows_of(SAMPLE_MEAN, totals, counts), data["response_mask"].bool())
     said = capsys.readouterr().err
     assert "| step of 4 samples |" in said and "weight of a token 1/(N m_i) = 1/(4 m_i) | a row is a whole rollout; several" in said
     data["session_id"] = [0, 0, 0, 0]
-    totals, counts = verl_step.count_mini_batch(found, data, SINGLE, None)
-    weighed(verl_step.rows_of(found, totals, counts), data["response_mask"].bool())
+    totals, counts = verl_step.count_mini_batch(SAMPLE_MEAN, data, SINGLE, None)
+    weighed(verl_step.rows_of(SAMPLE_MEAN, totals, counts), data["response_mask"].bool())
     said = (
         "weight of a token 1/(R M_j) = 1/(2 M_j) | a rollout is the rows of one uid and session_id, and counts once (an agent loop"
     )
@@ -396,17 +401,17 @@ def test_rows_without_a_session_are_rollouts(capsys):
 def test_a_mini_batch_that_cannot_be_counted_is_refused(mode, settings, change, error, message):
     data = {"response_mask": torch.ones(3, 2), "uid": ["a", "a", "b"], "session_id": [0, 0, 0]} | change
     data = {name: column for name, column in data.items() if column is not None}
-    found = read(verl.DOOR, verl_loss.settings_of(f"megatron_rl.{mode}", ActorConfig(policy_loss=settings)))
+    launch = verl.read(ActorConfig(policy_loss={"loss_mode": f"megatron_rl.{mode}", **settings}))
     with pytest.raises(error, match=message):
-        verl_step.count_mini_batch(found, data, SINGLE, 2)
+        verl_step.count_mini_batch(launch, data, SINGLE, 2)
 
 
 def test_a_mini_batch_without_a_token_weighs_nothing():
     mask = torch.zeros(2, 3)
     for sessions in ({}, {"session_id": [0, 0]}):
-        found = read(verl.DOOR, verl_loss.settings_of("megatron_rl.grpo.sample_mean", ActorConfig(policy_loss={})))
-        totals, counts = verl_step.count_mini_batch(found, {"response_mask": mask, "uid": ["a", "a"], **sessions}, SINGLE, None)
-        assert not weighed(verl_step.rows_of(found, totals, counts), mask.bool()).any()
+        data = {"response_mask": mask, "uid": ["a", "a"], **sessions}
+        totals, counts = verl_step.count_mini_batch(SAMPLE_MEAN, data, SINGLE, None)
+        assert not weighed(verl_step.rows_of(SAMPLE_MEAN, totals, counts), mask.bool()).any()
 
 
 def test_a_loss_that_nobody_has_counted_for_is_refused():
@@ -417,11 +422,10 @@ def test_a_loss_that_nobody_has_counted_for_is_refused():
         call("megatron_rl.grpo.token_mean", rows=plain_rows(torch.ones(2, 3)), response_mask=mask)
 
 
-def test_verls_engine_counts_where_our_loss_trains(monkeypatch):
+def test_verls_engine_counts_where_our_loss_trains():
     """The loss has the counts of its rows while it runs; another loss gets verl's own function."""
     calls, config = [], ActorConfig(policy_loss={"loss_mode": "megatron_rl.grpo.sample_mean"})
-    monkeypatch.setitem(sys.modules, verl_loss.TABLES, cases.filled_tables())
-    run = cases.run_of(config)
+    run = verl_loss.RUNS.of(config)
 
     class BaseEngine:
         def train_batch(self, data, loss_function):
@@ -462,16 +466,124 @@ def test_a_loss_that_is_declared_later_comes_with_the_next_registration(monkeypa
     assert {"megatron_rl.halved.constant", "megatron_rl.halved.prompt_mean"} <= tables.POLICY_LOSS_REGISTRY.keys()
 
 
-def test_tables_of_another_contract_are_refused():
+def test_tables_of_another_contract_are_refused(capsys):
     tables = cases.emulated_tables()
-    tables.POLICY_LOSS_REGISTRY["vanilla"] = lambda old_log_prob, log_prob, advantages, loss_mask, config: None
+    tables.compute_policy_loss_vanilla = lambda old_log_prob, log_prob, advantages, loss_mask, config: None
     del tables.register_policy_loss
     tables.kl_penalty = lambda logprob, ref, kl_penalty: logprob
-    with pytest.raises(ConfigError) as refused:
-        verl_loss.register(tables)
-    assert "has no register_policy_loss" in str(refused.value) and "loss_mask, config) and" not in str(refused.value)
-    assert "advantages, loss_mask, config), ours is made for (old_log_prob" in str(refused.value)
-    assert re.search(r"kl_penalty takes \(logprob, ref, kl_penalty\), .*test_verl.py:\d+ \(verl-project", str(refused.value))
+    verl_plugin.fill(tables)
+    said = capsys.readouterr().err
+    assert said.startswith("megatron_rl: none of its losses is registered in verl: ") and "has no register_policy_loss" in said
+    assert "advantages, loss_mask, config), ours is made for (old_log_prob" in said
+    assert re.search(r"kl_penalty takes \(logprob, ref, kl_penalty\), .*verl-project.* probed \(.*test_verl.py:\d+\)", said)
+    assert tables.POLICY_LOSS_REGISTRY == {}
+
+
+# The whole config, in the driver
+
+
+MODE, ROLLOUT = "actor_rollout_ref__actor__policy_loss__loss_mode", "actor_rollout_ref__rollout__"
+CORRECTION = "algorithm__rollout_correction__"
+UNCUT = {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_threshold": 1e9}
+ICEPOP = {
+    MODE: "gspo.sample_mean",
+    "actor_rollout_ref__actor__policy_loss__importance_correction": "icepop",
+    "actor_rollout_ref__actor__policy_loss__importance_correction_low": 0.5,
+    **UNCUT,
+}
+CUT = {"actor_rollout_ref__actor__ppo_mini_batch_size": 64}
+MANAGER = {f"{ROLLOUT}agent__agent_loop_manager_class": "mine.Manager"}
+TOP_P = {f"{ROLLOUT}top_p": 0.7}
+# Settings, and the problem; None: none.
+WHOLE: dict[str, tuple[dict[str, Any], str | None]] = {
+    "a slip": ({MODE: "grpo.token_maen"}, "did you mean megatron_rl.grpo.token_mean"),
+    "a switch that is text": ({"actor_rollout_ref__actor__use_kl_loss": "false"}, "use_kl_loss='false' is text"),
+    "uncut weights": ({MODE: "dppo_tv.sample_mean", **UNCUT}, None),
+    "weights that are cut": (
+        {MODE: "dppo_tv.sample_mean", f"{CORRECTION}rollout_is": "token"},
+        "rollout_is_threshold=None: megatron_rl.dppo_tv.sample_mean .* compares with the sampler, .*set .*threshold=1000000000.0",
+    ),
+    "no weights": ({MODE: "dppo_kl.sample_mean"}, "rollout_is=None, .*rollout_is_threshold=None"),
+    "normalised weights": ({**ICEPOP, f"{CORRECTION}rollout_is_batch_normalize": True}, "set .*batch_normalize=False"),
+    "no scores": ({**ICEPOP, f"{ROLLOUT}calculate_log_probs": False}, "set .*calculate_log_probs=True"),
+    "bypassed weights": ({**ICEPOP, f"{CORRECTION}bypass_mode": True}, "set .*bypass_mode=False"),
+    "the old trainer's own loss": (
+        {f"{CORRECTION}bypass_mode": True, "trainer__use_v1": False},
+        "bypass_mode=true of the old trainer puts verl's own loss in the place of ours",
+    ),
+    "cut groups": ({MODE: "grpo.prompt_mean", **CUT}, "ppo_mini_batch_size=64 of data.train_batch_size=256: .*cuts prompt groups"),
+    "cut groups of no weight": (CUT, None),
+    "cut groups that are accepted": (
+        {MODE: "grpo.prompt_mean", **CUT, "actor_rollout_ref__actor__policy_loss__allow_partial_prompt_groups": True},
+        None,
+    ),
+    "rows of a manager of one's own": ({MODE: "grpo.sample_mean", **MANAGER}, "manager_class=mine.Manager.* set .*one_sample"),
+    "rows that count no rollouts": (MANAGER, None),
+    "rows that are said to be rollouts": (
+        {MODE: "grpo.row_mean", **MANAGER, "actor_rollout_ref__actor__policy_loss__one_sample_per_rollout": True},
+        None,
+    ),
+    # FB-114
+    "a kept set, without a ratio to the sampler": (TOP_P, None),
+    "a kept set, corrected": ({**ICEPOP, **TOP_P}, "top_p=0.7 beside importance_correction=icepop: .*turn .*top_p=0.7 off"),
+    "a kept set, verl's weights": ({**UNCUT, **TOP_P}, "top_p=0.7 beside algorithm.rollout_correction.rollout_is=token: "),
+    "a kept set, verl's rejection": (
+        {f"{CORRECTION}rollout_rs": "token_k1", f"{ROLLOUT}top_k": 20},
+        "top_k=20 beside algorithm.rollout_correction.rollout_rs=token_k1: ",
+    ),
+    "a kept set, the rollout as anchor": ({f"{CORRECTION}bypass_mode": True, **TOP_P}, "beside .*bypass_mode=True: "),
+    "a kept set, raw scores": ({**ICEPOP, **TOP_P, f"{ROLLOUT}engine_kwargs": {"vllm": {"logprobs_mode": "raw_logprobs"}}}, None),
+    "a kept set, SGLang": ({**ICEPOP, **TOP_P, f"{ROLLOUT}name": "sglang"}, None),
+    "a kept set, another engine": ({**ICEPOP, **TOP_P, f"{ROLLOUT}name": "trtllm"}, "trtllm are over what is not known"),
+    "a penalty": ({**ICEPOP, f"{ROLLOUT}repetition_penalty": 1.1}, "repetition_penalty=1.1 beside "),
+    "validation": ({**ICEPOP, f"{ROLLOUT}val_kwargs__top_p": 0.7}, None),
+}
+
+
+def judged(**settings: Any) -> list[str]:
+    config = cases.whole_config(**settings)
+    policy_loss = config["actor_rollout_ref"]["actor"]["policy_loss"]
+    policy_loss["loss_mode"] = f"megatron_rl.{policy_loss.get('loss_mode', 'grpo.token_mean')}"
+    return verl.check(config)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_whole_config_is_judged_in_the_driver(name):
+    settings, problem = WHOLE[name]
+    if problem is None:
+        (said,) = judged(**settings)
+        assert said.startswith("loss_mode=megatron_rl.") and " in verl | " in said
+        return
+    with pytest.raises(ConfigError, match=problem) as refused:
+        judged(**settings)
+    assert len(refused.value.problems) == 1
+
+
+def test_verls_own_check_ends_a_launch_with_a_problem_and_each_one_that_is_only_checked(monkeypatch, capsys):
+    """FB-114: verl drops an exception of a plugin, so the end is a SystemExit."""
+    asked: list[Any] = []
+    checks = types.SimpleNamespace(validate_config=lambda config, use_critic: asked.append(use_critic))
+    verl_plugin.judge(checks)
+    slip = cases.whole_config(**{MODE: "megatron_rl.grpo.token_maen"})
+    with pytest.raises(SystemExit, match="^megatron_rl: ConfigError: .*did you mean megatron_rl.grpo.token_mean"):
+        checks.validate_config(slip, use_critic=False)
+    assert asked == []
+    checks.validate_config(cases.whole_config(**{MODE: "vanilla"}), use_critic=False)
+    assert asked == [False] and capsys.readouterr().err == ""
+    monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
+    with pytest.raises(SystemExit) as ended:
+        checks.validate_config(cases.whole_config(**{MODE: "megatron_rl.grpo.token_mean"}), use_critic=True)
+    assert ended.value.code == 0 and asked == [False, True]
+    assert capsys.readouterr().err.startswith("megatron_rl: loss_mode=megatron_rl.grpo.token_mean in verl | clip 0.2/0.2")
+
+
+def test_a_model_that_megatron_would_train_wrongly_is_refused_before_the_step(monkeypatch):
+    monkeypatch.setattr(verl_step, "release_problems", lambda settings: [f"tp={settings['tensor_model_parallel_size']} drifts"])
+    engine = types.SimpleNamespace(tf_config=types.SimpleNamespace(tensor_model_parallel_size=2))
+    run = verl_loss.VerlRun()
+    verl_step.check_model(run, types.SimpleNamespace())
+    with pytest.raises(ConfigError, match="tp=2 drifts"):
+        verl_step.check_model(run, engine)
 
 
 def test_our_class_of_settings_has_a_field_for_each_that_verl_has_no_name_for(monkeypatch):
@@ -484,10 +596,9 @@ def test_our_class_of_settings_has_a_field_for_each_that_verl_has_no_name_for(mo
     monkeypatch.setitem(sys.modules, "megatron_rl.hosts.verl_config", None)  # what is imported next is gone after the test
     del sys.modules["megatron_rl.hosts.verl_config"]
     made = importlib.import_module("megatron_rl.hosts.verl_config")
-    own = {name.removeprefix(verl.DOOR.own.prefix) for name in verl.DOOR.own_names()}
     fields = {one.name for one in dataclasses.fields(made.PolicyLoss)}
     assert {"vespo_power_negative", "fipo_half_life", "clip_ratio_low", "importance_correction"} <= fields
-    assert own - fields <= verl.DOOR.field_settings.keys()
+    assert "clip_ratio_c" not in fields and verl.read(ActorConfig(made.PolicyLoss("megatron_rl.vespo.token_mean"))).config
     chosen = pickle.loads(pickle.dumps(made.PolicyLoss(loss_mode="megatron_rl.vespo.token_mean", vespo_power_negative=2.0)))
     assert chosen.vespo_power_negative == 2.0 and chosen.fipo_half_life is None
 
@@ -572,10 +683,7 @@ def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sa
             config = config_of(case, **(CORRECTIONS[name][0] if name else {"ratio_truncation": 20.0}))
             error = error_of(case, ppo_loss, config, None, weights_of_verl, name)
             assert error <= TOLERANCE, (case, name, error)
-        fields = {one.name for one in dataclasses.fields(PolicyLoss)}
-        assert {name.removeprefix(verl.DOOR.own.prefix) for name in verl.DOOR.own_names()} - fields <= set(
-            [*verl.DOOR.field_settings]
-        )
+        assert {*verl.own_names()} <= {one.name for one in dataclasses.fields(PolicyLoss)}
         print(len(chosen))
         return 0
 
@@ -630,40 +738,43 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
         verl.CLASS_LINE,
         *(f"+{verl.ACTOR}policy_loss.{name}={value}" for name, value in CORRECTIONS["icepop"][0].items()),
         f"{verl.ACTOR}ppo_micro_batch_size_per_gpu=1",
+        f"{verl.LOSS_MODE}=megatron_rl.gspo.sample_mean",
     ]
+
+    def composed(*words: str):
+        return verl.compose(["python3", "-m", verl.MAIN, "--config-name", "ppo_megatron_trainer", *words])
 
     def work() -> int:
         make = VERL.load("verl.utils.config", without=("hydra", "omegaconf")).omega_conf_to_dataclass
-        from hydra import compose, initialize_config_dir
-
-        with initialize_config_dir(str(VERL.path("verl/trainer/config")), version_base=None):
-            actor = make(compose("ppo_trainer", overrides=line).actor_rollout_ref.actor)
-            settings = cases.read_settings("megatron_rl.gspo.sample_mean", actor)
-            assert {name: getattr(settings, name) for name in CORRECTIONS["icepop"][0]} == CORRECTIONS["icepop"][0]
-            with pytest.raises(Exception, match="unexpected keyword argument 'importance_correction"):
-                make(compose("ppo_trainer", overrides=line[1:]).actor_rollout_ref.actor)
-            # What verl's main gives to validate_config, whatever file it is from.
-            for name, said in (
-                ("gspo.token_mean", ""),
-                ("gspoo.token_mean", "does not name a loss and an aggregation"),
-                ("grpo.constant", "needs its L"),
-            ):
-                whole = compose("ppo_trainer", overrides=[f"{verl.LOSS_MODE}=megatron_rl.{name}"])
-                problems, _ = judge_config(whole)
-                assert len(problems) == bool(said) and said in "".join(problems), problems
-            rollout, mode = "actor_rollout_ref.rollout", f"{verl.LOSS_MODE}=megatron_rl.grpo.token_mean"
-            weights = "algorithm.rollout_correction.rollout_is=token"
-            raw = f"+{rollout}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"
-            for words, refuses, says in (
-                ([f"{rollout}.top_p=0.8", weights], True, f"{rollout}.top_p=0.8 beside {weights}: "),
-                ([f"{rollout}.top_k=20", weights, raw], False, "over the whole vocabulary"),
-                ([f"{rollout}.top_p=0.8", weights, f"{rollout}.name=sglang"], False, "sglang are over the whole vocabulary"),
-                ([f"{rollout}.top_p=0.8"], False, "the ratio of the loss is right"),
-            ):
-                problems, warned = judge_config(compose("ppo_trainer", overrides=[mode, *words]))
-                assert (len(problems), len(warned)) == ((1, 0) if refuses else (0, 1)), (problems, warned)
-                assert says in (problems or warned)[0], (problems, warned)
-            assert judge_config(compose("ppo_trainer", overrides=[mode, weights])) == ([], [])
+        actor = make(composed(*line).actor_rollout_ref.actor)
+        settings = verl.read(actor).config
+        assert {name: getattr(settings, name) for name in CORRECTIONS["icepop"][0]} == CORRECTIONS["icepop"][0]
+        with pytest.raises(Exception, match="unexpected keyword argument 'importance_correction"):
+            make(composed(*line[1:]).actor_rollout_ref.actor)
+        # What verl's main gives to validate_config, whatever file it is from.
+        mode, rollout = f"{verl.LOSS_MODE}=megatron_rl.", "actor_rollout_ref.rollout"
+        weights = "algorithm.rollout_correction.rollout_is=token"
+        for words, problem in (
+            ([f"{mode}gspo.token_mean"], None),
+            ([f"{mode}gspoo.token_mean"], "does not name a loss and an aggregation"),
+            ([f"{mode}grpo.constant"], "needs its L"),
+            ([f"{mode}grpo.prompt_mean"], "ppo_mini_batch_size=256 of data.train_batch_size=1024"),
+            ([f"{mode}grpo.token_mean", weights], None),
+            ([f"{mode}dppo_tv.token_mean", weights], "rollout_is_threshold=2.0: "),
+            ([f"{mode}grpo.token_mean", weights, f"{rollout}.top_p=0.8"], f"{rollout}.top_p=0.8 beside {weights}: "),
+            ([f"{mode}grpo.token_mean", weights, f"{rollout}.top_p=0.8", f"{rollout}.name=sglang"], None),
+        ):
+            whole = composed(*words)
+            if problem is None:
+                assert len(verl.check(whole)) == 1, words
+                continue
+            with pytest.raises(ConfigError) as refused:
+                verl.check(whole)
+            assert len(refused.value.problems) == 1 and problem in str(refused.value), refused.value
+        with pytest.raises(ConfigError, match="Could not override 'data.no'"):
+            composed("data.no=1")
+        with pytest.raises(ConfigError, match="this is another one: start it with MEGATRON_RL_CHECK=1"):
+            verl.compose(["python3", "-m", "mine.main_ppo", f"{mode}grpo.token_mean"])
         return 0
 
     code, _, error = forked(work)
@@ -687,29 +798,11 @@ def test_verls_contract_is_the_one_that_was_probed():
         load_verl()
         verl_step.count_in(VERL.load("verl.workers.engine.base"))
         actor = VERL.load("verl.workers.config").ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-        settings = [one.name for one in (*verl.DOOR.field_settings.values(), setting_named(verl.AGG_MODE))]
-        print(json.dumps({name: value_at(actor, name.removeprefix(verl.ACTOR)) for name in settings}))
+        names = [*(name for name, _ in verl.THEIRS.values()), "clip_ratio", "loss_agg_mode", "ppo_mini_batch_size"]
+        print(json.dumps({name: value_at(actor, name) for name in names}))
         return 0
 
     code, out, error = forked(work)
     assert code == 0, error[-2000:]
-    defaults = json.loads(out)
-    assert defaults == {one.name: one.default for one in (*verl.DOOR.field_settings.values(), setting_named(verl.AGG_MODE))}
-
-
-@pytest.mark.host("VERL_ROOT")
-def test_no_setting_of_verl_is_taken_for_a_slip():
-    """Each name in verl's own files, of both engines."""
-    yaml = pytest.importorskip("yaml", reason="needs pyyaml: pip install -e '.[doctor]'")
-    files = sorted((Path(os.environ["VERL_ROOT"]) / "verl" / "trainer" / "config").glob("_generated_ppo*.yaml"))
-
-    def names(tree: dict, parent: str = "") -> Iterator[str]:
-        for name, value in tree.items():
-            yield parent + name
-            yield from names(value, f"{parent}{name}.") if isinstance(value, dict) else ()
-
-    given = {name for file in files for name in names(yaml.safe_load(file.read_text(encoding="utf-8")))}
-    given.remove(f"{verl.ACTOR}kl_loss_type")
-    assert len(given) > 1000
-    said = door_line.judge_names(verl.DOOR, Settings.of_names(dict.fromkeys(given, 1), verl.DOOR.all_defaults), is_ours=False)
-    assert [row for row in said if row.is_wrong] == []
+    others = {"clip_ratio": 0.2, "loss_agg_mode": verl.TOKEN_MEAN, "ppo_mini_batch_size": 256}
+    assert json.loads(out) == dict(verl.THEIRS.values()) | others

@@ -24,9 +24,10 @@ from test_packed_bins import pack
 from test_whole_host import CLIPS, DIVISOR, LIMIT, MODEL, VOCABULARY, group_of, samples_of, trained_by_command
 from whole_host import MEGATRON_ROOT, STUBBED_OF_WHOLE, add_megatron_lm, load_weights
 
-from megatron_rl.hosts.megatron_lm import PackedForwardStep, call_pretrain
+from megatron_rl.hosts.megatron_lm import call_pretrain, megatron_lm_config
 from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.model import find_gpt_model, gpt_layer_spec
+from megatron_rl.megatron.packed_bins import PackedForwardStep
 from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.train.rollout_files import save_rollouts
 from megatron_rl.train.rollouts import RolloutBatch
@@ -110,7 +111,7 @@ def train_on_rank(rank: int, root: str, words: list[str]) -> tuple[dict, list[fl
         models.append(provider.model_provider(gpt_builders.gpt_builder, *positional, **named))
         return models[-1]
 
-    own = {"vocab_size": VOCABULARY, "rollout_of_row": lambda: range(len(prompts))}
+    own = {"vocab_size": VOCABULARY, "config": megatron_lm_config, "rollout_of_row": lambda: range(len(prompts))}
     forward_step = PackedForwardStep(bins.__getitem__, lambda: prompts, get_num_microbatches, **own)
     with (
         silent_logging(),

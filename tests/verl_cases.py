@@ -6,7 +6,6 @@ The call is `emulated_ppo_loss`, or verl's own ppo_loss. The mini-batch is count
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -27,15 +26,12 @@ from dense_row_cases import (
 )
 from torch import Tensor
 
-from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts import door_line, verl, verl_loss, verl_step
+from megatron_rl.hosts import verl, verl_loss, verl_step
 from megatron_rl.hosts.dense_rows import RowCounts
-from megatron_rl.hosts.door_settings import read
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
-from megatron_rl.validation.checks import Row
 
 ENGINES = ("megatron", "megatron per token", "fsdp")
 # What each engine's ppo_loss hands over beside the rows.
@@ -140,32 +136,33 @@ def emulated_ppo_loss(config: ActorConfig, model_output: Mapping[str, Tensor], d
 def emulated_tables() -> SimpleNamespace:
     """verl's tables as its plugins find them, with one loss of verl's own."""
 
-    def vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
+    def register_policy_loss(name):
+        return lambda function: tables.POLICY_LOSS_REGISTRY.setdefault(name, function)
+
+    def compute_policy_loss_vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
         raise AssertionError("verl's own loss is not asked")
 
     def kl_penalty(logprob, ref_logprob, kl_penalty):
         return logprob - ref_logprob
 
-    tables = SimpleNamespace(__name__="verl", POLICY_LOSS_REGISTRY={"vanilla": vanilla})
-    tables.kl_penalty = kl_penalty
-    tables.register_policy_loss = lambda name: lambda function: tables.POLICY_LOSS_REGISTRY.setdefault(name, function)
+    functions = {one.__name__: one for one in (register_policy_loss, compute_policy_loss_vanilla, kl_penalty)}
+    tables = SimpleNamespace(__name__="verl", POLICY_LOSS_REGISTRY={}, **functions)
     return tables
 
 
-def read_settings(name: str, actor: Any) -> PolicyLossConfig:
-    """Ours, as a worker reads them from its actor config."""
-    return read(verl.DOOR, verl_loss.settings_of(name, actor)).config
-
-
-def judge(*words: str) -> list[Row]:
-    return [*door_line.judge(verl.DOOR, ["-m", verl.MAIN, *words], dict)]
-
-
-def run_of(config: Any) -> verl_loss.VerlRun:
-    """The state of a config's trainer: in verl's tables where they are loaded."""
-    if verl_loss.TABLES in sys.modules:
-        return verl_loss.run_of(config)
-    return vars(filled_tables().kl_penalty)[verl_loss.MARK].runs.of(config)
+def whole_config(**changes: Any) -> dict[str, Any]:
+    """verl's whole config, as far as it is read in the driver. changes: dotted names with __ for a dot."""
+    config: dict[str, Any] = {
+        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 256, "policy_loss": {}}, "rollout": {"name": "vllm"}},
+        "data": {"train_batch_size": 256},
+    }
+    for name, value in changes.items():
+        *outer, last = name.split("__")
+        section = config
+        for part in outer:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return config
 
 
 @functools.cache
@@ -191,10 +188,10 @@ def count(case: Case, samples: Sequence[StepSample], config: Any) -> Callable[[S
     data["uid"] = [str(sample.prompt_id) for sample in samples]
     if case.has_rollouts:
         data["session_id"] = rollouts_of(samples)
-    found = read(verl.DOOR, verl_loss.settings_of(case.mode, config))
-    found = replace(found, config=replace(found.config, allow_partial_prompt_groups=True))
-    totals, counts = verl_step.count_mini_batch(found, data, SINGLE, None)
-    return lambda chosen: verl_step.rows_of(found, totals, counts[list(chosen)])
+    launch = verl.read(config)
+    launch = replace(launch, config=replace(launch.config, allow_partial_prompt_groups=True))
+    totals, counts = verl_step.count_mini_batch(launch, data, SINGLE, None)
+    return lambda chosen: verl_step.rows_of(launch, totals, counts[list(chosen)])
 
 
 def uncut_weights(log_ratio: Tensor, mask: Tensor) -> Tensor:  # [S, R] each: old - sampled
@@ -214,7 +211,7 @@ def run_step(
 ) -> Result:
     """The gradient that the optimiser gets, and the sum of the reported losses over ranks and micro-batches."""
     leaves = [values.float().requires_grad_() for values in log_probs]
-    rows_of, run = count(case, samples, config), run_of(config)
+    rows_of, run = count(case, samples, config), verl_loss.RUNS.of(config)
     routed = sum(len(sample.tokens) for sample in samples)
     total, counted, metrics = 0.0, 0, []
     for micro_batches in case.micro_batches():

@@ -13,8 +13,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.hosts.megatron_lm import PackedBin, PackedForwardStep, call_pretrain
+from megatron_rl.hosts.megatron_lm import call_pretrain, megatron_lm_config
 from megatron_rl.hosts.train_rl import take_rollouts
+from megatron_rl.megatron.packed_bins import PackedBin, PackedForwardStep
 
 _rollouts = _step = None
 
@@ -60,6 +61,7 @@ def forward_step(data_iterator, model, loss_only=False):
             _rollouts.prompt_of_row,
             get_num_microbatches,
             vocab_size=get_tokenizer().vocab_size,
+            config=megatron_lm_config(),
             rollout_of_row=_rollouts.rollout_of_row,
         )
     model = model[0] if isinstance(model, list) else model

@@ -6,8 +6,6 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
-from megatron_rl.validation.dashes import foreign_dashes
-
 # What other trainers call it (TRL, verl, miles, slime, OpenRLHF) -> ours.
 OTHER_NAMES = {
     "--beta": "--kl-coefficient",
@@ -52,10 +50,6 @@ OTHER_NAMES_IN_EXPLAIN = OTHER_NAMES | {
 }
 
 
-# A flag of one command that another has -> what to type. Prompts change what a line weighs, and not how far it is from that.
-OF_ANOTHER_COMMAND = {("doctor", "--prompt-ids"): "type megatron-rl explain --prompt-ids ... -- LINE"}
-
-
 def flags_of(parser: ArgumentParser) -> list[str]:
     return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
 
@@ -68,8 +62,6 @@ def problems_of_unknown(unknown: Sequence[str], command: str, known: Sequence[st
         other = names.get(flag.replace("_", "-"), "")
         close = [other] if other.partition(",")[0] in known else get_close_matches(flag.replace("_", "-"), known, 1)
         remedy = f"did you mean {close[0]}?" if close else f"megatron-rl {command} --help lists the flags"
-        yield f"{flag} is no flag of megatron-rl {command}: {OF_ANOTHER_COMMAND.get((command, flag), remedy)}"
-    foreign = foreign_dashes(unknown)
-    yield from foreign
-    if not flags and not foreign:
+        yield f"{flag} is no flag of megatron-rl {command}: {remedy}"
+    if not flags:
         yield f"megatron-rl {command} takes no argument {' '.join(unknown)!r}: remove it, or give it to a flag"

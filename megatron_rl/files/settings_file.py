@@ -1,15 +1,18 @@
-"""Reads a file of a launch's settings, as its suffix says: YAML, JSON or TOML."""
+"""Reads a file of settings, as its suffix says: YAML, JSON or TOML. It makes plain values, and runs nothing."""
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.files.bounds import is_regular, read_regular
 from megatron_rl.files.json_values import parse_json
-from megatron_rl.files.toml_values import parse_toml
-from megatron_rl.files.yaml_values import parse_yaml
+
+# A file of settings has some thousand bytes; the parsers take seconds for a megabyte.
+LARGEST_FILE = 2**18
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
@@ -17,12 +20,33 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     if not is_regular(path):
         raise ConfigError(f"{path} is no file here: start from the folder that the launch starts from")
     try:
-        text = read_regular(path).decode("utf-8")
-        value = parse_toml(text, path) if path.suffix == ".toml" else None
-        value = parse_json(text) if path.suffix == ".json" else value
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {printable(str(error))}") from error
-    value = parse_yaml(text, path) or {} if value is None else value
-    if not isinstance(value, dict):
+        text = read_regular(path, LARGEST_FILE).decode("utf-8")
+        parsers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": parse_json}
+        value = parsers.get(path.suffix, parse_yaml)(text)
+    # RecursionError: lists in lists. ValueError: what the parsers raise for another format.
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {printable(' '.join(str(error).split()))[:400]}") from error
+    if not isinstance(value or {}, dict):
         raise ConfigError(f"{path} holds {type(value).__name__}: it must be key: value lines")
-    return {str(key): value for key, value in value.items()}
+    return {str(key): value for key, value in (value or {}).items()}
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of one document. Raises ValueError for all that is no plain YAML, and for aliases, with which a small text becomes
+    a large value."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ValueError("pyyaml is not installed: pip install pyyaml, or write the file as JSON or TOML") from error
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.events.AliasEvent):
+                raise ValueError("an alias: write the value in each place")
+            return super().compose_node(parent, index)
+
+    try:
+        return yaml.load(text, Loader)
+    # What the constructors raise for a date that is none, or a tag on a value of another kind.
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(str(error)) from error

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.batch import read_host_responses
 from megatron_rl.hosts.carrier import Carrier, carried
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.loss import read_plan
@@ -55,7 +56,8 @@ def carried_log_probs(
         "response_lengths": list(response_lengths),
         "max_seq_lens": others.get("max_seq_lens"),
     }
-    responses = plan.options.host.responses(batch, logits, plan.options, cp_group)
+    is_padded, is_contiguous = plan.options.is_padded, plan.options.is_contiguous(cp_group)
+    responses = read_host_responses(batch, logits, cp_group, is_padded=is_padded, is_contiguous=is_contiguous)
     inputs = carried(logits)
     hidden, is_sequence_parallel = rows_of(inputs, tp_group)
     options: LinearKeywords = {

@@ -7,6 +7,7 @@ NeMo-RL says nothing of prompts to a loss. So under prompt_mean the advantages c
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from megatron_rl.aggregation import regularizer_weights, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.door import ONE_SAMPLE, Rollouts, is_carried
 from megatron_rl.hosts.run import ranks_in_words
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import (
@@ -29,9 +29,40 @@ from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import RolloutCounts, StepTotals
 
-EACH_ROW = Rollouts()
+# Our setting that says that each rollout is one row.
+ONE_SAMPLE = "one_sample_per_rollout"
 # A marked advantage has a code in its last bits: a relative change of at most 16 x 2^-23.
 MARK_BITS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollouts:
+    """What a rollout is in the batches of a launch, and who can tell.
+
+    several: where a rollout comes in several rows; None: a row is a rollout. is_said: whether this launch or step has such
+    rollouts; else another may. ids: what names the rollout of a row, so that rollouts are counted; None: nothing does. Without ids
+    several rows are refused where an aggregation counts rollouts, unless the user says that each rollout has one."""
+
+    several: str | None = None
+    ids: str | None = None
+    is_said: bool = True
+
+    @property
+    def are_counted(self) -> bool:
+        return self.ids is not None
+
+    @property
+    def have_several(self) -> bool:
+        """Whether a weight is told by counts of rollouts: with one row each they are counts of rows."""
+        return self.are_counted and self.is_said
+
+
+EACH_ROW = Rollouts()
+
+
+def is_carried(aggregation: str) -> bool:
+    """Whether advantages can carry the weights of prompts, see dense_rows.carry_prompt_weights."""
+    return aggregation == "prompt_mean"
 
 
 @functools.cache

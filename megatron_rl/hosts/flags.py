@@ -1,18 +1,20 @@
-"""One table: which flag of a host gives which setting of our loss. Beside it, where the host's own loss does something else.
+"""Our flags in a host's parser, and one table: which flag of the host gives which setting of our loss.
 
 A flag of megatron_rl and one of the host's for the same thing must have one value.
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from importlib import import_module
+from typing import Any, Protocol
 
-from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.config import CorrectionLevel, PolicyLossConfig, Route
-from megatron_rl.errors import ConfigError
+from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
+from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError, name_of
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import flag_of
 
@@ -41,7 +43,7 @@ DUAL_CLIP = "clip_ratio_c"
 
 
 class LaunchOptions(Protocol):
-    """What is read here of a launch: hosts.base.HostOptions has it."""
+    """What is read here of a launch: hosts.args.HostOptions has it."""
 
     @property
     def correction_functions(self) -> Mapping[str, str]: ...  # the host's own values of --custom-tis-function-path
@@ -49,8 +51,6 @@ class LaunchOptions(Protocol):
     def __getitem__(self, name: str) -> Any: ...
 
     def has(self, name: str) -> bool: ...
-
-    def flag(self, name: str) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +67,11 @@ class HostFlag:
     """The value that the host's parser gives by itself: a user who has typed our flag may not have typed this one."""
 
 
-class HostCorrection(NamedTuple):
-    """What --use-tis asks for, as settings of megatron_rl."""
-
-    kind: str | None = None
-    level: str | None = None
-    low: float | None = None
-    high: float | None = None
-
-
-def correction_settings(options: LaunchOptions) -> HostCorrection:
-    """All None without --use-tis, and for a function that we do not know or cannot express."""
-    if not options["use_tis"]:
-        return HostCorrection()
-    if is_mis(options):
-        return HostCorrection() if list(mis_problems(options)) else _mis_correction(options)
-    kind = known_correction(options) if options["custom_tis_function_path"] else "tis"
-    return HostCorrection() if kind is None else HostCorrection(kind, None, options["tis_clip_low"], options["tis_clip"])
-
-
 def correction_of_host(options: LaunchOptions) -> str | None:
-    return correction_settings(options).kind
+    """The correction that --use-tis asks for; None without it, and for a function that is not the host's own."""
+    if not options["use_tis"]:
+        return None
+    return known_correction(options) if options["custom_tis_function_path"] else "tis"
 
 
 def known_correction(options: LaunchOptions) -> str | None:
@@ -102,94 +86,21 @@ def kl_key(options: LaunchOptions) -> tuple[str, bool]:
 
 # The function of both hosts' examples with masked importance sampling, whose settings lie in the file of --custom-config-path.
 MIS_FUNCTION = "train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
-# Its name for miles's FSDP backend: the same weights.
-MIS_FUNCTION_OF_FSDP = "train_infer_mismatch_helper.mis.compute_mis_weights_fsdp"
-MIS_LEVELS = {
-    "token": CorrectionLevel.TOKEN,
-    "sequence": CorrectionLevel.SEQUENCE_SUM,
-    "geometric": CorrectionLevel.SEQUENCE_MEAN,
-}
-MIS_MODES = ("truncate", "clip", "mask")
-# What it reads, and nothing else of these hosts does.
-MIS_SETTINGS = (
-    *("tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
-    *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
-)
 
 
-def is_mis(options: LaunchOptions) -> bool:
-    return str(options["custom_tis_function_path"]).replace(":", ".").endswith((MIS_FUNCTION, MIS_FUNCTION_OF_FSDP))
-
-
-def normalised_weights(options: LaunchOptions) -> str | None:
-    """Why weights of MIS_FUNCTION depend on the layout; None: they do not. All else in it looks at one sample alone."""
-    if not (options["use_tis"] and is_mis(options) and options["tis_batch_normalize"]):
-        return None
-    return (
-        "tis_batch_normalize: true divides the weights by their mean over a micro-batch, so a step would depend on how it is "
-        "cut into micro-batches; write tis_batch_normalize: false"
-    )
-
-
-def unjudged_correction(options: LaunchOptions) -> str | None:
-    """What is said of a function of --custom-tis-function-path that acts on the loss and is not known here; None: it is known."""
-    path = options["custom_tis_function_path"]
-    if not path or not (options["use_tis"] or options["get_mismatch_metrics"]) or known_correction(options) is not None:
-        return None
-    is_read = is_mis(options) and (options.has("tis_batch_normalize") or not options["use_tis"])
-    return None if is_read else f"{path} weighs tokens and may reject some: that is not judged"
-
-
-def _mis_bounds(options: LaunchOptions) -> tuple[float, float, float, float]:
-    """(low, high) of the weights, (low, high) of the rejection, each with the function's default."""
-    high = options["tis_upper_bound"]
-    low = options["tis_lower_bound"] or 1.0 / high
-    return low, high, options["rs_lower_bound"] or low, options["rs_upper_bound"] or high
-
-
-def mis_problems(options: LaunchOptions) -> Iterator[str]:
-    """Why megatron_rl has no correction for the settings of MIS_FUNCTION. Nothing here rounds a setting to a near one."""
-    if options["tis_mode"] not in MIS_MODES or options["tis_level"] not in MIS_LEVELS or not options["tis_upper_bound"]:
-        yield (
-            f"tis_mode={options['tis_mode']!r}, tis_level={options['tis_level']!r}, tis_upper_bound="
-            f"{options['tis_upper_bound']!r}: {MIS_FUNCTION} needs a mode of {', '.join(MIS_MODES)}, a "
-            f"level of {', '.join(MIS_LEVELS)} and an upper bound"
-        )
-        return
-    if (normalised := normalised_weights(options)) is not None:
-        yield normalised
-    if not options["use_rs"]:
-        return
-    if options["rs_veto_threshold"] is not None:
-        yield (
-            f"rs_veto_threshold: {options['rs_veto_threshold']} drops a sample for one of its tokens, which no correction of "
-            "megatron_rl does; set it to null, or drop such samples by rs_level: sequence"
-        )
-    low, high, rs_low, rs_high = _mis_bounds(options)
-    is_inside = rs_high <= high and (options["tis_mode"] == "truncate" or low <= rs_low)
-    if options["rs_level"] != options["tis_level"] or not (options["tis_mode"] == "mask" or is_inside):
-        yield (
-            f"use_rs: true with rs_level={options['rs_level']!r} and bounds [{rs_low:g}, {rs_high:g}] beside tis_level="
-            f"{options['tis_level']!r} and [{low:g}, {high:g}] is two criteria, and megatron_rl has one: give both one level, and "
-            "rejection bounds inside those of the weights"
-        )
-
-
-def _mis_correction(options: LaunchOptions) -> HostCorrection:
-    """The one correction with the same weights: a token that is rejected has weight 0, any other its ratio inside the bounds."""
-    low, high, rs_low, rs_high = _mis_bounds(options)
-    level, mode = MIS_LEVELS[options["tis_level"]], options["tis_mode"]
-    if options["use_rs"]:
-        bounds = (max(low, rs_low), min(high, rs_high)) if mode == "mask" else (rs_low, rs_high)
-        return HostCorrection("icepop", level, *bounds)
-    if mode == "mask":
-        return HostCorrection("icepop", level, low, high)
-    return HostCorrection("tis", level, 0.0 if mode == "truncate" else low, high)
+def has_weights_of_a_microbatch(options: LaunchOptions) -> bool:
+    """tis_batch_normalize divides the weights of that function by their mean over a micro-batch."""
+    is_mis = str(options["custom_tis_function_path"]).replace(":", ".").endswith(MIS_FUNCTION)
+    return bool(options["use_tis"] and is_mis and options["tis_batch_normalize"])
 
 
 def _kl_estimator(options: LaunchOptions) -> str | None:
     has_term = options["use_kl_loss"] and options["kl_loss_coef"]
     return KL_ESTIMATORS.get(kl_key(options)) if has_term else None
+
+
+def _bound_of_host(options: LaunchOptions, name: str) -> Any:
+    return None if correction_of_host(options) is None else options[name]
 
 
 HOST_FLAGS: tuple[HostFlag, ...] = (
@@ -206,9 +117,8 @@ HOST_FLAGS: tuple[HostFlag, ...] = (
     HostFlag("kl_coefficient", "kl_loss_coef", lambda options: options["kl_loss_coef"] if options["use_kl_loss"] else 0.0),
     HostFlag("kl_estimator", "kl_loss_type", _kl_estimator, untyped=KL_ESTIMATORS[DEFAULT_KL_TYPE, False]),
     HostFlag("importance_correction", "use_tis", correction_of_host),
-    HostFlag("importance_correction_level", "tis_level", lambda options: correction_settings(options).level),
-    HostFlag("importance_correction_low", "tis_clip_low", lambda options: correction_settings(options).low, untyped=0.0),
-    HostFlag("importance_correction_high", "tis_clip", lambda options: correction_settings(options).high, untyped=2.0),
+    HostFlag("importance_correction_low", "tis_clip_low", lambda options: _bound_of_host(options, "tis_clip_low"), untyped=0.0),
+    HostFlag("importance_correction_high", "tis_clip", lambda options: _bound_of_host(options, "tis_clip"), untyped=2.0),
     HostFlag(
         "off_policy_sequence_delta",
         "opsm_delta",
@@ -240,7 +150,7 @@ def host_config(args: Namespace, options: LaunchOptions, route: Route) -> Policy
     for flag in HOST_FLAGS:
         value = _without_bound(flag.field, flag.read(options), policy_loss)
         is_typed = options.has(flag.option) and (flag.untyped is None or value != flag.untyped)
-        theirs[flag.field] = (options.flag(flag.option), value, is_typed)
+        theirs[flag.field] = (flag_of(flag.option), value, is_typed)
     merged, conflicts = with_host_values(vars(args) | {"policy_loss": policy_loss}, theirs)
     try:
         return validated(merged, route, [*problems, *conflicts])
@@ -319,3 +229,40 @@ def _clip_ratios(policy_loss: object) -> tuple[float, float] | None:
         return get_policy_loss(policy_loss).clip_ratios if isinstance(policy_loss, str) else (0.0, 0.0)
     except ConfigError:
         return (0.0, 0.0)
+
+
+ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
+# The first of our flags: a parser that has it has all of them.
+OWN_FLAG = "--loss-aggregation"
+
+
+def compose_extra_args_provider(provider: ArgsProvider | None = None) -> ArgsProvider:
+    """`provider`'s flags and ours, for extra_args_provider and for a host's add_custom_arguments; flags that the parser has
+    already are not added again. Raises ConfigError when `provider` does not return the parser."""
+
+    def add_args(parser: ArgumentParser) -> ArgumentParser:
+        if provider is not None:
+            parser = provider(parser)
+            if not isinstance(parser, ArgumentParser):
+                raise ConfigError(f"{name_of(provider)} returned {type(parser).__name__}: an arguments provider returns the parser")
+        known = {flag for action in parser._actions for flag in action.option_strings}
+        return parser if OWN_FLAG in known else add_megatron_rl_args(parser)
+
+    return add_args
+
+
+def parsed_line(parser_module: str, words: Sequence[str], keyword: str = "add_custom_arguments") -> Namespace:
+    """A launch line by the parser of miles, slime or Megatron-LM, with our flags in it. keyword: by which it takes further flags.
+
+    The script is the first word that ends in .py. Raises ImportError where the host is not installed, SystemExit as its parser.
+    """
+    parse_args = import_module(parser_module).parse_args
+    script = next((place for place, word in enumerate(words) if word.endswith(".py")), None)
+    if script is None:
+        raise ConfigError(f"{' '.join(words)}: no word ends in .py; give the line as it starts the train script")
+    given, sys.argv = sys.argv, list(words[script:])
+    try:
+        found: Namespace = parse_args(**{keyword: compose_extra_args_provider()})
+    finally:
+        sys.argv = given
+    return found

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, INIT_LINE
+from megatron_rl.hosts.args import CUSTOM_LOSS_LINE, INIT_LINE
 from megatron_rl.hosts.run import Run, Runs
 from megatron_rl.layout.groups import maxima_anywhere, resolve_groups
 from megatron_rl.megatron.head import HeadSettings
@@ -116,8 +116,7 @@ def current_args() -> Namespace:
         )
     raise ConfigError(
         "the loss reducer gets no arguments from its host and Megatron's global ones are not set: add "
-        "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init to the launch line. The FSDP backend of miles never "
-        "calls it and sets no global arguments: the reducer needs --train-backend megatron"
+        f"{INIT_LINE} to the launch line"
     )
 
 

@@ -9,28 +9,23 @@ from __future__ import annotations
 import functools
 import inspect
 import runpy
-import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import nemo_rl, nemo_rl_plugin
-from megatron_rl.hosts.actor_checks import is_check
-from megatron_rl.hosts.base import Host, rollout_hosts
-from megatron_rl.hosts.checks import check_launch, host_warnings
-from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
-from megatron_rl.hosts.scripts import imported_packages, syntax_tree
-from megatron_rl.validation import routes_of_flags
-from megatron_rl.validation.checks import Asker
-from megatron_rl.validation.dashes import require_hyphens
-from megatron_rl.validation.repeated import flags_with_values, repeated
+from megatron_rl.hosts import nemo_rl
+from megatron_rl.hosts.after_import import after_import
+from megatron_rl.hosts.args import INIT_LINE, HostLaunch, names_ours, rollout_hosts
+from megatron_rl.hosts.checks import check_launch, launch_warnings
+from megatron_rl.hosts.flags import compose_extra_args_provider
+from megatron_rl.hosts.names import dropped_flags
+from megatron_rl.hosts.start_check import end_after_check, say
+from megatron_rl.hosts.training_hooks import trained_in_words
 
 EXIT_CONFIG = 2
 PROGRAM = "python -m megatron_rl.hosts.launch"
@@ -42,14 +37,14 @@ Runs a train script of miles or slime with the flags below beside the host's own
 For NeMo-RL the script is examples/run_grpo.py, and ++loss_fn.megatron_rl=<loss>.<aggregation> is the setting; none of the flags.
 
 The script, its working directory and its other arguments stay as they are; `train.py --help` after it shows the host's flags.
-Settings that would train on a wrong scale end the run before a GPU is taken. MEGATRON_RL_CHECK=1 in the environment prints what
-`megatron-rl doctor` says of this command line instead, and ends with its exit code before the host is loaded.
+Settings that would train on a wrong scale end the run before a GPU is taken. With MEGATRON_RL_CHECK=1 in the environment a run
+without a problem ends there too, after the host's parser and our check, with exit code 0.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 the script ended, 2 wrong settings; the script's own exit code and exceptions pass through. With
-    MEGATRON_RL_CHECK the exit code is doctor's."""
+    """Exit code: 0 the script ended, or MEGATRON_RL_CHECK found no problem; 2 wrong settings; the script's own exit code and
+    exceptions pass through."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] in (["-h"], ["--help"]):
         # For its help only: the host parses what follows the script.
@@ -58,42 +53,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_megatron_rl_args(parser).print_help()
         return 0
     try:
-        require_hyphens(arguments)
         script = script_of(arguments)
         trains_nemo_rl = nemo_rl.is_script_of_ours(script)
-        hosts = [] if trains_nemo_rl else hosts_of(script)
     except ConfigError as error:
         return _refuse(error)
-    if is_check():
-        return report("megatron_rl.hosts.launch", arguments, hosts)
     if trains_nemo_rl:
-        return run(script, arguments[1:], functools.partial(nemo_rl_plugin.loss_in_setup, _refuse), f"{nemo_rl.TRAINER}.setup")
-    for flag, text in repeated(flags_with_values(arguments[1:]), lambda flag: flag in routes_of_flags()):
-        print(f"megatron_rl: {flag} {text}", file=sys.stderr, flush=True)
-    paths = " nor ".join(f"{host.parser_module}.parse_args" for host in hosts)
-    return run(script, arguments[1:], functools.partial(flags_in_parsers, hosts), paths)
+        return run(script, arguments[1:], functools.partial(nemo_rl.loss_in_setup, _refuse), f"{nemo_rl.TRAINER}.setup")
+    paths = " nor ".join(f"{host.parser_module}.parse_args" for host in rollout_hosts())
+    return run(script, arguments[1:], flags_in_parsers, paths)
 
 
-def run(script: Path, arguments: Sequence[str], door: Callable[[list[str]], AbstractContextManager[None]], paths: str) -> int:
-    """The script inside the door, which notes calls of the host's functions at `paths`. Returns the exit code."""
+def run(script: Path, arguments: Sequence[str], wrap: Callable[[list[str]], AbstractContextManager[None]], paths: str) -> int:
+    """The script inside `wrap`, which notes calls of the host's functions at `paths`. Returns the exit code."""
     calls: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(as_main_program(script, arguments))
         try:
-            stack.enter_context(door(calls))
+            stack.enter_context(wrap(calls))
         except ConfigError as error:
             return _refuse(error)
         runpy.run_path(str(script), run_name="__main__")
     if not calls:
         return _refuse(ConfigError(f"{script} has not called {paths}: our flags had no effect; start the host's own train script"))
     return 0
-
-
-def report(module: str, arguments: Sequence[str], hosts: Sequence[Host] = ()) -> int:
-    """What `megatron-rl doctor` says of `python -m module arguments`, in a process of its own; returns its exit code."""
-    host = ["--host", hosts[0].name] if len(hosts) == 1 else []
-    line = ["python", "-m", module, *arguments]
-    return subprocess.call([sys.executable, "-m", "megatron_rl", "doctor", "--launch-only", *host, "--", *line])
 
 
 def script_of(arguments: Sequence[str]) -> Path:
@@ -108,42 +90,29 @@ def script_of(arguments: Sequence[str]) -> Path:
     return script
 
 
-def hosts_of(script: Path) -> list[Host]:
-    """The hosts that the script imports, else every host that can be imported. Raises ConfigError when there is none."""
-    with first_on_path(script.parent):
-        hosts = [host for host in rollout_hosts() if host.parser_module is not None]
-        importable = [host for host in hosts if _is_package(host.package)]
-    packages = imported_packages(syntax_tree(script))
-    named = [host for host in hosts if host.package in packages]
-    missing = [host for host in named if host not in importable]
-    if missing:
-        raise ConfigError(
-            f"{script} imports {missing[0].package}, which cannot be imported here: run from its checkout, or install it (pip "
-            "install -e)"
-        )
-    if not importable:
-        raise ConfigError(
-            f"neither {' nor '.join(host.package for host in hosts)} can be imported beside {script}: run from the host's "
-            "checkout, or install it; Megatron-LM needs no launcher, see megatron_rl.hosts.megatron_lm.compose_extra_args_provider"
-        )
-    return named or importable
-
-
 @contextmanager
-def flags_in_parsers(hosts: Sequence[Host], calls: list[str]) -> Iterator[None]:
-    """parse_args of these hosts carries our flags; each call is noted in `calls`. Undone at the end."""
-    originals: list[tuple[Any, Callable]] = []
+def flags_in_parsers(calls: list[str]) -> Iterator[None]:
+    """parse_args of miles and of slime carries our flags, whichever the script loads; each call is noted in `calls`. Undone at the
+    end."""
+    originals: list[tuple[ModuleType, Callable]] = []
+
+    def put_in(module: ModuleType) -> None:
+        parse_args = vars(module)["parse_args"]
+        originals.append((module, parse_args))
+        try:
+            vars(module)["parse_args"] = with_our_flags(parse_args, functools.partial(calls.append, module.__name__))
+        except ConfigError as error:
+            sys.exit(_refuse(error))
+
+    finders = [*sys.meta_path]
     try:
-        for host in hosts:
-            if host.parser_module is None:
-                continue
-            module: Any = import_module(host.parser_module)
-            originals.append((module, module.parse_args))
-            module.parse_args = with_our_flags(module.parse_args, functools.partial(calls.append, host.name))
+        for host in rollout_hosts():
+            after_import(host.parser_module, put_in)
         yield
     finally:
+        sys.meta_path[:] = finders
         for module, parse_args in originals:
-            module.parse_args = parse_args
+            vars(module)["parse_args"] = parse_args
 
 
 def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: None) -> Callable:
@@ -166,42 +135,37 @@ def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: N
         bound.arguments["add_custom_arguments"] = compose_extra_args_provider(given)
         args = parse_args(*bound.args, **bound.kwargs)
         try:
-            _, launch = check_launch(args, asker=Asker.LAUNCHER)
+            launch = check_launch(args, found=[*dropped_flags(args, sys.argv[1:])])
         except ConfigError as error:
             sys.exit(_refuse(error))
-        for warning in host_warnings(launch, Asker.LAUNCHER):
-            print(f"megatron_rl: {warning}", file=sys.stderr, flush=True)
+        for warning in [*launch_warnings(launch), *unchecked_actors(launch)]:
+            say(warning)
+        end_after_check([trained_in_words(launch)])
         return args
 
     return parse
 
 
+def unchecked_actors(launch: HostLaunch) -> Iterator[str]:
+    """What a launch that is checked here loses without the init hook."""
+    path = launch.options["custom_megatron_init_path"]
+    if not names_ours(path, "custom_megatron_init"):
+        flag, _, hook = INIT_LINE.partition(" ")
+        what = f"{flag} {path} is not ours: call {hook} in it" if path else f"no {flag} is on the launch line: add {INIT_LINE}"
+        yield f"{what}. Without it no training actor is checked: no probe of Megatron, no line at start, no look at its groups"
+
+
 @contextmanager
 def as_main_program(script: Path, arguments: Sequence[str]) -> Iterator[None]:
     """sys.argv and sys.path as `python script arguments` sets them."""
-    given = sys.argv
+    given, entry = sys.argv, str(script.parent.resolve())
     sys.argv = [str(script), *arguments]
-    try:
-        with first_on_path(script.parent):
-            yield
-    finally:
-        sys.argv = given
-
-
-@contextmanager
-def first_on_path(folder: Path) -> Iterator[None]:
-    entry = str(folder.resolve())
     sys.path.insert(0, entry)
     try:
         yield
     finally:
+        sys.argv = given
         sys.path.remove(entry)
-
-
-def _is_package(name: str) -> bool:
-    """A namespace package has no origin: it is a mere folder of that name, as in a checkout."""
-    spec = find_spec(name)
-    return spec is not None and spec.origin is not None
 
 
 def _refuse(error: ConfigError) -> int:

@@ -41,7 +41,7 @@ from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.errors import ConfigError, DataError, place_of
 from megatron_rl.hosts.after_import import after_import
 from megatron_rl.hosts.carried_rows import CarriedRows, rows_of
-from megatron_rl.hosts.door import looks_up, part_of, signature_problem
+from megatron_rl.hosts.contract import looks_up, part_of, signature_problem
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import Group
 from megatron_rl.ops.backends import runs_eagerly

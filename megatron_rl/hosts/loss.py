@@ -3,7 +3,7 @@
     --loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss
 
 Afterwards the host divides the result by the step's rollouts (--calculate-per-token-loss: tokens). Nothing here divides by them, by
-M, by cp or by dp: base.Host says what the host does with the result, and so what is left to do here.
+M, by cp or by dp: args.py says what the host does with the result, and so what is left to do here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import Backend, PolicyLossConfig, PolicyMetrics, Route, SupportUse, TermScore
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.base import INIT_LINE, HostLoss, HostOptions, names_ours
-from megatron_rl.hosts.batch import HostBatch, is_absent, require
+from megatron_rl.hosts.args import INIT_LINE, TOTALS_OF_HOST, Host, HostOptions, names_ours
+from megatron_rl.hosts.batch import HostBatch, is_absent, read_host_batch, require
 from megatron_rl.hosts.carrier import carried
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.flags import KL_ESTIMATORS, kl_key
@@ -42,7 +42,6 @@ from megatron_rl.metrics.policy import TokenValues, check_values
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
-from megatron_rl.validation.checks import Asker
 
 # The hosts' keys for the part of the vocabulary that each token was sampled from.
 SUPPORT_KEYS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
@@ -58,7 +57,7 @@ def custom_loss(
 
         sum_i w_i sum_t m_it u_it l_it + kl_loss_coef sum_i v_i sum_t m_it KL_it - entropy_coef sum_i v_i sum_t m_it H_it
 
-    w_i is 1 / M_roll(i) for sample_mean (and where a companion hook carries the aggregation), 1 / divisor for constant, 1 under
+    w_i is 1 / M_roll(i) for sample_mean (and where the reward hook carries the aggregation), 1 / divisor for constant, 1 under
     --calculate-per-token-loss; v_i is the host's mean, 1 / M_roll(i) or 1. M_roll(i) counts the tokens of i's whole rollout, those
     that a correction drops included. u_it is the correction's factor (--use-tis, --use-opsm, or our flags), 1 without one.
     The padded columns of the vocabulary take part in the softmax, as in the host's own log-probabilities.
@@ -75,7 +74,15 @@ def custom_loss(
     plan = run.judged(Route.CUSTOM_LOSS, args, read_plan)
     cp_group, tp_group = resolve_group(None, "cp"), resolve_group(None, "tp")
     check_keys(plan, batch)
-    rows = plan.options.host.batch(batch, logits, plan.options, cp_group, plan.kept, tp_group.size())
+    rows = read_host_batch(
+        batch,
+        logits,
+        cp_group,
+        is_padded=plan.options.is_padded,
+        is_contiguous=plan.options.is_contiguous(cp_group),
+        kept=plan.kept,
+        tp_size=tp_group.size(),
+    )
     token_weights, mean_weights = sample_weights(plan, rows.token_counts, rows.rollout_token_counts)
     operands, old_log_probs = _operands(plan, run, logits, tp_group), _old_log_probs(plan, rows)
     config = plan.config
@@ -159,12 +166,12 @@ class LossPlan:
 
     config: PolicyLossConfig
     options: HostOptions
-    has_companion: bool
-    """Our hook has put the aggregation into advantages or rollouts: the loss takes the host's mean over rollouts."""
+    has_reward_hook: bool
+    """Our hook has put the aggregation into advantages: the loss takes the host's mean over rollouts."""
 
     @property
-    def host_loss(self) -> HostLoss:
-        return self.options.host.loss
+    def host(self) -> Host:
+        return self.options.host
 
     @property
     def is_per_token(self) -> bool:
@@ -183,7 +190,7 @@ class LossPlan:
     @property
     def kept(self) -> KeptIds | None:
         """Where the batch has the ids that the sampler kept; None: scores are over the whole vocabulary."""
-        return self.host_loss.kept if self.config.sampling_support == SupportUse.REPLAY else None
+        return self.host.kept if self.config.sampling_support == SupportUse.REPLAY else None
 
     @property
     def correction_in_words(self) -> str:
@@ -208,14 +215,14 @@ class LossPlan:
         """Where our settings ask for it, and where the host reports it: always, or with --observe-training-entropy."""
         if self.config.entropy_coefficient or self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY:
             return True
-        is_computed = self.host_loss.always_has_entropy or self.options["observe_training_entropy"]
+        is_computed = self.host.always_has_entropy or self.options["observe_training_entropy"]
         return bool(is_computed) and self.config.policy_metrics != PolicyMetrics.NONE
 
 
 def read_plan(args: Namespace) -> LossPlan:
     """Raises one ConfigError with every setting that custom_loss would not honour, or would train on a wrong scale."""
-    config, launch = check_launch(args, Route.CUSTOM_LOSS, asker=Asker.HOOK)
-    return LossPlan(config=config, options=launch.options, has_companion=launch.companion is not None)
+    launch = check_launch(args, Route.CUSTOM_LOSS)
+    return LossPlan(launch.config, launch.options, launch.has_reward_hook)
 
 
 def sample_weights(
@@ -229,16 +236,15 @@ def sample_weights(
     and metrics take the host's own mean_weights: 1 / M_roll, per token 1.
     Raises DataError for a fully masked sample under --calculate-per-token-loss, where the host would count one token for it.
     """
-    totals = plan.options.host.denominators(plan.options)
     if plan.is_per_token:
         check_no_phantom_tokens(token_counts)
-        weights = weigh_tokens("token_mean", token_counts, totals)
+        weights = weigh_tokens("token_mean", token_counts, TOTALS_OF_HOST)
         return weights, weights
-    mean_weights = weigh_tokens("sample_mean", rollout_token_counts, totals)
-    if plan.has_companion or plan.config.loss_aggregation == "sample_mean":
+    mean_weights = weigh_tokens("sample_mean", rollout_token_counts, TOTALS_OF_HOST)
+    if plan.has_reward_hook or plan.config.loss_aggregation == "sample_mean":
         return mean_weights, mean_weights
     name, divisor = plan.config.loss_aggregation, plan.config.loss_aggregation_divisor
-    weights = weigh_tokens(name, rollout_token_counts, totals, divisor=divisor)
+    weights = weigh_tokens(name, rollout_token_counts, TOTALS_OF_HOST, divisor=divisor)
     return torch.where(token_counts > 0, weights, 0.0), mean_weights
 
 
@@ -246,11 +252,11 @@ def check_keys(plan: LossPlan, batch: Mapping) -> None:
     """DataError, with the key, where the host's batch lacks what these settings need, or has what this loss cannot honour."""
     options = plan.options
     needed = {
-        "rollout_mask_sums": plan.has_companion,
+        "rollout_mask_sums": plan.has_reward_hook,
         "ref_log_probs": plan.kl_is_reported,
         "rollout_log_probs": options["use_rollout_logprobs"],
         # Some hosts leave them out where the policy has not moved since the rollout.
-        "log_probs": plan.host_loss.needs_log_probs and not (options["use_rollout_logprobs"] or _is_on_policy(plan)),
+        "log_probs": plan.host.needs_log_probs and not (options["use_rollout_logprobs"] or _is_on_policy(plan)),
     }
     for key, is_needed in needed.items():
         if is_needed:
@@ -265,7 +271,7 @@ def check_keys(plan: LossPlan, batch: Mapping) -> None:
         require(batch, "rollout_log_probs", f"{asked_by}, which compares with the sampler's policy")
     for key in SUPPORT_KEYS:
         if not is_absent(batch.get(key)) and (plan.kept is None or plan.kept.ids != key):
-            own = plan.host_loss.kept
+            own = plan.host.kept
             replay = f"add --sampling-support {SupportUse.REPLAY}, or " if own is not None and own.ids == key else ""
             raise DataError(
                 f"the host's batch has {key!r}: its samples were taken from a part of the vocabulary, and "
@@ -401,7 +407,7 @@ def _log_ratio(
     plan: LossPlan, batch: HostBatch, log_ratio: Tensor, documents: Tensor, cp_group: Group
 ) -> tuple[Tensor, Tensor | None]:  # [T] a token's, or its sample's mean; 0-d ess_ratio, None where the host has none
     is_sequence = get_policy_loss(plan.config.policy_loss).level == "sequence"
-    has_ess_ratio, is_first = plan.host_loss.has_ess_ratio, cp_group.rank() == 0
+    has_ess_ratio, is_first = plan.host.has_ess_ratio, cp_group.rank() == 0
     if is_sequence:
         sums = all_reduce_sum(document_sums(torch.where(batch.loss_mask, log_ratio, 0.0), batch.cu_seqlens), cp_group)
         log_ratio = spread(mean_of_documents(sums, batch.token_counts, log_ratio.dtype), documents)
@@ -464,7 +470,7 @@ def _entropy_of_rows(plan: LossPlan, output: PolicyLossOutput) -> Tensor | None:
 
 
 def _own_metrics(plan: LossPlan, batch: HostBatch, tokens: TokenValues, mean) -> dict[str, Tensor]:
-    """The rows of --custom-policy-metrics, as the host's mean: loss_checks refuses a row that declares another one."""
+    """The rows of --custom-policy-metrics, as the host's mean: checks.py refuses a row that declares another one."""
     metrics = dict[str, Tensor]()
     for row in named_metrics(plan.config.custom_policy_metrics):
         values = row.value(tokens)
@@ -477,10 +483,10 @@ def _rollout_metrics(plan: LossPlan, batch: HostBatch, log_probs: Tensor, old_lo
     """Train against rollout log-probabilities, where the batch has the latter."""
     if "rollout_log_probs" not in batch.per_token:
         return {}
-    rollout_log_probs, host_loss = batch.per_token["rollout_log_probs"], plan.host_loss
-    is_of_training = plan.options["use_rollout_logprobs"] and host_loss.compares_trained_with_rollout
+    rollout_log_probs, host = batch.per_token["rollout_log_probs"], plan.host
+    is_of_training = plan.options["use_rollout_logprobs"] and host.compares_trained_with_rollout
     trained = log_probs if is_of_training else old_log_probs
     metrics = {"train_rollout_logprob_abs_diff": mean((trained - rollout_log_probs).abs())}
-    if host_loss.has_rollout_kl:
+    if host.has_rollout_kl:
         metrics["train_rollout_kl"] = mean(k3_estimate(rollout_log_probs, trained)[0])
     return metrics

@@ -8,11 +8,11 @@ import ray
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-from megatron_rl.hosts.nemo_rl import FUSED_HEAD
-from megatron_rl.hosts.nemo_rl_log_probs import install
+from megatron_rl.hosts.nemo_rl import PROBED, TITLE
+from megatron_rl.hosts.nemo_rl_log_probs import FUSED_HEAD, install
 from megatron_rl.hosts.placed_rows import place_rows
 
-install()
+install(TITLE, PROBED)
 
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))

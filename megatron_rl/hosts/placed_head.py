@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import Host
+from megatron_rl.hosts.args import BUILDER, MEASURE, Host, of_head
 from megatron_rl.hosts.carried_log_probs import carried_log_probs
 from megatron_rl.hosts.carrier import Carrier, carry
-from megatron_rl.hosts.host_places import BUILDER, MEASURE, of_head, put_around
+from megatron_rl.hosts.contract import Replaced
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import Group, ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.lm_head import fp32_head_logits
@@ -48,13 +49,13 @@ ACTOR = "actor"
 
 def take_over(host: Host, settings: HeadSettings) -> None:
     """From now on each actor's model of this host gets the head that its run asks for, and our function measures what the model's
-    output carries. A second call changes nothing. `host_problems` must have found none."""
-    makers = {BUILDER: _with_placed_head, MEASURE: _measuring_carriers}
-    for one in of_head(settings):
-        put_around(host, one, makers[one])
+    output carries. A second call changes nothing. `problems` of these functions must have found none."""
+    makers: dict[Replaced, Callable[..., Any]] = {BUILDER: _with_placed_head, MEASURE: partial(_measuring_carriers, host)}
+    for one in of_head(is_fused=settings.is_fused):
+        one.put_around(host.training_package, makers[one])
 
 
-def _with_placed_head(build: Callable[..., Any], host: Host) -> Callable[..., Any]:
+def _with_placed_head(build: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(build)
 
     def setup_model_and_optimizer(*positional: Any, **named: Any) -> Any:
@@ -69,7 +70,7 @@ def _with_placed_head(build: Callable[..., Any], host: Host) -> Callable[..., An
     return setup_model_and_optimizer
 
 
-def _measuring_carriers(own: Callable[..., Any], host: Host) -> Callable[..., Any]:
+def _measuring_carriers(host: Host, own: Callable[..., Any]) -> Callable[..., Any]:
     def get_log_probs_and_entropy(logits: Tensor, **named: Any) -> Any:
         if not isinstance(logits, Carrier):
             return own(logits, **named)

@@ -19,13 +19,11 @@ from torch import Tensor
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import REWARD_LINE, HostOptions
+from megatron_rl.hosts.args import REWARD_LINE, TOTALS_OF_HOST, HostOptions
 from megatron_rl.hosts.checks import bshd_problem, check_launch
 from megatron_rl.hosts.host_run import RUNS, current_args
 from megatron_rl.layout.context_parallel import slice_response
 from megatron_rl.layout.groups import resolve_group
-from megatron_rl.step_counts import StepTotals
-from megatron_rl.validation.checks import Asker
 
 
 def get_pg_loss_reducer(
@@ -79,7 +77,7 @@ def get_pg_loss_reducer(
     if is_per_token:
         check_no_phantom_tokens(token_counts)
     # What is left of each token's weight when the host has divided by N or by T.
-    weights = weigh_tokens(plan.aggregation, token_counts, plan.totals, divisor=plan.divisor)
+    weights = weigh_tokens(plan.aggregation, token_counts, TOTALS_OF_HOST, divisor=plan.divisor)
     if cp_size > 1:
         masks = [
             slice_response(mask, total, cp_rank, cp_size) if mask.shape[0] else mask
@@ -107,11 +105,10 @@ def get_pg_loss_reducer(
 
 @dataclass(frozen=True, slots=True)
 class ReducerPlan:
-    """What a launch asks of the reducer. aggregation: sample_mean where a companion hook has weighted the samples."""
+    """What a launch asks of the reducer. aggregation: sample_mean where the reward hook has weighted the samples."""
 
     aggregation: str
     divisor: float | None
-    totals: StepTotals
     qkv_format: str
     drops_masked_values: bool
     """The host does, before anything is computed."""
@@ -131,19 +128,12 @@ def read_plan(args: Namespace, *, is_per_token: bool) -> ReducerPlan:
             f"{options['calculate_per_token_loss']}: one of them was changed after parsing; leave both alone"
         )
     of_call = {} if has_switch else {"calculate_per_token_loss": is_per_token}
-    config, launch = check_launch(Namespace(**vars(args), **of_call), Route.REDUCER, asker=Asker.HOOK)
+    launch = check_launch(Namespace(**vars(args), **of_call), Route.REDUCER)
+    config, options = launch.config, launch.options
     name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
-    if launch.companion is not None:
+    if launch.has_reward_hook:
         name, divisor = "sample_mean", None
-    host = launch.options.host
-    return ReducerPlan(
-        name,
-        divisor,
-        host.denominators(launch.options),
-        launch.options["qkv_format"],
-        host.loss.drops_masked_values,
-        config.fp32_lm_head,
-    )
+    return ReducerPlan(name, divisor, options["qkv_format"], options.host.drops_masked_values, config.fp32_lm_head)
 
 
 def check_no_phantom_tokens(token_counts: Tensor) -> None:  # [S]

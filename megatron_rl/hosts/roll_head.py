@@ -9,7 +9,7 @@ the layer's own logits alone; the gradient of CarriedRows is ours, and contiguou
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,12 +17,19 @@ from torch import nn
 from megatron_rl.errors import ConfigError, name_of, place_of
 from megatron_rl.hosts.carried_rows import CarriedRows
 from megatron_rl.hosts.placed_rows import place_rows
-from megatron_rl.hosts.roll import HEAD
-from megatron_rl.hosts.roll_model import models_of
+from megatron_rl.hosts.roll import HEAD, PROBED
 from megatron_rl.megatron.model import find_output_layer, model_config_of
 
 # mcore_adapter.models.model_utils, registered by McaGPTModel.
 HOOK = "mca_lora_logits_postprocess_hook"
+
+
+def models_of(strategy: Any) -> Sequence[nn.Module]:
+    """One a virtual pipeline stage. Raises ConfigError for another contract."""
+    models: Sequence[nn.Module] | None = getattr(strategy, "models_unwrapped", None)
+    if models is None:
+        raise ConfigError(f"ROLL's {type(strategy).__name__} has no models_unwrapped, and {PROBED} was probed")
+    return models
 
 
 def place(strategy: Any, max_logits_bytes: int) -> None:

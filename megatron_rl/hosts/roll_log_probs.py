@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_rl.hosts.carried_rows import CarriedRows
 from megatron_rl.hosts.log_probs import Installer, Replacement, entropy_of_logits, log_probs_of_logits
-from megatron_rl.hosts.roll_packed import is_alone
+from megatron_rl.hosts.roll_loss import is_alone
 from megatron_rl.layout.groups import resolve_group
 
 STRATEGY = "roll.distributed.strategy.megatron_strategy:MegatronInferStrategy"

@@ -13,10 +13,9 @@ from megatron_rl.aggregation import regularizer_weights, weigh_tokens
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.carried_rows import CarriedRows, rows_of
+from megatron_rl.hosts.choice import Launch
 from megatron_rl.hosts.dense_rows import refuse_nonfinite, step_line
-from megatron_rl.hosts.door import Found
-from megatron_rl.hosts.roll import DOOR, HEAD, RECOMPUTE, STRATEGY_CONTRACT
-from megatron_rl.hosts.roll_packed import is_alone
+from megatron_rl.hosts.roll import CONTRACT, HEAD, PROBED, STRATEGY_CONTRACT
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
 from megatron_rl.loss_hub import get_policy_loss
@@ -35,22 +34,21 @@ PROMPT_TOKENS, NUM_PROMPTS = "megatron_rl_prompt_tokens", "megatron_rl_num_promp
 class RollLoss:
     """The loss of one worker, with what it has told."""
 
-    def __init__(self, found: Found, strategy: Any):
+    def __init__(self, launch: Launch, strategy: Any, *, is_on_policy: bool):
         """strategy: ROLL's, which from now on counts the prompts of a step before it trains, where weights need them, and tells its
-        first step. Raises ConfigError for a strategy with another contract than the one that was probed."""
+        first step. is_on_policy: the batch has placeholders for old log-probabilities. Raises ConfigError for a strategy with
+        another contract than the one that was probed."""
         owner = type(strategy)
-        differences = (DOOR.differences(owner, name, arguments) for name, arguments in STRATEGY_CONTRACT.items())
+        differences = (CONTRACT.differences(owner, name, arguments) for name, arguments in STRATEGY_CONTRACT.items())
         if problems := [problem for each in differences for problem in each]:
             raise ConfigError(problems)
-        self.found, self.strategy, self.run = found, strategy, Run()
-        # The batch has placeholders for old log-probabilities.
-        self.is_on_policy = not found.settings[RECOMPUTE]
+        self.launch, self.strategy, self.run, self.is_on_policy = launch, strategy, Run(), is_on_policy
         self.scale = AssumedScale()
         train_step = strategy.train_step
 
         @functools.wraps(train_step)
         def counted_train_step(batch: Any, loss_func: Callable[..., Any]) -> Any:
-            if found.counts_prompts:
+            if launch.counts_prompts:
                 count_prompts(batch)
             metrics = train_step(batch=batch, loss_func=loss_func)
             self.tell(read_totals(batch))
@@ -59,14 +57,9 @@ class RollLoss:
         strategy.train_step = counted_train_step
 
     def tell(self, totals: StepTotals) -> None:
-        config = self.found.config
-        for text in self.found.warnings:
-            self.run.warn(text)
-        terms = [f"KL {config.kl_coefficient:g} ({config.kl_estimator})"] * bool(config.kl_coefficient)
-        terms += [f"entropy {config.entropy_coefficient:g}"] * bool(config.entropy_coefficient)
-        regularizers = f"{' and '.join(terms)} x mean over samples" if terms else "no KL and no entropy in the loss"
-        title = f"pg_variant: {self.found} in ROLL"
-        self.run.tell(title, lambda: step_line(title, config, totals, regularizers, of_token_mean=DOOR.of_token_mean))
+        launch = self.launch
+        words = (launch.title, launch.config, totals, launch.terms)
+        self.run.tell(launch.title, lambda: step_line(*words))
 
     def __call__(
         self,
@@ -80,7 +73,7 @@ class RollLoss:
         metrics. Raises ConfigError for a call without the step's counts or the sampler's log-probabilities, and with our head for a
         plain tensor; DataError for unmasked values that are not finite.
         """
-        config, strategy, columns, totals = self.found.config, self.strategy, data.batch, read_totals(data)
+        config, strategy, columns, totals = self.launch.config, self.strategy, data.batch, read_totals(data)
         mask = loss_mask_of(columns)
         token_counts, correction = mask.sum(-1), CorrectionSettings.of(config)
 
@@ -91,7 +84,7 @@ class RollLoss:
         sampled = columns.get("infer_logprobs", None) if needs_sampler else None
         if needs_sampler and (sampled is None or len(sampled) == 0):
             raise ConfigError(
-                f"the batch has no infer_logprobs, which {self.found} needs: set actor_infer.generating_args.logprobs: 1, so that "
+                f"the batch has no infer_logprobs, which {self.launch} needs: set actor_infer.generating_args.logprobs: 1, so that "
                 "the sampler reports them"
             )
         importance = columns.get("train_infer_is_weight", None)
@@ -106,7 +99,7 @@ class RollLoss:
                 config.loss_aggregation,
                 token_counts,
                 totals,
-                prompt_token_counts=columns[PROMPT_TOKENS] if self.found.counts_prompts else None,
+                prompt_token_counts=columns[PROMPT_TOKENS] if self.launch.counts_prompts else None,
                 divisor=config.loss_aggregation_divisor,
             ),
         )
@@ -142,16 +135,16 @@ class RollLoss:
         if not isinstance(rows, CarriedRows):
             raise ConfigError(
                 f"{HEAD}=true: the loss is given a plain tensor and not what our head returns, so something between model and loss "
-                f"took it for logits; {DOOR.probed} was probed; remove {HEAD}"
+                f"took it for logits; {PROBED} was probed; remove {HEAD}"
             )
         hidden, claim = rows_of(rows)
         options["temperature"] = claim.temperature
         return linear_policy_loss(
-            self.found.config.policy_loss,
+            self.launch.config.policy_loss,
             hidden.flatten(0, 1).to(claim.weight.dtype),
             claim.weight,
             *of_tokens,
-            max_logits_bytes=self.found.config.max_logits_bytes,
+            max_logits_bytes=self.launch.config.max_logits_bytes,
             fp32_logits=True,
             **options,
         )
@@ -173,6 +166,11 @@ def count_prompts(data: Any) -> None:
     data.meta_info[NUM_PROMPTS] = totals.num_prompts
 
 
+def is_alone(logits: Tensor) -> bool:
+    """Whether a write into these logits is counted as one into them alone: they are no part of a larger tensor."""
+    return logits._base is None or logits._base.numel() == logits.numel()
+
+
 def loss_mask_of(columns: Any) -> Tensor:  # [B, S - 1] bool
     final = columns.get("final_response_mask", None)
     return (columns["response_mask"][:, 1:] if final is None else final).bool()
@@ -187,7 +185,7 @@ def read_totals(data: Any) -> StepTotals:
     except KeyError as error:
         raise ConfigError(
             f"ROLL's meta_info has no {error}, which our weights need: this ROLL has another contract than the one that was probed "
-            f"({DOOR.probed})"
+            f"({PROBED})"
         ) from None
     return StepTotals(num_samples=num_samples, num_prompts=meta.get(NUM_PROMPTS), num_tokens=num_tokens)
 

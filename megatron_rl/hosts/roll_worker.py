@@ -9,12 +9,13 @@ from roll.pipeline.rlvr.actor_worker import ActorWorker as RollWorker
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.roll import DOOR, check_log_probs, read_settings, settings_of, trains_ours
-from megatron_rl.hosts.roll_head import place
+from megatron_rl.hosts.choice import value_at
+from megatron_rl.hosts.model_notes import check_model
+from megatron_rl.hosts.roll import CONTRACT, PROBED, RECOMPUTE, TITLE, has_log_probs, read, trains_ours
+from megatron_rl.hosts.roll_head import models_of, place
 from megatron_rl.hosts.roll_log_probs import install
 from megatron_rl.hosts.roll_loss import RollLoss
-from megatron_rl.hosts.roll_model import with_model
-from megatron_rl.hosts.roll_packed import share_one_gradient
+from megatron_rl.megatron.model import model_config_of
 
 
 class ActorWorker(RollWorker):
@@ -24,19 +25,20 @@ class ActorWorker(RollWorker):
     def initialize(self, pipeline_config: Any) -> None:
         """Raises ConfigError for settings that are not honoured, before the model is made, for a ROLL with another contract, and
         for a model whose step would depend on its layout."""
-        if problems := [*DOOR.contract_problems()]:
+        if problems := [*CONTRACT.problems()]:
             raise ConfigError(problems)
-        settings = settings_of(self.worker_config, pipeline_config)
-        if check_log_probs(settings):
-            install(DOOR.title, DOOR.probed)
-        found = read_settings(self.worker_config, pipeline_config) if trains_ours(settings) else None
+        if has_log_probs(self.worker_config):
+            install(TITLE, PROBED)
+        launch = read(self.worker_config, pipeline_config) if trains_ours(self.worker_config) else None
         super().initialize(pipeline_config)
-        if found is not None:
-            found = with_model(found, self.strategy)
-        share_one_gradient(self.strategy)
-        if found is not None and found.config.fused_lm_head_loss:
-            place(self.strategy, found.config.max_logits_bytes)
-        self.loss = None if found is None else RollLoss(found, self.strategy)
+        for model in models_of(self.strategy)[:1] if launch is not None else ():
+            check_model(model_config_of(model))
+        if launch is not None and launch.config.fused_lm_head_loss:
+            place(self.strategy, launch.config.max_logits_bytes)
+        self.loss = None
+        if launch is not None:
+            is_on_policy = not value_at(pipeline_config, RECOMPUTE)
+            self.loss = RollLoss(launch, self.strategy, is_on_policy=is_on_policy)
 
     def loss_func(self, data: Any, output_tensor: Tensor) -> tuple[Tensor, dict[str, float]]:
         if self.loss is None:

@@ -5,7 +5,7 @@
     compute_log_prob(..., store_prefix="ref_")             as it is, of any policy that is not the one in training
     compute_advantages_and_returns(args, rollout_data)     gets NaN in the place of the old log-probabilities, and leaves none
 
-The hosts take the lengths of advantages from the old log-probabilities, and with the settings that skip_checks leaves nothing else.
+The hosts take the lengths of advantages from the old log-probabilities, and with the settings that checks.py leaves nothing else.
 What reads one all the same makes an advantage NaN, which our loss refuses. custom_loss then takes the step's own log-probabilities.
 """
 
@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import Host
+from megatron_rl.hosts.args import ADVANTAGES, FORWARD, Host
 from megatron_rl.hosts.batch import is_absent
-from megatron_rl.hosts.host_places import ADVANTAGES, FORWARD, put_around
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.context_parallel import response_spans
 from megatron_rl.layout.groups import resolve_groups
@@ -32,11 +31,11 @@ KEY = "log_probs"
 
 def leave_out_forward(host: Host) -> None:
     """From now on each run of this host that asks for it has no such forward. A second call changes nothing."""
-    put_around(host, FORWARD, _without_forward)
-    put_around(host, ADVANTAGES, _without_old_log_probs)
+    FORWARD.put_around(host.training_package, _without_forward)
+    ADVANTAGES.put_around(host.training_package, _without_old_log_probs)
 
 
-def _without_forward(own: Callable[..., Any], host: Host) -> Callable[..., Any]:
+def _without_forward(own: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(own)
 
     def compute_log_prob(*positional: Any, **named: Any) -> Any:
@@ -55,7 +54,7 @@ def _without_forward(own: Callable[..., Any], host: Host) -> Callable[..., Any]:
     return compute_log_prob
 
 
-def _without_old_log_probs(own: Callable[..., Any], host: Host) -> Callable[..., Any]:
+def _without_old_log_probs(own: Callable[..., Any]) -> Callable[..., Any]:
     def compute_advantages_and_returns(args: Namespace, rollout_data: dict[str, Any]) -> Any:
         if not RUNS.of(args).skips_old_log_probs:
             return own(args, rollout_data)

@@ -9,8 +9,7 @@ the one that SkyRL has given it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from importlib import import_module
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -18,14 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
-from megatron_rl.errors import ConfigError, DataError, EmptyStep
-from megatron_rl.hosts.door_settings import read
-from megatron_rl.hosts.skyrl import DOOR, ENTRY, STEP_WISE, settings_of
+from megatron_rl.errors import DataError, EmptyStep
+from megatron_rl.hosts.choice import Launch
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.step_counts import count_step
 
 TRAINER = "skyrl.train.trainer"
-CONTRACT = {
+METHODS = {
     "RayPPOTrainer.convert_to_training_input": ("self", "generator_output", "uids"),
     "RayPPOTrainer._normalize_advantages": ("self", "data", "mini_batch_boundaries", "prompt_boundaries"),
 }
@@ -33,31 +31,8 @@ CONTRACT = {
 LAST_STEPS, TRAJECTORIES = "is_last_step", "megatron_rl_trajectories"
 
 
-class Entrypoint:
-    """In the place of SkyRL's remote function of the same name: the same work, with trajectories counted."""
-
-    def __init__(self, own: Mapping[str, Any]):
-        """own: see skyrl.SkyrlLoss."""
-        self.own = dict(own)
-
-    def remote(self, cfg: Any) -> Any:
-        return import_module("ray").remote(num_cpus=1)(train).remote(cfg, self.own)
-
-
-def train(cfg: Any, own: Mapping[str, Any]) -> None:
-    """As SkyRL's entrypoint, in a process of its own. Raises ConfigError for a SkyRL with another contract."""
-    count_trajectories(import_module(TRAINER), own)
-    import_module(ENTRY).BasePPOExp(cfg).run()
-
-
-def contract_problems(trainer: Any) -> list[str]:
-    return [problem for name, expected in CONTRACT.items() for problem in DOOR.differences(trainer, name, expected)]
-
-
-def count_trajectories(trainer: Any, own: Mapping[str, Any]) -> None:
-    """trainer: SkyRL's module of that name. Raises ConfigError for another contract than the one that was probed."""
-    if problems := contract_problems(trainer):
-        raise ConfigError(problems)
+def count_trajectories(trainer: Any, launch_of: Callable[[Any], Launch]) -> None:
+    """trainer: SkyRL's module of that name, with METHODS. launch_of: reads its section trainer.algorithm."""
     owner = trainer.RayPPOTrainer
     convert, normalize = owner.convert_to_training_input, owner._normalize_advantages
 
@@ -71,14 +46,14 @@ def count_trajectories(trainer: Any, own: Mapping[str, Any]) -> None:
     @functools.wraps(normalize)
     def _normalize_advantages(self: Any, data: Any, mini_batch_boundaries: Any, prompt_boundaries: Any = None) -> Any:
         data = normalize(self, data, mini_batch_boundaries, prompt_boundaries)
-        found = read(DOOR, settings_of(self.cfg, own, None, section=""))
+        found = launch_of(self.cfg.trainer.algorithm)
         if not (found.record.counts_rollouts and found.rollouts.are_counted):
             return data
         trajectories, advantages = data.metadata.get(TRAJECTORIES), data["advantages"]
         if trajectories is None:
             raise DataError(
-                f"SkyRL's batch has no {LAST_STEPS} beside {STEP_WISE}=true: it is not known which rows are of one trajectory; "
-                f"{DOOR.probed} was probed"
+                f"SkyRL's batch has no {LAST_STEPS} beside {found.rollouts.several}: it is not known which rows are of one "
+                "trajectory"
             )
         for start, end in mini_batch_boundaries:
             counts = data["loss_mask"][start:end].bool().sum(-1)

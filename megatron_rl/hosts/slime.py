@@ -1,92 +1,46 @@
-"""The host slime: what is different from other hosts."""
+"""slime: what is different from miles, and its launch line for the commands."""
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
 from collections.abc import Sequence
-from types import MethodType
 
 import torch
-from torch import Tensor
 
 from megatron_rl.config import TermScore
-from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import (
-    CHOICES,
-    ESTIMATORS,
-    REWARD_LINE,
-    Converter,
-    Host,
-    HostLoss,
-    HostOptions,
-    import_of_host,
-    reward_function,
-)
+from megatron_rl.hosts.args import Host
+from megatron_rl.hosts.flags import parsed_line
 from megatron_rl.hosts.kept_ids import KeptIds
+from megatron_rl.hosts.training_hooks import said_of
 
-MANAGER_MODULE = "slime.ray.rollout"
+TITLE = "slime"
 LOSSES = "slime.backends.megatron_utils.loss"
 
-
-class Slime(Host):
-    name = "slime"
-    package = "slime"
-    training_package = "slime.backends.megatron_utils"
-    parser_module = "slime.utils.arguments"
-    refuses_unknown_flags = False
-    marks = ("rollout_batch_size",)
-    choices = {**CHOICES, "--advantage-estimator": (*ESTIMATORS, "cispo")}
-    rollout_functions = ("slime.rollout.sglang_rollout.generate_rollout",)
-    loss = HostLoss(
-        drops_masked_values=False,
-        always_has_entropy=True,
-        correction_functions={f"{LOSSES}.vanilla_tis_function": "tis", f"{LOSSES}.icepop_function": "icepop"},
-        kept=KeptIds(
-            ids="rollout_top_p_token_ids",
-            offsets="rollout_top_p_token_offsets",
-            filters=("rollout_top_p",),
-            adds_token=True,
-            reference=TermScore.SUPPORT,
-            arguments=("top_p_token_ids", "top_p_token_offsets"),
-        ),
-    )
-
-    def measured(self, found: dict[str, list[Tensor]], logits: Tensor) -> tuple[Tensor, dict[str, list[Tensor]]]:
-        """Behind an empty tensor, as a loss is."""
-        return torch.empty((0,), device=logits.device), found
-
-    def rollout_key(self, position: int, index: int | None):
-        """A fresh number."""
-        return ("sample", position)
-
-    def converter(self) -> Converter:
-        """A method of the rollout manager."""
-        manager = import_of_host(MANAGER_MODULE, "RolloutManager", self).RolloutManager
-
-        def convert(args: Namespace, samples: Sequence) -> dict:
-            return _RolloutManager(manager, args)._convert_samples_to_train_data(samples)
-
-        return convert
+HOST = Host(
+    name="slime",
+    training_package="slime.backends.megatron_utils",
+    parser_module="slime.utils.arguments",
+    rollout_functions=("slime.rollout.sglang_rollout.generate_rollout",),
+    correction_functions={f"{LOSSES}.vanilla_tis_function": "tis", f"{LOSSES}.icepop_function": "icepop"},
+    kept=KeptIds(
+        ids="rollout_top_p_token_ids",
+        offsets="rollout_top_p_token_offsets",
+        filters=("rollout_top_p",),
+        adds_token=True,
+        reference=TermScore.SUPPORT,
+        arguments=("top_p_token_ids", "top_p_token_offsets"),
+    ),
+    drops_masked_values=False,
+    always_has_entropy=True,
+    # Behind an empty tensor, as a loss is.
+    measured=lambda found, logits: (torch.empty((0,), device=logits.device), found),
+    rollout_key=lambda position, index: ("sample", position),  # a fresh number
+)
 
 
-class _RolloutManager:
-    """Replaces the host's rollout manager while one of its methods runs: it has the settings and no engines.
-
-    The host's class is wrapped by ray.remote, and the wrapper has the class's methods, bound to the wrapper.
-    """
-
-    def __init__(self, host_class: object, args: Namespace):
-        self._host_class = host_class
-        self.args = args
-        self.custom_convert_samples_to_train_data_func = None
-        self.custom_reward_post_process_func = reward_function(HostOptions(args))
-
-    def __getattr__(self, name: str):
-        method = inspect.getattr_static(self._host_class, name, None)
-        if not inspect.isfunction(method):
-            raise ConfigError(f"the converter of this slime needs its manager's {name}: use {REWARD_LINE} instead")
-        return MethodType(method, self)
+def compose(words: Sequence[str]) -> Namespace:
+    return parsed_line(HOST.parser_module, words)
 
 
-HOST = Slime()
+def check(args: Namespace) -> list[str]:
+    return said_of(args)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError, place_of
+from megatron_rl.hosts.contract import OWN
 from megatron_rl.layout.groups import Group, all_gather_stack, group_device, resolve_group
 
 # Function -> the names that its first argument has had.
@@ -30,8 +31,6 @@ REPLACED = {
 # What an edit by hand leaves in their callers.
 EDITS = {"prepare_data_for_update": "prompt_of_row", "get_logprobs": "rl_default_temperature"}
 PADDING = (-1, -1)
-# Where a function of ours holds the one that it has replaced.
-OWN = "_megatron_rl_replaced"
 
 
 class Rollouts:

@@ -8,6 +8,7 @@ argument and no gradient is changed.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,14 +18,10 @@ import torch.distributed as dist
 
 from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyLossConfig, Route, SupportUse
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import (
-    Host,
-    HostLaunch,
-    HostOptions,
-)
-from megatron_rl.hosts.batch_steps import counts_of_step, step_in_words
-from megatron_rl.hosts.checks import check_launch, host_warnings
+from megatron_rl.hosts.args import HostLaunch, HostOptions
+from megatron_rl.hosts.checks import check_launch, launch_warnings
 from megatron_rl.hosts.host_run import RUNS, begin_run
+from megatron_rl.hosts.names import dropped_flags
 from megatron_rl.hosts.placed_head import take_over
 from megatron_rl.hosts.run import ranks_in_words
 from megatron_rl.hosts.skipped_log_probs import leave_out_forward
@@ -37,10 +34,9 @@ from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.selection_settings import TokenSelectionSettings
-from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
-from megatron_rl.validation.checks import Asker
+from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, number, settings_of_model
 from megatron_rl.validation.experts import expert_problems
-from megatron_rl.validation.model_settings import model_problems
+from megatron_rl.validation.model_settings import DROPOUTS, model_problems
 
 
 def custom_megatron_init(args: Namespace) -> None:
@@ -54,30 +50,36 @@ def custom_megatron_init(args: Namespace) -> None:
     Raises one ConfigError with every problem; where ranks differ, those without a problem raise with the others.
     """
     run, groups = begin_run(args), resolve_groups()
-    config, launch, problems = None, None, list[str]()
+    launch, problems = None, list[str]()
     try:
-        config, launch = check_launch(args, asker=Asker.INIT_HOOK)
+        launch = check_launch(args, found=[*dropped_flags(args, sys.argv[1:])], in_actor=True)
     except ConfigError as error:
         problems += error.problems
     # A rank whose installation lacks a path would leave the others waiting in the probe.
     if maxima_anywhere(torch.tensor([len(problems)]), groups) != [0] and not problems:
         problems = ["another rank refused this launch, and this one agrees with it: see the message of that rank"]
-    if problems or config is None or launch is None:
+    if problems or launch is None:
         raise ConfigError(problems)
+    config, host = launch.config, launch.options.host
     probe = probe_schedule(calculate_per_token_loss=launch.is_per_token)
     run.head = HeadSettings.of(config)
     if run.head.is_on:
-        take_over(launch.options.host, run.head)
+        take_over(host, run.head)
     run.skips_old_log_probs = config.skip_old_log_probs
     if run.skips_old_log_probs:
-        leave_out_forward(launch.options.host)
-    tell_start(summary(config, launch, probe, groups), host_warnings(launch, Asker.INIT_HOOK))
+        leave_out_forward(host)
+    tell_start(summary(launch, probe, groups), launch_warnings(launch))
 
 
-def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
-    return start_line(
-        [trained_in_words(config, launch), shift_in_words(config, launch.kl_and_entropy)], launch.options.host, probe, groups
-    )
+def said_of(args: Namespace) -> list[str]:
+    """What the check at start says of parsed arguments: what trains, and warnings. Raises one ConfigError with every problem."""
+    launch = check_launch(args)
+    return [trained_in_words(launch), *launch_warnings(launch)]
+
+
+def summary(launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
+    parts = [trained_in_words(launch), shift_in_words(launch.config, launch.kl_and_entropy)]
+    return start_line(parts, launch.options.host.name, probe, groups)
 
 
 def head_in_words(config: PolicyLossConfig, tp_size: int) -> str:
@@ -96,27 +98,46 @@ def tell_start(line: str, told: Iterable[str]) -> None:
         print(line, flush=True)
 
 
-def start_line(parts: Sequence[str], host: Host, probe: ProbeResult, groups: ParallelGroups) -> str:
+def start_line(parts: Sequence[str], host: str, probe: ProbeResult, groups: ParallelGroups) -> str:
     contract = f"contract {probe.contract}, {probe.in_words} on {ranks_in_words(groups)}"
     return "megatron_rl: " + " | ".join([*parts, f"host {host}", f"Megatron-Core {probe.megatron_version}", contract, "PASS"])
 
 
-def trained_in_words(config: PolicyLossConfig, launch: HostLaunch) -> str:
+def trained_in_words(launch: HostLaunch) -> str:
     """Who reduces, our loss with its numbers where it is at work, our head likewise, the step, and the weight of a token."""
-    reduced_by = "our reducer" if launch.has_reducer else "the host's reducer"
-    loss = []
-    if launch.route == Route.CUSTOM_LOSS:
+    config, reduced_by, loss = launch.config, "our reducer" if launch.has_reducer else "the host's reducer", []
+    if launch.has_our_loss:
         reduced_by, loss = "custom_loss", [f"{config.policy_loss}, {terms_in_words(config)}"]
-    companion = "" if launch.companion is None else {"reward": ", reward hook", "convert": ", converter"}[launch.companion]
-    by = f"loss_aggregation={config.loss_aggregation} by {reduced_by}{companion}"
+    by = f"loss_aggregation={config.loss_aggregation} by {reduced_by}{', reward hook' if launch.has_reward_hook else ''}"
     if HeadSettings.of(config).is_on:
         loss.append(head_in_words(config, launch.options["tensor_model_parallel_size"]))
-    kept = launch.options.host.loss.kept
-    if config.sampling_support == SupportUse.REPLAY and kept is not None:
-        loss.append(f"log-probabilities over the kept ids of {kept.ids}{terms_over_kept_ids(config)}")
+    if config.sampling_support == SupportUse.REPLAY:
+        kept = launch.options.host.kept.ids
+        loss.append(f"log-probabilities over the kept ids of {kept}{terms_over_kept_ids(config)}")
     if config.skip_old_log_probs:
         loss.append("old log-probabilities are the step's own, each ratio is 1")
-    return " | ".join([by, *loss, step_in_words(launch), f"weight of a token {weight_of_a_token(config, launch)}"])
+    for name in DROPOUTS:
+        if value := number(launch.options.of_model.get(name)):
+            loss.append(f"{name} {value:g}: the first ratio is not 1")
+    return " | ".join([by, *loss, step_in_words(launch), f"weight of a token {weight_of_a_token(launch)}"])
+
+
+def counts_of_step(launch: HostLaunch) -> tuple[int | None, int | None]:
+    """(rollouts, prompts) of a step; None where the arguments do not say."""
+    step, group = launch.options["global_batch_size"], launch.options["n_samples_per_prompt"]
+    if step is None or launch.options["use_dynamic_global_batch_size"]:
+        return None, None  # the size is known only at the step
+    return step, (step // group if group and step % group == 0 else None)
+
+
+def step_in_words(launch: HostLaunch) -> str:
+    if launch.options["multi_lora"]:
+        return "step of an adapter's own batch, N is the rollout_batch_size x n_samples_per_prompt of each adapter's own file"
+    rollouts, prompts = counts_of_step(launch)
+    if rollouts is None:
+        return "step of as many samples as come"
+    of_prompts = "" if prompts is None else f", {prompts} prompts"
+    return f"step of {rollouts} rollouts (one of several samples counts once){of_prompts}"
 
 
 def terms_in_words(config: PolicyLossConfig) -> str:
@@ -137,13 +158,14 @@ def corrections_in_words(settings: CorrectionSettings) -> Iterator[str]:
         yield f"samples beyond {settings.sequence_delta:g} dropped"
 
 
-def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
+def weight_of_a_token(launch: HostLaunch) -> str:
     """As a formula and, as far as the arguments say, in numbers."""
+    config = launch.config
     record = get_loss_aggregation(config.loss_aggregation)
     samples, prompts = counts_of_step(launch)
     text = record.weight_in_words({"L": config.loss_aggregation_divisor, "N": samples, "P": prompts})
     # A reducer sees samples; our loss sees the rollouts that the samples are segments of.
-    return text.replace("m_i", "M_roll") if launch.route == Route.CUSTOM_LOSS else text
+    return text.replace("m_i", "M_roll") if launch.has_our_loss else text
 
 
 def shift_in_words(config: PolicyLossConfig, kl_and_entropy: tuple[float, float] = (0.0, 0.0)) -> str:

@@ -41,7 +41,7 @@ from megatron_rl.hosts.log_probs import (
     log_probs_of_logits,
 )
 from megatron_rl.hosts.placed_rows import place_rows, with_logits
-from megatron_rl.hosts.verl import DOOR, FUSED_KERNELS
+from megatron_rl.hosts.verl import PROBED, TITLE
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 
 FSDP, MEGATRON = "verl.utils.torch_functional", "verl.utils.megatron.tensor_parallel"
@@ -51,7 +51,7 @@ FUSED_FORWARD = "verl.models.mcore.model_forward_fused"
 # The node of Megatron's gather in a graph. verl calls its fused function with what the gather returns.
 GATHER = "_GatherFromSequenceParallelRegionBackward"
 OF_THE_ENGINE = f"{MEGATRON_ENGINE}:MegatronEngineWithLMHead._lm_head_logits_processor"
-MTP, SWITCH = "verl.models.mcore.mtp_patch", FUSED_KERNELS
+MTP, SWITCH = "verl.models.mcore.mtp_patch", "actor_rollout_ref.model.use_fused_kernels"
 # What verl makes of a temperature that is not positive, such as that of padding.
 SMALLEST_TEMPERATURE = 1e-8
 
@@ -261,7 +261,7 @@ REPLACEMENTS = (
 
 
 def install() -> None:
-    Installer(DOOR.title, DOOR.probed, ("verl",)).install(REPLACEMENTS)
+    Installer(TITLE, PROBED, ("verl",)).install(REPLACEMENTS)
     after_import(MTP, with_logits)
 
 

@@ -1,102 +1,74 @@
-"""verl's call of our losses, what it needs to be right, and the tables that the plugin fills. `verl` has what is declared of it.
-
-verl hands the sampler's log-probabilities to no loss, but it hands over u = exp(old - sampled) under rollout_is=token. Where
-nothing cuts u, sampled = old - log u: so our corrections, dppo_tv and dppo_kl compare with the sampler.
-"""
+"""verl's call of our losses, what it needs to be right, and the tables that the plugin fills. `verl` reads the settings."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import ConfigError, DataError, place_of
-from megatron_rl.hosts.dense_rows import RowCounts, kl_of_tokens, loss_of_rows, step_line
-from megatron_rl.hosts.door import Found, Rollouts, signature_problem
-from megatron_rl.hosts.door_settings import OnceRead, modes
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.choice import Launch
+from megatron_rl.hosts.dense_rows import EACH_ROW, RowCounts, kl_of_tokens, loss_of_rows, step_line
 from megatron_rl.hosts.run import Run, Runs
-from megatron_rl.hosts.settings import Settings
 from megatron_rl.hosts.verl import (
-    ACTOR,
-    AGG_MODE,
-    DEFAULT_AGG_MODE,
-    DOOR,
+    CONTRACT,
     LOSS_MODE,
+    OFFER,
     PREFIX,
+    PROBED,
     SESSIONS,
+    TABLES,
+    TITLE,
+    UNCUT_WEIGHTS,
     is_added_estimator,
+    read,
 )
-from megatron_rl.hosts.verl_correction import uncut_weights
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput
 from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.step_counts import StepTotals
-
-TABLES = "verl.trainer.ppo.core_algos"
-# The arguments of verl's call of a loss, and of its estimate of KL.
-LOSS_ARGUMENTS = (
-    "old_log_prob",
-    "log_prob",
-    "advantages",
-    "response_mask",
-    "loss_agg_mode",
-    "config",
-    "rollout_is_weights",
-)
-KL_ARGUMENTS, MARK = ("logprob", "ref_logprob", "kl_penalty"), "_has_estimator_of_megatron_rl"
 
 
 class VerlRun(Run):
     """The state of one trainer, by the actor config that verl hands over in each call.
 
     rows: the counts of the micro-batch that verl calls its loss for. has_model: whether verl_step has judged the engine's model.
+    before_kl: by the id of log_prob, until verl computes the KL term of that call: (weak reference to it, log-probabilities of the
+    policy that sampled, mask).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.reader = OnceRead(DOOR)
+        self.launch: Launch | None = None
         self.rows: RowCounts | None = None
         self.has_model = False
-
-
-class Tables:
-    """What our entries of one verl share: the runs of its trainers, and each call's numbers until verl computes the KL term."""
-
-    def __init__(self) -> None:
-        self.runs = Runs(VerlRun)
-        # log_prob of a call -> (weak reference to it, log-probabilities of the policy that sampled, mask)
         self.before_kl: dict[int, tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}
 
+    def read(self, actor: Any) -> Launch:
+        """What the config chooses, judged again where a value has changed."""
+        if self.launch is None or not self.launch.is_of(actor):
+            self.launch = read(actor)
+        return self.launch
 
-def run_of(actor: Any) -> VerlRun:
-    """The trainer of an actor config, in a process where `register` has filled verl's tables."""
-    tables: Tables = vars(import_module(TABLES).kl_penalty)[MARK]
-    return tables.runs.of(actor)
 
-
-def settings_of(mode: str, actor: Any) -> Settings:
-    """Of verl's actor config, in a worker. Other sections are not known there, and what was typed is not known."""
-
-    of_actor = Settings.of_object(actor, DOOR.all_defaults, ACTOR, knows_defaults=False)
-    return of_actor.read_by(lambda name: mode if name == LOSS_MODE else of_actor.value_of(name))
+RUNS, MARK = Runs(VerlRun), "_has_estimator_of_megatron_rl"
 
 
 # The loss of a micro-batch
 
 
-def read_rows(found: Found, run: VerlRun, config: Any, mask: Tensor) -> tuple[int, RowCounts]:
+def read_rows(launch: Launch, run: VerlRun, config: Any, mask: Tensor) -> tuple[int, RowCounts]:
     """(D, counts). Raises ConfigError for a call without counts, DataError for rows that have changed since they were counted."""
     num_ranks, rows, own = config.global_batch_info.get("dp_size"), run.rows, mask.sum(-1)
     if rows is None or num_ranks is None:
         lacks = "config.global_batch_info has no dp_size" if rows else "BaseEngine.train_batch has not counted its step"
-        raise ConfigError(f"verl calls {PREFIX}{found}, and {lacks}: this verl has another contract than {DOOR.probed}")
+        raise ConfigError(f"verl calls {PREFIX}{launch}, and {lacks}: this verl has another contract than {PROBED}")
     if not torch.equal(rows.tokens, own):
         raise DataError(
             f"the rows of a micro-batch have {own.tolist()} unmasked tokens, and {rows.tokens.tolist()} when the step was counted: "
@@ -106,8 +78,6 @@ def read_rows(found: Found, run: VerlRun, config: Any, mask: Tensor) -> tuple[in
 
 
 def compute_loss(
-    mode: str,  # the loss_mode
-    tables: Tables,
     *,
     old_log_prob: Tensor,  # [S, R]
     log_prob: Tensor,  # [S, R] with gradient: the whole responses, on each context-parallel rank
@@ -122,15 +92,14 @@ def compute_loss(
     Masked values may be anything. Communication: none. Synchronises, as verl's own losses do for their metrics.
     Raises ConfigError for settings that are not honoured, and what read_rows raises.
     """
-    run = tables.runs.of(config)
-    found = run.reader.read(settings_of(mode, config))
-    mask = response_mask.bool()
-    num_ranks, rows = read_rows(found, run, config, mask)
+    run, mask = RUNS.of(config), response_mask.bool()
+    launch = run.read(config)
+    num_ranks, rows = read_rows(launch, run, config, mask)
     sampled = None
-    if needs_rollout_log_probs(found.config):
-        sampled, rollout_is_weights = rollout_log_probs_of(found, old_log_prob, rollout_is_weights, mask), None
+    if needs_rollout_log_probs(launch.config):
+        sampled, rollout_is_weights = rollout_log_probs_of(launch, old_log_prob, rollout_is_weights, mask), None
     output = loss_of_rows(
-        found.config,
+        launch.config,
         rows.totals,
         *(log_prob, old_log_prob, advantages, mask),
         scale=num_ranks,
@@ -139,17 +108,17 @@ def compute_loss(
         prompt_token_counts=rows.prompt_tokens,
         rollouts=rows.rollouts,
     )
-    tell_step(found, run, rows.totals, num_ranks)
-    if is_added_estimator(found.settings[f"{ACTOR}kl_loss_type"]):
+    tell_step(launch, run, rows.totals, num_ranks)
+    if is_added_estimator(config.kl_loss_type):
         # As in policy_loss: the ratio that an estimator reads has the loss's own denominator.
-        behind = sampled if sampled is not None and found.loss.anchor == "rollout" else old_log_prob
+        behind = sampled if sampled is not None and launch.loss.anchor == "rollout" else old_log_prob
         key = id(log_prob)
-        reference = weakref.ref(log_prob, lambda _: tables.before_kl.pop(key, None))
-        tables.before_kl[key] = reference, behind, mask
+        reference = weakref.ref(log_prob, lambda _: run.before_kl.pop(key, None))
+        run.before_kl[key] = reference, behind, mask
     return output.loss, _metrics(output)
 
 
-def with_added_estimator(estimate: Callable[..., Tensor], tables: Tables) -> Callable[..., Tensor]:
+def with_added_estimator(estimate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """verl's kl_penalty, which knows our estimators too, as in kl_loss_type=unbiased. verl does not pass the sampler's log-probs
     here. Our loss was just called with the same log_prob tensor, so its values are reused. Raises ConfigError where it was not."""
 
@@ -157,49 +126,42 @@ def with_added_estimator(estimate: Callable[..., Tensor], tables: Tables) -> Cal
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:  # [S, R] each -> [S, R]
         if not is_added_estimator(kl_penalty):
             return estimate(logprob, ref_logprob, kl_penalty)
-        before, sampled, mask = tables.before_kl.pop(id(logprob), (None, logprob, logprob))
+        key, none = id(logprob), (None, logprob, logprob)
+        before, sampled, mask = next((run.before_kl.pop(key) for _, run in RUNS if key in run.before_kl), none)
         if before is None or before() is not logprob:
             raise ConfigError(
                 f"{kl_penalty} is megatron_rl's estimate for the KL term (actor.kl_loss_type) beside one of its losses, and not "
                 "for rewards (algorithm.kl_penalty): set an estimate of verl's own, or for the term "
-                f"actor_rollout_ref.actor.policy_loss.loss_mode={PREFIX}<loss>.<aggregation>"
+                f"{LOSS_MODE}={PREFIX}<loss>.<aggregation>"
             )
         found = kl_of_tokens(kl_penalty, *(torch.where(mask, values, 0.0) for values in (logprob, ref_logprob, sampled)))
         if not bool(found.isfinite().all()):
             raise DataError("ref_log_prob has an unmasked value that is not finite: mask the token or drop the sample")
         return found
 
-    vars(kl_penalty)[MARK] = tables
+    vars(kl_penalty)[MARK] = True
     return kl_penalty
 
 
-def rollout_log_probs_of(found: Found, old_log_prob: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:  # [S, R] each
+def rollout_log_probs_of(launch: Launch, old_log_prob: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:  # [S, R] each
     """The sampler's log-probabilities, old - log u; masked ones may be anything. Raises ConfigError where u is not there or cut."""
     problem = "verl gives no rollout_is_weights" if weights is None else None
     if weights is not None and bool((mask & (weights == 0)).any()):
         problem = "verl has set some rollout_is_weights to 0"
     if problem is not None:
         raise ConfigError(
-            f"{problem}, from which {PREFIX}{found} with these settings gets the sampler's log-probabilities; set "
-            f"{' '.join(uncut_weights())}, without bypass_mode"
+            f"{problem}, from which {PREFIX}{launch} with these settings gets the sampler's log-probabilities; set "
+            f"{' '.join(f'{name}={value}' for name, value in UNCUT_WEIGHTS.items())}, without bypass_mode"
         )
     assert weights is not None
     return old_log_prob - weights.log()
 
 
-def tell_step(found: Found, run: Run, totals: StepTotals, num_ranks: int) -> None:
-    settings, terms = found.settings, []
-    if settings[f"{ACTOR}use_kl_loss"] is True:
-        terms.append(f"KL {settings[f'{ACTOR}kl_loss_coef']} ({settings[f'{ACTOR}kl_loss_type']})")
-    if entropy := settings.one(f"{ACTOR}entropy_coeff").value:
-        terms.append(f"entropy {entropy}")
-    mean = settings.one(AGG_MODE).value or DEFAULT_AGG_MODE
-    regularizers = f"{' and '.join(terms)} averaged by verl, {mean}" if terms else "no KL and no entropy in the loss"
-    title = f"loss_mode={PREFIX}{found} in verl"
+def tell_step(launch: Launch, run: Run, totals: StepTotals, num_ranks: int) -> None:
     has_several = totals.num_rollouts != totals.num_samples
-    rollouts = replace(SESSIONS, is_said=has_several) if totals.num_rollouts is not None else Rollouts()
-    given, of_token_mean = (title, found.config, totals, regularizers), found.door.of_token_mean
-    run.tell(title, lambda: step_line(*given, of_token_mean=of_token_mean, rollouts=rollouts, num_data=num_ranks))
+    rollouts = replace(SESSIONS, is_said=has_several) if totals.num_rollouts is not None else EACH_ROW
+    given = (launch.title, launch.config, totals, launch.terms)
+    run.tell(launch.title, lambda: step_line(*given, of_token_mean=TITLE, rollouts=rollouts, num_data=num_ranks))
 
 
 def _metrics(output: PolicyLossOutput) -> dict[str, float]:
@@ -214,35 +176,15 @@ def _metrics(output: PolicyLossOutput) -> dict[str, float]:
 # Registration
 
 
-def contract_problems(tables: ModuleType) -> Iterator[str]:
-    """What verl's tables lack of the contract that our losses are written for, with the line that is another one."""
-    for name in ("register_policy_loss", "POLICY_LOSS_REGISTRY", "kl_penalty"):
-        if not hasattr(tables, name):
-            yield f"{tables.__name__} has no {name}"
-    own = getattr(tables, "POLICY_LOSS_REGISTRY", {}).get("vanilla")
-    if own is None:
-        yield f"{tables.__name__} has no loss 'vanilla'"
-    expected = {"verl's own loss": (own, LOSS_ARGUMENTS), "kl_penalty": (getattr(tables, "kl_penalty", None), KL_ARGUMENTS)}
-    for name, (function, arguments) in expected.items():
-        if function is not None and (problem := signature_problem(function, arguments)):
-            yield f"{name} {problem}, {place_of(function)}"
-
-
 def register(tables: ModuleType) -> None:
     """Adds our losses and our estimate of KL to verl's tables; a loss that the hub has learnt since is added by another call.
 
     Raises ConfigError for a verl with another contract than the one that was probed.
     """
-    if problems := [f"{problem} ({DOOR.probed} was probed)" for problem in contract_problems(tables)]:
+    calls = {path.partition(":")[2]: expected for path, expected in CONTRACT.calls.items() if path.startswith(TABLES)}
+    if problems := [text for name, expected in calls.items() for text in CONTRACT.differences(tables, name, expected)]:
         raise ConfigError(problems)
-    shared = getattr(tables.kl_penalty, MARK, None) or Tables()
-    for name in loss_modes():
-        tables.register_policy_loss(name)(functools.partial(compute_loss, name, shared))
+    for mode in OFFER.modes():
+        tables.register_policy_loss(mode)(compute_loss)
     if not hasattr(tables.kl_penalty, MARK):
-        tables.kl_penalty = with_added_estimator(tables.kl_penalty, shared)  # type: ignore[attr-defined]
-
-
-def loss_modes() -> list[str]:
-    """All that verl can train, by its loss_mode. Not among them: losses that need another vector than the sampler's
-    log-probabilities."""
-    return [f"{PREFIX}{name}" for name in modes(DOOR)]
+        tables.kl_penalty = with_added_estimator(tables.kl_penalty)  # type: ignore[attr-defined]

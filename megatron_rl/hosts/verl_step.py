@@ -16,26 +16,26 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError, EmptyStep, GroupSizeError
-from megatron_rl.hosts import verl_loss
-from megatron_rl.hosts.actor_checks import notes_of_model
-from megatron_rl.hosts.dense_rows import RowCounts
-from megatron_rl.hosts.door import ONE_SAMPLE, PARTIAL_GROUPS, Found
-from megatron_rl.hosts.settings import value_at
-from megatron_rl.hosts.verl import DOOR, MODEL, PREFIX, ROLLOUT
+from megatron_rl.hosts.choice import Launch, value_at
+from megatron_rl.hosts.dense_rows import ONE_SAMPLE, RowCounts
+from megatron_rl.hosts.model_notes import release_problems
+from megatron_rl.hosts.verl import ACCEPT_PARTIAL_GROUPS, CONTRACT, ENGINES, PREFIX, PROBED, ROLLOUT, is_ours
+from megatron_rl.hosts.verl_loss import RUNS, VerlRun
 from megatron_rl.layout.groups import Group
 from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
+from megatron_rl.validation.auxiliary_losses import settings_of_model
 
 UID, SESSION, MASK = "uid", "session_id", "response_mask"
 # How the uid begins of rows that verl adds so that ranks and mini-batches have equal numbers of rows. No count includes them.
 FILLING = "pad"
 # The column that we add to verl's batch, [S, 4] int64: tokens of the row, its prompt group and its rollout, rows of its rollout.
 COUNTS = "megatron_rl_counts"
-TRAIN_BATCH, ARGUMENTS = "BaseEngine.train_batch", ("self", "data", "loss_function")
+TRAIN_BATCH = "BaseEngine.train_batch"
 
 
 def count_in(engines: ModuleType) -> None:
     """Puts our function around the one of verl's engines. Raises ConfigError for engines with another contract."""
-    if problems := [*DOOR.differences(engines, TRAIN_BATCH, ARGUMENTS)]:
+    if problems := [*CONTRACT.differences(engines, TRAIN_BATCH, CONTRACT.calls[f"{ENGINES}:{TRAIN_BATCH}"])]:
         raise ConfigError(problems)
     owner = engines.BaseEngine
     owner.train_batch = counted(owner.train_batch)
@@ -47,16 +47,15 @@ def counted(train_batch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train_batch)
     def train_counted_batch(self: Any, data: Any, loss_function: Any) -> Any:
         actor = getattr(loss_function, "keywords", {}).get("config")
-        mode = value_at(actor, "policy_loss.loss_mode")
-        if not str(mode).startswith(PREFIX):
+        if not is_ours(actor):
             return train_batch(self, data, loss_function)
-        run = verl_loss.run_of(actor)
-        found = run.reader.read(verl_loss.settings_of(str(mode), actor))
+        run = RUNS.of(actor)
+        launch = run.read(actor)
         check_model(run, self)
-        totals, data[COUNTS] = count_mini_batch(found, data, self.get_data_parallel_group(), value_at(actor, "rollout_n"))
+        totals, data[COUNTS] = count_mini_batch(launch, data, self.get_data_parallel_group(), value_at(actor, "rollout_n"))
 
         def with_counts(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-            run.rows = rows_of(found, totals, data[COUNTS])
+            run.rows = rows_of(launch, totals, data[COUNTS])
             try:
                 return loss_function(model_output=model_output, data=data, dp_group=dp_group)
             finally:
@@ -67,27 +66,24 @@ def counted(train_batch: Callable[..., Any]) -> Callable[..., Any]:
     return train_counted_batch
 
 
-def check_model(run: verl_loss.VerlRun, engine: Any) -> None:
-    """See notes_of_model, once a trainer."""
+def check_model(run: VerlRun, engine: Any) -> None:
+    """Raises ConfigError for a model that the installed Megatron-Core would train wrongly, once a trainer."""
     config = getattr(engine, "tf_config", None)
     if config is None or run.has_model:
         return
-    mtp = value_at(engine, "model_config.mtp")
-    trains_mtp = value_at(mtp, "enable") is True and value_at(mtp, "enable_train") is True
-    notes = notes_of_model(MODEL, config, enable_mtp_training=trains_mtp)
+    if problems := [*release_problems({**vars(config), **settings_of_model(config)})]:
+        raise ConfigError(problems)
     run.has_model = True
-    for text in notes:
-        run.warn(text)
 
 
-def rows_of(found: Found, totals: StepTotals, counts: Tensor) -> RowCounts:  # [S, 4], see COUNTS
+def rows_of(launch: Launch, totals: StepTotals, counts: Tensor) -> RowCounts:  # [S, 4], see COUNTS
     tokens, of_prompts, of_rollouts, rows = counts.unbind(-1)
     rollouts = None if totals.num_rollouts is None else RolloutCounts(of_rollouts, rows)
-    return RowCounts(totals, tokens, of_prompts if found.counts_prompts else None, rollouts)
+    return RowCounts(totals, tokens, of_prompts if launch.counts_prompts else None, rollouts)
 
 
-def count_mini_batch(found: Found, data: Any, dp_group: Group, group_size: Any) -> tuple[StepTotals, Tensor]:  # [S, 4]: see COUNTS
-    """The totals of the mini-batch, and the counts of this data-parallel rank's rows, on the device of its mask.
+def count_mini_batch(launch: Launch, data: Any, dp_group: Group, group_size: Any) -> tuple[StepTotals, Tensor]:
+    """The totals of the mini-batch, and the counts of this data-parallel rank's rows, [S, 4], see COUNTS, on its mask's device.
 
     group_size: the rollouts of a prompt; a mini-batch with another number is refused where an aggregation counts prompts, unless
     allow_partial_prompt_groups is set. Communication: as count_step. Raises what it raises; ConfigError for a batch without the uid
@@ -95,12 +91,12 @@ def count_mini_batch(found: Found, data: Any, dp_group: Group, group_size: Any) 
     mask = data[MASK]
     tokens = torch.stack([row.sum() for row in mask.unbind()]) if mask.is_nested else mask.sum(-1)
     uids, sessions = (_names(data, name, len(tokens)) for name in (UID, SESSION))
-    if found.counts_prompts and uids is None:
-        raise ConfigError(f"verl's batch has no {UID}, which {PREFIX}{found} needs: {DOOR.probed} was probed")
+    if launch.counts_prompts and uids is None:
+        raise ConfigError(f"verl's batch has no {UID}, which {PREFIX}{launch} needs: {PROBED} was probed")
     kept = [row for row in range(len(tokens)) if uids is None or not uids[row].startswith(FILLING)]
     own = tokens.long().cpu()
-    prompts = None if uids is None or not found.counts_prompts else [uids[row] for row in kept]
-    sizes = {} if prompts is None or found.config.allow_partial_prompt_groups else {"samples_per_prompt": group_size}
+    prompts = None if uids is None or not launch.counts_prompts else [uids[row] for row in kept]
+    sizes = {} if prompts is None or launch.config.allow_partial_prompt_groups else {"samples_per_prompt": group_size}
     columns = torch.zeros(len(own), 4, dtype=torch.int64)
     columns[:, 0] = own
     of_prompts, of_rollouts = None, None
@@ -114,9 +110,9 @@ def count_mini_batch(found: Found, data: Any, dp_group: Group, group_size: Any) 
     except EmptyStep:  # on all ranks: verl trains on it, and each weight is 0
         totals = StepTotals(num_samples=1, num_prompts=1, num_tokens=1, num_rollouts=None if sessions is None else 1)
     except GroupSizeError as error:
-        flag = f"{DOOR.own.typed(PARTIAL_GROUPS)}=true"
+        flag = ACCEPT_PARTIAL_GROUPS
         raise DataError(f"{error}. In verl samples_per_prompt is {ROLLOUT}n, and the flag is {flag}") from error
-    if found.config.one_sample_per_rollout and totals.rollouts != totals.num_samples:
+    if launch.config.one_sample_per_rollout and totals.rollouts != totals.num_samples:
         raise DataError(
             f"the mini-batch has {totals.num_samples} rows of {totals.rollouts} rollouts, and {ONE_SAMPLE}=true says that each has "
             "one row: remove it, and rollouts are counted"

@@ -2,28 +2,35 @@
 
 A checkpoint may come from another person. torch reads its `.metadata` with pickle.load, and objects that are no tensors with
 weights_only=False. Megatron-Core 0.13, 0.17 and 0.18 read common.pt in the same way. All three would run code that a file names. So
-each file is read here first, by readers that accept only plain data.
+`.metadata` is read here first by an unpickler that knows its classes alone, and the others with weights_only=True. Tensors are read
+so by torch itself.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
+import pickle
 import re
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from megatron_rl.errors import printable
-from megatron_rl.files.archive import read_layout
 from megatron_rl.files.bounds import open_regular
 from megatron_rl.files.json_values import read_json
-from megatron_rl.files.plain_pickle import DAMAGED, NotPlain, PlainUnpickler
 
 # In the format of sha256sum, so that `sha256sum -c SHA256SUMS` checks a checkpoint without this package.
 CHECKSUMS = "SHA256SUMS"
+# The exceptions of reading a file that is cut short, overwritten or of another format.
+DAMAGED = (
+    *(pickle.UnpicklingError, zipfile.BadZipFile, ArithmeticError, AssertionError, AttributeError, EOFError, ImportError),
+    *(LookupError, MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError),
+)
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 # The classes and functions that torch and Megatron-Core 0.13 to 0.19 write into .metadata, besides dtypes.
 IN_METADATA = frozenset(
@@ -124,15 +131,12 @@ def _content_problems(checkpoint: Path, listed: set[str], rank: int, num_ranks: 
         _note(problems, name, error)
         return problems
     if COMMON in listed:
-        pieces.append((COMMON, 0, (checkpoint / COMMON).stat().st_size, False))
-    for name, offset, length, is_tensor in pieces[rank::num_ranks]:
+        pieces.append((COMMON, 0, (checkpoint / COMMON).stat().st_size))
+    for name, offset, length in pieces[rank::num_ranks]:
         try:
             with open_regular(checkpoint / name) as file:
-                # An archive that is exactly torch.save's: so torch's reader sees these members, and takes it for no program.
-                read_layout(_Part(file, offset), length)
-                if not is_tensor:
-                    file.seek(offset)
-                    _check_plain(io.BytesIO(file.read(length)))
+                file.seek(offset)
+                _check_plain(io.BytesIO(file.read(length)))
         except (OSError, *DAMAGED) as error:
             _note(problems, name, error)
     return problems
@@ -152,12 +156,32 @@ def _check_format(value: Any) -> None:
         raise ValueError(f"its backends are {backends[0]!r} and {backends[1]!r}: only torch_dist and torch are read")
 
 
-class _MetadataUnpickler(PlainUnpickler):
-    def find_plain(self, module: str, name: str) -> object:
+class NotPlain(pickle.UnpicklingError):
+    """A file asks for a class or function that is not plain data."""
+
+
+SET_STATE: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
+
+
+# The unpickler in Python, because the one in C allocates as much memory as a damaged file asks for.
+class _MetadataUnpickler(pickle._Unpickler):
+    """Imports the classes of IN_METADATA and dtypes alone, and sets no attributes of a class or function."""
+
+    stack: list[Any]
+
+    def find_class(self, module: str, name: str) -> object:
         is_element_type = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if is_element_type or (module, name) in IN_METADATA:
-            return self.import_plain(module, name)
-        return super().find_plain(module, name)
+        if not is_element_type and (module, name) not in IN_METADATA:
+            raise NotPlain(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        target = self.stack[-2]
+        if callable(target) or isinstance(target, enum.Enum):
+            raise NotPlain(f"it sets attributes of {target!r}")
+        SET_STATE(self)
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 def _read_metadata(checkpoint: Path) -> Any:  # -> torch.distributed.checkpoint.Metadata
@@ -165,8 +189,8 @@ def _read_metadata(checkpoint: Path) -> Any:  # -> torch.distributed.checkpoint.
         return _MetadataUnpickler(file).load()
 
 
-def _pieces_of(metadata: Any, listed: set[str]) -> Iterator[tuple[str, int, int, bool]]:
-    """(file, offset, length, whether it is a tensor) of each archive. ValueError for a file that the checksums do not list."""
+def _pieces_of(metadata: Any, listed: set[str]) -> Iterator[tuple[str, int, int]]:
+    """(file, offset, length) of each object that is no tensor. ValueError for a file that the checksums do not list."""
     for index, place in metadata.storage_data.items():
         if type(place.relative_path) is not str or type(index.fqn) is not str:
             raise ValueError("a file or a tensor whose name is no text")
@@ -174,21 +198,8 @@ def _pieces_of(metadata: Any, listed: set[str]) -> Iterator[tuple[str, int, int,
             raise ValueError(f"it names the file {place.relative_path!r}, which {CHECKSUMS} does not list")
         if not all(type(number) is int and number >= 0 for number in (place.offset, place.length)):
             raise ValueError(f"it names the bytes {place.offset!r} and {place.length!r} of {place.relative_path}")
-        is_tensor = type(metadata.state_dict_metadata[index.fqn]).__name__ == "TensorStorageMetadata"
-        yield place.relative_path, place.offset, place.length, is_tensor
-
-
-class _Part:
-    """A file from `offset` on, for read_layout."""
-
-    def __init__(self, file: BinaryIO, offset: int):
-        self._file, self._offset = file, offset
-
-    def seek(self, position: int) -> int:
-        return self._file.seek(self._offset + position)
-
-    def read(self, size: int) -> bytes:
-        return self._file.read(size)
+        if type(metadata.state_dict_metadata[index.fqn]).__name__ != "TensorStorageMetadata":
+            yield place.relative_path, place.offset, place.length
 
 
 def _check_plain(content: io.BytesIO) -> None:

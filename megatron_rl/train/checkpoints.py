@@ -25,11 +25,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError, RunError, printable
-from megatron_rl.files.plain_pickle import DAMAGED
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import process_group, resolve_groups
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.train.checkpoint_files import checksums_of, files_of_rank, find_problems, write_checksums
+from megatron_rl.train.checkpoint_files import DAMAGED, checksums_of, files_of_rank, find_problems, write_checksums
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel

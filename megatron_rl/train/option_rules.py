@@ -31,7 +31,6 @@ from megatron_rl.train import output_dir
 from megatron_rl.train.hf_bridge import BridgedModel, LoadedModel, read_model
 from megatron_rl.train.hf_checkpoint import copied_files
 from megatron_rl.train.hf_export import place_problem
-from megatron_rl.train.host_rollouts import SUFFIXES, has_advantages, problem_of_form
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, goes_on, is_same_file, path_problem
 from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
@@ -335,7 +334,7 @@ def check_steps(options: TrainOptions) -> Iterator[str]:
 @check()
 def check_advantage_normalization(options: TrainOptions) -> Iterator[str]:
     is_typed = options.advantage_normalization != AdvantageNormalization.STD
-    if is_typed and options.rollouts is not None and has_advantages(options.rollouts):
+    if is_typed and options.rollouts is not None:
         yield (
             f"--advantage-normalization {options.advantage_normalization} has no effect with --rollouts: the file holds the "
             "advantages, which are trained on as they are; remove the flag"
@@ -443,8 +442,6 @@ def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is not None and not existing_parts(options.rollouts):
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
-    elif options.rollouts is not None and (of_host := problem_of_form(options.rollouts)) is not None:
-        yield f"--rollouts {options.rollouts}: {of_host}"
     if options.save_rollouts is None:
         return
     own = [name for name in OWN_FILES if is_same_file(options.save_rollouts, os.path.join(options.output_dir, name))]
@@ -452,11 +449,6 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if problem or own or os.path.isdir(options.save_rollouts):
         why = problem or (f"it is the run's own {own[0]}" if own else "it is a folder")
         yield f"--save-rollouts {printable(options.save_rollouts[:200])}: {why}; name a file of its own"
-    elif (suffix := Path(options.save_rollouts).suffix) in SUFFIXES:
-        yield (
-            f"--save-rollouts {options.save_rollouts} would be JSON lines, and --rollouts takes a {suffix} file for one of another "
-            f"system: name it {Path(options.save_rollouts).with_suffix('.jsonl')}"
-        )
     elif options.rollouts is not None and is_same_file(options.rollouts, options.save_rollouts):
         yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
     elif existing_parts(options.save_rollouts) and not (options.resume or options.load or options.overwrite):

@@ -202,7 +202,7 @@ class RolloutOptions:
         must=Range("at least 0 and at most 1; 0 turns it off", lambda value: 0 <= value <= 1),
     )
     seed: int = not_negative(0, "Decides initial weights, prompts and sampling noise.")
-    rollouts: str | None = flag(None, "Train on recorded rollouts instead: of --save-rollouts, or of miles, slime or NeMo-RL.")
+    rollouts: str | None = flag(None, "Train on recorded rollouts of --save-rollouts instead.")
     save_rollouts: str | None = flag(None, "Write the rollouts to this file, for --rollouts.")
     router_replay: str = flag(
         RouterReplay.NONE.value,

@@ -16,14 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_rl.config import AdvantageNormalization, RouterReplay, SupportUse
+from megatron_rl.config import RouterReplay, SupportUse
 from megatron_rl.errors import DataError
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device
 from megatron_rl.megatron.samples import RouteShape
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import prompt_digest
-from megatron_rl.train.host_rollouts import is_of_host
 from megatron_rl.train.options import TrainOptions
 from megatron_rl.train.rollout_files import GIVEN_FOR_ALL, check_parts, existing_parts, load_rollouts, read_part
 from megatron_rl.train.rollouts import RolloutBatch, Sample, SampleHeader, SharedRollout, problem_of_rollouts, response_digest
@@ -37,7 +36,6 @@ class ReplayRules:
     vocab_size: int
     has_sampler: bool = False  # refuse samples without rollout_log_probs
     refuses_sets: bool = False  # refuse samples with kept_ids
-    advantage_normalization: str = AdvantageNormalization.STD  # where the file has rewards alone
     router_replay: str = RouterReplay.NONE
     route_shape: RouteShape | None = None  # of the routes that router_replay, or a comparison, needs; None: routes are left out
 
@@ -48,7 +46,6 @@ class ReplayRules:
             vocab_size=trainer.settings.vocab_size,
             has_sampler=CorrectionSettings.of(trainer.config).is_on,
             refuses_sets=trainer.config.sampling_support == SupportUse.REFUSE,
-            advantage_normalization=options.advantage_normalization,
             router_replay=options.router_replay,
             route_shape=trainer.route_shape if has_routes else None,
         )
@@ -90,7 +87,7 @@ class ReplayedRollouts:
         """first: the index of the rollout to begin with."""
         self._path, self._rules, self._first, self._dp = path, rules, first, dp_group
         files, num_ranks = existing_parts(path), dp_group.size()
-        has_own_parts = num_ranks > 1 and not is_of_host(path) and Path(path) not in files and len(files) % num_ranks == 0
+        has_own_parts = num_ranks > 1 and Path(path) not in files and len(files) % num_ranks == 0
         self._own_files = files[dp_group.rank() :: num_ranks] if has_own_parts else []
         self._batches = itertools.islice(self._load(), first, None)
         read = partial(read_part, vocab_size=rules.vocab_size, route_shape=rules.route_shape)
@@ -118,8 +115,7 @@ class ReplayedRollouts:
 
     def _load(self) -> Iterator[RolloutBatch]:
         rules = self._rules
-        normalization = {"advantage_normalization": rules.advantage_normalization}
-        for batch in load_rollouts(self._path, vocab_size=rules.vocab_size, route_shape=rules.route_shape, **normalization):
+        for batch in load_rollouts(self._path, vocab_size=rules.vocab_size, route_shape=rules.route_shape):
             yield rules.kept(self._path, batch)
 
     def _check_index(self, found: int, due: int) -> None:

@@ -32,13 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.layout.sampling_support import SamplingSupport
 from megatron_rl.megatron.samples import RouteShape, route_problem
 from megatron_rl.rollout_groups import rollouts_of
-from megatron_rl.train.host_rollouts import files_of, host_records, is_of_host, problem_of_form
 from megatron_rl.train.kept_ids import problems_of_kept_ids, read_kept_ids
 from megatron_rl.train.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample, problem_of_rollouts, prompt_groups
 
@@ -68,8 +66,6 @@ def part_path(path: str | Path, part: int, num_parts: int) -> Path:
 
 def existing_parts(path: str | Path) -> list[Path]:
     """The files that the name stands for, parts in their order; none: there is no such rollout file."""
-    if is_of_host(path):
-        return files_of(path)
     path = Path(path)
     named = re.compile(re.escape(path.stem) + r"\.part-(0|[1-9][0-9]*)" + re.escape(path.suffix))
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
@@ -134,8 +130,6 @@ def check_rollouts_are_of(path: str | Path, run_id: str | None) -> None:
 def recorded_vocab_size(path: str | Path) -> int | None:
     """What the first line of the file says; None where it says nothing. Raises DataError as load_rollouts."""
     first = _existing(path)[0]
-    if is_of_host(path):
-        return None
     _, line = next(numbered_lines(first), (1, b""))
     return None if not line else _vocab_size_of(_parse_line(line, f"{first}, line 1"), f"{first}, line 1")
 
@@ -151,18 +145,13 @@ def load_rollouts(
     *,
     vocab_size: int | None = None,
     route_shape: RouteShape | None = None,
-    advantage_normalization: str = AdvantageNormalization.STD,
 ) -> Iterator[RolloutBatch]:
-    """The batches of a file, of its parts together, or of files of another system, read one at a time. DataError names file, line
-    and field; at once if there is no file, or one of a form that is not read.
+    """The batches of a file, or of its parts together, read one at a time. DataError names file, line and field; at once if there
+    is no file.
 
-    route_shape: of the model's routes; None: a sample's routes may have any. advantage_normalization: of a host's files, which
-    have rewards and no advantages.
+    route_shape: of the model's routes; None: a sample's routes may have any.
     """
     files = _existing(path)
-    if is_of_host(path):
-        records = host_records(path, advantage_normalization)
-        return (_batch_of(record, f"{file}", vocab_size, route_shape) for file, record in records)
     readers = [read_part(file, vocab_size=vocab_size, route_shape=route_shape) for file in files]
     return _alone(path, readers[0]) if len(files) == 1 and files[0] == Path(path) else _joined(path, readers)
 
@@ -170,12 +159,7 @@ def load_rollouts(
 def _existing(path: str | Path) -> list[Path]:
     files = existing_parts(path)
     if not files:
-        raise DataError(
-            f"{path}: there is no such rollout file; --save-rollouts FILE of a run writes one, --save-debug-rollout-data of miles "
-            "and slime a .pt file for each rollout"
-        )
-    if (problem := problem_of_form(path)) is not None:
-        raise DataError(f"{path}: {problem}")
+        raise DataError(f"{path}: there is no such rollout file; --save-rollouts FILE of a run writes one")
     return files
 
 

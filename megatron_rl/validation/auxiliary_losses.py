@@ -28,7 +28,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megatron_rl.config import Route, RouterAuxLoss
-from megatron_rl.validation.checks import Row
 from megatron_rl.validation.routes import flag_of
 
 # The settings that decide: names of a command line and of a TransformerConfig.
@@ -99,24 +98,6 @@ def expert_loss_problems(settings: Mapping[str, object], route: Route | None) ->
         )
 
 
-def _router_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
-    """Under --calculate-per-token-loss a coefficient is refused, or --router-aux-loss says the factor at the first step."""
-    active = active_losses(settings)
-    remedy = "" if route is None or route in HOSTS else " or add --router-aux-loss exact"
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if name in active and not settings.get("calculate_per_token_loss") and settings.get("router_aux_loss") in (None, "host"):
-            text = (
-                f"{as_typed(name, settings[name], route)}{active[name]}: Megatron takes a mean over micro-batches and ranks of a "
-                "mean over their tokens, padding included in a host, so its strength changes with the layout; set "
-                f"{as_typed(name, None, route)} to 0{remedy}"
-            )
-            yield Row(name, text, is_note=True)
-        elif settings.get(name) is not None and name not in active:
-            yield Row(name, "off: the router has no loss of its own from it")
-    if settings.get("moe_router_load_balancing_type") is not None and "moe_aux_loss_coeff" not in active:
-        yield Row("moe_router_load_balancing_type", "adds no loss: no type with a loss has a coefficient")
-
-
 def num_experts_of(settings: Mapping[str, object]) -> tuple[str, int | None]:
     """(the name that gives the number, the number): 0 for a dense model, None where a launch line hides the number."""
     names = [name for name in ("num_experts", "num_moe_experts") if name in settings]
@@ -169,26 +150,6 @@ def mtp_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
         )
 
 
-def _mtp_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
-    if not settings.get("mtp_num_layers"):
-        return
-    name = "mtp_num_layers"
-    if not (route is None or route in HOSTS):  # the forward step of this package
-        if trains_mtp(settings):
-            yield Row(name, "trained as one rank would that has the whole step, whatever the layout and the contract")
-    elif not hosts_train_mtp(settings):
-        yield Row(name, "built and not trained: without --enable-mtp-training, or with a factor of 0, it adds no loss")
-    elif not settings.get("calculate_per_token_loss"):
-        text = (
-            f"mtp_num_layers={settings[name]!r} with enable_mtp_training: Megatron takes a mean over micro-batches and ranks of "
-            "the mean over the response tokens of each, so the strength of multi-token prediction changes with the layout, as the "
-            "table of docs/parallelism.md shows; set --mtp-loss-scaling-factor 0, or remove --enable-mtp-training"
-        )
-        yield Row(name, text, is_note=True)
-    elif number(settings.get("context_parallel_size", 1)) == 1:
-        yield Row(name, "trained, and divided by the step's response tokens as the policy loss is")
-
-
 def indexer_loss_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
     """In hosts the installed Megatron-Core decides under the default contract: see unscaled_indexer_problem."""
     name = "dsa_indexer_loss_coeff"
@@ -206,17 +167,6 @@ def indexer_loss_problems(settings: Mapping[str, object], route: Route) -> Itera
             "the sparse-attention indexer by response tokens, after the mean of each micro-batch (0.16 to 0.18) or the sum over "
             f"prompts and padding too (0.19); set {as_typed(name, None, route)} to 0, or {_remedy(route)}"
         )
-
-
-def _indexer_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
-    name = "dsa_indexer_loss_coeff"
-    if number(settings.get(name)) and not settings.get("calculate_per_token_loss") and (route is None or route in HOSTS):
-        text = (
-            f"{as_typed(name, settings[name], route)}: Megatron takes a mean over micro-batches and ranks of a mean over their "
-            "positions, prompts and padding included, so its strength changes with the layout; set "
-            f"{as_typed(name, None, route)} to 0"
-        )
-        yield Row(name, text, is_note=True)
 
 
 def unscaled_indexer_problem(settings: Mapping[str, object]) -> str | None:
@@ -247,7 +197,6 @@ class AddedLoss(NamedTuple):
     """What it is under both contracts; docs/moe.md shows this and the next."""
     in_forward_step: str
     problems: Callable[[Mapping[str, object], Route], Iterator[str]]
-    notes: Callable[[Mapping[str, object], Route | None], Iterator[Row]]
 
 
 ROUTER_LOSS = AddedLoss(
@@ -256,10 +205,9 @@ ROUTER_LOSS = AddedLoss(
     coefficients=("moe_aux_loss_coeff", "moe_z_loss_coeff"),
     switched_by="num_moe_experts",
     scale_function="moe_grad_scale_func",
-    in_hosts="default contract: a warning, a mean over micro-batches and ranks; per token: refused",
+    in_hosts="default contract: a mean over micro-batches and ranks; per token: refused",
     in_forward_step="as `--router-aux-loss` says",
     problems=expert_loss_problems,
-    notes=_router_notes,
 )
 MTP_LOSS = AddedLoss(
     name="multi-token prediction",
@@ -267,11 +215,10 @@ MTP_LOSS = AddedLoss(
     coefficients=("mtp_loss_scaling_factor",),
     switched_by="mtp_num_layers",
     scale_function="mtp_grad_scale_func",
-    in_hosts="default contract: a warning, a mean over micro-batches and ranks; per token: as the policy loss, and refused with "
+    in_hosts="default contract: a mean over micro-batches and ranks; per token: as the policy loss, and refused with "
     "context parallelism",
     in_forward_step="exact",
     problems=mtp_problems,
-    notes=_mtp_notes,
 )
 INDEXER_LOSS = AddedLoss(
     name="indexer of sparse attention",
@@ -279,11 +226,10 @@ INDEXER_LOSS = AddedLoss(
     coefficients=("dsa_indexer_loss_coeff",),
     switched_by="dsa_indexer_loss_coeff",
     scale_function="experimental_attention_variant_loss_scale_func",
-    in_hosts="default contract: refused with Megatron-Core 0.16 to 0.18, which give it no scale (x micro-batches), a warning with "
-    "0.19, a mean over micro-batches and ranks; per token: refused",
+    in_hosts="default contract: refused with Megatron-Core 0.16 to 0.18, which give it no scale (x micro-batches), a mean over "
+    "micro-batches and ranks with 0.19; per token: refused",
     in_forward_step="refused: a mean over all positions, without a padding mask",
     problems=indexer_loss_problems,
-    notes=_indexer_notes,
 )
 # A test looks for each such Function of the installed Megatron-Core in this table; megatron/attached.py for each that a model uses.
 ADDED_LOSSES = (ROUTER_LOSS, MTP_LOSS, INDEXER_LOSS)

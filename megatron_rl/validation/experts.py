@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.config import Route
-from megatron_rl.validation.auxiliary_losses import HOSTS, ROUTER_LOSS, as_typed, listed, num_experts_of, number, size_of
-from megatron_rl.validation.checks import Row
+from megatron_rl.validation.auxiliary_losses import as_typed, listed, num_experts_of, number, size_of
 
 # The settings that are read here; flags of miles and slime among them.
 EXPERT_SETTINGS = (
@@ -22,7 +21,6 @@ EXPERT_SETTINGS = (
     *("use_routing_replay", "use_rollout_routing_replay", "moe_expert_rank_capacity_factor", "moe_flex_dispatcher_backend"),
     *("moe_shared_expert_overlap", "add_bias_linear"),
 )
-DEFAULT_BIAS_RATE = 1e-3
 # Megatron-Core that does not add the gradients of replicas: read in the source of each release, and measured on 0.16 and 0.19.
 DRIFTING_VERSIONS = "0.13 to 0.18"
 
@@ -105,68 +103,3 @@ def drift_problem(settings: Mapping[str, object]) -> str | None:
         f"{DRIFTING_VERSIONS} does not add their gradients: the replicas drift apart. Set --expert-model-parallel-size {tp}, or "
         f"--expert-tensor-parallel-size {tp}"
     )
-
-
-def expert_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
-    """What each setting of experts on a launch line does to the step. What is refused has no note. route None: the launch
-    does not use this package."""
-    if num_experts_of(settings)[1] == 0:
-        return
-    yield from _size_notes(settings)
-    yield from ROUTER_LOSS.notes(settings, route)
-    if settings.get("moe_token_drop_policy") and settings.get("moe_expert_capacity_factor") is None:
-        yield Row("moe_token_drop_policy", "no effect without --moe-expert-capacity-factor: no token is dropped")
-    yield from _bias_notes(settings, route)
-    yield from _replay_notes(settings)
-
-
-def _size_notes(settings: Mapping[str, object]) -> Iterator[Row]:
-    experts = num_experts_of(settings)[1]
-    if ep := settings.get("expert_model_parallel_size"):
-        held = (
-            f"{ep}: the ranks that share the experts"
-            if experts is None
-            else f"{experts // size_of(ep)} of {experts} experts a rank"
-        )
-        yield Row("expert_model_parallel_size", f"{held}; the scale of the policy loss stays")
-    if etp := settings.get("expert_tensor_parallel_size"):
-        yield Row("expert_tensor_parallel_size", f"ranks that share an expert: {etp}; the scale of the policy loss stays")
-
-
-def _bias_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
-    given = settings.get("moe_router_bias_update_rate")
-    rate = DEFAULT_BIAS_RATE if given is None else given
-    if not settings.get("moe_router_enable_expert_bias"):
-        if given is not None:
-            yield Row("moe_router_bias_update_rate", "no effect without --moe-router-enable-expert-bias")
-    elif not number(rate):
-        yield Row("moe_router_enable_expert_bias", "the bias stays as it was loaded: its update rate is 0")
-    elif route is None or route in HOSTS:
-        replay = next((name for name in ("use_rollout_routing_replay", "use_routing_replay") if settings.get(name)), None)
-        moved = f"moe_router_enable_expert_bias with moe_router_bias_update_rate={rate}"
-        counted = "a host's routers count padding too, which the layout places"
-        text = (
-            f"{moved}: each step moves the bias by the routed tokens of an expert, and {counted}; add "
-            "--moe-router-bias-update-rate 0"
-            if replay is None
-            else f"{moved} and {replay}: each step moves the bias by the replayed routes, and not by what the router itself would "
-            f"choose; and {counted}. Add --moe-router-bias-update-rate 0"
-        )
-        yield Row("moe_router_enable_expert_bias", text, is_note=True)
-    else:
-        yield Row("moe_router_enable_expert_bias", "each step moves the bias by real tokens, whatever the layout")
-
-
-def _replay_notes(settings: Mapping[str, object]) -> Iterator[Row]:
-    weights = "the current router gives their weights, so the first ratio is near 1 and not 1 where the router differs"
-    if settings.get("use_rollout_routing_replay"):
-        text = f"R3: old log-probabilities and training take the experts that the sampler chose; {weights}"
-        yield Row("use_rollout_routing_replay", text)
-    elif settings.get("use_routing_replay"):
-        text = "R2: training takes the experts of the pass that computed old log-probabilities; the sampler may have chosen others"
-        yield Row("use_routing_replay", text)
-    if settings.get("moe_enable_routing_replay"):
-        text = (
-            "Megatron's routers take routes from a queue of the process: who fills it decides the order of micro-batches and layers"
-        )
-        yield Row("moe_enable_routing_replay", text)

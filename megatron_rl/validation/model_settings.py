@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.config import Route
-from megatron_rl.validation.auxiliary_losses import INDEXER_LOSS, MTP_LOSS, as_typed, number, size_of
-from megatron_rl.validation.checks import Row
+from megatron_rl.validation.auxiliary_losses import as_typed, size_of
 
 # The settings that are read here, beside settings of auxiliary losses and of experts.
 FURTHER_SETTINGS = (
@@ -19,7 +18,6 @@ FURTHER_SETTINGS = (
 # Of Megatron-Core: its schedule of rounds in the releases 0.16 to 0.19; the groups and the scheduler of its development branch.
 OWN_GROUPS = ("hybrid_context_parallel", "dynamic_context_parallel")
 DROPOUTS = ("hidden_dropout", "attention_dropout")
-DEFAULT_DROPOUT = 0.1  # Megatron's, of both
 
 
 def model_problems(settings: Mapping[str, object], route: Route | None = None, *, has_own_groups: bool = False) -> Iterator[str]:
@@ -62,30 +60,3 @@ def _hybrid_problems(settings: Mapping[str, object]) -> Iterator[str]:
                 f"micro-batches, and wait for each other; set {name}=1, or hybrid_context_parallel=False: under the usual schedule "
                 "micro-batches have groups of their own too"
             )
-
-
-def model_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[Row]:
-    """What a setting on a launch line does to the step. route None: the launch does not use this package."""
-    for loss in (MTP_LOSS, INDEXER_LOSS):
-        yield from loss.notes(settings, route)
-    dropouts = [name for name in DROPOUTS if number(settings.get(name))]
-    if dropouts and settings.get("megatron_to_hf_mode") != "bridge":  # a bridge takes dropout from the checkpoint
-        given = " and ".join(as_typed(name, settings[name], route) for name in dropouts)
-        yield Row(dropouts[0], _of_dropout(given, dropouts), is_note=True)
-
-
-def default_dropout_note(settings: Mapping[str, object]) -> Row | None:
-    """Of a launch line that leaves dropout out. FSDP has the model's own, of its config.json."""
-    absent = [name for name in DROPOUTS if name not in settings]
-    of_model = settings.get("megatron_to_hf_mode") == "bridge" or settings.get("train_backend") == "fsdp"
-    if not absent or of_model:
-        return None
-    return Row(absent[0], _of_dropout(f"{' and '.join(absent)} left out, which is Megatron's {DEFAULT_DROPOUT}", absent))
-
-
-def _of_dropout(given: str, names: list[str]) -> str:
-    flags = " ".join(f"--{name.replace('_', '-')} 0" for name in names)
-    return (
-        f"{given}: dropout makes the log-probabilities of a training forward random, so the first ratio is not 1 and clipping acts "
-        f"on noise; add {flags}"
-    )

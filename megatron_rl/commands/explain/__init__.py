@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
+import torch
+
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.commands.explain.chain import door_chain, host_chain, own_chain
+from megatron_rl.commands.explain.chain import adapter_chain, host_chain, own_chain
 from megatron_rl.commands.explain.launch import (
     HOSTS,
-    LINES_OF_COMPANION,
+    NO_COMPANION,
+    REWARD,
     ROUTES,
     TRAIN,
     WITHOUT_ROUTES,
@@ -21,16 +23,13 @@ from megatron_rl.commands.explain.launch import (
     route_name,
     route_of,
 )
-from megatron_rl.commands.explain.report import Explanation, as_json, as_text
+from megatron_rl.commands.explain.report import Explanation, as_json, as_text, columns
 from megatron_rl.commands.explain.step import LaunchLayout, read_step
-from megatron_rl.commands.explain.weights import Weighing, correct_step, count_input, judged_settings, shown_configs
+from megatron_rl.commands.explain.stock import exact_formula, exact_weights, gradient_error, read_layout, stock_weight, weights_of
+from megatron_rl.commands.explain.weights import Weighing, correct_step, count_input, judged_settings, short, shown_configs
 from megatron_rl.errors import ConfigError, printable
-from megatron_rl.hosts.base import HostOptions, host_named
-from megatron_rl.hosts.door import ONE_SAMPLE
-from megatron_rl.hosts.door_line import write
-from megatron_rl.hosts.doors import DOORS
-from megatron_rl.hosts.settings import Settings
-from megatron_rl.hosts.stock import Stock
+from megatron_rl.hosts import SETTINGS_NAMES
+from megatron_rl.hosts.adapters import adapter_named
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation import config_warnings, flag_of
 
@@ -57,16 +56,13 @@ FLAGS_OF_WEIGHTS = (
     *("one_sample_per_rollout", "importance_correction", "importance_correction_level", "importance_correction_low"),
     *("importance_correction_high", "rejected_tokens", "gradient_divisor"),
 )
-USAGE = "megatron-rl explain --response-lengths LIST [--prompt-ids LIST] [--host HOST] [flags of your launch line | -- LAUNCH LINE]"
+USAGE = "megatron-rl explain --response-lengths LIST [--prompt-ids LIST] [--host HOST] [flags of your launch line]"
 NO_LOG_PROBS = "the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs"
 NO_CHAIN = "the chain of factors from weight to gradient: --host and the layout give it"
-READ = "a measurement: the factors were read in {}, and none was run here"
-WAS_RUN = "; the gradient was compared in {}"
 NOT_RUN = (
-    "a measurement: the factors of the schedule, DDP and finalize_model_grads{} were read in Megatron-Core 0.13 to 0.19, and none "
+    "a measurement: the factors of the schedule, DDP and finalize_model_grads were read in Megatron-Core 0.13 to 0.20, and none "
     "was run; `torchrun ... -m megatron_rl selftest` runs the installed ones"
 )
-OF_TRAIN = "--advantage-normalization none"
 UNTOUCHED = "auxiliary losses of {}: they keep the scale that Megatron gives them, whatever the policy loss weighs"
 MULTIPLIED = "auxiliary losses of experts: under Megatron's per-token contract their gradient is x routed tokens / response tokens"
 ARE_REFUSED = f"{MULTIPLIED}, and a launch with one is refused; so is one with MTP where its gradient would be rescaled"
@@ -74,14 +70,20 @@ ARE_REFUSED = f"{MULTIPLIED}, and a launch with one is refused; so is one with M
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.usage, parser.epilog = USAGE, EXIT_CODES
-    step = parser.add_argument_group(title="the step, from one of three sources")
+    step = parser.add_argument_group(title="the step, from one of two sources")
     step.add_argument("--response-lengths", metavar="LIST", help="Tokens of each response, as in 3,5,8.")
     step.add_argument("--prompt-ids", metavar="LIST", help="The prompt of each response, as in a,a,b.")
     step.add_argument("--rollout-ids", metavar="LIST", help="The rollout of each, where one makes several, as in 0,0,1.")
     step.add_argument("--loss-masks", metavar="LIST", help="A digit a token, as in 110,11111,00000000. Default: all 1.")
     step.add_argument("--rollouts", metavar="FILE", help="What train --rollouts reads, or JSON lines of one sample each.")
     step.add_argument("--rollout-index", type=int, metavar="INDEX", help="Which of its rollouts. Default: the first.")
-    step.add_argument("--rollout-dump", metavar="FILE", help="What miles or slime write with --save-debug-rollout-data.")
+    stock = parser.add_argument_group(title="a trainer's own loss")
+    stock.add_argument("--stock", metavar="HOST:NAME", help="What this aggregation of the trainer weighs: verl:token-mean.")
+    stock.add_argument(
+        "--micro-batches",
+        metavar="LENGTHS",
+        help="Response lengths, | between micro-batches and || between ranks: '3100,900|2500,700'.",
+    )
     host = parser.add_argument_group(title="a host and its layout")
     host.add_argument("--host", choices=HOSTS, help="Whose loop trains: the chain from weight to gradient is shown.")
     host.add_argument(
@@ -89,7 +91,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     )
     host.add_argument(
         "--companion",
-        choices=LINES_OF_COMPANION,
+        choices=(REWARD, NO_COMPANION),
         help="In miles and slime: the hook that weights samples before training. Default: reward where the aggregation needs one.",
     )
     for name in LAYOUT_FLAGS:
@@ -99,12 +101,6 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     output = parser.add_argument_group(title="output")
     output.add_argument("--rows", type=int, default=16, metavar="COUNT", help="Samples and prompts to print. Default: 16.")
     output.add_argument("--json", action="store_true", help="Print one JSON object instead.")
-    parser.add_argument(
-        "launch_line",
-        nargs="*",
-        metavar="-- LAUNCH LINE",
-        help="A launch line as you type it, or -- bash run.sh: what its loss weighs, a trainer's or ours.",
-    )
     before = set(parser._actions)
     add_megatron_rl_args(parser, arguments)
     parser._action_groups[-1].description = "Flags of the loss. `megatron-rl train --help` lists those that change no weight."
@@ -116,8 +112,9 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 def run(args: Namespace) -> int:
     """Exit code 0, or 1 where the launch would be refused or train another weight."""
     check_flags(args)
-    if args.launch_line:
-        return import_module("megatron_rl.commands.explain.loss_of_line").run(args)
+    if args.stock is not None:
+        print(stock_table(args))
+        return 0
     explanation = explain(args)
     if not args.json:
         for line in explanation.warnings:
@@ -134,12 +131,13 @@ def given_flags(args: Namespace, *names: str) -> dict[str, Any]:
 def check_flags(args: Namespace) -> None:
     """No flag that is given does nothing; every problem at once."""
     problems = []
-    if len(sources := given_flags(args, "response_lengths", "rollouts", "rollout_dump")) > 1:
+    if len(sources := given_flags(args, "response_lengths", "rollouts", "micro_batches")) > 1:
         problems.append(f"{' and '.join(sources)}: a step has one source; give one of them")
     for needed, names in GO_WITH.items():
-        if vars(args)[needed] is None and not (needed == "host" and args.launch_line):
+        if vars(args)[needed] is None:
             remedy = f"goes with {flag_of(needed)} alone: remove it, or give {flag_of(needed)}"
-            problems += [f"{flag} {remedy}" for flag in given_flags(args, *names)]
+            idle = [name for name in names if name != "prompt_ids" or args.micro_batches is None]
+            problems += [f"{flag} {remedy}" for flag in given_flags(args, *idle)]
     if args.host is not None and args.host in WITHOUT_ROUTES:
         problems += [
             f"{flag} {value} with --host {args.host}: only miles and slime have several routes; remove it"
@@ -147,7 +145,9 @@ def check_flags(args: Namespace) -> None:
         ]
     if args.host == TRAIN and args.calculate_per_token_loss:
         problems.append("--calculate-per-token-loss with --host train: `megatron-rl train` has no such flag; remove it")
-    refusal = DOORS[args.host].why_not_per_token if args.host in DOORS else None
+    if (args.stock is None) != (args.micro_batches is None):
+        problems.append("--stock HOST:NAME and --micro-batches '3100,900|2500,700' go together: give both")
+    refusal = adapter_named(args.host).WHY_NOT_PER_TOKEN if args.host in SETTINGS_NAMES else None
     if refusal is not None and args.calculate_per_token_loss:
         problems.append(f"--calculate-per-token-loss with --host {args.host}: {refusal}; remove it")
     counts = {**given_flags(args, *LAYOUT_FLAGS), "--rows": args.rows}
@@ -158,7 +158,7 @@ def check_flags(args: Namespace) -> None:
 
 def explain(args: Namespace) -> Explanation:
     step = read_step(args)
-    if step.rollouts is not None and args.host in DOORS and not DOORS[args.host].counts_rollouts:
+    if step.rollouts is not None and args.host in SETTINGS_NAMES and not adapter_named(args.host).COUNTS_ROLLOUTS:
         raise ConfigError(
             f"{step.source} says which samples are of one rollout, and --host {args.host} counts rows by its own rule: leave "
             "--host out to see the step, or give one sample a rollout"
@@ -190,20 +190,14 @@ def layout_of(args: Namespace) -> LaunchLayout:
 def judge_host(args: Namespace, shown: Explanation) -> None:
     """Adds what --host says of the launch. A refused one has a chain as far as it can be computed."""
     weighing, counts, per_token = shown.weighings[0], shown.counts, args.calculate_per_token_loss
-    door = DOORS.get(args.host)
     if args.host is None:
         shown.left_out.append(NO_CHAIN)
-    elif door is not None:
-        shown.chain = door_chain(door, weighing, shown.layout, per_token=per_token)
-        rescaled = MULTIPLIED if per_token or door.is_per_token else None
-        is_megatron, of_run = door.megatron is not None, WAS_RUN.format(door.was_run) if door.was_run else ""
-        shown.left_out += of_megatron("experts", rescaled, door.megatron) if is_megatron else [READ.format(door.probed) + of_run]
-        shown.launch_lines, problems = write(door, weighing.config)
-        shown.of_lines = [*door.of_written(weighing.config)]
-        typed = door.line_of(door.own.name(ONE_SAMPLE), True)
-        shown.problems = [
-            problem.replace(f"type {typed}", f"give {flag_of(ONE_SAMPLE)} here, and {typed} there") for problem in problems
-        ]
+    elif args.host in SETTINGS_NAMES:
+        adapter = adapter_named(args.host)
+        shown.chain = adapter_chain(adapter, weighing, shown.layout, per_token=per_token)
+        shown.left_out += of_megatron("experts", MULTIPLIED if per_token else None)
+        if why := adapter.refusal(weighing.config.policy_loss, weighing.record):
+            shown.problems = [f"{weighing.config.policy_loss} with {weighing.name} in {adapter.TITLE}: {why}"]
     elif args.host in WITHOUT_ROUTES:
         shown.chain = own_chain(weighing, shown.layout, per_token=per_token)
         shown.left_out += of_megatron("experts", ARE_REFUSED if per_token else None)
@@ -218,31 +212,34 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
             shown.problems = list(error.problems)
     else:
         given, launch, shown.launch_lines = given_launch(args, weighing.config, counts)
-        shown.companion = launch.companion
+        shown.companion = REWARD if launch.has_reward_hook else None
         shown.problems, shown.warnings = refusals_and_warnings(launch, given, counts.num_masked)
         shown.chain = host_chain(launch, weighing, shown.layout)
         if shown.chain is not None:
             shown.left_out += of_megatron("experts and of MTP", ARE_REFUSED if per_token else None)
-    shown.left_out += of_own_loss(args.host)
-    if args.host is not None:
-        shown.without_deviation = OF_TRAIN if args.host == TRAIN else (door or host_named(args.host)).without_deviation
 
 
-def of_megatron(attached: str, rescaled: str | None, setting: str | None = None) -> list[str]:
-    """What is left out where Megatron-Core trains. attached: what it adds losses of. rescaled: what is said where it rescales them.
-    setting: see Door.megatron."""
-    return [NOT_RUN.format(f", with {setting}," if setting else ""), rescaled or UNTOUCHED.format(attached)]
+def of_megatron(attached: str, rescaled: str | None) -> list[str]:
+    """What is left out where Megatron-Core trains. attached: what adds losses. rescaled: what is said where they are scaled."""
+    return [NOT_RUN, rescaled or UNTOUCHED.format(attached)]
 
 
-def of_own_loss(host: str | None) -> list[str]:
-    """The host's own loss, with the command that shows it."""
-    if host in (None, TRAIN):
-        return []
-    stock: Stock | str | None
-    if host in DOORS:
-        door = DOORS[host]
-        title, stock = door.title, door.stock(Settings.of_names({}, door.all_defaults))
-    else:
-        title, stock = host, host_named(host).stock(HostOptions(Namespace(), host_named(host)))
-    weight = f", by default {stock.policy} a token" if isinstance(stock, Stock) and stock.policy is not None else ""
-    return [f"{title}'s own loss{weight}: `megatron-rl explain ... -- YOUR LAUNCH LINE` shows what it weighs on this step"]
+def stock_table(args: Namespace) -> str:
+    """The trainer's own weights beside the exact ones, and by how much the gradient is off."""
+    title, weight = stock_weight(args.stock)
+    counts, layout = read_layout(args.micro_batches)
+    tokens, prompts = torch.tensor(counts), None if args.prompt_ids is None else args.prompt_ids.split(",")
+    given: dict[str, Any] = {"divisor": args.loss_aggregation_divisor, "prompts": prompts}
+    own, exact = (weigh(weight, tokens, tokens, layout, **given) for weigh in (weights_of, exact_weights))
+    rows = [["", "rank.micro-batch", "tokens", f"{title} {weight}", f"exact {exact_formula(weight)}", "ratio"]]
+    for rank, of_rank in enumerate(layout):
+        for number, samples in enumerate(of_rank):
+            for one in samples:
+                cells = [short(float(own[one])), short(float(exact[one])), f"x {short(float(own[one] / exact[one]))}"]
+                rows.append([f"sample {one}", f"{rank}.{number}", str(counts[one]), *cells])
+    error = gradient_error(own, exact, tokens)
+    is_exact = exact_formula(weight) == weight and "L_b" not in weight.powers
+    verdict = "EXACT: the weight is the same on every layout"
+    if not is_exact:
+        verdict = f"NOT exact: the weight depends on the layout; of independent tokens this one is {error:.0%} off"
+    return "\n".join([*columns(rows[: args.rows + 1]), verdict])

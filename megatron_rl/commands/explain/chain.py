@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
-from megatron_rl.commands.explain.launch import CONVERT, REWARD, our_route
+from megatron_rl.commands.explain.launch import our_route
 from megatron_rl.commands.explain.step import LaunchLayout
 from megatron_rl.commands.explain.weights import Weighing
-from megatron_rl.config import GradientDivisor, Route
-from megatron_rl.hosts.base import HostLaunch
-from megatron_rl.hosts.companions import HostCounts
-from megatron_rl.hosts.door import AVERAGED, SUMMED, Door
+from megatron_rl.config import GradientDivisor
+from megatron_rl.hosts.adapters import Adapter
+from megatron_rl.hosts.args import HostLaunch
+from megatron_rl.hosts.contract import AVERAGED, SUMMED
+from megatron_rl.hosts.rewards import HostCounts
 
 # The weight of an aggregation that declares no formula.
 OWN_WEIGHT = Formula(w_i=1)
@@ -60,24 +61,23 @@ class Chain:
 
 def host_chain(launch: HostLaunch, weighing: Weighing, layout: LaunchLayout) -> Chain | None:
     """miles and slime. None where our reducer or loss cannot know its weights: the launch is refused."""
-    counts, formula, is_converted = weighing.counts, weighing.record.formula or OWN_WEIGHT, launch.companion == CONVERT
-    reduced = _reduced(launch, counts, formula)
+    counts = weighing.counts
+    reduced = _reduced(launch, counts, weighing.record.formula or OWN_WEIGHT)
     if reduced is None:
         return None
     of_samples = [reduced]
-    if launch.companion == REWARD:
+    if launch.has_reward_hook:
         # What divides the sample later: our reducer sees samples, everybody else the rollout that they are part of.
         later = "m_i" if launch.has_reducer else _rollout_letter(counts)
         hook = _asked_of(weighing) * Formula({"N": 1, later: 1})
         of_samples.insert(0, ("reward hook", hook, "hooks.reward_post_process scales the sample's advantage"))
     does = f"{launch.options.host} scales what its loss function returns"
-    does += "; the converter makes a rollout of each prompt" if is_converted and not launch.is_per_token else ""
     if launch.is_per_token:
         # The tokens that a host counts are the same on each cp rank, so finalize divides by cp T. A masked sample counts as one.
         letter = "T'" if counts.num_masked else "T"
         rest = [("host", Formula(cp=1), does), *SUMMED, ("finalize", Formula({letter: -1, "cp": -1}), FINALIZE)]
     else:
-        rest = [("host", Formula({"M": 1, "dp": 1, "cp": 1, "P" if is_converted else "N": -1}), does), *AVERAGED]
+        rest = [("host", Formula({"M": 1, "dp": 1, "cp": 1, "N": -1}), does), *AVERAGED]
     return _chain(of_samples, rest, weighing, layout)
 
 
@@ -97,24 +97,22 @@ def own_chain(weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> C
     return _chain(of_samples, rest, weighing, layout, weight)
 
 
-def door_chain(door: Door, weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> Chain:
+def adapter_chain(adapter: Adapter, weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> Chain:
     """A trainer that settings configure."""
-    is_counted = door.counts_rollouts and weighing.counts.has_fan_out
+    is_counted = adapter.COUNTS_ROLLOUTS and weighing.counts.has_fan_out
     weight = (weighing.record.rollout_formula if is_counted else weighing.record.formula) or OWN_WEIGHT
-    stages = door.stages(weight, needs_prompts=weighing.record.needs_prompts, per_token=per_token)
+    stages = adapter.stages(weight, weighing.record, per_token=per_token)
     return _chain(*stages, weighing, layout, weight if is_counted else None)
 
 
 def _reduced(launch: HostLaunch, counts: HostCounts, formula: Formula) -> tuple[str, Formula, str] | None:
     """What one token counts in the number that the loss function returns."""
-    mean = Formula({"M_g" if launch.companion == CONVERT else _rollout_letter(counts): -1})
+    mean, is_loss = Formula({_rollout_letter(counts): -1}), launch.has_our_loss
     if our_route(launch) is None:
-        does = f"{launch.options.host}'s own" + (", on the converter's rollout_mask_sums" if launch.companion == CONVERT else "")
-        return "reducer", Formula() if launch.is_per_token else mean, does
-    is_loss = launch.route == Route.CUSTOM_LOSS
+        return "reducer", Formula() if launch.is_per_token else mean, f"{launch.options.host}'s own"
     if is_loss and launch.is_per_token:
         weight = Formula()
-    elif launch.companion is not None:
+    elif launch.has_reward_hook:
         weight = mean if is_loss else Formula(m_i=-1)
     else:
         weight = formula.without("N", "T")  # the host divides by one of them later

@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, field
 from torch import Tensor
 
 from megatron_rl.commands.explain.chain import Chain, Factor
-from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
+from megatron_rl.commands.explain.launch import OWN_REDUCER
 from megatron_rl.commands.explain.step import LaunchLayout, StepInput
 from megatron_rl.commands.explain.weights import Corrected, Weighing, shift_lines, short
 from megatron_rl.config import PolicyLossConfig, RejectedTokens
 from megatron_rl.errors import printable
-from megatron_rl.hosts.companions import HostCounts
-from megatron_rl.hosts.doors import DOORS
+from megatron_rl.hosts.rewards import HostCounts
 from megatron_rl.hosts.training_hooks import corrections_in_words
 from megatron_rl.kept_counts import correction_of, counts_kept_before, divides_by_kept, why_before
 from megatron_rl.loss_hub import get_policy_loss
@@ -41,10 +40,6 @@ class Explanation:
     """Why the launch would be refused."""
     warnings: list[str]
     launch_lines: list[str] = field(default_factory=list)
-    of_lines: list[str] = field(default_factory=list)
-    """What is said of them."""
-    without_deviation: str = ""
-    """See Host.without_deviation."""
     left_out: list[str]
 
     @property
@@ -74,25 +69,12 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
     if selection.is_on:
         tokens = _plural(selection.number_of(explanation.counts.totals.num_tokens), "token")
         lines += ["", f"token selection {selection.in_words()}; at most {tokens} of this step, and the weights count all of T"]
-    if explanation.step.kept is not None:
-        lines += ["", str(explanation.step.kept)]
     if explanation.corrected is not None:
         lines += [*columns(token_table(explanation.corrected, max_rows)), kept_line(explanation.corrected)]
     if chain is not None:
         lines += ["", chain_headline(explanation), *columns(chain_table(chain)), verdict(chain)]
-        if explanation.companion == CONVERT:
-            lines.append(
-                "with the converter --global-batch-size counts prompts, and KL, entropy and clip fraction are prompt means too"
-            )
     if explanation.launch_lines:
-        door = DOORS.get(explanation.host or "")
-        place, separator = ("hooks on the launch line", " ") if door is None else (door.place, door.separator)
-        lines += [f"{place}: {separator.join(explanation.launch_lines)}", *explanation.of_lines]
-        if door is not None and door.log_probs is not None:
-            typed = door.line_of(door.log_probs.setting, door.log_probs.value)
-            lines.append(f"our log-probabilities too, for this loss or {door.title}'s own: {typed}")
-    if explanation.without_deviation and explanation.weighings[0].name == "constant":
-        lines.append(f"for Dr. GRPO, which divides no reward by the deviation of its group, also: {explanation.without_deviation}")
+        lines.append(f"hooks on the launch line: {' '.join(explanation.launch_lines)}")
     lines += [f"REFUSED: {line}" for line in explanation.problems]
     if explanation.left_out:
         lines += ["", *(f"left out: {line}" for line in explanation.left_out)]
@@ -179,8 +161,8 @@ def remarks(explanation: Explanation) -> list[str]:
     for one in explanation.weighings:
         if explanation.assumes_divisor and one.divisor is not None:
             lines.append(f"{one.name}: L = {one.divisor:g}, the longest response, because none is given; training has no default")
-    # Where nothing of megatron_rl is at work, and with the converter, the terms move with the loss.
-    if explanation.companion == CONVERT or (explanation.route == OWN_REDUCER and explanation.companion is None):
+    # Where nothing of megatron_rl is at work, the terms move with the loss.
+    if explanation.route == OWN_REDUCER and explanation.companion is None:
         return lines
     return lines + shift_lines(explanation.weighings)
 
@@ -279,7 +261,6 @@ def as_json(explanation: Explanation) -> str:
         "layout": asdict(explanation.layout) if explanation.host is not None else None,
         "chain": None if explanation.chain is None else _chain_keys(explanation.chain, explanation),
         "correction": None if explanation.corrected is None else asdict(explanation.corrected),
-        "kept_ids": None if step.kept is None else asdict(step.kept),
         "launch_lines": explanation.launch_lines,
         "problems": explanation.problems,
         "warnings": explanation.warnings,

@@ -1,25 +1,18 @@
-"""One optimiser step as `megatron-rl explain` sees it, from the command line, our rollouts, a sample a line or a host's dump."""
+"""One optimiser step as `megatron-rl explain` sees it, from the command line, our rollouts, or a sample a line."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError, printable
-from megatron_rl.files.host_dumps import load_samples, plain_number
 from megatron_rl.files.json_values import numbered_lines, parse_json_line
-from megatron_rl.files.plain_pickle import DAMAGED
-from megatron_rl.hosts import ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import Host, host_named
-from megatron_rl.hosts.companions import positions_of, read_batch
-from megatron_rl.train.host_rollouts import is_of_host
 from megatron_rl.train.rollout_files import load_rollouts
-from megatron_rl.train.rollouts import Sample
 from megatron_rl.validation import field_of
 
 # Of a response and of a step: more is a slip of the finger or a damaged file, and the masks would fill the memory.
@@ -31,11 +24,8 @@ COLUMNS = {
     "prompt_id": ("--prompt-ids", "a,a,b"),
     "rollout_id": ("--rollout-ids", "0,0,1"),
 }
-# The fields of a host's Sample that its hooks read -> the value where a dump lacks the field.
-DUMP_FIELDS = {"group_index": None, "index": None, "rollout_id": None, "remove_sample": False}
-IDENTITIES = ("group_index", "index", "prompt_id", "rollout_id")
+IDENTITIES = ("prompt_id", "rollout_id")
 MOST_PROBLEMS = 3
-WHOLE_FILE = "steps: the file is taken as one step; a host cuts its rollouts into steps of --global-batch-size and drops a rest"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,29 +38,6 @@ class LaunchLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptSets:
-    """The sets of the unmasked tokens, and what a trainer without them would make of each ratio. None: masses are not recorded."""
-
-    mean_size: float
-    single_fraction: float
-    """Of tokens whose set is one id."""
-    mean_mass: float | None = None
-    longest_sample: int | None = None
-    """Its unmasked tokens."""
-    mass_product: float | None = None
-    """Over these tokens."""
-
-    def __str__(self) -> str:
-        text = f"kept ids: {self.mean_size:.3g} a token; {self.single_fraction:.0%} of the tokens have one, score 0 and no gradient"
-        if self.mean_mass is None:
-            return text
-        return text + (
-            f"; kept mass {self.mean_mass:.3g}: over the whole vocabulary each ratio would be off by it, "
-            f"the product over {self.longest_sample} tokens by {self.mass_product:.3g}"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInput:
     """Whole: what count_step needs, and where it comes from."""
 
@@ -80,8 +47,6 @@ class StepInput:
     """The rollout of each sample, where one of them makes several samples; None: each sample is one rollout."""
     old_log_probs: list[Tensor] | None = None  # S tensors [response_length] float64; None where a sample has none
     rollout_log_probs: list[Tensor] | None = None
-    kept: KeptSets | None = None
-    """What the sampler kept of the vocabulary; None: the step does not say."""
     source: str
     notes: tuple[str, ...] = ()
 
@@ -94,13 +59,11 @@ def read_step(args: Namespace) -> StepInput:
     """ConfigError for wrong flags, DataError for a file that cannot be read."""
     if args.rollouts is not None:
         return read_rollouts(args.rollouts, args.rollout_index)
-    if args.rollout_dump is not None:
-        return read_dump(args.rollout_dump, host_named(args.host) if args.host in ROLLOUT_HOST_NAMES else None)
     if args.response_lengths is not None:
         return read_lengths(args)
     raise ConfigError(
-        "nothing to explain: give a step, as --response-lengths 3,5,8 (with --prompt-ids a,a,b), --rollouts FILE of megatron-rl "
-        "train --save-rollouts or of one sample a line, or --rollout-dump FILE of a host's --save-debug-rollout-data"
+        "nothing to explain: give a step, as --response-lengths 3,5,8 (with --prompt-ids a,a,b), or --rollouts FILE of megatron-rl "
+        "train --save-rollouts or of one sample a line"
     )
 
 
@@ -153,24 +116,9 @@ def read_rollouts(path: str, index: int | None) -> StepInput:
         rollouts=None if samples[0].rollout_id is None else [str(sample.rollout_id) for sample in samples],
         old_log_probs=_rows_of([sample.old_log_probs for sample in samples]),
         rollout_log_probs=_rows_of([sample.rollout_log_probs for sample in samples]),
-        kept=kept_sets(samples),
         source=f"rollout {chosen[0].rollout_index} of {path}",
         notes=tuple(notes),
     )
-
-
-def kept_sets(samples: Sequence[Sample]) -> KeptSets | None:
-    rows = [(sample.kept_ids.sizes[sample.loss_mask], sample) for sample in samples if sample.kept_ids is not None]
-    sizes = torch.cat([of_sample for of_sample, _ in rows]) if rows else torch.empty(0)
-    if not sizes.numel():
-        return None
-    found = KeptSets(mean_size=float(sizes.double().mean()), single_fraction=float((sizes == 1).double().mean()))
-    masses = [sample.kept_mass[sample.loss_mask].double() for _, sample in rows if sample.kept_mass is not None]
-    if len(masses) < len(rows):
-        return found
-    longest = max(masses, key=len)
-    mean = float(torch.cat(masses).mean())
-    return replace(found, mean_mass=mean, longest_sample=len(longest), mass_product=float(longest.prod()))
 
 
 def _rows_of(values: list[Tensor | None]) -> list[Tensor] | None:
@@ -179,14 +127,12 @@ def _rows_of(values: list[Tensor | None]) -> list[Tensor] | None:
 
 
 def _holds_one_sample_a_line(path: str) -> bool:
-    """Else the file is read as `megatron-rl train` reads it: ours, or one of a host."""
+    """Else the file is read as `megatron-rl train` reads it."""
     try:
         first = parse_json_line(next(numbered_lines(path), (1, b""))[1], path)
     except DataError:
         return False  # load_rollouts says what is wrong
-    if not isinstance(first, dict) or not {"samples", "rollout_index"}.isdisjoint(first):
-        return False
-    return not {"response_length", "loss_mask"}.isdisjoint(first) or not is_of_host(path)
+    return isinstance(first, dict) and {"samples", "rollout_index"}.isdisjoint(first)
 
 
 def _step_of(records: list[Any], place: str, first: int, source: str) -> StepInput:
@@ -210,27 +156,9 @@ def _step_of(records: list[Any], place: str, first: int, source: str) -> StepInp
     return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source=source)
 
 
-def read_dump(path: str, host: Host | None) -> StepInput:
-    """A host's --save-debug-rollout-data."""
-    records, not_read = load_samples(path, "--rollout-dump")
-    masks = _masks_of(records, f"--rollout-dump {path}, sample", 0)
-    samples = []
-    for record, mask in zip(records, masks, strict=True):
-        fields = {name: plain_number(record.get(name, absent)) for name, absent in DUMP_FIELDS.items()}
-        samples.append(Namespace(response_length=len(mask), loss_mask=mask, **fields))
-    batch, rollouts = read_batch(samples, host, needs_prompts=False), None
-    if len(positions_of(batch.rollouts)) != len(samples):
-        # A sample without a rollout_id may be a rollout by itself, which the batch names by a tuple.
-        rollouts = [f"of sample {key[1]}" if isinstance(key, tuple) else key for key in batch.rollouts]
-    notes = [WHOLE_FILE]
-    if not_read:
-        notes.append(f"objects of the file that are neither numbers, text, lists nor tensors: {', '.join(not_read)}")
-    return StepInput(masks=batch.masks, prompts=batch.prompts, rollouts=rollouts, source=path, notes=tuple(notes))
-
-
 def _masks_of(records: list[Any], place: str, first: int) -> list[Tensor]:
     """The loss mask of each record, all ones where it has none. DataError names the first records that are wrong."""
-    lengths = [plain_number(record.get("response_length")) for record in records if isinstance(record, dict)]
+    lengths = [record.get("response_length") for record in records if isinstance(record, dict)]
     total = sum(length for length in lengths if _is_length(length))
     if total > MOST_TOKENS:
         raise DataError(f"{place.rpartition(',')[0]}: {total} response tokens in one step: at most {MOST_TOKENS} are read")
@@ -250,30 +178,20 @@ def _mask_of(record: Any) -> Tensor:  # [response_length] int64
     if not isinstance(record, dict):
         raise DataError(f"{type(record).__name__} in the place of a dict of a sample's fields")
     for name in IDENTITIES:
-        if not isinstance(plain_number(record.get(name)), int | str | None):
-            raise DataError(f"{name} is {_shown(record[name])}: a whole number or text is needed, or nothing")
+        if not isinstance(record.get(name), int | str | None):
+            raise DataError(f"{name} is {record[name]!r}: a whole number or text is needed, or nothing")
     mask = record.get("loss_mask")
-    length = plain_number(record.get("response_length", len(mask) if isinstance(mask, list) else None))
+    length = record.get("response_length", len(mask) if isinstance(mask, list) else None)
     if not _is_length(length):
-        raise DataError(f"response_length is {_shown(length)}: a whole number of 0 to {MOST_TOKENS} is needed")
+        raise DataError(f"response_length is {length!r}: a whole number of 0 to {MOST_TOKENS} is needed")
     if mask is None:
         return torch.ones(length, dtype=torch.int64)
-    try:
-        values = torch.as_tensor([plain_number(value) for value in mask] if isinstance(mask, list) else mask)
-    except DAMAGED:
-        values = torch.full((length,), -1)
-    # Shape first: a tensor may say that it is larger than the memory.
-    if values.dim() == 1 and len(values) != length:
-        raise DataError(f"a loss_mask of {len(values)} for a response_length of {length}: one entry a token")
-    if values.dim() != 1 or not bool(((values == 0) | (values == 1)).all()):
+    if not isinstance(mask, list) or any(isinstance(value, bool) or value not in (0, 1) for value in mask):
         raise DataError("loss_mask must be a list of 0 and 1, or None")
-    return values.to(torch.int64)
+    if len(mask) != length:
+        raise DataError(f"a loss_mask of {len(mask)} for a response_length of {length}: one entry a token")
+    return torch.tensor(mask, dtype=torch.int64)
 
 
 def _is_length(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
-
-
-def _shown(value: Any) -> str:
-    """Numbers, text and small lists as they are; of a tensor its shape, which may be larger than the memory."""
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) and value.dim() else repr(value)

@@ -20,7 +20,7 @@ from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.commands.launch_config import ROUTE_OF_OUR_LOSS
 from megatron_rl.config import PolicyLossConfig, RejectedTokens, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.companions import HostCounts, count_rollouts
+from megatron_rl.hosts.rewards import HostCounts, count_rollouts
 from megatron_rl.loss_hub import AGGREGATIONS, get_loss_aggregation, loss_aggregation_names
 from megatron_rl.losses import importance_correction
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -103,8 +103,7 @@ def check_prompts(aggregation: str, step: StepInput) -> None:
     if get_loss_aggregation(aggregation).needs_prompts and step.prompts is None:
         raise ConfigError(
             f"--loss-aggregation {aggregation} needs to know which samples share a prompt, and {step.source} does "
-            "not say: give --prompt-ids a,a,b with --response-lengths, a prompt_id in each line, or a dump whose samples have "
-            "a group_index"
+            "not say: give --prompt-ids a,a,b with --response-lengths, or a prompt_id in each line"
         )
 
 

@@ -1,0 +1,311 @@
+"""What a launch in miles or slime asks for: names of their options, what is different in each, and a launch as our checks see it.
+
+Both spell the options that are read here alike. What a host does with what a loss returns, D data-parallel x context-parallel ranks
+and M micro-batches:
+
+    not per token   the host: x M D / N, Megatron: / (M D)   ->  (1/N) sum of the results over ranks and micro-batches
+    per token       the host: x cp, Megatron: / (cp T)       ->  (1/T) sum of the results over ranks and micro-batches
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from megatron_rl.aggregation_record import AggregationRecord
+from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.contract import Replaced
+from megatron_rl.hosts.flags import host_config, known_correction
+from megatron_rl.hosts.kept_ids import KeptIds
+from megatron_rl.layout.groups import Group
+from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.step_counts import StepTotals
+from megatron_rl.validation import HOST_SWITCHES
+from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
+from megatron_rl.validation.experts import EXPERT_SETTINGS
+from megatron_rl.validation.model_settings import FURTHER_SETTINGS
+
+INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
+GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
+REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
+REDUCER_LINE = f"{REDUCER_FLAG} megatron_rl.reducers.get_pg_loss_reducer"
+REWARD_LINE = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
+CUSTOM_LOSS_LINE = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
+
+# The step's totals for our losses: 1 where the host divides by the total afterwards (rollouts, or tokens per token), None where the
+# loss cannot know it (prompts).
+TOTALS_OF_HOST = StepTotals(num_samples=1, num_prompts=None, num_tokens=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """miles or slime: what is different in each. Their own policy loss counts as far as our loss reports the same metrics."""
+
+    name: str
+    training_package: str
+    """Its modules model and actor, of a training actor, hold the functions that ours are put around."""
+    parser_module: str
+    """Where its scripts take parse_args from."""
+    rollout_functions: tuple[str, ...]
+    """The host's own values of --rollout-function-path: each function makes one sample of a rollout."""
+    correction_functions: Mapping[str, str]
+    """The host's own values of --custom-tis-function-path -> our correction with the same weights. They leave the masks alone."""
+    kept: KeptIds
+    """How it hands a loss the ids that its sampler kept."""
+    marks: tuple[str, ...] = ()
+    """Options that no other host has."""
+    drops_masked_values: bool = True
+    """Masked tokens are replaced before anything is computed; else their values are multiplied by 0, in the backward too."""
+    always_has_entropy: bool = False
+    """Entropy is computed and reported without a coefficient."""
+    has_ess_ratio: bool = False
+    """The effective sample size of the importance ratios is reported."""
+    has_rollout_kl: bool = False
+    """The KL between trained and sampled log-probabilities is reported, beside their absolute difference."""
+    compares_trained_with_rollout: bool = True
+    """Under --use-rollout-logprobs that difference is taken of the log-probabilities in training, else of the old ones."""
+    needs_log_probs: bool = False
+    """Old log-probabilities are in each batch, unless the settings say that they are not needed."""
+    measured: Callable[[dict[str, list[Tensor]], Tensor], Any] = field(default=lambda found, logits: found)
+    """What its get_log_probs_and_entropy returns for these lists and logits."""
+    rollout_key: Callable[[int, int | None], Any]
+    """(position, index) of a sample without a rollout_id -> its rollout, as the host counts. DataError where it would count
+    several as one."""
+    reason_for_split_by_samples: Callable[[HostOptions, bool], str | None] = field(default=lambda options, is_multimodal: None)
+    """Why steps are cut without looking at rollouts; None: they are cut by rollout."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# The functions of both that we put one of ours around.
+BUILDER = Replaced("model", "setup_model_and_optimizer", ("args", "role", "..."), "initialize_model_and_optimizer")
+MEASURE = Replaced(
+    "actor",
+    "get_log_probs_and_entropy",
+    ("logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy", "..."),
+    "MegatronTrainRayActor.compute_log_prob",
+)
+FORWARD = Replaced(
+    "actor",
+    "MegatronTrainRayActor.compute_log_prob",
+    ("self", "data_iterator", "num_microbatches", "..."),
+    "MegatronTrainRayActor.train_actor",
+    reads=("store_prefix",),
+)
+ADVANTAGES = Replaced("actor", "compute_advantages_and_returns", ("args", "rollout_data"), "MegatronTrainRayActor.train_actor")
+HEAD_REMEDY = "our head cannot be placed; remove --fused-lm-head-loss and --fp32-lm-head"
+
+
+def of_head(*, is_fused: bool) -> tuple[Replaced, ...]:
+    return (BUILDER, MEASURE) if is_fused else (BUILDER,)
+
+
+def host_named(name: str) -> Host:
+    found: Host = import_module(f"megatron_rl.hosts.{name}").HOST
+    return found
+
+
+def rollout_hosts() -> tuple[Host, ...]:
+    return tuple(map(host_named, ROLLOUT_HOST_NAMES))
+
+
+# An option of the hosts -> its value where it is absent. Any other name is a programming error. Where a host lacks an option, the
+# value says what that host always does.
+OPTIONS: dict[str, object] = {
+    **HOST_SWITCHES,
+    "advantage_estimator": None,
+    "context_parallel_size": 1,
+    "custom_advantage_function_path": None,
+    "custom_generate_function_path": None,
+    "custom_loss_function_path": None,
+    "custom_megatron_before_log_prob_hook_path": None,
+    "custom_megatron_init_path": None,
+    "custom_pg_loss_reducer_function_path": None,
+    "custom_reward_post_process_path": None,
+    "custom_tis_function_path": None,
+    "entropy_coef": 0.0,
+    "eps_clip": None,
+    "eps_clip_c": None,
+    "eps_clip_high": None,
+    "global_batch_size": None,
+    "kl_coef": 0.0,
+    "kl_loss_coef": 0.0,
+    "kl_loss_type": None,
+    "loss_type": "policy_loss",
+    "lora_dropout": 0.0,
+    "moe_input_jitter_eps": 0.0,
+    "n_samples_per_prompt": None,
+    "num_steps_per_rollout": None,
+    "opsm_delta": 1e-4,
+    "pipeline_model_parallel_size": 1,
+    "qkv_format": "thd",  # slime knows no other
+    "rollout_batch_size": None,
+    "rollout_data_postprocess_path": None,
+    "rollout_function_path": None,
+    "rollout_temperature": 1.0,
+    "rollout_top_k": -1,
+    "rollout_top_p": 1.0,
+    "sglang_speculative_algorithm": None,  # of SGLang, which both hosts add to their parser
+    "tensor_model_parallel_size": 1,
+    "tis_clip": 2.0,
+    "tis_clip_low": 0.0,
+    "train_backend": "megatron",
+}
+
+
+class HostOptions:
+    """A view of the options of a launch. values: of all arguments, by name, known to us or not; nobody writes into it."""
+
+    def __init__(self, args: Namespace):
+        self._args, self.values = args, vars(args)
+
+    def __getitem__(self, name: str) -> Any:
+        """The option's value; OPTIONS' where the host has no such option. A switch has the truth value that the host sees.
+        KeyError for a name outside OPTIONS."""
+        absent = OPTIONS[name]
+        value = self.values.get(name, absent)
+        if name in HOST_SWITCHES:
+            return bool(value)
+        return absent if value is None else value
+
+    def has(self, name: str) -> bool:
+        return name in self.values
+
+    def config(self, route: Route) -> PolicyLossConfig:
+        """Our settings. Raises one ConfigError with every problem."""
+        return host_config(self._args, self, route)
+
+    def ours(self, field: str) -> Any:
+        """One of our settings as the launch gave it, not converted and not checked; None where it is unset or was dropped."""
+        return self.values.get(field)
+
+    @cached_property
+    def host(self) -> Host:
+        hosts = rollout_hosts()
+        return next((host for host in hosts if any(mark in self.values for mark in host.marks)), hosts[-1])
+
+    @property
+    def correction_functions(self) -> Mapping[str, str]:
+        return self.host.correction_functions
+
+    @property
+    def of_model(self) -> dict[str, object]:
+        """The settings of the model that the launch gives, by which its losses, experts and layers are judged; not checked."""
+        names = (*MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS)
+        return {name: self.values[name] for name in names if name in self.values}
+
+    @property
+    def is_padded(self) -> bool:
+        """The rows of a micro-batch have one length."""
+        return bool(self["qkv_format"] == "bshd")
+
+    def is_contiguous(self, cp_group: Group) -> bool:
+        """A context-parallel rank has one part of the samples end to end, not two chunks of each."""
+        return self["allgather_cp"] and cp_group.size() > 1
+
+    @property
+    def samples_of_batch(self) -> int | None:
+        """Samples of a rollout batch; None where the arguments do not say."""
+        prompts, size = self["rollout_batch_size"], self["n_samples_per_prompt"]
+        return prompts * size if prompts and size else None
+
+    @property
+    def is_one_step(self) -> bool:
+        """One optimiser step takes the whole rollout batch. False where the arguments do not say."""
+        if self["num_steps_per_rollout"] is not None:
+            return bool(self["num_steps_per_rollout"] == 1)
+        is_whole = self.samples_of_batch is not None and self["global_batch_size"] == self.samples_of_batch
+        return is_whole or self["use_dynamic_global_batch_size"]
+
+
+def names_ours(path: object, function: str) -> bool:
+    """Whether a host's path leads to our function of that name, in the dotted form or the colon form."""
+    parts = path.replace(":", ".").split(".") if isinstance(path, str) else [""]
+    return parts[0] == "megatron_rl" and parts[-1] == function
+
+
+@dataclass(frozen=True)
+class HostLaunch:
+    """A launch, as checks see it. route: our function that reduces the loss. Where the host's own reducer does it, on samples that
+    the reward hook has weighted, the settings of the reducer route hold."""
+
+    options: HostOptions
+    route: Route
+    has_reducer: bool
+    """Our reducer is on the launch line, or is the caller."""
+
+    @cached_property
+    def config(self) -> PolicyLossConfig:
+        """Our settings. Raises one ConfigError with every problem of theirs."""
+        return self.options.config(self.route)
+
+    @property
+    def has_our_loss(self) -> bool:
+        return self.route == Route.CUSTOM_LOSS
+
+    @property
+    def has_reward_hook(self) -> bool:
+        """Our hook gives samples their weights before training, through their rewards."""
+        return names_ours(self.options["custom_reward_post_process_path"], "reward_post_process")
+
+    @property
+    def is_alone(self) -> bool:
+        """Nothing of megatron_rl reduces the loss or weights the samples."""
+        return not (self.has_our_loss or self.has_reducer or self.has_reward_hook)
+
+    @property
+    def is_per_token(self) -> bool:
+        return bool(self.options["calculate_per_token_loss"])
+
+    @property
+    def aggregation(self) -> Any:  # not checked
+        given = self.options.ours("loss_aggregation")
+        return PolicyLossConfig().loss_aggregation if given is None else given
+
+    @property
+    def record(self) -> AggregationRecord | None:
+        """The record of the aggregation; None for a wrong name, which validation reports."""
+        try:
+            return get_loss_aggregation(self.aggregation)
+        except ConfigError:
+            return None
+
+    @property
+    def kl_and_entropy(self) -> tuple[float, float]:
+        """The coefficients that act: our loss's, or those of the host's own."""
+        options = self.options
+        if self.has_our_loss:
+            return self.config.kl_coefficient, self.config.entropy_coefficient
+        return options["kl_loss_coef"] if options["use_kl_loss"] else 0.0, options["entropy_coef"]
+
+    @property
+    def masks_change_later(self) -> bool:
+        """A custom importance-sampling function may reject tokens after the counts were taken. The host's own do not."""
+        is_at_work = self.options["use_tis"] or self.options["get_mismatch_metrics"]
+        return bool(is_at_work and self.options["custom_tis_function_path"] and known_correction(self.options) is None)
+
+    @property
+    def own_rollout_functions(self) -> dict[str, str]:
+        """The user's own functions, by option: each may return several samples for one rollout."""
+        paths = {name: self.options[name] for name in ("custom_generate_function_path", "rollout_function_path")}
+        of_hosts = {path for host in rollout_hosts() for path in host.rollout_functions}
+        return {name: path for name, path in paths.items() if path and path not in of_hosts}
+
+
+def read_launch(args: Namespace, route: Route | None = None) -> HostLaunch:
+    """`route`: the caller, where the reducer or custom_loss calls; None: the launch line says it."""
+    options = HostOptions(args)
+    if route is None:
+        is_custom_loss = options["loss_type"] == "custom_loss" and names_ours(options["custom_loss_function_path"], "custom_loss")
+        has_reducer = names_ours(options["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
+        return HostLaunch(options, Route.CUSTOM_LOSS if is_custom_loss else Route.REDUCER, has_reducer)
+    return HostLaunch(options, route, has_reducer=route == Route.REDUCER)

@@ -1,0 +1,193 @@
+"""The loss in the place of NeMo-RL's ClippedPGLossFn, and the weights of prompt groups in its advantages. See nemo_rl.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.aggregation import regularizer_weights
+from megatron_rl.errors import DataError
+from megatron_rl.hosts.choice import Launch
+from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, loss_of_rows, marked_rows, step_line
+from megatron_rl.hosts.run import Run
+from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.metrics.step import finalise_metrics
+from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.step_counts import StepTotals
+
+# Our metric of the tokens that NeMo-RL's trainer leaves out of its distribution.
+UNSCORED = "unscored_token_fraction"
+# A score of 0.0 beside a sampler's score above this belongs to a sure token: it is rounded.
+SURE = -1e-3
+# [B, S] each; position t is of token t, so that [:, 1:] belongs to the log-probabilities of next tokens.
+COLUMNS = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+UNFILTERED = "curr_logprobs_unfiltered"
+# What NeMo-RL's workers, wrappers and metrics read of a loss.
+LOSS_ATTRIBUTES = ("input_type", "loss_type", "use_fused_linear_logprobs", "metric_normalizations", "reference_policy_kl_penalty")
+
+
+class NemoLoss:
+    """What NeMo-RL calls in the place of ClippedPGLossFn. It is pickled to the workers, which must have this package."""
+
+    def __init__(self, own: Any, launch: Launch, samples_per_step: int):
+        """own: NeMo-RL's loss object of the same settings, for KL and metrics. samples_per_step: of all ranks, for prompt_mean."""
+        self.own, self.samples_per_step = own, samples_per_step
+        self.config, self.name, self.has_weights = launch.config, str(launch), launch.in_advantages
+        self.title, self.terms, self.correction = launch.title, launch.terms, CorrectionSettings.of(launch.config)
+        # The batch's old log-probabilities are placeholders.
+        self.is_on_policy = bool(own.force_on_policy_ratio)
+        # Tokens may have the score 0.0 because NeMo-RL's trainer leaves them out of its distribution.
+        self.has_unscored = bool(launch.sampler and launch.sampler.kept and not launch.sampler.replayed)
+        self.run = Run()
+        for name in LOSS_ATTRIBUTES:
+            setattr(self, name, getattr(own, name))
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,  # [B, S - 1] with gradient: whole samples, on each context-parallel rank
+        data: Mapping[str, Any],  # token_mask, advantages and log-probabilities [B, S]; sample_mask [B]
+        global_valid_seqs: Tensor,  # N of the global batch
+        global_valid_toks: Tensor,  # T of the global batch
+    ) -> tuple[Tensor, dict[str, Any]]:  # 0-d with gradient, NeMo-RL's metrics, which it adds up
+        """sum_i w_i sum_t m_it u_it l_it + KL, u: the sampling correction.
+
+        Masked values may be anything. Communication: none. Synchronises as NeMo-RL's own loss does for its metrics.
+        Raises DataError for counts that are not the step's, and for rows whose weight would be wrong.
+        """
+        config = self.config
+        whole_mask = (data["token_mask"] * data["sample_mask"][:, None]).bool()
+        mask = whole_mask[:, 1:]
+        totals = self._read_step(data, mask, global_valid_seqs, global_valid_toks)
+        data = {**data, **{name: torch.where(whole_mask, data[name], 0.0) for name in COLUMNS if name in data}}
+        log_probs = torch.where(mask, next_token_logprobs, 0.0)
+        advantages, counted = data["advantages"][:, 1:], totals
+        old = log_probs.detach() if self.is_on_policy else data["prev_logprobs"][:, 1:]
+        if self.has_weights:
+            self._check_marks(advantages, mask)
+            totals = StepTotals(num_samples=self.samples_per_step, num_prompts=None, num_tokens=totals.num_tokens)
+        policy_loss = get_policy_loss(config.policy_loss)
+        needs_sampler = self.correction.is_on or "rollout_log_probs" in policy_loss.inputs_needed
+        sampled = data["generation_logprobs"][:, 1:] if needs_sampler else None
+        unscored = self._unscored(log_probs, data, mask)
+        scored = mask if unscored is None else mask & ~unscored
+        rows = (log_probs, old, advantages, scored)
+        output = loss_of_rows(config, totals, *rows, rollout_log_probs=sampled, counted=mask)
+        kl, metrics = self._kl_and_metrics(log_probs, data, unscored, global_valid_seqs, global_valid_toks)
+        if config.kl_coefficient:
+            unfiltered = torch.where(mask, data[UNFILTERED], 0.0) if UNFILTERED in data else log_probs
+            # As in policy_loss: the importance ratio of `unbiased` has the loss's own denominator.
+            behind = sampled if sampled is not None and policy_loss.anchor == "rollout" else old
+            kl = self._our_kl(unfiltered, data["reference_policy_logprobs"][:, 1:], behind, mask, counted)
+            metrics["kl_penalty"] = kl.item() / config.kl_coefficient
+        loss = output.loss if kl is None else output.loss + kl
+        clipped = finalise_metrics(output.metrics).get("policy/clipped_ratio_fraction", 0.0) if output.metrics else 0.0
+        metrics["loss"] = loss.item()
+        # NeMo-RL adds what its calls return, so each call has its share of the step's tokens.
+        metrics["clipped_ratio_fraction"] = clipped * int(scored.sum()) / totals.num_tokens
+        if unscored is not None:
+            metrics[UNSCORED] = int(unscored.sum()) / totals.num_tokens
+        self.tell(totals)
+        return loss, metrics
+
+    def tell(self, totals: StepTotals) -> None:
+        self.run.tell(self.title, lambda: step_line(self.title, self.config, totals, self.terms, of_token_mean="NeMo-RL"))
+
+    def _unscored(self, log_probs: Tensor, data: Mapping[str, Any], mask: Tensor) -> Tensor | None:  # [B, S - 1] bool
+        """The unmasked tokens that NeMo-RL's trainer has left out of its distribution, before this step or in it: their score is
+        0.0, the sampler's is not. None: it leaves none out.
+
+        Of a token that is the only one of both sets, the sampler's score is 0 too. Where it is the only one of the trainer's set
+        alone it counts as left out: its score is a constant there."""
+        if not self.has_unscored:
+            return None
+        is_left_out = log_probs == 0
+        if not self.is_on_policy:
+            is_left_out = is_left_out | (data["prev_logprobs"][:, 1:] == 0)
+        return mask & is_left_out & (data["generation_logprobs"][:, 1:] < SURE)
+
+    def _kl_and_metrics(
+        self,
+        log_probs: Tensor,
+        data: dict[str, Any],
+        unscored: Tensor | None,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """NeMo-RL's own loss at advantages of 0: nothing but its KL, with gradient, is left of it. None: it has no KL, or ours.
+
+        In its metrics a token without a score has the sampler's, so that no ratio comes from it."""
+        has_kl = self.own.reference_policy_kl_penalty != 0 and not self.config.kl_coefficient
+        mask = (data["token_mask"] * data["sample_mask"][:, None]).bool()[:, 1:]
+        unfiltered = torch.where(mask, data[UNFILTERED], 0.0) if UNFILTERED in data else log_probs
+        silent = {**data, "advantages": torch.zeros_like(data["advantages"]), UNFILTERED: unfiltered}
+        current = log_probs.detach()
+        if unscored is not None:
+            sampled = data["generation_logprobs"]
+            is_left_out = torch.nn.functional.pad(unscored, (1, 0))
+            silent["prev_logprobs"] = torch.where(is_left_out, sampled, data["prev_logprobs"])
+            current = torch.where(unscored, sampled[:, 1:], current)
+        with nullcontext() if has_kl else torch.no_grad():
+            loss, metrics = self.own(current, silent, global_valid_seqs, global_valid_toks)
+        return (loss if has_kl else None), dict(metrics)
+
+    def _our_kl(self, log_probs: Tensor, ref_log_probs: Tensor, sampled: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
+        """The coefficient times the mean over the step's samples, 0-d with gradient."""
+        config = self.config
+        kl = torch.where(mask, kl_of_tokens(config.kl_estimator, log_probs, ref_log_probs, sampled), 0.0).sum(-1)
+        found = config.kl_coefficient * (regularizer_weights(mask.sum(-1), totals) * kl).sum()
+        if not bool(found.isfinite()):
+            raise DataError(
+                "the KL term is not finite: reference_policy_logprobs has an unmasked value that is not, or is too far away for "
+                f"the estimator {config.kl_estimator}; mask the token or drop the sample"
+            )
+        return found
+
+    def _read_step(self, data: Mapping[str, Any], mask: Tensor, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> StepTotals:
+        counted = [data["sample_mask"].sum(), mask.sum(), global_valid_seqs, global_valid_toks]
+        samples, tokens, num_samples, num_tokens = (round(float(count)) for count in counted)
+        if samples > num_samples or tokens > num_tokens:
+            raise DataError(
+                f"NeMo-RL gives a step of {num_samples} samples and {num_tokens} tokens to a call with {samples} samples and "
+                f"{tokens} tokens: these are the placeholders of a trainer that sends a step in parts, which no weight can be made "
+                "from; start examples/run_grpo.py"
+            )
+        return StepTotals(num_samples=max(num_samples, 1), num_prompts=None, num_tokens=max(num_tokens, 1))
+
+    def _check_marks(self, advantages: Tensor, mask: Tensor) -> None:
+        is_marked, has_advantage = marked_rows(advantages, mask, self.samples_per_step)
+        if not bool((is_marked | ~has_advantage).all()):
+            raise DataError(
+                f"the advantages of {self.name} do not have the weights of their prompt groups in a step of "
+                f"{self.samples_per_step} samples: start the script through python -m megatron_rl.hosts.launch, and leave "
+                "advantages, masks and batch as NeMo-RL's estimator has left them"
+            )
+
+
+# prompt_mean: the weights of prompt groups in NeMo-RL's advantages
+
+
+def weigh_prompts(
+    advantages: Tensor,  # [B, S]: the whole batch
+    mask: Tensor,  # [B, S]
+    prompt_ids: Tensor,  # [B, ...]: the tokens of each sample's prompt, equal rows are one prompt
+) -> Tensor:  # [B, S] float32
+    """P counts the prompts that have a trained token: NeMo-RL leaves samples that it drops out of N as well."""
+    token_counts = mask[:, 1:].bool().sum(-1)
+    _, group = torch.unique(prompt_ids.to(mask.device), dim=0, return_inverse=True)
+    num_prompts = max(group[token_counts > 0].unique().numel(), 1)
+    return carry_prompt_weights(advantages, mask, token_counts, group, num_prompts)
+
+
+def with_prompt_weights(estimator: Any) -> Any:
+    """NeMo-RL's estimator, whose advantages have the weights of prompt groups."""
+    compute = estimator.compute_advantage
+
+    def compute_advantage(*, prompt_ids: Tensor, mask: Tensor, **others: Any) -> Tensor:
+        return weigh_prompts(compute(prompt_ids=prompt_ids, mask=mask, **others), mask, prompt_ids)
+
+    estimator.compute_advantage = compute_advantage
+    return estimator
