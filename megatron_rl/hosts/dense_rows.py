@@ -69,7 +69,7 @@ def is_carried(aggregation: str) -> bool:
 def is_proportional(loss: PolicyLoss) -> bool:
     """Whether twice the advantage gives twice the loss and twice the gradient, by a trial on two samples.
 
-    Of a loss that needs an entropy it is not known: rows have no logits, and the doors refuse it.
+    Of a loss that needs an entropy it is not known: rows have no logits, and the adapters refuse it.
     """
     if loss.needs_entropy:
         return False
@@ -229,7 +229,8 @@ def step_line(
 
     totals: None where they are not told, as where the trainer has put all weights into the advantages. rollouts: as in
     sample_in_words. in_advantages: whether the weights are there; None: as the totals say. num_data: see ranks_in_words.
-    of_token_mean: see Door."""
+    of_token_mean: the title of a trainer whose default is token_mean.
+    """
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
     correction = CorrectionSettings.of(config)
     known: dict[str, float | None] = {"L": divisor}
