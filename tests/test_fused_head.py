@@ -37,6 +37,7 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, check_head, run_model
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.schedule import delivered_factor
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.train.generation import SamplingSettings, gumbel_noise
 
 pytestmark = pytest.mark.megatron
@@ -177,7 +178,7 @@ def test_the_factor_that_backward_delivers_is_foretold_to_the_bit(
 def unknown_factor_on_rank(rank):
     trainer = tiny_trainer(bf16=True)
     config, optimizer = trainer._model_config, trainer.optimizer
-    call = partial(delivered_factor, 2, totals=SimpleNamespace(num_tokens=5, num_samples=2), config=config, groups=trainer.groups)
+    call = partial(delivered_factor, 2, totals=StepTotals(2, None, 5), config=config, groups=trainer.groups)
     answers = [call()]
     for scale in (None, lambda loss: 2.0 * optimizer.scale_loss(loss), torch.ones(1).mul):  # the last: no optimiser's method
         config.grad_scale_func = scale

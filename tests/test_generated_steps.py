@@ -37,7 +37,7 @@ from simulated_ranks import groups_of_ranks, on_simulated_ranks
 from torch import Tensor
 
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, TermScore
-from megatron_rl.errors import EmptyStep
+from megatron_rl.errors import DataError, EmptyStep
 from megatron_rl.kept_counts import correction_of, divides_by_kept
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.sampling_support import SamplingSupport
@@ -234,6 +234,7 @@ def columns_of(case: Case, step: Step, groups: ParallelGroups) -> tuple[int, int
     """(first, last, width): the real columns of this tp rank, and its stored ones. Padding lies behind the real ones."""
     real, tp = step.weight.shape[0], groups.tp.size()
     width = -(-(real + case.num_padded_columns) // tp)
+    width = width if (tp - 1) * width < real else -(-real // tp)  # each rank has a real column, where there are enough
     width += -width % 4 if case.door.option == "scaled exponentials" else 0  # it needs rows of 16 bytes
     first = min(groups.tp.rank() * width, real)
     return first, min(first + width, real), width
@@ -467,6 +468,10 @@ def test_a_step_is_that_of_the_dense_oracle(case):
     is_counted_before = counts_kept_before(case.settings, has_siblings=has_siblings)
     if case.settings.is_dropped and truth.num_counted == 0 and has_tokens and is_counted_before:
         with pytest.raises(EmptyStep, match="among the tokens that the correction keeps, the step has .* not a single unmasked"):
+            on_simulated_ranks(work, groups, others)
+        return
+    if any(first == last for first, last, _ in (columns_of(case, step, of_rank) for of_rank in groups)):
+        with pytest.raises(DataError, match="the columns of the last rank begin at .*, and none is real"):
             on_simulated_ranks(work, groups, others)
         return
     with small_kernels() if case.door.backend == "triton" else contextlib.nullcontext():
