@@ -92,7 +92,7 @@ def test_ranks_with_unlike_numbers_of_prompts_sample_together(pool):
 )
 def test_experts_that_do_not_fit_are_refused_by_name(options, message):
     def problems(options: TrainOptions) -> list[str]:
-        return [*(row.text for row in check_experts(options)), *expert_problems(dataclasses.asdict(options))]
+        return [*check_experts(options), *expert_problems(dataclasses.asdict(options))]
 
     assert [problem for problem in problems(TrainOptions(**options)) if problem.startswith(message)]
     assert not problems(TrainOptions(num_experts=4, **{EP: 2}))
@@ -100,7 +100,7 @@ def test_experts_that_do_not_fit_are_refused_by_name(options, message):
 
 def test_ranks_hold_whole_groups_of_experts():
     options = TrainOptions(num_experts=4, **{EP: 2, ETP: 2})
-    said = [row.text for row in check_world_size(TrainLaunch.of(options, {}, world_size=2))]
+    said = [*check_world_size(TrainLaunch.of(options, {}, world_size=2))]
     assert any("2 ranks do not hold the experts in groups of 4" in text for text in said)
     assert not list(check_world_size(TrainLaunch.of(options, {}, world_size=4)))
 

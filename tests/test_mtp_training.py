@@ -85,5 +85,5 @@ def test_a_checkpoint_with_these_layers_is_not_taken_without(pool, tmp_path):
 def test_a_folder_has_none_of_these_layers():
     options = TrainOptions(hf_checkpoint="folder", mtp_num_layers=1)
     launch = TrainLaunch.of(options, dataclasses.asdict(options), world_size=1)
-    said = [row if isinstance(row, str) else row.text for row in check_hf_checkpoint(launch)]
+    said = [*check_hf_checkpoint(launch)]
     assert any("--mtp-num-layers 1 has no effect with --hf-checkpoint" in text for text in said)

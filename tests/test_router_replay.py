@@ -524,7 +524,7 @@ def test_wrong_routes_are_named(routes, message):
 def test_a_check_that_nothing_shows_is_refused():
     options, metrics = TrainOptions(num_experts=4, check_router_replay=True), {"policy_metrics": "none"}
     (row,) = check_router_replay(TrainLaunch.of(options, metrics))
-    assert row.text.startswith("--check-router-replay with --policy-metrics none and without --router-replay has no effect")
+    assert row.startswith("--check-router-replay with --policy-metrics none and without --router-replay has no effect")
     assert not list(check_router_replay(TrainLaunch.of(replace(options, router_replay="rollout"), metrics)))
     assert not list(check_router_replay(TrainLaunch.of(options, {"policy_metrics": "basic"})))
 

@@ -342,7 +342,7 @@ def test_the_folder_decides_the_sizes_and_the_learning_rate_is_small(checkpoint,
 @pytest.mark.parametrize(("size", "is_refused"), [(2, False), (3, False), (12, False), (4, True), (9, True)])
 def test_tensor_parallel_ranks_that_would_cut_key_heads_unequally_are_refused(size, is_refused):
     options = TrainOptions(tensor_model_parallel_size=size, hf_checkpoint="x")
-    said = [row.text for row in check_key_heads(TrainLaunch.of(options, {}, num_query_groups=6))]
+    said = [*check_key_heads(TrainLaunch.of(options, {}, num_query_groups=6))]
     assert [f"--tensor-model-parallel-size {size} with num_key_value_heads=6 in x" in line for line in said] == [True] * is_refused
 
 

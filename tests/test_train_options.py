@@ -112,7 +112,7 @@ def test_a_flag_without_the_one_that_it_needs_is_refused(option):
     said = f"{shown} needs {flag_of(needed)}: {because}"
     assert said in refused.value.problems
     options = TrainOptions(**{option.name: args[option.name], **({needed: 2} if needed != "docs_per_step" else {})})
-    assert said not in [row.text for row in check_needs(TrainLaunch.of(options, {"docs_per_step": 2}))]
+    assert said not in [*check_needs(TrainLaunch.of(options, {"docs_per_step": 2}))]
 
 
 def test_defaults_that_depend_on_other_flags(tmp_path):

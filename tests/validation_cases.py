@@ -441,7 +441,7 @@ def judge(rule_name: str, settings: dict) -> list[str]:
     """The messages of one rule."""
     (rule,) = [rule for rule in RULES if rule.name == rule_name]
     with own_names_of(settings):
-        return [row.text for row in rule(launch(settings))]
+        return [*rule(launch(settings))]
 
 
 def warnings_at(settings: dict) -> list[str]:

@@ -206,14 +206,6 @@ def sample_in_words(aggregation: str, rollouts: Rollouts) -> str:
     return f"a rollout is the rows of one {rollouts.ids}, and counts once ({rollouts.several})"
 
 
-def rows_unknown(aggregation: str) -> str:
-    """Why a host refuses an aggregation that counts the rows of a rollout."""
-    return (
-        f"--loss-aggregation {aggregation} counts the samples of each rollout, and this host does not say which are of one; where "
-        "each rollout is one sample, --loss-aggregation sample_mean has the same weights"
-    )
-
-
 def step_line(
     title: str,
     config: PolicyLossConfig,

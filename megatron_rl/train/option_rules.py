@@ -38,7 +38,7 @@ from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.validation import flag_of
-from megatron_rl.validation.checks import Asker, check, checks_in, problems_of
+from megatron_rl.validation.checks import check, checks_in, problems_of
 
 # Adam's, by what is trained. A pretrained model takes far smaller steps than one from random weights; with 3e-3 the policy of a
 # prompt file collapses on most seeds.
@@ -87,7 +87,7 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
         is_bridged = isinstance(model, BridgedModel)
     options = with_defaults(options, settings)
     launch = TrainLaunch.of(options, settings, world_size=world_size, num_query_groups=num_query_groups, is_bridged=is_bridged)
-    problems = problems_of(checks_in(__name__, output_dir.__name__), launch, Asker.TRAIN)
+    problems = problems_of(checks_in(__name__, output_dir.__name__), launch)
     if problems:
         raise ConfigError(problems)
     return options

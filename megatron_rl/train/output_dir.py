@@ -17,7 +17,7 @@ from megatron_rl.train.run_lock import LOCK_FILE, RunLock
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.user_tasks import PromptFileTask
 from megatron_rl.train.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
-from megatron_rl.validation.checks import Asker, check, problems_of
+from megatron_rl.validation.checks import check, problems_of
 
 # What a run itself writes into its folder.
 OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE)
@@ -115,7 +115,7 @@ def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:
     with names_what_cannot_be_written(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
         line = lock.acquire(output_dir)
-    problems = problems_of([check_output_dir], options, Asker.TRAIN)
+    problems = problems_of([check_output_dir], options)
     if problems:
         raise ConfigError(problems)
     return [] if line is None else [line]

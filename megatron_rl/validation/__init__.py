@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.validation.checks import Asker, checks_in, problems_of, warnings_of
+from megatron_rl.validation.checks import checks_in, problems_of, warnings_of
 from megatron_rl.validation.routes import (
     CHOICES,
     HOST_SWITCHES,
@@ -35,9 +35,9 @@ CHECKS_OF_SETTINGS = checks_in("megatron_rl.validation.rules", "megatron_rl.vali
 
 def find_problems(settings: Settings) -> list[str]:
     """The messages of all rules, in their order; empty where the launch has no problem."""
-    return problems_of(CHECKS_OF_SETTINGS, settings, Asker.VALIDATION)
+    return problems_of(CHECKS_OF_SETTINGS, settings)
 
 
 def config_warnings(config: PolicyLossConfig) -> list[str]:
     """The warnings about a configuration without problems, for the start of a run."""
-    return warnings_of(CHECKS_OF_SETTINGS, Settings(config=config), Asker.VALIDATION)
+    return warnings_of(CHECKS_OF_SETTINGS, Settings(config=config))
