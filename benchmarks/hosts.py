@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.checkouts import host_module
 from benchmarks.measure import Unavailable
 from benchmarks.scale import fake_ranks
-from megatron_rl.hosts.log_probs import log_probs_of_logits
+from megatron_rl.hosts.heads.log_probs import log_probs_of_logits
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.ops.assumed_scale import AssumedScale

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import carried_rows, log_probs
-from megatron_rl.hosts.carried_rows import CarriedRows, carry_rows
-from megatron_rl.hosts.placed_rows import place_rows, with_logits
+from megatron_rl.hosts.heads import carried_rows, log_probs
+from megatron_rl.hosts.heads.carried_rows import CarriedRows, carry_rows
+from megatron_rl.hosts.heads.placed_rows import place_rows, with_logits
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.megatron.head import HeadInputs
 from megatron_rl.testing.ranks import run_ranks
@@ -117,7 +117,7 @@ def steps_on_a_rank(rank: int, *, has_mtp: bool, is_sequence_parallel: bool):
     if not is_sequence_parallel:
         model = Body(has_mtp=has_mtp)
         found["theirs"] = step_of(engine_of(modules, model, is_fused=False), model)
-    importlib.import_module("megatron_rl.hosts.verl_log_probs")
+    importlib.import_module("megatron_rl.hosts.heads.verl")
     log_probs.MAX_LOGITS_BYTES = SMALL
     model = Body(has_mtp=has_mtp, is_sequence_parallel=is_sequence_parallel)
     engine = engine_of(modules, model, is_fused=True)
@@ -232,7 +232,7 @@ def test_verls_fsdp_engine_gives_its_fused_forward_the_temperature_of_each_row()
         fused = batch | {"use_fused_kernels": True}
         with pytest.raises(AssertionError, match="does not support per sample temperature"):
             engine.forward_step(fused)
-        importlib.import_module("megatron_rl.hosts.verl_log_probs")
+        importlib.import_module("megatron_rl.hosts.heads.verl")
         inputs, kept = engine.forward_step(fused)
         assert inputs["temperature"].tolist() == pytest.approx([one for one in TEMPERATURES for _ in range(WIDTH)])
         assert inputs["return_dict"] and torch.equal(inputs["shift_labels"][0], kept["input_ids_rmpad_rolled"])
@@ -333,7 +333,7 @@ def test_a_cast_to_another_type_is_a_copy_that_has_its_own_temperature():
 
 def refused_on_a_rank(rank: int):
     modules = own_log_probs.verl_modules()
-    importlib.import_module("megatron_rl.hosts.verl_log_probs")
+    importlib.import_module("megatron_rl.hosts.heads.verl")
     model = Body()
     engine = engine_of(modules, model, is_fused=True)
     batch, _ = batch_of_verl()
@@ -395,7 +395,7 @@ def test_the_loss_of_mtp_of_newer_megatron_core_has_its_logits():
 def peak_on_a_rank(rank: int) -> list[int]:
     """Of a forward and backward in verl's engine, by logits and by our head."""
     peaks, modules = [], own_log_probs.verl_modules()
-    importlib.import_module("megatron_rl.hosts.verl_log_probs")
+    importlib.import_module("megatron_rl.hosts.heads.verl")
     log_probs.MAX_LOGITS_BYTES = 2**18
     tokens = torch.randint(0, 4096, (6, 240), generator=torch.Generator().manual_seed(1))
     for is_fused in (False, True):

@@ -27,8 +27,8 @@ from host_loss_cases import GSPO, KL_OF_KEPT, REPLAY, TERMS, TIS, Case, host_bat
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import carried_log_probs
-from megatron_rl.hosts.carrier import Carrier, carried, carry
+from megatron_rl.hosts.heads import carried_log_probs
+from megatron_rl.hosts.heads.carrier import Carrier, carried, carry
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.megatron.head import HeadInputs
 from megatron_rl.ops.linear_log_probs import linear_log_probs

@@ -28,8 +28,9 @@ from host_harness import roots_by_environment
 from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
-from megatron_rl.hosts import nemo_rl_log_probs, roll, skyrl
+from megatron_rl.hosts import roll, skyrl
 from megatron_rl.hosts.choice import CORRECTION_SETTINGS
+from megatron_rl.hosts.heads import nemo_rl as nemo_rl_head
 from megatron_rl.hosts.megatron_lm import FILTERS_OFF, MODE
 from megatron_rl.loss_hub import loss_aggregation_names, policy_loss_names
 from megatron_rl.validation import flag_of
@@ -141,7 +142,7 @@ def test_every_module_and_path_of_a_page_exists(page):
     in_verl = {f"megatron_rl.{loss}.{aggregation}" for loss in policy_loss_names() for aggregation in loss_aggregation_names()}
     in_roll = {roll.WORKER}  # importable beside ROLL alone; test_roll.py starts it
     in_skyrl = {f"{skyrl.PREFIX}{name}" for name in CORRECTION_SETTINGS} | {skyrl.LOG_PROBS}
-    in_nemo_rl = {nemo_rl_log_probs.OUR_WORKER}  # importable beside NeMo-RL alone
+    in_nemo_rl = {nemo_rl_head.OUR_WORKER}  # importable beside NeMo-RL alone
     here = dotted - in_verl - in_roll - in_skyrl - in_nemo_rl
     assert sorted(name for name in here if not resolves(name)) == []
     paths = {word for word in words if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|sh|md)|test_\w+\.py", word)}

@@ -18,7 +18,7 @@ from trainer_cases import CP, STILL, TP, gradients_of, ragged_step, relative_dif
 import megatron_rl.megatron.head as head_module
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.placed_head import place_head
+from megatron_rl.hosts.heads.placed_head import place_head
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, run_model

@@ -20,9 +20,9 @@ from host_checkouts import VERL
 from linear_cases import relative
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import log_probs
 from megatron_rl.hosts.after_import import after_import
-from megatron_rl.hosts.log_probs import check_shard, log_probs_of_logits
+from megatron_rl.hosts.heads import log_probs
+from megatron_rl.hosts.heads.log_probs import check_shard, log_probs_of_logits
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.testing.ranks import run_ranks
 
@@ -65,7 +65,7 @@ def in_fork(work: Callable[[], object]) -> str:
 def installed():
     """The modules of the emulated verl, with our functions in them."""
     modules = own_log_probs.verl_modules()
-    importlib.import_module("megatron_rl.hosts.verl_log_probs")
+    importlib.import_module("megatron_rl.hosts.heads.verl")
     return modules
 
 
@@ -132,7 +132,7 @@ def test_our_function_says_once_that_it_is_at_work():
         modules = installed()
         for _ in range(2):
             step(fsdp_engine(modules), rows())
-        importlib.import_module("megatron_rl.hosts.verl_log_probs").install()  # a second one changes nothing
+        importlib.import_module("megatron_rl.hosts.heads.verl").install()  # a second one changes nothing
         step(fsdp_engine(modules), rows())
 
     assert in_fork(work).splitlines() == ["megatron_rl: log_probs in verl: logprobs_from_logits is megatron_rl's"]
@@ -155,7 +155,7 @@ def test_the_gradient_of_bfloat16_logits_is_exact_in_each_element():
 
         dtype, of_values, of_gradient = errors()
         assert dtype == torch.bfloat16 and of_values > 1e-3 and of_gradient > 0.03
-        importlib.import_module("megatron_rl.hosts.verl_log_probs")
+        importlib.import_module("megatron_rl.hosts.heads.verl")
         dtype, of_values, of_gradient = errors()
         assert dtype == torch.float32 and of_values < LIMIT and of_gradient < 2**-8
 
@@ -396,7 +396,7 @@ def test_a_verl_whose_path_is_another_one_is_refused(name, message):
     def work():
         moved(name)(own_log_probs.verl_modules())
         with pytest.raises(ConfigError, match=message):
-            importlib.import_module("megatron_rl.hosts.verl_log_probs")
+            importlib.import_module("megatron_rl.hosts.heads.verl")
 
     in_fork(work)
 
@@ -429,7 +429,7 @@ def test_what_verl_loads_later_has_our_functions_from_the_start(tmp_path, is_kno
 
     def work():
         sys.path.insert(0, str(tmp_path))
-        importlib.import_module("megatron_rl.hosts.verl_log_probs")
+        importlib.import_module("megatron_rl.hosts.heads.verl")
         if not is_known:
             with pytest.raises(ConfigError, match=r"entropy_from_logits_with_chunking takes \(logits, chunk_size, axis\)"):
                 importlib.import_module("verl.utils.torch_functional")
@@ -459,7 +459,7 @@ FSDP_CALLS = {"": None, "entropy": "entropy_from_logits", "entropy in chunks": "
 
 
 def install_verls() -> None:
-    importlib.import_module("megatron_rl.hosts.verl_log_probs")
+    importlib.import_module("megatron_rl.hosts.heads.verl")
 
 
 def before_and_after(call, install=install_verls):

@@ -27,9 +27,12 @@ from test_host_log_probs import HIDDEN, LIMIT, OF_GRADIENTS, VOCABULARY, before_
 from test_nemo_rl import load_nemo_rl
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import log_probs, nemo_rl, nemo_rl_log_probs, skyrl, skyrl_log_probs
-from megatron_rl.hosts.carried_rows import carry_rows
-from megatron_rl.hosts.skyrl_log_probs import InWorkers
+from megatron_rl.hosts import nemo_rl, skyrl
+from megatron_rl.hosts.heads import log_probs
+from megatron_rl.hosts.heads import nemo_rl as nemo_rl_head
+from megatron_rl.hosts.heads import skyrl as skyrl_head
+from megatron_rl.hosts.heads.carried_rows import carry_rows
+from megatron_rl.hosts.heads.skyrl import InWorkers
 from megatron_rl.layout.groups import SINGLE, resolve_groups
 from megatron_rl.megatron.head import HeadInputs
 from megatron_rl.testing.ranks import run_ranks
@@ -41,7 +44,7 @@ FUSED_HEAD = {"megatron_cfg": {"enabled": True, "use_fused_linear_logprobs": Tru
 def nemo_rl_with_ours(change=lambda module: None) -> ModuleType:
     module = own_log_probs.nemo_rl_module()
     change(module)
-    importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install("NeMo-RL", "a revision")
+    importlib.import_module("megatron_rl.hosts.heads.nemo_rl").install("NeMo-RL", "a revision")
     return module
 
 
@@ -124,7 +127,7 @@ def test_skyrls_entropies_are_exact():
 
 def carried(hidden, weight, group=SINGLE, *, is_sequence_parallel=False):
     """[S, B, H] as the output layer of NeMo-RL's worker gives it to the host, [B, S, V]."""
-    rows = carry_rows(HeadInputs(hidden, weight, is_sequence_parallel), group, nemo_rl_log_probs.FUSED_HEAD)
+    rows = carry_rows(HeadInputs(hidden, weight, is_sequence_parallel), group, nemo_rl_head.FUSED_HEAD)
     return rows.transpose(0, 1).contiguous()
 
 
@@ -272,9 +275,9 @@ def with_environments(work):
     """NeMo-RL's table of the Python of each class of workers, in the process of the work."""
 
     def prepared():
-        contents = {"ACTOR_ENVIRONMENT_REGISTRY": {nemo_rl_log_probs.OWN_WORKER: "its Python"}}
-        modules = own_log_probs.modules_of("nemo_rl", {nemo_rl_log_probs.ENVIRONMENTS: contents})
-        work(modules[nemo_rl_log_probs.ENVIRONMENTS].ACTOR_ENVIRONMENT_REGISTRY)
+        contents = {"ACTOR_ENVIRONMENT_REGISTRY": {nemo_rl_head.OWN_WORKER: "its Python"}}
+        modules = own_log_probs.modules_of("nemo_rl", {nemo_rl_head.ENVIRONMENTS: contents})
+        work(modules[nemo_rl_head.ENVIRONMENTS].ACTOR_ENVIRONMENT_REGISTRY)
 
     return prepared
 
@@ -283,9 +286,9 @@ def test_nemo_rl_makes_its_workers_of_our_class():
     def work(environments):
         trainer = SimpleNamespace(Policy=Policy)
         for given in ({}, {"policy_factory": lambda **options: Policy(**options)}):
-            positional, named = nemo_rl_log_probs.with_our_worker(trainer, setup, ("config", "tokenizer"), given)
-            assert setup(*positional, **named).worker == nemo_rl_log_probs.OUR_WORKER
-        assert environments[nemo_rl_log_probs.OUR_WORKER] == "its Python"
+            positional, named = nemo_rl_head.with_our_worker(trainer, setup, ("config", "tokenizer"), given)
+            assert setup(*positional, **named).worker == nemo_rl_head.OUR_WORKER
+        assert environments[nemo_rl_head.OUR_WORKER] == "its Python"
 
     in_fork(with_environments(work))
 
@@ -297,11 +300,11 @@ def test_nemo_rls_fused_head_is_ours_in_its_path_of_logits():
         trainer = SimpleNamespace(Policy=Policy)
         config = master_config({})
         config.policy["megatron_cfg"]["use_fused_linear_logprobs"] = True
-        given, named = nemo_rl_log_probs.with_our_worker(trainer, setup, (config, "tokenizer"), {}, has_head=True)
-        assert setup(*given, **named).worker == nemo_rl_log_probs.WORKER_WITH_HEAD
+        given, named = nemo_rl_head.with_our_worker(trainer, setup, (config, "tokenizer"), {}, has_head=True)
+        assert setup(*given, **named).worker == nemo_rl_head.WORKER_WITH_HEAD
         assert given[0].policy["megatron_cfg"] == {"enabled": True, "use_fused_linear_logprobs": False}
         assert config.policy["megatron_cfg"]["use_fused_linear_logprobs"], "the caller's own stays"
-        assert environments[nemo_rl_log_probs.WORKER_WITH_HEAD] == "its Python"
+        assert environments[nemo_rl_head.WORKER_WITH_HEAD] == "its Python"
 
     in_fork(with_environments(work))
 
@@ -312,9 +315,9 @@ def test_a_nemo_rl_without_such_workers_is_refused():
 
     trainer = SimpleNamespace(Policy=lambda config: None)
     with pytest.raises(ConfigError, match=r"setup takes no policy_factory \(.*test_log_probs_of_aligner.py:\d+\)"):
-        nemo_rl_log_probs.with_our_worker(trainer, older, ("config", "tokenizer"), {})
+        nemo_rl_head.with_our_worker(trainer, older, ("config", "tokenizer"), {})
     with pytest.raises(ConfigError, match=r"takes no worker_extension_cls_fqn \(.*test_log_probs_of_aligner.py:\d+\)"):
-        nemo_rl_log_probs.with_our_worker(trainer, setup, ("config", "tokenizer"), {})
+        nemo_rl_head.with_our_worker(trainer, setup, ("config", "tokenizer"), {})
 
 
 class ClippedPGLossFn:
@@ -353,18 +356,18 @@ def test_a_launch_of_nemo_rl_with_our_log_probabilities_alone():
         is_fused: list = []
         with nemo_rl.loss_in_setup(lambda error: problems.append(str(error)) or 2, calls):
             alone = master_config({"megatron_rl_log_probs": "megatron_rl"})
-            assert trainer.setup(alone, "tokenizer") == (nemo_rl_log_probs.OUR_WORKER, "ClippedPGLossFn")
+            assert trainer.setup(alone, "tokenizer") == (nemo_rl_head.OUR_WORKER, "ClippedPGLossFn")
             assert trainer._create_advantage_estimator(alone) == "NeMo-RL's own"
             both = master_config(
                 {"megatron_rl": "grpo.token_mean", "megatron_rl_log_probs": "megatron_rl", "reference_policy_kl_penalty": 0}
             )
-            assert trainer.setup(both, tokenizer="tokenizer") == (nemo_rl_log_probs.OUR_WORKER, "NemoLoss")
+            assert trainer.setup(both, tokenizer="tokenizer") == (nemo_rl_head.OUR_WORKER, "NemoLoss")
             ours = master_config({"megatron_rl": "grpo.token_mean", "reference_policy_kl_penalty": 0})
             assert trainer.setup(ours, "tokenizer") == (None, "NemoLoss")
             for one in (alone, ours):
                 one.policy["megatron_cfg"]["use_fused_linear_logprobs"] = True
             is_fused.clear()
-            assert trainer.setup(alone, "tokenizer") == (nemo_rl_log_probs.WORKER_WITH_HEAD, "ClippedPGLossFn")
+            assert trainer.setup(alone, "tokenizer") == (nemo_rl_head.WORKER_WITH_HEAD, "ClippedPGLossFn")
             assert trainer.setup(ours, "tokenizer") == (None, "NemoLoss"), "NeMo-RL's own switch, without our log-probabilities"
             assert is_fused == [False, True]
             with pytest.raises(SystemExit):
@@ -493,7 +496,7 @@ def nemo_rl_calls(rank: int, tp: int) -> None:
     ]
     theirs, ours = before_and_after(
         lambda: [call() for call in calls],
-        lambda: importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install("NeMo-RL", "a revision"),
+        lambda: importlib.import_module("megatron_rl.hosts.heads.nemo_rl").install("NeMo-RL", "a revision"),
     )
     for pair in zip(theirs, ours, strict=True):
         nearly_equal(*pair)
@@ -525,7 +528,7 @@ def nemo_rls_own_loss(rank: int) -> None:
         return found
 
     theirs, ours = before_and_after(
-        results, lambda: importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install("NeMo-RL", "a revision")
+        results, lambda: importlib.import_module("megatron_rl.hosts.heads.nemo_rl").install("NeMo-RL", "a revision")
     )
     assert hasattr(NEMO_RL.load("nemo_rl.distributed.model_utils").DistributedLogprob, log_probs.MARK)
     for their_result, result in zip(theirs, ours, strict=True):
@@ -547,9 +550,7 @@ def nemo_rls_own_loss_of_our_head(rank: int) -> None:
         return hidden @ leaf.T
 
     def by_our_head(hidden):
-        seen.append(
-            carry_rows(HeadInputs(hidden.transpose(0, 1), leaf, False), SINGLE, nemo_rl_log_probs.FUSED_HEAD).transpose(0, 1)
-        )
+        seen.append(carry_rows(HeadInputs(hidden.transpose(0, 1), leaf, False), SINGLE, nemo_rl_head.FUSED_HEAD).transpose(0, 1))
         return seen[-1]
 
     chosen = [case for case in nemo_rl_cases.matrix(["grpo"]) if case.cp == group.size() and case.aggregation == "token_mean"]
@@ -566,7 +567,7 @@ def nemo_rls_own_loss_of_our_head(rank: int) -> None:
         return found
 
     theirs = results(by_logits)
-    importlib.import_module("megatron_rl.hosts.nemo_rl_log_probs").install("NeMo-RL", "a revision")
+    importlib.import_module("megatron_rl.hosts.heads.nemo_rl").install("NeMo-RL", "a revision")
     log_probs.MAX_LOGITS_BYTES = 5 * 50 * 4
     ours = results(by_our_head)
     assert seen and {case.packing for case in chosen} == set(nemo_rl_cases.PACKINGS[group.size() > 1 :])
@@ -599,7 +600,7 @@ def test_nemo_rl_has_its_own_numbers_by_our_functions(tp):
 
 def skyrl_calls(rank: int, tp: int) -> None:
     """The same of SkyRL, with its entropies."""
-    module = SKYRL.load(skyrl_log_probs.MODULE)
+    module = SKYRL.load(skyrl_head.MODULE)
     group = resolve_groups().tp
     tokens, hidden, weight, logits, c, e, bounds = columns()
     shard = VOCABULARY // tp
@@ -680,7 +681,7 @@ def test_nemo_rl_makes_workers_of_another_class_as_we_ask():
         "worker_extension_cls_fqn: Optional[str] = None," in policy
         and "worker_builder_cls_fqn = worker_extension_cls_fqn" in policy
     )
-    assert f'"{nemo_rl_log_probs.OWN_WORKER}": ' in NEMO_RL.source("nemo_rl/distributed/ray_actor_environment_registry.py")
+    assert f'"{nemo_rl_head.OWN_WORKER}": ' in NEMO_RL.source("nemo_rl/distributed/ray_actor_environment_registry.py")
     worker = NEMO_RL.source("nemo_rl/models/policy/workers/megatron_policy_worker.py")
     # Our head is placed in the model that its __init__ leaves, and its fused head is off by this name.
     assert "self.model = model_and_optimizer_state.model" in worker

@@ -20,10 +20,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import HEAD_REMEDY, host_named, of_head
-from megatron_rl.hosts.carried_log_probs import carried_log_probs
-from megatron_rl.hosts.carrier import Carrier, carry
 from megatron_rl.hosts.contract import OWN
-from megatron_rl.hosts.placed_head import place_head, take_over
+from megatron_rl.hosts.heads.carried_log_probs import carried_log_probs
+from megatron_rl.hosts.heads.carrier import Carrier, carry
+from megatron_rl.hosts.heads.placed_head import place_head, take_over
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.layout.groups import SINGLE

@@ -29,9 +29,10 @@ from test_roll import roll_forward_step, started_with
 from test_roll_log_probs import roll_file
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import placed_rows, roll
-from megatron_rl.hosts.carried_rows import CarriedRows
-from megatron_rl.hosts.roll_head import place
+from megatron_rl.hosts import roll
+from megatron_rl.hosts.heads import placed_rows
+from megatron_rl.hosts.heads.carried_rows import CarriedRows
+from megatron_rl.hosts.heads.roll import place
 from megatron_rl.hosts.roll_loss import RollLoss
 from megatron_rl.testing.ranks import run_ranks
 
@@ -169,7 +170,7 @@ def measured_on_a_rank(rank: int, tp: int, is_rolls: bool):
     else:
         own = own_log_probs.roll_modules()["roll.distributed.strategy.megatron_strategy"].MegatronInferStrategy
         hook = mca_lora_logits_postprocess_hook
-    importlib.import_module("megatron_rl.hosts.roll_log_probs").install("ROLL", roll.PROBED)
+    importlib.import_module("megatron_rl.hosts.heads.roll").install("ROLL", roll.PROBED)
     strategy = SimpleNamespace(
         megatron_train_args=SimpleNamespace(cross_entropy_loss_fusion=False),
         worker_config=SimpleNamespace(logits_in_fp32=True),

@@ -25,7 +25,7 @@ from megatron_rl.testing.ranks import run_ranks
 
 
 def install() -> None:
-    importlib.import_module("megatron_rl.hosts.roll_log_probs").install("ROLL", roll.PROBED)
+    importlib.import_module("megatron_rl.hosts.heads.roll").install("ROLL", roll.PROBED)
 
 
 def on_a_rank(rank: int, tp: int):

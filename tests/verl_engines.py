@@ -115,7 +115,7 @@ def run_verl(
     import megatron_rl.hosts.verl_plugin  # noqa: F401  # as verl's plugin loader does in each worker
 
     if layout.has_our_log_probs:
-        import megatron_rl.hosts.verl_log_probs  # noqa: F401  # as verl does for external_lib
+        import megatron_rl.hosts.heads.verl  # noqa: F401  # as verl does for external_lib
     engine_workers.initialize_global_process_group_ray = lambda **options: None
     engine_workers.set_numa_affinity = lambda: None
     use_own_bridge()

@@ -21,9 +21,9 @@ from megatron_rl.config import Backend, PolicyLossConfig, PolicyMetrics, Route, 
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.args import INIT_LINE, TOTALS_OF_HOST, Host, HostOptions, names_ours
 from megatron_rl.hosts.batch import HostBatch, is_absent, read_host_batch, require
-from megatron_rl.hosts.carrier import carried
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.flags import KL_ESTIMATORS, kl_key
+from megatron_rl.hosts.heads.carrier import carried
 from megatron_rl.hosts.host_run import RUNS, HostRun, StepGuard
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.reducer import check_no_phantom_tokens

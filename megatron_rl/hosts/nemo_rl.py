@@ -31,7 +31,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.choice import CORRECTION_SETTINGS, DIVISOR, Given, Launch, Offer, Reader, make_launch, typed_if, value_at
 from megatron_rl.hosts.contract import SUMMED, TIMES_CP, Contract, Stage
 from megatron_rl.hosts.dense_rows import is_carried, is_proportional, numbers
-from megatron_rl.hosts.nemo_rl_log_probs import FUSED_HEAD, with_our_worker
+from megatron_rl.hosts.heads.nemo_rl import FUSED_HEAD, with_our_worker
 from megatron_rl.hosts.nemo_rl_loss import NemoLoss, with_prompt_weights
 from megatron_rl.hosts.sampler_rule import MODES, Sampler, Scores
 from megatron_rl.hosts.start_check import end_after_check

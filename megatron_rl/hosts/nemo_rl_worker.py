@@ -8,9 +8,9 @@ import ray
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
+from megatron_rl.hosts.heads.nemo_rl import FUSED_HEAD, install
+from megatron_rl.hosts.heads.placed_rows import place_rows
 from megatron_rl.hosts.nemo_rl import PROBED, TITLE
-from megatron_rl.hosts.nemo_rl_log_probs import FUSED_HEAD, install
-from megatron_rl.hosts.placed_rows import place_rows
 
 install(TITLE, PROBED)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_rl.aggregation import regularizer_weights, weigh_tokens
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.carried_rows import CarriedRows, rows_of
 from megatron_rl.hosts.choice import Launch
 from megatron_rl.hosts.dense_rows import refuse_nonfinite, step_line
+from megatron_rl.hosts.heads.carried_rows import CarriedRows, rows_of
 from megatron_rl.hosts.roll import CONTRACT, HEAD, PROBED, STRATEGY_CONTRACT
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.choice import value_at
+from megatron_rl.hosts.heads.roll import install, models_of, place
 from megatron_rl.hosts.model_notes import check_model
 from megatron_rl.hosts.roll import CONTRACT, PROBED, RECOMPUTE, TITLE, has_log_probs, read, trains_ours
-from megatron_rl.hosts.roll_head import models_of, place
-from megatron_rl.hosts.roll_log_probs import install
 from megatron_rl.hosts.roll_loss import RollLoss
 from megatron_rl.megatron.model import model_config_of
 

@@ -32,10 +32,10 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.choice import DIVISOR, Given, Launch, Reader, make_launch, read_word, typed_if
 from megatron_rl.hosts.contract import AVERAGED, TIMES_CP, Contract, Stage
 from megatron_rl.hosts.dense_rows import EACH_ROW, Rollouts, is_proportional, loss_of_rows, step_line
+from megatron_rl.hosts.heads.skyrl import InWorkers
 from megatron_rl.hosts.run import Run
 from megatron_rl.hosts.sampler_rule import MODES, Sampler, Scores
 from megatron_rl.hosts.skyrl_driver import METHODS, TRAINER, count_trajectories
-from megatron_rl.hosts.skyrl_log_probs import InWorkers
 from megatron_rl.hosts.start_check import end_after_check, end_with_problems
 from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs, policy_loss_names
 from megatron_rl.metrics.step import finalise_metrics

@@ -20,9 +20,9 @@ from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyLossConfig, Route, Su
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import HostLaunch, HostOptions
 from megatron_rl.hosts.checks import check_launch, launch_warnings
+from megatron_rl.hosts.heads.placed_head import take_over
 from megatron_rl.hosts.host_run import RUNS, begin_run
 from megatron_rl.hosts.names import dropped_flags
-from megatron_rl.hosts.placed_head import take_over
 from megatron_rl.hosts.run import ranks_in_words
 from megatron_rl.hosts.skipped_log_probs import leave_out_forward
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups

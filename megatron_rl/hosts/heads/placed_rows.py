@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_rl.hosts.carried_rows import carry_rows
-from megatron_rl.hosts.placed_head import place_head
+from megatron_rl.hosts.heads.carried_rows import carry_rows
+from megatron_rl.hosts.heads.placed_head import place_head
 from megatron_rl.layout.groups import Group
 from megatron_rl.megatron.head import OWN, HeadInputs, HeadSettings, own_forward
 

@@ -1,4 +1,4 @@
-"""Our log-probabilities in verl: `actor_rollout_ref.model.external_lib=megatron_rl.hosts.verl_log_probs`.
+"""Our log-probabilities in verl: `actor_rollout_ref.model.external_lib=megatron_rl.hosts.heads.verl`.
 
 verl imports the module that external_lib names in each process that makes a model, before its engine; or by
 VERL_USE_EXTERNAL_MODULES in the environment. This import replaces the functions of REPLACEMENTS, for the actor, the reference
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.after_import import after_import
-from megatron_rl.hosts.carried_rows import CarriedRows
-from megatron_rl.hosts.log_probs import (
+from megatron_rl.hosts.heads.carried_rows import CarriedRows
+from megatron_rl.hosts.heads.log_probs import (
     Applied,
     Installer,
     Replacement,
@@ -40,7 +40,7 @@ from megatron_rl.hosts.log_probs import (
     log_probs_of_hidden,
     log_probs_of_logits,
 )
-from megatron_rl.hosts.placed_rows import place_rows, with_logits
+from megatron_rl.hosts.heads.placed_rows import place_rows, with_logits
 from megatron_rl.hosts.verl import PROBED, TITLE
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 
@@ -107,7 +107,7 @@ def of_hidden(theirs: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         if reduction.lower() != "none":
             raise ConfigError(
                 f"linear_cross_entropy with reduction={reduction!r}: megatron_rl's head gives each token its log-probability; ask "
-                "for 'none', or take external_lib=megatron_rl.hosts.verl_log_probs out of the launch"
+                "for 'none', or take external_lib=megatron_rl.hosts.heads.verl out of the launch"
             )
         group = SINGLE if dist_process_group is None else dist_process_group
         if group.size() > 1 and torch.is_grad_enabled() and hidden.requires_grad and type(hidden.grad_fn).__name__ != GATHER:

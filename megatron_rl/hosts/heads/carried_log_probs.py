@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.batch import read_host_responses
-from megatron_rl.hosts.carrier import Carrier, carried
+from megatron_rl.hosts.heads.carrier import Carrier, carried
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.loss import read_plan
 from megatron_rl.layout.groups import resolve_group

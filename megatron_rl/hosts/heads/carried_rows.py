@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.hosts.carrier import OF_EVERY_CARRIER, of_data, refusal, takes
+from megatron_rl.hosts.heads.carrier import OF_EVERY_CARRIER, of_data, refusal, takes
 from megatron_rl.layout.groups import Group
 from megatron_rl.megatron.head import HeadInputs, whole_sequences
 

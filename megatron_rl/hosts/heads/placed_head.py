@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.args import BUILDER, MEASURE, Host, of_head
-from megatron_rl.hosts.carried_log_probs import carried_log_probs
-from megatron_rl.hosts.carrier import Carrier, carry
 from megatron_rl.hosts.contract import Replaced
+from megatron_rl.hosts.heads.carried_log_probs import carried_log_probs
+from megatron_rl.hosts.heads.carrier import Carrier, carry
 from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import Group, ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.lm_head import fp32_head_logits

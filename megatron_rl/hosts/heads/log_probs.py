@@ -1,10 +1,10 @@
 """Our log-probabilities in the place of a trainer's own, for whichever loss trains there: one setting a host.
 
     host      setting                                                                       whose module does it
-    verl      actor_rollout_ref.model.external_lib=megatron_rl.hosts.verl_log_probs          verl_log_probs
-    NeMo-RL   ++loss_fn.megatron_rl_log_probs=megatron_rl                                    nemo_rl_log_probs
-    SkyRL     megatron_rl.log_probs=megatron_rl                                              skyrl_log_probs
-    ROLL      actor_train.system_envs.MEGATRON_RL_LOG_PROBS: megatron_rl                     roll_log_probs
+    verl      actor_rollout_ref.model.external_lib=megatron_rl.hosts.heads.verl          verl
+    NeMo-RL   ++loss_fn.megatron_rl_log_probs=megatron_rl                                    nemo_rl
+    SkyRL     megatron_rl.log_probs=megatron_rl                                              skyrl
+    ROLL      actor_train.system_envs.MEGATRON_RL_LOG_PROBS: megatron_rl                     roll
 
 Each module has a table of `Replacement`: the name that the host looks up, its arguments as they were probed, and the function that
 takes its place. The name is replaced where it is defined, right after that module is loaded, and in each module of the host that
@@ -40,8 +40,8 @@ from torch import Tensor
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.errors import ConfigError, DataError, place_of
 from megatron_rl.hosts.after_import import after_import
-from megatron_rl.hosts.carried_rows import CarriedRows, rows_of
 from megatron_rl.hosts.contract import looks_up, part_of, signature_problem
+from megatron_rl.hosts.heads.carried_rows import CarriedRows, rows_of
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import Group
 from megatron_rl.ops.backends import runs_eagerly

@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.contract import place_of
-from megatron_rl.hosts.log_probs import CHUNKED_ARGUMENTS, WHOLE_ARGUMENTS, Installer, Replacement, rows_in_chunks, whole_rows
+from megatron_rl.hosts.heads.log_probs import CHUNKED_ARGUMENTS, WHOLE_ARGUMENTS, Installer, Replacement, rows_in_chunks, whole_rows
 
 MODULE = "nemo_rl.distributed.model_utils"
 FUSED_HEAD = "policy.megatron_cfg.use_fused_linear_logprobs"

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.hosts.log_probs import (
+from megatron_rl.hosts.heads.log_probs import (
     CHUNKED_ARGUMENTS,
     WHOLE_ARGUMENTS,
     Applied,
