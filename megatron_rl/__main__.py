@@ -59,8 +59,9 @@ def run_command(arguments: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
-        if is_training:  # @FILE has an argument in each line
-            arguments = ArgumentParser("megatron-rl train", add_help=False, fromfile_prefix_chars="@").parse_known_args(arguments)[1]
+        if is_training:
+            reader = ArgumentParser("megatron-rl train", add_help=False, fromfile_prefix_chars="@")
+            arguments = reader.parse_known_args(arguments)[1]  # with the lines of @FILE in its place
         with StartSignals("train") if is_training else contextlib.nullcontext():
             for name, line in COMMANDS.items():
                 command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)

@@ -264,7 +264,7 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     },
     "docs/step_by_hand.md": EXPLAIN_A_STEP | {"block": Producer(outputs.of_block)},
     "docs/explain.md": EXPLAIN,
-    "docs/doctor.md": {"megatron-rl doctor, on a machine with a broken package and without psutil": Producer(outputs.of_a_sick_machine)},
+    "docs/doctor.md": {"megatron-rl doctor, on a machine with a broken package": Producer(outputs.of_a_sick_machine)},
     "docs/selftest.md": {
         "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest_in_short, is_tested=False, **OF_RANKS),
         "a forward step that divides by cp": Producer(outputs.of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),

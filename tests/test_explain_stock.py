@@ -46,7 +46,7 @@ def test_a_mean_of_means_by_hand():
 
 
 def test_every_weight_that_depends_on_the_layout_stands_for_one_that_does_not():
-    """Each sample in a micro-batch of its own, on a rank of its own, has another weight under the first and the same under the second."""
+    """Each sample alone on a rank has another weight under the first, and the same under the second."""
     alone = [[[int(tokens)]] for tokens in TOKENS]
     for weight in {weight for weights in STOCK.values() for weight in weights.values()}:
         here, there = (weights_of(weight, layout, DIVISOR, PROMPTS) for layout in (LAYOUT, alone))

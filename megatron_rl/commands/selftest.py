@@ -118,8 +118,8 @@ class Screen:
 
 
 def settle_names(args: Namespace) -> Sequence[str]:
-    """Registers a loss, an aggregation and a KL term of a user's own, before megatron_rl.testing makes its tables, and leaves in args
-    their names in the rows. Returns warnings. Raises ConfigError for one that is not what it declares, or has no rows."""
+    """Registers a loss, an aggregation and a KL term of a user's own, before megatron_rl.testing makes its tables, and leaves their
+    names in the rows in args. Returns warnings. Raises ConfigError for one that is not what it declares, or has no rows."""
     from megatron_rl.config import PolicyLossConfig
     from megatron_rl.loss_hub import PASSED_INPUTS, get_loss_aggregation, get_policy_loss
     from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, get_kl_estimator

@@ -101,7 +101,7 @@ def _others(facts: Facts) -> Iterator[Finding]:
         elif package["state"] == "here":
             yield Finding(subject, OK, package.get("version", ""))
         elif name == "triton" and has_cuda:
-            yield Finding(subject, PROBLEM, "not installed, and --policy-loss-backend auto refuses CUDA without it: pip install triton")
+            yield Finding(subject, PROBLEM, "not installed, and the backend auto refuses CUDA without it: pip install triton")
         elif name == "psutil" and facts["megatron"]["state"] == "here":
             yield Finding(subject, PROBLEM, "not installed, and Megatron's checkpoints hang without it: pip install psutil")
         else:

@@ -92,9 +92,7 @@ def collect_facts() -> dict[str, Facts]:
     """{name: facts}: state is "here", "broken" (error says why) or "absent"; beside it version and what DETAILS adds."""
     launched = {name: _launch(name) for name in DETAILS if _is_there(name)}
     end = time.monotonic() + SECONDS  # which all share
-    facts: dict[str, Facts] = {
-        name: _answer(launched[name], end) if name in launched else {"state": "absent"} for name in DETAILS
-    }
+    facts: dict[str, Facts] = {name: _answer(launched[name], end) if name in launched else {"state": "absent"} for name in DETAILS}
     facts["python"] = {"version": ".".join(map(str, sys.version_info[:3]))}
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     facts["machine"] = {"has_nvidia_device": os.path.exists("/dev/nvidiactl") and not is_hidden}
