@@ -52,7 +52,7 @@ NOT_RUN = (
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.usage, parser.epilog = USAGE, EXIT_CODES
     step = parser.add_argument_group(title="the step, from one of three sources")
-    source = step.add_mutually_exclusive_group(required=True)
+    source = step.add_mutually_exclusive_group()
     source.add_argument("--response-lengths", metavar="LIST", help="Tokens of each response, as in 3,5,8.")
     source.add_argument("--rollouts", metavar="FILE", help="What train --rollouts reads, or JSON lines of one sample each.")
     between = "| between micro-batches and || between ranks: '3100,900|2500,700'."
@@ -97,7 +97,9 @@ def run(args: Namespace) -> int:
 def check_flags(args: Namespace) -> None:
     """No flag that is given does nothing; every problem at once."""
     given = {name: value for name, value in vars(args).items() if value is not None and value is not False}
-    source = next(name for name in IDLE if name in given)
+    source = next((name for name in IDLE if name in given), None)
+    if source is None:
+        raise ConfigError("nothing to explain: give a step, as --response-lengths 3,5,8 --prompt-ids a,a,b")
     idle = [LAYOUT_FLAGS.get(name, flag_of(name)) for name in IDLE[source] if name in given]
     problems = [f"{flag} does nothing with {flag_of(source)}: remove it" for flag in idle]
     if args.host is None:
