@@ -203,17 +203,17 @@ ROUTER_MISTAKES = {
 
 EP2 = Layout(expert=2)
 ROUTER_LAYOUTS = [Layout(expert=2, packed=True), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)]
-# name -> (layout, losses with their mistake, arguments of the router's method for the z-loss)
-ROUTER_RUNS = {str(asked): (asked, (), None) for asked in ROUTER_LAYOUTS}
+# name -> (layout, losses with their mistake)
+ROUTER_RUNS = {str(asked): (asked, ()) for asked in ROUTER_LAYOUTS}
 PAIRS = (("z_loss", "seq_aux_loss"), ("aux_loss", "global_aux_loss"))
-ROUTER_RUNS |= {f"mistakes {n}": (EP2, wrong, None) for n, wrong in enumerate(PAIRS)} | {"another": (EP2, (), ("logits",))}
+ROUTER_RUNS |= {f"mistakes {n}": (EP2, wrong) for n, wrong in enumerate(PAIRS)}
 
 
 def router_runs_on_rank(rank: int) -> dict[str, tuple[list[RowResult], Setting]]:
     found, truth = {}, functools.cache(lambda *key: truth_of_router_losses(ragged_samples(), *key))
     selftest_steps.truth_of_router_losses, selftest_steps.truths_of = lambda samples, *key: truth(*key), lambda *_: {}
     all_rows = [row for row in table(lambda case: False) if row.case is None]
-    for run, (asked, wrong, arguments) in ROUTER_RUNS.items():
+    for run, (asked, wrong) in ROUTER_RUNS.items():
         # Each pair of mistakes is looked for under one of the two contracts.
         is_per_token = None if not wrong else wrong != PAIRS[0]
         rows = [row for row in all_rows if row.is_probe or is_per_token in (None, row.name.endswith("per-token"))]
@@ -221,8 +221,7 @@ def router_runs_on_rank(rank: int) -> dict[str, tuple[list[RowResult], Setting]]
         for name in wrong:
             method, mistake, _ = ROUTER_MISTAKES[name]
             changed[method] = functools.partial(mistake, changed[method])
-        methods = router_losses._METHODS | ({} if arguments is None else {"apply_z_loss": arguments})
-        with mock.patch.multiple(router_losses, _EXACT=changed, _METHODS=methods):
+        with mock.patch.object(router_losses, "_EXACT", changed):
             bench = WholeSteps(asked, 2, has_experts=True)
             found[run] = list(run_selftest(bench, settings.append, rows=rows)), settings[0]
     return found
@@ -249,15 +248,7 @@ def test_auxiliary_losses_of_routers_have_rows_under_both_contracts(of_routers, 
 
 
 @megatron
-def test_a_megatron_whose_router_cannot_be_exact_leaves_these_rows_out(of_routers):
-    rows, setting = of_routers["another"]
-    assert [row.name for row in rows] == ["schedule probe", "schedule probe, experts"] and setting.cuts == {}
-    said = "auxiliary losses of routers: --router-aux-loss exact replaces TopKRouter.apply_z_loss(logits), and"
-    assert said in setting.left_out[-2]
-
-
-@megatron
-@pytest.mark.parametrize("run", [name for name, (_, wrong, _) in ROUTER_RUNS.items() if wrong])
+@pytest.mark.parametrize("run", [name for name, (_, wrong) in ROUTER_RUNS.items() if wrong])
 def test_a_mistake_in_an_auxiliary_loss_fails_its_row_alone(of_routers, run):
     (_, _, *rows), _ = of_routers[run]
     for row, name in zip(rows, ROUTER_MISTAKES, strict=True):
