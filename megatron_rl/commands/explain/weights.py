@@ -115,13 +115,9 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
 
 
 def count_input(step: StepInput, config: PolicyLossConfig) -> HostCounts:
-    needing = ["--loss-aggregation"] * get_loss_aggregation(config.loss_aggregation).needs_prompts
-    needing += ["--samples-per-prompt"] * (config.samples_per_prompt is not None)
-    if needing and step.prompts is None:
-        raise ConfigError(
-            f"{' and '.join(needing)}: {step.source} does not say which samples share a prompt; give --prompt-ids a,a,b, or a "
-            "prompt_id in each line"
-        )
+    name = config.loss_aggregation
+    if get_loss_aggregation(name).needs_prompts and step.prompts is None:
+        raise ConfigError(f"--loss-aggregation {name}: {step.source} does not say which samples share a prompt; give --prompt-ids")
     return count_rollouts(step.masks, step.prompts, step.rollout_keys, config, config.samples_per_prompt)
 
 
