@@ -21,20 +21,17 @@ from megatron_rl.validation import config_warnings, flag_of
 EXIT_UNSOUND = 1
 EXIT_CODES = "Exit code: 0; 1 where the host would train another weight, and for bad data; 2 for wrong settings."
 TRAIN = "train"
-LAYOUT_FLAGS = {
-    "tensor": "--tensor-model-parallel-size",
-    "context": "--context-parallel-size",
-    "pipeline": "--pipeline-model-parallel-size",
-    "data": "--data-parallel-size",
-    "num_microbatches": "--num-microbatches",
-}
+SIZES = (
+    *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"),
+    "num_microbatches",
+)
 # Where the step comes from -> the flags that do nothing then.
 IDLE = {
     "response_lengths": ("rollout_index", "stock"),
     "rollouts": ("prompt_ids", "rollout_ids", "loss_masks", "stock"),
     "micro_batches": ("rollout_ids", "loss_masks", "rollout_index", "host", "json"),
 }
-IDLE_WITHOUT_HOST = (*LAYOUT_FLAGS, "calculate_per_token_loss")
+IDLE_WITHOUT_HOST = (*SIZES, "calculate_per_token_loss")
 # Flags of the loss that a weight, or a factor behind it, depends on. --help lists no others: all are taken, and checked.
 FLAGS_OF_WEIGHTS = (
     *("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "samples_per_prompt", "allow_partial_prompt_groups"),
@@ -65,9 +62,9 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     host.add_argument("--stock", metavar="HOST:NAME", help="What this aggregation of the trainer weighs: verl:token-mean.")
     hosts = (*ADAPTER_NAMES, TRAIN)
     host.add_argument("--host", choices=hosts, help="Whose loop trains our loss: the chain from weight to gradient is shown.")
-    for name, flag in LAYOUT_FLAGS.items():
+    for name in SIZES:
         of_rank = "Of each rank. " if name == "num_microbatches" else ""
-        host.add_argument(flag, dest=name, type=int, metavar="SIZE", help=f"{of_rank}Default: 1.")
+        host.add_argument(flag_of(name), type=int, metavar="SIZE", help=f"{of_rank}Default: 1.")
     host.add_argument("--calculate-per-token-loss", action="store_true", help="The launch sets Megatron's flag of that name.")
     output = parser.add_argument_group(title="output")
     output.add_argument("--rows", type=int, default=16, metavar="COUNT", help="Samples and prompts to print. Default: 16.")
@@ -100,15 +97,14 @@ def check_flags(args: Namespace) -> None:
     source = next((name for name in IDLE if name in given), None)
     if source is None:
         raise ConfigError("nothing to explain: give a step, as --response-lengths 3,5,8 --prompt-ids a,a,b")
-    idle = [LAYOUT_FLAGS.get(name, flag_of(name)) for name in IDLE[source] if name in given]
-    problems = [f"{flag} does nothing with {flag_of(source)}: remove it" for flag in idle]
+    problems = [f"{flag_of(name)} does nothing with {flag_of(source)}: remove it" for name in IDLE[source] if name in given]
     if args.host is None:
-        idle = [LAYOUT_FLAGS.get(name, flag_of(name)) for name in IDLE_WITHOUT_HOST if name in given]
+        idle = [flag_of(name) for name in IDLE_WITHOUT_HOST if name in given]
         problems += [f"{flag} does nothing without --host: remove it, or give --host" for flag in idle]
     if source == "micro_batches" and args.stock is None:
         problems.append("--micro-batches without --stock: say whose weights, as --stock verl:token-mean")
-    sizes = {flag: given[name] for name, flag in LAYOUT_FLAGS.items() if name in given} | {"--rows": args.rows}
-    problems += [f"{flag} {size} must be at least 1" for flag, size in sizes.items() if size < 1]
+    sizes = {name: given[name] for name in (*SIZES, "rows") if name in given}
+    problems += [f"{flag_of(name)} {size} must be at least 1" for name, size in sizes.items() if size < 1]
     if problems:
         raise ConfigError(problems)
 
@@ -121,7 +117,7 @@ def explain(args: Namespace) -> Explanation:
     configs, left_out = shown_configs(args, route, step)
     counts = count_input(step, configs[0])
     weighings = [Weighing(config, counts) for config in configs]
-    layout, chain = {name: vars(args)[name] or 1 for name in LAYOUT_FLAGS}, None
+    layout, chain = {name: vars(args)[name] or 1 for name in SIZES}, None
     if args.host in SETTINGS_NAMES:
         check_adapter(args.host, weighings[0], per_token=args.calculate_per_token_loss)
     if args.host is not None:

@@ -23,7 +23,7 @@ from megatron_rl.hosts.contract import AVERAGED, SUMMED, Stage
 # The weight of an aggregation that declares no formula.
 OWN_WEIGHT = Formula(w_i=1)
 FINALIZE = "divides by the tokens that all ranks have counted"
-Layout = dict[str, int]  # tensor, context, pipeline, data, num_microbatches
+Layout = dict[str, int]  # the sizes of the process groups, and num_microbatches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +135,7 @@ def _has_a_part(formula: Formula, left_over: Formula) -> bool:
 def _symbols(weighing: Weighing, layout: Layout) -> dict[str, Tensor]:
     counts, totals = weighing.counts, weighing.counts.totals
     symbols: dict[str, float | Tensor | None] = {
-        **{"M": layout["num_microbatches"], "dp": layout["data"], "cp": layout["context"]},
+        **{"M": layout["num_microbatches"], "dp": layout["data_parallel_size"], "cp": layout["context_parallel_size"]},
         **{"N": totals.num_samples, "R": totals.num_samples, "P": totals.num_prompts, "L": weighing.divisor},
         **{"T": totals.num_tokens, "T_all": totals.num_tokens, "T'": int(counts.tokens.clamp(min=1).sum())},
         **{"m_i": counts.tokens, "M_roll": counts.rollout_tokens, "M_j": counts.rollout_tokens, "k_j": counts.rollout_rows},
