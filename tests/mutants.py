@@ -133,7 +133,7 @@ JUDGES = {
     "testing/reference.py": "layouts step_check | selftest",
     "testing/loss_": "loss_hub | pytest_plugin",
     "testing/step_": "step_check | step_mistakes",
-    "commands/explain/": "explain explain_chain explain_table explain_files explain_corrections",
+    "commands/explain/": "explain explain_chain explain_table explain_files explain_stock",
 }
 
 

@@ -65,7 +65,6 @@ WITHOUT_EXTRA = {
 IMPORTED_ELSEWHERE = {
     "psutil": "Megatron's dist_checkpointing",
     "tensorboard": "torch.utils.tensorboard",
-    "pyyaml": "files/settings_file.py",
     "pytest": "pytest_megatron_rl.py, beside the package",
     "liger-kernel": "benchmarks/peers.py, which tries each peer by its name",
 }
@@ -88,7 +87,7 @@ RUNS_TESTING = "commands/selftest.py"
 FILES_WITHOUT_TORCH = (
     "errors.py",
     "config.py",
-    *(f"files/{name}.py" for name in ("bounds", "json_values", "settings_file", "safetensors_header")),
+    *(f"files/{name}.py" for name in ("bounds", "json_values", "safetensors_header")),
     "aggregation_record.py",
     "rollout_groups.py",
 )
