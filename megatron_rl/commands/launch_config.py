@@ -18,8 +18,6 @@ from megatron_rl.validation import config_warnings
 PER_TOKEN_LINE = "--calculate-per-token-loss"
 LINES_OF_ROUTE: dict[Route | None, list[str]] = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE]}
 FILE_NAME = "megatron_rl.yaml"
-# What this command and `megatron-rl explain` are given for our loss.
-ROUTE_OF_OUR_LOSS = f"--route {Route.CUSTOM_LOSS}"
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -40,7 +38,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def run(args: Namespace) -> int:
-    config = validate_megatron_rl_args(args, Route(args.route), takes_our_loss_by=ROUTE_OF_OUR_LOSS)
+    config = validate_megatron_rl_args(args, Route(args.route))
     print(yaml_text(settings_of_file(args, config)), end="")
     for warning in config_warnings(config):
         print(f"megatron_rl: {warning}", file=sys.stderr)

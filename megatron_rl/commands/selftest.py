@@ -69,7 +69,8 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 def run(args: Namespace) -> int:
     """Exit code 0 when every row passes, 1 when one fails; the same on every rank."""
     started = time.monotonic()
-    warnings = [] if args.policy_loss is None else check_loss(args.policy_loss)
+    if args.policy_loss is not None:
+        check_loss(args.policy_loss)
     if args.loss_aggregation is not None:
         args.loss_aggregation = aggregation_of(args.loss_aggregation, args.model_like)
     if args.kl_estimator is not None:
@@ -77,8 +78,6 @@ def run(args: Namespace) -> int:
     if args.interpret_triton:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks where a kernel is defined, which is later
     screen = Screen(as_json=args.json, shows=os.environ.get("RANK", "0") == "0")
-    for warning in warnings:
-        screen.say(warning)
     try:
         for result in results(args, screen):
             screen.show(result)
@@ -146,16 +145,15 @@ class Screen:
         return all(result.passed for result in self.results)
 
 
-def check_loss(name: str) -> Sequence[str]:
+def check_loss(name: str) -> None:
     """Registers a loss of a user's own; megatron_rl.testing makes its tables from the registered losses, so it is imported later.
-    Returns warnings. Raises ConfigError for a loss that is not what it declares, and for one that needs what the step has not."""
+    Raises ConfigError for a loss that is not what it declares, and for one that needs what the step has not."""
     from megatron_rl.config import PolicyLossConfig
     from megatron_rl.loss_hub import PASSED_INPUTS, get_policy_loss
-    from megatron_rl.validation.own_loss import own_loss_problems, own_loss_warnings
+    from megatron_rl.validation.own_functions import loss_problems
 
     needs = [need for need in get_policy_loss(name).needs if need in PASSED_INPUTS]
-    config = PolicyLossConfig(policy_loss=name)
-    problems = [*own_loss_problems(config)]
+    problems = [*loss_problems(PolicyLossConfig(policy_loss=name))]
     if needs:
         problems.append(
             f"--policy-loss {name} needs {', '.join(needs)}, which the samples of the selftest have not: test it with the pytest "
@@ -163,7 +161,6 @@ def check_loss(name: str) -> Sequence[str]:
         )
     if problems:
         raise ConfigError(problems)
-    return own_loss_warnings(config)
 
 
 def aggregation_of(name: str, model_like: str | None) -> str:
@@ -182,7 +179,7 @@ def estimator_of(name: str, model_like: str | None) -> str:
     """The name in its rows. One of a user's own is registered, before the tables are made. ConfigError: it is not what it declares,
     or has no rows."""
     from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, get_kl_estimator
-    from megatron_rl.validation.own_terms import estimator_problems
+    from megatron_rl.validation.own_functions import estimator_problems
 
     record = get_kl_estimator(name)
     problems = [] if KL_ESTIMATORS.is_built_in(record.name) else [*estimator_problems(record)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError, printable
-from megatron_rl.files.bounds import is_regular, read_regular
+from megatron_rl.files.bounds import read_regular
 from megatron_rl.files.json_values import parse_json
 
 # A file of settings has some thousand bytes; the parsers take seconds for a megabyte.
@@ -17,8 +17,6 @@ LARGEST_FILE = 2**18
 
 def read_settings_file(path: Path) -> dict[str, Any]:
     """The settings by name. ConfigError, which names the file, where it cannot be read or has none."""
-    if not is_regular(path):
-        raise ConfigError(f"{path} is no file here: start from the folder that the launch starts from")
     try:
         text = read_regular(path, LARGEST_FILE).decode("utf-8")
         parsers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": parse_json}

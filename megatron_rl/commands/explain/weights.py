@@ -17,7 +17,6 @@ from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.commands.launch_config import ROUTE_OF_OUR_LOSS
 from megatron_rl.config import PolicyLossConfig, RejectedTokens, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.rewards import HostCounts, count_rollouts
@@ -95,7 +94,7 @@ class Weighing:
 
 def judged_settings(args: Namespace, route: Route, **changes: object) -> PolicyLossConfig:
     """Our settings as typed, with changes, judged by the route's rules."""
-    return validate_megatron_rl_args(Namespace(**given_settings(args) | changes), route, takes_our_loss_by=ROUTE_OF_OUR_LOSS)
+    return validate_megatron_rl_args(Namespace(**given_settings(args) | changes), route)
 
 
 def check_prompts(aggregation: str, step: StepInput) -> None:
