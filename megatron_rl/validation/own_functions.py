@@ -301,7 +301,7 @@ def _probes() -> dict[str, Tensor]:  # [NUM_PROBES] each, float32
     log_probs = log_ratio.clamp(max=0.0) - 10 ** (4 * drawn[4] - 3)  # no probability is above 1, the old one neither
     return {
         "log_ratio": log_ratio,
-        "other_log_ratio": log_ratio.roll(1),
+        "other_log_ratio": log_ratio.flip(0),
         "advantages": advantages,
         "log_probs": log_probs,
         "old_log_probs": log_probs - log_ratio,
