@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field
 from itertools import pairwise
 from numbers import Integral, Real
@@ -20,9 +20,9 @@ from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import (
     AGGREGATIONS,
+    POLICY_LOSSES,
     Parameter,
     declared_parameters,
-    get_policy_loss,
     parameters_without_torch,
 )
 from megatron_rl.validation import (
@@ -92,7 +92,7 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
             # A store_true flag cannot be given as false, so false counts as not given.
             if value is not False:
                 set_flags.add(flag_of(field.name))
-    _import_loss(settings.get("policy_loss"))
+    POLICY_LOSSES.find_or_none(settings.get("policy_loss"))  # its import declares parameters; a rule reports a wrong name
     # A value that cannot be read stays as it is; the rules report it.
     parameters: dict[str, Any] = {name: read_number(given[name]) for name in declared_parameters() if given.get(name) is not None}
     launch = Settings(
@@ -121,15 +121,7 @@ def _import_named_loss(command_line: Sequence[str]) -> None:
         flag, equals, value = argument.partition("=")
         name = value if equals else following
         if flag == "--policy-loss" and "." in name:  # any other is built in
-            _import_loss(name)
-
-
-def _import_loss(name: Any) -> None:
-    """Registers the loss, so that its parameters are known. Validation reports a wrong name, together with other problems."""
-    try:
-        get_policy_loss(name)
-    except ConfigError:
-        pass
+            POLICY_LOSSES.find_or_none(name)
 
 
 def given_settings(args: Namespace) -> dict[str, object]:
@@ -193,19 +185,17 @@ _READERS: dict[str, Callable[[object], object]] = {
 _METAVARS = {"float": "NUMBER", "int": "COUNT", "bool": None, "str": "NAME"}
 
 
-def _dropped_flags(given: dict[str, object]) -> list[str]:
+def _dropped_flags(given: Mapping[str, object]) -> Iterator[str]:
     """A message for each setting that a launcher dropped, or whose key is misspelled: the run would train with the default."""
-    problems = []
     if "loss_aggregation" not in given:
-        problems.append(
-            "loss_aggregation is missing from args: the launcher dropped --loss-aggregation, as some do with flags that they do "
-            "not know, or a key is misspelt; start with python -m megatron_rl.hosts.launch"
+        yield (
+            "loss_aggregation is missing from args: the launcher dropped --loss-aggregation, as some do with flags that they do not "
+            "know, or its key is misspelt; start with python -m megatron_rl.hosts.launch"
         )
     for flag in routes_of_flags():
         key = flag.removeprefix("--")
         if "-" in key and key in given:
-            problems.append(f"{key}={given[key]!r} has no effect: keys have underscores; write {field_of(flag)}")
-    return problems
+            yield f"{key}={given[key]!r} has no effect: keys have underscores; write {field_of(flag)}"
 
 
 def _kind(field: Field) -> str:

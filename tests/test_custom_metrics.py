@@ -93,14 +93,14 @@ REFUSED = {
     "of_pairs": "'of_pairs' returned (4095,) torch.float32",
     "imaginary": "'imaginary' returned (4096,) torch.complex64",
     "number": "'number' returned float: its value must be (4096,)",
-    "nothing": "nothing cannot be computed: DataError: it has no value: return a vector, one number for each token",
-    "centred": "custom_policy_metrics=centred depends at one token on the others, so it would change with the layout",
-    "far_from_the_rest": "=far_from_the_rest depends at one token on the others",
-    "misspelt": "=misspelt cannot be computed: AttributeError: 'TokenValues' object has no attribute 'ratio'",
-    "infinite": "=infinite is not finite for 512 of 4096 probes",
-    "writing": "=writing writes into its inputs: it must leave them as they are",
-    "largest": "=largest depends at one token on the others",
-    "surprise": "=surprise needs the entropy of each token: set --policy-metrics with_entropy",
+    "nothing": "=nothing with policy_metrics=basic cannot be computed: DataError: it has no value: return a vector",
+    "centred": "custom_policy_metrics=centred with policy_metrics=basic depends at one token on the others",
+    "far_from_the_rest": "=far_from_the_rest with policy_metrics=basic depends at one token on the others",
+    "misspelt": "=misspelt with policy_metrics=basic cannot be computed: AttributeError: 'TokenValues' object has no",
+    "infinite": "=infinite with policy_metrics=basic is not finite for 512 of 4096 probes",
+    "writing": "=writing with policy_metrics=basic writes into its inputs: it must leave them as they are",
+    "largest": "=largest with policy_metrics=basic depends at one token on the others",
+    "surprise": "=surprise with policy_metrics=basic cannot be computed: TypeError: ",
 }
 
 

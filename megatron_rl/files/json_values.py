@@ -14,7 +14,6 @@ from megatron_rl.files.bounds import LARGEST_SETTINGS, check_depth, open_regular
 
 REQUIRED = object()
 LARGEST_WHOLE = 2**31 - 1
-LARGEST_LINE = 2**31
 
 
 def parse_json(text: str) -> Any:
@@ -46,15 +45,10 @@ def parse_json_line(line: bytes, place: str, remedy: str = "") -> Any:
 
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a regular file from 1 on, one at a time. DataError where it cannot be read, or a line is too long."""
-    number = 0
+    """The lines of a regular file from 1 on, one at a time. DataError where it cannot be read."""
     try:
         with open_regular(path) as file:
-            while line := file.readline(LARGEST_LINE + 1):
-                number += 1
-                if len(line) > LARGEST_LINE:
-                    raise DataError(f"{path}, line {number} has more than {LARGEST_LINE} bytes")
-                yield number, line
+            yield from enumerate(file, 1)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 

@@ -255,28 +255,22 @@ def metric_problems(config: PolicyLossConfig) -> Iterator[str]:
     except ConfigError as error:
         yield from (f"--custom-policy-metrics: {problem}" for problem in error.problems)
         return
-    with_entropy = config.policy_metrics == PolicyMetrics.WITH_ENTROPY
-    for row in rows:
-        problem = next(_problems_of_metric(row, with_entropy=with_entropy), None)
-        if problem is not None and not with_entropy and not [*_problems_of_metric(row, with_entropy=True)]:
-            problem = f"custom_policy_metrics={row.name} needs the entropy of each token: set --policy-metrics with_entropy"
-        if problem is not None:
-            yield problem
-
-
-def _problems_of_metric(row: Metric, *, with_entropy: bool) -> Iterator[str]:
-    def values_of(*given: Tensor) -> Results:
-        tokens = TokenValues(*given)
-        values = row.value(tokens if with_entropy else replace(tokens, entropy=None))
-        check_values(row, values, given[0])
-        if values is None:
-            raise DataError("it has no value: return a vector, one number for each token")
-        return (values,)
-
+    has_entropy = config.policy_metrics == PolicyMetrics.WITH_ENTROPY
     probes = _probes()
-    ratios = bounded_exp(probes["log_ratio"])
-    others = (ratios, ratios > 1.2, probes["advantages"], probes["entropy"])
-    yield from trial(f"custom_policy_metrics={row.name}", values_of, (probes["log_probs"], probes["old_log_probs"], *others))
+    ratios, names = bounded_exp(probes["log_ratio"]), ("log_probs", "old_log_probs", "advantages", "entropy")
+    log_probs, old_log_probs, advantages, entropy = (probes[name] for name in names)
+    for row in rows:
+
+        def values_of(*given: Tensor, row: Metric = row) -> Results:
+            tokens = TokenValues(*given)
+            values = row.value(tokens if has_entropy else replace(tokens, entropy=None))
+            check_values(row, values, tokens.log_probs)
+            if values is None:
+                raise DataError("it has no value: return a vector, one number for each token")
+            return (values,)
+
+        name = f"custom_policy_metrics={row.name} with policy_metrics={config.policy_metrics}"
+        yield from trial(name, values_of, (log_probs, old_log_probs, ratios, ratios > 1.2, advantages, entropy))
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import Field
 from typing import TypeGuard
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
@@ -37,7 +36,7 @@ from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import model_problems
-from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REGISTRIES, Settings, flag_of, routes_of_flags
+from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REGISTRIES, Settings, field_of, flag_of, routes_of_flags
 
 _DEFAULTS = {field.name: field.default for field in flag_fields()}
 # Aggregations of verl, SkyRL and TRL, with underscores.
@@ -321,18 +320,14 @@ def steps_hold_whole_prompt_groups(launch: Settings) -> Iterator[str]:
 
 
 def flags_have_an_effect(launch: Settings) -> Iterator[str]:
-    given = {field.name: getattr(launch.config, field.name) for field in flag_fields() if _is_given(launch, field)}
-    routes_of_flag = routes_of_flags()
-    for name, value in (given | dict(launch.config.loss_parameters)).items():
-        flag = flag_of(name)
-        routes = routes_of_flag.get(flag, routes_of_flag["--policy-loss"])
-        if launch.route not in routes:
+    values = {field.name: getattr(launch.config, field.name) for field in flag_fields()} | dict(launch.config.loss_parameters)
+    for flag, routes in routes_of_flags().items():
+        name = field_of(flag)
+        is_given = flag in launch.set_flags or name in values and values[name] != _DEFAULTS.get(name)
+        if is_given and launch.route not in routes:
+            value = values[name]
             places = ", ".join(route for route in Route if route in routes)
             yield f"{name}={value!r} would be ignored on the route {launch.route}: {flag} works on {places}; remove it"
-
-
-def _is_given(launch: Settings, field: Field) -> bool:
-    return flag_of(field.name) in launch.set_flags or getattr(launch.config, field.name) != field.default
 
 
 def _is_count(value: object) -> TypeGuard[int]:
