@@ -18,22 +18,8 @@ from typing import Any
 from megatron_rl.built_in_losses import BUILT_IN_LOSSES
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import (
-    AGGREGATIONS,
-    POLICY_LOSSES,
-    Parameter,
-    declared_parameters,
-    parameters_without_torch,
-)
-from megatron_rl.validation import (
-    CHOICES,
-    REGISTRIES,
-    Settings,
-    field_of,
-    find_problems,
-    flag_of,
-    routes_of_flags,
-)
+from megatron_rl.loss_hub import AGGREGATIONS, POLICY_LOSSES, Parameter, declared_parameters, parameters_without_torch
+from megatron_rl.validation import CHOICES, REGISTRIES, Settings, field_of, find_problems, flag_of, routes_of_flags
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
@@ -189,8 +175,8 @@ def _dropped_flags(given: Mapping[str, object]) -> Iterator[str]:
     """A message for each setting that a launcher dropped, or whose key is misspelled: the run would train with the default."""
     if "loss_aggregation" not in given:
         yield (
-            "loss_aggregation is missing from args: the launcher dropped --loss-aggregation, as some do with flags that they do not "
-            "know, or its key is misspelt; start with python -m megatron_rl.hosts.launch"
+            "loss_aggregation is missing from args: the launcher dropped --loss-aggregation, as some do with flags that they do "
+            "not know, or its key is misspelt; start with python -m megatron_rl.hosts.launch"
         )
     for flag in routes_of_flags():
         key = flag.removeprefix("--")
