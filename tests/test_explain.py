@@ -175,11 +175,10 @@ MESSAGES = [
     (["--host", "slime", "--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
     (["--response-lengths", "2", "--loss-aggregation", "prompt_mean"], "needs to know which samples share a prompt"),
     (["--response-lengths", "2", "--loss-aggregation", "constant"], "needs --loss-aggregation-divisor L"),
-    (["--response-lengths", "2", "--loss-aggregation", "seq-mean-token-mean"], "is sample_mean here"),
+    (["--response-lengths", "2", "--loss-aggregation", "seq-mean-token-mean"], "is --loss-aggregation sample_mean"),
     (
         ["--response-lengths", "2", "--host", "slime", "--policy-loss", "gspo"],
-        "would be ignored on the route reducer: --policy-loss works on custom_loss, megatron_lm, train; remove it, or train our "
-        "loss: --route custom_loss",
+        "would be ignored on the route reducer: --policy-loss works on custom_loss, megatron_lm, train; remove it",
     ),
     (["--response-lengths", "2", "--samples-per-prompt", "2", "--prompt-ids", "a"], "1 of samples_per_prompt=2 samples"),
     (["--response-lengths", "2", "--samples-per-prompt", "2"], "--samples-per-prompt 2: the command line does not say which"),

@@ -80,4 +80,4 @@ def test_the_flags_of_a_file_are_judged_as_typed_ones(file, text, said, capsys):
 
 def test_a_missing_file_is_one_line(capsys):
     assert main(["train", "--settings", "nowhere.yaml"]) == 2
-    assert "nowhere.yaml is no file here" in capsys.readouterr().err
+    assert "nowhere.yaml cannot be read: " in capsys.readouterr().err
