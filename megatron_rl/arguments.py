@@ -18,7 +18,7 @@ from typing import Any
 from megatron_rl.built_in_losses import BUILT_IN_LOSSES
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import AGGREGATIONS, POLICY_LOSSES, Parameter, declared_parameters, parameters_without_torch
+from megatron_rl.loss_hub import POLICY_LOSSES, Parameter, declared_parameters, parameters_without_torch
 from megatron_rl.validation import CHOICES, REGISTRIES, Settings, field_of, find_problems, flag_of, routes_of_flags
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -118,17 +118,15 @@ def given_settings(args: Namespace) -> dict[str, object]:
 
 @functools.cache
 def field_meanings() -> dict[str, str]:
-    """Field name -> the docstring line under it in PolicyLossConfig, the one place where a setting is explained; for the loss also
-    the built-in names."""
+    """Field name -> the docstring line under it in PolicyLossConfig, the one place where a setting is explained."""
     (declaration,) = ast.parse(inspect.getsource(PolicyLossConfig)).body
     body = declaration.body if isinstance(declaration, ast.ClassDef) else []
-    lines = {
+    return {
         statement.target.id: str(line.value.value)
         for statement, line in pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(line, ast.Expr)
         if isinstance(statement.target, ast.Name) and isinstance(line.value, ast.Constant)
     }
-    return lines | {"policy_loss": f"{lines['policy_loss']} Built in: {', '.join(BUILT_IN_LOSSES)}."}
 
 
 def read_number(value: object) -> object:
@@ -192,9 +190,8 @@ def _kind(field: Field) -> str:
 def metavar_of(field: Field) -> str | None:
     if field.name in CHOICES:
         return "{" + ",".join(CHOICES[field.name]) + "}"
-    registry = AGGREGATIONS if field.name == "loss_aggregation" else REGISTRIES.get(field.name)
-    if registry is not None:
-        return "{" + ",".join(registry.names_in_sources()) + "}"
+    if field.name in REGISTRIES:
+        return "{" + ",".join(REGISTRIES[field.name].names_in_sources()) + "}"
     return _METAVARS[_kind(field)]
 
 

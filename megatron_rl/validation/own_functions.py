@@ -138,7 +138,8 @@ def loss_problems(config: PolicyLossConfig) -> Iterator[str]:
         further = {name: inputs[name] for name in loss.needs}
         if is_of_batches:
             return _of_batch(loss, keywords, inputs, further, prefers_autograd)
-        found = evaluate(loss, *given[:3], keywords, further, prefers_autograd=prefers_autograd)
+        log_ratio, advantages, log_probs = given[:3]
+        found = evaluate(loss, log_ratio, advantages, log_probs, keywords, further, prefers_autograd=prefers_autograd)
         return found.value, found.derivative
 
     numbers = ", ".join(f"{name}={value:g}" for name, value in keywords.items())
@@ -166,9 +167,10 @@ def _of_batch(
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     sums = JointSums(SINGLE, lengths.numel(), live.device, is_checked=False)
     counts = document_sums(live.double(), cu_seqlens)
-    vectors = [inputs[name] for name in ("log_ratio", "log_probs", "advantages")]
-    batch, weights = TokenBatch(*vectors, live, documents, counts, cu_seqlens, sums), torch.ones_like(vectors[0])
-    found, _ = evaluate_batch(loss, batch, weights, keywords, further, has_importance_weights=prefers_autograd)
+    log_ratio, log_probs, advantages = (inputs[name] for name in ("log_ratio", "log_probs", "advantages"))
+    batch = TokenBatch(log_ratio, log_probs, advantages, live, documents, counts, cu_seqlens, sums)
+    ones = torch.ones_like(log_ratio)
+    found, _ = evaluate_batch(loss, batch, ones, keywords, further, has_importance_weights=prefers_autograd)
     return torch.where(live, found.value, 0.0), torch.where(live, found.derivative, 0.0)
 
 

@@ -88,6 +88,8 @@ CHOICES: dict[str, type[StrEnum]] = {
 }
 # Fields whose values are the names of a registry, or module.function.
 REGISTRIES: dict[str, Registry[Any]] = {
+    "loss_aggregation": AGGREGATIONS,
+    "policy_loss": POLICY_LOSSES,
     "importance_correction": CORRECTIONS,
     "kl_estimator": KL_ESTIMATORS,
     "token_selection": TOKEN_SELECTIONS,

@@ -23,8 +23,6 @@ from megatron_rl.config import (
 from megatron_rl.errors import ConfigError
 from megatron_rl.kept_counts import counts_kept_before, other_choices, why_before
 from megatron_rl.loss_hub import (
-    AGGREGATIONS,
-    POLICY_LOSSES,
     clip_high_problem,
     clip_low_problem,
     declared_parameters,
@@ -66,7 +64,7 @@ def host_switches_are_true_or_false(launch: Settings) -> Iterator[str]:
 
 
 def names_are_registered(launch: Settings) -> Iterator[str]:
-    for name, registry in {"loss_aggregation": AGGREGATIONS, "policy_loss": POLICY_LOSSES, **REGISTRIES}.items():
+    for name, registry in REGISTRIES.items():
         value = getattr(launch.config, name)
         try:
             registry.find(value)
