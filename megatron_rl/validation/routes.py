@@ -32,42 +32,31 @@ from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, KLEstimator
 from megatron_rl.registries.registry import Registry
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, TokenSelectionKind
 
+# The fields that act elsewhere than in our loss, by where. One that is set on another route is an error.
 _OUR_LOSS = frozenset(Route) - {Route.REDUCER}  # a reducer gets the per-token losses of another loss
-_OUR_STEP = frozenset({Route.MEGATRON_LM, Route.TRAIN})  # elsewhere the host makes the step, and the loss sees micro-batches
-_OUR_LOOP = frozenset({Route.TRAIN})
-_WITH_KEPT_IDS = frozenset({Route.CUSTOM_LOSS, Route.TRAIN})
-# The fields that act elsewhere than in our loss -> where. One that is set on another route is an error.
-_ROUTES_OF_FIELD: dict[str, frozenset[Route]] = {
-    "loss_aggregation": frozenset(Route),
-    "loss_aggregation_divisor": frozenset(Route),
-    "samples_per_prompt": frozenset(Route),
-    "allow_partial_prompt_groups": frozenset(Route),
-    "fp32_lm_head": frozenset(Route),
-    "one_sample_per_rollout": frozenset({Route.REDUCER, Route.MEGATRON_LM}),
-    "skip_old_log_probs": frozenset({Route.CUSTOM_LOSS}),
-    "sampling_support": _WITH_KEPT_IDS,
-    "kl_score": _WITH_KEPT_IDS,
-    "entropy_score": _WITH_KEPT_IDS,
-    "importance_ratio_unit": _OUR_STEP,
-    "rejected_tokens": _OUR_STEP,
-    "token_selection": _OUR_STEP,
-    "token_selection_share": _OUR_STEP,
-    "token_selection_low": _OUR_STEP,
-    "token_selection_high": _OUR_STEP,
-    "token_selection_kl_coefficient": _OUR_STEP,
-    "entropy_bonus_tokens": _OUR_STEP,
-    "router_aux_loss": _OUR_STEP,
-    "gradient_divisor": _OUR_STEP,
-    "empty_step": _OUR_LOOP,
-    "docs_per_step": _OUR_LOOP,
-    "watchdog": _OUR_LOOP,
+_FIELDS_OF_ROUTES: dict[frozenset[Route], tuple[str, ...]] = {
+    frozenset(Route): (
+        *("loss_aggregation", "loss_aggregation_divisor", "samples_per_prompt", "allow_partial_prompt_groups"),
+        "fp32_lm_head",
+    ),
+    frozenset({Route.REDUCER, Route.MEGATRON_LM}): ("one_sample_per_rollout",),
+    frozenset({Route.CUSTOM_LOSS}): ("skip_old_log_probs",),
+    # Where the loss is handed what a sampler kept.
+    frozenset({Route.CUSTOM_LOSS, Route.TRAIN}): ("sampling_support", "kl_score", "entropy_score"),
+    # Elsewhere the host makes the step, and the loss sees micro-batches.
+    frozenset({Route.MEGATRON_LM, Route.TRAIN}): (
+        *("importance_ratio_unit", "rejected_tokens", "token_selection", "token_selection_share", "token_selection_low"),
+        *("token_selection_high", "token_selection_kl_coefficient", "entropy_bonus_tokens", "router_aux_loss", "gradient_divisor"),
+    ),
+    frozenset({Route.TRAIN}): ("empty_step", "docs_per_step", "watchdog"),
 }
 
 
 def routes_of_flags() -> dict[str, frozenset[Route]]:
     """Each flag of ours, of the parameters of registered losses too -> the routes on which it acts."""
+    elsewhere = {name: routes for routes, names in _FIELDS_OF_ROUTES.items() for name in names}
     names = (*(field.name for field in flag_fields()), *declared_parameters())
-    return {flag_of(name): _ROUTES_OF_FIELD.get(name, _OUR_LOSS) for name in names}
+    return {flag_of(name): elsewhere.get(name, _OUR_LOSS) for name in names}
 
 
 # Fields with a fixed set of values.
