@@ -577,21 +577,6 @@ def test_ctrl_c_says_how_far_it_came(monkeypatch, capsys):
     assert (result["passed"], result["rows"], result["interrupted"]) == (False, 1, "in two, which hangs")
 
 
-def test_a_weight_that_is_not_detached_is_told_before_the_rows(monkeypatch, capsys, own_losses):
-    def results(args, screen):
-        printed.append(capsys.readouterr())
-        raise KeyboardInterrupt
-
-    printed: list = []
-    monkeypatch.setattr(command, "results", results)
-    main(["selftest", "--policy-loss", "own_losses.attached"])
-    capsys.readouterr()
-    main(["selftest", "--policy-loss", "own_losses.reinforce", "--json"])
-    told, nothing = printed
-    assert "policy_loss=own_attached at ratio 1 makes" in told.err and not told.out
-    assert not nothing.err and not nothing.out
-
-
 def test_rows_are_chosen_by_their_names():
     rows = table(lambda case: False)
     probes, found = rows[:2], Choice("grpo", ("token_mean, logits", "fused head, torch, KL")).of(rows)
