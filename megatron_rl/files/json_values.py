@@ -41,7 +41,7 @@ def parse_json_line(line: bytes, place: str, remedy: str = "") -> Any:
     try:
         return parse_json(line.decode("utf-8"))
     except ValueError as error:
-        raise DataError(f"{place}: not JSON in UTF-8 ({printable(str(error))}){remedy}") from error
+        raise DataError(f"{place}: not JSON ({printable(str(error))}){remedy}") from error
 
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
