@@ -9,9 +9,8 @@ import math
 import re
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field
-from difflib import get_close_matches
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
@@ -19,28 +18,8 @@ from typing import Any
 from megatron_rl.built_in_losses import BUILT_IN_LOSSES
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import (
-    AGGREGATIONS,
-    Parameter,
-    declared_parameters,
-    get_policy_loss,
-    is_built_in,
-    parameters_without_torch,
-)
-from megatron_rl.validation import (
-    CHOICES,
-    HOST_SWITCHES,
-    REGISTRIES,
-    ROUTES_OF_FLAG,
-    Settings,
-    field_of,
-    find_problems,
-    flag_of,
-    routes_of_flags,
-)
-from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
-from megatron_rl.validation.experts import EXPERT_SETTINGS
-from megatron_rl.validation.model_settings import FURTHER_SETTINGS
+from megatron_rl.loss_hub import POLICY_LOSSES, Parameter, declared_parameters, parameters_without_torch
+from megatron_rl.validation import CHOICES, REGISTRIES, Settings, field_of, find_problems, flag_of, routes_of_flags
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
@@ -60,19 +39,19 @@ def add_megatron_rl_args(parser: ArgumentParser, command_line: Sequence[str] | N
     meanings = field_meanings()
     group = parser.add_argument_group(title="megatron_rl")
     for field in flag_fields():
-        description = f"{meanings[field.name]} Default: {_default_text(field)}."
+        description = f"{meanings[field.name]} Default: {default_text(field)}."
         description = description.replace("%", "%%")
         if _kind(field) == "bool":
             group.add_argument(flag_of(field.name), action="store_true", default=None, help=description)
         else:
-            reader, metavar = _READERS[_kind(field)], _metavar(field)
+            reader, metavar = _READERS[_kind(field)], metavar_of(field)
             group.add_argument(flag_of(field.name), type=reader, default=None, metavar=metavar, help=description)
     given = sys.argv[1:] if command_line is None else command_line
     _import_named_loss(given)
     is_for_help = not {"-h", "--help"}.isdisjoint(given)  # a help text needs no torch, whose import takes seconds
     declared = parameters_without_torch(BUILT_IN_LOSSES) if is_for_help else declared_parameters()
     for name, losses in declared.items():
-        description = "; ".join(f"{', '.join(owners)}: {text}" for text, owners in _meanings_of_parameter(losses).items()) + "."
+        description = "; ".join(f"{', '.join(owners)}: {text}" for text, owners in meanings_of_parameter(losses).items()) + "."
         description = description.replace("%", "%%")
         try:
             group.add_argument(flag_of(name), type=read_number, default=None, metavar="NUMBER", help=description)
@@ -83,10 +62,8 @@ def add_megatron_rl_args(parser: ArgumentParser, command_line: Sequence[str] | N
     return parser
 
 
-def validate_megatron_rl_args(
-    args: Namespace, route: Route = Route.MEGATRON_LM, *, takes_our_loss_by: str = Settings.takes_our_loss_by
-) -> PolicyLossConfig:
-    """The configuration in `args`, with defaults filled in. `args` is not changed. takes_our_loss_by: see Settings.
+def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM) -> PolicyLossConfig:
+    """The configuration in `args`, with defaults filled in. `args` is not changed.
 
     Values may be strings, because a host may merge a YAML file into `args`. Raises one ConfigError with every problem: flags that
     the launcher dropped, and the problems that the rules of `megatron_rl.validation` find.
@@ -101,20 +78,14 @@ def validate_megatron_rl_args(
             # A store_true flag cannot be given as false, so false counts as not given.
             if value is not False:
                 set_flags.add(flag_of(field.name))
-    _import_loss(settings.get("policy_loss"))
+    POLICY_LOSSES.find_or_none(settings.get("policy_loss"))  # its import declares parameters; a rule reports a wrong name
     # A value that cannot be read stays as it is; the rules report it.
     parameters: dict[str, Any] = {name: read_number(given[name]) for name in declared_parameters() if given.get(name) is not None}
-    switches = {name: given[name] for name in HOST_SWITCHES if name in given}
     launch = Settings(
         config=PolicyLossConfig(**settings, loss_parameters=parameters),
         route=Route(route),
-        takes_our_loss_by=takes_our_loss_by,
         set_flags=frozenset(set_flags),
-        host_switches=switches,
-        calculate_per_token_loss=switches.get("calculate_per_token_loss"),
-        model={name: given[name] for name in (*MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS) if name in given},
-        global_batch_size=read_whole_number(given.get("global_batch_size")),
-        has_16_bit_parameters=_has_16_bit_parameters(switches),
+        arguments=given,
     )
     problems = [*_dropped_flags(given), *find_problems(launch)]
     if problems:
@@ -122,7 +93,7 @@ def validate_megatron_rl_args(
     return launch.config
 
 
-def _meanings_of_parameter(losses: Mapping[str, Parameter]) -> dict[str, list[str]]:
+def meanings_of_parameter(losses: Mapping[str, Parameter]) -> dict[str, list[str]]:
     """Meaning and default as text -> the losses that share it."""
     found: dict[str, list[str]] = {}
     for loss, one in losses.items():
@@ -136,15 +107,7 @@ def _import_named_loss(command_line: Sequence[str]) -> None:
         flag, equals, value = argument.partition("=")
         name = value if equals else following
         if flag == "--policy-loss" and "." in name:  # any other is built in
-            _import_loss(name)
-
-
-def _import_loss(name: Any) -> None:
-    """Registers the loss, so that its parameters are known. Validation reports a wrong name, together with other problems."""
-    try:
-        get_policy_loss(name)
-    except ConfigError:
-        pass
+            POLICY_LOSSES.find_or_none(name)
 
 
 def given_settings(args: Namespace) -> dict[str, object]:
@@ -153,60 +116,17 @@ def given_settings(args: Namespace) -> dict[str, object]:
     return values | {name: vars(args)[name] for name in declared_parameters() if vars(args).get(name) is not None}
 
 
-def arguments_page() -> str:
-    """The text of docs/arguments.md: every flag, from PolicyLossConfig, ROUTES_OF_FLAG and the parameters of losses."""
-    meanings = field_meanings()
-    lines = [
-        "# Flags",
-        "",
-        "One argparse group, `megatron_rl`; `megatron_rl.arguments.add_megatron_rl_args(parser)` adds it. A flag that",
-        "is not given takes its default. In a YAML file that a host merges, a key is the flag's name with underscores",
-        "and without the dashes in front. A flag that is set on a route where it has no effect is an error. The rules",
-        "are in [Validation errors](validation.md).",
-        "",
-        "| flag | value | default | routes | meaning |",
-        "|---|---|---|---|---|",
-    ]
-    for field in flag_fields():
-        value = (_metavar(field) or "no value").strip("{}").replace(",", ", ")
-        cells = (value, _default_text(field), _places(flag_of(field.name)), " ".join(meanings[field.name].split()))
-        lines.append(f"| `{flag_of(field.name)}` | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "## Parameters of losses",
-        "",
-        "Each is a number that one or several policy losses take. With another loss the flag is an error, and so is a",
-        "value outside its range. [A loss of your own](losses.md#a-loss-of-your-own) adds its own.",
-        "",
-        "| flag | `--policy-loss` | range | meaning |",
-        "|---|---|---|---|",
-    ]
-    for name, losses in declared_parameters().items():
-        built_in = {loss: one for loss, one in losses.items() if is_built_in(loss)}
-        for text, owners in _meanings_of_parameter(built_in).items():
-            names = ", ".join(f"`{owner}`" for owner in owners)
-            lines.append(f"| `{flag_of(name)}` | {names} | {built_in[owners[0]].range_in_words()} | {text}. |")
-    return "\n".join(lines) + "\n"
-
-
-def _places(flag: str) -> str:
-    routes = ROUTES_OF_FLAG[flag]
-    return "all" if routes == frozenset(Route) else ", ".join(route for route in Route if route in routes)
-
-
 @functools.cache
 def field_meanings() -> dict[str, str]:
-    """Field name -> the docstring line under it in PolicyLossConfig, the one place where a setting is explained; for the loss also
-    the built-in names."""
+    """Field name -> the docstring line under it in PolicyLossConfig, the one place where a setting is explained."""
     (declaration,) = ast.parse(inspect.getsource(PolicyLossConfig)).body
     body = declaration.body if isinstance(declaration, ast.ClassDef) else []
-    lines = {
+    return {
         statement.target.id: str(line.value.value)
         for statement, line in pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(line, ast.Expr)
         if isinstance(statement.target, ast.Name) and isinstance(line.value, ast.Constant)
     }
-    return lines | {"policy_loss": f"{lines['policy_loss']} Built in: {', '.join(BUILT_IN_LOSSES)}."}
 
 
 def read_number(value: object) -> object:
@@ -249,31 +169,17 @@ _READERS: dict[str, Callable[[object], object]] = {
 _METAVARS = {"float": "NUMBER", "int": "COUNT", "bool": None, "str": "NAME"}
 
 
-def _dropped_flags(given: dict[str, object]) -> list[str]:
+def _dropped_flags(given: Mapping[str, object]) -> Iterator[str]:
     """A message for each setting that a launcher dropped, or whose key is misspelled: the run would train with the default."""
-    problems = []
-    meant = get_close_matches("loss_aggregation", given, 1, cutoff=0.85)
-    if meant and "loss_aggregation" not in given:
-        (name,) = meant
-        text = "did you mean loss_aggregation? Write loss_aggregation, or remove it"
-        problems.append(f"{name}={given[name]!r} has no effect: {text}")
-    elif not meant:
-        problems.append(
-            "loss_aggregation is missing from args: the launcher dropped --loss-aggregation, as some do with flags "
-            "that they do not know; put loss_aggregation into the file of --custom-config-path, which `megatron-rl launch-config` "
-            "writes, or start with python -m megatron_rl.hosts.launch"
+    if "loss_aggregation" not in given:
+        yield (
+            "loss_aggregation is missing from args: the launcher dropped --loss-aggregation, as some do with flags that they do "
+            "not know, or its key is misspelt; start with python -m megatron_rl.hosts.launch"
         )
     for flag in routes_of_flags():
         key = flag.removeprefix("--")
         if "-" in key and key in given:
-            problems.append(f"{key}={given[key]!r} has no effect: keys have underscores; write {field_of(flag)}")
-    return problems
-
-
-def _has_16_bit_parameters(switches: dict[str, object]) -> bool | None:
-    """Whether --bf16 or --fp16 of Megatron is set; None where neither is given, and `train` then takes the device's dtype."""
-    given = [switches[name] for name in ("bf16", "fp16") if switches.get(name) is not None]
-    return any(given) if given else None
+            yield f"{key}={given[key]!r} has no effect: keys have underscores; write {field_of(flag)}"
 
 
 def _kind(field: Field) -> str:
@@ -281,16 +187,15 @@ def _kind(field: Field) -> str:
     return field.type.removesuffix(" | None")
 
 
-def _metavar(field: Field) -> str | None:
+def metavar_of(field: Field) -> str | None:
     if field.name in CHOICES:
         return "{" + ",".join(CHOICES[field.name]) + "}"
-    registry = AGGREGATIONS if field.name == "loss_aggregation" else REGISTRIES.get(field.name)
-    if registry is not None:
-        return "{" + ",".join(registry.names_in_sources()) + "}"
+    if field.name in REGISTRIES:
+        return "{" + ",".join(REGISTRIES[field.name].names_in_sources()) + "}"
     return _METAVARS[_kind(field)]
 
 
-def _default_text(field: Field) -> str:
+def default_text(field: Field) -> str:
     if field.default is None:
         return "unset"
     return "off" if field.default is False else str(field.default)

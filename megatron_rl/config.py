@@ -121,7 +121,7 @@ class Watchdog(StrEnum):
 
 
 class Route(StrEnum):
-    """How a launch reaches the loss. Which flag works on which route is one table: `validation.ROUTES_OF_FLAG`."""
+    """How a launch reaches the loss. Which flag works on which route: `validation.routes_of_flags`."""
 
     REDUCER = "reducer"
     CUSTOM_LOSS = "custom_loss"

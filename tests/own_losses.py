@@ -58,11 +58,6 @@ def detached(log_ratio, advantages):
     return -bounded_exp(log_ratio.detach()) * advantages
 
 
-def attached(log_ratio, advantages, log_probs):
-    """Rarely meant: the weight has a gradient too."""
-    return -bounded_exp(log_ratio).clamp(0, 1.28) * advantages * log_probs
-
-
 def squared(log_ratio, advantages):
     """Wrong with zero_advantage_has_no_gradient."""
     return log_ratio.square() - log_ratio * advantages
@@ -125,7 +120,6 @@ def declare() -> None:
         register_policy_loss(f"own_unbounded_{level}", level, triton="own_losses_triton.unbounded")(unbounded)
     register_policy_loss("own_overflowing", triton="own_losses_triton.overflowing")(overflowing)
     register_policy_loss("own_detached")(detached)
-    register_policy_loss("own_attached")(attached)
     register_policy_loss("own_squared", zero_advantage_has_no_gradient=True)(squared)
     register_policy_loss("own_centred")(centred)
     register_policy_loss("own_gmpo", "batch", clip_ratios=(0.4, 0.4))(gmpo)

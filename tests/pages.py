@@ -30,13 +30,14 @@ import refused_calls
 import validation_cases
 from helpers import names_forgotten
 
-from megatron_rl.arguments import arguments_page
-from megatron_rl.config import DEFAULT_KL_ESTIMATOR, NO_CORRECTION, NO_SELECTION, CorrectionLevel
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.arguments import default_text, field_meanings, meanings_of_parameter, metavar_of
+from megatron_rl.config import DEFAULT_KL_ESTIMATOR, NO_CORRECTION, NO_SELECTION, CorrectionLevel, Route, flag_fields
+from megatron_rl.loss_hub import declared_parameters, get_policy_loss, is_built_in, policy_loss_names
 from megatron_rl.metrics import further, policy
 from megatron_rl.registries.corrections import correction_names, get_correction
 from megatron_rl.registries.kl_estimators import get_kl_estimator, kl_estimator_names
 from megatron_rl.registries.token_selections import get_token_selection, token_selection_names
+from megatron_rl.validation import flag_of, routes_of_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(
@@ -230,6 +231,46 @@ def guide_of(name: str, docstring: str) -> tuple[str, str, str]:
     else:
         link = f"[{source['title']}]({source['url']})" if source["url"] else f"{source['book']}, {source['year']}"
     return what.removesuffix("."), link, when[1]
+
+
+def arguments_page() -> str:
+    """Every flag, from PolicyLossConfig, its routes and the parameters of losses."""
+    meanings, routes_of_flag = field_meanings(), routes_of_flags()
+    lines = [
+        "# Flags",
+        "",
+        "One argparse group, `megatron_rl`; `megatron_rl.arguments.add_megatron_rl_args(parser)` adds it. A flag that",
+        "is not given takes its default. In a YAML file that a host merges, a key is the flag's name with underscores",
+        "and without the dashes in front. A flag that is set on a route where it has no effect is an error. The rules",
+        "are in [Validation errors](validation.md).",
+        "",
+        "| flag | value | default | routes | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for field in flag_fields():
+        value = (metavar_of(field) or "no value").strip("{}").replace(",", ", ")
+        cells = (value, default_text(field), _places(routes_of_flag[flag_of(field.name)]), " ".join(meanings[field.name].split()))
+        lines.append(f"| `{flag_of(field.name)}` | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## Parameters of losses",
+        "",
+        "Each is a number that one or several policy losses take. With another loss the flag is an error, and so is a",
+        "value outside its range. [A loss of your own](losses.md#a-loss-of-your-own) adds its own.",
+        "",
+        "| flag | `--policy-loss` | range | meaning |",
+        "|---|---|---|---|",
+    ]
+    for name, losses in declared_parameters().items():
+        built_in = {loss: one for loss, one in losses.items() if is_built_in(loss)}
+        for text, owners in meanings_of_parameter(built_in).items():
+            names = ", ".join(f"`{owner}`" for owner in owners)
+            lines.append(f"| `{flag_of(name)}` | {names} | {built_in[owners[0]].range_in_words()} | {text}. |")
+    return "\n".join(lines) + "\n"
+
+
+def _places(routes: frozenset[Route]) -> str:
+    return "all" if routes == frozenset(Route) else ", ".join(route for route in Route if route in routes)
 
 
 WHOLE_PAGES: dict[str, Callable[[], str]] = {

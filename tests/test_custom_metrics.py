@@ -93,14 +93,14 @@ REFUSED = {
     "of_pairs": "'of_pairs' returned (4095,) torch.float32",
     "imaginary": "'imaginary' returned (4096,) torch.complex64",
     "number": "'number' returned float: its value must be (4096,)",
-    "nothing": "'nothing' has no value: return a vector, one number for each token",
-    "centred": "'centred' depends at one token on the others, so it would change with the layout: it must be elementwise",
-    "far_from_the_rest": "'far_from_the_rest' depends at one token on the others",
-    "misspelt": "'misspelt' cannot be computed: AttributeError: 'TokenValues' object has no attribute 'ratio'",
-    "infinite": "'infinite' is not finite for log-probabilities between -30 and 0",
-    "writing": "'writing' writes into its inputs: it must leave them as they are",
-    "largest": "'largest' cannot be computed: ",  # of a rank without a token
-    "surprise": "'surprise' needs the entropy of each token: set --policy-metrics with_entropy",
+    "nothing": "=nothing with policy_metrics=basic cannot be computed: DataError: it has no value: return a vector",
+    "centred": "custom_policy_metrics=centred with policy_metrics=basic depends at one token on the others",
+    "far_from_the_rest": "=far_from_the_rest with policy_metrics=basic depends at one token on the others",
+    "misspelt": "=misspelt with policy_metrics=basic cannot be computed: AttributeError: 'TokenValues' object has no",
+    "infinite": "=infinite with policy_metrics=basic is not finite for 512 of 4096 probes",
+    "writing": "=writing with policy_metrics=basic writes into its inputs: it must leave them as they are",
+    "largest": "=largest with policy_metrics=basic depends at one token on the others",
+    "surprise": "=surprise with policy_metrics=basic cannot be computed: TypeError: ",
 }
 
 
@@ -121,10 +121,10 @@ def test_what_else_is_refused_and_what_is_not():
     (problem,) = problems_of("far_tokens,")
     assert "policy metric '' has no dot: write module.name" in problem
     (problem,) = problems_of("far_tokens", policy_metrics="none")
-    assert problem.startswith("custom_policy_metrics=own_metrics.far_tokens has no effect with policy_metrics=none")
+    assert problem.startswith("custom_policy_metrics='own_metrics.far_tokens' has no effect without metrics")
     given = PolicyLossConfig(custom_policy_metrics="own_metrics.far_tokens")
     (problem,) = find_problems(Settings(config=given, route=Route.REDUCER))
-    assert "works on custom_loss, megatron_lm, train (with a reducer the host's own loss computes the metrics)" in problem
+    assert "works on custom_loss, megatron_lm, train; remove it" in problem
     (problem,) = find_problems(Settings(config=replace(given, custom_policy_metrics=["own_metrics.far_tokens"])))
     assert "must be text: write module.name, several with commas between" in problem
     with pytest.raises(ConfigError, match="custom_metrics has no effect with metrics='none'"):

@@ -34,9 +34,6 @@ from megatron_rl.hosts.heads import nemo_rl as nemo_rl_head
 from megatron_rl.hosts.megatron_lm import FILTERS_OFF, MODE
 from megatron_rl.loss_hub import loss_aggregation_names, policy_loss_names
 from megatron_rl.validation import flag_of
-from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
-from megatron_rl.validation.experts import EXPERT_SETTINGS
-from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
 PAGES = markdown_pages.pages()
 DOCS = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
@@ -92,8 +89,8 @@ FLAGS_OF_OTHERS = {
     "--rl-default-temperature --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef "
     + " ".join(map(flag_of, (*FILTERS_OFF, MODE))),
     "Megatron-LM": "--fp8-param-gather --recompute-granularity --mtp-loss-scaling-factor --mtp-num-layers "
-    "--no-check-for-nan-in-loss-and-grad --use-megatron-fsdp --use-torch-fsdp2 "
-    + " ".join(map(flag_of, (*EXPERT_SETTINGS, *MODEL_SETTINGS, *FURTHER_SETTINGS))),
+    "--no-check-for-nan-in-loss-and-grad --use-megatron-fsdp --use-torch-fsdp2 --transformer-impl "
+    "--dynamic-context-parallel --hybrid-context-parallel",
     "launch scripts of miles in Python, which hand its value on": "--extra-args",
     "OpenRLHF and prime-rl, up to the first dot; miles and slime": "--actor --trainer --algo --opsm-delta",
     "flags that other frameworks had, and vLLM's": "--pg-loss-divisor --quantization",

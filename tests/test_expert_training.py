@@ -85,7 +85,7 @@ def test_ranks_with_unlike_numbers_of_prompts_sample_together(pool):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_experts": 4, EP: 3}, "expert_model_parallel_size=3 does not divide num_experts=4"),
+        ({"num_experts": 4, EP: 3}, "expert_model_parallel_size=3 does not divide the 4 experts"),
         ({"num_experts": 4, "moe_router_topk": 5}, "--moe-router-topk 5 must be at most --num-experts 4"),
         ({"num_experts": 4, cases.TP: 2}, "tensor_model_parallel_size=2 with experts needs sequence_parallel"),
     ],

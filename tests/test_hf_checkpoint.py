@@ -15,7 +15,6 @@ import torch
 from helpers import error_of, pool_of
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.files.safetensors_header import read_safetensors_header
 from megatron_rl.layout.groups import all_gather_stack, broadcast_from_last, resolve_groups
 from megatron_rl.megatron.model import in_half_precision, transformer_config
 from megatron_rl.megatron.rotary import Llama3, Rotary
@@ -381,8 +380,8 @@ def cast(dtype):
             "rope_parameters=.* and rope_scaling=.* differ",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, None, "quantization_config is given"),
-        (None, cast(torch.int8), "is I8; weights are read as BF16, F16, F32, F64 alone"),
-        (None, cast(torch.float8_e4m3fn), "is F8_E4M3; weights are read as BF16"),
+        (None, cast(torch.int8), "weights other than BF16, F16, F32, F64 for .* is I8"),
+        (None, cast(torch.float8_e4m3fn), "weights other than BF16, .* is F8_E4M3"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused_from_its_headers(checkpoints, tmp_path, settings, tensors, message, name="qwen2"):
@@ -536,12 +535,12 @@ def test_one_expert_a_token_with_a_normalised_weight_is_refused(checkpoints, tmp
     ids=["above", "a device", "a fifo", "a number", "a list", "empty", "a file without it"],
 )
 def test_an_index_names_files_beside_itself(checkpoints, tmp_path, weight_map, message):
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     folder = changed(checkpoints["llama"][0], tmp_path)
     os.mkfifo(folder / "fifo.safetensors")
     save_file({"x": torch.zeros(1)}, folder / "other.safetensors")
-    names = sorted(read_safetensors_header(folder / "model.safetensors"))
+    names = sorted(load_file(folder / "model.safetensors"))
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map(names)}))
     with pytest.raises(ConfigError, match=message.format(re.escape(names[0]))):
         read_hf_model(folder)

@@ -78,8 +78,8 @@ BY_NAME = {
     "hosts/adapters.py": "the adapter of each name",
     "hosts/args.py": "the host of a name, where a launch is read",
 }
-# The functions that import the modules that they are given by name: importlib's, and that of validation/checks.py.
-IMPORTERS = ("import_module", "checks_in")
+# The functions that import the modules that they are given by name.
+IMPORTERS = ("import_module",)
 ROOMS_WITH_MEGATRON = ("megatron", "testing", "train")
 FILES_WITH_MEGATRON = ("layout/groups.py", "benchmarks/hosts.py", "benchmarks/peers.py")
 # The command that runs what is in testing/: the others must not import it.
@@ -87,7 +87,7 @@ RUNS_TESTING = "commands/selftest.py"
 FILES_WITHOUT_TORCH = (
     "errors.py",
     "config.py",
-    *(f"files/{name}.py" for name in ("bounds", "json_values", "safetensors_header")),
+    *(f"files/{name}.py" for name in ("bounds", "json_values")),
     "aggregation_record.py",
     "rollout_groups.py",
 )
@@ -143,10 +143,6 @@ def texts_of(value: ast.expr, constants: Mapping[str, ast.expr]) -> Iterator[str
         yield str(value.value)
     elif isinstance(value, ast.JoinedStr):
         yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in value.values)
-    elif isinstance(value, ast.Starred):
-        yield from texts_of(value.value, constants)
-    elif isinstance(value, ast.Tuple):
-        yield from (text for element in value.elts for text in texts_of(element, constants))
     elif isinstance(value, ast.Name) and value.id in constants:
         yield from texts_of(constants[value.id], {})
 
@@ -301,7 +297,6 @@ def test_no_file_of_the_tests_imports_itself_through_others():
         pytest.param("if TYPE_CHECKING:\n    from a import y", id="for types"),
         pytest.param("f = importlib.import_module('a').f", id="by its name"),
         pytest.param("A, B = 'a', 'z'\ndef f():\n    import_module(A)", id="by a constant"),
-        pytest.param("A = ('a', 'z')\nCHECKS = checks_in(*A)", id="by a tuple"),
     ],
 )
 def test_the_search_for_circles_finds_each_form(code):

@@ -142,7 +142,7 @@ def test_a_weight_that_depends_on_the_other_samples_is_refused_at_start(name):
         return OF_A_CALL[name](token_counts, totals)
 
     (problem,) = find_problems(ValidatedSettings(config=PolicyLossConfig(loss_aggregation="of_a_call")))
-    assert "loss_aggregation=of_a_call gives a sample a weight that depends on the other samples" in problem
+    assert "loss_aggregation=of_a_call depends at one sample on the others" in problem
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -212,7 +212,7 @@ def test_masks_of_each_kind_are_read_alike(masks):
 
 # test_host_rules has the rules of a launch; these show that the reducer asks for them.
 REFUSED = [
-    pytest.param({}, False, "loss_aggregation is missing from args.*--custom-config-path", id="dropped flag"),
+    pytest.param({}, False, "loss_aggregation is missing from args.*megatron_rl.hosts.launch", id="dropped flag"),
     # The call says what the host does with the result.
     pytest.param(
         *(MODES["token_mean"], False, "calculate_per_token_loss=False and the arguments say True.*leave both alone"),

@@ -144,7 +144,6 @@ def test_a_model_whose_own_losses_the_contract_would_rescale_is_refused():
     with pytest.raises(ConfigError, match="2 problems") as caught:
         trainer.begin(model=model)
     assert "moe_aux_loss_coeff=0.001 of aux_loss does not go with" in caught.value.problems[0]
-    assert "add --custom-reward-post-process-path" in caught.value.problems[0]
     assert "mtp_num_layers=1 does not go with" in caught.value.problems[1]
     model.module.config.calculate_per_token_loss = False
     Trainer().begin(model=model)

@@ -51,7 +51,6 @@ JUDGES: dict[str, tuple[Callable[[Namespace], object], dict]] = {
     "Megatron-LM": (megatron_lm_config, {}),
     "train": (lambda args: validate_megatron_rl_args(args, Route.TRAIN), {}),
 }
-VALUES = [1, 0, "false", "no", "true", 1.0, []]
 
 
 def problems_of(judge: Callable[[Namespace], object], settings: dict, capsys) -> str:
@@ -64,51 +63,26 @@ def problems_of(judge: Callable[[Namespace], object], settings: dict, capsys) ->
     return ""
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
 @pytest.mark.parametrize("judge", JUDGES)
-def test_a_per_token_switch_that_is_no_bool_is_refused_by_name(judge, value, capsys):
+def test_a_per_token_switch_that_is_no_bool_is_refused_by_name(judge, capsys):
     """FB-74: the host takes 1 and "false" from a YAML file for true and trains token_mean, whatever the launch is called."""
     function, settings = JUDGES[judge]
-    problems = problems_of(function, {"loss_aggregation": "sample_mean", **settings, "calculate_per_token_loss": value}, capsys)
-    assert f"calculate_per_token_loss={value!r} must be true or false" in problems
-    assert f"the host reads it as {bool(value)}; write calculate_per_token_loss: true or" in problems
+    problems = problems_of(function, {"loss_aggregation": "sample_mean", **settings, "calculate_per_token_loss": "false"}, capsys)
+    assert "calculate_per_token_loss='false' must be true or false" in problems
+    assert "the host reads it as True; write calculate_per_token_loss: true or" in problems
 
 
-@pytest.mark.parametrize("value", [None, False])
-@pytest.mark.parametrize("judge", ["reducer", "custom_loss", "Megatron-LM", "train"])
-def test_a_switch_that_is_unset_or_false_is_off(judge, value):
-    """An empty value in YAML is None, which host and rules take for off."""
-    function, settings = JUDGES[judge]
-    function(Namespace(loss_aggregation="sample_mean", calculate_per_token_loss=value, **settings))
-
-
-@pytest.mark.parametrize("name", HOST_SWITCHES)
-def test_every_switch_is_refused_by_name(name):
-    """One rule for all of them: whichever a rule, a hook or a plan reads by its truth value."""
-    problems = pytest.raises(
-        ConfigError, check_launch, Namespace(**{"loss_aggregation": "sample_mean", **REDUCER, **SLIME, name: "false"})
-    ).value.problems
-    assert problems[0].startswith(f"{name}='false' must be true or false"), problems
-
-
-@pytest.mark.parametrize("name", [name for name, is_on in HOST_SWITCHES.items() if is_on])
-def test_an_empty_value_of_a_switch_that_is_on_by_itself_is_refused(name):
-    """The host reads None as off, and its absence as on."""
-    with pytest.raises(ConfigError, match=f"{name}=None must be true or false"):
-        check_launch(Namespace(**{"loss_aggregation": "sample_mean", **REDUCER, **SLIME, name: None}))
-
-
-@pytest.mark.parametrize("name", HOST_SWITCHES)
-def test_we_read_a_switch_as_the_host_does(name):
-    """Also where no rule has judged the launch: the host asks `if args.name`."""
-    for value in (*VALUES, None, True, False):
-        assert HostOptions(Namespace(**{name: value}))[name] is bool(value)
-    assert HostOptions(Namespace())[name] is HOST_SWITCHES[name]
-
-
-def test_every_option_that_is_true_or_false_is_a_switch():
-    """Catches an option that is read by its truth value and has no row in the table that the rule goes by."""
+def test_every_switch_of_a_host_is_one_of_the_rule():
+    """One rule for all of them: whichever a check, a hook or a plan reads by its truth value."""
     assert {name: value for name, value in OPTIONS.items() if isinstance(value, bool)} == HOST_SWITCHES
+
+
+def test_we_read_a_switch_as_the_host_does():
+    """Also where no rule has judged the launch: the host asks `if args.name`."""
+    for name, absent in HOST_SWITCHES.items():
+        for value in ("false", 1, 0, None, True, False):
+            assert HostOptions(Namespace(**{name: value}))[name] is bool(value)
+        assert HostOptions(Namespace())[name] is absent
 
 
 @pytest.mark.parametrize("value", ["false", False, None])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from inspect import isgeneratorfunction, signature
+
 import pytest
-from validation_cases import ALLOWED, NOT_WARNED, REFUSED, RULES, WARNED, judge, launch, warnings_at
+from validation_cases import ALLOWED, NOT_WARNED, REFUSED, WARNED, judge, launch, warnings_at
 
 from megatron_rl import loss_hub
-from megatron_rl.validation import find_problems, flag_of
+from megatron_rl.train import option_rules
+from megatron_rl.validation import find_problems, flag_of, rules
+from megatron_rl.validation.checks import problems_of
 
 REFUSED_ROWS = [(rule_name, row) for rule_name, rows in REFUSED.items() for row in rows]
 ALLOWED_ROWS = [(rule_name, row) for rule_name, rows in ALLOWED.items() for row in rows]
@@ -30,7 +34,7 @@ def test_the_rule_refuses_and_names_what_it_refuses(rule_name, settings):
     """FB-74, FB-12: nonsense and contradictions never start a run. What is said, why and what to do, is in
     tests/messages.txt."""
     (message,) = judge(rule_name, settings)
-    names = {**settings, **settings.get("host_switches", {}), **settings.get("loss_parameters", {})}
+    names = {**settings, **settings.get("loss_parameters", {})}
     assert any(name in message or flag_of(name) in message for name in names)
     assert message in find_problems(launch(settings))
 
@@ -42,16 +46,24 @@ def test_the_rule_allows_what_is_right(rule_name, settings):
 
 
 def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
-    names = [rule.name for rule in RULES]
+    names = [rule.__name__ for rule in rules.RULES]
     assert names == list(REFUSED) == list(ALLOWED)
     assert all(REFUSED.values())
     assert all(ALLOWED.values())
 
 
+@pytest.mark.parametrize("module", [rules, option_rules])
+def test_no_rule_lies_where_nobody_asks_it(module):
+    """A rule yields, of one launch. What two rules find is told once."""
+    own = [one for one in vars(module).values() if isgeneratorfunction(one) and one.__module__ == module.__name__]
+    assert {one for one in own if len(signature(one).parameters) == 1} <= {*module.RULES}
+    found = problems_of(rules.RULES, launch({"loss_aggregation": "geometric"}))
+    assert problems_of((*rules.RULES, *rules.RULES), launch({"loss_aggregation": "geometric"})) == found != []
+
+
 @pytest.mark.parametrize("settings", WARNED, ids=str)
 def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings):
-    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. Coefficients beside a rescaled loss. Torch in the
-    place of kernels."""
+    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. Coefficients beside a rescaled loss."""
     assert len(warnings_at(settings)) == 1
 
 

@@ -89,7 +89,7 @@ DAMAGED = [
     ('{"step": 2.0}', "line 2: step: 2.0 must be a whole number"),
     ('{"step": 1}', "line 2: step: 1 follows 1: two runs wrote this file, or it was edited"),
     ('{"step": 5}', "line 3: step: 3 follows 5: two runs wrote this file, or it was edited"),
-    ("[" * 100_000, "line 2: lists or objects that are nested too deeply"),
+    ("[" * 100_000, "line 2: not JSON .lists or objects that are nested too deeply"),
     ("\ufeff", "line 2: not JSON"),
 ]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -69,9 +68,7 @@ def run(args: Namespace) -> int:
     """Exit code 0 when every row passes, 1 when one fails; the same on every rank."""
     started = time.monotonic()
     screen = Screen(as_json=args.json, shows=os.environ.get("RANK", "0") == "0")
-    for warning in settle_names(args):
-        if screen.shows:
-            print(f"megatron_rl selftest: {warning}", file=sys.stderr)
+    settle_names(args)
     if args.interpret_triton:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks where a kernel is defined, which is later
     for result in results(args, screen):
@@ -117,21 +114,17 @@ class Screen:
         return not failed
 
 
-def settle_names(args: Namespace) -> Sequence[str]:
+def settle_names(args: Namespace) -> None:
     """Registers a loss, an aggregation and a KL term of a user's own, before megatron_rl.testing makes its tables, and leaves their
-    names in the rows in args. Returns warnings. Raises ConfigError for one that is not what it declares, or has no rows."""
+    names in the rows in args. Raises ConfigError for one that is not what it declares, or has no rows."""
     from megatron_rl.config import PolicyLossConfig
     from megatron_rl.loss_hub import PASSED_INPUTS, get_loss_aggregation, get_policy_loss
     from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, get_kl_estimator
-    from megatron_rl.validation.own_loss import own_loss_problems, own_loss_warnings
-    from megatron_rl.validation.own_terms import estimator_problems
+    from megatron_rl.validation.own_functions import estimator_problems, loss_problems
 
     problems: list[str] = []
-    warnings: Sequence[str] = []
     if args.policy_loss is not None:
-        config = PolicyLossConfig(policy_loss=args.policy_loss)
-        problems += own_loss_problems(config)
-        warnings = own_loss_warnings(config)
+        problems += loss_problems(PolicyLossConfig(policy_loss=args.policy_loss))
         if needs := [need for need in get_policy_loss(args.policy_loss).needs if need in PASSED_INPUTS]:
             problems.append(
                 f"--policy-loss {args.policy_loss} needs {', '.join(needs)}, which the samples of the selftest have not: test it "
@@ -150,7 +143,6 @@ def settle_names(args: Namespace) -> Sequence[str]:
         problems.append(f"--model-like {args.model_like} has rows of its own: remove it, or --loss-aggregation and --kl-estimator")
     if problems:
         raise ConfigError(problems)
-    return warnings
 
 
 def results(args: Namespace, screen: Screen) -> Iterator[RowResult]:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError, DataError, printable
-from megatron_rl.files.bounds import LARGEST_SETTINGS, check_tree, lines_of, read_regular
+from megatron_rl.files.bounds import LARGEST_SETTINGS, check_depth, open_regular, read_regular
 
 REQUIRED = object()
 LARGEST_WHOLE = 2**31 - 1
-TOO_DEEP = "lists or objects that are nested too deeply to be read"
 
 
 def parse_json(text: str) -> Any:
@@ -22,8 +21,9 @@ def parse_json(text: str) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=_object_of)
     except RecursionError as error:
-        raise ValueError(TOO_DEEP) from error
-    check_tree(value, most_values=len(text) + 1)
+        raise ValueError("lists or objects that are nested too deeply to be read") from error
+    if isinstance(value, dict | list):
+        check_depth(value)
     return value
 
 
@@ -40,19 +40,15 @@ def parse_json_line(line: bytes, place: str, remedy: str = "") -> Any:
     """The value of a line in UTF-8. place: the file and the number of the line. DataError names it."""
     try:
         return parse_json(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        where = f"byte {error.object[error.start]:#x} at position {error.start}"
-        raise DataError(f"{place}: not UTF-8 ({where}); save the file as UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not JSON ({printable(str(error))}){remedy}") from error
     except ValueError as error:
-        raise DataError(f"{place}: {printable(str(error))}{remedy}") from error
+        raise DataError(f"{place}: not JSON ({printable(str(error))}){remedy}") from error
 
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a regular file from 1 on, one at a time. DataError where it cannot be read."""
     try:
-        yield from enumerate(lines_of(path), 1)
+        with open_regular(path) as file:
+            yield from enumerate(file, 1)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -95,9 +91,6 @@ class Fields:
             raise ConfigError(f"{path} holds {type(content).__name__}, and no object of settings: {path.parent} is {what}")
         return cls(content, str(path))
 
-    def has(self, name: str) -> bool:
-        return self.content.get(name) is not None
-
     def whole(self, name: str, default: Any = REQUIRED, *, least: int = 1, most: int = LARGEST_WHOLE, why: str = "") -> Any:
         value = self._given(name, default)
         if not self.has(name) or (type(value) is int and least <= value <= most):
@@ -108,8 +101,7 @@ class Fields:
         value = self._given(name, default)
         if not self.has(name) or (type(value) in (int, float) and above < value < below):
             return value
-        limits = f"above {above:g}" + f" and below {below:g}"
-        raise self.wrong(name, f"a number {limits}")
+        raise self.wrong(name, f"a number above {above:g} and below {below:g}")
 
     def switch(self, name: str, default: Any = REQUIRED) -> bool:
         value: bool = self._given(name, default)
@@ -133,8 +125,10 @@ class Fields:
 
     def wrong(self, name: str, wanted: str) -> ConfigError:
         text = repr(self.content[name])
-        text = text if len(text) <= 80 else f"{text[:80]}..."
-        return ConfigError(f"{self.place}: {name}={text} must be {wanted}")
+        return ConfigError(f"{self.place}: {name}={text[:80]}{'...' * (len(text) > 80)} must be {wanted}")
+
+    def has(self, name: str) -> bool:
+        return self.content.get(name) is not None
 
     def _given(self, name: str, default: Any) -> Any:
         if not self.has(name) and default is REQUIRED:

@@ -29,9 +29,6 @@ from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation import HOST_SWITCHES
-from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
-from megatron_rl.validation.experts import EXPERT_SETTINGS
-from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
@@ -196,12 +193,6 @@ class HostOptions:
     @property
     def correction_functions(self) -> Mapping[str, str]:
         return self.host.correction_functions
-
-    @property
-    def of_model(self) -> dict[str, object]:
-        """The settings of the model that the launch gives, by which its losses, experts and layers are judged; not checked."""
-        names = (*MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS)
-        return {name: self.values[name] for name in names if name in self.values}
 
     @property
     def is_padded(self) -> bool:

@@ -472,7 +472,7 @@ def head_is_placed(launch: HostLaunch) -> Iterator[str]:
 
 
 def head_computes_what_the_loss_reads(launch: HostLaunch) -> Iterator[str]:
-    flags, layers = _head_flags(launch), number(launch.options.of_model.get("mtp_num_layers"))
+    flags, layers = _head_flags(launch), number(launch.options.values.get("mtp_num_layers"))
     if flags and (layers or launch.options["enable_mtp_training"]):
         given = f"--mtp-num-layers {layers:g}" if layers else "--enable-mtp-training"
         yield f"{flags} with {given}: the losses of multi-token prediction would get no logits; remove {given} or {flags}"
@@ -536,7 +536,7 @@ def rollout_is_one_step(launch: HostLaunch) -> Iterator[str]:
 
 def both_forwards_are_the_same(launch: HostLaunch) -> Iterator[str]:
     """The step's own log-probabilities are those that the forward would measure, to rounding, only without noise."""
-    given = {name: launch.options.of_model.get(name) for name in DROPOUTS} | {name: launch.options[name] for name in NOISE}
+    given = {name: launch.options.values.get(name) for name in DROPOUTS} | {name: launch.options[name] for name in NOISE}
     for name, value in given.items() if _skips(launch) else ():
         if number(value):
             typed, why = f"{flag_of(name)} {number(value):g}", "the forward that trains is random, and the one that measures is not"
@@ -560,7 +560,7 @@ def nothing_reads_old_log_probs(launch: HostLaunch) -> Iterator[str]:
 
 def this_process_trains_it(launch: HostLaunch) -> Iterator[str]:
     yield from group_problems(launch.options.values)
-    yield from release_problems(launch.options.of_model)
+    yield from release_problems(launch.options.values)
     if launch.has_our_loss and not [*settings_are_valid(launch)]:
         yield from kernel_problems(launch.config.policy_loss_backend)
 

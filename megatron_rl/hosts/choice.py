@@ -28,7 +28,7 @@ from megatron_rl.loss_hub import (
 )
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
 from megatron_rl.registries.kl_estimators import get_kl_estimator
-from megatron_rl.validation.own_loss import own_loss_problems
+from megatron_rl.validation.own_functions import loss_problems
 
 ABSENT = object()  # a name that is not set, where None is a value that somebody has set
 # Our settings of the correction for the sampler, by the names of PolicyLossConfig.
@@ -233,7 +233,7 @@ def make_launch(
         raise ConfigError(list(dict.fromkeys(found)))
     config, of_config = _config(loss, record, loss_name, aggregation, fields)
     found += of_config
-    found += own_loss_problems(config)
+    found += loss_problems(config)
     found += _corrections(config, loss, fields, corrections)
     found += _kl(config, fields)
     found += _rollouts(config, record, fields, rollouts)

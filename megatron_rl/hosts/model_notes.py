@@ -12,7 +12,6 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.installed import expert_replicas_drift, unscaled_indexer
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.validation import flag_of
-from megatron_rl.validation.auxiliary_losses import settings_of_model
 from megatron_rl.validation.experts import drift_problem
 
 # The arguments' name of a size -> the group that must have it.
@@ -49,5 +48,5 @@ def release_problems(settings: Mapping[str, object]) -> Iterator[str]:
 
 def check_model(config: Any) -> None:
     """config: the built model's, which a bridge or a checkpoint may have changed. Raises one ConfigError with every problem."""
-    if problems := [*release_problems(settings_of_model(config))]:
+    if problems := [*release_problems(vars(config))]:
         raise ConfigError(problems)

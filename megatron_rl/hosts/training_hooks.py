@@ -34,7 +34,7 @@ from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.registries.selection_settings import TokenSelectionSettings
-from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, number, settings_of_model
+from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, number
 from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.model_settings import DROPOUTS, model_problems
 
@@ -117,7 +117,7 @@ def trained_in_words(launch: HostLaunch) -> str:
     if config.skip_old_log_probs:
         loss.append("old log-probabilities are the step's own, each ratio is 1")
     for name in DROPOUTS:
-        if value := number(launch.options.of_model.get(name)):
+        if value := number(launch.options.values.get(name)):
             loss.append(f"{name} {value:g}: the first ratio is not 1")
     return " | ".join([by, *loss, step_in_words(launch), f"weight of a token {weight_of_a_token(launch)}"])
 
@@ -217,7 +217,7 @@ def check_model_contract(args: Namespace, model_config) -> None:
             f"calculate_per_token_loss is {of_args} in the arguments and {of_model} in the model's config, which was changed after "
             f"parsing: the host scales the loss for one contract and Megatron divides for the other; {remedy}"
         )
-    settings = {"context_parallel_size": options["context_parallel_size"], **settings_of_model(model_config)}
+    settings = {"context_parallel_size": options["context_parallel_size"], **vars(model_config)}
     settings["enable_mtp_training"] = options["enable_mtp_training"]
     problems = list(auxiliary_loss_problems(settings | {"calculate_per_token_loss": of_model}, Route.REDUCER))
     problems += [*expert_problems(vars(model_config)), *model_problems(vars(model_config))]

@@ -23,7 +23,6 @@ from megatron_rl.hosts.verl import ACCEPT_PARTIAL_GROUPS, CONTRACT, ENGINES, PRE
 from megatron_rl.hosts.verl_loss import RUNS, VerlRun
 from megatron_rl.layout.groups import Group
 from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
-from megatron_rl.validation.auxiliary_losses import settings_of_model
 
 UID, SESSION, MASK = "uid", "session_id", "response_mask"
 # How the uid begins of rows that verl adds so that ranks and mini-batches have equal numbers of rows. No count includes them.
@@ -71,7 +70,7 @@ def check_model(run: VerlRun, engine: Any) -> None:
     config = getattr(engine, "tf_config", None)
     if config is None or run.has_model:
         return
-    if problems := [*release_problems({**vars(config), **settings_of_model(config)})]:
+    if problems := [*release_problems(vars(config))]:
         raise ConfigError(problems)
     run.has_model = True
 

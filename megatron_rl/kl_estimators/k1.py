@@ -13,10 +13,8 @@ from megatron_rl.registries.kl_estimators import KLValue, register_kl_estimator
     triton="megatron_rl.kl_estimators.twins_triton.k1",
     formula="d",
     gradient="1",
-    on_policy="value KL(pi, ref); **gradient 0**: it adds noise alone, and a warning says so",
+    on_policy="value KL(pi, ref); **gradient 0**: it adds noise alone",
     off_policy="neither",
-    caution="the expectation of its gradient is 0 on samples of the policy, so it adds noise and no pull to the reference; choose "
-    "k2, k3+ or unbiased by --kl-estimator (k2 by --kl-loss-type in a host), or put the KL into the reward",
 )
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> KLValue:
     """d = log_prob - ref_log_prob.

@@ -1,4 +1,4 @@
-"""Refuses a model whose forward attaches a loss that ADDED_LOSSES does not know: its scale may depend on the layout."""
+"""Refuses a model whose forward attaches a loss that SCALERS does not know: its scale may depend on the layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.megatron.model import find_gpt_model
-from megatron_rl.validation.auxiliary_losses import ADDED_LOSSES
+from megatron_rl.validation.auxiliary_losses import SCALERS
 
 # Bare models whose first graph was looked at.
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -28,12 +28,11 @@ def check_attached(model: nn.Module, outputs: Iterable[Tensor]) -> None:
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     if not roots:
         return
-    known = {loss.scaler for loss in ADDED_LOSSES}
-    unknown = sorted({name for name in attaching_functions(roots) if name not in known})
+    unknown = sorted({name for name in attaching_functions(roots) if name not in SCALERS})
     if unknown:
         raise ConfigError(
             f"the model attaches a loss by {' and '.join(unknown)}, which this package does not know, and its scale may change "
-            f"with the layout: switch it off in the model's config. Known are {', '.join(sorted(known))}"
+            f"with the layout: switch it off in the model's config. Known are {', '.join(SCALERS)}"
         )
     _checked.add(bare)
 

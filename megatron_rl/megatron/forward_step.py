@@ -38,7 +38,7 @@ from megatron_rl.metrics.further import rollout_statistics
 from megatron_rl.metrics.policy import PolicyStatistics
 from megatron_rl.metrics.step import report_pairs
 from megatron_rl.ops.assumed_scale import AssumedScale
-from megatron_rl.validation.auxiliary_losses import active_losses, auxiliary_loss_problems, num_experts_of, settings_of_model
+from megatron_rl.validation.auxiliary_losses import active_losses, auxiliary_loss_problems
 from megatron_rl.validation.model_settings import model_problems
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
     """Raises ConfigError for calculate_per_token_loss in the model's config with another aggregation than token_mean, or with a
     model that adds losses by itself or is wrong on its layout. The config may have changed after the arguments were parsed."""
     per_token = bool(model_config.calculate_per_token_loss)
-    settings = settings_of_model(model_config) | {"calculate_per_token_loss": per_token, "router_aux_loss": config.router_aux_loss}
+    settings = vars(model_config) | {"calculate_per_token_loss": per_token, "router_aux_loss": config.router_aux_loss}
     problems = [*auxiliary_loss_problems(settings, Route.MEGATRON_LM)]
     problems += model_problems(vars(model_config), has_own_groups=True)
     problems += multi_token_problems(config, model_config)
@@ -369,7 +369,7 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
             f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron "
             "divides by the step's tokens, which is token_mean. Remove --calculate-per-token-loss, or choose token_mean"
         )
-    if divides_by_kept(config) and (active := active_losses(settings)) and num_experts_of(settings)[1] != 0:
+    if divides_by_kept(config) and (active := active_losses(settings)):
         problems.append(
             f"rejected_tokens=dropped with loss_aggregation={config.loss_aggregation} and {' and '.join(active)} in the model's "
             "config: the gradient is divided by the tokens that are kept, and the losses of its routers would be too; add "

@@ -21,7 +21,7 @@ from megatron_rl.config import GradientDivisor, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.step_counts import StepTotals, check_totals
-from megatron_rl.validation.auxiliary_losses import expert_loss_problems, settings_of_model
+from megatron_rl.validation.auxiliary_losses import router_loss_problems
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -70,7 +70,7 @@ def scale_for_schedule(
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
     factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
     of_loss = {"calculate_per_token_loss": config.calculate_per_token_loss, "router_aux_loss": router_aux_loss}
-    problems = list(expert_loss_problems(settings_of_model(config) | of_loss, Route.MEGATRON_LM))
+    problems = list(router_loss_problems(vars(config) | of_loss, Route.MEGATRON_LM))
     if problems:
         raise ConfigError(problems)
     num_tokens = _checked_count(num_local_tokens)

@@ -40,7 +40,6 @@ class KLEstimator:
     gradient: str
     on_policy: str
     off_policy: str
-    caution: str
     takes_log_ratio: bool
 
 
@@ -57,7 +56,6 @@ def register_kl_estimator(
     gradient: str = "",
     on_policy: str = "",
     off_policy: str = "",
-    caution: str = "",
 ) -> Callable[[Function], Function]:
     """Decorator: registers a function as the KL estimator `name`. The package knows nothing else of it.
 
@@ -76,7 +74,6 @@ def register_kl_estimator(
     exponent_bound: the log-ratio beyond which exponents do not grow. None: there is no bound.
     formula, gradient: value and derivative as text, with d = log_prob - ref_log_prob and rho = exp(log_ratio).
     on_policy, off_policy: what its expectation is.
-    caution: why it should not be in a loss; a warning at start. Empty: there is no reason.
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
     check_called(KL_ESTIMATORS.decorator, name)
@@ -96,7 +93,6 @@ def register_kl_estimator(
             gradient=gradient,
             on_policy=on_policy,
             off_policy=off_policy,
-            caution=caution,
             takes_log_ratio=takes_log_ratio,
         )
         KL_ESTIMATORS.add(name, record)

@@ -13,6 +13,7 @@ import hashlib
 import io
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ CHECKSUMS = "SHA256SUMS"
 # The exceptions of reading a file that is cut short, overwritten or of another format.
 DAMAGED = (
     *(pickle.UnpicklingError, zipfile.BadZipFile, ArithmeticError, AssertionError, AttributeError, EOFError, ImportError),
-    *(LookupError, MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError),
+    *(LookupError, MemoryError, NotImplementedError, RuntimeError, TypeError, ValueError, struct.error),
 )
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 # The classes and functions that torch and Megatron-Core 0.13 to 0.19 write into .metadata, besides dtypes.

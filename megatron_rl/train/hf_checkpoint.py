@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, RunError, printable
+from megatron_rl.files.bounds import open_regular
 from megatron_rl.files.json_values import Fields, read_json
-from megatron_rl.files.safetensors_header import BYTES, TensorEntry, read_safetensors_header
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import all_gather_stack, resolve_group, resolve_groups
 from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_parameter_name, is_of_expert, sharding_of
 from megatron_rl.train.checkpoints import kind_of_checkpoint
 from megatron_rl.train.hf_experts import is_name_of_packed, joined, parts_of
 from megatron_rl.train.hf_mapping import EXPERT_BIAS, Source, sources
-from megatron_rl.train.hf_model import QUANTIZATION, HFModel, architecture_of, described, is_packed
+from megatron_rl.train.hf_model import QUANTIZATION, HFModel, architecture_of, described
 
 INDEX, SINGLE_FILE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 # Of a folder, besides the weights: what `transformers` reads, and the tokenizer.
@@ -38,7 +38,9 @@ MARKER = "megatron_rl_run.json"
 # What to do where the tensors do not fit config.json.
 MISSHAPEN_REMEDY = f"{CONFIG} is of another model: take the one that belongs to these weights"
 MISSING_REMEDY = f"after an incomplete download: fetch the folder again; else {MISSHAPEN_REMEDY}"
+QUANTISED_REMEDY = "take the folder of the model that is not quantised"
 UNKNOWN_REMEDY = f"a variant that is not supported here: train it in miles, slime or verl; else {MISSHAPEN_REMEDY}"
+FLOATS, BYTES = ("BF16", "F16", "F32", "F64"), ("U8",)
 # In a folder that `transformers` wrote before 4.32, and nothing to load.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -58,7 +60,7 @@ def read_hf_model(folder: str | Path) -> HFModel:
         raise ConfigError(f"--hf-checkpoint {folder} is no Hugging Face folder: {other}")
     fields = Fields.of_file(folder / CONFIG, "no folder of a Hugging Face checkpoint")
     architecture = architecture_of(fields)
-    with Files(folder, takes_bytes=is_packed(fields)) as files:
+    with Files(folder) as files:
         model = described(folder, architecture, fields, files.file_of)
         check_tensors(model, files)
     return model
@@ -98,14 +100,14 @@ def check_length(model: Any, length: int) -> None:
 class Files:
     """The safetensors files of a folder, opened where needed. Reading a slice reads nothing else."""
 
-    def __init__(self, folder: Path, *, takes_bytes: bool = False):
-        self.folder, self._takes_bytes = folder, takes_bytes
-        self._stack, self._open, self._headers = ExitStack(), dict[str, Any](), dict[str, dict[str, TensorEntry]]()
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._stack, self._open, self._names = ExitStack(), dict[str, Any](), dict[str, set[str]]()
         index = folder / INDEX
         if index.exists():
             self.file_of = _weight_map(index)
         elif (folder / SINGLE_FILE).exists():
-            self.file_of = dict.fromkeys(self._header(SINGLE_FILE), SINGLE_FILE)
+            self.file_of = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
             raise ConfigError(f"{folder} has neither {SINGLE_FILE} nor {INDEX}: weights in pickles (*.bin) are not read here")
 
@@ -115,30 +117,27 @@ class Files:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def _header(self, name: str) -> dict[str, TensorEntry]:
-        if name not in self._headers:
-            try:
-                self._headers[name] = read_safetensors_header(self.folder / name, takes_bytes=self._takes_bytes)
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{self.folder / name} cannot be read: {printable(str(error))}") from None
-        return self._headers[name]
-
     def _file(self, name: str) -> Any:
         if name not in self._open:
             try:
                 from safetensors import SafetensorError, safe_open
             except ImportError:
                 raise ConfigError("a Hugging Face checkpoint needs safetensors: pip install safetensors") from None
-            self._header(name)
             try:
+                open_regular(self.folder / name).close()
                 self._open[name] = self._stack.enter_context(safe_open(str(self.folder / name), framework="pt"))
             except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{self.folder / name} cannot be read: {error}; fetch the folder again") from None
+                raise ConfigError(f"{self.folder / name} cannot be read: {printable(str(error))}; fetch the folder again") from None
+            self._names[name] = set(self._open[name].keys())
         return self._open[name]
 
-    def entry_of(self, tensor: str) -> TensorEntry | None:
-        """From the header; None where the file lacks what the index says of it."""
-        return self._header(self.file_of[tensor]).get(tensor)
+    def has(self, tensor: str) -> bool:
+        """Whether the file that the index says has it."""
+        name = self.file_of.get(tensor)
+        if name is None:
+            return False
+        self._file(name)
+        return tensor in self._names[name]
 
     def slice_of(self, tensor: str) -> Any:
         return self._file(self.file_of[tensor]).get_slice(tensor)
@@ -159,20 +158,21 @@ def check_tensors(model: HFModel, files: Files) -> None:
     """Raises ConfigError for each tensor that is missing, not known or of another shape, from the headers alone."""
     wanted = {name: shape for source in sources(model).values() for name, shape in zip(source.names, source.shapes, strict=True)}
     ignored = {*model.kept, *(["lm_head.weight"] if model.tie_embeddings else [])}
-    entries = {name: entry for name in wanted if name in files.file_of and (entry := files.entry_of(name)) is not None}
-    missing = sorted(set(wanted) - set(entries))
+    found = {name: files.slice_of(name) for name in wanted if files.has(name)}
+    missing = sorted(set(wanted) - set(found))
     unknown = sorted(name for name in set(files.file_of) - set(wanted) - ignored if not IGNORED.fullmatch(name))
-    misshapen = [
-        f"{name} {entry.shape} instead of {wanted[name]}" for name, entry in entries.items() if entry.shape != wanted[name]
-    ]
-    packed = [name for name, entry in entries.items() if (entry.dtype in BYTES) != (model.is_packed and is_name_of_packed(name))]
+    shapes = {name: tuple(one.get_shape()) for name, one in found.items()}
+    misshapen = [f"{name} {shape} instead of {wanted[name]}" for name, shape in shapes.items() if shape != wanted[name]]
+    packed = [name for name in found if model.is_packed and is_name_of_packed(name)]
+    dtypes = {name: one.get_dtype() for name, one in found.items()}
+    other_types = [f"{name} is {dtype}" for name, dtype in dtypes.items() if dtype not in (BYTES if name in packed else FLOATS)]
     problems = [
         f"{model.folder}: {what} for {model.architecture} with the sizes of {CONFIG}: {shown(names)}; {remedy}"
         for what, names, remedy in (
             ("missing", missing, MISSING_REMEDY),
             ("not known", unknown, UNKNOWN_REMEDY),
             ("of another shape", misshapen, MISSHAPEN_REMEDY),
-            ("bytes in the place of numbers, or the reverse,", packed, MISSHAPEN_REMEDY),
+            (f"weights other than {', '.join(FLOATS)}", other_types, QUANTISED_REMEDY),
         )
         if names
     ]
@@ -188,7 +188,7 @@ def shown(names: Sequence[str], most: int = 4) -> str:
 def load_weights(model: HFModel, gpt: Any) -> None:
     """Fills this rank's parameters, in their own dtype. Padded rows of the vocabulary become 0. Communication: none."""
     of_parameters = sources(model)
-    with Files(model.folder, takes_bytes=model.is_packed) as files:
+    with Files(model.folder) as files:
         for name, parameter in _tensors_of(gpt):
             source = of_parameters[global_parameter_name(gpt, name)]
             dim, group = sharding_of(name, parameter)
@@ -272,7 +272,7 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
             else:
                 own |= stacks.add(source, parts)
     here = torch.distributed.get_rank()
-    with Files(model.folder, takes_bytes=model.is_packed) as files:  # each rank writes a part of what is kept
+    with Files(model.folder) as files:  # each rank writes a part of what is kept
         own |= {name: files.slice_of(name)[:] for name in model.kept[here :: torch.distributed.get_world_size()]}
     written = on_all_ranks(lambda: [(name, tensor.numel() * tensor.element_size()) for name, tensor in own.items()])
     writers = [rank for rank, names in enumerate(written) if names]

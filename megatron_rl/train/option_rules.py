@@ -27,18 +27,17 @@ from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
-from megatron_rl.train import output_dir
 from megatron_rl.train.hf_bridge import BridgedModel, LoadedModel, read_model
 from megatron_rl.train.hf_checkpoint import copied_files
 from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
-from megatron_rl.train.output_dir import OWN_FILES, goes_on, is_same_file, path_problem
+from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file, path_problem
 from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
 from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.validation import flag_of
-from megatron_rl.validation.checks import check, checks_in, problems_of
+from megatron_rl.validation.checks import problems_of
 
 # Adam's, by what is trained. A pretrained model takes far smaller steps than one from random weights; with 3e-3 the policy of a
 # prompt file collapses on most seeds.
@@ -87,7 +86,7 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
         is_bridged = isinstance(model, BridgedModel)
     options = with_defaults(options, settings)
     launch = TrainLaunch.of(options, settings, world_size=world_size, num_query_groups=num_query_groups, is_bridged=is_bridged)
-    problems = problems_of(checks_in(__name__, output_dir.__name__), launch)
+    problems = problems_of(RULES, launch)
     if problems:
         raise ConfigError(problems)
     return options
@@ -124,7 +123,6 @@ def with_defaults(options: TrainOptions, settings: Mapping[str, Any]) -> TrainOp
     return options
 
 
-@check()
 def check_hf_checkpoint(options: TrainLaunch) -> Iterator[str]:
     if options.hf_checkpoint is None:
         return
@@ -155,7 +153,6 @@ def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> It
             yield from error.problems
 
 
-@check()
 def check_key_heads(options: TrainLaunch) -> Iterator[str]:
     tensor, heads = options.tensor_model_parallel_size, options.num_query_groups
     if tensor > 0 and heads % tensor and tensor % heads:
@@ -165,7 +162,6 @@ def check_key_heads(options: TrainLaunch) -> Iterator[str]:
         )
 
 
-@check()
 def check_bridged_layout(options: TrainLaunch) -> Iterator[str]:
     if not options.is_bridged:
         return
@@ -190,7 +186,6 @@ def with_sizes_of(model: LoadedModel, options: TrainOptions) -> TrainOptions:
     )
 
 
-@check()
 def check_learning_rate(options: TrainOptions) -> Iterator[str]:
     warmup, end = options.lr_warmup_iters, options.lr_decay_iters
     if options.lr_decay_style == "constant":
@@ -206,7 +201,6 @@ def check_learning_rate(options: TrainOptions) -> Iterator[str]:
         yield f"--lr-decay-iters {end} (unset: the last step) must be above --lr-warmup-iters {warmup}: the decay follows it"
 
 
-@check()
 def check_evaluation(options: TrainOptions) -> Iterator[str]:
     if options.eval_prompts is None or options.prompts is None:
         return
@@ -218,7 +212,6 @@ def check_evaluation(options: TrainOptions) -> Iterator[str]:
         yield "--eval-prompts has no effect with --rollouts, where nothing is sampled: remove it"
 
 
-@check()
 def check_overlong(options: TrainOptions) -> Iterator[str]:
     buffer, longest = options.overlong_buffer, options.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
     if options.overlong == Overlong.KEEP:
@@ -237,7 +230,6 @@ def check_overlong(options: TrainOptions) -> Iterator[str]:
         )
 
 
-@check()
 def check_wandb(options: TrainOptions) -> Iterator[str]:
     if options.wandb_project is not None and find_spec("wandb") is None:
         yield f"--wandb-project {options.wandb_project} needs wandb: pip install wandb"
@@ -249,7 +241,6 @@ def meaning_of(option: dataclasses.Field[Any]) -> str:
     return line if option.default is None else f"{line}; default {option.default}"
 
 
-@check()
 def check_numbers(options: TrainOptions) -> Iterator[str]:
     for one in dataclasses.fields(TrainOptions):
         value, must = getattr(options, one.name), one.metadata["must"]
@@ -257,7 +248,6 @@ def check_numbers(options: TrainOptions) -> Iterator[str]:
             yield f"{flag_of(one.name)} {value} must be {must.words}: {meaning_of(one)}"
 
 
-@check()
 def check_needs(options: TrainLaunch) -> Iterator[str]:
     """What a field declares to need is given; the options of the loss are among the settings."""
     defaults = {one.name: one.default for one in dataclasses.fields(TrainOptions)}
@@ -276,7 +266,6 @@ def check_needs(options: TrainLaunch) -> Iterator[str]:
                 yield f"{shown} has no effect with {folder}: {because}, and the folder's is one; remove the flag"
 
 
-@check()
 def check_task(options: TrainOptions) -> Iterator[str]:
     yield from task_problems(
         options.task,
@@ -287,7 +276,6 @@ def check_task(options: TrainOptions) -> Iterator[str]:
     )
 
 
-@check()
 def check_divisions(options: TrainOptions) -> Iterator[str]:
     for whole, part, why in DIVISIONS:
         value, divisor = getattr(options, whole), getattr(options, part)
@@ -295,7 +283,6 @@ def check_divisions(options: TrainOptions) -> Iterator[str]:
             yield f"{flag_of(whole)} {value} must be a multiple of {flag_of(part)} {divisor}: {why}"
 
 
-@check()
 def check_head_width(options: TrainOptions) -> Iterator[str]:
     heads = options.num_attention_heads
     if heads > 0 and options.hidden_size > 0 and options.hidden_size % heads == 0 and options.hidden_size // heads % 2:
@@ -305,14 +292,12 @@ def check_head_width(options: TrainOptions) -> Iterator[str]:
         )
 
 
-@check()
 def check_experts(options: TrainOptions) -> Iterator[str]:
     """Beside the rule experts_do_not_depend_on_the_layout."""
     if options.num_experts is not None and options.moe_router_topk > options.num_experts:
         yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {options.num_experts}"
 
 
-@check()
 def check_router_replay(options: TrainLaunch) -> Iterator[str]:
     replays, metrics = options.router_replay != RouterReplay.NONE, options.settings["policy_metrics"]
     if options.num_experts is not None and options.check_router_replay and not replays and metrics == PolicyMetrics.NONE:
@@ -322,7 +307,6 @@ def check_router_replay(options: TrainLaunch) -> Iterator[str]:
         )
 
 
-@check()
 def check_steps(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is None and options.steps_per_rollout > options.prompts_per_rollout >= 1:
         yield (
@@ -331,7 +315,6 @@ def check_steps(options: TrainOptions) -> Iterator[str]:
         )
 
 
-@check()
 def check_advantage_normalization(options: TrainOptions) -> Iterator[str]:
     is_typed = options.advantage_normalization != AdvantageNormalization.STD
     if is_typed and options.rollouts is not None:
@@ -341,7 +324,6 @@ def check_advantage_normalization(options: TrainOptions) -> Iterator[str]:
         )
 
 
-@check()
 def check_corrections(options: TrainLaunch) -> Iterator[str]:
     """A run that samples by itself has one engine: sampler and trainer agree, and what compares them does nothing."""
     if options.rollouts is not None:
@@ -361,7 +343,6 @@ def check_corrections(options: TrainLaunch) -> Iterator[str]:
         )
 
 
-@check()
 def check_sampling_filter(options: TrainLaunch) -> Iterator[str]:
     settings = options.settings
     given = [f"{flag_of(name)} {value}" for name, value in SamplingFilter.of(options).on.items()]
@@ -398,7 +379,6 @@ def _has_one_step(options: TrainLaunch) -> bool:
     return options.rollouts is None and options.steps_per_rollout == 1 and is_whole
 
 
-@check()
 def check_token_selection(options: TrainLaunch) -> Iterator[str]:
     name = options.settings["token_selection"]
     declared = TOKEN_SELECTIONS.find_or_none(name or NO_SELECTION)
@@ -410,7 +390,6 @@ def check_token_selection(options: TrainLaunch) -> Iterator[str]:
         )
 
 
-@check()
 def check_docs_per_step(options: TrainLaunch) -> Iterator[str]:
     """A flag of the loss that acts on the loop. The loss's own rules refuse what is no number of documents."""
     docs, of_prompt = options.settings["docs_per_step"], options.settings["samples_per_prompt"]
@@ -429,7 +408,6 @@ def check_docs_per_step(options: TrainLaunch) -> Iterator[str]:
         )
 
 
-@check()
 def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
     if options.metrics_writer is not None:
         try:
@@ -438,7 +416,6 @@ def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
             yield str(error)
 
 
-@check()
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is not None and not existing_parts(options.rollouts):
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
@@ -458,7 +435,6 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
         )
 
 
-@check()
 def check_world_size(options: TrainLaunch) -> Iterator[str]:
     expert_tensor = options.expert_tensor_parallel_size or options.tensor_model_parallel_size
     of_experts = expert_tensor * options.expert_model_parallel_size * options.pipeline_model_parallel_size
@@ -476,3 +452,32 @@ def check_world_size(options: TrainLaunch) -> Iterator[str]:
             f"{options.world_size} ranks do not divide into model replicas of {product} ({shown}); start a multiple of "
             f"{product}: torchrun --nproc-per-node {product}"
         )
+
+
+RULES = (
+    check_hf_checkpoint,
+    check_key_heads,
+    check_bridged_layout,
+    check_learning_rate,
+    check_evaluation,
+    check_overlong,
+    check_wandb,
+    check_numbers,
+    check_needs,
+    check_task,
+    check_divisions,
+    check_head_width,
+    check_experts,
+    check_router_replay,
+    check_steps,
+    check_advantage_normalization,
+    check_corrections,
+    check_sampling_filter,
+    check_token_selection,
+    check_docs_per_step,
+    check_metrics_writer,
+    check_rollout_files,
+    check_world_size,
+    check_start,
+    check_output_dir,
+)

@@ -17,13 +17,11 @@ from megatron_rl.train.run_lock import LOCK_FILE, RunLock
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.user_tasks import PromptFileTask
 from megatron_rl.train.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
-from megatron_rl.validation.checks import check, problems_of
 
 # What a run itself writes into its folder.
 OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE, RUN_FILE)
 
 
-@check()
 def check_start(options: TrainOptions) -> Iterator[str]:
     other = "--load" if options.load is not None else "--overwrite"
     if options.resume and (options.load is not None or options.overwrite):
@@ -50,7 +48,6 @@ def goes_on(options: TrainOptions) -> bool:
     return options.resume or options.load is not None and is_same_file(str(checkpoint_directory(options)), own)
 
 
-@check()
 def check_output_dir(options: TrainOptions) -> Iterator[str]:
     output_dir = options.output_dir
     problem = path_problem(output_dir)
@@ -115,8 +112,7 @@ def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:
     with names_what_cannot_be_written(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
         line = lock.acquire(output_dir)
-    problems = problems_of([check_output_dir], options)
-    if problems:
+    if problems := [*check_output_dir(options)]:
         raise ConfigError(problems)
     return [] if line is None else [line]
 

@@ -91,7 +91,7 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
         given["calculate_per_token_loss"] = args.calculate_per_token_loss
 
     def judged(**changes: object) -> PolicyLossConfig:
-        return validate_megatron_rl_args(Namespace(**given | changes), route, takes_our_loss_by="--policy-loss NAME")
+        return validate_megatron_rl_args(Namespace(**given | changes), route)
 
     chosen = args.loss_aggregation
     is_own = chosen is not None and "." in chosen
