@@ -49,5 +49,5 @@ def release_problems(settings: Mapping[str, object]) -> Iterator[str]:
 
 def check_model(config: Any) -> None:
     """config: the built model's, which a bridge or a checkpoint may have changed. Raises one ConfigError with every problem."""
-    if problems := [*release_problems(settings_of_model(config))]:
+    if problems := [*release_problems({**vars(config), **settings_of_model(config)})]:
         raise ConfigError(problems)

@@ -30,6 +30,7 @@ from megatron_rl.commands.explain.weights import Weighing, correct_step, count_i
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts.adapters import adapter_named
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation import config_warnings, flag_of
 
@@ -196,8 +197,8 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         adapter = adapter_named(args.host)
         shown.chain = adapter_chain(adapter, weighing, shown.layout, per_token=per_token)
         shown.left_out += of_megatron("experts", MULTIPLIED if per_token else None)
-        if why := adapter.refusal(weighing.config.policy_loss, weighing.record):
-            shown.problems = [f"{weighing.config.policy_loss} with {weighing.name} in {adapter.TITLE}: {why}"]
+        if why := adapter.OFFER.refusal(get_policy_loss(weighing.config.policy_loss), weighing.record):
+            shown.problems = [why]
     elif args.host in WITHOUT_ROUTES:
         shown.chain = own_chain(weighing, shown.layout, per_token=per_token)
         shown.left_out += of_megatron("experts", ARE_REFUSED if per_token else None)
