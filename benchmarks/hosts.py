@@ -255,14 +255,14 @@ def _our_inputs(step: Step) -> list[Tensor | None]:
     return [step.labels, None, step.advantages, mask, step.bounds, weights]
 
 
-# Whose doors give the loss an AssumedScale: hosts/loss.py and hosts/roll_loss.py.
+# Whose adapters give the loss an AssumedScale: hosts/loss.py and hosts/roll_loss.py.
 ASSUME_SCALE = ("miles", "slime", "ROLL")
 OUR_OPTIONS = {"tp_group": SINGLE, "cp_group": SINGLE, "check_ranks": False}
 
 
 def _our_loss(host: str, metrics: str) -> Callable[[], Loss]:
     def prepare() -> Loss:
-        # One for all steps, as in a door. Where no kernel makes the gradient in forward, as on a CPU, it has no effect.
+        # One for all steps, as in an adapter. Where no kernel makes the gradient in forward, as on a CPU, it has no effect.
         options = OUR_OPTIONS | {"metrics": metrics, "loss_scale": AssumedScale() if host in ASSUME_SCALE else None}
 
         def loss(step: Step, hidden: Tensor, weight: Tensor) -> Tensor:

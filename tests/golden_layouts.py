@@ -108,7 +108,7 @@ def step_of_layout(pool, name: str) -> tuple[float, dict[str, Tensor]]:
 def step_of_host(pool, host: str, ours: str, loss: str, aggregation: str, size: str) -> tuple[float, Tensor]:
     """(loss, gradient by all logits, or by the log-probabilities of the responses) of one optimiser step of an emulated trainer."""
     import roll_cases
-    from door_adapters import ADAPTERS
+    from adapter_cases import ADAPTERS
     from host_cases import HostCase
     from host_ranks import run_cases
 

@@ -31,7 +31,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import launch, nemo_rl, roll, skyrl, verl, verl_loss
+from megatron_rl.hosts import launch, nemo_rl, roll, skyrl, verl
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.run import Run
@@ -250,26 +250,25 @@ def of_the_first_step_in_verl(command: str) -> str:
 
     config = ActorConfig(policy_loss={"loss_mode": command.split()[-1]}, loss_scale_factor=8192)
     totals = StepTotals(num_samples=256, num_prompts=None, num_tokens=1, num_rollouts=256)
-    return said(verl_loss.tell_step, verl.read(config), Run(), totals, 8)
+    return said(lambda: verl.read(config).tell(Run(), totals, num_data=8))
 
 
 def of_the_first_step_in_nemo_rl(command: str) -> str:
     """The line of our loss, for a step of 256 samples."""
-    from nemo_rl_cases import Case, make_loss, master_config
+    from nemo_rl_cases import master_config
 
-    own = make_loss(Case(loss="grpo", aggregation="sample_mean"), reference_policy_kl_penalty=0.01).own
     config = master_config({"megatron_rl": command.split("=")[-1], "megatron_rl_loss_aggregation_divisor": 8192})
     totals = StepTotals(num_samples=256, num_prompts=None, num_tokens=1)
-    return said(nemo_rl.NemoLoss(own, nemo_rl.read(config), 256).tell, totals)
+    return said(nemo_rl.read(config).tell, Run(), totals)
 
 
 def of_the_first_step_in_roll(command: str) -> str:
     """The line of our loss, for a step of 512 samples of 64 prompts."""
-    from roll_cases import loss_of, pipeline_config, worker_config
+    from roll_cases import pipeline_config, worker_config
 
     worker = worker_config(command.split()[-1], samples=512, MEGATRON_RL_LOSS_AGGREGATION_DIVISOR=8192)
     launch = roll.read(worker, pipeline_config(512, use_kl_loss=True))
-    return said(loss_of((launch, False)).tell, StepTotals(num_samples=512, num_prompts=None, num_tokens=1))
+    return said(launch.tell, Run(), StepTotals(num_samples=512, num_prompts=None, num_tokens=1))
 
 
 def of_the_first_step_in_skyrl(command: str) -> str:

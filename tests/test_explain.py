@@ -141,7 +141,7 @@ MESSAGES = [
     (["--micro-batches", "2,3"], "--micro-batches without --stock: say whose weights"),
     ([*LENGTHS, "--rollout-ids", "0,0", "--host", "nemo_rl"], "--host nemo_rl: it counts rows; remove --host"),
     ([*LENGTHS, "--host", "roll", "--calculate-per-token-loss"], "ROLL's factors are made for the mean over ranks"),
-    ([*LENGTHS, "--host", "nemo_rl", "--loss-aggregation", "row_mean"], "row_mean in NeMo-RL: no rollout ids"),
+    ([*LENGTHS, "--host", "nemo_rl", "--loss-aggregation", "row_mean"], "NeMo-RL does not hand over what row_mean needs"),
     ([*LENGTHS, "--host", "slime", "--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
     ([*LENGTHS, "--host", "slime", "--calculate-per-token-loss"], "does not go with calculate_per_token_loss=True"),
     ([*LENGTHS, "--host", "slime", "--clip-ratio-low", "0.1"], "remove it, or train our loss: --policy-loss NAME"),

@@ -1,6 +1,6 @@
-"""What our doors rest on in each host, line by line, in a checkout.
+"""What our adapters rest on in each host, line by line, in a checkout.
 
-Red here: the host has moved; read what the line did, then what our door makes of it.
+Red here: the host has moved; read what the line did, then what our adapter makes of it.
 
 VERL_ROOT=... NEMO_RL_ROOT=... SLIME_ROOT=... pytest -m host --require host tests/test_host_contracts.py
 """
@@ -223,40 +223,6 @@ SAMPLING: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# What docs/hosts/index.md says of the forward for old log-probabilities: which setting leaves it out, and for which loss.
-OLD_LOG_PROBS: dict[str, dict[str, tuple[str, ...]]] = {
-    "verl": {"verl/trainer/ppo/v1/trainer_base.py": ('data["old_log_probs"] = data.pop("rollout_log_probs")',)},
-    "nemo_rl": {
-        "nemo_rl/algorithms/opd.py": ("return bool(force_on_policy_ratio and seq_logprob_error_threshold is None)",),
-        "nemo_rl/algorithms/grpo.py": (
-            '== policy_config["train_global_batch_size"]\n        ), (\n            "force_on_policy_ratio requires',
-            "if not skip_prev_logprobs:",
-        ),
-    },
-    "roll": {"roll/configs/base_config.py": ("if backward_steps_per_rank > 1:",)},
-    "skyrl": {
-        "skyrl/train/trainer.py": (
-            "loss_without_old_logprobs = algorithm.policy_loss_type in LOSSES_WITHOUT_OLD_LOGPROBS",
-            "if self._skip_policy_forward(training_input):",
-        ),
-    },
-    "miles": {
-        "miles/utils/arguments.py": (
-            'assert args.loss_type == "policy_loss", f"{option} only supports --loss-type policy_loss"',
-            "assert args.num_steps_per_rollout in (None, 1)",
-        ),
-        "miles/backends/megatron_utils/actor.py": ("if not skip_actor_forward_only and (",),
-    },
-    "slime": {
-        "slime/backends/megatron_utils/actor.py": (
-            'len(num_microbatches) == 1\n                    and self.args.loss_type == "policy_loss"',
-            'and self.args.advantage_estimator != "gspo"',
-            "not self.args.use_rollout_logprobs or self.args.get_mismatch_metrics",
-        ),
-    },
-    "megatron_lm": {"megatron/rl/rl_utils.py": ("compute_logprobs_batch(",)},
-}
-
 # After custom_loss, which may write over the logits, these hosts read them under --allgather-cp alone.
 _LOSS = "loss, log = func(args, batch, logits, sum_of_sample_mean)\n\n"
 _OF_ALL_RANKS = "        loss = loss + 0 * logits.sum()\n\n    # Here we need to divide by cp_size because to cancel the multiply"
@@ -278,16 +244,16 @@ LOGITS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-TABLES = {"weights": WEIGHTS, "sampling": SAMPLING, "old log-probabilities": OLD_LOG_PROBS, "logits": LOGITS}
+TABLES = {"weights": WEIGHTS, "sampling": SAMPLING, "logits": LOGITS}
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 @pytest.mark.parametrize("host", [pytest.param(name, marks=pytest.mark.host(f"{name.upper()}_ROOT")) for name in SAMPLING])
-def test_the_lines_that_a_door_rests_on_are_there(host, table):
+def test_the_lines_that_an_adapter_rests_on_are_there(host, table):
     root = Path(os.environ[f"{host.upper()}_ROOT"])
     moved = [(file, line) for file, lines in table.get(host, {}).items() for line in lines if line not in (root / file).read_text()]
     assert moved == []
 
 
 def test_each_host_has_a_row():
-    assert set(SAMPLING) == {*ADAPTER_NAMES} and {*WEIGHTS, *OLD_LOG_PROBS} <= set(SAMPLING)
+    assert set(SAMPLING) == {*ADAPTER_NAMES} and {*WEIGHTS, *LOGITS} <= set(SAMPLING)

@@ -330,7 +330,7 @@ class ClippedPGLossFn:
 
 
 def test_a_launch_of_nemo_rl_with_our_log_probabilities_alone():
-    """Through the launcher's door: our workers, and NeMo-RL's own loss and estimator."""
+    """By the launcher: our workers, and NeMo-RL's own loss and estimator."""
 
     def work(environments):
         def whole_setup(master_config, tokenizer, policy_factory=None):

@@ -366,7 +366,7 @@ def test_a_name_of_two_halves_may_have_dots_in_each():
     }.items():
         assert nemo_rl.OFFER.choose(name) == halves
     for name, message in {
-        f"gspo.{OF_GROUPS}": "does not hand over what my_aggregations.of_groups needs",
+        f"gspo.{OF_GROUPS}": "does not hand over what of_groups needs",
         "gspo.my_aggregations.nothing": "my_aggregations",
         "gspoo.token_mean": "gspoo.token_mean does not name a loss and an aggregation",
         "gspo": "gspo does not name a loss and an aggregation",

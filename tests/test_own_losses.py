@@ -270,7 +270,7 @@ def test_wrong_counts_of_the_caller_are_refused():
         policy_loss("own_heeding", BATCH.logits, *BATCH.arguments(), token_counts=counts + 1)
 
 
-def test_a_door_that_hands_over_rows_refuses_a_loss_of_entropies():
+def test_an_adapter_that_hands_over_rows_refuses_a_loss_of_entropies():
     with pytest.raises(ConfigError, match="own_heeding needs the entropy of each token, and NeMo-RL hands over log-probabilities"):
         nemo_rl.OFFER.choose("own_losses.heeding.sample_mean")
 

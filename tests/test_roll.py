@@ -28,12 +28,7 @@ from megatron_rl.testing.ranks import run_ranks
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.02}
 
 
-ESTIMATES = {
-    "k1": lambda gap: -gap,
-    "k2": lambda gap: gap.square() / 2,
-    "k3": lambda gap: gap.exp() - 1 - gap,
-    None: lambda gap: gap.exp() - 1 - gap,
-}
+ESTIMATES = {"k2": lambda gap: gap.square() / 2, None: lambda gap: gap.exp() - 1 - gap}
 
 
 @pytest.mark.parametrize("estimator", ESTIMATES)
@@ -82,8 +77,6 @@ def test_without_old_log_probs_the_ratio_is_one():
     ("worker", "pipeline", "message"),
     [
         ({"pg_variant": None}, {}, "pg_variant=None does not name a loss and an aggregation.*Losses: .*gspo.*prompt_mean"),
-        ({"pg_variant": "gspoo.constant"}, {}, "did you mean gspo.constant"),
-        ({"pg_variant": "gspo.mean"}, {}, "did you mean gspo"),
         ({"MEGATRON_RL_DIVISOR": "8"}, {}, "MEGATRON_RL_DIVISOR=8.0 has no effect"),
         (
             {"MEGATRON_RL_KL_ESTIMATOR": "k1"},
@@ -93,10 +86,9 @@ def test_without_old_log_probs_the_ratio_is_one():
         (
             {"MEGATRON_RL_KL_ESTIMATOR": "k9"},
             {"use_kl_loss": True},
-            "KL_ESTIMATOR=k9: .* is not registered; known: k1",
+            "KL estimator 'k9' is not registered; known: k1",
         ),
-        ({"MEGATRON_RL_CLIP_RATIO_C": "5"}, {}, "CLIP_RATIO_C has no effect: set dual_clip_loss"),
-        ({}, {"pg_clip_high": 0.28}, "pg_clip_high=0.28 has no effect without use_pg_clip_range: true"),
+        ({"MEGATRON_RL_CLIP_RATIO_C": "5"}, {}, "CLIP_RATIO_C=5.0 has no effect: set dual_clip_loss"),
         ({}, {"importance_sampling": "seq"}, "two losses in one launch; ours is gspo"),
         ({}, {"difficulty_loss_weight": True}, "in each micro-batch"),
         ({}, {"length_loss_weight": True}, "in each micro-batch"),
@@ -146,7 +138,7 @@ def test_one_gap_is_corrected_once(loss, worker, is_weighed, is_filtered, recomp
 
 
 def test_another_pipeline_is_refused():
-    with pytest.raises(ConfigError, match="made for ROLL's RLVR pipeline"):
+    with pytest.raises(ConfigError, match="is not of ROLL's RLVR pipeline"):
         pipeline = cases.pipeline_config()
         del pipeline.num_return_sequences_in_group
         roll.read(cases.worker_config("grpo.token_mean"), pipeline)
@@ -169,11 +161,11 @@ def test_a_batch_that_cannot_be_weighed_is_refused(loss, change, error, message)
 
 def test_a_call_without_the_counts_of_the_step_is_refused():
     data = cases.Data({"final_response_mask": torch.ones(1, 1)}, {"global_valid_samples": {"default": 1}, "batch_num_tokens": {}})
-    with pytest.raises(ConfigError, match="no 'final_response_mask'.*another contract"):
+    with pytest.raises(ConfigError, match="no 'final_response_mask', which our weights need"):
         read_totals(data)
 
 
-# The door
+# The worker
 
 EMULATED_ROLL = """
 class Dispatch: ONE_TO_ALL = 1
@@ -230,7 +222,7 @@ def test_our_worker_reads_its_settings_before_the_model_is_made():
     [
         ("self, data, output_tensor", "self, data, logits", r"ActorWorker.loss_func takes \(self, data, logits\)"),
         ("batch, loss_func", "batch", "Strategy.train_step takes"),
-        ("_get_feature_on_this_cp_rank", "get_feature", "has no _get_feature_on_this_cp_rank, and .* was probed .roll"),
+        ("_get_feature_on_this_cp_rank", "get_feature", "_get_feature_on_this_cp_rank is missing, and .* was probed .roll"),
     ],
 )
 def test_another_contract_is_refused(old, new, message):
@@ -282,8 +274,8 @@ def test_our_worker_and_settings_fit_roll():
         strategy = ROLL.load("roll.distributed.strategy.megatron_strategy").MegatronTrainStrategy
         from megatron_rl.hosts.roll_worker import ActorWorker, RollWorker
 
-        differences = (roll.CONTRACT.differences(strategy, name, arguments) for name, arguments in roll.STRATEGY_CONTRACT.items())
-        assert [problem for each in differences for problem in each] == [*roll.CONTRACT.problems()] == []
+        roll.CONTRACT.check()
+        roll.CONTRACT.check(roll.STRATEGY_CONTRACT, strategy)
         assert ROLL.source("roll/distributed/strategy/megatron_strategy.py").count("self._unpack_sequences(") == 1
         assert "self.models_unwrapped = self.model.get_models()" in ROLL.source("roll/distributed/strategy/megatron_strategy.py")
         assert issubclass(ActorWorker, RollWorker)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ from test_roll_log_probs import roll_file
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll
-from megatron_rl.hosts.heads import placed_rows
+from megatron_rl.hosts.heads import log_probs, placed_rows
 from megatron_rl.hosts.heads.carried_rows import CarriedRows
 from megatron_rl.hosts.heads.roll import place
 from megatron_rl.hosts.roll_loss import RollLoss
@@ -100,11 +101,12 @@ class Strategy(cases.Strategy):
 def step_of(case: Case, model: Body, forward_step, *, is_fused: bool):
     """(loss of this rank's metrics, gradients, most rows of a tensor as wide as the logits)."""
     step = cases.make_step(case)
-    settings = cases.settings_of(case, **TERMS, **(OURS | {"MEGATRON_RL_MAX_LOGITS_BYTES": str(SMALL)} if is_fused else {}))
+    launch, is_on_policy = cases.settings_of(case, **TERMS, **(OURS if is_fused else {}))
+    launch = replace(launch, config=replace(launch.config, max_logits_bytes=SMALL))
     strategy = Strategy(case, step, forward_step, model)
     if is_fused:
-        place(strategy, settings[0].config.max_logits_bytes)
-    loss = RollLoss(settings[0], strategy, is_on_policy=settings[1])
+        place(strategy)
+    loss = RollLoss(launch, strategy, is_on_policy=is_on_policy)
     order = [index for batch in list(case.micro_batches())[strategy.groups.dp.rank()] for index in batch]
     data = Data({name: column[order] for name, column in step.columns.items()}, {})
     with SeenShapes() as seen:
@@ -181,7 +183,8 @@ def measured_on_a_rank(rank: int, tp: int, is_rolls: bool):
         model = model_of(hook, is_sequence_parallel=tp > 1).eval()
         strategy.models_unwrapped = [model]
         if is_fused:
-            place(strategy, SMALL)
+            log_probs.MAX_LOGITS_BYTES = SMALL
+            place(strategy)
         with torch.no_grad(), SeenShapes() as seen:
             logits = model(tokens)
             assert isinstance(logits, CarriedRows) == is_fused
@@ -223,7 +226,7 @@ def test_rolls_strategy_measures_old_log_probabilities_without_logits(tp):
 def hooks_on_a_rank(rank: int):
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     model = model_of(mca_lora_logits_postprocess_hook)
-    place(SimpleNamespace(models_unwrapped=[model]), SMALL)
+    place(SimpleNamespace(models_unwrapped=[model]))
     layer = model.output_layer
     assert isinstance(model(tokens), CarriedRows) and not hasattr(layer, "calls")
     # The layer's own logits, for a loss that does not train the head, have the hook.
@@ -231,7 +234,7 @@ def hooks_on_a_rank(rank: int):
     assert type(own) is torch.Tensor and layer.calls == 1
     left = model_of(lambda *_: None)
     with pytest.raises(ConfigError, match=r"the output layer has a hook, .*lambda.*test_roll_head.py:\d+.*remove the hook, or "):
-        place(SimpleNamespace(models_unwrapped=[left]), SMALL)
+        place(SimpleNamespace(models_unwrapped=[left]))
     left.output_layer.register_forward_hook(mca_lora_logits_postprocess_hook)
     for has_gradients in (True, False):  # without place it would be given CarriedRows
         with torch.set_grad_enabled(has_gradients), pytest.raises(ConfigError, match="`view_as`"):
@@ -247,13 +250,13 @@ def hooks_on_a_rank(rank: int):
         strategy.train_step(batch=Data(step.columns, {}), loss_func=loss)
     left.config.fp16 = True
     with pytest.raises(ConfigError, match=r"HEAD_LOSS=true with fp16: .*train in bf16"):
-        place(SimpleNamespace(models_unwrapped=[left]), SMALL)
+        place(SimpleNamespace(models_unwrapped=[left]))
     with pytest.raises(ConfigError, match=r"MEGATRON_RL_FUSED_LM_HEAD_LOSS=true with mtp_num_layers=1"):
-        place(SimpleNamespace(models_unwrapped=[Body(has_mtp=True)]), SMALL)
+        place(SimpleNamespace(models_unwrapped=[Body(has_mtp=True)]))
     found = []
     for change in FOREIGN_HEADS:
         change(foreign := Body())
-        found.append(error_of(partial(place, SimpleNamespace(models_unwrapped=[foreign]), SMALL)))
+        found.append(error_of(partial(place, SimpleNamespace(models_unwrapped=[foreign]))))
     check_refusals(found, f"{roll.HEAD}=true")
     return True
 
@@ -273,12 +276,6 @@ def test_the_hook_sees_logits_alone_and_another_one_is_refused():
         ({"MEGATRON_RL_LOG_PROBS": "roll"}, "needs logits, and none are made; set .*LOG_PROBS: megatron_rl"),
         ({"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "yes"}, "HEAD_LOSS='yes' must be true or false"),
         ({"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "1"}, "must be true or false"),
-        ({"MEGATRON_RL_MAX_LOGITS_BYTES": "2GiB"}, "must be a whole number of bytes above 0"),
-        ({"MEGATRON_RL_MAX_LOGITS_BYTES": "0"}, "must be a whole number of bytes above 0"),
-        (
-            {"MEGATRON_RL_FUSED_LM_HEAD_LOSS": "false", "MEGATRON_RL_MAX_LOGITS_BYTES": "4096"},
-            "MAX_LOGITS_BYTES=4096 has no effect without our head",
-        ),
     ],
 )
 def test_settings_of_the_head_that_cannot_act_are_refused(worker, message):
@@ -288,9 +285,8 @@ def test_settings_of_the_head_that_cannot_act_are_refused(worker, message):
 
 
 def test_settings_of_the_head_are_read_and_refused_beside_rolls_own_loss():
-    given = OURS | {"MEGATRON_RL_MAX_LOGITS_BYTES": "4096"}
-    launch = roll.read(cases.worker_config("gspo.prompt_mean", **given), cases.pipeline_config())
-    assert launch.config.fused_lm_head_loss is True and launch.config.max_logits_bytes == 4096
+    launch = roll.read(cases.worker_config("gspo.prompt_mean", **OURS), cases.pipeline_config())
+    assert launch.config.fused_lm_head_loss is True
     plain = roll.read(cases.worker_config("gspo.prompt_mean"), cases.pipeline_config())
     assert plain.config.fused_lm_head_loss is False
 

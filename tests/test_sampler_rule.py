@@ -2,59 +2,69 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts.sampler_rule import Sampler, Scores, readers_of, sampler_problems, typed_readers
+from megatron_rl.hosts.sampler_rule import Sampler, sampler_problems, typed_readers
 
 TOP_P, TIS, UNBIASED = ("top_p=0.8",), ("importance_correction=tis",), ("kl_estimator=unbiased",)
 PENALTY, DRAFT = ("repetition_penalty=1.1",), ("speculative_config",)
+KEPT, WHOLE = "processed_logprobs", "raw_logprobs"
+REPLAYED = {"kept": TOP_P, "mode": KEPT, "replayed": "replay=true"}
+FILTERED = {"kept": TOP_P, "mode": KEPT, "recomputes": True}
+KEPT, WHOLE = "processed_logprobs", "raw_logprobs"
+REPLAYED = {"kept": TOP_P, "mode": KEPT, "replayed": "replay=true"}
+FILTERED = {"kept": TOP_P, "mode": KEPT, "recomputes": True}
 ROWS = {
-    # name: (sampler, what reads its scores, what mixes tokens, the problem or None)
-    "nothing is left out": (Sampler(scores=Scores.KEPT), TIS, (), None),
-    "a kept set that nobody compares with": (Sampler(kept=TOP_P, scores=Scores.KEPT), (), (), None),
-    "scores over the whole vocabulary": (Sampler(kept=TOP_P, scores=Scores.WHOLE), TIS, (), None),
+    # name: (the sampler, what reads its scores, the problem or None)
+    "nothing is left out": ({"mode": KEPT}, TIS, None),
+    "a kept set that nobody compares with": ({"kept": TOP_P, "mode": KEPT}, (), None),
+    "scores over the whole vocabulary": ({"kept": TOP_P, "mode": WHOLE}, TIS, None),
+    "an engine of the whole vocabulary": ({"kept": TOP_P, "engine": "sglang"}, TIS, None),
     "scores of the kept tokens": (
-        *(Sampler(kept=TOP_P, scores=Scores.KEPT), TIS, ()),
-        "top_p=0.8 beside importance_correction=tis: the sampler keeps a part of the vocabulary",
+        {"kept": TOP_P, "mode": KEPT},
+        TIS,
+        "top_p=0.8 beside importance_correction=tis: the log-probabilities of vllm (logprobs_mode=processed_logprobs) are among",
     ),
-    "scores of an unknown set": (Sampler(kept=TOP_P), TIS, (), "top_p=0.8 beside importance_correction=tis: "),
-    "a penalty": (Sampler(changed=PENALTY), TIS, (), "repetition_penalty=1.1 beside importance_correction=tis: "),
-    "a penalty, and scores before it": (Sampler(changed=PENALTY, scores=Scores.WHOLE), TIS, (), None),
-    "a penalty that nobody compares with": (Sampler(changed=PENALTY), (), (), None),
-    "replayed sets": (Sampler(kept=TOP_P, scores=Scores.KEPT, replayed="replay=true"), TIS, UNBIASED, None),
+    "scores of an unknown set": ({"kept": TOP_P}, TIS, "beside importance_correction=tis: the log-probabilities of vllm are"),
+    "a penalty": ({"changed": PENALTY}, TIS, "repetition_penalty=1.1 beside importance_correction=tis: "),
+    "a penalty, and scores before it": ({"changed": PENALTY, "mode": WHOLE}, TIS, None),
+    "a penalty that nobody compares with": ({"changed": PENALTY}, (), None),
+    "replayed sets": (REPLAYED | {"mixers": UNBIASED}, TIS, None),
     "replayed sets with a penalty": (
-        *(Sampler(kept=TOP_P, changed=PENALTY, scores=Scores.KEPT, replayed="replay=true"), (), ()),
-        "repetition_penalty=1.1 with replay=true: a token need not be drawn from",
+        *(REPLAYED | {"changed": PENALTY}, ()),
+        "repetition_penalty=1.1 with replay=true: a token need not be of the set",
     ),
     "replayed sets of a draft": (
-        *(Sampler(kept=TOP_P, drafted=DRAFT, scores=Scores.KEPT, replayed="replay=true"), (), ()),
-        "speculative_config with replay=true: a token need not be drawn from",
+        *(REPLAYED | {"drafted": DRAFT}, ()),
+        "speculative_config with replay=true: a token need not be of the set",
     ),
     "replayed sets, and scores over the whole vocabulary": (
-        *(Sampler(kept=TOP_P, scores=Scores.WHOLE, replayed="replay=true"), TIS, ()),
+        *(REPLAYED | {"mode": WHOLE}, TIS),
         "replay=true beside importance_correction=tis: the trainer scores among the kept tokens",
     ),
-    "a trainer that filters too": (Sampler(kept=TOP_P, scores=Scores.KEPT, recomputes=True), (), (), None),
+    "a trainer that filters too": (FILTERED, (), None),
     "a trainer that filters too, compared": (
-        *(Sampler(kept=TOP_P, scores=Scores.KEPT, recomputes=True), TIS, ()),
-        "top_p=0.8 beside importance_correction=tis: the trainer keeps tokens by the same settings",
+        *(FILTERED, TIS),
+        "top_p=0.8 beside importance_correction=tis: a token that the trainer's own filter leaves out",
     ),
     "a trainer that filters too, mixed": (
-        *(Sampler(kept=TOP_P, scores=Scores.KEPT, recomputes=True), (), UNBIASED),
-        "top_p=0.8 beside kl_estimator=unbiased: the trainer keeps tokens by the same settings",
+        *(FILTERED | {"mixers": UNBIASED}, ()),
+        "top_p=0.8 beside kl_estimator=unbiased: a token that the trainer's own filter leaves out",
     ),
     "a trainer that filters too, and raw scores": (
-        *(Sampler(kept=TOP_P, scores=Scores.WHOLE, recomputes=True), (), ()),
+        *(FILTERED | {"mode": WHOLE}, ()),
         "such a token cannot be told from a sure one; turn top_p=0.8 off",
     ),
 }
 
 
-@pytest.mark.parametrize(("sampler", "readers", "mixers", "problem"), ROWS.values(), ids=ROWS)
-def test_a_sampler_is_refused_beside_what_it_makes_wrong(sampler, readers, mixers, problem):
+@pytest.mark.parametrize(("sampler", "readers", "problem"), ROWS.values(), ids=ROWS)
+def test_a_sampler_is_refused_beside_what_it_makes_wrong(sampler, readers, problem):
     """FB-114, FB-161"""
-    found = [*sampler_problems(sampler, readers, mixers)]
+    found = [*sampler_problems(Sampler(**({"engine": "vllm"} | sampler)), readers)]
     assert (found == []) if problem is None else (len(found) == 1 and problem in found[0]), found
 
 
@@ -64,8 +74,9 @@ def test_a_sampler_is_refused_beside_what_it_makes_wrong(sampler, readers, mixer
         ({}, [], []),
         ({"importance_correction": "tis"}, ["importance_correction=tis"], ["--importance-correction tis"]),
         ({"off_policy_sequence_delta": 0.1}, ["off_policy_sequence_delta=0.1"], ["--off-policy-sequence-delta 0.1"]),
-        ({"policy_loss": "dppo_tv"}, ["the policy loss dppo_tv"], ["--policy-loss dppo_tv"]),
+        ({"policy_loss": "dppo_tv"}, ["policy_loss=dppo_tv"], ["--policy-loss dppo_tv"]),
     ],
 )
 def test_what_compares_with_the_sampler_is_named(settings, words, typed):
-    assert readers_of(PolicyLossConfig(**settings)) == words and typed_readers(settings.get) == typed
+    of_config = partial(getattr, PolicyLossConfig(**settings))
+    assert typed_readers(of_config, "{}={}".format) == words and typed_readers(settings.get) == typed

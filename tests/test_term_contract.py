@@ -303,7 +303,7 @@ def test_the_names_of_a_help_text_are_those_of_the_registry(registry, monkeypatc
 
 
 def test_hosts_map_to_registered_names():
-    assert set(flags.KL_ESTIMATORS.values()) | set(skyrl.KL_ESTIMATORS) <= set(kl_estimator_names())
+    assert set(flags.KL_ESTIMATORS.values()) <= set(kl_estimator_names())
     assert set(nemo_rl.CORRECTIONS.values()) <= set(correction_names())
     assert {*skyrl.REDUCTIONS.values(), *verl.AGG_MODES} <= set(loss_aggregation_names())
 

@@ -166,10 +166,10 @@ def test_a_step_before_any_rollout_is_refused():
     [
         (
             {"prepare_trajectories": lambda turns, tokenizer: None},
-            r"takes turns first.* was expected \(.*test_train_rl.py:\d+\): edit",
+            r"takes turns first \(.*test_train_rl.py:\d+\), and rollouts .* was expected: record the prompts by hand",
         ),
-        ({"compute_group_stats": None}, "compute_group_stats is missing, and rollouts was expected"),
-        ({"get_logprobs": None}, "get_logprobs is missing; undo the edit"),
+        ({"compute_group_stats": None}, "compute_group_stats takes None first, and rollouts was expected"),
+        ({"get_logprobs": None}, "get_logprobs is missing or has rl_default_temperature in it"),
     ],
 )
 def test_another_source_is_refused_by_name(change, message):
@@ -184,7 +184,7 @@ def test_a_checkout_that_was_edited_by_hand_is_refused():
         return utils.selective_log_softmax(logits / rl_default_temperature, tokens)
 
     utils.get_logprobs = edited
-    with pytest.raises(ConfigError, match="has rl_default_temperature in it: it was edited by hand"):
+    with pytest.raises(ConfigError, match="get_logprobs is missing or has rl_default_temperature in it, as an edit"):
         take_rollouts(utils, lambda: 1.0, SINGLE)
 
 

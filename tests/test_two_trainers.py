@@ -151,11 +151,11 @@ def test_a_trainer_that_is_forgotten_is_freed():
     before_train_step(args, 7, 0, [model], optimizer, None)
     get_pg_loss_reducer([5], [3], [torch.tensor([1, 0, 1])])(torch.ones(3))
     seen = [weakref.ref(one) for one in (args, RUNS.of(args), optimizer)]
-    assert len(RUNS) == 1
+    assert len([*RUNS]) == 1
     set_global_args(Namespace())
     del args, optimizer
     gc.collect()
-    assert [one() for one in seen] == [None] * 3 and len(RUNS) == 0
+    assert [one() for one in seen] == [None] * 3 and len([*RUNS]) == 0
 
 
 def test_whose_reducer_is_called_must_be_known():

@@ -12,7 +12,6 @@ import importlib
 import json
 import math
 import pickle
-import re
 import sys
 import types
 from collections.abc import Callable
@@ -29,24 +28,18 @@ from verl_cases import ActorConfig, Case
 from megatron_rl import loss_hub
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import dense_rows, verl, verl_loss, verl_plugin, verl_step
+from megatron_rl.hosts import dense_rows, model_notes, verl, verl_loss, verl_plugin, verl_step
 from megatron_rl.hosts.choice import value_at
 from megatron_rl.hosts.dense_rows import RowCounts
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import register_policy_loss
-from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.layout_step import StepSample
 
 TOLERANCE = 1e-5
 ROLLOUT_TOLERANCE = 1e-6  # float32 numbers against a float64 step
 # Loss, aggregation, masked values.
-CORRECTED = (
-    ("grpo", "sample_mean", None),
-    ("grpo", "prompt_mean", None),
-    ("cispo", "token_mean", math.nan),
-    ("sapo", "constant", None),
-)
+CORRECTED = (("grpo", "prompt_mean", None), ("cispo", "token_mean", math.nan))
 
 
 def error_of(
@@ -63,7 +56,7 @@ def error_of(
         samples = [
             dataclasses.replace(sample, rollout_log_probs=sampled_far(sample, number)) for number, sample in enumerate(samples)
         ]
-        factors = [CORRECTIONS[correction][1](sample, values) for sample, values in zip(samples, log_probs, strict=True)]
+        factors = [CORRECTIONS[correction][1](sample) for sample in samples]
     loss, gradients = truth(case, samples, log_probs, factors)
     advantages = cases.given_advantages(samples)
     config = cases.emulated_config(case) if config is None else config
@@ -82,28 +75,17 @@ def ratios_by_hand(sample: StepSample) -> list[float]:
     return [math.exp(old - sampled) for old, sampled in pairs]
 
 
-def mean_mask_by_hand(sample: StepSample, log_probs: torch.Tensor) -> list[float]:
+def mean_mask_by_hand(sample: StepSample) -> list[float]:
     kept = [math.log(ratio) for ratio, bit in zip(ratios_by_hand(sample), sample.loss_mask, strict=True) if bit]
     is_inside = 0.8 <= math.exp(sum(kept) / max(len(kept), 1)) <= 1.25
     return [float(is_inside)] * len(sample.loss_mask)
 
 
-def opsm_by_hand(sample: StepSample, log_probs: torch.Tensor) -> list[float]:
-    sampled = zip(sample.rollout_log_probs or [], log_probs.tolist(), sample.loss_mask, strict=True)
-    gaps = [rollout - current for rollout, current, bit in sampled if bit]
-    is_dropped = sample.advantage < 0 and sum(gaps) / max(len(gaps), 1) > 0.1
-    return [0.0 if is_dropped else 1.0] * len(sample.loss_mask)
-
-
 # Settings of actor.policy_loss, and the factor of each token of a sample.
-CORRECTIONS: dict[str, tuple[dict, Callable[[StepSample, torch.Tensor], list[float]]]] = {
-    "tis": (
-        {"importance_correction": "tis", "importance_correction_high": 1.5},
-        lambda sample, _: [min(ratio, 1.5) for ratio in ratios_by_hand(sample)],
-    ),
+CORRECTIONS: dict[str, tuple[dict, Callable[[StepSample], list[float]]]] = {
     "icepop": (
         {"importance_correction": "icepop", "importance_correction_low": 0.5, "importance_correction_high": 2.0},
-        lambda sample, _: [ratio if 0.5 <= ratio <= 2.0 else 0.0 for ratio in ratios_by_hand(sample)],
+        lambda sample: [ratio if 0.5 <= ratio <= 2.0 else 0.0 for ratio in ratios_by_hand(sample)],
     ),
     "mask of samples": (
         {
@@ -114,7 +96,6 @@ CORRECTIONS: dict[str, tuple[dict, Callable[[StepSample, torch.Tensor], list[flo
         },
         mean_mask_by_hand,
     ),
-    "opsm": ({"off_policy_sequence_delta": 0.1}, opsm_by_hand),
 }
 
 
@@ -147,10 +128,7 @@ def read_settings(mode: str, **settings: Any) -> PolicyLossConfig:
     [
         # verl fills in 0.2 for any loss; a ratio of a sample never gets there.
         ("gspo.sample_mean", {}, "clip 0.0003/0.0004, clip_ratio_c 3 (the loss's own clip)"),
-        ("gspo.sample_mean", {"clip_ratio_low": 1e-3, "clip_ratio_high": 2e-3}, "clip 0.001/0.002, clip_ratio_c 3"),
         ("gspo.sample_mean", {"clip_ratio_high": 2e-3}, "clip 0.0003/0.002, clip_ratio_c 3 (low: the loss's own)"),
-        ("gspo.sample_mean", {"policy_loss": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}}, "clip 0.2/0.2, clip_ratio_c 3"),
-        ("grpo.sample_mean", {"clip_ratio_high": 0.28, "clip_ratio_c": 4.0}, "clip 0.2/0.28, clip_ratio_c 4 (low: the loss's own)"),
         # verl's clip_ratio_c belongs to another loss here.
         ("cispo.sample_mean", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.3}, "clip 1/0.3"),
     ],
@@ -227,71 +205,36 @@ def test_the_unbiased_estimate_of_kl_is_of_the_policy_that_sampled(loss):
     gradient = torch.where(mask, rho * gap, 0.0)
     assert torch.allclose(found.double(), value, rtol=1e-5, atol=1e-6)  # float32 inputs
     assert torch.allclose(torch.autograd.grad(found.sum(), log_prob)[0].double(), gradient, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ConfigError, match="unbiased is megatron_rl's .*algorithm.kl_penalty.*set .*loss_mode=megatron_rl"):
-        estimate(logprob=log_prob, ref_logprob=ref.float(), kl_penalty="unbiased")  # of no call of ours
+    with pytest.raises(ConfigError, match="kl_penalty=unbiased is megatron_rl's, for actor.kl_loss_type beside one of its"):
+        estimate(logprob=log_prob.clone(), ref_logprob=ref.float(), kl_penalty="unbiased")  # of no call of ours
     assert torch.equal(estimate(log_prob, ref.float(), "k1")[1], log_prob[1] - ref.float()[1])
-
-
-def test_the_unbiased_estimate_is_refused_for_other_log_probabilities():
-    config = ActorConfig(policy_loss={}, kl_loss_type="unbiased")
-    call("megatron_rl.grpo.token_mean", config=config)
-    other = torch.zeros(2, 3)
-    with pytest.raises(ConfigError, match="beside one of its losses, and not for rewards"):
-        cases.filled_tables().kl_penalty(logprob=other, ref_logprob=other, kl_penalty="unbiased")
-
-
-def num_kept() -> int:
-    return sum(len(run.before_kl) for _, run in verl_loss.RUNS)
 
 
 def test_two_trainers_of_a_process_have_their_own_kl_terms_and_their_state_goes_with_them():
     """Each has called its loss before either computes its KL term; rho = exp(new - old) by hand."""
     tables = cases.filled_tables()
     gc.collect()
-    before, ref = len(verl_loss.RUNS), torch.full((2, 3), -1.5)
+    before, ref = len([*verl_loss.RUNS]), torch.full((2, 3), -1.5)
     configs = [ActorConfig(policy_loss={}, kl_loss_type="unbiased") for _ in range(2)]
     leaves = [torch.full((2, 3), value, requires_grad=True) for value in (-1.0, -2.0)]
     for config, leaf, old in zip(configs, leaves, (-1.1, -2.5), strict=True):
         call("megatron_rl.grpo.token_mean", config=config, log_prob=leaf, old_log_prob=torch.full((2, 3), old))
-    assert len(verl_loss.RUNS) == before + 2
+    assert len([*verl_loss.RUNS]) == before + 2
     for leaf, rho, gap in zip(leaves, (math.exp(0.1), math.exp(0.5)), (0.5, -0.5), strict=True):
         found = tables.kl_penalty(leaf, ref, "unbiased")
         expected = torch.full((2, 3), rho * (math.exp(-gap) - 1 + gap))
         assert torch.allclose(found, expected, rtol=1e-5)  # float32 inputs
-    call("megatron_rl.grpo.token_mean", config=configs[0], log_prob=leaves[0])  # its KL term is never computed
-    kept = num_kept()
-    del leaves, leaf, configs, config
+    del configs, config
     gc.collect()
-    assert len(verl_loss.RUNS) == before and num_kept() == kept - 1
-
-
-def test_a_setting_that_changes_is_judged_again():
-    config = ActorConfig(policy_loss={})
-    call("megatron_rl.grpo.token_mean", config=config)
-    config.policy_loss["importance_correction"] = "tis"
-    with pytest.raises(ConfigError, match="gets the sampler's log-probabilities"):
-        call("megatron_rl.grpo.token_mean", config=config)
-    config.policy_loss["importance_correction"] = "mean"
-    with pytest.raises(ConfigError, match="is not registered; known: icepop"):
-        call("megatron_rl.grpo.token_mean", config=config)
+    assert len([*verl_loss.RUNS]) == before
 
 
 def test_a_reference_that_is_not_finite_is_refused_by_the_unbiased_estimate():
     log_prob = torch.full((2, 3), -1.0, requires_grad=True)
     config = ActorConfig(policy_loss={}, kl_loss_type="unbiased")
     call("megatron_rl.grpo.token_mean", config=config, log_prob=log_prob)
-    with pytest.raises(DataError, match="ref_log_prob has an unmasked value that is not finite"):
+    with pytest.raises(DataError, match="the KL estimate unbiased is not finite"):
         cases.filled_tables().kl_penalty(log_prob, torch.full((2, 3), math.nan), "unbiased")
-
-
-def test_a_kl_penalty_that_verl_has_decorated_gets_the_estimate_too():
-    tables = cases.emulated_tables()
-    tables.kl_penalty = functools.wraps(tables.kl_penalty)(lambda *given, **named: tables.own(*given, **named))
-    verl_loss.register(tables)
-    once = tables.kl_penalty
-    assert hasattr(once, verl_loss.MARK)
-    verl_loss.register(tables)
-    assert tables.kl_penalty is once
 
 
 def test_the_metrics_have_verls_names_and_are_numbers():
@@ -302,26 +245,14 @@ def test_the_metrics_have_verls_names_and_are_numbers():
     assert float(loss) == 0 and metrics == {"actor/pg_clipfrac": 0.0, "actor/ppo_kl": 0.0} and not gradient.any()
 
 
-def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys):
-    config = ActorConfig(policy_loss={}, loss_scale_factor=4)
-    for _ in range(2):
-        call("megatron_rl.grpo.constant", config=config)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("megatron_rl: loss_mode=megatron_rl.grpo.constant in verl | clip 0.2/0.2, clip_ratio_c 3")
-    assert "| step of 8 samples | on 2 data-parallel ranks |" in line
-    assert "| weight of a token 1/(L N) = 1/(4 N) = 1/(4 x 8) = 0.03125 |" in line
-
-
 @pytest.mark.parametrize(
     ("mode", "changes", "expected"),
     [
         pytest.param("grpo.sample_mean", {"info": {"dp_size": None}}, "has no dp_size", id="no dp_size"),
         pytest.param("grpo.sample_mean", {"clip_ratio_low": True}, "clip_ratio_low=True must be a number", id="a clip is a switch"),
-        pytest.param("grpo.sample_mean", {"clip_ratio": 0.3}, "clip_ratio=0.3 has no effect: .*high", id="one clip of both sides"),
         pytest.param("grpo.sample_mean", {"loss_agg_mode": "token-sum"}, "two aggregations", id="verl's aggregation"),
-        pytest.param("grpo.sample_mean", {"policy_loss": {"ratio_truncation": 5.0}}, "does not read it", id="of another loss"),
-        pytest.param("cispo.sample_mean", {"clip_ratio_c": 2.0}, "clip_ratio_c=2.0 has no effect", id="a clip of another loss"),
-        pytest.param("grpo.constant", {}, "needs its L: set actor_rollout_ref.actor.loss_scale_factor", id="no L"),
+        pytest.param("grpo.sample_mean", {"policy_loss": {"ratio_truncation": 5.0}}, "=5.0 has no effect", id="of another loss"),
+        pytest.param("grpo.constant", {}, "actor.loss_scale_factor=None: constant needs its L", id="no L"),
         pytest.param(
             "dppo_kl.sample_mean", {"policy_loss": {"importance_correction": "tis"}}, "counted twice", id="corrected twice"
         ),
@@ -332,11 +263,6 @@ def test_a_setting_that_would_train_another_weight_is_refused_by_name(mode, chan
     settings = {name: value for name, value in changes.items() if name != "info"}
     with pytest.raises(ConfigError, match=expected):
         call(f"megatron_rl.{mode}", info=info, config=ActorConfig(**{"policy_loss": {}, **settings}))
-
-
-def test_an_argument_of_another_verl_is_refused_by_name():
-    with pytest.raises(TypeError, match="rollout_log_prob"):
-        call("megatron_rl.grpo.sample_mean", rollout_log_prob=None)
 
 
 SAMPLE_MEAN = verl.read(ActorConfig(policy_loss={"loss_mode": "megatron_rl.grpo.sample_mean"}))
@@ -363,23 +289,19 @@ def weighed(rows: RowCounts, mask: torch.Tensor) -> torch.Tensor:
     return call("megatron_rl.grpo.sample_mean", config=config, rows=rows, response_mask=mask, advantages=torch.ones(mask.shape))[2]
 
 
-def test_rows_without_a_session_are_rollouts(capsys):
-    data = {"response_mask": torch.ones(4, 3), "uid": ["a", "a", "b", "b"]}
+@pytest.mark.parametrize(
+    ("sessions", "num_rollouts", "said"),
+    [
+        (None, None, "| step of 4 samples | on 2 data-parallel ranks | weight of a token 1/(N m_i) = 1/(4 m_i) | a row"),
+        ([0, 1, 0, 1], 4, "step of 4 samples | on 2 data-parallel ranks | weight of a token 1/(N m_i) = 1/(4 m_i) | a row"),
+        ([0, 0, 0, 0], 2, "of 2 rollouts | on 2 data-parallel ranks | weight of a token 1/(R M_j) = 1/(2 M_j) | a rollout"),
+    ],
+)
+def test_the_rows_of_a_session_are_a_rollout(sessions, num_rollouts, said, capsys):
+    data = {"response_mask": torch.ones(4, 3), "uid": ["a", "a", "b", "b"]} | ({} if sessions is None else {"session_id": sessions})
     totals, counts = verl_step.count_mini_batch(SAMPLE_MEAN, data, SINGLE, None)
-    assert (totals.num_samples, totals.num_rollouts) == (4, None) and counts[:, 2:].sum() == 0
+    assert totals.num_rollouts == num_rollouts
     weighed(verl_step.rows_of(SAMPLE_MEAN, totals, counts), data["response_mask"].bool())
-    assert "| a row is a whole rollout |" in capsys.readouterr().err
-    data["session_id"] = [0, 1, 0, 1]
-    totals, counts = verl_step.count_mini_batch(SAMPLE_MEAN, data, SINGLE, None)
-    weighed(verl_step.rows_of(SAMPLE_MEAN, totals, counts), data["response_mask"].bool())
-    said = capsys.readouterr().err
-    assert "| step of 4 samples |" in said and "weight of a token 1/(N m_i) = 1/(4 m_i) | a row is a whole rollout; several" in said
-    data["session_id"] = [0, 0, 0, 0]
-    totals, counts = verl_step.count_mini_batch(SAMPLE_MEAN, data, SINGLE, None)
-    weighed(verl_step.rows_of(SAMPLE_MEAN, totals, counts), data["response_mask"].bool())
-    said = (
-        "weight of a token 1/(R M_j) = 1/(2 M_j) | a rollout is the rows of one uid and session_id, and counts once (an agent loop"
-    )
     assert said in capsys.readouterr().err
 
 
@@ -388,7 +310,6 @@ def test_rows_without_a_session_are_rollouts(capsys):
     [
         ("grpo.prompt_mean", {}, {"uid": None}, ConfigError, "verl's batch has no uid, which megatron_rl.grpo.prompt_mean needs"),
         ("grpo.prompt_mean", {}, {}, DataError, "prompt 'a' has 1 of samples_per_prompt=2 .*rollout.n"),
-        ("grpo.sample_mean", {}, {"session_id": [0, 1]}, DataError, "verl's batch has 2 session_id for 3 rows"),
         (
             "grpo.sample_mean",
             {"one_sample_per_rollout": True},
@@ -422,8 +343,8 @@ def test_a_loss_that_nobody_has_counted_for_is_refused():
         call("megatron_rl.grpo.token_mean", rows=plain_rows(torch.ones(2, 3)), response_mask=mask)
 
 
-def test_verls_engine_counts_where_our_loss_trains():
-    """The loss has the counts of its rows while it runs; another loss gets verl's own function."""
+def test_verls_engine_counts_where_our_loss_trains(monkeypatch):
+    """The loss has the counts of its rows while it runs; another loss gets verl's own function. The model is looked at before."""
     calls, config = [], ActorConfig(policy_loss={"loss_mode": "megatron_rl.grpo.sample_mean"})
     run = verl_loss.RUNS.of(config)
 
@@ -433,6 +354,8 @@ def test_verls_engine_counts_where_our_loss_trains():
 
         def get_data_parallel_group(self):
             return SINGLE
+
+        tf_config = types.SimpleNamespace(tensor_model_parallel_size=2)
 
     def ppo_loss(config, model_output, data, dp_group=None):
         calls.append((run.rows, sorted(data)))
@@ -444,6 +367,10 @@ def test_verls_engine_counts_where_our_loss_trains():
     ((rows, names),) = calls
     assert rows.tokens.tolist() == [2, 2] and rows.rollouts.tokens.tolist() == [4, 2] and verl_step.COUNTS in names
     assert run.rows is None
+    drifts = {"tensor_model_parallel_size": 2}.items()
+    monkeypatch.setattr(model_notes, "release_problems", lambda found: ["it drifts"] * (drifts <= found.items()))
+    with pytest.raises(ConfigError, match="it drifts"):
+        BaseEngine().train_batch(data, functools.partial(ppo_loss, config=config))
     own = ActorConfig(policy_loss={"loss_mode": "vanilla"})
     data = {name: column for name, column in data.items() if name != verl_step.COUNTS}
     BaseEngine().train_batch(data, functools.partial(ppo_loss, config=own))
@@ -456,26 +383,20 @@ def test_verls_engine_counts_where_our_loss_trains():
 # Registration
 
 
-def test_a_loss_that_is_declared_later_comes_with_the_next_registration(monkeypatch):
-    tables = cases.emulated_tables()
-    verl_loss.register(tables)
-    assert "megatron_rl.halved.constant" not in tables.POLICY_LOSS_REGISTRY
+def test_a_loss_of_ones_own_is_in_verls_table_by_its_declared_name(monkeypatch):
     monkeypatch.setattr(loss_hub.POLICY_LOSSES, "records", dict(loss_hub.POLICY_LOSSES.records))
     register_policy_loss("halved")(lambda log_ratio, advantages: -advantages * log_ratio / 2)
+    tables = cases.emulated_tables()
     verl_loss.register(tables)
     assert {"megatron_rl.halved.constant", "megatron_rl.halved.prompt_mean"} <= tables.POLICY_LOSS_REGISTRY.keys()
 
 
 def test_tables_of_another_contract_are_refused(capsys):
     tables = cases.emulated_tables()
-    tables.compute_policy_loss_vanilla = lambda old_log_prob, log_prob, advantages, loss_mask, config: None
     del tables.register_policy_loss
-    tables.kl_penalty = lambda logprob, ref, kl_penalty: logprob
     verl_plugin.fill(tables)
     said = capsys.readouterr().err
-    assert said.startswith("megatron_rl: none of its losses is registered in verl: ") and "has no register_policy_loss" in said
-    assert "advantages, loss_mask, config), ours is made for (old_log_prob" in said
-    assert re.search(r"kl_penalty takes \(logprob, ref, kl_penalty\), .*verl-project.* probed \(.*test_verl.py:\d+\)", said)
+    assert said.startswith("megatron_rl: none of its losses can train in verl: ") and "register_policy_loss is missing" in said
     assert tables.POLICY_LOSS_REGISTRY == {}
 
 
@@ -496,47 +417,47 @@ MANAGER = {f"{ROLLOUT}agent__agent_loop_manager_class": "mine.Manager"}
 TOP_P = {f"{ROLLOUT}top_p": 0.7}
 # Settings, and the problem; None: none.
 WHOLE: dict[str, tuple[dict[str, Any], str | None]] = {
-    "a slip": ({MODE: "grpo.token_maen"}, "did you mean megatron_rl.grpo.token_mean"),
+    "a slip": ({MODE: "grpo.token_maen"}, "loss_mode=megatron_rl.grpo.token_maen does not name a loss and an aggregation"),
     "a switch that is text": ({"actor_rollout_ref__actor__use_kl_loss": "false"}, "use_kl_loss='false' is text"),
     "uncut weights": ({MODE: "dppo_tv.sample_mean", **UNCUT}, None),
     "weights that are cut": (
         {MODE: "dppo_tv.sample_mean", f"{CORRECTION}rollout_is": "token"},
-        "rollout_is_threshold=None: megatron_rl.dppo_tv.sample_mean .* compares with the sampler, .*set .*threshold=1000000000.0",
+        "rollout_is_threshold=None: megatron_rl.dppo_tv.sample_mean compares with the sampler, .*set .*threshold=1000000000.0",
     ),
-    "no weights": ({MODE: "dppo_kl.sample_mean"}, "rollout_is=None, .*rollout_is_threshold=None"),
-    "normalised weights": ({**ICEPOP, f"{CORRECTION}rollout_is_batch_normalize": True}, "set .*batch_normalize=False"),
-    "no scores": ({**ICEPOP, f"{ROLLOUT}calculate_log_probs": False}, "set .*calculate_log_probs=True"),
-    "bypassed weights": ({**ICEPOP, f"{CORRECTION}bypass_mode": True}, "set .*bypass_mode=False"),
+    "normalised, bypassed and no weights": (
+        {
+            **ICEPOP,
+            f"{CORRECTION}rollout_is_batch_normalize": True,
+            f"{CORRECTION}bypass_mode": True,
+            f"{ROLLOUT}calculate_log_probs": False,
+        },
+        "set .*batch_normalize=False .*bypass_mode=False .*calculate_log_probs=True",
+    ),
     "the old trainer's own loss": (
         {f"{CORRECTION}bypass_mode": True, "trainer__use_v1": False},
         "bypass_mode=true of the old trainer puts verl's own loss in the place of ours",
     ),
     "cut groups": ({MODE: "grpo.prompt_mean", **CUT}, "ppo_mini_batch_size=64 of data.train_batch_size=256: .*cuts prompt groups"),
-    "cut groups of no weight": (CUT, None),
     "cut groups that are accepted": (
         {MODE: "grpo.prompt_mean", **CUT, "actor_rollout_ref__actor__policy_loss__allow_partial_prompt_groups": True},
         None,
     ),
     "rows of a manager of one's own": ({MODE: "grpo.sample_mean", **MANAGER}, "manager_class=mine.Manager.* set .*one_sample"),
-    "rows that count no rollouts": (MANAGER, None),
     "rows that are said to be rollouts": (
         {MODE: "grpo.row_mean", **MANAGER, "actor_rollout_ref__actor__policy_loss__one_sample_per_rollout": True},
         None,
     ),
     # FB-114
-    "a kept set, without a ratio to the sampler": (TOP_P, None),
     "a kept set, corrected": ({**ICEPOP, **TOP_P}, "top_p=0.7 beside importance_correction=icepop: .*turn .*top_p=0.7 off"),
     "a kept set, verl's weights": ({**UNCUT, **TOP_P}, "top_p=0.7 beside algorithm.rollout_correction.rollout_is=token: "),
     "a kept set, verl's rejection": (
         {f"{CORRECTION}rollout_rs": "token_k1", f"{ROLLOUT}top_k": 20},
         "top_k=20 beside algorithm.rollout_correction.rollout_rs=token_k1: ",
     ),
-    "a kept set, the rollout as anchor": ({f"{CORRECTION}bypass_mode": True, **TOP_P}, "beside .*bypass_mode=True: "),
     "a kept set, raw scores": ({**ICEPOP, **TOP_P, f"{ROLLOUT}engine_kwargs": {"vllm": {"logprobs_mode": "raw_logprobs"}}}, None),
     "a kept set, SGLang": ({**ICEPOP, **TOP_P, f"{ROLLOUT}name": "sglang"}, None),
     "a kept set, another engine": ({**ICEPOP, **TOP_P, f"{ROLLOUT}name": "trtllm"}, "trtllm are over what is not known"),
     "a penalty": ({**ICEPOP, f"{ROLLOUT}repetition_penalty": 1.1}, "repetition_penalty=1.1 beside "),
-    "validation": ({**ICEPOP, f"{ROLLOUT}val_kwargs__top_p": 0.7}, None),
 }
 
 
@@ -565,7 +486,7 @@ def test_verls_own_check_ends_a_launch_with_a_problem_and_each_one_that_is_only_
     checks = types.SimpleNamespace(validate_config=lambda config, use_critic: asked.append(use_critic))
     verl_plugin.judge(checks)
     slip = cases.whole_config(**{MODE: "megatron_rl.grpo.token_maen"})
-    with pytest.raises(SystemExit, match="^megatron_rl: ConfigError: .*did you mean megatron_rl.grpo.token_mean"):
+    with pytest.raises(SystemExit, match="^megatron_rl: ConfigError: .*token_maen does not name a loss"):
         checks.validate_config(slip, use_critic=False)
     assert asked == []
     checks.validate_config(cases.whole_config(**{MODE: "vanilla"}), use_critic=False)
@@ -575,15 +496,6 @@ def test_verls_own_check_ends_a_launch_with_a_problem_and_each_one_that_is_only_
         checks.validate_config(cases.whole_config(**{MODE: "megatron_rl.grpo.token_mean"}), use_critic=True)
     assert ended.value.code == 0 and asked == [False, True]
     assert capsys.readouterr().err.startswith("megatron_rl: loss_mode=megatron_rl.grpo.token_mean in verl | clip 0.2/0.2")
-
-
-def test_a_model_that_megatron_would_train_wrongly_is_refused_before_the_step(monkeypatch):
-    monkeypatch.setattr(verl_step, "release_problems", lambda settings: [f"tp={settings['tensor_model_parallel_size']} drifts"])
-    engine = types.SimpleNamespace(tf_config=types.SimpleNamespace(tensor_model_parallel_size=2))
-    run = verl_loss.VerlRun()
-    verl_step.check_model(run, types.SimpleNamespace())
-    with pytest.raises(ConfigError, match="tp=2 drifts"):
-        verl_step.check_model(run, engine)
 
 
 def test_our_class_of_settings_has_a_field_for_each_that_verl_has_no_name_for(monkeypatch):
@@ -597,7 +509,7 @@ def test_our_class_of_settings_has_a_field_for_each_that_verl_has_no_name_for(mo
     del sys.modules["megatron_rl.hosts.verl_config"]
     made = importlib.import_module("megatron_rl.hosts.verl_config")
     fields = {one.name for one in dataclasses.fields(made.PolicyLoss)}
-    assert {"vespo_power_negative", "fipo_half_life", "clip_ratio_low", "importance_correction"} <= fields
+    assert {"vespo_power_negative", "fipo_half_life", "importance_correction"} <= fields
     assert "clip_ratio_c" not in fields and verl.read(ActorConfig(made.PolicyLoss("megatron_rl.vespo.token_mean"))).config
     chosen = pickle.loads(pickle.dumps(made.PolicyLoss(loss_mode="megatron_rl.vespo.token_mean", vespo_power_negative=2.0)))
     assert chosen.vespo_power_negative == 2.0 and chosen.fipo_half_life is None
@@ -631,10 +543,10 @@ def weights_of_verl(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     return compute(log_ratio, mask, **{name.removeprefix(verl.CORRECTION): value for name, value in verl.UNCUT_WEIGHTS.items()})[0]
 
 
-def errors_by_verl(chosen: list[Case], poison: float | None = None) -> dict[str, float]:
+def errors_by_verl(chosen: list[Case]) -> dict[str, float]:
     def work() -> int:
         ppo_loss, config_of = load_verl()
-        found = {str(case): error_of(case, ppo_loss, config_of(case), poison) for case in chosen}
+        found = {str(case): error_of(case, ppo_loss, config_of(case)) for case in chosen}
         print(json.dumps(found))
         return 0
 
@@ -689,25 +601,13 @@ def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sa
 
     code, out, error = forked(work)
     assert code == 0, error[-2000:]
-    assert out.split()[-1] == "24"
+    assert out.split()[-1] == "12"
 
 
 @pytest.mark.host("VERL_ROOT")
-def test_verls_estimates_of_kl_are_ours_of_the_same_names():
-    """Value and gradient, through its ppo_loss for the one that ours adds."""
-
+def test_verls_own_loss_path_has_our_estimate_of_kl():
     def work() -> int:
         ppo_loss, config_of = load_verl()
-        estimate = VERL.load("verl.trainer.ppo.core_algos").kl_penalty
-        new, old, ref = torch.randn(3, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 2
-        for name in ("k1", "k2", "k3", "k3+"):
-            leaf = new.clone().requires_grad_()
-            found = estimate(leaf, ref, name)
-            value, derivative = kl_estimate(name, new, ref, new - old)
-            gradient = torch.autograd.grad(found.sum(), leaf)[0]
-            assert (value < 10).all()  # verl ends k3 there
-            assert torch.allclose(found, value, atol=1e-12) and torch.allclose(gradient, derivative, atol=1e-12), name
-
         case = Case(loss="grpo", aggregation="token_mean")
         samples, log_probs = samples_of(case)
         advantages = cases.given_advantages(samples)
@@ -757,12 +657,9 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
         for words, problem in (
             ([f"{mode}gspo.token_mean"], None),
             ([f"{mode}gspoo.token_mean"], "does not name a loss and an aggregation"),
-            ([f"{mode}grpo.constant"], "needs its L"),
             ([f"{mode}grpo.prompt_mean"], "ppo_mini_batch_size=256 of data.train_batch_size=1024"),
-            ([f"{mode}grpo.token_mean", weights], None),
             ([f"{mode}dppo_tv.token_mean", weights], "rollout_is_threshold=2.0: "),
             ([f"{mode}grpo.token_mean", weights, f"{rollout}.top_p=0.8"], f"{rollout}.top_p=0.8 beside {weights}: "),
-            ([f"{mode}grpo.token_mean", weights, f"{rollout}.top_p=0.8", f"{rollout}.name=sglang"], None),
         ):
             whole = composed(*words)
             if problem is None:
@@ -779,15 +676,6 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
 
     code, _, error = forked(work)
     assert code == 0, error[-2000:]
-
-
-@pytest.mark.host("VERL_ROOT")
-@pytest.mark.parametrize("poison", [math.nan, -math.inf])
-def test_verls_masked_values_change_nothing(poison):
-    chosen = [case for case in cases.matrix(["grpo", "gspo", "cispo"]) if case.cp == case.dp == 2 and case.engine == "megatron"]
-    found = errors_by_verl(chosen, poison)
-    assert len(found) == 15
-    assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
 
 
 @pytest.mark.host("VERL_ROOT")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.hosts.contract import Stage
+
+if TYPE_CHECKING:
+    from megatron_rl.hosts.choice import Offer
 
 # A word of a launch line that holds one of these is of that trainer; miles, slime and Megatron-LM are told by --host.
 SIGNS = {
@@ -23,6 +26,7 @@ class Adapter(Protocol):
 
     TITLE: str
     PROBED: str  # the repository and revision that was measured
+    OFFER: Offer  # which losses and aggregations can be trained there
     COUNTS_ROLLOUTS: bool  # whether there are launches where the rows of a rollout are counted
     WHY_NOT_PER_TOKEN: str | None  # why Megatron's per-token contract cannot be chosen there
 
@@ -31,9 +35,6 @@ class Adapter(Protocol):
 
     def check(self, config: Any) -> list[str]:
         """What the check at start says of it: what trains, and warnings. Raises one ConfigError with every problem."""
-
-    def refusal(self, loss: str, record: AggregationRecord) -> str | None:
-        """Why this loss with this aggregation cannot be trained there, in a few words; None: it can."""
 
     def stages(self, weight: Formula, record: AggregationRecord, *, per_token: bool) -> tuple[list[Stage], list[Stage]]:
         """(the factors that weigh samples, those that scale the whole step), between a token's weight and its gradient."""

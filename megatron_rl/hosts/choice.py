@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import read_number
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.dense_rows import EACH_ROW, ONE_SAMPLE, Rollouts, is_carried, is_proportional
-from megatron_rl.hosts.sampler_rule import Sampler, readers_of, sampler_problems
+from megatron_rl.hosts.dense_rows import EACH_ROW, ONE_SAMPLE, Rollouts, is_proportional, step_line
+from megatron_rl.hosts.run import Run
+from megatron_rl.hosts.sampler_rule import Sampler, sampler_problems, typed_readers
 from megatron_rl.loss_hub import (
     PolicyLoss,
-    declared_parameters,
     get_loss_aggregation,
     get_policy_loss,
     is_finite_number,
@@ -28,6 +28,7 @@ from megatron_rl.loss_hub import (
 )
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
 from megatron_rl.registries.kl_estimators import get_kl_estimator
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation.own_functions import loss_problems
 
 ABSENT = object()  # a name that is not set, where None is a value that somebody has set
@@ -66,26 +67,23 @@ def read_word(text: str) -> Any:
     return words[text.lower()] if text.lower() in words else read_number(text)
 
 
-def typed_if(changed: Mapping[str, tuple[Any, ...]], read: Callable[[str], Any], prefix: str = "") -> list[str]:
+def typed_if(changed: Mapping[str, tuple[Any, ...]], read: Callable[[str], Any]) -> list[str]:
     """Settings as typed whose value is not one of those with which they do nothing. An absent one does nothing."""
     found = {name: read(name) for name in changed}
-    return [f"{prefix}{name}={value}" for name, value in found.items() if value is not None and value not in changed[name]]
+    return [f"{name}={value}" for name, value in found.items() if value is not None and value not in changed[name]]
 
 
 class Reader:
     """A trainer's config by dotted names: a dataclass, Namespace, OmegaConf, pydantic model or mapping.
 
-    prefix: of the names that its user types, where the object is a section. values: what was asked, by dotted name. problems: of
-    the types of what was asked. A `Launch` keeps the values, and no object of the trainer.
-    """
+    prefix: of the names that its user types, where the object is a section. problems: of the types of what was asked."""
 
     def __init__(self, owner: Any, prefix: str = ""):
         self.owner, self.prefix = owner, prefix
-        self.values: dict[str, Any] = {}
         self.problems: list[str] = []
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        value = self.values[name] = value_at(self.owner, name)
+        value = value_at(self.owner, name)
         return default if value is ABSENT else value
 
     def switch(self, name: str, default: bool = False) -> bool:
@@ -110,26 +108,27 @@ class Reader:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """What of a launch decides the scale. title: as the start line begins. terms: who adds KL and entropy, and as what mean.
-    rollouts: whether the rows of a rollout are counted. values: what was read of the trainer's config. in_advantages: the
-    advantages carry the weights of prompts."""
+    rollouts: whether the rows of a rollout are counted. of_token_mean: the title of a trainer whose default is token_mean."""
 
     title: str
     config: PolicyLossConfig
-    loss: PolicyLoss
-    record: AggregationRecord
     terms: str
-    rollouts: Rollouts = EACH_ROW
-    values: Mapping[str, Any]
-    in_advantages: bool = False
-    sampler: Sampler | None = None
+    rollouts: Rollouts
+    sampler: Sampler | None
+    of_token_mean: str
+
+    @property
+    def record(self) -> AggregationRecord:
+        return get_loss_aggregation(self.config.loss_aggregation)
 
     @property
     def counts_prompts(self) -> bool:
         return self.record.needs is None or self.record.needs_prompts
 
-    def is_of(self, owner: Any) -> bool:
-        """Whether the config has the values that were read."""
-        return all(value_at(owner, name) == value for name, value in self.values.items())
+    def tell(self, run: Run, totals: StepTotals | None, *, num_data: int | None = None) -> None:
+        """The line of the first step, once a run. totals, num_data: as step_line."""
+        words = (self.title, self.config, totals, self.terms, self.rollouts, num_data, self.of_token_mean)
+        run.tell(self.title, lambda: step_line(*words))
 
     def __str__(self) -> str:
         return f"{self.config.policy_loss}.{self.config.loss_aggregation}"
@@ -138,70 +137,59 @@ class Launch:
 @dataclass(frozen=True, kw_only=True)
 class Offer:
     """What can be chosen in a trainer. setting, prefix: how, <setting>=<prefix><loss>.<aggregation>. gives: whether it hands over
-    what an aggregation needs. has_logits: a loss that needs the entropy of a token can have it. in_advantages: the weights of
-    prompt_mean travel in the advantages, so the loss must be proportional to them. remedy: ends a refusal."""
+    what an aggregation needs. carried: aggregations whose weights travel in the advantages. has_logits: a loss that needs the
+    entropy of a token can have it."""
 
     title: str
     setting: str
-    prefix: str
+    prefix: str = ""
     gives: Callable[[AggregationRecord], bool]
+    carried: Sequence[str] = ()
     has_logits: bool = False
-    in_advantages: bool = False
-    remedy: str = ""
 
-    def losses(self) -> list[str]:
-        """Those by name that the trainer gives what they need."""
-        records = [get_policy_loss(name) for name in policy_loss_names() if "." not in name]
-        return [loss.name for loss in records if not {*loss.inputs_needed} - {"rollout_log_probs"} and self._why_not(loss) is None]
+    def refusal(self, loss: PolicyLoss, record: AggregationRecord) -> str | None:
+        """Why the two cannot be trained there; None: they can."""
+        missing = [*{*loss.inputs_needed} - {"rollout_log_probs"}]
+        if missing:
+            return f"{loss.name} needs {missing[0]}, which {self.title} hands to no loss"
+        if loss.needs_entropy and not self.has_logits:
+            return f"{loss.name} needs the entropy of each token, and {self.title} hands over log-probabilities without logits"
+        if not self.gives(record):
+            return f"{self.title} does not hand over what {record.name} needs"
+        if record.name in self.carried and not is_proportional(loss):
+            return f"the advantages carry {record.name}, so a loss must be proportional to the advantage, and {loss.name} is not"
+        return None
 
-    def aggregations(self) -> list[str]:
+    def pairs(self) -> list[tuple[str, str]]:
+        """(loss, aggregation), all that can be trained there by name."""
+        losses = [get_policy_loss(name) for name in policy_loss_names() if "." not in name]
         records = [get_loss_aggregation(name) for name in loss_aggregation_names() if "." not in name]
-        return [record.name for record in records if self.gives(record)]
-
-    def modes(self) -> list[str]:
-        """<prefix><loss>.<aggregation>, all that can be trained there by name."""
-        pairs = [(loss, aggregation) for aggregation in self.aggregations() for loss in self.losses()]
-        carried = [(loss, one) for loss, one in pairs if self.is_carried(one) and not is_proportional(get_policy_loss(loss))]
-        return [f"{self.prefix}{loss}.{one}" for loss, one in pairs if (loss, one) not in carried]
-
-    def is_carried(self, aggregation: str) -> bool:
-        return self.in_advantages and is_carried(aggregation)
+        return [(loss.name, record.name) for record in records for loss in losses if self.refusal(loss, record) is None]
 
     def choose(self, typed: object) -> tuple[str, str]:
         """(loss, aggregation), by name or module.function, which is imported. Raises ConfigError, which lists what there is."""
-        name = typed.removeprefix(self.prefix) if isinstance(typed, str) and typed.startswith(self.prefix) else ""
-        words, losses, aggregations = name.split("."), self.losses(), self.aggregations()
+        words = str(typed).removeprefix(self.prefix).split(".")
+        losses, aggregations = policy_loss_names(), loss_aggregation_names()
         halves = [(".".join(words[:cut]), ".".join(words[cut:])) for cut in range(1, len(words))]
+        halves = [(loss, one) for loss, one in halves if (loss in losses or "." in loss) and (one in aggregations or "." in one)]
         halves.sort(key=lambda half: -((half[0] in losses) + (half[1] in aggregations)))
-        refused: ConfigError | None = None
+        refused: list[ConfigError] = []
         for loss, aggregation in halves:
-            if not ((loss in losses or "." in loss) and (aggregation in aggregations or "." in aggregation)):
-                continue
             try:
-                why = self._why_not(get_policy_loss(loss))
-                record = get_loss_aggregation(aggregation)
+                why = self.refusal(get_policy_loss(loss), get_loss_aggregation(aggregation))
             except ConfigError as error:
-                refused = refused or error
+                refused.append(error)
                 continue
-            if why is None and not self.gives(record):
-                why = f"{self.title} does not hand over what {aggregation} needs"
             if why is not None:
-                raise ConfigError(f"{self.setting}={typed}: {why}. {self.remedy}".strip())
+                raise ConfigError(f"{self.setting}={typed}: {why}")
             return loss, aggregation
-        if refused is not None:
-            raise refused
-        close = get_close_matches(name.replace("-", "_"), [mode.removeprefix(self.prefix) for mode in self.modes()], 1)
-        meant = f"did you mean {self.prefix}{close[0]}? " if close else ""
-        text = (
-            f"{self.setting}={typed} does not name a loss and an aggregation, as {self.prefix}gspo.{aggregations[0]} does; {meant}"
-            f"Losses: {', '.join(losses)}. Aggregations: {', '.join(aggregations)}. Either may be module.function. {self.remedy}"
+        if refused:
+            raise refused[0]
+        offered = [", ".join(dict.fromkeys(names)) for names in zip(*self.pairs(), strict=True)]
+        raise ConfigError(
+            f"{self.setting}={typed} does not name a loss and an aggregation, as {self.prefix}gspo.token_mean does. "
+            f"Losses: {offered[0]}. Aggregations: {offered[1]}. Either may be module.function"
         )
-        raise ConfigError(text.strip())
-
-    def _why_not(self, loss: PolicyLoss) -> str | None:
-        if loss.needs_entropy and not self.has_logits:
-            return f"{loss.name} needs the entropy of each token, and {self.title} hands over log-probabilities without logits"
-        return None
 
 
 def make_launch(
@@ -209,134 +197,90 @@ def make_launch(
     loss_name: str,
     aggregation: str,
     *,
-    readers: Sequence[Reader],  # the first is of the config that is handed over in each call
-    theirs: Mapping[str, Given],  # our field -> the trainer's setting of it
+    readers: Sequence[Reader],
+    theirs: Mapping[str, Given],  # our field -> the trainer's setting of it, or with None the name of ours that is the only one
     ours: Mapping[str, Given],  # what was found below our prefix, by our names
     offers: Sequence[str] = (),  # fields of ours that act there beside corrections, divisor and parameters: kl_estimator
     corrections: Sequence[str] = (),  # the trainer's own that multiply our loss, as typed
     compares: Sequence[str] = (),  # what else of the trainer compares with the sampler, as typed
-    mixers: Sequence[str] = (),  # see sampler_rule
     sampler: Sampler | None = None,
     terms: str = "",
     rollouts: Rollouts = EACH_ROW,
-    in_advantages: bool = False,
+    of_token_mean: str = "",
     problems: Sequence[str] = (),
 ) -> Launch:
     """Raises one ConfigError with every problem: `problems`, those of the readers, and those that are true of every trainer."""
     loss, record = get_policy_loss(loss_name), get_loss_aggregation(aggregation)
     found = [problem for reader in readers for problem in reader.problems] + [*problems]
-    fields = {**theirs, **ours}
-    found += _twice(theirs, ours)
-    found += _idle(f"{loss_name}.{aggregation}", loss, record, theirs, ours, offers)
-    found += _types(fields)
+    found += _idle_or_mistyped(loss, record, theirs, ours, offers)
     if found:  # anything else would be about values that were not meant
         raise ConfigError(list(dict.fromkeys(found)))
-    config, of_config = _config(loss, record, loss_name, aggregation, fields)
-    found += of_config
-    found += loss_problems(config)
-    found += _corrections(config, loss, fields, corrections)
-    found += _kl(config, fields)
-    found += _rollouts(config, record, fields, rollouts)
-    if in_advantages and not is_proportional(loss):
-        found.append(
-            f"{loss_name}.{aggregation}: the advantages carry {aggregation}, which is right for a loss that is proportional to the "
-            f"advantage, as grpo and gspo are; {loss_name} is not: choose another one"
-        )
-    if sampler is not None and not found:
-        found += sampler_problems(sampler, [*readers_of(config), *corrections, *compares], mixers)
-    if found:
-        raise ConfigError(list(dict.fromkeys(found)))
-    values = readers[0].values
-    return Launch(
-        title=title,
-        config=config,
-        loss=loss,
-        record=record,
-        terms=terms,
-        rollouts=rollouts,
-        values=values,
-        in_advantages=in_advantages,
-        sampler=sampler,
-    )
-
-
-def _twice(theirs: Mapping[str, Given], ours: Mapping[str, Given]) -> Iterator[str]:
-    """One setting by the trainer's name and by ours."""
-    for name in theirs.keys() & ours.keys():
-        host, own = theirs[name], ours[name]
-        if None not in (host.value, own.value) and host.value != own.value:
-            yield f"{own.name}={own.value} and {host.name}={host.value} are the same setting with two values: remove one of them"
-
-
-def _types(fields: Mapping[str, Given]) -> Iterator[str]:
-    known = {*FIELDS, *declared_parameters(), ONE_SAMPLE}
-    for field, (name, value) in fields.items():
-        if value is None or field in WORDS or field not in known:
-            continue
-        if field in SWITCHES and not isinstance(value, bool):
-            yield f"{name}={value!r} must be true or false"
-        elif field not in SWITCHES and (isinstance(value, bool) or not isinstance(value, int | float)):
-            yield f"{name}={value!r} must be a number"
-
-
-def _idle(
-    chosen: str,
-    loss: PolicyLoss,
-    record: AggregationRecord,
-    theirs: Mapping[str, Given],
-    ours: Mapping[str, Given],
-    offers: Sequence[str],
-) -> Iterator[str]:
-    """A setting of ours, or one of the trainer's that was chosen, and that this loss does not read."""
-    parameters = {parameter.name for parameter in loss.parameters}
-    clips = CLIPS if loss.clip_ratios is not None else ()
-    divisor = (DIVISOR,) if record.takes_divisor else ()
-    known = {*parameters, *clips, *divisor, *CORRECTION_SETTINGS, ONE_SAMPLE, *offers}
-    for field, (name, value) in ours.items():
-        if field not in known:
-            close = get_close_matches(field, known, 1)
-            meant = f"did you mean {name.removesuffix(field)}{close[0]}?" if close else f"{chosen} does not read it; remove it"
-            yield f"{name}={value} has no effect: {meant}"
-    for field, (name, value) in theirs.items():
-        is_of_loss = field in (*CLIPS, DIVISOR) or field not in FIELDS
-        if value is not None and is_of_loss and field not in known:
-            yield f"{name}={value} has no effect: {chosen} does not read it; remove it"
-
-
-def _config(
-    loss: PolicyLoss, record: AggregationRecord, loss_name: str, aggregation: str, fields: Mapping[str, Given]
-) -> tuple[PolicyLossConfig, list[str]]:
-    """Our settings, and the problems of clip, parameters and divisor."""
-    values = {field: value for field, (_, value) in fields.items() if value is not None}
-    parameters = {parameter.name for parameter in loss.parameters}
-    of_loss = {field: value for field, value in values.items() if field in parameters}
-    low, high = (values.get(name) if loss.clip_ratios is not None else None for name in CLIPS)
-    divisor, problems = fields.get(DIVISOR, Given(DIVISOR, None)), []
-    if record.takes_divisor and divisor.value is None:
-        problems.append(f"{loss_name}.{aggregation} needs its L: set {divisor.name}, for Dr. GRPO the longest response in tokens")
-    elif record.takes_divisor and not (is_finite_number(divisor.value) and divisor.value > 0):
-        problems.append(f"{divisor.name}={divisor.value!r} must be a number above 0: it is the L of {loss_name}.{aggregation}")
-    for name in ("kl_coefficient", "entropy_coefficient"):
-        one = fields.get(name)
-        if one is not None and one.value is not None and not (is_finite_number(one.value) and one.value >= 0):
-            problems.append(f"{one.name}={one.value!r} must be a finite number at or above 0")
-    try:
-        loss.clip_bounds(low, high)
-        loss.resolve_parameters(of_loss)
-    except ConfigError as error:
-        problems += error.problems
-    others = {field: value for field, value in values.items() if field in FIELDS and field not in (*CLIPS, DIVISOR)}
+    fields = {**theirs, **ours}
+    values = {field: value for field, (_, value) in fields.items() if value is not None and _is_read(field, loss, record)}
     config = PolicyLossConfig(
         policy_loss=loss_name,
         loss_aggregation=aggregation,
-        loss_aggregation_divisor=divisor.value if record.takes_divisor else None,
-        clip_ratio_low=low,
-        clip_ratio_high=high,
-        loss_parameters=of_loss,
+        loss_parameters={field: value for field, value in values.items() if field not in FIELDS},
         policy_metrics=PolicyMetrics.BASIC,
-        **others,
+        **{field: value for field, value in values.items() if field in FIELDS},
     )
-    return config, problems
+    found += loss_problems(config)
+    found += _wrong_values(config, loss, record, fields)
+    found += _corrections(config, loss, fields, corrections)
+    found += _rollouts(config, record, rollouts)
+    if sampler is not None and not found:
+        found += sampler_problems(sampler, [*typed_readers(partial(getattr, config), "{}={}".format), *corrections, *compares])
+    if found:
+        raise ConfigError(list(dict.fromkeys(found)))
+    return Launch(title=title, config=config, terms=terms, rollouts=rollouts, sampler=sampler, of_token_mean=of_token_mean)
+
+
+def _is_read(field: str, loss: PolicyLoss, record: AggregationRecord) -> bool:
+    """Whether the two read a setting; each of the others is read by what it is of."""
+    if field == DIVISOR:
+        return bool(record.takes_divisor)
+    if field in CLIPS:
+        return loss.clip_ratios is not None
+    return field in FIELDS or field in (parameter.name for parameter in loss.parameters)
+
+
+def _idle_or_mistyped(
+    loss: PolicyLoss, record: AggregationRecord, theirs: Mapping[str, Given], ours: Mapping[str, Given], offers: Sequence[str]
+) -> Iterator[str]:
+    """A setting of ours that is not read, or has another type."""
+    parameters = [parameter.name for parameter in loss.parameters]
+    offered = (*parameters, *CORRECTION_SETTINGS, ONE_SAMPLE, *offers, DIVISOR)
+    for field, (name, value) in ours.items():
+        if field in theirs and theirs[field].name != name:
+            yield f"{name}={value} has no effect: set {theirs[field].name}"
+        elif field not in offered or not _is_read(field, loss, record):
+            known = ", ".join(one for one in offered if _is_read(one, loss, record))
+            yield f"{name}={value} has no effect: {loss.name}.{record.name} reads {known}"
+        elif field in SWITCHES and not isinstance(value, bool):
+            yield f"{name}={value!r} must be true or false"
+        elif field not in (*SWITCHES, *WORDS) and not is_finite_number(value):
+            yield f"{name}={value!r} must be a number"
+
+
+def _wrong_values(
+    config: PolicyLossConfig, loss: PolicyLoss, record: AggregationRecord, fields: Mapping[str, Given]
+) -> Iterator[str]:
+    """Of clip, parameters, divisor and the terms beside the loss."""
+    divisor = fields.get(DIVISOR, Given(DIVISOR, None))
+    if record.takes_divisor and not (is_finite_number(divisor.value) and divisor.value > 0):
+        yield f"{divisor.name}={divisor.value}: {record.name} needs its L, a number above 0, as the longest response in tokens"
+    for name in ("kl_coefficient", "entropy_coefficient"):
+        if not getattr(config, name) >= 0:
+            yield f"{fields[name].name}={fields[name].value} must be at or above 0"
+    if "kl_estimator" in fields and not config.kl_coefficient:
+        estimator, coefficient = fields["kl_estimator"], fields["kl_coefficient"]
+        yield f"{estimator.name}={estimator.value} has no effect without a coefficient: set {coefficient.name}"
+    try:
+        loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
+        loss.resolve_parameters(config.loss_parameters)
+        get_kl_estimator(config.kl_estimator)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def _corrections(config: PolicyLossConfig, loss: PolicyLoss, fields: Mapping[str, Given], theirs: Sequence[str]) -> Iterator[str]:
@@ -350,38 +294,8 @@ def _corrections(config: PolicyLossConfig, loss: PolicyLoss, fields: Mapping[str
         yield counted_twice(correction.kind, loss.name, read or given[0])
 
 
-def _kl(config: PolicyLossConfig, fields: Mapping[str, Given]) -> Iterator[str]:
-    """Where our estimate of KL can be chosen."""
-    estimator = fields.get("kl_estimator")
-    if estimator is None or estimator.value is None:
-        return
-    try:
-        get_kl_estimator(estimator.value)
-    except ConfigError as error:
-        yield f"{estimator.name}={estimator.value}: {error}"
-        return
-    if not config.kl_coefficient:
-        coefficient = fields.get("kl_coefficient")
-        yield (
-            f"{estimator.name}={estimator.value} has no effect without a coefficient: "
-            + (f"set {coefficient.name}, or " if coefficient else "")
-            + "remove the estimator"
-        )
-
-
-def _rollouts(
-    config: PolicyLossConfig, record: AggregationRecord, fields: Mapping[str, Given], rollouts: Rollouts
-) -> Iterator[str]:
+def _rollouts(config: PolicyLossConfig, record: AggregationRecord, rollouts: Rollouts) -> Iterator[str]:
     """An aggregation that counts rollouts, where one may come in several rows and nothing says which rows are of one."""
-    declared, counts = fields.get(ONE_SAMPLE), record.counts_rollouts
-    is_declared = declared is not None and declared.value is True
-    if declared is not None and is_declared and not (counts and rollouts.several):
-        why = f"{record.name} counts no rollouts" if rollouts.several else "each row is a rollout"
-        yield f"{declared.name}=true has no effect: {why}; remove it"
-    elif counts and rollouts.several and not (rollouts.ids or is_declared):
-        name = declared.name if declared else ONE_SAMPLE
-        yield (
-            f"{config.policy_loss}.{config.loss_aggregation}: a rollout may come in several rows ({rollouts.several}), and nothing "
-            f"says which rows are of one, so each row would weigh as a rollout. If each rollout has one row, set {name}=true; else "
-            "choose token_mean, which counts no rollouts"
-        )
+    if record.counts_rollouts and rollouts.several and not (rollouts.ids or config.one_sample_per_rollout):
+        why = f"a rollout may have several rows ({rollouts.several}), and nothing says which"
+        yield f"{record.name}: {why}; choose token_mean, or set {ONE_SAMPLE}=true if each rollout has one row"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.errors import place_of
+from megatron_rl.errors import ConfigError, place_of
 
 Stage = tuple[str, Formula, str]  # name, factor, what it does
 # What multiplies a token's weight after the loss function has returned, in Megatron-Core 0.13 to 0.20.
@@ -30,22 +30,23 @@ class Contract:
 
     title: str
     probed: str
-    calls: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    calls: Mapping[str, tuple[str, ...]]
 
-    def problems(self) -> Iterator[str]:
-        """What the installed trainer lacks, with the file and line of what is different."""
-        for path, expected in self.calls.items():
-            module, _, name = path.partition(":")
-            yield from self.differences(import_module(module), name, expected)
+    def check(self, calls: Mapping[str, tuple[str, ...]] | None = None, owner: Any = None) -> None:
+        """Raises ConfigError for what the installed trainer lacks, with the file and line of what is different.
 
-    def differences(self, owner: Any, name: str, expected: tuple[str, ...]) -> Iterator[str]:
-        """The same of one function. owner: a module or a class of the trainer. expected: as in `calls`."""
-        found = part_of(owner, name)
-        if found is None:
-            yield f"{self.title}'s {owner.__name__} has no {name}, and {self.probed} was probed ({place_of(owner)})"
-        elif problem := signature_problem(found, expected):
-            shown = f"{owner.__name__}.{name}" if inspect.isclass(owner) else name
-            yield f"{self.title}'s {shown} {problem}, and {self.probed} was probed ({place_of(found)})"
+        owner: the module or class that has `calls`; None: each path names its module."""
+        found: list[str] = []
+        for path, expected in (self.calls if calls is None else calls).items():
+            module, _, name = path.rpartition(":")
+            holder: Any = import_module(module) if owner is None else owner
+            function = part_of(holder, name)
+            problem = "is missing" if function is None else signature_problem(function, expected)
+            if problem is not None:
+                place = place_of(holder if function is None else function)
+                found.append(f"{self.title}'s {holder.__name__}.{name} {problem}, and {self.probed} was probed ({place})")
+        if found:
+            raise ConfigError(found)
 
 
 def signature_problem(function: Callable[..., Any], expected: tuple[str, ...]) -> str | None:

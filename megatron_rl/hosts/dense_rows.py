@@ -13,18 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import regularizer_weights, weigh_tokens
+from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.run import ranks_in_words
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import (
-    PolicyLoss,
-    get_loss_aggregation,
-    get_policy_loss,
-    numbers_in_words,
-)
+from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, numbers_in_words
 from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
+from megatron_rl.metrics.step import finalise_metrics
 from megatron_rl.ops.ratios import kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.step_counts import RolloutCounts, StepTotals
@@ -37,24 +33,12 @@ MARK_BITS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollouts:
-    """What a rollout is in the batches of a launch, and who can tell.
-
-    several: where a rollout comes in several rows; None: a row is a rollout. is_said: whether this launch or step has such
-    rollouts; else another may. ids: what names the rollout of a row, so that rollouts are counted; None: nothing does. Without ids
-    several rows are refused where an aggregation counts rollouts, unless the user says that each rollout has one."""
+    """several: where a rollout may come in several rows; None: a row is a rollout. ids: what names the rollout of a row, so that
+    rollouts are counted; None: nothing does, and such launches are refused where an aggregation counts rollouts, unless the user
+    says that each rollout has one row."""
 
     several: str | None = None
     ids: str | None = None
-    is_said: bool = True
-
-    @property
-    def are_counted(self) -> bool:
-        return self.ids is not None
-
-    @property
-    def have_several(self) -> bool:
-        """Whether a weight is told by counts of rollouts: with one row each they are counts of rows."""
-        return self.are_counted and self.is_said
 
 
 EACH_ROW = Rollouts()
@@ -115,12 +99,11 @@ def loss_of_rows(
     counted: Tensor | None = None,  # [S, R] bool
     prompt_token_counts: Tensor | None = None,  # [S]
     rollouts: RolloutCounts | None = None,  # [S] each; None: a row is a rollout
-    ref_log_probs: Tensor | None = None,  # [S, R]
 ) -> PolicyLossOutput:
     """scale times sum_i w_i sum_t m_it u_it l_it, w_i = 1 without totals. Masked values may be anything. Communication: none.
 
     counted: the tokens of the weights, where they are more than the loss's; None: the same. prompt_token_counts: the tokens
-    of each sample's prompt group; None: the advantages carry prompt_mean. ref_log_probs: for our KL; None: the trainer has its own.
+    of each sample's prompt group; None: the advantages carry prompt_mean.
     Raises DataError for unmasked values that are not finite; on CUDA this look synchronises.
     """
     num_rows, width = mask.shape
@@ -141,10 +124,6 @@ def loss_of_rows(
             rollout_token_counts=None if rollouts is None else rollouts.tokens,
             rows_of_rollout=None if rollouts is None else rollouts.rows,
         )
-    kl: dict[str, Any] = {}
-    if ref_log_probs is not None and totals is not None:
-        kl = {"kl_coefficient": config.kl_coefficient, "kl_estimator": config.kl_estimator}
-        kl |= {"ref_log_probs": ref_log_probs.flatten(), "regularizer_weights": scale * regularizer_weights(token_counts, totals)}
     output = loss_of_log_probs(
         config.policy_loss,
         log_probs.flatten(),
@@ -164,7 +143,6 @@ def loss_of_rows(
         metrics=config.policy_metrics,
         tp_group=SINGLE,
         cp_group=SINGLE,
-        **kl,
     )
     refuse_nonfinite(output)
     return output
@@ -175,35 +153,29 @@ def kl_of_tokens(
     log_probs: Tensor,  # [*] with gradient
     ref_log_probs: Tensor,  # [*]
     sampled: Tensor,  # [*] of the policy that sampled
-) -> Tensor:  # [*]: the estimate of each token, with the gradient of ops/ratios.py
+    mask: Tensor,  # [*] bool
+) -> Tensor:  # [*]: the estimate of each token, with the gradient of ops/ratios.py; 0 where masked
+    """Masked values may be anything. Raises DataError for an unmasked estimate that is not finite; on CUDA it synchronises."""
+    log_probs, ref_log_probs, sampled = (torch.where(mask, values, 0.0) for values in (log_probs, ref_log_probs, sampled))
     values = log_probs.detach()
     estimate, derivative = kl_estimate(estimator, values, ref_log_probs, values - sampled)
-    return estimate + derivative * (log_probs - values)
+    found = torch.where(mask, estimate + derivative * (log_probs - values), 0.0)
+    if not bool(found.isfinite().all()):
+        raise DataError(f"the KL estimate {estimator} is not finite: mask the tokens whose reference log-probability is not")
+    return found
+
+
+def metrics_of(output: PolicyLossOutput) -> dict[str, float]:
+    """By our names; empty where no token is unmasked."""
+    return {} if output.metrics is None else finalise_metrics(output.metrics)
 
 
 def refuse_nonfinite(output: PolicyLossOutput) -> None:
     """Raises DataError for unmasked values that are not finite, on CUDA, with a synchronisation. On the CPU the loss has raised."""
     if output.num_nonfinite.is_cuda and bool((output.num_nonfinite > 0).any()):
         samples = torch.nonzero(output.num_nonfinite > 0).flatten().tolist()
-        raise DataError(
-            f"samples {samples} of the micro-batch have {int(output.num_nonfinite.sum())} unmasked tokens with a value that is not "
-            "finite, in log-probabilities, advantages or importance weights: mask them or drop the samples"
-        )
-
-
-def sample_in_words(aggregation: str, rollouts: Rollouts) -> str:
-    """What counts as a rollout."""
-    if rollouts.several is None:
-        return "a row is a whole rollout"
-    counts = get_loss_aggregation(aggregation).counts_rollouts
-    if not rollouts.is_said:
-        weigh = "count once" if counts else "weigh as one row of all their tokens"
-        return f"a row is a whole rollout; several rows of one {rollouts.ids} would {weigh} ({rollouts.several})"
-    if not counts:
-        return f"a rollout that comes in k rows ({rollouts.several}) weighs as in one"
-    if rollouts.ids is None:
-        return f"a row is a whole rollout, as {ONE_SAMPLE} says"
-    return f"a rollout is the rows of one {rollouts.ids}, and counts once ({rollouts.several})"
+        text = "have an unmasked token whose log-probability, advantage or importance weight is not finite: mask it"
+        raise DataError(f"samples {samples} of the micro-batch {text}")
 
 
 def step_line(
@@ -211,25 +183,22 @@ def step_line(
     config: PolicyLossConfig,
     totals: StepTotals | None,
     regularizers: str,
-    *,
-    rollouts: Rollouts = EACH_ROW,
-    in_advantages: bool | None = None,
-    num_data: int | None = None,
-    of_token_mean: str = "",
+    rollouts: Rollouts,
+    num_data: int | None,
+    of_token_mean: str,
 ) -> str:
-    """The line of the first step: its ranks, what a token and a rollout weigh, who computes KL and entropy. A `Run` tells it once.
+    """The line of the first step: its ranks, what a token and a rollout weigh, who computes KL and entropy.
 
-    totals: None where they are not told, as where the trainer has put all weights into the advantages. rollouts: as in
-    sample_in_words. in_advantages: whether the weights are there; None: as the totals say. num_data: see ranks_in_words.
-    of_token_mean: the title of a trainer whose default is token_mean.
+    totals: None where they are not told, as where the trainer has put all weights into the advantages. num_data: see
+    ranks_in_words. of_token_mean: the title of a trainer whose default is token_mean.
     """
+    has_several = rollouts.ids is not None and (totals is None or totals.num_rollouts not in (None, totals.num_samples))
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
     correction = CorrectionSettings.of(config)
     known: dict[str, float | None] = {"L": divisor}
     if totals is not None:
         known |= {"N": totals.num_samples, "R": totals.num_rollouts, "P": totals.num_prompts}
-    if in_advantages is None:
-        in_advantages = totals is None or (is_carried(record.name) and totals.num_prompts is None)
+    in_advantages = totals is None or (is_carried(record.name) and totals.num_prompts is None)
     if totals is not None and record.needs is not None and "num_tokens" in record.needs:
         known["T"] = totals.num_tokens
     parts = [title, numbers(config)]
@@ -237,13 +206,11 @@ def step_line(
         low, high = correction.bounds
         parts.append(f"sampling weights {correction.kind} {low:g} to {high:g}")
     if totals is not None:
-        rows = "" if totals.num_rollouts in (None, totals.num_samples) else f" of {totals.num_rollouts} rollouts"
-        parts.append(f"step of {totals.num_samples} samples{rows}")
+        parts.append(f"step of {totals.num_samples} samples" + f" of {totals.num_rollouts} rollouts" * has_several)
     parts += [
         f"on {ranks_in_words(num_data=num_data)}",
-        f"weight of a token {record.weight_in_words(known, of_rollouts=rollouts.have_several)}"
-        + (", in the advantages" if in_advantages else ""),
-        sample_in_words(config.loss_aggregation, rollouts),
+        f"weight of a token {record.weight_in_words(known, of_rollouts=has_several)}" + ", in the advantages" * in_advantages,
+        f"a rollout is the rows of one {rollouts.ids}" if has_several else "a row is a whole rollout",
         f"weights {record.shift_in_words(divisor, of_token_mean)}",
         regularizers,
     ]
@@ -264,13 +231,15 @@ def numbers(config: PolicyLossConfig) -> str:
 
 def carry_prompt_weights(
     advantages: Tensor,  # [S, R]: the whole step
-    mask: Tensor,  # [S, R]
-    token_counts: Tensor,  # [S]: the tokens that the loss will count
-    group: Tensor,  # [S] int64: the number of each sample's prompt
-    num_prompts: int,
+    mask: Tensor,  # [S, R], of which the loss counts all but the first column
+    prompt_ids: Tensor,  # [S, ...]: the tokens of each sample's prompt, equal rows are one prompt
 ) -> Tensor:  # [S, R] float32, 0 where masked
-    """Advantages with which sample_mean over the S samples is prompt_mean over the prompts, marked for the loss."""
-    num_samples = len(token_counts)
+    """Advantages with which sample_mean over the S samples is prompt_mean over the prompts, marked for the loss.
+
+    P counts the prompts that have a trained token: NeMo-RL leaves samples that it drops out of N as well."""
+    token_counts = mask[:, 1:].bool().sum(-1)
+    _, group = torch.unique(prompt_ids.to(mask.device), dim=0, return_inverse=True)
+    num_samples, num_prompts = len(token_counts), max(group[token_counts > 0].unique().numel(), 1)
     of_group = torch.zeros(num_samples, dtype=token_counts.dtype, device=token_counts.device).index_add(0, group, token_counts)
     totals = StepTotals(num_samples=num_samples, num_prompts=num_prompts, num_tokens=int(token_counts.sum()))
     weights = weigh_tokens("prompt_mean", token_counts, totals, prompt_token_counts=of_group[group])

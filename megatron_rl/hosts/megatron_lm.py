@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.arguments import read_number, read_switch, validate_megatron_rl_args
-from megatron_rl.config import LARGEST_RATIO, NO_CORRECTION, NO_SELECTION, PolicyLossConfig, Route
+from megatron_rl.config import LARGEST_RATIO, NO_SELECTION, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, name_of
 from megatron_rl.hosts.flags import ArgsProvider, compose_extra_args_provider, parsed_line, validated, with_host_values
 from megatron_rl.hosts.host_run import current_args
 from megatron_rl.hosts.model_notes import release_problems
-from megatron_rl.hosts.sampler_rule import MODES, Sampler, Scores, sampler_problems, typed_readers
+from megatron_rl.hosts.sampler_rule import Sampler, sampler_problems, typed_readers
 from megatron_rl.hosts.training_hooks import head_in_words, shift_in_words, start_line, tell_start, terms_in_words
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.loss_hub import AGGREGATIONS, get_loss_aggregation
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.megatron.router_losses import check_routers
@@ -49,8 +49,7 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     """Our settings from Megatron-LM's arguments (None: its global ones).
 
     Under --perform-rl-step (train_rl.py) train_rl's own flag gives the value where our flag for the same thing is unset. Raises one
-    ConfigError with every problem: what validate_megatron_rl_args finds, two values for the same thing, and what TRAIN_RL_CHECKS
-    find.
+    ConfigError with every problem: what validate_megatron_rl_args finds, two values for the same thing, and train_rl_problems.
     """
     args = current_args() if args is None else args
     given = vars(args)
@@ -61,7 +60,7 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     if given.get("rl_inference_logprobs_is_correction"):
         theirs |= _correction_of_train_rl(given)
     merged, problems = with_host_values(given, theirs)
-    problems += [problem for one in TRAIN_RL_CHECKS for problem in one(given, merged)]
+    problems += train_rl_problems(given, merged)
     is_declared = given.get("samples_per_prompt") is not None
     if _counts_prompts(given) and _allows_cut_groups(given) and given.get("grpo_group_size") and not is_declared:
         merged["allow_partial_prompt_groups"] = None  # train_rl's group size is the declared one; no other size is checked
@@ -83,74 +82,37 @@ def _correction_of_train_rl(given: Mapping[str, Any]) -> dict[str, tuple[str, An
 
 
 def _counts_prompts(given: Mapping[str, Any]) -> bool:
-    try:
-        return get_loss_aggregation(given.get("loss_aggregation") or PolicyLossConfig().loss_aggregation).needs_prompts
-    except ConfigError:  # the rules of the settings say it
-        return False
+    record = AGGREGATIONS.find_or_none(given.get("loss_aggregation") or PolicyLossConfig().loss_aggregation)
+    return record is not None and record.needs_prompts
 
 
 def _allows_cut_groups(given: Mapping[str, Any]) -> bool:
     return bool(read_switch(given.get("allow_partial_prompt_groups")))
 
 
-def bins_are_packed(given: Mapping[str, Any], merged: Mapping[str, Any]) -> Iterator[str]:
+def train_rl_problems(given: Mapping[str, Any], merged: Mapping[str, Any]) -> Iterator[str]:
     if not given.get("rl_use_sequence_packing"):
-        yield (
-            "--perform-rl-step without --rl-use-sequence-packing: megatron_rl.megatron.packed_bins reads packed bins; add "
-            "--rl-use-sequence-packing"
-        )
-
-
-def bins_hold_the_samplers_scores(given: Mapping[str, Any], merged: Mapping[str, Any]) -> Iterator[str]:
-    """train_rl.py packs the sampler's log-probabilities only under one flag."""
-    asked = {name: given.get(name) for name in ("importance_correction", "off_policy_sequence_delta")}
-    named = ", ".join(f"{flag_of(name)} {value}" for name, value in asked.items() if value not in (None, NO_CORRECTION))
+        yield "--perform-rl-step without --rl-use-sequence-packing: our forward step reads packed bins; add the flag"
+    named = ", ".join(typed_readers(given.get))
     if named and not given.get("rl_inference_logprobs_is_correction"):
-        yield (
-            f"{named} compares with the sampler, and train_rl.py packs the sampler's log-probabilities only with "
-            f"{CORRECTION_FLAG}: add it"
-        )
-
-
-def tokens_are_not_selected(given: Mapping[str, Any], merged: Mapping[str, Any]) -> Iterator[str]:
+        text = f"compares with the sampler, and train_rl.py packs its log-probabilities only with {CORRECTION_FLAG}: add it"
+        yield f"{named} {text}"
     if merged.get("token_selection") not in (None, NO_SELECTION):
-        yield (
-            f"--token-selection {merged['token_selection']} with --perform-rl-step: the scores are of the policy before the step, "
-            "and train_rl.py measures none there; remove it, or train in a loop of your own with "
-            "megatron.step_selection.select_step_tokens"
-        )
-
-
-def sampler_and_trainer_score_alike(given: Mapping[str, Any], merged: Mapping[str, Any]) -> Iterator[str]:
-    mode = given.get(MODE) or "raw_logprobs"
+        text = "the scores are of the policy before the step, and train_rl.py measures none there; remove it"
+        yield f"--token-selection {merged['token_selection']} with --perform-rl-step: {text}"
     filters = {name: read_number(given.get(name)) for name in FILTERS_OFF}
     on = [f"{flag_of(name)} {value:g}" for name, value in filters.items() if value not in (None, *FILTERS_OFF[name])]
-    engine = f"Megatron's engine ({flag_of(MODE)} {mode})"
-    sampler = Sampler(kept=on, scores=MODES.get(str(mode), Scores.UNKNOWN), engine=engine)
+    sampler = Sampler(engine="Megatron's engine", mode=given.get(MODE) or "raw_logprobs", kept=on)
     yield from sampler_problems(sampler, typed_readers(merged.get))
-
-
-def steps_hold_prompt_groups(given: Mapping[str, Any], merged: Mapping[str, Any]) -> Iterator[str]:
-    """train_rl.py splits rows over ranks, packs them, and gives a step its share of the bins: only all bins hold whole groups.
-
-    --grpo-iterations uses the same bins again. Where one of the three sizes is unset, nothing is checked.
-    """
+    # train_rl.py splits rows over ranks, packs them, and gives a step its share of the bins: only all bins hold whole groups.
     step, prompts, size = (given.get(name) for name in ("global_batch_size", "grpo_prompts_per_step", "grpo_group_size"))
-    if not (step and prompts and size) or step == prompts * size or not _counts_prompts(given) or _allows_cut_groups(given):
-        return
-    iterations = f" in each of --grpo-iterations {given['grpo_iterations']} passes" if given.get("grpo_iterations") else ""
-    yield (
-        f"--global-batch-size {step} with --loss-aggregation {given['loss_aggregation']}: a collection is --grpo-prompts-per-step "
-        f"{prompts} x --grpo-group-size {size} = {prompts * size} samples, and a step takes its share of the packed "
-        f"bins{iterations}, whatever prompts they hold, so it cuts prompt groups; set --global-batch-size {prompts * size}, or "
-        "accept cut groups with --allow-partial-prompt-groups"
-    )
-
-
-TRAIN_RL_CHECKS = (
-    *(bins_are_packed, bins_hold_the_samplers_scores, tokens_are_not_selected, sampler_and_trainer_score_alike),
-    steps_hold_prompt_groups,
-)
+    if step and prompts and size and step != prompts * size and _counts_prompts(given) and not _allows_cut_groups(given):
+        yield (
+            f"--global-batch-size {step} with --loss-aggregation {given['loss_aggregation']}: a collection is "
+            f"--grpo-prompts-per-step {prompts} x --grpo-group-size {size} = {prompts * size} samples, and a step takes its share "
+            f"of the packed bins, so it cuts prompt groups; set --global-batch-size {prompts * size}, or accept them with "
+            "--allow-partial-prompt-groups"
+        )
 
 
 def call_pretrain(pretrain, *, dataset_provider, model_provider, model_type, forward_step, extra_args_provider=None, **options):
@@ -166,7 +128,6 @@ def call_pretrain(pretrain, *, dataset_provider, model_provider, model_type, for
     parameters = inspect.signature(pretrain).parameters
     provider = compose_extra_args_provider(extra_args_provider)
     args_defaults = options.pop("args_defaults", {})
-    model_config_from_args = options.pop("model_config_from_args", None)
     call = {
         "train_valid_test_dataset_provider": dataset_provider,
         "model_provider": _checked_provider(model_provider),
@@ -175,30 +136,27 @@ def call_pretrain(pretrain, *, dataset_provider, model_provider, model_type, for
         **options,
     }
     if "cfg_container" in parameters:
+        make_model_config = call.pop("model_config_from_args", None)
         if "cfg_container" not in options:
-            call["cfg_container"] = _parsed_container(pretrain, provider, args_defaults, model_config_from_args)
+            call["cfg_container"] = _parsed_container(pretrain, provider, args_defaults, make_model_config)
     elif "extra_args_provider" in parameters:
-        if model_config_from_args is not None:
-            raise ConfigError("model_config_from_args needs Megatron-LM 0.18 or later: this pretrain parses by itself; remove it")
         call |= {"extra_args_provider": provider, "args_defaults": args_defaults}
     else:
-        raise ConfigError(
-            f"{name_of(pretrain)}({', '.join(parameters)}) is no pretrain of Megatron-LM 0.13 to 0.20: neither cfg_container nor "
-            "extra_args_provider; call it yourself, with compose_extra_args_provider at its parser"
-        )
+        text = "is no pretrain of Megatron-LM 0.13 to 0.20: call it yourself, with compose_extra_args_provider at its parser"
+        raise ConfigError(f"{name_of(pretrain)}({', '.join(parameters)}) {text}")
     unknown = sorted(call.keys() - parameters.keys())
     if unknown:
         raise ConfigError(f"{name_of(pretrain)} of this Megatron-LM takes no {', '.join(unknown)}: it has {', '.join(parameters)}")
     return pretrain(**call)
 
 
-def _parsed_container(pretrain, provider: ArgsProvider, args_defaults: dict, model_config_from_args):
+def _parsed_container(pretrain, provider: ArgsProvider, args_defaults: dict, make_model_config):
     package = pretrain.__module__.rpartition(".")[0]
     parse = import_module(f"{package}.arguments").parse_and_validate_args
     args = parse(extra_args_provider=provider, args_defaults=args_defaults)
     megatron_lm_config(args)
     make_container = import_module(f"{package}.argument_utils").pretrain_cfg_container_from_args
-    return make_container(args) if model_config_from_args is None else make_container(args, model_config_from_args(args))
+    return make_container(args) if make_model_config is None else make_container(args, make_model_config(args))
 
 
 def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool) -> None:

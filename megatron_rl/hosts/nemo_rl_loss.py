@@ -12,11 +12,16 @@ from torch import Tensor
 from megatron_rl.aggregation import regularizer_weights
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.choice import Launch
-from megatron_rl.hosts.dense_rows import carry_prompt_weights, kl_of_tokens, loss_of_rows, marked_rows, step_line
+from megatron_rl.hosts.dense_rows import (
+    carry_prompt_weights,
+    is_carried,
+    kl_of_tokens,
+    loss_of_rows,
+    marked_rows,
+    metrics_of,
+)
 from megatron_rl.hosts.run import Run
-from megatron_rl.loss_hub import get_policy_loss
-from megatron_rl.metrics.step import finalise_metrics
-from megatron_rl.registries.correction_settings import CorrectionSettings
+from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
 from megatron_rl.step_counts import StepTotals
 
 # Our metric of the tokens that NeMo-RL's trainer leaves out of its distribution.
@@ -35,9 +40,8 @@ class NemoLoss:
 
     def __init__(self, own: Any, launch: Launch, samples_per_step: int):
         """own: NeMo-RL's loss object of the same settings, for KL and metrics. samples_per_step: of all ranks, for prompt_mean."""
-        self.own, self.samples_per_step = own, samples_per_step
-        self.config, self.name, self.has_weights = launch.config, str(launch), launch.in_advantages
-        self.title, self.terms, self.correction = launch.title, launch.terms, CorrectionSettings.of(launch.config)
+        self.own, self.launch, self.samples_per_step = own, launch, samples_per_step
+        self.config, self.has_weights = launch.config, is_carried(launch.config.loss_aggregation)
         # The batch's old log-probabilities are placeholders.
         self.is_on_policy = bool(own.force_on_policy_ratio)
         # Tokens may have the score 0.0 because NeMo-RL's trainer leaves them out of its distribution.
@@ -62,39 +66,40 @@ class NemoLoss:
         whole_mask = (data["token_mask"] * data["sample_mask"][:, None]).bool()
         mask = whole_mask[:, 1:]
         totals = self._read_step(data, mask, global_valid_seqs, global_valid_toks)
-        data = {**data, **{name: torch.where(whole_mask, data[name], 0.0) for name in COLUMNS if name in data}}
         log_probs = torch.where(mask, next_token_logprobs, 0.0)
+        unfiltered = torch.where(mask, data[UNFILTERED], 0.0) if UNFILTERED in data else log_probs
+        data = {
+            **data,
+            **{name: torch.where(whole_mask, data[name], 0.0) for name in COLUMNS if name in data},
+            UNFILTERED: unfiltered,
+        }
         advantages, counted = data["advantages"][:, 1:], totals
         old = log_probs.detach() if self.is_on_policy else data["prev_logprobs"][:, 1:]
         if self.has_weights:
             self._check_marks(advantages, mask)
             totals = StepTotals(num_samples=self.samples_per_step, num_prompts=None, num_tokens=totals.num_tokens)
-        policy_loss = get_policy_loss(config.policy_loss)
-        needs_sampler = self.correction.is_on or "rollout_log_probs" in policy_loss.inputs_needed
-        sampled = data["generation_logprobs"][:, 1:] if needs_sampler else None
+        sampled = data["generation_logprobs"][:, 1:] if needs_rollout_log_probs(config) else None
         unscored = self._unscored(log_probs, data, mask)
         scored = mask if unscored is None else mask & ~unscored
         rows = (log_probs, old, advantages, scored)
         output = loss_of_rows(config, totals, *rows, rollout_log_probs=sampled, counted=mask)
         kl, metrics = self._kl_and_metrics(log_probs, data, unscored, global_valid_seqs, global_valid_toks)
         if config.kl_coefficient:
-            unfiltered = torch.where(mask, data[UNFILTERED], 0.0) if UNFILTERED in data else log_probs
             # As in policy_loss: the importance ratio of `unbiased` has the loss's own denominator.
-            behind = sampled if sampled is not None and policy_loss.anchor == "rollout" else old
-            kl = self._our_kl(unfiltered, data["reference_policy_logprobs"][:, 1:], behind, mask, counted)
+            behind = data["generation_logprobs"][:, 1:] if get_policy_loss(config.policy_loss).anchor == "rollout" else old
+            reference = data["reference_policy_logprobs"][:, 1:]
+            of_samples = kl_of_tokens(config.kl_estimator, unfiltered, reference, behind, mask).sum(-1)
+            kl = config.kl_coefficient * (regularizer_weights(mask.sum(-1), counted) * of_samples).sum()
             metrics["kl_penalty"] = kl.item() / config.kl_coefficient
         loss = output.loss if kl is None else output.loss + kl
-        clipped = finalise_metrics(output.metrics).get("policy/clipped_ratio_fraction", 0.0) if output.metrics else 0.0
+        clipped = metrics_of(output).get("policy/clipped_ratio_fraction", 0.0)
         metrics["loss"] = loss.item()
         # NeMo-RL adds what its calls return, so each call has its share of the step's tokens.
         metrics["clipped_ratio_fraction"] = clipped * int(scored.sum()) / totals.num_tokens
         if unscored is not None:
             metrics[UNSCORED] = int(unscored.sum()) / totals.num_tokens
-        self.tell(totals)
+        self.launch.tell(self.run, totals)
         return loss, metrics
-
-    def tell(self, totals: StepTotals) -> None:
-        self.run.tell(self.title, lambda: step_line(self.title, self.config, totals, self.terms, of_token_mean="NeMo-RL"))
 
     def _unscored(self, log_probs: Tensor, data: Mapping[str, Any], mask: Tensor) -> Tensor | None:  # [B, S - 1] bool
         """The unmasked tokens that NeMo-RL's trainer has left out of its distribution, before this step or in it: their score is
@@ -121,9 +126,7 @@ class NemoLoss:
 
         In its metrics a token without a score has the sampler's, so that no ratio comes from it."""
         has_kl = self.own.reference_policy_kl_penalty != 0 and not self.config.kl_coefficient
-        mask = (data["token_mask"] * data["sample_mask"][:, None]).bool()[:, 1:]
-        unfiltered = torch.where(mask, data[UNFILTERED], 0.0) if UNFILTERED in data else log_probs
-        silent = {**data, "advantages": torch.zeros_like(data["advantages"]), UNFILTERED: unfiltered}
+        silent = {**data, "advantages": torch.zeros_like(data["advantages"])}
         current = log_probs.detach()
         if unscored is not None:
             sampled = data["generation_logprobs"]
@@ -134,52 +137,21 @@ class NemoLoss:
             loss, metrics = self.own(current, silent, global_valid_seqs, global_valid_toks)
         return (loss if has_kl else None), dict(metrics)
 
-    def _our_kl(self, log_probs: Tensor, ref_log_probs: Tensor, sampled: Tensor, mask: Tensor, totals: StepTotals) -> Tensor:
-        """The coefficient times the mean over the step's samples, 0-d with gradient."""
-        config = self.config
-        kl = torch.where(mask, kl_of_tokens(config.kl_estimator, log_probs, ref_log_probs, sampled), 0.0).sum(-1)
-        found = config.kl_coefficient * (regularizer_weights(mask.sum(-1), totals) * kl).sum()
-        if not bool(found.isfinite()):
-            raise DataError(
-                "the KL term is not finite: reference_policy_logprobs has an unmasked value that is not, or is too far away for "
-                f"the estimator {config.kl_estimator}; mask the token or drop the sample"
-            )
-        return found
-
     def _read_step(self, data: Mapping[str, Any], mask: Tensor, global_valid_seqs: Tensor, global_valid_toks: Tensor) -> StepTotals:
         counted = [data["sample_mask"].sum(), mask.sum(), global_valid_seqs, global_valid_toks]
         samples, tokens, num_samples, num_tokens = (round(float(count)) for count in counted)
         if samples > num_samples or tokens > num_tokens:
-            raise DataError(
-                f"NeMo-RL gives a step of {num_samples} samples and {num_tokens} tokens to a call with {samples} samples and "
-                f"{tokens} tokens: these are the placeholders of a trainer that sends a step in parts, which no weight can be made "
-                "from; start examples/run_grpo.py"
-            )
+            sizes = f"{num_samples} samples and {num_tokens} tokens to a call with {samples} samples and {tokens} tokens"
+            raise DataError(f"NeMo-RL gives a step of {sizes}: its trainer sends a step in parts; start examples/run_grpo.py")
         return StepTotals(num_samples=max(num_samples, 1), num_prompts=None, num_tokens=max(num_tokens, 1))
 
     def _check_marks(self, advantages: Tensor, mask: Tensor) -> None:
         is_marked, has_advantage = marked_rows(advantages, mask, self.samples_per_step)
         if not bool((is_marked | ~has_advantage).all()):
             raise DataError(
-                f"the advantages of {self.name} do not have the weights of their prompt groups in a step of "
-                f"{self.samples_per_step} samples: start the script through python -m megatron_rl.hosts.launch, and leave "
-                "advantages, masks and batch as NeMo-RL's estimator has left them"
+                f"the advantages of {self.launch} do not have the weights of their prompt groups in a step of "
+                f"{self.samples_per_step} samples: leave advantages, masks and batch as NeMo-RL's estimator has left them"
             )
-
-
-# prompt_mean: the weights of prompt groups in NeMo-RL's advantages
-
-
-def weigh_prompts(
-    advantages: Tensor,  # [B, S]: the whole batch
-    mask: Tensor,  # [B, S]
-    prompt_ids: Tensor,  # [B, ...]: the tokens of each sample's prompt, equal rows are one prompt
-) -> Tensor:  # [B, S] float32
-    """P counts the prompts that have a trained token: NeMo-RL leaves samples that it drops out of N as well."""
-    token_counts = mask[:, 1:].bool().sum(-1)
-    _, group = torch.unique(prompt_ids.to(mask.device), dim=0, return_inverse=True)
-    num_prompts = max(group[token_counts > 0].unique().numel(), 1)
-    return carry_prompt_weights(advantages, mask, token_counts, group, num_prompts)
 
 
 def with_prompt_weights(estimator: Any) -> Any:
@@ -187,7 +159,7 @@ def with_prompt_weights(estimator: Any) -> Any:
     compute = estimator.compute_advantage
 
     def compute_advantage(*, prompt_ids: Tensor, mask: Tensor, **others: Any) -> Tensor:
-        return weigh_prompts(compute(prompt_ids=prompt_ids, mask=mask, **others), mask, prompt_ids)
+        return carry_prompt_weights(compute(prompt_ids=prompt_ids, mask=mask, **others), mask, prompt_ids)
 
     estimator.compute_advantage = compute_advantage
     return estimator

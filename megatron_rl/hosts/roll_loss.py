@@ -13,12 +13,12 @@ from megatron_rl.aggregation import regularizer_weights, weigh_tokens
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.choice import Launch
-from megatron_rl.hosts.dense_rows import refuse_nonfinite, step_line
+from megatron_rl.hosts.dense_rows import refuse_nonfinite
 from megatron_rl.hosts.heads.carried_rows import CarriedRows, rows_of
 from megatron_rl.hosts.roll import CONTRACT, HEAD, PROBED, STRATEGY_CONTRACT
 from megatron_rl.hosts.run import Run
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.metrics.step import finalise_metrics, reduce_statistics
@@ -38,10 +38,7 @@ class RollLoss:
         """strategy: ROLL's, which from now on counts the prompts of a step before it trains, where weights need them, and tells its
         first step. is_on_policy: the batch has placeholders for old log-probabilities. Raises ConfigError for a strategy with
         another contract than the one that was probed."""
-        owner = type(strategy)
-        differences = (CONTRACT.differences(owner, name, arguments) for name, arguments in STRATEGY_CONTRACT.items())
-        if problems := [problem for each in differences for problem in each]:
-            raise ConfigError(problems)
+        CONTRACT.check(STRATEGY_CONTRACT, type(strategy))
         self.launch, self.strategy, self.run, self.is_on_policy = launch, strategy, Run(), is_on_policy
         self.scale = AssumedScale()
         train_step = strategy.train_step
@@ -51,15 +48,10 @@ class RollLoss:
             if launch.counts_prompts:
                 count_prompts(batch)
             metrics = train_step(batch=batch, loss_func=loss_func)
-            self.tell(read_totals(batch))
+            launch.tell(self.run, read_totals(batch))
             return metrics
 
         strategy.train_step = counted_train_step
-
-    def tell(self, totals: StepTotals) -> None:
-        launch = self.launch
-        words = (launch.title, launch.config, totals, launch.terms)
-        self.run.tell(launch.title, lambda: step_line(*words))
 
     def __call__(
         self,
@@ -76,16 +68,15 @@ class RollLoss:
         config, strategy, columns, totals = self.launch.config, self.strategy, data.batch, read_totals(data)
         mask = loss_mask_of(columns)
         token_counts, correction = mask.sum(-1), CorrectionSettings.of(config)
+        needs_sampler = needs_rollout_log_probs(config)
 
         def on_this_rank(values: Tensor) -> Tensor:  # [B, S - 1] -> [B S / c]
             return strategy._get_feature_on_this_cp_rank(torch.nn.functional.pad(values, (0, 1)), PROMPT_TOKENS).flatten()
 
-        needs_sampler = correction.is_on or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
         sampled = columns.get("infer_logprobs", None) if needs_sampler else None
         if needs_sampler and (sampled is None or len(sampled) == 0):
             raise ConfigError(
-                f"the batch has no infer_logprobs, which {self.launch} needs: set actor_infer.generating_args.logprobs: 1, so that "
-                "the sampler reports them"
+                f"the batch has no infer_logprobs, which {self.launch} needs: set actor_infer.generating_args.logprobs: 1"
             )
         importance = columns.get("train_infer_is_weight", None)
         rows, width = logits.shape[:2]
@@ -134,8 +125,8 @@ class RollLoss:
         """Of what our head gives in the place of logits. Float32 logits, as our log-probabilities have them."""
         if not isinstance(rows, CarriedRows):
             raise ConfigError(
-                f"{HEAD}=true: the loss is given a plain tensor and not what our head returns, so something between model and loss "
-                f"took it for logits; {PROBED} was probed; remove {HEAD}"
+                f"{HEAD}=true: the loss is given a plain tensor, so something between model and loss took our head's output for "
+                f"logits; {PROBED} was probed; remove {HEAD}"
             )
         hidden, claim = rows_of(rows)
         options["temperature"] = claim.temperature
@@ -183,10 +174,7 @@ def read_totals(data: Any) -> StepTotals:
     try:
         num_samples, num_tokens = int(meta["global_valid_samples"]["default"]), int(meta["batch_num_tokens"][key])
     except KeyError as error:
-        raise ConfigError(
-            f"ROLL's meta_info has no {error}, which our weights need: this ROLL has another contract than the one that was probed "
-            f"({PROBED})"
-        ) from None
+        raise ConfigError(f"ROLL's meta_info has no {error}, which our weights need; {PROBED} was probed") from None
     return StepTotals(num_samples=num_samples, num_prompts=meta.get(NUM_PROMPTS), num_tokens=num_tokens)
 
 

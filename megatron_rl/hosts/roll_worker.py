@@ -8,7 +8,6 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.pipeline.rlvr.actor_worker import ActorWorker as RollWorker
 from torch import Tensor
 
-from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.choice import value_at
 from megatron_rl.hosts.heads.roll import install, models_of, place
 from megatron_rl.hosts.model_notes import check_model
@@ -24,8 +23,7 @@ class ActorWorker(RollWorker):
     def initialize(self, pipeline_config: Any) -> None:
         """Raises ConfigError for settings that are not honoured, before the model is made, for a ROLL with another contract, and
         for a model whose step would depend on its layout."""
-        if problems := [*CONTRACT.problems()]:
-            raise ConfigError(problems)
+        CONTRACT.check()
         if has_log_probs(self.worker_config):
             install(TITLE, PROBED)
         launch = read(self.worker_config, pipeline_config) if trains_ours(self.worker_config) else None
@@ -33,11 +31,9 @@ class ActorWorker(RollWorker):
         for model in models_of(self.strategy)[:1] if launch is not None else ():
             check_model(model_config_of(model))
         if launch is not None and launch.config.fused_lm_head_loss:
-            place(self.strategy, launch.config.max_logits_bytes)
-        self.loss = None
-        if launch is not None:
-            is_on_policy = not value_at(pipeline_config, RECOMPUTE)
-            self.loss = RollLoss(launch, self.strategy, is_on_policy=is_on_policy)
+            place(self.strategy)
+        is_on_policy = not value_at(pipeline_config, RECOMPUTE)
+        self.loss = None if launch is None else RollLoss(launch, self.strategy, is_on_policy=is_on_policy)
 
     def loss_func(self, data: Any, output_tensor: Tensor) -> tuple[Tensor, dict[str, float]]:
         if self.loss is None:

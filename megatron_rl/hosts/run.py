@@ -1,7 +1,7 @@
-"""The state of one trainer in a host: what it has told, and whatever its door adds. Two trainers of a process have one each.
+"""The state of one trainer in a host: what it has told, and whatever its adapter adds. Two trainers of a process have one each.
 
-A door makes one `Runs` of its own subclass of `Run`, and finds the run by an object that lives as long as the trainer and that the
-host hands over in each call: a Namespace, a config, a worker. Nothing here knows a host.
+An adapter makes one `Runs` of its own subclass of `Run`, and finds the run by an object that lives as long as the trainer and that
+the host hands over in each call: a Namespace, a config, a worker. Nothing here knows a host.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ R = TypeVar("R", bound=Run)
 
 
 class Runs(Generic[R]):
-    """The runs of a door by their owners. An owner is known by identity, as configs and Namespaces have no hash, and weakly: its
-    run goes with it."""
+    """The runs of an adapter by their owners. An owner is known by identity, as configs and Namespaces have no hash, and weakly:
+    its run goes with it."""
 
     def __init__(self, make: Callable[[], R]):
         self._make = make
@@ -52,15 +52,9 @@ class Runs(Generic[R]):
             self._found[key] = reference, self._make()
         return self._found[key][1]
 
-    def forget(self, owner: object) -> None:
-        self._found.pop(id(owner), None)
-
     def __iter__(self) -> Iterator[tuple[object, R]]:
         """(owner, run) of those that are alive."""
         return ((owner, run) for reference, run in [*self._found.values()] if (owner := reference()) is not None)
-
-    def __len__(self) -> int:
-        return len(self._found)
 
 
 def ranks_in_words(groups: ParallelGroups | None = None, *, num_data: int | None = None) -> str:

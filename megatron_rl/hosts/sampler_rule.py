@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from megatron_rl.config import NO_CORRECTION, PolicyLossConfig
+from megatron_rl.config import NO_CORRECTION
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
-from megatron_rl.registries.correction_settings import CorrectionSettings
 from megatron_rl.validation import flag_of
 
 
@@ -32,84 +31,67 @@ class Scores(StrEnum):
 
 # The modes of vLLM and of Megatron's engine. A raw score comes from the logits, before the temperature too.
 MODES = {"processed_logprobs": Scores.KEPT, "raw_logprobs": Scores.WHOLE}
+# Engines with one mode, as trainers name them.
+ENGINES = {"sglang": Scores.WHOLE, "megatron": Scores.KEPT, "dynamo": Scores.KEPT}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """A launch's sampler. Settings are as typed, `top_p=0.9`, and only those that change sampling.
+    """Settings are as typed, `top_p=0.9`, and only those that act. mode: the engine's logprobs_mode. kept: filters. changed:
+    penalties and biases. drafted: what lets a token be drawn from another set than the one that comes with it. replayed: by it the
+    trainer scores among the sampler's own sets. recomputes: the trainer keeps tokens by its own logits, and gives one outside its
+    set the score 0.0. mixers: what mixes a token's score with other tokens', which matters there."""
 
-    kept: filters that leave tokens out. changed: penalties and biases. drafted: what lets a token be drawn from another set than
-    the one that comes with it. scores, engine: what its log-probabilities are of, and whose they are. replayed: the setting by
-    which the trainer scores among the sampler's own sets. recomputes: the trainer keeps tokens by its own logits, and gives one
-    outside its set the score 0.0.
-    """
-
+    engine: str = "the sampler"
+    mode: str | None = None
     kept: Sequence[str] = ()
     changed: Sequence[str] = ()
     drafted: Sequence[str] = ()
-    scores: Scores = Scores.UNKNOWN
-    engine: str = "the sampler"
     replayed: str | None = None
     recomputes: bool = False
+    mixers: Sequence[str] = ()
+
+    @property
+    def scores(self) -> Scores:
+        return ENGINES.get(self.engine) or MODES.get(self.mode or "", Scores.UNKNOWN)
 
 
-def sampler_problems(sampler: Sampler, readers: Sequence[str], mixers: Sequence[str] = ()) -> Iterator[str]:
-    """Why the log-probabilities of sampler and trainer cannot be compared.
-
-    readers: what of the launch compares with the sampler, as it is typed. mixers: what mixes a token's score with other tokens';
-    it matters where the trainer gives some tokens the score 0.0.
-    """
+def sampler_problems(sampler: Sampler, readers: Sequence[str]) -> Iterator[str]:
+    """Why the log-probabilities of sampler and trainer cannot be compared. readers: what of the launch compares, as it is typed."""
     kept, changed, read = ", ".join(sampler.kept), ", ".join(sampler.changed), " and ".join(readers)
-    scores = f"the log-probabilities of {sampler.engine} are {sampler.scores}"
+    mode = "" if sampler.mode is None else f" (logprobs_mode={sampler.mode})"
+    scores = f"the log-probabilities of {sampler.engine}{mode} are {sampler.scores}"
     if sampler.kept and sampler.replayed is not None:
         for setting in (*sampler.changed, *sampler.drafted):
-            yield (
-                f"{setting} with {sampler.replayed}: a token need not be drawn from the logits and the set that the trainer "
-                "scores; remove one of them"
-            )
+            yield f"{setting} with {sampler.replayed}: a token need not be of the set that the trainer scores; remove one of them"
         if readers and sampler.scores != Scores.KEPT:
-            yield (
-                f"{sampler.replayed} beside {read}: the trainer scores among the kept tokens, and {scores}, so every weight is off "
-                f"by the kept mass; remove {read}"
-            )
+            yield f"{sampler.replayed} beside {read}: the trainer scores among the kept tokens, and {scores}; remove {read}"
         return
     if sampler.kept and sampler.recomputes:
-        why = "the trainer keeps tokens by the same settings, and a token that it leaves out has log-probability 0.0"
+        left_out = "a token that the trainer's own filter leaves out has log-probability 0.0"
         if sampler.scores != Scores.KEPT:
-            yield f"{kept}: {why}; {scores}, so such a token cannot be told from a sure one; turn {kept} off"
-        elif readers or mixers:
-            all_readers = " and ".join((*readers, *mixers))
-            yield f"{kept} beside {all_readers}: {why}, and counts there as one of probability 1; turn {kept} off"
+            yield f"{kept}: {left_out}, and {scores}, so such a token cannot be told from a sure one; turn {kept} off"
+        elif readers or sampler.mixers:
+            all_readers = " and ".join((*readers, *sampler.mixers))
+            yield f"{kept} beside {all_readers}: {left_out}, and counts as a sure one; turn {kept} off"
     elif sampler.kept and readers and sampler.scores != Scores.WHOLE:
         yield (
-            f"{kept} beside {read}: the sampler keeps a part of the vocabulary, and {scores}; the trainer's are {Scores.WHOLE}, so "
-            f"every weight would be off by the kept mass although nothing is off-policy; turn {kept} off, or remove {read}"
+            f"{kept} beside {read}: {scores}, and the trainer's are {Scores.WHOLE}, so every weight would be off by the kept mass; "
+            f"turn {kept} off, or remove {read}"
         )
     if changed and readers and sampler.scores != Scores.WHOLE:
-        yield (
-            f"{changed} beside {read}: {scores}, of logits that this changes, so every weight would be off by that; turn {changed} "
-            f"off, or remove {read}"
-        )
+        yield f"{changed} beside {read}: {scores}, of logits that this changes, so every weight would be off; turn {changed} off"
 
 
-def readers_of(config: PolicyLossConfig) -> list[str]:
-    """What of our loss compares with the policy that sampled, in words."""
-    correction, loss = CorrectionSettings.of(config), get_policy_loss(config.policy_loss)
-    found = []
-    if correction.has_factor:
-        found.append(f"importance_correction={correction.kind}")
-    if correction.sequence_delta is not None:
-        found.append(f"off_policy_sequence_delta={correction.sequence_delta}")
-    if "rollout_log_probs" in loss.inputs_needed:
-        found.append(f"the policy loss {loss.name}")
-    return found
+def as_flag(name: str, value: object) -> str:
+    return f"{flag_of(name)} {value}"
 
 
-def typed_readers(value_of: Callable[[str], Any]) -> list[str]:
-    """The same of our flags, whose values are not checked yet, as typed."""
+def typed_readers(value_of: Callable[[str], Any], spell: Callable[[str, Any], str] = as_flag) -> list[str]:
+    """What of our settings compares with the policy that sampled, as `spell` writes a name and its value."""
     given = {name: value_of(name) for name in ("importance_correction", "off_policy_sequence_delta")}
-    found = [f"{flag_of(name)} {value}" for name, value in given.items() if value not in (None, NO_CORRECTION)]
+    found = [spell(name, value) for name, value in given.items() if value not in (None, NO_CORRECTION)]
     loss = value_of("policy_loss")
     if loss in policy_loss_names() and "rollout_log_probs" in get_policy_loss(loss).inputs_needed:
-        found.append(f"--policy-loss {loss}")
+        found.append(spell("policy_loss", loss))
     return found

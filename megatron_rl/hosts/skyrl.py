@@ -1,10 +1,8 @@
 """SkyRL: our losses in its own table of policy losses; its driver has put the aggregation into the advantages.
 
-    python -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=megatron_rl.hosts.skyrl \\
-        trainer.algorithm.policy_loss_type=megatron_rl.<loss> trainer.algorithm.loss_reduction=<SkyRL's name of the aggregation> \\
-        megatron_rl.importance_correction=tis megatron_rl.importance_correction_high=2
+    trainer.override_entrypoint=megatron_rl.hosts.skyrl trainer.algorithm.policy_loss_type=megatron_rl.<loss>
 
-Words that begin with megatron_rl. are for the loss alone: the entrypoint takes them off the line, as SkyRL refuses what it does not
+Words that begin with megatron_rl. are for the loss only: the entrypoint takes them off the line, as SkyRL refuses what it does not
 have, and they travel to the workers with the loss.
 
 What SkyRL does with advantages, and with the number that a loss returns; D data-parallel ranks, M micro-batches, weights w_i:
@@ -29,16 +27,15 @@ from torch import Tensor
 
 from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.choice import DIVISOR, Given, Launch, Reader, make_launch, read_word, typed_if
+from megatron_rl.hosts.choice import DIVISOR, Given, Launch, Offer, Reader, make_launch, read_word, typed_if
 from megatron_rl.hosts.contract import AVERAGED, TIMES_CP, Contract, Stage
-from megatron_rl.hosts.dense_rows import EACH_ROW, Rollouts, is_proportional, loss_of_rows, step_line
+from megatron_rl.hosts.dense_rows import EACH_ROW, Rollouts, loss_of_rows, metrics_of
 from megatron_rl.hosts.heads.skyrl import InWorkers
 from megatron_rl.hosts.run import Run
-from megatron_rl.hosts.sampler_rule import MODES, Sampler, Scores
+from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.skyrl_driver import METHODS, TRAINER, count_trajectories
 from megatron_rl.hosts.start_check import end_after_check, end_with_problems
-from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs, policy_loss_names
-from megatron_rl.metrics.step import finalise_metrics
+from megatron_rl.loss_hub import get_policy_loss, needs_rollout_log_probs
 
 TITLE, PROBED = "SkyRL", "NovaSky-AI/SkyRL a9564572e"
 COUNTS_ROLLOUTS, WHY_NOT_PER_TOKEN = True, "SkyRL's factors are made for the mean over ranks"
@@ -70,6 +67,9 @@ REDUCTIONS = {
     "seq_mean_token_sum_norm": "constant",
     ROW_MEAN: "row_mean",
 }
+# Two settings choose, and the advantages carry the weights.
+CARRIED = tuple(REDUCTIONS.values())
+OFFER = Offer(title=TITLE, setting=LOSS, prefix=PREFIX, gives=lambda record: record.name in CARRIED, carried=CARRIED)
 # Our field -> SkyRL's setting of it and its default.
 SETTINGS: dict[str, tuple[str, float | None]] = {
     "clip_ratio_low": ("eps_clip_low", 0.2),
@@ -84,17 +84,10 @@ SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshol
 MASK_SWITCHES = ("token_mask_is_threshold_low", "token_mask_is_threshold_high")
 # What computes log-probabilities: ours, whichever loss trains, or SkyRL's.
 LOG_PROBS, OURS, THEIRS = f"{PREFIX}log_probs", "megatron_rl", "skyrl"
-KL_ESTIMATORS = ("k1", "k2", "k3")
-SAMPLING, MODE = "generator.sampling_params.", "generator.inference_engine.engine_init_kwargs.logprobs_mode"
-FILTERS = {f"{SAMPLING}top_p": (1.0,), f"{SAMPLING}top_k": (-1, 0), f"{SAMPLING}min_p": (0.0,)}
-PENALTIES = {
-    f"{SAMPLING}additional_kwargs.repetition_penalty": (1.0,),
-    f"{SAMPLING}additional_kwargs.presence_penalty": (0.0,),
-    f"{SAMPLING}additional_kwargs.frequency_penalty": (0.0,),
-    f"{SAMPLING}additional_kwargs.logit_bias": ("",),
-}
-DRAFTS = {"generator.inference_engine.speculative_config": (), "trainer.mtp.enabled": (False,)}
-REPLAY = f"{ALGORITHM}enable_sample_support_replay"
+# Its sampler.
+SAMPLING, REPLAY = "generator.sampling_params.", f"{ALGORITHM}enable_sample_support_replay"
+FILTERS = {"top_p": (1.0,), "top_k": (-1, 0), "min_p": (0.0,)}
+PENALTIES = {"repetition_penalty": (1.0,), "presence_penalty": (0.0,), "frequency_penalty": (0.0,), "logit_bias": ("",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +97,6 @@ class Words:
     settings: Mapping[str, Any] = field(default_factory=dict)
     reduction: str | None = None
     is_step_wise: bool = False
-
-
-def refusal(loss: str, record: AggregationRecord) -> str | None:
-    if record.name not in REDUCTIONS.values():
-        return "no reduction"
-    return None if is_proportional(get_policy_loss(loss)) else "not proportional"
 
 
 def stages(weight: Formula, record: AggregationRecord, *, per_token: bool) -> tuple[list[Stage], list[Stage]]:
@@ -122,31 +109,20 @@ def stages(weight: Formula, record: AggregationRecord, *, per_token: bool) -> tu
 
 
 def losses() -> list[str]:
-    """Those by name that are proportional to the advantage, which carries the weights."""
-    names = [name for name in policy_loss_names() if "." not in name]
-    return [name for name in names if not {*get_policy_loss(name).inputs_needed} - {"rollout_log_probs"} and _is_offered(name)]
-
-
-def _is_offered(name: str) -> bool:
-    return is_proportional(get_policy_loss(name))
+    """Those by name that can be trained there."""
+    return list(dict.fromkeys(loss for loss, _ in OFFER.pairs()))
 
 
 def choose(loss: object, reduction: object) -> tuple[str, str]:
     """(loss, aggregation). Raises ConfigError, which lists what there is."""
-    name, offered = str(loss).removeprefix(PREFIX), losses()
-    problems = []
-    if not str(loss).startswith(PREFIX) or name not in offered:
-        why = "it is not a loss of megatron_rl that is proportional to the advantage, which carries the weights in SkyRL"
-        if name.rpartition(".")[0] in offered:
-            why = f"in SkyRL the aggregation is {REDUCTION}, and no part of this name"
-        problems.append(f"{LOSS}={loss}: {why}. Losses: {', '.join(PREFIX + one for one in offered)}")
+    names, problems = {f"{PREFIX}{name}": name for name in losses()}, []
+    if loss not in names:
+        problems.append(f"{LOSS}={loss} is not proportional to the advantage, which has the weights, as {', '.join(names)} are")
     if reduction not in REDUCTIONS:
-        why = "it divides by the tokens of a micro-batch, so its weights depend on the micro-batch size"
-        why = f"; {why}" if reduction == "token_mean_legacy" else ""
-        problems.append(f"{REDUCTION}={reduction}: ours are {', '.join(REDUCTIONS)}{why}")
+        problems.append(f"{REDUCTION}={reduction} has not the weights of an aggregation of ours, as {', '.join(REDUCTIONS)} have")
     if problems:
         raise ConfigError(problems)
-    return name, REDUCTIONS[str(reduction)]
+    return names[str(loss)], REDUCTIONS[str(reduction)]
 
 
 def read(algorithm: Any, words: Words, whole: Any = None) -> Launch:
@@ -158,7 +134,6 @@ def read(algorithm: Any, words: Words, whole: Any = None) -> Launch:
     # SkyRL's default of a parameter acts; that of a clip does not, as it would be the same for each kind of ratio.
     theirs = {field: at.given(name, None if field in parameters else own) for field, (name, own) in SETTINGS.items()}
     ours = {name: Given(PREFIX + name, value) for name, value in words.settings.items()}
-    problems = [f"{ours[name].name} has no effect: set {theirs[name].name}" for name in theirs.keys() & ours.keys()]
     is_on = [at(f"off_policy_correction.{name}") is not None for name in (*SWITCHES, *MASK_SWITCHES)]
     corrections = [f"{ALGORITHM}off_policy_correction"] if any(is_on[: len(SWITCHES)]) or all(is_on[len(SWITCHES) :]) else []
     return make_launch(
@@ -166,24 +141,23 @@ def read(algorithm: Any, words: Words, whole: Any = None) -> Launch:
         loss,
         aggregation,
         readers=[at, driver],
-        theirs={name: one for name, one in theirs.items() if name != DIVISOR or aggregation == "constant"},
-        ours={name: one for name, one in ours.items() if name not in theirs},
+        theirs=theirs,
+        ours=ours,
         corrections=corrections,
         sampler=None if whole is None else sampler_of(driver),
         terms="KL and entropy are SkyRL's, means over micro-batches",
         rollouts=Rollouts(several=f"{STEP_WISE}=true", ids="trajectory") if words.is_step_wise else EACH_ROW,
-        problems=problems,
+        of_token_mean=TITLE,
     )
 
 
 def sampler_of(driver: Reader) -> Sampler:
-    mode = str(driver(MODE, "raw_logprobs"))
     return Sampler(
-        kept=typed_if(FILTERS, driver),
-        changed=typed_if(PENALTIES, driver),
-        drafted=typed_if(DRAFTS, driver),
-        scores=MODES.get(mode, Scores.UNKNOWN),
-        engine=f"vLLM ({MODE}={mode})",
+        engine="vLLM",
+        mode=str(driver("generator.inference_engine.engine_init_kwargs.logprobs_mode", "raw_logprobs")),
+        kept=typed_if({f"{SAMPLING}{name}": off for name, off in FILTERS.items()}, driver),
+        changed=typed_if({f"{SAMPLING}additional_kwargs.{name}": off for name, off in PENALTIES.items()}, driver),
+        drafted=typed_if({"generator.inference_engine.speculative_config": (), "trainer.mtp.enabled": (False,)}, driver),
         replayed=f"{REPLAY}=true" if driver.switch(REPLAY) else None,
     )
 
@@ -196,6 +170,7 @@ class SkyrlLoss:
 
     def __init__(self, name: str, words: Words):
         self.name, self.words, self.run = name, words, Run()
+        self.config: Any = None
         self.launch: Launch | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -215,34 +190,31 @@ class SkyrlLoss:
         Masked values may be anything. Communication: none. Synchronises once, as SkyRL's own losses do for their metrics.
         Raises ConfigError for settings that are not honoured, and without the sampler's log-probabilities where they are needed.
         """
-        if self.launch is None or not self.launch.is_of(config):
-            self.launch = read(config, self.words)
+        if self.launch is None or self.config is not config:
+            self.config, self.launch = config, read(config, self.words)
         launch = self.launch
         mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
-        needs_sampler, weights, metrics, sampled = needs_rollout_log_probs(launch.config), None, {}, None
+        needs_sampler, weights, metrics = needs_rollout_log_probs(launch.config), None, {}
         theirs = import_module(CORRECTIONS)
         is_weighed = theirs.off_policy_correction_enabled(config.off_policy_correction)
-        if needs_sampler or is_weighed:
-            if rollout_logprobs is None:
-                raise ConfigError(
-                    f"SkyRL's batch has no rollout_logprobs, which {PREFIX}{self.name} or a correction needs: set "
-                    f"{SAMPLING}logprobs=1"
-                )
-            sampled = torch.where(mask, rollout_logprobs, 0.0)
-        if is_weighed:
-            old = torch.where(mask, old_log_probs, 0.0)
+        if rollout_logprobs is None:
+            if needs_sampler or is_weighed:
+                raise ConfigError(f"SkyRL's batch has no rollout_logprobs, which {launch} needs: set {SAMPLING}logprobs=1")
+        elif is_weighed:
+            old, sampled = (torch.where(mask, values, 0.0) for values in (old_log_probs, rollout_logprobs))
             given = (torch.ones_like(old), old, sampled, mask.float(), config.off_policy_correction)
             weights, kept, metrics = theirs.apply_off_policy_correction(*given)
             weights = weights * kept
-        rows = (log_probs, old_log_probs, advantages, mask)
-        sampled = sampled if needs_sampler else None
-        output = loss_of_rows(launch.config, None, *rows, importance_weights=weights, rollout_log_probs=sampled)
-        title = launch.title
-        self.run.tell(
-            title, lambda: step_line(title, launch.config, None, launch.terms, of_token_mean=TITLE, rollouts=launch.rollouts)
+        output = loss_of_rows(
+            launch.config,
+            None,
+            *(log_probs, old_log_probs, advantages, mask),
+            importance_weights=weights,
+            rollout_log_probs=rollout_logprobs if needs_sampler else None,
         )
-        policy = finalise_metrics(output.metrics) if output.metrics is not None else {}
-        return output.loss, {"clip_ratio": policy.get("policy/clipped_ratio_fraction", 0.0), **metrics}
+        launch.tell(self.run, None)
+        clipped = metrics_of(output).get("policy/clipped_ratio_fraction", 0.0)
+        return output.loss, {"clip_ratio": clipped, **metrics}
 
 
 def register(registry: Any, words: Words, *, has_log_probs: bool = False) -> None:
@@ -257,24 +229,17 @@ def register(registry: Any, words: Words, *, has_log_probs: bool = False) -> Non
 # The start
 
 
-def check_log_probs(whole: Any, value: str, *, trains_ours: bool) -> None:
-    if value not in (OURS, THEIRS):
-        raise ConfigError(f"{LOG_PROBS}={value} is neither {OURS} nor {THEIRS}")
-    if value == OURS and (strategy := Reader(whole)("trainer.strategy")) != "megatron":
-        raise ConfigError(f"{LOG_PROBS}={OURS} with trainer.strategy={strategy}: it acts in Megatron workers; remove it")
-    if value == THEIRS and not trains_ours:
-        raise ConfigError(f"{ENTRYPOINT}={__name__} has no effect: set {LOSS}={PREFIX}<loss>, or {LOG_PROBS}={OURS}")
-
-
-def split_words(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """(the words for SkyRL, ours by our names)."""
+def split_words(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any], str | None]:
+    """(the words for SkyRL; ours by our names; the reduction that SkyRL is not told)."""
+    row_mean = f"{REDUCTION}={ROW_MEAN}"
     ours = dict(word.removeprefix(PREFIX).split("=", 1) for word in arguments if word.startswith(PREFIX) and "=" in word)
     theirs = [word for word in arguments if not word.startswith((PREFIX, f"{ENTRYPOINT}="))]
-    return theirs, {name: read_word(text) for name, text in ours.items()}
+    told = [f"{REDUCTION}={SEQUENCE_MEAN}" if word == row_mean else word for word in theirs]
+    return told, {name: read_word(text) for name, text in ours.items()}, ROW_MEAN if row_mean in theirs else None
 
 
 def compose(words: Sequence[str]) -> Any:
-    """(SkyRL's config, our words) of a launch line. SkyRL is imported."""
+    """What `check` takes, of a launch line. SkyRL is imported."""
     config = import_module("skyrl.train.config")
     start = next((index + 1 for index, word in enumerate(words) if word.startswith("skyrl.")), 0)
     return _composed(config.SkyRLTrainConfig, words[start:])
@@ -282,29 +247,33 @@ def compose(words: Sequence[str]) -> Any:
 
 def _composed(config_class: Any, arguments: Sequence[str]) -> tuple[Any, Words, str]:
     """(SkyRL's config, what it is not told, what computes log-probabilities)."""
-    theirs, ours = split_words(arguments)
-    is_row_mean = f"{REDUCTION}={ROW_MEAN}" in theirs
-    theirs = [f"{REDUCTION}={SEQUENCE_MEAN}" if word == f"{REDUCTION}={ROW_MEAN}" else word for word in theirs]
+    theirs, ours, reduction = split_words(arguments)
     log_probs = str(ours.pop("log_probs", THEIRS))
     config = config_class.from_cli_overrides(theirs)
-    reduction, is_step_wise = ROW_MEAN if is_row_mean else None, Reader(config).switch(STEP_WISE)
-    return config, Words(ours, reduction, is_step_wise), log_probs
+    return config, Words(ours, reduction, Reader(config).switch(STEP_WISE)), log_probs
+
+
+def trains_ours(config: Any) -> bool:
+    return str(config.trainer.algorithm.policy_loss_type).startswith(PREFIX)
 
 
 def check(composed: tuple[Any, Words, str]) -> list[str]:
     """Raises one ConfigError with every problem."""
     config, words, log_probs = composed
-    has_loss = str(config.trainer.algorithm.policy_loss_type).startswith(PREFIX)
-    check_log_probs(config, log_probs, trains_ours=has_loss)
-    if not has_loss:
-        idle = [f"{PREFIX}{name}={value}" for name, value in words.settings.items()] + [f"{REDUCTION}={ROW_MEAN}"] * bool(
-            words.reduction
-        )
-        if idle:
-            raise ConfigError([f"{word} has no effect on SkyRL's own loss; remove it" for word in idle])
-        return [f"{LOG_PROBS}={log_probs}, and SkyRL's own loss"]
-    launch = read(config.trainer.algorithm, words, config)
-    return [f"{launch.title}, {launch.config.loss_aggregation}"]
+    if log_probs not in (OURS, THEIRS):
+        raise ConfigError(f"{LOG_PROBS}={log_probs} is neither {OURS} nor {THEIRS}")
+    if log_probs == OURS and (strategy := Reader(config)("trainer.strategy")) != "megatron":
+        raise ConfigError(f"{LOG_PROBS}={OURS} with trainer.strategy={strategy}: it acts in Megatron workers; remove it")
+    if trains_ours(config):
+        launch = read(config.trainer.algorithm, words, config)
+        return [f"{launch.title}, {launch.config.loss_aggregation}"]
+    if log_probs == THEIRS:
+        raise ConfigError(f"{ENTRYPOINT}={__name__} has no effect: set {LOSS}={PREFIX}<loss>, or {LOG_PROBS}={OURS}")
+    idle = [f"{PREFIX}{name}={value}" for name, value in words.settings.items()]
+    idle += [f"{REDUCTION}={ROW_MEAN}"] * bool(words.reduction)
+    if idle:
+        raise ConfigError([f"{word} has no effect on SkyRL's own loss; remove it" for word in idle])
+    return [f"{LOG_PROBS}={log_probs}, and SkyRL's own loss"]
 
 
 class Entrypoint:
@@ -320,15 +289,9 @@ class Entrypoint:
 def train(cfg: Any, words: Words) -> None:
     """As SkyRL's entrypoint, in a process of its own. Raises ConfigError for a SkyRL with another contract."""
     trainer = import_module(TRAINER)
-    check_trainer(trainer)
+    CONTRACT.check(METHODS, trainer)
     count_trajectories(trainer, partial(read, words=words))
     import_module(ENTRY).BasePPOExp(cfg).run()
-
-
-def check_trainer(trainer: Any) -> None:
-    """trainer: SkyRL's module of that name. Raises ConfigError for another contract than the one that was probed."""
-    if problems := [problem for name, expected in METHODS.items() for problem in CONTRACT.differences(trainer, name, expected)]:
-        raise ConfigError(problems)
 
 
 def main() -> None:
@@ -336,23 +299,20 @@ def main() -> None:
 
     Ends the process, with every problem, before Ray starts; with MEGATRON_RL_CHECK=1 without one too.
     """
-    arguments = sys.argv[1:]
-    sys.argv[1:], _ = split_words(arguments)
     entry, tables = import_module(ENTRY), import_module(TABLES)
-    entrypoint = None
+    arguments = sys.argv[1:]
+    sys.argv[1:] = split_words(arguments)[0]
     try:
-        if problems := [*CONTRACT.problems()]:
-            raise ConfigError(problems)
+        CONTRACT.check()
         config, words, log_probs = _composed(entry.SkyRLTrainConfig, arguments)
         lines = check((config, words, log_probs))
-        if words.is_step_wise and str(config.trainer.algorithm.policy_loss_type).startswith(PREFIX):
-            check_trainer(import_module(TRAINER))
-            entrypoint = Entrypoint(words)
+        counts = words.is_step_wise and trains_ours(config)
+        if counts:
+            CONTRACT.check(METHODS, import_module(TRAINER))
     except ConfigError as error:
         end_with_problems(error)
     end_after_check(lines)
-    sys.argv[1:] = [f"{REDUCTION}={SEQUENCE_MEAN}" if word == f"{REDUCTION}={ROW_MEAN}" else word for word in sys.argv[1:]]
     register(tables.PolicyLossRegistry, words, has_log_probs=log_probs == OURS)
-    if entrypoint is not None:
-        vars(entry)["skyrl_entrypoint"] = entrypoint
+    if counts:
+        vars(entry)["skyrl_entrypoint"] = Entrypoint(words)
     entry.main()

@@ -47,13 +47,12 @@ def count_trajectories(trainer: Any, launch_of: Callable[[Any], Launch]) -> None
     def _normalize_advantages(self: Any, data: Any, mini_batch_boundaries: Any, prompt_boundaries: Any = None) -> Any:
         data = normalize(self, data, mini_batch_boundaries, prompt_boundaries)
         found = launch_of(self.cfg.trainer.algorithm)
-        if not (found.record.counts_rollouts and found.rollouts.are_counted):
+        if not (found.record.counts_rollouts and found.rollouts.ids):
             return data
         trajectories, advantages = data.metadata.get(TRAJECTORIES), data["advantages"]
         if trajectories is None:
             raise DataError(
-                f"SkyRL's batch has no {LAST_STEPS} beside {found.rollouts.several}: it is not known which rows are of one "
-                "trajectory"
+                f"SkyRL's batch has no {LAST_STEPS} beside {found.rollouts.several}, which says where a trajectory ends"
             )
         for start, end in mini_batch_boundaries:
             counts = data["loss_mask"][start:end].bool().sum(-1)

@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +31,7 @@ REPLACED = {
 # What an edit by hand leaves in their callers.
 EDITS = {"prepare_data_for_update": "prompt_of_row", "get_logprobs": "rl_default_temperature"}
 PADDING = (-1, -1)
+BY_HAND = "record the prompts by hand, as docs/hosts/megatron_lm.md shows, and leave take_rollouts out"
 
 
 class Rollouts:
@@ -69,10 +70,8 @@ class Rollouts:
         if len(each) != num_rows:
             each = [(rollout, turn) for rollout, _ in each for turn in range(len(rollout.trajectory))]
         if len(each) != num_rows:
-            raise DataError(
-                f"prepare_trajectories made {num_rows} rows of {len(given)} rollouts of {len(each)} turns: this Megatron-LM makes "
-                "rows in a way that is not known here; record the prompts by hand, as docs/hosts/megatron_lm.md shows"
-            )
+            made = f"{num_rows} rows of {len(given)} rollouts of {len(each)} turns"
+            raise DataError(f"prepare_trajectories made {made}, which no known Megatron-LM does; {BY_HAND}")
         own = torch.tensor([PADDING if rollout is None else self._numbers_of(rollout) for rollout, _ in each])
         group = resolve_group(self._dp_group, "dp")
         rows = all_gather_stack(own.to(group_device(group)), group).flatten(0, 1).tolist()
@@ -82,10 +81,7 @@ class Rollouts:
         """Of its group, and its own."""
         known, *numbers = self._known.get(id(rollout), (None, 0, 0))
         if known is not rollout:
-            raise DataError(
-                "a row has a rollout that is in no group of this step: this Megatron-LM copies rollouts before it makes rows; "
-                "record the prompts by hand, as docs/hosts/megatron_lm.md shows"
-            )
+            raise DataError(f"a row has a rollout that is in no group of this step, as no known Megatron-LM does; {BY_HAND}")
         prompt, own = numbers
         return prompt, own
 
@@ -133,20 +129,12 @@ def take_rollouts(
     return found
 
 
-def _problems(utils: ModuleType) -> list[str]:
-    by_hand = "edit Megatron-LM by hand, as docs/hosts/megatron_lm.md shows"
-    problems = []
+def _problems(utils: ModuleType) -> Iterator[str]:
     for name, known in REPLACED.items():
-        function = getattr(utils, name, None)
-        first = None if function is None else next(iter(inspect.signature(function).parameters), None)
+        first = next(iter(inspect.signature(getattr(utils, name)).parameters), None) if hasattr(utils, name) else None
         if first not in known:
-            problems.append(
-                f"{utils.__name__}.{name} {'is missing' if function is None else f'takes {first} first'}, and {' or '.join(known)} "
-                f"was expected{'' if function is None else f' ({place_of(function)})'}: {by_hand}"
-            )
+            where = f" ({place_of(getattr(utils, name))})" if hasattr(utils, name) else ""
+            yield f"{utils.__name__}.{name} takes {first} first{where}, and {' or '.join(known)} was expected: {BY_HAND}"
     for name, word in EDITS.items():
-        function = getattr(utils, name, None)
-        if function is None or word in inspect.getsource(function):
-            what = "is missing" if function is None else f"has {word} in it: it was edited by hand"
-            problems.append(f"{utils.__name__}.{name} {what}; undo the edit, or {by_hand}, and leave take_rollouts out")
-    return problems
+        if not hasattr(utils, name) or word in inspect.getsource(getattr(utils, name)):
+            yield f"{utils.__name__}.{name} is missing or has {word} in it, as an edit by hand leaves it; undo the edit"

@@ -26,7 +26,6 @@ from typing import Any
 from megatron_rl.aggregation_record import AggregationRecord, Formula
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.choice import (
-    CLIPS,
     CORRECTION_SETTINGS,
     DIVISOR,
     PARTIAL_GROUPS,
@@ -40,7 +39,7 @@ from megatron_rl.hosts.choice import (
 )
 from megatron_rl.hosts.contract import AVERAGED, SUMMED, TIMES_CP, Contract, Stage
 from megatron_rl.hosts.dense_rows import EACH_ROW, ONE_SAMPLE, Rollouts, numbers
-from megatron_rl.hosts.sampler_rule import MODES, Sampler, Scores
+from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.start_check import CHECK_VARIABLE
 from megatron_rl.loss_hub import declared_parameters, get_loss_aggregation, get_policy_loss
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
@@ -89,14 +88,8 @@ WEIGHING, THRESHOLD, NORMALIZES = (f"{CORRECTION}rollout_is{name}" for name in (
 UNCUT_WEIGHTS = {WEIGHING: "token", THRESHOLD: 1e9}
 LEAST_UNCUT_THRESHOLD = math.exp(20)
 # The v1 trainer names the session of each row; a manager of the user's own may not.
-SESSIONS = Rollouts(several="an agent loop with several outputs", ids="uid and session_id", is_said=False)
+SESSIONS = Rollouts(several="an agent loop with several outputs", ids="uid and session_id")
 MANAGER = f"{ROLLOUT}agent.agent_loop_manager_class"
-FILTERS = {f"{ROLLOUT}top_p": (1.0,), f"{ROLLOUT}top_k": (-1, 0)}
-PENALTIES = {f"{ROLLOUT}repetition_penalty": (1.0,)}
-
-
-def refusal(loss: str, record: AggregationRecord) -> str | None:
-    return "no logits" if get_policy_loss(loss).needs_entropy else None
 
 
 def stages(weight: Formula, record: AggregationRecord, *, per_token: bool) -> tuple[list[Stage], list[Stage]]:
@@ -112,9 +105,8 @@ def stages(weight: Formula, record: AggregationRecord, *, per_token: bool) -> tu
 
 
 def own_names() -> list[str]:
-    """Our settings below actor.policy_loss: the clip, and what verl has no name for."""
-    ours = {*declared_parameters(), *CORRECTION_SETTINGS, ONE_SAMPLE, PARTIAL_GROUPS}
-    return sorted((ours - THEIRS.keys()) | {*CLIPS})
+    """Our settings below actor.policy_loss: what verl has no name for."""
+    return sorted({*declared_parameters(), *CORRECTION_SETTINGS, ONE_SAMPLE, PARTIAL_GROUPS} - THEIRS.keys())
 
 
 def is_added_estimator(kind: object) -> bool:
@@ -133,22 +125,26 @@ def read(actor: Any, whole: Any = None) -> Launch:
     at, driver = Reader(actor, ACTOR), Reader(whole)
     mode = at("policy_loss.loss_mode")
     loss, aggregation = OFFER.choose(mode)
-    record, parameters = get_loss_aggregation(aggregation), {one.name for one in get_policy_loss(loss).parameters}
+    record, declared = get_loss_aggregation(aggregation), get_policy_loss(loss)
+    parameters = {one.name for one in declared.parameters}
     # verl's default of a parameter acts; that of a clip does not, as it would be the same for each kind of ratio.
     theirs = {field: at.given(name, None if field in parameters else own) for field, (name, own) in THEIRS.items()}
     ours = {name: Given(f"{ACTOR}policy_loss.{name}", at(f"policy_loss.{name}")) for name in own_names()}
     ours = {name: one for name, one in ours.items() if one.value is not None}
-    needs_sampler = "rollout_log_probs" in get_policy_loss(loss).inputs_needed or bool(
-        ours.keys() & {"importance_correction", "off_policy_sequence_delta"}
-    )
-    terms = list(terms_of(at))
-    mean = at("loss_agg_mode") or TOKEN_MEAN
-    problems = [*settings_without_effect(at, theirs), *two_aggregations(mode, str(mean), record, has_terms=bool(terms))]
-    corrections: list[str] = []
+    is_corrected = not ours.keys().isdisjoint({"importance_correction", "off_policy_sequence_delta"})
+    needs_sampler = is_corrected or "rollout_log_probs" in declared.inputs_needed
+    terms = [f"KL {at('kl_loss_coef')} ({at('kl_loss_type')})"] if at.switch("use_kl_loss") else []
+    terms += [f"entropy {at('entropy_coeff')}"] if at.number("entropy_coeff") else []
+    mean = str(at("loss_agg_mode") or TOKEN_MEAN)
+    means = (TOKEN_MEAN, AGG_MODES.get(record.name, TOKEN_MEAN), SAMPLE_MEAN if terms else TOKEN_MEAN)
+    problems, corrections = [], []
+    if mean not in means:
+        allowed = " or ".join(dict.fromkeys(means))
+        problems.append(
+            f"{ACTOR}loss_agg_mode={mean} beside {mode}: two aggregations, and verl's acts on its terms only; set {allowed}"
+        )
     if whole is not None:
-        problems += replaced_loss(driver)
-        problems += cut_groups(at, driver, record, ours)
-        problems += cut_weights(mode, driver) if needs_sampler else ()
+        problems += problems_of_launch(at, driver, record, ours, mode if needs_sampler else None)
         is_weighed = driver(WEIGHING) is not None and not driver.switch(BYPASS) and driver.switch(SCORES, True)
         corrections += [f"{WEIGHING}={driver(WEIGHING)}"] if is_weighed and not needs_sampler else []
     return make_launch(
@@ -164,64 +160,37 @@ def read(actor: Any, whole: Any = None) -> Launch:
         sampler=None if whole is None else sampler_of(driver),
         terms=f"{' and '.join(terms)} averaged by verl, {mean}" if terms else "no KL and no entropy in the loss",
         rollouts=rollouts_of(driver),
+        of_token_mean=TITLE,
         problems=problems,
     )
 
 
-def terms_of(at: Reader) -> Iterator[str]:
-    """verl's own terms beside our loss."""
-    if at.switch("use_kl_loss"):
-        yield f"KL {at('kl_loss_coef')} ({at('kl_loss_type')})"
-    if entropy := at.number("entropy_coeff"):
-        yield f"entropy {entropy}"
-
-
-def settings_without_effect(at: Reader, theirs: dict[str, Given]) -> Iterator[str]:
-    if at("clip_ratio", 0.2) != 0.2 and all(theirs[side].value is None for side in CLIPS):
-        sides = " and ".join(theirs[side].name for side in CLIPS)
-        yield f"{ACTOR}clip_ratio={at('clip_ratio')} has no effect: our losses do not read it; set {sides}"
-
-
-def two_aggregations(mode: str, mean: str, record: AggregationRecord, *, has_terms: bool) -> Iterator[str]:
-    """verl's acts on its KL and entropy alone."""
-    means = (TOKEN_MEAN, AGG_MODES.get(record.name, TOKEN_MEAN), SAMPLE_MEAN if has_terms else TOKEN_MEAN)
-    if mean not in means:
-        yield (
-            f"{ACTOR}loss_agg_mode={mean} beside {mode}: two aggregations in one launch. Ours is in the loss_mode, and verl's acts "
-            f"on its KL and entropy alone; set {ACTOR}loss_agg_mode={' or '.join(dict.fromkeys(means))}"
-        )
-
-
-def replaced_loss(driver: Reader) -> Iterator[str]:
+def problems_of_launch(
+    at: Reader, driver: Reader, record: AggregationRecord, ours: dict[str, Given], compared: str | None
+) -> Iterator[str]:
+    """compared: the loss mode, where it compares with the sampler by verl's uncut weights."""
     if driver.switch(BYPASS) and not driver.switch(IS_V1, True):
         yield f"{BYPASS}=true of the old trainer puts verl's own loss in the place of ours; remove it, or {IS_V1}=false"
-
-
-def cut_groups(at: Reader, driver: Reader, record: AggregationRecord, ours: dict[str, Given]) -> Iterator[str]:
-    batch, mini_batch, accepts = driver(BATCH), at(MINI_BATCH), ours.get(PARTIAL_GROUPS)
-    if (record.needs is None or record.needs_prompts) and batch != mini_batch and not (accepts and accepts.value):
+    batch, mini_batch = driver(BATCH), at(MINI_BATCH)
+    accepts = PARTIAL_GROUPS in ours and ours[PARTIAL_GROUPS].value
+    if (record.needs is None or record.needs_prompts) and batch != mini_batch and not accepts:
         yield (
             f"{ACTOR}{MINI_BATCH}={mini_batch} of {BATCH}={batch}: verl deals samples to ranks by length, so a mini-batch cuts "
-            f"prompt groups; set {ACTOR}{MINI_BATCH}={batch}, or {BATCH}={mini_batch}, or accept cut groups with "
-            f"{ACCEPT_PARTIAL_GROUPS}"
+            f"prompt groups; set {ACTOR}{MINI_BATCH}={batch}, or accept cut groups with {ACCEPT_PARTIAL_GROUPS}"
         )
-
-
-def cut_weights(mode: str, driver: Reader) -> Iterator[str]:
-    """Where verl does not hand over what the sampler's log-probabilities are computed from."""
-    threshold = driver(THRESHOLD, 2.0)
+    needed = {**UNCUT_WEIGHTS, NORMALIZES: False, BYPASS: False, SCORES: True}
     is_right = {
         WEIGHING: driver(WEIGHING) == "token",
-        THRESHOLD: isinstance(threshold, int | float) and threshold >= LEAST_UNCUT_THRESHOLD,
+        THRESHOLD: (driver.number(THRESHOLD, 2.0) or 0) >= LEAST_UNCUT_THRESHOLD,
         NORMALIZES: not driver.switch(NORMALIZES),
         BYPASS: not driver.switch(BYPASS),
         SCORES: driver.switch(SCORES, True),
     }
-    needed = {**UNCUT_WEIGHTS, NORMALIZES: False, BYPASS: False, SCORES: True}
-    if wrong := [name for name in needed if not is_right[name]]:
+    wrong = [name for name in needed if not is_right[name]]
+    if compared is not None and wrong:
         yield (
-            f"{', '.join(f'{name}={driver(name)}' for name in wrong)}: {mode} with these settings compares with the sampler, and "
-            f"gets it from verl's uncut weights; set {' '.join(f'{name}={needed[name]}' for name in wrong)}"
+            f"{', '.join(f'{name}={driver(name)}' for name in wrong)}: {compared} compares with the sampler, which it knows from "
+            f"verl's uncut weights; set {' '.join(f'{name}={needed[name]}' for name in wrong)}"
         )
 
 
@@ -234,12 +203,11 @@ def rollouts_of(driver: Reader) -> Rollouts:
 def sampler_of(driver: Reader) -> Sampler:
     engine = str(driver(f"{ROLLOUT}name"))
     mode = driver(f"{ROLLOUT}engine_kwargs.vllm.logprobs_mode") or driver(f"{ROLLOUT}logprobs_mode", "processed_logprobs")
-    of_engine = {"sglang": Scores.WHOLE, "vllm": MODES.get(str(mode), Scores.UNKNOWN)}
     return Sampler(
-        kept=typed_if(FILTERS, driver),
-        changed=typed_if(PENALTIES, driver),
-        scores=of_engine.get(engine, Scores.UNKNOWN),
-        engine=f"vllm (logprobs_mode={mode})" if engine == "vllm" else engine,
+        engine=engine,
+        mode=str(mode) if engine == "vllm" else None,
+        kept=typed_if({f"{ROLLOUT}top_p": (1.0,), f"{ROLLOUT}top_k": (-1, 0)}, driver),
+        changed=typed_if({f"{ROLLOUT}repetition_penalty": (1.0,)}, driver),
     )
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from megatron_rl.errors import ConfigError, DataError, EmptyStep, GroupSizeError
 from megatron_rl.hosts.choice import Launch, value_at
 from megatron_rl.hosts.dense_rows import ONE_SAMPLE, RowCounts
-from megatron_rl.hosts.model_notes import release_problems
+from megatron_rl.hosts.model_notes import check_model
 from megatron_rl.hosts.verl import ACCEPT_PARTIAL_GROUPS, CONTRACT, ENGINES, PREFIX, PROBED, ROLLOUT, is_ours
-from megatron_rl.hosts.verl_loss import RUNS, VerlRun
+from megatron_rl.hosts.verl_loss import RUNS
 from megatron_rl.layout.groups import Group
 from megatron_rl.step_counts import RolloutCounts, StepTotals, count_step
 
@@ -29,15 +29,12 @@ UID, SESSION, MASK = "uid", "session_id", "response_mask"
 FILLING = "pad"
 # The column that we add to verl's batch, [S, 4] int64: tokens of the row, its prompt group and its rollout, rows of its rollout.
 COUNTS = "megatron_rl_counts"
-TRAIN_BATCH = "BaseEngine.train_batch"
 
 
 def count_in(engines: ModuleType) -> None:
     """Puts our function around the one of verl's engines. Raises ConfigError for engines with another contract."""
-    if problems := [*CONTRACT.differences(engines, TRAIN_BATCH, CONTRACT.calls[f"{ENGINES}:{TRAIN_BATCH}"])]:
-        raise ConfigError(problems)
-    owner = engines.BaseEngine
-    owner.train_batch = counted(owner.train_batch)
+    CONTRACT.check({path: expected for path, expected in CONTRACT.calls.items() if path.startswith(ENGINES)}, engines)
+    engines.BaseEngine.train_batch = counted(engines.BaseEngine.train_batch)
 
 
 def counted(train_batch: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +47,8 @@ def counted(train_batch: Callable[..., Any]) -> Callable[..., Any]:
             return train_batch(self, data, loss_function)
         run = RUNS.of(actor)
         launch = run.read(actor)
-        check_model(run, self)
+        if (config := getattr(self, "tf_config", None)) is not None:
+            check_model(config)
         totals, data[COUNTS] = count_mini_batch(launch, data, self.get_data_parallel_group(), value_at(actor, "rollout_n"))
 
         def with_counts(model_output: Any, data: Any, dp_group: Any = None) -> Any:
@@ -63,16 +61,6 @@ def counted(train_batch: Callable[..., Any]) -> Callable[..., Any]:
         return train_batch(self, data, with_counts)
 
     return train_counted_batch
-
-
-def check_model(run: VerlRun, engine: Any) -> None:
-    """Raises ConfigError for a model that the installed Megatron-Core would train wrongly, once a trainer."""
-    config = getattr(engine, "tf_config", None)
-    if config is None or run.has_model:
-        return
-    if problems := [*release_problems(vars(config))]:
-        raise ConfigError(problems)
-    run.has_model = True
 
 
 def rows_of(launch: Launch, totals: StepTotals, counts: Tensor) -> RowCounts:  # [S, 4], see COUNTS
@@ -89,7 +77,7 @@ def count_mini_batch(launch: Launch, data: Any, dp_group: Group, group_size: Any
     that the aggregation needs, DataError for several rows of a rollout that one_sample_per_rollout excludes."""
     mask = data[MASK]
     tokens = torch.stack([row.sum() for row in mask.unbind()]) if mask.is_nested else mask.sum(-1)
-    uids, sessions = (_names(data, name, len(tokens)) for name in (UID, SESSION))
+    uids, sessions = (_names(data, name) for name in (UID, SESSION))
     if launch.counts_prompts and uids is None:
         raise ConfigError(f"verl's batch has no {UID}, which {PREFIX}{launch} needs: {PROBED} was probed")
     kept = [row for row in range(len(tokens)) if uids is None or not uids[row].startswith(FILLING)]
@@ -109,13 +97,10 @@ def count_mini_batch(launch: Launch, data: Any, dp_group: Group, group_size: Any
     except EmptyStep:  # on all ranks: verl trains on it, and each weight is 0
         totals = StepTotals(num_samples=1, num_prompts=1, num_tokens=1, num_rollouts=None if sessions is None else 1)
     except GroupSizeError as error:
-        flag = ACCEPT_PARTIAL_GROUPS
-        raise DataError(f"{error}. In verl samples_per_prompt is {ROLLOUT}n, and the flag is {flag}") from error
+        raise DataError(f"{error}. In verl that is {ROLLOUT}n; accept cut groups with {ACCEPT_PARTIAL_GROUPS}") from error
     if launch.config.one_sample_per_rollout and totals.rollouts != totals.num_samples:
-        raise DataError(
-            f"the mini-batch has {totals.num_samples} rows of {totals.rollouts} rollouts, and {ONE_SAMPLE}=true says that each has "
-            "one row: remove it, and rollouts are counted"
-        )
+        text = f"{totals.num_samples} rows of {totals.rollouts} rollouts, and {ONE_SAMPLE}=true says that each has one row"
+        raise DataError(f"the mini-batch has {text}: remove it, and rollouts are counted")
     if of_prompts is not None:
         columns[kept, 1] = of_prompts
     if of_rollouts is not None:
@@ -123,12 +108,9 @@ def count_mini_batch(launch: Launch, data: Any, dp_group: Group, group_size: Any
     return totals, columns.to(tokens.device)
 
 
-def _names(data: Any, key: str, number: int) -> Sequence[str] | None:
+def _names(data: Any, key: str) -> Sequence[str] | None:
     """A column that is no tensor, or one of numbers; None: the batch has none."""
     if key not in data.keys():  # noqa: SIM118  # of a TensorDict
         return None
     values = data[key]
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
-    if len(values) != number:
-        raise DataError(f"verl's batch has {len(values)} {key} for {number} rows")
-    return [str(value) for value in values]
+    return [str(value) for value in (values.tolist() if hasattr(values, "tolist") else values)]

@@ -16,6 +16,7 @@ from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.hosts import ADAPTER_NAMES, ROLLOUT_HOST_NAMES, SETTINGS_NAMES
 from megatron_rl.hosts.adapters import adapter_named
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import config_warnings, flag_of
 
 EXIT_UNSOUND = 1
@@ -138,8 +139,8 @@ def explain(args: Namespace) -> Explanation:
 def check_adapter(host: str, weighing: Weighing, *, per_token: bool) -> None:
     """Raises ConfigError for what the trainer does not take."""
     adapter = adapter_named(host)
-    why = adapter.refusal(weighing.config.policy_loss, weighing.record)
-    problems = [] if why is None else [f"{weighing.config.policy_loss} with {weighing.name} in {adapter.TITLE}: {why}"]
+    why = adapter.OFFER.refusal(get_policy_loss(weighing.config.policy_loss), weighing.record)
+    problems = [] if why is None else [why]
     if per_token and adapter.WHY_NOT_PER_TOKEN is not None:
         problems.append(f"--calculate-per-token-loss with --host {host}: {adapter.WHY_NOT_PER_TOKEN}; remove it")
     if weighing.counts.has_fan_out and not adapter.COUNTS_ROLLOUTS:

@@ -31,7 +31,7 @@ _OF_TENSOR: Any = Tensor  # its attributes are descriptors, which type checkers 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What CarriedRows say of themselves. setting: what the user typed to get them. divisors: of all views of the same numbers;
-    num_seen: how many of them `temperature` holds. max_logits_bytes: of what is made of them."""
+    num_seen: how many of them `temperature` holds."""
 
     weight: Tensor  # [V_tp, H]
     dtype: torch.dtype
@@ -39,7 +39,6 @@ class Claim:
     temperature: float = 1.0
     divisors: list[float] = field(default_factory=list)
     num_seen: int = 0
-    max_logits_bytes: int | None = None  # None: that of log_probs
 
 
 class CarriedRows(Tensor):
@@ -63,13 +62,13 @@ class CarriedRows(Tensor):
         return found
 
 
-def carry_rows(inputs: HeadInputs, tp_group: Group, setting: str, max_logits_bytes: int | None = None) -> CarriedRows:
+def carry_rows(inputs: HeadInputs, tp_group: Group, setting: str) -> CarriedRows:
     """The arguments of the output layer as the output that it would have, [S, B, V_tp].
 
     Communication: under sequence parallelism one all-gather of hidden states over tp; backward takes this rank's part of a gradient
     that is complete over tp.
     """
-    claim = Claim(inputs.weight, inputs.hidden.dtype, setting, max_logits_bytes=max_logits_bytes)
+    claim = Claim(inputs.weight, inputs.hidden.dtype, setting)
     return _made(whole_sequences(inputs, tp_group), claim)
 
 

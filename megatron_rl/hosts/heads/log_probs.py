@@ -16,7 +16,7 @@ probabilities. What changes is the function of a row:
 - Value, entropy and gradient are the host's in float32. From 16-bit logits they are computed in float32, and come in float32.
 - A label outside the vocabulary gives 0 and has no gradient. Theirs give 0 or max - lse and push the whole row down, or raise.
 - Sizes of chunks are accepted and have no effect: nothing here makes a float32 copy of the logits, and a head is cut by
-  MAX_LOGITS_BYTES, 2 GiB, where the host's setting gives no other number.
+  MAX_LOGITS_BYTES, 2 GiB.
 - The gradient is written over the logits only where the host's own function does that too, or overwrites them in forward.
 - Logits may be CarriedRows, where the host's setting has placed our head: no logits are made then.
 - Rows of several temperatures go through a head in chunks of one temperature, which divides their float32 logits. Hidden states
@@ -211,7 +211,6 @@ def log_probs_of_carried(
         temperature=claim.temperature if temperature is None else claim.temperature * temperature,
         with_entropy=with_entropy,
         reduces_hidden=True,
-        max_logits_bytes=claim.max_logits_bytes,
     )
     log_probs, entropy = (values.view(labels.shape) for values in found)
     return log_probs, entropy
@@ -226,7 +225,6 @@ def log_probs_of_hidden(
     temperature: float | Tensor = 1.0,  # a number, or one a row
     with_entropy: bool = True,
     reduces_hidden: bool,
-    max_logits_bytes: int | None = None,  # None: MAX_LOGITS_BYTES
 ) -> tuple[Tensor, Tensor]:  # log_probs [T], entropy [T] float32; 0 without with_entropy
     """As linear_log_probs, with float32 logits. A label outside the vocabulary gives 0 without a gradient; its entropy is what it
     is. Hidden states of another dtype are cast to the weight's, as a Megatron output layer does."""
@@ -240,7 +238,7 @@ def log_probs_of_hidden(
         "temperature": temperature,
         "tp_group": tp_group,
         "fp32_logits": True,
-        "max_logits_bytes": MAX_LOGITS_BYTES if max_logits_bytes is None else max_logits_bytes,
+        "max_logits_bytes": MAX_LOGITS_BYTES,
         "reduces_hidden": reduces_hidden,
     }
     if with_entropy:

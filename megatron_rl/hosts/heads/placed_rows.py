@@ -18,18 +18,18 @@ from megatron_rl.megatron.head import OWN, HeadInputs, HeadSettings, own_forward
 OF_MTP = "_process_mtp_loss"
 
 
-def place_rows(models: Sequence[nn.Module], setting: str, *, knows_mtp: bool = False, max_logits_bytes: int | None = None) -> None:
+def place_rows(models: Sequence[nn.Module], setting: str, *, knows_mtp: bool = False) -> None:
     """From now on the output layer of these parts of a model returns CarriedRows. setting: what the user typed.
 
     knows_mtp: the host computes losses of multi-token prediction with a detached weight, or within `with_logits`; these calls get
-    their logits. Another call for such a loss would refuse its CarriedRows. max_logits_bytes: None is that of log_probs.
+    their logits. Another call for such a loss would refuse its CarriedRows.
     Communication and errors: as place_head.
     """
     settings = HeadSettings(is_fused=True, setting=setting, knows_mtp=knows_mtp)
-    place_head(models, settings, functools.partial(_forward_of, max_logits_bytes=max_logits_bytes))
+    place_head(models, settings, _forward_of)
 
 
-def _forward_of(layer: Any, settings: HeadSettings, tp_group: Group, *, max_logits_bytes: int | None) -> Callable[..., Any]:
+def _forward_of(layer: Any, settings: HeadSettings, tp_group: Group) -> Callable[..., Any]:
     own = own_forward(layer)
 
     def forward(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
@@ -37,7 +37,7 @@ def _forward_of(layer: Any, settings: HeadSettings, tp_group: Group, *, max_logi
         if runtime_gather_output or not isinstance(used, nn.Parameter):  # a sampler's forward; a loss that does not train the head
             return own(input_, weight=weight, runtime_gather_output=runtime_gather_output)
         inputs = HeadInputs(input_, used, layer.sequence_parallel)
-        return carry_rows(inputs, tp_group, settings.setting or "", max_logits_bytes), None
+        return carry_rows(inputs, tp_group, settings.setting or ""), None
 
     setattr(forward, OWN, own)
     return forward

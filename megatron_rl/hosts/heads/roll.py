@@ -85,7 +85,7 @@ def models_of(strategy: Any) -> Sequence[nn.Module]:
     return models
 
 
-def place(strategy: Any, max_logits_bytes: int) -> None:
+def place(strategy: Any) -> None:
     """From now on the output layer of this strategy's models returns CarriedRows.
 
     Communication: as place_rows. Raises ConfigError where the head does not fit the model or its fp16, and for another hook
@@ -97,7 +97,7 @@ def place(strategy: Any, max_logits_bytes: int) -> None:
             f"{HEAD}=true with fp16: the gradient of hidden states is made before the loss scale is known, and float16 would round "
             f"most of it to 0; train in bf16, or remove {HEAD}"
         )
-    place_rows(models, f"{HEAD}=true", max_logits_bytes=max_logits_bytes)
+    place_rows(models, f"{HEAD}=true")
     for layer in map(find_output_layer, models):
         if layer is not None:
             _keep_hooks_for_logits(layer)

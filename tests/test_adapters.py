@@ -15,17 +15,19 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from adapter_cases import ADAPTERS, CORRECTIONS, Adapter
 from dense_row_cases import LOSSES, largest_error
-from door_adapters import ADAPTERS, CORRECTIONS, Adapter
 from helpers import pool_of
 
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts import contract as contract_module
 from megatron_rl.hosts.contract import Contract
 from megatron_rl.hosts.dense_rows import Rollouts, loss_of_rows, step_line
 from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.step_counts import StepTotals
 from megatron_rl.testing.reference import CLIPS
 
 pool = pool_of(4)
@@ -173,21 +175,21 @@ def test_metrics_have_the_hosts_names(adapter):
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "rollouts", "says"),
+    ("rollouts", "num_rollouts", "says"),
     [
-        ("sample_mean", Rollouts(), "1/(N m_i), in the advantages | a row is a whole rollout |"),
+        (Rollouts(), None, "step of 4 samples | on 1 rank | weight of a token 1/(N m_i) = 1/(4 m_i) | a row is a whole rollout |"),
         (
-            "sample_mean",
             Rollouts(several="turns", ids="name"),
-            "1/(R M_j), in the advantages | a rollout is the rows of one name, and",
+            2,
+            "samples of 2 rollouts | on 1 rank | weight of a token 1/(R M_j) = 1/(2 M_j) | a rollout is the rows of one name |",
         ),
-        ("sample_mean", Rollouts(several="turns"), "| a row is a whole rollout, as one_sample_per_rollout says |"),
-        ("prompt_mean", Rollouts(several="turns"), "| a rollout that comes in k rows (turns) weighs as in one |"),
+        (Rollouts(several="turns", ids="name"), 4, "step of 4 samples | on 1 rank | weight of a token 1/(N m_i) = 1/(4 m_i) |"),
     ],
 )
-def test_the_first_step_says_what_a_rollout_weighs(aggregation, rollouts, says):
+def test_the_first_step_says_what_a_rollout_weighs(rollouts, num_rollouts, says):
     """FB-141"""
-    assert says in step_line("", PolicyLossConfig(loss_aggregation=aggregation), None, "none", rollouts=rollouts)
+    totals = StepTotals(num_samples=4, num_prompts=2, num_tokens=9, num_rollouts=num_rollouts)
+    assert says in step_line("", PolicyLossConfig(), totals, "none", rollouts, None, "")
 
 
 # Another revision of the host
@@ -220,11 +222,12 @@ def test_another_revisions_contract_is_named_with_its_line(name, monkeypatch):
     assert contract.calls
     for changed in ("", *contract.calls):
         monkeypatch.setattr(contract_module, "import_module", stand_in(contract, changed).__getitem__)
-        problems = [*contract.problems()]
         if not changed:
-            assert problems == []
+            contract.check()
             continue
-        (problem,) = problems
+        with pytest.raises(ConfigError) as refused:
+            contract.check()
+        (problem,) = refused.value.problems
         function = changed.partition(":")[2]
-        assert f"{contract.title}'s {function} takes (one, two, three, four, five), ours is made for (" in problem
-        assert f"test_doors.py:{another.__code__.co_firstlineno})" in problem and contract.probed in problem
+        assert f"{function} takes (one, two, three, four, five), ours is made for (" in problem
+        assert f"test_adapters.py:{another.__code__.co_firstlineno})" in problem and contract.probed in problem

@@ -1,9 +1,9 @@
-"""How each door is run by test_doors.py: one small adapter a host.
+"""How each adapter is run by test_adapters.py: one small class a host.
 
-A new door adds a class here and its name to ADAPTERS. `run` sends one optimiser step through what the host sees: its micro-batches,
-its factors, the call of our loss under its name, with settings as a launch types them. tests/<host>_cases.py emulates the host; the
-samples and the float64 truth are those of dense_row_cases.py. What the adapter does not say, such as the losses, is read from
-adapter itself.
+A new adapter adds a class here and its name to ADAPTERS. `run` sends one optimiser step through what the host sees: its
+micro-batches, its factors, the call of our loss under its name, with settings as a launch types them. tests/<host>_cases.py
+emulates the host; the samples and the float64 truth are those of dense_row_cases.py. What the class does not say, such as the
+losses, is read from the adapter itself.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class Adapter:
 
     def modes(self) -> list[tuple[str, str]]:
         """(loss, aggregation), all that can be trained there by name."""
-        offer = self.module.OFFER
-        return [(mode.removeprefix(offer.prefix).rpartition(".")[0], mode.rpartition(".")[2]) for mode in offer.modes()]
+        return self.module.OFFER.pairs()
 
     @property
     def aggregations(self) -> list[str]:
@@ -167,9 +166,6 @@ class SkyRL(Adapter):
     name = "skyrl"
     metrics = frozenset({"clip_ratio", "tis"})
     terms = {"off_policy_correction": SimpleNamespace(tis_ratio_type="token", token_tis_ratio_clip_high=1.05)}
-
-    def modes(self):
-        return [(loss, aggregation) for aggregation in self.module.REDUCTIONS.values() for loss in self.module.losses()]
 
     def layouts(self, loss):
         return skyrl_cases.matrix([loss])
