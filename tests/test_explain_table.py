@@ -16,8 +16,8 @@ from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.args import TOTALS_OF_HOST, HostOptions, host_named
-from megatron_rl.hosts.loss import LossPlan, sample_weights
+from megatron_rl.hosts.args import TOTALS_OF_HOST, HostLaunch, host_named
+from megatron_rl.hosts.loss import sample_weights
 from megatron_rl.hosts.rewards import HostRollouts, reward_weights
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
@@ -84,12 +84,18 @@ def own_reducer(host: str, per_token: bool, denominators: torch.Tensor) -> torch
     return values.grad
 
 
+def launch_of(config: PolicyLossConfig, **arguments) -> HostLaunch:
+    launch = HostLaunch(Namespace(**arguments))
+    vars(launch)["config"] = config
+    return launch
+
+
 def reduced(host, route, companion, per_token, config, counts, of_rollout) -> torch.Tensor | None:
     """What one token counts in the number that the loss function returns; None: the loss refuses."""
     tokens = torch.tensor(counts)
     if route == "host":
         return own_reducer(host, per_token, of_rollout)
-    options = HostOptions(Namespace(calculate_per_token_loss=per_token, **dict.fromkeys(host_named(host).marks, False)))
+    hook = "megatron_rl.hooks.reward_post_process" if companion != "none" else None
     try:
         if route == "reducer":
             name = "sample_mean" if companion != "none" else config.loss_aggregation
@@ -97,7 +103,8 @@ def reduced(host, route, companion, per_token, config, counts, of_rollout) -> to
             return weigh_tokens(name, tokens, TOTALS_OF_HOST, divisor=divisor)
         # A masked sample is refused under the per-token contract; the table then shows what its tokens would get.
         whole = tokens.clamp(min=1) if per_token else tokens
-        return sample_weights(LossPlan(config, options, companion != "none"), whole, of_rollout)[0]
+        launch = launch_of(config, calculate_per_token_loss=per_token, custom_reward_post_process_path=hook)
+        return sample_weights(launch, whole, of_rollout)[0]
     except ConfigError:
         return None
 
@@ -141,8 +148,8 @@ def test_every_row_of_a_host_is_what_its_code_does(host, route, companion, per_t
             masks = [torch.tensor([1] * count or [0]) for count in counts]
             reducer = "megatron_rl.reducers.get_pg_loss_reducer" if route == "reducer" else None
             of_step = {"use_dynamic_global_batch_size": False, "global_batch_size": num_rollouts, "n_samples_per_prompt": None}
-            options = HostOptions(Namespace(**of_step, custom_pg_loss_reducer_function_path=reducer))
-            weights = reward_weights(HostRollouts(masks, PROMPTS, rollouts), config, options)
+            launch = launch_of(config, **of_step, custom_pg_loss_reducer_function_path=reducer)
+            weights = reward_weights(HostRollouts(masks, PROMPTS, rollouts), launch)
             assert found["reward hook"] == pytest.approx(weights.tolist(), **CLOSE), name
 
 

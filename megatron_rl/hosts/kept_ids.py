@@ -1,4 +1,4 @@
-"""Reads the ids that a sampler kept from a host's batch, as the sets of the rows of this rank's logits.
+"""Reads the ids that a sampler kept from a host's batch, as a set of each response token.
 
 A host lists them sample by sample for the whole response, which no context-parallel rank has cut: ids [nnz], and offsets
 [response + 1] that count the ids before each response token. A token that nothing sampled (the text of a tool) has an empty set.
@@ -6,15 +6,13 @@ A host lists them sample by sample for the whole response, which no context-para
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import TermScore
 from megatron_rl.errors import DataError
 from megatron_rl.layout.sampling_support import SamplingSupport, offsets_of
 
@@ -30,23 +28,10 @@ class KeptIds:
     """The sampler returns its sets where one of these is on. They are what all its filters together leave."""
     adds_token: bool
     """Sampler and trainer count a sampled token that its set lacks as kept: two kernels may differ at the edge of a set."""
-    reference: TermScore
-    """Over what the host measures ref_log_probs."""
+    has_reference: bool
+    """The host's trainer measures ref_log_probs and log_probs over them; else ref_log_probs are over the whole vocabulary."""
     arguments: tuple[str, str] | tuple[()] = ()
     """Those of its get_log_probs_and_entropy for both lists."""
-
-
-class Piece(Protocol):
-    """`length` response tokens of one sample from `response_start`, predicted by the rows from `row`."""
-
-    @property
-    def sample(self) -> int: ...
-    @property
-    def row(self) -> int: ...
-    @property
-    def response_start(self) -> int: ...
-    @property
-    def length(self) -> int: ...
 
 
 def read_sets(batch: Mapping[str, Any], keys: KeptIds, response_lengths: Sequence[int]) -> SamplingSupport:
@@ -135,13 +120,3 @@ def with_tokens(sets: SamplingSupport, labels: Tensor, rows: Tensor) -> tuple[Sa
         return sets, 0
     order = torch.cat([sets.rows, added]).argsort(stable=True)
     return SamplingSupport(torch.cat([sets.ids.long(), labels[added]])[order], offsets_of(sets.sizes + lacks)), added.numel()
-
-
-def sets_of_rows(sets: SamplingSupport, response_lengths: Sequence[int], pieces: Iterable[Piece], num_rows: int) -> SamplingSupport:
-    """The sets of the rows of the logits, on the host: empty where a row predicts no response token."""
-    starts = [0, *accumulate(response_lengths)]
-    places = torch.full((num_rows,), sets.num_rows)
-    for piece in pieces:
-        first = starts[piece.sample] + piece.response_start
-        places[piece.row : piece.row + piece.length] = torch.arange(first, first + piece.length)
-    return SamplingSupport.cat([sets, SamplingSupport.from_lists([[]])]).take(places)

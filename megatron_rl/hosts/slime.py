@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_rl.config import TermScore
 from megatron_rl.hosts.args import Host
 from megatron_rl.hosts.flags import parsed_line
 from megatron_rl.hosts.kept_ids import KeptIds
@@ -27,10 +26,9 @@ HOST = Host(
         offsets="rollout_top_p_token_offsets",
         filters=("rollout_top_p",),
         adds_token=True,
-        reference=TermScore.SUPPORT,
+        has_reference=True,
         arguments=("top_p_token_ids", "top_p_token_offsets"),
     ),
-    drops_masked_values=False,
     always_has_entropy=True,
     # Behind an empty tensor, as a loss is.
     measured=lambda found, logits: (torch.empty((0,), device=logits.device), found),

@@ -71,7 +71,7 @@ def host_chain(launch: HostLaunch, weighing: Weighing, layout: LaunchLayout) -> 
         later = "m_i" if launch.has_reducer else _rollout_letter(counts)
         hook = _asked_of(weighing) * Formula({"N": 1, later: 1})
         of_samples.insert(0, ("reward hook", hook, "hooks.reward_post_process scales the sample's advantage"))
-    does = f"{launch.options.host} scales what its loss function returns"
+    does = f"{launch.host} scales what its loss function returns"
     if launch.is_per_token:
         # The tokens that a host counts are the same on each cp rank, so finalize divides by cp T. A masked sample counts as one.
         letter = "T'" if counts.num_masked else "T"
@@ -109,7 +109,7 @@ def _reduced(launch: HostLaunch, counts: HostCounts, formula: Formula) -> tuple[
     """What one token counts in the number that the loss function returns."""
     mean, is_loss = Formula({_rollout_letter(counts): -1}), launch.has_our_loss
     if our_route(launch) is None:
-        return "reducer", Formula() if launch.is_per_token else mean, f"{launch.options.host}'s own"
+        return "reducer", Formula() if launch.is_per_token else mean, f"{launch.host}'s own"
     if is_loss and launch.is_per_token:
         weight = Formula()
     elif launch.has_reward_hook:

@@ -83,7 +83,7 @@ def given_launch(args: Namespace, config: PolicyLossConfig, counts: HostCounts) 
         "n_samples_per_prompt": config.samples_per_prompt,
         "num_steps_per_rollout": 1,
     }
-    if counts.has_fan_out or config.one_sample_per_rollout:
+    if counts.has_fan_out:
         launch["custom_generate_function_path"] = "YOUR.generate"  # whatever it is called
     words = " ".join(lines).split()
     launch |= dict(zip(map(field_of, words[::2]), words[1::2], strict=True))
