@@ -35,7 +35,6 @@ from megatron_rl import losses
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import loss
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.flags import has_dual_clip
 from megatron_rl.hosts.host_run import StepGuard
 from megatron_rl.hosts.loss import custom_loss, stop_on_nonfinite
 from megatron_rl.layout.groups import resolve_groups
@@ -105,9 +104,10 @@ CASES |= {
     "kept ids, a reported KL": Case(host="slime", settings=REPLAY["slime"] | TERMS | {"kl_loss_coef": 0.0, "kl_loss_type": "k2"}),
     "kept ids, ranks without any": Case(settings=REPLAY["miles"], shapes=[SHAPES[1], MASKED, SHAPES[1]]),
 }
-if has_dual_clip("grpo"):
-    CASES |= {"dual clip": Case(settings={"eps_clip_c": 1.3})}
-    CASES |= {"dual clip, gspo": Case(host="slime", settings=GSPO | {"eps_clip_c": 1.05})}
+CASES |= {
+    "dual clip": Case(settings={"eps_clip_c": 1.3}),
+    "dual clip, gspo": Case(host="slime", settings=GSPO | {"eps_clip_c": 1.05}),
+}
 # Our names in miles' order; slime has neither ess_ratio nor train_rollout_kl.
 ALL_KEYS = (
     "loss pg_loss entropy_loss pg_clipfrac ppo_kl ess_ratio train_rollout_logprob_abs_diff train_rollout_kl kl_loss ois tis "

@@ -304,7 +304,6 @@ ALLOWED: dict[str, list[dict]] = {
         {"entropy_score": "support", "policy_metrics": "with_entropy", "route": Route.TRAIN},
         {"entropy_score": "support", "entropy_coefficient": 0.1, "route": Route.TRAIN},
         {"entropy_score": "support", "token_selection": "top_entropy", "token_selection_share": 0.2, "route": Route.TRAIN},
-        {"entropy_score": "support", "route": Route.CUSTOM_LOSS},  # the host may report it
     ],
     "temperature_is_positive": [{"policy_temperature": 1e-3}],
     "coefficients_are_not_negative": [{"kl_coefficient": 0.0, "entropy_coefficient": 0.01}],

@@ -24,12 +24,12 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.contract import Replaced
-from megatron_rl.hosts.flags import DUAL_CLIP, clip_of_loss, validated, with_host_values
+from megatron_rl.hosts.flags import clip_of_loss, validated, with_host_values
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.step_counts import StepTotals
-from megatron_rl.validation import HOST_SWITCHES, flag_of
+from megatron_rl.validation import HOST_SWITCHES, field_of, flag_of
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 from megatron_rl.validation.experts import EXPERT_SETTINGS
 from megatron_rl.validation.model_settings import FURTHER_SETTINGS
@@ -292,19 +292,9 @@ POLICY_LOSS_OF_ESTIMATOR = {
 }
 # What both hosts take for --kl-loss-type when it is unset.
 DEFAULT_KL_TYPE = "k1"
-# (--kl-loss-type, --use-unbiased-kl) -> our estimator. The ratio times k2 estimates no KL and has no KL's gradient: it is refused.
-KL_ESTIMATORS: dict[tuple[str, bool], str] = {
-    ("k1", False): "k1",
-    ("k2", False): "k2",
-    ("k3", False): "k3",
-    ("low_var_kl", False): "k3",
-    ("k1", True): "unbiased",
-    ("k3", True): "unbiased",
-    ("low_var_kl", True): "unbiased",
-}
 # What the host's parser gives by itself: a user who has typed our flag may not have typed this value of the host's.
 UNTYPED = {
-    "kl_estimator": KL_ESTIMATORS[DEFAULT_KL_TYPE, False],
+    "kl_estimator": DEFAULT_KL_TYPE,
     "importance_correction_low": 0.0,
     "importance_correction_high": 2.0,
     "off_policy_sequence_delta": 1e-4,
@@ -323,9 +313,13 @@ def correction_of_host(launch: HostLaunch) -> str | None:
     return known_correction(launch) if launch["custom_tis_function_path"] else "tis"
 
 
-def kl_key(launch: HostLaunch) -> tuple[str, bool]:
-    """The key of KL_ESTIMATORS, which may lack it."""
-    return launch["kl_loss_type"] or DEFAULT_KL_TYPE, launch["use_unbiased_kl"]
+def kl_estimator_of_host(launch: HostLaunch) -> str:
+    """Ours of that name; what it is called where we have none. The ratio times k2 has not the gradient of a KL."""
+    kl_type = launch["kl_loss_type"] or DEFAULT_KL_TYPE
+    name = "k3" if kl_type == "low_var_kl" else kl_type
+    if not launch["use_unbiased_kl"]:
+        return name
+    return "unbiased" if name in ("k1", "k3") else f"{kl_type} with --use-unbiased-kl"
 
 
 def values_of_host(launch: HostLaunch) -> dict[str, tuple[str, Any]]:
@@ -336,11 +330,11 @@ def values_of_host(launch: HostLaunch) -> dict[str, tuple[str, Any]]:
     return {
         "clip_ratio_low": ("eps_clip", clip),
         "clip_ratio_high": ("eps_clip_high", clip if upper is None else upper),
-        DUAL_CLIP: ("eps_clip_c", launch["eps_clip_c"]),
+        "clip_ratio_c": ("eps_clip_c", launch["eps_clip_c"]),
         "policy_temperature": ("rollout_temperature", launch["rollout_temperature"]),
         "entropy_coefficient": ("entropy_coef", launch["entropy_coef"]),
         "kl_coefficient": ("kl_loss_coef", kl),
-        "kl_estimator": ("kl_loss_type", KL_ESTIMATORS.get(kl_key(launch)) if kl else None),
+        "kl_estimator": ("kl_loss_type", kl_estimator_of_host(launch) if kl else None),
         "importance_correction": ("use_tis", correction),
         "importance_correction_low": ("tis_clip_low", launch["tis_clip_low"] if correction else None),
         "importance_correction_high": ("tis_clip", launch["tis_clip"] if correction else None),
@@ -377,7 +371,8 @@ def host_config(launch: HostLaunch) -> PolicyLossConfig:
 
 def _with_the_hosts_flag(problem: str, typed: Mapping[str, str]) -> str:
     """A refused value of megatron_rl that came from a flag of the host is named by the flag that was typed."""
-    flag = typed.get(problem.partition("=")[0])
+    named = problem.partition("=")[0].partition(" ")[0].removesuffix(":")
+    flag = typed.get(field_of(named))
     return problem if flag is None else f"{flag}: {problem}"
 
 

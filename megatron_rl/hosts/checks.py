@@ -22,22 +22,18 @@ from megatron_rl.hosts.args import (
     FORWARD,
     HEAD_REMEDY,
     INIT_LINE,
-    KL_ESTIMATORS,
     OPTIONS,
-    POLICY_LOSS_OF_ESTIMATOR,
     REDUCER_FLAG,
     REDUCER_LINE,
     REWARD_LINE,
     HostLaunch,
     correction_of_host,
-    kl_key,
     known_correction,
     names_ours,
     of_head,
     read_launch,
 )
 from megatron_rl.hosts.dense_rows import is_proportional
-from megatron_rl.hosts.flags import DUAL_CLIP, has_dual_clip
 from megatron_rl.hosts.model_notes import group_problems, kernel_problems, release_problems
 from megatron_rl.hosts.sampler_rule import Sampler, sampler_problems, typed_readers
 from megatron_rl.loss_hub import declared_parameters, get_loss_aggregation, get_policy_loss, policy_loss_names
@@ -160,7 +156,7 @@ def aggregation_is_given_its_counts(launch: HostLaunch) -> Iterator[str]:
     elif missing and not launch.is_per_token:
         why = f"its weight is {record.formula}, and a host divides by N and hands the loss no count of the step"
         instead = ", or --calculate-per-token-loss" if record.formula == TOKEN_MEAN else ""
-        yield f"--loss-aggregation {name}: {why}; add {REWARD_LINE}{instead}"
+        yield f"--loss-aggregation {name} needs {', '.join(missing)}: {why}; add {REWARD_LINE}{instead}"
 
 
 def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
@@ -319,24 +315,6 @@ def correction_is_counted_once(launch: HostLaunch) -> Iterator[str]:
         flag = f"--importance-correction {kind}" if ours is not None else "--use-tis"
         why = "the ratio of the loss is to rollout_log_probs already, so the correction would be counted twice"
         yield f"{flag} with --use-rollout-logprobs: {why}; remove {flag}"
-
-
-def loss_has_a_dual_clip(launch: HostLaunch) -> Iterator[str]:
-    loss, bound = launch.ours("policy_loss") or POLICY_LOSS_OF_ESTIMATOR.get(launch["advantage_estimator"]), launch["eps_clip_c"]
-    if launch.has_our_loss and bound is not None and loss and not has_dual_clip(loss):
-        why = f"it does not declare {DUAL_CLIP}, so the flag would have no effect"
-        yield f"--eps-clip-c {bound} (dual clip) with policy loss {loss}: {why}; remove it"
-
-
-def kl_estimator_is_known(launch: HostLaunch) -> Iterator[str]:
-    kl_type, is_unbiased = kl_key(launch)
-    is_the_hosts = launch["use_kl_loss"] and launch.ours("kl_estimator") is None
-    if not launch.has_our_loss or not is_the_hosts or (kl_type, is_unbiased) in KL_ESTIMATORS:
-        return
-    names = [name for name, unbiased in KL_ESTIMATORS if unbiased == is_unbiased]
-    beside = " --use-unbiased-kl" if is_unbiased else ""
-    why = f": the ratio times {kl_type} has not the gradient of a KL" if is_unbiased else ""
-    yield f"--kl-loss-type {kl_type}{beside} with --use-kl-loss{why}; {OUR_LOSS} has {', '.join(names)}: set one of them"
 
 
 # What the sampler has drawn from, and what our loss scores
@@ -513,8 +491,7 @@ CHECKS: tuple[Check, ...] = (
     *(dynamic_batches_are_counted_in_rollouts, rows_are_packed_under_context_parallelism, counts_are_of_the_whole_step),
     *(group_sizes_agree, tokens_stay_as_counted, weights_stay_as_they_are_cut),
     *(reward_hook_has_a_use, advantage_is_the_weighted_reward, steps_hold_whole_groups, weights_are_equal_in_every_step),
-    *(loss_options_of_the_host_are_honoured, custom_correction_is_known, correction_is_counted_once, loss_has_a_dual_clip),
-    kl_estimator_is_known,
+    *(loss_options_of_the_host_are_honoured, custom_correction_is_known, correction_is_counted_once),
     *(sampler_and_trainer_score_alike, sets_are_handed_over, tokens_are_drawn_from_their_sets, reference_is_scored_so),
     *(head_is_placed, head_computes_what_the_loss_reads, forward_can_be_left_out),
 )

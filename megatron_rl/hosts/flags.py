@@ -14,8 +14,6 @@ from megatron_rl.errors import ConfigError, name_of
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import flag_of
 
-DUAL_CLIP = "clip_ratio_c"
-
 
 def with_host_values(
     given: Mapping[str, Any],
@@ -52,19 +50,9 @@ def validated(merged: Mapping[str, object], route: Route, found: Sequence[str]) 
 
 
 def takes_host_value(field: str, policy_loss: object) -> bool:
-    """Whether the host's flag may give the value of our unset field. A host's clip flags always have a value, and a loss without a
-    clip refuses it. A wrong name of a loss is refused elsewhere."""
-    if field == DUAL_CLIP:
-        return has_dual_clip(policy_loss)
+    """Whether the host's flag may give the value of our unset field. A host's clip always has a value, and a loss without a clip
+    refuses it. A wrong name of a loss is refused elsewhere."""
     return field not in ("clip_ratio_low", "clip_ratio_high") or clip_of_loss(policy_loss) is not None
-
-
-def has_dual_clip(policy_loss: object) -> bool:
-    """Whether the loss declares the parameter. A wrong name of a loss is refused elsewhere."""
-    try:
-        return isinstance(policy_loss, str) and any(one.name == DUAL_CLIP for one in get_policy_loss(policy_loss).parameters)
-    except ConfigError:
-        return True
 
 
 def clip_of_loss(policy_loss: object) -> tuple[float, float] | None:

@@ -124,8 +124,7 @@ class StepGuard:
                 one.register_step_pre_hook(lambda *_: self.refuse_nonfinite_step())
         elif not found:
             warnings.warn(
-                "before_train_step found no torch optimiser on this rank: nothing stops its step after non-finite tokens, "
-                "so megatron_rl.hooks.custom_loss looks at each micro-batch itself, and our reducer not at all",
+                "before_train_step found no torch optimiser on this rank: nothing stops its step after non-finite tokens",
                 stacklevel=2,
             )
 

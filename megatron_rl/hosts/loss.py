@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import Backend, PolicyMetrics, Route, SupportUse, TermScore
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.args import INIT_LINE, KL_ESTIMATORS, TOTALS_OF_HOST, HostLaunch, kl_key, names_ours
+from megatron_rl.hosts.args import INIT_LINE, TOTALS_OF_HOST, HostLaunch, kl_estimator_of_host, names_ours
 from megatron_rl.hosts.batch import HostBatch, is_absent, read_host_batch, require
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.heads.carrier import carried
@@ -31,9 +31,8 @@ from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import clip_of, get_policy_loss, needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.losses.inputs import given, mean_of_documents
-from megatron_rl.losses.reduce_torch import evaluate, evaluate_batch
+from megatron_rl.losses.reduce_torch import evaluate
 from megatron_rl.losses.settings import LossKeywords
-from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.megatron.head import HeadSettings, rows_of
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
@@ -174,7 +173,7 @@ def _reported_kl(launch: HostLaunch) -> str:
     """The estimator of the metric: the loss's, or at --kl-loss-coef 0 the one that the host would train."""
     if launch.config.kl_coefficient or not launch["use_kl_loss"]:
         return launch.config.kl_estimator
-    return KL_ESTIMATORS[kl_key(launch)]
+    return kl_estimator_of_host(launch)
 
 
 def _kl_is_reported(launch: HostLaunch) -> bool:
@@ -249,8 +248,7 @@ def stop_on_nonfinite(guard: StepGuard, num_nonfinite: Tensor) -> None:  # [N] i
         samples = torch.nonzero(num_nonfinite > 0).flatten().tolist()
         raise DataError(
             f"samples {samples} of the micro-batch have {int(num_nonfinite.sum())} unmasked tokens with a value that is not "
-            "finite, in logits, log_probs, advantages or importance weights: mask them or drop the samples; with "
-            "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step the look is once a step"
+            "finite, in logits, log_probs, advantages or importance weights: mask them or drop the samples"
         )
 
 
@@ -289,7 +287,7 @@ def host_metrics(
     Keys and their order depend on the settings and on which lists the batch has, never on a mask. --policy-metrics none keeps
     the parts of the loss alone. Exponents are bounded to +-20, so that one token cannot make a mean infinite.
     Communication: at cp size above 1 one all-reduce of [N, k <= 2] for what is not a sum over tokens (a sample's mean log-ratio,
-    miles' ess_ratio), and the sums of a loss of level "batch"; none with --policy-metrics none.
+    miles' ess_ratio); none with --policy-metrics none. A loss of level "batch" has no pg_clipfrac.
     """
     documents = document_ids(batch.cu_seqlens, batch.labels.numel())
     weights = spread(mean_weights.double(), documents)
@@ -303,7 +301,8 @@ def host_metrics(
     metrics["entropy_loss"] = torch.zeros_like(output.policy_loss) if entropy is None else entropy
     if is_basic:
         log_ratio, effective_samples = _log_ratio(launch, batch, log_probs - old_log_probs, documents, cp_group)
-        metrics["pg_clipfrac"] = mean(_is_clipped(launch, batch, old_log_probs, log_probs, log_ratio, cp_group))
+        if get_policy_loss(launch.config.policy_loss).level != "batch":
+            metrics["pg_clipfrac"] = mean(_is_clipped(launch, batch, old_log_probs, log_probs, log_ratio))
         metrics["ppo_kl"] = mean(-log_ratio)
         if effective_samples is not None:
             metrics["ess_ratio"] = effective_samples
@@ -354,12 +353,9 @@ def _log_ratio(
 
 
 def _is_clipped(
-    launch: HostLaunch, batch: HostBatch, old_log_probs: Tensor, log_probs: Tensor, log_ratio: Tensor, cp_group: Group
+    launch: HostLaunch, batch: HostBatch, old_log_probs: Tensor, log_probs: Tensor, log_ratio: Tensor
 ) -> Tensor:  # [T] bool
-    """What the loss counts as clipped, without the dual clip, which the hosts leave out too.
-
-    Communication: for a loss of level "batch" its sums over samples.
-    """
+    """What the loss counts as clipped, without the dual clip, which the hosts leave out too."""
     loss, advantages, clip = get_policy_loss(launch.config.policy_loss), batch.per_token["advantages"], clip_of(launch.config)
     if loss.level == "sequence":
         if clip is None:
@@ -376,21 +372,7 @@ def _is_clipped(
     vectors = {name: known[name].to(log_probs.dtype) for name in loss.needs}
     behind = batch.per_token["rollout_log_probs"] if loss.anchor == "rollout" else old_log_probs
     log_ratio, advantages = log_probs - behind.to(log_probs.dtype), advantages.to(log_probs.dtype)
-    if loss.level == "token":
-        return evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors).is_clipped
-    tokens = TokenBatch(
-        log_ratio=log_ratio,
-        log_probs=log_probs,
-        advantages=advantages,
-        loss_mask=batch.loss_mask,
-        documents=documents,
-        token_counts=batch.token_counts,
-        cu_seqlens=batch.cu_seqlens,
-        sums=JointSums(cp_group, batch.token_counts.numel(), log_probs.device, is_checked=False),
-        cp_layout=batch.cp_layout,
-    )
-    values, _ = evaluate_batch(loss, tokens, torch.ones_like(log_probs), keywords, vectors, has_importance_weights=False)
-    return values.is_clipped
+    return evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors).is_clipped
 
 
 def _rollout_metrics(launch: HostLaunch, batch: HostBatch, log_probs: Tensor, old_log_probs: Tensor, mean) -> dict[str, Tensor]:

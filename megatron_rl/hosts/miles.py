@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
+from functools import partial
 
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.args import Host, HostLaunch
@@ -60,10 +59,5 @@ HOST = Host(
     reason_for_split_by_samples=reason_for_split_by_samples,
 )
 
-
-def compose(words: Sequence[str]) -> Namespace:
-    return parsed_line(HOST.parser_module, words)
-
-
-def check(args: Namespace) -> list[str]:
-    return said_of(args)
+compose = partial(parsed_line, HOST.parser_module)
+check = said_of

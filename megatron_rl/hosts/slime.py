@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -35,10 +34,5 @@ HOST = Host(
     rollout_key=lambda position, index: ("sample", position),  # a fresh number
 )
 
-
-def compose(words: Sequence[str]) -> Namespace:
-    return parsed_line(HOST.parser_module, words)
-
-
-def check(args: Namespace) -> list[str]:
-    return said_of(args)
+compose = partial(parsed_line, HOST.parser_module)
+check = said_of

@@ -272,12 +272,11 @@ def kl_score_has_a_term(launch: Settings) -> Iterator[str]:
 
 @check()
 def entropy_score_has_a_reader(launch: Settings) -> Iterator[str]:
-    """What a host reports by itself, its own rules know."""
     config, loss = launch.config, launch.loss
     selection = launch.token_selection
     is_read = config.entropy_coefficient or config.policy_metrics == PolicyMetrics.WITH_ENTROPY or (loss and loss.needs_entropy)
     is_read = is_read or (selection is not None and "entropy" in selection.needs)
-    if config.entropy_score == TermScore.SUPPORT and not is_read and launch.route != Route.CUSTOM_LOSS:
+    if config.entropy_score == TermScore.SUPPORT and not is_read:
         yield (
             "entropy_score=support has no effect: nothing takes an entropy; set --entropy-coefficient or --policy-metrics "
             "with_entropy, or remove it"
