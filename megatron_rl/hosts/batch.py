@@ -137,9 +137,7 @@ def require(batch: Mapping, key: str, reason: str = "these settings"):
     value = batch.get(key)
     if is_absent(value):
         present = ", ".join(sorted(str(name) for name, held in batch.items() if not is_absent(held)))
-        raise DataError(
-            f"the host's batch has no {key!r}, which megatron_rl.hooks.custom_loss needs with {reason}; it has: {present}"
-        )
+        raise DataError(f"the host's batch has no {key!r}, which our loss needs with {reason}; it has: {present}")
     return value
 
 
@@ -289,9 +287,7 @@ def _check_list(key: str, values: Sequence[Tensor], pieces: list[_Piece], length
         expected = sum(piece.length for piece in pieces if piece.sample == index)
         if not isinstance(value, Tensor) or value.shape != (expected,):
             given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise DataError(
-                f"{key}[{index}] of the host's batch is {given}: it must be [{expected}], the tokens of this context-parallel rank"
-            )
+            raise DataError(f"{key}[{index}] of the host's batch is {given}: it must be [{expected}], the tokens of this cp rank")
     return list(values)
 
 

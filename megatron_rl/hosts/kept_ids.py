@@ -42,8 +42,7 @@ def read_sets(batch: Mapping[str, Any], keys: KeptIds, response_lengths: Sequenc
         if response_lengths and len(lists[key]) == 0:
             raise DataError(
                 f"the host's batch has no {key!r}, which --sampling-support replay needs: this host does not hand a custom loss "
-                "what its sampler kept, or a rollout function does not record it; update the host, or set --rollout-top-p 1 "
-                "--rollout-top-k -1 and remove --sampling-support"
+                "what its sampler kept, or a rollout function does not record it; remove --sampling-support"
             )
         if len(lists[key]) != len(response_lengths):
             raise DataError(f"the host's batch has {len(lists[key])} {key} for {len(response_lengths)} samples")
@@ -57,15 +56,13 @@ def read_sets(batch: Mapping[str, Any], keys: KeptIds, response_lengths: Sequenc
 def _sets_of_sample(keys: KeptIds, number: int, ids: Any, offsets: Any, length: int) -> SamplingSupport:
     for key, value in ((keys.ids, ids), (keys.offsets, offsets)):
         if value is None:
-            raise DataError(
-                f"{key}[{number}] of the host's batch is None: with --sampling-support replay each sample needs the ids that its "
-                "sampler kept, also one of your own rollout function (an empty set for a token that nothing sampled); or drop it"
-            )
+            why = "with --sampling-support replay each sample needs the ids that its sampler kept; drop it"
+            raise DataError(f"{key}[{number}] of the host's batch is None: {why}")
     kept, starts = (_whole_numbers(f"{key}[{number}]", value) for key, value in ((keys.ids, ids), (keys.offsets, offsets)))
     if starts.numel() != length + 1:
         raise DataError(
             f"{keys.offsets}[{number}] of the host's batch has {starts.numel()} offsets, and its response of {length} tokens needs "
-            f"{length + 1}: one before each token and one at the end; tokens that are added or cut after sampling need theirs too"
+            f"{length + 1}: one before each token and one at the end"
         )
     try:
         return SamplingSupport(kept, starts)
@@ -79,10 +76,8 @@ def _whole_numbers(name: str, values: Any) -> Tensor:  # -> [n] int64 on the hos
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{name} of the host's batch is no list of whole numbers: {error}") from error
     if found.numel() and (found.dtype == torch.bool or found.is_floating_point() or found.is_complex()):
-        raise DataError(
-            f"{name} of the host's batch has {str(found.dtype).removeprefix('torch.')} numbers, as {found[0].item()}: ids and "
-            "offsets are whole numbers; convert them where the rollout records them"
-        )
+        kind = f"{str(found.dtype).removeprefix('torch.')} numbers, as {found[0].item()}"
+        raise DataError(f"{name} of the host's batch has {kind}: ids and offsets are whole numbers")
     return found.long()
 
 

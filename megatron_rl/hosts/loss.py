@@ -31,8 +31,9 @@ from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import clip_of, get_policy_loss, needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput, linear_policy_loss, policy_loss
 from megatron_rl.losses.inputs import given, mean_of_documents
-from megatron_rl.losses.reduce_torch import evaluate
+from megatron_rl.losses.reduce_torch import evaluate, evaluate_batch
 from megatron_rl.losses.settings import LossKeywords
+from megatron_rl.losses.token_batch import JointSums, TokenBatch
 from megatron_rl.megatron.head import HeadSettings, rows_of
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
@@ -287,7 +288,7 @@ def host_metrics(
     Keys and their order depend on the settings and on which lists the batch has, never on a mask. --policy-metrics none keeps
     the parts of the loss alone. Exponents are bounded to +-20, so that one token cannot make a mean infinite.
     Communication: at cp size above 1 one all-reduce of [N, k <= 2] for what is not a sum over tokens (a sample's mean log-ratio,
-    miles' ess_ratio); none with --policy-metrics none. A loss of level "batch" has no pg_clipfrac.
+    miles' ess_ratio), and the sums of a loss of level "batch"; none with --policy-metrics none.
     """
     documents = document_ids(batch.cu_seqlens, batch.labels.numel())
     weights = spread(mean_weights.double(), documents)
@@ -301,8 +302,7 @@ def host_metrics(
     metrics["entropy_loss"] = torch.zeros_like(output.policy_loss) if entropy is None else entropy
     if is_basic:
         log_ratio, effective_samples = _log_ratio(launch, batch, log_probs - old_log_probs, documents, cp_group)
-        if get_policy_loss(launch.config.policy_loss).level != "batch":
-            metrics["pg_clipfrac"] = mean(_is_clipped(launch, batch, old_log_probs, log_probs, log_ratio))
+        metrics["pg_clipfrac"] = mean(_is_clipped(launch, batch, old_log_probs, log_probs, log_ratio, cp_group))
         metrics["ppo_kl"] = mean(-log_ratio)
         if effective_samples is not None:
             metrics["ess_ratio"] = effective_samples
@@ -353,9 +353,12 @@ def _log_ratio(
 
 
 def _is_clipped(
-    launch: HostLaunch, batch: HostBatch, old_log_probs: Tensor, log_probs: Tensor, log_ratio: Tensor
+    launch: HostLaunch, batch: HostBatch, old_log_probs: Tensor, log_probs: Tensor, log_ratio: Tensor, cp_group: Group
 ) -> Tensor:  # [T] bool
-    """What the loss counts as clipped, without the dual clip, which the hosts leave out too."""
+    """What the loss counts as clipped, without the dual clip, which the hosts leave out too.
+
+    Communication: for a loss of level "batch" its sums over samples.
+    """
     loss, advantages, clip = get_policy_loss(launch.config.policy_loss), batch.per_token["advantages"], clip_of(launch.config)
     if loss.level == "sequence":
         if clip is None:
@@ -372,7 +375,21 @@ def _is_clipped(
     vectors = {name: known[name].to(log_probs.dtype) for name in loss.needs}
     behind = batch.per_token["rollout_log_probs"] if loss.anchor == "rollout" else old_log_probs
     log_ratio, advantages = log_probs - behind.to(log_probs.dtype), advantages.to(log_probs.dtype)
-    return evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors).is_clipped
+    if loss.level == "token":
+        return evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors).is_clipped
+    tokens = TokenBatch(
+        log_ratio=log_ratio,
+        log_probs=log_probs,
+        advantages=advantages,
+        loss_mask=batch.loss_mask,
+        documents=documents,
+        token_counts=batch.token_counts,
+        cu_seqlens=batch.cu_seqlens,
+        sums=JointSums(cp_group, batch.token_counts.numel(), log_probs.device, is_checked=False),
+        cp_layout=batch.cp_layout,
+    )
+    values, _ = evaluate_batch(loss, tokens, torch.ones_like(log_probs), keywords, vectors, has_importance_weights=False)
+    return values.is_clipped
 
 
 def _rollout_metrics(launch: HostLaunch, batch: HostBatch, log_probs: Tensor, old_log_probs: Tensor, mean) -> dict[str, Tensor]:

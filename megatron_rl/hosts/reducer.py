@@ -147,15 +147,11 @@ def _as_bool(loss_masks: Sequence[Tensor]) -> list[Tensor]:
 def _check_lengths(total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> None:
     sizes = (len(total_lengths), len(response_lengths), len(loss_masks))
     if len(set(sizes)) > 1:
-        raise DataError(
-            f"{sizes[0]} total_lengths, {sizes[1]} response_lengths and {sizes[2]} loss_masks: pass one of each for each sample"
-        )
+        raise DataError(f"{sizes[0]} total_lengths, {sizes[1]} response_lengths and {sizes[2]} loss_masks: give each sample one")
     for index, (mask, length) in enumerate(zip(loss_masks, response_lengths, strict=True)):
         if mask.shape != (length,):
-            raise DataError(
-                f"loss_masks[{index}] has shape {tuple(mask.shape)} for a response of {length} tokens: pass the whole response's "
-                "mask, not its context-parallel slice"
-            )
+            what = f"loss_masks[{index}] has shape {tuple(mask.shape)} for a response of {length} tokens"
+            raise DataError(f"{what}: pass the whole response's mask, not its context-parallel slice")
 
 
 def _nothing_to_sum(x: Tensor) -> Tensor:  # [0] -> 0-d

@@ -214,10 +214,8 @@ def read_batch(samples: Sequence, host: Host, *, needs_prompts: bool) -> HostRol
         for rollout, positions in positions_of(batch.rollouts).items():
             groups = {batch.prompts[position] for position in positions}
             if len(groups) > 1:
-                raise DataError(
-                    f"rollout {rollout} has samples of the prompt groups {sorted(map(str, groups))}: rollout_id must be unique "
-                    "over the rollout batch, and only the segments of one rollout share it"
-                )
+                what = f"rollout {rollout} has samples of the prompt groups {sorted(map(str, groups))}"
+                raise DataError(f"{what}: only the segments of one rollout share a rollout_id")
     return batch
 
 
@@ -227,9 +225,7 @@ def final_masks(samples: Sequence) -> list[Tensor]:
     for position, sample in enumerate(samples):
         length = sample.response_length
         if sample.loss_mask is not None and len(sample.loss_mask) != length:
-            raise DataError(
-                f"sample {position} has a loss_mask of {len(sample.loss_mask)} for a response_length of {length}: one entry a token"
-            )
+            raise DataError(f"sample {position} has a loss_mask of {len(sample.loss_mask)} for a response_length of {length}")
         if sample.remove_sample:
             masks.append(torch.zeros(length, dtype=torch.int64))
         elif sample.loss_mask is None:
@@ -250,25 +246,20 @@ def steps_of(batch: HostRollouts, launch: HostLaunch) -> list[list[int]]:
     if launch["use_dynamic_global_batch_size"]:
         # The host has already cut the batch to that size, which counts samples, and makes one step of it.
         if len(rollouts) != num_samples:
-            raise ConfigError(
-                f"--use-dynamic-global-batch-size with {num_samples} samples of {len(rollouts)} rollouts: the host would divide by "
-                "samples where it counts rollouts elsewhere; remove it, or give each rollout one sample"
-            )
+            given = f"--use-dynamic-global-batch-size with {num_samples} samples of {len(rollouts)} rollouts"
+            raise ConfigError(f"{given}: the host would divide by samples where it counts rollouts elsewhere; remove it")
         return [list(range(num_samples))]
     size = launch["global_batch_size"]
     if not size:
         raise ConfigError("neither --global-batch-size nor --num-steps-per-rollout is set: what a step divides by is unknown")
     if len(rollouts) < size:
-        raise DataError(
-            f"{len(rollouts)} rollouts do not fill one step of --global-batch-size {size}: what the host would divide by is "
-            "unknown; lower it, or return more samples from the rollout function"
-        )
+        why = "what the host would divide by is unknown; lower it"
+        raise DataError(f"{len(rollouts)} rollouts do not fill one step of --global-batch-size {size}: {why}")
     reason = launch.host.reason_for_split_by_samples(launch, batch.is_multimodal)
     if reason is not None and not len(rollouts) == num_samples == size:
         raise ConfigError(
             f"{reason}: {launch.host} then splits samples without looking at rollouts, and which of these {num_samples} samples "
-            f"({len(rollouts)} rollouts) share a step of --global-batch-size {size} is unknown; make the rollout batch one step of "
-            "one sample a rollout (--num-steps-per-rollout 1), or remove the option"
+            f"({len(rollouts)} rollouts) share a step of --global-batch-size {size} is unknown; set --num-steps-per-rollout 1"
         )
     keeps_rest = launch["allow_partial_train_step"] and launch["use_dynamic_batch_size"]
     end = len(rollouts) if keeps_rest else len(rollouts) - len(rollouts) % size
@@ -302,8 +293,7 @@ def _check_groups_are_whole(batch: HostRollouts, steps: list[list[int]]) -> None
             if step_of_prompt.setdefault(prompt, number) != number:
                 raise DataError(
                     f"prompt group {prompt} has samples in step {step_of_prompt[prompt]} and step {number} of the rollout batch: "
-                    "prompt_mean needs each group within one step; choose --global-batch-size as a multiple of the rollouts of a "
-                    "prompt, and keep a group's samples together"
+                    "prompt_mean needs each group within one step; keep a group's samples together"
                 )
 
 
@@ -316,8 +306,7 @@ def _check_steps_are_equal(totals: list[StepTotals]) -> None:
         if step.num_samples * first.num_prompts != first.num_samples * step.num_prompts:
             raise DataError(
                 f"step 0 has {first.num_samples} rollouts of {first.num_prompts} prompts, step {number} has {step.num_samples} of "
-                f"{step.num_prompts}: with unequal groups prompt_mean needs one step per rollout batch; set "
-                "--num-steps-per-rollout 1, or return groups of one size"
+                f"{step.num_prompts}: with unequal groups prompt_mean needs one step; set --num-steps-per-rollout 1"
             )
 
 
@@ -325,9 +314,7 @@ def _finite_reward(position: int, reward: Any) -> float:
     try:
         value = math.nan if isinstance(reward, str) else float(reward)
     except (TypeError, ValueError) as error:
-        raise DataError(
-            f"sample {position} has the reward {reward!r}: a number is needed; for a dictionary give --reward-key"
-        ) from error
+        raise DataError(f"sample {position} has the reward {reward!r}, which is no number: give --reward-key") from error
     if not math.isfinite(value):
         raise DataError(f"sample {position} has the reward {reward!r}: it must be a finite number, or it spoils its whole group")
     return value
