@@ -379,7 +379,6 @@ BAD_DATA = {
     "FB-02 TIS, no rollout_log_probs": (Case(settings=TIS), None, NEEDS),
     "FB-02 rollout log-probs unset": (Case(settings={"use_rollout_logprobs": True}), None, "no 'rollout_log_probs'"),
     "FB-11 companion without counts": (Case(settings=REWARD), without("rollout_mask_sums"), "no 'rollout_mask_sums'"),
-    "short mask": (Case(), shorter("loss_masks"), r"loss_masks\[0\] .* \(4,\), expected \[5\]"),
     "short log_probs": (Case(), shorter("log_probs"), r"log_probs\[0\] .* \(4,\): it must be \[5\]"),
     "too few lists": (Case(), fewer("advantages"), "5 advantages for 6 total_lengths"),
     "wrong rollout sums": (Case(), fewer("rollout_mask_sums"), r"rollout_mask_sums .* \(5,\), expected \[6\]"),

@@ -86,7 +86,7 @@ REFUSED = {
     "rows_are_packed_under_context_parallelism": [
         (
             {**REDUCED, "qkv_format": "bshd", "context_parallel_size": 2},
-            "--qkv-format bshd with --context-parallel-size 2.*use --qkv-format thd, or --loss-type custom_l",
+            "--qkv-format bshd with --context-parallel-size 2.*; use --loss-type custom_loss",
         )
     ],
     "counts_are_of_the_whole_step": [

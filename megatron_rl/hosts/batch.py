@@ -199,7 +199,7 @@ def _cut(responses: Sequence[Tensor], pieces: list[_Piece]) -> list[Tensor]:
 
 
 class _Lengths:
-    """The Python lists of a batch; their lengths are checked."""
+    """The Python lists of a batch."""
 
     def __init__(self, batch: Mapping, is_padded: bool):
         self.total = [int(length) for length in require(batch, "total_lengths")]
@@ -208,15 +208,6 @@ class _Lengths:
         self.masks: list[Tensor] = require(batch, "loss_masks")
         self.is_bshd = is_padded
         self.padded_to = [int(length) for length in require(batch, "max_seq_lens")] if self.is_bshd else [None] * len(self.total)
-        lists = {"response_lengths": self.response, "max_seq_lens": self.padded_to}
-        tensors = {"unconcat_tokens": (self.tokens, self.total), "loss_masks": (self.masks, self.response)}
-        for key, values in {**lists, "unconcat_tokens": self.tokens, "loss_masks": self.masks}.items():
-            if len(values) != len(self.total):
-                raise DataError(f"the host's batch has {len(values)} {key} for {len(self.total)} total_lengths")
-        for key, (values, expected) in tensors.items():
-            for index, (value, length) in enumerate(zip(values, expected, strict=True)):
-                if value.shape != (length,):
-                    raise DataError(f"{key}[{index}] of the host's batch is {tuple(value.shape)}, expected [{length}]")
 
     @property
     def responses(self) -> list[Tensor]:  # [response] of each sample

@@ -20,7 +20,7 @@ from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.args import REWARD_LINE, TOTALS_OF_HOST
-from megatron_rl.hosts.checks import bshd_problem, check_launch
+from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.host_run import RUNS, current_args
 from megatron_rl.layout.context_parallel import slice_response
 from megatron_rl.layout.groups import resolve_group
@@ -47,8 +47,8 @@ def get_pg_loss_reducer(
     reducer twice, and counting twice does no harm. Communication: none. Under the per-token contract it synchronises
     once, to see whether a sample is fully masked.
 
-    Raises ConfigError for a launch whose scale would be wrong, see hosts/checks.py; DataError for lists of different lengths, a
-    mask or x of the wrong length, and for a fully masked sample under the per-token contract, which the host counts as one token.
+    Raises ConfigError for a launch whose scale would be wrong, see hosts/checks.py; DataError for an x of the wrong length, and for
+    a fully masked sample under the per-token contract, which the host counts as one token.
     """
     args, is_per_token = current_args(), bool(calculate_per_token_loss)
     run = RUNS.of(args)
@@ -56,14 +56,12 @@ def get_pg_loss_reducer(
     if plan.has_head:
         run.check_head()
     guard = run.guard
-    _check_lengths(total_lengths, response_lengths, loss_masks)
     cp_group = resolve_group(None, "cp")
     cp_rank, cp_size = cp_group.rank(), cp_group.size()
-    if cp_size > 1 and plan.qkv_format != "thd":
-        raise ConfigError(bshd_problem(plan.qkv_format, cp_size))
     if not loss_masks:
         return _nothing_to_sum
-    masks = _as_bool(loss_masks)
+    whole = torch.cat(list(loss_masks)) != 0
+    masks = list(whole.split([mask.shape[0] for mask in loss_masks]))
     token_counts = torch.stack([mask.sum() for mask in masks])
     if is_per_token:
         check_no_phantom_tokens(token_counts)
@@ -100,7 +98,6 @@ class ReducerPlan:
 
     aggregation: str
     divisor: float | None
-    qkv_format: str
     has_head: bool
     """The launch asks for float32 logits."""
 
@@ -120,7 +117,7 @@ def read_plan(args: Namespace, *, is_per_token: bool) -> ReducerPlan:
     name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
     if launch.has_reward_hook:
         name, divisor = "sample_mean", None
-    return ReducerPlan(name, divisor, launch["qkv_format"], config.fp32_lm_head)
+    return ReducerPlan(name, divisor, config.fp32_lm_head)
 
 
 def check_no_phantom_tokens(token_counts: Tensor) -> None:  # [S]
@@ -131,27 +128,6 @@ def check_no_phantom_tokens(token_counts: Tensor) -> None:  # [S]
             f"samples {masked} of the micro-batch are fully masked, and under --calculate-per-token-loss the host counts one "
             f"token for each of them, which shrinks the gradient: drop them, or take {REWARD_LINE} in place of the flag"
         )
-
-
-def _as_bool(loss_masks: Sequence[Tensor]) -> list[Tensor]:
-    whole = torch.cat(list(loss_masks))
-    is_set = whole != 0
-    masks = list(is_set.split([mask.shape[0] for mask in loss_masks]))
-    # On CUDA looking would synchronise; the hosts' masks are int32 zeros and ones.
-    if not whole.is_cuda and whole.dtype != torch.bool and not torch.equal(is_set, whole == 1):
-        index = next(i for i, mask in enumerate(loss_masks) if not torch.equal(mask != 0, mask == 1))
-        raise DataError(f"loss_masks[{index}] has values other than 0 and 1: a mask selects tokens, weights belong elsewhere")
-    return masks
-
-
-def _check_lengths(total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> None:
-    sizes = (len(total_lengths), len(response_lengths), len(loss_masks))
-    if len(set(sizes)) > 1:
-        raise DataError(f"{sizes[0]} total_lengths, {sizes[1]} response_lengths and {sizes[2]} loss_masks: give each sample one")
-    for index, (mask, length) in enumerate(zip(loss_masks, response_lengths, strict=True)):
-        if mask.shape != (length,):
-            what = f"loss_masks[{index}] has shape {tuple(mask.shape)} for a response of {length} tokens"
-            raise DataError(f"{what}: pass the whole response's mask, not its context-parallel slice")
 
 
 def _nothing_to_sum(x: Tensor) -> Tensor:  # [0] -> 0-d
