@@ -69,7 +69,7 @@ def reward_post_process(
 def normalize_rewards(rewards: Sequence[float], batch: HostRollouts, *, by_deviation: bool) -> list[float]:
     """The hosts' group normalisation in float32: one reward a rollout, which all its samples share."""
     normalized = [0.0] * len(rewards)
-    for in_group in positions_of(batch.known_prompts).values():
+    for in_group in positions_of(batch.prompts or ()).values():
         by_rollout = positions_of(batch.rollouts[position] for position in in_group)
         rollouts = {key: [in_group[index] for index in indices] for key, indices in by_rollout.items()}
         shared = torch.tensor([_shared_reward(key, rows, rewards) for key, rows in rollouts.items()], dtype=torch.float32)
@@ -121,16 +121,9 @@ class HostRollouts:
     """One entry a sample, in the host's order. A rollout with several samples (compaction, sub-agents) has one key for them all."""
 
     masks: list[Tensor]  # S tensors [response_length]
-    prompts: list[int | str] | None
+    prompts: list[int | str] | None  # None where some are missing, which a batch of needs_prompts=True has not
     rollouts: list[Hashable]
     is_multimodal: bool = False
-
-    @property
-    def known_prompts(self) -> list[int | str]:
-        """The prompts of a batch that was read with needs_prompts=True."""
-        if self.prompts is None:
-            raise DataError("the samples have no group_index: which prompt they belong to is unknown")
-        return self.prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,9 +280,9 @@ def _checked_launch(args: Namespace) -> HostLaunch:
 
 
 def _check_groups_are_whole(batch: HostRollouts, steps: list[list[int]]) -> None:
-    step_of_prompt: dict = {}
+    step_of_prompt, prompts = dict[Hashable, int](), batch.prompts or []
     for number, positions in enumerate(steps):
-        for prompt in {batch.known_prompts[position] for position in positions}:
+        for prompt in {prompts[position] for position in positions}:
             if step_of_prompt.setdefault(prompt, number) != number:
                 raise DataError(
                     f"prompt group {prompt} has samples in step {step_of_prompt[prompt]} and step {number} of the rollout batch: "
