@@ -428,10 +428,6 @@ BAD_SETS = {
         *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids, offsets[:-1]))),
         r"rollout_sampling_mask_offsets\[0\] .* has 5 offsets, and its response of 5 tokens needs 6",
     ),
-    "fractions for ids": (
-        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids + 0.5, offsets))),
-        r"rollout_sampling_mask_ids\[0\] .* has float32 numbers, as \d\.5: ids and offsets are whole numbers",
-    ),
     "an empty set": (
         *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids[3:], (offsets - 3).clamp(min=0)))),
         r"token 0 \(sample 0 of the micro-batch\) is trained and its set is empty",

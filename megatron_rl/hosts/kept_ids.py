@@ -58,7 +58,7 @@ def _sets_of_sample(keys: KeptIds, number: int, ids: Any, offsets: Any, length: 
         if value is None:
             why = "with --sampling-support replay each sample needs the ids that its sampler kept; drop it"
             raise DataError(f"{key}[{number}] of the host's batch is None: {why}")
-    kept, starts = (_whole_numbers(f"{key}[{number}]", value) for key, value in ((keys.ids, ids), (keys.offsets, offsets)))
+    kept, starts = (torch.as_tensor(value).reshape(-1).cpu().long() for value in (ids, offsets))
     if starts.numel() != length + 1:
         raise DataError(
             f"{keys.offsets}[{number}] of the host's batch has {starts.numel()} offsets, and its response of {length} tokens needs "
@@ -68,17 +68,6 @@ def _sets_of_sample(keys: KeptIds, number: int, ids: Any, offsets: Any, length: 
         return SamplingSupport(kept, starts)
     except DataError as error:
         raise DataError(f"{keys.ids}[{number}] and {keys.offsets}[{number}] of the host's batch: {error}") from error
-
-
-def _whole_numbers(name: str, values: Any) -> Tensor:  # -> [n] int64 on the host
-    try:
-        found = torch.as_tensor(values).reshape(-1).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name} of the host's batch is no list of whole numbers: {error}") from error
-    if found.numel() and (found.dtype == torch.bool or found.is_floating_point() or found.is_complex()):
-        kind = f"{str(found.dtype).removeprefix('torch.')} numbers, as {found[0].item()}"
-        raise DataError(f"{name} of the host's batch has {kind}: ids and offsets are whole numbers")
-    return found.long()
 
 
 def trained_sets(
