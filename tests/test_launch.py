@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -197,17 +196,3 @@ def test_doctor_asks_the_parser_of_the_host_and_the_check_at_start(host, tmp_pat
     line = ["doctor", "--host", "slime", "--", "python", "train.py", *REDUCER]
     assert main([*line, *DR_GRPO]) == 0
     assert "loss_aggregation=constant by our reducer" in capsys.readouterr().out
-
-
-def test_the_wrapper_takes_the_hook_by_position_too():
-    def parse_args(add_custom_arguments=None):
-        parser = add_custom_arguments(ArgumentParser())
-        return parser.parse_args([*DR_GRPO, "--custom-pg-loss-reducer-function-path", REDUCER[1], "--mine", "1"])
-
-    def own(parser):
-        parser.add_argument("--mine")
-        parser.add_argument(REDUCER[0])
-        return parser
-
-    args = launch.with_our_flags(parse_args)(own)
-    assert (args.mine, args.loss_aggregation) == ("1", "constant")
