@@ -382,6 +382,7 @@ BAD_DATA = {
     "FB-02 rollout log-probs unset": (Case(settings={"use_rollout_logprobs": True}), None, "no 'rollout_log_probs'"),
     "FB-11 companion without counts": (Case(settings=REWARD), without("rollout_mask_sums"), "no 'rollout_mask_sums'"),
     "short log_probs": (Case(), shorter("log_probs"), r"log_probs\[0\] .* \(4,\): it must be \[5\]"),
+    "log_probs of a forward that is left out": (Case(settings=SKIPPED, without=()), None, "log_probs, which would be ignored"),
     "too few lists": (Case(), fewer("advantages"), "5 advantages for 6 total_lengths"),
     "wrong rollout sums": (Case(), fewer("rollout_mask_sums"), r"rollout_mask_sums .* \(5,\), expected \[6\]"),
     "FB-40 flat logits": (Case(), logits_like(75), "logits must be"),
