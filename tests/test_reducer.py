@@ -9,7 +9,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from helpers import counted_collectives, pool_of, set_global_args, zigzag
+from helpers import counted_collectives, error_of, pool_of, set_global_args, zigzag
 
 import megatron_rl
 from megatron_rl import hooks, reducers  # noqa: F401  (the names that the launch line gives)
@@ -122,6 +122,18 @@ def test_context_parallel_ranks_sum_to_the_unsharded_loss(pool, mode, cp_size):
     for (sample, index), value in got.items():
         assert value == pytest.approx(derivative[sample][index], rel=1e-6)
     assert [number for _, _, number in results] == [0] * cp_size, "a reducer launches no collective"
+
+
+def refuse_bshd(rank: int) -> str:
+    set_global_args(Namespace(loss_aggregation="sample_mean", qkv_format="bshd"))
+    return error_of(lambda: call_as_hosts(RESPONSES, False))
+
+
+@pytest.mark.megatron
+def test_padded_rows_under_context_parallelism_are_refused_by_the_group_itself(pool):
+    """FB-26: also where the arguments do not say cp. Slicing packed chunks out of padded rows takes the wrong tokens."""
+    for message in pool.run(refuse_bshd, world_size=2, context_parallel_size=2):
+        assert message.startswith("ConfigError: --qkv-format bshd with --context-parallel-size 2")
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])

@@ -179,10 +179,14 @@ def dynamic_batches_are_counted_in_rollouts(launch: HostLaunch) -> Iterator[str]
 
 
 def rows_are_packed_under_context_parallelism(launch: HostLaunch) -> Iterator[str]:
-    cp_size, qkv_format = launch["context_parallel_size"], launch["qkv_format"]
-    if launch.has_reducer and qkv_format != "thd" and cp_size > 1:
-        why = "a reducer is not told how long rows are padded, and would take the wrong tokens"
-        yield f"--qkv-format {qkv_format} with --context-parallel-size {cp_size}: {why}; use {CUSTOM_LOSS_LINE}"
+    cp_size = launch["context_parallel_size"]
+    if launch.has_reducer and launch["qkv_format"] != "thd" and cp_size > 1:
+        yield bshd_problem(launch["qkv_format"], cp_size)
+
+
+def bshd_problem(qkv_format: str, cp_size: int) -> str:
+    why = "a reducer is not told how long rows are padded, and would take the wrong tokens"
+    return f"--qkv-format {qkv_format} with --context-parallel-size {cp_size}: {why}; use {CUSTOM_LOSS_LINE}"
 
 
 def counts_are_of_the_whole_step(launch: HostLaunch) -> Iterator[str]:

@@ -20,7 +20,7 @@ from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.args import REWARD_LINE, TOTALS_OF_HOST
-from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.checks import bshd_problem, check_launch
 from megatron_rl.hosts.host_run import RUNS, current_args
 from megatron_rl.layout.context_parallel import slice_response
 from megatron_rl.layout.groups import resolve_group
@@ -58,6 +58,8 @@ def get_pg_loss_reducer(
     guard = run.guard
     cp_group = resolve_group(None, "cp")
     cp_rank, cp_size = cp_group.rank(), cp_group.size()
+    if cp_size > 1 and plan.qkv_format != "thd":
+        raise ConfigError(bshd_problem(plan.qkv_format, cp_size))
     if not loss_masks:
         return _nothing_to_sum
     whole = torch.cat(list(loss_masks)) != 0
@@ -98,6 +100,7 @@ class ReducerPlan:
 
     aggregation: str
     divisor: float | None
+    qkv_format: str
     has_head: bool
     """The launch asks for float32 logits."""
 
@@ -117,7 +120,7 @@ def read_plan(args: Namespace, *, is_per_token: bool) -> ReducerPlan:
     name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
     if launch.has_reward_hook:
         name, divisor = "sample_mean", None
-    return ReducerPlan(name, divisor, config.fp32_lm_head)
+    return ReducerPlan(name, divisor, launch["qkv_format"], config.fp32_lm_head)
 
 
 def check_no_phantom_tokens(token_counts: Tensor) -> None:  # [S]
