@@ -24,7 +24,9 @@ def with_host_values(
     for field, (flag, value, may_contradict) in theirs.items():
         ours = merged.get(field)
         if ours is None:
-            merged[field] = value if takes_host_value(field, merged.get("policy_loss")) else None
+            # A host's clip always has a value, and a loss without a clip refuses it.
+            is_clip = field in ("clip_ratio_low", "clip_ratio_high")
+            merged[field] = None if is_clip and clip_of_loss(merged.get("policy_loss")) is None else value
         elif may_contradict and value is not None and not _is_same(ours, value):
             problems.append(f"{flag_of(field)} {ours} and {flag} {value} are the same thing with two values: remove one of them")
     return merged, problems
@@ -47,12 +49,6 @@ def validated(merged: Mapping[str, object], route: Route, found: Sequence[str]) 
     if found:
         raise ConfigError(found)
     return config
-
-
-def takes_host_value(field: str, policy_loss: object) -> bool:
-    """Whether the host's flag may give the value of our unset field. A host's clip always has a value, and a loss without a clip
-    refuses it. A wrong name of a loss is refused elsewhere."""
-    return field not in ("clip_ratio_low", "clip_ratio_high") or clip_of_loss(policy_loss) is not None
 
 
 def clip_of_loss(policy_loss: object) -> tuple[float, float] | None:
