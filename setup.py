@@ -21,8 +21,8 @@ EXTRAS = {
     # For kernels on the CPU. Not for a CUDA torch, which pins its own triton.
     # 3.7: the interpreter of 3.6 fails on loops with numpy 2.4.
     "interpreter": ["triton>=3.7; platform_system == 'Linux'"],
-    # train/. pyyaml: a file of --settings.
-    "train": ["tqdm", "matplotlib", "tensorboard", "pyyaml"],
+    # train/
+    "train": ["tqdm", "matplotlib", "tensorboard"],
     # train/ with --hf-checkpoint: configuration and tokenizer of the folder, and its files.
     "hf": ["transformers>=4.51,<6", "safetensors"],
     # pytest_megatron_rl.py, for the tests of a loss of your own.

@@ -14,13 +14,13 @@ from types import ModuleType
 
 from megatron_rl import __version__
 from megatron_rl.commands.start_signals import StartSignals
-from megatron_rl.commands.unknown_flags import flags_of, problems_of_unknown
+from megatron_rl.commands.unknown_flags import problems_of_unknown
 from megatron_rl.errors import ConfigError, DataError, RunError, printable
 
 COMMANDS = {
     "train": "Train a Megatron-Core model on a task, a prompt file or recorded rollouts.",
     "explain": "Show the weight of each token of a step, and each factor between that weight and its gradient.",
-    "doctor": "Say what works on this machine, and what a launch line trains: what is wrong in it, and which flags have no effect.",
+    "doctor": "Say what works on this machine, and whether a launch line passes its trainer's parser and our check at start.",
     "selftest": "Run one tiny step on these ranks for every loss, aggregation, head and backend, against a float64 reference.",
     "launch-config": "Write the settings for --custom-config-path, and say which lines a stock miles or slime launcher needs.",
 }
@@ -60,7 +60,8 @@ def run_command(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
         if is_training:
-            arguments = ["train", *import_module("megatron_rl.commands.settings_words").with_settings_file(arguments[1:])]
+            reader = ArgumentParser("megatron-rl train", add_help=False, fromfile_prefix_chars="@")
+            arguments = reader.parse_known_args(arguments)[1]  # with the lines of @FILE in its place
         with StartSignals("train") if is_training else contextlib.nullcontext():
             for name, line in COMMANDS.items():
                 command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)
@@ -69,7 +70,7 @@ def run_command(arguments: list[str]) -> int:
                         command_module(name).add_arguments(command, arguments[1:])
             args, unknown = parser.parse_known_args(arguments)
             if unknown:
-                raise ConfigError([*problems_of_unknown(unknown, args.command, flags_of(commands.choices[args.command]))])
+                raise ConfigError([*problems_of_unknown(unknown, args.command, commands.choices[args.command])])
             with says_that_torch_is_missing(args.command):
                 return run_module(command_module(args.command), args)
     except (ConfigError, DataError, RunError) as error:

@@ -17,7 +17,6 @@ from test_examples import FLAGS_OF_HOSTS, FLAGS_OF_MEGATRON
 import benchmarks.__main__ as benchmarks
 from megatron_rl.__main__ import COMMANDS, command_module
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.hosts import skyrl, verl
 from megatron_rl.hosts.args import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,9 +33,22 @@ class Parser(ArgumentParser):
 
 
 def check_line(line: str) -> None:
-    """Raises where the shell's line would be refused. A word with ... stands for words of the reader."""
+    """Raises where one of our own programs would refuse the shell's line. A word with ... stands for words of the reader."""
     for part in line.split(" && "):
-        _check([word for word in shlex.split(part, comments=True) if "..." not in word])
+        words = [word for word in shlex.split(part, comments=True) if "..." not in word]
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words[:1] == ["megatron-rl"]:
+            _check_command(words[1:])
+        elif words[:1] in (["python"], ["python3"], ["torchrun"]) and "-m" in words:
+            name, *rest = words[words.index("-m") + 1 :]
+            if name == "megatron_rl":
+                _check_command(rest)
+            elif name == "benchmarks":
+                with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):  # of --help
+                    benchmarks.build_parser(Parser).parse_args(rest)
+            elif name.startswith("megatron_rl."):
+                importlib.import_module(name)
 
 
 @cache
@@ -76,79 +88,17 @@ def _parser_of(command: str, words: list[str]) -> ArgumentParser:
     return parser
 
 
-def _check(words: list[str]) -> None:
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-        words = words[1:]
-    if words and words[0] not in PROGRAMS:
-        raise ValueError(f"{words[0]} is no program of PROGRAMS in {Path(__file__).name}")
-    if words:
-        PROGRAMS[words[0]](words[1:])
-
-
-def _our_command(words: list[str]) -> None:
+def _check_command(words: list[str]) -> None:
     if not words:
         return
     command, *rest = words
     if command not in COMMANDS:
         raise ValueError(f"megatron-rl has no {command}")
     parser = _parser_of(command, rest)
-    with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):  # of --help
-        parser.parse_args(_without_stand_ins(parser, rest))
-    if "--" in rest:
-        _check(rest[rest.index("--") + 1 :])
-
-
-def _without_stand_ins(parser: ArgumentParser, words: list[str]) -> list[str]:
-    """Without flags whose value is a word in capitals, as in --framework NAME; these must exist all the same."""
-    at = [i for i, (flag, value) in enumerate(pairwise(words)) if flag.startswith("--") and re.fullmatch("[A-Z]+", value)]
-    unknown = {words[i] for i in at} - set(_options_of(parser))
-    if unknown:
+    # A word in capitals stands for a value, as in --framework NAME; the flag must exist all the same.
+    stand_ins = [i for i, (flag, value) in enumerate(pairwise(rest)) if flag.startswith("--") and re.fullmatch("[A-Z]+", value)]
+    if unknown := {rest[i] for i in stand_ins} - set(_options_of(parser)):
         raise ValueError(f"there is no {', '.join(sorted(unknown))}")
-    return [word for i, word in enumerate(words) if i not in at and i - 1 not in at]
-
-
-def _our_launcher(words: list[str]) -> None:
-    _, others = add_megatron_rl_args(Parser(allow_abbrev=False)).parse_known_args(words[1:])
-    unknown = {word for word in others if word.startswith("--")} - flags_of_hosts()
-    if unknown:
-        raise ValueError(f"neither ours nor a host's: {', '.join(sorted(unknown))}")
-
-
-def _module(words: list[str]) -> None:
-    name, *rest = words
-    if name == "megatron_rl":
-        _our_command(rest)
-    elif name == "benchmarks":
-        with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):  # of --help
-            benchmarks.build_parser(Parser).parse_args(rest)
-    elif name == "megatron_rl.hosts.launch":
-        _our_launcher(rest)
-    elif name in (verl.MAIN, skyrl.ENTRY):  # no package of ours: it takes NAME=VALUE
-        if wrong := [word for word in rest if not re.fullmatch(r"[+~]*[\w.]+=.*", word)]:
-            raise ValueError(f"no overrides: {', '.join(wrong)}")
-    else:
-        importlib.import_module(name)
-
-
-def _python(words: list[str]) -> None:
-    if words[:1] == ["-m"]:
-        _module(words[1:])
-
-
-def _torchrun(words: list[str]) -> None:
-    """Its own flags are not looked at; what it starts is."""
-    if "-m" in words:
-        _module(words[words.index("-m") + 1 :])
-
-
-def _others(words: list[str]) -> None:
-    """Not ours: whether their flags exist is not looked at here."""
-
-
-PROGRAMS = {
-    "megatron-rl": _our_command,
-    "python": _python,
-    "python3": _python,
-    "torchrun": _torchrun,
-    **dict.fromkeys((".", "accelerate", "bash", "make", "pip", "pre-commit", "pytest", "ray", "uv"), _others),
-}
+    typed = [word for i, word in enumerate(rest) if i not in stand_ins and i - 1 not in stand_ins]
+    with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):  # of --help
+        parser.parse_args(typed)

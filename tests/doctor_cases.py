@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from megatron_rl.hosts import ROLLOUT_HOST_NAMES
-
 HERE = {"state": "here"}
 ABSENT = {"state": "absent"}
-EMPTY_ENGINE = {
-    "state": "broken",
-    "version": "2.9.0",
-    "distributions": ["transformer-engine"],
-    "error": "RuntimeError: Found empty `transformer-engine` meta package installed.",
-}
-WEB_TOOLKIT = {"state": "broken", "version": "0.9.10.dev0", "is_nvidia": False, "error": "ImportError: cannot import name ..."}
-
+BROKEN = {"state": "broken", "error": "OSError: y"}
 CPU_MACHINE = {
-    "python": {"state": "here", "version": "3.11.9"},
-    "machine": {"has_nvidia_device": False, "hides_devices": False, "interprets_triton": False},
+    "python": {"version": "3.11.9"},
+    "machine": {"has_nvidia_device": False},
     "torch": {
         **HERE,
         "version": "2.13.0+cpu",
@@ -29,17 +20,13 @@ CPU_MACHINE = {
         "has_nccl": False,
         "has_gloo": True,
         "nccl": None,
-        "compute": [],
-        "archs": [],
     },
-    "numpy": {**HERE, "version": "2.4.6"},
     "psutil": {**HERE, "version": "7.2.2"},
     "triton": {**HERE, "version": "3.9.0"},
     "transformer_engine": ABSENT,
     "flash_attn": ABSENT,
     "apex": ABSENT,
-    "megatron": {**HERE, "version": "0.16.1", "has_training": False, "ratio": 1.0},
-    **dict.fromkeys(ROLLOUT_HOST_NAMES, ABSENT),
+    "megatron": {**HERE, "version": "0.16.1", "ratio": 1.0},
 }
 CUDA_TORCH = {
     "cuda_build": "13.0",
@@ -47,8 +34,6 @@ CUDA_TORCH = {
     "devices": ["NVIDIA H200"] * 2,
     "has_nccl": True,
     "nccl": "2.29.7",
-    "compute": [[9, 0]] * 2,
-    "archs": ["sm_80", "sm_90", "sm_100"],
 }
 
 
@@ -61,5 +46,11 @@ def machine(base: dict = CPU_MACHINE, **changes: dict) -> dict:
 
 
 GPU_MACHINE = machine(torch=CUDA_TORCH, machine={"has_nvidia_device": True})
-# The one of docs/doctor.md: what a pip install of wrong names leaves behind.
-SICK_MACHINE = machine(apex=WEB_TOOLKIT, transformer_engine=EMPTY_ENGINE, psutil=ABSENT, triton=ABSENT)
+# The one of docs/doctor.md.
+SICK_MACHINE = machine(
+    GPU_MACHINE,
+    flash_attn={"state": "broken", "error": "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEa"},
+    psutil=ABSENT,
+    transformer_engine={**HERE, "version": "2.9.0"},
+    triton={**HERE, "version": "3.7.0"},
+)

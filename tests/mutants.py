@@ -82,6 +82,7 @@ JUDGES = {
     "losses/": "loss_contract golden_losses clipping losses losses_bad_input messages generated_steps linear_losses",
     "losses/corrected_inputs.py": "corrections generated_steps",
     "losses/bad_data.py": "losses_bad_input messages own_losses",
+    "losses/api.py": "losses loss_contract assumed_scale support_losses generated_steps",
     "losses/inputs.py": "losses losses_bad_input messages generated_steps linear_losses own_losses",
     "losses/linear.py": "linear_losses messages generated_steps linear_parallel",
     "losses/one_read_triton.py": "one_read generated_steps",
@@ -104,6 +105,7 @@ JUDGES = {
     "ops/support_scores.py": "support_scores support_losses generated_steps",
     "ops/": "log_probs linear_head linear_gradients linear_losses log_probs_triton messages generated_steps",
     "ops/log_probs_triton.py": "log_probs_triton generated_steps",
+    "ops/rescale_triton.py": "assumed_scale one_read",
     "ops/ratios.py": "clipping term_contract kl_estimators golden_losses loss_contract generated_steps",
     "ops/ratios_triton.py": "term_contract loss_contract generated_steps",
     "registries/": "term_contract corrections",
@@ -126,11 +128,12 @@ JUDGES = {
     "train/hf_": "hf_checkpoint train_hf | hf_checkpoint hf_random_configs",
     "train/stopping.py": "stopping | train_loop",
     "testing/": "layouts step_check | step_mistakes",
+    "testing/comparison.py": "selftest layouts step_check | selftest",
     "testing/losses_by_hand.py": "loss_hub term_contract layouts | selftest_losses",
     "testing/reference.py": "layouts step_check | selftest",
     "testing/loss_": "loss_hub | pytest_plugin",
     "testing/step_": "step_check | step_mistakes",
-    "commands/explain/": "explain explain_chain explain_table explain_files explain_corrections",
+    "commands/explain/": "explain explain_chain explain_table explain_files explain_stock",
 }
 
 

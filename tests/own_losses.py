@@ -41,11 +41,11 @@ def truncated(log_ratio, advantages, log_probs, *, rollout_log_probs, ratio_cap,
 def heeding(log_ratio, advantages, log_probs, *, token_counts, entropy):
     """The weight reads what the package computes: a sample's tokens and a token's entropy."""
     weight = (1 + 0.1 * token_counts) * entropy
-    return LossValue(-weight * advantages * log_probs, derivative=-weight * advantages)
+    return -weight * advantages * log_probs  # autograd's derivative is by log_probs, and not by the entropy
 
 
 def heeding_batch(batch, *, token_counts, entropy):
-    return heeding(batch.log_ratio, batch.advantages, batch.log_probs, token_counts=token_counts, entropy=entropy).value
+    return heeding(batch.log_ratio, batch.advantages, batch.log_probs, token_counts=token_counts, entropy=entropy)
 
 
 def anchored(log_ratio, advantages):

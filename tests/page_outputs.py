@@ -22,7 +22,6 @@ import markdown_pages
 import pytest
 import test_train_rl
 from doctor_cases import SICK_MACHINE
-from explain_cases import save_mismatch
 from forked import forked
 from helpers import names_forgotten
 from test_examples import namespace_of, settings_of, whole_numbers
@@ -60,13 +59,6 @@ def printed(command: str) -> str:
     return said(main, shlex.split(command)[1:])
 
 
-def of_explain(command: str) -> str:
-    """In the working directory, which gets the rollouts that a page shows."""
-    if "mismatch.jsonl" in command:
-        save_mismatch()
-    return printed(command)
-
-
 def of_block(command: str) -> str:
     """`block N`: what the N-th Python block of the notebook prints, after those above it."""
     return printed_by_blocks()[int(command.split()[-1]) - 1]
@@ -87,16 +79,12 @@ def printed_by(code: CodeType, namespace: dict[str, object]) -> str:
     return shown.getvalue()
 
 
-def of_explain_from(mark: str, command: str) -> str:
-    """From the line with the mark on, without the table of samples before it and what is left out after it."""
-    lines = of_explain(command).splitlines()
-    first = next(place for place, line in enumerate(lines) if mark in line)
+def of_the_chain(command: str) -> str:
+    """Without the table of samples before it and what is left out after it."""
+    lines = printed(command).splitlines()
+    first = next(place for place, line in enumerate(lines) if ": ranks " in line)
     last = next(place for place, line in enumerate(lines) if line.startswith("left out"))
     return "\n".join(["...", *lines[first:last]]).rstrip() + "\n...\n"
-
-
-of_the_chain = functools.partial(of_explain_from, ": ranks ")
-of_the_correction = functools.partial(of_explain_from, "correction: ")
 
 
 def of_a_sick_machine(command: str) -> str:

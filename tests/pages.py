@@ -248,11 +248,10 @@ ON_REQUEST: dict[str, Callable[[], str]] = {"tests/kernel_figures.md": of_kernel
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
 LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
 CHAIN = {"megatron-rl explain": Producer(outputs.of_the_chain)}
-EXPLAIN_A_STEP = {"megatron-rl explain --response-lengths": Producer(outputs.of_explain)}
+EXPLAIN_A_STEP = {"megatron-rl explain --response-lengths": Producer(outputs.printed)}
 EXPLAIN = EXPLAIN_A_STEP | {
     "megatron-rl explain --stock": Producer(outputs.printed),
     "megatron-rl explain --host": Producer(outputs.of_the_chain),
-    "megatron-rl explain --rollouts": Producer(outputs.of_the_correction),
 }
 OF_A_HOST = {
     "the init hook on examples/": Producer(outputs.of_the_init_hook, **OF_RANKS),
@@ -265,7 +264,7 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     },
     "docs/step_by_hand.md": EXPLAIN_A_STEP | {"block": Producer(outputs.of_block)},
     "docs/explain.md": EXPLAIN,
-    "docs/doctor.md": {"megatron-rl doctor, on a machine with three wrong packages": Producer(outputs.of_a_sick_machine)},
+    "docs/doctor.md": {"megatron-rl doctor, on a machine with a broken package": Producer(outputs.of_a_sick_machine)},
     "docs/selftest.md": {
         "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest_in_short, is_tested=False, **OF_RANKS),
         "a forward step that divides by cp": Producer(outputs.of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),

@@ -71,6 +71,10 @@ def test_a_fully_masked_prompt_still_counts_as_a_prompt():
     assert weights_of("prompt_mean", counts, totals, prompt_counts).tolist() == [0.25, 0.0]
 
 
+def test_a_step_of_one_sample_has_weights():
+    assert weights_of("sample_mean", torch.tensor([4]), StepTotals(1, None, 4)).tolist() == [0.25]
+
+
 @pytest.mark.parametrize("divisor", [8, 8.0, np.int64(8), np.float32(8)], ids=lambda value: type(value).__name__)
 def test_any_real_number_is_a_divisor(divisor):
     """FB-12: numpy's numbers come out of configurations."""

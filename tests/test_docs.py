@@ -100,7 +100,7 @@ FLAGS_OF_OTHERS = {
     "pip; hf": "--no-deps --no-index --local-dir",
     "TRL": "--loss_type --epsilon_high",
     ".ci/gpu_session.py": "--dry-run --measured --seconds --stages",
-    "earlier versions, in the changelog": "--launch-only --plot --response-lengths --rollout-dump",
+    "earlier versions, in the changelog": "--companion --launch-only --plot --response-lengths --rollout-dump --settings",
 }
 
 

@@ -56,7 +56,6 @@ def test_step_s_by_hand(every_aggregation):
         masses = [weight * count for weight, count in zip(exact, [2, 4, 1, 0], strict=True)]
         assert weighing["sum_of_weights"] == pytest.approx(sum(masses), **CLOSE)
         assert weighing["gradient_scale"] == pytest.approx(sum(masses) / 0.75, **CLOSE)  # three of four samples have a token
-        assert weighing["sample_weights"] == pytest.approx(masses, **CLOSE)
         assert weighing["sample_shares"] == pytest.approx([mass / sum(masses) for mass in masses], **CLOSE)
         assert weighing["prompt_shares"]["a"] == pytest.approx((masses[0] + masses[1]) / sum(masses), **CLOSE)
 
@@ -76,10 +75,10 @@ def test_rollouts_of_several_samples_have_one_share_each():
     _, out, _ = explain(*step)
     assert "N = 3 rollouts with 4 samples of 2 prompts" in out
     assert re.search(r"^sample 3 +b +2 +4/4 ", out, re.MULTILINE)
+    assert re.search(r"^rollout 0 +8 +33.3% +25.0% +40.0% +40.0% +33.3%$", out, re.MULTILINE)
     found = explain_json(*step, "--host", "train", "--loss-aggregation", "row_mean")["chain"]
     assert (found["net"], found["asked"], found["is_exact"]) == ("1/(R k_j m_i)", "1/(R k_j m_i)", True)
     assert found["net_weights"] == pytest.approx(weights["row_mean"], **CLOSE)
-    assert re.search(r"^rollout 0 +k = 2 +8 +33.3% +25.0% +40.0% +40.0% +33.3%$", out, re.MULTILINE)
 
 
 def test_shares_of_unequal_lengths(every_aggregation):
@@ -96,15 +95,8 @@ def test_shares_of_unequal_lengths(every_aggregation):
     assert "constant: L = 4096, the longest response, because none is given" in out
 
 
-def test_a_gspo_row_has_the_weight_of_its_one_ratio():
-    """W_i = w_i m_i = 1/2 for each of two samples under sample_mean; tokens weigh 1/6 and 1/10."""
-    _, out, _ = explain("--response-lengths", "3,5", "--policy-loss", "gspo", "--loss-aggregation", "sample_mean")
-    assert re.search(r"sample 0 +\? +3/3 +0\.1667  W 0\.5 +50\.0%", out)
-    assert "W_i = w_i m_i of the sample's one ratio" in out
-
-
 def test_the_gradients_scale_is_the_one_that_the_init_hook_announces():
-    """x m / L, with m = (3 + 5 + 8) / 3 tokens; KL and entropy terms keep sample_mean and gain the inverse."""
+    """x m / L, with m = (3 + 5 + 8) / 3 tokens."""
     lengths = ["--response-lengths", "3,5,8"]
     found = explain_json(*lengths, "--loss-aggregation-divisor", "8192")
     config = PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=8192.0)
@@ -112,7 +104,6 @@ def test_the_gradients_scale_is_the_one_that_the_init_hook_announces():
     mean, divisor = 16 / 3, float(re.match(r"x m/([\d.]+) ", announced)[1])
     constant = found["aggregations"]["constant"]
     assert constant["gradient_scale"] == pytest.approx(mean / divisor, **CLOSE)
-    assert constant["regularizer_strength"] == pytest.approx(divisor / mean, **CLOSE)
     assert found["aggregations"]["token_mean"]["gradient_scale"] == pytest.approx(1.0, **CLOSE)
     assert "(m: mean tokens of a sample)" in announced  # the same words
 
@@ -134,55 +125,30 @@ def test_every_aggregation_is_told_what_it_does_to_a_step(every_aggregation):
         assert re.search(rf"^{name} against sample_mean: sum of weights x 1\.333", masked, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("divisor", "factor"), [("16", "0.5"), ("2", "4"), ("8", None), (None, None)])
-def test_an_l_that_is_not_the_longest_response_has_a_row(divisor, factor):
-    """The weights are 1 / (L N), so they are 8/16 and 8/2 of those with the longest response, 8."""
-    given = ["--response-lengths", "3,5,8", *(["--loss-aggregation-divisor", divisor] if divisor else [])]
-    rows = re.findall(r"^against L = 8, longest +x (\S+)$", explain(*given)[1], re.MULTILINE)
-    assert rows == [factor] * bool(factor)
-    found = explain_json(*given)["aggregations"]
-    assert found["constant"]["longest_over_divisor"] == float(factor or 1) and found["token_mean"]["longest_over_divisor"] is None
-
-
+LENGTHS = ["--response-lengths", "2,3"]
 MESSAGES = [
-    ([], "nothing to explain: give a step, as --response-lengths"),
     (["--host", "slime"], "nothing to explain: give a step, as --response-lengths"),
-    (["--response-lengths", "2,x"], "--response-lengths, response 1: response_length is 'x': a whole number of 0 to"),
-    (["--response-lengths", "999999999999"], "response_length is 999999999999: a whole number of 0 to"),
-    (
-        ["--response-lengths", "2,3", "--prompt-ids", "a"],
-        "--prompt-ids a: one entry for each of the 2 responses is needed, as",
-    ),
-    (["--response-lengths", "2,3", "--prompt-ids", "a,"], "--prompt-ids a,: one entry for each of the 2 responses"),
+    (["--response-lengths", "2,x"], "--response-lengths, response 1: response_length is 'x': a whole number is needed"),
+    ([*LENGTHS, "--prompt-ids", "a,"], "--prompt-ids a,: one entry for each of the 2 responses is needed, as in a,a,b"),
     (["--response-lengths", "3100,", "2000"], "takes no argument '2000'"),
-    (["--response-lengths", "2,3", "--rollout-ids", "0"], "--rollout-ids 0: one entry for each of the 2 responses"),
-    (["--response-lengths", "2,3", "--prompt-ids", "a,b", "--rollout-ids", "0,0"], "rollout 0 has samples of the prompts a and b"),
-    (["--response-lengths", "2,3", "--loss-masks", "11"], "--loss-masks 11: one entry for each of the 2"),
-    (["--response-lengths", "2,3", "--loss-masks", "11,1x1"], "response 1: loss_mask must be a list of 0 and 1"),
-    (["--response-lengths", "2,3", "--loss-masks", "11,11"], "response 1: a loss_mask of 2 for a response_length of 3"),
-    (["--prompt-ids", "a"], "--prompt-ids goes with --response-lengths alone"),
-    (["--rollout-ids", "a"], "--rollout-ids goes with --response-lengths alone"),
-    (["--response-lengths", "2", "--rollouts", "r.jsonl"], "--response-lengths and --rollouts: a step has one source"),
-    (["--response-lengths", "2", "--rollout-index", "1"], "--rollout-index goes with --rollouts alone"),
-    (["--response-lengths", "2", "--data-parallel-size", "2"], "--data-parallel-size goes with --host alone"),
-    (["--response-lengths", "2", "--route", "host"], "--route goes with --host alone"),
-    (["--response-lengths", "2", "--companion", "reward"], "--companion goes with --host alone"),
-    (["--response-lengths", "2", "--calculate-per-token-loss"], "--calculate-per-token-loss goes with --host alone"),
-    (["--host", "train", "--route", "host"], "only miles and slime have several routes"),
-    (["--response-lengths", "2,3", "--rollout-ids", "0,0", "--host", "nemo_rl"], "--host nemo_rl counts rows by its own rule"),
-    (["--host", "megatron_lm", "--companion", "none"], "--companion none with --host megatron_lm"),
-    (["--host", "train", "--calculate-per-token-loss"], "`megatron-rl train` has no such flag"),
-    (["--host", "slime", "--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
-    (["--response-lengths", "2", "--loss-aggregation", "prompt_mean"], "needs to know which samples share a prompt"),
-    (["--response-lengths", "2", "--loss-aggregation", "constant"], "needs --loss-aggregation-divisor L"),
-    (["--response-lengths", "2", "--loss-aggregation", "seq-mean-token-mean"], "is sample_mean here"),
-    (
-        ["--response-lengths", "2", "--host", "slime", "--policy-loss", "gspo"],
-        "would be ignored on the route reducer: --policy-loss works on custom_loss, megatron_lm, train; remove it, or train our "
-        "loss: --route custom_loss",
-    ),
-    (["--response-lengths", "2", "--samples-per-prompt", "2", "--prompt-ids", "a"], "1 of samples_per_prompt=2 samples"),
-    (["--response-lengths", "2", "--samples-per-prompt", "2"], "--samples-per-prompt 2: the command line does not say which"),
+    ([*LENGTHS, "--prompt-ids", "a,b", "--rollout-ids", "0,0"], "rollout 0 has samples of the prompts a and b"),
+    ([*LENGTHS, "--loss-masks", "11,1x1"], "response 1: loss_mask must be a list of 0 and 1"),
+    ([*LENGTHS, "--loss-masks", "11,11"], "response 1: a loss_mask of 2 for a response_length of 3"),
+    (["--rollouts", "r.jsonl", "--loss-masks", "11"], "--loss-masks does nothing with --rollouts: remove it"),
+    ([*LENGTHS, "--rollout-index", "1"], "--rollout-index does nothing with --response-lengths: remove it"),
+    ([*LENGTHS, "--data-parallel-size", "2"], "--data-parallel-size does nothing without --host: remove it, or give --host"),
+    ([*LENGTHS, "--calculate-per-token-loss"], "--calculate-per-token-loss does nothing without --host"),
+    (["--micro-batches", "2,3"], "--micro-batches without --stock: say whose weights"),
+    ([*LENGTHS, "--rollout-ids", "0,0", "--host", "nemo_rl"], "--host nemo_rl: it counts rows; remove --host"),
+    ([*LENGTHS, "--host", "roll", "--calculate-per-token-loss"], "ROLL's factors are made for the mean over ranks"),
+    ([*LENGTHS, "--host", "nemo_rl", "--loss-aggregation", "row_mean"], "row_mean in NeMo-RL: no rollout ids"),
+    ([*LENGTHS, "--host", "slime", "--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
+    ([*LENGTHS, "--host", "slime", "--calculate-per-token-loss"], "does not go with calculate_per_token_loss=True"),
+    ([*LENGTHS, "--host", "slime", "--clip-ratio-low", "0.1"], "remove it, or train our loss: --policy-loss NAME"),
+    ([*LENGTHS, "--loss-aggregation", "prompt_mean"], "prompt_mean: the command line does not say which samples share"),
+    ([*LENGTHS, "--samples-per-prompt", "2"], "samples_per_prompt=2 without prompt_ids"),
+    ([*LENGTHS, "--samples-per-prompt", "2", "--prompt-ids", "a,b"], "1 of samples_per_prompt=2 samples"),
+    ([*LENGTHS, "--loss-aggregation", "constant"], "needs --loss-aggregation-divisor L"),
     (["--response-lengths", "2", "--loss-masks", "00"], "not a single unmasked token"),
 ]
 
@@ -193,6 +159,11 @@ def test_a_wrong_command_line_is_named(arguments, says):
     assert code in (1, 2)
     assert out == ""
     assert says in error
+
+
+def test_a_step_has_one_source():
+    with pytest.raises(SystemExit, match="2"):
+        explain(*LENGTHS, "--rollouts", "r.jsonl")
 
 
 def test_long_steps_are_cut_on_paper_and_whole_in_json():
@@ -221,7 +192,7 @@ def test_an_aggregation_of_ones_own_stands_beside_the_built_in_ones(tmp_path, mo
     assert found["aggregations"]["own_weights.beside"]["token_weights"] == pytest.approx([1 / 3, 1 / 6, 1 / 6])
     assert found["aggregations"]["own_weights.beside"]["sample_shares"] == pytest.approx([0.2, 0.4, 0.4])
     assert found["aggregations"]["token_mean"]["sample_shares"] == pytest.approx([1 / 9, 4 / 9, 4 / 9])
-    assert found["aggregations"]["constant"]["divisor_is_assumed"]
+    assert found["aggregations"]["constant"]["divisor"] == 4  # the longest response
     found = explain_json(*flags)
     assert [*found["aggregations"]] == ["own_weights.beside", "sample_mean", "token_mean", "constant"]
     assert "prompt_mean: which samples share a prompt is not known; give --prompt-ids" in found["left_out"]
@@ -242,17 +213,7 @@ def test_it_needs_torch_alone():
     code, out, error = forked(with_torch_alone)
     assert (code, out) == (0, explain(*arguments)[1]), error
     assert "left out: a measurement" in out
-    assert "left out: auxiliary losses of experts" in out and ": they keep the scale that Megatron gives them" in out
-
-
-@pytest.mark.parametrize("host", ["miles", "megatron_lm"])
-def test_it_says_what_the_per_token_contract_does_to_auxiliary_losses(host):
-    """They are multiplied there, and a launch with one is refused."""
-    step = ["--response-lengths", "3,5", "--prompt-ids", "a,b"]
-    code, out, _ = explain(*step, "--host", host, "--loss-aggregation", "token_mean", "--calculate-per-token-loss")
-    assert code == 0
-    assert "routed tokens / response tokens, and a launch with one is refused" in out
-    assert "whatever the policy loss weighs" not in out
+    assert "left out: auxiliary losses of the model's experts and of MTP: they keep the scale that Megatron gives them" in out
 
 
 def test_the_page_names_every_key_of_the_json():

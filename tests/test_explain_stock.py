@@ -15,11 +15,8 @@ from test_golden_losses import functions_of, source_of, statements_of
 from megatron_rl.__main__ import main
 from megatron_rl.commands.explain.stock import (
     MEAN_OF_TOKEN_MEANS,
-    SAMPLE_MEAN,
     STOCK,
-    TOKEN_MEAN,
-    exact_formula,
-    exact_weights,
+    WHOLE,
     gradient_error,
     read_layout,
     stock_weight,
@@ -27,10 +24,10 @@ from megatron_rl.commands.explain.stock import (
 )
 from megatron_rl.errors import ConfigError
 
-# Two ranks of two micro-batches of two samples; one sample is fully masked, and another one is padded.
-TOKENS = torch.tensor([3, 1, 4, 2, 0, 5, 2, 1])
-LENGTHS = torch.tensor([3, 2, 5, 2, 4, 5, 2, 1])
-LAYOUT = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+# Two ranks of two micro-batches of two samples; one sample is fully masked.
+LAYOUT = [[[3, 1], [4, 2]], [[0, 5], [2, 1]]]
+TOKENS = torch.tensor(LAYOUT).flatten()
+SAMPLES = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 M, DP, DIVISOR = 2, 2, 512
 PROMPTS = "aabbccdd"
 WEIGHED = TOKENS > 0
@@ -38,23 +35,29 @@ WEIGHED = TOKENS > 0
 
 def test_a_mean_of_means_by_hand():
     """1 / (M dp T_b) against 1 / T = 1 / 18: micro-batches of 4, 6, 5 and 3 tokens."""
-    weights = weights_of(MEAN_OF_TOKEN_MEANS, TOKENS, LENGTHS, LAYOUT, divisor=None)
+    weights = weights_of(MEAN_OF_TOKEN_MEANS, LAYOUT, None, None)
     own = [1 / (4 * tokens) for tokens in (4, 4, 6, 6, 5, 5, 3, 3)]
-    assert weights.tolist() == pytest.approx([0.0 if i == 4 else own[i] for i in range(8)])
-    exact = exact_weights(MEAN_OF_TOKEN_MEANS, TOKENS, LENGTHS, LAYOUT, divisor=None)
-    assert exact.tolist() == pytest.approx([0.0 if i == 4 else 1 / 18 for i in range(8)])
+    assert weights == pytest.approx([0.0 if i == 4 else own[i] for i in range(8)])
+    exact = weights_of(WHOLE[MEAN_OF_TOKEN_MEANS], LAYOUT, None, None)
+    assert exact == pytest.approx([0.0 if i == 4 else 1 / 18 for i in range(8)])
     # |w - 1/T|^2 / |1/T|^2 over tokens: (4 (1/8)^2 + 6 (-1/4)^2 + 5 (-1/10)^2 + 3 (1/2)^2) / 18
-    assert gradient_error(weights, exact, TOKENS) == pytest.approx(((4 / 64 + 6 / 16 + 5 / 100 + 3 / 4) / 18) ** 0.5)
+    error = gradient_error(weights, exact, TOKENS.tolist())
+    assert error == pytest.approx(((4 / 64 + 6 / 16 + 5 / 100 + 3 / 4) / 18) ** 0.5)
 
 
-def test_the_mean_over_the_step_that_a_mean_of_means_stands_for():
-    assert exact_formula(MEAN_OF_TOKEN_MEANS) == TOKEN_MEAN
-    assert exact_formula(STOCK["verl"]["geo_mean"]) == SAMPLE_MEAN
-    assert exact_formula(TOKEN_MEAN) == TOKEN_MEAN
+def test_every_weight_that_depends_on_the_layout_stands_for_one_that_does_not():
+    """Each sample alone on a rank has another weight under the first, and the same under the second."""
+    alone = [[[int(tokens)]] for tokens in TOKENS]
+    for weight in {weight for weights in STOCK.values() for weight in weights.values()}:
+        here, there = (weights_of(weight, layout, DIVISOR, PROMPTS) for layout in (LAYOUT, alone))
+        assert (here == pytest.approx(there)) == (weight not in WHOLE), weight
+        whole = WHOLE.get(weight, weight)
+        here, there = (weights_of(whole, layout, DIVISOR, PROMPTS) for layout in (LAYOUT, alone))
+        assert here == pytest.approx(there), weight
 
 
 def test_a_typed_layout():
-    assert read_layout("3100,900|2500,700||400|60") == ([3100, 900, 2500, 700, 400, 60], [[[0, 1], [2, 3]], [[4], [5]]])
+    assert read_layout("3100,900|2500,700||400|60") == [[[3100, 900], [2500, 700]], [[400], [60]]]
     with pytest.raises(ConfigError, match=r"--micro-batches 3,a: give response lengths"):
         read_layout("3,a")
 
@@ -72,8 +75,8 @@ def test_another_name_lists_what_there_is(name, message):
 
 
 def matrix(samples: list[int], values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses of tokens and their mask, padded to the longest of the micro-batch; unmasked tokens come first."""
-    width = int(LENGTHS[samples].max())
+    """The losses of tokens and their mask, padded to the longest of the micro-batch."""
+    width = int(TOKENS[samples].max())
     mask = torch.stack([(torch.arange(width) < TOKENS[sample]).double() for sample in samples])
     return torch.stack([values[sample, :width] for sample in samples]), mask
 
@@ -81,10 +84,10 @@ def matrix(samples: list[int], values: torch.Tensor) -> tuple[torch.Tensor, torc
 def agrees(host: str, name: str, reduced) -> None:
     """reduced(losses, mask, samples): the trainer's number of a micro-batch, with its factors, averaged over ranks and added over
     micro-batches."""
-    values = torch.zeros(len(TOKENS), int(LENGTHS.max()), dtype=torch.float64, requires_grad=True)
-    total = sum(reduced(*matrix(samples, values), samples) for rank in LAYOUT for samples in rank) / DP
+    values = torch.zeros(len(TOKENS), int(TOKENS.max()), dtype=torch.float64, requires_grad=True)
+    total = sum(reduced(*matrix(samples, values), samples) for rank in SAMPLES for samples in rank) / DP
     (weights,) = torch.autograd.grad(total, values)
-    found = weights_of(STOCK[host][name], TOKENS, LENGTHS, LAYOUT, divisor=DIVISOR, prompts=PROMPTS)
+    found = torch.tensor(weights_of(STOCK[host][name], LAYOUT, DIVISOR, PROMPTS), dtype=torch.float64)
     # The trainers add 1e-8 to some divisors.
     torch.testing.assert_close(found, weights[:, 0] * WEIGHED, rtol=1e-7, atol=0)
 
@@ -118,7 +121,7 @@ def test_skyrl(reduction):
     mask = matrix(list(range(8)), torch.zeros(8, 5, dtype=torch.float64))[1]
     of_prompts = [(first, first + 2) for first in range(0, 8, 2)]
     scaled = found.apply_loss_reduction_to_advantages_minibatch(torch.ones_like(mask), mask, reduction, 2, DIVISOR, of_prompts)
-    weights = weights_of(STOCK["skyrl"][reduction], TOKENS, LENGTHS, LAYOUT, divisor=DIVISOR, prompts=PROMPTS)
+    weights = torch.tensor(weights_of(STOCK["skyrl"][reduction], LAYOUT, DIVISOR, PROMPTS), dtype=torch.float64)
     torch.testing.assert_close(weights, scaled[:, 0] * WEIGHED)
 
 

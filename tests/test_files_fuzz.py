@@ -28,7 +28,6 @@ from forked import forked
 from safetensors.torch import save
 
 from megatron_rl.errors import ConfigError, DataError, RunError
-from megatron_rl.files.settings_file import read_settings_file
 from megatron_rl.train import checkpoint_files
 from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_tokenizer import _end_tokens
@@ -237,31 +236,11 @@ def read_prompts() -> None:
     list(_read_records(Path("p.jsonl"), takes_messages=True))
 
 
-YAML = b"""base: {clip: 0.2, names: [x, y]}
-other:
-  when: 2020-01-02
-loss_aggregation: constant
-loss_aggregation_divisor: 8192
-calculate_per_token_loss: false
-rollout_batch_size: 32
-text: "quoted \\e text"
-"""
-
-
-def settings(rng: random.Random) -> None:
-    Path("c.yaml").write_bytes(with_bytes_changed(rng, YAML))
-
-
-def read_settings() -> None:
-    read_settings_file(Path("c.yaml"))
-
-
 KINDS: dict[str, tuple[Callable[[random.Random], None], Callable[[], None]]] = {
     "checkpoint": (checkpoint, read_checkpoint),
     "model": (folder_of_a_model, read_model),
     "rollouts": (rollouts, read_rollouts),
     "prompts": (prompts, read_prompts),
-    "yaml": (settings, read_settings),
 }
 
 

@@ -154,21 +154,27 @@ def test_hooks_on_the_output_layer_run_and_what_they_change_is_seen(pool):
     assert "changes the logits afterwards" in message
 
 
-def foreign_on_rank(rank, head):
+def foreign_on_rank(rank, head, given):
     batch, found = model_input(torch.tensor([[1, 2, 3, 4]])), []
     for change in FOREIGN_HEADS:
         model = small_model(bf16=True)
         change(model)
-        found.append(error_of(partial(run_model, model, batch, head, SINGLE)))
+        found.append(error_of(partial(run_model, model, batch, head, SINGLE, **given)))
     return found
 
 
 @pytest.mark.parametrize(
-    ("head", "setting"), [(FUSED, "--fused-lm-head-loss"), (HeadSettings(is_fp32=True), "--fp32-lm-head")], ids=["fused", "fp32"]
+    ("setting", "head", "given"),
+    [
+        ("--fused-lm-head-loss", FUSED, {}),
+        ("--fp32-lm-head", HeadSettings(is_fp32=True), {}),
+        ("sampling", HeadSettings(), {"positions": torch.tensor([2])}),
+        ("multi-token prediction", HeadSettings(), {"num_further": 1}),
+    ],
 )
-def test_an_output_layer_that_adds_to_the_product_is_refused_by_name(pool, head, setting):
-    """What it adds would be lost without a word: the loss and the gradient would be those of another function."""
-    [found] = pool.run(foreign_on_rank, head, world_size=1)
+def test_an_output_layer_that_adds_to_the_product_is_refused_by_name(pool, setting, head, given):
+    """What it adds would be lost, or added twice, without a word: the loss and the gradient would be those of another function."""
+    [found] = pool.run(foreign_on_rank, head, given, world_size=1)
     check_refusals(found, setting)
 
 

@@ -65,7 +65,6 @@ WITHOUT_EXTRA = {
 IMPORTED_ELSEWHERE = {
     "psutil": "Megatron's dist_checkpointing",
     "tensorboard": "torch.utils.tensorboard",
-    "pyyaml": "files/settings_file.py",
     "pytest": "pytest_megatron_rl.py, beside the package",
     "liger-kernel": "benchmarks/peers.py, which tries each peer by its name",
 }
@@ -88,7 +87,7 @@ RUNS_TESTING = "commands/selftest.py"
 FILES_WITHOUT_TORCH = (
     "errors.py",
     "config.py",
-    *(f"files/{name}.py" for name in ("bounds", "json_values", "settings_file", "safetensors_header")),
+    *(f"files/{name}.py" for name in ("bounds", "json_values", "safetensors_header")),
     "aggregation_record.py",
     "rollout_groups.py",
 )
@@ -374,13 +373,15 @@ def named_hosts(path: str, tree: ast.Module) -> list[str]:
     """Where code asks which host it has: by name, class or module. Messages and docstrings may say it."""
     allowed = FILES_WITH_HOSTS.get(path, ())
     hosts = [host for host in ROLLOUT_HOST_NAMES if path != f"hosts/{host}.py" and host not in allowed]
-    hosts += [host for host in SETTINGS_NAMES if not path.startswith(f"hosts/{host}") and host not in allowed]
+    folders, beside = ("hosts/", "hosts/heads/"), path.replace("heads/", "")
+    hosts += [host for host in SETTINGS_NAMES if not beside.startswith(f"hosts/{host}") and host not in allowed]
     words, faults = {ast.Constant: "value", ast.Name: "id", ast.Attribute: "attr"}, []
     for node in ast.walk(tree):
         word = getattr(node, words[type(node)]) if type(node) in words else None
         if isinstance(word, str) and word.lower() in hosts:
             faults.append(f"{path}:{node.lineno}: names {word}: ask the host's object (hosts/args.py)")
-    imported = [(line, name) for line, name in imported_names(path, tree) if any(f"hosts.{host}" in name for host in hosts)]
+    modules = [f"{folder}{host}".replace("/", ".") for folder in folders for host in hosts]
+    imported = [(line, name) for line, name in imported_names(path, tree) if any(module in name for module in modules)]
     return faults + [f"{path}:{line}: imports {name}" for line, name in imported]
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from megatron_rl import __main__ as command_line
-from megatron_rl.commands.unknown_flags import OTHER_NAMES, flags_of
 from megatron_rl.errors import ConfigError, DataError, RunError
 
 
@@ -74,18 +72,12 @@ def test_an_error_moves_no_cursor(monkeypatch, capsys, kind, code, end):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        pytest.param("train --beta 0.04", "--beta is no flag of megatron-rl train: did you mean --kl-coefficient?", id="TRL's"),
-        pytest.param("train --n_samples_per_prompt=8", "did you mean --samples-per-prompt?", id="OpenRLHF's"),
-        pytest.param("train --loss-agregation constant", "did you mean --loss-aggregation?", id="a typo"),
-        pytest.param("explain --num-rollouts 4", "of megatron-rl explain: did you mean", id="of train alone"),
+        pytest.param("train --loss_agregation=constant", "did you mean --loss-aggregation?", id="a typo, and underscores"),
         pytest.param(
             "doctor --xyz 1", "--xyz is no flag of megatron-rl doctor: megatron-rl doctor --help lists", id="nothing near"
         ),
         pytest.param("selftest cp2 -3", "megatron-rl selftest takes no argument 'cp2 -3'", id="no flag at all"),
         pytest.param("train --xyz --zyx", "2 problems:", id="both"),
-        pytest.param(
-            "explain --global-batch-size 4", "did you mean --response-lengths, one for each sample of the step?", id="a size"
-        ),
     ],
 )
 def test_an_unknown_flag_is_refused_with_what_it_may_mean(capsys, line, said):
@@ -93,13 +85,30 @@ def test_an_unknown_flag_is_refused_with_what_it_may_mean(capsys, line, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--model", "--tokenizer", "--model-name-or-path", "--model_name_or_path"])
-def test_a_model_by_another_trainers_flag_leads_to_a_folder(capsys, flag):
-    assert command_line.main(["train", flag, "x"]) == 2
-    assert f"{flag} is no flag of megatron-rl train: did you mean --hf-checkpoint?" in capsys.readouterr().err
+def test_a_file_has_a_flag_in_each_line_and_the_last_value_counts(tmp_path, monkeypatch):
+    """`train @run.args`, before what reads the words themselves: the loss of a user's own, the preset."""
+    seen = []
+
+    class Command:
+        @staticmethod
+        def add_arguments(parser, arguments):
+            seen.append(arguments)
+            parser.add_argument("--lr", type=float)
+            parser.add_argument("--packed", action="store_true")
+
+        @staticmethod
+        def run(args):
+            seen.append((args.lr, args.packed))
+            return 0
+
+    monkeypatch.setattr(command_line, "command_module", lambda name: Command)
+    path = tmp_path / "run.args"
+    path.write_text("--lr=0.001\n--packed\n")
+    assert command_line.main(["train", f"@{path}", "--lr", "1"]) == 0
+    assert seen == [["--lr=0.001", "--packed", "--lr", "1"], (1.0, True)]
 
 
-def test_what_other_trainers_call_a_flag_leads_to_a_flag_of_train():
-    parser = ArgumentParser()
-    command_line.command_module("train").add_arguments(parser, [])
-    assert set(OTHER_NAMES.values()) <= set(flags_of(parser)) and not set(OTHER_NAMES) & set(flags_of(parser))
+def test_a_missing_file_of_flags_ends_with_the_code_of_a_wrong_command_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["train", "@nowhere.args"])
+    assert "nowhere.args" in capsys.readouterr().err

@@ -20,7 +20,8 @@ from test_host_log_probs import LIMIT, before_and_after, in_fork, nearly_equal, 
 from test_roll import started_with
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import log_probs, roll
+from megatron_rl.hosts import roll
+from megatron_rl.hosts.heads import log_probs
 from megatron_rl.testing.ranks import run_ranks
 
 

@@ -8,7 +8,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from explain_cases import S, explain
 from helpers import error_of, names_forgotten, pool_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -355,11 +354,7 @@ def test_every_selection_of_the_package_is_declared():
     }
 
 
-def test_explain_and_the_start_say_what_is_selected():
-    selection = ["--token-selection", "clip_cov", "--token-selection-share", "0.2"]
-    _, out, _ = explain(*S, "--loss-aggregation", "token_mean", "--policy-loss", "grpo", *selection)
-    said = "token selection clip_cov: 0.2 of the step's tokens with scores in [1, 5] left out; at most 1 token of this step, and"
-    assert said in out
+def test_the_start_says_what_is_selected():
     assert chosen(TOP, 0.2).in_words() == "top_entropy: 0.2 of the step's tokens trained alone"
     of_penalty = "kl_cov: 0.002 of the step's tokens with scores in [0, inf] with a KL penalty x 1"
     assert chosen(KL_COV, 2e-3, low=0.0).in_words() == of_penalty

@@ -15,11 +15,8 @@ from megatron_rl.hosts.args import CUSTOM_LOSS_LINE, GUARD_LINE, INIT_LINE, REDU
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation
 from megatron_rl.validation import config_warnings
 
-PER_TOKEN_LINE = "--calculate-per-token-loss"
-LINES_OF_ROUTE: dict[Route | None, list[str]] = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE]}
+LINES_OF_ROUTE = {str(Route.REDUCER): [REDUCER_LINE], str(Route.CUSTOM_LOSS): [CUSTOM_LOSS_LINE, GUARD_LINE]}
 FILE_NAME = "megatron_rl.yaml"
-# What this command and `megatron-rl explain` are given for our loss.
-ROUTE_OF_OUR_LOSS = f"--route {Route.CUSTOM_LOSS}"
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -27,7 +24,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     group = parser.add_argument_group(title="launch-config")
     group.add_argument(
         "--route",
-        choices=[*map(str, LINES_OF_ROUTE)],
+        choices=[*LINES_OF_ROUTE],
         default=str(Route.REDUCER),
         help="reducer: the host's loss, our aggregation; custom_loss: our loss too. Default: reducer.",
     )
@@ -40,7 +37,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def run(args: Namespace) -> int:
-    config = validate_megatron_rl_args(args, Route(args.route), takes_our_loss_by=ROUTE_OF_OUR_LOSS)
+    config = validate_megatron_rl_args(args, Route(args.route), takes_our_loss_by=f"--route {Route.CUSTOM_LOSS}")
     print(yaml_text(settings_of_file(args, config)), end="")
     for warning in config_warnings(config):
         print(f"megatron_rl: {warning}", file=sys.stderr)
@@ -56,12 +53,12 @@ def settings_of_file(args: Namespace, config: PolicyLossConfig) -> dict[str, str
 
 
 def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
-    lines = [f"--custom-config-path {FILE_NAME}", INIT_LINE, *LINES_OF_ROUTE[Route(args.route)]]
+    lines = [f"--custom-config-path {FILE_NAME}", INIT_LINE, *LINES_OF_ROUTE[args.route]]
     # The host's own flags always have a value, which would win over the loss's default and contradict another in the file.
-    clip = clip_of(config) if Route(args.route) == Route.CUSTOM_LOSS and args.policy_loss is not None else None
+    clip = clip_of(config) if args.route == Route.CUSTOM_LOSS and args.policy_loss is not None else None
     lines += [] if clip is None else [f"--eps-clip {clip[0]!r} --eps-clip-high {clip[1]!r}"]
-    lines += [PER_TOKEN_LINE] if args.calculate_per_token_loss else []
-    return [*lines, REWARD_LINE] if needs_reward_hook(config, per_token=args.calculate_per_token_loss) else lines
+    lines += ["--calculate-per-token-loss"] * args.calculate_per_token_loss
+    return lines + [REWARD_LINE] * needs_reward_hook(config, per_token=args.calculate_per_token_loss)
 
 
 def needs_reward_hook(config: PolicyLossConfig, *, per_token: bool) -> bool:

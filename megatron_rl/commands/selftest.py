@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from megatron_rl.testing.selftest import RowResult, Setting
     from megatron_rl.testing.selftest_bench import Bench
 
-# As a shell says of a process that SIGINT has ended.
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+EXIT_FAILED = 1
 # A field of Layout -> its flag and what it means.
 SIZES = {
     "tensor": ("--tensor-model-parallel-size", "Ranks that share each layer. Default: 1."),
@@ -69,22 +68,14 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 def run(args: Namespace) -> int:
     """Exit code 0 when every row passes, 1 when one fails; the same on every rank."""
     started = time.monotonic()
-    warnings = [] if args.policy_loss is None else check_loss(args.policy_loss)
-    if args.loss_aggregation is not None:
-        args.loss_aggregation = aggregation_of(args.loss_aggregation, args.model_like)
-    if args.kl_estimator is not None:
-        args.kl_estimator = estimator_of(args.kl_estimator, args.model_like)
+    screen = Screen(as_json=args.json, shows=os.environ.get("RANK", "0") == "0")
+    for warning in settle_names(args):
+        if screen.shows:
+            print(f"megatron_rl selftest: {warning}", file=sys.stderr)
     if args.interpret_triton:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks where a kernel is defined, which is later
-    screen = Screen(as_json=args.json, shows=os.environ.get("RANK", "0") == "0")
-    for warning in warnings:
-        screen.say(warning)
-    try:
-        for result in results(args, screen):
-            screen.show(result)
-    except KeyboardInterrupt:
-        screen.interrupted(time.monotonic() - started)
-        return EXIT_INTERRUPTED
+    for result in results(args, screen):
+        screen.show(result)
     passed = screen.close(time.monotonic() - started)
     import torch.distributed as dist
 
@@ -102,95 +93,64 @@ class Screen:
         self.setting: Setting
         """From the start of the rows on."""
         self.results: list[RowResult] = []
-        self.running: str | None = None
 
     def line(self, key: str, value: object, text: str | None) -> None:
         if not self.shows or (text is None and not self.as_json):
             return
         print(json.dumps({key: value}) if self.as_json else text, flush=True)
 
-    def say(self, text: str) -> None:
-        if self.shows:
-            print(f"megatron_rl selftest: {text}", file=sys.stderr)
-
     def on_start(self, setting: Setting) -> None:
         self.setting = setting
         self.line("setting", asdict(setting), header(setting))
 
     def on_row(self, name: str) -> None:
-        self.running = name
         self.line("running", name, None)
 
     def show(self, result: RowResult) -> None:
         self.results.append(result)
-        self.running = None
         self.line("row", asdict(result), row_text(result))
 
-    def verdict(self, seconds: float, **more: object) -> dict[str, object]:
-        failed = sum(not result.passed for result in self.results)
-        return {
-            "passed": not failed and not more,
-            "seconds": round(seconds, 3),
-            "rows": len(self.results),
-            "failed": failed,
-            **more,
-        }
-
-    def interrupted(self, seconds: float) -> None:
-        where = "before a row" if self.running is None else f"in {self.running}"
-        self.line("result", self.verdict(seconds, interrupted=where), None)
-        self.say(f"interrupted after {len(self.results)} rows, {where}: nothing is said of the others")
-
     def close(self, seconds: float) -> bool:
-        self.line("result", self.verdict(seconds), closing(self.setting, self.results, seconds))
-        return all(result.passed for result in self.results)
+        failed = sum(not result.passed for result in self.results)
+        verdict = {"passed": not failed, "seconds": round(seconds, 3), "rows": len(self.results), "failed": failed}
+        self.line("result", verdict, closing(self.setting, self.results, seconds))
+        return not failed
 
 
-def check_loss(name: str) -> Sequence[str]:
-    """Registers a loss of a user's own; megatron_rl.testing makes its tables from the registered losses, so it is imported later.
-    Returns warnings. Raises ConfigError for a loss that is not what it declares, and for one that needs what the step has not."""
+def settle_names(args: Namespace) -> Sequence[str]:
+    """Registers a loss, an aggregation and a KL term of a user's own, before megatron_rl.testing makes its tables, and leaves their
+    names in the rows in args. Returns warnings. Raises ConfigError for one that is not what it declares, or has no rows."""
     from megatron_rl.config import PolicyLossConfig
-    from megatron_rl.loss_hub import PASSED_INPUTS, get_policy_loss
-    from megatron_rl.validation.own_loss import own_loss_problems, own_loss_warnings
-
-    needs = [need for need in get_policy_loss(name).needs if need in PASSED_INPUTS]
-    config = PolicyLossConfig(policy_loss=name)
-    problems = [*own_loss_problems(config)]
-    if needs:
-        problems.append(
-            f"--policy-loss {name} needs {', '.join(needs)}, which the samples of the selftest have not: test it with the pytest "
-            "fixture assert_layout_invariant, as docs/testing.md shows"
-        )
-    if problems:
-        raise ConfigError(problems)
-    return own_loss_warnings(config)
-
-
-def aggregation_of(name: str, model_like: str | None) -> str:
-    """The name in its rows. One of a user's own is registered, before the tables are made. ConfigError: it has no rows."""
-    from megatron_rl.loss_hub import get_loss_aggregation
-
-    record = get_loss_aggregation(name)
-    if record.formula is None:
-        raise ConfigError(f"--loss-aggregation {name} declares no formula, which the selftest compares it with: declare one")
-    if model_like is not None:
-        raise ConfigError(f"--loss-aggregation {name}: rows of --model-like {model_like} have their own; remove one flag")
-    return record.name
-
-
-def estimator_of(name: str, model_like: str | None) -> str:
-    """The name in its rows. One of a user's own is registered, before the tables are made. ConfigError: it is not what it declares,
-    or has no rows."""
+    from megatron_rl.loss_hub import PASSED_INPUTS, get_loss_aggregation, get_policy_loss
     from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, get_kl_estimator
+    from megatron_rl.validation.own_loss import own_loss_problems, own_loss_warnings
     from megatron_rl.validation.own_terms import estimator_problems
 
-    record = get_kl_estimator(name)
-    problems = [] if KL_ESTIMATORS.is_built_in(record.name) else [*estimator_problems(record)]
-    if model_like is not None:
-        problems.append(f"--kl-estimator {name}: rows of --model-like {model_like} have no KL term; remove one flag")
+    problems: list[str] = []
+    warnings: Sequence[str] = []
+    if args.policy_loss is not None:
+        config = PolicyLossConfig(policy_loss=args.policy_loss)
+        problems += own_loss_problems(config)
+        warnings = own_loss_warnings(config)
+        if needs := [need for need in get_policy_loss(args.policy_loss).needs if need in PASSED_INPUTS]:
+            problems.append(
+                f"--policy-loss {args.policy_loss} needs {', '.join(needs)}, which the samples of the selftest have not: test it "
+                "with the pytest fixture assert_layout_invariant, as docs/testing.md shows"
+            )
+    if args.loss_aggregation is not None:
+        aggregation = get_loss_aggregation(args.loss_aggregation)
+        if aggregation.formula is None:
+            problems.append(f"--loss-aggregation {args.loss_aggregation} declares no formula, which its rows need: declare one")
+        args.loss_aggregation = aggregation.name
+    if args.kl_estimator is not None:
+        estimator = get_kl_estimator(args.kl_estimator)
+        problems += [] if KL_ESTIMATORS.is_built_in(estimator.name) else estimator_problems(estimator)
+        args.kl_estimator = estimator.name
+    if args.model_like is not None and (args.loss_aggregation is not None or args.kl_estimator is not None):
+        problems.append(f"--model-like {args.model_like} has rows of its own: remove it, or --loss-aggregation and --kl-estimator")
     if problems:
         raise ConfigError(problems)
-    return record.name
+    return warnings
 
 
 def results(args: Namespace, screen: Screen) -> Iterator[RowResult]:

@@ -28,7 +28,8 @@ from megatron_rl.train.writers import METRICS_FILE, names_what_cannot_be_written
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.usage = "megatron-rl train [--task TASK | --prompts FILE --reward module.function | --rollouts FILE] [flags]"
+    parser.usage = "megatron-rl train [--task TASK | --prompts FILE --reward module.function | --rollouts FILE] [flags] [@FILE]"
+    parser.epilog = "@FILE: a file with a flag in each line, as --lr=0.001; the last value of a flag counts."
     add_megatron_rl_args(parser, arguments)
     of_loss = parser._action_groups[-1]
     of_loss.title, of_loss.description = (
@@ -41,12 +42,6 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         add_train_args(parser)
     except ArgumentError as error:  # the flags of a loss of one's own come first
         raise ConfigError(f"a parameter of your policy loss has the name of a flag of train, {error}; rename it") from error
-    with_preset = next(
-        one for one in parser._action_groups if any("--preset" in flag.option_strings for flag in one._group_actions)
-    )
-    with_preset.add_argument(
-        "--settings", metavar="FILE", help="YAML, TOML or JSON, a line for each flag; a flag that is typed wins."
-    )
     set_preset_defaults(parser, arguments)
 
 

@@ -30,14 +30,6 @@ def open_regular(path: str | Path) -> BinaryIO:
     raise OSError("it is no regular file")
 
 
-def is_regular(path: str | Path) -> bool:
-    """Whether a regular file is there. A name may be any text of a file."""
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except (OSError, ValueError):
-        return False
-
-
 def read_regular(path: str | Path, most: int = LARGEST_SETTINGS) -> bytes:
     """All bytes of a regular file. Raises OSError, also for more than `most` bytes."""
     with open_regular(path) as file:

@@ -136,7 +136,8 @@ def run_model(
     layer = find_output_layer(model)
     if layer is None and settings.is_on and getattr(find_gpt_model(model), "post_process", False):
         raise ConfigError(unfound_problem(model, settings))
-    if layer is not None and (problems := [*layer_problems(layer, settings, tp_group)]):
+    replaced_for = "multi-token prediction" if num_further else "sampling" if positions is not None else ""
+    if layer is not None and (problems := [*layer_problems(layer, settings, tp_group, replaced_for)]):
         raise ConfigError(problems)
     if layer is None or not (settings.is_on or positions is not None or num_further):
         return ModelOutput(call(), None)
@@ -382,13 +383,16 @@ def sharded_problem(settings: HeadSettings) -> str:
     )
 
 
-def layer_problems(layer: Any, settings: HeadSettings, tp_group: Group) -> Iterator[str]:
+def layer_problems(layer: Any, settings: HeadSettings, tp_group: Group, replaced_for: str = "") -> Iterator[str]:
     """Why the loss would not be that of this model, by its output layer alone: the same on every rank that has the layer.
 
     Under our head the layer must give this rank's part of X W^T, as Megatron's own does. Hooks on it are not looked at.
+    replaced_for: what hands the layer a part of its rows, with its weight, where no head of ours is on.
     """
-    if settings.is_on:
-        yield from _product_problems(layer, flags_of(settings))
+    if settings.is_on or replaced_for:
+        yield from _product_problems(layer, flags_of(settings) or replaced_for)
+    if settings.is_on and getattr(layer, "bias", None) is not None:
+        yield f"{flags_of(settings)} with a bias in the output layer: only X W^T is computed; build it with bias=False"
     if getattr(layer, "gather_output", False) and tp_group.size() > 1:
         yield (
             f"the output layer gathers its logits over {tp_group.size()} tensor-parallel ranks (gather_output=True): the loss "
@@ -412,8 +416,6 @@ def _product_problems(layer: Any, flags: str) -> Iterator[str]:
             f"({place_of(forward)}). Our head computes X W^T only, so an adapter, a scale or a soft cap would be lost. "
             f"Remove {flags}, or build the plain layer (leave the output layer out of the adapter's target modules)"
         )
-    elif layer.bias is not None:
-        yield f"{flags} with a bias in the output layer: only X W^T is computed; build it with bias=False"
 
 
 def _check_mark(layer: nn.Module, output: Tensor, num_calls: int) -> None:

@@ -84,7 +84,7 @@ class Sample:
     """A set of ids for each response token: what a sampler with top-p, top-k or min-p drew it from. Log-probabilities are then over
     these sets. None: the whole vocabulary."""
     kept_mass: Tensor | None = None
-    """[response_length] float32, what each set had of the sampler's softmax; a metric and explain show it."""
+    """[response_length] float32, what each set had of the sampler's softmax; a metric shows it."""
     rollout_id: str | int | None = None
     """Equal for the samples of one rollout, as its turns or agents; they share prompt_id and reward. None: it is a rollout."""
 

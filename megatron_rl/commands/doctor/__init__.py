@@ -11,7 +11,7 @@ from importlib import import_module
 
 from megatron_rl.commands.doctor.machine import findings
 from megatron_rl.commands.doctor.probes import collect_facts
-from megatron_rl.commands.doctor.report import PROBLEM, Finding, as_json, as_text, num_problems
+from megatron_rl.commands.doctor.report import as_json, as_text, num_problems
 from megatron_rl.hosts import ADAPTER_NAMES
 
 EXIT_PROBLEM = 1
@@ -31,10 +31,8 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 def run(args: Namespace) -> int:
     """Exit code 0, or 1 where anything is a problem."""
     facts = collect_facts()
-    machine, launch = findings(facts), []
-    if args.launch_line and facts["torch"]["state"] != "here":
-        launch = [Finding("rules", PROBLEM, "they need torch, see above")]
-    elif args.launch_line:
-        launch = import_module("megatron_rl.commands.doctor.launch").judge_line(args.launch_line, args.host)
-    print((as_json if args.json else as_text)(machine, launch), flush=True)
-    return EXIT_PROBLEM if num_problems([*machine, *launch]) else 0
+    found = findings(facts)
+    if args.launch_line and facts["torch"]["state"] == "here":
+        found += import_module("megatron_rl.commands.doctor.launch").judge_line(args.launch_line, args.host)
+    print((as_json if args.json else as_text)(found), flush=True)
+    return EXIT_PROBLEM if num_problems(found) else 0

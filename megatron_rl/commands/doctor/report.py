@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from megatron_rl import __version__
@@ -21,23 +21,16 @@ class Finding:
     text: str
 
 
-def num_problems(rows: Iterable[Finding]) -> int:
+def num_problems(rows: Sequence[Finding]) -> int:
     return sum(row.status == PROBLEM for row in rows)
 
 
-def as_text(machine: Sequence[Finding], launch: Sequence[Finding]) -> str:
-    lines = [f"megatron_rl {__version__} on this machine", *_table(machine)] if machine else []
-    lines += ["the launch line", *_table(launch)] if launch else []
-    problems = num_problems([*machine, *launch])
-    return "\n".join([*lines, f"doctor: {problems or 'no'} problem{'' if problems == 1 else 's'}"])
+def as_text(rows: Sequence[Finding]) -> str:
+    width = max(len(row.subject) for row in rows)
+    lines = [f"  {row.status:8s} {row.subject:{width}s}  {printable(row.text)}".rstrip() for row in rows]
+    count = num_problems(rows)
+    return "\n".join([f"megatron_rl {__version__}", *lines, f"doctor: {count or 'no'} problem{'' if count == 1 else 's'}"])
 
 
-def _table(rows: Sequence[Finding]) -> list[str]:
-    texts = [(printable(row.subject), row.status, printable(row.text)) for row in rows]
-    width = max(len(subject) for subject, _, _ in texts)
-    return [f"  {status:8s} {subject:{width}s}  {text}".rstrip() for subject, status, text in texts]
-
-
-def as_json(machine: Sequence[Finding], launch: Sequence[Finding]) -> str:
-    found = {"megatron_rl": __version__, "problems": num_problems([*machine, *launch])}
-    return json.dumps(found | {"machine": [asdict(row) for row in machine], "launch": [asdict(row) for row in launch]})
+def as_json(rows: Sequence[Finding]) -> str:
+    return json.dumps({"megatron_rl": __version__, "problems": num_problems(rows), "findings": [asdict(row) for row in rows]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from megatron_rl.files.json_values import numbered_lines, parse_json_line
 from megatron_rl.train.rollout_files import load_rollouts
 from megatron_rl.validation import field_of
 
-# Of a response and of a step: more is a slip of the finger or a damaged file, and the masks would fill the memory.
+# Of a step: more is a slip of the finger or a damaged file, and the masks would fill the memory.
 MOST_TOKENS = 2**27
 # A field of a sample -> the flag that gives it for each response, and an example.
 COLUMNS = {
@@ -24,17 +24,6 @@ COLUMNS = {
     "prompt_id": ("--prompt-ids", "a,a,b"),
     "rollout_id": ("--rollout-ids", "0,0,1"),
 }
-IDENTITIES = ("prompt_id", "rollout_id")
-MOST_PROBLEMS = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchLayout:
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    data: int = 1
-    num_microbatches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +32,8 @@ class StepInput:
 
     masks: list[Tensor]  # S tensors [response_length]
     prompts: Sequence[int | str] | None
-    rollouts: Sequence[Hashable] | None = None
+    rollouts: Sequence[Hashable] | None
     """The rollout of each sample, where one of them makes several samples; None: each sample is one rollout."""
-    old_log_probs: list[Tensor] | None = None  # S tensors [response_length] float64; None where a sample has none
-    rollout_log_probs: list[Tensor] | None = None
     source: str
     notes: tuple[str, ...] = ()
 
@@ -57,14 +44,7 @@ class StepInput:
 
 def read_step(args: Namespace) -> StepInput:
     """ConfigError for wrong flags, DataError for a file that cannot be read."""
-    if args.rollouts is not None:
-        return read_rollouts(args.rollouts, args.rollout_index)
-    if args.response_lengths is not None:
-        return read_lengths(args)
-    raise ConfigError(
-        "nothing to explain: give a step, as --response-lengths 3,5,8 (with --prompt-ids a,a,b), or --rollouts FILE of megatron-rl "
-        "train --save-rollouts or of one sample a line"
-    )
+    return read_lengths(args) if args.rollouts is None else read_rollouts(args.rollouts, args.rollout_index)
 
 
 def read_lengths(args: Namespace) -> StepInput:
@@ -72,14 +52,10 @@ def read_lengths(args: Namespace) -> StepInput:
     texts = {name: vars(args)[field_of(flag)] for name, (flag, _) in COLUMNS.items()}
     columns = {name: [word.strip() for word in text.split(",")] for name, text in texts.items() if text is not None}
     num_samples = len(columns["response_length"])
-    problems = [
-        f"{COLUMNS[name][0]} {texts[name]}: one entry for each of the {num_samples} responses is needed, as in {COLUMNS[name][1]}"
-        f"{', with no space after a comma' if column[-1] == '' else ''}"
-        for name, column in columns.items()
-        if len(column) != num_samples or "" in column
-    ]
-    if problems:
-        raise ConfigError(problems)
+    for name, column in columns.items():
+        if len(column) != num_samples or "" in column:
+            flag, example = COLUMNS[name]
+            raise ConfigError(f"{flag} {texts[name]}: one entry for each of the {num_samples} responses is needed, as in {example}")
     records: list[dict[str, Any]] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for record in records:
         length = record["response_length"]
@@ -114,16 +90,9 @@ def read_rollouts(path: str, index: int | None) -> StepInput:
         masks=[sample.loss_mask.long() for sample in samples],
         prompts=[sample.prompt_id for sample in samples],
         rollouts=None if samples[0].rollout_id is None else [str(sample.rollout_id) for sample in samples],
-        old_log_probs=_rows_of([sample.old_log_probs for sample in samples]),
-        rollout_log_probs=_rows_of([sample.rollout_log_probs for sample in samples]),
         source=f"rollout {chosen[0].rollout_index} of {path}",
         notes=tuple(notes),
     )
-
-
-def _rows_of(values: list[Tensor | None]) -> list[Tensor] | None:
-    rows = [row.double() for row in values if row is not None]
-    return rows if len(rows) == len(values) else None
 
 
 def _holds_one_sample_a_line(path: str) -> bool:
@@ -138,52 +107,37 @@ def _holds_one_sample_a_line(path: str) -> bool:
 def _step_of(records: list[Any], place: str, first: int, source: str) -> StepInput:
     """Of {"response_length": 3, "loss_mask": [1, 0, 1], "prompt_id": "a", "rollout_id": 0}: one of the first two, the rest at will.
     place, first: what a message calls a record, and the number of the first."""
-    masks = _masks_of(records, place, first)
+    masks: list[Tensor] = []
+    most_tokens = MOST_TOKENS
+    for number, record in enumerate(records, first):
+        try:
+            masks.append(_mask_of(record, most_tokens))
+            most_tokens -= len(masks[-1])
+        except DataError as error:
+            raise DataError(f"{place} {number}: {error}") from error
     columns = {name: [record.get(name) for record in records] for name in ("prompt_id", "rollout_id")}
-    problems = [
-        f"{place} {values.index(None) + first} has no {name} and others have: give it in all, or none"
-        for name, values in columns.items()
-        if None in values and values != [None] * len(values)
-    ]
+    for name, values in columns.items():
+        if None in values and values != [None] * len(values):
+            raise DataError(f"{place} {values.index(None) + first} has no {name} and others have: give it in all, or none")
     prompts, rollouts = (None if None in values else values for values in columns.values())
     prompt_of: dict[Hashable, Hashable] = {}
     for rollout, prompt in [] if prompts is None or rollouts is None else zip(rollouts, prompts, strict=True):
         if prompt_of.setdefault(rollout, prompt) != prompt:
             names = f"rollout {rollout} has samples of the prompts {prompt_of[rollout]} and {prompt}"
-            problems.append(f"{place.rpartition(',')[0]}: {printable(names)}: a rollout has one prompt")
-    if problems:
-        raise DataError("; ".join(problems))
+            raise DataError(f"{place.rpartition(',')[0]}: {printable(names)}: a rollout has one prompt")
     return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source=source)
 
 
-def _masks_of(records: list[Any], place: str, first: int) -> list[Tensor]:
-    """The loss mask of each record, all ones where it has none. DataError names the first records that are wrong."""
-    lengths = [record.get("response_length") for record in records if isinstance(record, dict)]
-    total = sum(length for length in lengths if _is_length(length))
-    if total > MOST_TOKENS:
-        raise DataError(f"{place.rpartition(',')[0]}: {total} response tokens in one step: at most {MOST_TOKENS} are read")
-    masks, problems = [], []
-    for number, record in enumerate(records, first):
-        try:
-            masks.append(_mask_of(record))
-        except DataError as error:
-            problems.append(f"{place} {number}: {error}")
-    if problems:
-        rest = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-        raise DataError("; ".join(problems[:MOST_PROBLEMS]) + rest)
-    return masks
-
-
-def _mask_of(record: Any) -> Tensor:  # [response_length] int64
+def _mask_of(record: Any, most_tokens: int) -> Tensor:  # [response_length] int64
     if not isinstance(record, dict):
         raise DataError(f"{type(record).__name__} in the place of a dict of a sample's fields")
-    for name in IDENTITIES:
+    for name in ("prompt_id", "rollout_id"):
         if not isinstance(record.get(name), int | str | None):
             raise DataError(f"{name} is {record[name]!r}: a whole number or text is needed, or nothing")
     mask = record.get("loss_mask")
     length = record.get("response_length", len(mask) if isinstance(mask, list) else None)
-    if not _is_length(length):
-        raise DataError(f"response_length is {length!r}: a whole number of 0 to {MOST_TOKENS} is needed")
+    if not isinstance(length, int) or not 0 <= length <= most_tokens:
+        raise DataError(f"response_length is {length!r}: a whole number is needed, with at most {MOST_TOKENS} tokens in a step")
     if mask is None:
         return torch.ones(length, dtype=torch.int64)
     if not isinstance(mask, list) or any(isinstance(value, bool) or value not in (0, 1) for value in mask):
@@ -191,7 +145,3 @@ def _mask_of(record: Any) -> Tensor:  # [response_length] int64
     if len(mask) != length:
         raise DataError(f"a loss_mask of {len(mask)} for a response_length of {length}: one entry a token")
     return torch.tensor(mask, dtype=torch.int64)
-
-
-def _is_length(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS

@@ -1,21 +1,23 @@
 """What the trainers' own losses weigh a token: one formula for each of their aggregations, and what it makes of a typed step.
 
-Counts of the step are the same on every layout. Counts of one micro-batch, T_b, N_b and L_b, change with its size and with the
-number of ranks: such a loss is a mean of the means of micro-batches. tests/test_explain_stock.py holds each row against the
-trainer's own code. KL, entropy, value and distillation terms are left out.
+Counts of the step are the same on every layout. M and dp (micro-batches of a rank, ranks) and T_b, N_b and L_b (counts of one
+micro-batch) are not: such a loss is a mean of means. tests/test_explain_stock.py holds each row against the trainer's own code. KL,
+entropy, value and distillation terms are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
-
-from megatron_rl.aggregation_record import Formula
+from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
+from megatron_rl.commands.explain.report import columns
+from megatron_rl.commands.explain.weights import short
 from megatron_rl.errors import ConfigError
 
-TOKEN_MEAN, SAMPLE_MEAN, CONSTANT = Formula(T=-1), Formula(N=-1, m_i=-1), Formula(L=-1, N=-1)
+SAMPLE_MEAN, CONSTANT = Formula(N=-1, m_i=-1), Formula(L=-1, N=-1)
 PROMPT_MEAN = Formula(P=-1, M_g=-1)
 SAMPLE_SUM, OF_PRESENT_SAMPLES, COUNTED_TOKENS = Formula(N=-1), Formula({"N+": -1, "m_i": -1}), Formula({"T'": -1})
 MEAN_OF_TOKEN_MEANS, MEAN_OF_SAMPLE_MEANS = Formula(M=-1, dp=-1, T_b=-1), Formula(dp=-1, N_b=-1, m_i=-1)
@@ -60,91 +62,84 @@ STOCK: dict[str, dict[str, Formula]] = {
     },
     "megatron_lm": {"default": MEAN_OF_TOKEN_MEANS, "calculate_per_token_loss": COUNTED_TOKENS},
 }
-# A count of one micro-batch -> the step's, with the numbers that divide a mean of means.
-WHOLE = {"T_b": ("T", "M", "dp"), "N_b": ("N", "dp")}
-Layout = Sequence[Sequence[Sequence[int]]]  # the samples of each micro-batch of each rank
+# A weight that depends on the layout -> the mean over the whole step that it stands for.
+WHOLE = {
+    MEAN_OF_TOKEN_MEANS: TOKEN_MEAN,
+    MEAN_OF_SAMPLE_MEANS: SAMPLE_MEAN,
+    Formula(dp=-1): TOKEN_MEAN,
+    Formula(L_b=-1, N=-1): CONSTANT,
+    Formula(L_b=-1): Formula(L=-1),
+}
+Layout = list[list[list[int]]]  # the unmasked tokens of each sample of each micro-batch of each rank
 
 
-def read_layout(text: str) -> tuple[list[int], Layout]:
-    """(response lengths, layout) of "3100,900|2500,700||400|60": `|` between micro-batches, `||` between ranks."""
-    lengths: list[int] = []
-    layout: list[list[list[int]]] = []
+def stock_table(args: Namespace) -> Iterator[str]:
+    """The trainer's own weights beside the exact ones, and by how much the gradient is off."""
+    weight, layout = stock_weight(args.stock), read_layout(args.micro_batches)
+    exact = WHOLE.get(weight, weight)
+    given = args.loss_aggregation_divisor, None if args.prompt_ids is None else args.prompt_ids.split(",")
+    own_weights, exact_weights = weights_of(weight, layout, *given), weights_of(exact, layout, *given)
+    places = [
+        (f"{rank}.{number}", tokens)
+        for rank, of_rank in enumerate(layout)
+        for number, part in enumerate(of_rank)
+        for tokens in part
+    ]
+    rows = [["", "rank.micro-batch", "tokens", f"{args.stock} {weight}", f"exact {exact}", "ratio"]]
+    for sample, ((place, tokens), own, right) in enumerate(zip(places, own_weights, exact_weights, strict=True)):
+        ratio = f"x {short(own / right)}" if tokens else ""
+        rows.append([f"sample {sample}", place, str(tokens), short(own), short(right), ratio])
+    yield from columns(rows[: args.rows + 1])
+    if weight == exact:
+        yield "EXACT: the weight is the same on every layout"
+    else:
+        error = gradient_error(own_weights, exact_weights, [tokens for _, tokens in places])
+        yield f"NOT exact: the weight depends on the layout; of independent tokens this one is {error:.0%} off"
+
+
+def read_layout(text: str) -> Layout:
+    """Of "3100,900|2500,700||400|60": `|` between micro-batches, `||` between ranks."""
     try:
-        for rank in text.split("||"):
-            layout.append([])
-            for micro_batch in rank.split("|"):
-                own = [int(length) for length in micro_batch.split(",")]
-                layout[-1].append([*range(len(lengths), len(lengths) + len(own))])
-                lengths += own
+        return [[[int(length) for length in part.split(",")] for part in rank.split("|")] for rank in text.split("||")]
     except ValueError:
-        raise ConfigError(
-            f"--micro-batches {text}: give response lengths, as in '3100,900|2500,700', with | between micro-batches and || "
-            "between ranks"
-        ) from None
-    return lengths, layout
+        raise ConfigError(f"--micro-batches {text}: give response lengths, as in '3100,900|2500,700||400,60'") from None
 
 
-def stock_weight(name: str) -> tuple[str, Formula]:
-    """(title, weight) of HOST:NAME. Raises ConfigError, which lists what there is."""
+def stock_weight(name: str) -> Formula:
+    """The weight of HOST:NAME. Raises ConfigError, which lists what there is."""
     host, _, aggregation = name.partition(":")
     if host not in STOCK:
         raise ConfigError(f"--stock {name}: {host!r} is none of {', '.join(STOCK)}; give HOST:NAME, as verl:token-mean")
     if aggregation not in STOCK[host]:
         raise ConfigError(f"--stock {name}: {host} has {', '.join(STOCK[host])}; give --stock {host}:NAME")
-    return name, STOCK[host][aggregation]
+    return STOCK[host][aggregation]
 
 
-def exact_formula(weight: Formula) -> Formula:
-    """The mean over the whole step that a mean of means stands for."""
-    for count, (whole, *numbers) in WHOLE.items():
-        power = weight.powers.get(count, 0)
-        if power:
-            weight = weight.without(count, *numbers) * Formula({whole: power})
-    return weight
-
-
-def weights_of(
-    weight: Formula,
-    tokens: Tensor,  # [S] unmasked
-    lengths: Tensor,  # [S], padded by the trainer to the longest of a micro-batch
-    layout: Layout,
-    *,
-    divisor: float | None,  # L; None: the longest response
-    prompts: Sequence[Hashable] | None = None,
-) -> Tensor:  # [S] float64, 0 of a sample without a token
-    if "P" in weight.powers and prompts is None:
-        raise ConfigError(f"the weight is {weight}, and which samples share a prompt is not known: give --prompt-ids a,a,b")
-    tokens, lengths = tokens.double(), lengths.double()
-    of_part = {name: torch.zeros_like(tokens) for name in ("M", "T_b", "N_b", "L_b")}
-    for rank in layout:
-        for samples in rank:
-            part, longest = tokens[samples].sum().item(), lengths[samples].max().item()
-            for name, value in {"M": len(rank), "T_b": part, "N_b": len(samples), "L_b": longest}.items():
-                of_part[name][samples] = value
-    values = {
-        **of_part,
-        "N": len(tokens),
-        "T": tokens.sum(),
-        "N+": (tokens > 0).sum().double(),
-        "T'": tokens.clamp(min=1).sum(),
-        "L": divisor or lengths.max(),
-        "dp": len(layout),
-        "m_i": tokens,
+def weights_of(weight: Formula, layout: Layout, divisor: float | None, prompts: Sequence[str] | None) -> list[float]:
+    """Of each sample, 0 where it has no token. divisor: L; None: the longest response. prompts: of each sample."""
+    samples = [(len(rank), part, count) for rank in layout for part in rank for count in part]
+    tokens = [count for _, _, count in samples]
+    if prompts is None and "P" not in weight.powers:
+        prompts = [""] * len(tokens)
+    if prompts is None or len(prompts) != len(tokens):
+        raise ConfigError(f"--stock weighs {weight}: give the prompt of each of the {len(tokens)} responses, as --prompt-ids a,a,b")
+    of_prompts = Counter[str]()
+    for prompt, count in zip(prompts, tokens, strict=True):
+        of_prompts[prompt] += count
+    of_step: dict[str, float] = {
+        **{"N": len(tokens), "N+": sum(count > 0 for count in tokens), "P": len(of_prompts), "dp": len(layout)},
+        **{"T": sum(tokens), "T'": sum(max(count, 1) for count in tokens), "L": divisor or max(tokens)},
     }
-    if prompts is not None:
-        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-        groups = torch.tensor([numbers[prompt] for prompt in prompts])
-        values |= {"P": len(numbers), "M_g": tokens.new_zeros(len(numbers)).index_add(0, groups, tokens)[groups]}
-    return torch.where(tokens > 0, torch.as_tensor(weight.evaluate(values), dtype=torch.float64), 0.0)
+    weights = []
+    for (num_parts, part, count), prompt in zip(samples, prompts, strict=True):
+        of_part = {"M": num_parts, "T_b": sum(part), "N_b": len(part), "L_b": max(part)}
+        of_sample = {"m_i": count, "M_g": of_prompts[prompt]}
+        weights.append(weight.evaluate(of_step | of_part | of_sample) if count else 0.0)
+    return weights
 
 
-def exact_weights(weight: Formula, tokens: Tensor, lengths: Tensor, layout: Layout, **given: object) -> Tensor:  # as weights_of
-    if "L_b" in weight.powers:  # the divisor that is meant is a constant of the run: here the longest response
-        lengths = torch.full_like(lengths, int(lengths.max()))
-    return weights_of(exact_formula(weight), tokens, lengths, layout, **given)  # type: ignore[arg-type]
-
-
-def gradient_error(own: Tensor, exact: Tensor, tokens: Tensor) -> float:
+def gradient_error(own: Sequence[float], exact: Sequence[float], tokens: Sequence[int]) -> float:
     """By how much the gradient is off where tokens have independent gradients of one size: the norm of the difference over the norm
     of the exact one."""
-    return float(((tokens * (own - exact).square()).sum() / (tokens * exact.square()).sum()).sqrt())
+    difference = sum(count * (one - other) ** 2 for one, other, count in zip(own, exact, tokens, strict=True))
+    return math.sqrt(difference / sum(count * other**2 for other, count in zip(exact, tokens, strict=True)))

@@ -1,29 +1,23 @@
-"""What each aggregation and a correction make of a step: weights, shares, sums, factors, and what a change does.
-
-aggregation.py gives the weights, corrections.py the factors.
-"""
+"""What each aggregation makes of a step: weights, shares, sums, and what a change does. aggregation.py gives the weights."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.commands.launch_config import ROUTE_OF_OUR_LOSS
-from megatron_rl.config import PolicyLossConfig, RejectedTokens, Route
+from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import SETTINGS_NAMES
 from megatron_rl.hosts.rewards import HostCounts, count_rollouts
 from megatron_rl.loss_hub import AGGREGATIONS, get_loss_aggregation, loss_aggregation_names
-from megatron_rl.losses import importance_correction
-from megatron_rl.registries.correction_settings import CorrectionSettings
 
 REFERENCE = "sample_mean"
 # Scales that differ by rounding alone are one scale.
@@ -70,16 +64,12 @@ class Weighing:
         return totals.num_tokens / max(1, round(totals.num_samples * self.reference))
 
     @property
-    def sample_weights(self) -> Tensor:  # [S]: W_i = w_i m_i, the weight of GSPO's one ratio
-        return self.token_weights * self.counts.tokens
-
-    @property
     def total(self) -> float:
-        return float(self.sample_weights.sum())
+        return float((self.token_weights * self.counts.tokens).sum())
 
     @property
     def shares(self) -> Tensor:  # [S]
-        return self.sample_weights / self.total
+        return self.token_weights * self.counts.tokens / self.total
 
     @property
     def gradient_scale(self) -> float:
@@ -93,86 +83,42 @@ class Weighing:
         return shares
 
 
-def judged_settings(args: Namespace, route: Route, **changes: object) -> PolicyLossConfig:
-    """Our settings as typed, with changes, judged by the route's rules."""
-    return validate_megatron_rl_args(Namespace(**given_settings(args) | changes), route, takes_our_loss_by=ROUTE_OF_OUR_LOSS)
-
-
-def check_prompts(aggregation: str, step: StepInput) -> None:
-    """Raises ConfigError where it needs the prompts of a step that does not have them."""
-    if get_loss_aggregation(aggregation).needs_prompts and step.prompts is None:
-        raise ConfigError(
-            f"--loss-aggregation {aggregation} needs to know which samples share a prompt, and {step.source} does "
-            "not say: give --prompt-ids a,a,b with --response-lengths, or a prompt_id in each line"
-        )
-
-
 def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[PolicyLossConfig], list[str]]:
-    """(configurations to show, what is left out). Without --loss-aggregation all of them are shown, at the longest response where
-    no divisor is given; with one of a user's own that one first; with --host the one that the launch would train."""
+    """(configurations to show, what is left out). With --host, or a built-in --loss-aggregation: that one. Else all of them, one of
+    a user's own first; where no divisor is given, at the longest response."""
+    given = given_settings(args)
+    if args.host not in SETTINGS_NAMES:  # which undo that contract for every aggregation
+        given["calculate_per_token_loss"] = args.calculate_per_token_loss
+
+    def judged(**changes: object) -> PolicyLossConfig:
+        return validate_megatron_rl_args(Namespace(**given | changes), route, takes_our_loss_by="--policy-loss NAME")
+
     chosen = args.loss_aggregation
-    is_own = chosen is not None and "." in chosen and not AGGREGATIONS.is_built_in(get_loss_aggregation(chosen).name)
+    is_own = chosen is not None and "." in chosen
     if args.host is not None or (chosen is not None and not is_own):
-        config = judged_settings(args, route)
-        check_prompts(config.loss_aggregation, step)
-        return [config], []
-    if is_own:
-        check_prompts(chosen, step)
-    divisor, configs, left_out = args.loss_aggregation_divisor, [], []
-    if divisor is None:
-        divisor = float(max(mask.numel() for mask in step.masks))
+        return [judged()], []
     names = [name for name in loss_aggregation_names() if get_loss_aggregation(name).name == name]  # else a second name
     if is_own:
         names = [chosen, *filter(AGGREGATIONS.is_built_in, names)]
+    divisor, configs, left_out = args.loss_aggregation_divisor, [], []
+    if divisor is None:
+        divisor = float(max(mask.numel() for mask in step.masks))
     for name in names:
         record = get_loss_aggregation(name)
         if record.needs_rows and len({*step.rollout_keys}) == len(step.masks):  # sample_mean's weights
             continue
-        if record.needs_prompts and step.prompts is None:
+        if record.needs_prompts and step.prompts is None and name != chosen:
             left_out.append(f"{name}: which samples share a prompt is not known; give --prompt-ids")
             continue
-        of_one = {"loss_aggregation": name, "loss_aggregation_divisor": divisor if record.takes_divisor else None}
-        configs.append(judged_settings(args, route, **of_one))
+        configs.append(judged(loss_aggregation=name, loss_aggregation_divisor=divisor if record.takes_divisor else None))
     return configs, left_out
 
 
 def count_input(step: StepInput, config: PolicyLossConfig) -> HostCounts:
-    if config.samples_per_prompt is not None and step.prompts is None:
-        raise ConfigError(
-            f"--samples-per-prompt {config.samples_per_prompt}: {step.source} does not say which samples share a prompt, so no "
-            "group can be checked; give --prompt-ids, or remove it"
-        )
+    name = config.loss_aggregation
+    if get_loss_aggregation(name).needs_prompts and step.prompts is None:
+        raise ConfigError(f"--loss-aggregation {name}: {step.source} does not say which samples share a prompt; give --prompt-ids")
     return count_rollouts(step.masks, step.prompts, step.rollout_keys, config, config.samples_per_prompt)
-
-
-@dataclass(frozen=True, slots=True)
-class Corrected:
-    tokens: list[list[int]]  # [sample, position] of each unmasked token, n of them
-    ratios: Tensor  # [n] w before the bounds
-    factors: Tensor  # [n] 0 where the token is dropped
-    weights: dict[str, Tensor]  # title of an aggregation -> [n] weight of the token, by --rejected-tokens
-    dropped_against_counted: dict[str, float]  # title -> the step's sum of weight x factor, dropped / counted
-
-
-def correct_step(step: StepInput, weighings: Sequence[Weighing]) -> Corrected | None:
-    """None where the step lacks log-probabilities, or the only criterion needs the policy in training, which no file holds."""
-    settings = replace(CorrectionSettings.of(weighings[0].config), sequence_delta=None)
-    if not settings.is_on or step.old_log_probs is None or step.rollout_log_probs is None:
-        return None
-    lengths = [mask.numel() for mask in step.masks]
-    old, rollout, live = torch.cat(step.old_log_probs), torch.cat(step.rollout_log_probs), torch.cat(step.masks).bool()
-    found, _ = importance_correction(settings, old, rollout, live, torch.tensor([0, *lengths]).cumsum(0).int())
-    kept = replace(step, masks=[row.long() for row in found.is_kept.split(lengths)])
-    tokens = [[sample, t] for sample, mask in enumerate(step.masks) for t in mask.nonzero()[:, 0].tolist()]
-    samples, factors, weights, changes = [sample for sample, _ in tokens], found.weights[live], {}, {}
-    for weighing in weighings:
-        config, chosen = weighing.config, weighing.token_weights[samples]
-        total, among_kept = float((chosen * factors).sum()), torch.zeros_like(chosen)
-        if total:
-            among_kept = Weighing(config, count_input(kept, config)).token_weights[samples]
-            changes[weighing.title] = float((among_kept * factors).sum()) / total
-        weights[weighing.title] = among_kept if config.rejected_tokens == RejectedTokens.DROPPED else chosen
-    return Corrected(tokens, found.ratios[live], factors, weights, changes)
 
 
 def shift_lines(weighings: Sequence[Weighing]) -> list[str]:
