@@ -30,9 +30,6 @@ from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.step_counts import StepTotals
 from megatron_rl.validation import HOST_SWITCHES, field_of, flag_of
-from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
-from megatron_rl.validation.experts import EXPERT_SETTINGS
-from megatron_rl.validation.model_settings import FURTHER_SETTINGS
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
@@ -187,7 +184,7 @@ class HostLaunch:
         return absent if value is None else value
 
     def ours(self, field: str) -> Any:
-        """One of our settings as the launch gave it, not converted and not checked; None where it is unset or was dropped."""
+        """One of our settings, or of Megatron's, as the launch gave it, not checked; None where it is unset or was dropped."""
         return vars(self.args).get(field)
 
     @cached_property
@@ -200,12 +197,6 @@ class HostLaunch:
         """By the options that only one of them has. A launch without any, as one that is not from a host's parser, is slime's."""
         hosts = rollout_hosts()
         return next((host for host in hosts if any(mark in vars(self.args) for mark in host.marks)), hosts[-1])
-
-    @property
-    def of_model(self) -> dict[str, object]:
-        """The settings of the model that the launch gives, by which its losses, experts and layers are judged; not checked."""
-        names = (*MODEL_SETTINGS, *EXPERT_SETTINGS, *FURTHER_SETTINGS)
-        return {name: vars(self.args)[name] for name in names if name in vars(self.args)}
 
     @property
     def is_padded(self) -> bool:

@@ -394,7 +394,7 @@ def head_is_placed(launch: HostLaunch) -> Iterator[str]:
 
 
 def head_computes_what_the_loss_reads(launch: HostLaunch) -> Iterator[str]:
-    flags, layers = _head_flags(launch), number(launch.of_model.get("mtp_num_layers"))
+    flags, layers = _head_flags(launch), number(launch.ours("mtp_num_layers"))
     if flags and (layers or launch["enable_mtp_training"]):
         given = f"--mtp-num-layers {layers:g}" if layers else "--enable-mtp-training"
         yield f"{flags} with {given}: the losses of multi-token prediction would get no logits; remove {given} or {flags}"
@@ -447,7 +447,7 @@ def forward_can_be_left_out(launch: HostLaunch) -> Iterator[str]:
     if is_cut if steps is None else steps != 1:
         several = f"--global-batch-size {step} of {samples} samples" if steps is None else f"--num-steps-per-rollout {steps}"
         given[several] = "from the second step on the policy in training is not the old one"
-    noises = {name: launch.of_model.get(name) for name in DROPOUTS} | {name: launch[name] for name in NOISE}
+    noises = {name: launch.ours(name) for name in DROPOUTS} | {name: launch[name] for name in NOISE}
     for name, value in noises.items():
         if number(value):
             given[f"{flag_of(name)} {number(value):g}"] = "the forward that trains is random, and the one that measures is not"
@@ -463,7 +463,7 @@ def forward_can_be_left_out(launch: HostLaunch) -> Iterator[str]:
 
 def this_process_trains_it(launch: HostLaunch) -> Iterator[str]:
     yield from group_problems(vars(launch.args))
-    yield from release_problems(launch.of_model)
+    yield from release_problems(vars(launch.args))
     if launch.has_our_loss and not [*settings_are_valid(launch)]:
         yield from kernel_problems(launch.config.policy_loss_backend)
 

@@ -120,7 +120,7 @@ def trained_in_words(launch: HostLaunch) -> str:
     if config.skip_old_log_probs:
         loss.append("old log-probabilities are the step's own, each ratio is 1")
     for name in DROPOUTS:
-        if value := number(launch.of_model.get(name)):
+        if value := number(launch.ours(name)):
             loss.append(f"{name} {value:g}: the first ratio is not 1")
     return " | ".join([by, *loss, step_in_words(launch), f"weight of a token {weight_of_a_token(launch)}"])
 
