@@ -88,10 +88,6 @@ class Case:
         """--sampling-support replay: each sample comes with what its sampler kept."""
         return self.settings.get("sampling_support") == "replay"
 
-    def scores_kl_over_kept(self) -> bool:
-        """As the host measures ref_log_probs."""
-        return self.keeps and self.host == "slime"
-
     def samples(self) -> list[Sample]:
         generator = torch.Generator().manual_seed(7)
         rollouts = list(range(len(self.shapes))) if self.rollouts is None else self.rollouts
@@ -101,12 +97,10 @@ class Case:
             tokens = torch.randint(VOCAB_SIZE, (total,), generator=generator)
             values = {"advantages": torch.full((response,), (1.5, -0.75, 0.5, -2.0, 1.0, -0.25)[number])}
             one = Sample(total, mask, tokens, logits, {}, rollouts[number])
-            full = one.scores(one.logits[one.prompt - 1 : total - 1], list(range(response)))
             one.kept = [self.set_of(int(tokens[one.prompt + j]), j, bit) for j, bit in enumerate(mask)] if self.keeps else None
             exact = one.scores(one.logits[one.prompt - 1 : total - 1], list(range(response)))
             for name, noise in (("log_probs", 0.2), ("ref_log_probs", self.ref_noise), ("rollout_log_probs", 0.3)):
-                base = full if name == "ref_log_probs" and not self.scores_kl_over_kept() else exact
-                values[name] = base + noise * torch.randn(response, generator=generator, dtype=torch.float64)
+                values[name] = exact + noise * torch.randn(response, generator=generator, dtype=torch.float64)
             junk = (math.nan, -math.inf, math.inf, 1e30)[number % 4]
             hidden = torch.tensor(mask) == 0
             rounded = {key: value.float().double().masked_fill(hidden, junk) for key, value in values.items()}
@@ -240,10 +234,8 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
         weight = 1.0 / (case.num_rollouts * DIVISOR) if args.loss_aggregation == "constant" and not has_companion else mean
         index = torch.tensor(tokens)
         rows, labels = leaf[sample.prompt - 1 + index], sample.tokens[sample.prompt + index]
-        of_entropy = sample.over_kept(rows, tokens) if settings.get("entropy_score") == "support" else rows
-        new, entropies = sample.scores(rows, tokens), loop_entropy(of_entropy, temperature=TEMPERATURE)
+        new, entropies = sample.scores(rows, tokens), loop_entropy(rows, temperature=TEMPERATURE)
         full = loop_log_probs(rows, labels, temperature=TEMPERATURE)
-        of_kl = new if case.scores_kl_over_kept() else full
         recorded = {key: [float(sample.values[key][j]) for j in tokens] for key in sample.values}
         old = recorded["rollout_log_probs"] if settings.get("use_rollout_logprobs") else recorded["log_probs"]
         if "log_probs" in case.without and not settings.get("use_rollout_logprobs"):
@@ -260,7 +252,7 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
                 value = value.clamp(max=-settings["eps_clip_c"] * advantages[k])
             sums["pg_loss"] += weight * factors[k] * value
             sums["entropy_loss"] += mean * entropies[k]
-            sums["kl_loss"] += mean * kl_value(settings, of_kl[k], recorded["ref_log_probs"][k], old[k])
+            sums["kl_loss"] += mean * kl_value(settings, new[k], recorded["ref_log_probs"][k], old[k])
             sums["pg_clipfrac"] += mean * float(is_clipped)
             sums["ppo_kl"] -= mean * float(log_ratio.detach())
             sums["ois"] += mean * ratios[k]
@@ -337,13 +329,11 @@ PER_TOKEN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True}
 TIS = {"use_tis": True, "tis_clip": TIS_CLIP, "tis_clip_low": 0}
 ICEPOP = {host: TIS | {"tis_clip_low": 0.8, "custom_tis_function_path": path} for host, path in FUNCTIONS.items()}
 OPSM = {"use_opsm": True, "opsm_delta": 0.02}
-# What the sampler kept, and the KL term over what each host measures the reference.
+# What the sampler kept. miles measures the reference over the whole vocabulary, so it has no KL term beside it.
 REPLAY = {
     "miles": {"sampling_support": "replay", "rollout_top_p": 0.9, "rollout_top_k": 5},
     "slime": {"sampling_support": "replay", "rollout_top_p": 0.9},
 }
-KL_OF_KEPT = {"kl_score": "support"}
-ENTROPY_OF_KEPT = {"entropy_score": "support"}
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.2}
 REWARD = {
     "loss_aggregation": "prompt_mean",

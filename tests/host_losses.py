@@ -29,7 +29,7 @@ def emulated_policy_loss(
         log_ratio = torch.cat(log_probs) - torch.cat(old)
     advantages = torch.cat(batch["advantages"])
     is_active = torch.cat([masks[i][host.owned(args, batch, i)] for i in range(len(masks))]).bool()
-    if host.host.drops_masked_values:
+    if host.own.drops_masked_values:
         log_ratio = torch.where(is_active & log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
         advantages = torch.where(is_active & advantages.isfinite(), advantages, torch.zeros_like(advantages))
     values, clipped = clipped_values(host, args, log_ratio, advantages, torch.cat(log_probs))
@@ -51,7 +51,7 @@ def emulated_policy_loss(
     if args.use_kl_loss:
         ratio = (torch.cat(log_probs) - torch.cat(old)).exp() if args.use_unbiased_kl else None
         divergence = approximate_kl(host, args.kl_loss_type, torch.cat(log_probs) - torch.cat(batch["ref_log_probs"]), ratio)
-        terms["kl_loss"] = policy_default(divergence.where(is_active, 0.0) if host.host.drops_masked_values else divergence)
+        terms["kl_loss"] = policy_default(divergence.where(is_active, 0.0) if host.own.drops_masked_values else divergence)
         loss = loss + args.kl_loss_coef * terms["kl_loss"]
     if not is_active.numel():
         loss = loss + 0 * logits.sum()
@@ -194,7 +194,7 @@ def _mismatch(host: HostRank, batch: dict, compared: list[Tensor], is_active: Te
     found = {"train_rollout_logprob_abs_diff": log_ratio.abs()}
     if host.host.has_rollout_kl:
         found["train_rollout_kl"] = approximate_kl(host, "low_var_kl", log_ratio)
-    if host.host.drops_masked_values:
+    if host.own.drops_masked_values:
         found = {name: value.where(is_active, 0.0) for name, value in found.items()}
     return {name: reduce(value) for name, value in found.items()}
 

@@ -40,13 +40,15 @@ class OwnCode:
     """--qkv-format bshd, rows padded to one length, exists."""
     groups_by_prompt: bool = True
     """Rewards are normalised over the samples of one group_index, with one reward a rollout; else over samples in their order."""
+    drops_masked_values: bool = True
+    """Masked tokens are replaced before anything is computed; else their values are multiplied by 0, in the backward too."""
     divides_by_zero_deviation: bool = False
     """A group of equal rewards is divided by its standard deviation as well."""
 
 
 OWN_CODE = {
     "miles": OwnCode(log_ratio_bound=20.0, logs_sample_count=True, reenters_checkpoint=True, pads_rows=True),
-    "slime": OwnCode(has_cispo=True, groups_by_prompt=False, divides_by_zero_deviation=True),
+    "slime": OwnCode(has_cispo=True, drops_masked_values=False, groups_by_prompt=False, divides_by_zero_deviation=True),
 }
 
 

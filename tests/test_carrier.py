@@ -23,7 +23,7 @@ from carrier_cases import (
     train_one_step,
 )
 from helpers import pool_of
-from host_loss_cases import GSPO, KL_OF_KEPT, REPLAY, TERMS, TIS, Case, host_batch
+from host_loss_cases import GSPO, REPLAY, TERMS, TIS, Case, host_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.errors import ConfigError
@@ -47,11 +47,11 @@ OBSERVED = Case(
     settings=WIDE | {"observe_training_entropy": True, "calculate_per_token_loss": True, "loss_aggregation": "token_mean"}
 )
 OBSERVED = replace(OBSERVED, shapes=[shape for shape in OBSERVED.shapes if any(shape[2])])
-KEPT = Case(settings=WIDE | REPLAY["miles"] | TERMS | {"kl_loss_type": "k2", "policy_metrics": "none"})
+KEPT = Case(settings=WIDE | REPLAY["miles"] | {"entropy_coef": 0.2, "policy_metrics": "none"})
 KEPT_OBSERVED = Case(settings=WIDE | REPLAY["miles"] | {"observe_training_entropy": True})
 KEPT_ALONE = Case(settings=WIDE | REPLAY["miles"] | TIS | {"policy_metrics": "none"}, without=())
 K2 = TERMS | {"kl_loss_type": "k2", "entropy_coef": 0.0}
-KEPT_OF_SLIME = Case(host="slime", settings=WIDE | REPLAY["slime"] | KL_OF_KEPT | K2)
+KEPT_OF_SLIME = Case(host="slime", settings=WIDE | REPLAY["slime"] | K2)
 RECOMPUTED = {"recompute_loss_function": True}
 
 SP, CP, PP, DP = Layout(tensor=2, sequence_parallel=True), Layout(context=2), Layout(pipeline=2), Layout(data=2)

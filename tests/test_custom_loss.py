@@ -10,11 +10,9 @@ import torch
 from helpers import counted_collectives, error_of, pool_of
 from host_loss_cases import (
     CONSTANT,
-    ENTROPY_OF_KEPT,
     GSPO,
     ICEPOP,
     KEYS,
-    KL_OF_KEPT,
     MASKED,
     OPSM,
     PER_TOKEN,
@@ -23,7 +21,6 @@ from host_loss_cases import (
     SHAPES,
     TERMS,
     TIS,
-    TIS_CLIP,
     VOCAB_SIZE,
     Case,
     host_batch,
@@ -38,13 +35,12 @@ from megatron_rl import losses
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import loss
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.flags import has_dual_clip
 from megatron_rl.hosts.host_run import StepGuard
 from megatron_rl.hosts.loss import custom_loss, stop_on_nonfinite
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.metrics.policy import STATISTICS
 
-UNBIASED = {"use_unbiased_kl": True}
+UNBIASED, ENTROPY = {"use_unbiased_kl": True}, {"entropy_coef": 0.2}
 CISPO_OPEN = {"advantage_estimator": "cispo", "eps_clip": 4.0}
 MASK = {
     "importance_correction": "mask",
@@ -63,7 +59,6 @@ CASES = {
     "FB-24 gspo allgather": Case("allgather", "slime", settings=GSPO, without=()),
     "FB-65 as many rows as samples": Case("allgather", shapes=[(2, 1, [1]), (3, 2, [1, 1]), (5, 2, [0, 1])]),
     "constant with every term": Case(settings=CONSTANT | TIS | TERMS, without=()),
-    "constant gspo": Case(host="slime", settings=CONSTANT | GSPO),
     "token_mean, host per token": Case(settings=PER_TOKEN | TERMS, shapes=SHAPES),
     "token_mean gspo, host per token": Case(host="slime", settings=PER_TOKEN | GSPO | TIS, shapes=SHAPES, without=()),
     "FB-11 segments of one rollout share its weight": Case(settings=TERMS, rollouts=SEGMENTS),
@@ -73,56 +68,46 @@ CASES = {
     "rollout log-probabilities, miles": Case(settings={"use_rollout_logprobs": True}, without=()),
     "FB-66 slime reuses the current log-probabilities": Case(host="slime", settings=GSPO | TERMS, without=("log_probs",)),
     "FB-66 miles reuses them": Case(settings={"skip_actor_forward_only": True}, without=("log_probs",)),
-    "FB-66 miles reuses them, with KL": Case(settings=TERMS | {"skip_actor_forward_only": True}, without=("log_probs",)),
-    "FB-66 miles reuses them, gspo": Case(settings=GSPO | {"skip_actor_forward_only": True}, without=("log_probs",)),
     "FB-66 our own flag, miles": Case(settings=GSPO | TERMS | SKIPPED, without=("log_probs",)),
     "FB-66 our own flag, slime, per token": Case(
         "thd", "slime", settings=PER_TOKEN | SKIPPED, shapes=SHAPES, without=("log_probs",)
     ),
     "TIS against the policy itself, our own flag": Case(settings=TIS | OPSM | SKIPPED, without=("log_probs",)),
     "TIS against the policy itself, slime without log_probs": Case(host="slime", settings=TIS, without=("log_probs",)),
-    "TIS against the policy itself, miles": Case(settings=TIS | {"skip_actor_forward_only": True}, without=("log_probs",)),
     "icepop, a function of miles": Case(settings=ICEPOP["miles"] | TERMS, without=()),
     "icepop, a function of slime, gspo": Case("allgather", "slime", settings=ICEPOP["slime"] | GSPO, without=()),
     "FB-96 OPSM reads the sampler's log-probabilities": Case(settings=OPSM | TERMS, without=()),
-    "FB-96 OPSM where the policy is the old one": Case(host="slime", settings=OPSM, without=("log_probs",)),
     "FB-96 OPSM of a ratio to the sampler": Case(settings=OPSM | {"use_rollout_logprobs": True}, without=()),
     "FB-96 OPSM beside icepop, gspo, per token": Case(
         settings=OPSM | ICEPOP["miles"] | GSPO | PER_TOKEN, shapes=SHAPES, without=()
     ),
     "FB-93 k1, the hosts' default, in a loss": Case(settings=TERMS | {"kl_loss_type": "k1"}),
     "k2": Case(host="slime", settings=TERMS | {"kl_loss_type": "k2"}),
-    "unbiased KL": Case(settings=TERMS | UNBIASED),
     "unbiased KL has the token's ratio under gspo too": Case(settings=TERMS | UNBIASED | GSPO),
     "unbiased KL beside TIS, which does not weigh it": Case(settings=TIS | TERMS | UNBIASED, without=()),
     "low_var_kl beyond the hosts' clamp": Case(settings=TERMS, ref_noise=3.5),
-    "unbiased KL beyond the hosts' clamp": Case(host="slime", settings=TERMS | UNBIASED, ref_noise=3.5),
-    "unbiased KL for k1": Case(host="slime", settings=TERMS | UNBIASED | {"kl_loss_type": "k1"}),
     "a reported KL of the host's kind, at coefficient 0": Case(settings=TERMS | {"kl_loss_coef": 0.0, "kl_loss_type": "k2"}),
-    "cispo, an estimator of slime": Case(host="slime", settings={"advantage_estimator": "cispo"}),
     "cispo without a lower bound": Case(host="slime", settings=CISPO_OPEN | ICEPOP["slime"], without=()),
     "our own flags, a mask by the sample's ratio": Case(settings=MASK | CONSTANT, without=()),
     "FB-25 one-token responses, ranks without any": Case(shapes=[SHAPES[1], MASKED, SHAPES[1]]),
-    "FB-25 gspo, ranks without any": Case("bshd", settings=GSPO, shapes=[SHAPES[1], SHAPES[1]]),
 }
 CASES |= {
-    "kept ids": Case(settings=REPLAY["miles"] | TERMS),
-    "kept ids, slime": Case(host="slime", settings=REPLAY["slime"] | KL_OF_KEPT | TERMS, without=()),
-    "kept ids, slime, all over them": Case(host="slime", settings=REPLAY["slime"] | KL_OF_KEPT | ENTROPY_OF_KEPT | TERMS),
-    "kept ids bshd, gspo, TIS and OPSM": Case("bshd", settings=REPLAY["miles"] | GSPO | TIS | OPSM | TERMS, without=()),
+    "kept ids": Case(settings=REPLAY["miles"] | ENTROPY),
+    "kept ids, slime": Case(host="slime", settings=REPLAY["slime"] | TERMS, without=()),
+    "kept ids bshd, gspo, TIS and OPSM": Case("bshd", settings=REPLAY["miles"] | GSPO | TIS | OPSM | ENTROPY, without=()),
     "kept ids allgather, slime, TIS": Case("allgather", "slime", settings=REPLAY["slime"] | TIS, without=()),
-    "kept ids allgather, KL of all": Case("allgather", settings=REPLAY["miles"] | TERMS | CONSTANT),
-    "kept ids, the step's own": Case(settings=REPLAY["miles"] | TERMS | SKIPPED, without=("log_probs",)),
+    "kept ids allgather, constant": Case("allgather", settings=REPLAY["miles"] | ENTROPY | CONSTANT),
     "kept ids, slime's reuse, per token": Case(
-        host="slime", settings=REPLAY["slime"] | PER_TOKEN | UNBIASED | KL_OF_KEPT | TERMS, shapes=SHAPES, without=("log_probs",)
+        host="slime", settings=REPLAY["slime"] | PER_TOKEN | UNBIASED | TERMS, shapes=SHAPES, without=("log_probs",)
     ),
     "kept ids, a ratio to the sampler": Case(settings=REPLAY["miles"] | {"use_rollout_logprobs": True}, without=()),
-    "kept ids, a reported KL": Case(settings=REPLAY["miles"] | TERMS | {"kl_loss_coef": 0.0, "kl_loss_type": "k2"}),
+    "kept ids, a reported KL": Case(host="slime", settings=REPLAY["slime"] | TERMS | {"kl_loss_coef": 0.0, "kl_loss_type": "k2"}),
     "kept ids, ranks without any": Case(settings=REPLAY["miles"], shapes=[SHAPES[1], MASKED, SHAPES[1]]),
 }
-if has_dual_clip("grpo"):
-    CASES |= {"dual clip": Case(settings={"eps_clip_c": 1.3})}
-    CASES |= {"dual clip, gspo": Case(host="slime", settings=GSPO | {"eps_clip_c": 1.05})}
+CASES |= {
+    "dual clip": Case(settings={"eps_clip_c": 1.3}),
+    "dual clip, gspo": Case(host="slime", settings=GSPO | {"eps_clip_c": 1.05}),
+}
 # Our names in miles' order; slime has neither ess_ratio nor train_rollout_kl.
 ALL_KEYS = (
     "loss pg_loss entropy_loss pg_clipfrac ppo_kl ess_ratio train_rollout_logprob_abs_diff train_rollout_kl kl_loss ois tis "
@@ -178,28 +163,6 @@ def test_pg_clipfrac_is_what_the_loss_itself_counts(policy_loss, monkeypatch):
     assert sum(counted) > 0.1
 
 
-@pytest.mark.parametrize("host", ["miles", "slime"])
-@pytest.mark.parametrize("size", [1, 2, 6])
-@pytest.mark.parametrize(
-    ("settings", "rows"),
-    [
-        pytest.param({}, {"clipped_share": "pg_clipfrac", "moved": "ppo_kl"}, id="a mean over rollouts"),
-        pytest.param(PER_TOKEN, {"moved_tokens": "ppo_kl"}, id="a mean over tokens, host per token"),
-    ],
-)
-def test_a_metric_of_ones_own_is_divided_by_the_host_as_its_own_ones_are(settings, rows, size, host):
-    """Rows that are the formulas of two metrics of the hosts: the same sums of each micro-batch, and the same dense mean behind."""
-    named = {"custom_policy_metrics": ",".join(f"own_metrics.{name}" for name in rows)}
-    case = Case(host=host, settings=settings | named, shapes=SHAPES if settings else [*SHAPES, MASKED])
-    _, _, metrics, keys = run_part(case, size)
-    dense = oracle(case)[2]
-    divisor = sum(sum(mask) for _, _, mask in case.shapes) if settings else case.num_rollouts
-    for name, of_host in rows.items():
-        assert metrics[name] == metrics[of_host] != 0
-        assert metrics[name] / divisor == pytest.approx(float(dense[of_host]), rel=2e-6)  # float32 sums, as the other metrics
-    assert all(set(rows) < {*of_one} for of_one in keys)
-
-
 CORRECTED = [name for name, case in CASES.items() if set(case.settings) & {"use_tis", "use_opsm", "importance_correction"}]
 
 
@@ -231,6 +194,8 @@ pool = pool_of(4)
 def test_ranks_add_up_to_the_dense_loss(pool, world_size, size, layout, which):
     """FB-26, FB-24, FB-25, FB-11: thd, bshd and allgather rows; a rank without tokens takes part like any other."""
     names = list(CASES)[which]
+    if "tensor_model_parallel_size" in layout:  # sets on both shards and on one, of one id and of all
+        names = list(dict.fromkeys([*names, *(name for name in CASES if name.startswith("kept ids"))]))
     answers = pool.run(run_on_rank, size, names, world_size=world_size, **layout)
     for name in names:
         assert_is_the_dense_loss(CASES[name], [answer[name] for answer in answers], layout.get("tensor_model_parallel_size", 1))
@@ -289,7 +254,7 @@ def test_running_twice_gives_the_same_and_changes_nothing():
     assert repr((args, batch, logits)) == repr(before)
 
 
-def test_a_launch_is_judged_at_its_first_micro_batch_and_where_an_argument_was_set(monkeypatch):
+def test_a_launch_is_judged_once(monkeypatch):
     judged = []
     monkeypatch.setattr(loss, "check_launch", lambda *given, **named: judged.append(given) or check_launch(*given, **named))
     case = Case()
@@ -298,12 +263,6 @@ def test_a_launch_is_judged_at_its_first_micro_batch_and_where_an_argument_was_s
     batch = host_batch(case, samples, samples, 0, 1)
     first, same = (custom_loss(args, batch, logits, never)[0] for _ in range(2))
     assert torch.equal(first, same) and len(judged) == 1
-    args.rollout_temperature = 1.0
-    assert custom_loss(args, batch, logits, never)[0] != first and len(judged) == 2
-    args.eps_clip = math.nan
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="eps-clip"):
-            custom_loss(args, batch, logits, never)
 
 
 def test_reported_loss_does_not_share_memory_with_the_loss():
@@ -359,25 +318,9 @@ def test_without_rollout_counts_a_sample_is_its_own_rollout():
 # test_host_rules has every rule of a launch; one of them here shows that our loss asks for all.
 REFUSED = {
     "true on policy": ({"true_on_policy_mode": True}, "--true-on-policy-mode"),
-    "FB-96 an estimator without a loss": ({"advantage_estimator": "opd"}, "--advantage-estimator opd has no loss"),
+    "FB-96 an estimator without a loss": ({"advantage_estimator": "opd"}, "--advantage-estimator opd names no policy loss"),
     "a correction set twice": (TIS | {"importance_correction": "mask"}, "--importance-correction mask and --use-tis tis are the"),
-    "a bound set twice": (
-        TIS | {"importance_correction_high": "3"},
-        f"--importance-correction-high 3 and --tis-clip {TIS_CLIP} are the same thing",
-    ),
     "an estimator of KL set twice": (TERMS | UNBIASED | {"kl_estimator": "k3"}, "--kl-estimator k3 and --kl-loss-type unbiased"),
-    "a metric that is no mean of the host": (
-        {"custom_policy_metrics": "own_metrics.smallest_ratio"},
-        "'smallest_ratio' is no mean over the step's rollouts, by which the host divides each metric: declare it with sample_mean",
-    ),
-    "a mean over tokens where the host divides by rollouts": (
-        {"custom_policy_metrics": "own_metrics.raised_tokens"},
-        "'raised_tokens' is no mean over the step's rollouts",
-    ),
-    "a mean over samples where the host divides by tokens": (
-        PER_TOKEN | {"custom_policy_metrics": "own_metrics.moved"},
-        "'moved' is no mean over the step's tokens, .* declare it with weight=Weight.TOKEN, normaliser='num_tokens'",
-    ),
     "clip set twice": ({"clip_ratio_low": 0.3}, "--clip-ratio-low 0.3 and --eps-clip 0.1"),
 }
 
@@ -426,8 +369,7 @@ def vary(batch, logits):
     batch["advantages"][0] = torch.arange(5.0)
 
 
-TIS_NEEDS = "no 'rollout_log_probs', .*needs with importance_correction=tis, which compares with the sampler's policy; it has"
-OPSM_NEEDS = "no 'rollout_log_probs', .*needs with off_policy_sequence_delta=0.02, which compares with the sampler"
+NEEDS = "no 'rollout_log_probs', .*needs with what compares with the sampler's policy; it has"
 # The launch, what is done to the batch, what is said.
 BAD_DATA = {
     **{
@@ -436,28 +378,19 @@ BAD_DATA = {
     },
     "FB-02 no max_seq_lens": (Case("bshd"), without("max_seq_lens"), "no 'max_seq_lens'"),
     "FB-02 no ref_log_probs": (Case(settings=TERMS), without("ref_log_probs"), "no 'ref_log_probs'"),
-    "FB-02 TIS, no rollout_log_probs": (Case(settings=TIS), None, TIS_NEEDS),
-    "FB-02 OPSM, no rollout_log_probs": (Case(settings=OPSM), None, OPSM_NEEDS),
-    "FB-02 TIS, no log_probs": (Case(settings=TIS, without=("log_probs",)), None, "no 'log_probs'"),
+    "FB-02 TIS, no rollout_log_probs": (Case(settings=TIS), None, NEEDS),
     "FB-02 rollout log-probs unset": (Case(settings={"use_rollout_logprobs": True}), None, "no 'rollout_log_probs'"),
     "FB-11 companion without counts": (Case(settings=REWARD), without("rollout_mask_sums"), "no 'rollout_mask_sums'"),
-    "short mask": (Case(), shorter("loss_masks"), r"loss_masks\[0\] .* \(4,\), expected \[5\]"),
-    "short tokens": (Case(), shorter("unconcat_tokens"), r"unconcat_tokens\[0\] .* \(8,\), expected \[9\]"),
     "short log_probs": (Case(), shorter("log_probs"), r"log_probs\[0\] .* \(4,\): it must be \[5\]"),
+    "log_probs of a forward that is left out": (Case(settings=SKIPPED, without=()), None, "log_probs, which would be ignored"),
     "too few lists": (Case(), fewer("advantages"), "5 advantages for 6 total_lengths"),
-    "too few masks": (Case(), fewer("loss_masks"), "5 loss_masks for 6 total_lengths"),
     "wrong rollout sums": (Case(), fewer("rollout_mask_sums"), r"rollout_mask_sums .* \(5,\), expected \[6\]"),
     "FB-40 flat logits": (Case(), logits_like(75), "logits must be"),
     "too few rows": (Case(), logits_like(1, 71), "need 1 x 72 rows or more"),
     "FB-26 bshd rows of another length": (Case("bshd"), logits_like(6, 25), "need 6 x 24 rows"),
-    "FB-26 thd logits for bshd": (Case("bshd"), logits_like(1, 144), "need 6 x 24 rows"),
     "FB-09 phantom token": (Case(settings=PER_TOKEN), None, r"samples \[3\] .* fully masked.* counts one token"),
     "NaN old": (Case(), poison("log_probs", math.nan), "document 0 .* old_log_probs"),
     "inf advantage": (Case(), poison("advantages", math.inf), "document 0 .* advantages"),
-    "-inf rollout log-prob": (
-        *(Case(settings=TIS, without=()), poison("rollout_log_probs", -math.inf)),
-        "document 0 .* rollout_log_probs",
-    ),
     "NaN logits": (Case(), lambda batch, logits: logits * math.nan, "log_probs"),
     "advantages that vary in a sample": (Case(settings=GSPO), vary, "advantages vary inside document 0"),
 }
@@ -487,7 +420,6 @@ def outside(batch, logits):
 
 BAD_SETS = {
     "no ids": (REPLAYED, without(KEYS["miles"][0]), f"no '{KEYS['miles'][0]}', which --sampling-support replay needs: this host"),
-    "no offsets": (REPLAYED_BY_SLIME, without(KEYS["slime"][1]), f"no '{KEYS['slime'][1]}', which --sampling-support replay"),
     "fewer lists": (REPLAYED, fewer(KEYS["miles"][0]), "5 rollout_sampling_mask_ids for 6 samples"),
     "a sample without": (
         *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (None, offsets))),
@@ -496,26 +428,6 @@ BAD_SETS = {
     "short offsets": (
         *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids, offsets[:-1]))),
         r"rollout_sampling_mask_offsets\[0\] .* has 5 offsets, and its response of 5 tokens needs 6",
-    ),
-    "falling offsets": (
-        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids, offsets.flip(0)))),
-        r"rollout_sampling_mask_ids\[0\] and .*: sampling support: offsets \[T \+ 1\] must rise from 0",
-    ),
-    "offsets of other ids": (
-        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids[:-1], offsets))),
-        "must rise from 0 to the 14 ids",
-    ),
-    "fractions for ids": (
-        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids + 0.5, offsets))),
-        r"rollout_sampling_mask_ids\[0\] .* has float32 numbers, as \d\.5: ids and offsets are whole numbers",
-    ),
-    "numbers that were floats": (
-        *(REPLAYED_BY_SLIME, change_sets(REPLAYED_BY_SLIME, lambda ids, offsets: (ids, offsets.double()))),
-        r"rollout_top_p_token_offsets\[0\] .* has float64 numbers, as 0\.0",
-    ),
-    "words for ids": (
-        *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (["a"], offsets))),
-        r"rollout_sampling_mask_ids\[0\] .* is no list of whole numbers",
     ),
     "an empty set": (
         *(REPLAYED, change_sets(REPLAYED, lambda ids, offsets: (ids[3:], (offsets - 3).clamp(min=0)))),
@@ -536,7 +448,7 @@ BAD_SETS = {
     ),
     "sets, and no flag": (
         *(Case(), lambda batch, logits: batch.update({KEYS["miles"][0]: [[1]]})),
-        "the whole vocabulary; add --sampling-support replay, or sample with",
+        "the whole vocabulary; sample with .*, or add --sampling-support replay",
     ),
 }
 BAD_DATA |= {f"kept ids: {name}": row for name, row in BAD_SETS.items()}
@@ -588,26 +500,6 @@ def test_the_first_step_has_ratio_1_over_kept_ids_and_not_without(host):
 
     _, without_sets, _ = one(case, drop, sampling_support="refuse", rollout_top_p=1.0, rollout_top_k=-1)
     assert float(without_sets["ppo_kl"]) / case.num_rollouts > 0.2
-
-
-KEPT_CASES = [name for name in CASES if name.startswith("kept ids")]
-
-
-@pytest.mark.slow
-@pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [
-        pytest.param(4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2}, id="cp 2 x tp 2"),
-        pytest.param(4, {"context_parallel_size": 4}, id="cp 4"),
-        pytest.param(2, {"tensor_model_parallel_size": 2}, id="tp 2"),
-    ],
-)
-def test_kept_ids_of_ranks_add_up_to_the_dense_loss(pool, world_size, layout):
-    """Sets on both shards and on one, of one id and of all; rows of the ranks' own responses."""
-    answers = pool.run(run_on_rank, 3, KEPT_CASES, world_size=world_size, **layout)
-    for name in KEPT_CASES:
-        assert_is_the_dense_loss(CASES[name], [answer[name] for answer in answers], layout.get("tensor_model_parallel_size", 1))
 
 
 def test_an_armed_guard_takes_the_count_and_nobody_looks():

@@ -124,7 +124,7 @@ def test_what_else_is_refused_and_what_is_not():
     assert problem.startswith("custom_policy_metrics='own_metrics.far_tokens' has no effect without metrics")
     given = PolicyLossConfig(custom_policy_metrics="own_metrics.far_tokens")
     (problem,) = find_problems(Settings(config=given, route=Route.REDUCER))
-    assert "works on custom_loss, megatron_lm, train; remove it" in problem
+    assert "works on megatron_lm, train; remove it" in problem
     (problem,) = find_problems(Settings(config=replace(given, custom_policy_metrics=["own_metrics.far_tokens"])))
     assert "must be text: write module.name, several with commas between" in problem
     with pytest.raises(ConfigError, match="custom_metrics has no effect with metrics='none'"):

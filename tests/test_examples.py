@@ -104,7 +104,7 @@ def test_a_script_starts_a_launch_that_is_sound_and_does_what_it_says(words, hos
     of_miles = {"allow_partial_train_step": False} if host == "miles" else {}
     args = namespace_of(whole_numbers(settings), **of_miles)
     launch = check_launch(args)
-    assert launch.options.host.name == host
+    assert launch.host.name == host
     route, loss, aggregation, companion = EXPECTED[name]
     assert (launch.route, launch.config.loss_aggregation, launch.has_reward_hook) == (route, aggregation, companion == "reward")
     assert settings["--advantage-estimator"] == loss

@@ -144,7 +144,10 @@ MESSAGES = [
     ([*LENGTHS, "--host", "nemo_rl", "--loss-aggregation", "row_mean"], "NeMo-RL does not hand over what row_mean needs"),
     ([*LENGTHS, "--host", "slime", "--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
     ([*LENGTHS, "--host", "slime", "--calculate-per-token-loss"], "does not go with calculate_per_token_loss=True"),
-    ([*LENGTHS, "--host", "slime", "--clip-ratio-low", "0.1"], "--clip-ratio-low works on custom_loss, megatron_lm, train; remove it"),
+    (
+        [*LENGTHS, "--host", "slime", "--clip-ratio-low", "0.1"],
+        "--clip-ratio-low works on custom_loss, megatron_lm, train",
+    ),
     ([*LENGTHS, "--loss-aggregation", "prompt_mean"], "prompt_mean: the command line does not say which samples share"),
     ([*LENGTHS, "--samples-per-prompt", "2"], "samples_per_prompt=2 without prompt_ids"),
     ([*LENGTHS, "--samples-per-prompt", "2", "--prompt-ids", "a,b"], "1 of samples_per_prompt=2 samples"),

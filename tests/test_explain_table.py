@@ -13,8 +13,8 @@ from host_emulator import EmulatedHost
 
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts.args import TOTALS_OF_HOST, HostOptions, host_named
-from megatron_rl.hosts.loss import LossPlan, sample_weights
+from megatron_rl.hosts.args import TOTALS_OF_HOST, HostLaunch, host_named
+from megatron_rl.hosts.loss import sample_weights
 from megatron_rl.hosts.rewards import HostRollouts, reward_weights
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
@@ -72,16 +72,23 @@ def emulated(host: str, per_token: bool, counts: list[int], num_rollouts: int) -
     return float(loss), int(num_tokens)
 
 
+def launch_of(config: PolicyLossConfig, **arguments) -> HostLaunch:
+    launch = HostLaunch(Namespace(**arguments))
+    vars(launch)["config"] = config
+    return launch
+
+
 def reduced(host, route, has_hook, per_token, config, counts, of_rollout) -> torch.Tensor:
     """What one token counts in the number that the loss function returns."""
     tokens = torch.tensor(counts)
     if route == "reducer":
         name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
         return weigh_tokens("sample_mean" if has_hook else name, tokens, TOTALS_OF_HOST, divisor=None if has_hook else divisor)
-    options = HostOptions(Namespace(calculate_per_token_loss=per_token, **dict.fromkeys(host_named(host).marks, False)))
+    hook = "megatron_rl.hooks.reward_post_process" if has_hook else None
+    launch = launch_of(config, calculate_per_token_loss=per_token, custom_reward_post_process_path=hook)
     # A masked sample is refused under the per-token contract; the table then shows what its tokens would get.
     whole = tokens.clamp(min=1) if per_token else tokens
-    return sample_weights(LossPlan(config, options, has_hook), whole, of_rollout)[0]
+    return sample_weights(launch, whole, of_rollout)[0]
 
 
 # Each host, route and contract meets two steps.
@@ -117,8 +124,8 @@ def test_every_row_of_a_host_is_what_its_code_does(host, route, per_token, step)
             masks = [torch.tensor([1] * count or [0]) for count in counts]
             reducer = "megatron_rl.reducers.get_pg_loss_reducer" if route == "reducer" else None
             of_step = {"use_dynamic_global_batch_size": False, "global_batch_size": num_rollouts, "n_samples_per_prompt": None}
-            options = HostOptions(Namespace(**of_step, custom_pg_loss_reducer_function_path=reducer))
-            weights = reward_weights(HostRollouts(masks, PROMPTS, rollouts), config, options)
+            launch = launch_of(config, **of_step, custom_pg_loss_reducer_function_path=reducer)
+            weights = reward_weights(HostRollouts(masks, PROMPTS, rollouts), launch)
             assert found["reward hook"] == pytest.approx(weights.tolist(), **CLOSE), name
 
 

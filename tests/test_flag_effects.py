@@ -93,7 +93,7 @@ OF_A_STEP = {
     "router_aux_loss": Effect("exact", "gradient", has_experts=True),
 }
 OF_A_RUN = ("docs_per_step", "empty_step", "watchdog", "sampling_support")
-OF_A_HOST = ("one_sample_per_rollout", "skip_old_log_probs")  # tests/test_reward_weights.py, tests/test_skipped_log_probs.py
+OF_A_HOST = ("one_sample_per_rollout", "skip_old_log_probs")  # tests/test_packed_bins.py, tests/test_skipped_log_probs.py
 
 
 pool = pool_of(1)

@@ -15,7 +15,6 @@ from host_harness import roots_by_environment
 from host_rank import OWN_CODE
 from host_ranks import StepResult, run_cases
 
-from megatron_rl.hosts.flags import has_dual_clip
 from megatron_rl.testing.ranks import RankPool
 
 ROOTS = roots_by_environment()
@@ -50,7 +49,6 @@ LAUNCHES = {
     "OPSM of the sampler": launch(**OF_ROLLOUT),
     "OPSM of the sampler, gspo, per token": launch(**OF_ROLLOUT, estimator="gspo", **PER_TOKEN),
     "OPSM of log-probabilities that the trainer recomputes": launch(False, use_opsm=True, opsm_delta=0.005),
-    "the same beside icepop": launch(False, use_opsm=True, opsm_delta=0.005, **ICEPOP),
     "k1": launch(kl_loss_type="k1"),
     "k2": launch(kl_loss_type="k2", **PER_TOKEN),
     "k3 beyond the clamp of low_var_kl": launch(kl_loss_type="k3", ref_gap=3.5),
@@ -58,14 +56,12 @@ LAUNCHES = {
     "low_var_kl beyond its clamp": launch(False, kl_loss_type="low_var_kl", ref_gap=3.5),
     "unbiased": launch(kl_loss_type="k3", use_unbiased_kl=True),
     "unbiased by the token's ratio": launch(kl_loss_type="low_var_kl", use_unbiased_kl=True, estimator="gspo"),
-    "unbiased beside TIS, which does not weigh it": launch(kl_loss_type="k3", use_unbiased_kl=True, use_tis=True),
     "unbiased beyond the clamp": launch(False, kl_loss_type="low_var_kl", use_unbiased_kl=True, ref_gap=3.5),
     "unbiased k1": launch(False, kl_loss_type="k1", use_unbiased_kl=True),
     "cispo": launch(estimator="cispo"),
     "cispo without a lower bound, tis": launch(estimator="cispo", eps_clip=5.0, use_tis=True),
+    **{f"dual clip, {name}": launch(estimator=name, eps_clip_c=1.02) for name in ("grpo", "gspo")},
 }
-if has_dual_clip("grpo"):
-    LAUNCHES |= {f"dual clip, {name}": launch(estimator=name, eps_clip_c=1.02) for name in ("grpo", "gspo")}
 
 
 def cases_of(host: str) -> dict[str, Flags]:

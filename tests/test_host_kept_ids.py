@@ -75,10 +75,9 @@ def test_slime_and_our_loss_train_the_same_over_kept_ids(pool, cp_size):
     cases = []
     for layout, terms in launches:
         shared = {"host": "slime", "aggregation": "sample_mean", "layout": layout, "size": 3}
-        score = (("kl_score", "support"),) if "kl_loss_coef" in dict(terms) else ()
         cases += [
             HostCase(door="default", options=top_p + terms, **shared),
-            HostCase(door="custom_loss", options=top_p + replay + terms + score, **shared),
+            HostCase(door="custom_loss", options=top_p + replay + terms, **shared),
             HostCase(door="default", options=terms, **shared),
         ]
     layout = {"world_size": cp_size, "context_parallel_size": cp_size}

@@ -178,7 +178,7 @@ SEGMENTS = [
         itertools.product(("miles", "slime"), ("custom_loss", "default", "reducer"), ("prompt_mean", "token_mean"))
     )
 ]
-# A generate function of the user's: constant needs to know nothing of rollouts, and sample_mean that each is one sample.
+# A generate function of the user's: constant needs to know nothing of rollouts, and for sample_mean the hook knows them.
 AGENT = (("custom_generate_function_path", "user.agent"),)
 SEGMENTS += [
     # slime normalises rewards sample by sample, which is another advantage: there the hook does it by rollouts.
@@ -186,7 +186,7 @@ SEGMENTS += [
     for host, estimator, companion in (("miles", "gspo", ""), ("slime", "grpo", "reward"))
 ]
 SEGMENTS += [
-    HostCase(host, "reducer", "sample_mean", companion="reward", size=3, options=(*AGENT, ("one_sample_per_rollout", True)))
+    HostCase(host, "reducer", "sample_mean", companion="reward", size=3, segments=True, options=AGENT)
     for host in ("miles", "slime")
 ]
 
@@ -204,10 +204,7 @@ REFUSED = {
     replace(MILES, aggregation="prompt_mean"): "reward_post_process",
     replace(MILES, aggregation="token_mean"): "calculate-per-token-loss",
     replace(MILES, companion="reward"): "sample_mean",
-    replace(MILES, options=AGENT): "--one-sample-per-rollout",
-    replace(
-        MILES, options=(*AGENT, ("one_sample_per_rollout", True)), companion="reward", segments=True
-    ): "rollout 100 has 2 samples",
+    replace(MILES, options=AGENT): "reward_post_process",
     replace(MILES, door="custom_loss", aggregation="prompt_mean"): "reward_post_process",
 }
 

@@ -17,7 +17,6 @@ from launch_settings import REWARD as HOOK
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.host_run import current_args
 from megatron_rl.hosts.training_hooks import (
     custom_megatron_init,
     shift_in_words,
@@ -46,7 +45,7 @@ def init_on_rank(
         warnings.simplefilter("always")
         error = error_of(lambda: custom_megatron_init(args))
     told = [str(warning.message) for warning in caught if str(warning.message).startswith("megatron_rl")]
-    return out.getvalue(), error, vars(args) == before and current_args() is args, "\n".join(told)
+    return out.getvalue(), error, vars(args) == before, "\n".join(told)
 
 
 @pytest.mark.megatron
@@ -122,7 +121,7 @@ def test_a_sampler_that_scores_the_whole_vocabulary_is_refused_where_kept_ids_ar
 
 def test_the_line_says_what_scores_are_over():
     launch = {**CUSTOM_LOSS, "loss_aggregation": "sample_mean", "rollout_batch_size": 8, "rollout_top_p": 0.9}
-    launch |= {"sampling_support": "replay", "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_score": "support"}
+    launch |= {"sampling_support": "replay", "use_kl_loss": True, "kl_loss_coef": 0.1}
     line = trained_in_words(check_launch(Namespace(**launch)))
     assert "| log-probabilities over the kept ids of rollout_top_p_token_ids, KL over the same |" in line
 
@@ -174,7 +173,8 @@ BY_OUR_LOSS = {**dict.fromkeys(REDUCER), **CUSTOM_LOSS}
 def test_the_line_tells_of_kl_and_entropy_where_they_are_trained(settings, end):
     """With the reducer they are the host's own, of the host's coefficients."""
     launch = check_launch(Namespace(**{"kl_loss_type": "k3", **settings}))
-    assert shift_in_words(launch.config, launch.kl_and_entropy).endswith(end)
+    line = summary(launch, ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
+    assert f"{end} | host slime" in line
 
 
 @pytest.mark.parametrize(
@@ -184,15 +184,9 @@ def test_the_line_tells_of_kl_and_entropy_where_they_are_trained(settings, end):
         (CONSTANT, f"step of 128 {ONCE}"),
         # 128 samples in groups of 8; 12 are no whole groups of 8.
         ({**CONSTANT, "n_samples_per_prompt": 8}, f"step of 128 {ONCE}, 16 prompts"),
-        (
-            {**SAMPLE_MEAN, "global_batch_size": 12, "n_samples_per_prompt": 8},
-            "step of 12 rollouts (one of several samples counts once)",
-        ),
+        ({**SAMPLE_MEAN, "global_batch_size": 12, "n_samples_per_prompt": 8}, f"step of 12 {ONCE}"),
         ({**CONSTANT, "use_dynamic_global_batch_size": True, "n_samples_per_prompt": 8}, "step of as many samples as come"),
-        (
-            {**CONSTANT, "multi_lora": True, "use_dynamic_global_batch_size": True, "n_samples_per_prompt": 8},
-            "step of an adapter's own batch, N is the rollout_batch_size x n_samples_per_prompt of each adapter's own file",
-        ),
+        ({**CONSTANT, "multi_lora": True, "n_samples_per_prompt": 8}, "step of an adapter's own batch, whose rollouts are N"),
     ],
 )
 def test_the_line_tells_how_much_a_step_holds(settings, step):

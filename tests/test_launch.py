@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -68,6 +67,8 @@ def host(tmp_path, monkeypatch):
         return tmp_path / "train.py"
 
     monkeypatch.chdir(tmp_path)
+    for name in ("argv", "path", "meta_path"):  # what the launcher sets in its own process
+        monkeypatch.setattr(sys, name, [*vars(sys)[name]])
     before = set(sys.modules)
     yield write
     for module in set(sys.modules) - before:
@@ -88,14 +89,9 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_the_script_runs_as_itself_with_our_flags_in_its_parser(host, name, capsys):
     """On its own slime drops --loss-aggregation and miles ends with 2; here the attribute is there with its value."""
     host(name)
-    argv, path = sys.argv, list(sys.path)
-    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "reinforce_plus_plus", *INIT)
+    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, *INIT)
     assert (code, error) == (0, "")
-    number, main, seen_argv, values = json.loads(out)
-    assert number == 7 and main == "__main__"
-    assert seen_argv == ["train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "reinforce_plus_plus", *INIT]
-    assert values == ["constant", 8192.0, "reinforce_plus_plus"]
-    assert (sys.argv, sys.path) == (argv, path)
+    assert json.loads(out) == [7, "__main__", ["train.py", *DR_GRPO, *REDUCER, *INIT], ["constant", 8192.0, "grpo"]]
 
 
 def test_a_script_that_adds_our_flags_already_does_not_get_them_twice(host, capsys):
@@ -114,19 +110,11 @@ def test_a_wrong_scale_ends_the_run_before_training_with_every_problem(host, cap
     assert "needs --loss-aggregation-divisor" in error and "calculate_per_token_loss=True" in error
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ([], "no --custom-megatron-init-path is on the launch line: add --custom-megatron-init-path megatron_rl.hooks.custom_meg"),
-        ([INIT[0], "user.init"], "--custom-megatron-init-path user.init is not ours: call megatron_rl.hooks.custom_megatron_in"),
-    ],
-)
-def test_a_launch_without_the_init_hook_is_told_what_it_loses(host, flags, says, capsys):
+def test_a_launch_without_the_init_hook_is_told_what_it_loses(host, capsys):
     """It runs: the launcher has judged it. Nothing looks at the training actors and their Megatron."""
     host("slime")
-    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, *flags)
-    assert code == 0 and out and f"megatron_rl: {says}" in error
-    assert "no probe of Megatron, no line at start" in error
+    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER)
+    assert code == 0 and out and re.search("megatron_rl: no training actor is checked, .*: add --custom-megatron-init-path", error)
 
 
 def test_exit_codes_and_errors_of_the_script_are_its_own(host, capsys):
@@ -139,9 +127,8 @@ def test_exit_codes_and_errors_of_the_script_are_its_own(host, capsys):
 
 # what the checkout holds, words of the launcher, what the script prints, message
 REFUSED = [
-    ({}, [], "", "nothing is where the train script belongs"),
-    ({}, ["--loss-aggregation", "constant"], "", "--loss-aggregation is where the train script belongs"),
-    ({}, ["absent.py"], "", "absent.py is no file in "),
+    ({}, [], "", "nothing is no train script in .*: write python -m megatron_rl.hosts.launch train.py"),
+    ({}, ["--loss-aggregation", "constant"], "", "--loss-aggregation is no train script in "),
     # Its flags would have reached nobody, without a word.
     (
         {"script": "import slime\nprint('trained')"},
@@ -192,44 +179,20 @@ def test_the_module_runs_from_a_checkout_of_the_host(host, tmp_path):
 SOUND = [*DR_GRPO, *REDUCER, *INIT]
 
 
-@pytest.mark.parametrize("name", ["miles", "slime"])
-def test_a_check_says_what_would_train_and_ends_before_the_script_goes_on(host, name, capsys, monkeypatch):
-    host(name)
+def test_a_check_says_what_would_train_and_ends_before_the_script_goes_on(host, capsys, monkeypatch):
+    host("miles")
     monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
     code, out, error = run(capsys, "train.py", *SOUND)
     assert (code, out) == (0, "")
     assert "megatron_rl: loss_aggregation=constant by our reducer | step of " in error and "ends here" in error
     assert run(capsys, "train.py", *DR_GRPO[:2], *REDUCER)[0] == 2
+    monkeypatch.setenv("MEGATRON_RL_CHECK", "0")
+    assert json.loads(run(capsys, "train.py", *SOUND)[1])[0] == 7
 
 
-@pytest.mark.parametrize("name", ["miles", "slime"])
-def test_doctor_asks_the_parser_of_the_host_and_the_check_at_start(host, name, tmp_path, capsys, monkeypatch):
-    host(name)
+def test_doctor_asks_the_parser_of_the_host_and_the_check_at_start(host, tmp_path, capsys, monkeypatch):
+    host("slime")
     monkeypatch.syspath_prepend(tmp_path)
-    line = ["doctor", "--host", name, "--", "python", "train.py", *REDUCER]
+    line = ["doctor", "--host", "slime", "--", "python", "train.py", *REDUCER]
     assert main([*line, *DR_GRPO]) == 0
     assert "loss_aggregation=constant by our reducer" in capsys.readouterr().out
-    assert main([*line, *DR_GRPO[:2]]) == 1
-    assert "needs --loss-aggregation-divisor" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("value", ["0", ""])
-def test_a_check_that_is_off_runs_the_script(host, value, capsys, monkeypatch):
-    host("slime")
-    monkeypatch.setenv("MEGATRON_RL_CHECK", value)
-    code, out, _ = run(capsys, "train.py", *SOUND)
-    assert code == 0 and json.loads(out)[0] == 7
-
-
-def test_the_wrapper_takes_the_hook_by_position_too():
-    def parse_args(add_custom_arguments=None):
-        parser = add_custom_arguments(ArgumentParser())
-        return parser.parse_args([*DR_GRPO, "--custom-pg-loss-reducer-function-path", REDUCER[1], "--mine", "1"])
-
-    def own(parser):
-        parser.add_argument("--mine")
-        parser.add_argument(REDUCER[0])
-        return parser
-
-    args = launch.with_our_flags(parse_args)(own)
-    assert (args.mine, args.loss_aggregation) == ("1", "constant")

@@ -59,7 +59,6 @@ LINES = [
     pytest.param(["--policy-loss", "reinforce", "--route", "custom_loss"], [CUSTOM_LOSS, GUARD], id="a loss without a clip"),
     pytest.param([], [], id="sample_mean"),
     pytest.param(DR_GRPO, [], id="constant"),
-    pytest.param(["--one-sample-per-rollout"], [REWARD], id="a declaration that is checked"),
 ]
 
 

@@ -184,9 +184,7 @@ def test_a_host_that_gives_too_little_refuses_it_by_name():
         return caught.value.problems
 
     (problem,) = problems(OF_GROUPS)
-    assert problem.startswith(
-        f"--loss-aggregation {OF_GROUPS}: no host tells the loss which samples share a prompt; add --custom-re"
-    )
+    assert problem.startswith(f"--loss-aggregation {OF_GROUPS} needs prompt_token_counts: ")
     (problem,) = problems(ODD)
     assert "it declares no formula, so what the host's division by N leaves of its weight is not known" in problem
     (problem,) = problems(SQUARE_ROOT, custom_generate_function_path="my.generate")

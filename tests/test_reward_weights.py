@@ -164,22 +164,15 @@ def test_token_mean_over_several_steps_is_refused_and_constant_is_not(host):
     reward_post_process(launch(host, "reward", MODES["constant"], **options), step_s())
 
 
-AGENT = {"custom_generate_function_path": "user.agent", "custom_pg_loss_reducer_function_path": REDUCER}
-
-
 @pytest.mark.parametrize("host", HOSTS)
-def test_rollouts_that_were_declared_to_be_one_sample_are_looked_at(host):
-    """FB-11, FB-69: each weight is 1, and a rollout of several samples is named; without the flag sample_mean has no hook."""
-    args = launch(host, "reward", "--loss-aggregation sample_mean --one-sample-per-rollout", **AGENT)
+def test_sample_mean_gives_each_segment_its_share_of_the_rollout(host):
+    """FB-11: our reducer divides by each sample's own tokens: m_i / M_roll(i) is left, 2/3 and 1/3 of rollout 7; without the hook
+    a rollout function of the user's own is refused."""
+    agent = {"custom_generate_function_path": "user.agent", "custom_pg_loss_reducer_function_path": REDUCER}
+    args = launch(host, "reward", "--loss-aggregation sample_mean", **agent)
     assert weights_of(step_s(), args) == pytest.approx([1.0, 1.0, 1.0, 0.0])
-    segments = make_samples([1] * 5, [1, 1, 1, 2, 2], rollout_id=[1, 7, 7, 3, 4])
-    with pytest.raises(
-        DataError, match=r"rollout 7 has 2 samples \(positions 1, 2 of the rollout batch\).*take --loss-aggregation con"
-    ):
-        reward_post_process(args, segments)
-    args.one_sample_per_rollout = None
-    with pytest.raises(ConfigError, match="if each rollout is one sample, add --one-sample-per-rollout"):
-        reward_post_process(args, step_s())
+    segments = make_samples([3, 2, 1, 2], [1, 1, 1, 2], rollout_id=[1, 7, 7, 3])
+    assert weights_of(segments, args) == pytest.approx(fractions("1 2/3 1/3 1"))
 
 
 def groups(*prompts, **fields) -> list:

@@ -21,8 +21,8 @@ from launch_settings import CUSTOM_LOSS
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.args import ADVANTAGES, FORWARD, host_named
 from megatron_rl.hosts.checks import SKIP_REMEDY
+from megatron_rl.hosts.heads.skipped_log_probs import unknown_log_probs
 from megatron_rl.hosts.loss import custom_loss
-from megatron_rl.hosts.skipped_log_probs import unknown_log_probs
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.layout.groups import resolve_groups
 

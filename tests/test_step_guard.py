@@ -113,7 +113,7 @@ def test_without_an_optimiser_the_loss_is_told_to_look_itself(optimizer):
     """miles with --debug-disable-optimizer, a rank whose parameters are all frozen."""
     trainer = Trainer(optimizer)
     assert not trainer.guard.is_armed
-    with pytest.warns(UserWarning, match="no torch optimiser on this rank.*custom_loss looks at each micro-batch itself"):
+    with pytest.warns(UserWarning, match="no torch optimiser on this rank: nothing stops its step"):
         trainer.begin()
     assert not trainer.guard.is_armed
     with warnings.catch_warnings():
@@ -124,7 +124,7 @@ def test_without_an_optimiser_the_loss_is_told_to_look_itself(optimizer):
 @pytest.mark.parametrize(
     ("of_args", "of_model", "says"),
     [
-        (False, True, "is False in the arguments and True in the model's config.*token_mean with --calculate-per-token-loss"),
+        (False, True, "is False in the arguments and True in the model's config.*; add it, or set --context-parallel-size 1"),
         (True, False, "is True in the arguments and False in the model's config.*remove --calculate-per-token-loss"),
     ],
 )

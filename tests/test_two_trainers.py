@@ -16,12 +16,9 @@ from helpers import error_of, pool_of, set_global_args
 from host_cases import HostCase, host_args
 from host_harness import exact_cross_entropy
 from host_ranks import deal, logits_of, make_host, micro_batch, train_data
-from rollout_cases import launch, step_s
 from torch import nn
 
-from megatron_rl import hooks
-from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.host_run import RUNS, begin_run
+from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import before_train_step
 
@@ -60,7 +57,6 @@ class Trainer:
         return [self._init, *chain.from_iterable(of_steps)]
 
     def _init(self) -> None:
-        begin_run(self.args)
         self.data = train_data(self.host, self.args, self.step)
 
     def _calls_of_step(self, number: int) -> list[Callable[[], None]]:
@@ -133,14 +129,6 @@ def test_trainers_that_take_turns_train_as_alone(pool, other):
     assert [bool(error) for error in errors[1]] == [number == 2 and other.startswith("tokens") for number in range(NUM_STEPS)]
 
 
-def test_each_trainer_is_told_its_own_lines(capfd):
-    trainers = [launch(host, "reward", "--loss-aggregation prompt_mean") for host in ("miles", "slime", "slime")]
-    for _ in range(2):
-        for args in trainers:
-            hooks.reward_post_process(args, step_s())
-    assert capfd.readouterr().err.count("prompt_mean through sample weights on the rewards") == len(trainers)
-
-
 def test_a_trainer_that_is_forgotten_is_freed():
     """Its verdict, its guard with the optimiser, and its arguments: nothing of it is held by the module."""
     args = Namespace(loss_aggregation="constant", loss_aggregation_divisor=4.0, calculate_per_token_loss=False)
@@ -155,17 +143,4 @@ def test_a_trainer_that_is_forgotten_is_freed():
     set_global_args(Namespace())
     del args, optimizer
     gc.collect()
-    assert [one() for one in seen] == [None] * 3 and len([*RUNS]) == 0
-
-
-def test_whose_reducer_is_called_must_be_known():
-    """Without Megatron's global arguments the init hook's are taken, and those of two trainers are one too many."""
-    lists = [5], [3], [torch.tensor([1, 0, 1])]
-    first, second = (Namespace(loss_aggregation="constant", loss_aggregation_divisor=divisor) for divisor in (4.0, 8.0))
-    begin_run(first)
-    assert get_pg_loss_reducer(*lists)(torch.ones(3)).item() == 0.5
-    begin_run(second)
-    with pytest.raises(ConfigError, match="2 trainers of this process.*call megatron.training.global_vars.set_args before"):
-        get_pg_loss_reducer(*lists)
-    del first
-    assert get_pg_loss_reducer(*lists)(torch.ones(3)).item() == 0.25
+    assert [one() for one in seen] == [None] * 3 and len(RUNS) == 0

@@ -232,7 +232,6 @@ ALLOWED: dict[str, list[dict]] = {
         {"entropy_score": "support", "policy_metrics": "with_entropy", **IN_TRAIN},
         {"entropy_score": "support", "entropy_coefficient": 0.1, **IN_TRAIN},
         {"entropy_score": "support", **TOP_ENTROPY, **IN_TRAIN},
-        {"entropy_score": "support", "route": Route.CUSTOM_LOSS},  # the host may report it
         {"allow_partial_prompt_groups": True, "samples_per_prompt": 4},
         {**SCALED_EXP, "max_logits_bytes": 2**20},
         {"policy_metrics": "none", "watchdog": "off", "set_flags": frozenset({"--watchdog"})},

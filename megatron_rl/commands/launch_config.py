@@ -66,7 +66,7 @@ def needs_reward_hook(config: PolicyLossConfig, *, per_token: bool) -> bool:
     """For weights that one micro-batch does not know, unless the host divides by the step's tokens itself."""
     record = get_loss_aggregation(config.loss_aggregation)
     is_divided_later = per_token and record.formula == TOKEN_MEAN
-    return not is_divided_later and (record.missing_where_a_host_divides_by("N") != () or config.one_sample_per_rollout)
+    return not is_divided_later and record.missing_where_a_host_divides_by("N") != ()
 
 
 def yaml_text(settings: dict[str, str | float | int | bool]) -> str:

@@ -19,16 +19,17 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.aggregation_record import AggregationRecord
+from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.contract import Replaced
-from megatron_rl.hosts.flags import host_config, known_correction
+from megatron_rl.hosts.flags import clip_of_loss, validated, with_host_values
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.step_counts import StepTotals
-from megatron_rl.validation import HOST_SWITCHES
+from megatron_rl.validation import HOST_SWITCHES, field_of, flag_of
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
@@ -59,8 +60,6 @@ class Host:
     """How it hands a loss the ids that its sampler kept."""
     marks: tuple[str, ...] = ()
     """Options that no other host has."""
-    drops_masked_values: bool = True
-    """Masked tokens are replaced before anything is computed; else their values are multiplied by 0, in the backward too."""
     always_has_entropy: bool = False
     """Entropy is computed and reported without a coefficient."""
     has_ess_ratio: bool = False
@@ -76,7 +75,7 @@ class Host:
     rollout_key: Callable[[int, int | None], Any]
     """(position, index) of a sample without a rollout_id -> its rollout, as the host counts. DataError where it would count
     several as one."""
-    reason_for_split_by_samples: Callable[[HostOptions, bool], str | None] = field(default=lambda options, is_multimodal: None)
+    reason_for_split_by_samples: Callable[[HostLaunch, bool], str | None] = field(default=lambda launch, is_multimodal: None)
     """Why steps are cut without looking at rollouts; None: they are cut by rollout."""
 
     def __str__(self) -> str:
@@ -143,7 +142,6 @@ OPTIONS: dict[str, object] = {
     "n_samples_per_prompt": None,
     "num_steps_per_rollout": None,
     "opsm_delta": 1e-4,
-    "pipeline_model_parallel_size": 1,
     "qkv_format": "thd",  # slime knows no other
     "rollout_batch_size": None,
     "rollout_data_postprocess_path": None,
@@ -159,40 +157,46 @@ OPTIONS: dict[str, object] = {
 }
 
 
-class HostOptions:
-    """A view of the options of a launch. values: of all arguments, by name, known to us or not; nobody writes into it."""
+def names_ours(path: object, function: str) -> bool:
+    """Whether a host's path leads to our function of that name, in the dotted form or the colon form."""
+    parts = path.replace(":", ".").split(".") if isinstance(path, str) else [""]
+    return parts[0] == "megatron_rl" and parts[-1] == function
 
-    def __init__(self, args: Namespace):
-        self._args, self.values = args, vars(args)
+
+@dataclass(frozen=True)
+class HostLaunch:
+    """A launch, as checks, hooks and losses see it. route: our function that reduces the loss. Where the host's own reducer does
+    it, on samples that the reward hook has weighted, the settings of the reducer route hold."""
+
+    args: Namespace
+    """All arguments, known to us or not; nobody writes into them."""
+    route: Route = Route.REDUCER
+    has_reducer: bool = False
+    """Our reducer is on the launch line, or is the caller."""
 
     def __getitem__(self, name: str) -> Any:
         """The option's value; OPTIONS' where the host has no such option. A switch has the truth value that the host sees.
         KeyError for a name outside OPTIONS."""
         absent = OPTIONS[name]
-        value = self.values.get(name, absent)
+        value = vars(self.args).get(name, absent)
         if name in HOST_SWITCHES:
             return bool(value)
         return absent if value is None else value
 
-    def has(self, name: str) -> bool:
-        return name in self.values
-
-    def config(self, route: Route) -> PolicyLossConfig:
-        """Our settings. Raises one ConfigError with every problem."""
-        return host_config(self._args, self, route)
-
     def ours(self, field: str) -> Any:
-        """One of our settings as the launch gave it, not converted and not checked; None where it is unset or was dropped."""
-        return self.values.get(field)
+        """One of our settings, or of Megatron's, as the launch gave it, not checked; None where it is unset or was dropped."""
+        return vars(self.args).get(field)
+
+    @cached_property
+    def config(self) -> PolicyLossConfig:
+        """Our settings. Raises one ConfigError with every problem of theirs."""
+        return host_config(self)
 
     @cached_property
     def host(self) -> Host:
+        """By the options that only one of them has. A launch without any, as one that is not from a host's parser, is slime's."""
         hosts = rollout_hosts()
-        return next((host for host in hosts if any(mark in self.values for mark in host.marks)), hosts[-1])
-
-    @property
-    def correction_functions(self) -> Mapping[str, str]:
-        return self.host.correction_functions
+        return next((host for host in hosts if any(mark in vars(self.args) for mark in host.marks)), hosts[-1])
 
     @property
     def is_padded(self) -> bool:
@@ -217,49 +221,27 @@ class HostOptions:
         is_whole = self.samples_of_batch is not None and self["global_batch_size"] == self.samples_of_batch
         return is_whole or self["use_dynamic_global_batch_size"]
 
-
-def names_ours(path: object, function: str) -> bool:
-    """Whether a host's path leads to our function of that name, in the dotted form or the colon form."""
-    parts = path.replace(":", ".").split(".") if isinstance(path, str) else [""]
-    return parts[0] == "megatron_rl" and parts[-1] == function
-
-
-@dataclass(frozen=True)
-class HostLaunch:
-    """A launch, as checks see it. route: our function that reduces the loss. Where the host's own reducer does it, on samples that
-    the reward hook has weighted, the settings of the reducer route hold."""
-
-    options: HostOptions
-    route: Route
-    has_reducer: bool
-    """Our reducer is on the launch line, or is the caller."""
-
-    @cached_property
-    def config(self) -> PolicyLossConfig:
-        """Our settings. Raises one ConfigError with every problem of theirs."""
-        return self.options.config(self.route)
-
     @property
     def has_our_loss(self) -> bool:
         return self.route == Route.CUSTOM_LOSS
 
-    @property
+    @cached_property
     def has_reward_hook(self) -> bool:
         """Our hook gives samples their weights before training, through their rewards."""
-        return names_ours(self.options["custom_reward_post_process_path"], "reward_post_process")
+        return names_ours(self["custom_reward_post_process_path"], "reward_post_process")
 
     @property
     def is_alone(self) -> bool:
         """Nothing of megatron_rl reduces the loss or weights the samples."""
         return not (self.has_our_loss or self.has_reducer or self.has_reward_hook)
 
-    @property
+    @cached_property
     def is_per_token(self) -> bool:
-        return bool(self.options["calculate_per_token_loss"])
+        return bool(self["calculate_per_token_loss"])
 
     @property
     def aggregation(self) -> Any:  # not checked
-        given = self.options.ours("loss_aggregation")
+        given = self.ours("loss_aggregation")
         return PolicyLossConfig().loss_aggregation if given is None else given
 
     @property
@@ -271,32 +253,123 @@ class HostLaunch:
             return None
 
     @property
-    def kl_and_entropy(self) -> tuple[float, float]:
-        """The coefficients that act: our loss's, or those of the host's own."""
-        options = self.options
-        if self.has_our_loss:
-            return self.config.kl_coefficient, self.config.entropy_coefficient
-        return options["kl_loss_coef"] if options["use_kl_loss"] else 0.0, options["entropy_coef"]
-
-    @property
-    def masks_change_later(self) -> bool:
-        """A custom importance-sampling function may reject tokens after the counts were taken. The host's own do not."""
-        is_at_work = self.options["use_tis"] or self.options["get_mismatch_metrics"]
-        return bool(is_at_work and self.options["custom_tis_function_path"] and known_correction(self.options) is None)
-
-    @property
-    def own_rollout_functions(self) -> dict[str, str]:
-        """The user's own functions, by option: each may return several samples for one rollout."""
-        paths = {name: self.options[name] for name in ("custom_generate_function_path", "rollout_function_path")}
+    def own_rollout_functions(self) -> str:
+        """The user's own functions, as typed: each may return several samples for one rollout."""
+        paths = {name: self[name] for name in ("custom_generate_function_path", "rollout_function_path")}
         of_hosts = {path for host in rollout_hosts() for path in host.rollout_functions}
-        return {name: path for name, path in paths.items() if path and path not in of_hosts}
+        return ", ".join(f"{flag_of(name)} {path}" for name, path in paths.items() if path and path not in of_hosts)
 
 
 def read_launch(args: Namespace, route: Route | None = None) -> HostLaunch:
     """`route`: the caller, where the reducer or custom_loss calls; None: the launch line says it."""
-    options = HostOptions(args)
-    if route is None:
-        is_custom_loss = options["loss_type"] == "custom_loss" and names_ours(options["custom_loss_function_path"], "custom_loss")
-        has_reducer = names_ours(options["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
-        return HostLaunch(options, Route.CUSTOM_LOSS if is_custom_loss else Route.REDUCER, has_reducer)
-    return HostLaunch(options, route, has_reducer=route == Route.REDUCER)
+    if route is not None:
+        return HostLaunch(args, route, has_reducer=route == Route.REDUCER)
+    launch = HostLaunch(args)
+    is_ours = launch["loss_type"] == "custom_loss" and names_ours(launch["custom_loss_function_path"], "custom_loss")
+    has_reducer = names_ours(launch["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
+    return HostLaunch(args, Route.CUSTOM_LOSS if is_ours else Route.REDUCER, has_reducer)
+
+
+# Our settings from the host's flags
+
+# The host's estimator -> the loss that it trains with. Other estimators have their own losses.
+POLICY_LOSS_OF_ESTIMATOR = {
+    "grpo": "grpo",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "ppo": "grpo",
+    "reinforce_plus_plus": "grpo",
+    "reinforce_plus_plus_baseline": "grpo",
+}
+# What both hosts take for --kl-loss-type when it is unset.
+DEFAULT_KL_TYPE = "k1"
+# What the host's parser gives by itself: a user who has typed our flag may not have typed this value of the host's.
+UNTYPED = {
+    "kl_estimator": DEFAULT_KL_TYPE,
+    "importance_correction_low": 0.0,
+    "importance_correction_high": 2.0,
+    "off_policy_sequence_delta": 1e-4,
+}
+
+
+def known_correction(launch: HostLaunch) -> str | None:
+    """The correction of --custom-tis-function-path, where it names a function of the host's own."""
+    return launch.host.correction_functions.get(str(launch["custom_tis_function_path"]).replace(":", "."))
+
+
+def correction_of_host(launch: HostLaunch) -> str | None:
+    """The correction that --use-tis asks for; None without it, and for a function that is not the host's own."""
+    if not launch["use_tis"]:
+        return None
+    return known_correction(launch) if launch["custom_tis_function_path"] else "tis"
+
+
+def kl_estimator_of_host(launch: HostLaunch) -> str:
+    """Ours of that name; what it is called where we have none. The ratio times k2 has not the gradient of a KL."""
+    kl_type = launch["kl_loss_type"] or DEFAULT_KL_TYPE
+    name = "k3" if kl_type == "low_var_kl" else kl_type
+    if not launch["use_unbiased_kl"]:
+        return name
+    return "unbiased" if name in ("k1", "k3") else f"{kl_type} with --use-unbiased-kl"
+
+
+def values_of_host(launch: HostLaunch) -> dict[str, tuple[str, Any]]:
+    """Our setting, or a parameter that losses declare -> the host's option for the same thing, and its value; None: the host asks
+    for nothing, and our flag counts."""
+    clip, upper, correction = launch["eps_clip"], launch["eps_clip_high"], correction_of_host(launch)
+    kl = launch["kl_loss_coef"] if launch["use_kl_loss"] else 0.0  # a coefficient counts only with --use-kl-loss
+    return {
+        "clip_ratio_low": ("eps_clip", clip),
+        "clip_ratio_high": ("eps_clip_high", clip if upper is None else upper),
+        "clip_ratio_c": ("eps_clip_c", launch["eps_clip_c"]),
+        "policy_temperature": ("rollout_temperature", launch["rollout_temperature"]),
+        "entropy_coefficient": ("entropy_coef", launch["entropy_coef"]),
+        "kl_coefficient": ("kl_loss_coef", kl),
+        "kl_estimator": ("kl_loss_type", kl_estimator_of_host(launch) if kl else None),
+        "importance_correction": ("use_tis", correction),
+        "importance_correction_low": ("tis_clip_low", launch["tis_clip_low"] if correction else None),
+        "importance_correction_high": ("tis_clip", launch["tis_clip"] if correction else None),
+        "off_policy_sequence_delta": ("opsm_delta", launch["opsm_delta"] if launch["use_opsm"] else None),
+    }
+
+
+def host_config(launch: HostLaunch) -> PolicyLossConfig:
+    """Our settings on a host's route. On custom_loss the host's flag gives the value where ours is unset.
+
+    Raises one ConfigError with every problem: what validate_megatron_rl_args finds, and each pair of flags with two values for the
+    same thing.
+    """
+    if not launch.has_our_loss:
+        return validate_megatron_rl_args(launch.args, launch.route)
+    given, problems, estimator = vars(launch.args), list[str](), launch["advantage_estimator"]
+    policy_loss = given.get("policy_loss")
+    if policy_loss is None:
+        policy_loss = POLICY_LOSS_OF_ESTIMATOR.get(estimator)
+        if policy_loss is None:
+            known = ", ".join(POLICY_LOSS_OF_ESTIMATOR)
+            problems.append(f"--advantage-estimator {estimator} names no policy loss, as {known} do: give --policy-loss")
+    theirs: dict[str, tuple[str, Any, bool]] = {}
+    for name, (option, of_host) in values_of_host(launch).items():
+        value = _without_bound(name, of_host, policy_loss)
+        theirs[name] = (flag_of(option), value, option in given and value != UNTYPED.get(name))
+    merged, conflicts = with_host_values(given | {"policy_loss": policy_loss}, theirs)
+    try:
+        return validated(merged, launch.route, [*problems, *conflicts])
+    except ConfigError as error:
+        typed = {name: flag for name, (flag, _, is_typed) in theirs.items() if is_typed and given.get(name) is None}
+        raise ConfigError([_with_the_hosts_flag(problem, typed) for problem in error.problems]) from error
+
+
+def _with_the_hosts_flag(problem: str, typed: Mapping[str, str]) -> str:
+    """A refused value of megatron_rl that came from a flag of the host is named by the flag that was typed."""
+    named = problem.partition("=")[0].partition(" ")[0].removesuffix(":")
+    flag = typed.get(field_of(named))
+    return problem if flag is None else f"{flag}: {problem}"
+
+
+def _without_bound(field: str, value: Any, policy_loss: object) -> Any:
+    """clip_ratio_low >= 1 sets no lower bound, because ratios are positive. We write it as 1."""
+    if field == "clip_ratio_low" and isinstance(value, int | float) and value > 1:
+        declared = clip_of_loss(policy_loss)
+        return 1.0 if declared is not None and declared[0] == 1 else value
+    return value

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.kept_ids import KeptIds, read_sets, sets_of_rows, trained_sets, with_tokens
+from megatron_rl.hosts.kept_ids import KeptIds, read_sets, trained_sets, with_tokens
 from megatron_rl.layout.context_parallel import chunk_spans, response_spans
 from megatron_rl.layout.groups import Group, all_reduce_sum
 from megatron_rl.layout.sampling_support import SamplingSupport
@@ -137,9 +137,7 @@ def require(batch: Mapping, key: str, reason: str = "these settings"):
     value = batch.get(key)
     if is_absent(value):
         present = ", ".join(sorted(str(name) for name, held in batch.items() if not is_absent(held)))
-        raise DataError(
-            f"the host's batch has no {key!r}, which megatron_rl.hooks.custom_loss needs with {reason}; it has: {present}"
-        )
+        raise DataError(f"the host's batch has no {key!r}, which our loss needs with {reason}; it has: {present}")
     return value
 
 
@@ -173,8 +171,14 @@ class _Rows:
     def response_tokens(self) -> Tensor:  # [sum of the response lengths], of all ranks
         return _concatenate(self.lengths.responses, torch.int64, self.device)
 
-    def sets_of(self, sets: SamplingSupport) -> SamplingSupport:
-        return sets_of_rows(sets, self.lengths.response, self.pieces, self.num_rows)
+    def sets_of(self, sets: SamplingSupport) -> SamplingSupport:  # a set of each response token -> of each row
+        """On the host; empty where a row predicts no response token."""
+        starts = [0, *accumulate(self.lengths.response)]
+        places = torch.full((self.num_rows,), sets.num_rows)
+        for piece in self.pieces:
+            first = starts[piece.sample] + piece.response_start
+            places[piece.row : piece.row + piece.length] = torch.arange(first, first + piece.length)
+        return SamplingSupport.cat([sets, SamplingSupport.from_lists([[]])]).take(places)
 
     def mask(self) -> Tensor:  # [T]
         return self.place([part != 0 for part in _cut(self.lengths.masks, self.pieces)], torch.bool)
@@ -195,7 +199,7 @@ def _cut(responses: Sequence[Tensor], pieces: list[_Piece]) -> list[Tensor]:
 
 
 class _Lengths:
-    """The Python lists of a batch; their lengths are checked."""
+    """The Python lists of a batch."""
 
     def __init__(self, batch: Mapping, is_padded: bool):
         self.total = [int(length) for length in require(batch, "total_lengths")]
@@ -204,22 +208,6 @@ class _Lengths:
         self.masks: list[Tensor] = require(batch, "loss_masks")
         self.is_bshd = is_padded
         self.padded_to = [int(length) for length in require(batch, "max_seq_lens")] if self.is_bshd else [None] * len(self.total)
-        lists = {
-            "response_lengths": self.response,
-            "unconcat_tokens": self.tokens,
-            "loss_masks": self.masks,
-            "max_seq_lens": self.padded_to,
-        }
-        for key, values in lists.items():
-            if len(values) != len(self.total):
-                raise DataError(f"the host's batch has {len(values)} {key} for {len(self.total)} total_lengths")
-        for key, values, expected in (
-            ("unconcat_tokens", self.tokens, self.total),
-            ("loss_masks", self.masks, self.response),
-        ):
-            for index, (value, length) in enumerate(zip(values, expected, strict=True)):
-                if value.shape != (length,):
-                    raise DataError(f"{key}[{index}] of the host's batch is {tuple(value.shape)}, expected [{length}]")
 
     @property
     def responses(self) -> list[Tensor]:  # [response] of each sample
@@ -290,9 +278,7 @@ def _check_list(key: str, values: Sequence[Tensor], pieces: list[_Piece], length
         expected = sum(piece.length for piece in pieces if piece.sample == index)
         if not isinstance(value, Tensor) or value.shape != (expected,):
             given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise DataError(
-                f"{key}[{index}] of the host's batch is {given}: it must be [{expected}], the tokens of this context-parallel rank"
-            )
+            raise DataError(f"{key}[{index}] of the host's batch is {given}: it must be [{expected}], the tokens of this cp rank")
     return list(values)
 
 

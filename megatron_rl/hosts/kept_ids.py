@@ -1,4 +1,4 @@
-"""Reads the ids that a sampler kept from a host's batch, as the sets of the rows of this rank's logits.
+"""Reads the ids that a sampler kept from a host's batch, as a set of each response token.
 
 A host lists them sample by sample for the whole response, which no context-parallel rank has cut: ids [nnz], and offsets
 [response + 1] that count the ids before each response token. A token that nothing sampled (the text of a tool) has an empty set.
@@ -6,15 +6,13 @@ A host lists them sample by sample for the whole response, which no context-para
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import TermScore
 from megatron_rl.errors import DataError
 from megatron_rl.layout.sampling_support import SamplingSupport, offsets_of
 
@@ -30,23 +28,10 @@ class KeptIds:
     """The sampler returns its sets where one of these is on. They are what all its filters together leave."""
     adds_token: bool
     """Sampler and trainer count a sampled token that its set lacks as kept: two kernels may differ at the edge of a set."""
-    reference: TermScore
-    """Over what the host measures ref_log_probs."""
+    has_reference: bool
+    """The host's trainer measures ref_log_probs and log_probs over them; else ref_log_probs are over the whole vocabulary."""
     arguments: tuple[str, str] | tuple[()] = ()
     """Those of its get_log_probs_and_entropy for both lists."""
-
-
-class Piece(Protocol):
-    """`length` response tokens of one sample from `response_start`, predicted by the rows from `row`."""
-
-    @property
-    def sample(self) -> int: ...
-    @property
-    def row(self) -> int: ...
-    @property
-    def response_start(self) -> int: ...
-    @property
-    def length(self) -> int: ...
 
 
 def read_sets(batch: Mapping[str, Any], keys: KeptIds, response_lengths: Sequence[int]) -> SamplingSupport:
@@ -57,8 +42,7 @@ def read_sets(batch: Mapping[str, Any], keys: KeptIds, response_lengths: Sequenc
         if response_lengths and len(lists[key]) == 0:
             raise DataError(
                 f"the host's batch has no {key!r}, which --sampling-support replay needs: this host does not hand a custom loss "
-                "what its sampler kept, or a rollout function does not record it; update the host, or set --rollout-top-p 1 "
-                "--rollout-top-k -1 and remove --sampling-support"
+                "what its sampler kept, or a rollout function does not record it; remove --sampling-support"
             )
         if len(lists[key]) != len(response_lengths):
             raise DataError(f"the host's batch has {len(lists[key])} {key} for {len(response_lengths)} samples")
@@ -72,33 +56,18 @@ def read_sets(batch: Mapping[str, Any], keys: KeptIds, response_lengths: Sequenc
 def _sets_of_sample(keys: KeptIds, number: int, ids: Any, offsets: Any, length: int) -> SamplingSupport:
     for key, value in ((keys.ids, ids), (keys.offsets, offsets)):
         if value is None:
-            raise DataError(
-                f"{key}[{number}] of the host's batch is None: with --sampling-support replay each sample needs the ids that its "
-                "sampler kept, also one of your own rollout function (an empty set for a token that nothing sampled); or drop it"
-            )
-    kept, starts = (_whole_numbers(f"{key}[{number}]", value) for key, value in ((keys.ids, ids), (keys.offsets, offsets)))
+            why = "with --sampling-support replay each sample needs the ids that its sampler kept; drop it"
+            raise DataError(f"{key}[{number}] of the host's batch is None: {why}")
+    kept, starts = (torch.as_tensor(value).reshape(-1).cpu().long() for value in (ids, offsets))
     if starts.numel() != length + 1:
         raise DataError(
             f"{keys.offsets}[{number}] of the host's batch has {starts.numel()} offsets, and its response of {length} tokens needs "
-            f"{length + 1}: one before each token and one at the end; tokens that are added or cut after sampling need theirs too"
+            f"{length + 1}: one before each token and one at the end"
         )
     try:
         return SamplingSupport(kept, starts)
     except DataError as error:
         raise DataError(f"{keys.ids}[{number}] and {keys.offsets}[{number}] of the host's batch: {error}") from error
-
-
-def _whole_numbers(name: str, values: Any) -> Tensor:  # -> [n] int64 on the host
-    try:
-        found = torch.as_tensor(values).reshape(-1).cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name} of the host's batch is no list of whole numbers: {error}") from error
-    if found.numel() and (found.dtype == torch.bool or found.is_floating_point() or found.is_complex()):
-        raise DataError(
-            f"{name} of the host's batch has {str(found.dtype).removeprefix('torch.')} numbers, as {found[0].item()}: ids and "
-            "offsets are whole numbers; convert them where the rollout records them"
-        )
-    return found.long()
 
 
 def trained_sets(
@@ -135,13 +104,3 @@ def with_tokens(sets: SamplingSupport, labels: Tensor, rows: Tensor) -> tuple[Sa
         return sets, 0
     order = torch.cat([sets.rows, added]).argsort(stable=True)
     return SamplingSupport(torch.cat([sets.ids.long(), labels[added]])[order], offsets_of(sets.sizes + lacks)), added.numel()
-
-
-def sets_of_rows(sets: SamplingSupport, response_lengths: Sequence[int], pieces: Iterable[Piece], num_rows: int) -> SamplingSupport:
-    """The sets of the rows of the logits, on the host: empty where a row predicts no response token."""
-    starts = [0, *accumulate(response_lengths)]
-    places = torch.full((num_rows,), sets.num_rows)
-    for piece in pieces:
-        first = starts[piece.sample] + piece.response_start
-        places[piece.row : piece.row + piece.length] = torch.arange(first, first + piece.length)
-    return SamplingSupport.cat([sets, SamplingSupport.from_lists([[]])]).take(places)

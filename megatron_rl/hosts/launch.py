@@ -11,19 +11,18 @@ import inspect
 import runpy
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.after_import import after_import
-from megatron_rl.hosts.args import INIT_LINE, HostLaunch, names_ours, rollout_hosts
-from megatron_rl.hosts.checks import check_launch, launch_warnings
+from megatron_rl.hosts.args import INIT_LINE, rollout_hosts
+from megatron_rl.hosts.checks import check_launch, dropped_flags, launch_warnings
 from megatron_rl.hosts.flags import compose_extra_args_provider
-from megatron_rl.hosts.names import dropped_flags
 from megatron_rl.hosts.start_check import end_after_check, say
 from megatron_rl.hosts.training_hooks import trained_in_words
 
@@ -35,10 +34,8 @@ Runs a train script of miles or slime with the flags below beside the host's own
     python -m megatron_rl.hosts.launch train.py [the host's flags] [our flags]
 
 For NeMo-RL the script is examples/run_grpo.py, and ++loss_fn.megatron_rl=<loss>.<aggregation> is the setting; none of the flags.
-
-The script, its working directory and its other arguments stay as they are; `train.py --help` after it shows the host's flags.
-Settings that would train on a wrong scale end the run before a GPU is taken. With MEGATRON_RL_CHECK=1 in the environment a run
-without a problem ends there too, after the host's parser and our check, with exit code 0.
+`train.py --help` after it shows the host's flags. Settings that would train on a wrong scale end the run before a GPU is taken.
+With MEGATRON_RL_CHECK=1 in the environment a run without a problem ends there too, with exit code 0.
 """
 
 
@@ -52,24 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser = ArgumentParser(PROGRAM, usage=usage, description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
         add_megatron_rl_args(parser).print_help()
         return 0
-    try:
-        script = script_of(arguments)
-        trains_nemo_rl = nemo_rl.is_script_of_ours(script)
-    except ConfigError as error:
-        return _refuse(error)
-    if trains_nemo_rl:
-        return run(script, arguments[1:], functools.partial(nemo_rl.loss_in_setup, _refuse), f"{nemo_rl.TRAINER}.setup")
-    paths = " nor ".join(f"{host.parser_module}.parse_args" for host in rollout_hosts())
-    return run(script, arguments[1:], flags_in_parsers, paths)
-
-
-def run(script: Path, arguments: Sequence[str], wrap: Callable[[list[str]], AbstractContextManager[None]], paths: str) -> int:
-    """The script inside `wrap`, which notes calls of the host's functions at `paths`. Returns the exit code."""
-    calls: list[str] = []
+    if not arguments or not Path(arguments[0]).is_file():
+        given = arguments[0] if arguments else "nothing"
+        return _refuse(ConfigError(f"{given} is no train script in {Path.cwd()}: write {PROGRAM} train.py, and all flags after it"))
+    script, calls = Path(arguments[0]), list[str]()
+    # As `python script arguments` sets them.
+    sys.argv = arguments
+    sys.path.insert(0, str(script.parent.resolve()))
     with ExitStack() as stack:
-        stack.enter_context(as_main_program(script, arguments))
         try:
-            stack.enter_context(wrap(calls))
+            if nemo_rl.is_script_of_ours(script):
+                paths = f"{nemo_rl.TRAINER}.setup"
+                stack.enter_context(nemo_rl.loss_in_setup(_refuse, calls))
+            else:
+                paths = " nor ".join(f"{host.parser_module}.parse_args" for host in rollout_hosts())
+                put_flags_into_parsers(calls)
         except ConfigError as error:
             return _refuse(error)
         runpy.run_path(str(script), run_name="__main__")
@@ -78,41 +72,17 @@ def run(script: Path, arguments: Sequence[str], wrap: Callable[[list[str]], Abst
     return 0
 
 
-def script_of(arguments: Sequence[str]) -> Path:
-    if not arguments or arguments[0].startswith("-"):
-        given = f"{arguments[0]} is" if arguments else "nothing is"
-        raise ConfigError(f"{given} where the train script belongs: {PROGRAM} train.py, and all flags after it; --help lists ours")
-    script = Path(arguments[0])
-    if not script.is_file():
-        raise ConfigError(
-            f"{script} is no file in {Path.cwd()}: run from the checkout of miles or slime, or give the script's path"
-        )
-    return script
+def put_flags_into_parsers(calls: list[str]) -> None:
+    """parse_args of miles and of slime carries our flags, whichever the script loads; each call is noted in `calls`."""
 
-
-@contextmanager
-def flags_in_parsers(calls: list[str]) -> Iterator[None]:
-    """parse_args of miles and of slime carries our flags, whichever the script loads; each call is noted in `calls`. Undone at the
-    end."""
-    originals: list[tuple[ModuleType, Callable]] = []
-
-    def put_in(module: ModuleType) -> None:
-        parse_args = vars(module)["parse_args"]
-        originals.append((module, parse_args))
+    def put_in(module: Any) -> None:
         try:
-            vars(module)["parse_args"] = with_our_flags(parse_args, functools.partial(calls.append, module.__name__))
+            module.parse_args = with_our_flags(module.parse_args, functools.partial(calls.append, module.__name__))
         except ConfigError as error:
             sys.exit(_refuse(error))
 
-    finders = [*sys.meta_path]
-    try:
-        for host in rollout_hosts():
-            after_import(host.parser_module, put_in)
-        yield
-    finally:
-        sys.meta_path[:] = finders
-        for module, parse_args in originals:
-            vars(module)["parse_args"] = parse_args
+    for host in rollout_hosts():
+        after_import(host.parser_module, put_in)
 
 
 def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: None) -> Callable:
@@ -138,34 +108,14 @@ def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: N
             launch = check_launch(args, found=[*dropped_flags(args, sys.argv[1:])])
         except ConfigError as error:
             sys.exit(_refuse(error))
-        for warning in [*launch_warnings(launch), *unchecked_actors(launch)]:
+        for warning in launch_warnings(launch):
             say(warning)
+        if launch["custom_megatron_init_path"] is None:
+            say(f"no training actor is checked, no line comes at start, and Megatron is not probed: add {INIT_LINE}")
         end_after_check([trained_in_words(launch)])
         return args
 
     return parse
-
-
-def unchecked_actors(launch: HostLaunch) -> Iterator[str]:
-    """What a launch that is checked here loses without the init hook."""
-    path = launch.options["custom_megatron_init_path"]
-    if not names_ours(path, "custom_megatron_init"):
-        flag, _, hook = INIT_LINE.partition(" ")
-        what = f"{flag} {path} is not ours: call {hook} in it" if path else f"no {flag} is on the launch line: add {INIT_LINE}"
-        yield f"{what}. Without it no training actor is checked: no probe of Megatron, no line at start, no look at its groups"
-
-
-@contextmanager
-def as_main_program(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """sys.argv and sys.path as `python script arguments` sets them."""
-    given, entry = sys.argv, str(script.parent.resolve())
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, entry)
-    try:
-        yield
-    finally:
-        sys.argv = given
-        sys.path.remove(entry)
 
 
 def _refuse(error: ConfigError) -> int:

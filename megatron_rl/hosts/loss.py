@@ -11,20 +11,18 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
-from megatron_rl.config import Backend, PolicyLossConfig, PolicyMetrics, Route, SupportUse, TermScore
+from megatron_rl.config import Backend, PolicyMetrics, Route, SupportUse, TermScore
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.args import INIT_LINE, TOTALS_OF_HOST, Host, HostOptions, names_ours
+from megatron_rl.hosts.args import INIT_LINE, TOTALS_OF_HOST, HostLaunch, kl_estimator_of_host, names_ours
 from megatron_rl.hosts.batch import HostBatch, is_absent, read_host_batch, require
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.flags import KL_ESTIMATORS, kl_key
 from megatron_rl.hosts.heads.carrier import carried
-from megatron_rl.hosts.host_run import RUNS, HostRun, StepGuard
+from megatron_rl.hosts.host_run import RUNS, StepGuard
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.reducer import check_no_phantom_tokens
 from megatron_rl.layout.agreement import checks_microbatch
@@ -36,9 +34,7 @@ from megatron_rl.losses.inputs import given, mean_of_documents
 from megatron_rl.losses.reduce_torch import evaluate, evaluate_batch
 from megatron_rl.losses.settings import LossKeywords
 from megatron_rl.losses.token_batch import JointSums, TokenBatch
-from megatron_rl.megatron.head import HeadInputs, HeadSettings, rows_of
-from megatron_rl.metrics.custom import named_metrics
-from megatron_rl.metrics.policy import TokenValues, check_values
+from megatron_rl.megatron.head import HeadSettings, rows_of
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
 from megatron_rl.registries.correction_settings import CorrectionSettings
@@ -71,21 +67,22 @@ def custom_loss(
     Raises: ConfigError, DataError: settings that are not honoured, an absent key, a wrong length, a non-finite unmasked token.
     """
     run = RUNS.of(args)
-    plan = run.judged(Route.CUSTOM_LOSS, args, read_plan)
+    launch = run.judged(Route.CUSTOM_LOSS, args, read_plan)
     cp_group, tp_group = resolve_group(None, "cp"), resolve_group(None, "tp")
-    check_keys(plan, batch)
+    check_keys(launch, batch)
     rows = read_host_batch(
         batch,
         logits,
         cp_group,
-        is_padded=plan.options.is_padded,
-        is_contiguous=plan.options.is_contiguous(cp_group),
-        kept=plan.kept,
+        is_padded=launch.is_padded,
+        is_contiguous=launch.is_contiguous(cp_group),
+        kept=kept_of(launch),
         tp_size=tp_group.size(),
     )
-    token_weights, mean_weights = sample_weights(plan, rows.token_counts, rows.rollout_token_counts)
-    operands, old_log_probs = _operands(plan, run, logits, tp_group), _old_log_probs(plan, rows)
-    config = plan.config
+    token_weights, mean_weights = sample_weights(launch, rows.token_counts, rows.rollout_token_counts)
+    old_log_probs = _old_log_probs(launch, rows)
+    config, correction = launch.config, CorrectionSettings.of(launch.config)
+    has_metric_of_entropy = _entropy_is_reported(launch) and not config.entropy_coefficient
     options: LossKeywords = {
         "clip_ratio_low": config.clip_ratio_low,
         "clip_ratio_high": config.clip_ratio_high,
@@ -94,11 +91,11 @@ def custom_loss(
         "kl_coefficient": config.kl_coefficient,
         "entropy_coefficient": config.entropy_coefficient,
         # The host's entropy_loss, where no term of ours has it, from the same pass.
-        "metrics": PolicyMetrics.WITH_ENTROPY if _has_metric_of_all(plan) else PolicyMetrics.NONE,
+        "metrics": PolicyMetrics.WITH_ENTROPY if has_metric_of_entropy else PolicyMetrics.NONE,
         "backend": config.policy_loss_backend,
         "advantages_per": "token",
         "token_counts": rows.token_counts,
-        "correction": plan.correction,
+        "correction": correction if correction.is_on else None,
         "kl_estimator": config.kl_estimator,
         "ref_log_probs": rows.per_token.get("ref_log_probs"),
         "rollout_log_probs": rows.per_token.get("rollout_log_probs"),
@@ -110,9 +107,8 @@ def custom_loss(
     }
     support = rows.sampling_support
     if support is not None:
-        options["sampling_support"] = support if isinstance(operands, HeadInputs) else support.to(operands.device)
-        options["kl_score"] = config.kl_score
-        options["entropy_score"] = config.entropy_score
+        options["sampling_support"] = support if config.fused_lm_head_loss else support.to(logits.device)
+        options["kl_score"] = TermScore.SUPPORT
     of_tokens = (
         rows.labels,
         old_log_probs,
@@ -121,112 +117,80 @@ def custom_loss(
         rows.cu_seqlens,
         token_weights,
     )
-    if isinstance(operands, Tensor):
-        is_last = is_last_reader(plan, operands, cp_group)
-        scale = run.scale if is_last else None
-        output = policy_loss(config.policy_loss, operands, *of_tokens, inplace=is_last, loss_scale=scale, **options)
-    else:
+    if HeadSettings.of(config).is_on:
+        run.check_head()
+    if config.fused_lm_head_loss:
+        inputs = carried(logits)
+        hidden, is_sequence_parallel = rows_of(inputs, tp_group)  # [T, H] or [T / tp, H], in the order of the batch
         output = linear_policy_loss(
             config.policy_loss,
-            operands.hidden,
-            operands.weight,
+            hidden,
+            inputs.weight,
             *of_tokens,
             max_logits_bytes=config.max_logits_bytes,
-            sequence_parallel=operands.is_sequence_parallel,
+            sequence_parallel=is_sequence_parallel,
             fp32_logits=config.fp32_lm_head,
             scaled_exp=config.scaled_exp_head,
             **options,
         )
+    else:
+        flat = logits.flatten(0, 1)
+        is_last = is_last_reader(launch, flat, cp_group)
+        scale = run.scale if is_last else None
+        output = policy_loss(config.policy_loss, flat, *of_tokens, inplace=is_last, loss_scale=scale, **options)
     if output.num_nonfinite.is_cuda:  # on the CPU the loss has raised by itself
         stop_on_nonfinite(run.guard, output.num_nonfinite)
     old_log_probs = given(output.log_probs) if old_log_probs is None else old_log_probs
-    entropy = _entropy(rows, output.entropy_per_token, mean_weights) if _has_metric_of_entropy(plan) else output.entropy
-    return output.loss, host_metrics(plan, rows, output, old_log_probs, mean_weights, entropy, cp_group)
+    entropy = _entropy(rows, output.entropy_per_token, mean_weights) if has_metric_of_entropy else output.entropy
+    return output.loss, host_metrics(launch, rows, output, old_log_probs, mean_weights, entropy, cp_group)
 
 
-def is_last_reader(plan: LossPlan, logits: Tensor, cp_group: Group) -> bool:
+def is_last_reader(launch: HostLaunch, logits: Tensor, cp_group: Group) -> bool:
     """Whether nobody reads the logits after custom_loss, and Triton makes the gradient.
 
     Not where a function of the user calls it, which may read them, and not where the host does: it runs the loss again
     (--recompute-loss-function), or adds 0 x their sum (--allgather-cp). In torch a gradient of its own is faster: its memory holds
     exponentials in between.
     """
-    options = plan.options
-    is_called_by_host = names_ours(options["custom_loss_function_path"], "custom_loss")
-    is_read_again = options["recompute_loss_function"] or (options["allgather_cp"] and cp_group.size() > 1)
-    return is_called_by_host and not is_read_again and resolve_backend(plan.config.policy_loss_backend, logits) == Backend.TRITON
+    is_called_by_host = names_ours(launch["custom_loss_function_path"], "custom_loss")
+    is_read_again = launch["recompute_loss_function"] or launch.is_contiguous(cp_group)
+    return is_called_by_host and not is_read_again and resolve_backend(launch.config.policy_loss_backend, logits) == Backend.TRITON
 
 
-# What the arguments ask for, read once a micro-batch, and the weights of tokens
+# What the arguments ask for, read once a run, and the weights of tokens
 
 
-@dataclass(frozen=True, slots=True)
-class LossPlan:
-    """config: clips, temperature and coefficients with the host's values filled in."""
-
-    config: PolicyLossConfig
-    options: HostOptions
-    has_reward_hook: bool
-    """Our hook has put the aggregation into advantages: the loss takes the host's mean over rollouts."""
-
-    @property
-    def host(self) -> Host:
-        return self.options.host
-
-    @property
-    def is_per_token(self) -> bool:
-        return self.options["calculate_per_token_loss"]
-
-    @property
-    def correction(self) -> CorrectionSettings | None:
-        settings = CorrectionSettings.of(self.config)
-        return settings if settings.is_on else None
-
-    @property
-    def corrects_importance(self) -> bool:
-        """Weights or bounds act on the ratio of old to rollout probability, as with --use-tis."""
-        return CorrectionSettings.of(self.config).has_factor
-
-    @property
-    def kept(self) -> KeptIds | None:
-        """Where the batch has the ids that the sampler kept; None: scores are over the whole vocabulary."""
-        return self.host.kept if self.config.sampling_support == SupportUse.REPLAY else None
-
-    @property
-    def correction_in_words(self) -> str:
-        """By our settings: a host's flags, as --use-tis and --use-opsm, are these too."""
-        named = [f"importance_correction={self.config.importance_correction}"] if self.corrects_importance else []
-        delta = self.config.off_policy_sequence_delta
-        return ", ".join([*named, *([] if delta is None else [f"off_policy_sequence_delta={delta:g}"])])
-
-    @property
-    def reported_kl(self) -> str:
-        """The estimator of the metric: the loss's, or at --kl-loss-coef 0 the one that the host would train."""
-        if self.config.kl_coefficient or not self.options["use_kl_loss"]:
-            return self.config.kl_estimator
-        return KL_ESTIMATORS[kl_key(self.options)]
-
-    @property
-    def kl_is_reported(self) -> bool:
-        return self.options["use_kl_loss"] or self.config.kl_coefficient != 0
-
-    @property
-    def entropy_is_reported(self) -> bool:
-        """Where our settings ask for it, and where the host reports it: always, or with --observe-training-entropy."""
-        if self.config.entropy_coefficient or self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY:
-            return True
-        is_computed = self.host.always_has_entropy or self.options["observe_training_entropy"]
-        return bool(is_computed) and self.config.policy_metrics != PolicyMetrics.NONE
-
-
-def read_plan(args: Namespace) -> LossPlan:
+def read_plan(args: Namespace) -> HostLaunch:
     """Raises one ConfigError with every setting that custom_loss would not honour, or would train on a wrong scale."""
-    launch = check_launch(args, Route.CUSTOM_LOSS)
-    return LossPlan(launch.config, launch.options, launch.has_reward_hook)
+    return check_launch(args, Route.CUSTOM_LOSS)
+
+
+def kept_of(launch: HostLaunch) -> KeptIds | None:
+    """Where the batch has the ids that the sampler kept; None: scores are over the whole vocabulary."""
+    return launch.host.kept if launch.config.sampling_support == SupportUse.REPLAY else None
+
+
+def _reported_kl(launch: HostLaunch) -> str:
+    """The estimator of the metric: the loss's, or at --kl-loss-coef 0 the one that the host would train."""
+    if launch.config.kl_coefficient or not launch["use_kl_loss"]:
+        return launch.config.kl_estimator
+    return kl_estimator_of_host(launch)
+
+
+def _kl_is_reported(launch: HostLaunch) -> bool:
+    return launch["use_kl_loss"] or launch.config.kl_coefficient != 0
+
+
+def _entropy_is_reported(launch: HostLaunch) -> bool:
+    """Where our settings ask for it, and where the host reports it: always, or with --observe-training-entropy."""
+    if launch.config.entropy_coefficient or launch.config.policy_metrics == PolicyMetrics.WITH_ENTROPY:
+        return True
+    is_computed = launch.host.always_has_entropy or launch["observe_training_entropy"]
+    return bool(is_computed) and launch.config.policy_metrics != PolicyMetrics.NONE
 
 
 def sample_weights(
-    plan: LossPlan,
+    launch: HostLaunch,
     token_counts: Tensor,  # [N] unmasked tokens of each sample of the micro-batch, over all cp ranks
     rollout_token_counts: Tensor,  # [N] unmasked tokens of the sample's whole rollout
 ) -> tuple[Tensor, Tensor]:  # token_weights [N], mean_weights [N], float32
@@ -236,48 +200,44 @@ def sample_weights(
     and metrics take the host's own mean_weights: 1 / M_roll, per token 1.
     Raises DataError for a fully masked sample under --calculate-per-token-loss, where the host would count one token for it.
     """
-    if plan.is_per_token:
+    if launch.is_per_token:
         check_no_phantom_tokens(token_counts)
         weights = weigh_tokens("token_mean", token_counts, TOTALS_OF_HOST)
         return weights, weights
     mean_weights = weigh_tokens("sample_mean", rollout_token_counts, TOTALS_OF_HOST)
-    if plan.has_reward_hook or plan.config.loss_aggregation == "sample_mean":
+    if launch.has_reward_hook or launch.config.loss_aggregation == "sample_mean":
         return mean_weights, mean_weights
-    name, divisor = plan.config.loss_aggregation, plan.config.loss_aggregation_divisor
+    name, divisor = launch.config.loss_aggregation, launch.config.loss_aggregation_divisor
     weights = weigh_tokens(name, rollout_token_counts, TOTALS_OF_HOST, divisor=divisor)
     return torch.where(token_counts > 0, weights, 0.0), mean_weights
 
 
-def check_keys(plan: LossPlan, batch: Mapping) -> None:
+def check_keys(launch: HostLaunch, batch: Mapping) -> None:
     """DataError, with the key, where the host's batch lacks what these settings need, or has what this loss cannot honour."""
-    options = plan.options
     needed = {
-        "rollout_mask_sums": plan.has_reward_hook,
-        "ref_log_probs": plan.kl_is_reported,
-        "rollout_log_probs": options["use_rollout_logprobs"],
+        "rollout_mask_sums": launch.has_reward_hook,
+        "ref_log_probs": _kl_is_reported(launch),
+        "rollout_log_probs": launch["use_rollout_logprobs"],
         # Some hosts leave them out where the policy has not moved since the rollout.
-        "log_probs": plan.host.needs_log_probs and not (options["use_rollout_logprobs"] or _is_on_policy(plan)),
+        "log_probs": launch.host.needs_log_probs and not (launch["use_rollout_logprobs"] or _is_on_policy(launch)),
     }
     for key, is_needed in needed.items():
         if is_needed:
             require(batch, key)
-    if plan.config.skip_old_log_probs and not is_absent(batch.get("log_probs")):
+    if launch.config.skip_old_log_probs and not is_absent(batch.get("log_probs")):
         raise DataError(
             "--skip-old-log-probs: the host's batch has log_probs, which would be ignored: the init hook was not called, or the "
             f"rollout brings its own; add {INIT_LINE}, or remove --skip-old-log-probs"
         )
-    if needs_rollout_log_probs(plan.config):
-        asked_by = plan.correction_in_words or f"policy_loss={plan.config.policy_loss}"
-        require(batch, "rollout_log_probs", f"{asked_by}, which compares with the sampler's policy")
+    if needs_rollout_log_probs(launch.config):
+        require(batch, "rollout_log_probs", "what compares with the sampler's policy")
+    kept = kept_of(launch)
     for key in SUPPORT_KEYS:
-        if not is_absent(batch.get(key)) and (plan.kept is None or plan.kept.ids != key):
-            own = plan.host.kept
-            replay = f"add --sampling-support {SupportUse.REPLAY}, or " if own is not None and own.ids == key else ""
+        if not is_absent(batch.get(key)) and (kept is None or kept.ids != key):
             raise DataError(
                 f"the host's batch has {key!r}: its samples were taken from a part of the vocabulary, and "
-                f"megatron_rl.hooks.custom_loss has log-probabilities of the whole vocabulary; {replay}sample with --rollout-top-p "
-                "1 --rollout-top-k -1, or train with the host's --loss-type policy_loss and "
-                "megatron_rl.reducers.get_pg_loss_reducer"
+                "megatron_rl.hooks.custom_loss has log-probabilities of the whole vocabulary; sample with --rollout-top-p 1 "
+                f"--rollout-top-k -1, or add --sampling-support {SupportUse.REPLAY} where the host has these sets"
             )
 
 
@@ -289,47 +249,20 @@ def stop_on_nonfinite(guard: StepGuard, num_nonfinite: Tensor) -> None:  # [N] i
         samples = torch.nonzero(num_nonfinite > 0).flatten().tolist()
         raise DataError(
             f"samples {samples} of the micro-batch have {int(num_nonfinite.sum())} unmasked tokens with a value that is not "
-            "finite, in logits, log_probs, advantages or importance weights: mask them or drop the samples; with "
-            "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step the look is once a step"
+            "finite, in logits, log_probs, advantages or importance weights: mask them or drop the samples"
         )
 
 
-def _is_on_policy(plan: LossPlan) -> bool:
-    is_skipped = plan.config.skip_old_log_probs or plan.options["skip_actor_forward_only"]
-    return bool(is_skipped and not plan.options["use_rollout_logprobs"])
+def _is_on_policy(launch: HostLaunch) -> bool:
+    is_skipped = launch.config.skip_old_log_probs or launch["skip_actor_forward_only"]
+    return bool(is_skipped and not launch["use_rollout_logprobs"])
 
 
-def _old_log_probs(plan: LossPlan, rows: HostBatch) -> Tensor | None:  # [T]
+def _old_log_probs(launch: HostLaunch, rows: HostBatch) -> Tensor | None:  # [T]
     """The old log-probabilities of the ratio, chosen as the host does; None: the policy in training, before this step."""
-    if plan.options["use_rollout_logprobs"]:
+    if launch["use_rollout_logprobs"]:
         return rows.per_token["rollout_log_probs"]
-    return None if _is_on_policy(plan) else rows.per_token.get("log_probs")
-
-
-def _operands(plan: LossPlan, run: HostRun, logits: Tensor, tp_group: Group) -> Tensor | HeadInputs:
-    """Logits [T, V_tp]; with a fused head hidden states [T, H] or [T / tp, H], and the weight, in the order of the batch."""
-    if HeadSettings.of(plan.config).is_on:
-        run.check_head()
-    if not plan.config.fused_lm_head_loss:
-        return logits.flatten(0, 1)
-    inputs = carried(logits)
-    hidden, is_sequence_parallel = rows_of(inputs, tp_group)
-    return HeadInputs(hidden, inputs.weight, is_sequence_parallel)
-
-
-def _has_metric_of_entropy(plan: LossPlan) -> bool:
-    return plan.entropy_is_reported and not plan.config.entropy_coefficient
-
-
-def _has_metric_of_all(plan: LossPlan) -> bool:
-    return _has_metric_of_entropy(plan) or _has_reported_kl_of_all(plan)
-
-
-def _has_reported_kl_of_all(plan: LossPlan) -> bool:
-    """A KL at coefficient 0 over the whole vocabulary beside scores over kept ids, which comes with the pass of its entropy."""
-    is_of_all = plan.kept is not None and plan.kept.reference == TermScore.FULL
-    is_reported = plan.kl_is_reported and plan.config.policy_metrics != PolicyMetrics.NONE
-    return is_of_all and is_reported and not plan.config.kl_coefficient
+    return None if _is_on_policy(launch) else rows.per_token.get("log_probs")
 
 
 def _entropy(rows: HostBatch, of_tokens: Tensor | None, weights: Tensor) -> Tensor:  # [T], [N] -> 0-d
@@ -342,7 +275,7 @@ def _entropy(rows: HostBatch, of_tokens: Tensor | None, weights: Tensor) -> Tens
 
 @torch.no_grad()
 def host_metrics(
-    plan: LossPlan,
+    launch: HostLaunch,
     batch: HostBatch,
     output: PolicyLossOutput,
     old_log_probs: Tensor,  # [T]
@@ -364,35 +297,29 @@ def host_metrics(
         return torch.where(batch.loss_mask, values.double() * weights, 0.0).sum()
 
     log_probs = given(output.log_probs)
-    is_basic = plan.config.policy_metrics != PolicyMetrics.NONE
+    is_basic = launch.config.policy_metrics != PolicyMetrics.NONE
     metrics = {"loss": output.loss.detach(), "pg_loss": output.policy_loss}
     metrics["entropy_loss"] = torch.zeros_like(output.policy_loss) if entropy is None else entropy
     if is_basic:
-        log_ratio, effective_samples = _log_ratio(plan, batch, log_probs - old_log_probs, documents, cp_group)
-        is_clipped = _is_clipped(plan, batch, old_log_probs, log_probs, log_ratio, cp_group)
-        metrics["pg_clipfrac"] = mean(is_clipped)
+        log_ratio, effective_samples = _log_ratio(launch, batch, log_probs - old_log_probs, documents, cp_group)
+        metrics["pg_clipfrac"] = mean(_is_clipped(launch, batch, old_log_probs, log_probs, log_ratio, cp_group))
         metrics["ppo_kl"] = mean(-log_ratio)
         if effective_samples is not None:
             metrics["ess_ratio"] = effective_samples
-        metrics.update(_rollout_metrics(plan, batch, log_probs, old_log_probs, mean))
-        if plan.config.custom_policy_metrics is not None:
-            advantages, entropies = batch.per_token["advantages"], _entropy_of_rows(plan, output)
-            rows = TokenValues(log_probs, old_log_probs, bounded_exp(log_ratio), is_clipped, advantages, entropies)
-            metrics.update(_own_metrics(plan, batch, rows, mean))
-    if plan.kl_is_reported and (is_basic or output.kl_loss is not None):
+        metrics.update(_rollout_metrics(launch, batch, log_probs, old_log_probs, mean))
+    if _kl_is_reported(launch) and (is_basic or output.kl_loss is not None):
         kl_loss = output.kl_loss
         if kl_loss is None:
             ref_log_probs = batch.per_token["ref_log_probs"]
-            compared = log_probs + given(output.log_kept_mass) if _has_reported_kl_of_all(plan) else log_probs
-            kl_loss = mean(kl_estimate(plan.reported_kl, compared, ref_log_probs, log_probs - old_log_probs)[0])
+            kl_loss = mean(kl_estimate(_reported_kl(launch), log_probs, ref_log_probs, log_probs - old_log_probs)[0])
         metrics["kl_loss"] = kl_loss
     correction = output.correction
-    if is_basic and plan.corrects_importance and correction is not None:
+    if is_basic and CorrectionSettings.of(launch.config).has_factor and correction is not None:
         metrics["ois"] = mean(bounded_exp(log_ratio))
         metrics["tis"] = mean(correction.ratios)
         metrics["tis_clipfrac"] = mean(correction.is_low | correction.is_high)
         metrics["tis_abs"] = mean((correction.ratios - 1.0).abs())
-    if is_basic and plan.config.off_policy_sequence_delta is not None and correction is not None:
+    if is_basic and launch.config.off_policy_sequence_delta is not None and correction is not None:
         metrics["opsm_clipfrac"] = mean(correction.is_off_policy)
     if is_basic and "opd_reverse_kl" in batch.per_token:
         metrics["opd_reverse_kl"] = mean(batch.per_token["opd_reverse_kl"])
@@ -404,10 +331,10 @@ def host_metrics(
 
 
 def _log_ratio(
-    plan: LossPlan, batch: HostBatch, log_ratio: Tensor, documents: Tensor, cp_group: Group
+    launch: HostLaunch, batch: HostBatch, log_ratio: Tensor, documents: Tensor, cp_group: Group
 ) -> tuple[Tensor, Tensor | None]:  # [T] a token's, or its sample's mean; 0-d ess_ratio, None where the host has none
-    is_sequence = get_policy_loss(plan.config.policy_loss).level == "sequence"
-    has_ess_ratio, is_first = plan.host.has_ess_ratio, cp_group.rank() == 0
+    is_sequence = get_policy_loss(launch.config.policy_loss).level == "sequence"
+    has_ess_ratio, is_first = launch.host.has_ess_ratio, cp_group.rank() == 0
     if is_sequence:
         sums = all_reduce_sum(document_sums(torch.where(batch.loss_mask, log_ratio, 0.0), batch.cu_seqlens), cp_group)
         log_ratio = spread(mean_of_documents(sums, batch.token_counts, log_ratio.dtype), documents)
@@ -420,25 +347,25 @@ def _log_ratio(
         effective = sums[:, 0].square() / divisor  # 0 for a fully masked sample
     if not has_ess_ratio:
         return log_ratio, None
-    if plan.is_per_token:
+    if launch.is_per_token:
         effective = effective * batch.token_counts
     return log_ratio, effective.sum() if is_first else effective.new_zeros(())
 
 
 def _is_clipped(
-    plan: LossPlan, batch: HostBatch, old_log_probs: Tensor, log_probs: Tensor, log_ratio: Tensor, cp_group: Group
+    launch: HostLaunch, batch: HostBatch, old_log_probs: Tensor, log_probs: Tensor, log_ratio: Tensor, cp_group: Group
 ) -> Tensor:  # [T] bool
     """What the loss counts as clipped, without the dual clip, which the hosts leave out too.
 
     Communication: for a loss of level "batch" its sums over samples.
     """
-    loss, advantages, clip = get_policy_loss(plan.config.policy_loss), batch.per_token["advantages"], clip_of(plan.config)
+    loss, advantages, clip = get_policy_loss(launch.config.policy_loss), batch.per_token["advantages"], clip_of(launch.config)
     if loss.level == "sequence":
         if clip is None:
             return torch.zeros_like(log_ratio, dtype=torch.bool)
         ratio = bounded_exp(log_ratio)
         return ((advantages > 0) & (ratio > 1.0 + clip[1])) | ((advantages < 0) & (ratio < 1.0 - clip[0]))
-    keywords = loss.resolve_parameters(plan.config.loss_parameters)
+    keywords = loss.resolve_parameters(launch.config.loss_parameters)
     if "clip_ratio_c" in keywords:
         keywords["clip_ratio_c"] = math.inf
     if clip is not None:
@@ -465,26 +392,12 @@ def _is_clipped(
     return values.is_clipped
 
 
-def _entropy_of_rows(plan: LossPlan, output: PolicyLossOutput) -> Tensor | None:
-    return output.entropy_per_token if plan.config.policy_metrics == PolicyMetrics.WITH_ENTROPY else None
-
-
-def _own_metrics(plan: LossPlan, batch: HostBatch, tokens: TokenValues, mean) -> dict[str, Tensor]:
-    """The rows of --custom-policy-metrics, as the host's mean: checks.py refuses a row that declares another one."""
-    metrics = dict[str, Tensor]()
-    for row in named_metrics(plan.config.custom_policy_metrics):
-        values = row.value(tokens)
-        check_values(row, values, batch.loss_mask)
-        metrics[row.name] = mean(given(values))
-    return metrics
-
-
-def _rollout_metrics(plan: LossPlan, batch: HostBatch, log_probs: Tensor, old_log_probs: Tensor, mean) -> dict[str, Tensor]:
+def _rollout_metrics(launch: HostLaunch, batch: HostBatch, log_probs: Tensor, old_log_probs: Tensor, mean) -> dict[str, Tensor]:
     """Train against rollout log-probabilities, where the batch has the latter."""
     if "rollout_log_probs" not in batch.per_token:
         return {}
-    rollout_log_probs, host = batch.per_token["rollout_log_probs"], plan.host
-    is_of_training = plan.options["use_rollout_logprobs"] and host.compares_trained_with_rollout
+    rollout_log_probs, host = batch.per_token["rollout_log_probs"], launch.host
+    is_of_training = launch["use_rollout_logprobs"] and host.compares_trained_with_rollout
     trained = log_probs if is_of_training else old_log_probs
     metrics = {"train_rollout_logprob_abs_diff": mean((trained - rollout_log_probs).abs())}
     if host.has_rollout_kl:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
+from functools import partial
 
-from megatron_rl.config import TermScore
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.args import Host, HostOptions
+from megatron_rl.hosts.args import Host, HostLaunch
 from megatron_rl.hosts.flags import parsed_line
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.training_hooks import said_of
@@ -26,10 +24,10 @@ def rollout_key(position: int, index: int | None) -> int:
     return index
 
 
-def reason_for_split_by_samples(options: HostOptions, is_multimodal: bool) -> str | None:
+def reason_for_split_by_samples(launch: HostLaunch, is_multimodal: bool) -> str | None:
     """miles schedules steps by rollout only where its training side has said how it is laid out and samples are plain text."""
     for name in ("delay_split_train_data_by_dp", "indep_dp"):
-        if options[name]:
+        if launch[name]:
             return flag_of(name)
     return "samples with multimodal_train_inputs" if is_multimodal else None
 
@@ -50,7 +48,7 @@ HOST = Host(
         offsets="rollout_sampling_mask_offsets",
         filters=("rollout_top_p", "rollout_top_k"),
         adds_token=False,
-        reference=TermScore.FULL,
+        has_reference=False,
     ),
     marks=("observe_training_entropy", "allow_partial_train_step", "true_on_policy_mode"),
     has_ess_ratio=True,
@@ -61,10 +59,5 @@ HOST = Host(
     reason_for_split_by_samples=reason_for_split_by_samples,
 )
 
-
-def compose(words: Sequence[str]) -> Namespace:
-    return parsed_line(HOST.parser_module, words)
-
-
-def check(args: Namespace) -> list[str]:
-    return said_of(args)
+compose = partial(parsed_line, HOST.parser_module)
+check = said_of

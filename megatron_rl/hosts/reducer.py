@@ -3,7 +3,7 @@
     --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer
 
 Afterwards the host divides the result by the step's rollouts (--calculate-per-token-loss: tokens). Nothing here divides by them, by
-M, by cp or by dp. The launch is judged at the first call; a later call looks whether an argument has changed.
+M, by cp or by dp. The launch is judged at the first call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.args import REWARD_LINE, TOTALS_OF_HOST, HostOptions
+from megatron_rl.hosts.args import REWARD_LINE, TOTALS_OF_HOST
 from megatron_rl.hosts.checks import bshd_problem, check_launch
 from megatron_rl.hosts.host_run import RUNS, current_args
 from megatron_rl.layout.context_parallel import slice_response
@@ -47,15 +47,8 @@ def get_pg_loss_reducer(
     reducer twice, and counting twice does no harm. Communication: none. Under the per-token contract it synchronises
     once, to see whether a sample is fully masked.
 
-    Raises ConfigError for a launch whose scale would be wrong, see hosts/checks.py; DataError for lists of different lengths, a
-    mask or x of the wrong length, and for a fully masked sample under the per-token contract, which the host counts as one token.
-
-    >>> from megatron_rl.hosts.host_run import begin_run
-    >>> args = Namespace(loss_aggregation="constant", loss_aggregation_divisor=4.0)
-    >>> run = begin_run(args)
-    >>> reducer = get_pg_loss_reducer([5, 4], [3, 2], [torch.tensor([1, 0, 1]), torch.tensor([1, 1])])
-    >>> reducer(torch.tensor([1.0, float("nan"), 2.0, 3.0, 4.0]))
-    tensor(2.5000)
+    Raises ConfigError for a launch whose scale would be wrong, see hosts/checks.py; DataError for an x of the wrong length, and for
+    a fully masked sample under the per-token contract, which the host counts as one token.
     """
     args, is_per_token = current_args(), bool(calculate_per_token_loss)
     run = RUNS.of(args)
@@ -63,16 +56,14 @@ def get_pg_loss_reducer(
     if plan.has_head:
         run.check_head()
     guard = run.guard
-    if not plan.drops_masked_values and guard.is_armed:
-        guard.watches_gradients = True
-    _check_lengths(total_lengths, response_lengths, loss_masks)
     cp_group = resolve_group(None, "cp")
     cp_rank, cp_size = cp_group.rank(), cp_group.size()
     if cp_size > 1 and plan.qkv_format != "thd":
         raise ConfigError(bshd_problem(plan.qkv_format, cp_size))
     if not loss_masks:
         return _nothing_to_sum
-    masks = _as_bool(loss_masks)
+    whole = torch.cat(list(loss_masks)) != 0
+    masks = list(whole.split([mask.shape[0] for mask in loss_masks]))
     token_counts = torch.stack([mask.sum() for mask in masks])
     if is_per_token:
         check_no_phantom_tokens(token_counts)
@@ -110,8 +101,6 @@ class ReducerPlan:
     aggregation: str
     divisor: float | None
     qkv_format: str
-    drops_masked_values: bool
-    """The host does, before anything is computed."""
     has_head: bool
     """The launch asks for float32 logits."""
 
@@ -120,20 +109,18 @@ def read_plan(args: Namespace, *, is_per_token: bool) -> ReducerPlan:
     """The call says what the host does with the result. Arguments that say something else were changed after parsing.
 
     Raises one ConfigError with every problem of the launch."""
-    options = HostOptions(args)
-    has_switch = options.has("calculate_per_token_loss")
-    if has_switch and options["calculate_per_token_loss"] != is_per_token:
+    given = vars(args).get("calculate_per_token_loss", is_per_token)
+    if bool(given) != is_per_token:
         raise ConfigError(
-            f"the reducer is called with calculate_per_token_loss={is_per_token} and the arguments say "
-            f"{options['calculate_per_token_loss']}: one of them was changed after parsing; leave both alone"
+            f"the reducer is called with calculate_per_token_loss={is_per_token} and the arguments say {bool(given)}: "
+            "one of them was changed after parsing; leave both alone"
         )
-    of_call = {} if has_switch else {"calculate_per_token_loss": is_per_token}
-    launch = check_launch(Namespace(**vars(args), **of_call), Route.REDUCER)
-    config, options = launch.config, launch.options
+    launch = check_launch(Namespace(**vars(args) | {"calculate_per_token_loss": given}), Route.REDUCER)
+    config = launch.config
     name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
     if launch.has_reward_hook:
         name, divisor = "sample_mean", None
-    return ReducerPlan(name, divisor, options["qkv_format"], options.host.drops_masked_values, config.fp32_lm_head)
+    return ReducerPlan(name, divisor, launch["qkv_format"], config.fp32_lm_head)
 
 
 def check_no_phantom_tokens(token_counts: Tensor) -> None:  # [S]
@@ -144,31 +131,6 @@ def check_no_phantom_tokens(token_counts: Tensor) -> None:  # [S]
             f"samples {masked} of the micro-batch are fully masked, and under --calculate-per-token-loss the host counts one "
             f"token for each of them, which shrinks the gradient: drop them, or take {REWARD_LINE} in place of the flag"
         )
-
-
-def _as_bool(loss_masks: Sequence[Tensor]) -> list[Tensor]:
-    whole = torch.cat(list(loss_masks))
-    is_set = whole != 0
-    masks = list(is_set.split([mask.shape[0] for mask in loss_masks]))
-    # On CUDA looking would synchronise; the hosts' masks are int32 zeros and ones.
-    if not whole.is_cuda and whole.dtype != torch.bool and not torch.equal(is_set, whole == 1):
-        index = next(i for i, mask in enumerate(loss_masks) if not torch.equal(mask != 0, mask == 1))
-        raise DataError(f"loss_masks[{index}] has values other than 0 and 1: a mask selects tokens, weights belong elsewhere")
-    return masks
-
-
-def _check_lengths(total_lengths: Sequence[int], response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> None:
-    sizes = (len(total_lengths), len(response_lengths), len(loss_masks))
-    if len(set(sizes)) > 1:
-        raise DataError(
-            f"{sizes[0]} total_lengths, {sizes[1]} response_lengths and {sizes[2]} loss_masks: pass one of each for each sample"
-        )
-    for index, (mask, length) in enumerate(zip(loss_masks, response_lengths, strict=True)):
-        if mask.shape != (length,):
-            raise DataError(
-                f"loss_masks[{index}] has shape {tuple(mask.shape)} for a response of {length} tokens: pass the whole response's "
-                "mask, not its context-parallel slice"
-            )
 
 
 def _nothing_to_sum(x: Tensor) -> Tensor:  # [0] -> 0-d

@@ -10,6 +10,7 @@ importance weight. So advantage x w gives loss x w and the same clip decision. W
 and with the weight omega_i that aggregation gives each token of the sample, L = sum_i omega_i S_i:
 
     w_i = N d_i omega_i        prompt_mean: (N/P) d_i / M_g      token_mean: N d_i / T      constant: d_i / L
+                               sample_mean: d_i / M_roll(i), the share of the sample in its rollout
 
 d_i is what divides the sample later: the unmasked tokens of its whole rollout with the host's own reducer and with
 hooks.custom_loss, its own unmasked tokens with reducers.get_pg_loss_reducer, which sees no rollouts.
@@ -29,9 +30,8 @@ from torch import Tensor
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.args import CUSTOM_LOSS_LINE, REWARD_LINE, Host, HostOptions, names_ours
+from megatron_rl.hosts.args import REWARD_LINE, Host, HostLaunch, names_ours, read_launch
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.step_counts import StepTotals, count_step
@@ -49,36 +49,27 @@ def reward_post_process(
     It replaces the host's reward normalisation, so it normalises first: per prompt group (group_index), minus the mean over
     the group's rollouts, over the standard deviation. A group of one rollout is not divided, and a batch of unequal groups is
     not one large group. A fully masked sample, one with remove_sample included, gets 0; the host drops a trailing part of a
-    step, and its samples get 0 too. Logged rewards, advantages and returns carry the weight; raw rewards do not. With sample_mean,
-    where --one-sample-per-rollout asks for a look at the samples, each weight is 1.
+    step, and its samples get 0 too. Logged rewards, advantages and returns carry the weight; raw rewards do not.
 
     Raises ConfigError, with every problem, for a launch where the weights would not stay exact until the loss; DataError for
     samples whose prompt, rollout, reward or step cannot be known.
     """
-    options = HostOptions(args)
-    config = _checked_config(args)
-    is_normalized = options["rewards_normalization"]
-    needs_prompts = is_normalized or get_loss_aggregation(config.loss_aggregation).needs_prompts
-    batch = read_batch(samples, options.host, needs_prompts=needs_prompts)
-    if config.one_sample_per_rollout:
-        _check_one_sample_each(batch)
+    launch = _checked_launch(args)
+    is_normalized = launch["rewards_normalization"]
+    needs_prompts = is_normalized or get_loss_aggregation(launch.config.loss_aggregation).needs_prompts
+    batch = read_batch(samples, launch.host, needs_prompts=needs_prompts)
     raw_rewards = [sample.get_reward_value(args) for sample in samples]
     rewards = [_finite_reward(position, reward) for position, reward in enumerate(raw_rewards)]
     if is_normalized:
-        rewards = normalize_rewards(rewards, batch, by_deviation=options["grpo_std_normalization"])
-    weights = reward_weights(batch, config, options).tolist()
-    if get_loss_aggregation(config.loss_aggregation) is not get_loss_aggregation("sample_mean"):
-        RUNS.of(args).warn(
-            f"{config.loss_aggregation} through sample weights on the rewards; logged rewards, advantages and returns are scaled "
-            "by them, raw rewards are not"
-        )
+        rewards = normalize_rewards(rewards, batch, by_deviation=launch["grpo_std_normalization"])
+    weights = reward_weights(batch, launch).tolist()
     return raw_rewards, [reward * weight for reward, weight in zip(rewards, weights, strict=True)]
 
 
 def normalize_rewards(rewards: Sequence[float], batch: HostRollouts, *, by_deviation: bool) -> list[float]:
     """The hosts' group normalisation in float32: one reward a rollout, which all its samples share."""
     normalized = [0.0] * len(rewards)
-    for in_group in positions_of(batch.known_prompts).values():
+    for in_group in positions_of(batch.prompts or ()).values():
         by_rollout = positions_of(batch.rollouts[position] for position in in_group)
         rollouts = {key: [in_group[index] for index in indices] for key, indices in by_rollout.items()}
         shared = torch.tensor([_shared_reward(key, rows, rewards) for key, rows in rollouts.items()], dtype=torch.float32)
@@ -91,23 +82,24 @@ def normalize_rewards(rewards: Sequence[float], batch: HostRollouts, *, by_devia
     return normalized
 
 
-def reward_weights(batch: HostRollouts, config: PolicyLossConfig, options: HostOptions) -> Tensor:  # [S] float64
+def reward_weights(batch: HostRollouts, launch: HostLaunch) -> Tensor:  # [S] float64
     """The w_i of the module's docstring; 0 where a sample is fully masked or the host drops it."""
+    config = launch.config
     record = get_loss_aggregation(config.loss_aggregation)
-    by_rollout = not names_ours(options["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
+    by_rollout = not names_ours(launch["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
     # These weights hold no count of the step: any way of cutting the batch gives the same.
     is_any_step = record.missing_where_a_host_divides_by("N") == ()
-    steps = [list(range(len(batch.masks)))] if is_any_step else steps_of(batch, options)
+    steps = [list(range(len(batch.masks)))] if is_any_step else steps_of(batch, launch)
     if len(steps) > 1 and record.is_of_one_step:
         raise ConfigError(
-            f"the rollout batch makes {len(steps)} steps of --global-batch-size {options['global_batch_size']}: {record.name} "
+            f"the rollout batch makes {len(steps)} steps of --global-batch-size {launch['global_batch_size']}: {record.name} "
             "through reward weights needs one step per rollout batch; set --num-steps-per-rollout 1"
         )
     if record.needs_prompts:
         _check_groups_are_whole(batch, steps)
     size = config.samples_per_prompt
     if size is None and record.needs_prompts:  # such weights need whole groups: the host's number
-        size = options["n_samples_per_prompt"]
+        size = launch["n_samples_per_prompt"]
     weights, totals = torch.zeros(len(batch.masks), dtype=torch.float64), []
     for positions in steps:
         prompts = None if batch.prompts is None else [batch.prompts[position] for position in positions]
@@ -129,16 +121,9 @@ class HostRollouts:
     """One entry a sample, in the host's order. A rollout with several samples (compaction, sub-agents) has one key for them all."""
 
     masks: list[Tensor]  # S tensors [response_length]
-    prompts: list[int | str] | None
+    prompts: list[int | str] | None  # None where some are missing, which a batch of needs_prompts=True has not
     rollouts: list[Hashable]
     is_multimodal: bool = False
-
-    @property
-    def known_prompts(self) -> list[int | str]:
-        """The prompts of a batch that was read with needs_prompts=True."""
-        if self.prompts is None:
-            raise DataError("the samples have no group_index: which prompt they belong to is unknown")
-        return self.prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +207,8 @@ def read_batch(samples: Sequence, host: Host, *, needs_prompts: bool) -> HostRol
         for rollout, positions in positions_of(batch.rollouts).items():
             groups = {batch.prompts[position] for position in positions}
             if len(groups) > 1:
-                raise DataError(
-                    f"rollout {rollout} has samples of the prompt groups {sorted(map(str, groups))}: rollout_id must be unique "
-                    "over the rollout batch, and only the segments of one rollout share it"
-                )
+                what = f"rollout {rollout} has samples of the prompt groups {sorted(map(str, groups))}"
+                raise DataError(f"{what}: only the segments of one rollout share a rollout_id")
     return batch
 
 
@@ -235,9 +218,7 @@ def final_masks(samples: Sequence) -> list[Tensor]:
     for position, sample in enumerate(samples):
         length = sample.response_length
         if sample.loss_mask is not None and len(sample.loss_mask) != length:
-            raise DataError(
-                f"sample {position} has a loss_mask of {len(sample.loss_mask)} for a response_length of {length}: one entry a token"
-            )
+            raise DataError(f"sample {position} has a loss_mask of {len(sample.loss_mask)} for a response_length of {length}")
         if sample.remove_sample:
             masks.append(torch.zeros(length, dtype=torch.int64))
         elif sample.loss_mask is None:
@@ -247,7 +228,7 @@ def final_masks(samples: Sequence) -> list[Tensor]:
     return masks
 
 
-def steps_of(batch: HostRollouts, options: HostOptions) -> list[list[int]]:
+def steps_of(batch: HostRollouts, launch: HostLaunch) -> list[list[int]]:
     """The samples of each optimiser step that the host will make of this rollout batch, by position.
 
     Both hosts cut the rollouts, in order of first appearance, into steps of --global-batch-size rollouts and drop the rest;
@@ -255,30 +236,25 @@ def steps_of(batch: HostRollouts, options: HostOptions) -> list[list[int]]:
     the host divides by, cannot be known.
     """
     rollouts, num_samples = list(positions_of(batch.rollouts).values()), len(batch.rollouts)
-    if options["use_dynamic_global_batch_size"]:
+    if launch["use_dynamic_global_batch_size"]:
         # The host has already cut the batch to that size, which counts samples, and makes one step of it.
         if len(rollouts) != num_samples:
-            raise ConfigError(
-                f"--use-dynamic-global-batch-size with {num_samples} samples of {len(rollouts)} rollouts: the host would divide by "
-                "samples where it counts rollouts elsewhere; remove it, or give each rollout one sample"
-            )
+            given = f"--use-dynamic-global-batch-size with {num_samples} samples of {len(rollouts)} rollouts"
+            raise ConfigError(f"{given}: the host would divide by samples where it counts rollouts elsewhere; remove it")
         return [list(range(num_samples))]
-    size = options["global_batch_size"]
+    size = launch["global_batch_size"]
     if not size:
         raise ConfigError("neither --global-batch-size nor --num-steps-per-rollout is set: what a step divides by is unknown")
     if len(rollouts) < size:
-        raise DataError(
-            f"{len(rollouts)} rollouts do not fill one step of --global-batch-size {size}: what the host would divide by is "
-            "unknown; lower it, or return more samples from the rollout function"
-        )
-    reason = options.host.reason_for_split_by_samples(options, batch.is_multimodal)
+        why = "what the host would divide by is unknown; lower it"
+        raise DataError(f"{len(rollouts)} rollouts do not fill one step of --global-batch-size {size}: {why}")
+    reason = launch.host.reason_for_split_by_samples(launch, batch.is_multimodal)
     if reason is not None and not len(rollouts) == num_samples == size:
         raise ConfigError(
-            f"{reason}: {options.host} then splits samples without looking at rollouts, and which of these {num_samples} samples "
-            f"({len(rollouts)} rollouts) share a step of --global-batch-size {size} is unknown; make the rollout batch one step of "
-            "one sample a rollout (--num-steps-per-rollout 1), or remove the option"
+            f"{reason}: {launch.host} then splits samples without looking at rollouts, and which of these {num_samples} samples "
+            f"({len(rollouts)} rollouts) share a step of --global-batch-size {size} is unknown; set --num-steps-per-rollout 1"
         )
-    keeps_rest = options["allow_partial_train_step"] and options["use_dynamic_batch_size"]
+    keeps_rest = launch["allow_partial_train_step"] and launch["use_dynamic_batch_size"]
     end = len(rollouts) if keeps_rest else len(rollouts) - len(rollouts) % size
     chunks = [rollouts[start : min(start + size, end)] for start in range(0, end, size)]
     return [sorted(position for rollout in chunk for position in rollout) for chunk in chunks]
@@ -292,37 +268,25 @@ def positions_of(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
     return positions
 
 
-def _checked_config(args: Namespace) -> PolicyLossConfig:
+def _checked_launch(args: Namespace) -> HostLaunch:
     """Runs every check of a launch again: a rollout process runs no init hook. A wrapper may call the hook, and no check of a
     launch can know that."""
-    path = HostOptions(args)["custom_reward_post_process_path"]
+    path = read_launch(args)["custom_reward_post_process_path"]
     found = []
     if not names_ours(path, "reward_post_process"):
         why = f"the loss would not know that samples are weighted; write {REWARD_LINE}"
         found = [f"--custom-reward-post-process-path {path}: {why}"]
-    return check_launch(args, found=found).config
-
-
-def _check_one_sample_each(batch: HostRollouts) -> None:
-    for rollout, positions in positions_of(batch.rollouts).items():
-        if len(positions) > 1:
-            places = ", ".join(map(str, positions))
-            raise DataError(
-                f"rollout {rollout} has {len(positions)} samples (positions {places} of the rollout batch), and "
-                "--one-sample-per-rollout says that each has one: with sample_mean in our reducer each sample would weigh as much "
-                f"as a whole rollout; remove flag and hook and use {CUSTOM_LOSS_LINE}, or take --loss-aggregation constant"
-            )
+    return check_launch(args, found=found)
 
 
 def _check_groups_are_whole(batch: HostRollouts, steps: list[list[int]]) -> None:
-    step_of_prompt: dict = {}
+    step_of_prompt, prompts = dict[Hashable, int](), batch.prompts or []
     for number, positions in enumerate(steps):
-        for prompt in {batch.known_prompts[position] for position in positions}:
+        for prompt in {prompts[position] for position in positions}:
             if step_of_prompt.setdefault(prompt, number) != number:
                 raise DataError(
                     f"prompt group {prompt} has samples in step {step_of_prompt[prompt]} and step {number} of the rollout batch: "
-                    "prompt_mean needs each group within one step; choose --global-batch-size as a multiple of the rollouts of a "
-                    "prompt, and keep a group's samples together"
+                    "prompt_mean needs each group within one step; keep a group's samples together"
                 )
 
 
@@ -335,8 +299,7 @@ def _check_steps_are_equal(totals: list[StepTotals]) -> None:
         if step.num_samples * first.num_prompts != first.num_samples * step.num_prompts:
             raise DataError(
                 f"step 0 has {first.num_samples} rollouts of {first.num_prompts} prompts, step {number} has {step.num_samples} of "
-                f"{step.num_prompts}: with unequal groups prompt_mean needs one step per rollout batch; set "
-                "--num-steps-per-rollout 1, or return groups of one size"
+                f"{step.num_prompts}: with unequal groups prompt_mean needs one step; set --num-steps-per-rollout 1"
             )
 
 
@@ -344,9 +307,7 @@ def _finite_reward(position: int, reward: Any) -> float:
     try:
         value = math.nan if isinstance(reward, str) else float(reward)
     except (TypeError, ValueError) as error:
-        raise DataError(
-            f"sample {position} has the reward {reward!r}: a number is needed; for a dictionary give --reward-key"
-        ) from error
+        raise DataError(f"sample {position} has the reward {reward!r}, which is no number: give --reward-key") from error
     if not math.isfinite(value):
         raise DataError(f"sample {position} has the reward {reward!r}: it must be a finite number, or it spoils its whole group")
     return value

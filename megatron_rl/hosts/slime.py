@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from megatron_rl.config import TermScore
 from megatron_rl.hosts.args import Host
 from megatron_rl.hosts.flags import parsed_line
 from megatron_rl.hosts.kept_ids import KeptIds
@@ -27,20 +25,14 @@ HOST = Host(
         offsets="rollout_top_p_token_offsets",
         filters=("rollout_top_p",),
         adds_token=True,
-        reference=TermScore.SUPPORT,
+        has_reference=True,
         arguments=("top_p_token_ids", "top_p_token_offsets"),
     ),
-    drops_masked_values=False,
     always_has_entropy=True,
     # Behind an empty tensor, as a loss is.
     measured=lambda found, logits: (torch.empty((0,), device=logits.device), found),
     rollout_key=lambda position, index: ("sample", position),  # a fresh number
 )
 
-
-def compose(words: Sequence[str]) -> Namespace:
-    return parsed_line(HOST.parser_module, words)
-
-
-def check(args: Namespace) -> list[str]:
-    return said_of(args)
+compose = partial(parsed_line, HOST.parser_module)
+check = said_of

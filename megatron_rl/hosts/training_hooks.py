@@ -1,8 +1,7 @@
 """The hooks of a training actor in a host: one looks at a launch before any data is used, one at each optimiser step.
 
 hooks.custom_megatron_init checks the launch and prints what it is. hooks.before_train_step stops the optimiser after non-finite
-tokens: our reducer and our loss record them, and a hook on the wrapped torch optimisers looks at the count once a step. Where
-the loss is right, the backward of a host may still give a non-finite gradient: there the gradient of one norm is checked too. No
+tokens: our reducer and our loss record them, and a hook on the wrapped torch optimisers looks at the count once a step. No
 argument and no gradient is changed.
 """
 
@@ -18,16 +17,14 @@ import torch.distributed as dist
 
 from megatron_rl.config import DEFAULT_KL_ESTIMATOR, PolicyLossConfig, Route, SupportUse
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.args import HostLaunch, HostOptions
-from megatron_rl.hosts.checks import check_launch, launch_warnings
+from megatron_rl.hosts.args import HostLaunch, read_launch
+from megatron_rl.hosts.checks import check_launch, dropped_flags, launch_warnings
 from megatron_rl.hosts.heads.placed_head import take_over
-from megatron_rl.hosts.host_run import RUNS, begin_run
-from megatron_rl.hosts.names import dropped_flags
+from megatron_rl.hosts.heads.skipped_log_probs import leave_out_forward
+from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.run import ranks_in_words
-from megatron_rl.hosts.skipped_log_probs import leave_out_forward
 from megatron_rl.layout.groups import ParallelGroups, maxima_anywhere, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
-from megatron_rl.losses.support_terms import terms_over_kept_ids
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.installed import unscaled_indexer
 from megatron_rl.megatron.model import model_config_of
@@ -49,7 +46,7 @@ def custom_megatron_init(args: Namespace) -> None:
     Communication: one all-reduce of one number over dp-cp, pp and tp each, and the probe's steps.
     Raises one ConfigError with every problem; where ranks differ, those without a problem raise with the others.
     """
-    run, groups = begin_run(args), resolve_groups()
+    run, groups = RUNS.of(args), resolve_groups()
     launch, problems = None, list[str]()
     try:
         launch = check_launch(args, found=[*dropped_flags(args, sys.argv[1:])], in_actor=True)
@@ -60,7 +57,7 @@ def custom_megatron_init(args: Namespace) -> None:
         problems = ["another rank refused this launch, and this one agrees with it: see the message of that rank"]
     if problems or launch is None:
         raise ConfigError(problems)
-    config, host = launch.config, launch.options.host
+    config, host = launch.config, launch.host
     probe = probe_schedule(calculate_per_token_loss=launch.is_per_token)
     run.head = HeadSettings.of(config)
     if run.head.is_on:
@@ -78,8 +75,14 @@ def said_of(args: Namespace) -> list[str]:
 
 
 def summary(launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
-    parts = [trained_in_words(launch), shift_in_words(launch.config, launch.kl_and_entropy)]
-    return start_line(parts, launch.options.host.name, probe, groups)
+    """The coefficients of KL and entropy that act are our loss's, or those of the host's own."""
+    config = launch.config
+    if launch.has_our_loss:
+        coefficients = config.kl_coefficient, config.entropy_coefficient
+    else:
+        coefficients = launch["kl_loss_coef"] if launch["use_kl_loss"] else 0.0, launch["entropy_coef"]
+    parts = [trained_in_words(launch), shift_in_words(config, coefficients)]
+    return start_line(parts, launch.host.name, probe, groups)
 
 
 def head_in_words(config: PolicyLossConfig, tp_size: int) -> str:
@@ -110,29 +113,29 @@ def trained_in_words(launch: HostLaunch) -> str:
         reduced_by, loss = "custom_loss", [f"{config.policy_loss}, {terms_in_words(config)}"]
     by = f"loss_aggregation={config.loss_aggregation} by {reduced_by}{', reward hook' if launch.has_reward_hook else ''}"
     if HeadSettings.of(config).is_on:
-        loss.append(head_in_words(config, launch.options["tensor_model_parallel_size"]))
+        loss.append(head_in_words(config, launch["tensor_model_parallel_size"]))
     if config.sampling_support == SupportUse.REPLAY:
-        kept = launch.options.host.kept.ids
-        loss.append(f"log-probabilities over the kept ids of {kept}{terms_over_kept_ids(config)}")
+        terms = ", KL over the same" if config.kl_coefficient else ""
+        loss.append(f"log-probabilities over the kept ids of {launch.host.kept.ids}{terms}")
     if config.skip_old_log_probs:
         loss.append("old log-probabilities are the step's own, each ratio is 1")
     for name in DROPOUTS:
-        if value := number(launch.options.values.get(name)):
+        if value := number(launch.ours(name)):
             loss.append(f"{name} {value:g}: the first ratio is not 1")
     return " | ".join([by, *loss, step_in_words(launch), f"weight of a token {weight_of_a_token(launch)}"])
 
 
 def counts_of_step(launch: HostLaunch) -> tuple[int | None, int | None]:
     """(rollouts, prompts) of a step; None where the arguments do not say."""
-    step, group = launch.options["global_batch_size"], launch.options["n_samples_per_prompt"]
-    if step is None or launch.options["use_dynamic_global_batch_size"]:
+    step, group = launch["global_batch_size"], launch["n_samples_per_prompt"]
+    if step is None or launch["use_dynamic_global_batch_size"]:
         return None, None  # the size is known only at the step
     return step, (step // group if group and step % group == 0 else None)
 
 
 def step_in_words(launch: HostLaunch) -> str:
-    if launch.options["multi_lora"]:
-        return "step of an adapter's own batch, N is the rollout_batch_size x n_samples_per_prompt of each adapter's own file"
+    if launch["multi_lora"]:
+        return "step of an adapter's own batch, whose rollouts are N"
     rollouts, prompts = counts_of_step(launch)
     if rollouts is None:
         return "step of as many samples as come"
@@ -186,18 +189,16 @@ def before_train_step(args: Namespace, rollout_id: int, step_id: int, model, opt
     """The host calls it before each step, without the step's data.
 
     The first call compares the model's config with the arguments, which a bridge may have changed since, and registers the check
-    on the optimiser, and a hook on the gradient of the model's last norm. The next call checks a step that the host skipped (a
-    gradient norm that is not finite).
+    on the optimiser. The next call checks a step that the host skipped (a gradient norm that is not finite).
 
-    Communication: one all-reduce of two numbers over dp-cp, pp and tp each, at the optimiser's step, and once at the first call.
+    Communication: one all-reduce of one number over dp-cp, pp and tp each, at the optimiser's step, and once at the first call.
     Synchronises once a step. Raises ConfigError, or DataError on all ranks together.
     """
     guard = RUNS.of(args).guard
     for part in list(model) if isinstance(model, Sequence) else [model]:
         if part not in guard.models:
-            config = model_config_of(part)
-            check_model_contract(args, config)
-            guard.add_model(part, handles_overflow=bool(vars(config).get("fp16")))
+            check_model_contract(args, model_config_of(part))
+            guard.models.add(part)
     guard.arm(optimizer)
     guard.begin(rollout_id, step_id)
 
@@ -205,20 +206,16 @@ def before_train_step(args: Namespace, rollout_id: int, step_id: int, model, opt
 def check_model_contract(args: Namespace, model_config) -> None:
     """The host scales the loss by its argument, and Megatron divides by the model's config: both must say the same. The auxiliary
     losses of the model must keep their scale too, wherever they were set."""
-    options = HostOptions(args)
-    of_args, of_model = options["calculate_per_token_loss"], bool(model_config.calculate_per_token_loss)
+    launch = read_launch(args)
+    of_args, of_model = launch.is_per_token, bool(model_config.calculate_per_token_loss)
     if of_args != of_model:
-        remedy = (
-            "choose --loss-aggregation token_mean with --calculate-per-token-loss, or --context-parallel-size 1"
-            if of_model
-            else "remove --calculate-per-token-loss"
-        )
+        remedy = "remove --calculate-per-token-loss" if of_args else "add it, or set --context-parallel-size 1"
         raise ConfigError(
             f"calculate_per_token_loss is {of_args} in the arguments and {of_model} in the model's config, which was changed after "
             f"parsing: the host scales the loss for one contract and Megatron divides for the other; {remedy}"
         )
-    settings = {"context_parallel_size": options["context_parallel_size"], **vars(model_config)}
-    settings["enable_mtp_training"] = options["enable_mtp_training"]
+    settings = {"context_parallel_size": launch["context_parallel_size"], **vars(model_config)}
+    settings["enable_mtp_training"] = launch["enable_mtp_training"]
     problems = list(auxiliary_loss_problems(settings | {"calculate_per_token_loss": of_model}, Route.REDUCER))
     problems += [*expert_problems(vars(model_config)), *model_problems(vars(model_config))]
     problems += unscaled_indexer(settings | {"calculate_per_token_loss": of_model})

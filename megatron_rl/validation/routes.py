@@ -39,16 +39,17 @@ _FIELDS_OF_ROUTES: dict[frozenset[Route], tuple[str, ...]] = {
         *("loss_aggregation", "loss_aggregation_divisor", "samples_per_prompt", "allow_partial_prompt_groups"),
         "fp32_lm_head",
     ),
-    frozenset({Route.REDUCER, Route.MEGATRON_LM}): ("one_sample_per_rollout",),
+    frozenset({Route.MEGATRON_LM}): ("one_sample_per_rollout",),
     frozenset({Route.CUSTOM_LOSS}): ("skip_old_log_probs",),
     # Where the loss is handed what a sampler kept.
-    frozenset({Route.CUSTOM_LOSS, Route.TRAIN}): ("sampling_support", "kl_score", "entropy_score"),
+    frozenset({Route.CUSTOM_LOSS, Route.TRAIN}): ("sampling_support",),
     # Elsewhere the host makes the step, and the loss sees micro-batches.
     frozenset({Route.MEGATRON_LM, Route.TRAIN}): (
         *("importance_ratio_unit", "rejected_tokens", "token_selection", "token_selection_share", "token_selection_low"),
         *("token_selection_high", "token_selection_kl_coefficient", "entropy_bonus_tokens", "router_aux_loss", "gradient_divisor"),
+        "custom_policy_metrics",  # a host reports its own
     ),
-    frozenset({Route.TRAIN}): ("empty_step", "docs_per_step", "watchdog"),
+    frozenset({Route.TRAIN}): ("empty_step", "docs_per_step", "watchdog", "kl_score", "entropy_score"),
 }
 
 

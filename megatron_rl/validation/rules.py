@@ -215,7 +215,6 @@ def settings_are_read(launch: Settings) -> Iterator[str]:
     has_entropy = (
         config.entropy_coefficient
         or config.policy_metrics == PolicyMetrics.WITH_ENTROPY
-        or launch.route == Route.CUSTOM_LOSS
         or (loss is not None and loss.needs_entropy)
         or (selection is not None and "entropy" in selection.needs)
     )

@@ -14,7 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.batch import read_host_responses
 from megatron_rl.hosts.heads.carrier import Carrier, carried
 from megatron_rl.hosts.host_run import RUNS
-from megatron_rl.hosts.loss import read_plan
+from megatron_rl.hosts.loss import kept_of, read_plan
 from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron.head import rows_of
 from megatron_rl.ops.linear_log_probs import LinearKeywords, linear_log_probs
@@ -41,22 +41,23 @@ def carried_log_probs(
     Communication: as ops.linear_log_probs over tp; --allgather-cp one all-reduce of [response tokens] over cp for each name.
     Raises: ConfigError for an argument that is not known here; DataError for lengths that do not fit the rows.
     """
-    plan = RUNS.of(args).judged(Route.CUSTOM_LOSS, args, read_plan)
-    of_sets = () if plan.kept is None else plan.kept.arguments
+    launch = RUNS.of(args).judged(Route.CUSTOM_LOSS, args, read_plan)
+    kept = kept_of(launch)
+    of_sets = () if kept is None else kept.arguments
     known = (*KNOWN, *of_sets)
     if unknown := [f"{name}={value!r}"[:200] for name, value in others.items() if name not in known and value is not None]:
         raise ConfigError(
             f"--fused-lm-head-loss: the host measures log-probabilities with {', '.join(unknown)}, which our head does not know; "
             "remove --fused-lm-head-loss, or the host's setting"
         )
-    config, cp_group, tp_group = plan.config, resolve_group(None, "cp"), resolve_group(None, "tp")
+    config, cp_group, tp_group = launch.config, resolve_group(None, "cp"), resolve_group(None, "tp")
     batch = {
         "unconcat_tokens": list(unconcat_tokens),
         "total_lengths": list(total_lengths),
         "response_lengths": list(response_lengths),
         "max_seq_lens": others.get("max_seq_lens"),
     }
-    is_padded, is_contiguous = plan.options.is_padded, plan.options.is_contiguous(cp_group)
+    is_padded, is_contiguous = launch.is_padded, launch.is_contiguous(cp_group)
     responses = read_host_responses(batch, logits, cp_group, is_padded=is_padded, is_contiguous=is_contiguous)
     inputs = carried(logits)
     hidden, is_sequence_parallel = rows_of(inputs, tp_group)
@@ -69,9 +70,9 @@ def carried_log_probs(
         "sequence_parallel": is_sequence_parallel,
         "fp32_logits": config.fp32_lm_head,
     }
-    if plan.kept is not None and of_sets and others.get(of_sets[0]) is not None:
-        sets = {plan.kept.ids: others[of_sets[0]], plan.kept.offsets: others.get(of_sets[1])}
-        options["sampling_support"] = responses.kept_sets(sets, plan.kept)
+    if kept is not None and of_sets and others.get(of_sets[0]) is not None:
+        sets = {kept.ids: others[of_sets[0]], kept.offsets: others.get(of_sets[1])}
+        options["sampling_support"] = responses.kept_sets(sets, kept)
     found = {}
     if with_entropy:
         found["log_probs"], found["entropy"] = linear_log_probs(
