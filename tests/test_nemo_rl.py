@@ -26,7 +26,6 @@ from megatron_rl.hosts import launch, nemo_rl, nemo_rl_loss, run
 from megatron_rl.hosts.choice import read_word
 from megatron_rl.hosts.dense_rows import carry_prompt_weights
 from megatron_rl.layout.context_parallel import chunk_spans
-from megatron_rl.registries.kl_estimators import kl_estimator_names
 from megatron_rl.testing.ranks import run_ranks
 
 
@@ -59,14 +58,7 @@ def kl_by_hand(step: cases.Step, estimator: str, coefficient: float) -> tuple[fl
         mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
         moved = step.log_probs[index].double() - torch.tensor(sample.old_log_probs, dtype=torch.float64)
         d, rho = moved - 0.3, moved.exp()
-        k3 = (-d).exp() - 1 + d
-        value, derivative = {
-            "k1": (d, torch.ones_like(d)),
-            "k2": (d.square() / 2, d),
-            "k3": (k3, 1 - (-d).exp()),
-            "k3+": (k3, d),
-            "unbiased": (rho * k3, rho * d),
-        }[estimator]
+        value, derivative = {"k2": (d.square() / 2, d), "unbiased": (rho * ((-d).exp() - 1 + d), rho * d)}[estimator]
         weight = coefficient * mask / max(float(mask.sum()), 1) / len(step.samples)
         total += float((weight * value).sum())
         gradients.append(weight * derivative)
@@ -86,9 +78,9 @@ def check_kl(case: Case, estimator: str, **by: Any) -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["constant", "prompt_mean"])
-@pytest.mark.parametrize("estimator", kl_estimator_names())
+@pytest.mark.parametrize("estimator", ["k2", "unbiased"])
 def test_kl_by_an_estimator_of_ours_is_the_mean_over_samples(estimator, aggregation):
-    check_kl(Case(loss="grpo", aggregation=aggregation, sizes=(3, 5), cp=2, packing="a call a sequence"), str(estimator))
+    check_kl(Case(loss="grpo", aggregation=aggregation, sizes=(3, 5), cp=2, packing="a call a sequence"), estimator)
 
 
 def test_kl_is_of_unfiltered_log_probs_where_nemo_rl_has_them():

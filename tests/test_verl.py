@@ -14,12 +14,13 @@ import math
 import pickle
 import sys
 import types
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import verl_cases as cases
+from adapter_cases import CORRECTIONS, SAMPLER_GAP
 from dense_row_cases import AGGREGATIONS, largest_error, samples_of, truth
 from forked import forked
 from host_checkouts import VERL
@@ -34,79 +35,17 @@ from megatron_rl.hosts.dense_rows import RowCounts
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.step_counts import StepTotals
-from megatron_rl.testing.layout_step import StepSample
 
 TOLERANCE = 1e-5
 ROLLOUT_TOLERANCE = 1e-6  # float32 numbers against a float64 step
-# Loss, aggregation, masked values.
-CORRECTED = (("grpo", "prompt_mean", None), ("cispo", "token_mean", math.nan))
+ICEPOP = {"importance_correction": "icepop", "importance_correction_low": 0.5, "importance_correction_high": 2.0}
 
 
-def error_of(
-    case: Case,
-    ppo_loss=cases.emulated_ppo_loss,
-    config=None,
-    poison=None,
-    weights_of=cases.uncut_weights,
-    correction: str | None = None,
-) -> float:
+def error_of(case: Case, ppo_loss: Any, config: Any, weights_of: Any = cases.uncut_weights) -> float:
     samples, log_probs = samples_of(case)
-    factors = None
-    if correction is not None:
-        samples = [
-            dataclasses.replace(sample, rollout_log_probs=sampled_far(sample, number)) for number, sample in enumerate(samples)
-        ]
-        factors = [CORRECTIONS[correction][1](sample) for sample in samples]
-    loss, gradients = truth(case, samples, log_probs, factors)
     advantages = cases.given_advantages(samples)
-    config = cases.emulated_config(case) if config is None else config
-    found = cases.run_step(case, samples, log_probs, advantages, ppo_loss, config, poison, weights_of)
-    return largest_error(found, loss, gradients)
-
-
-def sampled_far(sample: StepSample, number: int) -> list[float]:
-    """Log-probabilities of a sampler on both sides of each bound of CORRECTIONS."""
-    shift = 0.4 if number % 3 == 0 else 0.02
-    return [old - shift - 0.9 * math.sin(2.0 * t + number) for t, old in enumerate(sample.old_log_probs or [])]
-
-
-def ratios_by_hand(sample: StepSample) -> list[float]:
-    pairs = zip(sample.old_log_probs or [], sample.rollout_log_probs or [], strict=True)
-    return [math.exp(old - sampled) for old, sampled in pairs]
-
-
-def mean_mask_by_hand(sample: StepSample) -> list[float]:
-    kept = [math.log(ratio) for ratio, bit in zip(ratios_by_hand(sample), sample.loss_mask, strict=True) if bit]
-    is_inside = 0.8 <= math.exp(sum(kept) / max(len(kept), 1)) <= 1.25
-    return [float(is_inside)] * len(sample.loss_mask)
-
-
-# Settings of actor.policy_loss, and the factor of each token of a sample.
-CORRECTIONS: dict[str, tuple[dict, Callable[[StepSample], list[float]]]] = {
-    "icepop": (
-        {"importance_correction": "icepop", "importance_correction_low": 0.5, "importance_correction_high": 2.0},
-        lambda sample: [ratio if 0.5 <= ratio <= 2.0 else 0.0 for ratio in ratios_by_hand(sample)],
-    ),
-    "mask of samples": (
-        {
-            "importance_correction": "mask",
-            "importance_correction_level": "sequence_mean",
-            "importance_correction_low": 0.8,
-            "importance_correction_high": 1.25,
-        },
-        mean_mask_by_hand,
-    ),
-}
-
-
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_our_corrections_compare_with_the_sampler(correction):
-    """verl's uncut weights give its log-probabilities; they multiply nothing."""
-    for loss, aggregation, poison in CORRECTED:
-        case = Case(loss=loss, aggregation=aggregation, dp=2, cp=2, sizes=(1, 3), num_samples=14)
-        config = cases.emulated_config(case)
-        config.policy_loss |= CORRECTIONS[correction][0]
-        assert error_of(case, config=config, correction=correction, poison=poison) <= TOLERANCE, case
+    found = cases.run_step(case, samples, log_probs, advantages, ppo_loss, config, None, weights_of)
+    return largest_error(found, *truth(case, samples, log_probs))
 
 
 def test_weights_that_were_cut_are_refused():
@@ -406,7 +345,7 @@ def test_tables_of_another_contract_are_refused(capsys):
 MODE, ROLLOUT = "actor_rollout_ref__actor__policy_loss__loss_mode", "actor_rollout_ref__rollout__"
 CORRECTION = "algorithm__rollout_correction__"
 UNCUT = {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_threshold": 1e9}
-ICEPOP = {
+OF_ICEPOP = {
     MODE: "gspo.sample_mean",
     "actor_rollout_ref__actor__policy_loss__importance_correction": "icepop",
     "actor_rollout_ref__actor__policy_loss__importance_correction_low": 0.5,
@@ -426,7 +365,7 @@ WHOLE: dict[str, tuple[dict[str, Any], str | None]] = {
     ),
     "normalised, bypassed and no weights": (
         {
-            **ICEPOP,
+            **OF_ICEPOP,
             f"{CORRECTION}rollout_is_batch_normalize": True,
             f"{CORRECTION}bypass_mode": True,
             f"{ROLLOUT}calculate_log_probs": False,
@@ -448,16 +387,19 @@ WHOLE: dict[str, tuple[dict[str, Any], str | None]] = {
         None,
     ),
     # FB-114
-    "a kept set, corrected": ({**ICEPOP, **TOP_P}, "top_p=0.7 beside importance_correction=icepop: .*turn .*top_p=0.7 off"),
+    "a kept set, corrected": ({**OF_ICEPOP, **TOP_P}, "top_p=0.7 beside importance_correction=icepop: .*turn .*top_p=0.7 off"),
     "a kept set, verl's weights": ({**UNCUT, **TOP_P}, "top_p=0.7 beside algorithm.rollout_correction.rollout_is=token: "),
     "a kept set, verl's rejection": (
         {f"{CORRECTION}rollout_rs": "token_k1", f"{ROLLOUT}top_k": 20},
         "top_k=20 beside algorithm.rollout_correction.rollout_rs=token_k1: ",
     ),
-    "a kept set, raw scores": ({**ICEPOP, **TOP_P, f"{ROLLOUT}engine_kwargs": {"vllm": {"logprobs_mode": "raw_logprobs"}}}, None),
-    "a kept set, SGLang": ({**ICEPOP, **TOP_P, f"{ROLLOUT}name": "sglang"}, None),
-    "a kept set, another engine": ({**ICEPOP, **TOP_P, f"{ROLLOUT}name": "trtllm"}, "trtllm are over what is not known"),
-    "a penalty": ({**ICEPOP, f"{ROLLOUT}repetition_penalty": 1.1}, "repetition_penalty=1.1 beside "),
+    "a kept set, raw scores": (
+        {**OF_ICEPOP, **TOP_P, f"{ROLLOUT}engine_kwargs": {"vllm": {"logprobs_mode": "raw_logprobs"}}},
+        None,
+    ),
+    "a kept set, SGLang": ({**OF_ICEPOP, **TOP_P, f"{ROLLOUT}name": "sglang"}, None),
+    "a kept set, another engine": ({**OF_ICEPOP, **TOP_P, f"{ROLLOUT}name": "trtllm"}, "trtllm are over what is not known"),
+    "a penalty": ({**OF_ICEPOP, f"{ROLLOUT}repetition_penalty": 1.1}, "repetition_penalty=1.1 beside "),
 }
 
 
@@ -578,30 +520,29 @@ def test_verls_own_loss_path_weighs_rollouts_of_several_rows_once():
 @pytest.mark.host("VERL_ROOT")
 def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sampler():
     """Its rollout correction computes the weights, and its config holds our settings in the class that a launch line names."""
-    chosen = [
-        (Case(loss=loss, aggregation=aggregation, dp=2, cp=2, sizes=(1, 3), num_samples=14), name)
-        for loss, aggregation, _ in CORRECTED
-        for name in CORRECTIONS
-    ]
-    chosen += [
-        (Case(loss=loss, aggregation=one, sizes=(1, 5, 3, 7)), None) for loss in ("dppo_tv", "dppo_kl") for one in AGGREGATIONS
-    ]
+    corrected = Case(loss="cispo", aggregation="token_mean", dp=2, cp=2, sizes=(1, 3), num_samples=14)
+    compared = [Case(loss=loss, aggregation=one, sizes=(1, 5, 3, 7)) for loss in ("dppo_tv", "dppo_kl") for one in AGGREGATIONS]
 
     def work() -> int:
         ppo_loss, config_of = load_verl()
         from megatron_rl.hosts.verl_config import PolicyLoss
 
-        for case, name in chosen:
-            config = config_of(case, **(CORRECTIONS[name][0] if name else {"ratio_truncation": 20.0}))
-            error = error_of(case, ppo_loss, config, None, weights_of_verl, name)
-            assert error <= TOLERANCE, (case, name, error)
+        samples, log_probs = samples_of(corrected)
+        below = [replace(one, rollout_log_probs=[value - SAMPLER_GAP for value in one.old_log_probs]) for one in samples]
+
+        def loss_of(samples: Any, **settings: Any) -> float:
+            given = (samples, log_probs, cases.given_advantages(samples), ppo_loss, config_of(corrected, **settings), None)
+            return cases.run_step(corrected, *given, weights_of_verl).loss
+
+        for own, factor in CORRECTIONS:
+            assert loss_of(below, **own) == pytest.approx(loss_of(samples) * factor, rel=TOLERANCE, abs=1e-9), own  # float32
+        for case in compared:
+            assert error_of(case, ppo_loss, config_of(case, ratio_truncation=20.0), weights_of_verl) <= TOLERANCE, case
         assert {*verl.own_names()} <= {one.name for one in dataclasses.fields(PolicyLoss)}
-        print(len(chosen))
         return 0
 
-    code, out, error = forked(work)
+    code, _, error = forked(work)
     assert code == 0, error[-2000:]
-    assert out.split()[-1] == "12"
 
 
 @pytest.mark.host("VERL_ROOT")
@@ -636,7 +577,7 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
     pytest.importorskip("hydra", reason="hydra-core is verl's own requirement, and not ours")
     line = [
         verl.CLASS_LINE,
-        *(f"+{verl.ACTOR}policy_loss.{name}={value}" for name, value in CORRECTIONS["icepop"][0].items()),
+        *(f"+{verl.ACTOR}policy_loss.{name}={value}" for name, value in ICEPOP.items()),
         f"{verl.ACTOR}ppo_micro_batch_size_per_gpu=1",
         f"{verl.LOSS_MODE}=megatron_rl.gspo.sample_mean",
     ]
@@ -648,7 +589,7 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
         make = VERL.load("verl.utils.config", without=("hydra", "omegaconf")).omega_conf_to_dataclass
         actor = make(composed(*line).actor_rollout_ref.actor)
         settings = verl.read(actor).config
-        assert {name: getattr(settings, name) for name in CORRECTIONS["icepop"][0]} == CORRECTIONS["icepop"][0]
+        assert {name: getattr(settings, name) for name in ICEPOP} == ICEPOP
         with pytest.raises(Exception, match="unexpected keyword argument 'importance_correction"):
             make(composed(*line[1:]).actor_rollout_ref.actor)
         # What verl's main gives to validate_config, whatever file it is from.
