@@ -143,4 +143,4 @@ def test_a_trainer_that_is_forgotten_is_freed():
     set_global_args(Namespace())
     del args, optimizer
     gc.collect()
-    assert [one() for one in seen] == [None] * 3 and len(RUNS) == 0
+    assert [one() for one in seen] == [None] * 3 and len([*RUNS]) == 0
