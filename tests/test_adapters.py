@@ -175,21 +175,34 @@ def test_metrics_have_the_hosts_names(adapter):
 
 
 @pytest.mark.parametrize(
-    ("rollouts", "num_rollouts", "says"),
+    ("aggregation", "rollouts", "num_rollouts", "says"),
     [
-        (Rollouts(), None, "step of 4 samples | on 1 rank | weight of a token 1/(N m_i) = 1/(4 m_i) | a row is a whole rollout |"),
         (
+            "sample_mean",
+            Rollouts(),
+            None,
+            "step of 4 samples | on 1 rank | weight of a token 1/(N m_i) = 1/(4 m_i) | a row is a whole",
+        ),
+        ("token_mean", Rollouts(), None, "| weight of a token 1/T = 1/9 = 0.1111 |"),
+        (
+            "sample_mean",
             Rollouts(several="turns", ids="name"),
             2,
             "samples of 2 rollouts | on 1 rank | weight of a token 1/(R M_j) = 1/(2 M_j) | a rollout is the rows of one name |",
         ),
-        (Rollouts(several="turns", ids="name"), 4, "step of 4 samples | on 1 rank | weight of a token 1/(N m_i) = 1/(4 m_i) |"),
+        (
+            "sample_mean",
+            Rollouts(several="turns", ids="name"),
+            4,
+            "step of 4 samples | on 1 rank | weight of a token 1/(N m_i) = 1/(4 m_i) |",
+        ),
     ],
 )
-def test_the_first_step_says_what_a_rollout_weighs(rollouts, num_rollouts, says):
+def test_the_first_step_says_what_a_rollout_weighs(aggregation, rollouts, num_rollouts, says):
     """FB-141"""
+    config = PolicyLossConfig(loss_aggregation=aggregation)
     totals = StepTotals(num_samples=4, num_prompts=2, num_tokens=9, num_rollouts=num_rollouts)
-    assert says in step_line("", PolicyLossConfig(), totals, "none", rollouts, None, "")
+    assert says in step_line("", config, totals, "none", rollouts, None, "")
 
 
 # Another revision of the host

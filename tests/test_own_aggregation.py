@@ -13,6 +13,7 @@ from conftest import ROOT
 from explain_cases import CLOSE, LAYOUT, STEP, S, chain_of, explain, explain_json, stages
 from host_cases import HostCase, dense_step, normalised_rewards, sample_loss
 from host_ranks import run_cases
+from nemo_rl_cases import master_config
 
 from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.aggregation_record import Formula
@@ -35,7 +36,8 @@ SAMPLE_SUM, OF_GROUPS, SQUARE_ROOT, ODD = (f"{MODULE}.{name}" for name in ("sums
 
 @pytest.fixture(scope="module", autouse=True)
 def user_file(tmp_path_factory):
-    """sums_of_this_test needs no more than the hosts give; of_groups needs prompts; square_root reads m_i; odd declares nothing."""
+    """sums_of_this_test needs no more than the hosts give; of_groups needs prompts; square_root reads m_i; of_the_call counts
+    a micro-batch; odd declares nothing."""
     folder = tmp_path_factory.mktemp("of_a_user")
     (folder / f"{MODULE}.py").write_text(
         textwrap.dedent(
@@ -54,6 +56,10 @@ def user_file(tmp_path_factory):
             @register_loss_aggregation("square_root", formula="1 / (N m_i^0.5)")
             def square_root(token_counts, totals, *, prompt_token_counts, divisor):
                 return 1 / (totals.num_samples * token_counts.sqrt())
+
+            @register_loss_aggregation("of_the_call", formula="1 / N")
+            def of_the_call(token_counts, totals, *, prompt_token_counts, divisor):
+                return torch.full_like(token_counts, 1 / len(token_counts))
 
             def odd(token_counts, totals, *, prompt_token_counts, divisor):
                 return 1 / (totals.num_samples * (token_counts + 10))
@@ -371,3 +377,8 @@ def test_a_name_of_two_halves_may_have_dots_in_each():
     }.items():
         with pytest.raises(ConfigError, match=message):
             nemo_rl.OFFER.choose(name)
+
+
+def test_one_whose_weights_change_with_the_micro_batch_is_refused_in_a_trainers_config():
+    with pytest.raises(ConfigError, match="of_the_call returned .* its formula 1/N gives"):
+        nemo_rl.read(master_config({"megatron_rl": f"grpo.{MODULE}.of_the_call", "reference_policy_kl_penalty": 0}))

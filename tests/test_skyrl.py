@@ -59,6 +59,7 @@ TOKENS_OF_SKYRL = types.SimpleNamespace(tis_ratio_type="token")
         ),
         ({"sapo_temperature_positive": 1.0}, {}, "sapo_temperature_positive=1.0 has no effect: set trainer.algorithm.sapo.tau_pos"),
         ({"importance_correction": "tis"}, {"off_policy_correction": TOKENS_OF_SKYRL}, "two corrections in one launch"),
+        (skyrl.split_words(["megatron_rl.importance_correction"])[1], {}, "importance_correction"),
     ],
 )
 def test_words_of_ours_that_are_not_honoured_are_refused(own, settings, message):
@@ -125,10 +126,13 @@ def test_the_entrypoint_judges_the_sampler():
         assert not refuses or "beside importance_correction=tis" in error
 
 
-def test_the_entrypoint_registers_our_losses_and_starts_skyrls():
+def test_the_entrypoint_registers_our_losses_and_starts_skyrls(monkeypatch):
     words = ["trainer.algorithm.policy_loss_type=megatron_rl.gspo", "trainer.algorithm.loss_reduction=prompt_mean"]
     code, out, error = started(*words, "megatron_rl.off_policy_sequence_delta=0.1")  # SkyRL would refuse it
     assert (code, out) == (0, f"trains {words} {len(skyrl.losses())}\n"), error
+    monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
+    code, out, error = started(*words)
+    assert (code, out) == (0, "") and "MEGATRON_RL_CHECK: the launch has no problem, and ends here" in error
 
 
 def test_the_entrypoint_counts_trajectories_of_several_rows():

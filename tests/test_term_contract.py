@@ -14,12 +14,14 @@ import pytest
 import torch
 from helpers import CLIP, EXACT, KERNEL_DEVICE, names_forgotten, random_batch, run_loss
 from loss_backends import HAS_TRITON, LOSSES, over_backends
+from nemo_rl_cases import master_config
 from torch import Tensor
+from verl_cases import ActorConfig
 
 from megatron_rl import KLValue, policy_loss, register_correction, register_kl_estimator
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import flags, nemo_rl, skyrl, verl
+from megatron_rl.hosts import nemo_rl, skyrl, verl
 from megatron_rl.loss_hub import AGGREGATIONS, loss_aggregation_names
 from megatron_rl.losses import importance_correction
 from megatron_rl.ops.ratios import k3_estimate, kl_estimate
@@ -303,7 +305,6 @@ def test_the_names_of_a_help_text_are_those_of_the_registry(registry, monkeypatc
 
 
 def test_hosts_map_to_registered_names():
-    assert set(flags.KL_ESTIMATORS.values()) <= set(kl_estimator_names())
     assert set(nemo_rl.CORRECTIONS.values()) <= set(correction_names())
     assert {*skyrl.REDUCTIONS.values(), *verl.AGG_MODES} <= set(loss_aggregation_names())
 
@@ -525,3 +526,14 @@ def test_a_registry_says_what_a_dotted_name_lacks(forgets):
     for name, message in (("no_such_module.f", "cannot be imported"), ("math.no_such", "has no 'no_such'"), (3, "must be a name")):
         with pytest.raises(ConfigError, match=message):
             get_kl_estimator(name)
+
+
+def test_an_own_estimator_of_a_whole_batch_is_refused_in_a_trainers_config(forgets):
+    """Of verl, which computes the term itself, too."""
+    register_kl_estimator("centred")(lambda log_probs, ref_log_probs, log_ratio: log_probs - log_probs.mean())
+    actor = vars(ActorConfig(policy_loss={"loss_mode": "megatron_rl.grpo.token_mean"}))
+    actor |= {"use_kl_loss": True, "kl_loss_type": "centred"}
+    settings = {"megatron_rl": "grpo.token_mean", "megatron_rl_kl_estimator": "centred", "reference_policy_kl_penalty": 0.1}
+    for read, config in ((verl.read, actor), (nemo_rl.read, master_config(settings))):
+        with pytest.raises(ConfigError, match="kl_estimator=centred depends at one token on the others"):
+            read(config)

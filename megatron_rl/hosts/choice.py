@@ -29,7 +29,8 @@ from megatron_rl.loss_hub import (
 from megatron_rl.registries.correction_settings import CorrectionSettings, counted_twice
 from megatron_rl.registries.kl_estimators import get_kl_estimator
 from megatron_rl.step_counts import StepTotals
-from megatron_rl.validation.own_functions import loss_problems
+from megatron_rl.validation import Settings
+from megatron_rl.validation.own_functions import own_function_problems
 
 ABSENT = object()  # a name that is not set, where None is a value that somebody has set
 # Our settings of the correction for the sampler, by the names of PolicyLossConfig.
@@ -224,10 +225,11 @@ def make_launch(
         policy_metrics=PolicyMetrics.BASIC,
         **{field: value for field, value in values.items() if field in FIELDS},
     )
-    found += loss_problems(config)
     found += _wrong_values(config, loss, record, fields)
     found += _corrections(config, loss, fields, corrections)
     found += _rollouts(config, record, rollouts)
+    if not found:
+        found += own_function_problems(Settings(config=config))
     if sampler is not None and not found:
         found += sampler_problems(sampler, [*typed_readers(partial(getattr, config), "{}={}".format), *corrections, *compares])
     if found:

@@ -19,6 +19,7 @@ logits of its own tokens, so KL and entropy come from the same pass, with ROLL's
 from __future__ import annotations
 
 import math
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -240,11 +241,14 @@ def compose(words: Sequence[str]) -> Any:
     from omegaconf import OmegaConf
     from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 
-    given = dict(zip((word.partition("=")[0] for word in words), [*words[1:], ""], strict=True))
+    parser = ArgumentParser()
+    parser.add_argument("--config_path", default="config")
+    parser.add_argument("--config_name", default="sppo_config")
+    args, _ = parser.parse_known_args(words)
     script = next((Path(word) for word in words if word.endswith("_pipeline.py")), Path())
-    folder = (script.parent / given.get("--config_path", "config")).resolve()
+    folder = (script.parent / args.config_path).resolve()
     with initialize_config_dir(str(folder), version_base=None):
-        tree = OmegaConf.to_container(composed(given.get("--config_name", "sppo_config")), resolve=True)
+        tree = OmegaConf.to_container(composed(args.config_name), resolve=True)
     return from_dict(data_class=RLVRConfig, data=tree)
 
 

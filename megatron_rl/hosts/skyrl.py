@@ -232,10 +232,10 @@ def register(registry: Any, words: Words, *, has_log_probs: bool = False) -> Non
 def split_words(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any], str | None]:
     """(the words for SkyRL; ours by our names; the reduction that SkyRL is not told)."""
     row_mean = f"{REDUCTION}={ROW_MEAN}"
-    ours = dict(word.removeprefix(PREFIX).split("=", 1) for word in arguments if word.startswith(PREFIX) and "=" in word)
+    ours = [word.removeprefix(PREFIX).partition("=") for word in arguments if word.startswith(PREFIX)]
     theirs = [word for word in arguments if not word.startswith((PREFIX, f"{ENTRYPOINT}="))]
     told = [f"{REDUCTION}={SEQUENCE_MEAN}" if word == row_mean else word for word in theirs]
-    return told, {name: read_word(text) for name, text in ours.items()}, ROW_MEAN if row_mean in theirs else None
+    return told, {name: read_word(text) for name, _, text in ours}, ROW_MEAN if row_mean in theirs else None
 
 
 def compose(words: Sequence[str]) -> Any:

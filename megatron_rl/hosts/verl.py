@@ -42,7 +42,8 @@ from megatron_rl.hosts.dense_rows import EACH_ROW, ONE_SAMPLE, Rollouts, numbers
 from megatron_rl.hosts.sampler_rule import Sampler
 from megatron_rl.hosts.start_check import CHECK_VARIABLE
 from megatron_rl.loss_hub import declared_parameters, get_loss_aggregation, get_policy_loss
-from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
+from megatron_rl.registries.kl_estimators import KL_ESTIMATORS, get_kl_estimator
+from megatron_rl.validation.own_functions import estimator_problems
 
 TITLE, PROBED, PREFIX = "verl", "verl-project/verl 1dda039b9", "megatron_rl."
 COUNTS_ROLLOUTS, WHY_NOT_PER_TOKEN = True, None
@@ -138,6 +139,8 @@ def read(actor: Any, whole: Any = None) -> Launch:
     mean = str(at("loss_agg_mode") or TOKEN_MEAN)
     means = (TOKEN_MEAN, AGG_MODES.get(record.name, TOKEN_MEAN), SAMPLE_MEAN if terms else TOKEN_MEAN)
     problems, corrections = [], []
+    if at.switch("use_kl_loss") and is_added_estimator(at("kl_loss_type")):
+        problems += estimator_problems(get_kl_estimator(at("kl_loss_type")))
     if mean not in means:
         allowed = " or ".join(dict.fromkeys(means))
         problems.append(
