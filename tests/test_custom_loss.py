@@ -35,8 +35,9 @@ from megatron_rl import losses
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import loss
 from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.dense_rows import refuse_nonfinite
 from megatron_rl.hosts.host_run import StepGuard
-from megatron_rl.hosts.loss import custom_loss, stop_on_nonfinite
+from megatron_rl.hosts.loss import custom_loss
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.metrics.policy import STATISTICS
 
@@ -505,11 +506,11 @@ def test_the_first_step_has_ratio_1_over_kept_ids_and_not_without(host):
 def test_an_armed_guard_takes_the_count_and_nobody_looks():
     """on CUDA: with before_train_step in place the count goes there; without it each micro-batch looks for itself."""
     guard, counts = StepGuard(), torch.tensor([0, 3, 1], dtype=torch.int32)
-    stop_on_nonfinite(guard, torch.zeros(3, dtype=torch.int32))
+    refuse_nonfinite(torch.zeros(3, dtype=torch.int32))
     with pytest.raises(DataError, match=r"samples \[1, 2\] of the micro-batch have 4 unmasked tokens"):
-        stop_on_nonfinite(guard, counts)
+        refuse_nonfinite(counts)
     guard.arm(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
     guard.begin(7, 0)
-    stop_on_nonfinite(guard, counts)
+    guard.record_nonfinite(counts.sum())
     with pytest.raises(DataError, match="rollout 7, step 0: 4 non-finite"):
         guard.refuse_nonfinite_step()

@@ -144,7 +144,7 @@ def loss_of_rows(
         tp_group=SINGLE,
         cp_group=SINGLE,
     )
-    refuse_nonfinite(output)
+    refuse_nonfinite(output.num_nonfinite)
     return output
 
 
@@ -170,12 +170,14 @@ def metrics_of(output: PolicyLossOutput) -> dict[str, float]:
     return {} if output.metrics is None else finalise_metrics(output.metrics)
 
 
-def refuse_nonfinite(output: PolicyLossOutput) -> None:
-    """Raises DataError for unmasked values that are not finite, on CUDA, with a synchronisation. On the CPU the loss has raised."""
-    if output.num_nonfinite.is_cuda and bool((output.num_nonfinite > 0).any()):
-        samples = torch.nonzero(output.num_nonfinite > 0).flatten().tolist()
-        text = "have an unmasked token whose log-probability, advantage or importance weight is not finite: mask it"
-        raise DataError(f"samples {samples} of the micro-batch {text}")
+def refuse_nonfinite(num_nonfinite: Tensor) -> None:  # [N] int32 over all cp ranks
+    """Raises DataError for unmasked values that are not finite, on CUDA with a synchronisation. On the CPU the loss has raised."""
+    if bool((num_nonfinite > 0).any()):
+        samples = torch.nonzero(num_nonfinite > 0).flatten().tolist()
+        raise DataError(
+            f"samples {samples} of the micro-batch have {int(num_nonfinite.sum())} unmasked tokens with a value that is not "
+            "finite, in logits, log_probs, advantages or importance weights: mask them or drop the samples"
+        )
 
 
 def step_line(

@@ -21,8 +21,9 @@ from megatron_rl.errors import DataError
 from megatron_rl.hosts.args import INIT_LINE, TOTALS_OF_HOST, HostLaunch, kl_estimator_of_host, names_ours
 from megatron_rl.hosts.batch import HostBatch, is_absent, read_host_batch, require
 from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.dense_rows import refuse_nonfinite
 from megatron_rl.hosts.heads.carrier import carried
-from megatron_rl.hosts.host_run import RUNS, StepGuard
+from megatron_rl.hosts.host_run import RUNS
 from megatron_rl.hosts.kept_ids import KeptIds
 from megatron_rl.hosts.reducer import check_no_phantom_tokens
 from megatron_rl.layout.agreement import checks_microbatch
@@ -139,7 +140,10 @@ def custom_loss(
         scale = run.scale if is_last else None
         output = policy_loss(config.policy_loss, flat, *of_tokens, inplace=is_last, loss_scale=scale, **options)
     if output.num_nonfinite.is_cuda:  # on the CPU the loss has raised by itself
-        stop_on_nonfinite(run.guard, output.num_nonfinite)
+        if run.guard.is_armed:  # hooks.before_train_step looks at it once a step
+            run.guard.record_nonfinite(output.num_nonfinite.sum())
+        else:
+            refuse_nonfinite(output.num_nonfinite)
     old_log_probs = given(output.log_probs) if old_log_probs is None else old_log_probs
     entropy = _entropy(rows, output.entropy_per_token, mean_weights) if has_metric_of_entropy else output.entropy
     return output.loss, host_metrics(launch, rows, output, old_log_probs, mean_weights, entropy, cp_group)
@@ -239,18 +243,6 @@ def check_keys(launch: HostLaunch, batch: Mapping) -> None:
                 "megatron_rl.hooks.custom_loss has log-probabilities of the whole vocabulary; sample with --rollout-top-p 1 "
                 f"--rollout-top-k -1, or add --sampling-support {SupportUse.REPLAY} where the host has these sets"
             )
-
-
-def stop_on_nonfinite(guard: StepGuard, num_nonfinite: Tensor) -> None:  # [N] int32 over all cp ranks
-    """Gives the count to hooks.before_train_step where that guards the optimiser; else looks at it, once a micro-batch."""
-    if guard.is_armed:
-        guard.record_nonfinite(num_nonfinite.sum())
-    elif bool((num_nonfinite > 0).any()):
-        samples = torch.nonzero(num_nonfinite > 0).flatten().tolist()
-        raise DataError(
-            f"samples {samples} of the micro-batch have {int(num_nonfinite.sum())} unmasked tokens with a value that is not "
-            "finite, in logits, log_probs, advantages or importance weights: mask them or drop the samples"
-        )
 
 
 def _is_on_policy(launch: HostLaunch) -> bool:

@@ -118,7 +118,7 @@ class RollLoss:
             is_last = is_alone(logits) and resolve_backend(Backend.AUTO, logits) == Backend.TRITON
             scale = self.scale if is_last else None
             output = policy_loss(config.policy_loss, logits.flatten(0, 1), *of_tokens, inplace=is_last, loss_scale=scale, **options)
-        refuse_nonfinite(output)
+        refuse_nonfinite(output.num_nonfinite)
         return output.loss, _metrics(output)
 
     def _of_hidden(self, rows: Tensor, of_tokens: tuple[Any, ...], options: LossKeywords) -> PolicyLossOutput:

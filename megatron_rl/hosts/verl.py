@@ -138,7 +138,7 @@ def read(actor: Any, whole: Any = None) -> Launch:
     terms += [f"entropy {at('entropy_coeff')}"] if at.number("entropy_coeff") else []
     mean = str(at("loss_agg_mode") or TOKEN_MEAN)
     means = (TOKEN_MEAN, AGG_MODES.get(record.name, TOKEN_MEAN), SAMPLE_MEAN if terms else TOKEN_MEAN)
-    problems, corrections = [], []
+    problems, corrections = list[str](), list[str]()
     if at.switch("use_kl_loss") and is_added_estimator(at("kl_loss_type")):
         problems += estimator_problems(get_kl_estimator(at("kl_loss_type")))
     if mean not in means:

@@ -56,8 +56,8 @@ def chain_of(host: str, weighing: Weighing, layout: Layout, route: Route, *, per
         return _host_chain(host, weighing, layout, route, per_token=per_token)
     if host in SETTINGS_NAMES:
         adapter = adapter_named(host)
-        stages = adapter.stages(_weight(weighing), weighing.record, per_token=per_token)
-        return _chain(*stages, weighing, layout, _weight(weighing))
+        of_samples, rest = adapter.stages(_weight(weighing), weighing.record, per_token=per_token)
+        return _chain(of_samples, rest, weighing, layout, _weight(weighing))
     return _own_chain(weighing, layout, per_token=per_token)
 
 
