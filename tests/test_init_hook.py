@@ -9,13 +9,16 @@ import re
 import sys
 import warnings
 from argparse import Namespace
+from functools import partial
 
 import pytest
+import torch
 from helpers import error_of, pool_of
 from launch_settings import CUSTOM_LOSS, REDUCER
 from launch_settings import REWARD as HOOK
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import checks, model_notes
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.training_hooks import (
     custom_megatron_init,
@@ -103,6 +106,27 @@ def test_every_problem_of_a_launch_is_in_one_error():
     problems = pytest.raises(ConfigError, custom_megatron_init, Namespace(**settings)).value.problems
     found = ("needs --loss-aggregation-divisor", "--qkv-format bshd", "cp process group has 1 ranks")
     assert [part in problem for problem, part in zip(problems, found, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"policy_loss_backend": "triton"}, "no triton on this device"),
+        ({"num_experts": 4, "expert_tensor_parallel_size": 2}, "Megatron-Core .* adds the gradients of different shards"),
+    ],
+)
+def test_an_actor_judges_its_kernels_and_the_release_that_trains_its_experts(settings, says, monkeypatch):
+    def check_backend(backend: str, device: torch.device) -> None:
+        if backend != "auto":
+            raise ConfigError(f"no {backend} on this device")
+
+    monkeypatch.setattr(model_notes, "check_backend", check_backend)
+    monkeypatch.setattr(model_notes, "expert_replicas_drift", lambda: True)
+    monkeypatch.setattr(checks, "group_problems", lambda args: [])
+    args = Namespace(loss_aggregation="sample_mean", **CUSTOM_LOSS, **settings)
+    check_launch(args)
+    (problem,) = pytest.raises(ConfigError, partial(check_launch, in_actor=True), args).value.problems
+    assert re.search(says, problem), problem
 
 
 @pytest.mark.parametrize("value", ["1", "true", "0", None])
