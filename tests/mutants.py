@@ -125,7 +125,7 @@ JUDGES = {
     "train/hf_": "hf_checkpoint train_hf | hf_checkpoint hf_random_configs",
     "train/stopping.py": "stopping | train_loop",
     "testing/": "layouts step_check | step_mistakes",
-    "testing/comparison.py": "selftest layouts step_check | step_mistakes",
+    "testing/comparison.py": "layouts step_check | selftest",
     "testing/losses_by_hand.py": "loss_hub term_contract layouts | selftest_losses",
     "testing/reference.py": "layouts step_check | selftest",
     "testing/loss_": "loss_hub | pytest_plugin",
