@@ -1,8 +1,7 @@
-"""Draws a run's metrics file, and the weights of a step, as PNG. matplotlib is imported only for a picture."""
+"""Draws a run's metrics file as PNG. matplotlib is imported only for a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -87,24 +86,3 @@ def _draw_curve(panel: Any, places: list[int], values: list[float]) -> None:
         return
     marker = "o" if len(places) < FEW_POINTS else None
     panel.plot(places, values, color=ACCENT, linewidth=1.6, marker=marker, markersize=4)
-
-
-def plot_weights(panels: Sequence[tuple[str, list[int], list[float]]], png_path: str | Path, title: str) -> None:
-    """Weights of tokens over their exact weights, against the tokens of their sample. panels: (title, tokens [S], ratios [S])."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(PANEL_INCHES[0], PANEL_INCHES[1] * len(panels) + 0.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        for panel, (name, tokens, ratios) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
-            panel.axhline(1.0, color=ACCENT, label="exact")
-            panel.plot(tokens, ratios, "o", color="#dc2626", markersize=4, label="this launch")
-            panel.set_ylim(bottom=0)
-            panel.set_title(name)
-            panel.set_ylabel("weight / exact")
-            panel.legend(frameon=False)
-        panel.set_xlabel("unmasked tokens of the sample")
-        figure.suptitle(title, fontsize=9)
-        figure.savefig(png_path, dpi=DOTS_PER_INCH)
