@@ -32,7 +32,6 @@ from megatron_rl.train.hf_export import HFExport
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
 from megatron_rl.train.output_dir import checkpoint_directory, prepare_output_dir, run_id_of, take_output_dir
-from megatron_rl.train.peers import PeerWatch
 from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.train.rollout_files import check_rollouts_are_of, recorded_vocab_size
 from megatron_rl.train.run_lock import RunLock
@@ -58,7 +57,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         seed=options.seed,
     )
     settings = trainer_settings(options, [task, *([] if eval_task is None else [eval_task])], device)
-    with PeerWatch() as watch, says_why_it_ends(watch), RunLock() as lock:
+    with says_why_it_ends(), RunLock() as lock:
         trainer = PolicyTrainer(settings, config, device)
         lines = on_first_rank(partial(take_output_dir, lock, options))
         run_id = on_first_rank(partial(run_id_of, options))
@@ -85,7 +84,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
 
 
 @contextmanager
-def says_why_it_ends(watch: PeerWatch) -> Iterator[None]:
+def says_why_it_ends() -> Iterator[None]:
     """RunError for Ctrl-C and for a lost rank; then the groups of ranks are destroyed."""
     try:
         yield
@@ -95,8 +94,7 @@ def says_why_it_ends(watch: PeerWatch) -> Iterator[None]:
         if not is_lost_rank(error):
             raise
         first_line = str(error).partition("\n")[0]
-        who = watch.who_ended() or "another rank ended, or did not come in time: its own message says why"
-        raise RunError(f"{who} ({first_line})") from error
+        raise RunError(f"another rank ended, or did not come in time: its own message says why ({first_line})") from error
     finally:
         dist.destroy_process_group()
 
