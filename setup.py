@@ -22,7 +22,8 @@ EXTRAS = {
     # 3.7: the interpreter of 3.6 fails on loops with numpy 2.4.
     "interpreter": ["triton>=3.7; platform_system == 'Linux'"],
     # train/
-    "train": ["tqdm", "matplotlib", "tensorboard"],
+    # filelock: torch brings it; the lock of an output directory is one.
+    "train": ["filelock>=3.14", "tqdm", "matplotlib", "tensorboard"],
     # train/ with --hf-checkpoint: configuration and tokenizer of the folder, and its files.
     "hf": ["transformers>=4.51,<6", "safetensors"],
     # pytest_megatron_rl.py, for the tests of a loss of your own.

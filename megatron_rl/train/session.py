@@ -31,10 +31,9 @@ from megatron_rl.train.hf_bridge import read_model
 from megatron_rl.train.hf_export import HFExport
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
-from megatron_rl.train.output_dir import checkpoint_directory, prepare_output_dir, run_id_of, take_output_dir
+from megatron_rl.train.output_dir import checkpoint_directory, lock_of, prepare_output_dir, run_id_of, take_output_dir
 from megatron_rl.train.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.train.rollout_files import check_rollouts_are_of, recorded_vocab_size
-from megatron_rl.train.run_lock import RunLock
 from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import Task
 from megatron_rl.train.trainer import PolicyTrainer, TrainerSettings
@@ -57,9 +56,10 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
         seed=options.seed,
     )
     settings = trainer_settings(options, [task, *([] if eval_task is None else [eval_task])], device)
-    with says_why_it_ends(), RunLock() as lock:
+    lock = lock_of(options)  # held until this function ends
+    with says_why_it_ends():
         trainer = PolicyTrainer(settings, config, device)
-        lines = on_first_rank(partial(take_output_dir, lock, options))
+        on_first_rank(partial(take_output_dir, lock, options))
         run_id = on_first_rank(partial(run_id_of, options))
         start, changes = restore(trainer, options, config)
         rollouts = rollouts_of(trainer, task, options, first=start.progress.num_rollouts)
@@ -70,7 +70,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start:
             on_first_rank(partial(check_rollouts_are_of, options.save_rollouts, run_id))
         if export is not None:
             on_first_rank(export.try_to_write)
-        lines += [] if settings.hf_model is None else settings.hf_model.notes
+        lines = [] if settings.hf_model is None else settings.hf_model.notes
         lines += changes + on_first_rank(partial(prepare_output_dir, options, task, start.step, run_id=run_id))
         if dist.get_rank() == 0:
             announce(options, config, trainer, lines)
