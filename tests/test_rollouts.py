@@ -10,6 +10,7 @@ import statistics
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from markdown_pages import fences
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.train.options import TrainOptions, model_vocab_size
@@ -471,3 +472,21 @@ def test_a_file_keeps_the_rollouts_of_its_samples(tmp_path):
     save_rollouts(tmp_path / "r.jsonl", batch)
     (found,) = load_rollouts(tmp_path / "r.jsonl")
     assert [sample.rollout_id for sample in found.samples] == [rollout for rollout, *_ in ROWS]
+
+
+def test_the_converter_of_the_page_writes_what_is_read(tmp_path):
+    """Two samples of one prompt as miles and slime dump them: rewards 0 and 1 have advantages of -+0.5 / sqrt(1/2)."""
+    [text] = [fence.text for fence in fences("docs/training.md") if fence.language == "python" and "def line_of" in fence.text]
+    namespace: dict = {}
+    exec(text, namespace)
+    shared = {"group_index": 7, "index": 40, "tokens": [8, 3, 1, 2], "response_length": 2, "status": "completed"}
+    dump = [
+        {**shared, "reward": 0.0, "loss_mask": [0, 1], "rollout_log_probs": [-1.5, -2.5]},
+        {**shared, "reward": 1.0, "loss_mask": None, "rollout_log_probs": [-0.5, -1.0]},
+    ]
+    (tmp_path / "r.jsonl").write_text(namespace["line_of"](0, dump) + namespace["line_of"](1, dump))
+    first, second = load_rollouts(tmp_path / "r.jsonl", vocab_size=9)
+    assert (first.rollout_index, second.rollout_index) == (0, 1)
+    assert [sample.advantage for sample in first.samples] == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+    assert [sample.loss_mask.tolist() for sample in first.samples] == [[False, True], [True, True]]
+    assert first.samples[1].rollout_log_probs.tolist() == [-0.5, -1.0] and first.samples[1].old_log_probs is None
