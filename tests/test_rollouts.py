@@ -18,13 +18,10 @@ from megatron_rl.train.rollout_files import load_rollouts, record_of, recorded_v
 from megatron_rl.train.rollouts import (
     RolloutBatch,
     Sample,
-    SampleHeader,
     SharedRollout,
-    commonest_response,
     group_advantages,
     mean_reward,
     partition,
-    response_digest,
     share_without_signal,
     split_into_steps,
 )
@@ -88,27 +85,6 @@ def test_the_share_of_groups_without_signal_by_hand():
         for index, (name, value) in enumerate(zip(prompt_ids, group_advantages(rewards, prompt_ids), strict=True))
     ]
     assert share_without_signal(samples) == pytest.approx(1 / 3)
-
-
-@pytest.mark.parametrize(
-    ("responses", "prompts", "expected"),
-    [
-        pytest.param([7, 7, 8, 7], "ppqq", (0.75, 3.0), id="rewards 0, 1 and 3 of the commonest"),
-        pytest.param([5, 6, 8, 8], "ppqq", (0.5, 1.0), id="rewards 2 and 3"),
-        pytest.param([7, 7, 8, 7], "pppp", None, id="one prompt"),
-    ],
-)
-def test_the_commonest_response_by_hand(responses, prompts, expected):
-    """The rewards of the four samples are 0, 1, 2, 3."""
-    rows = enumerate(zip(responses, prompts, strict=True))
-    values = {"response_length": 2, "advantage": 0.0, "dp_rank": 0}
-    headers = [SampleHeader(prompt_id=p, index=n, reward=float(n), response=digest, **values) for n, (digest, p) in rows]
-    assert commonest_response(headers) == expected
-
-
-def test_a_digest_of_a_response_is_a_whole_number_of_float64():
-    digests = [response_digest(tokens) for tokens in ([1, 2], [2, 1], [1, 2, 0], [258], [1, 2])]
-    assert len({*digests}) == 4 and digests[0] == digests[-1] and all(int(float(digest)) == digest for digest in digests)
 
 
 def test_rewards_whose_squares_no_float_holds_are_bad_data():
