@@ -36,7 +36,6 @@ from megatron_rl.train.rollouts import (
     SampleHeader,
     SharedRollout,
     group_advantages,
-    response_digest,
 )
 from megatron_rl.train.sampling_filter import KeptTokens, SamplingFilter
 from megatron_rl.train.tasks import Task
@@ -97,7 +96,7 @@ class SampledRollouts:
 
         A reward may be slow, paid for or random: one rank of each model replica computes it, and sends it to the others. The
         tokens stay where they were sampled.
-        Communication: sampling's, finish_together's, and one all-reduce of three numbers a sample over all ranks.
+        Communication: sampling's, finish_together's, and one all-reduce of two numbers a sample over all ranks.
         """
         num_prompts, dp = self._options.prompts_per_rollout, self._trainer.groups.dp
         first = rollout_index * num_prompts
@@ -115,7 +114,7 @@ class SampledRollouts:
             kept,
         )
         share = [(index, of_sample[index], response) for index, response in zip(mine, responses, strict=True)]
-        rewards, lengths, digests = self._exchanged(share, self._rewards_of(share, rollout_index), len(of_sample))
+        rewards, lengths = self._exchanged(share, self._rewards_of(share, rollout_index), len(of_sample))
         advantages = group_advantages(rewards, [prompt.prompt_id for prompt in of_sample], self._options.advantage_normalization)
         headers = [
             SampleHeader(
@@ -125,7 +124,6 @@ class SampledRollouts:
                 reward=rewards[index],
                 advantage=advantages[index],
                 dp_rank=self._dp_rank_of(index),
-                response=int(digests[index]),
             )
             for index, prompt in enumerate(of_sample)
         ]
@@ -159,11 +157,10 @@ class SampledRollouts:
             return [reward for found in finish_together([rewards] if share else [], self._reward_group) for reward in found]
 
     def _exchanged(self, share: list[Response], found: list[float], num_samples: int) -> list[list[float]]:
-        """The rewards, the lengths and the digests of the responses of all samples of the rollout, on all ranks."""
-        values = torch.zeros(3, num_samples, dtype=torch.float64)
+        """The rewards and the lengths of the responses of all samples of the rollout, on all ranks."""
+        values = torch.zeros(2, num_samples, dtype=torch.float64)
         for (index, _, response), reward in zip(share if found else [], found, strict=True):  # none: another rank has them
-            row = [reward - self._penalty(response), len(response), response_digest(response)]
-            values[:, index] = torch.tensor(row, dtype=torch.float64)
+            values[:, index] = torch.tensor([reward - self._penalty(response), len(response)], dtype=torch.float64)
         world = world_group()
         return all_reduce_sum(values.to(group_device(world)), world).tolist()
 

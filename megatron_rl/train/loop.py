@@ -43,7 +43,6 @@ from megatron_rl.train.rollouts import (
     Microbatches,
     RolloutBatch,
     SharedRollout,
-    commonest_response,
     mean_reward,
     partition,
     share_without_signal,
@@ -55,8 +54,6 @@ from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.train.watchdog import UNMOVED_STEPS, RunWatchdog
 from megatron_rl.train.writers import (
     CLIP_FRACTION,
-    COMMONEST,
-    COMMONEST_RANGE,
     LENGTH,
     REWARD,
     SKIPPED_STEPS,
@@ -228,8 +225,6 @@ class TrainingRun:
             reward = mean_reward(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
             of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
-            if (commonest := commonest_response(headers)) is not None:
-                of_rollout[COMMONEST], of_rollout[COMMONEST_RANGE] = commonest
             if self._evaluation is not None and progress.num_rollouts % options.eval_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             parts = self._cut(rollout)
