@@ -34,7 +34,6 @@ from megatron_rl.train.collection import (
     with_rollout_log_probs,
 )
 from megatron_rl.train.document_steps import DocumentSteps
-from megatron_rl.train.movement import PolicyMovement
 from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions, settings_of
 from megatron_rl.train.progress import ProgressBar
 from megatron_rl.train.replay import ReplayedRollouts
@@ -51,9 +50,8 @@ from megatron_rl.train.rollouts import (
 from megatron_rl.train.stopping import StopRule, StopSignals
 from megatron_rl.train.trainer import PolicyTrainer
 from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
-from megatron_rl.train.watchdog import UNMOVED_STEPS, RunWatchdog
+from megatron_rl.train.watchdog import RunWatchdog, WatchdogState
 from megatron_rl.train.writers import (
-    CLIP_FRACTION,
     LENGTH,
     REWARD,
     SKIPPED_STEPS,
@@ -83,8 +81,6 @@ class Progress:
     """Steps without a token that trains, under --empty-step skip; num_steps counts the others."""
     first_reward: float | None = None
     last_reward: float | None = None
-    clipped_ratio_fraction: float | None = 0.0
-    """The metric of this name over all samples seen; None where a step did not measure it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +91,17 @@ class Start:
     recent_rewards: tuple[float, ...] = ()
     stream_state: dict | None = None
     """The position in the rollout file, under --docs-per-step."""
-    watchdog_state: dict | None = None
+    watchdog: WatchdogState = field(default_factory=WatchdogState)
     step: int | None = None
     """Optimiser steps that the checkpoint has done; None: there is none."""
 
     @classmethod
     def of_counters(cls, counters: dict[str, Any]) -> Start:
-        """What a checkpoint keeps beside the weights; KeyError for one that no run has saved."""
-        progress = Progress(**{"clipped_ratio_fraction": None, **counters["progress"]})  # one of before did not count it
-        rewards = tuple(counters["recent_rewards"])
-        return cls(progress, rewards, counters.get("stream"), counters.get("watchdog"), progress.num_steps)
+        """What a checkpoint keeps beside the weights; KeyError for one that no run has saved. A field that is not known belongs to
+        an earlier version."""
+        progress = Progress(**{name: value for name, value in counters["progress"].items() if hasattr(Progress(), name)})
+        watchdog = WatchdogState(**{name: value for name, value in counters["watchdog"].items() if hasattr(WatchdogState(), name)})
+        return cls(progress, tuple(counters["recent_rewards"]), counters.get("stream"), watchdog, progress.num_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +154,7 @@ class TrainingRun:
         self._measures_first_steps = reader_of_old_log_probs(options, config) is not None
         self._is_first_rank = dist.get_rank() == 0
         is_float32 = not trainer.settings.bf16
-        self._watchdog = RunWatchdog(config, state=start.watchdog_state, is_first_rank=self._is_first_rank, is_float32=is_float32)
-        self._movement = PolicyMovement(trainer, UNMOVED_STEPS) if self._watchdog.is_on else None
-        self._moved: dict[str, float] = {}
+        self._watchdog = RunWatchdog(config, start.watchdog, is_first_rank=self._is_first_rank, is_float32=is_float32)
         self._output_dir = Path(options.output_dir)
         self._last_saved: tuple[int, Path] | None = None
 
@@ -280,8 +275,6 @@ class TrainingRun:
     def _step(self, step: TrainStep) -> dict[str, float] | None:
         """The metrics of the step. None under --empty-step skip for a step that no rank has trained on."""
         microbatches, steps_done = step.microbatches, self._progress.num_steps
-        if self._movement is not None:
-            self._moved |= self._movement.before_step(steps_done, microbatches)
         # Each step of a file under --docs-per-step is a first one.
         if self._measures_first_steps or counts_kept_of_rollouts(self._trainer, microbatches):
             microbatches = with_old_log_probs(self._trainer, microbatches)
@@ -323,9 +316,6 @@ class TrainingRun:
         progress.samples_seen += int(metrics["num_samples"])
         progress.prompts_seen += int(metrics["num_prompts"])
         progress.tokens_seen += int(metrics["num_tokens"])
-        clipped, so_far = metrics.get(CLIP_FRACTION), progress.clipped_ratio_fraction
-        share = metrics["num_samples"] / max(progress.samples_seen, 1)  # of this step in the run
-        progress.clipped_ratio_fraction = None if clipped is None or so_far is None else so_far + (clipped - so_far) * share
         row = {
             "rollout": rollout,
             **of_rollout,
@@ -341,8 +331,7 @@ class TrainingRun:
             row[SKIPPED_STEPS] = progress.skipped_steps
         writer.write(progress.num_steps, row)
         bar.update(progress.num_steps, row)
-        self._watchdog.look(progress.num_steps, row | self._moved)
-        self._moved = {}
+        self._watchdog.look(progress.num_steps, row)
 
     def _make_writer(self) -> MetricsWriter:
         options = self._options
@@ -365,7 +354,7 @@ class TrainingRun:
             return None
         if self._last_saved is None or self._last_saved[0] != self._progress.num_steps:
             counters: dict[str, Any] = {"progress": vars(self._progress), "recent_rewards": list(stop.recent_rewards)}
-            counters |= {"watchdog": self._watchdog.state_dict(), "settings": settings_of(self._options, self._config)}
+            counters |= {"watchdog": dataclasses.asdict(self._watchdog.state), "settings": settings_of(self._options, self._config)}
             if self._documents is not None:
                 counters["stream"] = self._documents.state_dict()
             directory = self._output_dir / CHECKPOINT_DIRECTORY
