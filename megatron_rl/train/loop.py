@@ -35,7 +35,7 @@ from megatron_rl.train.collection import (
 )
 from megatron_rl.train.document_steps import DocumentSteps
 from megatron_rl.train.options import CHECKPOINT_DIRECTORY, TrainOptions, settings_of
-from megatron_rl.train.progress import ProgressBar
+from megatron_rl.train.progress import describe, make_bar
 from megatron_rl.train.replay import ReplayedRollouts
 from megatron_rl.train.rollout_files import save_rollouts, truncate_rollouts
 from megatron_rl.train.rollouts import (
@@ -165,12 +165,13 @@ class TrainingRun:
             kept = self._progress.num_rollouts
             on_all_ranks(partial(truncate_rollouts, options.save_rollouts, kept) if self._is_first_rank else lambda: None)
         is_static = self._config.docs_per_step is None
-        num_rollouts = None if options.rollouts else options.num_rollouts  # a file may end before
-        total = num_rollouts * options.steps_per_rollout if is_static and num_rollouts is not None else None
+        total = None  # a file may end before, and documents make as many steps as they make
+        if is_static and not options.rollouts and options.num_rollouts is not None:
+            total = options.num_rollouts * options.steps_per_rollout
         with (
             StopSignals() as signals,
             self._make_writer() as writer,
-            ProgressBar(total, self._is_first_rank, self._progress.num_steps) as bar,
+            make_bar(total, self._progress.num_steps) if self._is_first_rank else contextlib.nullcontext() as self._bar,
             contextlib.nullcontext() if is_static else DocumentSteps(self._trainer, options, self._config) as self._documents,
         ):
             stop = StopRule(
@@ -183,21 +184,19 @@ class TrainingRun:
             if self._documents is not None and isinstance(self._rollouts, ReplayedRollouts):
                 steps = self._steps_of_file(self._documents, self._rollouts)
             else:
-                steps = self._steps_of_rollouts(bar)
-            reason = self._train(steps, stop, writer, bar)
+                steps = self._steps_of_rollouts()
+            reason = self._train(steps, stop, writer)
             checkpoint = self._save(stop)
         return Outcome(self._progress, reason, stop.exit_code, time.monotonic() - started, checkpoint)
 
-    def _train(self, steps: Iterator[TrainStep], stop: StopRule, writer: MetricsWriter, bar: ProgressBar) -> str:
+    def _train(self, steps: Iterator[TrainStep], stop: StopRule, writer: MetricsWriter) -> str:
         """Takes the steps until they are all done or the rule stops the run, and says which."""
         progress, save_interval, limit = self._progress, self._options.save_interval, self._options.num_rollouts
         began = time.monotonic()
         for step in steps:
             metrics = self._step(step)
-            if metrics is None:
-                bar.leave_out_a_step()
-            else:
-                self._record(metrics, step.rollout, step.of_rollout, began, writer, bar)
+            if metrics is not None:
+                self._record(metrics, step.rollout, step.of_rollout, began, writer)
             if step.may_be_last:
                 rollouts_before, progress.num_rollouts = progress.num_rollouts, step.rollout + 1
                 if stop.should_stop(step.of_rollout[REWARD]):
@@ -208,12 +207,11 @@ class TrainingRun:
         is_cut = limit is not None and progress.num_rollouts >= limit
         return f"all {limit} rollouts are done" if is_cut else "every rollout of the file is trained on"
 
-    def _steps_of_rollouts(self, bar: ProgressBar) -> Iterator[TrainStep]:
+    def _steps_of_rollouts(self) -> Iterator[TrainStep]:
         """Each rollout is sampled, or read, by the policy that the steps before it have left."""
         options, progress = self._options, self._progress
         while options.num_rollouts is None or progress.num_rollouts < options.num_rollouts:
-            first_step = progress.num_steps
-            rollout = self._rollouts.get(progress.num_rollouts, policy_version=first_step)
+            rollout = self._rollouts.get(progress.num_rollouts, policy_version=progress.num_steps)
             if rollout is None:
                 return
             headers = rollout.headers
@@ -225,9 +223,6 @@ class TrainingRun:
             parts = self._cut(rollout)
             for number, (microbatches, num_documents) in enumerate(parts, 1):
                 yield TrainStep(microbatches, num_documents, rollout.own.rollout_index, of_rollout, number == len(parts))
-            if self._documents is not None and options.num_rollouts is not None:  # every rollout makes as many steps
-                rollouts_left = options.num_rollouts - progress.num_rollouts
-                bar.expect(progress.num_steps + rollouts_left * (progress.num_steps - first_step))
 
     def _steps_of_file(self, documents: DocumentSteps, rollouts: ReplayedRollouts) -> Iterator[TrainStep]:
         """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""
@@ -306,7 +301,7 @@ class TrainingRun:
                 "raise --max-new-tokens, or choose --overlong penalty or keep"
             ) from error
 
-    def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float, writer, bar) -> None:
+    def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float, writer) -> None:
         """Writes a row of the metrics file, and counts what has been trained on."""
         progress, seconds, reward = self._progress, time.monotonic() - began, of_rollout[REWARD]
         if progress.first_reward is None:
@@ -330,7 +325,9 @@ class TrainingRun:
         if self._config.empty_step == EmptySteps.SKIP:
             row[SKIPPED_STEPS] = progress.skipped_steps
         writer.write(progress.num_steps, row)
-        bar.update(progress.num_steps, row)
+        if self._bar is not None:
+            self._bar.set_postfix_str(describe(row), refresh=False)
+            self._bar.update()
         self._watchdog.look(progress.num_steps, row)
 
     def _make_writer(self) -> MetricsWriter:
