@@ -198,7 +198,7 @@ def first_line_of(case: ElementTree.Element) -> str:
 
 
 def train_command(session: Session, budget: float | None) -> list[str]:
-    few = ["--num-rollouts", "2", "--no-plot"] if session.is_dry else []
+    few = ["--num-rollouts", "2"] if session.is_dry else []
     few += ["--policy-loss-backend", "torch"] if session.lacks & set(TRITON_NEEDS) else []
     folder = str(session.scratch / "train")
     return session.python("-m", "megatron_rl", "train", "--preset", "demo", "--output-dir", folder, "--overwrite", *few)

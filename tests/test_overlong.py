@@ -43,7 +43,7 @@ def run(tmp_path, flags, num_ranks=1):
     file = write_prompts(tmp_path / "prompts.jsonl", "1=", "22=")
     command = Command(
         f"--prompts {file} --max-new-tokens 4 --num-rollouts 1 --prompts-per-rollout 2 --samples-per-prompt 8 --hidden-size 32 "
-        f"--no-plot --no-tensorboard --output-dir {tmp_path / 'run'} --save-rollouts {tmp_path / 'rollouts.jsonl'} {flags}",
+        f"--no-tensorboard --output-dir {tmp_path / 'run'} --save-rollouts {tmp_path / 'rollouts.jsonl'} {flags}",
         tmp_path,
         num_ranks,
     )

@@ -24,7 +24,6 @@ from megatron_rl.config import (
     TermScore,
 )
 from megatron_rl.errors import ConfigError, DataError, printable
-from megatron_rl.registries.dotted import import_dotted
 from megatron_rl.registries.kl_estimators import KL_ESTIMATORS
 from megatron_rl.registries.token_selections import TOKEN_SELECTIONS, Effect
 from megatron_rl.train.hf_bridge import BridgedModel, LoadedModel, read_model
@@ -231,8 +230,12 @@ def check_overlong(options: TrainOptions) -> Iterator[str]:
 
 
 def check_wandb(options: TrainOptions) -> Iterator[str]:
-    if options.wandb_project is not None and find_spec("wandb") is None:
-        yield f"--wandb-project {options.wandb_project} needs wandb: pip install wandb"
+    if options.wandb_project is None:
+        return
+    if missing := [name for name in ("wandb", "tensorboard") if find_spec(name) is None]:
+        yield f"--wandb-project {options.wandb_project} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+    if not options.tensorboard:
+        yield f"--wandb-project {options.wandb_project} sends the events of TensorBoard: remove --no-tensorboard"
 
 
 def meaning_of(option: dataclasses.Field[Any]) -> str:
@@ -408,14 +411,6 @@ def check_docs_per_step(options: TrainLaunch) -> Iterator[str]:
         )
 
 
-def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
-    if options.metrics_writer is not None:
-        try:
-            import_dotted(options.metrics_writer, "--metrics-writer")
-        except ConfigError as error:
-            yield str(error)
-
-
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is not None and not existing_parts(options.rollouts):
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
@@ -474,7 +469,6 @@ RULES = (
     check_sampling_filter,
     check_token_selection,
     check_docs_per_step,
-    check_metrics_writer,
     check_rollout_files,
     check_world_size,
     check_start,
