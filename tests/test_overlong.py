@@ -1,4 +1,4 @@
-"""Rewards by one call for many samples, and what happens to responses that --max-new-tokens cut."""
+"""What happens to responses that --max-new-tokens cut."""
 
 from __future__ import annotations
 
@@ -9,33 +9,15 @@ from test_train_command import Command
 from test_train_options import options_of, write_prompts
 
 from megatron_rl.config import Overlong
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError
 from megatron_rl.train.collection import SampledRollouts
 from megatron_rl.train.rollout_files import existing_parts, load_rollouts
-from megatron_rl.train.tasks import make_task
 
 pytestmark = pytest.mark.megatron
 
 
 def one_by_one(prompt, response, record):
     return len(response) / 10 + (prompt == "1=")
-
-
-def all_at_once(prompts, responses, records):
-    assert len(prompts) == len(responses) == len(records) > 1
-    return [one_by_one(*sample) for sample in zip(prompts, responses, records, strict=True)]
-
-
-def one_too_few(prompts, responses, records):
-    return [0.0] * (len(prompts) - 1)
-
-
-def a_single_number(prompts, responses, records):
-    return 1.0
-
-
-def not_finite(prompts, responses, records):
-    return [float("nan")] * len(prompts)
 
 
 def run(tmp_path, flags, num_ranks=1):
@@ -50,36 +32,6 @@ def run(tmp_path, flags, num_ranks=1):
     codes, path = command.wait(), tmp_path / "rollouts.jsonl"
     batches = list(load_rollouts(path, vocab_size=100)) if existing_parts(path) else []
     return (batches[0].samples if batches else []), codes, command.output()
-
-
-def test_rewards_by_one_call_are_those_of_many(tmp_path):
-    found = {}
-    for name, flags, num_ranks in (
-        ("one_by_one", "", 1),
-        ("all_at_once", "--reward-batched", 1),
-        ("all_at_once", "--reward-batched", 2),
-    ):
-        folder = tmp_path / f"{name}_{num_ranks}"
-        folder.mkdir()
-        samples, codes, said = run(folder, f"--reward test_overlong.{name} {flags}", num_ranks)
-        assert codes == [0] * num_ranks, said
-        found[name, num_ranks] = [(sample.tokens.tolist(), sample.reward) for sample in samples]
-    assert found["one_by_one", 1] == found["all_at_once", 1] == found["all_at_once", 2]
-    assert len({reward for _, reward in found["one_by_one", 1]}) > 2
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("one_too_few", "one_too_few returned 1 numbers for 2 samples"),
-        ("a_single_number", r"returned 1.0, and --reward-batched needs a number a sample"),
-        ("not_finite", "returned nan for prompt"),
-    ],
-)
-def test_wrong_answers_of_a_batched_reward_are_refused(tmp_path, name, message):
-    task = make_task(prompts=write_prompts(tmp_path / "p.jsonl", "1="), reward=f"test_overlong.{name}")
-    with pytest.raises(DataError, match=message):
-        task.rewards([task.make_prompt(0, 0)] * 2, [[0], [1]])
 
 
 def ended(samples):

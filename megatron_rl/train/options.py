@@ -158,16 +158,6 @@ class RolloutOptions:
     task: str | None = flag(None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.")
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
-    reward_batched: bool = flag(
-        False,
-        "Call the reward once for all samples of a rank: fn(prompts, responses, records), lists of equal length -> numbers.",
-        needs=("prompts", "a built-in task computes its own reward"),
-    )
-    reward_timeout: float = flag(
-        300.0,
-        "Seconds that one call of the reward may take.",
-        must=Range("above 0 and at most 604800, a week", lambda value: 0 < value <= 604800),
-    )
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
     end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
     overlong: str = flag(
