@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_rl.config import NO_SELECTION, Overlong, PolicyLossConfig, RouterReplay
+from megatron_rl.config import NO_SELECTION, PolicyLossConfig, RouterReplay
 from megatron_rl.kept_counts import counts_kept_before
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.layout.groups import all_reduce_max, group_device, world_group
@@ -144,20 +144,16 @@ class SampledRollouts:
         groups = self._trainer.groups
         if not groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
             return []
-        return [
-            (index, self._task.reward(prompt, response) - self._penalty(response), len(response))
-            for index, prompt, response in share
-        ]
+        return [(index, self._task.reward(prompt, response), len(response)) for index, prompt, response in share]
 
     def _sample(
         self, header: SampleHeader, prompt: Prompt, response: list[int], policy_version: int | None, routes: Tensor | None
     ) -> Sample:
-        is_masked = self._options.overlong == Overlong.MASK and self._is_cut(response)
         return Sample(
             prompt_id=prompt.prompt_id,
             tokens=torch.tensor([*prompt.tokens, *response]),
             response_length=len(response),
-            loss_mask=torch.full((len(response),), not is_masked),
+            loss_mask=torch.ones(len(response), dtype=torch.bool),
             reward=header.reward,
             advantage=header.advantage,
             old_log_probs=None,
@@ -165,16 +161,6 @@ class SampledRollouts:
             policy_version=policy_version,
             routes=routes,
         )
-
-    def _is_cut(self, response: list[int]) -> bool:
-        return len(response) == self._settings.max_new_tokens and response[-1] not in self._settings.end_tokens
-
-    def _penalty(self, response: list[int]) -> float:
-        """Yu et al., "DAPO", arXiv:2503.14476, equation 13: 0 before the buffer, 1 at its end."""
-        buffer = self._options.overlong_buffer
-        if self._options.overlong != Overlong.PENALTY or buffer is None:
-            return 0.0
-        return min(max(len(response) - (self._settings.max_new_tokens - buffer), 0) / buffer, 1.0)
 
 
 class Evaluation:
@@ -187,7 +173,6 @@ class Evaluation:
             seed=options.seed + 1,
             router_replay=RouterReplay.NONE.value,
             check_router_replay=False,
-            overlong=Overlong.KEEP.value,
         )
         self._rollouts = SampledRollouts(trainer, task, plain, 1)
 
