@@ -32,7 +32,6 @@ from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file, path_problem
 from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
-from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import task_problems
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import problems_of
@@ -324,28 +323,24 @@ def check_corrections(options: TrainLaunch) -> Iterator[str]:
 
 
 def check_sampling_filter(options: TrainLaunch) -> Iterator[str]:
-    settings = options.settings
-    given = [f"{flag_of(name)} {value}" for name, value in SamplingFilter.of(options).on.items()]
-    typed = " ".join(given)
+    settings, is_on = options.settings, options.top_p != 1.0
+    typed = f"--top-p {options.top_p}"
     if options.rollouts is not None:
-        for one in given:
-            yield f"{one} has no effect with --rollouts, where nothing is sampled: remove it; kept_ids of the file are replayed"
+        if is_on:
+            yield f"{typed} has no effect with --rollouts, where nothing is sampled: remove it; kept_ids of the file are replayed"
         return
-    if given and settings["sampling_support"] == SupportUse.REFUSE:
+    if is_on and settings["sampling_support"] == SupportUse.REFUSE:
         yield (
             f"{typed} with --sampling-support refuse: the sampler keeps a part of the vocabulary, and without the kept ids every "
             "ratio is off by their mass; remove one of them"
         )
     of_kept = {"sampling_support": SupportUse.REPLAY, "kl_score": TermScore.SUPPORT, "entropy_score": TermScore.SUPPORT}
     for name, value in of_kept.items():
-        if not given and settings[name] == value:
-            yield (
-                f"{flag_of(name)} {value} has no effect: this run samples from the whole vocabulary; add --top-p, --top-k or "
-                "--min-p, or remove it"
-            )
+        if not is_on and settings[name] == value:
+            yield f"{flag_of(name)} {value} has no effect: this run samples from the whole vocabulary; add --top-p, or remove it"
     estimator = KL_ESTIMATORS.find_or_none(settings["kl_estimator"] or DEFAULT_KL_ESTIMATOR)
     is_full = settings["kl_score"] in (None, TermScore.FULL)
-    if given and settings["kl_coefficient"] and is_full and estimator is not None and estimator.takes_log_ratio:
+    if is_on and settings["kl_coefficient"] and is_full and estimator is not None and estimator.takes_log_ratio:
         yield (
             f"{typed} with --kl-estimator {estimator.name}: it multiplies the KL term by the importance ratio, which is over the "
             "kept ids, and the term would be over the whole vocabulary; add --kl-score support, or choose another estimator"

@@ -169,19 +169,9 @@ class RolloutOptions:
     )
     top_p: float = flag(
         1.0,
-        "Sample from the fewest most probable tokens whose mass reaches this; as --top-k and --min-p, after the temperature. The "
+        "Sample from the fewest most probable tokens whose mass reaches this, after the temperature. The "
         "kept ids are recorded, and all log-probabilities of the loss are over them (--sampling-support replay).",
         must=Range("above 0 and at most 1; 1 turns it off", lambda value: 0 < value <= 1),
-    )
-    top_k: int = flag(
-        -1,
-        "Sample from as many most probable tokens, before --top-p; -1 turns it off.",
-        must=Range("at least 1, or -1, which turns it off", lambda value: value >= 1 or value == -1),
-    )
-    min_p: float = flag(
-        0.0,
-        "Sample from tokens that are at least this times as probable as the most probable one, after --top-p; 0 turns it off.",
-        must=Range("at least 0 and at most 1; 0 turns it off", lambda value: 0 <= value <= 1),
     )
     seed: int = not_negative(0, "Decides initial weights, prompts and sampling noise.")
     rollouts: str | None = flag(None, "Train on recorded rollouts of --save-rollouts instead.")
