@@ -191,7 +191,6 @@ REJECTED = [
     pytest.param(
         "--docs-per-step 8 --rollouts here.jsonl --save-rollouts x", "--rollouts and .*: .* copy the file", 1, id="a copy"
     ),
-    pytest.param("--docs-per-step 8 --max-microbatches 0", "--max-microbatches 0 must be at least 1", 1, id="bound of zero"),
     pytest.param("--metrics-writer os.nothing", r"--metrics-writer 'os\.nothing': module 'os' has no", 1, id="no such writer"),
     pytest.param(
         "--importance-correction tis", "tis has .* with the engine .* every ratio is 1; .*--rollouts", 1, id="FB-120 one engine"
@@ -285,7 +284,7 @@ ALLOWED = [
     pytest.param(f"{KL_COV} --steps-per-rollout 1 --rollouts here.jsonl", 1, id="a penalty towards another policy"),
     pytest.param("--off-policy-sequence-delta 0.1 --steps-per-rollout 2", 1, id="off-policy from the second step on"),
     pytest.param("--importance-correction tis --off-policy-sequence-delta 0.1 --rollouts here.jsonl", 1, id="another engine"),
-    pytest.param("--docs-per-step 128 --max-microbatches 9 --steps-per-rollout 1", 1, id="a rollout a step"),
+    pytest.param("--docs-per-step 128 --steps-per-rollout 1", 1, id="a rollout a step"),
     pytest.param("--docs-per-step 64 --preset demo", 1, id="documents with the steps of a preset"),
     pytest.param("--docs-per-step 8 --prompts-per-rollout 1", 1, id="a rollout of one prompt"),
     pytest.param("--docs-per-step 9999 --rollouts here.jsonl", 1, id="steps over many recorded rollouts"),

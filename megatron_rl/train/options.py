@@ -220,11 +220,6 @@ class StepOptions:
     micro_batch_size: int | None = count(
         None, "Samples in a micro-batch. Unset: all of a rank's; with --docs-per-step a prompt group."
     )
-    max_microbatches: int | None = count(
-        None,
-        "Bound on a rank's micro-batches in a step of --docs-per-step. Unset: none.",
-        needs=("docs_per_step", "it bounds the steps of that flag"),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
