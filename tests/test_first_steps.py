@@ -145,12 +145,12 @@ def test_the_start_line_says_why_a_forward_stays(pool):
 
 def test_the_start_line_says_what_is_kept_and_over_what_the_scores_are(pool):
     """The sampler then reports its own scores, so that a loss that compares with it costs no forward."""
-    options, with_kl = {"top_p": 0.8, "top_k": 20, "steps_per_rollout": 2, "lr": 3e-3}, replace(GRPO, kl_coefficient=0.1)
+    options, with_kl = {"top_p": 0.8, "steps_per_rollout": 2, "lr": 3e-3}, replace(GRPO, kl_coefficient=0.1)
     of_sets = replace(with_kl, kl_score="support")
     with_entropy = replace(of_sets, entropy_coefficient=0.1)
     configs = [GRPO, with_kl, of_sets, DPPO, with_entropy, replace(with_entropy, entropy_score="support")]
     [lines] = pool.run(announced_on_rank, options, configs, world_size=1)
-    part = ", top-k 20, top-p 0.8: log-probabilities over the kept ids"
+    part = ", top-p 0.8: log-probabilities over the kept ids"
     same = ", KL over the same"
     rests = (
         "",

@@ -221,17 +221,6 @@ def test_sigterm_on_one_rank_ends_both_after_the_step_and_resume_goes_on(tmp_pat
     assert shared.metrics_of("out") == expected
 
 
-def test_a_step_beyond_its_bound_ends_every_rank_with_what_to_type(tmp_path, ragged):
-    """FB-89: an error, and no wait for documents that do not come."""
-    arguments = f"{SMALL} --rollouts {ragged} --docs-per-step 16 --micro-batch-size 1 --max-microbatches 3"
-    command = Command(arguments, tmp_path / "logs", num_ranks=2)
-    assert command.wait() == [1, 1]
-    for rank in (0, 1):
-        text = command.output(rank=rank)
-        assert "raise --micro-batch-size" in text and "--max-microbatches" in text and "docs_per_step=16 has 6 documents" in text
-    assert shared.metrics_of("out") == []
-
-
 @pytest.mark.parametrize("docs_per_step", [8, 24])
 def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_rank(pool, tmp_path, docs_per_step):
     """FB-55: twenty masked documents. Steps of 24 count them with twelve others; the third step of 8 has nothing else."""

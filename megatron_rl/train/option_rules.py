@@ -17,7 +17,6 @@ from megatron_rl.config import (
     NO_CORRECTION,
     NO_SELECTION,
     AdvantageNormalization,
-    Overlong,
     PolicyMetrics,
     RouterReplay,
     SupportUse,
@@ -32,9 +31,7 @@ from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
 from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
 from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
-from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import task_problems
-from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import problems_of
 
@@ -211,24 +208,6 @@ def check_evaluation(options: TrainOptions) -> Iterator[str]:
         yield "--eval-prompts has no effect with --rollouts, where nothing is sampled: remove it"
 
 
-def check_overlong(options: TrainOptions) -> Iterator[str]:
-    buffer, longest = options.overlong_buffer, options.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-    if options.overlong == Overlong.KEEP:
-        if buffer is not None:
-            yield f"--overlong-buffer {buffer} has no effect without --overlong penalty: remove it, or add that"
-        return
-    if options.prompts is None or options.rollouts is not None:
-        yield f"--overlong {options.overlong} needs --prompts, whose responses may be cut: remove it"
-    if options.overlong == Overlong.MASK:
-        if buffer is not None:
-            yield f"--overlong-buffer {buffer} has no effect with --overlong mask: remove it, or choose penalty"
-    elif buffer is None or not 1 <= buffer <= longest:
-        yield (
-            "--overlong penalty needs --overlong-buffer, the tokens in which the penalty grows, from 1 to "
-            f"--max-new-tokens {longest}, and not {buffer}"
-        )
-
-
 def check_wandb(options: TrainOptions) -> Iterator[str]:
     if options.wandb_project is None:
         return
@@ -347,28 +326,24 @@ def check_corrections(options: TrainLaunch) -> Iterator[str]:
 
 
 def check_sampling_filter(options: TrainLaunch) -> Iterator[str]:
-    settings = options.settings
-    given = [f"{flag_of(name)} {value}" for name, value in SamplingFilter.of(options).on.items()]
-    typed = " ".join(given)
+    settings, is_on = options.settings, options.top_p != 1.0
+    typed = f"--top-p {options.top_p}"
     if options.rollouts is not None:
-        for one in given:
-            yield f"{one} has no effect with --rollouts, where nothing is sampled: remove it; kept_ids of the file are replayed"
+        if is_on:
+            yield f"{typed} has no effect with --rollouts, where nothing is sampled: remove it; kept_ids of the file are replayed"
         return
-    if given and settings["sampling_support"] == SupportUse.REFUSE:
+    if is_on and settings["sampling_support"] == SupportUse.REFUSE:
         yield (
             f"{typed} with --sampling-support refuse: the sampler keeps a part of the vocabulary, and without the kept ids every "
             "ratio is off by their mass; remove one of them"
         )
     of_kept = {"sampling_support": SupportUse.REPLAY, "kl_score": TermScore.SUPPORT, "entropy_score": TermScore.SUPPORT}
     for name, value in of_kept.items():
-        if not given and settings[name] == value:
-            yield (
-                f"{flag_of(name)} {value} has no effect: this run samples from the whole vocabulary; add --top-p, --top-k or "
-                "--min-p, or remove it"
-            )
+        if not is_on and settings[name] == value:
+            yield f"{flag_of(name)} {value} has no effect: this run samples from the whole vocabulary; add --top-p, or remove it"
     estimator = KL_ESTIMATORS.find_or_none(settings["kl_estimator"] or DEFAULT_KL_ESTIMATOR)
     is_full = settings["kl_score"] in (None, TermScore.FULL)
-    if given and settings["kl_coefficient"] and is_full and estimator is not None and estimator.takes_log_ratio:
+    if is_on and settings["kl_coefficient"] and is_full and estimator is not None and estimator.takes_log_ratio:
         yield (
             f"{typed} with --kl-estimator {estimator.name}: it multiplies the KL term by the importance ratio, which is over the "
             "kept ids, and the term would be over the whole vocabulary; add --kl-score support, or choose another estimator"
@@ -454,7 +429,6 @@ RULES = (
     check_bridged_layout,
     check_learning_rate,
     check_evaluation,
-    check_overlong,
     check_wandb,
     check_numbers,
     check_needs,
