@@ -82,6 +82,7 @@ def test_no_row_of_a_table_is_torn(page):
 
 # Whose they are, in words.
 FLAGS_OF_OTHERS = {
+    "ncu": "--metrics --kernel-name --launch-skip --launch-count --kill",
     "pytest-xdist, and our own plugin": "--dist --require",
     "parameters of example losses": "--cap --ratio-cap --scale",
     "NeMo-RL; ROLL; hydra; uv": "--config --config_path --config_name --config-name --extra --isolated",

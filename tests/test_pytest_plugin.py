@@ -259,7 +259,7 @@ def test_expert_sizes_are_refused_where_nothing_has_them(pool, assert_layout_inv
 
 @pytest.fixture
 def installed(tmp_path):
-    """A folder that makes the entry point of setup.py visible, as an installation does."""
+    """A folder that makes the entry point of pyproject.toml visible, as an installation does."""
     folder = tmp_path / "site"
     metadata = folder / "megatron_rl-0.0.1.dist-info"
     metadata.mkdir(parents=True)
