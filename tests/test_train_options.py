@@ -210,8 +210,6 @@ REJECTED = [
     pytest.param("--resume", "--resume: --output-dir runs/train holds no checkpoints", 1, id="nothing to resume"),
     pytest.param("--output-dir old", "--output-dir old holds a run; --resume goes on", 1, id="output taken"),
     pytest.param("--output-dir started", "started holds a run; --overwrite starts anew", 1, id="taken, no checkpoint yet"),
-    pytest.param("--reward-timeout 0", r"--reward-timeout 0\.0 must be above 0 and at most 604800, a week", 1, id="no time at all"),
-    pytest.param("--reward-timeout 1e30", r"--reward-timeout 1e\+30 must be above 0 and at most", 1, id="longer than a timer"),
     pytest.param("--output-dir=", "--output-dir '': the name is empty", 1, id="output without a name"),
     pytest.param("--output-dir a\0b", r"--output-dir 'a\\x00b': the name holds a NUL", 1, id="output with NUL"),
     pytest.param(f"--output-dir {'a' * 5000}", "--output-dir 'a{200}': the name has 5000 characters", 1, id="output too long"),

@@ -223,25 +223,6 @@ def test_responses_that_collapse_are_told_once_after_twenty_steps(length, reward
     assert all("had 40, and the reward 0.200" in finding.line for _, finding in told)
 
 
-ONE_ANSWER = [
-    # the share, the range of its rewards, the reward (the run's best before is 0.5), whether it is told
-    pytest.param(0.9, 1.0, 0.6, True, id="right for some prompts, and the reward grew"),
-    pytest.param(0.9, 0.0, 0.0, True, id="right for none"),
-    pytest.param(1.0, 0.0, 0.6, False, id="right for all"),
-    pytest.param(0.89, 1.0, 0.2, False, id="below the share"),
-]
-
-
-@pytest.mark.parametrize(("share", "reward_range", "reward", "is_told"), ONE_ANSWER)
-def test_one_answer_to_every_prompt_is_told_once_after_twenty_steps(share, reward_range, reward, is_told):
-    """A run whose reward grows on the way to one answer looks healthy."""
-    names = "rollout/commonest_response", "rollout/commonest_response_reward_range", "rollout/reward"
-    before, one = (HEALTHY | dict(zip(names, row, strict=True)) for row in ((0.2, 0.0, 0.5), (share, reward_range, reward)))
-    told, _ = watched(GRPO, [before] + [one] * 19 + [before] + [one] * 25)
-    assert [(step, finding.name) for step, finding in told] == [(2 + 1 + 19 + 20, "one_answer")] * is_told
-    assert all(f"one response is {share:.0%} of all samples" in finding.line for _, finding in told)
-
-
 # Of the demo at its first seed, with a CISPO whose weight is not detached, and with GSPO.
 UNLEARNS = [0.0864, 0.0312, 0.013, 0.0094, 0.0081, 0.0118, 0.0081, 0.0039, 0.0061, 0.002, 0.001, 0.0036, 0.0023, 0.0049, 0.0]
 UNLEARNS += [0.001, 0.0029, 0.001, 0.001, 0.0, 0.0, 0.0068, 0.002, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.001]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.config import EmptySteps, Overlong, PolicyLossConfig
+from megatron_rl.config import EmptySteps, PolicyLossConfig
 from megatron_rl.errors import ConfigError, EmptyStep
 from megatron_rl.layout.agreement import on_all_ranks
 from megatron_rl.loss_hub import needs_rollout_log_probs
@@ -43,7 +43,6 @@ from megatron_rl.train.rollouts import (
     Microbatches,
     RolloutBatch,
     SharedRollout,
-    commonest_response,
     mean_reward,
     partition,
     share_without_signal,
@@ -51,12 +50,9 @@ from megatron_rl.train.rollouts import (
 )
 from megatron_rl.train.stopping import StopRule, StopSignals
 from megatron_rl.train.trainer import PolicyTrainer
-from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.train.watchdog import UNMOVED_STEPS, RunWatchdog
 from megatron_rl.train.writers import (
     CLIP_FRACTION,
-    COMMONEST,
-    COMMONEST_RANGE,
     LENGTH,
     REWARD,
     SKIPPED_STEPS,
@@ -228,8 +224,6 @@ class TrainingRun:
             reward = mean_reward(headers)
             length = sum(sample.response_length for sample in headers) / len(headers)
             of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
-            if (commonest := commonest_response(headers)) is not None:
-                of_rollout[COMMONEST], of_rollout[COMMONEST_RANGE] = commonest
             if self._evaluation is not None and progress.num_rollouts % options.eval_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             parts = self._cut(rollout)
@@ -303,20 +297,13 @@ class TrainingRun:
                 selection=selection_of(self._trainer, microbatches, seed=(self._options.seed << 32) + steps_done),
             )
         except EmptyStep as error:
-            if self._config.empty_step == EmptySteps.SKIP:
-                self._progress.skipped_steps += 1
-                if self._is_first_rank:
-                    number = f"{self._progress.skipped_steps} so far, after {steps_done} that trained"
-                    logger.warning(f"rollout {step.rollout}: a step is skipped ({number}): {error}")
-                return None
-            is_all_masked = not any(sample.loss_mask.any() for of_microbatch in microbatches for sample in of_microbatch)
-            if self._options.overlong != Overlong.MASK or not is_all_masked:
+            if self._config.empty_step != EmptySteps.SKIP:
                 raise
-            longest = self._options.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-            raise EmptyStep(
-                f"{error}; --overlong mask has masked every response of this step, because --max-new-tokens {longest} cut it: "
-                "raise --max-new-tokens, or choose --overlong penalty or keep"
-            ) from error
+            self._progress.skipped_steps += 1
+            if self._is_first_rank:
+                number = f"{self._progress.skipped_steps} so far, after {steps_done} that trained"
+                logger.warning(f"rollout {step.rollout}: a step is skipped ({number}): {error}")
+            return None
 
     def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float, writer, bar) -> None:
         """Writes a row of the metrics file, and counts what has been trained on."""

@@ -17,7 +17,6 @@ from megatron_rl.config import (
     NO_CORRECTION,
     NO_SELECTION,
     AdvantageNormalization,
-    Overlong,
     PolicyMetrics,
     RouterReplay,
     SupportUse,
@@ -35,7 +34,6 @@ from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_star
 from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
 from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import task_problems
-from megatron_rl.train.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.checks import problems_of
 
@@ -210,24 +208,6 @@ def check_evaluation(options: TrainOptions) -> Iterator[str]:
         yield f"--eval-prompts {options.eval_prompts} is the file of --prompts: give prompts that are not trained on"
     if options.rollouts is not None:
         yield "--eval-prompts has no effect with --rollouts, where nothing is sampled: remove it"
-
-
-def check_overlong(options: TrainOptions) -> Iterator[str]:
-    buffer, longest = options.overlong_buffer, options.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-    if options.overlong == Overlong.KEEP:
-        if buffer is not None:
-            yield f"--overlong-buffer {buffer} has no effect without --overlong penalty: remove it, or add that"
-        return
-    if options.prompts is None or options.rollouts is not None:
-        yield f"--overlong {options.overlong} needs --prompts, whose responses may be cut: remove it"
-    if options.overlong == Overlong.MASK:
-        if buffer is not None:
-            yield f"--overlong-buffer {buffer} has no effect with --overlong mask: remove it, or choose penalty"
-    elif buffer is None or not 1 <= buffer <= longest:
-        yield (
-            "--overlong penalty needs --overlong-buffer, the tokens in which the penalty grows, from 1 to "
-            f"--max-new-tokens {longest}, and not {buffer}"
-        )
 
 
 def check_wandb(options: TrainOptions) -> Iterator[str]:
@@ -460,7 +440,6 @@ RULES = (
     check_bridged_layout,
     check_learning_rate,
     check_evaluation,
-    check_overlong,
     check_wandb,
     check_numbers,
     check_needs,

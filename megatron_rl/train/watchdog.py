@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, PolicyMetrics, RatioUnit, Watchdog
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import clip_in_words, get_policy_loss
-from megatron_rl.train.writers import CHANGED_WEIGHTS, COMMONEST, COMMONEST_RANGE, LENGTH, MOVED_KL, REWARD
+from megatron_rl.train.writers import CHANGED_WEIGHTS, LENGTH, MOVED_KL, REWARD
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,6 @@ LEAST_CHANGED_SHARE = 1e-3
 USUAL_KL = 5e-4
 # Responses of a tenth of the run's longest mean length, for as many steps in a row, where the reward is not the run's best.
 COLLAPSED_SHARE, COLLAPSED_STEPS = 0.1, 20
-# One response is this share of a rollout's samples, in as many steps in a row, although prompts do not reward it alike.
-ONE_ANSWER_SHARE, ONE_ANSWER_STEPS = 0.9, 20
 # The reward has fallen where it did in so many of all pairs of one of the first rollouts and one of the last, and by so much of the
 # first mean. Of 300 rollouts that learn nothing, of a normal, log-normal or sparse reward, at most 1 run in 100 has that. The demo
 # that was trained away from its advantages had it after 25 and 26.
@@ -97,8 +95,6 @@ class WatchdogState:
     """The largest mean length of a rollout's responses, in tokens."""
     short_steps: int = 0
     """Steps so far, without a break, whose responses were a tenth of that or less."""
-    one_answer_steps: int = 0
-    """Steps so far, without a break, whose prompts nearly all got one response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +121,7 @@ def watch(
     found += _first_kl(config, values, is_float32) if step == 1 and not found else []  # one line for one cause
     found += [*_phantom_counts(config, values), *_idle_clip(config, state), *_correction(values, state), *_silence(values, state)]
     found += [*_stillness(config, values, state), *_collapse(values, state), *_unmoved(values, state, is_float32)]
-    found += [*_one_answer(values, state), *_fallen(state)]
+    found += [*_fallen(state)]
     found += [*_first_product(config, values)] if step == 1 else []
     found = [finding for finding in found if finding.name not in state.reported]
     state = replace(state, moving_steps=0) if CHANGED_WEIGHTS in values else state
@@ -268,11 +264,6 @@ def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[st
         longest = max(state.longest, values[LENGTH])
         is_short = values[LENGTH] <= COLLAPSED_SHARE * longest
         state = replace(state, longest=longest, short_steps=state.short_steps + 1 if is_short else 0)
-    if COMMONEST in values:
-        # An answer that is the best of the run and as good for each prompt is right.
-        is_right = values[COMMONEST_RANGE] == 0.0 and state.rewards and values.get(REWARD, 0.0) >= state.rewards[1]
-        is_one = values[COMMONEST] >= ONE_ANSWER_SHARE and not is_right
-        state = replace(state, one_answer_steps=state.one_answer_steps + 1 if is_one else 0)
     if "policy/correction_kept_tokens" in values:
         state = replace(state, idle_corrections=state.idle_corrections + 1 if _is_idle(values) else 0)
     rate, (largest, last) = values.get("learning_rate", 0.0), state.learning_rates
@@ -363,17 +354,6 @@ def _collapse(values: Mapping[str, float], state: WatchdogState) -> Iterator[Wat
         f"responses have {values[LENGTH]:.3g} tokens on average and had {state.longest:.3g}, and the reward {values[REWARD]:.3f} "
         f"is not the best of the run, {state.rewards[1]:.3f}: look at the responses; start again with a lower --lr or a "
         "--kl-coefficient, or with --loss-aggregation constant, under which no length is favoured",
-    )
-
-
-def _one_answer(values: Mapping[str, float], state: WatchdogState) -> Iterator[WatchdogFinding]:
-    if state.one_answer_steps < ONE_ANSWER_STEPS:
-        return
-    yield WatchdogFinding(
-        "one_answer",
-        f"one response is {values[COMMONEST]:.0%} of all samples, over {ONE_ANSWER_STEPS} steps, and is not the right one for all "
-        f"prompts (reward {values.get(REWARD, 0.0):.3f}): the policy no longer reads the prompt; start again with a lower --lr, "
-        "more --samples-per-prompt, an --entropy-coefficient or a --kl-coefficient",
     )
 
 
