@@ -30,7 +30,7 @@ from megatron_rl.train.hf_bridge import BridgedModel, LoadedModel, read_model
 from megatron_rl.train.hf_checkpoint import copied_files
 from megatron_rl.train.hf_export import place_problem
 from megatron_rl.train.options import DEFAULT_NUM_ROLLOUTS, DEFAULT_SAMPLES_PER_PROMPT, DEFAULT_STEPS_PER_ROLLOUT, TrainOptions
-from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file, path_problem
+from megatron_rl.train.output_dir import OWN_FILES, check_output_dir, check_start, goes_on, is_same_file
 from megatron_rl.train.rollout_files import existing_parts, recorded_group_size
 from megatron_rl.train.sampling_filter import SamplingFilter
 from megatron_rl.train.tasks import task_problems
@@ -139,7 +139,7 @@ def check_hf_checkpoint(options: TrainLaunch) -> Iterator[str]:
 
 def check_save_hf(save_hf: str, hf_checkpoint: str, options: TrainOptions) -> Iterator[str]:
     """Before anything runs; the run itself tries the place, and knows its own folder."""
-    problem = path_problem(save_hf) or place_problem(save_hf, hf_checkpoint, options.output_dir)
+    problem = place_problem(save_hf, hf_checkpoint, options.output_dir)
     if problem is not None:
         yield f"--save-hf {printable(save_hf[:200])}: {problem}; name a new folder, as in --save-hf {options.output_dir}/hf"
     elif not goes_on(options) and os.path.isdir(save_hf) and os.listdir(save_hf):
@@ -402,9 +402,8 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if options.save_rollouts is None:
         return
     own = [name for name in OWN_FILES if is_same_file(options.save_rollouts, os.path.join(options.output_dir, name))]
-    problem = path_problem(options.save_rollouts)
-    if problem or own or os.path.isdir(options.save_rollouts):
-        why = problem or (f"it is the run's own {own[0]}" if own else "it is a folder")
+    if own or os.path.isdir(os.path.abspath(options.save_rollouts)):
+        why = f"it is the run's own {own[0]}" if own else "it is a folder"
         yield f"--save-rollouts {printable(options.save_rollouts[:200])}: {why}; name a file of its own"
     elif options.rollouts is not None and is_same_file(options.rollouts, options.save_rollouts):
         yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
