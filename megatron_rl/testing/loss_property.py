@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError
@@ -17,7 +18,6 @@ from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.testing.comparison import cause_of_gradient
 from megatron_rl.testing.layout_step import Layout, StepSample, samples_of
 from megatron_rl.testing.loss_batch import LossBatch, WholeStep
-from megatron_rl.testing.rank_groups import make_groups
 from megatron_rl.testing.ranks import RankError, RankPool
 from megatron_rl.testing.reference import ragged_samples
 
@@ -152,6 +152,19 @@ def _check_layouts(layouts: Sequence[Layout], vocab_size: int, use_megatron: boo
             problems.append(f"{layout}: vocab_size={vocab_size} must be a multiple of tensor={layout.tensor}")
     if problems:
         raise ConfigError(problems)
+
+
+def make_groups(rank: int, layout: Layout, backend: str = "gloo") -> ParallelGroups:
+    """This rank's groups in Megatron's order of ranks: tp fastest, then cp, then dp. Each rank makes every group."""
+    ranks = torch.arange(layout.world_size).view(layout.data, layout.context, layout.tensor)
+    both = ranks.reshape(-1, layout.tensor)
+    groups = {}
+    for members_of_all, name in ((ranks, "tp"), (ranks.movedim(1, -1), "cp"), (ranks.movedim(0, -1), "dp"), (both.T, "dp_cp")):
+        for members in members_of_all.reshape(-1, members_of_all.shape[-1]).tolist():
+            group = dist.new_group(members, backend=backend)
+            if rank in members:
+                groups[name] = group
+    return ParallelGroups(**groups)
 
 
 def _parts_on_rank(rank: int, layout: Layout, num_calls: int, *shared) -> list[_Part]:
