@@ -84,6 +84,8 @@ ROOMS_WITH_MEGATRON = ("megatron", "testing", "train")
 FILES_WITH_MEGATRON = ("layout/groups.py", "benchmarks/hosts.py", "benchmarks/peers.py")
 # The command that runs what is in testing/: the others must not import it.
 RUNS_TESTING = "commands/selftest.py"
+# The references that others are compared with: what they share with the package, they cannot find wrong.
+FILES_OF_TORCH_ALONE = ("testing/oracle.py",)
 FILES_WITHOUT_TORCH = (
     "errors.py",
     "config.py",
@@ -180,6 +182,12 @@ def test_rooms_import_only_rooms_of_lower_floors(package_trees, benchmark_trees)
     assert package_trees and benchmark_trees, "no module was found: the test looks in the wrong place"
     faults = [fault for path, tree in (package_trees | benchmark_trees).items() for fault in layering_faults(path, tree)]
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("path", FILES_OF_TORCH_ALONE)
+def test_a_reference_imports_torch_alone(path, package_trees):
+    packages = {name.split(".")[0] for _, name in imported_names(path, package_trees[path])}
+    assert packages - {*sys.stdlib_module_names} == {"torch"}
 
 
 def test_the_house_has_few_floors_and_each_room_is_there(package_trees, benchmark_trees):
