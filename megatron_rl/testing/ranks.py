@@ -99,7 +99,7 @@ class RankPool:
     living ranks; a closure, or a function of a module that was imported since, makes the pool fork again. A rank sees this process
     as it was at the fork, without later patches. Each call begins with the same random state on every rank.
 
-    Where a rank raises, dies or gives no answer within `timeout` seconds, `run` raises RankError with their tracebacks, or the stacks
+    Where a rank raises, dies or gives no answer within `timeout` seconds, `run` raises RankError with tracebacks, or the stacks
     where they hang; the pool then ends all its ranks, and the next call starts new ones.
 
     use_megatron=False starts plain torch.distributed ranks, for functions that need no megatron-core.
