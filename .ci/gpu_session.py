@@ -263,27 +263,6 @@ def read_profile(session: Session, output: str) -> dict[str, Any]:
     return {"launches": {row["kernel"]: row["launches"] for row in rows if row["launches"]}, "failures": failures}
 
 
-def cliff_command(session: Session, budget: float | None) -> list[str]:
-    size = ["--columns", "512", "--rows", "2", "--device", "cpu"] if session.is_dry else []
-    limit = 0.0 if budget is None else max(budget - SECONDS_TO_END, 1.0)
-    return session.python("-m", "benchmarks", "cliff", *size, "--time-limit", f"{limit:.0f}")
-
-
-def read_cliff(session: Session, output: str) -> dict[str, Any]:
-    """The share of the L2 cache that loses least, and all points."""
-    found = next(json.loads(line)["cliff"] for line in output.splitlines() if line.startswith('{"cliff": '))
-    return {"note": next(line for line in output.splitlines() if line.startswith("on ")), **found}
-
-
-def overhead_command(session: Session, budget: float | None) -> list[str]:
-    return session.python("-m", "benchmarks", "overhead", *(["--rows", "16", "--device", "cpu"] if session.is_dry else []))
-
-
-def read_overhead(session: Session, output: str) -> dict[str, Any]:
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines() if line.startswith("|")]
-    return {"calls": [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]}
-
-
 STAGES = {
     stage.name: stage
     for stage in (
@@ -300,8 +279,6 @@ STAGES = {
             least=90.0,
         ),
         Stage("profile", 60.0, profile_command, read_profile, (*TRITON_NEEDS, NCU), least=36.0),
-        Stage("cliff", 15.0, cliff_command, read_cliff),
-        Stage("overhead", 10.0, overhead_command, read_overhead),
         Stage(
             "head",
             100.0,
@@ -572,10 +549,6 @@ def shown(ended: Ended) -> str:
     counts += [found["note"]] if "note" in found else []
     if "launches" in found:
         counts.append(f"{len(found['launches'])} kernels profiled")
-    if calls := found.get("calls"):
-        call = calls[0]
-        host = float(call["host us, forward"]) + float(call["host us, backward"])
-        counts.append(f"{call['loss']} at T {call['T']}: {call['launches']} launches, {host:.0f} us of the host")
     return ", ".join(counts) + (f"; {found['unfinished']}" if found.get("unfinished") else "")
 
 

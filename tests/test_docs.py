@@ -97,7 +97,8 @@ FLAGS_OF_OTHERS = {
     "pip; hf": "--no-deps --no-index --local-dir",
     "TRL": "--loss_type --epsilon_high",
     ".ci/gpu_session.py": "--dry-run --measured --seconds --stages",
-    "earlier versions, in the changelog": "--companion --launch-only --plot --response-lengths --rollout-dump --settings",
+    "earlier versions, in the changelog": "--companion --launch-only --plot --ranks --real --response-lengths --rollout-dump "
+    "--settings --support --tokens",
 }
 
 

@@ -293,9 +293,6 @@ def test_the_smallest_form_of_every_stage_runs(tmp_path, monkeypatch, capfd):
     assert summary["stages"]["first"]["passed"] > 4 and "reason" in summary["stages"]["first"]
     assert summary["stages"]["selftest"]["passed"] > 20 and summary["stages"]["tests"]["passed"] > 0
     assert summary["stages"]["train"]["steps"] == 4 and summary["stages"]["losses"]["medians_ms"]
-    paths = {call["path"] for call in summary["stages"]["overhead"]["calls"]}
-    assert paths == {"logits", "logits, metrics", "logits, loss_scale", "logits, loss_scale assumed"}
-    assert "only that the command runs" in summary["stages"]["cliff"]["note"]
     assert len(shown.splitlines()) < 60 and len(list(tmp_path.iterdir())) <= 8
 
 
@@ -311,7 +308,7 @@ def test_a_selftest_that_is_cut_keeps_the_rows_that_ended_and_names_the_one_that
 # The machine
 
 
-WITH_KERNELS = "first, tests, losses, profile, cliff, overhead, head"
+WITH_KERNELS = "first, tests, losses, profile, head"
 
 
 def without(name: str, monkeypatch, tmp_path) -> None:
