@@ -97,10 +97,9 @@ FLAGS_OF_OTHERS = {
     "flags that other frameworks had, and vLLM's": "--pg-loss-divisor --quantization",
     "pip; hf": "--no-deps --no-index --local-dir",
     "TRL": "--loss_type --epsilon_high",
-    "an earlier version, in the changelog": "--hf-loader",
-    ".ci/gpu_session.py": "--dry-run --measured --seconds --stages",
-    "earlier versions, in the changelog": "--companion --launch-only --plot --response-lengths --rollout-dump --settings "
-    "--overlong --reward-batched --reward-timeout",
+    ".ci/gpu_session.py": "--dry-run --seconds --stages",
+    "earlier versions, in the changelog": "--companion --hf-loader --launch-only --overlong --plot --ranks --real --response-lengths "
+    "--reward-batched --reward-timeout --rollout-dump --settings --support --tokens",
 }
 
 
