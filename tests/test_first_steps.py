@@ -359,6 +359,6 @@ def test_ranks_without_a_sample_of_a_later_step_measure_with_the_others(pool, tm
     options = {"num_rollouts": 1, "prompts_per_rollout": 2, "steps_per_rollout": 2}
     given = (config, options, {"experts": EXPERTS})
     alone = pool.run(run_on_rank, tmp_path / "alone", *given, world_size=1)
-    spread = pool.run(run_on_rank, tmp_path / "spread", *given, world_size=4, timeout=60, **{EP: 4})
+    spread = pool.run(run_on_rank, tmp_path / "spread", *given, world_size=4, **{EP: 4})
     assert unlike_metrics(metrics_of(tmp_path / "spread"), metrics_of(tmp_path / "alone")) == []
     assert [passes for passes, _ in spread] == [passes for passes, _ in alone] * 4

@@ -27,7 +27,7 @@ from megatron_rl.registries.selection_settings import TokenSelectionSettings
 from megatron_rl.train import checkpoints
 from megatron_rl.train.collection import Evaluation, SampledRollouts, reader_of_old_log_probs
 from megatron_rl.train.document_steps import size_of_steps
-from megatron_rl.train.hf_bridge import read_model
+from megatron_rl.train.hf_checkpoint import read_hf_model
 from megatron_rl.train.hf_export import HFExport
 from megatron_rl.train.loop import Outcome, Start, TrainingRun
 from megatron_rl.train.options import TrainOptions, changed_settings, experts_of, model_vocab_size, settings_of
@@ -112,7 +112,7 @@ def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch
     given["max_sequence_length"] = max(task.max_prompt_tokens + task.max_new_tokens for task in tasks)
     given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16
     given["experts"] = experts_of(options)
-    given["hf_model"] = None if options.hf_checkpoint is None else read_model(options.hf_checkpoint, options.hf_loader)
+    given["hf_model"] = None if options.hf_checkpoint is None else read_hf_model(options.hf_checkpoint)
     return TrainerSettings(**given)
 
 
