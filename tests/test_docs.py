@@ -98,8 +98,10 @@ FLAGS_OF_OTHERS = {
     "pip; hf": "--no-deps --no-index --local-dir",
     "TRL": "--loss_type --epsilon_high",
     ".ci/gpu_session.py": "--dry-run --seconds --stages",
-    "earlier versions, in the changelog": "--companion --hf-loader --launch-only --max-microbatches --overlong --plot --ranks --real --response-lengths "
-    "--reward-batched --reward-timeout --rollout-dump --settings --support --tokens",
+    "srun": "--kill-on-bad-exit",
+    "earlier versions, in the changelog": "--companion --eval-interval --hf-loader --launch-only --max-microbatches "
+    "--metrics-writer --overlong --plot --ranks --real --response-lengths --reward-batched --reward-timeout --rollout-dump "
+    "--settings --support --target-reward-window --tokens --x-axis",
 }
 
 
