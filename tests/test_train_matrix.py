@@ -42,8 +42,6 @@ class Row:
     held_out: list
     """--eval-prompts; a tokenizer takes all kinds in one file."""
     flags: str = ""
-    of_prompts: str = ""
-    """Flags that only sampling takes."""
     architecture: str = ""
     settings: tuple = ()
 
@@ -51,7 +49,7 @@ class Row:
 OF_ALL_KINDS = ["1+1", MESSAGES[0], [4, 4]]
 ROWS = {
     "text": Row(TEXTS, ["21+", "a3"], "--hidden-size 32"),
-    "ids, experts": Row(IDS, [[1, 2, 3]], f"--hidden-size 32 --num-experts 4 {REPLAY}", "--end-token 0"),
+    "ids, experts": Row(IDS, [[1, 2, 3]], f"--hidden-size 32 --num-experts 4 {REPLAY}"),
     "text, Llama": Row(TEXTS, OF_ALL_KINDS, architecture="Llama"),
     "chat, Qwen3 with experts": Row(MESSAGES, OF_ALL_KINDS, REPLAY, architecture="Qwen3Moe", settings=tuple(EXPERTS.items())),
     "ids, Qwen3": Row(IDS, OF_ALL_KINDS, architecture="Qwen3", settings=(("head_dim", 8),)),
@@ -94,7 +92,7 @@ def lines_of(file: str) -> list[dict]:
 def test_all_that_a_run_does_with_prompts_of_a_kind(name, tmp_path):
     row = ROWS[name]
     source = f"--prompts {write_prompts(tmp_path / 'p.jsonl', *row.prompts)} --reward test_train_matrix.reward --max-new-tokens 4"
-    source += f" {row.of_prompts} --eval-prompts {write_prompts(tmp_path / 'e.jsonl', *row.held_out)} --eval-interval 1"
+    source += f" --eval-prompts {write_prompts(tmp_path / 'e.jsonl', *row.held_out)} --eval-interval 1"
     model = f"--hf-checkpoint {model_folder(row, tmp_path / 'model')}" if row.architecture else ""
 
     def run(given: str, output: str, of_run: str) -> None:

@@ -41,7 +41,7 @@ from megatron_rl.validation.checks import problems_of
 LEARNING_RATES = {"task": 3e-3, "prompts": 5e-4, "hf_checkpoint": 1e-6}
 # What --hf-checkpoint decides.
 OF_THE_FOLDER = (
-    *("task", "vocab_size", "end_token", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
+    *("task", "vocab_size", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
     *("moe_router_topk", "moe_ffn_hidden_size", "mtp_num_layers"),
 )
 DIVISIONS = (
@@ -246,13 +246,7 @@ def check_needs(options: TrainLaunch) -> Iterator[str]:
 
 
 def check_task(options: TrainOptions) -> Iterator[str]:
-    yield from task_problems(
-        options.task,
-        prompts=options.prompts,
-        reward=options.reward,
-        max_new_tokens=options.max_new_tokens,
-        end_token=options.end_token,
-    )
+    yield from task_problems(options.task, prompts=options.prompts, reward=options.reward, max_new_tokens=options.max_new_tokens)
 
 
 def check_divisions(options: TrainOptions) -> Iterator[str]:
